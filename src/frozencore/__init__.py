@@ -1,0 +1,63 @@
+"""frozencore: fine-tune large language models by training only r x r cores between frozen, calibrated bases.
+
+Importing this package registers the method with PEFT, so that ``peft.get_peft_model`` and ``PeftModel.from_pretrained``
+know :class:`FrozenCoreConfig`.
+"""
+
+from frozencore.adapter.calibrate import Calibration, calibrate
+from frozencore.adapter.config import FrozenCoreConfig
+from frozencore.adapter.model import FrozenCoreModel, frozen_core_layers, register_with_peft
+from frozencore.basis import Basis
+from frozencore.calibration.collect import collect_moments
+from frozencore.calibration.options import CalibrationOptions
+from frozencore.calibration.store import load_moments, save_moments
+from frozencore.constructors import (
+    CONSTRUCTORS,
+    BasisOptions,
+    LayerEvidence,
+    build_basis,
+    eva_basis,
+    fcca_basis,
+    filora_basis,
+    lora_xs_basis,
+    milora_basis,
+    random_basis,
+    rawgrad_basis,
+    signgrad_basis,
+    vera_basis,
+)
+from frozencore.errors import FrozenCoreError
+from frozencore.moments import LayerMoments
+from frozencore.whitening import Whitening
+
+register_with_peft()
+
+__version__ = "0.1.0"
+__all__ = [
+    "CONSTRUCTORS",
+    "Basis",
+    "BasisOptions",
+    "Calibration",
+    "CalibrationOptions",
+    "FrozenCoreConfig",
+    "FrozenCoreError",
+    "FrozenCoreModel",
+    "LayerEvidence",
+    "LayerMoments",
+    "Whitening",
+    "build_basis",
+    "calibrate",
+    "collect_moments",
+    "eva_basis",
+    "fcca_basis",
+    "filora_basis",
+    "frozen_core_layers",
+    "load_moments",
+    "lora_xs_basis",
+    "milora_basis",
+    "random_basis",
+    "rawgrad_basis",
+    "save_moments",
+    "signgrad_basis",
+    "vera_basis",
+]

@@ -1,0 +1,112 @@
+"""What a user says about a frozen-core adapter, and PEFT's registration of the method."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from peft import PeftConfig
+
+from frozencore.constructors import BasisOptions, Constructor, find_constructor
+from frozencore.errors import ConfigError
+from frozencore.whitening import Whitening
+
+
+class FrozenCoreType(str, Enum):  # noqa: UP042 - PEFT formats the type with str(), which StrEnum changes
+    """PEFT's own enum of methods is closed; a str enum whose name equals its value passes for a member."""
+
+    FROZENCORE = "FROZENCORE"
+
+
+@dataclass
+class FrozenCoreConfig(PeftConfig):
+    """Configuration of a frozen-core adapter: ``y = (W + s·P R Qᵀ) x`` with only R (r x r) trained.
+
+    Args:
+        r: Rank; a layer with fewer inputs or outputs gets ``min(r, m, n)``.
+        target_modules: Module names, a regular expression, or ``"all-linear"``; by default the attention projections.
+        constructor: How P and Q are chosen: ``fcca``, ``rawgrad``, ``filora``, ``milora``, ``lora_xs``, ``vera``,
+            ``eva``, ``random`` or ``signgrad``.
+        alpha: The scale is ``s = alpha / r``; None means ``s = 1``.
+        whiten, fisher, shrinkage, damping: Metric of ``fcca``, see :class:`frozencore.whitening.Whitening`.
+        coordinates: ``qr`` (default), ``polar``, or the ablations ``raw`` and ``scaled_raw``.
+        svd_method: ``auto``, ``gram``, ``randomized`` or ``full``.
+        filora_fisher: ``dense`` eigenvectors or ``diagonal`` coordinate selection.
+        eva_center, eva_output: Variants of ``eva``.
+        initial_step: With ``signgrad``: start from the core of one sign step of this size; 0 starts from zero.
+        seed: Seed of random directions.
+        rank_pattern, alpha_pattern: Ranks and alphas of layers whose name matches a key.
+        exclude_modules, layers_to_transform, layers_pattern, modules_to_save: As in ``LoraConfig``.
+        load_bases: Written by ``save_pretrained``: P and Q are in the file, so none is built.
+    """
+
+    r: int = 16
+    target_modules: list[str] | str | None = None
+    exclude_modules: list[str] | str | None = None
+    constructor: str = "fcca"
+    alpha: float | None = None
+    whiten: str = "both"
+    fisher: str = "diagonal"
+    shrinkage: float = 0.0
+    damping: float | list[float] = 1e-3
+    coordinates: str = "qr"
+    svd_method: str = "auto"
+    filora_fisher: str = "dense"
+    eva_center: bool = False
+    eva_output: str = "weight_times_input"
+    initial_step: float = 0.0
+    seed: int = 0
+    rank_pattern: dict[str, int] = field(default_factory=dict)
+    alpha_pattern: dict[str, float] = field(default_factory=dict)
+    layers_to_transform: list[int] | int | None = None
+    layers_pattern: list[str] | str | None = None
+    modules_to_save: list[str] | None = None
+    load_bases: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.peft_type = FrozenCoreType.FROZENCORE
+        if isinstance(self.target_modules, list):
+            self.target_modules = set(self.target_modules)  # type: ignore[assignment]  # PEFT compares sets
+        if isinstance(self.exclude_modules, list):
+            self.exclude_modules = set(self.exclude_modules)  # type: ignore[assignment]
+        if self.layers_pattern and self.layers_to_transform is None:
+            raise ConfigError("layers_pattern says where layers are counted, so it needs layers_to_transform as well.")
+        if self.initial_step and self.constructor != "signgrad":
+            raise ConfigError(f"initial_step belongs to the constructor 'signgrad', but {self.constructor!r} came.")
+        self.basis_options()  # refuses bad values now, not in the middle of a calibration
+
+    @property
+    def constructor_entry(self) -> Constructor:
+        """The row of the constructor table."""
+        return find_constructor(self.constructor)
+
+    @property
+    def needs_calibration(self) -> bool:
+        """Whether P and Q come from data, so that ``frozencore.calibrate`` must run before training."""
+        return self.constructor_entry.needs_data(self.basis_options())
+
+    def basis_options(self, rank: int | None = None) -> BasisOptions:
+        """The options of the constructors, checked; ``rank`` overrides r for one layer."""
+        find_constructor(self.constructor)
+        damping = tuple(self.damping) if isinstance(self.damping, list) else self.damping
+        return BasisOptions(
+            rank=self.r if rank is None else rank,
+            whitening=Whitening(
+                sides=self.whiten,  # type: ignore[arg-type]  # a user's string, checked there
+                fisher=self.fisher,  # type: ignore[arg-type]
+                shrinkage=self.shrinkage,
+                damping=damping,  # type: ignore[arg-type]
+            ),
+            coordinates=self.coordinates,  # type: ignore[arg-type]
+            svd_method=self.svd_method,  # type: ignore[arg-type]
+            filora_fisher=self.filora_fisher,  # type: ignore[arg-type]
+            eva_center=self.eva_center,
+            eva_output=self.eva_output,  # type: ignore[arg-type]
+            seed=self.seed,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """What is saved: as PEFT does, with the note that the bases are in the file beside it."""
+        return {**super().to_dict(), "load_bases": True}

@@ -1,0 +1,191 @@
+"""A linear layer with frozen cores on it: ``y = W x + b + s·P R Qᵀ x``.
+
+P (m x r) and Q (n x r) are buffers in the base layer's dtype, R (r x r) is a trained float32 parameter. Until a basis
+is set P and Q are zero, so the layer is its base layer.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from peft.tuners._buffer_dict import BufferDict
+from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
+from peft.utils import resolve_quantization_backend
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from transformers.pytorch_utils import Conv1D
+
+from frozencore.basis import Basis
+from frozencore.errors import CalibrationError, ModelError
+
+PREFIX = "frozencore_"
+
+
+class FrozenCoreLayer(BaseTunerLayer):
+    """State and arithmetic of the adapters on one base layer with n inputs and m outputs.
+
+    ``frozencore_P``, ``frozencore_Q``: buffers m x r and n x r by adapter name. ``frozencore_R``: bias-free linear
+    layers r -> r. ``frozencore_scale``: s. ``frozencore_ready``: whether a basis was set.
+    """
+
+    adapter_layer_names = ("frozencore_R",)
+    other_param_names = ("frozencore_P", "frozencore_Q", "frozencore_scale", "frozencore_ready")
+
+    def __init__(self, base_layer: nn.Module, name: str, **kwargs: Any) -> None:
+        self.base_layer = base_layer
+        self.name = name
+        self.quantization_backend = resolve_quantization_backend(self.get_base_layer(), **kwargs)
+        self.frozencore_P = BufferDict({}, persistent=True)
+        self.frozencore_Q = BufferDict({}, persistent=True)
+        self.frozencore_R = nn.ModuleDict()
+        self.frozencore_scale: dict[str, float] = {}
+        self.frozencore_ready: dict[str, bool] = {}
+        self._disable_adapters = False
+        self.merged_adapters = []
+        self.out_features, self.in_features = layer_shape(self.get_base_layer())
+
+    def update_layer(self, adapter_name: str, rank: int, scale: float, *, inference_mode: bool) -> None:
+        """Add an adapter without a basis: zero P, Q and R."""
+        rank = min(rank, self.in_features, self.out_features)
+        device, dtype = self._device_and_dtype()
+        core = nn.utils.skip_init(  # a drawn initial value would move the user's RNG
+            nn.Linear, rank, rank, bias=False, device=device, dtype=torch.promote_types(dtype, torch.float32)
+        )
+        nn.init.zeros_(core.weight)
+        self.frozencore_R[adapter_name] = core
+        self.frozencore_P[adapter_name] = torch.zeros(self.out_features, rank, device=device, dtype=dtype)
+        self.frozencore_Q[adapter_name] = torch.zeros(self.in_features, rank, device=device, dtype=dtype)
+        self.frozencore_scale[adapter_name] = scale
+        self.frozencore_ready[adapter_name] = False
+        self.set_adapter(self.active_adapters, inference_mode=inference_mode)
+
+    def set_basis(self, adapter_name: str, basis: Basis, *, initial_step: float = 0.0) -> None:
+        """Fix P and Q in place and reset the core: to zero, or to a step along the basis's own initial core."""
+        P, Q, R = self.factors(adapter_name)
+        if basis.P.shape != P.shape or basis.Q.shape != Q.shape:
+            raise CalibrationError(
+                f"Layer {self.name!r} holds factors of shapes {tuple(P.shape)} and {tuple(Q.shape)}, but a basis of "
+                f"shapes {tuple(basis.P.shape)} and {tuple(basis.Q.shape)} came. Use the rank of the adapter."
+            )
+        with torch.no_grad():
+            P.copy_(basis.P)
+            Q.copy_(basis.Q)
+            R.zero_()
+            if initial_step and basis.initial_core is not None:
+                R.copy_(basis.initial_core * (initial_step / self.frozencore_scale[adapter_name]))
+        self.frozencore_ready[adapter_name] = True
+
+    def factors(self, adapter_name: str) -> tuple[Tensor, Tensor, Tensor]:
+        """P (m x r), Q (n x r) and R (r x r) of an adapter."""
+        core = self.frozencore_R[adapter_name]
+        return self.frozencore_P[adapter_name], self.frozencore_Q[adapter_name], core.weight
+
+    def dense_weight(self) -> Tensor:
+        """W as m x n in floating point: dequantised if need be, Conv1D transposed. The stored weight is not changed."""
+        weight = self.get_base_weight()
+        return weight.mT if isinstance(self.get_base_layer(), Conv1D) else weight
+
+    def get_delta_weight(self, adapter_name: str) -> Tensor:
+        """``s·P R Qᵀ`` in the layout of the base weight, computed in float32."""
+        P, Q, R = self.factors(adapter_name)
+        delta = (P.to(R.dtype) @ R @ Q.to(R.dtype).mT) * self.frozencore_scale[adapter_name]
+        return delta.mT if isinstance(self.get_base_layer(), Conv1D) else delta
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        """Add the adapters' updates into the base weight.
+
+        Args:
+            safe_merge: Check the result for NaN and Inf before it replaces the weight.
+        """
+        for adapter_name in check_adapters_to_merge(self, adapter_names):
+            if adapter_name in self.frozencore_R:
+                self._add_to_weight(adapter_name, 1.0, check=safe_merge)
+                self.merged_adapters.append(adapter_name)
+
+    def unmerge(self) -> None:
+        """Take all merged updates out of the base weight again."""
+        if not self.merged:
+            warnings.warn("Already unmerged. Nothing to do.", stacklevel=2)
+        while self.merged_adapters:
+            self._add_to_weight(self.merged_adapters.pop(), -1.0, check=False)
+
+    def supports_lora_conversion(self, adapter_name: str = "default") -> bool:
+        return True
+
+    def _add_to_weight(self, adapter_name: str, sign: float, *, check: bool) -> None:
+        if self.quantization_backend is not None and not self.quantization_backend.supports_merge:
+            raise ModelError(
+                f"A weight quantised by {self.quantization_backend.backend_name} cannot take a merged update. "
+                "Keep the adapter unmerged, or load the base model without quantisation."
+            )
+        weight = self.get_base_weight()
+        merged = (weight.to(torch.promote_types(weight.dtype, torch.float32))) + sign * self.get_delta_weight(
+            adapter_name
+        ).to(weight.device)
+        if check and not torch.isfinite(merged).all():
+            raise ValueError(f"NaNs detected in the merged weights. The adapter {adapter_name} seems to be broken")
+        self.set_base_weight(merged.to(weight.dtype))
+
+    def _core_output(self, adapter_name: str, x: Tensor) -> Tensor:
+        """``s·P R Qᵀ x`` for inputs (..., n)."""
+        P, Q, R = self.factors(adapter_name)
+        if self.training and not self.frozencore_ready[adapter_name]:
+            self._require_basis(adapter_name)
+        z = linear(self._cast_input_dtype(x, Q.dtype), Q.mT)
+        z = linear(z.to(R.dtype), R * self.frozencore_scale[adapter_name])
+        return linear(z.to(P.dtype), P)
+
+    def _require_basis(self, adapter_name: str) -> None:
+        """A loaded basis is not zero; one that was never set is, and must not be trained."""
+        if not bool(self.frozencore_P[adapter_name].any()):
+            raise CalibrationError(
+                f"A frozen core needs a basis before training, but layer {self.name!r} of adapter {adapter_name!r} "
+                "has none. Call frozencore.calibrate(model, dataloader) first."
+            )
+        self.frozencore_ready[adapter_name] = True
+
+    def _device_and_dtype(self) -> tuple[torch.device, torch.dtype]:
+        device, dtype = self._get_base_layer_device_and_dtype(self.get_base_layer())
+        usable = dtype if dtype is not None and dtype.is_floating_point and dtype.itemsize > 1 else torch.float32
+        return device if device is not None else torch.device("cpu"), usable
+
+
+class FrozenCoreLinear(nn.Module, FrozenCoreLayer):
+    """Frozen cores on ``nn.Linear``, ``Conv1D`` or a quantised linear layer."""
+
+    def __init__(self, base_layer: nn.Module, adapter_name: str, name: str, **kwargs: Any) -> None:
+        super().__init__()
+        FrozenCoreLayer.__init__(self, base_layer, name, **kwargs)
+        self._active_adapter = adapter_name
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if self.disable_adapters and self.merged:
+            self.unmerge()
+        result = self.base_layer(x, *args, **kwargs)
+        if self.disable_adapters or self.merged:
+            return result
+        for adapter_name in self.active_adapters:
+            if adapter_name in self.frozencore_R:
+                result = result + self._core_output(adapter_name, x).to(result.dtype)
+        return result
+
+    def __repr__(self) -> str:
+        return "frozencore." + super().__repr__()
+
+
+def layer_shape(layer: nn.Module) -> tuple[int, int]:
+    """(m, n): outputs and inputs of a linear layer.
+
+    Raises:
+        ModelError: The layer is not linear, or is a fused 3-D weight.
+    """
+    if isinstance(layer, Conv1D):
+        return layer.nf, layer.nx
+    if hasattr(layer, "in_features") and hasattr(layer, "out_features"):
+        return layer.out_features, layer.in_features
+    raise ModelError(
+        f"A frozen core sits on a linear layer, but a target is a {type(layer).__name__}. "
+        "Name linear layers in target_modules; fused expert weights and embeddings are not supported."
+    )

@@ -1,0 +1,103 @@
+"""The PEFT tuner that puts frozen cores on a model's linear layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_PREFIX_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
+from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
+from peft.utils import (
+    TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING,
+    get_quantization_kwargs,
+    resolve_quantization_backend,
+)
+from peft.utils.other import get_pattern_key
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from frozencore.adapter.config import FrozenCoreConfig, FrozenCoreType
+from frozencore.adapter.layer import PREFIX, FrozenCoreLayer, FrozenCoreLinear
+from frozencore.constructors import LayerEvidence, build_basis
+from frozencore.errors import ModelError
+
+ATTENTION_PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "out_proj"]
+
+
+class FrozenCoreModel(BaseTuner):
+    """Frozen cores on a base model; made by ``peft.get_peft_model(base, FrozenCoreConfig(...))``."""
+
+    prefix = PREFIX
+    tuner_layer_cls = FrozenCoreLayer
+    # The paper adapts every attention projection, where LoRA's default is q and v.
+    target_module_mapping = {  # noqa: RUF012 - PEFT reads it from the class
+        model_type: ATTENTION_PROJECTIONS if {"q_proj", "v_proj"} <= set(targets) else targets
+        for model_type, targets in TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.items()
+    }
+
+    def _create_and_replace(
+        self,
+        peft_config: FrozenCoreConfig,
+        adapter_name: str,
+        target: nn.Module,
+        target_name: str,
+        parent: nn.Module,
+        current_key: str,
+        parameter_name: str | None = None,
+    ) -> None:
+        rank = peft_config.rank_pattern.get(get_pattern_key(peft_config.rank_pattern, current_key), peft_config.r)
+        alpha_key = get_pattern_key(peft_config.alpha_pattern, current_key)
+        alpha = peft_config.alpha_pattern.get(alpha_key, peft_config.alpha)
+        layer = target
+        if not isinstance(layer, FrozenCoreLayer):
+            layer = self._new_layer(target, adapter_name, current_key)
+        layer.update_layer(
+            adapter_name, rank, 1.0 if alpha is None else alpha / rank, inference_mode=peft_config.inference_mode
+        )
+        if layer is not target:
+            if adapter_name not in self.active_adapters:
+                layer.requires_grad_(False)
+            self._replace_module(parent, target_name, layer, target)
+        if not peft_config.needs_calibration and not peft_config.load_bases:
+            self._build_from_weight(layer, adapter_name, peft_config)
+
+    def _new_layer(self, target: nn.Module, adapter_name: str, name: str) -> FrozenCoreLinear:
+        base = target.get_base_layer() if isinstance(target, BaseTunerLayer) else target
+        backend = resolve_quantization_backend(base, **get_quantization_kwargs(self))
+        is_linear = isinstance(base, nn.Linear | Conv1D) or (backend is not None and backend.layer_type == "linear")
+        if not is_linear:
+            raise ModelError(
+                f"A frozen core sits on a linear layer, but target {name!r} is a {type(base).__name__}. "
+                "Name linear layers in target_modules; fused experts, embeddings and convolutions are not supported."
+            )
+        return FrozenCoreLinear(target, adapter_name, name, **get_quantization_kwargs(self))
+
+    @staticmethod
+    def _build_from_weight(layer: FrozenCoreLayer, adapter_name: str, config: FrozenCoreConfig) -> None:
+        P, _, R = layer.factors(adapter_name)
+        if P.is_meta or R.is_meta or layer.weight.is_meta:
+            return  # only the shapes exist: parameters can be counted, bases cannot be built
+        evidence = LayerEvidence(layer.name, (layer.out_features, layer.in_features), layer.dense_weight)
+        basis = build_basis(config.constructor, evidence, config.basis_options(R.shape[0]))
+        layer.set_basis(adapter_name, basis)
+
+    def _cast_adapter_dtype(self, adapter_name: str, autocast_adapter_dtype: bool = True) -> None:
+        """Dtypes are already right: R float32, P and Q as the base. PEFT's cast would widen P and Q as well."""
+
+
+def register_with_peft() -> None:
+    """Enter the method into PEFT's tables, which ``register_peft_method`` keeps for names of its own enum."""
+    kind: Any = FrozenCoreType.FROZENCORE
+    PEFT_TYPE_TO_CONFIG_MAPPING[kind] = FrozenCoreConfig
+    PEFT_TYPE_TO_TUNER_MAPPING[kind] = FrozenCoreModel
+    PEFT_TYPE_TO_PREFIX_MAPPING[kind] = PREFIX
+
+
+def frozen_core_layers(model: nn.Module, adapter_name: str) -> dict[str, FrozenCoreLayer]:
+    """The layers that carry an adapter, by their name in the base model."""
+    layers = (module for module in model.modules() if isinstance(module, FrozenCoreLayer))
+    return {layer.name: layer for layer in layers if adapter_name in layer.frozencore_R}
+
+
+def trainable_core_parameters(model: nn.Module, adapter_name: str) -> int:
+    """``Σ r²`` over the layers of an adapter."""
+    return sum(layer.factors(adapter_name)[2].numel() for layer in frozen_core_layers(model, adapter_name).values())

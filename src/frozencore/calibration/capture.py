@@ -1,0 +1,237 @@
+"""Capture: what flows through a layer, summed while the model runs (paper, Algorithm 1; MATHS.md, "Moments").
+
+An identity autograd function sits on the layer's output. Its forward saves the input x, its backward receives the
+output error δ and adds ``δᵀx``, ``Σ x²``, ``Σ δ²``. That counts each call once with and without gradient
+checkpointing, is indifferent to how the weights are stored, and costs one extra product.
+
+Shapes: a batch's counted tokens N, m out features, n in features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from frozencore.errors import CalibrationError
+from frozencore.moments import BACKWARD_MOMENTS, LayerMoments, MomentName
+
+INPUT_SIDE: frozenset[MomentName] = frozenset({"input_square", "input_outer", "input_total"})
+
+
+class _Tap(torch.autograd.Function):
+    """Identity on y. ``anchor`` is a scalar with requires_grad: it starts the graph at layers without grad inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, x: Tensor, anchor: Tensor, recorder: LayerRecorder) -> Tensor:
+        ctx.recorder = recorder
+        ctx.save_for_backward(x, *([y] if recorder.reads_output else []))
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, None, None, None]:
+        (delta,) = grad_outputs
+        x, *output = ctx.saved_tensors
+        ctx.recorder.record(x, delta, output[0] if output else None)
+        return (delta if ctx.needs_input_grad[0] else None), None, None, None
+
+
+@dataclass
+class CountedTokens:
+    """Which rows of the flattened (batch x time) activations count in the current batch."""
+
+    num_rows: int
+    rows: Tensor | None
+    only_nonzero_delta: bool = False
+
+    @classmethod
+    def from_mask(cls, mask: Tensor, *, only_nonzero_delta: bool = False) -> CountedTokens:
+        flat = mask.flatten()
+        rows = None if bool(flat.all()) else flat.nonzero().squeeze(1)
+        return cls(num_rows=flat.numel(), rows=rows, only_nonzero_delta=only_nonzero_delta)
+
+
+@dataclass(frozen=True)
+class ReadInput:
+    """What one call added on the input side, kept for the next layer that reads the same tensor (q, k, v)."""
+
+    x: Tensor  # held so that its memory is not reused: only then does its address identify it
+    sums: dict[MomentName, Tensor]
+    finite: Tensor
+
+    def is_of(self, x: Tensor) -> bool:
+        mine = self.x
+        same_place = mine.data_ptr() == x.data_ptr() and mine.shape == x.shape and mine.stride() == x.stride()
+        return same_place and mine._version == x._version
+
+
+class LayerRecorder:
+    """Float32 sums of one layer over everything it saw."""
+
+    def __init__(self, name: str, capture: Capture) -> None:
+        self.name = name
+        self.capture = capture
+        self.num_tokens = 0
+        self.totals: dict[MomentName, Tensor] = {}
+        self.input_finite: Tensor | None = None
+        self.error_finite: Tensor | None = None
+
+    @property
+    def reads_output(self) -> bool:
+        return not self.capture.needs.isdisjoint({"output_outer", "output_total"})
+
+    def record(self, x: Tensor, delta: Tensor | None, y: Tensor | None) -> None:
+        """Add one call: input x (..., n), output error (..., m) and, if asked, output y (..., m)."""
+        needs, tokens = self.capture.needs, self.capture.tokens
+        x_all = x.reshape(-1, x.shape[-1])
+        if x_all.shape[0] != tokens.num_rows:
+            raise CalibrationError(
+                f"Layer {self.name!r} saw {x_all.shape[0]} rows where the batch has {tokens.num_rows} tokens, so "
+                "padding cannot be told from text. Routed experts and pooled layers cannot be calibrated; "
+                "leave them out of target_modules."
+            )
+        rows = tokens.rows
+        error = None if delta is None else delta.reshape(-1, delta.shape[-1])
+        if tokens.only_nonzero_delta and error is not None:
+            nonzero = error.ne(0).any(1)
+            rows = nonzero.nonzero().squeeze(1) if rows is None else rows[nonzero[rows]]
+        read = self.capture.read_input(x, rows)
+        self.input_finite = read.finite if self.input_finite is None else self.input_finite & read.finite
+        for name, value in read.sums.items():
+            self._add(name, value)
+        self.num_tokens += x_all.shape[0] if rows is None else rows.numel()
+        if error is not None:
+            error = _select(error, rows)
+            finite = _finite(error)
+            self.error_finite = finite if self.error_finite is None else self.error_finite & finite
+            if "cross" in needs:
+                self._add("cross", _outer(error, _select(x_all, rows)))
+            if "error_square" in needs:
+                self._add("error_square", _square_sum(error))
+            if "error_outer" in needs:
+                self._add("error_outer", _outer(error, error))
+        if y is not None:
+            output = _select(y.reshape(-1, y.shape[-1]), rows)
+            if "output_outer" in needs:
+                self._add("output_outer", _outer(output, output))
+            if "output_total" in needs:
+                self._add("output_total", output.sum(0, dtype=_sum_dtype(output)))
+
+    def _add(self, name: MomentName, value: Tensor) -> None:
+        value = value.to(self.capture.stats_device or value.device)
+        if name in self.totals:
+            self.totals[name].add_(value)
+        else:
+            self.totals[name] = value.clone() if name in INPUT_SIDE else value
+
+    def moments(self) -> LayerMoments:
+        """The sums so far."""
+        return LayerMoments(num_tokens=self.num_tokens, **self.totals)
+
+
+class Capture:
+    """The recorders of one pass over a group of layers."""
+
+    def __init__(self, needs: frozenset[MomentName], stats_device: torch.device | None) -> None:
+        self.needs = needs
+        self.stats_device = stats_device
+        self.tokens = CountedTokens(0, None)
+        self.recorders: dict[str, LayerRecorder] = {}
+        self._latest: ReadInput | None = None
+
+    @property
+    def needs_backward(self) -> bool:
+        return not self.needs.isdisjoint(BACKWARD_MOMENTS) or self.tokens.only_nonzero_delta
+
+    def read_input(self, x: Tensor, rows: Tensor | None) -> ReadInput:
+        """Input-side sums of one call, computed once for layers that read the same tensor one after the other."""
+        if self._latest is not None and not self.tokens.only_nonzero_delta and self._latest.is_of(x):
+            return self._latest
+        values = _select(x.reshape(-1, x.shape[-1]), rows)
+        sums: dict[MomentName, Tensor] = {}
+        if "input_square" in self.needs:
+            sums["input_square"] = _square_sum(values)
+        if "input_outer" in self.needs:
+            sums["input_outer"] = _outer(values, values)
+        if "input_total" in self.needs:
+            sums["input_total"] = values.sum(0, dtype=_sum_dtype(values))
+        self._latest = ReadInput(x, sums, _finite(values))
+        return self._latest
+
+    def finish_batch(self, batch_index: int) -> None:
+        """Release what the batch held and refuse one that was not finite, naming the first layer that met it."""
+        self._latest = None
+        # Inputs go bad from the front of the model on, output errors from its back.
+        for side, attribute, first_met in (("input", "input_finite", 0), ("output error", "error_finite", -1)):
+            flags = {name: getattr(recorder, attribute) for name, recorder in self.recorders.items()}
+            bad = [name for name, flag in flags.items() if flag is not None and not bool(flag)]
+            if bad:
+                raise CalibrationError(
+                    f"NaN or Inf in the {side} of layer {bad[first_met]!r} in calibration batch {batch_index} "
+                    f"({len(bad)} of {len(flags)} layers). Check the model's weights and that batch; "
+                    "float16 models often need bfloat16."
+                )
+        for recorder in self.recorders.values():
+            recorder.input_finite = recorder.error_finite = None
+
+
+@contextmanager
+def capturing(
+    layers: Mapping[str, nn.Module], needs: frozenset[MomentName], stats_device: torch.device | None = None
+) -> Iterator[Capture]:
+    """Record the named layers of a model while it runs; the hooks are gone afterwards, whatever happened."""
+    capture = Capture(needs, stats_device)
+    handles: list[RemovableHandle] = []
+    anchors: dict[torch.device, Tensor] = {}
+
+    def tap(recorder: LayerRecorder, args: tuple[Any, ...], kwargs: dict[str, Any], y: Tensor) -> Tensor | None:
+        x = args[0] if args else next(iter(kwargs.values()))
+        if not capture.needs_backward:
+            recorder.record(x.detach(), None, y.detach() if recorder.reads_output else None)
+            return None
+        anchor = anchors.setdefault(y.device, torch.zeros((), device=y.device, requires_grad=True))
+        return _Tap.apply(y, x.detach(), anchor, recorder)
+
+    try:
+        for name, layer in layers.items():
+            recorder = capture.recorders[name] = LayerRecorder(name, capture)
+            handles.append(
+                layer.register_forward_hook(
+                    lambda _, args, kwargs, y, recorder=recorder: tap(recorder, args, kwargs, y), with_kwargs=True
+                )
+            )
+        yield capture
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _select(values: Tensor, rows: Tensor | None) -> Tensor:
+    return values if rows is None else values.index_select(0, rows.to(values.device))
+
+
+def _sum_dtype(values: Tensor) -> torch.dtype:
+    return torch.promote_types(values.dtype, torch.float32)
+
+
+def _square_sum(values: Tensor) -> Tensor:
+    """``Σ v⊙v`` over rows; a product with itself would round in half precision before it is summed."""
+    wide = values.to(_sum_dtype(values))
+    return torch.linalg.vecdot(wide, wide, dim=0)
+
+
+def _outer(left: Tensor, right: Tensor) -> Tensor:
+    """``leftᵀ right`` with float32 accumulation: p x q from N x p and N x q."""
+    if left.is_cuda and left.dtype in (torch.bfloat16, torch.float16):
+        return torch.mm(left.mT, right, out_dtype=torch.float32)
+    dtype = _sum_dtype(left)
+    return left.mT.to(dtype) @ right.to(dtype)
+
+
+def _finite(values: Tensor) -> Tensor:
+    return values.sum(dtype=_sum_dtype(values)).isfinite()

@@ -1,0 +1,169 @@
+"""From a model and batches to the moments of its layers, in one forward and backward pass over the examples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from frozencore.calibration.capture import Capture, CountedTokens, capturing
+from frozencore.calibration.loss import calibration_loss, counted_tokens
+from frozencore.calibration.options import CalibrationOptions
+from frozencore.calibration.preserve import preserved
+from frozencore.errors import CalibrationError
+from frozencore.linalg import seeded_generator
+from frozencore.moments import LayerMoments, MomentName
+
+Batch = Mapping[str, Any]
+Progress = Callable[[int, int | None], None]
+"""Called with the examples done so far and their total, which is None while it is unknown."""
+
+FCCA_NEEDS: frozenset[MomentName] = frozenset({"cross", "input_square", "error_square"})
+
+
+def collect_moments(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    layers: Mapping[str, nn.Module] | Sequence[str],
+    *,
+    needs: frozenset[MomentName] = FCCA_NEEDS,
+    options: CalibrationOptions | None = None,
+    progress: Progress | None = None,
+) -> dict[str, LayerMoments]:
+    """Sum moments of the named layers over the calibration examples.
+
+    The model runs in evaluation mode and is left exactly as it was: modes, hooks, gradients, RNG.
+
+    Args:
+        model: A causal language model whose output has ``logits``; any model that returns ``loss`` also works.
+        batches: Dictionaries with ``input_ids``, ``attention_mask`` and ``labels`` (-100 on tokens without loss).
+        layers: Modules with an input (..., n) and an output (..., m): names in ``model``, or a mapping from names
+            of your own to modules.
+        needs: The moments to sum; without a backward one (G, d, D) no backward pass is made.
+
+    Returns:
+        The moments of each layer, in the order given.
+
+    Raises:
+        CalibrationError: No examples, no labels, NaN or Inf (batch and layer are named), or a layer that no counted
+            token reached.
+    """
+    options = options or CalibrationOptions()
+    modules = dict(layers) if isinstance(layers, Mapping) else {name: model.get_submodule(name) for name in layers}
+    if not modules:
+        raise CalibrationError("Calibration needs at least one layer, but none was named.")
+    names = list(modules)
+    groups = [names[i : i + options.group_size] for i in range(0, len(names), options.group_size)]
+    if len(groups) > 1:  # every group reads the same batches: a shuffling or one-shot loader must not see to it
+        batches = list(batches)
+    moments: dict[str, LayerMoments] = {}
+    with preserved(model):
+        for index, group in enumerate(groups):
+            report = _share_of(progress, index, len(groups))
+            moments |= _collect_group(model, batches, {name: modules[name] for name in group}, needs, options, report)
+    unreached = [name for name, moment in moments.items() if moment.num_tokens == 0]
+    if unreached:
+        raise CalibrationError(
+            f"Layer {unreached[0]!r} ({len(unreached)} in all) received no counted token. "
+            "Check that the model uses it and that the batches are not all padding."
+        )
+    return moments
+
+
+def take_examples(batches: Iterable[Batch], num_examples: int) -> Iterable[Batch]:
+    """Batches up to that many examples; the last one is cut."""
+    left = num_examples
+    for batch in batches:
+        yield {key: value[:left] if isinstance(value, Tensor) and value.ndim else value for key, value in batch.items()}
+        left -= num_examples_of(batch)
+        if left <= 0:  # before the loader is asked for a batch that nobody needs
+            return
+
+
+def num_examples_of(batch: Batch) -> int:
+    """Rows of a batch."""
+    return next((value.shape[0] for value in batch.values() if isinstance(value, Tensor) and value.ndim), 0)
+
+
+def _collect_group(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    layers: Mapping[str, nn.Module],
+    needs: frozenset[MomentName],
+    options: CalibrationOptions,
+    progress: Progress | None,
+) -> dict[str, LayerMoments]:
+    generator = seeded_generator(options.seed, "fisher labels")
+    device = torch.device(options.stats_device) if options.stats_device else None
+    num_examples, total = 0, _total_examples(batches)
+    with capturing(layers, needs, device) as capture:
+        for index, batch in enumerate(batches):
+            _run_batch(model, batch, capture, options, generator, index)
+            num_examples += num_examples_of(batch)
+            if progress:
+                progress(num_examples, total)
+        if num_examples == 0:
+            raise CalibrationError("Calibration needs examples, but the data gave none. Check the dataloader.")
+        return {name: recorder.moments() for name, recorder in capture.recorders.items()}
+
+
+def _run_batch(
+    model: nn.Module,
+    batch: Batch,
+    capture: Capture,
+    options: CalibrationOptions,
+    generator: torch.Generator,
+    index: int,
+) -> None:
+    device = next(model.parameters()).device
+    batch = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in batch.items()}
+    capture.tokens = CountedTokens.from_mask(
+        counted_tokens(batch, options), only_nonzero_delta=options.tokens == "nonzero_delta"
+    )
+    if not capture.needs_backward:
+        with torch.no_grad():
+            model(**{key: value for key, value in batch.items() if key != "labels"})
+    else:
+        loss = _loss(model, batch, options, generator)
+        if not loss.requires_grad:
+            raise CalibrationError("The loss does not depend on any of the layers to calibrate: they are never used.")
+        loss.backward()
+    capture.finish_batch(index)
+
+
+def _loss(model: nn.Module, batch: Batch, options: CalibrationOptions, generator: torch.Generator) -> Tensor:
+    labels = batch.get("labels")
+    if labels is None:
+        raise CalibrationError(
+            "Calibration needs labels for its loss, but a batch has the keys "
+            f"{', '.join(sorted(batch))}. Add 'labels' (-100 on tokens without loss)."
+        )
+    if not _is_causal_lm(model):
+        return model(**batch).loss * num_examples_of(batch)
+    output = model(**{key: value for key, value in batch.items() if key != "labels"})
+    return calibration_loss(output.logits, labels, options, generator)
+
+
+def _is_causal_lm(model: nn.Module) -> bool:
+    can_generate = getattr(model, "can_generate", None)
+    is_encoder_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    return can_generate is not None and can_generate() and not is_encoder_decoder
+
+
+def _total_examples(batches: Iterable[Batch]) -> int | None:
+    if isinstance(batches, Sequence):
+        return sum(num_examples_of(batch) for batch in batches)
+    dataset = getattr(batches, "dataset", None)
+    try:
+        return len(dataset) if dataset is not None else None
+    except TypeError:
+        return None
+
+
+def _share_of(progress: Progress | None, index: int, num_groups: int) -> Progress | None:
+    """Progress of one group among several, as if all were one pass."""
+    if progress is None or num_groups == 1:
+        return progress
+    return lambda done, total: progress(done + index * (total or 0), total * num_groups if total is not None else None)

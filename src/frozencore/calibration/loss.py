@@ -1,0 +1,65 @@
+"""The loss whose gradient calibration looks at, and the tokens that count in it.
+
+Example e with completion tokens C_e:  L = Σ_e (1/|C_e|) Σ_{t ∈ C_e} -log p(token t | tokens before t).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.nn.functional import cross_entropy, pad
+
+from frozencore.calibration.options import CalibrationOptions
+from frozencore.errors import CalibrationError
+
+IGNORED = -100  # the label of a token without loss, as in transformers
+
+
+def predicted(labels: Int[Tensor, "b t"]) -> Int[Tensor, "b t"]:
+    """The label that position t predicts: the next token's, and none at the end."""
+    return pad(labels[:, 1:], (0, 1), value=IGNORED)
+
+
+def calibration_loss(
+    logits: Float[Tensor, "b t v"],
+    labels: Int[Tensor, "b t"],
+    options: CalibrationOptions,
+    generator: torch.Generator,
+) -> Float[Tensor, ""]:
+    """Sum over the batch's examples of their loss, in float32.
+
+    Raises:
+        CalibrationError: No token of the batch carries a label.
+    """
+    targets = predicted(labels)
+    counted = targets.ne(IGNORED)
+    if not counted.any():
+        raise CalibrationError(
+            "Calibration needs completion tokens, but every label of a batch is masked (-100). "
+            "Check that the prompt does not fill the whole length limit."
+        )
+    logits_of_counted = logits[counted].float()
+    chosen = targets[counted]
+    if options.fisher_labels == "mc":
+        probabilities = logits_of_counted.detach().softmax(-1).cpu()
+        chosen = torch.multinomial(probabilities, 1, generator=generator).squeeze(1).to(logits.device)
+    loss_of_token = cross_entropy(logits_of_counted, chosen, reduction="none")
+    if options.weighting == "token_sum":
+        return loss_of_token.sum()
+    tokens_of_example = counted.sum(1, keepdim=True).expand_as(counted)
+    return (loss_of_token / tokens_of_example[counted]).sum()
+
+
+def counted_tokens(batch: Mapping[str, Tensor], options: CalibrationOptions) -> Bool[Tensor, "b t"]:
+    """The tokens of a batch whose x and δ enter the moments."""
+    ids = batch["input_ids"] if "input_ids" in batch else batch["inputs_embeds"][..., 0]
+    mask = batch.get("attention_mask")
+    counted = torch.ones(ids.shape[:2], dtype=torch.bool, device=ids.device) if mask is None else mask.bool()
+    if options.skip_first:
+        counted = counted & (counted.cumsum(1) > options.skip_first)
+    if options.tokens == "completion":
+        counted = counted & predicted(batch["labels"]).ne(IGNORED)
+    return counted

@@ -1,0 +1,50 @@
+"""What a calibration pass may be told, and the defaults that MATHS settles."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from frozencore.errors import ConfigError
+
+Tokens = Literal["nonpad", "completion", "nonzero_delta"]
+Weighting = Literal["example_mean", "token_sum"]
+FisherLabels = Literal["empirical", "mc"]
+
+
+@dataclass(frozen=True)
+class CalibrationOptions:
+    """Options of one pass; all of them are part of a moments file's fingerprint.
+
+    Attributes:
+        tokens: Which tokens count: every one that is not padding, those that predict a completion token, or those
+            with a nonzero output error.
+        skip_first: Tokens at the start of each sequence that do not count (attention sinks).
+        weighting: ``example_mean``: the loss of an example is the mean over its completion tokens and examples weigh
+            equally; ``token_sum``: tokens weigh equally.
+        fisher_labels: ``empirical`` uses the true labels, ``mc`` samples them from the model.
+        group_size: Layers per pass (the paper's ``calib_group_size``); 999 means all at once.
+        stats_device: Where the sums are held, ``"cpu"`` for instance; None is the layer's own device.
+        seed: Seed of sampled labels.
+    """
+
+    tokens: Tokens = "nonpad"
+    skip_first: int = 0
+    weighting: Weighting = "example_mean"
+    fisher_labels: FisherLabels = "empirical"
+    group_size: int = 999
+    stats_device: str | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, value, allowed in (
+            ("tokens", self.tokens, get_args(Tokens)),
+            ("weighting", self.weighting, get_args(Weighting)),
+            ("fisher_labels", self.fisher_labels, get_args(FisherLabels)),
+        ):
+            if value not in allowed:
+                raise ConfigError(f"Calibration option {name} must be one of {', '.join(allowed)}, but {value!r} came.")
+        if self.skip_first < 0:
+            raise ConfigError(f"skip_first counts tokens and cannot be negative, but {self.skip_first} came.")
+        if self.group_size < 1:
+            raise ConfigError(f"calib_group_size must be at least 1 layer, but {self.group_size} came.")

@@ -1,0 +1,118 @@
+"""The moments file: sums of every layer in one safetensors file, with a fingerprint that says what they are of.
+
+A file whose model, data or options differ from what is asked for is refused; stale moments give a wrong basis
+without any other sign.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+from frozencore.calibration.options import CalibrationOptions
+from frozencore.errors import ArtifactError
+from frozencore.fingerprint import fingerprint_batches, fingerprint_model
+from frozencore.moments import MOMENT_NAMES, LayerMoments
+
+FORMAT = "frozencore-moments-1"
+
+
+@dataclass(frozen=True)
+class MomentsFingerprint:
+    """What moments are of: hashes of the base weights and of the batches, and the options of the pass."""
+
+    model: str
+    data: str
+    options: dict[str, Any]
+
+    @classmethod
+    def of(
+        cls, model: nn.Module, batches: Iterable[Mapping[str, Any]], options: CalibrationOptions | None = None
+    ) -> MomentsFingerprint:
+        """The fingerprint of moments that would be collected from these."""
+        values = asdict(options or CalibrationOptions())
+        for how in ("group_size", "stats_device"):  # they change where sums are made, not the sums
+            values.pop(how)
+        return cls(model=fingerprint_model(model), data=fingerprint_batches(batches), options=values)
+
+
+def save_moments(path: str | Path, moments: Mapping[str, LayerMoments], fingerprint: MomentsFingerprint) -> None:
+    """Write moments to a safetensors file: aside first, flushed, then renamed."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tensors = {
+        f"{name}/{moment}": getattr(layer, moment).detach().cpu().contiguous()
+        for name, layer in moments.items()
+        for moment in layer.names()
+    }
+    metadata = {
+        "format": FORMAT,
+        "fingerprint": json.dumps(asdict(fingerprint), sort_keys=True),
+        "num_tokens": json.dumps({name: layer.num_tokens for name, layer in moments.items()}),
+    }
+    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        save_file(tensors, aside, metadata=metadata)
+        with aside.open("rb") as written:
+            os.fsync(written.fileno())
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def load_moments(path: str | Path, expected: MomentsFingerprint | None = None) -> dict[str, LayerMoments]:
+    """Read moments back.
+
+    Args:
+        expected: What they must be of; None takes the file as it is.
+
+    Raises:
+        ArtifactError: No such file, damaged, not a moments file, not finite, or of another model, data or options.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ArtifactError(f"There is no moments file at {path}. Write one with `frozencore calibrate`.")
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            if metadata.get("format") != FORMAT:
+                raise ArtifactError(f"{path} is not a moments file of this version ({FORMAT}). Calibrate again.")
+            if expected is not None:
+                _require_same(path, json.loads(metadata["fingerprint"]), asdict(expected))
+            num_tokens = json.loads(metadata["num_tokens"])
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a mapping
+    except (SafetensorError, KeyError, ValueError, OSError) as error:
+        raise ArtifactError(f"The moments file {path} is damaged ({error}). Calibrate again.") from error
+    bad = [key for key, tensor in tensors.items() if not torch.isfinite(tensor).all()]
+    if bad:
+        raise ArtifactError(f"The moments file {path} holds NaN or Inf in {bad[0]!r}. Calibrate again.")
+    found: dict[str, dict[str, torch.Tensor]] = {name: {} for name in num_tokens}
+    for key, tensor in tensors.items():
+        name, _, moment = key.rpartition("/")
+        if name not in found or moment not in MOMENT_NAMES:
+            raise ArtifactError(f"The moments file {path} holds an unknown tensor {key!r}. Calibrate again.")
+        found[name][moment] = tensor
+    return {name: LayerMoments(num_tokens=num_tokens[name], **sums) for name, sums in found.items()}
+
+
+def _require_same(path: Path, came: dict[str, Any], expected: dict[str, Any]) -> None:
+    for part, what in (("model", "another base model"), ("data", "other calibration data")):
+        if came[part] != expected[part]:
+            raise ArtifactError(
+                f"The moments in {path} are of {what} ({came[part][:12]}, asked for {expected[part][:12]}). "
+                "Calibrate again, or name another file."
+            )
+    if came["options"] != expected["options"]:
+        differing = sorted(k for k in expected["options"] if came["options"].get(k) != expected["options"][k])
+        raise ArtifactError(
+            f"The moments in {path} were collected with other options ({', '.join(differing)}). Calibrate again."
+        )

@@ -1,0 +1,198 @@
+"""The table of basis constructors. Adding one is one file here and one row below.
+
+A constructor file holds a pure function on tensors; the row says what it reads and how the options reach it.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from frozencore.basis import COORDINATES, Basis, Coordinates
+from frozencore.constructors.eva import EVA_OUTPUTS, EvaOutput, eva_basis, eva_needs
+from frozencore.constructors.fcca import fcca_basis
+from frozencore.constructors.filora import filora_basis, filora_needs
+from frozencore.constructors.lora_xs import lora_xs_basis
+from frozencore.constructors.milora import milora_basis
+from frozencore.constructors.random import random_basis
+from frozencore.constructors.rawgrad import rawgrad_basis
+from frozencore.constructors.signgrad import signgrad_basis
+from frozencore.constructors.vera import vera_basis
+from frozencore.errors import CalibrationError, ConfigError
+from frozencore.linalg import SVD_METHODS, SvdMethod, seeded_generator
+from frozencore.moments import LayerMoments, MomentName
+from frozencore.whitening import FISHERS, Fisher, Whitening
+
+__all__ = [
+    "CONSTRUCTORS", "BasisOptions", "Constructor", "LayerEvidence", "build_basis", "eva_basis", "fcca_basis",
+    "filora_basis", "find_constructor", "lora_xs_basis", "milora_basis", "random_basis", "rawgrad_basis",
+    "signgrad_basis", "vera_basis",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class BasisOptions:
+    """Everything that decides a basis beside the evidence; checked when made.
+
+    Attributes:
+        rank: r; a layer with fewer inputs or outputs gets ``min(r, m, n)``.
+        whitening: Metric of ``fcca``.
+        filora_fisher: Dense eigenvectors (the original method) or coordinate selection.
+        eva_center, eva_output: Variants of ``eva``.
+        seed: Seed of random directions and of randomised SVDs.
+    """
+
+    rank: int = 16
+    whitening: Whitening = field(default_factory=Whitening)
+    coordinates: Coordinates = "qr"
+    svd_method: SvdMethod = "auto"
+    filora_fisher: Fisher = "dense"
+    eva_center: bool = False
+    eva_output: EvaOutput = "weight_times_input"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.rank, int) or isinstance(self.rank, bool) or self.rank < 1:
+            raise ConfigError(f"The rank must be a positive integer, but {self.rank!r} came.")
+        for name, value, allowed in (
+            ("coordinates", self.coordinates, COORDINATES),
+            ("svd_method", self.svd_method, SVD_METHODS),
+            ("filora_fisher", self.filora_fisher, FISHERS),
+            ("eva_output", self.eva_output, EVA_OUTPUTS),
+        ):
+            if value not in allowed:
+                raise ConfigError(f"{name} must be one of {', '.join(allowed)}, but {value!r} came.")
+
+
+@dataclass(frozen=True)
+class LayerEvidence:
+    """What a constructor may look at in one layer.
+
+    Attributes:
+        name: The layer's name; together with the seed it fixes the layer's random directions.
+        shape: (m, n): outputs, inputs.
+        weight: Gives W (m x n, float) when asked, dequantised if need be.
+        moments: Calibration moments; None for a constructor that needs no data.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    weight: Callable[[], Tensor]
+    moments: LayerMoments | None = None
+
+    @property
+    def data(self) -> LayerMoments:
+        if self.moments is None:
+            raise CalibrationError(
+                f"This constructor needs calibration moments, but layer {self.name!r} has none. "
+                "Call frozencore.calibrate(model, dataloader) first."
+            )
+        return self.moments
+
+    def seed(self, seed: int) -> int:
+        """A seed of this layer's own, so that layers draw independently of their order."""
+        return seeded_generator(seed, "layer", self.name).initial_seed()
+
+
+@dataclass(frozen=True)
+class Constructor:
+    """One way to choose a basis: the moments it needs under given options, and how it builds."""
+
+    needs: Callable[[BasisOptions], frozenset[MomentName]]
+    build: Callable[[LayerEvidence, BasisOptions], Basis]
+
+    def needs_data(self, options: BasisOptions) -> bool:
+        return bool(self.needs(options))
+
+
+def _only_cross(_: BasisOptions) -> frozenset[MomentName]:
+    return frozenset({"cross"})
+
+
+def _nothing(_: BasisOptions) -> frozenset[MomentName]:
+    return frozenset()
+
+
+CONSTRUCTORS: dict[str, Constructor] = {
+    "fcca": Constructor(
+        lambda o: o.whitening.needs() | {"cross"},
+        lambda layer, o: fcca_basis(
+            layer.data, o.rank, whitening=o.whitening, coordinates=o.coordinates, svd_method=o.svd_method,
+            seed=layer.seed(o.seed),
+        ),
+    ),
+    "rawgrad": Constructor(
+        _only_cross,
+        lambda layer, o: rawgrad_basis(
+            layer.data, o.rank, coordinates=o.coordinates, svd_method=o.svd_method, seed=layer.seed(o.seed)
+        ),
+    ),
+    "signgrad": Constructor(
+        _only_cross,
+        lambda layer, o: signgrad_basis(
+            layer.data, o.rank, coordinates=o.coordinates, svd_method=o.svd_method, seed=layer.seed(o.seed)
+        ),
+    ),
+    "filora": Constructor(
+        lambda o: filora_needs(o.filora_fisher),
+        lambda layer, o: filora_basis(
+            layer.data, o.rank, fisher=o.filora_fisher, coordinates=o.coordinates, seed=layer.seed(o.seed)
+        ),
+    ),
+    "eva": Constructor(
+        lambda o: eva_needs(center=o.eva_center, output=o.eva_output),
+        lambda layer, o: eva_basis(
+            layer.data, layer.weight(), o.rank, center=o.eva_center, output=o.eva_output,
+            coordinates=o.coordinates, seed=layer.seed(o.seed),
+        ),
+    ),
+    "lora_xs": Constructor(
+        _nothing,
+        lambda layer, o: lora_xs_basis(
+            layer.weight(), o.rank, coordinates=o.coordinates, svd_method=o.svd_method, seed=layer.seed(o.seed)
+        ),
+    ),
+    "milora": Constructor(
+        _nothing,
+        lambda layer, o: milora_basis(
+            layer.weight(), o.rank, coordinates=o.coordinates, seed=layer.seed(o.seed)
+        ),
+    ),
+    "random": Constructor(
+        _nothing,
+        lambda layer, o: random_basis(
+            layer.shape, o.rank, coordinates=o.coordinates, seed=layer.seed(o.seed)
+        ),
+    ),
+    # The seed is not the layer's own: VeRA shares one pair among all layers.
+    "vera": Constructor(
+        _nothing,
+        lambda layer, o: vera_basis(layer.shape, o.rank, coordinates=o.coordinates, seed=o.seed),
+    ),
+}  # fmt: skip
+
+
+def find_constructor(name: str) -> Constructor:
+    """The table's row of that name.
+
+    Raises:
+        ConfigError: No such constructor; the nearest name is offered.
+    """
+    if name in CONSTRUCTORS:
+        return CONSTRUCTORS[name]
+    nearest = difflib.get_close_matches(name, CONSTRUCTORS, n=1)
+    hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
+    raise ConfigError(f"A constructor is one of {', '.join(CONSTRUCTORS)}, but {name!r} came.{hint}")
+
+
+def build_basis(constructor: str, layer: LayerEvidence, options: BasisOptions) -> Basis:
+    """The named constructor's basis of one layer; errors carry the layer's name."""
+    try:
+        return find_constructor(constructor).build(layer, options)
+    except CalibrationError as error:
+        if layer.name in str(error):
+            raise
+        raise CalibrationError(f"Layer {layer.name!r}: {error}") from error

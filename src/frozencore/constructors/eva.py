@@ -1,0 +1,80 @@
+"""EVA: the directions in which the layer's inputs have the most energy (paper, appendix C; Paischer et al., 2025).
+
+    Q = top-r eigenvectors of E[xxᵀ],   P = orth(W Q) by default
+
+The paper does not fix the output side; options are the leading directions of the outputs, a random basis, and the
+leading left singular directions of W.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from frozencore.basis import Basis, Coordinates, basis_from_factors
+from frozencore.errors import ConfigError
+from frozencore.linalg import effective_rank, seeded_generator, top_eigenvectors, truncated_svd
+from frozencore.moments import LayerMoments, MomentName
+
+EvaOutput = Literal["weight_times_input", "output_pca", "random", "weight_svd"]
+EVA_OUTPUTS: tuple[str, ...] = get_args(EvaOutput)
+
+
+def eva_needs(*, center: bool, output: EvaOutput) -> frozenset[MomentName]:
+    """The moments that the chosen variant reads; none of them takes a backward pass."""
+    needed: set[MomentName] = {"input_outer"}
+    if center:
+        needed.add("input_total")
+    if output == "output_pca":
+        needed.add("output_outer")
+        if center:
+            needed.add("output_total")
+    return frozenset(needed)
+
+
+def eva_basis(
+    moments: LayerMoments,
+    W: Float[Tensor, "m n"],
+    rank: int,
+    *,
+    center: bool = False,
+    output: EvaOutput = "weight_times_input",
+    coordinates: Coordinates = "qr",
+    seed: int = 0,
+) -> Basis:
+    """Leading input directions, and an output side that follows from them or stands for itself.
+
+    Args:
+        center: Subtract the mean first: variance instead of energy.
+    """
+    rank = min(rank, *W.shape)
+    W = W.float()
+    covariance = _second_moment(moments, "input_outer", "input_total", center)
+    V, energy = top_eigenvectors(covariance, rank)
+    Q0 = V[:, : effective_rank(energy)]
+    if output == "weight_times_input":
+        U, S, _ = truncated_svd(W @ Q0, rank, method="full")
+        k = effective_rank(S)
+        P0 = W @ Q0 if k == Q0.shape[1] else U[:, :k]
+    elif output == "output_pca":
+        outputs = _second_moment(moments, "output_outer", "output_total", center)
+        U, output_energy = top_eigenvectors(outputs, rank)
+        P0 = U[:, : effective_rank(output_energy)]
+    elif output == "random":
+        P0 = torch.randn(W.shape[0], rank, generator=seeded_generator(seed, "eva", "P")).to(W.device)
+    elif output == "weight_svd":
+        P0 = truncated_svd(W, rank, seed=seed).U
+    else:
+        raise ConfigError(f"eva_output must be one of {', '.join(EVA_OUTPUTS)}, but {output!r} came.")
+    return basis_from_factors(P0, Q0, rank=rank, spectrum=energy, coordinates=coordinates, seed=seed)
+
+
+def _second_moment(moments: LayerMoments, outer: MomentName, total: MomentName, center: bool) -> Tensor:
+    second = moments.mean(outer)
+    if not center:
+        return second
+    mean = moments.mean(total).double()
+    return (second.double() - mean.outer(mean)).to(second.dtype)

@@ -1,0 +1,55 @@
+"""FiLoRA: eigenspaces of the two marginal Fisher factors, without their pairing (paper, appendix C).
+
+    P = top-r eigenvectors of D = E[δδᵀ],   Q = top-r eigenvectors of A = E[xxᵀ]
+
+With diagonal factors the eigenvectors are coordinates: the r outputs with the largest d, the r inputs with the
+largest a.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from frozencore.basis import Basis, Coordinates, basis_from_factors
+from frozencore.linalg import effective_rank, top_eigenvectors
+from frozencore.moments import LayerMoments, MomentName
+from frozencore.whitening import Fisher
+
+
+def filora_needs(fisher: Fisher) -> frozenset[MomentName]:
+    """The moments that the dense or the diagonal variant reads."""
+    return frozenset({"input_outer", "error_outer"} if fisher == "dense" else {"input_square", "error_square"})
+
+
+def filora_basis(
+    moments: LayerMoments,
+    rank: int,
+    *,
+    fisher: Fisher = "dense",
+    coordinates: Coordinates = "qr",
+    seed: int = 0,
+) -> Basis:
+    """Directions in which inputs and output errors have the most energy, chosen separately.
+
+    The spectrum holds the products of the two sides' eigenvalues.
+    """
+    A, D = (moments.A, moments.D) if fisher == "dense" else (moments.a, moments.d)
+    rank = min(rank, A.shape[0], D.shape[0])
+    Q0, input_energy = _leading(A, rank)
+    P0, error_energy = _leading(D, rank)
+    return basis_from_factors(
+        P0[:, : effective_rank(error_energy)],
+        Q0[:, : effective_rank(input_energy)],
+        rank=rank,
+        spectrum=input_energy * error_energy,
+        coordinates=coordinates,
+        seed=seed,
+    )
+
+
+def _leading(factor: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    if factor.ndim == 2:
+        return top_eigenvectors(factor, rank)
+    energy, index = factor.sort(descending=True, stable=True)
+    return torch.eye(factor.shape[0], device=factor.device)[:, index[:rank]], energy[:rank]

@@ -1,0 +1,29 @@
+"""LoRA-XS: the leading singular directions of the pretrained weight (paper, appendix C; Bałazy et al., 2024).
+
+    W = U Σ Vᵀ,   P₀ = U_r Σ_r,   Q₀ = V_r
+
+The thin QR of U Σ is U up to sign, so Σ shows only with ``coordinates="raw"``.
+"""
+
+from __future__ import annotations
+
+from jaxtyping import Float
+from torch import Tensor
+
+from frozencore.basis import Basis, Coordinates, basis_from_factors
+from frozencore.linalg import SvdMethod, effective_rank, truncated_svd
+
+
+def lora_xs_basis(
+    W: Float[Tensor, "m n"],
+    rank: int,
+    *,
+    coordinates: Coordinates = "qr",
+    svd_method: SvdMethod = "auto",
+    seed: int = 0,
+) -> Basis:
+    """Directions that pretraining used most; the task is not looked at."""
+    rank = min(rank, *W.shape)
+    U, S, V = truncated_svd(W.float(), rank, method=svd_method, seed=seed)
+    k = effective_rank(S)
+    return basis_from_factors(U[:, :k] * S[:k], V[:, :k], rank=rank, spectrum=S, coordinates=coordinates, seed=seed)

@@ -1,0 +1,23 @@
+"""MiLoRA: the trailing singular directions of the pretrained weight (paper, appendix C; Wang et al., 2024).
+
+    W = U Σ Vᵀ,   P = U[:, k-r:],   Q = V[:, k-r:],   k = min(m, n)
+
+It takes a full SVD: a randomised one finds large directions only.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from frozencore.basis import Basis, Coordinates, basis_from_factors
+from frozencore.linalg import canonical_signs
+
+
+def milora_basis(W: Float[Tensor, "m n"], rank: int, *, coordinates: Coordinates = "qr", seed: int = 0) -> Basis:
+    """Directions that pretraining used least, in float64; singular vectors exist for zero singular values too."""
+    rank = min(rank, *W.shape)
+    U, S, Vh = torch.linalg.svd(W.double(), full_matrices=False)
+    U, S, V = canonical_signs(U[:, -rank:], S[-rank:], Vh[-rank:].mT)
+    return basis_from_factors(U, V, rank=rank, spectrum=S, coordinates=coordinates, seed=seed)

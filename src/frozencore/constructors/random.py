@@ -1,0 +1,18 @@
+"""Random: an independent orthonormal pair for every layer and seed (paper, appendix C)."""
+
+from __future__ import annotations
+
+import torch
+
+from frozencore.basis import Basis, Coordinates, basis_from_factors
+from frozencore.linalg import seeded_generator
+
+
+def random_basis(shape: tuple[int, int], rank: int, *, coordinates: Coordinates = "qr", seed: int = 0) -> Basis:
+    """Gaussian m x r and n x r matrices, orthonormalised."""
+    rank = min(rank, *shape)
+    P0, Q0 = (
+        torch.randn(width, rank, generator=seeded_generator(seed, "random", side))
+        for side, width in zip(("P", "Q"), shape, strict=True)
+    )
+    return basis_from_factors(P0, Q0, rank=rank, spectrum=torch.empty(0), coordinates=coordinates, seed=seed)

@@ -1,0 +1,31 @@
+"""RawGrad: the SVD of the cross moment itself, the exact no-whitening control of FCCA (paper, appendix C).
+
+G = U Σ Vᵀ,   P = U_r,   Q = V_r
+"""
+
+from __future__ import annotations
+
+from frozencore.basis import Basis, Coordinates
+from frozencore.constructors.fcca import fcca_basis
+from frozencore.linalg import SvdMethod
+from frozencore.moments import LayerMoments
+from frozencore.whitening import Whitening
+
+
+def rawgrad_basis(
+    moments: LayerMoments,
+    rank: int,
+    *,
+    coordinates: Coordinates = "qr",
+    svd_method: SvdMethod = "auto",
+    seed: int = 0,
+) -> Basis:
+    """Leading singular directions of the loss gradient: no basis of rank r has a larger ``‖PᵀGQ‖_F``."""
+    return fcca_basis(
+        moments,
+        rank,
+        whitening=Whitening(sides="none"),
+        coordinates=coordinates,
+        svd_method=svd_method,
+        seed=seed,
+    )

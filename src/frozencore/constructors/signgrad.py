@@ -1,0 +1,35 @@
+"""SignGrad: the SVD of the sign of the cross moment, after LoRA-SB (arXiv 2411.19557).
+
+    sign(G) = U Σ Vᵀ,   P = U_r,   Q = V_r;   optional start R₀ = -η Pᵀ [sign(G)]_r Q / s
+
+The sign is the first step of AdamW in full fine-tuning. Not in the paper: the strongest frozen-core method it left out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from frozencore.basis import Basis, Coordinates, basis_from_factors
+from frozencore.linalg import SvdMethod, effective_rank, truncated_svd
+from frozencore.moments import LayerMoments
+
+
+def signgrad_basis(
+    moments: LayerMoments,
+    rank: int,
+    *,
+    coordinates: Coordinates = "qr",
+    svd_method: SvdMethod = "auto",
+    seed: int = 0,
+) -> Basis:
+    """Leading singular directions of ``sign(G)``; ``initial_core`` is the best rank-r copy of one sign step.
+
+    The adapter multiplies ``initial_core`` by the chosen step over its scale, or ignores it.
+    """
+    sign = moments.G.sign()
+    rank = min(rank, *sign.shape)
+    U, S, V = truncated_svd(sign, rank, method=svd_method, seed=seed)
+    k = effective_rank(S)
+    basis = basis_from_factors(U[:, :k], V[:, :k], rank=rank, spectrum=S, coordinates=coordinates, seed=seed)
+    core = -(basis.P.mT @ U[:, :k]) @ S[:k].diag() @ (V[:, :k].mT @ basis.Q)
+    return replace(basis, initial_core=core)

@@ -1,0 +1,36 @@
+"""VeRA: one seeded pair of random matrices, shared by all layers and sliced to each (paper, appendix C; Kopiczko
+et al., 2024).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from frozencore.basis import Basis, Coordinates, basis_from_factors
+from frozencore.linalg import seeded_generator
+
+BLOCK_ROWS = 1024
+
+
+def vera_basis(shape: tuple[int, int], rank: int, *, coordinates: Coordinates = "qr", seed: int = 0) -> Basis:
+    """The first m and n rows of the shared pair, orthonormalised. The seed is the same for every layer."""
+    rank = min(rank, *shape)
+    return basis_from_factors(
+        shared_rows(shape[0], rank, seed, "P"),
+        shared_rows(shape[1], rank, seed, "Q"),
+        rank=rank,
+        spectrum=torch.empty(0),
+        coordinates=coordinates,
+        seed=seed,
+    )
+
+
+def shared_rows(num_rows: int, rank: int, seed: int, side: str) -> Tensor:
+    """Leading rows of an endless Gaussian matrix; drawn in blocks, so no slice depends on another layer's size."""
+    num_blocks = -(-num_rows // BLOCK_ROWS)
+    blocks = [
+        torch.randn(BLOCK_ROWS, rank, generator=seeded_generator(seed, "vera", side, rank, block))
+        for block in range(num_blocks)
+    ]
+    return torch.cat(blocks)[:num_rows]

@@ -1,0 +1,29 @@
+"""One family of errors. Each message says the rule, what came, and the way out."""
+
+
+class FrozenCoreError(Exception):
+    """Whatever frozencore refuses. The command line prints its message as one line and exits non-zero."""
+
+
+class ConfigError(FrozenCoreError, ValueError):
+    """An option is unknown, out of range, or contradicts another one."""
+
+
+class CalibrationError(FrozenCoreError):
+    """A calibration pass could not give the moments or the basis that was asked for."""
+
+
+class DataError(FrozenCoreError, ValueError):
+    """Rows are missing, malformed, unlabeled or too long."""
+
+
+class ModelError(FrozenCoreError):
+    """A model or tokenizer cannot be found, read, or adapted."""
+
+
+class ArtifactError(FrozenCoreError):
+    """A file of ours (moments, adapter, run) is damaged, stale, or made for something else."""
+
+
+class TrainingError(FrozenCoreError):
+    """Training diverged or cannot go on from what it found."""

@@ -1,0 +1,57 @@
+"""Hashes that say whether two artefacts belong together: of weights, of batches, of options."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import Tensor, nn
+
+
+def fingerprint_tensors(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """SHA-256 over names, dtypes, shapes and bytes, in the order given; 64 hexadecimal digits."""
+    digest = hashlib.sha256()
+    for name, tensor in tensors:
+        digest.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
+        if tensor.device.type != "meta":
+            flat = tensor.detach().cpu().contiguous().flatten()
+            digest.update(flat.view(torch.uint8).numpy().data if flat.numel() else b"")
+    return digest.hexdigest()
+
+
+def fingerprint_model(model: nn.Module) -> str:
+    """SHA-256 of a base model's weights and buffers; adapters on it do not count.
+
+    A model with adapters gives the hash of the plain one, so that an artefact finds its base again. Merged adapters
+    change the weights and therefore the hash.
+    """
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    tuned = {name: module for name, module in base.named_modules() if isinstance(module, BaseTunerLayer)}
+
+    def belongs(name: str) -> bool:
+        return not any(name.startswith(f"{layer}.") and not name.startswith(f"{layer}.base_layer.") for layer in tuned)
+
+    tensors = base.state_dict().items()
+    return fingerprint_tensors(
+        sorted((name.replace(".base_layer.", "."), tensor) for name, tensor in tensors if belongs(name))
+    )
+
+
+def fingerprint_batches(batches: Iterable[Mapping[str, Any]]) -> str:
+    """SHA-256 of what a model is fed: every tensor of every batch, in order."""
+    return fingerprint_tensors(
+        (f"{index}.{key}", batch[key])
+        for index, batch in enumerate(batches)
+        for key in sorted(batch)
+        if isinstance(batch[key], Tensor)
+    )
+
+
+def fingerprint_options(options: Mapping[str, Any]) -> str:
+    """SHA-256 of a JSON-like mapping, whatever the order of its keys."""
+    return hashlib.sha256(json.dumps(options, sort_keys=True, allow_nan=False).encode()).hexdigest()

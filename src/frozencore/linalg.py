@@ -1,0 +1,146 @@
+"""The linear algebra under every basis: truncated SVD, thin QR, PSD roots, principal angles.
+
+Letters: M any m x n matrix, r the rank, U Σ Vᵀ its SVD. Every result is deterministic: signs are canonical,
+random starts have their own generator, and the global RNG is never touched.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from frozencore.errors import ConfigError
+
+SvdMethod = Literal["auto", "gram", "randomized", "full"]
+SVD_METHODS: tuple[str, ...] = get_args(SvdMethod)
+
+GRAM_LIMIT = 512  # up to this min(m, n) the exact Gram eigenproblem is cheap (MATHS.md, table "Truncated SVD")
+RANK_TOLERANCE = 1e-6  # a singular value below this share of the largest one is noise
+
+
+class TruncatedSVD(NamedTuple):
+    """The r leading singular triples of an m x n matrix, largest first, with canonical signs."""
+
+    U: Float[Tensor, "m r"]
+    S: Float[Tensor, " r"]
+    V: Float[Tensor, "n r"]
+
+
+def seeded_generator(seed: int, *labels: str | int) -> torch.Generator:
+    """A CPU generator for one named purpose, so that no draw depends on the order of the others."""
+    digest = hashlib.sha256("\x1f".join(str(part) for part in (seed, *labels)).encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+
+
+def truncated_svd(M: Float[Tensor, "m n"], rank: int, *, method: SvdMethod = "auto", seed: int = 0) -> TruncatedSVD:
+    """The ``min(rank, m, n)`` leading singular triples of ``M``.
+
+    Args:
+        method: ``gram`` solves the float64 eigenproblem of the smaller Gram matrix (exact); ``randomized`` is
+            subspace iteration with 4r directions and 8 rounds; ``full`` is LAPACK's SVD; ``auto`` takes
+            ``gram`` up to ``min(m, n) = 512`` and ``randomized`` above.
+        seed: Seed of the random start of ``randomized``.
+    """
+    rank = min(rank, *M.shape)
+    if method == "auto":
+        method = "gram" if min(M.shape) <= max(GRAM_LIMIT, 4 * rank) else "randomized"
+    if method == "gram":
+        U, S, V = _gram_svd(M, rank)
+    elif method == "randomized":
+        U, S, V = _randomized_svd(M, rank, seed)
+    elif method == "full":
+        U, S, Vh = torch.linalg.svd(M, full_matrices=False)
+        U, S, V = U[:, :rank], S[:rank], Vh[:rank].mT
+    else:
+        raise ConfigError(f"svd_method must be one of {', '.join(SVD_METHODS)}, but {method!r} came.")
+    return TruncatedSVD(*canonical_signs(U, S, V))
+
+
+def _gram_svd(M: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    if M.shape[0] > M.shape[1]:
+        V, S, U = _gram_svd(M.mT, rank)
+        return U, S, V
+    X = M.double()
+    _, eigenvectors = torch.linalg.eigh(X @ X.mT)
+    U = eigenvectors[:, -rank:].flip(1)
+    # Squaring loses directions below 1e-8 of the largest; an SVD of the projection gives them their own scale.
+    W, S, Vh = torch.linalg.svd(U.mT @ X, full_matrices=False)
+    return (U @ W).to(M.dtype), S.to(M.dtype), Vh.mT.to(M.dtype)
+
+
+def _randomized_svd(M: Tensor, rank: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Subspace iteration (Halko, Martinsson and Tropp, 2011, algorithm 4.4)."""
+    width, rounds = min(4 * rank, *M.shape), 8
+    generator = seeded_generator(seed, "svd", *M.shape)
+    start = torch.randn(M.shape[1], width, generator=generator, dtype=torch.float32)
+    Y = torch.linalg.qr(M @ start.to(M.device, M.dtype)).Q
+    for _ in range(rounds):
+        Y = torch.linalg.qr(M.mT @ Y).Q
+        Y = torch.linalg.qr(M @ Y).Q
+    U, S, Vh = torch.linalg.svd(Y.mT @ M, full_matrices=False)
+    return Y @ U[:, :rank], S[:rank], Vh[:rank].mT
+
+
+def canonical_signs(U: Tensor, S: Tensor, V: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Flip singular pairs so that the largest-magnitude entry of each left vector is positive."""
+    largest = U.gather(0, U.abs().argmax(0, keepdim=True))
+    signs = torch.where(largest < 0, -1.0, 1.0).to(U.dtype)
+    return U * signs, S, V * signs.to(V.dtype)
+
+
+def thin_qr(X: Float[Tensor, "m r"]) -> tuple[Float[Tensor, "m r"], Float[Tensor, "r r"]]:
+    """Thin QR ``X = Q T`` with a positive diagonal of T, which makes it unique at full rank."""
+    Q, T = torch.linalg.qr(X)
+    signs = torch.where(T.diagonal() < 0, -1.0, 1.0).to(X.dtype)
+    return Q * signs, T * signs[:, None]
+
+
+def polar_factor(X: Float[Tensor, "m r"]) -> Float[Tensor, "m r"]:
+    """The orthonormal matrix nearest to ``X``: ``X (XᵀX)^-1/2`` at full rank."""
+    U, _, Vh = torch.linalg.svd(X, full_matrices=False)
+    return U @ Vh
+
+
+def complete_orthonormal(X: Float[Tensor, "m k"], rank: int, generator: torch.Generator) -> Float[Tensor, "m r"]:
+    """Extend k orthonormal columns to ``rank`` with seeded random directions orthogonal to them."""
+    missing = rank - X.shape[1]
+    if missing <= 0:
+        return X
+    extra = torch.randn(X.shape[0], missing, generator=generator, dtype=torch.float64).to(X.device)
+    basis = X.double()
+    for _ in range(2):  # one pass of Gram-Schmidt leaves round-off along X, a second one removes it
+        extra = thin_qr(extra - basis @ (basis.mT @ extra))[0]
+    return torch.cat([X, extra.to(X.dtype)], dim=1)
+
+
+def top_eigenvectors(A: Float[Tensor, "n n"], rank: int) -> tuple[Float[Tensor, "n r"], Float[Tensor, " r"]]:
+    """Eigenvectors and eigenvalues of a symmetric PSD matrix, largest first, with canonical signs."""
+    eigenvalues, vectors = torch.linalg.eigh(A.double())
+    top = vectors[:, -rank:].flip(1)
+    values = eigenvalues[-rank:].flip(0).clamp_min(0)
+    top, _, _ = canonical_signs(top, values, top)
+    return top.to(A.dtype), values.to(A.dtype)
+
+
+def inverse_root(A: Float[Tensor, "n n"]) -> Float[Tensor, "n n"]:
+    """``A^-1/2`` of a symmetric positive definite matrix (damp it first), computed in float64."""
+    eigenvalues, vectors = torch.linalg.eigh(A.double())
+    return (vectors * eigenvalues.clamp_min(torch.finfo(torch.float64).tiny).rsqrt()) @ vectors.mT
+
+
+def principal_cosines(X: Float[Tensor, "m p"], Y: Float[Tensor, "m q"]) -> Float[Tensor, " k"]:
+    """Cosines of the principal angles between two column spans, largest first, in [0, 1]."""
+    QX, _ = torch.linalg.qr(X.double())
+    QY, _ = torch.linalg.qr(Y.double())
+    return torch.linalg.svdvals(QX.mT @ QY).clamp(0, 1)
+
+
+def effective_rank(S: Float[Tensor, " r"]) -> int:
+    """How many singular values stand above ``1e-6`` of the largest one; zero for a zero matrix."""
+    if S.numel() == 0 or float(S[0]) <= 0:
+        return 0
+    return int((RANK_TOLERANCE * S[0] < S).sum())
