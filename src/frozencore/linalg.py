@@ -106,12 +106,12 @@ def polar_factor(X: Float[Tensor, "m r"]) -> Float[Tensor, "m r"]:
 
 
 def complete_orthonormal(X: Float[Tensor, "m k"], rank: int, generator: torch.Generator) -> Float[Tensor, "m r"]:
-    """Extend k orthonormal columns to ``rank`` with seeded random directions orthogonal to them."""
+    """Extend k independent columns to ``rank`` with seeded random orthonormal directions, orthogonal to their span."""
     missing = rank - X.shape[1]
     if missing <= 0:
         return X
     extra = torch.randn(X.shape[0], missing, generator=generator, dtype=torch.float64).to(X.device)
-    basis = X.double()
+    basis = thin_qr(X.double())[0]  # raw coordinates are not orthonormal
     for _ in range(2):  # one pass of Gram-Schmidt leaves round-off along X, a second one removes it
         extra = thin_qr(extra - basis @ (basis.mT @ extra))[0]
     return torch.cat([X, extra.to(X.dtype)], dim=1)

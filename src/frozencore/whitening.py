@@ -85,10 +85,8 @@ class Whitening:
         return damped_inverse_root(second_moment, self.damping_by_side[1], self.shrinkage)
 
 
-def damped_inverse_root(
-    second_moment: Float[Tensor, " n"] | Float[Tensor, "n n"], damping: float, shrinkage: float = 0.0
-) -> InverseRoot:
-    """The inverse square root of a damped diagonal (vector) or dense (matrix) second moment.
+def damped(second_moment: Float[Tensor, " n"] | Float[Tensor, "n n"], damping: float, shrinkage: float = 0.0) -> Tensor:
+    """The metric itself, in float64: ``A + ε I`` as a vector (diagonal) or a matrix (dense, shrunk to its diagonal).
 
     Raises:
         CalibrationError: The diagonal is all zero, so that no relative damping can help.
@@ -102,10 +100,19 @@ def damped_inverse_root(
             "Check that the calibration data reaches this layer and carries labels."
         )
     if moment.ndim == 1:
-        root = (moment + epsilon).rsqrt()
+        return moment + epsilon
+    return (1 - shrinkage) * moment + torch.diag(shrinkage * diagonal + epsilon)
+
+
+def damped_inverse_root(
+    second_moment: Float[Tensor, " n"] | Float[Tensor, "n n"], damping: float, shrinkage: float = 0.0
+) -> InverseRoot:
+    """The inverse square root of a damped diagonal (vector) or dense (matrix) second moment."""
+    metric = damped(second_moment, damping, shrinkage)
+    if metric.ndim == 1:
+        root = metric.rsqrt()
         return lambda X: (root[:, None] * X.double()).to(X.dtype)
-    mixed = (1 - shrinkage) * moment + torch.diag(shrinkage * diagonal + epsilon)
-    dense_root = inverse_root(mixed)
+    dense_root = inverse_root(metric)
     return lambda X: (dense_root @ X.double()).to(X.dtype)
 
 

@@ -5,7 +5,6 @@ A constructor file holds a pure function on tensors; the row says what it reads 
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -24,6 +23,7 @@ from frozencore.constructors.vera import vera_basis
 from frozencore.errors import CalibrationError, ConfigError
 from frozencore.linalg import SVD_METHODS, SvdMethod, seeded_generator
 from frozencore.moments import LayerMoments, MomentName
+from frozencore.naming import unknown_name
 from frozencore.whitening import FISHERS, Fisher, Whitening
 
 __all__ = [
@@ -181,11 +181,9 @@ def find_constructor(name: str) -> Constructor:
     Raises:
         ConfigError: No such constructor; the nearest name is offered.
     """
-    if name in CONSTRUCTORS:
-        return CONSTRUCTORS[name]
-    nearest = difflib.get_close_matches(name, CONSTRUCTORS, n=1)
-    hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
-    raise ConfigError(f"A constructor is one of {', '.join(CONSTRUCTORS)}, but {name!r} came.{hint}")
+    if name not in CONSTRUCTORS:
+        raise ConfigError(unknown_name("constructor", name, CONSTRUCTORS))
+    return CONSTRUCTORS[name]
 
 
 def build_basis(constructor: str, layer: LayerEvidence, options: BasisOptions) -> Basis:

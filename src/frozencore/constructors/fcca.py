@@ -31,8 +31,8 @@ def fcca_basis(
         whitening: The metric of the truncation; both sides, diagonal, damping 1e-3 by default.
 
     Returns:
-        A basis whose spectrum is Σ; every entry of T is an uncentred correlation, at most 1. A layer without gradient gets a seeded
-        random basis and effective rank 0.
+        A basis whose spectrum is Σ (every entry of T is an uncentred correlation). A layer without gradient gets a
+        seeded random basis and effective rank 0.
 
     Raises:
         CalibrationError: A moment is missing or not finite, or a second moment is zero where G is not.

@@ -1,0 +1,66 @@
+"""What an adapter costs: trainable values, optimiser state, stored bytes. Formulas from shapes, and measurements.
+
+Shapes: a target matrix is (m, n), outputs and inputs; r is the rank.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import nn
+
+Shape = tuple[int, int]
+ADAM_STATES = 2  # first and second moment
+FLOAT32_BYTES = 4
+
+
+def core_parameters(shapes: Iterable[Shape], rank: int) -> int:
+    """Trainable values of frozen cores: ``Σ min(r, m, n)²``."""
+    return sum(min(rank, m, n) ** 2 for m, n in shapes)
+
+
+def lora_parameters(shapes: Iterable[Shape], rank: int) -> int:
+    """Trainable values of LoRA and PiSSA: ``Σ r (m + n)``."""
+    return sum(rank * (m + n) for m, n in shapes)
+
+
+def dora_parameters(shapes: Iterable[Shape], rank: int) -> int:
+    """Trainable values of DoRA: LoRA's and one magnitude per output, ``Σ r (m + n) + m``."""
+    return sum(rank * (m + n) + m for m, n in shapes)
+
+
+def basis_bytes(shapes: Iterable[Shape], rank: int, dtype: torch.dtype) -> int:
+    """Bytes of the stored P and Q: ``Σ min(r, m, n) (m + n)`` values of that dtype."""
+    return sum(min(rank, m, n) * (m + n) for m, n in shapes) * dtype.itemsize
+
+
+def training_state_bytes(num_parameters: int) -> int:
+    """Bytes of float32 gradients and AdamW states beside the parameters: 12 per trainable value."""
+    return num_parameters * FLOAT32_BYTES * (1 + ADAM_STATES)
+
+
+def trainable_parameters(model: nn.Module) -> int:
+    """Values that an optimiser would get."""
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+
+
+def optimizer_state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of the tensors that an optimiser holds for its parameters, step counters left out."""
+    states: Iterable[Mapping[str, object]] = optimizer.state.values()
+    return sum(
+        value.numel() * value.element_size()
+        for state in states
+        for value in state.values()
+        if isinstance(value, torch.Tensor) and value.ndim
+    )
+
+
+def peak_memory_bytes() -> int:
+    """The largest memory this process has held so far: on the GPU where there is one, else resident memory."""
+    if torch.cuda.is_available():
+        return max(torch.cuda.max_memory_allocated(device) for device in range(torch.cuda.device_count()))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,47 @@
+"""Calibration without training: moments once, bases from them, both saved for later runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from frozencore.adapter.calibrate import Calibration, calibrate
+from frozencore.adapter.model import frozen_core_layers
+from frozencore.calibration.collect import collect_moments
+from frozencore.calibration.store import MomentsFingerprint, save_moments
+from frozencore.errors import ArtifactError, ConfigError
+from frozencore.lab.config import RunConfig
+from frozencore.lab.methods import add_method, core_config, needs_calibration, resolve_targets, save_adapter
+from frozencore.lab.run import Stages, calibration_batches, prepare
+
+MOMENTS_FILE = "moments.safetensors"
+
+
+def execute_calibration(config: RunConfig, out: Path, stages: Stages) -> Calibration:
+    """Write ``out/moments.safetensors`` and ``out/adapter`` with zero cores.
+
+    Raises:
+        ConfigError: The method reads no data.
+        ArtifactError: ``out`` holds moments already.
+    """
+    if not needs_calibration(config):
+        raise ConfigError(f"The method {config.method!r} reads no calibration data: `frozencore tune` is all it needs.")
+    if (out / MOMENTS_FILE).exists():
+        raise ArtifactError(f"{out} already holds moments. Choose another --output, or remove that folder.")
+    bench = prepare(config, stages)
+    targets = resolve_targets(config, bench.model)
+    batches = calibration_batches(bench.rows, bench.encoder.pad_id)
+    fingerprint = MomentsFingerprint.of(bench.model, batches)
+    model = add_method(config, bench.model, targets)
+    core = core_config(config, targets)
+    layers = {name: layer.get_base_layer() for name, layer in frozen_core_layers(model, "default").items()}
+    moments = collect_moments(
+        model.get_base_model(),
+        batches,
+        layers,
+        needs=core.constructor_entry.needs(core.basis_options()),
+        progress=lambda done, total: stages("calibration", done, total, ""),
+    )
+    calibration = calibrate(model, moments=moments, progress=lambda stage, done, total: stages(stage, done, total, ""))
+    save_moments(out / MOMENTS_FILE, moments, fingerprint)
+    save_adapter(model, out / "adapter", out)
+    return calibration

@@ -1,0 +1,117 @@
+"""The full configuration of one run: which model learns what, how, and from which seed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from frozencore.constructors import CONSTRUCTORS
+from frozencore.errors import ConfigError
+from frozencore.lab.baselines import BASELINES
+from frozencore.lab.prompts import PromptStyle
+from frozencore.lab.suite import find_task
+from frozencore.naming import unknown_name
+
+METHODS: tuple[str, ...] = (*CONSTRUCTORS, *BASELINES)
+CORE_LEARNING_RATE = 5e-3
+
+Targets = tuple[str, ...] | Literal["all-linear"]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class CoreOptions(_Strict):
+    """Options of the frozen cores, named as in :class:`frozencore.FrozenCoreConfig`; LoRA and its kin ignore them."""
+
+    alpha: float | None = None
+    whiten: str = "both"
+    fisher: str = "diagonal"
+    shrinkage: float = 0.0
+    damping: float = 1e-3
+    coordinates: str = "qr"
+    svd_method: str = "auto"
+    filora_fisher: str = "dense"
+    eva_center: bool = False
+    eva_output: str = "weight_times_input"
+    initial_step: float = 0.0
+
+
+class RunConfig(_Strict):
+    """One run of the training recipe (MATHS.md, "Training and evaluation protocol").
+
+    Attributes:
+        model: Hub id or local folder of a causal language model.
+        task, data: A task by name, or a file of the user's own rows; exactly one of them.
+        data_root: Folder that holds the task's data set under its hub id; the hub otherwise.
+        method: A basis constructor, or ``lora``, ``dora``, ``pissa``.
+        targets: Module names or ``"all-linear"``; None is the model's attention projections.
+        learning_rate: None is 5e-3 for cores and each baseline's own rate.
+        epochs: None is the task's number, or 1 for own data.
+        max_length: Tokens of a row; None is 512 or the model's context, whichever is less.
+        num_train, num_evaluation: None are the task's sizes; own data holds out a tenth, at most 500 rows.
+    """
+
+    model: str
+    task: str | None = None
+    data: Path | None = None
+    data_root: Path | None = None
+    method: str = "fcca"
+    rank: int = Field(default=16, ge=1)
+    targets: Targets | None = None
+    core: CoreOptions = CoreOptions()
+    calibration_size: int = Field(default=128, ge=1)
+    learning_rate: float | None = Field(default=None, gt=0)
+    warmup: float = Field(default=0.03, ge=0, le=1)
+    epochs: int | None = Field(default=None, ge=1)
+    batch_size: int = Field(default=1, ge=1)
+    accumulation: int = Field(default=8, ge=1)
+    seed: int = 42
+    max_length: int | None = Field(default=None, ge=2)
+    truncate: bool = False
+    prompt_style: PromptStyle = "auto"
+    num_train: int | None = Field(default=None, ge=1)
+    num_evaluation: int | None = Field(default=None, ge=1)
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    device: str = "auto"
+
+    @model_validator(mode="after")
+    def _names_are_known(self) -> RunConfig:
+        if (self.task is None) == (self.data is None):
+            raise ConfigError("A run learns either a task (--task NAME) or your own rows (--data FILE): give one.")
+        if self.task is not None:
+            find_task(self.task)
+        if self.method not in METHODS:
+            raise ConfigError(unknown_name("method", self.method, METHODS))
+        return self
+
+    @property
+    def is_baseline(self) -> bool:
+        """Whether the method trains its factors (LoRA, DoRA, PiSSA) instead of a core between frozen ones."""
+        return self.method in BASELINES
+
+    @property
+    def resolved_learning_rate(self) -> float:
+        if self.learning_rate is not None:
+            return self.learning_rate
+        return BASELINES[self.method].learning_rate if self.is_baseline else CORE_LEARNING_RATE
+
+
+def make_config(**values: Any) -> RunConfig:
+    """A checked configuration.
+
+    Raises:
+        ConfigError: In one line, what is wrong with which option.
+    """
+    try:
+        return RunConfig(**values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        refused = first.get("ctx", {}).get("error")
+        if isinstance(refused, ConfigError):
+            raise refused from error
+        option = "--" + "-".join(str(part) for part in first["loc"]).replace("_", "-")
+        raise ConfigError(f"{option}: {first['msg'].lower()}, but {first['input']!r} came.") from error

@@ -1,0 +1,86 @@
+"""A model and its tokenizer from a hub id or a local folder, and what is said when there is none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import HfApi, try_to_load_from_cache
+from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.utils import logging
+
+from frozencore.errors import ConfigError, ModelError
+
+HUB_TIMEOUT_S = 10.0
+
+
+def load_model(name: str, *, dtype: str = "auto", device: str = "auto") -> tuple[PreTrainedModel, Any]:
+    """A causal language model in evaluation mode and its tokenizer.
+
+    Args:
+        name: Hub id, or path of a local folder. A folder is read without any network access.
+        dtype: ``auto`` is the dtype that the model was saved in.
+        device: ``auto`` is the first GPU, or the CPU.
+
+    Raises:
+        ModelError: There is no such model, it cannot be reached or read, or it is not a causal language model.
+        ConfigError: There is no such device.
+    """
+    place = _device(device)
+    local = _is_local(name)
+    kwargs = {"local_files_only": local or not _hub_has(name)}
+    quiet = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, **kwargs)
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **kwargs)
+    except Exception as error:  # transformers raises a dozen kinds for a folder that is not a model
+        reason = " ".join(str(error).split())[:200]
+        raise ModelError(
+            f"--model {name} cannot be read as a causal language model with its tokenizer: {reason} "
+            "Give a folder that save_pretrained wrote, or a hub id."
+        ) from error
+    finally:
+        logging.set_verbosity(quiet[0])
+        if quiet[1]:
+            logging.enable_progress_bar()
+    return model.to(place).eval(), tokenizer
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"There is no device {name!r} here. Use 'auto', 'cpu' or 'cuda'.") from error
+
+
+def _is_local(name: str) -> bool:
+    if Path(name).is_dir():
+        return True
+    if name.count("/") > 1 or name.startswith((".", "/", "~")) or not name:
+        raise ModelError(f"--model {name}: there is no such folder. Give a folder, or a hub id (ORGANISATION/NAME).")
+    return False
+
+
+def _hub_has(name: str) -> bool:
+    """Whether to ask the hub; False takes the cache. Says at once what its client says after a minute of retries."""
+    cached = isinstance(try_to_load_from_cache(name, "config.json"), str)
+    try:
+        HfApi().model_info(name, timeout=HUB_TIMEOUT_S)
+        return True
+    except GatedRepoError as error:
+        raise ModelError(f"--model {name} is gated. Accept its terms on the hub and run `hf auth login`.") from error
+    except RepositoryNotFoundError as error:
+        raise ModelError(f"--model {name}: there is neither such a folder nor such a model on the hub.") from error
+    except Exception as error:  # every way in which a network can fail
+        if cached:
+            return False
+        raise ModelError(
+            f"--model {name} is neither a local folder nor in the offline cache, and the hub cannot be reached. "
+            "Give the folder of a downloaded model, or a network."
+        ) from error

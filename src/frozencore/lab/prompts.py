@@ -1,0 +1,221 @@
+"""From a row to the exact text and tokens a model meets: the same for calibration, training and scoring.
+
+The boundary between prompt and completion follows lm-evaluation-harness: white space at the end of a plain prompt
+moves to the completion, and both are tokenised together. Where the tokenizer merges across the boundary, so that the
+prompt's own tokens no longer begin the joint ones, the completion is tokenised alone: that is what generation
+continues from, while the harness would score tokens that do not spell the text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from frozencore.errors import ConfigError, DataError, ModelError
+from frozencore.lab.tasks.task import Example
+
+PromptStyle = Literal["auto", "chat", "plain"]
+TooLong = Literal["refuse", "truncate"]
+PROTOCOL_MAX_LENGTH = 512
+
+
+@dataclass(frozen=True)
+class TextRow:
+    """A row as text, to the byte. ``templated`` contexts carry the special tokens of the chat template."""
+
+    id: str
+    context: str
+    completion: str
+    choices: tuple[str, ...] = ()
+    templated: bool = False
+
+
+@dataclass(frozen=True)
+class TokenRow:
+    """A row as tokens. The loss is on ``input_ids[num_context:]``."""
+
+    id: str
+    input_ids: list[int]
+    num_context: int
+
+
+@dataclass(frozen=True)
+class ChoiceTokens:
+    """The tokens of a prompt and of each choice that may follow it."""
+
+    id: str
+    context_ids: list[int]
+    choice_ids: list[list[int]]
+
+
+class PromptEncoder:
+    """Renders and tokenises rows for one tokenizer.
+
+    Args:
+        style: ``chat`` renders prompts through the tokenizer's chat template, ``plain`` leaves them as they are;
+            ``auto`` is ``chat`` where there is a template.
+        max_length: The limit in tokens, end token included.
+        too_long: What to do with longer rows: ``refuse`` (an error that counts them), or ``truncate`` (the oldest
+            tokens of the prompt go; a text without prompt loses its end).
+
+    Raises:
+        ConfigError: ``chat`` without a template, or a limit below two tokens.
+        ModelError: The tokenizer has no end token.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        style: PromptStyle = "auto",
+        max_length: int = PROTOCOL_MAX_LENGTH,
+        too_long: TooLong = "refuse",
+    ) -> None:
+        if style == "chat" and not tokenizer.chat_template:
+            raise ConfigError(
+                "The prompt style 'chat' needs a chat template, but this tokenizer has none. Use 'plain'."
+            )
+        if max_length < 2:
+            raise ConfigError(f"A row needs room for two tokens, got max_length={max_length}.")
+        if tokenizer.eos_token_id is None:
+            raise ModelError("Training and scoring need an end token, but this tokenizer has none. Set eos_token.")
+        self.tokenizer = tokenizer
+        self.is_chat = style == "chat" or (style == "auto" and bool(tokenizer.chat_template))
+        self.max_length = max_length
+        self.too_long = too_long
+        self.eos_id: int = tokenizer.eos_token_id
+        self.pad_id: int = self.eos_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        self._start_ids = _start_tokens(tokenizer)
+
+    def render(self, example: Example) -> TextRow:
+        """The text of an example; in chat style a completion loses the space that separates plain text."""
+        if self.is_chat:
+            context = self._chat([{"role": "user", "content": example.prompt}], example.id)
+            choices = tuple(choice.lstrip() for choice in example.choices)
+            return TextRow(example.id, context, example.completion.lstrip(), choices, templated=True)
+        context = example.prompt.rstrip()
+        space = example.prompt[len(context) :]
+        choices = tuple(space + choice for choice in example.choices)
+        return TextRow(example.id, context, space + example.completion, choices)
+
+    def render_messages(self, messages: Sequence[Mapping[str, str]], row_id: str) -> TextRow:
+        """The text of a conversation whose last turn is the assistant's: that turn is the completion."""
+        context = self._chat(messages[:-1], row_id)
+        return TextRow(row_id, context, messages[-1]["content"], templated=True)
+
+    def training_rows(self, rows: Sequence[TextRow]) -> list[TokenRow]:
+        """Tokens of context, completion and end token.
+
+        Raises:
+            DataError: Rows longer than the limit (unless they are truncated), or a completion without tokens.
+        """
+        pairs = self._pairs(rows, [row.completion for row in rows])
+        encoded = [
+            TokenRow(row.id, [*context, *completion, self.eos_id], len(context))
+            for row, (context, completion) in zip(rows, pairs, strict=True)
+        ]
+        self._refuse_too_long([(row.id, len(row.input_ids)) for row in encoded])
+        return [self._truncate_training(row) for row in encoded]
+
+    def choice_rows(self, rows: Sequence[TextRow]) -> list[ChoiceTokens]:
+        """Tokens of each context and of every choice, without end token.
+
+        Raises:
+            DataError: As for training rows, or a row without choices or with an empty prompt.
+        """
+        for row in rows:
+            if not row.choices or not row.context:
+                raise DataError(
+                    f"Row {row.id}: scoring by choice needs a prompt and choices, and one of them is empty."
+                )
+        pairs = iter(self._pairs([row for row in rows for _ in row.choices], [c for row in rows for c in row.choices]))
+        encoded = []
+        for row in rows:
+            own = [next(pairs) for _ in row.choices]
+            encoded.append(ChoiceTokens(row.id, own[0][0], [choice for _, choice in own]))
+        self._refuse_too_long([(row.id, len(row.context_ids) + max(map(len, row.choice_ids))) for row in encoded])
+        return [
+            replace(
+                row, context_ids=self._cut_context(row.context_ids, self.max_length - max(map(len, row.choice_ids)))
+            )
+            for row in encoded
+        ]
+
+    def context_rows(self, rows: Sequence[TextRow]) -> list[list[int]]:
+        """Tokens of each context alone, to generate from. Raises ``DataError`` for contexts beyond the limit."""
+        contexts = self._contexts(rows)
+        self._refuse_too_long([(row.id, len(ids)) for row, ids in zip(rows, contexts, strict=True)])
+        return [self._cut_context(ids, self.max_length) for ids in contexts]
+
+    def _chat(self, messages: Sequence[Mapping[str, str]], row_id: str) -> str:
+        if not self.tokenizer.chat_template:
+            raise ConfigError(
+                "Chat messages need a chat template, but this tokenizer has none. Use prompt/completion rows."
+            )
+        try:
+            text: str = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # templates are programs of the model's author and raise what they like
+            raise DataError(f"Row {row_id}: the tokenizer's chat template refuses it: {error}") from error
+        return text
+
+    def _tokenise(self, texts: Sequence[str]) -> list[list[int]]:
+        if not texts:
+            return []
+        ids: list[list[int]] = self.tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
+        return ids
+
+    def _contexts(self, rows: Sequence[TextRow]) -> list[list[int]]:
+        encoded = self._tokenise([row.context for row in rows])
+        return [ids if row.templated else self._start_ids + ids for row, ids in zip(rows, encoded, strict=True)]
+
+    def _pairs(self, rows: Sequence[TextRow], completions: Sequence[str]) -> list[tuple[list[int], list[int]]]:
+        contexts = self._tokenise([row.context for row in rows])
+        wholes = self._tokenise([row.context + text for row, text in zip(rows, completions, strict=True)])
+        pairs = []
+        for row, text, context, whole in zip(rows, completions, contexts, wholes, strict=True):
+            joint = whole[: len(context)] == context
+            completion = whole[len(context) :] if joint else self._tokenise([text])[0]
+            if not completion:
+                raise DataError(f"Row {row.id}: a completion must hold at least one token, got {text!r}.")
+            pairs.append((context if row.templated else self._start_ids + context, completion))
+        return pairs
+
+    def _refuse_too_long(self, lengths: Sequence[tuple[str, int]]) -> None:
+        too_long = [(length, row_id) for row_id, length in lengths if length > self.max_length]
+        if too_long and self.too_long == "refuse":
+            longest, row_id = max(too_long)
+            raise DataError(
+                f"{len(too_long)} of {len(lengths)} rows are longer than the limit of {self.max_length} tokens "
+                f"(the longest, {row_id}, has {longest}). Raise the limit with --max-length, "
+                f"or cut the beginning of long prompts with --truncate."
+            )
+
+    def _truncate_training(self, row: TokenRow) -> TokenRow:
+        context, completion = row.input_ids[: row.num_context], row.input_ids[row.num_context :]
+        context = self._cut_context(context, max(len(self._start_ids), self.max_length - len(completion)))
+        return replace(row, input_ids=(context + completion)[: self.max_length], num_context=len(context))
+
+    def _cut_context(self, ids: list[int], room: int) -> list[int]:
+        if len(ids) <= room:
+            return ids
+        start = self._start_ids if ids[: len(self._start_ids)] == self._start_ids else []
+        kept = max(0, room - len(start))
+        return start + ids[len(ids) - kept :]
+
+
+def context_limit(model: Any, tokenizer: Any) -> int:
+    """The most tokens that model and tokenizer say they take; the protocol's 512 where neither says.
+
+    Pass ``min(PROTOCOL_MAX_LENGTH, context_limit(model, tokenizer))`` as an encoder's ``max_length``.
+    """
+    stated = [getattr(model.config, "max_position_embeddings", None), tokenizer.model_max_length]
+    limits = [int(limit) for limit in stated if isinstance(limit, int | float) and 0 < limit < 1e9]
+    return min(limits, default=PROTOCOL_MAX_LENGTH)
+
+
+def _start_tokens(tokenizer: Any) -> list[int]:
+    """What the tokenizer itself puts in front of a text (``<s>``), without what it may append."""
+    bare = tokenizer("a", add_special_tokens=False)["input_ids"]
+    full = tokenizer("a")["input_ids"]
+    return next((full[:i] for i in range(len(full)) if full[i : i + len(bare)] == bare), [])

@@ -1,0 +1,1 @@
+"""Reports made from records alone: tables, figures, one self-contained page."""

@@ -1,0 +1,54 @@
+"""Figures, in colours that colour-blind readers can tell apart (Okabe and Ito)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+
+from frozencore.lab.baselines import BASELINES
+from frozencore.lab.reports.tables import mean_accuracy
+
+mpl.use("Agg")
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+
+ORANGE, BLUE, NAVY, GREY, BLACK = "#E69F00", "#56B4E9", "#0072B2", "#999999", "#222222"
+COLOURS = {"fcca": ORANGE, "rawgrad": BLUE, "eva": NAVY} | dict.fromkeys(BASELINES, BLACK)
+
+
+def accuracy_figure(records: Sequence[Mapping[str, Any]], path: Path, title: str) -> None:
+    """One panel a task: accuracy of every method with its standard error; the base model and chance as lines."""
+    tasks = list(dict.fromkeys(record["task"] for record in records))
+    order = list(reversed(mean_accuracy(records)))
+    figure, axes = plt.subplots(
+        1, len(tasks), figsize=(2.2 + 2.3 * len(tasks), 0.9 + 0.32 * len(order)), sharey=True, squeeze=False
+    )
+    for axis, task in zip(axes[0], tasks, strict=True):
+        _panel(axis, {record["method"]: record for record in records if record["task"] == task}, order)
+        axis.set_title(task, fontsize=10)
+    figure.suptitle(title, fontsize=11, x=0.01, ha="left")
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="lower right", ncols=len(labels), fontsize=8, frameon=False)
+    figure.tight_layout(rect=(0, 0.04, 1, 1))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=160, metadata={"Software": None} if path.suffix == ".png" else None)
+    plt.close(figure)
+
+
+def _panel(axis: Axes, by_method: Mapping[str, Mapping[str, Any]], order: Sequence[str]) -> None:
+    rows = [by_method[method] for method in order]
+    accuracy = [100 * row["accuracy"] for row in rows]
+    error = [100 * row["standard_error"] for row in rows]
+    colours = [COLOURS.get(method, GREY) for method in order]
+    axis.barh(range(len(order)), accuracy, xerr=error, color=colours, height=0.7, error_kw={"lw": 0.8})
+    axis.set_yticks(range(len(order)), order, fontsize=9)
+    axis.axvline(100 * rows[0]["accuracy_before"], color=BLACK, lw=1, ls="--", label="base model")
+    if rows[0]["chance"] is not None:
+        axis.axvline(100 * rows[0]["chance"], color=BLACK, lw=1, ls=":", label="chance")
+    axis.set_xlim(0, 100)
+    axis.set_xlabel("accuracy, %", fontsize=9)
+    axis.tick_params(axis="x", labelsize=8)
+    axis.spines[["top", "right"]].set_visible(False)

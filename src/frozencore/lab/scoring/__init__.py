@@ -1,0 +1,3 @@
+"""Scoring: choice log-likelihood, greedy exact match, held-out loss."""
+
+from __future__ import annotations

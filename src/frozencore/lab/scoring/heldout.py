@@ -1,0 +1,57 @@
+"""Held-out loss: nats per completion token."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from torch import nn
+
+from frozencore.errors import DataError, ModelError
+from frozencore.lab.batches import IGNORED, Collator, group_rows
+from frozencore.lab.progress import Progress
+from frozencore.lab.prompts import TokenRow
+from frozencore.lab.scoring.mode import forward_accepts, scoring_mode, vocabulary_of
+from frozencore.lab.scoring.shared_prefix import token_logprobs
+
+
+def held_out_loss(
+    model: nn.Module,
+    rows: Sequence[TokenRow],
+    *,
+    pad_id: int,
+    tokens_per_batch: int | None = None,
+    progress: Progress | None = None,
+) -> float:
+    """Mean negative log-probability of the completion tokens, end tokens included, every token weighing the same.
+
+    Raises:
+        DataError: No row has a token to predict.
+        ModelError: The loss is not finite.
+    """
+    device = next(model.parameters()).device
+    collate = Collator(pad_id)
+    vocabulary = vocabulary_of(model)
+    sizes = [(len(row.input_ids), (len(row.input_ids) - row.num_context) * vocabulary) for row in rows]
+    total, num_tokens, done = 0.0, 0, 0
+    with scoring_mode(model):
+        for group in group_rows(sizes, device, tokens_per_batch):
+            batch = {name: tensor.to(device) for name, tensor in collate([rows[i] for i in group]).items()}
+            targets = batch.pop("labels")[:, 1:]
+            wanted = (targets != IGNORED).any(0).nonzero().squeeze(-1)
+            if forward_accepts(model, "logits_to_keep"):
+                logits = model(**batch, logits_to_keep=wanted).logits
+            else:
+                logits = model(**batch).logits[:, wanted]
+            targets = targets[:, wanted]
+            counted = targets != IGNORED
+            total -= float((token_logprobs(logits, targets.clamp_min(0)) * counted).sum())
+            num_tokens += int(counted.sum())
+            done += len(group)
+            if progress is not None:
+                progress(done, len(rows), "")
+    if num_tokens == 0:
+        raise DataError("A held-out loss needs rows with at least one completion token after another token.")
+    if not math.isfinite(total):
+        raise ModelError("The model's loss on held-out rows is not finite. Check its weights and dtype for NaN.")
+    return total / num_tokens

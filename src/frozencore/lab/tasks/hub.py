@@ -1,0 +1,119 @@
+"""Rows of a Hugging Face data set, from the hub, its cache, or a local folder of the same schema."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from frozencore.errors import DataError
+from frozencore.lab.tasks.task import Split
+
+HUB_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True)
+class HubDataset:
+    """One configuration of a data set.
+
+    Attributes:
+        path: The hub id, ``org/name``; also where it lies under a data root.
+        validation_split: A labeled split that is neither trained nor evaluated on, where the data set has one.
+        columns: What every split must have.
+    """
+
+    path: str
+    train_split: str
+    evaluation_split: str
+    columns: tuple[str, ...]
+    config: str | None = None
+    validation_split: str | None = None
+
+    def rows(self, split: Split, data_root: Path | None) -> Sequence[Mapping[str, Any]]:
+        """Every row of a split, in its official order; none for a validation split that does not exist.
+
+        Args:
+            data_root: A folder that holds ``org/name``; ``None`` for the hub and its offline cache.
+
+        Raises:
+            DataError: The data cannot be had, lack a column, or are empty.
+        """
+        name = {
+            "train": self.train_split,
+            "validation": self.validation_split,
+            "evaluation": self.evaluation_split,
+        }[split]
+        if name is None:
+            return ()
+        rows = self._load(name, data_root)
+        missing = [column for column in self.columns if column not in rows.column_names]
+        if missing:
+            raise DataError(
+                f"{self._title} needs the columns {', '.join(self.columns)}, but its {name} split lacks "
+                f"{', '.join(missing)} (it has {', '.join(rows.column_names)}). "
+                f"Point --data-root at data of the hub's schema."
+            )
+        if len(rows) == 0:
+            raise DataError(f"{self._title} has no rows in its {name} split. Point --data-root at complete data.")
+        result: Sequence[Mapping[str, Any]] = rows
+        return result
+
+    @property
+    def _title(self) -> str:
+        return f"Data set {self.path}" + (f" ({self.config})" if self.config else "")
+
+    def _load(self, name: str, data_root: Path | None) -> Any:
+        from datasets import load_dataset  # a second of import that other tasks need not pay
+
+        place = self.path if data_root is None else str(Path(data_root) / self.path)
+        if data_root is None:
+            self._require_hub_or_cache()
+        elif not Path(place).is_dir():
+            raise DataError(
+                f"{self._title} must lie at {place}, but there is no such folder. "
+                f"Give the folder that holds {self.path} as --data-root, or leave it out to use the hub."
+            )
+        try:
+            with _no_bars():
+                return load_dataset(place, self.config, split=name)
+        except Exception as error:  # datasets raises a dozen kinds, each for a state of the data that we only report
+            reason = " ".join(str(error).split())[:200]
+            raise DataError(
+                f"{self._title} could not be read from {'the hub' if data_root is None else place}: {reason} "
+                f"The way out: --data-root DIR with the same schema, or a network."
+            ) from error
+
+    def _require_hub_or_cache(self) -> None:
+        """Say at once what the hub client would say after half a minute of retries."""
+        from datasets.config import HF_DATASETS_CACHE
+        from datasets.naming import camelcase_to_snakecase
+        from huggingface_hub import HfApi
+        from huggingface_hub.utils import HfHubHTTPError
+
+        organisation, name = self.path.split("/")
+        if (Path(HF_DATASETS_CACHE) / f"{organisation}___{camelcase_to_snakecase(name)}").is_dir():
+            return
+        try:
+            HfApi().dataset_info(self.path, timeout=HUB_TIMEOUT_S)
+        except HfHubHTTPError:
+            return  # the hub answered: what it says about this data set is for load_dataset to report
+        except Exception as error:
+            raise DataError(
+                f"{self._title} is not in the offline cache and the hub cannot be reached. "
+                f"The way out: --data-root DIR (a folder that holds {self.path}), or a network."
+            ) from error
+
+
+@contextmanager
+def _no_bars() -> Iterator[None]:
+    from datasets.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    were_disabled = are_progress_bars_disabled()
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        if not were_disabled:
+            enable_progress_bars()

@@ -1,0 +1,49 @@
+"""SVAMP: one-step word problems with a number for an answer.
+
+{"ID": "chal-777", "Type": "Common-Division", "Equation": "( 290.0 / 2.0 )", "Answer": "145",
+ "Body": "There are 87 oranges and 290 bananas in Philip's collection. If the bananas are organized
+          into 2 groups and oranges are organized into 93 groups",
+ "Question": "How big is each group of bananas?", "question_concat": <Body and Question>}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from frozencore.errors import DataError
+from frozencore.lab.scoring.answers import parse_number
+from frozencore.lab.tasks.fields import text_field
+from frozencore.lab.tasks.hub import HubDataset
+from frozencore.lab.tasks.task import Example, Task
+
+
+def to_example(row: Mapping[str, Any], row_id: str) -> Example:
+    body, question = text_field(row, "Body", row_id), text_field(row, "Question", row_id)
+    answer = text_field(row, "Answer", row_id)
+    if parse_number(answer) is None:
+        raise DataError(f"Row {row_id}: column 'Answer' must hold a number, but holds {answer!r}.")
+    stop = "" if body[-1] in ".,?!;:" else "."  # four in ten bodies lack theirs
+    return Example(
+        id=row_id,
+        prompt=f'Question: {body}{stop} {question}\nEnd with "The answer is:" and the number.\nAnswer:',
+        completion=f" The answer is: {answer}",
+    )
+
+
+TASK = Task(
+    name="svamp",
+    scoring="exact_match",
+    source=HubDataset(
+        path="ChilleD/SVAMP",
+        train_split="train",
+        evaluation_split="test",
+        columns=("Body", "Question", "Answer"),
+    ),
+    to_example=to_example,
+    num_train=700,
+    num_evaluation=300,
+    epochs=3,
+    licence="MIT (arkilpatel/SVAMP)",
+    max_new_tokens=32,
+)

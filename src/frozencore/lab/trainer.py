@@ -1,0 +1,120 @@
+"""transformers' ``Trainer``, fitted to completions: no logits on prompts, no silent NaN, nothing left changed."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from frozencore.errors import TrainingError
+from frozencore.lab.batches import IGNORED
+from frozencore.lab.checkpoints import seal_checkpoint
+from frozencore.lab.progress import Progress
+from frozencore.lab.scoring.mode import base_of, forward_accepts
+
+
+class CompletionTrainer(Trainer):
+    """Asks the model for logits only where there is a loss: with a large vocabulary the prompt's cost more than it."""
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Tensor],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        if self.model_accepts_loss_kwargs and forward_accepts(self.model, "logits_to_keep"):
+            targets = inputs["labels"][:, 1:]
+            kept = (targets != IGNORED).any(0).nonzero().squeeze(-1)
+            inputs = inputs | {"logits_to_keep": kept, "shift_labels": targets[:, kept]}
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    def floating_point_ops(self, inputs: dict[str, Tensor]) -> int:
+        """Not counted: counting walks over all parameters at every batch, a tenth of a small model's step."""
+        return 0
+
+
+class Watch(TrainerCallback):
+    """Reports each step's loss, and stops at the first that is not finite, before it can be saved."""
+
+    def __init__(self, progress: Progress | None) -> None:
+        self.progress = progress
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float],
+        **_: Any,
+    ) -> None:
+        if "loss" not in logs:
+            return
+        loss, gradient_norm = logs["loss"], logs.get("grad_norm", 0.0)
+        if not math.isfinite(loss) or not math.isfinite(gradient_norm):
+            raise TrainingError(
+                f"Training diverged at step {state.global_step} of {state.max_steps}: loss {loss}, gradient norm "
+                f"{gradient_norm}. Lower the learning rate ({args.learning_rate}) or lengthen the warm-up."
+            )
+        if self.progress is not None:
+            self.progress(state.global_step, state.max_steps, f"loss {loss:.3f}")
+
+
+class Seal(TrainerCallback):
+    """Seals every checkpoint once it is written."""
+
+    def __init__(self, fingerprint: str) -> None:
+        self.fingerprint = fingerprint
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if state.is_world_process_zero:
+            seal_checkpoint(Path(str(args.output_dir)) / f"checkpoint-{state.global_step}", self.fingerprint)
+
+
+@contextmanager
+def own_random_state() -> Iterator[None]:
+    """Python's, NumPy's and PyTorch's random states, on every device, are afterwards what they were."""
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng():
+        try:
+            yield
+        finally:
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)
+
+
+@contextmanager
+def without_dropout(model: nn.Module) -> Iterator[None]:
+    """Every dropout of the model is off: the modules, and the rates that attention layers hold themselves."""
+    rates: list[tuple[nn.Module, str, float]] = []
+    for module in model.modules():
+        for name in ("p", "attention_dropout"):
+            rate = getattr(module, name, None)
+            if isinstance(rate, float) and (name != "p" or isinstance(module, nn.modules.dropout._DropoutNd)):
+                rates.append((module, name, rate))
+    try:
+        for module, name, _ in rates:
+            setattr(module, name, 0.0)
+        yield
+    finally:
+        for module, name, rate in rates:
+            setattr(module, name, rate)
+
+
+@contextmanager
+def own_use_cache(model: nn.Module) -> Iterator[None]:
+    """The Trainer turns ``config.use_cache`` off; it is afterwards what it was."""
+    config = base_of(model).config
+    use_cache = config.use_cache
+    try:
+        yield
+    finally:
+        config.use_cache = use_cache

@@ -1,0 +1,210 @@
+"""The one training recipe, on transformers' ``Trainer`` (paper, appendix "Complete Experimental Protocol").
+
+AdamW without weight decay over the trainable parameters, cosine schedule with warm-up, gradients clipped at 1, no
+dropout. The loss is the mean over the completion tokens of one optimiser step: how its examples are cut into batches
+and accumulated changes speed and memory, not the result.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from torch import nn
+from transformers import PrinterCallback, TrainingArguments
+
+from frozencore.errors import ConfigError, DataError, TrainingError
+from frozencore.lab.batches import Collator
+from frozencore.lab.checkpoints import checkpoints, newest_complete_checkpoint
+from frozencore.lab.progress import Progress
+from frozencore.lab.prompts import TokenRow
+from frozencore.lab.trainer import CompletionTrainer, Seal, Watch, own_random_state, own_use_cache, without_dropout
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How to train.
+
+    Attributes:
+        warmup: Share of the optimiser steps in which the learning rate rises from zero.
+        batch_size: Examples in one forward pass.
+        accumulation: Forward passes in one optimiser step.
+        seed: Of the order of the rows.
+    """
+
+    learning_rate: float = 5e-3
+    warmup: float = 0.03
+    epochs: int = 1
+    batch_size: int = 1
+    accumulation: int = 8
+    max_grad_norm: float = 1.0
+    weight_decay: float = 0.0
+    seed: int = 42
+
+    def __post_init__(self) -> None:
+        rules = {
+            "learning_rate must be positive": self.learning_rate > 0,
+            "warmup is a share from 0 to 1": 0 <= self.warmup <= 1,
+            "epochs, batch_size and accumulation must be at least 1": min(
+                self.epochs, self.batch_size, self.accumulation
+            )
+            >= 1,
+            "max_grad_norm must be positive": self.max_grad_norm > 0,
+            "weight_decay must not be negative": self.weight_decay >= 0,
+        }
+        for rule, kept in rules.items():
+            if not kept:
+                raise ConfigError(f"In a recipe {rule}, got {self}.")
+
+    def num_steps(self, num_rows: int) -> int:
+        """Optimiser steps over all epochs; the last one of an epoch may hold fewer rows."""
+        return self.epochs * math.ceil(math.ceil(num_rows / self.batch_size) / self.accumulation)
+
+
+@dataclass(frozen=True)
+class TrainingReport:
+    """What training did.
+
+    Attributes:
+        num_steps: Optimiser steps, those before a resumed checkpoint included.
+        losses: The loss of each step, in nats per completion token.
+        final_loss: Mean over the last tenth of the steps.
+        time_s: Wall time of this call.
+        resumed_from: The checkpoint it went on from.
+    """
+
+    num_steps: int
+    losses: tuple[float, ...]
+    final_loss: float
+    time_s: float
+    resumed_from: Path | None
+
+
+def train(
+    model: nn.Module,
+    rows: Sequence[TokenRow],
+    recipe: Recipe,
+    *,
+    pad_id: int,
+    checkpoint_dir: Path | None = None,
+    checkpoint_steps: int | None = None,
+    resume: bool = False,
+    progress: Progress | None = None,
+) -> TrainingReport:
+    """Train the trainable parameters of a model in place, on the device it is on.
+
+    The model is left in evaluation mode; the global random state is left as it was.
+
+    Args:
+        checkpoint_dir: Where checkpoints go; ``None`` for none.
+        checkpoint_steps: Optimiser steps between checkpoints; ``None`` for one an epoch.
+        resume: Go on from the newest complete checkpoint, bit for bit as if never interrupted (on a CPU); from
+            the start when there is none.
+
+    Raises:
+        ConfigError: Nothing is trainable, or trainable parameters are below float32.
+        DataError: There are no rows.
+        TrainingError: The loss is not finite, or the folder holds checkpoints that are not resumed or of another run.
+    """
+    if not rows:
+        raise DataError("Training needs at least one row, got none.")
+    _require_float32(model)
+    fingerprint = _fingerprint(recipe, rows)
+    resumed_from = _starting_point(checkpoint_dir, resume, fingerprint)
+    start = time.perf_counter()
+    with ExitStack() as restored:
+        restored.enter_context(own_random_state())
+        restored.enter_context(without_dropout(model))
+        restored.enter_context(own_use_cache(model))
+        folder = checkpoint_dir or Path(restored.enter_context(TemporaryDirectory()))
+        trainer = CompletionTrainer(
+            model=model,
+            args=_arguments(model, recipe, len(rows), folder, checkpoint_dir is not None, checkpoint_steps),
+            data_collator=Collator(pad_id),
+            train_dataset=list(rows),
+            callbacks=[Watch(progress), Seal(fingerprint)],
+        )
+        trainer.remove_callback(PrinterCallback)
+        trainer.train(resume_from_checkpoint=None if resumed_from is None else str(resumed_from))
+    model.eval()
+    losses = tuple(entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
+    tail = losses[-math.ceil(len(losses) / 10) :]
+    return TrainingReport(
+        num_steps=trainer.state.global_step,
+        losses=losses,
+        final_loss=sum(tail) / len(tail),
+        time_s=time.perf_counter() - start,
+        resumed_from=resumed_from,
+    )
+
+
+def _arguments(
+    model: nn.Module, recipe: Recipe, num_rows: int, folder: Path, saves: bool, checkpoint_steps: int | None
+) -> TrainingArguments:
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        learning_rate=recipe.learning_rate,
+        lr_scheduler_type="cosine",
+        warmup_steps=math.ceil(recipe.warmup * recipe.num_steps(num_rows)),
+        num_train_epochs=recipe.epochs,
+        per_device_train_batch_size=recipe.batch_size,
+        gradient_accumulation_steps=recipe.accumulation,
+        max_grad_norm=recipe.max_grad_norm,
+        weight_decay=recipe.weight_decay,
+        seed=recipe.seed,
+        data_seed=recipe.seed,
+        optim="adamw_torch",
+        save_strategy="no" if not saves else "epoch" if checkpoint_steps is None else "steps",
+        save_steps=checkpoint_steps or 1,
+        save_total_limit=2,  # the newest may be half-written
+        logging_steps=1,
+        logging_nan_inf_filter=False,
+        report_to="none",
+        disable_tqdm=True,
+        remove_unused_columns=False,
+        dataloader_pin_memory=False,
+        use_cpu=next(model.parameters()).device.type == "cpu",
+    )
+    if arguments.n_gpu > 1:
+        arguments._n_gpu = 1  # several devices go through accelerate; DataParallel would multiply the batch
+    return arguments
+
+
+def _require_float32(model: nn.Module) -> None:
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not trainable:
+        raise ConfigError("Training needs trainable parameters, but this model has none. Add an adapter first.")
+    for name, parameter in trainable.items():
+        if parameter.dtype != torch.float32:
+            raise ConfigError(
+                f"Trainable parameters must be float32 (the frozen ones need not be), but {name!r} is "
+                f"{parameter.dtype}. Add the adapter with autocast_adapter_dtype=True, or load the model in float32."
+            )
+
+
+def _fingerprint(recipe: Recipe, rows: Sequence[TokenRow]) -> str:
+    content = json.dumps([asdict(recipe), [[row.input_ids, row.num_context] for row in rows]])
+    return hashlib.sha256(content.encode()).hexdigest()
+
+
+def _starting_point(checkpoint_dir: Path | None, resume: bool, fingerprint: str) -> Path | None:
+    if checkpoint_dir is None:
+        if resume:
+            raise ConfigError("To resume, training needs the folder of its checkpoints: give checkpoint_dir.")
+        return None
+    if resume:
+        return newest_complete_checkpoint(checkpoint_dir, fingerprint)
+    if checkpoints(checkpoint_dir):
+        raise TrainingError(
+            f"A new training needs a folder without checkpoints, but {checkpoint_dir} holds some. "
+            f"Resume from them, remove them, or choose another folder."
+        )
+    return None
