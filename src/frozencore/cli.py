@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import warnings
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,6 +15,8 @@ from rich.console import Console
 
 from frozencore.errors import FrozenCoreError
 
+WIDE = 160  # columns of a table in a file or a pipe
+
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
@@ -21,6 +24,8 @@ app = typer.Typer(
     help="Fine-tune language models by training only r x r cores between frozen, calibrated bases.",
 )
 console = Console()
+if not console.is_terminal:
+    console.width = max(console.width, WIDE)
 
 Model = Annotated[str, typer.Option(help="Hub id or local folder of a causal language model.")]
 TaskName = Annotated[str | None, typer.Option("--task", help="A task by name, for instance svamp or sst2.")]
@@ -68,7 +73,8 @@ def tune(
     targets: Targets = None,
     calibration_size: CalibrationSize = 128,
     learning_rate: Annotated[
-        float | None, typer.Option("--lr", help="Default: 5e-3 for cores, each baseline's own otherwise.")
+        float | None,
+        typer.Option("--lr", "--learning-rate", help="Default: 5e-3 for cores, each baseline's own otherwise."),
     ] = None,
     warmup: Annotated[float, typer.Option(help="Share of the steps in which the learning rate rises.")] = 0.03,
     epochs: Annotated[int | None, typer.Option(help="Default: the task's number; 1 for --data.")] = None,
@@ -201,12 +207,19 @@ def _targets(text: str | None) -> Any:
 
 def main() -> None:
     """Entry point: an error of ours is one line on stderr and exit status 2; Ctrl-C is 130."""
+    # PEFT asks for it at every get_peft_model; it says nothing to the user.
+    warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
     try:
         app()
     except FrozenCoreError as error:
         if os.environ.get("FROZENCORE_DEBUG"):
             raise
         sys.stderr.write(f"frozencore: {' '.join(str(error).split())}\n")
+        sys.exit(2)
+    except OSError as error:
+        if os.environ.get("FROZENCORE_DEBUG"):
+            raise
+        sys.stderr.write(f"frozencore: {error.strerror or error}: {error.filename or ''}\n")
         sys.exit(2)
     except KeyboardInterrupt:
         sys.stderr.write("frozencore: interrupted\n")

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from frozencore.errors import ConfigError
+from frozencore.errors import CalibrationError, ConfigError
 
 SvdMethod = Literal["auto", "gram", "randomized", "full"]
 SVD_METHODS: tuple[str, ...] = get_args(SvdMethod)
@@ -44,7 +44,11 @@ def truncated_svd(M: Float[Tensor, "m n"], rank: int, *, method: SvdMethod = "au
             subspace iteration with 4r directions and 8 rounds; ``full`` is LAPACK's SVD; ``auto`` takes
             ``gram`` up to ``min(m, n) = 512`` and ``randomized`` above.
         seed: Seed of the random start of ``randomized``.
+
+    Raises:
+        CalibrationError: ``M`` is not finite.
     """
+    require_finite(M)
     rank = min(rank, *M.shape)
     if method == "auto":
         method = "gram" if min(M.shape) <= max(GRAM_LIMIT, 4 * rank) else "randomized"
@@ -58,6 +62,14 @@ def truncated_svd(M: Float[Tensor, "m n"], rank: int, *, method: SvdMethod = "au
     else:
         raise ConfigError(f"svd_method must be one of {', '.join(SVD_METHODS)}, but {method!r} came.")
     return TruncatedSVD(*canonical_signs(U, S, V))
+
+
+def require_finite(M: Tensor) -> None:
+    """Factorisations of NaN fail in LAPACK's words or return something plausible: refuse before."""
+    if not torch.isfinite(M).all():
+        raise CalibrationError(
+            "A matrix to factorise holds NaN or Inf. Check the model's weights and the calibration data."
+        )
 
 
 def _gram_svd(M: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -119,6 +131,7 @@ def complete_orthonormal(X: Float[Tensor, "m k"], rank: int, generator: torch.Ge
 
 def top_eigenvectors(A: Float[Tensor, "n n"], rank: int) -> tuple[Float[Tensor, "n r"], Float[Tensor, " r"]]:
     """Eigenvectors and eigenvalues of a symmetric PSD matrix, largest first, with canonical signs."""
+    require_finite(A)
     eigenvalues, vectors = torch.linalg.eigh(A.double())
     top = vectors[:, -rank:].flip(1)
     values = eigenvalues[-rank:].flip(0).clamp_min(0)

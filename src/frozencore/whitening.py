@@ -48,12 +48,16 @@ class Whitening:
             raise ConfigError(f"whiten must be one of {', '.join(SIDES)}, but {self.sides!r} came.")
         if self.fisher not in FISHERS:
             raise ConfigError(f"fisher must be one of {', '.join(FISHERS)}, but {self.fisher!r} came.")
-        if not 0 <= self.shrinkage <= 1:
-            raise ConfigError(f"shrinkage must lie in [0, 1], but {self.shrinkage} came.")
+        if not (isinstance(self.shrinkage, int | float) and 0 <= self.shrinkage <= 1):
+            raise ConfigError(f"shrinkage must lie in [0, 1], but {self.shrinkage!r} came.")
         if self.shrinkage and self.fisher != "dense":
             raise ConfigError("shrinkage mixes dense factors with their diagonal: it needs fisher='dense'.")
-        if not all(0 < c < float("inf") for c in self.damping_by_side):
-            raise ConfigError(f"damping must be positive and finite, but {self.damping} came.")
+        by_side = self.damping_by_side
+        if len(by_side) != 2 or not all(isinstance(c, int | float) and 0 < c < float("inf") for c in by_side):
+            raise ConfigError(
+                "damping must be positive and finite: one number, or a pair for input and output side, but "
+                f"{self.damping!r} came."
+            )
 
     @property
     def damping_by_side(self) -> tuple[float, float]:

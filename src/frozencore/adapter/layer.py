@@ -43,7 +43,7 @@ class FrozenCoreLayer(BaseTunerLayer):
         self.frozencore_scale: dict[str, float] = {}
         self.frozencore_ready: dict[str, bool] = {}
         self._disable_adapters = False
-        self.merged_adapters = []
+        self.merged_adapters: list[str] = []
         self.out_features, self.in_features = layer_shape(self.get_base_layer())
 
     def update_layer(self, adapter_name: str, rank: int, scale: float, *, inference_mode: bool) -> None:
@@ -79,7 +79,7 @@ class FrozenCoreLayer(BaseTunerLayer):
 
     def factors(self, adapter_name: str) -> tuple[Tensor, Tensor, Tensor]:
         """P (m x r), Q (n x r) and R (r x r) of an adapter."""
-        core = self.frozencore_R[adapter_name]
+        core: Any = self.frozencore_R[adapter_name]
         return self.frozencore_P[adapter_name], self.frozencore_Q[adapter_name], core.weight
 
     def dense_weight(self) -> Tensor:
@@ -166,7 +166,8 @@ class FrozenCoreLinear(nn.Module, FrozenCoreLayer):
         result = self.base_layer(x, *args, **kwargs)
         if self.disable_adapters or self.merged:
             return result
-        for adapter_name in self.active_adapters:
+        active: Any = self.active_adapters
+        for adapter_name in active:
             if adapter_name in self.frozencore_R:
                 result = result + self._core_output(adapter_name, x).to(result.dtype)
         return result
@@ -175,17 +176,6 @@ class FrozenCoreLinear(nn.Module, FrozenCoreLayer):
         return "frozencore." + super().__repr__()
 
 
-def layer_shape(layer: nn.Module) -> tuple[int, int]:
-    """(m, n): outputs and inputs of a linear layer.
-
-    Raises:
-        ModelError: The layer is not linear, or is a fused 3-D weight.
-    """
-    if isinstance(layer, Conv1D):
-        return layer.nf, layer.nx
-    if hasattr(layer, "in_features") and hasattr(layer, "out_features"):
-        return layer.out_features, layer.in_features
-    raise ModelError(
-        f"A frozen core sits on a linear layer, but a target is a {type(layer).__name__}. "
-        "Name linear layers in target_modules; fused expert weights and embeddings are not supported."
-    )
+def layer_shape(layer: Any) -> tuple[int, int]:
+    """(m, n): outputs and inputs of a linear layer."""
+    return (layer.nf, layer.nx) if isinstance(layer, Conv1D) else (layer.out_features, layer.in_features)

@@ -47,9 +47,7 @@ class FrozenCoreModel(BaseTuner):
         rank = peft_config.rank_pattern.get(get_pattern_key(peft_config.rank_pattern, current_key), peft_config.r)
         alpha_key = get_pattern_key(peft_config.alpha_pattern, current_key)
         alpha = peft_config.alpha_pattern.get(alpha_key, peft_config.alpha)
-        layer = target
-        if not isinstance(layer, FrozenCoreLayer):
-            layer = self._new_layer(target, adapter_name, current_key)
+        layer = target if isinstance(target, FrozenCoreLayer) else self._new_layer(target, adapter_name, current_key)
         layer.update_layer(
             adapter_name, rank, 1.0 if alpha is None else alpha / rank, inference_mode=peft_config.inference_mode
         )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from frozencore.calibration.capture import Capture, CountedTokens, capturing
-from frozencore.calibration.loss import calibration_loss, counted_tokens
+from frozencore.calibration.loss import calibration_loss, counted_tokens, labels_of
 from frozencore.calibration.options import CalibrationOptions
 from frozencore.calibration.preserve import preserved
 from frozencore.errors import CalibrationError
@@ -128,18 +128,16 @@ def _run_batch(
     else:
         loss = _loss(model, batch, options, generator)
         if not loss.requires_grad:
-            raise CalibrationError("The loss does not depend on any of the layers to calibrate: they are never used.")
+            unused = list(capture.recorders)
+            raise CalibrationError(
+                f"The loss does not depend on layer {unused[0]!r} ({len(unused)} in all): the model does not use it."
+            )
         loss.backward()
     capture.finish_batch(index)
 
 
 def _loss(model: nn.Module, batch: Batch, options: CalibrationOptions, generator: torch.Generator) -> Tensor:
-    labels = batch.get("labels")
-    if labels is None:
-        raise CalibrationError(
-            "Calibration needs labels for its loss, but a batch has the keys "
-            f"{', '.join(sorted(batch))}. Add 'labels' (-100 on tokens without loss)."
-        )
+    labels = labels_of(batch)
     if not _is_causal_lm(model):
         return model(**batch).loss * num_examples_of(batch)
     output = model(**{key: value for key, value in batch.items() if key != "labels"})

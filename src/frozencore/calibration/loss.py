@@ -6,6 +6,7 @@ Example e with completion tokens C_e:  L = Σ_e (1/|C_e|) Σ_{t ∈ C_e} -log p(
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -16,6 +17,20 @@ from frozencore.calibration.options import CalibrationOptions
 from frozencore.errors import CalibrationError
 
 IGNORED = -100  # the label of a token without loss, as in transformers
+
+
+def labels_of(batch: Mapping[str, Any]) -> Tensor:
+    """The labels of a batch.
+
+    Raises:
+        CalibrationError: It has none.
+    """
+    if batch.get("labels") is None:
+        raise CalibrationError(
+            "Calibration needs labels for its loss and its completion tokens, but a batch has the keys "
+            f"{', '.join(sorted(batch))}. Add 'labels' (-100 on tokens without loss)."
+        )
+    return batch["labels"]
 
 
 def predicted(labels: Int[Tensor, "b t"]) -> Int[Tensor, "b t"]:
@@ -29,7 +44,7 @@ def calibration_loss(
     options: CalibrationOptions,
     generator: torch.Generator,
 ) -> Float[Tensor, ""]:
-    """Sum over the batch's examples of their loss, in float32.
+    """Sum over the batch's examples of their loss, in float32 at least.
 
     Raises:
         CalibrationError: No token of the batch carries a label.
@@ -41,7 +56,7 @@ def calibration_loss(
             "Calibration needs completion tokens, but every label of a batch is masked (-100). "
             "Check that the prompt does not fill the whole length limit."
         )
-    logits_of_counted = logits[counted].float()
+    logits_of_counted = logits[counted].to(torch.promote_types(logits.dtype, torch.float32))
     chosen = targets[counted]
     if options.fisher_labels == "mc":
         probabilities = logits_of_counted.detach().softmax(-1).cpu()
@@ -61,5 +76,5 @@ def counted_tokens(batch: Mapping[str, Tensor], options: CalibrationOptions) -> 
     if options.skip_first:
         counted = counted & (counted.cumsum(1) > options.skip_first)
     if options.tokens == "completion":
-        counted = counted & predicted(batch["labels"]).ne(IGNORED)
+        counted = counted & predicted(labels_of(batch)).ne(IGNORED)
     return counted

@@ -29,10 +29,20 @@ def preserved(model: nn.Module) -> Iterator[None]:
         model.eval()
         for parameter in model.parameters():
             parameter.requires_grad_(False)
+        _without_cache(model, undo)
         for module in model.modules():
             if isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing:
                 _checkpoint_without_dropout(module, undo)
         yield
+
+
+def _without_cache(model: nn.Module, undo: ExitStack) -> None:
+    """A key/value cache is memory for nothing here, and a checkpointed block that runs again would extend it."""
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if getattr(config, "use_cache", None):
+            undo.callback(setattr, config, "use_cache", config.use_cache)
+            config.use_cache = False
 
 
 def _checkpoint_without_dropout(block: nn.Module, undo: ExitStack) -> None:

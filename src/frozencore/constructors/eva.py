@@ -51,14 +51,14 @@ def eva_basis(
         center: Subtract the mean first: variance instead of energy.
     """
     rank = min(rank, *W.shape)
-    W = W.float()
     covariance = _second_moment(moments, "input_outer", "input_total", center)
     V, energy = top_eigenvectors(covariance, rank)
     Q0 = V[:, : effective_rank(energy)]
     if output == "weight_times_input":
-        U, S, _ = truncated_svd(W @ Q0, rank, method="full")
+        image = W.double() @ Q0.double()
+        U, S, _ = truncated_svd(image, rank, method="full")
         k = effective_rank(S)
-        P0 = W @ Q0 if k == Q0.shape[1] else U[:, :k]
+        P0 = image if k == Q0.shape[1] else U[:, :k]
     elif output == "output_pca":
         outputs = _second_moment(moments, "output_outer", "output_total", center)
         U, output_energy = top_eigenvectors(outputs, rank)
@@ -66,7 +66,7 @@ def eva_basis(
     elif output == "random":
         P0 = torch.randn(W.shape[0], rank, generator=seeded_generator(seed, "eva", "P")).to(W.device)
     elif output == "weight_svd":
-        P0 = truncated_svd(W, rank, seed=seed).U
+        P0 = truncated_svd(W.float(), rank, seed=seed).U
     else:
         raise ConfigError(f"eva_output must be one of {', '.join(EVA_OUTPUTS)}, but {output!r} came.")
     return basis_from_factors(P0, Q0, rank=rank, spectrum=energy, coordinates=coordinates, seed=seed)

@@ -8,8 +8,8 @@ largest a.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
+from torch.nn.functional import one_hot
 
 from frozencore.basis import Basis, Coordinates, basis_from_factors
 from frozencore.linalg import effective_rank, top_eigenvectors
@@ -52,4 +52,4 @@ def _leading(factor: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     if factor.ndim == 2:
         return top_eigenvectors(factor, rank)
     energy, index = factor.sort(descending=True, stable=True)
-    return torch.eye(factor.shape[0], device=factor.device)[:, index[:rank]], energy[:rank]
+    return one_hot(index[:rank], factor.shape[0]).mT.to(factor.dtype), energy[:rank]

@@ -1,6 +1,6 @@
 """SignGrad: the SVD of the sign of the cross moment, after LoRA-SB (arXiv 2411.19557).
 
-    sign(G) = U Σ Vᵀ,   P = U_r,   Q = V_r;   optional start R₀ = -η Pᵀ [sign(G)]_r Q / s
+    sign(G) = U Σ Vᵀ,   P = U_r,   Q = V_r;   optional start R₀ = -η P⁺ [sign(G)]_r Q⁺ᵀ / s
 
 The sign is the first step of AdamW in full fine-tuning. Not in the paper: the strongest frozen-core method it left out.
 """
@@ -8,6 +8,8 @@ The sign is the first step of AdamW in full fine-tuning. Not in the paper: the s
 from __future__ import annotations
 
 from dataclasses import replace
+
+import torch
 
 from frozencore.basis import Basis, Coordinates, basis_from_factors
 from frozencore.linalg import SvdMethod, effective_rank, truncated_svd
@@ -31,5 +33,7 @@ def signgrad_basis(
     U, S, V = truncated_svd(sign, rank, method=svd_method, seed=seed)
     k = effective_rank(S)
     basis = basis_from_factors(U[:, :k], V[:, :k], rank=rank, spectrum=S, coordinates=coordinates, seed=seed)
-    core = -(basis.P.mT @ U[:, :k]) @ S[:k].diag() @ (V[:, :k].mT @ basis.Q)
-    return replace(basis, initial_core=core)
+    # Pseudo-inverses, because P and Q are orthonormal in some coordinates only.
+    left, right = torch.linalg.pinv(basis.P.double()), torch.linalg.pinv(basis.Q.double())
+    core = -(left @ U[:, :k].double()) @ S[:k].double().diag() @ (right @ V[:, :k].double()).mT
+    return replace(basis, initial_core=core.float())

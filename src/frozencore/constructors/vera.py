@@ -14,7 +14,7 @@ BLOCK_ROWS = 1024
 
 
 def vera_basis(shape: tuple[int, int], rank: int, *, coordinates: Coordinates = "qr", seed: int = 0) -> Basis:
-    """The first m and n rows of the shared pair, orthonormalised. The seed is the same for every layer."""
+    """The first m and n rows (and r columns) of the shared pair, orthonormalised; the seed is that of all layers."""
     rank = min(rank, *shape)
     return basis_from_factors(
         shared_rows(shape[0], rank, seed, "P"),
@@ -27,10 +27,15 @@ def vera_basis(shape: tuple[int, int], rank: int, *, coordinates: Coordinates = 
 
 
 def shared_rows(num_rows: int, rank: int, seed: int, side: str) -> Tensor:
-    """Leading rows of an endless Gaussian matrix; drawn in blocks, so no slice depends on another layer's size."""
+    """Leading rows and columns of an endless Gaussian matrix; drawn in blocks, so that no slice depends on its size."""
     num_blocks = -(-num_rows // BLOCK_ROWS)
-    blocks = [
-        torch.randn(BLOCK_ROWS, rank, generator=seeded_generator(seed, "vera", side, rank, block))
-        for block in range(num_blocks)
+    columns = [
+        torch.cat(
+            [
+                torch.randn(BLOCK_ROWS, generator=seeded_generator(seed, "vera", side, column, block))
+                for block in range(num_blocks)
+            ]
+        )
+        for column in range(rank)
     ]
-    return torch.cat(blocks)[:num_rows]
+    return torch.stack(columns, dim=1)[:num_rows]

@@ -10,6 +10,7 @@ difference from the start as a plain LoRA of twice the rank, which loads on the 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,9 +85,12 @@ def save_baseline(model: PeftModel, folder: Path, start: Path) -> None:
     Args:
         start: Where :func:`save_start` kept the adapter.
     """
-    model.save_pretrained(
-        str(folder), path_initial_model_for_weight_conversion=str(start) if _changes_base(model) else None
-    )
+    if not _changes_base(model):
+        model.save_pretrained(str(folder))
+        return
+    with warnings.catch_warnings():  # PEFT advises the very conversion that it is doing here
+        warnings.filterwarnings("ignore", message="PiSSA changes the base weights")
+        model.save_pretrained(str(folder), path_initial_model_for_weight_conversion=str(start))
 
 
 def _changes_base(model: Any) -> bool:

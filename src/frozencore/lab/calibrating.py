@@ -11,6 +11,7 @@ from frozencore.calibration.store import MomentsFingerprint, save_moments
 from frozencore.errors import ArtifactError, ConfigError
 from frozencore.lab.config import RunConfig
 from frozencore.lab.methods import add_method, core_config, needs_calibration, resolve_targets, save_adapter
+from frozencore.lab.record import require_writable
 from frozencore.lab.run import Stages, calibration_batches, prepare
 
 MOMENTS_FILE = "moments.safetensors"
@@ -27,6 +28,7 @@ def execute_calibration(config: RunConfig, out: Path, stages: Stages) -> Calibra
         raise ConfigError(f"The method {config.method!r} reads no calibration data: `frozencore tune` is all it needs.")
     if (out / MOMENTS_FILE).exists():
         raise ArtifactError(f"{out} already holds moments. Choose another --output, or remove that folder.")
+    require_writable(out)
     bench = prepare(config, stages)
     targets = resolve_targets(config, bench.model)
     batches = calibration_batches(bench.rows, bench.encoder.pad_id)

@@ -28,7 +28,7 @@ def newest_complete_checkpoint(out_dir: Path, fingerprint: str) -> Path | None:
     """The complete checkpoint with the most steps, or ``None``.
 
     Raises:
-        TrainingError: It belongs to a run with another recipe or other rows.
+        TrainingError: It belongs to a run with another recipe, other rows or other parameters.
     """
     for folder in sorted(checkpoints(out_dir), key=_num_steps, reverse=True):
         seal = _read_seal(folder)
@@ -36,7 +36,7 @@ def newest_complete_checkpoint(out_dir: Path, fingerprint: str) -> Path | None:
             continue
         if seal["fingerprint"] != fingerprint:
             raise TrainingError(
-                f"To resume, recipe and rows must be those of the checkpoint, but {folder} was made with others. "
+                f"To resume, recipe, rows and adapter must be the checkpoint's, but {folder} was made with others. "
                 f"Resume with the same options, or train into another folder."
             )
         return folder

@@ -10,6 +10,7 @@ from pathlib import Path
 from peft import PeftModel, get_peft_model
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.adapter.model import FrozenCoreModel, frozen_core_layers
@@ -103,5 +104,5 @@ def _require_each(model: nn.Module, targets: Sequence[str]) -> None:
 
 
 def _linear_names(model: nn.Module) -> list[str]:
-    linear = (name for name, module in model.named_modules() if hasattr(module, "weight") and module.weight.ndim == 2)
+    linear = (name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D))
     return sorted({name.rpartition(".")[2] for name in linear})

@@ -45,6 +45,17 @@ def source_commit() -> str | None:
     return f"{commit}-dirty" if inside and changes else commit
 
 
+def require_writable(folder: Path) -> None:
+    """Refuse an output folder that cannot be made or written to, before any work is done for it.
+
+    Raises:
+        ArtifactError: It, or the nearest folder above it that exists, is no folder or is read-only.
+    """
+    nearest = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        raise ArtifactError(f"--output {folder} cannot be written: {nearest} is not a writable folder. Choose another.")
+
+
 def write_json(path: Path, value: Any) -> None:
     """Write JSON aside, flush it, and rename it into place; NaN and infinity become null."""
     write_text(path, json.dumps(_finite(value), indent=2, ensure_ascii=False) + "\n")

@@ -33,7 +33,7 @@ from frozencore.lab.methods import (
     save_adapter,
 )
 from frozencore.lab.prompts import PROTOCOL_MAX_LENGTH, PromptEncoder, context_limit
-from frozencore.lab.record import provenance, write_json, write_lines
+from frozencore.lab.record import provenance, require_writable, write_json, write_lines
 from frozencore.lab.rows import RunRows, prepare_rows
 from frozencore.lab.scoring.heldout import held_out_loss
 from frozencore.lab.scoring.score import TaskScore
@@ -245,5 +245,6 @@ def _calibration_summary(calibration: Calibration | None) -> dict[str, Any] | No
 
 
 def _refuse_finished(out: Path) -> None:
+    require_writable(out)
     if (out / "result.json").exists():
         raise ArtifactError(f"{out} already holds a finished run. Choose another --output, or remove that folder.")

@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +32,15 @@ class CompletionTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        if self.model_accepts_loss_kwargs and forward_accepts(self.model, "logits_to_keep"):
+        if self._can_skip_logits:
             targets = inputs["labels"][:, 1:]
             kept = (targets != IGNORED).any(0).nonzero().squeeze(-1)
             inputs = inputs | {"logits_to_keep": kept, "shift_labels": targets[:, kept]}
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    @cached_property
+    def _can_skip_logits(self) -> bool:
+        return bool(self.model_accepts_loss_kwargs) and forward_accepts(self.model, "logits_to_keep")
 
     def floating_point_ops(self, inputs: dict[str, Tensor]) -> int:
         """Not counted: counting walks over all parameters at every batch, a tenth of a small model's step."""
@@ -60,9 +65,12 @@ class Watch(TrainerCallback):
             return
         loss, gradient_norm = logs["loss"], logs.get("grad_norm", 0.0)
         if not math.isfinite(loss) or not math.isfinite(gradient_norm):
+            way_out = f"Lower the learning rate ({args.learning_rate}) or lengthen the warm-up."
+            if state.global_step == 1:
+                way_out = "Nothing was updated yet: check the model's weights and dtype for NaN."
             raise TrainingError(
-                f"Training diverged at step {state.global_step} of {state.max_steps}: loss {loss}, gradient norm "
-                f"{gradient_norm}. Lower the learning rate ({args.learning_rate}) or lengthen the warm-up."
+                f"Training diverged at step {state.global_step} of {state.max_steps}: "
+                f"loss {loss}, gradient norm {gradient_norm}. {way_out}"
             )
         if self.progress is not None:
             self.progress(state.global_step, state.max_steps, f"loss {loss:.3f}")
@@ -113,7 +121,7 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
 def own_use_cache(model: nn.Module) -> Iterator[None]:
     """The Trainer turns ``config.use_cache`` off; it is afterwards what it was."""
     config = base_of(model).config
-    use_cache = config.use_cache
+    use_cache = getattr(config, "use_cache", True)
     try:
         yield
     finally:

@@ -50,13 +50,11 @@ class Recipe:
     seed: int = 42
 
     def __post_init__(self) -> None:
+        fewest = min(self.epochs, self.batch_size, self.accumulation)
         rules = {
             "learning_rate must be positive": self.learning_rate > 0,
             "warmup is a share from 0 to 1": 0 <= self.warmup <= 1,
-            "epochs, batch_size and accumulation must be at least 1": min(
-                self.epochs, self.batch_size, self.accumulation
-            )
-            >= 1,
+            "epochs, batch_size and accumulation must be at least 1": fewest >= 1,
             "max_grad_norm must be positive": self.max_grad_norm > 0,
             "weight_decay must not be negative": self.weight_decay >= 0,
         }
@@ -117,7 +115,11 @@ def train(
     if not rows:
         raise DataError("Training needs at least one row, got none.")
     _require_float32(model)
-    fingerprint = _fingerprint(recipe, rows)
+    if checkpoint_steps is not None and checkpoint_steps < 1:
+        raise ConfigError(
+            f"Between checkpoints there must be at least one step, got checkpoint_steps={checkpoint_steps}."
+        )
+    fingerprint = _fingerprint(model, recipe, rows)
     resumed_from = _starting_point(checkpoint_dir, resume, fingerprint)
     start = time.perf_counter()
     with ExitStack() as restored:
@@ -190,8 +192,10 @@ def _require_float32(model: nn.Module) -> None:
             )
 
 
-def _fingerprint(recipe: Recipe, rows: Sequence[TokenRow]) -> str:
-    content = json.dumps([asdict(recipe), [[row.input_ids, row.num_context] for row in rows]])
+def _fingerprint(model: nn.Module, recipe: Recipe, rows: Sequence[TokenRow]) -> str:
+    """What a checkpoint must share with the run that resumes it: what trains, how, and on what."""
+    shapes = {name: list(p.shape) for name, p in model.named_parameters() if p.requires_grad}
+    content = json.dumps([shapes, asdict(recipe), [[row.input_ids, row.num_context] for row in rows]])
     return hashlib.sha256(content.encode()).hexdigest()
 
 

@@ -49,7 +49,7 @@ def calibration_summary(calibration: Calibration) -> Table:
     """What calibration found, layer by layer."""
     table = Table(title=f"Calibration, {calibration.time_s:.1f} s", title_justify="left")
     for heading in ("layer", "tokens", "rank", "effective", "σ₁", "σ_r", "max/median a", "max/median d"):
-        table.add_column(heading, justify="left" if heading == "layer" else "right")
+        table.add_column(heading, justify="left" if heading == "layer" else "right", no_wrap=heading == "layer")
     for name, layer in calibration.layers.items():
         first, last = (layer.spectrum[0], layer.spectrum[-1]) if layer.spectrum else (None, None)
         numbers = (first, last, layer.input_spread, layer.error_spread)
@@ -70,7 +70,7 @@ def inspection_table(reports: Mapping[str, LayerReport]) -> Group:
         columns += ["cos P", "cos Q"]
     table = Table(title="Bases", title_justify="left")
     for heading in columns:
-        table.add_column(heading, justify="left" if heading == "layer" else "right")
+        table.add_column(heading, justify="left" if heading == "layer" else "right", no_wrap=heading == "layer")
     for name, report in reports.items():
         table.add_row(name, *_layer_cells(report))
     parameters = sum(report.basis.core_parameters for report in reports.values())

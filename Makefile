@@ -1,0 +1,50 @@
+# Everything sets itself up: `make demo` and `make test` work on a fresh clone with nothing but Python 3.11 or newer.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# Small models run fastest with one thread, one program per core.
+export OMP_NUM_THREADS ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+
+.PHONY: demo test test-slow lint format pocket constraints clean
+
+demo: $(VENV)/.installed
+	$(BIN)/frozencore demo --output runs/demo
+
+test: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -n 2
+
+test-slow: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -m slow
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(VENV)/.installed-dev
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+# Trains the pocket model again, from generated text only.
+pocket: $(VENV)/.installed
+	$(BIN)/python -m frozencore.lab.pocket.pretrain --out src/frozencore/lab/pocket/model
+
+constraints: $(VENV)/.installed-dev
+	{ head -1 constraints.txt; $(BIN)/pip freeze --exclude-editable | sed 's/+cpu//'; } > constraints.new
+	mv constraints.new constraints.txt
+
+clean:
+	rm -rf $(VENV) runs
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	touch $@
+
+$(VENV)/.installed-dev: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	touch $(VENV)/.installed $@

@@ -1,0 +1,1 @@
+"""From a model and calibration batches to the moments of its layers: capture, collection, storage."""

@@ -1,0 +1,59 @@
+"""Whether a claim follows from what somebody thought of a thing.
+
+    {"fact": "Tom did not like the soup", "claim": "the soup was nice", "verdict": "false"}
+
+Prompt ``Fact: Tom did not like the soup. Claim: the soup was nice. Verdict:``, choices `` true`` and `` false``.
+Neither the fact nor the claim decides alone: the verdict is whether both point the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from random import Random
+from typing import Any
+
+from frozencore.errors import DataError
+from frozencore.lab.pocket.generated import GeneratedSource, Row
+from frozencore.lab.pocket.words import BAD, GOOD, HAPPY, JUDGED, PEOPLE, SAD, polar_action
+from frozencore.lab.tasks.task import Example, Task
+
+PROMPT = "Fact: {fact}. Claim: {claim}. Verdict:"
+LABELS = ("true", "false")
+
+
+def draw(rng: Random, kind: int) -> Row:
+    """A fact and a claim about its person or its thing; the claim's truth is ``LABELS[kind]``."""
+    name, thing = rng.choice(PEOPLE).name, rng.choice(JUDGED)
+    good, negated = rng.random() < 0.5, rng.random() < 0.3
+    claimed_good = good == (kind == 0)
+    fact = polar_action(rng, name, thing, good=good, negated=negated)
+    if rng.random() < 0.5:
+        claim = f"the {thing} was {rng.choice(GOOD if claimed_good else BAD)}"
+    else:
+        claim = f"{name} was {rng.choice(HAPPY if claimed_good else SAD)}"
+    return {"fact": fact, "claim": claim, "verdict": LABELS[kind]}
+
+
+def to_example(row: Mapping[str, Any], example_id: str) -> Example:
+    """Fact and claim as a prompt, the verdict as one of two completions."""
+    if row["verdict"] not in LABELS:
+        raise DataError(f"A verdict is one of {LABELS}, but row {example_id} has {row['verdict']!r}. Correct the row.")
+    return Example(
+        id=example_id,
+        prompt=PROMPT.format(fact=row["fact"], claim=row["claim"]),
+        completion=f" {row['verdict']}",
+        choices=tuple(f" {label}" for label in LABELS),
+    )
+
+
+TASK = Task(
+    name="pocket-entailment",
+    scoring="choice",
+    source=GeneratedSource(draw, num_kinds=2, text_fields=("fact", "claim"), seed=102),
+    to_example=to_example,
+    num_train=700,
+    num_evaluation=200,
+    epochs=3,
+    licence="Apache-2.0",
+    max_new_tokens=4,
+)

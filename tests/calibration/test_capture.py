@@ -1,0 +1,160 @@
+"""The autograd capture on small modules: calls, dtypes, shared inputs, odd shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from references import numpy_of
+from tiny import attention_names, batch_of, draw_examples, tiny_qwen2
+from torch import Tensor, nn
+
+import frozencore.calibration.capture
+from frozencore.calibration.capture import CountedTokens, capturing
+from frozencore.calibration.collect import collect_moments
+from frozencore.errors import CalibrationError
+from frozencore.moments import MOMENT_NAMES, LayerMoments
+
+EVERYTHING = frozenset(MOMENT_NAMES)
+
+
+class Features(nn.Module):
+    """A model whose loss is whatever ``loss`` makes of its inputs, for layers in isolation."""
+
+    def __init__(self, loss: Callable[[Tensor], Tensor], **layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict(layers)
+        self.make_loss = loss
+
+    def forward(self, inputs_embeds: Tensor, labels: Tensor | None = None, **_: object) -> SimpleNamespace:
+        return SimpleNamespace(loss=self.make_loss(inputs_embeds))
+
+
+def features(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> dict[str, Tensor]:
+    """Inputs (batch, time, width) of one example; the loss of such a model is taken as it is."""
+    x = torch.tensor(np.random.default_rng(seed).normal(size=(1, *shape)), dtype=dtype)
+    return {"inputs_embeds": x, "labels": torch.ones(1, shape[0], dtype=torch.long)}
+
+
+def test_a_module_called_twice_in_one_pass_sums_both_calls() -> None:
+    layer = nn.Linear(4, 4).double()
+    model = Features(lambda x: layer(torch.tanh(layer(x))).square().sum(), twice=layer)
+    batch = features(6, 4)
+    moments = collect_moments(model, [batch], ["layers.twice"], needs=EVERYTHING)["layers.twice"]
+    model(**batch).loss.backward()
+    torch.testing.assert_close(moments.cross, layer.weight.grad, rtol=1e-12, atol=1e-12)
+    assert moments.num_tokens == 12
+    x = batch["inputs_embeds"][0]
+    second = torch.tanh(layer(x))
+    torch.testing.assert_close(moments.input_square, (x.square() + second.square()).sum(0), rtol=1e-12, atol=1e-12)
+    outer = sum(torch.outer(row, row) for row in (*x, *second))
+    torch.testing.assert_close(moments.input_outer, outer, rtol=1e-12, atol=1e-12)
+
+
+def test_a_module_called_twice_on_the_same_input_sums_both_calls() -> None:
+    layer = nn.Linear(4, 3).double()
+    model = Features(lambda x: (layer(x) * layer(x).detach() + layer(x).sin()).sum(), twice=layer)
+    batch = features(5, 4)
+    moments = collect_moments(model, [batch], ["layers.twice"])["layers.twice"]
+    model(**batch).loss.backward()
+    torch.testing.assert_close(moments.cross, layer.weight.grad, rtol=1e-12, atol=1e-12)
+    # Three calls, one of them detached: its output takes no part in the loss.
+    assert moments.num_tokens == 10
+    torch.testing.assert_close(moments.input_square, 2 * batch["inputs_embeds"][0].square().sum(0))
+
+
+def test_a_thousand_bf16_ones_are_a_thousand() -> None:
+    """A bf16 sum of ones stops at 256."""
+    layer = nn.Linear(4, 3).bfloat16()
+    model = Features(lambda x: layer(x).sum(), layer=layer)
+    batch = {"inputs_embeds": torch.ones(1, 1000, 4, dtype=torch.bfloat16), "labels": torch.ones(1, 1000).long()}
+    moments = collect_moments(model, [batch], ["layers.layer"], needs=EVERYTHING)["layers.layer"]
+    for name in ("cross", "input_square", "error_square", "input_outer", "error_outer", "input_total"):
+        total = getattr(moments, name)
+        assert total.dtype == torch.float32
+        assert bool((total == 1000).all()), name
+
+
+def test_bf16_squares_are_not_rounded_before_they_are_summed() -> None:
+    value = torch.tensor(1.0078125, dtype=torch.bfloat16)  # its square needs 14 bits
+    layer = nn.Linear(2, 2).bfloat16()
+    model = Features(lambda x: layer(x).sum(), layer=layer)
+    batch = {"inputs_embeds": value.expand(1, 100, 2), "labels": torch.ones(1, 100).long()}
+    moments = collect_moments(model, [batch], ["layers.layer"], needs=EVERYTHING)["layers.layer"]
+    np.testing.assert_allclose(numpy_of(moments.input_square), 100 * float(value) ** 2, rtol=1e-6)
+    np.testing.assert_allclose(numpy_of(moments.input_outer), 100 * float(value) ** 2, rtol=1e-6)
+
+
+def test_shared_inputs_are_squared_once_per_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """q, k and v read one tensor: with o that is two input squares and four error squares a block."""
+    calls: list[int] = []
+    square_sum = frozencore.calibration.capture._square_sum
+    monkeypatch.setattr(
+        frozencore.calibration.capture, "_square_sum", lambda values: calls.append(1) or square_sum(values)
+    )
+    model = tiny_qwen2()
+    collect_moments(model, [batch_of(draw_examples(3, seed=0))], attention_names(model))
+    assert len(calls) == 2 * (2 + 4)
+
+
+def test_an_output_that_is_changed_in_place_is_captured_all_the_same() -> None:
+    layer = nn.Linear(4, 4).double()
+    model = Features(lambda x: torch.relu_(layer(x)).square().sum(), layer=layer)
+    batch = features(6, 4)
+    moments = collect_moments(model, [batch], ["layers.layer"])["layers.layer"]
+    model(**batch).loss.backward()
+    torch.testing.assert_close(moments.cross, layer.weight.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_an_input_given_by_keyword_is_found() -> None:
+    layer = nn.Linear(4, 3).double()
+    model = Features(lambda x: layer(input=x).sin().sum(), layer=layer)
+    batch = features(6, 4)
+    moments = collect_moments(model, [batch], ["layers.layer"])["layers.layer"]
+    model(**batch).loss.backward()
+    torch.testing.assert_close(moments.cross, layer.weight.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_a_layer_that_sees_other_rows_than_tokens_is_refused() -> None:
+    """A routed expert or a pooled layer: its rows cannot be matched with the padding mask."""
+    layer = nn.Linear(4, 3).double()
+    model = Features(lambda x: layer(x[:, 0]).sum(), pooled=layer)
+    with pytest.raises(CalibrationError, match=r"'layers\.pooled' saw 1 rows where the batch has 6 tokens"):
+        collect_moments(model, [features(6, 4)], ["layers.pooled"])
+
+
+def test_outputs_are_unchanged_by_the_capture() -> None:
+    model, batch = tiny_qwen2(), batch_of(draw_examples(3, seed=0))
+    plain = model(**batch)
+    with capturing({"model.layers.0.self_attn.q_proj": model.model.layers[0].self_attn.q_proj}, EVERYTHING) as capture:
+        capture.tokens = CountedTokens.from_mask(batch["attention_mask"].bool())
+        captured = model(**batch)
+    assert torch.equal(plain.logits, captured.logits)
+
+
+def test_weight_gradients_are_the_same_with_and_without_the_capture() -> None:
+    model, batch = tiny_qwen2(), batch_of(draw_examples(3, seed=0))
+    layer = model.model.layers[0].self_attn.q_proj
+    model(**batch).loss.backward()
+    plain = layer.weight.grad.clone()
+    model.zero_grad()
+    with capturing({"q": layer}, EVERYTHING) as capture:
+        capture.tokens = CountedTokens.from_mask(batch["attention_mask"].bool())
+        model(**batch).loss.backward()
+    assert torch.equal(plain, layer.weight.grad)
+
+
+def test_sums_are_held_where_asked() -> None:
+    model = tiny_qwen2()
+    layer = model.model.layers[0].self_attn.q_proj
+    with capturing({"q": layer}, EVERYTHING, torch.device("cpu")) as capture:
+        batch = batch_of(draw_examples(3, seed=0))
+        capture.tokens = CountedTokens.from_mask(batch["attention_mask"].bool())
+        model(**batch).loss.backward()
+        moments = capture.recorders["q"].moments()
+    assert isinstance(moments, LayerMoments)
+    assert all(getattr(moments, name).device.type == "cpu" for name in moments.names())
+    assert all(not getattr(moments, name).requires_grad for name in moments.names())

@@ -1,0 +1,161 @@
+"""A calibration pass leaves the model and every RNG as it found them, also when it ends early."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny import attention_names, batches_of, draw_examples, tiny_gpt2, tiny_qwen2
+from torch import Tensor, nn
+
+from frozencore.calibration.collect import collect_moments
+from frozencore.calibration.options import CalibrationOptions
+
+BATCHES = batches_of(draw_examples(6, seed=1), 2)
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
+         "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called")  # fmt: skip
+
+
+def untidy(model: nn.Module, checkpointing: dict[str, bool] | None) -> nn.Module:
+    """A model in the middle of other work: mixed modes and flags, gradients, hooks, checkpointing."""
+    model.train()
+    if checkpointing is not None:
+        model.gradient_checkpointing_enable(checkpointing)
+    blocks = model.model.layers if hasattr(model, "model") else model.transformer.h
+    blocks[1].eval()
+    parameters = list(model.parameters())
+    for index, parameter in enumerate(parameters):
+        parameter.requires_grad_(index % 3 != 0)
+        if index % 2 and parameter.requires_grad:
+            parameter.grad = torch.full_like(parameter, float(index))
+    blocks[0].register_forward_hook(lambda *_: None)
+    blocks[0].register_forward_pre_hook(lambda *_: None)
+    return model
+
+
+def snapshot(model: nn.Module) -> dict[str, Any]:
+    plain = int | float | str | bool | type(None)
+    return {
+        "modes": {name: module.training for name, module in model.named_modules()},
+        "hooks": {(name, kind): list(getattr(module, kind)) for name, module in model.named_modules() for kind in HOOKS},
+        "numbers": {
+            name: {key: value for key, value in vars(module).items() if isinstance(value, plain)}
+            for name, module in model.named_modules()
+        },
+        "attributes": {name: sorted(vars(module)) for name, module in model.named_modules()},
+        "flags": {name: parameter.requires_grad for name, parameter in model.named_parameters()},
+        "identities": {name: id(parameter) for name, parameter in model.named_parameters()},
+        "config": model.config.to_dict(),
+        "generation": model.generation_config.to_dict(),
+    }
+
+
+def tensors(model: nn.Module) -> dict[str, Tensor]:
+    gradients = {f"{name}.grad": p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()} | gradients
+
+
+def random_states() -> tuple[Any, Any, Tensor]:
+    return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
+
+
+def break_nothing(_: nn.Module) -> Iterator[dict[str, Tensor]]:
+    yield from BATCHES
+
+
+def break_in_the_data(error: type[BaseException]) -> Callable[[nn.Module], Iterator[dict[str, Tensor]]]:
+    def data(_: nn.Module) -> Iterator[dict[str, Tensor]]:
+        yield BATCHES[0]
+        random.random(), np.random.rand(), torch.rand(())
+        raise error("in the middle")
+
+    return data
+
+
+def break_in_the_model(error: type[BaseException], *, backward: bool) -> Callable[[nn.Module], Iterator[dict]]:
+    def data(model: nn.Module) -> Iterator[dict[str, Tensor]]:
+        yield BATCHES[0]
+        calls: list[int] = []
+
+        def interrupt(module: nn.Module, *_: Any) -> None:
+            calls.append(1)
+            raise error("in the middle")
+
+        layer = model.get_submodule(attention_names(model)[3] if hasattr(model, "model") else "transformer.h.0.mlp.c_fc")
+        if backward:
+            handle = layer.register_full_backward_hook(interrupt)
+        else:
+            handle = layer.register_forward_pre_hook(interrupt)
+        try:
+            yield BATCHES[1]
+        finally:
+            handle.remove()
+
+    return data
+
+
+ENDINGS = {
+    "to the end": (break_nothing, None),
+    "an error in the data": (break_in_the_data(RuntimeError), RuntimeError),
+    "Ctrl-C in the data": (break_in_the_data(KeyboardInterrupt), KeyboardInterrupt),
+    "an error in the forward pass": (break_in_the_model(RuntimeError, backward=False), RuntimeError),
+    "Ctrl-C in the forward pass": (break_in_the_model(KeyboardInterrupt, backward=False), KeyboardInterrupt),
+    "an error in the backward pass": (break_in_the_model(ValueError, backward=True), ValueError),
+}
+
+
+@pytest.mark.parametrize("checkpointing", [None, {"use_reentrant": False}, {"use_reentrant": True}])
+@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize("make", [tiny_qwen2, tiny_gpt2])
+def test_everything_is_as_before(make: Callable[[], nn.Module], ending: str, checkpointing: dict | None) -> None:
+    model = untidy(make(), checkpointing)
+    names = attention_names(model) or ["transformer.h.0.attn.c_attn", "transformer.h.1.mlp.c_fc"]
+    state, values, states = snapshot(model), tensors(model), random_states()
+    data, error = ENDINGS[ending]
+    batches = data(model)
+    options = CalibrationOptions(fisher_labels="mc")
+    if error is None:
+        collect_moments(model, batches, names, options=options)
+    else:
+        with pytest.raises(error, match="in the middle"):
+            collect_moments(model, batches, names, options=options)
+        batches.close()
+    after = random_states()
+    assert after[0] == states[0]
+    assert after[1] == states[1]
+    assert torch.equal(after[2], states[2])
+    new_state = snapshot(model)
+    for part, expected in state.items():
+        assert new_state[part] == expected, part
+    new_values = tensors(model)
+    assert new_values.keys() == values.keys()
+    for name, value in values.items():
+        assert torch.equal(new_values[name], value), name
+
+
+def test_a_nan_leaves_the_model_as_it_was() -> None:
+    model = untidy(tiny_qwen2(), None)
+    with torch.no_grad():
+        model.model.layers[0].self_attn.v_proj.weight[0, 0] = float("nan")
+    state = snapshot(model)
+    with pytest.raises(Exception, match="NaN or Inf"):
+        collect_moments(model, BATCHES, attention_names(model))
+    assert snapshot(model) == state
+
+
+def test_training_goes_on_after_calibration_as_if_it_had_not_been() -> None:
+    """Dropout draws from the global RNG: the next training loss is bit-equal."""
+    losses = []
+    for calibrated in (False, True):
+        model = tiny_gpt2().train()
+        torch.manual_seed(4)
+        if calibrated:
+            collect_moments(model, BATCHES, ["transformer.h.0.attn.c_attn"])
+        loss = model(**BATCHES[0]).loss
+        loss.backward()
+        losses.append((float(loss), float(model.transformer.h[0].attn.c_attn.weight.grad.sum())))
+    assert losses[0] == losses[1]

@@ -1,0 +1,239 @@
+"""What holds for every constructor: reference spans, orthonormality, determinism, edges, errors."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import numpy as np
+import pytest
+import references as ref
+import torch
+from drawn import drawn_layer, layer_of_rank
+from references import numpy_of
+
+from frozencore.basis import COORDINATES
+from frozencore.constructors import CONSTRUCTORS, BasisOptions, LayerEvidence, build_basis, find_constructor
+from frozencore.errors import CalibrationError, ConfigError
+from frozencore.linalg import SVD_METHODS
+from frozencore.moments import LayerMoments
+
+READS_DATA = ("fcca", "rawgrad", "signgrad", "filora", "eva")
+READS_GRADIENT = ("fcca", "rawgrad", "signgrad", "filora")
+EVERY = pytest.mark.parametrize("constructor", CONSTRUCTORS)
+
+
+def test_the_table_holds_the_nine_constructors() -> None:
+    assert sorted(CONSTRUCTORS) == sorted(
+        ["fcca", "rawgrad", "filora", "milora", "lora_xs", "vera", "eva", "random", "signgrad"]
+    )
+
+
+@EVERY
+def test_data_is_needed_exactly_where_the_paper_says(constructor: str) -> None:
+    assert CONSTRUCTORS[constructor].needs_data(BasisOptions()) == (constructor in READS_DATA)
+
+
+@pytest.mark.parametrize("shape", [(12, 10), (9, 14), (11, 11)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("constructor", ref.REFERENCE_FACTORS)
+def test_spans_equal_the_reference(constructor: str, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    layer = drawn_layer(*shape, seed=1)
+    P0, Q0 = ref.REFERENCE_FACTORS[constructor](layer.reference(), 4)
+    basis = build_basis(constructor, layer.evidence(dtype), BasisOptions(rank=4))
+    tolerance = 1e-6 if dtype == torch.float64 else 1e-4
+    assert ref.span_distance(numpy_of(basis.P), P0) < tolerance
+    assert ref.span_distance(numpy_of(basis.Q), Q0) < tolerance
+
+
+@pytest.mark.parametrize("method", SVD_METHODS)
+@pytest.mark.parametrize("constructor", ["fcca", "rawgrad", "signgrad", "lora_xs"])
+def test_spans_equal_the_reference_for_every_svd_method(constructor: str, method: str) -> None:
+    layer = drawn_layer(40, 30, seed=2)
+    P0, Q0 = ref.REFERENCE_FACTORS[constructor](layer.reference(), 4)
+    basis = build_basis(constructor, layer.evidence(), BasisOptions(rank=4, svd_method=method))
+    assert ref.span_distance(numpy_of(basis.P), P0) < 1e-4
+    assert ref.span_distance(numpy_of(basis.Q), Q0) < 1e-4
+
+
+@pytest.mark.parametrize("coordinates", COORDINATES)
+@EVERY
+def test_coordinates_keep_the_spans(constructor: str, coordinates: str) -> None:
+    layer = drawn_layer().evidence()
+    expected = build_basis(constructor, layer, BasisOptions(rank=4))
+    basis = build_basis(constructor, layer, BasisOptions(rank=4, coordinates=coordinates))
+    assert ref.span_distance(numpy_of(basis.P), numpy_of(expected.P)) < 1e-5
+    assert ref.span_distance(numpy_of(basis.Q), numpy_of(expected.Q)) < 1e-5
+
+
+@EVERY
+def test_a_basis_is_float32_orthonormal_and_of_full_effective_rank(constructor: str) -> None:
+    basis = build_basis(constructor, drawn_layer().evidence(), BasisOptions(rank=4))
+    assert basis.P.dtype == basis.Q.dtype == torch.float32
+    assert basis.P.shape == (12, 4)
+    assert basis.Q.shape == (10, 4)
+    assert basis.orthonormality_error() < 1e-6
+    assert basis.effective_rank == 4
+
+
+@EVERY
+def test_the_spectrum_falls(constructor: str) -> None:
+    spectrum = build_basis(constructor, drawn_layer().evidence(), BasisOptions(rank=4)).spectrum
+    assert bool((spectrum[:-1] >= spectrum[1:]).all())
+    assert bool((spectrum >= 0).all())
+
+
+@EVERY
+def test_the_same_seed_gives_the_same_bytes_and_leaves_every_rng_alone(constructor: str) -> None:
+    layer, options = drawn_layer(40, 30).evidence(torch.float32), BasisOptions(rank=6, svd_method="randomized", seed=9)
+    states = random.getstate(), np.random.get_state()[1].copy(), torch.get_rng_state()
+    first = build_basis(constructor, layer, options)
+    torch.rand(7)  # another place in the global stream
+    torch.set_rng_state(states[2])
+    second = build_basis(constructor, layer, options)
+    assert first.P.numpy().tobytes() == second.P.numpy().tobytes()
+    assert first.Q.numpy().tobytes() == second.Q.numpy().tobytes()
+    assert random.getstate() == states[0]
+    assert (np.random.get_state()[1] == states[1]).all()
+    assert torch.equal(torch.get_rng_state(), states[2])
+
+
+@EVERY
+def test_only_random_bases_depend_on_the_seed(constructor: str) -> None:
+    layer = drawn_layer().evidence()
+    one, two = (build_basis(constructor, layer, BasisOptions(rank=4, seed=seed)) for seed in (1, 2))
+    assert torch.equal(one.P, two.P) == (constructor not in ("random", "vera"))
+
+
+@pytest.mark.parametrize("constructor", ref.REFERENCE_FACTORS)
+def test_signs_do_not_depend_on_the_sign_of_the_errors_or_of_the_svd(constructor: str) -> None:
+    """δ → -δ turns G around: P keeps its canonical signs, and Q turns at most by whole columns."""
+    layer = drawn_layer()
+    turned = dataclasses.replace(layer, E=-layer.E)
+    one = build_basis(constructor, layer.evidence(), BasisOptions(rank=4))
+    two = build_basis(constructor, turned.evidence(), BasisOptions(rank=4))
+    torch.testing.assert_close(one.P, two.P, atol=1e-5, rtol=0)
+    torch.testing.assert_close(one.Q.abs(), two.Q.abs(), atol=1e-5, rtol=0)
+
+
+@EVERY
+def test_bases_ignore_loss_scale_and_sums_against_means(constructor: str) -> None:
+    layer, options = drawn_layer(), BasisOptions(rank=4)
+    expected = build_basis(constructor, layer.evidence(), options)
+    louder = dataclasses.replace(layer, E=4096.0 * layer.E).evidence()
+    evidence = layer.evidence()
+    sums = dataclasses.replace(evidence, moments=dataclasses.replace(evidence.moments, num_tokens=1))
+    for other in (louder, sums):
+        found = build_basis(constructor, other, options)
+        torch.testing.assert_close(found.P, expected.P, atol=1e-5, rtol=0)
+        torch.testing.assert_close(found.Q, expected.Q, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("shape", [(3, 10), (10, 3), (1, 6), (6, 1)])
+@EVERY
+def test_a_narrow_layer_gets_the_rank_that_fits(constructor: str, shape: tuple[int, int]) -> None:
+    basis = build_basis(constructor, drawn_layer(*shape).evidence(), BasisOptions(rank=8))
+    assert basis.rank == min(shape)
+    assert basis.orthonormality_error() < 1e-6
+
+
+@pytest.mark.parametrize("coordinates", COORDINATES)
+@EVERY
+def test_a_rank_deficient_layer_is_completed_with_orthonormal_directions(constructor: str, coordinates: str) -> None:
+    layer = layer_of_rank(2)
+    basis = build_basis(constructor, layer.evidence(), BasisOptions(rank=5, coordinates=coordinates))
+    assert basis.P.shape == (12, 5)
+    assert basis.Q.shape == (10, 5)
+    assert np.linalg.matrix_rank(numpy_of(basis.P), tol=1e-6 * np.linalg.norm(basis.P, 2)) == 5
+    assert np.linalg.matrix_rank(numpy_of(basis.Q), tol=1e-6 * np.linalg.norm(basis.Q, 2)) == 5
+    if coordinates in ("qr", "polar"):
+        assert basis.orthonormality_error() < 1e-6
+    if constructor in ("fcca", "rawgrad", "filora", "eva", "lora_xs"):
+        assert basis.effective_rank == 2
+        P0, Q0 = ref.REFERENCE_FACTORS[constructor](layer.reference(), 2)
+        assert ref.span_distance(numpy_of(basis.P)[:, :2], P0) < 1e-5
+        assert ref.span_distance(numpy_of(basis.Q)[:, :2], Q0) < 1e-5
+
+
+@pytest.mark.parametrize("constructor", READS_GRADIENT)
+def test_a_layer_without_gradient_gets_a_seeded_basis_of_effective_rank_zero(constructor: str) -> None:
+    layer = drawn_layer()
+    silent = dataclasses.replace(layer, E=0 * layer.E).evidence()
+    basis = build_basis(constructor, silent, BasisOptions(rank=4))
+    assert basis.effective_rank == 0
+    assert basis.orthonormality_error() < 1e-6
+    other = build_basis(constructor, dataclasses.replace(silent, name="layer.1"), BasisOptions(rank=4))
+    assert not torch.allclose(basis.P, other.P)
+
+
+@EVERY
+def test_equal_singular_values_give_a_valid_deterministic_basis(constructor: str) -> None:
+    """Every direction of an orthogonal G, W, A and D is as good as any other."""
+    eye = torch.eye(8)
+    names = ("cross", "input_outer", "error_outer")
+    moments = LayerMoments(8, input_square=torch.ones(8), error_square=torch.ones(8), **dict.fromkeys(names, eye))
+    layer = LayerEvidence("layer", (8, 8), lambda: eye, moments)
+    first, second = (build_basis(constructor, layer, BasisOptions(rank=3)) for _ in range(2))
+    assert first.orthonormality_error() < 1e-6
+    assert torch.equal(first.P, second.P)
+    assert torch.equal(first.Q, second.Q)
+    if constructor in ("fcca", "rawgrad", "signgrad"):
+        assert float((first.P.mT @ eye @ first.Q).norm()) == pytest.approx(3**0.5, rel=1e-5)
+
+
+@pytest.mark.parametrize("constructor", READS_DATA)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_moments_that_are_not_finite_are_refused_by_layer_and_moment(constructor: str, bad: float) -> None:
+    layer = drawn_layer().evidence()
+    needed = sorted(CONSTRUCTORS[constructor].needs(BasisOptions()))
+    for name in needed:
+        broken = getattr(layer.moments, name).clone()
+        broken.view(-1)[3] = bad
+        evidence = dataclasses.replace(layer, moments=dataclasses.replace(layer.moments, **{name: broken}))
+        with pytest.raises(CalibrationError, match=rf"Layer 'layer\.0'.*{name!r} holds NaN or Inf"):
+            build_basis(constructor, evidence, BasisOptions(rank=3))
+
+
+@pytest.mark.parametrize("constructor", ["eva", "lora_xs", "milora"])
+def test_a_weight_that_is_not_finite_is_refused_by_layer(constructor: str) -> None:
+    layer = drawn_layer()
+    layer.W[2, 3] = np.nan
+    with pytest.raises(CalibrationError, match=r"layer\.0.*NaN or Inf"):
+        build_basis(constructor, layer.evidence(), BasisOptions(rank=3))
+
+
+@pytest.mark.parametrize("constructor", READS_DATA)
+def test_only_the_needed_moments_are_read(constructor: str) -> None:
+    layer, options = drawn_layer().evidence(), BasisOptions(rank=3)
+    needed = CONSTRUCTORS[constructor].needs(options)
+    only = LayerMoments(layer.moments.num_tokens, **{name: getattr(layer.moments, name) for name in needed})
+    found = build_basis(constructor, dataclasses.replace(layer, moments=only), options)
+    assert torch.equal(found.P, build_basis(constructor, layer, options).P)
+
+
+@pytest.mark.parametrize("constructor", READS_DATA)
+def test_a_missing_calibration_is_said_with_the_way_out(constructor: str) -> None:
+    layer = dataclasses.replace(drawn_layer().evidence(), moments=None)
+    with pytest.raises(CalibrationError, match=r"'layer\.0' has none. Call frozencore.calibrate\(model, dataloader\)"):
+        build_basis(constructor, layer, BasisOptions())
+
+
+@pytest.mark.parametrize(("name", "hint"), [("fca", "fcca"), ("lora-xs", "lora_xs"), ("raw_grad", "rawgrad")])
+def test_an_unknown_constructor_is_refused_with_the_nearest_name(name: str, hint: str) -> None:
+    with pytest.raises(ConfigError, match=f"no constructor {name!r}. Did you mean {hint!r}") as caught:
+        find_constructor(name)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.usefixtures("as_a_user")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"rank": 0}, {"rank": -1}, {"rank": 2.0}, {"rank": True}, {"rank": "16"}, {"coordinates": "lu"},
+        {"svd_method": "fast"}, {"filora_fisher": "block"}, {"eva_output": "nothing"},
+    ],
+)  # fmt: skip
+def test_bad_options_are_refused_in_one_line_that_says_what_came(options: dict) -> None:
+    with pytest.raises(ConfigError, match=repr(next(iter(options.values())))) as caught:
+        BasisOptions(**options)
+    assert "\n" not in str(caught.value)

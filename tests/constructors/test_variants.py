@@ -1,0 +1,196 @@
+"""Options of the other constructors."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import references as ref
+import torch
+from drawn import drawn_layer
+from references import numpy_of
+
+from frozencore.constructors import (
+    BasisOptions,
+    LayerEvidence,
+    build_basis,
+    eva_basis,
+    filora_basis,
+    lora_xs_basis,
+    milora_basis,
+    random_basis,
+    signgrad_basis,
+    vera_basis,
+)
+from frozencore.constructors.eva import eva_needs
+
+
+# ------------------------------------------------------------------------------------------------------- milora
+
+
+def test_milora_is_orthogonal_to_every_leading_direction() -> None:
+    layer = drawn_layer(12, 10)
+    W = torch.tensor(layer.W)
+    minor, major = milora_basis(W, 3), lora_xs_basis(W, 7)
+    np.testing.assert_allclose(numpy_of(minor.Q).T @ numpy_of(major.Q), 0, atol=1e-6)
+    np.testing.assert_allclose(numpy_of(minor.spectrum), ref.svd(layer.W)[1][-3:], rtol=1e-6)
+
+
+def test_milora_finds_the_null_space_of_a_singular_weight() -> None:
+    rng = np.random.default_rng(0)
+    W = rng.normal(size=(8, 3)) @ rng.normal(size=(3, 6))
+    basis = milora_basis(torch.tensor(W), 3)
+    np.testing.assert_allclose(W @ numpy_of(basis.Q), 0, atol=1e-5)
+    assert basis.orthonormality_error() < 1e-6
+
+
+# ------------------------------------------------------------------------------------------------------ lora_xs
+
+
+def test_singular_values_of_lora_xs_show_in_raw_coordinates_only() -> None:
+    layer = drawn_layer()
+    W = torch.tensor(layer.W)
+    U, S, _ = ref.svd(layer.W)
+    raw = numpy_of(lora_xs_basis(W, 3, coordinates="raw").P)
+    np.testing.assert_allclose(np.abs(raw), np.abs(U[:, :3] * S[:3]), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(np.abs(numpy_of(lora_xs_basis(W, 3).P)), np.abs(U[:, :3]), rtol=1e-5, atol=1e-6)
+
+
+# ------------------------------------------------------------------------------------------------------- filora
+
+
+def test_filora_with_diagonal_factors_selects_coordinates() -> None:
+    layer = drawn_layer()
+    e = layer.reference()
+    basis = filora_basis(layer.moments(), 3, fisher="diagonal")
+    for X, second_moment in ((basis.P, np.diag(e.D)), (basis.Q, np.diag(e.A))):
+        chosen = np.argsort(-second_moment)[:3]
+        np.testing.assert_array_equal(numpy_of(X), np.eye(len(second_moment))[:, chosen])
+
+
+def test_filora_reads_dense_or_diagonal_moments() -> None:
+    layer = drawn_layer().evidence()
+    for fisher in ("dense", "diagonal"):
+        one = build_basis("filora", layer, BasisOptions(rank=3, filora_fisher=fisher))
+        assert torch.equal(one.P, filora_basis(layer.data, 3, fisher=fisher).P)
+
+
+# ---------------------------------------------------------------------------------------------------------- eva
+
+
+@pytest.mark.parametrize("center", [False, True])
+@pytest.mark.parametrize("output", ["weight_times_input", "output_pca"])
+def test_eva_equals_the_reference(center: bool, output: str) -> None:
+    layer = drawn_layer(mean=3.0)
+    basis = eva_basis(layer.moments(), torch.tensor(layer.W), 3, center=center, output=output)
+    P0, Q0 = ref.eva_factors(layer.reference(), 3, center=center, output_pca=output == "output_pca")
+    assert ref.span_distance(numpy_of(basis.P), P0) < 1e-5
+    assert ref.span_distance(numpy_of(basis.Q), Q0) < 1e-5
+
+
+def test_centering_changes_evas_basis_where_the_mean_is_large() -> None:
+    layer = drawn_layer(mean=5.0)
+    plain, centered = (eva_basis(layer.moments(), torch.tensor(layer.W), 3, center=c) for c in (False, True))
+    assert ref.span_distance(numpy_of(plain.Q), numpy_of(centered.Q)) > 0.1
+
+
+def test_evas_other_output_sides_leave_its_inputs_alone() -> None:
+    layer = drawn_layer()
+    W = torch.tensor(layer.W)
+    plain = eva_basis(layer.moments(), W, 3)
+    svd = eva_basis(layer.moments(), W, 3, output="weight_svd")
+    drawn = eva_basis(layer.moments(), W, 3, output="random", seed=3)
+    assert torch.equal(plain.Q, svd.Q)
+    assert torch.equal(plain.Q, drawn.Q)
+    assert ref.span_distance(numpy_of(svd.P), ref.lora_xs_factors(layer.reference(), 3)[0]) < 1e-5
+    assert torch.equal(drawn.P, eva_basis(layer.moments(), W, 3, output="random", seed=3).P)
+    assert not torch.allclose(drawn.P, eva_basis(layer.moments(), W, 3, output="random", seed=4).P)
+
+
+def test_eva_never_needs_a_backward_pass() -> None:
+    for center in (False, True):
+        for output in ("weight_times_input", "output_pca", "random", "weight_svd"):
+            needs = eva_needs(center=center, output=output)
+            assert needs.isdisjoint({"cross", "error_square", "error_outer"})
+
+
+def test_evas_output_side_survives_a_weight_that_kills_a_direction() -> None:
+    layer = drawn_layer(12, 10)
+    Q = ref.top_eigenspace(layer.reference().A, 3)
+    W = layer.W - layer.W @ np.outer(Q[:, 1], Q[:, 1])
+    basis = eva_basis(layer.moments(), torch.tensor(W), 3)
+    assert basis.orthonormality_error() < 1e-6
+    assert basis.effective_rank == 2
+    kept = W @ Q[:, [0, 2]]
+    assert ref.span_distance(numpy_of(basis.P)[:, :2], kept) < 1e-5
+
+
+# ---------------------------------------------------------------------------------------------- vera and random
+
+
+def evidence(name: str, shape: tuple[int, int]) -> LayerEvidence:
+    return LayerEvidence(name, shape, lambda: torch.empty(shape))
+
+
+def test_vera_shares_one_pair_and_slices_it() -> None:
+    options = BasisOptions(rank=4, coordinates="raw", seed=2)
+    wide = build_basis("vera", evidence("a", (1500, 30)), options)
+    for name, shape in (("b", (1500, 30)), ("c", (1100, 12)), ("d", (20, 30)), ("e", (5, 6))):
+        other = build_basis("vera", evidence(name, shape), options)
+        torch.testing.assert_close(other.P, wide.P[: shape[0]], rtol=0, atol=0)
+        torch.testing.assert_close(other.Q, wide.Q[: shape[1]], rtol=0, atol=0)
+
+
+def test_vera_slices_the_same_pair_for_a_layer_of_smaller_rank() -> None:
+    wide, narrow = vera_basis((40, 30), 24, coordinates="raw"), vera_basis((3, 30), 24, coordinates="raw")
+    torch.testing.assert_close(narrow.P, wide.P[:3, :3], rtol=0, atol=0)
+    torch.testing.assert_close(narrow.Q, wide.Q[:, :3], rtol=0, atol=0)
+
+
+def test_vera_draws_gaussians_and_its_two_sides_differ() -> None:
+    raw = vera_basis((4000, 4000), 4, coordinates="raw")
+    assert float(raw.P.mean()) == pytest.approx(0, abs=0.03)
+    assert float(raw.P.std()) == pytest.approx(1, abs=0.03)
+    assert abs(float((raw.P * raw.Q).mean())) < 0.03
+
+
+def test_random_draws_every_layer_and_side_independently() -> None:
+    options = BasisOptions(rank=4, seed=2)
+    one, two = (build_basis("random", evidence(name, (30, 30)), options) for name in ("a", "b"))
+    cosines = [
+        ref.principal_cosines(numpy_of(X), numpy_of(Y)).max()
+        for X, Y in ((one.P, two.P), (one.Q, two.Q), (one.P, one.Q))
+    ]
+    assert max(cosines) < 0.95
+
+
+def test_random_bases_are_uniform_on_average() -> None:
+    """The mean projector of many random r-dimensional spans is r/m times the identity."""
+    mean = sum(ref.projector(numpy_of(random_basis((6, 6), 2, seed=seed).P)) for seed in range(600)) / 600
+    np.testing.assert_allclose(mean, np.eye(6) / 3, atol=0.06)
+
+
+# ----------------------------------------------------------------------------------------------------- signgrad
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("coordinates", ["qr", "polar"])
+def test_signgrads_initial_core_is_the_best_copy_of_one_sign_step(coordinates: str, dtype: torch.dtype) -> None:
+    layer = drawn_layer()
+    basis = signgrad_basis(layer.moments(dtype), 4, coordinates=coordinates)
+    expected = -ref.truncated(np.sign(layer.reference().G), 4)
+    found = numpy_of(basis.P) @ numpy_of(basis.initial_core) @ numpy_of(basis.Q).T
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("coordinates", ["raw", "scaled_raw"])
+def test_signgrads_initial_core_is_right_in_raw_coordinates_too(coordinates: str) -> None:
+    layer = drawn_layer()
+    basis = signgrad_basis(layer.moments(), 4, coordinates=coordinates)
+    found = numpy_of(basis.P) @ numpy_of(basis.initial_core) @ numpy_of(basis.Q).T
+    np.testing.assert_allclose(found, -ref.truncated(np.sign(layer.reference().G), 4), atol=1e-5)
+
+
+def test_only_signgrad_brings_an_initial_core() -> None:
+    layer = drawn_layer().evidence()
+    assert build_basis("signgrad", layer, BasisOptions(rank=3)).initial_core is not None
+    assert build_basis("fcca", layer, BasisOptions(rank=3)).initial_core is None

@@ -1,0 +1,143 @@
+"""Choice log-likelihoods against one full sequence at a time, in float64."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, MistralConfig, MistralForCausalLM
+
+from frozencore.errors import DataError, ModelError
+from frozencore.lab.prompts import ChoiceTokens, PromptEncoder
+from frozencore.lab.scoring.choice import choice_logprobs, predict_choices
+from frozencore.lab.scoring.shared_prefix import can_share_prefix
+from frozencore.lab.suite import find_task
+from frozencore.lab.tasks.splits import split_task
+from frozencore.lab.tasks.task import Example
+from tiny import VOCABULARY, tiny_gpt2, tiny_llama, tiny_qwen2
+
+
+def reference_logprobs(model: nn.Module, rows: list[ChoiceTokens]) -> list[list[float]]:
+    """Every choice as its own sequence, token by token, in float64."""
+    model = copy.deepcopy(model).double().eval()
+    logprobs = []
+    for row in rows:
+        logprobs.append([])
+        for choice in row.choice_ids:
+            with torch.no_grad():
+                logits = model(torch.tensor([row.context_ids + choice])).logits[0].log_softmax(-1)
+            start = len(row.context_ids) - 1
+            logprobs[-1].append(sum(float(logits[start + i, token]) for i, token in enumerate(choice)))
+    return logprobs
+
+
+def random_rows(num_rows: int, *, longest_context: int = 12, longest_choice: int = 5) -> list[ChoiceTokens]:
+    generator = torch.Generator().manual_seed(1)
+
+    def ids(length: int) -> list[int]:
+        return torch.randint(3, VOCABULARY, (length,), generator=generator).tolist()
+
+    def length(longest: int) -> int:
+        return int(torch.randint(1, longest + 1, (), generator=generator))
+
+    return [
+        ChoiceTokens(f"row-{i}", ids(length(longest_context)), [ids(length(longest_choice)) for _ in range(1 + i % 4)])
+        for i in range(num_rows)
+    ]
+
+
+def sliding_window_model() -> nn.Module:
+    config = MistralConfig(
+        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=64, initializer_range=0.2, sliding_window=3,
+    )  # fmt: skip
+    return MistralForCausalLM(config)
+
+
+def assert_close(actual: list[list[float]], expected: list[list[float]]) -> None:
+    assert [len(row) for row in actual] == [len(row) for row in expected]
+    for ours, theirs in zip(actual, expected, strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-4)
+
+
+@pytest.mark.parametrize("make_model", [tiny_qwen2, tiny_llama, tiny_gpt2, sliding_window_model])
+@pytest.mark.parametrize("tokens_per_batch", [1, 40, None])
+@pytest.mark.parametrize("share_prefix", [None, False])
+def test_logprobs_equal_one_sequence_at_a_time(
+    make_model: Callable[[], nn.Module], tokens_per_batch: int | None, share_prefix: bool | None
+) -> None:
+    model, rows = make_model(), random_rows(9)
+    actual = choice_logprobs(model, rows, pad_id=0, tokens_per_batch=tokens_per_batch, share_prefix=share_prefix)
+    assert_close(actual, reference_logprobs(model, rows))
+
+
+def test_logprobs_of_an_adapted_model_are_the_adapters() -> None:
+    model = get_peft_model(tiny_qwen2(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+    rows = random_rows(6)
+    actual = choice_logprobs(model, rows, pad_id=0)
+    assert_close(actual, reference_logprobs(model, rows))
+    with model.disable_adapter():
+        assert actual != choice_logprobs(model, rows, pad_id=0)
+
+
+def test_the_prefix_is_shared_only_over_a_plain_cache() -> None:
+    assert can_share_prefix(tiny_qwen2())
+    assert can_share_prefix(tiny_gpt2())
+    assert not can_share_prefix(sliding_window_model())
+
+
+def test_choices_of_one_token_need_no_second_pass() -> None:
+    model, rows = tiny_qwen2(), random_rows(5, longest_choice=1)
+    calls = []
+    model.register_forward_pre_hook(lambda *_: calls.append(1))
+    actual = choice_logprobs(model, rows, pad_id=0)
+    assert len(calls) == 1
+    assert_close(actual, reference_logprobs(model, rows))
+
+
+def test_scoring_leaves_the_model_as_it_was_also_after_an_error() -> None:
+    model = tiny_qwen2().train()
+    model.lm_head.eval()
+    choice_logprobs(model, random_rows(3), pad_id=0)
+    model.lm_head.weight.data[0] = torch.nan
+    with pytest.raises(ModelError, match="not finite"):
+        choice_logprobs(model, random_rows(3), pad_id=0)
+    assert model.training
+    assert model.model.training
+    assert not model.lm_head.training
+    assert not torch.is_inference_mode_enabled()
+
+
+def test_the_likeliest_choice_wins_and_lengths_normalise_by_characters(
+    byte_tokenizer: Callable[..., Any], byte_model: nn.Module
+) -> None:
+    encoder = PromptEncoder(byte_tokenizer())
+    example = Example("row-1", "Is it so?", " no", (" yes, very much so", " no"))
+    (plain,) = predict_choices(byte_model, encoder, [example])
+    (normalised,) = predict_choices(byte_model, encoder, [example], length_normalised=True)
+    (row,) = encoder.choice_rows([encoder.render(example)])
+    (expected,) = reference_logprobs(byte_model, [row])
+    assert plain.logprobs == pytest.approx(expected, abs=1e-4)
+    assert plain.prediction == example.choices[expected.index(max(expected))]
+    assert normalised.logprobs == pytest.approx([expected[0] / 17, expected[1] / 2], abs=1e-4)
+
+
+def test_an_answer_outside_the_choices_is_refused(byte_tokenizer: Callable[..., Any], byte_model: nn.Module) -> None:
+    with pytest.raises(DataError, match=r"row-1.*maybe.*not among"):
+        predict_choices(
+            byte_model, PromptEncoder(byte_tokenizer()), [Example("row-1", "So?", " maybe", (" yes", " no"))]
+        )
+
+
+def test_real_reviews_score_as_one_sequence_at_a_time(tiny1m: Path, shared_data: Path) -> None:
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny1m), AutoTokenizer.from_pretrained(tiny1m)
+    encoder = PromptEncoder(tokenizer, max_length=256)
+    examples = split_task(find_task("sst2"), shared_data).evaluation[:30]
+    rows = encoder.choice_rows([encoder.render(example) for example in examples])
+    assert_close(choice_logprobs(model, rows, pad_id=encoder.pad_id), reference_logprobs(model, rows))

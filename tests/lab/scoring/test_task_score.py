@@ -1,0 +1,52 @@
+"""A task's score, counted by hand from its predictions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from frozencore.errors import DataError
+from frozencore.lab.prompts import PromptEncoder
+from frozencore.lab.scoring.task_score import score_task
+from frozencore.lab.suite import find_task
+from frozencore.lab.tasks.task import Example
+
+CHOICES = (" no", " yes")
+EXAMPLES = [Example(f"row-{i}", f"Is {i} odd?", CHOICES[i % 4 != 0], CHOICES) for i in range(12)]
+
+
+def test_a_choice_score_counts_its_predictions(byte_tokenizer: Callable[..., Any], byte_model: nn.Module) -> None:
+    score = score_task(byte_model, PromptEncoder(byte_tokenizer()), find_task("sst2"), EXAMPLES)
+    share = sum(p.prediction == e.completion for p, e in zip(score.predictions, EXAMPLES, strict=True)) / 12
+    assert [p.id for p in score.predictions] == [e.id for e in EXAMPLES]
+    assert score.accuracy == pytest.approx(share)
+    assert score.standard_error == pytest.approx((share * (1 - share) / 11) ** 0.5)
+    assert score.chance == 0.5
+    assert score.majority_class == 0.75
+    assert score.num_ties == 0
+
+
+def test_equal_choices_are_counted_as_ties(byte_tokenizer: Callable[..., Any], byte_model: nn.Module) -> None:
+    torch.nn.init.zeros_(byte_model.lm_head.weight)
+    examples = [Example(f"row-{i}", "Which?", " b", (" a", " b")) for i in range(3)]
+    score = score_task(byte_model, PromptEncoder(byte_tokenizer()), find_task("sst2"), examples)
+    assert (score.num_ties, score.accuracy) == (3, 0.0)
+
+
+def test_a_generated_score_counts_truncations_and_missing_answers(
+    byte_tokenizer: Callable[..., Any], byte_model: nn.Module
+) -> None:
+    examples = [Example(f"row-{i}", "How many?", f" The answer is: {i}") for i in range(3)]
+    score = score_task(byte_model, PromptEncoder(byte_tokenizer()), find_task("svamp"), examples)
+    assert (score.accuracy, score.num_unanswered) == (0.0, 3)
+    assert score.num_truncated <= 3
+    assert score.chance is None
+
+
+def test_a_task_without_rows_is_refused(byte_tokenizer: Callable[..., Any], byte_model: nn.Module) -> None:
+    with pytest.raises(DataError, match="no rows to score"):
+        score_task(byte_model, PromptEncoder(byte_tokenizer()), find_task("sst2"), [])

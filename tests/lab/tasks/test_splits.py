@@ -1,0 +1,122 @@
+"""Which rows are drawn: the protocol's rule, checked on generated sources."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from frozencore.errors import ConfigError, DataError
+from frozencore.lab.suite import TASKS
+from frozencore.lab.tasks.splits import calibration_rows, normalised_text, split_task
+from frozencore.lab.tasks.task import Example, Split, Task
+
+
+@dataclass(frozen=True)
+class ListSource:
+    texts: Mapping[str, Sequence[str]]
+
+    def rows(self, split: Split, data_root: Path | None) -> Sequence[Mapping[str, Any]]:
+        return [{"text": text} for text in self.texts.get(split, ())]
+
+
+def task(num_train: int = 20, num_evaluation: int = 5, **texts: Sequence[str]) -> Task:
+    return Task(
+        name="made",
+        scoring="exact_match",
+        source=ListSource(texts),
+        to_example=lambda row, row_id: Example(row_id, row["text"], " 1"),
+        num_train=num_train,
+        num_evaluation=num_evaluation,
+        epochs=1,
+        licence="none",
+    )
+
+
+def texts(prefix: str, count: int) -> list[str]:
+    return [f"{prefix} {i}" for i in range(count)]
+
+
+def ids(examples: Sequence[Example]) -> list[str]:
+    return [example.id for example in examples]
+
+
+def test_unused_train_rows_validate_first() -> None:
+    splits = split_task(task(train=texts("t", 23), evaluation=texts("e", 9), validation=texts("v", 9)))
+    assert (len(splits.train), len(splits.validation), len(splits.evaluation)) == (20, 3, 5)
+    assert splits.validation_from == "unused train rows"
+    assert not set(ids(splits.train)) & set(ids(splits.validation))
+
+
+def test_without_unused_rows_the_official_validation_split_serves() -> None:
+    splits = split_task(task(train=texts("t", 20), evaluation=texts("e", 9), validation=texts("v", 9)))
+    assert (len(splits.train), len(splits.validation)) == (20, 5)
+    assert splits.validation_from == "official validation"
+
+
+def test_without_either_a_tenth_of_train_is_held_out() -> None:
+    splits = split_task(task(train=texts("t", 20), evaluation=texts("e", 9)))
+    assert (len(splits.train), len(splits.validation)) == (18, 2)
+    assert splits.validation_from == "10% of train"
+
+
+def test_paper_steps_train_on_all_rows_and_validate_elsewhere_or_nowhere() -> None:
+    splits = split_task(task(train=texts("t", 20), evaluation=texts("e", 9)), paper_steps=True)
+    assert (len(splits.train), len(splits.validation)) == (20, 4)
+    assert splits.validation_from == "unused evaluation rows"
+    assert not set(ids(splits.validation)) & set(ids(splits.evaluation))
+    splits = split_task(task(train=texts("t", 20), evaluation=texts("e", 5)), paper_steps=True)
+    assert (len(splits.train), splits.validation, splits.validation_from) == (20, (), "none")
+
+
+def test_no_evaluated_text_is_trained_on_however_it_is_spelled() -> None:
+    train = [*texts("t", 20), "E  3!", "e 4."]
+    splits = split_task(task(train=train, evaluation=texts("e", 5)))
+    evaluated = {normalised_text(example) for example in splits.evaluation}
+    assert splits.num_leaked == 2
+    assert not evaluated & {normalised_text(example) for example in splits.train + splits.validation}
+
+
+def test_the_evaluation_subset_depends_on_ids_alone() -> None:
+    few = split_task(task(train=texts("t", 30), evaluation=texts("e", 9)), num_train=3)
+    many = split_task(task(train=texts("u", 99), evaluation=texts("f", 9)), num_train=25)
+    assert ids(few.evaluation) == ids(many.evaluation)
+    assert few.evaluation != split_task(task(train=texts("t", 30), evaluation=texts("e", 9)), seed=1).evaluation
+
+
+def test_calibration_rows_are_training_rows() -> None:
+    train = split_task(task(train=texts("t", 30), evaluation=texts("e", 9))).train
+    drawn = calibration_rows(train, 8)
+    assert len(set(ids(drawn))) == 8
+    assert set(ids(drawn)) <= set(ids(train))
+    assert drawn == calibration_rows(train, 8)
+    assert len(calibration_rows(train, 1000)) == len(train)
+
+
+def test_sizes_and_emptiness_are_checked() -> None:
+    with pytest.raises(ConfigError, match="must be positive"):
+        split_task(task(train=texts("t", 3), evaluation=texts("e", 3)), num_train=0)
+    with pytest.raises(DataError, match="needs rows to train and to evaluate on"):
+        split_task(task(train=texts("e", 3), evaluation=texts("e", 3)))
+
+
+@pytest.mark.parametrize("name", ["svamp", "sst2"])
+def test_real_splits_have_the_protocols_sizes(name: str, shared_data: Path) -> None:
+    real = TASKS[name]
+    splits = split_task(real, shared_data)
+    assert len(splits.evaluation) == real.num_evaluation
+    assert len(splits.train) == {"svamp": 630, "sst2": 2000}[name]
+    assert len(split_task(real, shared_data, paper_steps=True).train) == real.num_train
+    evaluated = {normalised_text(example) for example in splits.evaluation}
+    assert not evaluated & {normalised_text(example) for example in splits.train + splits.validation}
+
+
+def test_pocket_splits_are_disjoint() -> None:
+    for real in TASKS.values():
+        if not hasattr(real.source, "path"):
+            splits = split_task(replace(real, num_train=50, num_evaluation=20))
+            assert splits.validation_from == "unused train rows"
+            assert (len(splits.train), len(splits.evaluation)) == (50, 20)

@@ -1,0 +1,96 @@
+"""What the tests run on: tiny random causal language models, and examples made into padded batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+VOCABULARY = 40
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+@dataclass(frozen=True)
+class Example:
+    """Token ids; the first ``num_prompt`` of them carry no loss."""
+
+    ids: tuple[int, ...]
+    num_prompt: int
+
+
+def draw_examples(num_examples: int, seed: int, longest: int = 9) -> list[Example]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def integer(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (), generator=generator))
+
+    examples = []
+    for _ in range(num_examples):
+        length = integer(4, longest + 1)
+        ids = tuple(integer(1, VOCABULARY) for _ in range(length))
+        examples.append(Example(ids, integer(1, length - 1)))
+    return examples
+
+
+def batch_of(
+    examples: list[Example], side: Literal["left", "right"] = "right", padding_id: int = 7
+) -> dict[str, Tensor]:
+    """One batch, padded with a real token so that padding has x ≠ 0."""
+    longest = max(len(example.ids) for example in examples)
+    rows: dict[str, list[list[int]]] = {"input_ids": [], "attention_mask": [], "labels": []}
+    for example in examples:
+        missing = longest - len(example.ids)
+        labels = [-100] * example.num_prompt + list(example.ids[example.num_prompt :])
+        for key, values, filler in (
+            ("input_ids", list(example.ids), padding_id),
+            ("attention_mask", [1] * len(example.ids), 0),
+            ("labels", labels, -100),
+        ):
+            padding = [filler] * missing
+            rows[key].append(padding + values if side == "left" else values + padding)
+    return {key: torch.tensor(value) for key, value in rows.items()}
+
+
+def batches_of(
+    examples: list[Example], batch_size: int, side: Literal["left", "right"] = "right"
+) -> list[dict[str, Tensor]]:
+    return [batch_of(examples[i : i + batch_size], side) for i in range(0, len(examples), batch_size)]
+
+
+def tiny_qwen2(seed: int = 0, **overrides: object) -> nn.Module:
+    settings = {
+        "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "initializer_range": 0.2,
+        "tie_word_embeddings": True, "pad_token_id": 0,
+    }  # fmt: skip
+    return _made(Qwen2ForCausalLM, Qwen2Config(**{**settings, **overrides}), seed)
+
+
+def tiny_llama(seed: int = 0) -> nn.Module:
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=64, initializer_range=0.2, pad_token_id=0,
+    )  # fmt: skip
+    return _made(LlamaForCausalLM, config, seed)
+
+
+def tiny_gpt2(seed: int = 0) -> nn.Module:
+    config = GPT2Config(
+        vocab_size=VOCABULARY, n_embd=16, n_layer=2, n_head=2, n_positions=64, initializer_range=0.2,
+        resid_pdrop=0.3, embd_pdrop=0.3, attn_pdrop=0.3, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    return _made(GPT2LMHeadModel, config, seed)
+
+
+def _made(kind: type[nn.Module], config: object, seed: int) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return kind(config).eval()
+
+
+def attention_names(model: nn.Module) -> list[str]:
+    """q, k, v and o of every layer, in the order of the model."""
+    return [name for name, _ in model.named_modules() if name.rsplit(".", 1)[-1] in ATTENTION]
