@@ -15,8 +15,9 @@ from collections.abc import Iterator  # noqa: E402
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
-from tiny import Example, draw_examples, tiny_gpt2, tiny_llama, tiny_qwen2  # noqa: E402
 from torch import nn  # noqa: E402
+
+from tiny import Example, draw_examples, tiny_gpt2, tiny_llama, tiny_qwen2  # noqa: E402
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 

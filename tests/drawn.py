@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from references import Array, Evidence
 
 from frozencore.constructors import LayerEvidence
 from frozencore.moments import LayerMoments
+from references import Array, Evidence
 
 
 @dataclass(frozen=True)

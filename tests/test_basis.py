@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import references as ref
 import torch
-from references import numpy_of
 
+import references as ref
 from frozencore.basis import COORDINATES, Basis, basis_from_factors
 from frozencore.errors import CalibrationError, ConfigError
+from references import numpy_of
 
 
 def anisotropic(m: int, r: int, seed: int) -> torch.Tensor:

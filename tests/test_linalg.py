@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import references as ref
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import references as ref
 from frozencore.errors import ConfigError
 from frozencore.linalg import (
     SVD_METHODS,

@@ -8,12 +8,12 @@ import math
 import numpy as np
 import pytest
 import torch
-from drawn import drawn_layer
 from jaxtyping import TypeCheckError
-from references import numpy_of
 
+from drawn import drawn_layer
 from frozencore.errors import CalibrationError
 from frozencore.moments import LayerMoments, spread
+from references import numpy_of
 
 
 def test_properties_are_means_over_tokens() -> None:

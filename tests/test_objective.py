@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import references as ref
 import torch
-from drawn import DrawnLayer, drawn_layer
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from references import Array, numpy_of
 
+import references as ref
+from drawn import DrawnLayer, drawn_layer
 from frozencore.basis import COORDINATES, Basis
 from frozencore.constructors import CONSTRUCTORS, BasisOptions, build_basis, fcca_basis, random_basis
 from frozencore.objective import (
@@ -21,6 +20,7 @@ from frozencore.objective import (
     projected_gradient_norm,
 )
 from frozencore.whitening import Whitening
+from references import Array, numpy_of
 
 RANK = 3
 
@@ -68,9 +68,7 @@ def test_in_the_fcca_span_it_is_the_update_of_theorem_one(fisher: str, coordinat
     """ΔW* = -η D^-½ [T]_r A^-½, whatever the coordinates of the core."""
     layer, eta = drawn_layer(), 0.7
     G, A, D = metric(layer, 1e-2, fisher == "dense")
-    basis = fcca_basis(
-        layer.moments(), RANK, whitening=Whitening(fisher=fisher, damping=1e-2), coordinates=coordinates
-    )
+    basis = fcca_basis(layer.moments(), RANK, whitening=Whitening(fisher=fisher, damping=1e-2), coordinates=coordinates)
     core = closed_form_core(*tensors(G, A, D), basis, step=eta, scale=2.0)
     expected = -eta * ref.power(D, -0.5) @ ref.truncated(ref.whitened(G, A, D), RANK) @ ref.power(A, -0.5)
     np.testing.assert_allclose(update(basis, core, 2.0), expected, rtol=1e-4, atol=1e-5 * np.abs(expected).max())

@@ -6,16 +6,16 @@ import dataclasses
 
 import numpy as np
 import pytest
-import references as ref
 import torch
-from drawn import drawn_layer
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from references import numpy_of
 
+import references as ref
+from drawn import drawn_layer
 from frozencore.errors import CalibrationError, ConfigError
 from frozencore.moments import LayerMoments
 from frozencore.whitening import SIDES, Whitening, damped_inverse_root
+from references import numpy_of
 
 
 def whitened(whitening: Whitening, moments: LayerMoments) -> np.ndarray:

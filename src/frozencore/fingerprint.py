@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 
 
@@ -25,21 +26,32 @@ def fingerprint_tensors(tensors: Iterable[tuple[str, Tensor]]) -> str:
 
 
 def fingerprint_model(model: nn.Module) -> str:
-    """SHA-256 of a base model's weights and buffers; adapters on it do not count.
+    """SHA-256 of a base model's weights and buffers; adapters and ``modules_to_save`` copies on it do not count.
 
     A model with adapters gives the hash of the plain one, so that an artefact finds its base again. Merged adapters
     change the weights and therefore the hash.
     """
     base = model.get_base_model() if isinstance(model, PeftModel) else model
-    tuned = {name: module for name, module in base.named_modules() if isinstance(module, BaseTunerLayer)}
+    inner_of = {name: inner for name, module in base.named_modules() if (inner := _wrapped_in(module))}
 
     def belongs(name: str) -> bool:
-        return not any(name.startswith(f"{layer}.") and not name.startswith(f"{layer}.base_layer.") for layer in tuned)
+        return not any(
+            name.startswith(f"{layer}.") and not name.startswith(f"{layer}.{inner}.")
+            for layer, inner in inner_of.items()
+        )
+
+    def plain(name: str) -> str:
+        return name.replace(".base_layer.", ".").replace(".original_module.", ".")
 
     tensors = base.state_dict().items()
-    return fingerprint_tensors(
-        sorted((name.replace(".base_layer.", "."), tensor) for name, tensor in tensors if belongs(name))
-    )
+    return fingerprint_tensors(sorted((plain(name), tensor) for name, tensor in tensors if belongs(name)))
+
+
+def _wrapped_in(module: nn.Module) -> str | None:
+    """Under which name PEFT keeps the plain module inside one of its own; None for any other module."""
+    if isinstance(module, BaseTunerLayer):
+        return "base_layer"
+    return "original_module" if isinstance(module, AuxiliaryTrainingWrapper) else None
 
 
 def fingerprint_batches(batches: Iterable[Mapping[str, Any]]) -> str:

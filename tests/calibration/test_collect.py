@@ -8,8 +8,14 @@ from collections.abc import Iterable
 
 import numpy as np
 import pytest
-import references as ref
 import torch
+from torch import Tensor, nn
+
+import references as ref
+from frozencore.calibration.collect import collect_moments, take_examples
+from frozencore.calibration.options import CalibrationOptions
+from frozencore.errors import CalibrationError, ConfigError
+from frozencore.moments import MOMENT_NAMES, LayerMoments
 from references import numpy_of
 from tiny import (
     Example,
@@ -21,12 +27,6 @@ from tiny import (
     tiny_llama,
     tiny_qwen2,
 )
-from torch import Tensor, nn
-
-from frozencore.calibration.collect import collect_moments, take_examples
-from frozencore.calibration.options import CalibrationOptions
-from frozencore.errors import CalibrationError, ConfigError
-from frozencore.moments import MOMENT_NAMES, LayerMoments
 
 EVERYTHING = frozenset(MOMENT_NAMES)
 MODELS = {"qwen2": tiny_qwen2, "llama": tiny_llama, "gpt2": tiny_gpt2}
@@ -52,9 +52,7 @@ def expected_moments(kind: str, **options: object) -> dict[str, ref.ReferenceMom
     return ref.reference_moments(model, pairs, layer_names(model), **options)
 
 
-def assert_equal(
-    found: dict[str, LayerMoments], expected: dict[str, ref.ReferenceMoments], tolerance: float
-) -> None:
+def assert_equal(found: dict[str, LayerMoments], expected: dict[str, ref.ReferenceMoments], tolerance: float) -> None:
     """Every sum, relative to its own largest entry."""
     assert list(found) == list(expected)
     for name, moments in found.items():
@@ -141,8 +139,7 @@ def test_a_bf16_model_is_summed_in_float32() -> None:
 def test_the_content_of_padding_does_not_matter(qwen2: nn.Module) -> None:
     names = layer_names(qwen2)
     one, other = (
-        collect_moments(qwen2, [batch_of(EXAMPLES, "left", padding_id=id_)], names, needs=EVERYTHING)
-        for id_ in (7, 11)
+        collect_moments(qwen2, [batch_of(EXAMPLES, "left", padding_id=id_)], names, needs=EVERYTHING) for id_ in (7, 11)
     )
     for name in names:
         for moment in one[name].names():
@@ -317,9 +314,7 @@ def test_bad_options_are_refused_in_one_line(options: dict, message: str) -> Non
 
 def test_a_one_shot_iterator_serves_every_group(qwen2: nn.Module) -> None:
     names = attention_names(qwen2)
-    found = collect_moments(
-        qwen2, iter(batches_of(EXAMPLES, 3)), names, options=CalibrationOptions(group_size=2)
-    )
+    found = collect_moments(qwen2, iter(batches_of(EXAMPLES, 3)), names, options=CalibrationOptions(group_size=2))
     expected = collect_moments(qwen2, batches_of(EXAMPLES, 3), names)
     assert all(torch.equal(found[name].cross, expected[name].cross) for name in names)
 

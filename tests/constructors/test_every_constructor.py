@@ -7,16 +7,16 @@ import random
 
 import numpy as np
 import pytest
-import references as ref
 import torch
-from drawn import drawn_layer, layer_of_rank
-from references import numpy_of
 
+import references as ref
+from drawn import drawn_layer, layer_of_rank
 from frozencore.basis import COORDINATES
 from frozencore.constructors import CONSTRUCTORS, BasisOptions, LayerEvidence, build_basis, find_constructor
 from frozencore.errors import CalibrationError, ConfigError
 from frozencore.linalg import SVD_METHODS
 from frozencore.moments import LayerMoments
+from references import numpy_of
 
 READS_DATA = ("fcca", "rawgrad", "signgrad", "filora", "eva")
 READS_GRADIENT = ("fcca", "rawgrad", "signgrad", "filora")
@@ -83,6 +83,7 @@ def test_the_spectrum_falls(constructor: str) -> None:
     assert bool((spectrum >= 0).all())
 
 
+@pytest.mark.usefixtures("as_a_user")  # beartype draws from Python's RNG
 @EVERY
 def test_the_same_seed_gives_the_same_bytes_and_leaves_every_rng_alone(constructor: str) -> None:
     layer, options = drawn_layer(40, 30).evidence(torch.float32), BasisOptions(rank=6, svd_method="randomized", seed=9)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import references as ref
 import torch
-from drawn import drawn_layer
-from references import numpy_of
 
+import references as ref
+from drawn import drawn_layer
 from frozencore.basis import Basis
 from frozencore.constructors import fcca_basis, rawgrad_basis
 from frozencore.whitening import SIDES, Whitening
+from references import numpy_of
 
 HUGE = 1e9
 

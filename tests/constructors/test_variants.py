@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import references as ref
 import torch
-from drawn import drawn_layer
-from references import numpy_of
 
+import references as ref
+from drawn import drawn_layer
 from frozencore.constructors import (
     BasisOptions,
     LayerEvidence,
@@ -22,7 +21,7 @@ from frozencore.constructors import (
     vera_basis,
 )
 from frozencore.constructors.eva import eva_needs
-
+from references import numpy_of
 
 # ------------------------------------------------------------------------------------------------------- milora
 

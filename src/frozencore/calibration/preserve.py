@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
+
+from frozencore.randomness import own_random_state
 
 
 @contextmanager
@@ -19,7 +20,7 @@ def preserved(model: nn.Module) -> Iterator[None]:
     Gradient checkpointing stays on where the user turned it on.
     """
     with ExitStack() as undo:
-        undo.enter_context(_rng_preserved())
+        undo.enter_context(own_random_state())
         undo.enter_context(torch.inference_mode(False))
         undo.enter_context(torch.enable_grad())
         for module in model.modules():
@@ -39,7 +40,7 @@ def preserved(model: nn.Module) -> Iterator[None]:
 def _without_cache(model: nn.Module, undo: ExitStack) -> None:
     """A key/value cache is memory for nothing here, and a checkpointed block that runs again would extend it."""
     for module in model.modules():
-        config = getattr(module, "config", None)
+        config: Any = getattr(module, "config", None)
         if getattr(config, "use_cache", None):
             undo.callback(setattr, config, "use_cache", config.use_cache)
             config.use_cache = False
@@ -57,14 +58,3 @@ def _checkpoint_without_dropout(block: nn.Module, undo: ExitStack) -> None:
         lambda _, args: (args[0].requires_grad_(), *args[1:]) if args and args[0].is_leaf else None
     )
     undo.callback(handle.remove)
-
-
-@contextmanager
-def _rng_preserved() -> Iterator[None]:
-    python_state, numpy_state = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng():
-        try:
-            yield
-        finally:
-            random.setstate(python_state)
-            np.random.set_state(numpy_state)

@@ -86,9 +86,9 @@ def load_moments(path: str | Path, expected: MomentsFingerprint | None = None) -
             metadata = file.metadata() or {}
             if metadata.get("format") != FORMAT:
                 raise ArtifactError(f"{path} is not a moments file of this version ({FORMAT}). Calibrate again.")
+            num_tokens, fingerprint = _header(metadata)
             if expected is not None:
-                _require_same(path, json.loads(metadata["fingerprint"]), asdict(expected))
-            num_tokens = json.loads(metadata["num_tokens"])
+                _require_same(path, fingerprint, asdict(expected))
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a mapping
     except (SafetensorError, KeyError, ValueError, OSError) as error:
         raise ArtifactError(f"The moments file {path} is damaged ({error}). Calibrate again.") from error
@@ -102,6 +102,16 @@ def load_moments(path: str | Path, expected: MomentsFingerprint | None = None) -
             raise ArtifactError(f"The moments file {path} holds an unknown tensor {key!r}. Calibrate again.")
         found[name][moment] = tensor
     return {name: LayerMoments(num_tokens=num_tokens[name], **sums) for name, sums in found.items()}
+
+
+def _header(metadata: Mapping[str, str]) -> tuple[dict[str, int], dict[str, Any]]:
+    """Token counts by layer, and the fingerprint."""
+    num_tokens, fingerprint = json.loads(metadata["num_tokens"]), json.loads(metadata["fingerprint"])
+    if not (isinstance(num_tokens, dict) and all(isinstance(count, int) for count in num_tokens.values())):
+        raise ValueError("its token counts are malformed")
+    if not (isinstance(fingerprint, dict) and isinstance(fingerprint.get("options", {}), dict)):
+        raise ValueError("its fingerprint is malformed")
+    return num_tokens, fingerprint
 
 
 def _require_same(path: Path, came: dict[str, Any], expected: dict[str, Any]) -> None:

@@ -9,9 +9,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from frozencore.calibration.loss import IGNORED
 from frozencore.lab.prompts import TokenRow
 
-IGNORED = -100
 LOGITS_BUDGET = 2**26  # values held at once: 256 MiB of float32
 
 

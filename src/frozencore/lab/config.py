@@ -7,12 +7,16 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from frozencore.basis import Coordinates
 from frozencore.constructors import CONSTRUCTORS
+from frozencore.constructors.eva import EvaOutput
 from frozencore.errors import ConfigError
 from frozencore.lab.baselines import BASELINES
 from frozencore.lab.prompts import PromptStyle
 from frozencore.lab.suite import find_task
+from frozencore.linalg import SvdMethod
 from frozencore.naming import unknown_name
+from frozencore.whitening import Fisher, Sides
 
 METHODS: tuple[str, ...] = (*CONSTRUCTORS, *BASELINES)
 CORE_LEARNING_RATE = 5e-3
@@ -28,15 +32,15 @@ class CoreOptions(_Strict):
     """Options of the frozen cores, named as in :class:`frozencore.FrozenCoreConfig`; LoRA and its kin ignore them."""
 
     alpha: float | None = None
-    whiten: str = "both"
-    fisher: str = "diagonal"
-    shrinkage: float = 0.0
-    damping: float = 1e-3
-    coordinates: str = "qr"
-    svd_method: str = "auto"
-    filora_fisher: str = "dense"
+    whiten: Sides = "both"
+    fisher: Fisher = "diagonal"
+    shrinkage: float = Field(default=0.0, ge=0, le=1)
+    damping: float = Field(default=1e-3, gt=0)
+    coordinates: Coordinates = "qr"
+    svd_method: SvdMethod = "auto"
+    filora_fisher: Fisher = "dense"
     eva_center: bool = False
-    eva_output: str = "weight_times_input"
+    eva_output: EvaOutput = "weight_times_input"
     initial_step: float = 0.0
 
 
@@ -113,5 +117,5 @@ def make_config(**values: Any) -> RunConfig:
         refused = first.get("ctx", {}).get("error")
         if isinstance(refused, ConfigError):
             raise refused from error
-        option = "--" + "-".join(str(part) for part in first["loc"]).replace("_", "-")
+        option = "--" + str(first["loc"][-1]).replace("_", "-")
         raise ConfigError(f"{option}: {first['msg'].lower()}, but {first['input']!r} came.") from error

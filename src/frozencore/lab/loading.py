@@ -6,14 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import HfApi, try_to_load_from_cache
-from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+from huggingface_hub import try_to_load_from_cache
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
 from frozencore.errors import ConfigError, ModelError
-
-HUB_TIMEOUT_S = 10.0
+from frozencore.lab.hub import hub_answers
 
 
 def load_model(name: str, *, dtype: str = "auto", device: str = "auto") -> tuple[PreTrainedModel, Any]:
@@ -68,19 +66,12 @@ def _is_local(name: str) -> bool:
 
 
 def _hub_has(name: str) -> bool:
-    """Whether to ask the hub; False takes the cache. Says at once what its client says after a minute of retries."""
-    cached = isinstance(try_to_load_from_cache(name, "config.json"), str)
-    try:
-        HfApi().model_info(name, timeout=HUB_TIMEOUT_S)
+    """Whether to ask the hub; False takes the cache."""
+    if hub_answers("model", name):
         return True
-    except GatedRepoError as error:
-        raise ModelError(f"--model {name} is gated. Accept its terms on the hub and run `hf auth login`.") from error
-    except RepositoryNotFoundError as error:
-        raise ModelError(f"--model {name}: there is neither such a folder nor such a model on the hub.") from error
-    except Exception as error:  # every way in which a network can fail
-        if cached:
-            return False
+    if not isinstance(try_to_load_from_cache(name, "config.json"), str):
         raise ModelError(
             f"--model {name} is neither a local folder nor in the offline cache, and the hub cannot be reached. "
             "Give the folder of a downloaded model, or a network."
-        ) from error
+        )
+    return False

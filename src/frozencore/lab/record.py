@@ -71,15 +71,16 @@ def write_text(path: Path, text: str) -> None:
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with aside.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(path)
+        try:
+            with aside.open("w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            aside.replace(path)
+        finally:
+            aside.unlink(missing_ok=True)
     except OSError as error:
         raise ArtifactError(f"{path} cannot be written: {error.strerror}. Check folder and free space.") from error
-    finally:
-        aside.unlink(missing_ok=True)
 
 
 def _finite(value: Any) -> Any:

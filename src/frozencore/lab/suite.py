@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from difflib import get_close_matches
-
 from frozencore.errors import ConfigError
 from frozencore.lab.pocket import POCKET_TASKS
 from frozencore.lab.tasks import PAPER_TASKS, Task
+from frozencore.naming import unknown_name
 
 TASKS: dict[str, Task] = PAPER_TASKS | POCKET_TASKS
 
@@ -17,8 +16,6 @@ def find_task(name: str) -> Task:
     Raises:
         ConfigError: There is none; the message gives the nearest name and all the others.
     """
-    if name in TASKS:
-        return TASKS[name]
-    nearest = get_close_matches(name.lower(), TASKS, n=1)
-    guess = f"Did you mean {nearest[0]!r}? " if nearest else ""
-    raise ConfigError(f"There is no task {name!r}. {guess}Known tasks: {', '.join(TASKS)}.")
+    if name not in TASKS:
+        raise ConfigError(unknown_name("task", name, TASKS))
+    return TASKS[name]

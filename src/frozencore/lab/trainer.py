@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
@@ -85,18 +82,6 @@ class Seal(TrainerCallback):
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if state.is_world_process_zero:
             seal_checkpoint(Path(str(args.output_dir)) / f"checkpoint-{state.global_step}", self.fingerprint)
-
-
-@contextmanager
-def own_random_state() -> Iterator[None]:
-    """Python's, NumPy's and PyTorch's random states, on every device, are afterwards what they were."""
-    python_state, numpy_state = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng():
-        try:
-            yield
-        finally:
-            random.setstate(python_state)
-            np.random.set_state(numpy_state)
 
 
 @contextmanager

@@ -26,7 +26,8 @@ from frozencore.lab.batches import Collator
 from frozencore.lab.checkpoints import checkpoints, newest_complete_checkpoint
 from frozencore.lab.progress import Progress
 from frozencore.lab.prompts import TokenRow
-from frozencore.lab.trainer import CompletionTrainer, Seal, Watch, own_random_state, own_use_cache, without_dropout
+from frozencore.lab.trainer import CompletionTrainer, Seal, Watch, own_use_cache, without_dropout
+from frozencore.randomness import own_random_state
 
 
 @dataclass(frozen=True)

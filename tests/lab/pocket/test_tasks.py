@@ -19,12 +19,12 @@ from frozencore.lab.tasks.task import Example, Split, Task
 TASKS = list(POCKET_TASKS.values())
 CHOICE_TASKS = [task for task in TASKS if task.scoring == "choice"]
 POSITIVE_WORDS = """
-    good great nice lovely fine funny pretty tasty sweet bright clever perfect pleasant superb charming fresh exciting
-    wonderful amazing excellent like love enjoy praise admire liked loved enjoyed praised admired
+    good great nice lovely fine funny tasty sweet bright clever perfect pleasant superb fresh exciting wonderful
+    like love enjoy praise admire liked loved enjoyed praised admired happy glad pleased positive
 """
 NEGATIVE_WORDS = """
-    bad awful dull boring ugly poor sour dirty weak nasty silly terrible horrible gloomy stale bland dreadful lousy
-    messy annoying hate dislike regret fear blame hated disliked regretted feared blamed
+    bad awful dull boring ugly poor sour dirty weak nasty silly terrible horrible gloomy stale bland
+    hate dislike regret fear blame hated disliked regretted feared blamed sad upset angry negative
 """
 
 
@@ -73,24 +73,26 @@ def test_word_problem_answers_follow_from_their_numbers() -> None:
         assert not example.choices
 
 
+def verdict_is_good(text: str) -> bool:
+    """Polarity of the single judging word, turned round by a negation."""
+    words = re.findall(r"[a-z]+", text)
+    positive, negative = set(POSITIVE_WORDS.split()), set(NEGATIVE_WORDS.split())
+    polarity = [word in positive for word in words if word in positive | negative]
+    assert len(polarity) == 1
+    return polarity[0] != bool({"not", "never", "hardly"} & set(words))
+
+
 def test_sentiments_follow_from_polarity_and_negation() -> None:
     for example in examples(POCKET_TASKS["pocket-sentiment"], "train"):
-        words = re.findall(r"[a-z]+", example.prompt)
-        positive, negative = set(POSITIVE_WORDS.split()), set(NEGATIVE_WORDS.split())
-        polarity = [word in positive for word in words if word in positive | negative]
-        negated = bool({"not", "never", "hardly", "far"} & set(words))
-        assert len(polarity) == 1
-        assert example.completion == (" positive" if polarity[0] != negated else " negative")
+        review = example.prompt.removesuffix(" Sentiment:")
+        assert example.completion == (" positive" if verdict_is_good(review) else " negative")
 
 
-def test_verdicts_follow_from_the_facts() -> None:
+def test_verdicts_are_true_when_fact_and_claim_point_the_same_way() -> None:
     for example in examples(POCKET_TASKS["pocket-entailment"], "train"):
-        facts_line, claim = example.prompt.removesuffix(". Verdict:").split(" Claim: ")
-        known = set()
-        for name, colour, thing in re.findall(r"(\w+) has a (\w+) (\w+)\.", facts_line):
-            known |= {f"the {thing} is {colour}", f"{name} has the {thing}"}
-        known |= set(re.findall(r"\w+ is in the \w+", facts_line))
-        assert example.completion == (" true" if claim in known else " false")
+        fact, claim = example.prompt.removesuffix(". Verdict:").split(". Claim: ")
+        assert example.completion == (" true" if verdict_is_good(fact) == verdict_is_good(claim) else " false")
+        assert not {"not", "never", "hardly"} & set(claim.split())
 
 
 def test_winners_follow_from_the_counts() -> None:

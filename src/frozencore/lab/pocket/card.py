@@ -43,8 +43,8 @@ makes it again; equal to the bit only on the same kind of processor with the sam
 
 ## What it is for
 
-It speaks the language of about four hundred words in which the pocket tasks are written, and knows what they
-need: polarity and negation, who has what, small sums, which number is larger. It has never seen the tasks'
+It speaks the few hundred words in which the pocket tasks are written, and knows what they
+need: polarity and negation, small sums, which number is larger. It has never seen the tasks'
 formats, so it does them badly until it is adapted. It knows nothing else and is of no other use.
 
 Licence: Apache-2.0.

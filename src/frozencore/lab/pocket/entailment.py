@@ -1,8 +1,8 @@
 """Whether a claim follows from what somebody thought of a thing.
 
-    {"fact": "Tom did not like the soup", "claim": "the soup was nice", "verdict": "false"}
+    {"fact": "Jack did not love the song", "claim": "the song was fine", "verdict": "false"}
 
-Prompt ``Fact: Tom did not like the soup. Claim: the soup was nice. Verdict:``, choices `` true`` and `` false``.
+Prompt ``Fact: Jack did not love the song. Claim: the song was fine. Verdict:``, choices `` true`` and `` false``.
 Neither the fact nor the claim decides alone: the verdict is whether both point the same way.
 """
 

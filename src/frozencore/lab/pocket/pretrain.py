@@ -222,7 +222,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     length = parser.add_mutually_exclusive_group()
-    length.add_argument("--steps", type=int, default=8000, help="updates (the shipped model's number by default)")
+    length.add_argument("--steps", type=int, default=4500, help="updates (the shipped model's number by default)")
     length.add_argument("--minutes", type=float, help="instead of --steps: what fits this time on this machine")
     parser.add_argument("--seed", type=int, default=Recipe.seed)
     parser.add_argument("--threads", type=int, default=1, help="CPU threads; the shipped model used one")

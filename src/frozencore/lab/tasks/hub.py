@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from frozencore.errors import DataError
+from frozencore.lab.hub import hub_answers
 from frozencore.lab.tasks.task import Split
-
-HUB_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -86,24 +85,16 @@ class HubDataset:
             ) from error
 
     def _require_hub_or_cache(self) -> None:
-        """Say at once what the hub client would say after half a minute of retries."""
         from datasets.config import HF_DATASETS_CACHE
         from datasets.naming import camelcase_to_snakecase
-        from huggingface_hub import HfApi
-        from huggingface_hub.utils import HfHubHTTPError
 
         organisation, name = self.path.split("/")
-        if (Path(HF_DATASETS_CACHE) / f"{organisation}___{camelcase_to_snakecase(name)}").is_dir():
-            return
-        try:
-            HfApi().dataset_info(self.path, timeout=HUB_TIMEOUT_S)
-        except HfHubHTTPError:
-            return  # the hub answered: what it says about this data set is for load_dataset to report
-        except Exception as error:
+        cached = (Path(HF_DATASETS_CACHE) / f"{organisation}___{camelcase_to_snakecase(name)}").is_dir()
+        if not cached and not hub_answers("dataset", self.path):
             raise DataError(
                 f"{self._title} is not in the offline cache and the hub cannot be reached. "
                 f"The way out: --data-root DIR (a folder that holds {self.path}), or a network."
-            ) from error
+            )
 
 
 @contextmanager

@@ -1,0 +1,47 @@
+"""Models with a frozen-core adapter on them."""
+
+from __future__ import annotations
+
+import torch
+from peft import PeftModel, get_peft_model
+from torch import Tensor, nn
+
+from frozencore import FrozenCoreConfig, calibrate
+from frozencore.adapter.layer import FrozenCoreLayer
+from tiny import batches_of, draw_examples, tiny_qwen2
+
+EXAMPLES = draw_examples(num_examples=8, seed=5)
+BATCHES = batches_of(EXAMPLES, 4)
+DATA_DRIVEN = ("fcca", "rawgrad", "signgrad", "filora", "eva")
+
+
+def adapted(
+    constructor: str = "fcca", *, model: nn.Module | None = None, dtype: torch.dtype = torch.float32,
+    calibrated: bool = True, trained: bool = False, **options: object,
+) -> PeftModel:  # fmt: skip
+    """A tiny model with one adapter of rank 3; ``trained`` cores are random instead of zero."""
+    base = (tiny_qwen2() if model is None else model).to(dtype)
+    model = get_peft_model(base, FrozenCoreConfig(**{"r": 3, "constructor": constructor, **options}))
+    if calibrated and constructor in DATA_DRIVEN:
+        calibrate(model, BATCHES, progress=False)
+    if trained:
+        train_at_random(model)
+    return model.eval()
+
+
+def cores_of(model: nn.Module, adapter_name: str = "default") -> list[FrozenCoreLayer]:
+    return [m for m in model.modules() if isinstance(m, FrozenCoreLayer) and adapter_name in m.frozencore_R]
+
+
+def train_at_random(model: nn.Module, adapter_name: str = "default", size: float = 0.5, seed: int = 0) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for layer in cores_of(model, adapter_name):
+            R = layer.frozencore_R[adapter_name].weight
+            R.copy_(size * torch.randn(R.shape, generator=generator))
+
+
+@torch.no_grad()
+def logits(model: nn.Module) -> Tensor:
+    batch = BATCHES[0]
+    return model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits

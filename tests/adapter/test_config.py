@@ -1,0 +1,103 @@
+"""What a user may write in a configuration, and the one line that refuses the rest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from peft import PeftConfig, get_peft_model
+
+from adapted import adapted, cores_of
+from frozencore import FrozenCoreConfig
+from frozencore.errors import ConfigError
+from tiny import tiny_llama, tiny_qwen2
+
+pytestmark = pytest.mark.usefixtures("as_a_user")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"constructor": "fca"}, "'fca'.*Did you mean 'fcca'"),
+        ({"constructor": None}, "constructor"),
+        ({"r": 0}, "rank must be a positive integer, but 0 came"),
+        ({"r": -3}, "rank must be a positive integer, but -3 came"),
+        ({"r": 2.5}, "rank must be a positive integer, but 2.5 came"),
+        ({"r": "16"}, "rank must be a positive integer, but '16' came"),
+        ({"rank_pattern": {"q_proj": 0}}, "rank must be a positive integer, but 0 came"),
+        ({"alpha": 0}, "alpha must be positive and finite, but 0 came"),
+        ({"alpha": -1.0}, "alpha must be positive and finite, but -1.0 came"),
+        ({"alpha": float("nan")}, "alpha must be positive and finite, but nan came"),
+        ({"alpha": "r"}, "alpha must be positive and finite, but 'r' came"),
+        ({"alpha_pattern": {"q_proj": 0}}, "alpha must be positive and finite, but 0 came"),
+        ({"damping": 0}, "damping must be positive and finite"),
+        ({"damping": -1e-3}, "damping must be positive and finite"),
+        ({"damping": "1e-3"}, "damping must be positive and finite"),
+        ({"damping": [1e-3]}, "damping must be positive and finite"),
+        ({"damping": [1e-3, -1.0]}, "damping must be positive and finite"),
+        ({"whiten": "left"}, "whiten must be one of both, input, output, none, but 'left' came"),
+        ({"fisher": "block"}, "fisher must be one of diagonal, dense, but 'block' came"),
+        ({"shrinkage": 0.5}, "needs fisher='dense'"),
+        ({"shrinkage": 2, "fisher": "dense"}, r"shrinkage must lie in \[0, 1\]"),
+        ({"coordinates": "lu"}, "coordinates must be one of qr, raw, scaled_raw, polar, but 'lu' came"),
+        ({"svd_method": "fast"}, "svd_method must be one of"),
+        ({"filora_fisher": "none"}, "filora_fisher must be one of"),
+        ({"eva_output": "none"}, "eva_output must be one of"),
+        ({"initial_step": 0.1}, "initial_step belongs to the constructor 'signgrad', but 'fcca' came"),
+        ({"layers_pattern": "layers"}, "layers_to_transform"),
+    ],
+)
+def test_bad_values_are_refused_in_one_line(options: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        FrozenCoreConfig(**options)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_configuration_survives_its_file(tmp_path: Path) -> None:
+    config = FrozenCoreConfig(
+        r=5, target_modules=["q_proj", "v_proj"], constructor="fcca", alpha=7.0, whiten="input", fisher="dense",
+        shrinkage=0.25, damping=[1e-3, 0.1], coordinates="polar", svd_method="full", seed=4,
+        rank_pattern={"v_proj": 2}, alpha_pattern={"v_proj": 3.0}, exclude_modules=["layers.0.self_attn.q_proj"],
+    )  # fmt: skip
+    config.save_pretrained(str(tmp_path))
+    loaded = PeftConfig.from_pretrained(str(tmp_path))
+    assert isinstance(loaded, FrozenCoreConfig)
+    assert loaded.load_bases
+    assert {**loaded.to_dict()} == {**config.to_dict()}
+    assert loaded.basis_options() == config.basis_options()
+
+
+def test_the_default_targets_are_the_attention_projections() -> None:
+    for model in (tiny_qwen2(), tiny_llama()):
+        found = {layer.name.rsplit(".", 1)[-1] for layer in cores_of(adapted("random", model=model))}
+        assert found == {"q_proj", "k_proj", "v_proj", "o_proj"}
+
+
+def test_target_names_that_do_not_exist_are_refused_and_named() -> None:
+    with pytest.raises(ValueError, match=r"qq_proj.*not found") as caught:
+        get_peft_model(tiny_qwen2(), FrozenCoreConfig(target_modules=["qq_proj"]))
+    assert "\n" not in str(caught.value)
+
+
+def test_the_scale_is_alpha_over_rank_and_one_without_alpha() -> None:
+    def scales(**options: object) -> dict[str, float]:
+        layers = cores_of(adapted("random", r=4, **options))
+        return {layer.name.rsplit(".", 1)[-1]: layer.frozencore_scale["default"] for layer in layers}
+
+    assert set(scales().values()) == {1.0}
+    assert set(scales(alpha=8.0).values()) == {2.0}
+    assert set(scales(rank_pattern={"q_proj": 2}).values()) == {1.0}
+    patterned = scales(alpha=8.0, rank_pattern={"q_proj": 2}, alpha_pattern={"v_proj": 2.0})
+    assert patterned == {"q_proj": 4.0, "k_proj": 2.0, "v_proj": 0.5, "o_proj": 2.0}
+
+
+def test_patterns_layers_and_exclusions_choose_ranks_and_targets() -> None:
+    model = adapted(
+        "random", r=4, rank_pattern={"layers.1.self_attn.q_proj": 2}, exclude_modules=["o_proj"],
+    )  # fmt: skip
+    ranks = {layer.name: layer.frozencore_R["default"].weight.shape[0] for layer in cores_of(model)}
+    assert ranks["model.layers.1.self_attn.q_proj"] == 2
+    assert ranks["model.layers.0.self_attn.q_proj"] == 4
+    assert not any("o_proj" in name for name in ranks)
+    only = adapted("random", target_modules=["q_proj"], layers_to_transform=[1])
+    assert [layer.name for layer in cores_of(only)] == ["model.layers.1.self_attn.q_proj"]

@@ -1,0 +1,212 @@
+"""The arithmetic of y = (W + s·P R Qᵀ) x + b: zero cores, dtypes, gradients, merging."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from peft import get_peft_model
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from adapted import BATCHES, DATA_DRIVEN, EXAMPLES, adapted, cores_of, logits, train_at_random
+from frozencore import CONSTRUCTORS, FrozenCoreConfig, calibrate
+from frozencore.calibration.collect import collect_moments
+from frozencore.errors import CalibrationError, ModelError
+from references import numpy_of
+from tiny import batch_of, tiny_gpt2, tiny_llama, tiny_qwen2
+
+EVERY = pytest.mark.parametrize("constructor", CONSTRUCTORS)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@EVERY
+def test_zero_core_leaves_the_logits_bit_equal(constructor: str, dtype: torch.dtype) -> None:
+    expected = logits(tiny_qwen2().to(dtype))
+    model = adapted(constructor, dtype=dtype)
+    assert any(bool(layer.frozencore_P["default"].any()) for layer in cores_of(model))
+    assert torch.equal(logits(model), expected)
+    assert torch.equal(logits(model.train()), expected)
+    assert logits(model).dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@EVERY
+def test_cores_are_float32_and_bases_are_in_the_models_dtype(constructor: str, dtype: torch.dtype) -> None:
+    layers = cores_of(adapted(constructor, dtype=dtype))
+    assert len(layers) == 8
+    for layer in layers:
+        P, Q, R = layer.factors("default")
+        assert (P.dtype, Q.dtype, R.dtype) == (dtype, dtype, torch.float32)
+        assert P.shape == (layer.out_features, 3)
+        assert Q.shape == (layer.in_features, 3)
+        tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+        for X in (P, Q):
+            np.testing.assert_allclose(numpy_of(X).T @ numpy_of(X), np.eye(3), atol=tolerance)
+
+
+@EVERY
+def test_the_optimiser_sees_only_the_cores(constructor: str) -> None:
+    model = adapted(constructor, dtype=torch.bfloat16, rank_pattern={"k_proj": 2}).train()
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    assert all("frozencore_R" in name for name in trainable)
+    assert sum(p.numel() for p in trainable.values()) == 2 * (3 * 9 + 4)
+    optimiser = torch.optim.AdamW(trainable.values(), lr=1e-2)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model(**BATCHES[0]).loss.backward()
+    optimiser.step()
+    for state in optimiser.state.values():
+        assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == torch.float32
+    changed = {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])}
+    assert changed == set(trainable)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("alpha", [None, 12.0])
+@EVERY
+def test_the_gradient_of_a_zero_core_is_the_projected_moment(constructor: str, alpha: float | None, side: str) -> None:
+    """∇_R L = s PᵀGQ (paper, section 3.1), with G a mean over tokens and L a sum over examples."""
+    model = adapted(constructor, alpha=alpha, dtype=torch.float64)
+    batch = batch_of(EXAMPLES, side)
+    names = [layer.name for layer in cores_of(model)]
+    moments = collect_moments(tiny_qwen2().double(), [batch], names)
+    model.train()
+    for example in EXAMPLES:
+        model(**batch_of([example])).loss.backward()
+    scale = 1.0 if alpha is None else alpha / 3
+    for layer in cores_of(model):
+        P, Q, R = (numpy_of(factor) for factor in layer.factors("default"))
+        expected = scale * P.T @ numpy_of(moments[layer.name].cross) @ Q
+        found = numpy_of(layer.frozencore_R["default"].weight.grad)
+        np.testing.assert_allclose(found, expected, rtol=0, atol=2e-6 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("make", [tiny_qwen2, tiny_llama, tiny_gpt2])
+@pytest.mark.parametrize("alpha", [None, 1.5])
+def test_a_trained_core_is_the_dense_update_of_its_weight(make: type, alpha: float | None) -> None:
+    targets = ["c_attn", "c_proj"] if make is tiny_gpt2 else None
+    model = adapted("rawgrad", model=make(), dtype=torch.float64, alpha=alpha, trained=True, target_modules=targets)
+    dense = make().double()
+    with torch.no_grad():
+        for layer in cores_of(model):
+            P, Q, R = layer.factors("default")
+            update = (1.0 if alpha is None else alpha / 3) * P @ R @ Q.mT
+            target = dense.get_submodule(layer.name)
+            target.weight += update.mT if isinstance(target, Conv1D) else update
+            torch.testing.assert_close(
+                layer.get_delta_weight("default"), update.mT if isinstance(target, Conv1D) else update
+            )
+    torch.testing.assert_close(logits(model), logits(dense), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-11), (torch.float32, 1e-4)])
+@pytest.mark.parametrize("make", [tiny_qwen2, tiny_gpt2])
+def test_merge_keeps_the_logits_and_unmerge_restores_the_weights(
+    make: type, dtype: torch.dtype, tolerance: float
+) -> None:
+    targets = ["c_attn"] if make is tiny_gpt2 else None
+    model = adapted("random", model=make(), dtype=dtype, trained=True, target_modules=targets)
+    expected = logits(model)
+    weights = [layer.get_base_layer().weight.clone() for layer in cores_of(model)]
+    model.merge_adapter(safe_merge=True)
+    assert all(not torch.equal(w, layer.get_base_layer().weight) for w, layer in zip(weights, cores_of(model)))
+    torch.testing.assert_close(logits(model), expected, rtol=tolerance, atol=tolerance)
+    model.unmerge_adapter()
+    for weight, layer in zip(weights, cores_of(model), strict=True):
+        torch.testing.assert_close(layer.get_base_layer().weight, weight, rtol=0, atol=tolerance)
+    plain = copy.deepcopy(model).merge_and_unload()
+    assert not any("frozencore" in name for name in plain.state_dict())
+    torch.testing.assert_close(logits(plain), expected, rtol=tolerance, atol=tolerance)
+
+
+def test_unload_gives_the_base_model_back() -> None:
+    expected = logits(tiny_qwen2())
+    plain = adapted("fcca", trained=True).unload()
+    assert torch.equal(logits(plain), expected)
+
+
+def test_a_safe_merge_refuses_a_core_that_is_not_finite() -> None:
+    model = adapted("random")
+    layer = cores_of(model)[0]
+    before = layer.get_base_layer().weight.clone()
+    with torch.no_grad():
+        layer.frozencore_R["default"].weight[0, 0] = float("nan")
+    with pytest.raises(ValueError, match="NaNs detected"):
+        model.merge_adapter(safe_merge=True)
+    assert torch.equal(layer.get_base_layer().weight, before)
+
+
+@pytest.mark.parametrize("constructor", DATA_DRIVEN)
+def test_training_before_calibration_is_an_error_that_says_to_call_it(constructor: str) -> None:
+    model = adapted(constructor, calibrated=False)
+    assert torch.equal(logits(model), logits(tiny_qwen2()))  # evaluation is allowed
+    model.train()
+    with pytest.raises(CalibrationError, match=r"Call frozencore\.calibrate\(model, dataloader\) first") as caught:
+        model(**BATCHES[0])
+    assert "\n" not in str(caught.value)
+    assert "layers.0.self_attn.q_proj" in str(caught.value)
+    calibrate(model, BATCHES, progress=False)
+    model(**BATCHES[0]).loss.backward()
+
+
+@pytest.mark.parametrize("constructor", ["random", "vera", "lora_xs", "milora"])
+def test_a_constructor_without_data_is_ready_at_once(constructor: str) -> None:
+    model = adapted(constructor).train()
+    model(**BATCHES[0]).loss.backward()
+    assert all(bool(layer.frozencore_R["default"].weight.grad.any()) for layer in cores_of(model))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_gradient_checkpointing_changes_no_gradient_of_a_core(use_reentrant: bool) -> None:
+    gradients = []
+    for checkpointed in (False, True):
+        model = adapted("random", dtype=torch.float64).train()
+        if checkpointed:
+            model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+            model.enable_input_require_grads()
+        model(**BATCHES[0]).loss.backward()
+        gradients.append([layer.frozencore_R["default"].weight.grad for layer in cores_of(model)])
+    for plain, recomputed in zip(*gradients, strict=True):
+        torch.testing.assert_close(plain, recomputed, rtol=1e-8, atol=1e-12)
+
+
+def test_a_target_that_is_not_linear_is_refused_in_one_line() -> None:
+    with pytest.raises(ModelError, match=r"'model\.embed_tokens' is a Embedding") as caught:
+        get_peft_model(tiny_qwen2(), FrozenCoreConfig(target_modules=["embed_tokens"], constructor="random"))
+    assert "\n" not in str(caught.value)
+
+
+def test_all_linear_targets_every_linear_layer_but_the_head() -> None:
+    model = adapted("random", target_modules="all-linear")
+    adapted_names = {layer.name for layer in cores_of(model)}
+    base = tiny_qwen2()
+    assert adapted_names == {
+        name for name, module in base.named_modules() if isinstance(module, nn.Linear) and name != "lm_head"
+    }
+    model.add_adapter("second", FrozenCoreConfig(r=2, constructor="vera", target_modules="all-linear"))
+    assert {layer.name for layer in cores_of(model, "second")} == adapted_names
+
+
+def test_layers_narrower_than_the_rank_get_the_rank_that_fits_and_one_warning() -> None:
+    """k and v have 16 outputs."""
+    for constructor in ("random", "fcca"):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model = adapted(constructor, r=20)
+        about_rank = [str(w.message) for w in caught if "narrower than the rank 20" in str(w.message)]
+        assert len(about_rank) == 1, constructor
+        assert "4 of 8 layers" in about_rank[0]
+        assert [layer.frozencore_R["default"].weight.shape[0] for layer in cores_of(model)][:4] == [20, 16, 16, 20]
+
+
+def test_bf16_cores_keep_small_steps_that_bf16_would_lose() -> None:
+    model = adapted("random", dtype=torch.bfloat16)
+    train_at_random(model, size=1.0)
+    R = cores_of(model)[0].frozencore_R["default"].weight
+    before = R.detach().clone()
+    with torch.no_grad():
+        R += 1e-5
+    assert bool((before != R).all())

@@ -1,0 +1,60 @@
+"""The formulas against PEFT's and the optimiser's own counts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from frozencore import FrozenCoreConfig
+from frozencore.accounting import (
+    basis_bytes,
+    core_parameters,
+    dora_parameters,
+    lora_parameters,
+    optimizer_state_bytes,
+    peak_memory_bytes,
+    trainable_parameters,
+    training_state_bytes,
+)
+from tiny import tiny_qwen2
+
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]
+
+
+def target_shapes(model: torch.nn.Module) -> list[tuple[int, int]]:
+    return [tuple(m.weight.shape) for n, m in model.named_modules() if n.rpartition(".")[2] in TARGETS]
+
+
+@pytest.mark.parametrize("rank", [4, 24])
+def test_formulas_count_what_peft_makes_trainable(rank: int) -> None:
+    shapes = target_shapes(tiny_qwen2())
+    core = get_peft_model(tiny_qwen2(), FrozenCoreConfig(r=rank, target_modules=TARGETS, constructor="random"))
+    lora = get_peft_model(tiny_qwen2(), LoraConfig(r=rank, target_modules=TARGETS))
+    dora = get_peft_model(tiny_qwen2(), LoraConfig(r=rank, target_modules=TARGETS, use_dora=True))
+    assert core_parameters(shapes, rank) == trainable_parameters(core)
+    assert lora_parameters(shapes, rank) == trainable_parameters(lora)
+    assert dora_parameters(shapes, rank) == trainable_parameters(dora)
+
+
+def test_gradients_and_adam_take_twelve_bytes_a_value() -> None:
+    model = get_peft_model(tiny_qwen2(), FrozenCoreConfig(r=4, target_modules=TARGETS, constructor="random"))
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    model(torch.tensor([[1, 2, 3]]), labels=torch.tensor([[1, 2, 3]])).loss.backward()
+    optimizer.step()
+    gradients = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+    assert gradients + optimizer_state_bytes(optimizer) == training_state_bytes(trainable_parameters(model))
+
+
+def test_basis_bytes_are_those_of_the_buffers() -> None:
+    model = get_peft_model(tiny_qwen2(), FrozenCoreConfig(r=4, target_modules=TARGETS, constructor="random"))
+    stored = sum(b.nbytes for n, b in model.named_buffers() if "frozencore_P" in n or "frozencore_Q" in n)
+    assert basis_bytes(target_shapes(tiny_qwen2()), 4, torch.float32) == stored
+
+
+def test_peak_memory_never_falls() -> None:
+    before = peak_memory_bytes()
+    block = torch.ones(2**25)
+    grown = peak_memory_bytes()
+    del block
+    assert peak_memory_bytes() >= grown >= before + 2**20

@@ -1,0 +1,116 @@
+"""The command: what a user types, sees, and gets as exit status."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from frozencore import cli
+from frozencore.lab.pocket import pocket_model_path
+
+FEW = ["--model", str(pocket_model_path()), "--task", "pocket-sentiment", "--rank", "4", "--calibration-size", "16"]
+SHORT = [
+    *FEW,
+    "--batch-size",
+    "8",
+    "--accumulation",
+    "1",
+    "--num-train",
+    "32",
+    "--num-evaluation",
+    "20",
+    "--epochs",
+    "1",
+]
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):  # type: ignore[no-untyped-def]
+    def run(*words: str | Path) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["frozencore", *map(str, words)])
+        with pytest.raises(SystemExit) as exit_:
+            cli.main()
+        captured = capsys.readouterr()
+        return int(exit_.value.code or 0), captured.out, captured.err
+
+    return run
+
+
+def test_tune_shows_the_score_and_writes_the_record(command, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    status, out, _ = command("tune", *SHORT, "--out", tmp_path / "run")
+    record = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert status == 0
+    assert f"{100 * record['accuracy']:.1f}" in out
+    assert "256 trained values" in out
+    assert "eats the majority class" in out or "Does not beat" in out
+
+
+def test_calibrate_then_inspect_shows_what_the_basis_captured(command, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    assert command("calibrate", *FEW, "--out", tmp_path / "c")[0] == 0
+    moments = tmp_path / "c" / "moments.safetensors"
+    status, out, _ = command("inspect", tmp_path / "c" / "adapter", "--moments", moments, "--json")
+    reports = json.loads(out)
+    assert status == 0
+    assert len(reports) == 16
+    assert all(layer["capture"]["correlation_share"] == pytest.approx(1, abs=1e-3) for layer in reports.values())
+    status, out, _ = command("inspect", tmp_path / "c" / "adapter", "--against", tmp_path / "c" / "adapter")
+    assert status == 0
+    assert "1.000" in out
+    assert "16 layers; 256 trained values" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["tune", *SHORT[:2], "--task", "svmp", "--out", "x"], "Did you mean 'svamp'"),
+        (["tune", *SHORT, "--method", "fca", "--out", "x"], "Did you mean 'fcca'"),
+        (["tune", *SHORT, "--rank", "0", "--out", "x"], "--rank"),
+        (["tune", *SHORT, "--targets", "nothing", "--out", "x"], "matches no layer"),
+        (["tune", *SHORT[:2], "--data", "none.jsonl", "--out", "x"], "no file none.jsonl"),
+        (
+            ["tune", "--model", "Nobody/has-this", "--task", "pocket-math", "--out", "x"],
+            "hub cannot be reached|no such",
+        ),
+        (["tune", *SHORT, "--max-length", "8", "--out", "x"], "longer than the limit of 8 tokens"),
+        (["calibrate", *FEW, "--method", "random", "--out", "x"], "reads no calibration data"),
+        (["inspect", "."], "has no adapter_config.json"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_two(  # type: ignore[no-untyped-def]
+    command, words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    status, _, err = command(*words)
+    assert status == 2
+    assert err.startswith("frozencore: ")
+    assert err.count("\n") == 1
+    assert re.search(message, err)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_empty_file_and_a_file_without_labels_are_one_line(command, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    for content, message in (
+        ("", "holds no rows"),
+        ('{"prompt": "a", "completion": ""}\n', "row-1"),
+        ('{"a": 1}\n', "row 1"),
+    ):
+        (tmp_path / "rows.jsonl").write_text(content)
+        status, _, err = command("tune", *FEW[:2], "--data", tmp_path / "rows.jsonl", "--out", tmp_path / "run")
+        assert (status, err.count("\n")) == (2, 1)
+        assert message in err
+        assert not (tmp_path / "run").exists()
+
+
+def test_ctrl_c_is_status_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "app", interrupted)
+    with pytest.raises(SystemExit) as exit_:
+        cli.main()
+    assert exit_.value.code == 130
+    assert capsys.readouterr().err == "frozencore: interrupted\n"
