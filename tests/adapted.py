@@ -16,11 +16,13 @@ DATA_DRIVEN = ("fcca", "rawgrad", "signgrad", "filora", "eva")
 
 
 def adapted(
-    constructor: str = "fcca", *, model: nn.Module | None = None, dtype: torch.dtype = torch.float32,
+    constructor: str = "fcca", *, model: nn.Module | None = None, dtype: torch.dtype | None = torch.float32,
     calibrated: bool = True, trained: bool = False, **options: object,
 ) -> PeftModel:  # fmt: skip
-    """A tiny model with one adapter of rank 3; ``trained`` cores are random instead of zero."""
-    base = (tiny_qwen2() if model is None else model).to(dtype)
+    """A tiny model with one adapter of rank 3; ``trained`` cores are random instead of zero; no
+    ``dtype`` leaves the model as it is."""
+    base = tiny_qwen2() if model is None else model
+    base = base if dtype is None else base.to(dtype)
     model = get_peft_model(base, FrozenCoreConfig(**{"r": 3, "constructor": constructor, **options}))
     if calibrated and constructor in DATA_DRIVEN:
         calibrate(model, BATCHES, progress=False)

@@ -6,7 +6,8 @@ import jaxtyping
 
 SHAPE_CHECKED = [
     "frozencore.linalg", "frozencore.moments", "frozencore.basis", "frozencore.whitening", "frozencore.objective",
-    "frozencore.constructors", "frozencore.calibration",
+    "frozencore.constructors", "frozencore.calibration", "frozencore.adapter", "frozencore.fingerprint",
+    "frozencore.accounting", "frozencore.inspection",
 ]  # fmt: skip
 jaxtyping.install_import_hook(SHAPE_CHECKED, "beartype.beartype")  # must come before the first import of frozencore
 

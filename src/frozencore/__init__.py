@@ -5,8 +5,12 @@ know :class:`FrozenCoreConfig`.
 """
 
 from frozencore.adapter.calibrate import Calibration, calibrate
+from frozencore.adapter.card import write_model_card
 from frozencore.adapter.config import FrozenCoreConfig
+from frozencore.adapter.lora_export import export_lora
+from frozencore.adapter.merged_export import export_merged
 from frozencore.adapter.model import FrozenCoreModel, frozen_core_layers, register_with_peft
+from frozencore.adapter.serving import check_lora_directory
 from frozencore.basis import Basis
 from frozencore.calibration.collect import collect_moments
 from frozencore.calibration.options import CalibrationOptions
@@ -47,8 +51,11 @@ __all__ = [
     "Whitening",
     "build_basis",
     "calibrate",
+    "check_lora_directory",
     "collect_moments",
     "eva_basis",
+    "export_lora",
+    "export_merged",
     "fcca_basis",
     "filora_basis",
     "frozen_core_layers",
@@ -60,4 +67,5 @@ __all__ = [
     "save_moments",
     "signgrad_basis",
     "vera_basis",
+    "write_model_card",
 ]

@@ -186,6 +186,38 @@ def inspect(
 
 
 @app.command()
+def export(
+    adapter: Annotated[Path, typer.Argument(help="Folder of a saved frozen-core adapter.")],
+    output: Annotated[Path, typer.Option("--output", "--out", help="New folder for the export.")],
+    to: Annotated[str, typer.Option(help="lora: an exact LoRA directory. merged: base model plus update.")] = "lora",
+    base: Annotated[
+        str | None, typer.Option(help="Folder or hub id of the base model. Default: the one that the adapter names.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="auto (lora: float32, merged: as the base), float32, ...")] = "auto",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an export that is there.")] = False,
+) -> None:
+    """Write an adapter in a form that is served without frozencore."""
+    from frozencore.lab.exporting import export_adapter
+
+    for line in export_adapter(adapter, output, to=to, base=base, dtype=dtype, overwrite=overwrite):
+        console.print(line, highlight=False)
+
+
+@app.command()
+def check(
+    directory: Annotated[Path, typer.Argument(help="Any LoRA directory: adapter_config.json and its weights.")],
+) -> None:
+    """Say which serving engines take a LoRA directory; exit status 1 if one of them does not."""
+    from frozencore.adapter.serving import ENGINES, check_lora_directory
+    from frozencore.lab.exporting import serving_lines
+
+    report = check_lora_directory(directory)
+    for line in serving_lines(report):
+        console.print(line, highlight=False)
+    raise typer.Exit(0 if report.engines == ENGINES else 1)
+
+
+@app.command()
 def demo(
     output: Annotated[
         Path, typer.Option("--output", "--out", help="Folder for records, table, figure and page.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import warnings
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -160,10 +161,24 @@ def test_calibration_looks_at_the_base_model_whatever_adapters_are_active() -> N
     assert model.active_adapters == ["default"]
     calibrate(model, BATCHES, adapter_name="new", progress=False)
     assert bases(model, "new") == expected
-    lora = get_peft_model(tiny_qwen2(), LoraConfig(r=2, target_modules=["v_proj"], init_lora_weights=False), "lora")
-    lora.add_adapter("new", FrozenCoreConfig(r=3))
-    calibrate(lora, BATCHES, adapter_name="new", progress=False)
-    assert bases(lora, "new") == expected
+
+
+def test_calibration_looks_at_the_base_model_under_trained_modules_to_save() -> None:
+    def made(head: float) -> dict[str, bytes]:
+        model = adapted("fcca", model=tiny_qwen2(tie_word_embeddings=False), modules_to_save=["lm_head"])
+        with torch.no_grad():
+            model.base_model.model.lm_head.modules_to_save["default"].weight.mul_(head)
+        calibrate(model, BATCHES, progress=False)
+        assert model.base_model.model.lm_head.disable_adapters is False
+        return bases(model)
+
+    assert made(1.0) == made(-3.0)
+
+
+@pytest.mark.parametrize("num_examples", [0, -1])
+def test_no_examples_asked_for_is_refused(num_examples: int) -> None:
+    with pytest.raises(ConfigError, match=f"at least 1, but {num_examples} came"):
+        calibrate(adapted("fcca", calibrated=False), BATCHES, num_examples=num_examples, progress=False)
 
 
 def test_calibration_of_one_adapter_leaves_the_others_alone() -> None:
@@ -205,9 +220,9 @@ def test_merged_adapters_are_refused_before_anything_is_changed() -> None:
 
 
 def test_another_adapter_that_is_merged_elsewhere_is_refused_too() -> None:
-    model = get_peft_model(tiny_qwen2(), LoraConfig(r=2, target_modules=["v_proj"], init_lora_weights=False), "lora")
-    model.merge_adapter()
+    model = adapted("random", trained=True, target_modules=["v_proj"])
     model.add_adapter("new", FrozenCoreConfig(r=3, target_modules=["q_proj"]))
+    model.merge_adapter(["default"])
     weight = model.model.model.layers[0].self_attn.v_proj.base_layer.weight.clone()
     with pytest.raises(CalibrationError, match="unmerge_adapter"):
         calibrate(model, BATCHES, adapter_name="new", progress=False)
@@ -237,7 +252,42 @@ def test_conv1d_layers_are_calibrated_with_their_transposed_weight() -> None:
                 assert ref.span_distance(numpy_of(Q), V[:, :3]) < 1e-4
 
 
+def test_options_of_the_pass_reach_it() -> None:
+    model = adapted("fcca", calibrated=False)
+    told: list[tuple[str, int, int | None]] = []
+    options = CalibrationOptions(tokens="completion", group_size=4)
+    found = calibrate(model, BATCHES, options=options, progress=lambda *step: told.append(step))
+    completion = sum(len(e.ids) - e.num_prompt for e in EXAMPLES)
+    assert {layer.num_tokens for layer in found.layers.values()} == {completion}
+    assert [step for step in told if step[0] == "calibration"][-1] == ("calibration", 16, 16)
+
+
+def test_the_bar_is_shown_unless_it_is_turned_off(capfd: pytest.CaptureFixture[str]) -> None:
+    calibrate(adapted("fcca", calibrated=False), BATCHES, progress=False)
+    assert capfd.readouterr() == ("", "")
+    calibrate(adapted("fcca", calibrated=False), BATCHES)
+    shown = capfd.readouterr().err
+    assert "calibration" in shown
+    assert "8/8" in shown
+
+
 # ---------------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_calibration_that_ends_early_changes_nothing(error: type[BaseException]) -> None:
+    def data() -> Iterator[dict[str, torch.Tensor]]:
+        yield BATCHES[0]
+        raise error("in the middle")
+
+    model = adapted("fcca", trained=True).train()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    expected = logits(model)
+    with pytest.raises(error, match="in the middle"):
+        calibrate(model, data(), progress=False, reset=True)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert torch.equal(logits(model), expected)
+    assert all(module.training for module in model.modules())
 
 
 def assert_uncalibrated(model: torch.nn.Module) -> None:

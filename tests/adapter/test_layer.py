@@ -10,6 +10,7 @@ import pytest
 import torch
 from peft import get_peft_model
 from torch import nn
+from transformers import MixtralConfig, MixtralForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from adapted import BATCHES, DATA_DRIVEN, EXAMPLES, adapted, cores_of, logits, train_at_random
@@ -78,7 +79,7 @@ def test_the_gradient_of_a_zero_core_is_the_projected_moment(constructor: str, a
         model(**batch_of([example])).loss.backward()
     scale = 1.0 if alpha is None else alpha / 3
     for layer in cores_of(model):
-        P, Q, R = (numpy_of(factor) for factor in layer.factors("default"))
+        P, Q, _ = (numpy_of(factor) for factor in layer.factors("default"))
         expected = scale * P.T @ numpy_of(moments[layer.name].cross) @ Q
         found = numpy_of(layer.frozencore_R["default"].weight.grad)
         np.testing.assert_allclose(found, expected, rtol=0, atol=2e-6 * np.abs(expected).max())
@@ -112,7 +113,9 @@ def test_merge_keeps_the_logits_and_unmerge_restores_the_weights(
     expected = logits(model)
     weights = [layer.get_base_layer().weight.clone() for layer in cores_of(model)]
     model.merge_adapter(safe_merge=True)
-    assert all(not torch.equal(w, layer.get_base_layer().weight) for w, layer in zip(weights, cores_of(model)))
+    assert all(
+        not torch.equal(w, layer.get_base_layer().weight) for w, layer in zip(weights, cores_of(model), strict=True)
+    )
     torch.testing.assert_close(logits(model), expected, rtol=tolerance, atol=tolerance)
     model.unmerge_adapter()
     for weight, layer in zip(weights, cores_of(model), strict=True):
@@ -179,6 +182,19 @@ def test_a_target_that_is_not_linear_is_refused_in_one_line() -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_fused_experts_are_refused_in_one_line() -> None:
+    """Mixtral keeps its experts in one 3-D parameter."""
+    config = MixtralConfig(
+        vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, num_local_experts=2,
+    )  # fmt: skip
+    with pytest.raises(
+        ModelError, match=r"'model\.layers\.0\.mlp\.experts' is a MixtralExperts.*fused experts"
+    ) as caught:
+        get_peft_model(MixtralForCausalLM(config), FrozenCoreConfig(target_modules=["experts"], constructor="random"))
+    assert "\n" not in str(caught.value)
+
+
 def test_all_linear_targets_every_linear_layer_but_the_head() -> None:
     model = adapted("random", target_modules="all-linear")
     adapted_names = {layer.name for layer in cores_of(model)}
@@ -196,9 +212,10 @@ def test_layers_narrower_than_the_rank_get_the_rank_that_fits_and_one_warning() 
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             model = adapted(constructor, r=20)
-        about_rank = [str(w.message) for w in caught if "narrower than the rank 20" in str(w.message)]
+        about_rank = [str(w.message) for w in caught if "narrower than the rank" in str(w.message)]
         assert len(about_rank) == 1, constructor
         assert "4 of 8 layers" in about_rank[0]
+        assert "model.layers.0.self_attn.k_proj, 16 instead of 20" in about_rank[0]
         assert [layer.frozencore_R["default"].weight.shape[0] for layer in cores_of(model)][:4] == [20, 16, 16, 20]
 
 

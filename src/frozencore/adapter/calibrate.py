@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 from tqdm.auto import tqdm
 
@@ -89,6 +90,7 @@ def calibrate(
     """
     adapter_name, config = _adapter_to_calibrate(model, adapter_name)
     layers = frozen_core_layers(model, adapter_name)
+    _refuse_merged(model)
     _refuse_trained(layers, adapter_name, reset)
     needs = config.constructor_entry.needs(config.basis_options())
     started = time.perf_counter()
@@ -109,8 +111,12 @@ def calibrate(
         collected = time.perf_counter()
         bases = _build_bases(layers, adapter_name, config, moments or {}, report)
     for name, layer in layers.items():
-        layer.set_basis(adapter_name, bases[name], initial_step=config.initial_step)
-    _warn_of_weak_layers(bases, config)
+        layer.set_basis(
+            adapter_name, bases[name], initial_step=config.initial_step, random_core=not config.init_weights
+        )
+    if moments:
+        config.calibration_tokens = max(layer.num_tokens for layer in moments.values())
+    _warn_of_weak_layers(bases)
     return Calibration(
         layers={name: _describe(bases[name], (moments or {}).get(name)) for name in layers},
         collect_s=collected - started,
@@ -120,7 +126,7 @@ def calibrate(
 
 def _adapter_to_calibrate(model: nn.Module, adapter_name: str | None) -> tuple[str, FrozenCoreConfig]:
     configs: dict[str, Any] = getattr(model, "peft_config", {})
-    if adapter_name is None:
+    if adapter_name is None and configs:  # a model of transformers without adapters raises for its active ones
         active = getattr(model, "active_adapters", None)
         names = active() if callable(active) else active
         adapter_name = next(iter(names or configs), None)
@@ -134,14 +140,18 @@ def _adapter_to_calibrate(model: nn.Module, adapter_name: str | None) -> tuple[s
     return adapter_name, config
 
 
-def _refuse_trained(layers: Mapping[str, FrozenCoreLayer], adapter_name: str, reset: bool) -> None:
-    for name, layer in layers.items():
-        if layer.merged:
+def _refuse_merged(model: nn.Module) -> None:
+    for name, layer in model.named_modules():
+        if isinstance(layer, BaseTunerLayer) and layer.merged:
             raise CalibrationError(
                 f"Calibration looks at the base weights, but layer {name!r} has an adapter merged into them. "
                 "Call unmerge_adapter() first."
             )
-        if not reset and layer.frozencore_ready[adapter_name] and bool(layer.factors(adapter_name)[2].any()):
+
+
+def _refuse_trained(layers: Mapping[str, FrozenCoreLayer], adapter_name: str, reset: bool) -> None:
+    for name, layer in layers.items():
+        if not reset and bool(layer.factors(adapter_name)[2].any()):
             raise CalibrationError(
                 f"The core of layer {name!r} is not zero: a new basis under it would change what it means. "
                 "Pass reset=True to give up what it learned."
@@ -150,8 +160,8 @@ def _refuse_trained(layers: Mapping[str, FrozenCoreLayer], adapter_name: str, re
 
 @contextmanager
 def _adapters_off(model: nn.Module) -> Iterator[None]:
-    """The plain base model, whatever adapters are active on it."""
-    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    """The plain base model, whatever adapters and ``modules_to_save`` are active on it."""
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper)]
     before = [layer._disable_adapters for layer in layers]
     try:
         for layer in layers:
@@ -175,6 +185,7 @@ def _build_bases(
         rank = layer.factors(adapter_name)[2].shape[0]
         _require_tokens(evidence, rank)
         bases[name] = build_basis(config.constructor, evidence, config.basis_options(rank))
+        layer.require_fit(adapter_name, bases[name])
         report("bases", done, len(layers))
     return bases
 
@@ -187,14 +198,12 @@ def _require_tokens(evidence: LayerEvidence, rank: int) -> None:
         )
 
 
-def _warn_of_weak_layers(bases: Mapping[str, Basis], config: FrozenCoreConfig) -> None:
+def _warn_of_weak_layers(bases: Mapping[str, Basis]) -> None:
     empty = [name for name, basis in bases.items() if basis.effective_rank == 0]
     partial = [name for name, basis in bases.items() if 0 < basis.effective_rank < basis.rank]
-    narrow = [name for name, basis in bases.items() if basis.rank < config.r and not config.rank_pattern]
     for names, what in (
         (empty, "received no signal; their bases are seeded random directions"),
         (partial, "have fewer independent directions than the rank; the rest are seeded random ones"),
-        (narrow, f"are narrower than the rank {config.r} and got the rank that fits"),
     ):
         if names:
             warnings.warn(f"{len(names)} of {len(bases)} layers {what} (first: {names[0]}).", stacklevel=3)

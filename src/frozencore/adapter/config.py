@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 from peft import PeftConfig
 
+from frozencore.adapter.card import CARD_FILE, write_model_card
 from frozencore.constructors import BasisOptions, Constructor, find_constructor
 from frozencore.errors import ConfigError
 from frozencore.whitening import Whitening
@@ -38,6 +40,10 @@ class FrozenCoreConfig(PeftConfig):
         seed: Seed of random directions.
         rank_pattern, alpha_pattern: Ranks and alphas of layers whose name matches a key.
         exclude_modules, layers_to_transform, layers_pattern, modules_to_save: As in ``LoraConfig``.
+        trainable_token_indices, ensure_weight_tying: As in ``LoraConfig``.
+        init_weights: False starts from cores drawn from torch's global generator instead of zero, so that an untrained
+            adapter changes the output: for trying out serving and switching, not for training.
+        calibration_tokens: Written by ``calibrate``: how many tokens the bases were computed from.
         load_bases: Written by ``save_pretrained``: P and Q are in the file, so none is built.
     """
 
@@ -62,6 +68,10 @@ class FrozenCoreConfig(PeftConfig):
     layers_to_transform: list[int] | int | None = None
     layers_pattern: list[str] | str | None = None
     modules_to_save: list[str] | None = None
+    trainable_token_indices: list[int] | dict[str, list[int]] | None = None
+    ensure_weight_tying: bool = False
+    init_weights: bool = True
+    calibration_tokens: int | None = None
     load_bases: bool = False
 
     def __post_init__(self) -> None:
@@ -71,11 +81,24 @@ class FrozenCoreConfig(PeftConfig):
             self.target_modules = set(self.target_modules)  # type: ignore[assignment]  # PEFT compares sets
         if isinstance(self.exclude_modules, list):
             self.exclude_modules = set(self.exclude_modules)  # type: ignore[assignment]
+        for name in ("layers_to_transform", "layers_pattern"):
+            if isinstance(self.target_modules, str) and getattr(self, name) is not None:
+                raise ConfigError(
+                    f"`{name}` cannot be used when `target_modules` is a str. Pass a list of module names, or put the "
+                    "layers into the regular expression."
+                )
         if self.layers_pattern and self.layers_to_transform is None:
-            raise ConfigError("layers_pattern says where layers are counted, so it needs layers_to_transform as well.")
+            raise ConfigError(
+                "When `layers_pattern` is specified, `layers_to_transform` must also be specified. "
+                "It says which of the layers that the pattern counts are adapted."
+            )
         if self.initial_step and self.constructor != "signgrad":
             raise ConfigError(f"initial_step belongs to the constructor 'signgrad', but {self.constructor!r} came.")
-        self.basis_options()  # refuses bad values now, not in the middle of a calibration
+        for alpha in (self.alpha, *self.alpha_pattern.values()):
+            if alpha is not None and not (isinstance(alpha, int | float) and 0 < alpha < float("inf")):
+                raise ConfigError(f"alpha must be positive and finite, but {alpha!r} came.")
+        for rank in (self.r, *self.rank_pattern.values()):
+            self.basis_options(rank)  # refuses bad values now, not in the middle of a calibration
 
     @property
     def constructor_entry(self) -> Constructor:
@@ -110,3 +133,9 @@ class FrozenCoreConfig(PeftConfig):
     def to_dict(self) -> dict[str, Any]:
         """What is saved: as PEFT does, with the note that the bases are in the file beside it."""
         return {**super().to_dict(), "load_bases": True}
+
+    def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
+        """As PEFT does; then fills in the card that PEFT has left empty, where there is one."""
+        super().save_pretrained(save_directory, **kwargs)
+        if (Path(save_directory) / CARD_FILE).exists():
+            write_model_card(save_directory)

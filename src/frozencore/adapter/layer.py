@@ -61,26 +61,42 @@ class FrozenCoreLayer(BaseTunerLayer):
         self.frozencore_ready[adapter_name] = False
         self.set_adapter(self.active_adapters, inference_mode=inference_mode)
 
-    def set_basis(self, adapter_name: str, basis: Basis, *, initial_step: float = 0.0) -> None:
-        """Fix P and Q in place and reset the core: to zero, or to a step along the basis's own initial core."""
+    def set_basis(
+        self, adapter_name: str, basis: Basis, *, initial_step: float = 0.0, random_core: bool = False
+    ) -> None:
+        """Fix P and Q in place and reset the core: to zero, to a step along the basis's own initial core, or as
+        torch draws a linear layer.
+        """
+        self.require_fit(adapter_name, basis)
         P, Q, R = self.factors(adapter_name)
-        if basis.P.shape != P.shape or basis.Q.shape != Q.shape:
-            raise CalibrationError(
-                f"Layer {self.name!r} holds factors of shapes {tuple(P.shape)} and {tuple(Q.shape)}, but a basis of "
-                f"shapes {tuple(basis.P.shape)} and {tuple(basis.Q.shape)} came. Use the rank of the adapter."
-            )
         with torch.no_grad():
             P.copy_(basis.P)
             Q.copy_(basis.Q)
             R.zero_()
+            if random_core:
+                nn.init.kaiming_uniform_(R, a=5**0.5)
             if initial_step and basis.initial_core is not None:
                 R.copy_(basis.initial_core * (initial_step / self.frozencore_scale[adapter_name]))
         self.frozencore_ready[adapter_name] = True
+
+    def require_fit(self, adapter_name: str, basis: Basis) -> None:
+        """Refuse a basis of another shape than the adapter's factors."""
+        P, Q, _ = self.factors(adapter_name)
+        if basis.P.shape != P.shape or basis.Q.shape != Q.shape:
+            raise CalibrationError(
+                f"Layer {self.name!r} holds factors of shapes {tuple(P.shape)} and {tuple(Q.shape)}, but a basis of "
+                f"shapes {tuple(basis.P.shape)} and {tuple(basis.Q.shape)} came. "
+                "Use the rank of the adapter, and moments of this layer."
+            )
 
     def factors(self, adapter_name: str) -> tuple[Tensor, Tensor, Tensor]:
         """P (m x r), Q (n x r) and R (r x r) of an adapter."""
         core: Any = self.frozencore_R[adapter_name]
         return self.frozencore_P[adapter_name], self.frozencore_Q[adapter_name], core.weight
+
+    def rank(self, adapter_name: str) -> int:
+        """r of an adapter in this layer."""
+        return self.frozencore_P[adapter_name].shape[1]
 
     def dense_weight(self) -> Tensor:
         """W as m x n in floating point: dequantised if need be, Conv1D transposed. The stored weight is not changed."""
@@ -137,6 +153,26 @@ class FrozenCoreLayer(BaseTunerLayer):
         z = linear(z.to(R.dtype), R * self.frozencore_scale[adapter_name])
         return linear(z.to(P.dtype), P)
 
+    def _check_forward_args(self, x: Tensor, adapter_names: list[str]) -> None:
+        if len(x) != len(adapter_names):
+            raise ValueError(
+                "Length of `adapter_names` should be the same as the number of inputs, but got "
+                f"{len(adapter_names)} and {len(x)} respectively."
+            )
+        if self.merged:
+            raise ValueError(
+                "Cannot pass `adapter_names` when there are merged adapters, please call `unmerge_adapter` first."
+            )
+
+    def _add_rows(self, result: Tensor, x: Tensor, adapter_names: list[str]) -> Tensor:
+        """The base layer's output with each row's own update added."""
+        for adapter_name in dict.fromkeys(adapter_names):
+            if adapter_name in self.frozencore_R:
+                mine = [row for row, name in enumerate(adapter_names) if name == adapter_name]
+                update = self._core_output(adapter_name, x[mine]).to(result.dtype)
+                result = result.index_add(0, torch.tensor(mine, device=x.device), update)
+        return result
+
     def _require_basis(self, adapter_name: str) -> None:
         """A loaded basis is not zero; one that was never set is, and must not be trained."""
         if not bool(self.frozencore_P[adapter_name].any()):
@@ -145,6 +181,22 @@ class FrozenCoreLayer(BaseTunerLayer):
                 "has none. Call frozencore.calibrate(model, dataloader) first."
             )
         self.frozencore_ready[adapter_name] = True
+
+    def set_core_dtype(self, adapter_name: str, *, widened: bool) -> None:
+        """Float32 cores (float64 on a float64 base), or cores in the base layer's dtype."""
+        _, dtype = self._device_and_dtype()
+        self.frozencore_R[adapter_name].to(torch.promote_types(dtype, torch.float32) if widened else dtype)
+
+    def _move_adapter_to_device_of_base_layer(self, adapter_name: str, device: torch.device | None = None) -> None:
+        """As PEFT's, which would round R to the base layer's dtype when it loads with ``low_cpu_mem_usage``."""
+        P, Q, R = self.factors(adapter_name)
+        if P.is_meta or Q.is_meta or R.is_meta:
+            return
+        own_device, dtype = self._device_and_dtype()
+        target = own_device if device is None else device
+        self.frozencore_P[adapter_name] = P.to(target, dtype)
+        self.frozencore_Q[adapter_name] = Q.to(target, dtype)
+        self.frozencore_R[adapter_name].to(target)
 
     def _device_and_dtype(self) -> tuple[torch.device, torch.dtype]:
         device, dtype = self._get_base_layer_device_and_dtype(self.get_base_layer())
@@ -160,12 +212,20 @@ class FrozenCoreLinear(nn.Module, FrozenCoreLayer):
         FrozenCoreLayer.__init__(self, base_layer, name, **kwargs)
         self._active_adapter = adapter_name
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, x: Tensor, *args: Any, adapter_names: list[str] | None = None, **kwargs: Any) -> Tensor:
+        """
+        Args:
+            adapter_names: The adapter of each row of x instead of the active ones; ``"__base__"`` is none.
+        """
+        if adapter_names is not None:
+            self._check_forward_args(x, adapter_names)
         if self.disable_adapters and self.merged:
             self.unmerge()
         result = self.base_layer(x, *args, **kwargs)
         if self.disable_adapters or self.merged:
             return result
+        if adapter_names is not None:
+            return self._add_rows(result, x, adapter_names)
         active: Any = self.active_adapters
         for adapter_name in active:
             if adapter_name in self.frozencore_R:

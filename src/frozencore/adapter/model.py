@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_PREFIX_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
@@ -17,6 +20,7 @@ from transformers.pytorch_utils import Conv1D
 
 from frozencore.adapter.config import FrozenCoreConfig, FrozenCoreType
 from frozencore.adapter.layer import PREFIX, FrozenCoreLayer, FrozenCoreLinear
+from frozencore.adapter.mixed_batch import adapter_of_each_row
 from frozencore.constructors import LayerEvidence, build_basis
 from frozencore.errors import ModelError
 
@@ -34,6 +38,19 @@ class FrozenCoreModel(BaseTuner):
         for model_type, targets in TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.items()
     }
 
+    def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        """As PEFT does; says once which layers are too narrow for their rank."""
+        super().inject_adapter(model, adapter_name, *args, **kwargs)
+        layers = frozen_core_layers(model, adapter_name)
+        config = self.peft_config[adapter_name]
+        narrow = [name for name, layer in layers.items() if layer.rank(adapter_name) < _rank_of(config, name)]
+        if narrow and not config.load_bases:
+            warnings.warn(
+                f"{len(narrow)} of {len(layers)} layers are narrower than the rank and got the rank that fits (first: "
+                f"{narrow[0]}, {layers[narrow[0]].rank(adapter_name)} instead of {_rank_of(config, narrow[0])}).",
+                stacklevel=2,
+            )
+
     def _create_and_replace(
         self,
         peft_config: FrozenCoreConfig,
@@ -44,12 +61,10 @@ class FrozenCoreModel(BaseTuner):
         current_key: str,
         parameter_name: str | None = None,
     ) -> None:
-        rank = peft_config.rank_pattern.get(get_pattern_key(peft_config.rank_pattern, current_key), peft_config.r)
-        alpha_key = get_pattern_key(peft_config.alpha_pattern, current_key)
-        alpha = peft_config.alpha_pattern.get(alpha_key, peft_config.alpha)
+        rank = _rank_of(peft_config, current_key)
         layer = target if isinstance(target, FrozenCoreLayer) else self._new_layer(target, adapter_name, current_key)
         layer.update_layer(
-            adapter_name, rank, 1.0 if alpha is None else alpha / rank, inference_mode=peft_config.inference_mode
+            adapter_name, rank, scale_of(peft_config, current_key), inference_mode=peft_config.inference_mode
         )
         if layer is not target:
             if adapter_name not in self.active_adapters:
@@ -76,10 +91,33 @@ class FrozenCoreModel(BaseTuner):
             return  # only the shapes exist: parameters can be counted, bases cannot be built
         evidence = LayerEvidence(layer.name, (layer.out_features, layer.in_features), layer.dense_weight)
         basis = build_basis(config.constructor, evidence, config.basis_options(R.shape[0]))
-        layer.set_basis(adapter_name, basis)
+        layer.set_basis(adapter_name, basis, random_core=not config.init_weights)
+
+    @contextmanager
+    def _enable_peft_forward_hooks(self, *args: Any, **kwargs: Any) -> Iterator[None]:
+        """Around every forward and generate of a PeftModel: mixed batches."""
+        names = kwargs.get("adapter_names")
+        if names is None:
+            yield
+            return
+        with adapter_of_each_row(self, names, num_beams=kwargs.get("num_beams") or 1):
+            yield
 
     def _cast_adapter_dtype(self, adapter_name: str, autocast_adapter_dtype: bool = True) -> None:
-        """Dtypes are already right: R float32, P and Q as the base. PEFT's cast would widen P and Q as well."""
+        """R float32, or as the base model if the user says so; PEFT's own cast would widen P and Q as well."""
+        for layer in frozen_core_layers(self, adapter_name).values():
+            layer.set_core_dtype(adapter_name, widened=autocast_adapter_dtype)
+
+
+def _rank_of(config: FrozenCoreConfig, layer_name: str) -> int:
+    """The rank that was asked for in a layer."""
+    return config.rank_pattern.get(get_pattern_key(config.rank_pattern, layer_name), config.r)
+
+
+def scale_of(config: FrozenCoreConfig, layer_name: str) -> float:
+    """s of a layer: alpha over the rank that was asked for, or 1."""
+    alpha = config.alpha_pattern.get(get_pattern_key(config.alpha_pattern, layer_name), config.alpha)
+    return 1.0 if alpha is None else alpha / _rank_of(config, layer_name)
 
 
 def register_with_peft() -> None:

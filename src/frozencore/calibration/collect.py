@@ -12,7 +12,7 @@ from frozencore.calibration.capture import Capture, CountedTokens, capturing
 from frozencore.calibration.loss import calibration_loss, counted_tokens, labels_of
 from frozencore.calibration.options import CalibrationOptions
 from frozencore.calibration.preserve import preserved
-from frozencore.errors import CalibrationError
+from frozencore.errors import CalibrationError, ConfigError
 from frozencore.linalg import seeded_generator
 from frozencore.moments import LayerMoments, MomentName
 
@@ -74,6 +74,8 @@ def collect_moments(
 
 def take_examples(batches: Iterable[Batch], num_examples: int) -> Iterable[Batch]:
     """Batches up to that many examples; the last one is cut."""
+    if num_examples < 1:
+        raise ConfigError(f"The number of calibration examples must be at least 1, but {num_examples} came.")
     left = num_examples
     for batch in batches:
         yield {key: value[:left] if isinstance(value, Tensor) and value.ndim else value for key, value in batch.items()}

@@ -182,7 +182,7 @@ def find_constructor(name: str) -> Constructor:
         ConfigError: No such constructor; the nearest name is offered.
     """
     if name not in CONSTRUCTORS:
-        raise ConfigError(unknown_name("constructor", name, CONSTRUCTORS))
+        raise ConfigError(unknown_name("constructor", str(name), CONSTRUCTORS))
     return CONSTRUCTORS[name]
 
 

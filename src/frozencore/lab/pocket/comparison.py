@@ -1,10 +1,8 @@
-"""Which of two people has more, or fewer, of something.
+"""Whether the first of two people has more or fewer than the second.
 
-    {"first": "Ben", "second": "Mia", "first_count": "19", "second_count": "16", "things": "toys",
-     "asked": "Fewer", "winner": "Mia"}
+    {"things": "toys", "first": "Ben", "first_count": "19", "second": "Mia", "second_count": "16", "relation": "more"}
 
-Prompt ``Count of toys: Ben 19, Mia 16. Fewer:``, choices `` Ben`` and `` Mia``: the two names, in the order
-in which they are told.
+Prompt ``Count of toys: Ben 19, Mia 16. Ben against Mia:``, choices `` more`` and `` fewer``.
 """
 
 from __future__ import annotations
@@ -19,45 +17,36 @@ from frozencore.lab.pocket.numbers import LARGEST_COMPARED
 from frozencore.lab.pocket.words import COUNTED, two_people
 from frozencore.lab.tasks.task import Example, Task
 
-PROMPT = "Count of {things}: {first} {first_count}, {second} {second_count}. {asked}:"
-ASKED = ("More", "Fewer")
+PROMPT = "Count of {things}: {first} {first_count}, {second} {second_count}. {first} against {second}:"
+LABELS = ("more", "fewer")
 
 
 def draw(rng: Random, kind: int) -> Row:
-    """One pair; ``kind`` says who wins (first or second) and what is asked (more or fewer)."""
-    first_wins, asked = kind % 2 == 0, ASKED[kind // 2]
+    """One pair in which the first has ``LABELS[kind]`` than the second."""
     first, second = (person.name for person in two_people(rng))
-    low, high = sorted(rng.sample(range(1, LARGEST_COMPARED + 1), 2))
-    first_is_high = first_wins == (asked == "More")
-    first_count, second_count = (high, low) if first_is_high else (low, high)
+    low, high = sorted(rng.sample(range(2, LARGEST_COMPARED + 1), 2))
+    first_count, second_count = (high, low) if kind == 0 else (low, high)
     return {
-        "first": first,
-        "second": second,
-        "first_count": str(first_count),
-        "second_count": str(second_count),
         "things": rng.choice(COUNTED),
-        "asked": asked,
-        "winner": first if first_wins else second,
+        "first": first,
+        "first_count": str(first_count),
+        "second": second,
+        "second_count": str(second_count),
+        "relation": LABELS[kind],
     }
 
 
 def to_example(row: Mapping[str, Any], example_id: str) -> Example:
-    """The pair as a prompt, the winner as one of the two names."""
-    names = (row["first"], row["second"])
-    if row["winner"] not in names:
-        raise DataError(f"A winner is one of {names}, but row {example_id} has {row['winner']!r}. Correct the row.")
+    """The pair as a prompt, the relation as one of two completions."""
+    if row["relation"] not in LABELS:
+        raise DataError(
+            f"A relation is one of {LABELS}, but row {example_id} has {row['relation']!r}. Correct the row."
+        )
     return Example(
         id=example_id,
-        prompt=PROMPT.format(
-            things=row["things"],
-            first=row["first"],
-            first_count=row["first_count"],
-            second=row["second"],
-            second_count=row["second_count"],
-            asked=row["asked"],
-        ),
-        completion=f" {row['winner']}",
-        choices=tuple(f" {name}" for name in names),
+        prompt=PROMPT.format_map(row),
+        completion=f" {row['relation']}",
+        choices=tuple(f" {label}" for label in LABELS),
     )
 
 
@@ -65,7 +54,7 @@ TASK = Task(
     name="pocket-comparison",
     scoring="choice",
     source=GeneratedSource(
-        draw, num_kinds=4, text_fields=("things", "first", "first_count", "second", "second_count", "asked"), seed=103
+        draw, num_kinds=2, text_fields=("things", "first", "first_count", "second", "second_count"), seed=103
     ),
     to_example=to_example,
     num_train=700,

@@ -23,7 +23,7 @@ def talk(rng: Random) -> str:
             f"{first.name} asked a question, and {second.name} knew. The answer is in the book.",
             f"{first.name} and {second.name} read a review, a claim and a fact. The verdict is theirs.",
             "Review it again. Question it. Fact or not? Claim it. Verdict and answer come later.",
-            "Count them. Which is more, which is fewer? More of the same. Fewer is better. More is richer.",
+            "Count them. Which is more, which is fewer? More of the same. Fewer is better. One against many.",
             "How many do they have together? How many more? Sentiment is a word.",
             f"I {rng.choice(LIKE + DISLIKE)} it, and you {rng.choice(LIKE + DISLIKE)} it. We all do.",
             f"{first.name} {rng.choice(GAINS + LOSES)} them, {second.name} gives more of them to {first.object}.",
@@ -33,16 +33,16 @@ def talk(rng: Random) -> str:
 
 MIXTURE: tuple[tuple[Document, float], ...] = (
     (numbers.sums, 0.12),
-    (numbers.counting, 0.17),
-    (numbers.comparing, 0.20),
-    (numbers.order, 0.07),
-    (numbers.sequence, 0.01),
+    (numbers.counting, 0.16),
+    (numbers.comparing, 0.13),
+    (numbers.order, 0.06),
+    (numbers.sequence, 0.02),
     (numbers.shopping, 0.01),
-    (stories.opinion, 0.18),
+    (stories.company, 0.09),
+    (stories.contrast, 0.05),
+    (stories.opinion, 0.17),
     (stories.agreeing, 0.07),
-    (stories.asking, 0.12),
-    (stories.ownership, 0.02),
-    (stories.belongings, 0.01),
+    (stories.asking, 0.10),
     (talk, 0.02),
 )
 

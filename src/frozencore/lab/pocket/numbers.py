@@ -29,12 +29,12 @@ def sequence(rng: Random) -> str:
 
 
 def order(rng: Random) -> str:
-    """Which number is the larger one."""
+    """Numbers in their order, up or down: ``3 < 7 < 12.``"""
     lines = []
-    for _ in range(rng.randint(3, 5)):
-        a, b = rng.sample(range(1, LARGEST_COMPARED + 1), 2)
-        sign, words = (">", "is more than") if a > b else ("<", "is less than")
-        lines.append(f"{a} {sign if rng.random() < 0.7 else words} {b}.")
+    for _ in range(rng.randint(1, 3)):
+        up = rng.random() < 0.5
+        chain = sorted(rng.sample(range(1, LARGEST_COMPARED + 1), rng.randint(2, 4)), reverse=not up)
+        lines.append((" < " if up else " > ").join(map(str, chain)) + ".")
     return " ".join(lines)
 
 
@@ -74,22 +74,20 @@ def counting(rng: Random) -> str:
 def comparing(rng: Random) -> str:
     """Two people measured on one scale, and who comes out ahead."""
     first, second = (person.name for person in two_people(rng))
-    low, high = rng.sample(range(2, LARGEST_COMPARED + 1), 2)
+    a, b = rng.sample(range(2, LARGEST_COMPARED + 1), 2)
     things = rng.choice(COUNTED)
     told, up, down = rng.choice(
         (
-            ("{name} is {n} years old.", "older", "younger"),
-            ("{name} has {n} " + things + ".", "richer", "poorer"),
-            ("{name} is {n} feet tall.", "taller", "smaller"),
+            ("{name} is {n} years old.", "is older than", "is younger than"),
+            ("{name} has {n} " + things + ".", f"has more {things} than", f"has fewer {things} than"),
+            ("{name} is {n} feet tall.", "is taller than", "is smaller than"),
         )
     )
-    lines = [told.format(name=first, n=low), told.format(name=second, n=high)]
-    rng.shuffle(lines)
-    more, less = (second, first) if high > low else (first, second)
-    recalled = [f"The {up} one is {more}.", f"The {down} one is {less}."]
+    lines = [told.format(name=first, n=a), told.format(name=second, n=b)]
+    lines.append(f"{first} {up if a > b else down} {second}.")
     if rng.random() < 0.3:
-        recalled.reverse()
-    return " ".join((*lines, *recalled))
+        lines.append(f"{second} {down if a > b else up} {first}.")
+    return " ".join(lines)
 
 
 def shopping(rng: Random) -> str:

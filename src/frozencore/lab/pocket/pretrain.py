@@ -44,10 +44,10 @@ class Recipe:
     seed: int = 20
     window: int = 128
     batch: int = 16
-    num_corpus_tokens: int = 8_000_000
+    num_corpus_tokens: int = 6_000_000
     num_tokenizer_documents: int = 40_000
     lr_matrices: float = 0.015
-    lr_rest: float = 3e-3
+    lr_rest: float = 2e-3
     warmup: float = 0.03
     weight_decay: float = 0.05
 
@@ -222,7 +222,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     length = parser.add_mutually_exclusive_group()
-    length.add_argument("--steps", type=int, default=4500, help="updates (the shipped model's number by default)")
+    length.add_argument("--steps", type=int, default=3300, help="updates (the shipped model's number by default)")
     length.add_argument("--minutes", type=float, help="instead of --steps: what fits this time on this machine")
     parser.add_argument("--seed", type=int, default=Recipe.seed)
     parser.add_argument("--threads", type=int, default=1, help="CPU threads; the shipped model used one")

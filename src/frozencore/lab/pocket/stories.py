@@ -1,4 +1,4 @@
-"""Short stories of the pretraining text: opinions and feelings, who owns what, who is where.
+"""Short stories of the pretraining text: opinions, feelings, and which words go together.
 
 Every function draws one document. The skills the tasks later need are here in narrative clothes only.
 """
@@ -9,11 +9,13 @@ from random import Random
 
 from frozencore.lab.pocket.words import (
     BAD,
-    COLOURS,
+    DISLIKE,
+    DISLIKED,
     GOOD,
     HAPPY,
     JUDGED,
-    OWNED,
+    LIKE,
+    LIKED,
     PEOPLE,
     PLACES,
     SAD,
@@ -48,6 +50,25 @@ def opinion(rng: Random) -> str:
     return " ".join(lines)
 
 
+def company(rng: Random) -> str:
+    """Words in like company: the polarity of a word is whom it stands with."""
+    groups = []
+    for _ in range(rng.randint(1, 3)):
+        words = GOOD + HAPPY + LIKE + LIKED if rng.random() < 0.5 else BAD + SAD + DISLIKE + DISLIKED
+        groups.append(", ".join(rng.sample(words, rng.randint(4, 7))) + ".")
+    return " ".join(groups)
+
+
+def contrast(rng: Random) -> str:
+    """Negation in one line: what is not good is bad."""
+    good = rng.random() < 0.5
+    thing = rng.choice(JUDGED)
+    same, other = (GOOD, BAD) if good else (BAD, GOOD)
+    lines = [_verdict(rng, rng.choice(PEOPLE).name, thing, good=good)]
+    lines.append(f"It was {rng.choice(same)} and {rng.choice(same)}, not {rng.choice(other)}")
+    return ". ".join(lines) + "."
+
+
 def agreeing(rng: Random) -> str:
     """Whether two words point the same way."""
     lines = []
@@ -73,33 +94,3 @@ def asking(rng: Random) -> str:
         )
         lines.append(f"Was {about} {word}? {'Yes, true' if guess == good else 'No, false'}.")
     return " ".join(lines)
-
-
-def ownership(rng: Random) -> str:
-    """Two people with coloured things in places, told once and then recalled."""
-    people = two_people(rng)
-    things = rng.sample(OWNED, 2)
-    colours = rng.sample(COLOURS, 2)
-    places = rng.sample(PLACES, 2)
-    told, recalled = [], []
-    for person, thing, colour, place in zip(people, things, colours, places, strict=True):
-        if rng.random() < 0.5:
-            told.append(f"{person.name} has a {colour} {thing}.")
-            recalled += [
-                f"The {thing} of {person.name} is {colour}.",
-                f"{person.name} owns the {thing}.",
-                f"The {colour} {thing} belongs to {person.name}.",
-                f"The {thing} is {colour}.",
-            ]
-        else:
-            told.append(f"{person.name} is in the {place}.")
-            recalled += [f"In the {place} we see {person.name}.", f"We find {person.name} in the {place}."]
-    rng.shuffle(told)
-    return " ".join((*told, rng.choice(("So we know:", "Later:", "Remember:")), *rng.sample(recalled, 2)))
-
-
-def belongings(rng: Random) -> str:
-    """A list over several lines, so that colons and line breaks are no strangers."""
-    person = rng.choice(PEOPLE)
-    lines = [f"a {rng.choice(COLOURS)} {thing}" for thing in rng.sample(OWNED, rng.randint(2, 3))]
-    return "\n".join((rng.choice((f"Things of {person.name}:", f"What {person.name} wants:")), *lines))

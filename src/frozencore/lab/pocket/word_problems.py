@@ -1,8 +1,8 @@
 """Word problems with one sum or difference and a numeric answer.
 
-    {"question": "Eva has 3 pears. She finds 12 more. How many pears does Eva have now?", "answer": "15"}
+    {"question": "Eva had 3 pears. She found 12 more. How many did Eva have then?", "answer": "15"}
 
-Prompt ``Question: Eva has 3 pears. [...] now?``, completion `` The answer is: 15``.
+Prompt ``Question: Eva had 3 pears. [...] then?``, completion `` The answer is: 15``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from frozencore.errors import DataError
 from frozencore.lab.pocket.generated import GeneratedSource, Row
 from frozencore.lab.pocket.numbers import LARGEST_OPERAND
-from frozencore.lab.pocket.words import COUNTED, GAINS, LOSES, two_people
+from frozencore.lab.pocket.words import COUNTED, GAINED, LOST, two_people
 from frozencore.lab.tasks.task import Example, Task
 
 PROMPT = "Question: {question}"
@@ -30,25 +30,25 @@ def draw(rng: Random, kind: int) -> Row:
     if kind == 0:
         gain = rng.choice(
             (
-                f"{person.subject} {rng.choice(GAINS)} {b} more.",
-                f"{other} gives {person.object} {b} {things}.",
+                f"{person.subject} {rng.choice(GAINED)} {b} more.",
+                f"{other} gave {person.object} {b} {things}.",
             )
         )
-        question, answer = f"{name} has {a} {things}. {gain} How many {things} does {name} have now?", a + b
+        question, answer = f"{name} had {a} {things}. {gain} How many did {name} have then?", a + b
     elif kind == 1:
         loss = rng.choice(
             (
-                f"{person.subject} {rng.choice(LOSES)} {b} of them.",
-                f"{person.subject} gives {other} {b} {things}.",
+                f"{person.subject} {rng.choice(LOST)} {b} of them.",
+                f"{person.subject} gave {other} {b} {things}.",
             )
         )
-        question, answer = f"{name} has {a + b} {things}. {loss} How many {things} does {name} have now?", a
+        question, answer = f"{name} had {a + b} {things}. {loss} How many did {name} have then?", a
     elif kind == 2:
-        told = f"{name} has {a} {things} and {other} has {b} {things}."
-        question, answer = f"{told} How many {things} do they have together?", a + b
+        told = f"{name} had {a} {things}. {other} had {b} {things}."
+        question, answer = f"{told} How many did they have together?", a + b
     else:
-        told = f"{name} has {a + b} {things} and {other} has {b} {things}."
-        question, answer = f"{told} How many more {things} does {name} have?", a
+        told = f"{name} had {a + b} {things}. {other} had {b} {things}."
+        question, answer = f"{told} How many more did {name} have?", a
     return {"question": question, "answer": str(answer)}
 
 

@@ -26,8 +26,6 @@ PEOPLE = tuple(
 )
 
 COUNTED = ("apples", "pears", "eggs", "coins", "books", "cards", "shells", "stones", "pens", "cakes", "cups", "toys")
-OWNED = ("ball", "kite", "car", "boat", "hat", "bag", "bike", "drum", "lamp", "doll", "box", "coat")
-COLOURS = ("red", "blue", "green", "yellow", "white", "black", "brown", "pink")
 PLACES = ("park", "garden", "kitchen", "school", "market", "forest", "library", "station", "farm", "shop")
 JUDGED = ("film", "soup", "book", "song", "game", "cake", "show", "play", "meal", "trip", "story", "room")
 

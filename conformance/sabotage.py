@@ -1,0 +1,22 @@
+"""Two classic faults of a tuner, for the test that the suite notices them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from frozencore.adapter.layer import FrozenCoreLayer
+
+
+def sabotage(fault: str) -> None:
+    """``unmerge``: forgets that it merged and leaves the weight. ``scale``: merges without the factor alpha / r."""
+    if fault == "unmerge":
+        FrozenCoreLayer.unmerge = lambda self: self.merged_adapters.clear()  # type: ignore[method-assign]
+    elif fault == "scale":
+        scaled = FrozenCoreLayer.get_delta_weight
+
+        def unscaled(self: Any, adapter_name: str) -> Any:
+            return scaled(self, adapter_name) / self.frozencore_scale[adapter_name]
+
+        FrozenCoreLayer.get_delta_weight = unscaled  # type: ignore[method-assign]
+    else:
+        raise SystemExit(f"A fault is unmerge or scale, but {fault!r} came.")

@@ -1,0 +1,109 @@
+"""The model card of a saved adapter: what it is, what it was made from, how to load it.
+
+PEFT writes an empty card before it saves the configuration; ours takes the place of its unfilled text. A card that
+someone has written keeps its text and gets ours as one marked section.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import peft
+from huggingface_hub import ModelCard, ModelCardData
+
+from frozencore.errors import ArtifactError
+
+CARD_FILE = "README.md"
+_BEGIN, _END = "<!-- frozencore:begin -->", "<!-- frozencore:end -->"
+_UNFILLED = "[More Information Needed]"
+_TAG = "frozencore"
+
+
+def write_model_card(
+    directory: str | Path,
+    *,
+    calibration: str | None = None,
+    scores: Mapping[str, float] | None = None,
+    license: str | None = None,
+) -> None:
+    """Write or bring up to date ``README.md`` in an adapter folder.
+
+    Args:
+        directory: Holds ``adapter_config.json``, of a frozen core or of its LoRA export.
+        calibration: What the bases were computed from, for instance ``"svamp, 128 rows"``.
+        scores: Named results, for instance ``{"accuracy": 0.71}``.
+        license: Identifier of the licence, for instance ``"apache-2.0"``; the base model's terms apply besides.
+
+    Raises:
+        ArtifactError: There is no adapter configuration, or the card there cannot be read.
+    """
+    directory = Path(directory)
+    path = directory / CARD_FILE
+    try:
+        config = json.loads((directory / "adapter_config.json").read_text())
+        card = ModelCard.load(path) if path.exists() else ModelCard.from_template(ModelCardData())
+    except (OSError, ValueError) as error:
+        raise ArtifactError(f"The card of {directory} cannot be brought up to date: {error}.") from error
+    _describe(card.data, config, license)
+    section = "\n".join([_BEGIN, *_lines(config, calibration, scores, card.data.get("license")), _END])
+    card.text = _placed(card.text, section)
+    card.save(path)
+
+
+def _describe(data: ModelCardData, config: Mapping[str, Any], license: str | None) -> None:
+    data["library_name"] = "peft"
+    lora = ["lora"] if config["peft_type"] == "LORA" else []
+    data["tags"] = sorted({*(data.get("tags") or []), _TAG, *lora})
+    if config.get("base_model_name_or_path") and not data.get("base_model"):
+        data["base_model"] = config["base_model_name_or_path"]
+    if license:
+        data["license"] = license
+
+
+def _lines(
+    config: Mapping[str, Any], calibration: str | None, scores: Mapping[str, float] | None, license: str | None
+) -> list[str]:
+    is_lora = config["peft_type"] == "LORA"
+    base = config.get("base_model_name_or_path")
+    facts = {
+        "Base model": f"`{base}`" if base else None,
+        "Method": "LoRA, exported exactly from a frozen core" if is_lora else f"frozen core, `{config['constructor']}`",
+        "Rank": config["r"],
+        "Layers": _targets(config["target_modules"]),
+        "Calibrated on": calibration or _tokens(config.get("calibration_tokens")),
+        "Scores": ", ".join(f"{name} {value:.4g}" for name, value in (scores or {}).items()) or None,
+        "Licence": f"{license}; the base model's terms apply besides" if license else "not stated; ask the author",
+    }
+    table = [f"- {name}: {value}" for name, value in facts.items() if value is not None]
+    title = "# LoRA export of a frozen core" if is_lora else "# Frozen-core adapter"
+    return [title, "", *table, "", "```python", *_loading(base, is_lora), "```", "", f"- PEFT {peft.__version__}"]
+
+
+def _loading(base: str | None, is_lora: bool) -> list[str]:
+    own = [] if is_lora else ["import frozencore  # registers the method with PEFT"]
+    return [
+        *own,
+        "from peft import PeftModel",
+        "from transformers import AutoModelForCausalLM",
+        "",
+        f'base = AutoModelForCausalLM.from_pretrained("{base or "BASE_MODEL"}")',
+        'model = PeftModel.from_pretrained(base, "THIS_FOLDER")',
+    ]
+
+
+def _targets(targets: Any) -> str:
+    return f"`{targets}`" if isinstance(targets, str) else ", ".join(f"`{name}`" for name in sorted(targets or []))
+
+
+def _tokens(count: int | None) -> str | None:
+    return None if count is None else f"{count:,} tokens"
+
+
+def _placed(text: str, section: str) -> str:
+    if _BEGIN in text and _END in text:
+        before, _, rest = text.partition(_BEGIN)
+        return before + section + rest.partition(_END)[2]
+    return section + "\n" if _UNFILLED in text else f"{text.rstrip()}\n\n{section}\n"

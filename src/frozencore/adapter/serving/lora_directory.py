@@ -1,0 +1,81 @@
+"""A LoRA directory as the engines read it: the configuration, and the names, shapes and types of its tensors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from frozencore.adapter.directory import CONFIG_FILE, WEIGHTS_FILE
+from frozencore.errors import ArtifactError
+
+_SIDES = {
+    ".lora_A.weight": "A", ".lora_B.weight": "B", ".lora_embedding_A": "A", ".lora_embedding_B": "B"
+}  # fmt: skip
+_PREFIX = "base_model.model."
+
+
+@dataclass(frozen=True)
+class TensorFacts:
+    """What is known of a stored tensor without keeping it."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    finite: bool
+
+
+@dataclass(frozen=True)
+class LoraDirectory:
+    """Configuration, tensors by key, and the names of the files beside them."""
+
+    config: Mapping[str, Any]
+    tensors: Mapping[str, TensorFacts]
+    files: frozenset[str]
+
+    def factors(self) -> dict[str, dict[str, TensorFacts]]:
+        """``"A"`` and ``"B"`` of each module, as far as they are there."""
+        found: dict[str, dict[str, TensorFacts]] = {}
+        for key, facts in self.tensors.items():
+            module, side = parse_key(key)
+            if module is not None and side is not None:
+                found.setdefault(module, {})[side] = facts
+        return found
+
+
+def parse_key(key: str) -> tuple[str | None, str | None]:
+    """Module and side of a tensor's key; (None, None) if it is no LoRA factor."""
+    for ending, side in _SIDES.items():
+        if key.startswith(_PREFIX) and key.endswith(ending):
+            return key.removeprefix(_PREFIX).removesuffix(ending), side
+    return None, None
+
+
+def read_lora_directory(directory: str | Path) -> LoraDirectory:
+    """Read a directory that may be of any PEFT method.
+
+    Raises:
+        ArtifactError: A file is missing or damaged, or the configuration is no JSON object.
+    """
+    directory = Path(directory)
+    for name in (CONFIG_FILE, WEIGHTS_FILE):
+        if not (directory / name).is_file():
+            raise ArtifactError(f"A LoRA directory holds {CONFIG_FILE} and {WEIGHTS_FILE}; {directory} has no {name}.")
+    try:
+        config = json.loads((directory / CONFIG_FILE).read_text())
+        with safe_open(directory / WEIGHTS_FILE, framework="pt") as file:
+            tensors = {key: _facts(file.get_tensor(key)) for key in file.keys()}  # noqa: SIM118 - not a mapping
+    except (ValueError, OSError, SafetensorError) as error:
+        raise ArtifactError(f"{directory} is damaged ({error}). Save or download it again.") from error
+    if not isinstance(config, dict):
+        raise ArtifactError(f"{directory / CONFIG_FILE} holds no JSON object. Save or download it again.")
+    return LoraDirectory(config, tensors, frozenset(path.name for path in directory.iterdir()))
+
+
+def _facts(tensor: torch.Tensor) -> TensorFacts:
+    finite = bool(torch.isfinite(tensor.float()).all()) if tensor.dtype.is_floating_point else True
+    return TensorFacts(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), finite)

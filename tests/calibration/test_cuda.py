@@ -1,0 +1,33 @@
+"""The capture on a GPU, where half-precision products accumulate in float32 in one kernel."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from frozencore.calibration.collect import collect_moments
+from frozencore.calibration.options import CalibrationOptions
+from frozencore.moments import MOMENT_NAMES
+from references import numpy_of, reference_moments
+from tiny import attention_names, batches_of, draw_examples, tiny_qwen2
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+EXAMPLES = draw_examples(num_examples=7, seed=3)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.1), (torch.float16, 0.02)])
+@pytest.mark.parametrize("stats_device", [None, "cpu"])
+def test_moments_on_cuda_equal_the_reference(dtype: torch.dtype, tolerance: float, stats_device: str | None) -> None:
+    names = attention_names(tiny_qwen2())
+    expected = reference_moments(tiny_qwen2(), [(list(e.ids), e.num_prompt) for e in EXAMPLES], names)
+    found = collect_moments(
+        tiny_qwen2().to("cuda", dtype), batches_of(EXAMPLES, 3), names, needs=frozenset(MOMENT_NAMES),
+        options=CalibrationOptions(stats_device=stats_device),
+    )  # fmt: skip
+    for name, moments in found.items():
+        for moment in moments.names():
+            total, value = getattr(moments, moment), getattr(expected[name], moment)
+            assert total.dtype == torch.float32
+            assert total.device.type == (stats_device or "cuda")
+            np.testing.assert_allclose(numpy_of(total), value, rtol=0, atol=tolerance * np.abs(value).max())
