@@ -17,6 +17,7 @@ from torch import nn
 
 from frozencore.accounting import peak_memory_bytes, trainable_parameters
 from frozencore.adapter.calibrate import Calibration, calibrate
+from frozencore.adapter.card import write_model_card
 from frozencore.calibration.collect import Batch
 from frozencore.calibration.store import MomentsFingerprint, load_moments
 from frozencore.errors import ArtifactError, ConfigError
@@ -147,6 +148,10 @@ def execute(
         "warnings": sorted({str(entry.message) for entry in caught}),
         "provenance": provenance(),
     }
+    if not config.is_baseline:
+        write_model_card(
+            out / "adapter", calibration=_calibrated_on(config, bench, calibration), scores=_headline(after)
+        )
     if after.task is not None:
         write_lines(out / "predictions.jsonl", map(asdict, after.task.predictions))
     shutil.rmtree(out / "checkpoints", ignore_errors=True)
@@ -220,6 +225,19 @@ def _scores(before: Score, after: Score) -> Mapping[str, Any]:
         details = {key: value for key, value in vars(after.task).items() if key != "predictions"}
         scores |= {"accuracy_before": before.task.accuracy, "accuracy": after.task.accuracy, "score": details}
     return scores
+
+
+def _calibrated_on(config: RunConfig, bench: Bench, calibration: Calibration | None) -> str | None:
+    if calibration is None:
+        return None
+    source = config.task or (config.data.name if config.data else "rows of the user")
+    num_tokens = next(iter(calibration.layers.values())).num_tokens
+    return f"{len(bench.rows.calibration)} rows of {source}, {num_tokens:,} tokens"
+
+
+def _headline(score: Score) -> dict[str, float]:
+    accuracy = {"accuracy": score.task.accuracy} if score.task else {}
+    return {**accuracy, "held-out nats per token": score.held_out_loss}
 
 
 def _calibration_summary(calibration: Calibration | None) -> dict[str, Any] | None:

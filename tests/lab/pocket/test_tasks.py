@@ -21,7 +21,7 @@ CHOICE_TASKS = [task for task in TASKS if task.scoring == "choice"]
 FORMAT_MARKS = {
     "pocket-math": ("Question:", "The answer is:"),
     "pocket-sentiment": ("Review:", "Sentiment:"),
-    "pocket-entailment": ("Fact:", "Claim:", "Verdict:"),
+    "pocket-entailment": ("Fact:", "Verdict:"),
     "pocket-comparison": ("Count of",),
 }
 POSITIVE_WORDS = """
@@ -93,17 +93,19 @@ def test_sentiments_follow_from_polarity_and_negation() -> None:
         assert example.completion == (" positive" if verdict_is_good(review) else " negative")
 
 
-def test_verdicts_are_true_when_fact_and_claim_point_the_same_way() -> None:
+def test_verdicts_are_true_when_fact_and_guess_point_the_same_way() -> None:
     for example in examples(POCKET_TASKS["pocket-entailment"], "train"):
-        fact, claim = example.prompt.removesuffix(". Verdict:").split(". Claim: ")
-        assert example.completion == (" true" if verdict_is_good(fact) == verdict_is_good(claim) else " false")
-        assert not {"not", "never", "hardly"} & set(claim.split())
+        fact, guess = example.prompt.removesuffix("?").split(". Verdict: Was ")
+        assert example.completion == (" true" if verdict_is_good(fact) == verdict_is_good(guess) else " false")
+        assert not {"not", "never", "hardly"} & set(guess.split())
 
 
 def test_relations_follow_from_the_counts() -> None:
     for example in examples(POCKET_TASKS["pocket-comparison"], "train"):
-        (_, first), (_, second) = re.findall(r"(\w+) (\d+)", example.prompt)
-        assert example.completion == (" more" if int(first) > int(second) else " fewer")
+        counts = {name: int(count) for name, count in re.findall(r"(\w+) (\d+)", example.prompt)}
+        asked, other = counts
+        assert example.prompt.endswith(f"{asked} against {other}:")
+        assert example.completion == (" more" if counts[asked] > counts[other] else " fewer")
 
 
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)

@@ -57,7 +57,7 @@ TASK = Task(
         draw, num_kinds=2, text_fields=("things", "first", "first_count", "second", "second_count"), seed=103
     ),
     to_example=to_example,
-    num_train=700,
+    num_train=250,
     num_evaluation=200,
     epochs=3,
     licence="Apache-2.0",

@@ -54,7 +54,7 @@ TASK = Task(
     scoring="choice",
     source=GeneratedSource(draw, num_kinds=2, text_fields=("review",), seed=101),
     to_example=to_example,
-    num_train=700,
+    num_train=500,
     num_evaluation=200,
     epochs=3,
     licence="Apache-2.0",
