@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test test-slow lint format pocket constraints clean
+.PHONY: demo test test-slow conformance lint format pocket constraints clean
 
 demo: $(VENV)/.installed
 	$(BIN)/frozencore demo --output runs/demo
@@ -16,6 +16,10 @@ test: $(VENV)/.installed-dev
 
 test-slow: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m slow
+
+# PEFT's own test suite against frozen cores; needs the package index once.
+conformance: $(VENV)/.installed-dev
+	$(BIN)/python conformance/run.py --workers 2
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check

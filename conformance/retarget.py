@@ -7,10 +7,13 @@ ever meeting a frozen core is a failure of this harness, and reported as one.
 
 from __future__ import annotations
 
+import inspect
+import json
 import sys
 import types
 from collections.abc import Iterator
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,13 +22,16 @@ from exclusions import reason_to_exclude
 from rows import LoraSpelling, retargeted
 
 from frozencore import FrozenCoreConfig, FrozenCoreModel
+from frozencore.adapter.layer import FrozenCoreLayer
 
+outcomes: dict[str, tuple[str, str]] = {}
 met: list[str] = []  # what the running test has made of ours
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--constructor", default="random", help="how the bases under test are chosen")
     parser.addoption("--sabotage", default="", help="break the tuner: unmerge or scale")
+    parser.addoption("--outcomes", default="", help="file for the outcome of every case, as JSON")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -35,8 +41,10 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", marker)
     _set_default_constructor(config.getoption("--constructor"))
     _count(FrozenCoreConfig, "__post_init__")
+    _count(FrozenCoreConfig, "from_pretrained")
     _count(FrozenCoreModel, "inject_adapter")
     basis_at_injection(FrozenCoreModel)
+    FrozenCoreLayer.lora_A = property(lambda layer: layer.frozencore_R)  # type: ignore[attr-defined]  # what tests look at
     if config.getoption("--sabotage"):
         from sabotage import sabotage
 
@@ -50,7 +58,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     for place, mark in enumerate(marks):
         if mark.name == "parametrize":
             names = [name.strip() for name in mark.args[0].split(",")]
-            values = retargeted(names, list(mark.args[1]))
+            values = retargeted(metafunc.module.__name__.split(".")[-1], names, list(mark.args[1]))
             if values is not None:
                 options = {key: value for key, value in mark.kwargs.items() if key != "ids"}
                 marks[place] = pytest.mark.parametrize(mark.args[0], values, **options).mark
@@ -58,7 +66,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        reason = reason_to_exclude(item.path.stem, item.originalname, item.callspec.params if hasattr(item, "callspec") else {})  # type: ignore[attr-defined]
+        parameters = getattr(getattr(item, "callspec", None), "params", {})
+        reason = reason_to_exclude(item.path.stem, getattr(item, "originalname", item.name), parameters)
         if reason:
             item.add_marker(pytest.mark.skip(reason=f"excluded: {reason}"))
 
@@ -75,18 +84,36 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Itera
     return report
 
 
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """With xdist, the controller hears of every case too."""
+    if report.skipped and isinstance(report.longrepr, tuple):
+        outcomes[report.nodeid] = ("excluded", report.longrepr[2].removeprefix("Skipped: ").removeprefix("excluded: "))
+    elif report.failed:
+        outcomes[report.nodeid] = ("failed", str(report.longrepr).strip().splitlines()[-1])
+    elif report.when == "call":
+        outcomes.setdefault(report.nodeid, ("passed", ""))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    path = session.config.getoption("--outcomes")
+    if path and not hasattr(session.config, "workerinput"):
+        Path(path).write_text(json.dumps(outcomes))
+
+
 def _is_ours(value: Any) -> bool:
     return isinstance(value, FrozenCoreConfig)
 
 
 def _count(owner: type, method: str) -> None:
-    original = getattr(owner, method)
+    original = inspect.getattr_static(owner, method)
+    is_classmethod = isinstance(original, classmethod)
+    function = original.__func__ if is_classmethod else original
 
     def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
         met.append(method)
-        return original(self, *args, **kwargs)
+        return function(self, *args, **kwargs)
 
-    setattr(owner, method, counted)
+    setattr(owner, method, classmethod(counted) if is_classmethod else counted)
 
 
 def _set_default_constructor(constructor: str) -> None:
@@ -102,9 +129,12 @@ def _retarget_module(module: Any) -> None:
     if getattr(module, "LoraConfig", None) is LoraSpelling:
         return
     module.LoraConfig = LoraSpelling
-    common = sys.modules["tests.testing_common"]
-    # In the shared tester the name of LoRA's config asks for what only LoRA must do: Conv1D, mixed batches.
-    common.LoraConfig = FrozenCoreConfig  # type: ignore[attr-defined]
+    for skips_for_beft in ("check_beft_config", "beft_tests", "deberta_beft_tests"):
+        if hasattr(module, skips_for_beft):  # they mean BEFT and skip every method on models without biases
+            setattr(module, skips_for_beft, lambda *args: None)
+    common: Any = sys.modules.get("tests.testing_common")
+    if common is not None:
+        common.LoraConfig = FrozenCoreConfig
     requires_grad = getattr(module, "TestRequiresGrad", None)
     if requires_grad is not None:
         original = requires_grad.check_requires_grad

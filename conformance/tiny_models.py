@@ -20,13 +20,13 @@ COMMON = {"vocab_size": 96, "initializer_range": 0.3}
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
 BERT = {**COMMON, **SIZES, "max_position_embeddings": 64, "type_vocab_size": 2}
 LLAMA = {**COMMON, **SIZES, "num_key_value_heads": 2, "max_position_embeddings": 128}
-OPT = {**COMMON, "hidden_size": 32, "num_attention_heads": 4, "ffn_dim": 48, "word_embed_proj_dim": 32,
-       "max_position_embeddings": 64, "init_std": 0.3}  # fmt: skip
+OPT = {"vocab_size": 96, "max_position_embeddings": 64}
 GPT = {**COMMON, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "bos_token_id": 95, "eos_token_id": 95}
 
 
-def _opt(num_layers: int) -> hf.PreTrainedModel:
-    return hf.OPTForCausalLM(hf.OPTConfig(**OPT, num_hidden_layers=num_layers))
+def _opt(num_layers: int, width: int, std: float) -> hf.PreTrainedModel:
+    sizes = {"hidden_size": width, "word_embed_proj_dim": width, "ffn_dim": 2 * width, "num_attention_heads": 4}
+    return hf.OPTForCausalLM(hf.OPTConfig(**OPT, **sizes, num_hidden_layers=num_layers, init_std=std))
 
 
 def _t5() -> hf.PreTrainedModel:
@@ -48,12 +48,14 @@ def _deberta(version: int) -> hf.PreTrainedModel:
 
 
 MODELS: dict[str, Callable[[], hf.PreTrainedModel]] = {
-    "peft-internal-testing/tiny-random-OPTForCausalLM": lambda: _opt(2),
-    "peft-internal-testing/opt-125m": lambda: _opt(12),  # the quantisation tests count its 24 layers
+    "peft-internal-testing/tiny-random-OPTForCausalLM": lambda: _opt(2, 32, 0.3),
+    "peft-internal-testing/opt-125m": lambda: _opt(12, 64, 0.05),  # quantisation: 24 layers are counted, blocks hold 64
     "peft-internal-testing/tiny-random-GPT2LMHeadModel": lambda: hf.GPT2LMHeadModel(hf.GPT2Config(**GPT)),
     "peft-internal-testing/tiny-random-GPTJForCausalLM": lambda: hf.GPTJForCausalLM(hf.GPTJConfig(**GPT, rotary_dim=4)),
     "trl-internal-testing/tiny-random-LlamaForCausalLM": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**LLAMA)),
-    "peft-internal-testing/tiny-dummy-qwen2": lambda: hf.Qwen2ForCausalLM(hf.Qwen2Config(**LLAMA)),
+    "peft-internal-testing/tiny-dummy-qwen2": lambda: hf.Qwen2ForCausalLM(
+        hf.Qwen2Config(**{**LLAMA, "initializer_range": 0.02})  # PEFT's conversion test counts on small weights here
+    ),
     "hf-internal-testing/tiny-random-Gemma3ForCausalLM": lambda: hf.Gemma3ForCausalLM(
         hf.Gemma3TextConfig(**LLAMA, head_dim=8)
     ),

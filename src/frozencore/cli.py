@@ -81,6 +81,9 @@ def tune(
     batch_size: Annotated[int, typer.Option(help="Rows in one forward pass.")] = 1,
     accumulation: Annotated[int, typer.Option(help="Forward passes in one optimiser step.")] = 8,
     seed: Seed = 42,
+    evaluate_on: Annotated[
+        str, typer.Option(help="evaluation, or validation: rows to choose options with, never evaluated.")
+    ] = "evaluation",
     num_train: Annotated[int | None, typer.Option(help="Training rows. Default: the protocol's.")] = None,
     num_evaluation: Annotated[int | None, typer.Option(help="Evaluation rows. Default: the protocol's.")] = None,
     max_length: MaxLength = None,
@@ -107,8 +110,8 @@ def tune(
     config = make_config(
         model=model, task=task, data=data, data_root=data_root, method=method, rank=rank,
         targets=_targets(targets), calibration_size=calibration_size, learning_rate=learning_rate, warmup=warmup,
-        epochs=epochs, batch_size=batch_size, accumulation=accumulation, seed=seed, num_train=num_train,
-        num_evaluation=num_evaluation, max_length=max_length, truncate=truncate, prompt_style=prompt_style,
+        epochs=epochs, batch_size=batch_size, accumulation=accumulation, seed=seed, evaluate_on=evaluate_on,
+        num_train=num_train, num_evaluation=num_evaluation, max_length=max_length, truncate=truncate, prompt_style=prompt_style,
         core={"alpha": alpha, "whiten": whiten, "fisher": fisher, "damping": damping, "coordinates": coordinates},
         dtype=dtype, device=device,
     )  # fmt: skip

@@ -13,6 +13,8 @@ from typing import Any
 
 import peft
 from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
 
 from frozencore.errors import ArtifactError
 
@@ -56,9 +58,12 @@ def write_model_card(
 def _describe(data: ModelCardData, config: Mapping[str, Any], license: str | None) -> None:
     data["library_name"] = "peft"
     lora = ["lora"] if config["peft_type"] == "LORA" else []
-    data["tags"] = sorted({*(data.get("tags") or []), _TAG, *lora})
-    if config.get("base_model_name_or_path") and not data.get("base_model"):
-        data["base_model"] = config["base_model_name_or_path"]
+    base = config.get("base_model_name_or_path") or data.get("base_model")
+    tags = {*(data.get("tags") or []), _TAG, *lora}
+    if not _is_hub_id(base):  # the hub refuses a card that names a local folder
+        tags = {tag for tag in tags if not tag.startswith("base_model:")}
+    data["tags"] = sorted(tags)
+    data["base_model"] = base if _is_hub_id(base) else None
     if license:
         data["license"] = license
 
@@ -69,11 +74,11 @@ def _lines(
     is_lora = config["peft_type"] == "LORA"
     base = config.get("base_model_name_or_path")
     facts = {
-        "Base model": f"`{base}`" if base else None,
+        "Base model": (f"`{base}`" if _is_hub_id(base) else f"a local folder, `{Path(base).name}`") if base else None,
         "Method": "LoRA, exported exactly from a frozen core" if is_lora else f"frozen core, `{config['constructor']}`",
         "Rank": config["r"],
         "Layers": _targets(config["target_modules"]),
-        "Calibrated on": calibration or _tokens(config.get("calibration_tokens")),
+        "Calibrated on": calibration or num_tokens(config.get("calibration_tokens")),
         "Scores": ", ".join(f"{name} {value:.4g}" for name, value in (scores or {}).items()) or None,
         "Licence": f"{license}; the base model's terms apply besides" if license else "not stated; ask the author",
     }
@@ -84,21 +89,31 @@ def _lines(
 
 def _loading(base: str | None, is_lora: bool) -> list[str]:
     own = [] if is_lora else ["import frozencore  # registers the method with PEFT"]
+    named = base if base and _is_hub_id(base) else "BASE_MODEL"
     return [
         *own,
         "from peft import PeftModel",
         "from transformers import AutoModelForCausalLM",
         "",
-        f'base = AutoModelForCausalLM.from_pretrained("{base or "BASE_MODEL"}")',
+        f'base = AutoModelForCausalLM.from_pretrained("{named}")',
         'model = PeftModel.from_pretrained(base, "THIS_FOLDER")',
     ]
+
+
+def _is_hub_id(name: str | None) -> bool:
+    try:
+        validate_repo_id(name or "")
+    except HFValidationError:
+        return False
+    return True
 
 
 def _targets(targets: Any) -> str:
     return f"`{targets}`" if isinstance(targets, str) else ", ".join(f"`{name}`" for name in sorted(targets or []))
 
 
-def _tokens(count: int | None) -> str | None:
+def num_tokens(count: int | None) -> str | None:
+    """The size of a calibration as a card says it."""
     return None if count is None else f"{count:,} tokens"
 
 

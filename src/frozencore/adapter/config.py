@@ -134,8 +134,8 @@ class FrozenCoreConfig(PeftConfig):
         """What is saved: as PEFT does, with the note that the bases are in the file beside it."""
         return {**super().to_dict(), "load_bases": True}
 
-    def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
+    def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:
         """As PEFT does; then fills in the card that PEFT has left empty, where there is one."""
-        super().save_pretrained(save_directory, **kwargs)
+        super().save_pretrained(str(save_directory), **kwargs)
         if (Path(save_directory) / CARD_FILE).exists():
             write_model_card(save_directory)

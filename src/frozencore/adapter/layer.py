@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from peft.tuners._buffer_dict import BufferDict
 from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
-from peft.utils import resolve_quantization_backend
+from peft.utils import quantization_extra_repr, resolve_quantization_backend
 from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers.pytorch_utils import Conv1D
@@ -50,10 +50,10 @@ class FrozenCoreLayer(BaseTunerLayer):
         """Add an adapter without a basis: zero P, Q and R."""
         rank = min(rank, self.in_features, self.out_features)
         device, dtype = self._device_and_dtype()
-        core = nn.utils.skip_init(  # a drawn initial value would move the user's RNG
-            nn.Linear, rank, rank, bias=False, device=device, dtype=torch.promote_types(dtype, torch.float32)
+        core = nn.Linear(rank, rank, bias=False, device="meta")  # a drawn initial value would move the user's RNG
+        core.weight = nn.Parameter(
+            torch.zeros(rank, rank, device=device, dtype=torch.promote_types(dtype, torch.float32))
         )
-        nn.init.zeros_(core.weight)
         self.frozencore_R[adapter_name] = core
         self.frozencore_P[adapter_name] = torch.zeros(self.out_features, rank, device=device, dtype=dtype)
         self.frozencore_Q[adapter_name] = torch.zeros(self.in_features, rank, device=device, dtype=dtype)
@@ -231,6 +231,9 @@ class FrozenCoreLinear(nn.Module, FrozenCoreLayer):
             if adapter_name in self.frozencore_R:
                 result = result + self._core_output(adapter_name, x).to(result.dtype)
         return result
+
+    def extra_repr(self) -> str:
+        return quantization_extra_repr(self)
 
     def __repr__(self) -> str:
         return "frozencore." + super().__repr__()

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from frozencore.adapter.card import write_model_card
+from frozencore.adapter.card import num_tokens, write_model_card
 from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.adapter.directory import CONFIG_FILE, WEIGHTS_FILE, Factors, read_adapter
 from frozencore.adapter.layer import PREFIX
@@ -95,7 +95,7 @@ def export_lora(
         save_file(_lora_tensors(adapter, named, rank, dtype), aside / WEIGHTS_FILE, metadata={"format": "pt"})
         config = _lora_config(adapter.config, rank, target_modules(named, adapter.base), fan_in_fan_out=conv1d)
         (aside / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
-        write_model_card(aside)
+        write_model_card(aside, calibration=num_tokens(adapter.config.calibration_tokens))
     return LoraExport(
         directory=Path(out),
         rank=rank,
@@ -143,9 +143,11 @@ def _lora_config(config: FrozenCoreConfig, rank: int, targets: list[str], *, fan
 def _from_model(model: nn.Module, adapter_name: str | None) -> _Adapter:
     configs: dict[str, Any] = getattr(model, "peft_config", {})
     known = [name for name, config in configs.items() if isinstance(config, FrozenCoreConfig)]
-    active = getattr(model, "active_adapters", None) if known else None
-    names = active() if callable(active) else active or known
-    wanted = [name for name in names if name in known] if adapter_name is None else [adapter_name]
+    wanted = known if adapter_name is None else [adapter_name]
+    if len(wanted) > 1:
+        active = getattr(model, "active_adapters", None)
+        names = active() if callable(active) else active or ()
+        wanted = [name for name in names if name in known]
     if len(wanted) != 1 or wanted[0] not in known:
         raise ConfigError(
             f"One frozen-core adapter is exported at a time, but {wanted or 'none'} came and the model has "

@@ -11,6 +11,7 @@ from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_PREFIX_MAPPIN
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from peft.utils import (
     TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING,
+    AuxiliaryTrainingWrapper,
     get_quantization_kwargs,
     resolve_quantization_backend,
 )
@@ -83,6 +84,13 @@ class FrozenCoreModel(BaseTuner):
                 "Name linear layers in target_modules; fused experts, embeddings and convolutions are not supported."
             )
         return FrozenCoreLinear(target, adapter_name, name, **get_quantization_kwargs(self))
+
+    def _replace_module(self, parent: nn.Module, child_name: str, new_module: nn.Module, child: nn.Module) -> None:
+        """As PEFT's, which on unloading would assign the computed weights of trainable tokens to their embedding."""
+        if isinstance(child, AuxiliaryTrainingWrapper):
+            setattr(parent, child_name, new_module)
+        else:
+            super()._replace_module(parent, child_name, new_module, child)
 
     @staticmethod
     def _build_from_weight(layer: FrozenCoreLayer, adapter_name: str, config: FrozenCoreConfig) -> None:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from frozencore.calibration.encoder_side import EncoderSide
 from frozencore.errors import CalibrationError
 from frozencore.moments import BACKWARD_MOMENTS, LayerMoments, MomentName
 
@@ -28,22 +29,24 @@ class _Tap(torch.autograd.Function):
     """Identity on y. ``anchor`` is a scalar with requires_grad: it starts the graph at layers without grad inputs."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, x: Tensor, anchor: Tensor, recorder: LayerRecorder) -> Tensor:
-        ctx.recorder = recorder
+    def forward(
+        ctx: Any, y: Tensor, x: Tensor, anchor: Tensor, recorder: LayerRecorder, tokens: CountedTokens
+    ) -> Tensor:
+        ctx.recorder, ctx.tokens = recorder, tokens
         ctx.save_for_backward(x, *([y] if recorder.reads_output else []))
         return y
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, None, None, None]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, None, None, None, None]:
         (delta,) = grad_outputs
         x, *output = ctx.saved_tensors
-        ctx.recorder.record(x, delta, output[0] if output else None)
-        return (delta if ctx.needs_input_grad[0] else None), None, None, None
+        ctx.recorder.record(x, delta, output[0] if output else None, ctx.tokens)
+        return (delta if ctx.needs_input_grad[0] else None), None, None, None, None
 
 
 @dataclass
 class CountedTokens:
-    """Which rows of the flattened (batch x time) activations count in the current batch."""
+    """Which rows of the flattened (batch x time) activations count in a batch."""
 
     num_rows: int
     rows: Tensor | None
@@ -85,9 +88,9 @@ class LayerRecorder:
     def reads_output(self) -> bool:
         return not self.capture.needs.isdisjoint({"output_outer", "output_total"})
 
-    def record(self, x: Tensor, delta: Tensor | None, y: Tensor | None) -> None:
+    def record(self, x: Tensor, delta: Tensor | None, y: Tensor | None, tokens: CountedTokens) -> None:
         """Add one call: input x (..., n), output error (..., m) and, if asked, output y (..., m)."""
-        needs, tokens = self.capture.needs, self.capture.tokens
+        needs = self.capture.needs
         x_all = x.reshape(-1, x.shape[-1])
         if x_all.shape[0] != tokens.num_rows:
             raise CalibrationError(
@@ -135,18 +138,29 @@ class LayerRecorder:
 
 
 class Capture:
-    """The recorders of one pass over a group of layers."""
+    """The recorders of one pass over a group of layers.
 
-    def __init__(self, needs: frozenset[MomentName], stats_device: torch.device | None) -> None:
+    ``tokens`` are those of the current batch, ``source_tokens`` the encoder's where a model has one.
+    """
+
+    def __init__(
+        self, needs: frozenset[MomentName], stats_device: torch.device | None, encoder: EncoderSide | None
+    ) -> None:
         self.needs = needs
         self.stats_device = stats_device
-        self.tokens = CountedTokens(0, None)
+        self.encoder = encoder
+        self.tokens = self.source_tokens = CountedTokens(0, None)
         self.recorders: dict[str, LayerRecorder] = {}
         self._latest: ReadInput | None = None
 
     @property
     def needs_backward(self) -> bool:
         return not self.needs.isdisjoint(BACKWARD_MOMENTS) or self.tokens.only_nonzero_delta
+
+    def tokens_of(self, layer: nn.Module, x: Tensor) -> CountedTokens:
+        """The counted tokens among the rows of a call's input."""
+        reads_source = self.encoder is not None and self.encoder.reads_source(layer, x)
+        return self.source_tokens if reads_source else self.tokens
 
     def read_input(self, x: Tensor, rows: Tensor | None) -> ReadInput:
         """Input-side sums of one call, computed once for layers that read the same tensor one after the other."""
@@ -166,6 +180,8 @@ class Capture:
     def finish_batch(self, batch_index: int) -> None:
         """Release what the batch held and refuse one that was not finite, naming the first layer that met it."""
         self._latest = None
+        if self.encoder is not None:
+            self.encoder.forget()
         # Inputs go bad from the front of the model on, output errors from its back.
         for side, attribute, first_met in (("input", "input_finite", 0), ("output error", "error_finite", -1)):
             flags = {name: getattr(recorder, attribute) for name, recorder in self.recorders.items()}
@@ -182,27 +198,34 @@ class Capture:
 
 @contextmanager
 def capturing(
-    layers: Mapping[str, nn.Module], needs: frozenset[MomentName], stats_device: torch.device | None = None
+    layers: Mapping[str, nn.Module],
+    needs: frozenset[MomentName],
+    stats_device: torch.device | None = None,
+    encoder: EncoderSide | None = None,
 ) -> Iterator[Capture]:
     """Record the named layers of a model while it runs; the hooks are gone afterwards, whatever happened."""
-    capture = Capture(needs, stats_device)
+    capture = Capture(needs, stats_device, encoder)
     handles: list[RemovableHandle] = []
     anchors: dict[torch.device, Tensor] = {}
 
-    def tap(recorder: LayerRecorder, args: tuple[Any, ...], kwargs: dict[str, Any], y: Tensor) -> Tensor | None:
+    def tap(
+        recorder: LayerRecorder, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], y: Tensor
+    ) -> Tensor | None:
         x = args[0] if args else next(iter(kwargs.values()))
+        tokens = capture.tokens_of(layer, x)
         if not capture.needs_backward:
-            recorder.record(x.detach(), None, y.detach() if recorder.reads_output else None)
+            recorder.record(x.detach(), None, y.detach() if recorder.reads_output else None, tokens)
             return None
         anchor = anchors.setdefault(y.device, torch.zeros((), device=y.device, requires_grad=True))
-        return _Tap.apply(y, x.detach(), anchor, recorder)
+        return _Tap.apply(y, x.detach(), anchor, recorder, tokens)
 
     try:
         for name, layer in layers.items():
             recorder = capture.recorders[name] = LayerRecorder(name, capture)
             handles.append(
                 layer.register_forward_hook(
-                    lambda _, args, kwargs, y, recorder=recorder: tap(recorder, args, kwargs, y), with_kwargs=True
+                    lambda layer, args, kwargs, y, recorder=recorder: tap(recorder, layer, args, kwargs, y),
+                    with_kwargs=True,
                 )
             )
         yield capture

@@ -9,7 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from frozencore.calibration.capture import Capture, CountedTokens, capturing
-from frozencore.calibration.loss import calibration_loss, counted_tokens, labels_of
+from frozencore.calibration.encoder_side import is_encoder_decoder, watching_encoder
+from frozencore.calibration.loss import (
+    calibration_loss,
+    counted_source_tokens,
+    counted_target_tokens,
+    counted_tokens,
+    labels_of,
+)
 from frozencore.calibration.options import CalibrationOptions
 from frozencore.calibration.preserve import preserved
 from frozencore.errors import CalibrationError, ConfigError
@@ -37,7 +44,8 @@ def collect_moments(
     The model runs in evaluation mode and is left exactly as it was: modes, hooks, gradients, RNG.
 
     Args:
-        model: A causal language model whose output has ``logits``; any model that returns ``loss`` also works.
+        model: A language model whose output has ``logits``, decoder-only or encoder-decoder; any model that returns
+            ``loss`` also works.
         batches: Dictionaries with ``input_ids``, ``attention_mask`` and ``labels`` (-100 on tokens without loss).
         layers: Modules with an input (..., n) and an output (..., m): names in ``model``, or a mapping from names
             of your own to modules.
@@ -100,7 +108,7 @@ def _collect_group(
     generator = seeded_generator(options.seed, "fisher labels")
     device = torch.device(options.stats_device) if options.stats_device else None
     num_examples, total = 0, _total_examples(batches)
-    with capturing(layers, needs, device) as capture:
+    with watching_encoder(model) as encoder, capturing(layers, needs, device, encoder) as capture:
         for index, batch in enumerate(batches):
             _run_batch(model, batch, capture, options, generator, index)
             num_examples += num_examples_of(batch)
@@ -121,12 +129,18 @@ def _run_batch(
 ) -> None:
     device = next(model.parameters()).device
     batch = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in batch.items()}
-    capture.tokens = CountedTokens.from_mask(
-        counted_tokens(batch, options), only_nonzero_delta=options.tokens == "nonzero_delta"
-    )
+    only_nonzero = options.tokens == "nonzero_delta"
+    if capture.encoder is not None:
+        capture.source_tokens = CountedTokens.from_mask(
+            counted_source_tokens(batch, options), only_nonzero_delta=only_nonzero
+        )
+        counted = counted_target_tokens(batch, options)
+    else:
+        counted = counted_tokens(batch, options)
+    capture.tokens = CountedTokens.from_mask(counted, only_nonzero_delta=only_nonzero)
     if not capture.needs_backward:
-        with torch.no_grad():
-            model(**{key: value for key, value in batch.items() if key != "labels"})
+        with torch.no_grad():  # a decoder that shifts its labels cannot run without them
+            model(**{key: value for key, value in batch.items() if key != "labels" or capture.encoder is not None})
     else:
         loss = _loss(model, batch, options, generator)
         if not loss.requires_grad:
@@ -140,16 +154,13 @@ def _run_batch(
 
 def _loss(model: nn.Module, batch: Batch, options: CalibrationOptions, generator: torch.Generator) -> Tensor:
     labels = labels_of(batch)
-    if not _is_causal_lm(model):
+    can_generate = getattr(model, "can_generate", None)
+    if can_generate is None or not can_generate():
         return model(**batch).loss * num_examples_of(batch)
+    if is_encoder_decoder(model):
+        return calibration_loss(model(**batch).logits, labels, options, generator, aligned=True)
     output = model(**{key: value for key, value in batch.items() if key != "labels"})
     return calibration_loss(output.logits, labels, options, generator)
-
-
-def _is_causal_lm(model: nn.Module) -> bool:
-    can_generate = getattr(model, "can_generate", None)
-    is_encoder_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-    return can_generate is not None and can_generate() and not is_encoder_decoder
 
 
 def _total_examples(batches: Iterable[Batch]) -> int | None:

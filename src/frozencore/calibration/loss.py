@@ -43,13 +43,18 @@ def calibration_loss(
     labels: Int[Tensor, "b t"],
     options: CalibrationOptions,
     generator: torch.Generator,
+    *,
+    aligned: bool = False,
 ) -> Float[Tensor, ""]:
     """Sum over the batch's examples of their loss, in float32 at least.
+
+    Args:
+        aligned: Position t predicts the label at t, as in a decoder whose inputs were shifted, not the next one.
 
     Raises:
         CalibrationError: No token of the batch carries a label.
     """
-    targets = predicted(labels)
+    targets = labels if aligned else predicted(labels)
     counted = targets.ne(IGNORED)
     if not counted.any():
         raise CalibrationError(
@@ -70,11 +75,32 @@ def calibration_loss(
 
 def counted_tokens(batch: Mapping[str, Tensor], options: CalibrationOptions) -> Bool[Tensor, "b t"]:
     """The tokens of a batch whose x and δ enter the moments."""
-    ids = batch["input_ids"] if "input_ids" in batch else batch["inputs_embeds"][..., 0]
-    mask = batch.get("attention_mask")
-    counted = torch.ones(ids.shape[:2], dtype=torch.bool, device=ids.device) if mask is None else mask.bool()
-    if options.skip_first:
-        counted = counted & (counted.cumsum(1) > options.skip_first)
+    counted = _text(_ids(batch), batch.get("attention_mask"), options)
     if options.tokens == "completion":
         counted = counted & predicted(labels_of(batch)).ne(IGNORED)
     return counted
+
+
+def counted_source_tokens(batch: Mapping[str, Tensor], options: CalibrationOptions) -> Bool[Tensor, "b s"]:
+    """The encoder's tokens of a batch; none of them is completion, so all that is not padding counts."""
+    return _text(_ids(batch), batch.get("attention_mask"), options)
+
+
+def counted_target_tokens(batch: Mapping[str, Tensor], options: CalibrationOptions) -> Bool[Tensor, "b t"]:
+    """The decoder's tokens of a batch: its mask if there is one, else those that predict a label."""
+    mask, labels = batch.get("decoder_attention_mask"), batch.get("labels")
+    if labels is None:
+        return _text(batch["decoder_input_ids"], mask, options)
+    predicts = labels.ne(IGNORED)
+    counted = _text(labels, predicts if mask is None else mask, options)
+    return counted & predicts if options.tokens == "completion" else counted
+
+
+def _ids(batch: Mapping[str, Tensor]) -> Tensor:
+    return batch["input_ids"] if "input_ids" in batch else batch["inputs_embeds"][..., 0]
+
+
+def _text(ids: Tensor, mask: Tensor | None, options: CalibrationOptions) -> Tensor:
+    """What is not padding, but for the first tokens."""
+    text = torch.ones(ids.shape[:2], dtype=torch.bool, device=ids.device) if mask is None else mask.bool()
+    return text & (text.cumsum(1) > options.skip_first) if options.skip_first else text

@@ -56,6 +56,7 @@ class RunConfig(_Strict):
         learning_rate: None is 5e-3 for cores and each baseline's own rate.
         epochs: None is the task's number, or 1 for own data.
         max_length: Tokens of a row; None is 512 or the model's context, whichever is less.
+        evaluate_on: ``validation`` scores on the held-out validation rows instead, to choose options with.
         num_train, num_evaluation: None are the task's sizes; own data holds out a tenth, at most 500 rows.
     """
 
@@ -77,6 +78,7 @@ class RunConfig(_Strict):
     max_length: int | None = Field(default=None, ge=2)
     truncate: bool = False
     prompt_style: PromptStyle = "auto"
+    evaluate_on: Literal["evaluation", "validation"] = "evaluation"
     num_train: int | None = Field(default=None, ge=1)
     num_evaluation: int | None = Field(default=None, ge=1)
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"

@@ -55,12 +55,15 @@ def prepare_rows(config: RunConfig, encoder: PromptEncoder) -> RunRows:
 
 def _task_rows(config: RunConfig, task: Task, encoder: PromptEncoder) -> RunRows:
     splits = split_task(task, config.data_root, num_train=config.num_train, num_evaluation=config.num_evaluation)
+    evaluation = splits.evaluation if config.evaluate_on == "evaluation" else splits.validation
+    if not evaluation:
+        raise DataError(f"Task {task.name!r} leaves no validation rows. Train on fewer with --num-train.")
     calibration = calibration_rows(splits.train, config.calibration_size, seed=config.seed)
     train, calibrate, held_out = (
         encoder.training_rows([encoder.render(example) for example in examples])
-        for examples in (splits.train, calibration, splits.evaluation)
+        for examples in (splits.train, calibration, evaluation)
     )
-    return RunRows(task, splits.evaluation, train, calibrate, held_out)
+    return RunRows(task, evaluation, train, calibrate, held_out)
 
 
 def _own_rows(config: RunConfig, path: Path, encoder: PromptEncoder) -> RunRows:

@@ -104,7 +104,8 @@ def targets_listed(lora: LoraDirectory) -> str | None:
 def targets_known_to_sglang(lora: LoraDirectory) -> str | None:
     """``get_default_hidden_dim`` of SGLang raises for other names, unless the model class brings its own."""
     targets = lora.config.get("target_modules")
-    unknown = [name for name in targets if name.rpartition(".")[2] not in _SGLANG_MODULES] if _names(targets) else []
+    listed = [name for name in targets if isinstance(name, str)] if isinstance(targets, list) else []
+    unknown = [name for name in listed if name.rpartition(".")[2] not in _SGLANG_MODULES]
     return f"target_modules names {', '.join(sorted(unknown))}" if unknown else None
 
 
@@ -134,7 +135,3 @@ def no_added_tokens(lora: LoraDirectory) -> str | None:
 def _mapping(lora: LoraDirectory, name: str) -> dict[str, Any]:
     value = lora.config.get(name)
     return value if isinstance(value, dict) else {}
-
-
-def _names(targets: object) -> bool:
-    return isinstance(targets, list) and all(isinstance(name, str) for name in targets)

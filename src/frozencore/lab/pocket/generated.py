@@ -37,9 +37,12 @@ class GeneratedSource:
     def rows(self, split: Split, data_root: Path | None = None) -> Sequence[Mapping[str, Any]]:
         """The rows of a split; ``data_root`` is not read.
 
-        Every ``num_kinds`` consecutive rows hold each kind once, so any leading part of a split is balanced.
+        Every ``num_kinds`` consecutive rows hold each kind once, so any leading part of a split is balanced. There is
+        no validation split of its own: rows that are not trained on serve.
         """
         drawn = _draw_rows(self)
+        if split == "validation":
+            return ()
         return drawn[: self.num_evaluation] if split == "evaluation" else drawn[self.num_evaluation :]
 
 

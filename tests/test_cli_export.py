@@ -1,0 +1,105 @@
+"""``frozencore export`` and ``frozencore check``: what a user types, sees, and gets as exit status."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from adapted import adapted, logits
+from frozencore import cli
+from frozencore.lab.pocket import pocket_model_path
+from tiny import tiny_qwen2
+
+Command = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    def run(*words: str | Path) -> tuple[int, str, str]:
+        capsys.readouterr()  # what the fixtures wrote
+        monkeypatch.setattr(sys, "argv", ["frozencore", *map(str, words)])
+        with pytest.raises(SystemExit) as exit_:
+            cli.main()
+        captured = capsys.readouterr()
+        return int(exit_.value.code or 0), captured.out, captured.err
+
+    return run
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> tuple[Path, Path, PeftModel]:
+    """An adapter folder, its base model's folder, and the model."""
+    model = adapted("random", trained=True, target_modules=["q_proj"])
+    tiny_qwen2().save_pretrained(tmp_path / "base")
+    model.save_pretrained(tmp_path / "adapter")
+    return tmp_path / "adapter", tmp_path / "base", model
+
+
+def test_export_to_lora_says_what_was_written_and_who_takes_it(
+    command: Command, saved: tuple[Path, Path, PeftModel], tmp_path: Path
+) -> None:
+    adapter, base, _ = saved
+    status, out, _ = command("export", adapter, "--base", base, "--to", "lora", "--out", tmp_path / "lora")
+    assert status == 0
+    assert "rank 3, 2 layers and 4 of zeros" in out
+    assert "Taken by: vLLM, SGLang, llama.cpp" in out
+    assert "--max-lora-rank 8" in out
+    assert command("check", tmp_path / "lora")[0] == 0
+
+
+def test_export_to_merged_writes_a_model_that_gives_the_same_logits(
+    command: Command, saved: tuple[Path, Path, PeftModel], tmp_path: Path
+) -> None:
+    adapter, base, model = saved
+    AutoTokenizer.from_pretrained(pocket_model_path()).save_pretrained(adapter)
+    status, out, _ = command("export", adapter, "--base", base, "--to", "merged", "--out", tmp_path / "merged")
+    assert (status, "Merged model" in out) == (0, True)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    torch.testing.assert_close(logits(merged), logits(model), atol=1e-5, rtol=1e-5)
+    assert AutoTokenizer.from_pretrained(tmp_path / "merged").vocab_size > 100
+    assert not (tmp_path / "merged" / "adapter_config.json").exists()
+
+
+def test_check_names_the_engines_that_refuse_and_the_way_out(
+    command: Command, saved: tuple[Path, Path, PeftModel], tmp_path: Path
+) -> None:
+    adapter, base, _ = saved
+    command("export", adapter, "--base", base, "--out", tmp_path / "lora")
+    config = tmp_path / "lora" / "adapter_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "use_rslora": True}))
+    status, out, _ = command("check", tmp_path / "lora")
+    assert status == 1
+    assert "Taken by: vLLM\n" in out
+    assert "Not taken by: SGLang, llama.cpp" in out
+    assert "lora_alpha = alpha times sqrt(r)" in out
+
+
+def test_bad_input_is_one_line_and_nothing_is_written(
+    command: Command, saved: tuple[Path, Path, PeftModel], tmp_path: Path
+) -> None:
+    adapter, base, _ = saved
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").write_text("")
+    before = sorted(tmp_path.iterdir())
+    for words, message in (
+        (["export", adapter, "--to", "gguf", "--out", tmp_path / "x"], "no export 'gguf'"),
+        (["export", adapter, "--dtype", "float8", "--out", tmp_path / "x"], "no dtype 'float8'"),
+        (["export", adapter, "--out", tmp_path / "x"], "--base on the command line"),
+        (["export", adapter, "--base", base, "--out", tmp_path / "full"], "is there already"),
+        (["export", adapter, "--base", tmp_path / "none", "--out", tmp_path / "x"], "cannot be read"),
+        (["export", adapter, "--to", "merged", "--base", tmp_path / "none", "--out", tmp_path / "x"], "cannot be read"),
+        (["export", base, "--out", tmp_path / "x"], "has no adapter_config.json"),
+        (["check", base], "has no adapter_config.json"),
+    ):
+        status, _, err = command(*words)
+        assert (status, err.count("\n")) == (2, 1), err
+        assert err.startswith("frozencore: ")
+        assert message in err
+    assert sorted(tmp_path.iterdir()) == before
