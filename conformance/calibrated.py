@@ -1,8 +1,8 @@
 """A basis for every adapter the moment it is injected: PEFT's tests know of no calibration.
 
-The moments come from seeded random activations and output errors of each layer's shape, not from the test's model:
-most of the tests' models have no loss to differentiate. From there on it is what a user gets:
-``frozencore.calibrate(model, moments=...)``.
+Language models (decoders and encoder-decoders) get the real pass, ``frozencore.calibrate(model, batches)``, on seeded
+token ids. Models without a language-model loss get moments of seeded random activations and output errors of each
+layer's shape, through ``frozencore.calibrate(model, moments=...)``: the same code from there on.
 """
 
 from __future__ import annotations
@@ -14,6 +14,13 @@ import torch
 from frozencore import FrozenCoreModel, LayerMoments, calibrate, frozen_core_layers
 
 NUM_TOKENS = 64
+# The quantisation tests lay one adapter on a quantised and on a plain model. Bases calibrated on each would differ, as
+# they should; equal moments give both the same.
+SAME_MOMENTS = "peft-internal-testing/opt-125m"
+BATCHES = [
+    {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+    for ids in torch.randint(3, 90, (2, 4, 8), generator=torch.Generator().manual_seed(0))
+]
 
 
 def seeded_moments(num_out: int, num_in: int) -> LayerMoments:
@@ -37,7 +44,12 @@ def basis_at_injection(tuner: type[FrozenCoreModel]) -> None:
         config = self.peft_config[adapter_name]
         layers = frozen_core_layers(model, adapter_name)
         on_meta = any(layer.factors(adapter_name)[2].is_meta for layer in layers.values())
-        if config.needs_calibration and not config.load_bases and not on_meta:
+        if not config.needs_calibration or config.load_bases or on_meta:
+            return
+        can_generate = getattr(model, "can_generate", None)
+        if can_generate is not None and can_generate() and model.name_or_path != SAME_MOMENTS:
+            calibrate(self, BATCHES, adapter_name=adapter_name, progress=False)
+        else:
             moments = {name: seeded_moments(layer.out_features, layer.in_features) for name, layer in layers.items()}
             calibrate(self, adapter_name=adapter_name, moments=moments, progress=False)
 

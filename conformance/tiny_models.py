@@ -37,7 +37,7 @@ def _t5() -> hf.PreTrainedModel:
 def _bart() -> hf.PreTrainedModel:
     sides = {f"{side}_{what}": size for side in ("encoder", "decoder")
              for what, size in (("layers", 2), ("attention_heads", 4), ("ffn_dim", 48))}  # fmt: skip
-    config = hf.BartConfig(vocab_size=96, d_model=32, max_position_embeddings=64, init_std=0.3, **sides)
+    config = hf.BartConfig(vocab_size=96, d_model=32, max_position_embeddings=64, init_std=0.5, **sides)
     return hf.BartForConditionalGeneration(config)
 
 
@@ -57,7 +57,7 @@ MODELS: dict[str, Callable[[], hf.PreTrainedModel]] = {
         hf.Qwen2Config(**{**LLAMA, "initializer_range": 0.02})  # PEFT's conversion test counts on small weights here
     ),
     "hf-internal-testing/tiny-random-Gemma3ForCausalLM": lambda: hf.Gemma3ForCausalLM(
-        hf.Gemma3TextConfig(**LLAMA, head_dim=8)
+        hf.Gemma3TextConfig(**LLAMA, head_dim=8, tie_word_embeddings=False)  # tied, it repeats its prompt for ever
     ),
     "peft-internal-testing/tiny-random-T5ForConditionalGeneration-calibrated": _t5,
     "peft-internal-testing/tiny-random-BartForConditionalGeneration": _bart,

@@ -111,7 +111,8 @@ def tune(
         model=model, task=task, data=data, data_root=data_root, method=method, rank=rank,
         targets=_targets(targets), calibration_size=calibration_size, learning_rate=learning_rate, warmup=warmup,
         epochs=epochs, batch_size=batch_size, accumulation=accumulation, seed=seed, evaluate_on=evaluate_on,
-        num_train=num_train, num_evaluation=num_evaluation, max_length=max_length, truncate=truncate, prompt_style=prompt_style,
+        num_train=num_train, num_evaluation=num_evaluation, max_length=max_length, truncate=truncate,
+        prompt_style=prompt_style,
         core={"alpha": alpha, "whiten": whiten, "fisher": fisher, "damping": damping, "coordinates": coordinates},
         dtype=dtype, device=device,
     )  # fmt: skip

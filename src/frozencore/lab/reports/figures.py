@@ -30,8 +30,8 @@ def accuracy_figure(records: Sequence[Mapping[str, Any]], path: Path, title: str
         _panel(axis, {record["method"]: record for record in records if record["task"] == task}, order)
         axis.set_title(task, fontsize=10)
     figure.suptitle(title, fontsize=11, x=0.01, ha="left")
-    handles, labels = axes[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="lower right", ncols=len(labels), fontsize=8, frameon=False)
+    lines = {label: handle for axis in axes[0] for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+    figure.legend(lines.values(), lines.keys(), loc="lower right", ncols=len(lines), fontsize=8, frameon=False)
     figure.tight_layout(rect=(0, 0.04, 1, 1))
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=160, metadata={"Software": None} if path.suffix == ".png" else None)

@@ -13,7 +13,7 @@ from frozencore.lab.record import provenance, write_text
 _STYLE = """
 :root { color-scheme: light dark; --fg: #1a1a1a; --bg: #fff; --line: #ccc; --soft: #555; }
 @media (prefers-color-scheme: dark) { :root { --fg: #eee; --bg: #16181c; --line: #444; --soft: #aaa; } }
-body { font: 16px/1.5 system-ui, sans-serif; color: var(--fg); background: var(--bg); max-width: 70rem;
+body { font: 16px/1.5 system-ui, sans-serif; color: var(--fg); background: var(--bg); max-width: 80rem;
   margin: 2rem auto; padding: 0 1rem; }
 figure { margin: 1rem 0; } img { max-width: 100%; background: #fff; border-radius: 4px; }
 .scroll { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
@@ -35,14 +35,14 @@ document.querySelectorAll('th button').forEach((button) => button.addEventListen
 _COLUMNS = {
     "task": "task",
     "method": "method",
-    "seed": "seed",
-    "trainable_parameters": "trained values",
     "accuracy_before": "accuracy before",
     "accuracy": "accuracy",
     "standard_error": "± se",
     "held_out_loss": "held-out loss",
     "calibration_s": "calibration s",
     "training_s": "training s",
+    "trainable_parameters": "trained values",
+    "seed": "seed",
 }
 
 
@@ -78,4 +78,4 @@ def write_page(
 def _shown(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.3f}"
-    return f"{value:,}" if isinstance(value, int) and value > 9999 else html.escape(str(value))
+    return f"{value:,}" if isinstance(value, int) and value > 999 else html.escape(str(value))
