@@ -15,13 +15,12 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from importlib.metadata import version
 from pathlib import Path
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
-from source import CACHE, fetch_quantisers, fetch_tests  # noqa: E402
+from source import CACHE, QUANTISERS, fetch_quantisers, fetch_tests, versions_of  # noqa: E402
 
 from frozencore import __version__  # noqa: E402
 
@@ -51,7 +50,7 @@ def run_suite(
     started = time.perf_counter()
     done = subprocess.run(
         [*command, *(str(tests / "tests" / f"test_{file}.py") for file in files)],
-        cwd=models, env={"OMP_NUM_THREADS": "1", **environment}, stdout=subprocess.DEVNULL if sabotage else None,
+        cwd=models, env={"OMP_NUM_THREADS": "1", **environment}, stdout=subprocess.DEVNULL if select else None,
     )  # fmt: skip
     if not outcomes.is_file():
         raise SystemExit(f"The suite did not run to its end for {constructor} (pytest exit status {done.returncode}).")
@@ -82,8 +81,8 @@ def main() -> int:
             print(f"  FAILED {case}: {reason}")
         if run["passed"] < FEWEST_CASES:
             print(f"  FAILED: {run['passed']} cases passed where at least {FEWEST_CASES} are expected")
-    packages = ("peft", "transformers", "torch", "accelerate", "pytest")
-    versions = {"python": platform.python_version(), "frozencore": __version__, **{p: version(p) for p in packages}}
+    packages = versions_of(("peft", "transformers", "torch", "accelerate", "pytest", *QUANTISERS))
+    versions = {"python": platform.python_version(), "frozencore": __version__, **packages}
     options.results.write_text(json.dumps({"versions": versions, "runs": runs}, indent=1) + "\n")
     return int(any(run["failed"] or run["passed"] < FEWEST_CASES for run in runs.values()))
 

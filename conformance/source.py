@@ -5,10 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 import tarfile
-from importlib.metadata import version
+from collections.abc import Iterable
+from importlib.metadata import distributions, version
+from importlib.util import find_spec
 from pathlib import Path
 
 CACHE = Path(__file__).parents[1] / "build" / "conformance"  # ignored by git
+QUANTISERS = ("bitsandbytes", "torchao")
 
 
 def fetch_tests() -> Path:
@@ -21,9 +24,8 @@ def fetch_tests() -> Path:
     folder = CACHE / name
     if not (folder / "tests").is_dir():
         CACHE.mkdir(parents=True, exist_ok=True)
-        # A release is built from one archive: reading it needs neither its dependencies nor a build.
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
-        options = ["--no-binary", ":all:", "--no-build-isolation", "--dest", str(CACHE), f"peft=={version('peft')}"]
+        options = ["--no-binary", ":all:", "--dest", str(CACHE), f"peft=={version('peft')}"]
         done = subprocess.run([*command, *options], capture_output=True, text=True)
         archive = CACHE / f"{name}.tar.gz"
         if not archive.is_file():
@@ -37,13 +39,20 @@ def fetch_tests() -> Path:
 
 
 def fetch_quantisers() -> Path:
-    """A folder with bitsandbytes and torchao, beside the environment; empty if the index does not give them.
+    """Where bitsandbytes and torchao lie, beside the environment, if it lacks them.
 
-    The quantisation tests then have no backend, and pytest says so.
+    The suite tests every quantiser that it can import; without any, its quantisation tests are counted as excluded.
     """
     folder = CACHE / "quantisers"
-    if not folder.is_dir():
+    missing = [name for name in QUANTISERS if find_spec(name) is None]
+    if missing and not folder.is_dir():
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
-        subprocess.run([*command, "--target", str(folder), "bitsandbytes", "torchao"], capture_output=True)
-        folder.mkdir(exist_ok=True)
+        subprocess.run([*command, "--target", str(folder), *missing], capture_output=True)
     return folder
+
+
+def versions_of(names: Iterable[str]) -> dict[str, str]:
+    """Versions of installed packages; those that are missing are left out."""
+    path = [*sys.path, str(CACHE / "quantisers")]
+    found = {name: next(iter(distributions(name=name, path=path)), None) for name in names}
+    return {name: package.version for name, package in found.items() if package is not None}

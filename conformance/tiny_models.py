@@ -29,6 +29,13 @@ def _opt(num_layers: int, width: int, std: float) -> hf.PreTrainedModel:
     return hf.OPTForCausalLM(hf.OPTConfig(**OPT, **sizes, num_hidden_layers=num_layers, init_std=std))
 
 
+def _gemma3() -> hf.PreTrainedModel:
+    """Its norms bound what attention adds: beside full-sized tied embeddings every adapter repeats the prompt."""
+    model = hf.Gemma3ForCausalLM(hf.Gemma3TextConfig(**LLAMA, head_dim=8, tie_word_embeddings=False))
+    model.get_input_embeddings().weight.data.mul_(0.05)
+    return model
+
+
 def _t5() -> hf.PreTrainedModel:
     sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "initializer_factor": 3.0}
     return hf.T5ForConditionalGeneration(hf.T5Config(vocab_size=96, **sizes, decoder_start_token_id=0))
@@ -56,9 +63,7 @@ MODELS: dict[str, Callable[[], hf.PreTrainedModel]] = {
     "peft-internal-testing/tiny-dummy-qwen2": lambda: hf.Qwen2ForCausalLM(
         hf.Qwen2Config(**{**LLAMA, "initializer_range": 0.02})  # PEFT's conversion test counts on small weights here
     ),
-    "hf-internal-testing/tiny-random-Gemma3ForCausalLM": lambda: hf.Gemma3ForCausalLM(
-        hf.Gemma3TextConfig(**LLAMA, head_dim=8, tie_word_embeddings=False)  # tied, it repeats its prompt for ever
-    ),
+    "hf-internal-testing/tiny-random-Gemma3ForCausalLM": _gemma3,
     "peft-internal-testing/tiny-random-T5ForConditionalGeneration-calibrated": _t5,
     "peft-internal-testing/tiny-random-BartForConditionalGeneration": _bart,
     "peft-internal-testing/tiny-random-BertModel": lambda: hf.BertModel(hf.BertConfig(**BERT)),
@@ -81,6 +86,7 @@ CONFIG_ONLY = "peft-internal-testing/tiny-opt-lora-revision"
 
 def build_models(folder: Path) -> None:
     """Write what is missing; the weights are a function of the hub id and the seed."""
+    hf.utils.logging.disable_progress_bar()
     for name, make in MODELS.items():
         if not (folder / name / "config.json").is_file():
             torch.manual_seed(SEED)

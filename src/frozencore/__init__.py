@@ -4,6 +4,7 @@ Importing this package registers the method with PEFT, so that ``peft.get_peft_m
 know :class:`FrozenCoreConfig`.
 """
 
+from frozencore.adapter.bases import get_bases, set_bases
 from frozencore.adapter.calibrate import Calibration, calibrate
 from frozencore.adapter.card import write_model_card
 from frozencore.adapter.config import FrozenCoreConfig
@@ -11,6 +12,7 @@ from frozencore.adapter.lora_export import export_lora
 from frozencore.adapter.merged_export import export_merged
 from frozencore.adapter.model import FrozenCoreModel, frozen_core_layers, register_with_peft
 from frozencore.adapter.serving import check_lora_directory
+from frozencore.adapter.swap import swap_core
 from frozencore.basis import Basis
 from frozencore.calibration.collect import collect_moments
 from frozencore.calibration.options import CalibrationOptions
@@ -59,13 +61,16 @@ __all__ = [
     "fcca_basis",
     "filora_basis",
     "frozen_core_layers",
+    "get_bases",
     "load_moments",
     "lora_xs_basis",
     "milora_basis",
     "random_basis",
     "rawgrad_basis",
     "save_moments",
+    "set_bases",
     "signgrad_basis",
+    "swap_core",
     "vera_basis",
     "write_model_card",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 def fingerprint_tensors(tensors: Iterable[tuple[str, Tensor]]) -> str:
@@ -20,9 +21,19 @@ def fingerprint_tensors(tensors: Iterable[tuple[str, Tensor]]) -> str:
     for name, tensor in tensors:
         digest.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
         if tensor.device.type != "meta":
-            flat = tensor.detach().cpu().contiguous().flatten()
-            digest.update(flat.view(torch.uint8).numpy().data if flat.numel() else b"")
+            for stored in _stored(tensor.detach()):
+                flat = stored.cpu().contiguous().flatten()
+                digest.update(flat.view(torch.uint8).numpy().data if flat.numel() else b"")
     return digest.hexdigest()
+
+
+def _stored(tensor: Tensor) -> Iterator[Tensor]:
+    """The plain tensors in which a tensor's values lie: itself, or codes and scales of a quantised one (torchao)."""
+    if not is_traceable_wrapper_subclass(tensor):
+        yield tensor
+        return
+    for attribute in tensor.__tensor_flatten__()[0]:
+        yield from _stored(getattr(tensor, attribute))
 
 
 def fingerprint_model(model: nn.Module) -> str:

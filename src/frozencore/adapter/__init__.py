@@ -1,1 +1,12 @@
 """Frozen cores as a PEFT method: config, layer, tuner, and the calibration that fixes their bases."""
+
+from importlib.metadata import version
+
+OLDEST_PEFT = (0, 21)  # the tuner overrides methods that earlier versions do not have
+
+_installed = version("peft")
+if tuple(int(part) for part in _installed.split(".")[:2]) < OLDEST_PEFT:
+    raise ImportError(
+        f"frozencore needs peft {'.'.join(map(str, OLDEST_PEFT))} or newer, but {_installed} is installed. "
+        "Run: pip install -U peft"
+    )

@@ -14,14 +14,22 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 from tqdm.auto import tqdm
 
+from frozencore.adapter.calibratable import adapter_for_new_bases
 from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.adapter.layer import FrozenCoreLayer
-from frozencore.adapter.model import frozen_core_layers
 from frozencore.basis import Basis
-from frozencore.calibration.collect import Batch, collect_moments, take_examples
+from frozencore.calibration.collect import collect_moments
+from frozencore.calibration.examples import Collator, batches_from
 from frozencore.calibration.options import CalibrationOptions
+from frozencore.calibration.shards import (
+    all_ranks_or_none,
+    assign_owners,
+    own_rank,
+    reduce_moments,
+    share_bases,
+)
 from frozencore.constructors import LayerEvidence, build_basis
-from frozencore.errors import CalibrationError, ConfigError
+from frozencore.errors import CalibrationError
 from frozencore.moments import LayerMoments, spread
 
 Report = Callable[[str, int, int | None], None]
@@ -60,9 +68,11 @@ class Calibration:
 
 def calibrate(
     model: nn.Module,
-    data: Iterable[Batch] | None = None,
+    data: Iterable[Any] | None = None,
     *,
     adapter_name: str | None = None,
+    collator: Collator | None = None,
+    batch_size: int | None = None,
     num_examples: int | None = None,
     options: CalibrationOptions | None = None,
     moments: Mapping[str, LayerMoments] | None = None,
@@ -73,13 +83,20 @@ def calibrate(
 
     Args:
         model: A model with a frozen-core adapter, from ``peft.get_peft_model``.
-        data: Batches with ``input_ids``, ``attention_mask`` and ``labels``; read once (once per layer group).
+        data: Batches with ``input_ids``, ``attention_mask`` and ``labels``: a DataLoader, or any iterable that ends.
+            With ``collator``, tokenised rows: a ``datasets.Dataset``, a PyTorch dataset, or a list. Read once (once
+            per layer group).
         adapter_name: The adapter to calibrate; the active one by default.
-        num_examples: Stop after that many examples; an endless loader needs it.
+        collator: Makes a batch of a list of rows, as in ``Trainer``.
+        batch_size: Rows in a batch that the collator makes; 8 by default.
+        num_examples: Stop after that many examples; data without an end, and streams, need it.
         options: Options of the pass, see :class:`frozencore.calibration.options.CalibrationOptions`.
         moments: Moments collected before, by layer name, instead of ``data``.
         reset: Allow a new basis under a core that has been trained (the core is lost).
         progress: Show a bar, stay silent, or call a function of your own.
+
+    In a process group (``torchrun``, ``accelerate launch``) every rank calls this with its own share of the examples,
+    before the model is wrapped; all ranks then hold the same bases.
 
     Returns:
         What was found in each layer. The model's weights, modes, hooks, gradients and RNG are as before.
@@ -87,29 +104,31 @@ def calibrate(
     Raises:
         CalibrationError: Nothing to calibrate, a trained core without ``reset``, merged adapters, or bad moments.
             No basis is changed then.
+        DataError: The data are not batches, or rows that the collator cannot read.
     """
-    adapter_name, config = _adapter_to_calibrate(model, adapter_name)
-    layers = frozen_core_layers(model, adapter_name)
-    _refuse_merged(model)
-    _refuse_trained(layers, adapter_name, reset)
+    adapter_name, config, layers = adapter_for_new_bases(model, adapter_name, reset=reset)
     needs = config.constructor_entry.needs(config.basis_options())
+    owners = assign_owners({name: (layer.out_features, layer.in_features) for name, layer in layers.items()})
     started = time.perf_counter()
     with _reporting(progress) as report:
         if needs and moments is None:
             if data is None:
                 raise CalibrationError(f"{config.constructor} reads data: call calibrate(model, dataloader).")
-            batches = data if num_examples is None else list(take_examples(data, num_examples))
-            with _adapters_off(model):
+            with all_ranks_or_none(), _adapters_off(model):
                 moments = collect_moments(
                     model,
-                    batches,
+                    batches_from(data, collator=collator, batch_size=batch_size, num_examples=num_examples),
                     {name: layer.get_base_layer() for name, layer in layers.items()},
                     needs=needs,
                     options=options,
                     progress=lambda done, total: report("calibration", done, total),
                 )
+            moments = reduce_moments(moments, owners)
         collected = time.perf_counter()
-        bases = _build_bases(layers, adapter_name, config, moments or {}, report)
+        own = {name: layer for name, layer in layers.items() if owners[name] == own_rank()}
+        with all_ranks_or_none():
+            bases = _build_bases(own, adapter_name, config, moments or {}, report)
+    bases = share_bases(bases, owners, {name: layer.factors(adapter_name)[:2] for name, layer in layers.items()})
     for name, layer in layers.items():
         layer.set_basis(
             adapter_name, bases[name], initial_step=config.initial_step, random_core=not config.init_weights
@@ -122,40 +141,6 @@ def calibrate(
         collect_s=collected - started,
         build_s=time.perf_counter() - collected,
     )
-
-
-def _adapter_to_calibrate(model: nn.Module, adapter_name: str | None) -> tuple[str, FrozenCoreConfig]:
-    configs: dict[str, Any] = getattr(model, "peft_config", {})
-    if adapter_name is None and configs:  # a model of transformers without adapters raises for its active ones
-        active = getattr(model, "active_adapters", None)
-        names = active() if callable(active) else active
-        adapter_name = next(iter(names or configs), None)
-    config = configs.get(adapter_name) if adapter_name is not None else None
-    if adapter_name is None or not isinstance(config, FrozenCoreConfig):
-        known = [name for name, other in configs.items() if isinstance(other, FrozenCoreConfig)]
-        raise ConfigError(
-            f"calibrate needs a frozen-core adapter, but the model has {known or 'none'} and {adapter_name!r} was "
-            "asked for. Call peft.get_peft_model(model, FrozenCoreConfig(...)) first."
-        )
-    return adapter_name, config
-
-
-def _refuse_merged(model: nn.Module) -> None:
-    for name, layer in model.named_modules():
-        if isinstance(layer, BaseTunerLayer) and layer.merged:
-            raise CalibrationError(
-                f"Calibration looks at the base weights, but layer {name!r} has an adapter merged into them. "
-                "Call unmerge_adapter() first."
-            )
-
-
-def _refuse_trained(layers: Mapping[str, FrozenCoreLayer], adapter_name: str, reset: bool) -> None:
-    for name, layer in layers.items():
-        if not reset and bool(layer.factors(adapter_name)[2].any()):
-            raise CalibrationError(
-                f"The core of layer {name!r} is not zero: a new basis under it would change what it means. "
-                "Pass reset=True to give up what it learned."
-            )
 
 
 @contextmanager

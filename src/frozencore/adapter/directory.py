@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -51,10 +52,15 @@ def read_adapter(directory: str | Path) -> tuple[FrozenCoreConfig, dict[str, Fac
         )
     known = {field.name for field in fields(FrozenCoreConfig)}
     config = FrozenCoreConfig(**{key: value for key, value in values.items() if key in known})
-    return config, _factors(directory, tensors)
+    return config, layer_factors(str(directory), tensors)
 
 
-def _factors(directory: Path, tensors: dict[str, Tensor]) -> dict[str, Factors]:
+def layer_factors(origin: str, tensors: Mapping[str, Tensor]) -> dict[str, Factors]:
+    """Factors by layer name, from the tensors of an adapter file or of PEFT's adapter state dict.
+
+    Raises:
+        ArtifactError: A layer lacks one of its factors, or there is none.
+    """
     layers: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
         layer, found, rest = key.removeprefix(_BASE).partition(f".{PREFIX}")
@@ -62,7 +68,7 @@ def _factors(directory: Path, tensors: dict[str, Tensor]) -> dict[str, Factors]:
             layers.setdefault(layer, {})[rest.removesuffix(".weight")] = tensor
     for layer, parts in layers.items():
         if parts.keys() != {"P", "Q", "R"}:
-            raise ArtifactError(f"Layer {layer!r} of {directory} has {sorted(parts)} where P, Q and R are needed.")
+            raise ArtifactError(f"Layer {layer!r} of {origin} has {sorted(parts)} where P, Q and R are needed.")
     if not layers:
-        raise ArtifactError(f"{directory} holds no frozen core. Save the adapter again.")
+        raise ArtifactError(f"{origin} holds no frozen core. Save the adapter again.")
     return {layer: Factors(**parts) for layer, parts in layers.items()}

@@ -6,6 +6,7 @@ is set P and Q are zero, so the layer is its base layer.
 
 from __future__ import annotations
 
+import copy
 import warnings
 from typing import Any
 
@@ -33,9 +34,14 @@ class FrozenCoreLayer(BaseTunerLayer):
     adapter_layer_names = ("frozencore_R",)
     other_param_names = ("frozencore_P", "frozencore_Q", "frozencore_scale", "frozencore_ready")
 
-    def __init__(self, base_layer: nn.Module, name: str, **kwargs: Any) -> None:
+    def __init__(self, base_layer: nn.Module, name: str, *, dtype: torch.dtype = torch.float32, **kwargs: Any) -> None:
+        """
+        Args:
+            dtype: Of the model, for a quantised weight that does not tell in what dtype it computes.
+        """
         self.base_layer = base_layer
         self.name = name
+        self.model_dtype = dtype
         self.quantization_backend = resolve_quantization_backend(self.get_base_layer(), **kwargs)
         self.frozencore_P = BufferDict({}, persistent=True)
         self.frozencore_Q = BufferDict({}, persistent=True)
@@ -44,6 +50,7 @@ class FrozenCoreLayer(BaseTunerLayer):
         self.frozencore_ready: dict[str, bool] = {}
         self._disable_adapters = False
         self.merged_adapters: list[str] = []
+        self._unmerged: list[nn.Module] = []  # in a list, where torch does not take it for a part of the model
         self.out_features, self.in_features = layer_shape(self.get_base_layer())
 
     def update_layer(self, adapter_name: str, rank: int, scale: float, *, inference_mode: bool) -> None:
@@ -99,8 +106,18 @@ class FrozenCoreLayer(BaseTunerLayer):
         return self.frozencore_P[adapter_name].shape[1]
 
     def dense_weight(self) -> Tensor:
-        """W as m x n in floating point: dequantised if need be, Conv1D transposed. The stored weight is not changed."""
-        weight = self.get_base_weight()
+        """W as m x n in floating point: dequantised if need be, Conv1D transposed. The stored weight is not changed.
+
+        Raises:
+            ModelError: The quantiser cannot give its weight back.
+        """
+        try:
+            weight = self.get_base_weight()
+        except (TypeError, NotImplementedError) as error:
+            raise ModelError(
+                f"The quantised weight of layer {self.name!r} cannot be read: {error} "
+                "Use a constructor that does not look at weights, such as fcca, or an unquantised base model."
+            ) from error
         return weight.mT if isinstance(self.get_base_layer(), Conv1D) else weight
 
     def get_delta_weight(self, adapter_name: str) -> Tensor:
@@ -114,9 +131,14 @@ class FrozenCoreLayer(BaseTunerLayer):
 
         Args:
             safe_merge: Check the result for NaN and Inf before it replaces the weight.
+
+        Raises:
+            ModelError: The quantiser cannot take a changed weight.
         """
         for adapter_name in check_adapters_to_merge(self, adapter_names):
             if adapter_name in self.frozencore_R:
+                if self.quantization_backend is not None and not self.merged:
+                    self._set_quantised_layer_aside()
                 self._add_to_weight(adapter_name, 1.0, check=safe_merge)
                 self.merged_adapters.append(adapter_name)
 
@@ -124,18 +146,40 @@ class FrozenCoreLayer(BaseTunerLayer):
         """Take all merged updates out of the base weight again."""
         if not self.merged:
             warnings.warn("Already unmerged. Nothing to do.", stacklevel=2)
+        if self._unmerged:
+            self._innermost().base_layer = self._unmerged.pop()
+            self.merged_adapters.clear()
         while self.merged_adapters:
             self._add_to_weight(self.merged_adapters.pop(), -1.0, check=False)
 
     def supports_lora_conversion(self, adapter_name: str = "default") -> bool:
         return True
 
-    def _add_to_weight(self, adapter_name: str, sign: float, *, check: bool) -> None:
-        if self.quantization_backend is not None and not self.quantization_backend.supports_merge:
+    def _set_quantised_layer_aside(self) -> None:
+        """Merge into a copy: a weight that was rounded to its grid again does not come back by subtraction."""
+        backend = self.quantization_backend
+        if not backend.supports_merge:
             raise ModelError(
-                f"A weight quantised by {self.quantization_backend.backend_name} cannot take a merged update. "
+                f"A weight quantised by {backend.backend_name} cannot take a merged update. "
                 "Keep the adapter unmerged, or load the base model without quantisation."
             )
+        warnings.warn(
+            f"Merging rounds the sum to the grid of {backend.backend_name} weights, which changes what the model says. "
+            "Measure the merged model, or keep the adapter unmerged.",
+            stacklevel=3,
+        )
+        owner = self._innermost()
+        self._unmerged = [owner.base_layer]
+        owner.base_layer = copy.deepcopy(owner.base_layer)
+
+    def _innermost(self) -> Any:
+        """The adapter layer, this one or one below it, that holds the plain layer."""
+        owner: Any = self
+        while isinstance(owner.base_layer, BaseTunerLayer):
+            owner = owner.base_layer
+        return owner
+
+    def _add_to_weight(self, adapter_name: str, sign: float, *, check: bool) -> None:
         weight = self.get_base_weight()
         merged = (weight.to(torch.promote_types(weight.dtype, torch.float32))) + sign * self.get_delta_weight(
             adapter_name
@@ -147,7 +191,7 @@ class FrozenCoreLayer(BaseTunerLayer):
     def _core_output(self, adapter_name: str, x: Tensor) -> Tensor:
         """``s·P R Qᵀ x`` for inputs (..., n)."""
         P, Q, R = self.factors(adapter_name)
-        if self.training and not self.frozencore_ready[adapter_name]:
+        if self.training:
             self._require_basis(adapter_name)
         z = linear(self._cast_input_dtype(x, Q.dtype), Q.mT)
         z = linear(z.to(R.dtype), R * self.frozencore_scale[adapter_name])
@@ -173,8 +217,11 @@ class FrozenCoreLayer(BaseTunerLayer):
                 result = result.index_add(0, torch.tensor(mine, device=x.device), update)
         return result
 
+    @torch.compiler.assume_constant_result  # it looks at values, which would break a compiled graph
     def _require_basis(self, adapter_name: str) -> None:
         """A loaded basis is not zero; one that was never set is, and must not be trained."""
+        if self.frozencore_ready[adapter_name]:
+            return
         if not bool(self.frozencore_P[adapter_name].any()):
             raise CalibrationError(
                 f"A frozen core needs a basis before training, but layer {self.name!r} of adapter {adapter_name!r} "
@@ -200,7 +247,7 @@ class FrozenCoreLayer(BaseTunerLayer):
 
     def _device_and_dtype(self) -> tuple[torch.device, torch.dtype]:
         device, dtype = self._get_base_layer_device_and_dtype(self.get_base_layer())
-        usable = dtype if dtype is not None and dtype.is_floating_point and dtype.itemsize > 1 else torch.float32
+        usable = dtype if dtype is not None and dtype.is_floating_point and dtype.itemsize > 1 else self.model_dtype
         return device if device is not None else torch.device("cpu"), usable
 
 

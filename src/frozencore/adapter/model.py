@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_PREFIX_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
+from peft.tuners.lora import LoraModel
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from peft.utils import (
     TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING,
@@ -22,6 +24,7 @@ from transformers.pytorch_utils import Conv1D
 from frozencore.adapter.config import FrozenCoreConfig, FrozenCoreType
 from frozencore.adapter.layer import PREFIX, FrozenCoreLayer, FrozenCoreLinear
 from frozencore.adapter.mixed_batch import adapter_of_each_row
+from frozencore.calibration.quantised import keep_weights
 from frozencore.constructors import LayerEvidence, build_basis
 from frozencore.errors import ModelError
 
@@ -39,8 +42,11 @@ class FrozenCoreModel(BaseTuner):
         for model_type, targets in TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.items()
     }
 
+    _add_modules_to_save_to_tie = LoraModel._add_modules_to_save_to_tie  # it speaks of embeddings, not of LoRA
+
     def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         """As PEFT does; says once which layers are too narrow for their rank."""
+        keep_weights(model)
         super().inject_adapter(model, adapter_name, *args, **kwargs)
         layers = frozen_core_layers(model, adapter_name)
         config = self.peft_config[adapter_name]
@@ -83,7 +89,8 @@ class FrozenCoreModel(BaseTuner):
                 f"A frozen core sits on a linear layer, but target {name!r} is a {type(base).__name__}. "
                 "Name linear layers in target_modules; fused experts, embeddings and convolutions are not supported."
             )
-        return FrozenCoreLinear(target, adapter_name, name, **get_quantization_kwargs(self))
+        dtype = getattr(self.model, "dtype", torch.float32)
+        return FrozenCoreLinear(target, adapter_name, name, dtype=dtype, **get_quantization_kwargs(self))
 
     def _replace_module(self, parent: nn.Module, child_name: str, new_module: nn.Module, child: nn.Module) -> None:
         """As PEFT's, which on unloading would assign the computed weights of trainable tokens to their embedding."""
@@ -110,6 +117,15 @@ class FrozenCoreModel(BaseTuner):
             return
         with adapter_of_each_row(self, names, num_beams=kwargs.get("num_beams") or 1):
             yield
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
+        """The bases, by their names in a PeftModel: DistributedDataParallel would broadcast them at every forward.
+
+        They are equal on all ranks from the start: calibration shares them, seeds fix the others.
+        """
+        names = (f"base_model.model.{name}" for name, _ in self.model.named_buffers())
+        return [name for name in names if f".{PREFIX}" in name]
 
     def _cast_adapter_dtype(self, adapter_name: str, autocast_adapter_dtype: bool = True) -> None:
         """R float32, or as the base model if the user says so; PEFT's own cast would widen P and Q as well."""

@@ -19,7 +19,7 @@ from frozencore.calibration.loss import (
 )
 from frozencore.calibration.options import CalibrationOptions
 from frozencore.calibration.preserve import preserved
-from frozencore.errors import CalibrationError, ConfigError
+from frozencore.errors import CalibrationError, ConfigError, DataError
 from frozencore.linalg import seeded_generator
 from frozencore.moments import LayerMoments, MomentName
 
@@ -85,16 +85,33 @@ def take_examples(batches: Iterable[Batch], num_examples: int) -> Iterable[Batch
     if num_examples < 1:
         raise ConfigError(f"The number of calibration examples must be at least 1, but {num_examples} came.")
     left = num_examples
-    for batch in batches:
+    for index, batch in enumerate(batches):
+        _require_batch(batch, index)
         yield {key: value[:left] if isinstance(value, Tensor) and value.ndim else value for key, value in batch.items()}
         left -= num_examples_of(batch)
         if left <= 0:  # before the loader is asked for a batch that nobody needs
             return
 
 
+def is_batch(data: Any) -> bool:
+    """Whether this is a dictionary that holds rows of tensors."""
+    return isinstance(data, Mapping) and num_examples_of(data) > 0 and getattr(data.get("input_ids"), "ndim", 2) > 1
+
+
 def num_examples_of(batch: Batch) -> int:
     """Rows of a batch."""
     return next((value.shape[0] for value in batch.values() if isinstance(value, Tensor) and value.ndim), 0)
+
+
+def _require_batch(batch: Any, index: int) -> None:
+    if not is_batch(batch):
+        what = type(batch).__name__
+        if isinstance(batch, Mapping):
+            what = ", ".join(f"{key!r}: {type(value).__name__}" for key, value in batch.items())
+        raise DataError(
+            f"Calibration takes batches, dictionaries of tensors with one row per example, but number {index} is "
+            f"{what}. Give a DataLoader, or rows with a collator."
+        )
 
 
 def _collect_group(
@@ -127,6 +144,7 @@ def _run_batch(
     generator: torch.Generator,
     index: int,
 ) -> None:
+    _require_batch(batch, index)
     device = next(model.parameters()).device
     batch = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in batch.items()}
     only_nonzero = options.tokens == "nonzero_delta"

@@ -87,10 +87,14 @@ def counted_source_tokens(batch: Mapping[str, Tensor], options: CalibrationOptio
 
 
 def counted_target_tokens(batch: Mapping[str, Tensor], options: CalibrationOptions) -> Bool[Tensor, "b t"]:
-    """The decoder's tokens of a batch: its mask if there is one, else those that predict a label."""
+    """The decoder's tokens of a batch: its mask if there is one, else those that predict a label.
+
+    Without labels per token, as in a classifier, the decoder reads what it is given, or the source once more.
+    """
     mask, labels = batch.get("decoder_attention_mask"), batch.get("labels")
-    if labels is None:
-        return _text(batch["decoder_input_ids"], mask, options)
+    if labels is None or labels.ndim < 2:
+        ids = batch.get("decoder_input_ids")
+        return counted_source_tokens(batch, options) if ids is None else _text(ids, mask, options)
     predicts = labels.ne(IGNORED)
     counted = _text(labels, predicts if mask is None else mask, options)
     return counted & predicts if options.tokens == "completion" else counted

@@ -18,7 +18,7 @@ class CalibrationOptions:
 
     Attributes:
         tokens: Which tokens count: every one that is not padding, those that predict a completion token, or those
-            with a nonzero output error.
+            with a nonzero output error. An encoder's tokens predict none, so there ``completion`` counts as ``nonpad``.
         skip_first: Tokens at the start of each sequence that do not count (attention sinks).
         weighting: ``example_mean``: the loss of an example is the mean over its completion tokens and examples weigh
             equally; ``token_sum``: tokens weigh equally.

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from frozencore.calibration.quantised import use_training_kernels
 from frozencore.randomness import own_random_state
 
 
@@ -30,6 +31,7 @@ def preserved(model: nn.Module) -> Iterator[None]:
         model.eval()
         for parameter in model.parameters():
             parameter.requires_grad_(False)
+        use_training_kernels(model, undo)
         _without_cache(model, undo)
         for module in model.modules():
             if isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing:

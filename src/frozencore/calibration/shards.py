@@ -1,13 +1,13 @@
 """Calibration on several ranks: each sums its own examples, and each layer has one owner, which builds its basis.
 
-The sums are reduced once, each layer's to its owner; the owners' bases then go to every rank, so that all hold the same
-bytes. Without a process group there is one rank, which owns every layer.
+The sums are reduced once: matrices to the layer's owner, vectors and counts to all. The owners' bases then go to every
+rank, so that all hold the same bytes. Without a process group there is one rank, which owns every layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -31,67 +31,82 @@ def own_rank() -> int:
     return dist.get_rank() if num_ranks() > 1 else 0
 
 
-def assign_owners(shapes: Mapping[str, Shape], ranks: int) -> dict[str, int]:
-    """A rank for each layer, such that the work of the SVDs, about ``m n min(m, n)``, is spread evenly."""
-    load = [0] * ranks
+def assign_owners(shapes: Mapping[str, Shape], ranks: int | None = None) -> dict[str, int]:
+    """A rank for each layer, such that the work of the SVDs, about ``m n min(m, n)``, is spread evenly.
+
+    Args:
+        ranks: How many there are; those of the process group by default.
+    """
+    load = [0] * (ranks or num_ranks())
     owners = {}
     for name in sorted(shapes, key=lambda name: (-_svd_cost(shapes[name]), name)):
-        owners[name] = min(range(ranks), key=load.__getitem__)
+        owners[name] = min(range(len(load)), key=load.__getitem__)
         load[owners[name]] += _svd_cost(shapes[name])
     return owners
 
 
-def agree_on_success(error: Exception | None) -> None:
-    """Raise on every rank if a rank failed: its own error there, a line that names the rank elsewhere.
+@contextmanager
+def all_ranks_or_none() -> Iterator[None]:
+    """Work that every rank does on its own, and that none goes on from if one of them failed.
 
     Raises:
-        CalibrationError: Another rank failed or is gone.
+        CalibrationError: Another rank failed or is gone; the one that failed raises its own error.
     """
-    if num_ranks() > 1:
-        failed = torch.full((num_ranks(),), 0, device=_device())
-        failed[own_rank()] = int(error is not None)
+    if num_ranks() == 1:
+        yield
+        return
+    failed = torch.zeros(num_ranks(), dtype=torch.long, device=_device())
+    try:
+        yield
+    except Exception:
+        failed[own_rank()] = 1
         _together(partial(dist.all_reduce, failed))
-        if error is None and failed.any():
-            raise CalibrationError(f"Calibration failed on rank {int(failed.argmax())}; its own message says why.")
-    if error is not None:
-        raise error
+        raise
+    _together(partial(dist.all_reduce, failed))
+    if failed.any():
+        raise CalibrationError(f"Calibration failed on rank {int(failed.argmax())}; its own message says why.")
 
 
-def reduce_to_owners(moments: Mapping[str, LayerMoments], owners: Mapping[str, int]) -> dict[str, LayerMoments]:
-    """The whole sums of the layers that this rank owns; the others are dropped."""
+def reduce_moments(moments: Mapping[str, LayerMoments], owners: Mapping[str, int]) -> dict[str, LayerMoments]:
+    """The sums over all ranks. Matrices reach the owner alone: elsewhere a layer keeps its count and its vectors."""
     if num_ranks() == 1:
         return dict(moments)
-    mine = {}
-    for name, layer in moments.items():
-        counts = torch.tensor(layer.num_tokens, device=_device())
-        sums = {moment: getattr(layer, moment).to(_device()) for moment in layer.names()}
-        for tensor in (counts, *sums.values()):
-            _together(partial(dist.reduce, tensor, dst=owners[name]))
-        if owners[name] == own_rank():
-            mine[name] = replace(layer, num_tokens=int(counts), **sums)
-    return mine
+    return {name: _reduce(layer, owners[name]) for name, layer in moments.items()}
+
+
+def _reduce(layer: LayerMoments, owner: int) -> LayerMoments:
+    count = torch.tensor(layer.num_tokens, device=_device())
+    _together(partial(dist.all_reduce, count))
+    sums: dict[str, Tensor | None] = {}
+    for name in layer.names():
+        total = getattr(layer, name).to(_device())
+        is_vector = total.ndim == 1
+        _together(partial(dist.all_reduce, total) if is_vector else partial(dist.reduce, total, dst=owner))
+        sums[name] = total if is_vector or owner == own_rank() else None
+    return LayerMoments(num_tokens=int(count), **sums)
 
 
 def share_bases(
-    own: Mapping[str, Basis], owners: Mapping[str, int], shapes: Mapping[str, Shape], ranks_of: Mapping[str, int]
+    own: Mapping[str, Basis], owners: Mapping[str, int], factors: Mapping[str, tuple[Tensor, Tensor]]
 ) -> dict[str, Basis]:
     """Every layer's basis on every rank, from the owners.
 
     Args:
         own: The bases that this rank built.
-        shapes, ranks_of: (m, n) and r of every layer, in the same order on all ranks.
+        factors: The P and Q that they are for: their shapes, in the same order on all ranks.
     """
     if num_ranks() == 1:
         return dict(own)
-    return {name: _share(own.get(name), owners[name], shapes[name], ranks_of[name]) for name in shapes}
+    return {name: _share(own.get(name), owners[name], P.shape, Q.shape) for name, (P, Q) in factors.items()}
 
 
-def _share(basis: Basis | None, owner: int, shape: Shape, r: int) -> Basis:
+def _share(basis: Basis | None, owner: int, P_shape: torch.Size, Q_shape: torch.Size) -> Basis:
     head = torch.zeros(3, dtype=torch.long, device=_device())
     if basis is not None:
         head.copy_(torch.tensor([len(basis.spectrum), basis.effective_rank, int(basis.initial_core is not None)]))
     _broadcast(head, owner)
     spectrum_length, effective, has_core = head.tolist()
+    r = P_shape[1]
 
     def shared(tensor: Tensor | None, *size: int) -> Tensor:
         whole = torch.empty(size, device=_device()) if tensor is None else tensor.to(_device()).contiguous()
@@ -99,8 +114,8 @@ def _share(basis: Basis | None, owner: int, shape: Shape, r: int) -> Basis:
         return whole
 
     return Basis(
-        P=shared(basis.P if basis else None, shape[0], r),
-        Q=shared(basis.Q if basis else None, shape[1], r),
+        P=shared(basis.P if basis else None, *P_shape),
+        Q=shared(basis.Q if basis else None, *Q_shape),
         spectrum=shared(basis.spectrum if basis else None, spectrum_length),
         effective_rank=effective,
         initial_core=shared(basis.initial_core if basis else None, r, r) if has_core else None,

@@ -1,0 +1,74 @@
+"""The adapter that new bases go to, and what forbids them: merged weights, and cores that have learned."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
+
+from frozencore.adapter.config import FrozenCoreConfig
+from frozencore.adapter.layer import FrozenCoreLayer
+from frozencore.adapter.model import frozen_core_layers
+from frozencore.errors import CalibrationError, ConfigError
+
+
+def adapter_for_new_bases(
+    model: nn.Module, adapter_name: str | None, *, reset: bool
+) -> tuple[str, FrozenCoreConfig, dict[str, FrozenCoreLayer]]:
+    """Name, configuration and layers of an adapter whose bases may be chosen now.
+
+    Args:
+        adapter_name: None is the active one.
+        reset: Also if its cores have been trained.
+
+    Raises:
+        ConfigError: The model has no such frozen-core adapter.
+        CalibrationError: An adapter is merged, or a core has been trained and ``reset`` is not given.
+    """
+    adapter_name, config = find_adapter(model, adapter_name)
+    layers = frozen_core_layers(model, adapter_name)
+    _refuse_merged(model)
+    if not reset:
+        _refuse_trained(layers, adapter_name)
+    return adapter_name, config, layers
+
+
+def find_adapter(model: nn.Module, adapter_name: str | None) -> tuple[str, FrozenCoreConfig]:
+    """Name and configuration of a frozen-core adapter; the active one by default.
+
+    Raises:
+        ConfigError: The model has no such adapter.
+    """
+    configs: dict[str, Any] = getattr(model, "peft_config", {})
+    if adapter_name is None and configs:  # a model of transformers without adapters raises for its active ones
+        active = getattr(model, "active_adapters", None)
+        names = active() if callable(active) else active
+        adapter_name = next(iter(names or configs), None)
+    config = configs.get(adapter_name) if adapter_name is not None else None
+    if adapter_name is None or not isinstance(config, FrozenCoreConfig):
+        known = [name for name, other in configs.items() if isinstance(other, FrozenCoreConfig)]
+        raise ConfigError(
+            f"calibrate needs a frozen-core adapter, but the model has {known or 'none'} and {adapter_name!r} was "
+            "asked for. Call peft.get_peft_model(model, FrozenCoreConfig(...)) first."
+        )
+    return adapter_name, config
+
+
+def _refuse_merged(model: nn.Module) -> None:
+    for name, layer in model.named_modules():
+        if isinstance(layer, BaseTunerLayer) and layer.merged:
+            raise CalibrationError(
+                f"Calibration looks at the base weights, but layer {name!r} has an adapter merged into them. "
+                "Call unmerge_adapter() first."
+            )
+
+
+def _refuse_trained(layers: Mapping[str, FrozenCoreLayer], adapter_name: str) -> None:
+    for name, layer in layers.items():
+        if bool(layer.factors(adapter_name)[2].any()):
+            raise CalibrationError(
+                f"The core of layer {name!r} is not zero: a new basis under it would change what it means. "
+                "Pass reset=True to give up what it learned."
+            )

@@ -1,0 +1,87 @@
+"""Another trained core under a loaded adapter, in place: nothing is allocated, and compiled code stays valid.
+
+Cores that were trained on one basis differ by r x r numbers per layer, so that a server may hold one model and change
+its task between two requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from frozencore.adapter.directory import Factors, layer_factors, read_adapter
+from frozencore.adapter.layer import PREFIX, FrozenCoreLayer
+from frozencore.adapter.model import frozen_core_layers, scale_of
+from frozencore.errors import ArtifactError, ConfigError
+
+
+def swap_core(model: nn.Module, source: str | Path | Mapping[str, Tensor], *, adapter_name: str = "default") -> None:
+    """Copy the cores of a saved adapter into the tensors of a loaded one. Its bases must be the same.
+
+    Args:
+        source: A folder that ``save_pretrained`` wrote, or the state dict of ``peft.get_peft_model_state_dict``, which
+            does not say its scale: it is taken to be the loaded adapter's.
+
+    Raises:
+        ConfigError: The model has no such adapter, or it is merged into the weights.
+        ArtifactError: Other layers, ranks, scales or bases, or trained modules besides cores. Nothing is copied then.
+    """
+    layers = frozen_core_layers(model, adapter_name)
+    if not layers:
+        raise ConfigError(f"swap_core needs a frozen-core adapter, but the model has none called {adapter_name!r}.")
+    new = _read_folder(source, layers, adapter_name) if isinstance(source, str | Path) else _read_state(source)
+    if new.keys() != layers.keys():
+        odd = sorted(new.keys() ^ layers.keys())
+        raise ArtifactError(
+            f"Cores can be swapped between adapters of the same layers, but {odd[0]!r} ({len(odd)} in all) has a core "
+            "on one side only. Load the adapter with model.load_adapter instead."
+        )
+    for name, layer in layers.items():
+        _require_same_basis(layer, adapter_name, new[name])
+    with torch.no_grad():
+        for name, layer in layers.items():
+            layer.factors(adapter_name)[2].copy_(new[name].R)
+
+
+def _read_folder(folder: str | Path, layers: Mapping[str, FrozenCoreLayer], adapter_name: str) -> dict[str, Factors]:
+    config, factors = read_adapter(folder)
+    if config.modules_to_save or config.trainable_token_indices:
+        raise ArtifactError(
+            f"The adapter in {folder} trained more than cores (modules_to_save or trainable_token_indices), which are "
+            "not swapped. Load it with model.load_adapter instead."
+        )
+    for name in factors.keys() & layers.keys():
+        mine, theirs = layers[name].frozencore_scale[adapter_name], scale_of(config, name)
+        if mine != theirs:
+            raise ArtifactError(
+                f"The core of layer {name!r} was trained at scale {theirs:g}, but the adapter {adapter_name!r} has "
+                f"{mine:g}. Load it with model.load_adapter instead."
+            )
+    return factors
+
+
+def _read_state(state: Mapping[str, Tensor]) -> dict[str, Factors]:
+    others = [key for key in state if f".{PREFIX}" not in key]
+    if others:
+        raise ArtifactError(
+            f"Only cores can be swapped, but the state dict holds {others[0]!r} ({len(others)} in all). "
+            "Load it with peft.set_peft_model_state_dict instead."
+        )
+    return layer_factors("the state dict", state)
+
+
+def _require_same_basis(layer: FrozenCoreLayer, adapter_name: str, new: Factors) -> None:
+    P, Q, R = layer.factors(adapter_name)
+    if layer.merged:
+        raise ConfigError(f"Layer {layer.name!r} has merged adapters. Call unmerge_adapter() before swapping cores.")
+    for mine, theirs in ((P, new.P), (Q, new.Q)):
+        if mine.shape != theirs.shape or not torch.equal(mine, theirs.to(mine.device, mine.dtype)):
+            raise ArtifactError(
+                f"A core means something on its own basis only, but layer {layer.name!r} of the adapter "
+                f"{adapter_name!r} has another one. Load the adapter with model.load_adapter instead."
+            )
+    if R.shape != new.R.shape:
+        raise ArtifactError(f"Layer {layer.name!r} has a core {tuple(R.shape)}, but {tuple(new.R.shape)} came.")

@@ -1,0 +1,130 @@
+"""Calibration data in the forms that people have it: batches, a loader of them, or a dataset of tokenised rows."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import IterableDataset
+
+from frozencore.calibration.collect import Batch, is_batch, take_examples
+from frozencore.errors import ConfigError, DataError
+from frozencore.randomness import own_random_state
+
+Collator = Callable[[list[Any]], Batch]
+"""Makes a batch of a list of rows: any data collator of transformers or TRL."""
+
+BATCH_SIZE = 8
+
+
+@dataclass(frozen=True)
+class CollatedRows:
+    """Rows of a dataset as batches, in their order; may be read again."""
+
+    dataset: Iterable[Any]
+    collator: Collator
+    batch_size: int
+
+    def __iter__(self) -> Iterator[Batch]:
+        rows = iter(self.dataset)
+        while chunk := [_without_text(row) for row in itertools.islice(rows, self.batch_size)]:
+            yield self._collated(chunk)
+
+    def _collated(self, rows: list[Any]) -> Batch:
+        try:
+            batch = self.collator(rows)
+        except (TypeError, ValueError, KeyError) as error:
+            if not isinstance(rows[0], Mapping) or "input_ids" in rows[0]:
+                raise
+            raise DataError(
+                f"calibrate needs tokenised rows, but these have {_keys(rows[0])} and the collator cannot read them "
+                f"({str(error).splitlines()[0]}). Tokenise them first, with 'input_ids' and 'labels'."
+            ) from error
+        return batch
+
+
+def batches_from(
+    data: Any, *, collator: Collator | None = None, batch_size: int | None = None, num_examples: int | None = None
+) -> Iterable[Batch]:
+    """What a user gave as calibration data, as batches.
+
+    Args:
+        data: Batches, or rows if there is a collator: a ``datasets.Dataset``, a PyTorch dataset, a list.
+        collator: Makes a batch of rows. Columns of text beside ``input_ids`` are not handed to it.
+        batch_size: Rows in a batch; 8 by default.
+        num_examples: Read no more examples than that, now; None for all there are.
+
+    Raises:
+        ConfigError: Endless or streamed data without ``num_examples``, or a collator for what is collated.
+        DataError: Rows without a collator, a single batch, or a dictionary of splits.
+    """
+    if num_examples is None and _may_not_end(data):
+        raise ConfigError(
+            f"calibrate reads its data to the end, but this {type(data).__name__} has no known end. "
+            "Pass num_examples=128, for instance."
+        )
+    if isinstance(data, Mapping):  # of tensors, or of splits
+        what = "a single batch: pass [batch]" if is_batch(data) else "one split, such as data['train']"
+        raise DataError(f"calibrate takes batches or a dataset, but a dictionary of {_keys(data)} came. Pass {what}.")
+    batches = data if collator is None else _collated(data, collator, BATCH_SIZE if batch_size is None else batch_size)
+    if collator is None:
+        _refuse_rows(data, batch_size)
+    if num_examples is None:
+        return batches
+    with own_random_state():  # a loader draws its order from the global generator
+        return list(take_examples(batches, num_examples))
+
+
+def _collated(data: Any, collator: Collator, batch_size: int) -> CollatedRows:
+    if batch_size < 1:
+        raise ConfigError(f"batch_size must be at least 1 row, but {batch_size} came.")
+    if getattr(data, "collate_fn", None) is not None:
+        raise ConfigError("A collator makes batches of rows, but a DataLoader gives batches. Leave the collator out.")
+    return CollatedRows(data, collator, batch_size)
+
+
+def _refuse_rows(data: Any, batch_size: int | None) -> None:
+    if batch_size is not None:
+        raise ConfigError("batch_size is for rows with a collator; batches have their size. Pass a collator as well.")
+    if hasattr(data, "column_names"):  # of datasets, in memory or streamed
+        columns = data.column_names or ()
+        text = "" if "input_ids" in columns else " Tokenise its rows first, with 'input_ids' and 'labels'."
+        raise DataError(
+            f"calibrate needs a collator to make batches of a dataset's rows ({', '.join(map(repr, columns))}). "
+            f"Pass collator=DataCollatorForSeq2Seq(tokenizer), for instance.{text}"
+        )
+
+
+def _may_not_end(data: Any) -> bool:
+    """Endless iterators of itertools, and streams: datasets without a length, also inside a loader."""
+    if isinstance(data, itertools.cycle | itertools.count | itertools.repeat):
+        return operator.length_hint(data, -1) < 0
+    rows = getattr(data, "dataset", data)
+    return (isinstance(rows, IterableDataset) or hasattr(rows, "column_names")) and not _has_length(rows)
+
+
+def _has_length(data: Any) -> bool:
+    try:
+        return len(data) >= 0
+    except (TypeError, NotImplementedError):
+        return False
+
+
+def _without_text(row: Any) -> Any:
+    """A tokenised row without its columns of text, which no collator can stack; Trainer leaves them out as well."""
+    if not isinstance(row, Mapping) or "input_ids" not in row:
+        return row
+    return {key: value for key, value in row.items() if not _is_text(value)}
+
+
+def _is_text(value: Any) -> bool:
+    if isinstance(value, list) and value:
+        return _is_text(value[0])
+    return value is None or isinstance(value, str | bytes | Mapping)
+
+
+def _keys(row: Mapping[Any, Any]) -> str:
+    return ", ".join(repr(key) for key in row)
