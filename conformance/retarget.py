@@ -67,7 +67,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         parameters = getattr(getattr(item, "callspec", None), "params", {})
-        reason = reason_to_exclude(item.path.stem, getattr(item, "originalname", item.name), parameters)
+        test = getattr(item, "originalname", item.name)
+        reason = reason_to_exclude(item.path.stem, test, parameters)
         if reason:
             item.add_marker(pytest.mark.skip(reason=f"excluded: {reason}"))
 

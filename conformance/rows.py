@@ -60,9 +60,9 @@ def translated(options: dict[str, Any]) -> dict[str, Any]:
     for name, value in copy.deepcopy(options).items():
         if name in NO_OP and NO_OP[name] in (None, value):
             continue
-        name = RENAMED.get(name, name)
+        original, name = name, RENAMED.get(name, name)
         if name not in OURS or (name == "init_weights" and not isinstance(value, bool)):
-            raise UntranslatableError(f"the row uses {name}={value!r}, which only LoRA has".split("(")[0])
+            raise UntranslatableError(f"the row uses {original}, which only LoRA has")
         result[name] = value
     if {"emb", "embed_tokens"} & set(result.get("target_modules") or []):
         raise UntranslatableError("the row adapts an embedding; a frozen core sits on linear layers")

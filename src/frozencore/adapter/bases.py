@@ -26,7 +26,7 @@ def get_bases(model: nn.Module, adapter_name: str | None = None) -> dict[str, Te
         CalibrationError: It has no bases yet.
     """
     adapter_name, _ = find_adapter(model, adapter_name)
-    bases = {}
+    bases: dict[str, Tensor] = {}
     for name, layer in frozen_core_layers(model, adapter_name).items():
         P, Q, _ = layer.factors(adapter_name)
         if not bool(P.any()):
@@ -82,7 +82,8 @@ def _checked(
     P, Q = bases[f"{name}.P"], bases[f"{name}.Q"]
     for X in (P, Q):
         if not isinstance(X, Tensor) or X.ndim != 2 or not X.is_floating_point():
-            raise CalibrationError(f"A basis is a matrix of floats, but layer {name!r} was given {X!r:.60}.")
+            what = f"{X.dtype} {tuple(X.shape)}" if isinstance(X, Tensor) else type(X).__name__
+            raise CalibrationError(f"A basis is a matrix of floats, but layer {name!r} was given {what}.")
         if not torch.isfinite(X).all():
             raise CalibrationError(f"A basis of layer {name!r} holds NaN or Inf. Take the bases out again.")
     basis = Basis(P, Q, spectrum=torch.empty(0), effective_rank=P.shape[1])

@@ -50,7 +50,7 @@ def find_adapter(model: nn.Module, adapter_name: str | None) -> tuple[str, Froze
     if adapter_name is None or not isinstance(config, FrozenCoreConfig):
         known = [name for name, other in configs.items() if isinstance(other, FrozenCoreConfig)]
         raise ConfigError(
-            f"calibrate needs a frozen-core adapter, but the model has {known or 'none'} and {adapter_name!r} was "
+            f"Bases belong to a frozen-core adapter, but the model has {known or 'none'} and {adapter_name!r} was "
             "asked for. Call peft.get_peft_model(model, FrozenCoreConfig(...)) first."
         )
     return adapter_name, config

@@ -12,6 +12,7 @@ from typing import Any
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
+from torch.utils.data import Dataset
 from tqdm.auto import tqdm
 
 from frozencore.adapter.calibratable import adapter_for_new_bases
@@ -68,7 +69,7 @@ class Calibration:
 
 def calibrate(
     model: nn.Module,
-    data: Iterable[Any] | None = None,
+    data: Iterable[Any] | Dataset[Any] | None = None,
     *,
     adapter_name: str | None = None,
     collator: Collator | None = None,

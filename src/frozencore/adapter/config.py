@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from peft import PeftConfig
+from peft.utils import SAFETENSORS_WEIGHTS_NAME
+from safetensors import safe_open
 
 from frozencore.adapter.card import CARD_FILE, write_model_card
+from frozencore.adapter.layer import PREFIX
 from frozencore.constructors import BasisOptions, Constructor, find_constructor
 from frozencore.errors import ConfigError
 from frozencore.whitening import Whitening
@@ -135,7 +139,25 @@ class FrozenCoreConfig(PeftConfig):
         return {**super().to_dict(), "load_bases": True}
 
     def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:
-        """As PEFT does; then fills in the card that PEFT has left empty, where there is one."""
+        """As PEFT does; then fills in the card that PEFT has left empty, where there is one.
+
+        Warns if the weights that were written before it hold no basis: an adapter that was never calibrated.
+        """
         super().save_pretrained(str(save_directory), **kwargs)
+        if _holds_no_basis(Path(save_directory) / SAFETENSORS_WEIGHTS_NAME):
+            warnings.warn(
+                f"The adapter saved in {save_directory} was never calibrated: its bases are zero and it changes "
+                "nothing. Call frozencore.calibrate(model, dataloader) and save it again.",
+                stacklevel=3,
+            )
         if (Path(save_directory) / CARD_FILE).exists():
             write_model_card(save_directory)
+
+
+def _holds_no_basis(path: Path) -> bool:
+    """Whether an adapter file has factors that are still zero; all layers get theirs at once, so one tells."""
+    if not path.is_file():
+        return False
+    with safe_open(path, framework="pt") as file:
+        first = next((key for key in file.keys() if f".{PREFIX}P" in key), None)  # noqa: SIM118 - not a mapping
+        return first is not None and not bool(file.get_tensor(first).any())

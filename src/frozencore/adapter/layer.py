@@ -6,7 +6,6 @@ is set P and Q are zero, so the layer is its base layer.
 
 from __future__ import annotations
 
-import copy
 import warnings
 from typing import Any
 
@@ -18,7 +17,9 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers.pytorch_utils import Conv1D
 
+from frozencore.adapter.quantised_merge import put_back, set_aside
 from frozencore.basis import Basis
+from frozencore.calibration.quantised import refuse_rewritten
 from frozencore.errors import CalibrationError, ModelError
 
 PREFIX = "frozencore_"
@@ -120,6 +121,15 @@ class FrozenCoreLayer(BaseTunerLayer):
             ) from error
         return weight.mT if isinstance(self.get_base_layer(), Conv1D) else weight
 
+    def _require_gradients(self) -> None:
+        if torch.is_grad_enabled():
+            refuse_rewritten(self.get_base_layer(), self.name)
+
+    def get_base_weight(self) -> Tensor:
+        """As PEFT's, which would read a weight that was rewritten for inference as noise."""
+        refuse_rewritten(self.get_base_layer(), self.name)
+        return super().get_base_weight()
+
     def get_delta_weight(self, adapter_name: str) -> Tensor:
         """``s·P R Qᵀ`` in the layout of the base weight, computed in float32."""
         P, Q, R = self.factors(adapter_name)
@@ -138,7 +148,7 @@ class FrozenCoreLayer(BaseTunerLayer):
         for adapter_name in check_adapters_to_merge(self, adapter_names):
             if adapter_name in self.frozencore_R:
                 if self.quantization_backend is not None and not self.merged:
-                    self._set_quantised_layer_aside()
+                    self._unmerged = [set_aside(self)]
                 self._add_to_weight(adapter_name, 1.0, check=safe_merge)
                 self.merged_adapters.append(adapter_name)
 
@@ -147,37 +157,13 @@ class FrozenCoreLayer(BaseTunerLayer):
         if not self.merged:
             warnings.warn("Already unmerged. Nothing to do.", stacklevel=2)
         if self._unmerged:
-            self._innermost().base_layer = self._unmerged.pop()
+            put_back(self, self._unmerged.pop())
             self.merged_adapters.clear()
         while self.merged_adapters:
             self._add_to_weight(self.merged_adapters.pop(), -1.0, check=False)
 
     def supports_lora_conversion(self, adapter_name: str = "default") -> bool:
         return True
-
-    def _set_quantised_layer_aside(self) -> None:
-        """Merge into a copy: a weight that was rounded to its grid again does not come back by subtraction."""
-        backend = self.quantization_backend
-        if not backend.supports_merge:
-            raise ModelError(
-                f"A weight quantised by {backend.backend_name} cannot take a merged update. "
-                "Keep the adapter unmerged, or load the base model without quantisation."
-            )
-        warnings.warn(
-            f"Merging rounds the sum to the grid of {backend.backend_name} weights, which changes what the model says. "
-            "Measure the merged model, or keep the adapter unmerged.",
-            stacklevel=3,
-        )
-        owner = self._innermost()
-        self._unmerged = [owner.base_layer]
-        owner.base_layer = copy.deepcopy(owner.base_layer)
-
-    def _innermost(self) -> Any:
-        """The adapter layer, this one or one below it, that holds the plain layer."""
-        owner: Any = self
-        while isinstance(owner.base_layer, BaseTunerLayer):
-            owner = owner.base_layer
-        return owner
 
     def _add_to_weight(self, adapter_name: str, sign: float, *, check: bool) -> None:
         weight = self.get_base_weight()
@@ -268,6 +254,8 @@ class FrozenCoreLinear(nn.Module, FrozenCoreLayer):
             self._check_forward_args(x, adapter_names)
         if self.disable_adapters and self.merged:
             self.unmerge()
+        if self.quantization_backend is not None:
+            self._require_gradients()
         result = self.base_layer(x, *args, **kwargs)
         if self.disable_adapters or self.merged:
             return result

@@ -57,7 +57,13 @@ def export_merged(
 
 def _load(base: str | Path, dtype: str) -> Any:
     try:
-        architecture = (AutoConfig.from_pretrained(base).architectures or [""])[0]
+        config = AutoConfig.from_pretrained(base)
+        architecture = (config.architectures or [""])[0]
+        if getattr(config, "quantization_config", None) is not None:
+            raise ModelError(
+                f"The base model {base} is quantised, and rounding to its grid would lose most of an update. "
+                "Name the unquantised model with base= (--base), or export a LoRA."
+            )
         return getattr(transformers, architecture).from_pretrained(base, dtype=dtype)
     except (OSError, ValueError, AttributeError) as error:
         reason = " ".join(str(error).split())[:200]

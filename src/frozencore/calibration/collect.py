@@ -183,6 +183,8 @@ def _loss(model: nn.Module, batch: Batch, options: CalibrationOptions, generator
 
 def _total_examples(batches: Iterable[Batch]) -> int | None:
     if isinstance(batches, Sequence):
+        for index, batch in enumerate(batches):  # all of them before the first one runs
+            _require_batch(batch, index)
         return sum(num_examples_of(batch) for batch in batches)
     dataset = getattr(batches, "dataset", None)
     try:

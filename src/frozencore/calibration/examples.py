@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch.utils.data import IterableDataset
+from torch.utils.data import Dataset, IterableDataset
 
 from frozencore.calibration.collect import Batch, is_batch, take_examples
 from frozencore.errors import ConfigError, DataError
@@ -24,14 +24,19 @@ BATCH_SIZE = 8
 class CollatedRows:
     """Rows of a dataset as batches, in their order; may be read again."""
 
-    dataset: Iterable[Any]
+    dataset: Iterable[Any] | Dataset[Any]
     collator: Collator
     batch_size: int
 
     def __iter__(self) -> Iterator[Batch]:
-        rows = iter(self.dataset)
+        rows = iter(self.dataset) if isinstance(self.dataset, Iterable) else self._by_index(self.dataset)
         while chunk := [_without_text(row) for row in itertools.islice(rows, self.batch_size)]:
             yield self._collated(chunk)
+
+    @staticmethod
+    def _by_index(dataset: Any) -> Iterator[Any]:
+        """A PyTorch dataset need not be iterable, and need not refuse an index beyond its length."""
+        return (dataset[index] for index in range(len(dataset)))
 
     def _collated(self, rows: list[Any]) -> Batch:
         try:

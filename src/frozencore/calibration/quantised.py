@@ -27,9 +27,9 @@ def use_training_kernels(model: nn.Module, undo: ExitStack) -> None:
     Raises:
         ModelError: A weight was rewritten for inference. Later, in a forward pass: a layer passes no gradient.
     """
-    refuse_rewritten(model)
     for name, module in model.named_modules():
         if _is_quantised(module):
+            refuse_rewritten(module, name)
             module.training = True
             undo.callback(module.register_forward_hook(_refuses_cut(name)).remove)
             for parameter in module.parameters():  # bitsandbytes casts a bias for good to the dtype of what comes in
@@ -37,26 +37,20 @@ def use_training_kernels(model: nn.Module, undo: ExitStack) -> None:
 
 
 def keep_weights(model: nn.Module) -> None:
-    """Stop quantised layers from rewriting their weights in evaluation. Kernels for short inputs are slower then.
-
-    Raises:
-        ModelError: It has happened already.
-    """
-    refuse_rewritten(model)
+    """Stop quantised layers from rewriting their weights in evaluation. Kernels for short inputs are slower then."""
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             setattr(module, "support_avx512bf16_for_cpu", False)  # noqa: B010 - no attribute of nn.Module
 
 
-def refuse_rewritten(model: nn.Module) -> None:
-    """Refuse a model whose 4-bit weights were rewritten for inference; the rounding cannot be undone."""
-    for name, module in model.named_modules():
-        state = getattr(getattr(module, "weight", None), "quant_state", None)
-        if getattr(state, "packing_format_for_cpu", False):
-            raise ModelError(
-                f"Layer {name!r} was evaluated before, and bitsandbytes rewrote its 4-bit weight for inference on this "
-                "CPU: rounded, and without gradients. Load the model again, and add the adapter before it is run."
-            )
+def refuse_rewritten(layer: nn.Module, name: str) -> None:
+    """Refuse a layer whose 4-bit weight was rewritten for inference; the rounding cannot be undone."""
+    state = getattr(getattr(layer, "weight", None), "quant_state", None)
+    if getattr(state, "packing_format_for_cpu", False):
+        raise ModelError(
+            f"Layer {name!r} was evaluated before, and bitsandbytes rewrote its 4-bit weight for inference on this "
+            "CPU: rounded, without gradients, unreadable. Load the model again, and add the adapter before it is run."
+        )
 
 
 def _refuses_cut(name: str) -> Callable[..., None]:

@@ -51,7 +51,7 @@ def pad(sequences: Sequence[Sequence[int]], pad_id: int, *, side: Literal["left"
 
 
 def group_rows(
-    sizes: Sequence[tuple[int, int]], device: torch.device, tokens_per_batch: int | None = None
+    sizes: Sequence[tuple[int, int]], device: torch.device, tokens_per_batch: int | None = None, *, shrink: int = 1
 ) -> list[list[int]]:
     """Indices of rows in groups whose padded size stays within a token budget and a logits budget.
 
@@ -61,13 +61,15 @@ def group_rows(
     Args:
         sizes: Of each row, its tokens and the logits it asks for (scored positions times vocabulary).
         tokens_per_batch: ``None`` for what fills the device: a CPU gains nothing beyond its caches.
+        shrink: Divides both budgets.
     """
     if tokens_per_batch is None:
         tokens_per_batch = 1024 if device.type == "cpu" else 16384
     costs = [max(tokens, -(-logits * tokens_per_batch // LOGITS_BUDGET)) for tokens, logits in sizes]
+    room = tokens_per_batch // shrink
     groups: list[list[int]] = []
     for index in sorted(range(len(costs)), key=lambda i: -costs[i]):
-        if groups and (len(groups[-1]) + 1) * costs[groups[-1][0]] <= tokens_per_batch:
+        if groups and (len(groups[-1]) + 1) * costs[groups[-1][0]] <= room:
             groups[-1].append(index)
         else:
             groups.append([index])

@@ -29,16 +29,26 @@ def read_rows(path: Path, encoder: PromptEncoder) -> list[TextRow]:
         ConfigError: The rows are messages and the tokenizer has no chat template.
         DataError: The file is absent, empty, of another kind, or a row lacks its columns; with the row number.
     """
+    rows = read_file(path, option="--data")
+    render = _renderer(rows[0], Path(path))
+    return [render(row, f"row-{number}", encoder) for number, row in enumerate(rows, start=1)]
+
+
+def read_file(path: Path, *, option: str) -> list[Row]:
+    """Every row of a ``.jsonl`` or ``.parquet`` file as it is; ``option`` is what an error says to correct.
+
+    Raises:
+        DataError: The file is absent, empty, damaged, or of another kind.
+    """
     path = Path(path)
     if not path.is_file():
-        raise DataError(f"--data must name a .jsonl or .parquet file, but there is no file {path}.")
+        raise DataError(f"{option} must name a .jsonl or .parquet file, but there is no file {path}.")
     if path.suffix not in _READERS:
-        raise DataError(f"--data must name a .jsonl or .parquet file, got {path.name!r}. Convert it to one of these.")
+        raise DataError(f"{option} must name a .jsonl or .parquet file, got {path.name!r}. Convert it to one of these.")
     rows = list(_READERS[path.suffix](path))
     if not rows:
         raise DataError(f"{path} holds no rows. Give a file with at least one.")
-    render = _renderer(rows[0], path)
-    return [render(row, f"row-{number}", encoder) for number, row in enumerate(rows, start=1)]
+    return rows
 
 
 def _read_jsonl(path: Path) -> Iterator[Row]:

@@ -124,17 +124,8 @@ class PromptEncoder:
         Raises:
             DataError: As for training rows, or a row without choices or with an empty prompt.
         """
-        for row in rows:
-            if not row.choices or not row.context:
-                raise DataError(
-                    f"Row {row.id}: scoring by choice needs a prompt and choices, and one of them is empty."
-                )
-        pairs = iter(self._pairs([row for row in rows for _ in row.choices], [c for row in rows for c in row.choices]))
-        encoded = []
-        for row in rows:
-            own = [next(pairs) for _ in row.choices]
-            encoded.append(ChoiceTokens(row.id, own[0][0], [choice for _, choice in own]))
-        self._refuse_too_long([(row.id, len(row.context_ids) + max(map(len, row.choice_ids))) for row in encoded])
+        encoded = self._encoded_choices(rows)
+        self._refuse_too_long([(row.id, _longest(row)) for row in encoded])
         return [
             replace(
                 row, context_ids=self._cut_context(row.context_ids, self.max_length - max(map(len, row.choice_ids)))
@@ -147,6 +138,12 @@ class PromptEncoder:
         contexts = self._contexts(rows)
         self._refuse_too_long([(row.id, len(ids)) for row, ids in zip(rows, contexts, strict=True)])
         return [self._cut_context(ids, self.max_length) for ids in contexts]
+
+    def count_too_long(self, rows: Sequence[TextRow]) -> int:
+        """How many rows are scored with a shortened prompt: it, or it and the longest choice, is beyond the limit."""
+        choices = self._encoded_choices([row for row in rows if row.choices])
+        contexts = self._contexts([row for row in rows if not row.choices])
+        return sum(length > self.max_length for length in (*map(_longest, choices), *map(len, contexts)))
 
     def _chat(self, messages: Sequence[Mapping[str, str]], row_id: str) -> str:
         if not self.tokenizer.chat_template:
@@ -181,6 +178,19 @@ class PromptEncoder:
             pairs.append((context if row.templated else self._start_ids + context, completion))
         return pairs
 
+    def _encoded_choices(self, rows: Sequence[TextRow]) -> list[ChoiceTokens]:
+        for row in rows:
+            if not row.choices or not row.context:
+                raise DataError(
+                    f"Row {row.id}: scoring by choice needs a prompt and choices, and one of them is empty."
+                )
+        pairs = iter(self._pairs([row for row in rows for _ in row.choices], [c for row in rows for c in row.choices]))
+        encoded = []
+        for row in rows:
+            own = [next(pairs) for _ in row.choices]
+            encoded.append(ChoiceTokens(row.id, own[0][0], [choice for _, choice in own]))
+        return encoded
+
     def _refuse_too_long(self, lengths: Sequence[tuple[str, int]]) -> None:
         too_long = [(length, row_id) for row_id, length in lengths if length > self.max_length]
         if too_long and self.too_long == "refuse":
@@ -202,6 +212,10 @@ class PromptEncoder:
         start = self._start_ids if ids[: len(self._start_ids)] == self._start_ids else []
         kept = max(0, room - len(start))
         return start + ids[len(ids) - kept :]
+
+
+def _longest(row: ChoiceTokens) -> int:
+    return len(row.context_ids) + max(map(len, row.choice_ids))
 
 
 def context_limit(model: Any, tokenizer: Any) -> int:

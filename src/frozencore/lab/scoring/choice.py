@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 from frozencore.errors import DataError, ModelError
-from frozencore.lab.batches import group_rows, pad
+from frozencore.lab.batches import pad
 from frozencore.lab.progress import Progress
 from frozencore.lab.prompts import ChoiceTokens, PromptEncoder
+from frozencore.lab.scoring.memory import score_in_groups
 from frozencore.lab.scoring.mode import forward_accepts, scoring_mode, vocabulary_of
 from frozencore.lab.scoring.score import Prediction
 from frozencore.lab.scoring.shared_prefix import can_share_prefix, shared_prefix_logprobs, token_logprobs
@@ -66,35 +67,32 @@ def choice_logprobs(
     """Summed log-probabilities, in nats, of the tokens of every choice, in the rows' order.
 
     Args:
-        tokens_per_batch: Padded prompt tokens in one forward pass: what bounds the memory. ``None``: by device.
+        tokens_per_batch: Padded prompt tokens in one forward pass: what bounds the memory, halved where it is still
+            too much. ``None``: by device.
         share_prefix: Compute each prompt once for all its choices. ``None``: where the model allows it.
 
     Raises:
-        ModelError: A log-likelihood is not finite.
+        ModelError: A log-likelihood is not finite, or one row does not fit in memory.
     """
     share_prefix = can_share_prefix(model) if share_prefix is None else share_prefix
     vocabulary = vocabulary_of(model)
     sizes = [_tokens_and_logits(row, vocabulary, share_prefix) for row in rows]
     device = next(model.parameters()).device
     logprobs: list[list[float]] = [[] for _ in rows]
-    done = 0
+    of_rows = shared_prefix_logprobs if share_prefix else full_sequence_logprobs
+
+    def score(group: list[int]) -> None:
+        scored = of_rows(model, [rows[i] for i in group], pad_id=pad_id)
+        for i, values in zip(group, scored, strict=True):
+            if not all(map(math.isfinite, values)):
+                raise ModelError(
+                    f"Row {rows[i].id}: the model's log-likelihoods are not finite: {values}. "
+                    f"Check its weights and dtype for NaN."
+                )
+            logprobs[i] = values
+
     with scoring_mode(model):
-        for group in group_rows(sizes, device, tokens_per_batch):
-            batch = [rows[i] for i in group]
-            if share_prefix:
-                scored = shared_prefix_logprobs(model, batch, pad_id=pad_id)
-            else:
-                scored = full_sequence_logprobs(model, batch, pad_id=pad_id)
-            for i, values in zip(group, scored, strict=True):
-                if not all(map(math.isfinite, values)):
-                    raise ModelError(
-                        f"Row {rows[i].id}: the model's log-likelihoods are not finite: {values}. "
-                        f"Check its weights and dtype for NaN."
-                    )
-                logprobs[i] = values
-            done += len(group)
-            if progress is not None:
-                progress(done, len(rows), "")
+        score_in_groups(score, sizes, device, tokens_per_batch=tokens_per_batch, progress=progress)
     return logprobs
 
 

@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from torch import nn
 from transformers import GenerationConfig
 
 from frozencore.errors import DataError
-from frozencore.lab.batches import group_rows, pad
+from frozencore.lab.batches import pad
 from frozencore.lab.progress import Progress
 from frozencore.lab.prompts import PromptEncoder, context_limit
 from frozencore.lab.scoring.answers import format_number, parse_answer
+from frozencore.lab.scoring.memory import score_in_groups
 from frozencore.lab.scoring.mode import base_of, scoring_mode, vocabulary_of
 from frozencore.lab.scoring.score import Prediction
 from frozencore.lab.tasks.task import Example
@@ -77,24 +79,26 @@ def generate_greedily(
     """The likeliest next token, again and again, after each context; batches of similar length, padded left.
 
     Nothing of the model's own generation settings is used but its end tokens: a repetition penalty that a chat
-    model carries would make decoding other than greedy. Where the model's context ends, so does the generation.
+    model carries would make decoding other than greedy. Where the model's context ends, so does the generation: a row
+    that reaches it is generated beside rows of its own length only, so that no row's room depends on another.
     """
     device = next(model.parameters()).device
     end_ids = _end_tokens(base_of(model), encoder.eos_id)
     window = context_limit(base_of(model), encoder.tokenizer)
+    rooms = [max(1, min(max_new_tokens, window - len(context))) for context in contexts]
     generations: list[Generation | None] = [None] * len(contexts)
-    done = 0
     sizes = [(len(context) + max_new_tokens, vocabulary_of(model)) for context in contexts]
     with scoring_mode(model), _greedy_settings(base_of(model), end_ids, encoder.pad_id) as base:
-        for group in group_rows(sizes, device, tokens_per_batch):
-            tokens, mask = (t.to(device) for t in pad([contexts[i] for i in group], encoder.pad_id, side="left"))
-            room = max(1, min(max_new_tokens, window - tokens.shape[1]))
-            output = base.generate(input_ids=tokens, attention_mask=mask, max_new_tokens=room)
-            for i, ids in zip(group, output[:, tokens.shape[1] :].tolist(), strict=True):
-                generations[i] = _until_end(ids, end_ids, encoder.tokenizer)
-            done += len(group)
-            if progress is not None:
-                progress(done, len(contexts), "")
+
+        def score(group: list[int]) -> None:
+            for room, rows in groupby(sorted(group, key=rooms.__getitem__), key=rooms.__getitem__):
+                own = list(rows)
+                tokens, mask = (t.to(device) for t in pad([contexts[i] for i in own], encoder.pad_id, side="left"))
+                output = base.generate(input_ids=tokens, attention_mask=mask, max_new_tokens=room)
+                for i, ids in zip(own, output[:, tokens.shape[1] :].tolist(), strict=True):
+                    generations[i] = _until_end(ids, end_ids, encoder.tokenizer)
+
+        score_in_groups(score, sizes, device, tokens_per_batch=tokens_per_batch, progress=progress)
     return [generation for generation in generations if generation is not None]
 
 

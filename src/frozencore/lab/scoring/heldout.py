@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from torch import nn
 
 from frozencore.errors import DataError, ModelError
-from frozencore.lab.batches import IGNORED, Collator, group_rows
+from frozencore.lab.batches import IGNORED, Collator
 from frozencore.lab.progress import Progress
 from frozencore.lab.prompts import TokenRow
+from frozencore.lab.scoring.memory import score_in_groups
 from frozencore.lab.scoring.mode import forward_accepts, scoring_mode, vocabulary_of
 from frozencore.lab.scoring.shared_prefix import token_logprobs
 
@@ -33,23 +34,24 @@ def held_out_loss(
     collate = Collator(pad_id)
     vocabulary = vocabulary_of(model)
     sizes = [(len(row.input_ids), (len(row.input_ids) - row.num_context) * vocabulary) for row in rows]
-    total, num_tokens, done = 0.0, 0, 0
+    losses: list[tuple[float, int]] = []
+
+    def score(group: list[int]) -> None:
+        batch = {name: tensor.to(device) for name, tensor in collate([rows[i] for i in group]).items()}
+        targets = batch.pop("labels")[:, 1:]
+        wanted = (targets != IGNORED).any(0).nonzero().squeeze(-1)
+        if forward_accepts(model, "logits_to_keep"):
+            logits = model(**batch, logits_to_keep=wanted).logits
+        else:
+            logits = model(**batch).logits[:, wanted]
+        targets = targets[:, wanted]
+        counted = targets != IGNORED
+        logprobs = token_logprobs(logits, targets.clamp_min(0)) * counted
+        losses.append((-float(logprobs.sum()), int(counted.sum())))
+
     with scoring_mode(model):
-        for group in group_rows(sizes, device, tokens_per_batch):
-            batch = {name: tensor.to(device) for name, tensor in collate([rows[i] for i in group]).items()}
-            targets = batch.pop("labels")[:, 1:]
-            wanted = (targets != IGNORED).any(0).nonzero().squeeze(-1)
-            if forward_accepts(model, "logits_to_keep"):
-                logits = model(**batch, logits_to_keep=wanted).logits
-            else:
-                logits = model(**batch).logits[:, wanted]
-            targets = targets[:, wanted]
-            counted = targets != IGNORED
-            total -= float((token_logprobs(logits, targets.clamp_min(0)) * counted).sum())
-            num_tokens += int(counted.sum())
-            done += len(group)
-            if progress is not None:
-                progress(done, len(rows), "")
+        score_in_groups(score, sizes, device, tokens_per_batch=tokens_per_batch, progress=progress)
+    total, num_tokens = sum(loss for loss, _ in losses), sum(counted for _, counted in losses)
     if num_tokens == 0:
         raise DataError("A held-out loss needs rows with at least one completion token after another token.")
     if not math.isfinite(total):

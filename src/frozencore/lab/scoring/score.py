@@ -36,6 +36,8 @@ class TaskScore:
         accuracy: Share of correct predictions, from 0 to 1.
         standard_error: Of that share over the rows: ``sqrt(p (1 - p) / (n - 1))``.
         num_ties: Choice tasks: examples whose best log-likelihood several choices share (the first one counts).
+        num_duplicate_choices: Choice tasks: examples in which two choices read the same.
+        num_cut: Prompts that lost their beginning because they were longer than the limit.
         num_truncated: Generated tasks: answers that met the length limit before the end token.
         num_unanswered: Generated tasks: texts without a marker and a number after it.
         chance: Expected accuracy of a uniform guess; ``None`` for generated answers.
@@ -49,6 +51,8 @@ class TaskScore:
     standard_error: float
     num_examples: int
     num_ties: int
+    num_duplicate_choices: int
+    num_cut: int
     num_truncated: int
     num_unanswered: int
     chance: float | None

@@ -46,8 +46,8 @@ def score_task(
             model, encoder, examples, max_new_tokens=task.max_new_tokens, progress=progress
         )
         num_unanswered = sum(p.prediction is None for p in predictions)
-    rows = encoder.training_rows([encoder.render(example) for example in examples])
-    loss = held_out_loss(model, rows, pad_id=encoder.pad_id)
+    texts = [encoder.render(example) for example in examples]
+    loss = held_out_loss(model, encoder.training_rows(texts), pad_id=encoder.pad_id)
     accuracy, standard_error = accuracy_with_error(predictions)
     return TaskScore(
         task=task.name,
@@ -55,6 +55,8 @@ def score_task(
         standard_error=standard_error,
         num_examples=len(examples),
         num_ties=num_ties,
+        num_duplicate_choices=sum(len(set(example.choices)) < len(example.choices) for example in examples),
+        num_cut=encoder.count_too_long(texts),
         num_truncated=num_truncated,
         num_unanswered=num_unanswered,
         chance=chance,

@@ -2,9 +2,26 @@
 
 from __future__ import annotations
 
-from frozencore.lab.tasks import sst2, svamp
+from frozencore.lab.tasks import (
+    arc_challenge,
+    cola,
+    gsm8k,
+    hellaswag,
+    mrpc,
+    openbookqa,
+    qnli,
+    rte,
+    sst2,
+    svamp,
+    winogrande,
+)
 from frozencore.lab.tasks.task import Example, Task
 
-PAPER_TASKS: dict[str, Task] = {task.name: task for task in (svamp.TASK, sst2.TASK)}
+PAPER_TASKS: dict[str, Task] = {
+    module.TASK.name: module.TASK
+    for module in (
+        svamp, gsm8k, sst2, qnli, cola, rte, mrpc, arc_challenge, openbookqa, hellaswag, winogrande,
+    )
+}  # fmt: skip
 
 __all__ = ["PAPER_TASKS", "Example", "Task"]

@@ -65,8 +65,7 @@ def split_task(
     """
     num_train = task.num_train if num_train is None else num_train
     num_evaluation = task.num_evaluation if num_evaluation is None else num_evaluation
-    if num_train < 1 or num_evaluation < 1:
-        raise ConfigError(f"Row counts must be positive, got num_train={num_train}, num_evaluation={num_evaluation}.")
+    _require_positive(num_train=num_train, num_evaluation=num_evaluation)
 
     official_evaluation = _draw(_examples(task, "evaluation", data_root), seed)
     evaluation, unevaluated = official_evaluation[:num_evaluation], official_evaluation[num_evaluation:]
@@ -102,6 +101,23 @@ def split_task(
     )
 
 
+def evaluation_rows(
+    task: Task, data_root: Path | None = None, *, num_evaluation: int | None = None, seed: int = SPLIT_SEED
+) -> tuple[Example, ...]:
+    """The rows that :func:`split_task` evaluates, without reading the training split.
+
+    Raises:
+        ConfigError: ``num_evaluation`` is not positive.
+        DataError: From the task's source, or it has no evaluation rows.
+    """
+    num_evaluation = task.num_evaluation if num_evaluation is None else num_evaluation
+    _require_positive(num_evaluation=num_evaluation)
+    drawn = _draw(_examples(task, "evaluation", data_root), seed)
+    if not drawn:
+        raise DataError(f"Task {task.name!r} needs rows to evaluate on, but has none.")
+    return tuple(drawn[:num_evaluation])
+
+
 def calibration_rows(train: Sequence[Example], num_rows: int, *, seed: int = SPLIT_SEED) -> tuple[Example, ...]:
     """Draw calibration rows from the training rows; all of them when there are fewer than asked for."""
     return tuple(_draw(train, seed + 1)[:num_rows])
@@ -111,6 +127,12 @@ def normalised_text(example: Example) -> str:
     """Prompt and choices without case, punctuation and spacing: equal for two rows that read the same."""
     text = unicodedata.normalize("NFKC", "\n".join((example.prompt, *example.choices))).casefold()
     return re.sub(r"\W+", " ", text).strip()
+
+
+def _require_positive(**counts: int) -> None:
+    if min(counts.values()) < 1:
+        came = ", ".join(f"{name}={count}" for name, count in counts.items())
+        raise ConfigError(f"Row counts must be positive, got {came}.")
 
 
 def _examples(task: Task, split: Split, data_root: Path | None) -> list[Example]:

@@ -1,0 +1,105 @@
+"""``torch.compile`` of a model with a frozen core: one graph, and eager's numbers."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from torch import Tensor, nn
+
+from adapted import BATCHES, adapted, cores_of
+from frozencore import FrozenCoreModel, swap_core
+from tiny import tiny_qwen2
+
+pytestmark = pytest.mark.usefixtures("as_a_user")  # type checks break the graph
+
+
+@pytest.fixture(autouse=True)
+def _without_old_graphs_and_type_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    generator = inspect.unwrap(FrozenCoreModel._enable_peft_forward_hooks)  # a switched-off check is still a wrapper
+    monkeypatch.setattr(FrozenCoreModel, "_enable_peft_forward_hooks", contextmanager(generator))
+
+
+def logits_and_gradients(model: nn.Module, call: Callable[..., Any]) -> list[Tensor]:
+    model.zero_grad()
+    output = call(**BATCHES[0])
+    output.loss.backward()
+    cores = [layer.factors("default")[2] for layer in cores_of(model)]
+    return [output.logits.detach(), *(core.grad.clone() for core in cores)]
+
+
+def saved_and_reloaded(folder: Path) -> PeftModel:
+    adapted("fcca", trained=True).save_pretrained(str(folder))
+    return PeftModel.from_pretrained(tiny_qwen2(), folder, is_trainable=True)
+
+
+MODELS: dict[str, Callable[[Path], PeftModel]] = {
+    "calibrated": lambda _: adapted("fcca", trained=True),
+    "reloaded": saved_and_reloaded,
+    "two adapters": lambda folder: with_another(adapted("fcca", trained=True)),
+}
+
+
+def with_another(model: PeftModel) -> PeftModel:
+    model.add_adapter("other", model.peft_config["default"])
+    return model
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_model_in_training_is_one_graph_with_eagers_logits_and_gradients(kind: str, tmp_path: Path) -> None:
+    model = MODELS[kind](tmp_path).train()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    pairs = zip(logits_and_gradients(model, compiled), logits_and_gradients(model, model), strict=True)
+    assert all(torch.equal(one, other) and one.any() for one, other in pairs)
+
+
+def test_gradient_checkpointing_stays_one_graph() -> None:
+    model = adapted("fcca", trained=True).train()
+    expected = logits_and_gradients(model, model)
+    model.config.use_cache = False  # transformers' warning about it is a graph break of its own
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.disable_input_require_grads()  # only reentrant checkpointing needs it, and its hook is a graph break too
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for one, other in zip(logits_and_gradients(model, compiled), expected, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_a_model_without_a_basis_says_so_when_it_is_compiled(fullgraph: bool) -> None:
+    model = adapted("fcca", calibrated=False).train()
+    with pytest.raises(Exception, match=r"Call frozencore.calibrate\(model, dataloader\) first"):
+        torch.compile(model, fullgraph=fullgraph, backend="aot_eager")(**BATCHES[0])
+
+
+def test_a_swapped_core_needs_no_new_graph(tmp_path: Path) -> None:
+    adapted("fcca", trained=True).save_pretrained(str(tmp_path))
+    model = adapted("fcca")
+    graphs: list[object] = []
+
+    def counting(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(model, fullgraph=True, backend=counting)
+    with torch.no_grad():
+        before = compiled(input_ids=BATCHES[0]["input_ids"]).logits
+        swap_core(model, tmp_path)
+        after = compiled(input_ids=BATCHES[0]["input_ids"]).logits
+    assert len(graphs) == 1
+    assert not torch.equal(before, after)
+    assert torch.equal(after, model(input_ids=BATCHES[0]["input_ids"]).logits)
+
+
+@pytest.mark.slow  # the C++ compiler takes a minute on one core
+def test_inductor_gives_eagers_numbers_to_rounding(tmp_path: Path) -> None:
+    model = saved_and_reloaded(tmp_path).train()
+    compiled = torch.compile(model, fullgraph=True)
+    for one, other in zip(logits_and_gradients(model, compiled), logits_and_gradients(model, model), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
