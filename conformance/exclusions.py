@@ -18,10 +18,6 @@ MIXED_MODEL = "PeftMixedModel admits only the tuner types on its own list"
 WIDER = "asks for ranks above the layer's width; a frozen core takes the rank that fits and says so"
 TRUNCATED = "asks a rank-4 LoRA to stand for a rank-8 core on this model; at rank 8 the other models pass"
 CARD = "counts the characters of PEFT's unfilled card template; ours states its few facts in less"
-REWRITTEN = (
-    "evaluates the 4-bit base before the adapter is added; bitsandbytes then has rewritten its weights for this CPU, "
-    "which a frozen core refuses with the advice to load the base anew"
-)
 MAPPING = "edits PEFT's per-method table of default targets at run time; ours is made from it at import"
 
 # File, test name (full match), reason. The first match counts.
@@ -67,8 +63,6 @@ def reason_to_exclude(file: str, test: str, parameters: dict[str, Any]) -> str |
     """Why a collected case cannot hold for a frozen core; None if it must."""
     if test == "test_add_adapter_rejects_duplicate_name_without_mutation" and parameters.get("mixed"):
         return MIXED_MODEL
-    if test == "test_forward_changes_output" and parameters["quant"].name == "bnb_4bit":
-        return REWRITTEN
     if test == "test_lora_conversion" and "qwen2" in parameters.get("model_id", ""):
         return TRUNCATED
     matches = (why for where, name, why in EXCLUDED if re.fullmatch(where, file) and re.fullmatch(name, test))
