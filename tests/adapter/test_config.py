@@ -101,3 +101,11 @@ def test_patterns_layers_and_exclusions_choose_ranks_and_targets() -> None:
     assert not any("o_proj" in name for name in ranks)
     only = adapted("random", target_modules=["q_proj"], layers_to_transform=[1])
     assert [layer.name for layer in cores_of(only)] == ["model.layers.1.self_attn.q_proj"]
+
+
+def test_saving_twice_gives_the_same_bytes(tmp_path: Path) -> None:
+    targets = ["v_proj", "q_proj", "k_proj", "o_proj"]
+    for name, order in (("a", targets), ("b", targets[::-1])):
+        FrozenCoreConfig(target_modules=order).save_pretrained(str(tmp_path / name))
+    first, second = ((tmp_path / name / "adapter_config.json").read_bytes() for name in "ab")
+    assert first == second

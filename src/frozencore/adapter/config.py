@@ -135,8 +135,9 @@ class FrozenCoreConfig(PeftConfig):
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """What is saved: as PEFT does, with the note that the bases are in the file beside it."""
-        return {**super().to_dict(), "load_bases": True}
+        """What is saved: as PEFT does, with sets in order and the note that the bases are in the file beside it."""
+        saved = {**super().to_dict(), "load_bases": True}
+        return {name: sorted(value) if isinstance(value, set) else value for name, value in saved.items()}
 
     def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:
         """As PEFT does; then fills in the card that PEFT has left empty, where there is one.
