@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from frozencore.cli_evaluate import evaluate, tasks_app
 from frozencore.errors import FrozenCoreError
 
 WIDE = 160  # columns of a table in a file or a pipe
@@ -53,10 +54,16 @@ Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
 
 
+app.command()(evaluate)
+app.add_typer(tasks_app, name="tasks")
+
+
 @app.callback()
 def _common(
+    context: typer.Context,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
+    context.obj = console
     if debug:
         os.environ["FROZENCORE_DEBUG"] = "1"
 

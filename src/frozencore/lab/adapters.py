@@ -11,6 +11,8 @@ from torch import nn
 
 from frozencore.errors import ArtifactError
 
+BASE = "base"
+
 
 class AdapterStand:
     """Holds a base model and puts one adapter at a time on it: frozen cores, LoRA, or what else PEFT saves.
@@ -37,7 +39,9 @@ class AdapterStand:
             ArtifactError: There is no adapter, or it does not fit this base tensor by tensor.
         """
         if not (folder / "adapter_config.json").is_file():
-            raise ArtifactError(f"--adapter {folder} must be a folder of save_pretrained, but has no adapter_config.json.")
+            raise ArtifactError(
+                f"--adapter {folder} must be a folder of save_pretrained, but has no adapter_config.json."
+            )
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # PEFT warns of missing tensors; they are refused below
@@ -72,12 +76,16 @@ class AdapterStand:
 def adapter_names(folders: list[Path]) -> list[str]:
     """A short name of its own for each adapter folder: its last parts, as many as tell it from the others.
 
-    ``runs/a/adapter`` and ``runs/b/adapter`` are ``a`` and ``b``.
+    ``runs/a/adapter`` and ``runs/b/adapter`` are ``a`` and ``b``; none is called as the bare model is.
+
+    Raises:
+        ArtifactError: A folder comes twice.
     """
     parts = [[part for part in folder.absolute().parts if part != "adapter"] or ["adapter"] for folder in folders]
-    longest = max((len(own) for own in parts), default=0)
-    for length in range(1, longest + 1):
+    for length in range(1, max(map(len, parts), default=0) + 1):
         names = ["-".join(own[-length:]).strip("/") for own in parts]
-        if len(set(names)) == len(names):
+        if len({*names, BASE}) == len(names) + 1:
             return names
+    if not folders:
+        return []
     raise ArtifactError("Two --adapter options name the same folder. Give each once.")

@@ -3,32 +3,30 @@
     OUT/<subject>/<task>/predictions.jsonl    what was said about every evaluation row
     OUT/<subject>/<task>/result.json          its score, written last: a task without it is scored again
     OUT/result.json                           all of them
+
+A subject is an adapter by a short name, or ``base``.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from frozencore.errors import ArtifactError, ConfigError, DataError
-from frozencore.fingerprint import fingerprint_model, fingerprint_options
-from frozencore.lab.adapters import AdapterStand, adapter_names
+from frozencore.fingerprint import fingerprint_model
+from frozencore.lab.adapters import BASE, AdapterStand, adapter_names
+from frozencore.lab.evaluation_jobs import Job, harness_job, suite_jobs
 from frozencore.lab.loading import load_model
+from frozencore.lab.progress import Progress
 from frozencore.lab.prompts import PromptEncoder, PromptStyle, context_limit
 from frozencore.lab.record import provenance, require_writable, write_json, write_lines
 from frozencore.lab.run import Stages
-from frozencore.lab.scoring.task_score import score_task
-from frozencore.lab.tasks.splits import evaluation_rows
-from frozencore.lab.tasks.task import Example, Task
+from frozencore.lab.tasks.task import Task
 
 RECORD_FORMAT = 1
-BASE = "base"
 
 
 @dataclass(frozen=True)
@@ -36,13 +34,16 @@ class Evaluation:
     """What is scored on what, and how.
 
     Attributes:
+        harness_tasks: Names of tasks of lm-evaluation-harness, or of the task files in ``include_path``.
         adapters: Folders of saved adapters; the bare model where there are none, or with ``with_base``.
         max_length: Tokens of a prompt with its answer; None is the model's context.
         num_evaluation: Rows of each task; None is the protocol's number.
     """
 
     model: str
-    tasks: tuple[Task, ...]
+    tasks: tuple[Task, ...] = ()
+    harness_tasks: tuple[str, ...] = ()
+    include_path: Path | None = None
     adapters: tuple[Path, ...] = ()
     with_base: bool = False
     data_root: Path | None = None
@@ -58,7 +59,7 @@ class Evaluation:
 def evaluate(evaluation: Evaluation, out: Path, stages: Stages) -> dict[str, Any]:
     """Score every subject on every task and write ``out``.
 
-    A task whose data are missing or malformed is reported under ``"failed"`` and the others go on.
+    A task whose data are missing, malformed or too long is reported under ``"failed"``, and the others go on.
 
     Returns:
         The record of ``out/result.json``.
@@ -69,53 +70,48 @@ def evaluate(evaluation: Evaluation, out: Path, stages: Stages) -> dict[str, Any
         FrozenCoreError: From loading the model.
     """
     require_writable(out)
-    names = adapter_names(list(evaluation.adapters))
-    subjects: dict[str, Path | None] = dict(zip(names, evaluation.adapters, strict=True))
-    if evaluation.with_base or not subjects:
-        subjects = {BASE: None, **subjects}
+    subjects = _subjects(evaluation)
     stages("load", 0, None, evaluation.model)
     model, tokenizer = load_model(evaluation.model, dtype=evaluation.dtype, device=evaluation.device)
     encoder = _encoder(evaluation, model, tokenizer)
-    rows, failed = _read_rows(evaluation)
-    stages("load", 1, 1, f"{sum(map(len, rows.values()))} rows of {len(rows)} tasks")
+    jobs, failed = _jobs(evaluation, encoder)
+    stages("load", 1, 1, f"{len(jobs)} tasks")
 
-    base_hash = fingerprint_model(model)
+    common = {
+        "model": fingerprint_model(model),
+        "dtype": str(model.dtype),
+        "prompt_style": "chat" if encoder.is_chat else "plain",
+        "max_length": encoder.max_length,
+        "truncate": evaluation.truncate,
+    }
     stand = AdapterStand(model)
     scores: list[dict[str, Any]] = []
     for subject, folder in subjects.items():
-        worn: nn.Module | None = None
-        for task in evaluation.tasks:
-            if task.name not in rows:
-                continue
-            identity = _identity(evaluation, base_hash, folder, task, rows[task.name])
-            place = out / subject / task.name
-            kept = _finished(place, identity)
-            if kept is None:
-                worn = worn or (stand.bare() if folder is None else stand.wear(folder))
-                try:
-                    kept = _score(worn, encoder, evaluation, task, rows[task.name], place, stages, subject)
-                except DataError as error:
-                    failed[task.name] = " ".join(str(error).split())
-                    del rows[task.name]
-                    continue
-                kept = {"subject": subject, **kept, "identity": identity}
-                write_json(place / "result.json", kept)
-            scores.append(kept)
+        identity = {**common, "adapter": None if folder is None else _fingerprint_folder(folder)}
+        found, reasons = _score_subject(subject, folder, stand, jobs, identity, out, stages)
+        scores += found
+        failed |= reasons
     if not scores:
         raise DataError(next(iter(failed.values())))
     record = {
         "format": RECORD_FORMAT,
+        **common,
         "model": evaluation.model,
         "adapters": {subject: folder for subject, folder in subjects.items() if folder is not None},
-        "prompt_style": "chat" if encoder.is_chat else "plain",
-        "max_length": encoder.max_length,
         "length_normalised": evaluation.length_normalised,
         "scores": scores,
         "failed": failed,
+        "hashes": {"model": common["model"]},
         "provenance": provenance(),
     }
     write_json(out / "result.json", record)
     return record
+
+
+def _subjects(evaluation: Evaluation) -> dict[str, Path | None]:
+    names = adapter_names(list(evaluation.adapters))
+    subjects: dict[str, Path | None] = dict(zip(names, evaluation.adapters, strict=True))
+    return {BASE: None, **subjects} if evaluation.with_base or not subjects else subjects
 
 
 def _encoder(evaluation: Evaluation, model: Any, tokenizer: Any) -> PromptEncoder:
@@ -130,56 +126,55 @@ def _encoder(evaluation: Evaluation, model: Any, tokenizer: Any) -> PromptEncode
     )
 
 
-def _read_rows(evaluation: Evaluation) -> tuple[dict[str, tuple[Example, ...]], dict[str, str]]:
-    rows: dict[str, tuple[Example, ...]] = {}
-    failed: dict[str, str] = {}
-    for task in evaluation.tasks:
-        try:
-            rows[task.name] = evaluation_rows(task, evaluation.data_root, num_evaluation=evaluation.num_evaluation)
-        except DataError as error:
-            failed[task.name] = " ".join(str(error).split())
-    return rows, failed
-
-
-def _score(
-    model: nn.Module,
-    encoder: PromptEncoder,
-    evaluation: Evaluation,
-    task: Task,
-    examples: Sequence[Example],
-    place: Path,
-    stages: Stages,
-    subject: str,
-) -> dict[str, Any]:
-    score = score_task(
-        model,
+def _jobs(evaluation: Evaluation, encoder: PromptEncoder) -> tuple[list[Job], dict[str, str]]:
+    jobs, failed = suite_jobs(
+        evaluation.tasks,
         encoder,
-        task,
-        examples,
+        data_root=evaluation.data_root,
+        num_evaluation=evaluation.num_evaluation,
         length_normalised=evaluation.length_normalised,
-        progress=lambda done, total, note: stages(f"{subject}: {task.name}", done, total, note),
     )
-    write_lines(place / "predictions.jsonl", map(asdict, score.predictions))
-    return {key: value for key, value in vars(score).items() if key != "predictions"}
+    jobs += [
+        harness_job(name, encoder, include_path=evaluation.include_path, limit=evaluation.num_evaluation)
+        for name in evaluation.harness_tasks
+    ]
+    return jobs, failed
 
 
-def _identity(
-    evaluation: Evaluation, base_hash: str, folder: Path | None, task: Task, examples: Sequence[Example]
-) -> dict[str, Any]:
-    """What a finished score must agree with to be kept."""
-    return {
-        "model": base_hash,
-        "adapter": None if folder is None else _fingerprint_folder(folder),
-        "rows": fingerprint_options({"rows": [asdict(example) for example in examples]}),
-        "options": {
-            "prompt_style": evaluation.prompt_style,
-            "max_length": evaluation.max_length,
-            "truncate": evaluation.truncate,
-            "length_normalised": evaluation.length_normalised,
-            "dtype": evaluation.dtype,
-            "max_new_tokens": task.max_new_tokens,
-        },
-    }
+def _score_subject(
+    subject: str,
+    folder: Path | None,
+    stand: AdapterStand,
+    jobs: list[Job],
+    identity: dict[str, Any],
+    out: Path,
+    stages: Stages,
+) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """The scores of one adapter, and why a task has none. It is loaded only if a task is left to score."""
+    scores: list[dict[str, Any]] = []
+    failed: dict[str, str] = {}
+    model = None
+    for job in jobs:
+        place = out / subject / job.name
+        wanted = {**identity, **job.identity}
+        score = _finished(place, wanted)
+        if score is None:
+            if model is None:
+                model = stand.bare() if folder is None else stand.wear(folder)
+            try:
+                summary, predictions = job.score(model, _told(stages, f"{subject}: {job.name}"))
+            except DataError as error:
+                failed[job.name] = " ".join(str(error).split())
+                continue
+            write_lines(place / "predictions.jsonl", predictions)
+            score = {"subject": subject, **summary, "identity": wanted}
+            write_json(place / "result.json", score)
+        scores.append(score)
+    return scores, failed
+
+
+def _told(stages: Stages, stage: str) -> Progress:
+    return lambda done, total, note: stages(stage, done, total, note)
 
 
 def _fingerprint_folder(folder: Path) -> str:
@@ -192,6 +187,7 @@ def _fingerprint_folder(folder: Path) -> str:
 
 
 def _finished(place: Path, identity: dict[str, Any]) -> dict[str, Any] | None:
+    """The score that lies there already, if it was finished."""
     try:
         score: dict[str, Any] = json.loads((place / "result.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -48,6 +48,20 @@ def load_model(name: str, *, dtype: str = "auto", device: str = "auto") -> tuple
     return model.to(place).eval(), tokenizer
 
 
+def load_tokenizer(name: str) -> Any:
+    """The tokenizer of a model, alone.
+
+    Raises:
+        ModelError: As for :func:`load_model`.
+    """
+    local = _is_local(name)
+    try:
+        return AutoTokenizer.from_pretrained(name, local_files_only=local or not _hub_has(name))
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ModelError(f"--model {name} cannot be read as a tokenizer: {reason}") from error
+
+
 def _device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")

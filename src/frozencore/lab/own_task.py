@@ -93,7 +93,9 @@ def read_own_task(path: Path) -> Task:
         key = ".".join(str(part) for part in first["loc"])
         raise ConfigError(f"{path}: {key}: {first['msg'].lower()}, but {first['input']!r} came.") from error
     if (own.choices is not None) != (own.scoring == "choice"):
-        raise ConfigError(f"{path}: choices belong to 'scoring: choice' and to nothing else; here it is {own.scoring!r}.")
+        raise ConfigError(
+            f"{path}: choices belong to 'scoring: choice' and to nothing else; here it is {own.scoring!r}."
+        )
     if isinstance(own.choices, list) and (len(own.choices) < 2 or not all(map(str.strip, own.choices))):
         raise ConfigError(f"{path}: choices: give two texts or more, none empty, but {own.choices!r} came.")
     named: dict[Split, str | None] = {"train": own.train, "validation": own.validation, "evaluation": own.evaluation}

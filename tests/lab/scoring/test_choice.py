@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, MistralConfig, Mis
 
 from frozencore.errors import DataError, ModelError
 from frozencore.lab.prompts import ChoiceTokens, PromptEncoder
-from frozencore.lab.scoring.choice import choice_logprobs, predict_choices
+from frozencore.lab.scoring.choice import choice_logprobs, full_sequence_logprobs, predict_choices
 from frozencore.lab.scoring.shared_prefix import can_share_prefix
 from frozencore.lab.suite import find_task
 from frozencore.lab.tasks.splits import split_task
@@ -86,19 +86,84 @@ def test_logprobs_of_an_adapted_model_are_the_adapters() -> None:
         assert actual != choice_logprobs(model, rows, pad_id=0)
 
 
-def test_the_prefix_is_shared_only_over_a_plain_cache() -> None:
+def test_the_prefix_is_shared_only_where_the_mask_decides_what_is_seen() -> None:
     assert can_share_prefix(tiny_qwen2())
     assert can_share_prefix(tiny_gpt2())
     assert not can_share_prefix(sliding_window_model())
 
 
-def test_choices_of_one_token_need_no_second_pass() -> None:
-    model, rows = tiny_qwen2(), random_rows(5, longest_choice=1)
-    calls = []
-    model.register_forward_pre_hook(lambda *_: calls.append(1))
-    actual = choice_logprobs(model, rows, pad_id=0)
-    assert len(calls) == 1
-    assert_close(actual, reference_logprobs(model, rows))
+class MaskIgnored(nn.Module):
+    """A model that sees whatever came before, however it is masked."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model, self.config, self.dtype = model, model.config, model.dtype
+
+    def forward(self, input_ids, attention_mask=None, position_ids=None, logits_to_keep=0, use_cache=None):  # type: ignore[no-untyped-def]
+        return self.model(input_ids, logits_to_keep=logits_to_keep)
+
+
+def test_a_model_that_ignores_the_mask_is_found_out_and_scored_in_full() -> None:
+    model, rows = tiny_llama(), random_rows(4)
+    assert not can_share_prefix(MaskIgnored(model))
+    assert_close(choice_logprobs(MaskIgnored(model), rows, pad_id=0), reference_logprobs(model, rows))
+
+
+def test_a_prompt_is_computed_once_for_all_its_choices() -> None:
+    model, rows = tiny_qwen2(), random_rows(5)
+    fed = []
+    model.register_forward_pre_hook(lambda _, __, kwargs: fed.append(kwargs["input_ids"].numel()), with_kwargs=True)
+    choice_logprobs(model, rows, pad_id=0, share_prefix=True, tokens_per_batch=1)
+    assert sum(fed) == sum(len(row.context_ids) + sum(len(choice) - 1 for choice in row.choice_ids) for row in rows)
+
+
+@pytest.mark.parametrize("make_model", [tiny_qwen2, sliding_window_model])
+def test_half_precision_scores_as_one_sequence_at_a_time_in_half_precision(
+    make_model: Callable[[], nn.Module],
+) -> None:
+    model, rows = make_model().to(torch.bfloat16), random_rows(9)
+    expected = [
+        [
+            full_sequence_logprobs(model, [ChoiceTokens("one", row.context_ids, [c])], pad_id=0)[0][0]
+            for c in row.choice_ids
+        ]
+        for row in rows
+    ]
+    for ours, theirs in zip(choice_logprobs(model, rows, pad_id=0), expected, strict=True):
+        assert ours == pytest.approx(theirs, rel=0.02, abs=0.1)
+
+
+def test_out_of_memory_halves_the_batch_and_gives_the_same_scores() -> None:
+    model, rows = tiny_qwen2(), random_rows(12)
+    expected = choice_logprobs(model, rows, pad_id=0)
+    most, fed = 90, []
+
+    def refuse(_: nn.Module, __: object, kwargs: dict[str, Any]) -> None:
+        fed.append(kwargs["input_ids"].numel())
+        if fed[-1] > most:
+            raise torch.OutOfMemoryError("injected")
+
+    model.register_forward_pre_hook(refuse, with_kwargs=True)
+    notes: list[tuple[int, int, str]] = []
+    actual = choice_logprobs(model, rows, pad_id=0, progress=lambda *step: notes.append(step))
+    assert max(fed) > most
+    assert_close(actual, expected)
+    assert notes[-1][:2] == (12, 12)
+    assert notes[-1][2].startswith("out of memory: 1/")
+
+
+def test_a_row_that_fits_nowhere_is_one_line() -> None:
+    model = tiny_qwen2()
+
+    def refuse(_: nn.Module, __: object, kwargs: dict[str, Any]) -> None:
+        raise torch.OutOfMemoryError("injected")
+
+    model.register_forward_pre_hook(refuse, with_kwargs=True)
+    with pytest.raises(
+        ModelError, match=r"One row of \d+ tokens does not fit in the memory of cpu. Use --dtype"
+    ) as error:
+        choice_logprobs(model, random_rows(3), pad_id=0, share_prefix=False)
+    assert "\n" not in str(error.value)
 
 
 def test_scoring_leaves_the_model_as_it_was_also_after_an_error() -> None:

@@ -37,6 +37,21 @@ def test_equal_choices_are_counted_as_ties(byte_tokenizer: Callable[..., Any], b
     assert (score.num_ties, score.accuracy) == (3, 0.0)
 
 
+def test_duplicate_choices_and_cut_prompts_are_counted(
+    byte_tokenizer: Callable[..., Any], byte_model: nn.Module
+) -> None:
+    examples = [
+        Example("row-0", "Which?", " a", (" a", " b")),
+        Example("row-1", "Which?", " a", (" a", " a")),
+        Example("row-2", "Which of these many?" * 3, " a", (" a", " b")),
+    ]
+    encoder = PromptEncoder(byte_tokenizer(), max_length=20, too_long="truncate")
+    score = score_task(byte_model, encoder, find_task("sst2"), examples)
+    assert (score.num_duplicate_choices, score.num_cut, score.num_ties) == (1, 1, 1)
+    with pytest.raises(DataError, match="1 of 3 rows are longer than the limit of 20 tokens"):
+        score_task(byte_model, PromptEncoder(byte_tokenizer(), max_length=20), find_task("sst2"), examples)
+
+
 def test_a_generated_score_counts_truncations_and_missing_answers(
     byte_tokenizer: Callable[..., Any], byte_model: nn.Module
 ) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from frozencore.errors import ConfigError, DataError
 from frozencore.lab.suite import TASKS
-from frozencore.lab.tasks.splits import calibration_rows, normalised_text, split_task
+from frozencore.lab.tasks.splits import calibration_rows, evaluation_rows, normalised_text, split_task
 from frozencore.lab.tasks.task import Example, Split, Task
 
 
@@ -87,6 +87,22 @@ def test_the_evaluation_subset_depends_on_ids_alone() -> None:
     assert few.evaluation != split_task(task(train=texts("t", 30), evaluation=texts("e", 9)), seed=1).evaluation
 
 
+def test_the_drawn_ids_never_change() -> None:
+    """Results are comparable over the years only if this list stays as it is."""
+    drawn = evaluation_rows(task(evaluation=texts("e", 1000)), num_evaluation=5)
+    assert ids(drawn) == ["evaluation-889", "evaluation-576", "evaluation-288", "evaluation-163", "evaluation-52"]
+
+
+def test_evaluation_rows_are_those_of_the_split_and_need_no_training_rows() -> None:
+    both = task(train=texts("t", 30), evaluation=texts("e", 9))
+    assert evaluation_rows(both) == split_task(both).evaluation
+    assert evaluation_rows(task(evaluation=texts("e", 9)), num_evaluation=100)[:5] == split_task(both).evaluation
+    with pytest.raises(DataError, match="needs rows to evaluate on, but has none"):
+        evaluation_rows(task(train=texts("t", 3)))
+    with pytest.raises(ConfigError, match="must be positive, got num_evaluation=0"):
+        evaluation_rows(both, num_evaluation=0)
+
+
 def test_calibration_rows_are_training_rows() -> None:
     train = split_task(task(train=texts("t", 30), evaluation=texts("e", 9))).train
     drawn = calibration_rows(train, 8)
@@ -103,12 +119,17 @@ def test_sizes_and_emptiness_are_checked() -> None:
         split_task(task(train=texts("e", 3), evaluation=texts("e", 3)))
 
 
-@pytest.mark.parametrize("name", ["svamp", "sst2"])
+REAL_TRAIN = {
+    "svamp": 630, "gsm8k": 1500, "sst2": 2000, "qnli": 1800, "cola": 2000, "arc_challenge": 1119, "hellaswag": 2000,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REAL_TRAIN)
 def test_real_splits_have_the_protocols_sizes(name: str, shared_data: Path) -> None:
     real = TASKS[name]
     splits = split_task(real, shared_data)
     assert len(splits.evaluation) == real.num_evaluation
-    assert len(splits.train) == {"svamp": 630, "sst2": 2000}[name]
+    assert len(splits.train) == REAL_TRAIN[name]
     assert len(split_task(real, shared_data, paper_steps=True).train) == real.num_train
     evaluated = {normalised_text(example) for example in splits.evaluation}
     assert not evaluated & {normalised_text(example) for example in splits.train + splits.validation}

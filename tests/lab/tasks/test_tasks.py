@@ -9,7 +9,8 @@ import pytest
 
 from frozencore.errors import DataError
 from frozencore.lab.scoring.answers import parse_answer, parse_number
-from frozencore.lab.tasks import sst2, svamp
+from frozencore.lab.suite import TASKS
+from frozencore.lab.tasks import PAPER_TASKS, arc_challenge, gsm8k, hellaswag, sst2, svamp, winogrande
 from frozencore.lab.tasks.hub import HubDataset
 
 SVAMP_ROW = {"Body": "Tom has 3 pens", "Question": "How many pens has he?", "Answer": "3"}
@@ -46,17 +47,99 @@ def test_a_bad_row_is_named_with_its_column(to_example, row: dict[str, object], 
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("task", [svamp.TASK, sst2.TASK])
-def test_every_real_row_is_an_example(task, shared_data: Path) -> None:  # type: ignore[no-untyped-def]
+ARC_ROW = {
+    "question": "Why?",
+    "choices": {"text": ["dew", "fog", "ice"], "label": ["1", "2", "3"]},
+    "answerKey": "3",
+}
+
+
+def test_a_gsm8k_row_loses_its_calculator_notes_and_keeps_its_marker() -> None:
+    answer = "She had 12/60 = $<<12/60=0.2>>0.2 per minute.\n#### 1,010"
+    example = gsm8k.to_example({"question": "How much?", "answer": answer}, "train-0")
+    assert example.completion == " She had 12/60 = $0.2 per minute.\n#### 1,010"
+    assert parse_answer(example.completion) == 1010
+
+
+def test_an_arc_row_has_any_number_of_options_and_any_labels() -> None:
+    example = arc_challenge.to_example(ARC_ROW, "train-0")
+    assert example.choices == (" dew", " fog", " ice")
+    assert example.completion == " ice"
+    assert example.prompt == "Question: Why?\nOptions:\n- dew\n- fog\n- ice\nAnswer:"
+    five = {"text": list("vwxyz"), "label": list("ABCDE")}
+    assert arc_challenge.to_example(ARC_ROW | {"choices": five, "answerKey": "E"}, "train-0").completion == " z"
+
+
+def test_real_arc_has_numeric_keys_and_rows_with_three_and_five_options(shared_data: Path) -> None:
+    rows = [r for s in ("train", "evaluation") for r in arc_challenge.TASK.source.rows(s, shared_data)]  # type: ignore[arg-type]
+    assert any(row["answerKey"].isdigit() for row in rows)
+    assert {len(row["choices"]["label"]) for row in rows} == {3, 4, 5}
+    for row in rows:
+        example = arc_challenge.to_example(row, "row")
+        assert (
+            example.completion == " " + row["choices"]["text"][row["choices"]["label"].index(row["answerKey"])].strip()
+        )
+
+
+def test_hellaswag_reads_alike_with_the_hubs_tags_and_without() -> None:
+    tagged = {
+        "activity_label": "Health",
+        "ctx": "[header] How to sleep [title] Go to bed. [step] Turn off  the light.",
+        "endings": ["[substeps] Lie down.", "Get up.", "Run.", "Eat."],
+        "label": "0",
+    }
+    clean = tagged | {
+        "ctx": "How to sleep. Go to bed. Turn off the light.",
+        "endings": ["Lie down.", "Get up.", "Run.", "Eat."],
+    }
+    example = hellaswag.to_example(tagged, "row")
+    assert example == hellaswag.to_example(clean, "row")
+    assert example.prompt == "Health: How to sleep. Go to bed. Turn off the light."
+    assert example.completion == " Lie down."
+
+
+@pytest.mark.parametrize(
+    ("to_example", "row", "column"),
+    [
+        (gsm8k.to_example, {"question": "a", "answer": "no marker 5"}, "answer"),
+        (arc_challenge.to_example, ARC_ROW | {"answerKey": "A"}, "answerKey"),
+        (arc_challenge.to_example, ARC_ROW | {"choices": None}, "choices"),
+        (arc_challenge.to_example, ARC_ROW | {"choices": {"text": ["a", " "], "label": ["1", "2"]}}, "choices.text"),
+        (arc_challenge.to_example, ARC_ROW | {"choices": {"text": ["a", "b"], "label": ["1", "2", "3"]}}, "choices"),
+        (hellaswag.to_example, {"activity_label": "a", "ctx": "b", "endings": ["[x]", "c"], "label": "0"}, "endings"),
+        (hellaswag.to_example, {"activity_label": "a", "ctx": "b", "endings": ["c", "d"], "label": ""}, "label"),
+        (winogrande.to_example, {"sentence": "no blank", "option1": "a", "option2": "b", "answer": "1"}, "sentence"),
+    ],
+)
+def test_a_bad_row_of_the_other_tasks_is_named_too(to_example, row: dict[str, object], column: str) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(DataError, match=rf"Row train-7: column '{column}'") as error:
+        to_example(row, "train-7")
+    assert "\n" not in str(error.value)
+
+
+def test_the_suite_is_the_papers_table() -> None:
+    """Appendix, table "Complete dataset protocol": task, train, evaluation, epochs."""
+    sizes = {task.name: (task.num_train, task.num_evaluation, task.epochs) for task in PAPER_TASKS.values()}
+    assert sizes == {
+        "svamp": (700, 300, 3), "gsm8k": (1500, 300, 2), "sst2": (2000, 500, 1), "qnli": (2000, 500, 1),
+        "cola": (2000, 500, 2), "rte": (2000, 500, 3), "mrpc": (2000, 500, 3), "arc_challenge": (1119, 500, 3),
+        "openbookqa": (2000, 500, 3), "hellaswag": (2000, 500, 2), "winogrande": (2000, 500, 2),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["svamp", "gsm8k", "sst2", "qnli", "cola", "arc_challenge", "hellaswag"])
+def test_every_real_row_is_an_example(name: str, shared_data: Path) -> None:
+    task = TASKS[name]
     for split, least in (("train", task.num_train), ("evaluation", task.num_evaluation)):
         rows = task.source.rows(split, shared_data)
         examples = [task.to_example(row, f"{split}-{i}") for i, row in enumerate(rows)]
         assert len(examples) >= least
+        assert all(not example.choices or example.completion in example.choices for example in examples)
         if task is svamp.TASK:
             assert all(
                 parse_answer(e.completion) == parse_number(r["Answer"]) for e, r in zip(examples, rows, strict=True)
             )
-    assert task.source.rows("validation", shared_data) == ()
+    assert len(task.source.rows("validation", shared_data)) == (299 if name == "arc_challenge" else 0)
 
 
 def source(columns: tuple[str, ...] = ("sentence", "label")) -> HubDataset:

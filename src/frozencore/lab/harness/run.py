@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import logging
-import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from torch import nn
 
 from frozencore.errors import ConfigError, DataError, ModelError
 from frozencore.lab.prompts import PromptEncoder
+from frozencore.randomness import own_random_state
 
 _FIRST_METRICS = ("acc", "exact_match", "f1")
 
@@ -59,7 +57,7 @@ def harness_score(
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
-    with _same_random_state(), _quiet():
+    with own_random_state(), _quiet():  # simple_evaluate seeds Python, NumPy and torch
         manager = TaskManager(include_path=include_path and str(include_path), include_defaults=include_path is None)
         if task not in manager.all_tasks:
             place = f"in {include_path}" if include_path else "in lm-evaluation-harness"
@@ -80,7 +78,7 @@ def harness_score(
                 task_manager=manager,
                 apply_chat_template=encoder.is_chat,
             )
-        except (OSError, ValueError, KeyError, RuntimeError) as error:
+        except (OSError, ValueError, KeyError, AssertionError) as error:
             reason = " ".join(str(error).split())[:200]
             raise DataError(f"The harness could not run {task!r}: {reason}") from error
     metrics = results["results"].get(task) or results["groups"][task]
@@ -122,21 +120,6 @@ def _headline(metrics: Mapping[str, Any]) -> str:
     if not numbers:
         raise ModelError(f"The harness gave no metric that is a number: {dict(metrics)}.")
     return next((name for first in _FIRST_METRICS for name in numbers if name.split(",")[0] == first), numbers[0])
-
-
-@contextmanager
-def _same_random_state() -> Iterator[None]:
-    """``simple_evaluate`` seeds Python, NumPy and torch; a training run around it must not notice."""
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_rng_state(states[2])
-        if cuda:
-            torch.cuda.set_rng_state_all(cuda)
 
 
 @contextmanager

@@ -19,7 +19,7 @@ def score_in_groups(
     tokens_per_batch: int | None = None,
     progress: Progress | None = None,
 ) -> None:
-    """Call ``score`` with the indices of every row once, in groups; a group that ran out of memory comes again, smaller.
+    """Call ``score`` with the indices of every row, in groups; a group that ran out of memory comes again, smaller.
 
     Args:
         score: Must leave nothing behind when it raises: its group is scored again.

@@ -1,8 +1,8 @@
 """Log-likelihoods of several continuations of one prompt, with the prompt computed once.
 
-Prompts are padded left, so that every row's continuation follows its last prompt token directly and distances in the
-cache are distances in the text. One forward pass gives the first token of every choice; the cache rows are then
-copied to the choices that have more, and a second pass over those few tokens gives the rest.
+A prompt and all its choices are one sequence: each choice sees the prompt and itself, by a mask, and its positions go
+on from the prompt's. One forward pass thus scores a row without copying a cache or padding one choice to the length of
+another. Prompts are padded left and choices right: the columns whose logits are wanted are then the same in every row.
 """
 
 from __future__ import annotations
@@ -14,82 +14,99 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from frozencore.lab.batches import LOGITS_BUDGET, pad
+from frozencore.lab.batches import pad
 from frozencore.lab.prompts import ChoiceTokens
-from frozencore.lab.scoring.mode import base_of, forward_accepts
+from frozencore.lab.scoring.mode import base_of, forward_accepts, scoring_mode, vocabulary_of
+
+_PROMPT, _PADDING = 0, -1  # parts of a row; the choices are 1, 2, ...
 
 
 def can_share_prefix(model: nn.Module) -> bool:
-    """Whether the model's state after a prompt is a plain key/value cache that may be copied row by row.
+    """Whether the model's attention takes any mask and any positions, and nothing else joins its tokens.
 
-    Sliding windows, recurrent states and models without explicit positions are left to full sequences.
+    Sliding windows, recurrent states, flash kernels and models without explicit positions are left to full sequences.
     """
     base = base_of(model)
     if getattr(base, "_is_stateful", False) or not forward_accepts(
-        model, "attention_mask", "position_ids", "past_key_values", "logits_to_keep"
+        model, "attention_mask", "position_ids", "logits_to_keep"
     ):
         return False
     if any(getattr(config, "is_prompt_learning", False) for config in getattr(model, "peft_config", {}).values()):
         return False
-    return all(type(layer) is DynamicLayer for layer in DynamicCache(config=base.config).layers)
+    if base.config._attn_implementation not in ("sdpa", "eager"):
+        return False
+    plain = all(type(layer) is DynamicLayer for layer in DynamicCache(config=base.config).layers)
+    return plain and _keeps_choices_apart(model)
 
 
 def shared_prefix_logprobs(model: nn.Module, rows: Sequence[ChoiceTokens], *, pad_id: int) -> list[list[float]]:
     """Summed token log-probabilities, in nats, of every choice of every row."""
     device = next(model.parameters()).device
-    tokens, mask = (t.to(device) for t in pad([row.context_ids for row in rows], pad_id, side="left"))
-    positions = (mask.cumsum(-1) - 1).clamp_min(0)
-    choices = [choice for row in rows for choice in row.choice_ids]
-    owner = torch.tensor([i for i, row in enumerate(rows) for _ in row.choice_ids], device=device)
-    going_on = [i for i, choice in enumerate(choices) if len(choice) > 1]
-
-    cache = DynamicCache(config=base_of(model).config) if going_on else None
-    output = model(
-        input_ids=tokens,
-        attention_mask=mask,
-        position_ids=positions,
-        past_key_values=cache,
-        use_cache=cache is not None,
-        logits_to_keep=1,
-    )
-    first = torch.tensor([choice[0] for choice in choices], device=device)
-    totals = token_logprobs(output.logits[owner, -1], first)
-    if cache is not None:
-        vocabulary = output.logits.shape[-1]
-        longest = max(len(choices[i]) for i in going_on) - 1
-        chunk = max(1, LOGITS_BUDGET // (vocabulary * longest))
-        for start in range(0, len(going_on), chunk):
-            chosen = going_on[start : start + chunk]
-            rest = _continue(model, [choices[i] for i in chosen], owner[chosen], mask, cache, pad_id)
-            totals[chosen] += rest
-    flat = iter(totals.tolist())
+    prompts, prompt_mask = pad([row.context_ids for row in rows], pad_id, side="left")
+    # a choice's last token is scored but never read
+    parts = [[k for k, choice in enumerate(row.choice_ids, start=1) for _ in choice[:-1]] for row in rows]
+    inputs = [[token for choice in row.choice_ids for token in choice[:-1]] for row in rows]
+    answers, _ = pad(inputs, pad_id, side="right")
+    answer_parts, _ = pad(parts, _PADDING, side="right")
+    part = torch.cat([torch.where(prompt_mask == 1, _PROMPT, _PADDING), answer_parts], dim=1)
+    logits = model(
+        input_ids=torch.cat([prompts, answers], dim=1).to(device),
+        attention_mask=_mask(part.to(device), base_of(model).dtype),
+        position_ids=_positions(part).to(device),
+        use_cache=False,
+        logits_to_keep=torch.arange(prompts.shape[1] - 1, part.shape[1], device=device),
+    ).logits
+    owner, column, target, choice_of = _scored(rows)
+    scored = token_logprobs(logits[owner.to(device), column.to(device)], target.to(device)).cpu().double()
+    flat = iter(scored.new_zeros(sum(len(row.choice_ids) for row in rows)).index_add_(0, choice_of, scored).tolist())
     return [[next(flat) for _ in row.choice_ids] for row in rows]
 
 
 def token_logprobs(logits: Tensor, targets: Tensor) -> Tensor:
-    """Float32 log-probabilities of target tokens: logits (..., vocabulary), targets (...)."""
-    logits = logits.float()
+    """Log-probabilities of target tokens, in float32 or more: logits (..., vocabulary), targets (...)."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(-1)
 
 
-def _continue(
-    model: nn.Module, choices: list[list[int]], owner: Tensor, mask: Tensor, cache: DynamicCache, pad_id: int
-) -> Tensor:
-    """Log-probabilities of each choice after its first token, given its owner's row of the prompts' cache."""
-    inputs, inputs_mask = (t.to(owner.device) for t in pad([c[:-1] for c in choices], pad_id, side="right"))
-    targets, _ = pad([choice[1:] for choice in choices], pad_id, side="right")
-    prefix_mask = mask[owner]
-    positions = prefix_mask.sum(-1, keepdim=True) + torch.arange(inputs.shape[1], device=owner.device)
-    output = model(
-        input_ids=inputs,
-        attention_mask=torch.cat([prefix_mask, inputs_mask], dim=-1),
-        position_ids=positions,
-        past_key_values=_rows_of(cache, owner),
-        use_cache=True,
-    )
-    return (token_logprobs(output.logits, targets.to(owner.device)) * inputs_mask).sum(-1)
+def _mask(part: Tensor, dtype: torch.dtype) -> Tensor:
+    """Additive (rows, 1, length, length): a token sees the prompt and its own part, up to itself."""
+    query, key = part.unsqueeze(2), part.unsqueeze(1)
+    length = part.shape[1]
+    causal = torch.ones(length, length, dtype=torch.bool, device=part.device).tril()
+    seen = causal & ((query == key) | ((key == _PROMPT) & (query != _PADDING)))
+    return torch.zeros(seen.shape, dtype=dtype, device=part.device).masked_fill_(~seen, torch.finfo(dtype).min)[:, None]
 
 
-def _rows_of(cache: DynamicCache, rows: Tensor) -> DynamicCache:
-    """A new cache that holds the given rows of another, which stays as it is."""
-    return DynamicCache([(layer.keys[rows], layer.values[rows]) for layer in cache.layers])
+def _positions(part: Tensor) -> Tensor:
+    """A token's place in its prompt, or in its prompt and choice; 0 for padding."""
+    within = torch.zeros_like(part)
+    for k in range(_PROMPT, int(part.max()) + 1):
+        own = part == k
+        within += (own.cumsum(1) - 1) * own
+    return within + (part > _PROMPT) * (part == _PROMPT).sum(1, keepdim=True)
+
+
+def _scored(rows: Sequence[ChoiceTokens]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of every scored token: its row, the column of its logits, itself, and which of all choices it belongs to."""
+    scored: list[tuple[int, int, int, int]] = []
+    num_choices = 0
+    for owner, row in enumerate(rows):
+        start = 1  # column 0 is the prompt's last token
+        for choice in row.choice_ids:
+            columns = [0, *range(start, start + len(choice) - 1)]
+            scored += [(owner, column, token, num_choices) for column, token in zip(columns, choice, strict=True)]
+            start += len(choice) - 1
+            num_choices += 1
+    owners, columns_, tokens, choices = torch.tensor(scored).unbind(1)
+    return owners, columns_, tokens, choices
+
+
+def _keeps_choices_apart(model: nn.Module) -> bool:
+    """Whether a choice's score is free of the choice before it, which an ignored mask would mix in."""
+    last = vocabulary_of(model) - 1
+    with scoring_mode(model):
+        scores = [
+            shared_prefix_logprobs(model, [ChoiceTokens("probe", [0, last], [first, [last, 0, last]])], pad_id=0)[0][1]
+            for first in ([0, 0, 0], [last, last, last])
+        ]
+    return abs(scores[0] - scores[1]) <= 1e-3 or not all(map(torch.isfinite, torch.tensor(scores)))

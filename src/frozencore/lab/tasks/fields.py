@@ -88,7 +88,9 @@ def _texts(value: Any, column: str, row_id: str) -> list[str]:
         or len(value) < 2
         or not all(isinstance(text, str) and text.strip() for text in value)
     ):
-        raise DataError(f"Row {row_id}: column {column!r} must hold two texts or more, none empty, but holds {value!r}.")
+        raise DataError(
+            f"Row {row_id}: column {column!r} must hold two texts or more, none empty, but holds {value!r}."
+        )
     return [text.strip() for text in value]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -76,7 +77,7 @@ class HubDataset:
             )
         try:
             with _no_bars():
-                return load_dataset(place, self.config, split=name)
+                return load_dataset(place, self.config, split=name, cache_dir=_cache_of(place, data_root))
         except Exception as error:  # datasets raises a dozen kinds, each for a state of the data that we only report
             reason = " ".join(str(error).split())[:200]
             raise DataError(
@@ -95,6 +96,21 @@ class HubDataset:
                 f"{self._title} is not in the offline cache and the hub cannot be reached. "
                 f"The way out: --data-root DIR (a folder that holds {self.path}), or a network."
             )
+
+
+def _cache_of(place: str, data_root: Path | None) -> str | None:
+    """Where the converted rows of a local folder are kept; None, the usual place, for those of the hub.
+
+    The usual place knows a folder that has a card by its name and its card alone: another folder of that name, or
+    other rows in the same one, would be answered with the old rows.
+    """
+    if data_root is None:
+        return None
+    from datasets.config import HF_DATASETS_CACHE
+
+    files = [(path, path.stat()) for path in sorted(Path(place).resolve().rglob("*")) if path.is_file()]
+    state = "\n".join(f"{path}|{stat.st_size}|{stat.st_mtime_ns}" for path, stat in files)
+    return str(Path(HF_DATASETS_CACHE) / "frozencore" / hashlib.sha256(state.encode()).hexdigest()[:32])
 
 
 @contextmanager

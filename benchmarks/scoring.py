@@ -1,0 +1,145 @@
+"""Choice scoring side by side with lm-evaluation-harness: same process, same model, same rows, alternating runs.
+
+    python benchmarks/scoring.py --data-root ../shared/data --tiny ../shared/models/tiny1m
+
+What is timed is text to log-likelihoods, tokenisation included, on both sides: ``predict_choices`` here, and
+``HFLM.loglikelihood`` there, without loading, task building and metrics. The harness runs with each of the batch sizes
+given and its fastest one counts. OpenBookQA is left out where its data are not at hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
+from torch import nn
+from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+
+from frozencore.errors import DataError
+from frozencore.lab.harness.run import harness_version
+from frozencore.lab.loading import load_model
+from frozencore.lab.pocket import pocket_model_path
+from frozencore.lab.prompts import PromptEncoder, context_limit
+from frozencore.lab.record import provenance, write_json
+from frozencore.lab.scoring.choice import predict_choices
+from frozencore.lab.suite import find_task
+from frozencore.lab.tasks.splits import evaluation_rows
+from frozencore.lab.tasks.task import Example
+
+FOUR_CHOICES = ("arc_challenge", "openbookqa", "hellaswag")
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Medians in seconds over the runs, and how far the two sides agree."""
+
+    ours_s: float
+    harness_s: dict[int, float]
+    largest_difference: float
+    same_predictions: int
+    num_rows: int
+
+    @property
+    def speedup(self) -> float:
+        return min(self.harness_s.values()) / self.ours_s
+
+
+def wide_model() -> tuple[nn.Module, Any]:
+    """Eight random layers of width 512 over the pocket tokenizer: arithmetic outweighs Python, as in a real model.
+
+    The vocabulary is padded until the output layer is 21 % of the arithmetic, as in Llama-3.2-1B.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(pocket_model_path())
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=12288, hidden_size=512, intermediate_size=1408, num_hidden_layers=8,
+        num_attention_heads=8, num_key_value_heads=2, max_position_embeddings=512,
+    )  # fmt: skip
+    return Qwen2ForCausalLM(config).eval(), tokenizer
+
+
+def compare(model: nn.Module, tokenizer: Any, examples: list[Example], batch_sizes: list[int], num_runs: int) -> Timing:
+    """Alternate ours with the harness at every batch size; each side also runs once before, untimed."""
+    encoder = PromptEncoder(tokenizer, style="plain", max_length=context_limit(model, tokenizer))
+    examples = [e for e in examples if encoder.count_too_long([encoder.render(e)]) == 0]
+    device = str(next(model.parameters()).device)
+    harness = {
+        size: HFLM(pretrained=model, tokenizer=tokenizer, batch_size=size, max_length=encoder.max_length, device=device)
+        for size in batch_sizes
+    }
+    requests = [
+        Instance("loglikelihood", {}, (e.prompt, choice), i) for e in examples for i, choice in enumerate(e.choices)
+    ]
+    sides: dict[int, Callable[[], Any]] = {0: lambda: predict_choices(model, encoder, examples)}
+    for size, lm in harness.items():
+        sides[size] = lambda lm=lm: lm.loglikelihood(requests, disable_tqdm=True)
+    results = {size: run() for size, run in sides.items()}
+    times: dict[int, list[float]] = {size: [] for size in sides}
+    for _ in range(num_runs):
+        for size, run in sides.items():
+            times[size].append(timed(run))
+    theirs = iter(value for value, _ in results[batch_sizes[0]])
+    pairs = [(p.logprobs, [next(theirs) for _ in p.logprobs]) for p in results[0]]
+    return Timing(
+        ours_s=median(times[0]),
+        harness_s={size: median(times[size]) for size in batch_sizes},
+        largest_difference=max(abs(a - b) for ours, other in pairs for a, b in zip(ours, other, strict=True)),
+        same_predictions=sum(list(ours).index(max(ours)) == other.index(max(other)) for ours, other in pairs),
+        num_rows=len(examples),
+    )
+
+
+def timed(run: Callable[[], Any]) -> float:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    run()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data-root", type=Path)
+    parser.add_argument("--tiny", help="Folder of another small model.")
+    parser.add_argument("--rows", type=int, default=24)
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "scoring.json")
+    options = parser.parse_args()
+
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    models = {"pocket": load_model(str(pocket_model_path())), "wide (8 x 512, random)": wide_model()}
+    if options.tiny:
+        models["tiny1m"] = load_model(options.tiny)
+    rows = []
+    for task in FOUR_CHOICES:
+        try:
+            examples = list(evaluation_rows(find_task(task), options.data_root, num_evaluation=options.rows))
+        except DataError as error:
+            print(f"{task} is left out: {str(error)[:100]}")
+            continue
+        for name, (model, tokenizer) in models.items():
+            found = compare(model, tokenizer, examples, options.batch_sizes, options.runs)
+            rows.append({"task": task, "model": name, "speedup": round(found.speedup, 2), **vars(found)})
+            print(json.dumps(rows[-1]), flush=True)
+    setting = {"runs": options.runs, "cpus": sorted(os.sched_getaffinity(0)), "lm_eval": harness_version()}
+    write_json(options.out, {"benchmark": "choice scoring", **setting, "rows": rows, "provenance": provenance()})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""``frozencore evaluate`` and ``frozencore tasks``: what a user types, sees, and gets as exit status."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from frozencore import cli
+from frozencore.lab.pocket import pocket_model_path
+
+POCKET = ["--model", str(pocket_model_path())]
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):  # type: ignore[no-untyped-def]
+    def run(*words: str | Path) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["frozencore", *map(str, words)])
+        with pytest.raises(SystemExit) as exit_:
+            cli.main()
+        captured = capsys.readouterr()
+        return int(exit_.value.code or 0), captured.out, captured.err
+
+    return run
+
+
+def test_evaluate_shows_a_table_and_writes_every_score(command, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    words = ["evaluate", *POCKET, "--task", "pocket-math,pocket-sentiment", "--num-evaluation", "10"]
+    status, out, _ = command(*words, "--out", tmp_path)
+    record = json.loads((tmp_path / "result.json").read_text())
+    assert status == 0
+    assert {score["task"] for score in record["scores"]} == {"pocket-math", "pocket-sentiment"}
+    for heading in ("accuracy %", "± se", "chance", "majority", "truncated", "ties", "mean of 2 tasks"):
+        assert heading in out
+    assert "base: pocket-math: 10 in" in out
+    assert "cut prompts" not in out
+
+
+def test_a_task_of_ones_own_is_scored_by_its_file(command, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    (tmp_path / "rows.jsonl").write_text('{"q": "Is it?", "a": 0}\n')
+    (tmp_path / "own.yaml").write_text(
+        "name: own\nscoring: choice\nevaluation: rows.jsonl\nprompt: '{q}'\nchoices: [it is, it is not]\nanswer: a\n"
+    )
+    status, _, _ = command("evaluate", *POCKET, "--task", tmp_path / "own.yaml", "--out", tmp_path / "e")
+    assert status == 0
+    assert (tmp_path / "e" / "base" / "own" / "predictions.jsonl").exists()
+
+
+def test_a_failed_task_is_named_and_the_exit_status_is_one(command, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    words = ["--task", "svamp,pocket-math", "--data-root", tmp_path, "--num-evaluation", "5", "--out", tmp_path / "e"]
+    status, out, _ = command("evaluate", *POCKET, *words)
+    assert status == 1
+    assert "svamp was not scored: Data set ChilleD/SVAMP must lie at" in " ".join(out.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ([], "There is nothing to score"),
+        (["--task", "sst3"], "Did you mean 'sst2'"),
+        (["--task", "pocket-math", "--dtype", "int8"], "There is no dtype 'int8'"),
+        (["--task", "pocket-math", "--prompt-style", "chatty"], "There is no prompt style 'chatty'"),
+        (["--task", "pocket-math", "--num-evaluation", "0"], "Row counts must be positive"),
+        (["--task", "pocket-math", "--adapter", "nowhere"], "has no adapter_config.json"),
+    ],
+)
+def test_a_wrong_option_is_one_line(words: list[str], reason: str, command, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    status, _, err = command("evaluate", *POCKET, *words, "--out", tmp_path / "e")
+    assert status == 2
+    assert reason in err
+    assert len(err.strip().splitlines()) == 1
+
+
+def test_tasks_are_listed_and_shown_with_what_carries_loss(command) -> None:  # type: ignore[no-untyped-def]
+    status, out, _ = command("tasks", "list")
+    assert status == 0
+    assert re.search(r"winogrande .*2000 / 500 .* choice .*allenai/winogrande, winogrande_xl", out)
+    status, out, _ = command("tasks", "show", "pocket-entailment", "--row", "1")
+    assert status == 0
+    marked = re.findall(r"⟦(.*)⟧", out)
+    assert marked[0] in (" true", " false")
+    assert marked[1].endswith("<|endoftext|>")
+    assert out.count("<- right") == 1
+    assert "must be from 0 to" in command("tasks", "show", "pocket-math", "--row", "99999")[2]
+
+
+def test_tasks_are_exported_for_the_harness(command, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    words = ["tasks", "export", tmp_path / "t", "--task", "pocket-math", "--num-evaluation", "3"]
+    status, out, _ = command(*words, "--to", "lm-eval")
+    assert status == 0
+    assert "--tasks frozencore_pocket-math" in out
+    names = sorted(path.name for path in (tmp_path / "t").iterdir())
+    assert names == ["frozencore_tasks.py", "pocket-math.jsonl", "pocket-math.yaml"]
+    assert command(*words, "--to", "openai")[0] == 2
+
+
+def test_harness_tasks_stand_in_the_same_table(command, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    pytest.importorskip("lm_eval")
+    command("tasks", "export", tmp_path / "t", "--task", "pocket-entailment", "--num-evaluation", "6")
+    words = ["--lm-eval", "frozencore_pocket-entailment", "--include-path", tmp_path / "t", "--num-evaluation", "6"]
+    status, out, _ = command("evaluate", *POCKET, *words, "--task", "pocket-entailment", "--out", tmp_path / "e")
+    assert status == 0
+    ours, theirs = json.loads((tmp_path / "e" / "result.json").read_text())["scores"]
+    assert (ours["accuracy"], ours["num_examples"]) == (theirs["accuracy"], theirs["num_examples"])
+    assert "frozencore_pocket-entailment: the harness's acc,none" in out
