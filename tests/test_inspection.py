@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -67,3 +69,14 @@ def test_moments_or_a_peer_without_the_layer_are_refused(factors: Factors) -> No
 
 def _pq(basis: Basis) -> tuple[torch.Tensor, torch.Tensor]:
     return basis.P, basis.Q
+
+
+def test_bases_of_layers_of_other_shapes_do_not_compare(factors: Factors) -> None:
+    with pytest.raises(ArtifactError, match="12 x 20 in one adapter and 20 x 12"):
+        report_angles(factors.P, factors.Q, factors.Q, factors.P)
+
+
+def test_a_layer_without_gradient_is_reported_and_not_an_error(factors: Factors) -> None:
+    zero = replace(draw_moments(12, 20), cross=torch.zeros(12, 20), error_square=torch.zeros(12))
+    report = report_capture(factors.P, factors.Q, zero, DAMPING)
+    assert (report.gradient_norm, report.correlation_share, report.effective_rank) == (0, 0, 0)

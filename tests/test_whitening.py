@@ -116,3 +116,14 @@ def test_bad_options_are_refused_in_one_line(options: dict, message: str) -> Non
     with pytest.raises(ConfigError, match=message) as caught:
         Whitening(**options)
     assert "\n" not in str(caught.value)
+
+
+def test_rounding_below_the_damping_does_not_blow_up() -> None:
+    """A dense moment of fewer tokens than inputs has zero eigenvalues, which float32 sums put on either side of zero."""
+    X = torch.randn(20, 60, generator=torch.Generator().manual_seed(1)) * torch.logspace(-3, 1, 60)
+    A = (X.mT @ X / 20).float()
+    assert torch.linalg.eigvalsh(A.double())[0] < 0
+    for damping in (1e-3, 1e-9, 1e-12):
+        epsilon = damping * float(A.double().diagonal().mean())
+        root = damped_inverse_root(A, damping)(torch.eye(60, dtype=torch.float64))
+        assert torch.linalg.matrix_norm(root, 2) <= epsilon**-0.5 * (1 + 1e-9)

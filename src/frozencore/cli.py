@@ -8,7 +8,7 @@ import sys
 import warnings
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -16,6 +16,7 @@ from rich.console import Console
 from frozencore.cli_evaluate import evaluate, tasks_app
 from frozencore.errors import FrozenCoreError
 
+INTERRUPTED = 130  # the exit status of Ctrl-C
 WIDE = 160  # columns of a table in a file or a pipe
 
 app = typer.Typer(
@@ -125,6 +126,8 @@ def tune(
     )  # fmt: skip
     with StageDisplay(console) as stages:
         record = execute(config, output, stages, resume=resume, moments_file=moments)
+    for warning in record["warnings"]:
+        console.print(f"Warning: {warning}", style="yellow", markup=False, highlight=False)
     console.print(run_summary(record))
     console.print(f"Adapter: {output / 'adapter'}   Record: {output / 'result.json'}", highlight=False)
 
@@ -248,6 +251,11 @@ def _targets(text: str | None) -> Any:
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
+def _interrupted() -> NoReturn:
+    sys.stderr.write("frozencore: interrupted; `tune` and `evaluate` go on from what is there with --resume\n")
+    sys.exit(INTERRUPTED)
+
+
 def main() -> None:
     """Entry point: an error of ours is one line on stderr and exit status 2; Ctrl-C is 130."""
     # PEFT asks for it at every get_peft_model; it says nothing to the user.
@@ -265,8 +273,11 @@ def main() -> None:
         sys.stderr.write(f"frozencore: {error.strerror or error}: {error.filename or ''}\n")
         sys.exit(2)
     except KeyboardInterrupt:
-        sys.stderr.write("frozencore: interrupted\n")
-        sys.exit(130)
+        _interrupted()
+    except SystemExit as end:
+        if end.code == INTERRUPTED:  # typer turns Ctrl-C into this
+            _interrupted()
+        raise
 
 
 if __name__ == "__main__":

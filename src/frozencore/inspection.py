@@ -128,6 +128,8 @@ def report_capture(P: Tensor, Q: Tensor, moments: LayerMoments, damping: tuple[f
     basis, G = _basis(P, Q), moments.G
     if G.shape != (P.shape[0], Q.shape[0]):
         raise ArtifactError(f"A basis of shape {(P.shape[0], Q.shape[0])} met moments of shape {tuple(G.shape)}.")
+    if not G.any():
+        return _report_zero_gradient(basis, moments)
     A, D = damped(moments.a, damping[0]), damped(moments.d, damping[1])
     metric = Whitening(damping=damping)
     whitened = metric.input_root(moments)(metric.output_root(moments)(G).mT).mT
@@ -145,8 +147,21 @@ def report_capture(P: Tensor, Q: Tensor, moments: LayerMoments, damping: tuple[f
     )
 
 
+def _report_zero_gradient(basis: Basis, moments: LayerMoments) -> CaptureReport:
+    return CaptureReport(0.0, 0.0, 0.0, 0.0, (0.0,) * basis.rank, 0, spread(moments.a), spread(moments.d))
+
+
 def report_angles(P: Tensor, Q: Tensor, other_P: Tensor, other_Q: Tensor) -> AngleReport:
-    """How close two bases of the same layer are."""
+    """How close two bases of the same layer are.
+
+    Raises:
+        ArtifactError: They are of layers of different shapes.
+    """
+    if (P.shape[0], Q.shape[0]) != (other_P.shape[0], other_Q.shape[0]):
+        raise ArtifactError(
+            f"Only bases of the same model compare, but a layer is {P.shape[0]} x {Q.shape[0]} in one adapter and "
+            f"{other_P.shape[0]} x {other_Q.shape[0]} in the other."
+        )
     return AngleReport(
         output_cosine=float(principal_cosines(P, other_P).mean()),
         input_cosine=float(principal_cosines(Q, other_Q).mean()),

@@ -139,10 +139,15 @@ def top_eigenvectors(A: Float[Tensor, "n n"], rank: int) -> tuple[Float[Tensor, 
     return top.to(A.dtype), values.to(A.dtype)
 
 
-def inverse_root(A: Float[Tensor, "n n"]) -> Float[Tensor, "n n"]:
-    """``A^-1/2`` of a symmetric positive definite matrix (damp it first), computed in float64."""
+def inverse_root(A: Float[Tensor, "n n"], smallest: float) -> Float[Tensor, "n n"]:
+    """``A^-1/2`` of a symmetric positive definite matrix, in float64.
+
+    Args:
+        smallest: What no eigenvalue is truly below, the damping of ``A``. Those that rounding has put below it count
+            as it.
+    """
     eigenvalues, vectors = torch.linalg.eigh(A.double())
-    return (vectors * eigenvalues.clamp_min(torch.finfo(torch.float64).tiny).rsqrt()) @ vectors.mT
+    return (vectors * eigenvalues.clamp_min(smallest).rsqrt()) @ vectors.mT
 
 
 def principal_cosines(X: Float[Tensor, "m p"], Y: Float[Tensor, "m q"]) -> Float[Tensor, " k"]:
@@ -150,6 +155,16 @@ def principal_cosines(X: Float[Tensor, "m p"], Y: Float[Tensor, "m q"]) -> Float
     QX, _ = torch.linalg.qr(X.double())
     QY, _ = torch.linalg.qr(Y.double())
     return torch.linalg.svdvals(QX.mT @ QY).clamp(0, 1)
+
+
+def energy_rank(energy: Float[Tensor, " r"]) -> int:
+    """The effective rank of a second moment from its eigenvalues, the squares of singular values.
+
+    Below the rounding of the sums that it was made from, an eigenvalue says nothing.
+    """
+    if energy.numel() == 0 or float(energy[0]) <= 0:
+        return 0
+    return int((max(RANK_TOLERANCE**2, torch.finfo(energy.dtype).eps) * energy[0] < energy).sum())
 
 
 def effective_rank(S: Float[Tensor, " r"]) -> int:

@@ -95,17 +95,10 @@ def damped(second_moment: Float[Tensor, " n"] | Float[Tensor, "n n"], damping: f
     Raises:
         CalibrationError: The diagonal is all zero, so that no relative damping can help.
     """
-    moment = second_moment.double()
-    diagonal = moment if moment.ndim == 1 else moment.diagonal()
-    epsilon = damping * float(diagonal.mean())
-    if epsilon <= 0:
-        raise CalibrationError(
-            "Whitening divides by a second moment, but it is zero in every coordinate. "
-            "Check that the calibration data reaches this layer and carries labels."
-        )
+    moment, epsilon = second_moment.double(), _epsilon(second_moment, damping)
     if moment.ndim == 1:
         return moment + epsilon
-    return (1 - shrinkage) * moment + torch.diag(shrinkage * diagonal + epsilon)
+    return (1 - shrinkage) * moment + torch.diag(shrinkage * moment.diagonal() + epsilon)
 
 
 def damped_inverse_root(
@@ -116,8 +109,19 @@ def damped_inverse_root(
     if metric.ndim == 1:
         root = metric.rsqrt()
         return lambda X: (root[:, None] * X.double()).to(X.dtype)
-    dense_root = inverse_root(metric)
+    dense_root = inverse_root(metric, _epsilon(second_moment, damping))
     return lambda X: (dense_root @ X.double()).to(X.dtype)
+
+
+def _epsilon(second_moment: Tensor, damping: float) -> float:
+    diagonal = second_moment.double() if second_moment.ndim == 1 else second_moment.double().diagonal()
+    epsilon = damping * float(diagonal.mean())
+    if epsilon <= 0:
+        raise CalibrationError(
+            "Whitening divides by a second moment, but it is zero in every coordinate. "
+            "Check that the calibration data reaches this layer and carries labels."
+        )
+    return epsilon
 
 
 def _identity(X: Tensor) -> Tensor:

@@ -52,6 +52,12 @@ def test_a_truncated_file_is_refused(saved: Path, name: str) -> None:
         read_adapter(saved)
 
 
+def test_a_configuration_that_is_no_object_is_refused(saved: Path) -> None:
+    (saved / "adapter_config.json").write_text("[1]")
+    with pytest.raises(ArtifactError, match="no JSON object"):
+        read_adapter(saved)
+
+
 def test_a_lora_is_refused_by_its_type(tmp_path: Path) -> None:
     get_peft_model(tiny_qwen2(), LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path)
     with pytest.raises(ArtifactError, match="LORA adapter"):

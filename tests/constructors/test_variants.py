@@ -21,6 +21,7 @@ from frozencore.constructors import (
     vera_basis,
 )
 from frozencore.constructors.eva import eva_needs
+from frozencore.moments import LayerMoments
 from references import numpy_of
 
 # ------------------------------------------------------------------------------------------------------- milora
@@ -193,3 +194,13 @@ def test_only_signgrad_brings_an_initial_core() -> None:
     layer = drawn_layer().evidence()
     assert build_basis("signgrad", layer, BasisOptions(rank=3)).initial_core is not None
     assert build_basis("fcca", layer, BasisOptions(rank=3)).initial_core is None
+
+
+@pytest.mark.parametrize("constructor", ["eva", "filora"])
+def test_a_direction_a_thousandth_as_strong_as_the_first_still_counts(constructor: str) -> None:
+    """Eigenvalues of second moments are squares: the rank is told by amplitudes."""
+    strengths = torch.tensor([1.4e3, *[1.0] * 9])
+    moments = LayerMoments(num_tokens=1, input_outer=strengths.square().diag(), error_outer=strengths.square().diag())
+    W = torch.randn(10, 10, generator=torch.Generator().manual_seed(0))
+    basis = build_basis(constructor, LayerEvidence("l", (10, 10), lambda: W, moments), BasisOptions(rank=8))
+    assert basis.effective_rank == 8

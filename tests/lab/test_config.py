@@ -30,6 +30,12 @@ GOOD: dict[str, Any] = {"model": "somewhere", "task": "svamp"}
         ({"core": {"whitening": "both"}}, "--whitening"),
         ({"core": {"whiten": "sideways"}}, "--whiten: input should be 'both', 'input', 'output' or 'none'"),
         ({"core": {"damping": 0}}, "--damping"),
+        ({"seed": -1}, "--seed"),
+        ({"seed": 2**32}, "--seed"),
+        ({"targets": ()}, "--targets"),
+        ({"method": "lora", "core": {"whiten": "input"}}, "'lora' does not read whiten, which is for fcca"),
+        ({"method": "vera", "core": {"damping": 0.1}}, "'vera' does not read damping"),
+        ({"method": "lora", "core": {"alpha": 64}}, "'lora' does not read alpha"),
     ],
 )
 def test_what_cannot_run_is_refused_in_one_line(values: dict[str, Any], message: str) -> None:

@@ -44,6 +44,8 @@ def read_adapter(directory: str | Path) -> tuple[FrozenCoreConfig, dict[str, Fac
     try:
         values = json.loads((directory / CONFIG_FILE).read_text())
         tensors = load_file(directory / WEIGHTS_FILE)
+        if not isinstance(values, dict):
+            raise ValueError(f"{CONFIG_FILE} is no JSON object")
     except (ValueError, OSError, SafetensorError) as error:
         raise ArtifactError(f"The adapter in {directory} is damaged ({error}). Save or download it again.") from error
     if values.get("peft_type") != FrozenCoreType.FROZENCORE.value:

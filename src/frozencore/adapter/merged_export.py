@@ -45,7 +45,13 @@ def export_merged(
     if not base:
         raise ConfigError(f"{directory} names no base model: give base=, its folder or hub id (--base).")
     with whole_folder(out, overwrite=overwrite, reads=directory) as aside:
-        model = PeftModel.from_pretrained(_load(base, dtype), str(directory))
+        try:
+            model = PeftModel.from_pretrained(_load(base, dtype), str(directory))
+        except RuntimeError as error:  # shapes of the factors against those of the layers
+            raise ModelError(
+                f"The adapter in {directory} does not fit the base model {base}: its factors have other shapes. "
+                "Name the base model that it was trained on with base= (--base)."
+            ) from error
         try:
             merged = model.merge_and_unload(safe_merge=True)
         except ValueError as error:

@@ -174,6 +174,11 @@ def _loss(model: nn.Module, batch: Batch, options: CalibrationOptions, generator
     labels = labels_of(batch)
     can_generate = getattr(model, "can_generate", None)
     if can_generate is None or not can_generate():
+        if (options.tokens, options.weighting, options.fisher_labels) != ("nonpad", "example_mean", "empirical"):
+            raise ConfigError(
+                "The calibration options tokens, weighting and fisher_labels are about completion tokens, and this "
+                f"{type(model).__name__} is no language model: its own loss is used. Leave them at their defaults."
+            )
         return model(**batch).loss * num_examples_of(batch)
     if is_encoder_decoder(model):
         return calibration_loss(model(**batch).logits, labels, options, generator, aligned=True)

@@ -47,4 +47,6 @@ class CalibrationOptions:
         if self.skip_first < 0:
             raise ConfigError(f"skip_first counts tokens and cannot be negative, but {self.skip_first} came.")
         if self.group_size < 1:
-            raise ConfigError(f"calib_group_size must be at least 1 layer, but {self.group_size} came.")
+            raise ConfigError(
+                f"group_size (the paper's calib_group_size) must be at least 1 layer, but {self.group_size} came."
+            )

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from frozencore.basis import Basis, Coordinates, basis_from_factors
 from frozencore.errors import ConfigError
-from frozencore.linalg import effective_rank, seeded_generator, top_eigenvectors, truncated_svd
+from frozencore.linalg import effective_rank, energy_rank, seeded_generator, top_eigenvectors, truncated_svd
 from frozencore.moments import LayerMoments, MomentName
 
 EvaOutput = Literal["weight_times_input", "output_pca", "random", "weight_svd"]
@@ -53,16 +53,16 @@ def eva_basis(
     rank = min(rank, *W.shape)
     covariance = _second_moment(moments, "input_outer", "input_total", center)
     V, energy = top_eigenvectors(covariance, rank)
-    Q0 = V[:, : effective_rank(energy)]
+    Q0 = V[:, : energy_rank(energy)]
     if output == "weight_times_input":
-        image = W.double() @ Q0.double()
+        image = W.double() @ Q0.to(W.device).double()
         U, S, _ = truncated_svd(image, rank, method="full")
         k = effective_rank(S)
         P0 = image if k == Q0.shape[1] else U[:, :k]
     elif output == "output_pca":
         outputs = _second_moment(moments, "output_outer", "output_total", center)
         U, output_energy = top_eigenvectors(outputs, rank)
-        P0 = U[:, : effective_rank(output_energy)]
+        P0 = U[:, : energy_rank(output_energy)]
     elif output == "random":
         P0 = torch.randn(W.shape[0], rank, generator=seeded_generator(seed, "eva", "P")).to(W.device)
     elif output == "weight_svd":

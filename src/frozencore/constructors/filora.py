@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from frozencore.basis import Basis, Coordinates, basis_from_factors
-from frozencore.linalg import effective_rank, top_eigenvectors
+from frozencore.linalg import energy_rank, top_eigenvectors
 from frozencore.moments import LayerMoments, MomentName
 from frozencore.whitening import Fisher
 
@@ -39,8 +39,8 @@ def filora_basis(
     Q0, input_energy = _leading(A, rank)
     P0, error_energy = _leading(D, rank)
     return basis_from_factors(
-        P0[:, : effective_rank(error_energy)],
-        Q0[:, : effective_rank(input_energy)],
+        P0[:, : energy_rank(error_energy)],
+        Q0[:, : energy_rank(input_energy)],
         rank=rank,
         spectrum=input_energy * error_energy,
         coordinates=coordinates,

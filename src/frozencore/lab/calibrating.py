@@ -6,7 +6,7 @@ from pathlib import Path
 
 from frozencore.adapter.calibrate import Calibration, calibrate
 from frozencore.adapter.model import frozen_core_layers
-from frozencore.calibration.collect import collect_moments
+from frozencore.calibration.collect import FCCA_NEEDS, collect_moments
 from frozencore.calibration.store import MomentsFingerprint, save_moments
 from frozencore.errors import ArtifactError, ConfigError
 from frozencore.lab.config import RunConfig
@@ -40,10 +40,11 @@ def execute_calibration(config: RunConfig, out: Path, stages: Stages) -> Calibra
         model.get_base_model(),
         batches,
         layers,
-        needs=core.constructor_entry.needs(core.basis_options()),
+        needs=core.constructor_entry.needs(core.basis_options()) | FCCA_NEEDS,  # inspect reads G, a and d
         progress=lambda done, total: stages("calibration", done, total, ""),
     )
     calibration = calibrate(model, moments=moments, progress=lambda stage, done, total: stages(stage, done, total, ""))
-    save_moments(out / MOMENTS_FILE, moments, fingerprint)
+    out.mkdir(parents=True, exist_ok=True)
     save_adapter(model, out / "adapter", out)
+    save_moments(out / MOMENTS_FILE, moments, fingerprint)  # last: it says that the folder is whole
     return calibration

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -21,7 +21,12 @@ from frozencore.whitening import Fisher, Sides
 METHODS: tuple[str, ...] = (*CONSTRUCTORS, *BASELINES)
 CORE_LEARNING_RATE = 5e-3
 
-Targets = tuple[str, ...] | Literal["all-linear"]
+Targets = Annotated[tuple[str, ...], Field(min_length=1)] | Literal["all-linear"]
+READ_BY = {
+    "whiten": ("fcca",), "fisher": ("fcca",), "shrinkage": ("fcca",), "damping": ("fcca",),
+    "filora_fisher": ("filora",), "eva_center": ("eva",), "eva_output": ("eva",), "initial_step": ("signgrad",),
+}  # fmt: skip
+"""Which constructors read an option of the cores; the others are read by all."""
 
 
 class _Strict(BaseModel):
@@ -74,7 +79,7 @@ class RunConfig(_Strict):
     epochs: int | None = Field(default=None, ge=1)
     batch_size: int = Field(default=1, ge=1)
     accumulation: int = Field(default=8, ge=1)
-    seed: int = 42
+    seed: int = Field(default=42, ge=0, lt=2**32)
     max_length: int | None = Field(default=None, ge=2)
     truncate: bool = False
     prompt_style: PromptStyle = "auto"
@@ -92,6 +97,12 @@ class RunConfig(_Strict):
             find_task(self.task)
         if self.method not in METHODS:
             raise ConfigError(unknown_name("method", self.method, METHODS))
+        for option in self.core.model_dump(exclude_defaults=True):
+            readers = READ_BY.get(option, tuple(CONSTRUCTORS))
+            if self.method not in readers:
+                raise ConfigError(
+                    f"The method {self.method!r} does not read {option}, which is for {', '.join(readers)}. Leave it out."
+                )
         return self
 
     @property
@@ -119,5 +130,6 @@ def make_config(**values: Any) -> RunConfig:
         refused = first.get("ctx", {}).get("error")
         if isinstance(refused, ConfigError):
             raise refused from error
-        option = "--" + str(first["loc"][-1]).replace("_", "-")
+        place = [part for part in first["loc"] if part != "core"]
+        option = "--" + str(place[0]).replace("_", "-")
         raise ConfigError(f"{option}: {first['msg'].lower()}, but {first['input']!r} came.") from error

@@ -145,7 +145,7 @@ def execute(
         },
         "calibration": _calibration_summary(calibration),
         "hashes": hashes,
-        "warnings": sorted({str(entry.message) for entry in caught}),
+        "warnings": sorted({str(entry.message) for entry in caught if entry.category is UserWarning}),
         "provenance": provenance(),
     }
     if not config.is_baseline:
