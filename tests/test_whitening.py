@@ -119,7 +119,7 @@ def test_bad_options_are_refused_in_one_line(options: dict, message: str) -> Non
 
 
 def test_rounding_below_the_damping_does_not_blow_up() -> None:
-    """A dense moment of fewer tokens than inputs has zero eigenvalues, which float32 sums put on either side of zero."""
+    """A dense moment of fewer tokens than inputs has zero eigenvalues; float32 sums put them beside zero."""
     X = torch.randn(20, 60, generator=torch.Generator().manual_seed(1)) * torch.logspace(-3, 1, 60)
     A = (X.mT @ X / 20).float()
     assert torch.linalg.eigvalsh(A.double())[0] < 0

@@ -33,7 +33,7 @@ GOOD: dict[str, Any] = {"model": "somewhere", "task": "svamp"}
         ({"seed": -1}, "--seed"),
         ({"seed": 2**32}, "--seed"),
         ({"targets": ()}, "--targets"),
-        ({"method": "lora", "core": {"whiten": "input"}}, "'lora' does not read whiten, which is for fcca"),
+        ({"method": "lora", "core": {"whiten": "input"}}, "'lora' does not read whiten .it is for fcca.. Leave"),
         ({"method": "vera", "core": {"damping": 0.1}}, "'vera' does not read damping"),
         ({"method": "lora", "core": {"alpha": 64}}, "'lora' does not read alpha"),
     ],

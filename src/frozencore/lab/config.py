@@ -101,7 +101,7 @@ class RunConfig(_Strict):
             readers = READ_BY.get(option, tuple(CONSTRUCTORS))
             if self.method not in readers:
                 raise ConfigError(
-                    f"The method {self.method!r} does not read {option}, which is for {', '.join(readers)}. Leave it out."
+                    f"The method {self.method!r} does not read {option} (it is for {', '.join(readers)}). Leave it out."
                 )
         return self
 
