@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -13,7 +16,6 @@ from frozencore.accounting import (
     dora_parameters,
     lora_parameters,
     optimizer_state_bytes,
-    peak_memory_bytes,
     trainable_parameters,
     training_state_bytes,
 )
@@ -52,9 +54,12 @@ def test_basis_bytes_are_those_of_the_buffers() -> None:
     assert basis_bytes(target_shapes(tiny_qwen2()), 4, torch.float32) == stored
 
 
-def test_peak_memory_never_falls() -> None:
-    before = peak_memory_bytes()
-    block = torch.ones(2**25)
-    grown = peak_memory_bytes()
-    del block
-    assert peak_memory_bytes() >= grown >= before + 2**20
+def test_peak_memory_sees_what_was_held_and_let_go() -> None:
+    """In a process of its own: this one's peak may lie far above what a test can add."""
+    program = (
+        "import torch; from frozencore.accounting import peak_memory_bytes; before = peak_memory_bytes(); "
+        "block = torch.ones(2**26); del block; grown = peak_memory_bytes() - before; "
+        "assert 0.5 * 2**28 < grown < 2 * 2**28, grown"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-500:]
