@@ -8,6 +8,7 @@ from __future__ import annotations
 import resource
 import sys
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -62,5 +63,9 @@ def peak_memory_bytes() -> int:
     """The largest memory this process has held so far: on the GPU where there is one, else resident memory."""
     if torch.cuda.is_available():
         return max(torch.cuda.max_memory_allocated(device) for device in range(torch.cuda.device_count()))
+    status = Path("/proc/self/status")
+    if status.exists():  # rusage would report the peak of the process that started this one, if that was larger
+        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+        return int(line.split()[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
