@@ -12,7 +12,9 @@ SHAPE_CHECKED = [
 jaxtyping.install_import_hook(SHAPE_CHECKED, "beartype.beartype")  # must come before the first import of frozencore
 
 import os  # noqa: E402
+import sys  # noqa: E402
 from collections.abc import Iterator  # noqa: E402
+from pathlib import Path  # noqa: E402
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
@@ -57,3 +59,18 @@ def as_a_user() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _same_global_seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):  # type: ignore[no-untyped-def]
+    """Runs ``frozencore`` with those words: exit status, what it printed, and its errors."""
+    from frozencore import cli
+
+    def run(*words: str | Path) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["frozencore", *map(str, words)])
+        with pytest.raises(SystemExit) as exit_:
+            cli.main()
+        captured = capsys.readouterr()
+        return int(exit_.value.code or 0), captured.out, captured.err
+
+    return run

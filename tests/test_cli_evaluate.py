@@ -4,27 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
-from frozencore import cli
 from frozencore.lab.pocket import pocket_model_path
 
 POCKET = ["--model", str(pocket_model_path())]
-
-
-@pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):  # type: ignore[no-untyped-def]
-    def run(*words: str | Path) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["frozencore", *map(str, words)])
-        with pytest.raises(SystemExit) as exit_:
-            cli.main()
-        captured = capsys.readouterr()
-        return int(exit_.value.code or 0), captured.out, captured.err
-
-    return run
 
 
 def test_evaluate_shows_a_table_and_writes_every_score(command, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.adapter.model import FrozenCoreModel, frozen_core_layers
+from frozencore.adapter.whole_folder import whole_folder
 from frozencore.errors import ConfigError
 from frozencore.fingerprint import fingerprint_tensors
 from frozencore.lab.baselines import add_baseline, save_baseline
@@ -50,13 +49,11 @@ def save_adapter(model: PeftModel, folder: Path, start: Path) -> None:
     Args:
         start: Where the adapter was kept before training; only a method that changes its base reads it.
     """
-    aside = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
-    if frozen_core_layers(model, "default"):
-        model.save_pretrained(str(aside))
-    else:
-        save_baseline(model, aside, start)
-    shutil.rmtree(folder, ignore_errors=True)
-    aside.rename(folder)
+    with whole_folder(folder, overwrite=True) as aside:
+        if frozen_core_layers(model, "default"):
+            model.save_pretrained(str(aside))
+        else:
+            save_baseline(model, aside, start)
 
 
 def basis_fingerprint(model: nn.Module) -> str:
