@@ -7,12 +7,14 @@ import os
 import sys
 import warnings
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
 
+from frozencore.cli_campaign import campaign_app, schema
 from frozencore.cli_evaluate import evaluate, tasks_app
 from frozencore.errors import FrozenCoreError
 
@@ -57,6 +59,8 @@ Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
 
 app.command()(evaluate)
 app.add_typer(tasks_app, name="tasks")
+app.add_typer(campaign_app, name="campaign")
+app.command()(schema)
 
 
 @app.callback()
@@ -113,7 +117,7 @@ def tune(
     from frozencore.lab.config import make_config
     from frozencore.lab.display import StageDisplay
     from frozencore.lab.reports.tables import run_summary
-    from frozencore.lab.run import execute
+    from frozencore.lab.run import adapt_from_data, execute
 
     config = make_config(
         model=model, task=task, data=data, data_root=data_root, method=method, rank=rank,
@@ -125,7 +129,7 @@ def tune(
         dtype=dtype, device=device,
     )  # fmt: skip
     with StageDisplay(console) as stages:
-        record = execute(config, output, stages, resume=resume, moments_file=moments)
+        record = execute(config, output, stages, resume=resume, adapt=partial(adapt_from_data, moments_file=moments))
     for warning in record["warnings"]:
         console.print(f"Warning: {warning}", style="yellow", markup=False, highlight=False)
     console.print(run_summary(record))
@@ -252,7 +256,9 @@ def _targets(text: str | None) -> Any:
 
 
 def _interrupted() -> NoReturn:
-    sys.stderr.write("frozencore: interrupted; `tune` and `evaluate` go on from what is there with --resume\n")
+    sys.stderr.write(
+        "frozencore: interrupted; run the same command again and it goes on from what is there (`tune` with --resume)\n"
+    )
     sys.exit(INTERRUPTED)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from frozencore.lab.calibrating import execute_calibration
 from frozencore.lab.config import METHODS, RunConfig, make_config
 from frozencore.lab.loading import load_model
 from frozencore.lab.pocket import pocket_model_path
-from frozencore.lab.run import execute, prepare
+from frozencore.lab.run import adapt_from_data, execute, prepare
 from frozencore.lab.scoring.task_score import score_task
 
 
@@ -84,15 +85,21 @@ def test_a_moments_file_gives_the_run_its_own_pass_would_have(tmp_path: Path) ->
     execute_calibration(config_of(), tmp_path / "calibration", silent)
     moments = tmp_path / "calibration" / "moments.safetensors"
     own = execute(config_of(), tmp_path / "own", silent)
-    read = execute(config_of(), tmp_path / "read", silent, moments_file=moments)
+    from_file = partial(adapt_from_data, moments_file=moments)
+    read = execute(config_of(), tmp_path / "read", silent, adapt=from_file)
     assert own["hashes"] == read["hashes"]
     assert own["training"]["losses"] == read["training"]["losses"]
     with pytest.raises(ArtifactError, match="other calibration data"):
-        execute(config_of(seed=7), tmp_path / "stale", silent, moments_file=moments)
+        execute(config_of(seed=7), tmp_path / "stale", silent, adapt=from_file)
     with pytest.raises(CalibrationError, match="'input_outer' is needed"):
-        execute(config_of(method="eva"), tmp_path / "eva", silent, moments_file=moments)
+        execute(config_of(method="eva"), tmp_path / "eva", silent, adapt=from_file)
     with pytest.raises(ConfigError, match="reads no data"):
-        execute(config_of(method="random"), tmp_path / "random", silent, moments_file=moments)
+        execute(
+            config_of(method="random"),
+            tmp_path / "random",
+            silent,
+            adapt=from_file,
+        )
     assert {path.name for path in tmp_path.iterdir()} == {"calibration", "own", "read"}
 
 

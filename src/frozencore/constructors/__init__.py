@@ -32,6 +32,8 @@ __all__ = [
     "signgrad_basis", "vera_basis",
 ]  # fmt: skip
 
+WEIGHT_SEED = 0  # directions of the weight alone are the same under every seed
+
 
 @dataclass(frozen=True)
 class BasisOptions:
@@ -152,13 +154,13 @@ CONSTRUCTORS: dict[str, Constructor] = {
     "lora_xs": Constructor(
         _nothing,
         lambda layer, o: lora_xs_basis(
-            layer.weight(), o.rank, coordinates=o.coordinates, svd_method=o.svd_method, seed=layer.seed(o.seed)
+            layer.weight(), o.rank, coordinates=o.coordinates, svd_method=o.svd_method, seed=layer.seed(WEIGHT_SEED)
         ),
     ),
     "milora": Constructor(
         _nothing,
         lambda layer, o: milora_basis(
-            layer.weight(), o.rank, coordinates=o.coordinates, seed=layer.seed(o.seed)
+            layer.weight(), o.rank, coordinates=o.coordinates, seed=layer.seed(WEIGHT_SEED)
         ),
     ),
     "random": Constructor(

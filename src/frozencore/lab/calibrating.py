@@ -4,17 +4,42 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from peft import PeftModel
+
 from frozencore.adapter.calibrate import Calibration, calibrate
 from frozencore.adapter.model import frozen_core_layers
-from frozencore.calibration.collect import FCCA_NEEDS, collect_moments
+from frozencore.calibration.collect import FCCA_NEEDS, Batch, collect_moments
 from frozencore.calibration.store import MomentsFingerprint, save_moments
 from frozencore.errors import ArtifactError, ConfigError
 from frozencore.lab.config import RunConfig
 from frozencore.lab.methods import add_method, core_config, needs_calibration, resolve_targets, save_adapter
 from frozencore.lab.record import require_writable
 from frozencore.lab.run import Stages, calibration_batches, prepare
+from frozencore.moments import LayerMoments, MomentName
 
 MOMENTS_FILE = "moments.safetensors"
+
+
+def moments_needed(config: RunConfig) -> frozenset[MomentName]:
+    """What the configured method reads; nothing for one that needs no data."""
+    if config.is_baseline:
+        return frozenset()
+    core = core_config(config, ())
+    return core.constructor_entry.needs(core.basis_options())
+
+
+def collect_for(
+    model: PeftModel, batches: list[Batch], needs: frozenset[MomentName], stages: Stages
+) -> dict[str, LayerMoments]:
+    """Moments of the layers that carry the adapter, which is still zero."""
+    layers = {name: layer.get_base_layer() for name, layer in frozen_core_layers(model, "default").items()}
+    return collect_moments(
+        model.get_base_model(),
+        batches,
+        layers,
+        needs=needs,
+        progress=lambda done, total: stages("calibration", done, total, ""),
+    )
 
 
 def execute_calibration(config: RunConfig, out: Path, stages: Stages) -> Calibration:
@@ -34,15 +59,8 @@ def execute_calibration(config: RunConfig, out: Path, stages: Stages) -> Calibra
     batches = calibration_batches(bench.rows, bench.encoder.pad_id)
     fingerprint = MomentsFingerprint.of(bench.model, batches)
     model = add_method(config, bench.model, targets)
-    core = core_config(config, targets)
-    layers = {name: layer.get_base_layer() for name, layer in frozen_core_layers(model, "default").items()}
-    moments = collect_moments(
-        model.get_base_model(),
-        batches,
-        layers,
-        needs=core.constructor_entry.needs(core.basis_options()) | FCCA_NEEDS,  # inspect reads G, a and d
-        progress=lambda done, total: stages("calibration", done, total, ""),
-    )
+    needs = moments_needed(config) | FCCA_NEEDS  # inspect reads G, a and d
+    moments = collect_for(model, batches, needs, stages)
     calibration = calibrate(model, moments=moments, progress=lambda stage, done, total: stages(stage, done, total, ""))
     out.mkdir(parents=True, exist_ok=True)
     save_adapter(model, out / "adapter", out)

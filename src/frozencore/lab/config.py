@@ -53,10 +53,11 @@ class RunConfig(_Strict):
     """One run of the training recipe (MATHS.md, "Training and evaluation protocol").
 
     Attributes:
-        model: Hub id or local folder of a causal language model.
+        model: Hub id or local folder of a causal language model; ``pocket`` is the one shipped here.
         task, data: A task by name, or a file of the user's own rows; exactly one of them.
         data_root: Folder that holds the task's data set under its hub id; the hub otherwise.
         method: A basis constructor, or ``lora``, ``dora``, ``pissa``.
+        calibration_task: Task that the calibration rows are of, where it is not the one to learn.
         targets: Module names or ``"all-linear"``; None is the model's attention projections.
         learning_rate: None is 5e-3 for cores and each baseline's own rate.
         epochs: None is the task's number, or 1 for own data.
@@ -74,6 +75,7 @@ class RunConfig(_Strict):
     targets: Targets | None = None
     core: CoreOptions = CoreOptions()
     calibration_size: int = Field(default=128, ge=1)
+    calibration_task: str | None = None
     learning_rate: float | None = Field(default=None, gt=0)
     warmup: float = Field(default=0.03, ge=0, le=1)
     epochs: int | None = Field(default=None, ge=1)
@@ -95,6 +97,8 @@ class RunConfig(_Strict):
             raise ConfigError("A run learns either a task (--task NAME) or your own rows (--data FILE): give one.")
         if self.task is not None:
             find_task(self.task)
+        if self.calibration_task is not None:
+            find_task(self.calibration_task)
         if self.method not in METHODS:
             raise ConfigError(unknown_name("method", self.method, METHODS))
         for option in self.core.model_dump(exclude_defaults=True):

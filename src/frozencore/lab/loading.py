@@ -7,18 +7,19 @@ from typing import Any
 
 import torch
 from huggingface_hub import try_to_load_from_cache
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from frozencore.errors import ConfigError, ModelError
 from frozencore.lab.hub import hub_answers
+from frozencore.lab.pocket import POCKET_MODEL, pocket_model_path
 
 
 def load_model(name: str, *, dtype: str = "auto", device: str = "auto") -> tuple[PreTrainedModel, Any]:
     """A causal language model in evaluation mode and its tokenizer.
 
     Args:
-        name: Hub id, or path of a local folder. A folder is read without any network access.
+        name: Hub id, path of a local folder, or ``pocket``. A folder is read without any network access.
         dtype: ``auto`` is the dtype that the model was saved in.
         device: ``auto`` is the first GPU, or the CPU.
 
@@ -27,6 +28,7 @@ def load_model(name: str, *, dtype: str = "auto", device: str = "auto") -> tuple
         ConfigError: There is no such device.
     """
     place = _device(device)
+    name = model_location(name)
     local = _is_local(name)
     kwargs = {"local_files_only": local or not _hub_has(name)}
     quiet = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -48,12 +50,32 @@ def load_model(name: str, *, dtype: str = "auto", device: str = "auto") -> tuple
     return model.to(place).eval(), tokenizer
 
 
+def load_config(name: str) -> PretrainedConfig:
+    """The configuration of a model, alone.
+
+    Raises:
+        ModelError: As for :func:`load_model`.
+    """
+    name = model_location(name)
+    local = _is_local(name)
+    try:
+        return AutoConfig.from_pretrained(name, local_files_only=local or not _hub_has(name))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"--model {name} has no configuration: {' '.join(str(error).split())[:200]}") from error
+
+
+def model_location(name: str) -> str:
+    """What transformers is to be asked for."""
+    return str(pocket_model_path()) if name == POCKET_MODEL else name
+
+
 def load_tokenizer(name: str) -> Any:
     """The tokenizer of a model, alone.
 
     Raises:
         ModelError: As for :func:`load_model`.
     """
+    name = model_location(name)
     local = _is_local(name)
     try:
         return AutoTokenizer.from_pretrained(name, local_files_only=local or not _hub_has(name))

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from frozencore.adapter.config import FrozenCoreConfig
+from frozencore.adapter.layer import layer_shape
 from frozencore.adapter.model import FrozenCoreModel, frozen_core_layers
 from frozencore.adapter.whole_folder import whole_folder
 from frozencore.errors import ConfigError
@@ -76,6 +77,16 @@ def resolve_targets(config: RunConfig, model: PreTrainedModel) -> Targets:
     if config.targets != "all-linear":
         _require_each(model, config.targets)
     return config.targets
+
+
+def attention_shapes(model: PreTrainedModel) -> tuple[tuple[int, int], ...]:
+    """(m, n) of every attention projection; none where they are not known."""
+    names = FrozenCoreModel.target_module_mapping.get(model.config.model_type, [])
+    return tuple(
+        layer_shape(module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | Conv1D) and name.rpartition(".")[2] in names
+    )
 
 
 def _attention_projections(model: PreTrainedModel) -> tuple[str, ...]:

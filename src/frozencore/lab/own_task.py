@@ -19,7 +19,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -28,7 +28,7 @@ from frozencore.lab.data import read_file
 from frozencore.lab.scoring.answers import parse_number
 from frozencore.lab.strict_yaml import read_yaml
 from frozencore.lab.tasks.fields import position_of, texts_field
-from frozencore.lab.tasks.task import Example, Scoring, Split, Task
+from frozencore.lab.tasks.task import Example, Split, Task
 
 _COLUMN = re.compile(r"\{(\w+)\}")
 
@@ -39,7 +39,7 @@ class OwnTask(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     name: str = Field(pattern=r"^[\w.-]+$")
-    scoring: Scoring
+    scoring: Literal["choice", "exact_match"]
     evaluation: str
     prompt: str = Field(min_length=1)
     answer: str

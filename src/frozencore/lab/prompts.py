@@ -89,8 +89,11 @@ class PromptEncoder:
         self._start_ids = _start_tokens(tokenizer)
 
     def render(self, example: Example) -> TextRow:
-        """The text of an example; in chat style a completion loses the space that separates plain text."""
-        if self.is_chat:
+        """The text of an example; in chat style a completion loses the space that separates plain text.
+
+        Without a prompt it is plain text in either style.
+        """
+        if self.is_chat and example.prompt:
             context = self._chat([{"role": "user", "content": example.prompt}], example.id)
             choices = tuple(choice.lstrip() for choice in example.choices)
             return TextRow(example.id, context, example.completion.lstrip(), choices, templated=True)

@@ -26,7 +26,8 @@ class RunRows:
 
     Attributes:
         task, evaluation: None and empty for own data, which is scored by held-out loss alone.
-        train, calibration, held_out: Token rows; calibration rows are drawn from the training rows by the run's seed.
+        train, calibration, held_out: Token rows; calibration rows are drawn by the run's seed from the training rows,
+            of ``calibration_task`` where one is named.
     """
 
     task: Task | None
@@ -58,12 +59,18 @@ def _task_rows(config: RunConfig, task: Task, encoder: PromptEncoder) -> RunRows
     evaluation = splits.evaluation if config.evaluate_on == "evaluation" else splits.validation
     if not evaluation:
         raise DataError(f"Task {task.name!r} leaves no validation rows. Train on fewer with --num-train.")
-    calibration = calibration_rows(splits.train, config.calibration_size, seed=config.seed)
-    train, calibrate, held_out = (
-        encoder.training_rows([encoder.render(example) for example in examples])
-        for examples in (splits.train, calibration, evaluation)
-    )
-    return RunRows(task, evaluation, train, calibrate, held_out)
+    train, held_out = (_tokens(examples, encoder) for examples in (splits.train, evaluation))
+    return RunRows(task, evaluation, train, _calibration_rows(config, splits.train, encoder), held_out)
+
+
+def _calibration_rows(config: RunConfig, train: Sequence[Example], encoder: PromptEncoder) -> list[TokenRow]:
+    if config.calibration_task is not None:
+        train = split_task(find_task(config.calibration_task), config.data_root).train
+    return _tokens(calibration_rows(train, config.calibration_size, seed=config.seed), encoder)
+
+
+def _tokens(examples: Sequence[Example], encoder: PromptEncoder) -> list[TokenRow]:
+    return encoder.training_rows([encoder.render(example) for example in examples])
 
 
 def _own_rows(config: RunConfig, path: Path, encoder: PromptEncoder) -> RunRows:
@@ -73,8 +80,12 @@ def _own_rows(config: RunConfig, path: Path, encoder: PromptEncoder) -> RunRows:
     if not train:
         raise DataError(f"{path} needs rows to train on beside those held out, but its {len(texts)} rows read alike.")
     train = train[: config.num_train]
-    calibration = sorted(train, key=lambda row: _rank(row, config.seed + 1))[: config.calibration_size]
-    return RunRows(None, (), *(encoder.training_rows(rows) for rows in (train, calibration, held_out)))
+    if config.calibration_task is not None:
+        calibrate = _calibration_rows(config, (), encoder)
+    else:
+        chosen = sorted(train, key=lambda row: _rank(row, config.seed + 1))[: config.calibration_size]
+        calibrate = encoder.training_rows(chosen)
+    return RunRows(None, (), encoder.training_rows(train), calibrate, encoder.training_rows(held_out))
 
 
 def _hold_out(texts: Sequence[TextRow], num_held_out: int) -> tuple[list[TextRow], list[TextRow]]:

@@ -14,8 +14,9 @@ from typing import Any
 
 from peft import PeftModel
 from torch import nn
+from transformers import PreTrainedModel
 
-from frozencore.accounting import peak_memory_bytes, trainable_parameters
+from frozencore.accounting import FLOAT32_BYTES, peak_memory_bytes, trainable_parameters, training_state_bytes
 from frozencore.adapter.calibrate import Calibration, calibrate
 from frozencore.adapter.card import write_model_card
 from frozencore.calibration.collect import Batch
@@ -56,24 +57,41 @@ class Score:
     task: TaskScore | None = None
 
 
+@dataclass(frozen=True)
+class Base:
+    """A loaded base model and its tokenizer, of any number of runs one after the other."""
+
+    model: PreTrainedModel
+    tokenizer: Any
+
+
 @dataclass
 class Bench:
     """A loaded model with one run's rows; the score of the untouched model is kept for runs that share them."""
 
-    model: nn.Module
+    model: PreTrainedModel
     encoder: PromptEncoder
     rows: RunRows
     before: Score | None = None
     fingerprints: dict[str, str] = field(default_factory=dict)
 
 
-def prepare(config: RunConfig, stages: Stages) -> Bench:
-    """Load what a run needs. Every error in the input shows here, before anything is written."""
+Adapted = tuple[PeftModel, Calibration | None]
+Adapt = Callable[[RunConfig, Bench, Targets, Stages], Adapted]
+"""Puts the configured adapter on a bench's model, calibrated; what was found is None where no data were read."""
+
+
+def prepare(config: RunConfig, stages: Stages, base: Base | None = None) -> Bench:
+    """Load what a run needs. Every error in the input shows here, before anything is written.
+
+    Args:
+        base: The configured model, loaded before.
+    """
     stages("load", 0, None, config.model)
-    model, tokenizer = load_model(config.model, dtype=config.dtype, device=config.device)
-    limit = context_limit(model, tokenizer)
+    base = base or Base(*load_model(config.model, dtype=config.dtype, device=config.device))
+    limit = context_limit(base.model, base.tokenizer)
     encoder = PromptEncoder(
-        tokenizer,
+        base.tokenizer,
         style=config.prompt_style,
         max_length=config.max_length or min(PROTOCOL_MAX_LENGTH, limit),
         too_long="truncate" if config.truncate else "refuse",
@@ -82,7 +100,7 @@ def prepare(config: RunConfig, stages: Stages) -> Bench:
         raise ConfigError(f"--max-length {encoder.max_length} is beyond the model's context of {limit} tokens.")
     rows = prepare_rows(config, encoder)
     stages("load", 1, 1, f"{len(rows.train)} training rows")
-    return Bench(model, encoder, rows)
+    return Bench(base.model, encoder, rows)
 
 
 def execute(
@@ -92,14 +110,14 @@ def execute(
     *,
     bench: Bench | None = None,
     resume: bool = False,
-    moments_file: Path | None = None,
+    adapt: Adapt | None = None,
 ) -> dict[str, Any]:
     """Run a configuration and write ``out/``: the adapter, predictions, and last of all ``result.json``.
 
     Args:
         bench: Loaded before by :func:`prepare`; its model is used up by the run.
         resume: Go on from the newest complete checkpoint in ``out``.
-        moments_file: Moments of ``frozencore calibrate`` instead of a new pass; refused if they are of anything else.
+        adapt: Where the adapter and its bases come from; :func:`adapt_from_data` by default.
 
     Returns:
         The record that was written.
@@ -115,7 +133,9 @@ def execute(
     bench.before = bench.before or _score(bench.model, bench, stages, "score base")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        model, calibration, calibration_s = _adapt(config, bench, targets, stages, moments_file)
+        adapting = time.perf_counter()
+        model, calibration = (adapt or adapt_from_data)(config, bench, targets, stages)
+        calibration_s = time.perf_counter() - adapting
     out.mkdir(parents=True, exist_ok=True)
     if config.is_baseline:
         save_start(model, out / "start")
@@ -137,6 +157,7 @@ def execute(
         "training_s": report.time_s,
         "total_s": time.perf_counter() - started,
         "peak_memory_bytes": peak_memory_bytes(),
+        "resources": _resources(config, model, out / "adapter", calibration_s, report),
         "training": {"num_steps": report.num_steps, "final_loss": report.final_loss, "losses": report.losses},
         "resolved": {
             "targets": targets,
@@ -166,21 +187,26 @@ def calibration_batches(rows: RunRows, pad_id: int) -> list[Batch]:
     return list(make_batches(by_length, pad_id=pad_id, batch_size=CALIBRATION_BATCH))
 
 
-def _adapt(
-    config: RunConfig, bench: Bench, targets: Targets, stages: Stages, moments_file: Path | None
-) -> tuple[PeftModel, Calibration | None, float]:
-    started = time.perf_counter()
+def adapt_from_data(
+    config: RunConfig, bench: Bench, targets: Targets, stages: Stages, moments_file: Path | None = None
+) -> Adapted:
+    """The adapter, its bases computed from the run's calibration rows.
+
+    Args:
+        moments_file: Moments of ``frozencore calibrate`` instead of a new pass; refused if they are of anything else.
+    """
     model = add_method(config, bench.model, targets)
-    calibration = None
-    if needs_calibration(config):
-        batches = calibration_batches(bench.rows, bench.encoder.pad_id)
-        moments = load_moments(moments_file, MomentsFingerprint.of(model, batches)) if moments_file else None
-        calibration = calibrate(
-            model, batches, moments=moments, progress=lambda stage, done, total: stages(stage, done, total, "")
-        )
-    elif moments_file:
-        raise ConfigError(f"--moments is of no use to the method {config.method!r}, which reads no data: leave it out.")
-    return model, calibration, time.perf_counter() - started
+    if not needs_calibration(config):
+        if moments_file:
+            raise ConfigError(
+                f"--moments is of no use to the method {config.method!r}, which reads no data: leave it out."
+            )
+        return model, None
+    batches = calibration_batches(bench.rows, bench.encoder.pad_id)
+    moments = load_moments(moments_file, MomentsFingerprint.of(model, batches)) if moments_file else None
+    return model, calibrate(
+        model, batches, moments=moments, progress=lambda stage, done, total: stages(stage, done, total, "")
+    )
 
 
 def _recipe(config: RunConfig, rows: RunRows) -> Recipe:
@@ -212,7 +238,7 @@ def _score(model: nn.Module, bench: Bench, stages: Stages, stage: str) -> Score:
     def progress(done: int, total: int, note: str) -> None:
         stages(stage, done, total, note)
 
-    if bench.rows.task is None:
+    if bench.rows.task is None or bench.rows.task.scoring == "text":
         loss = held_out_loss(model, bench.rows.held_out, pad_id=bench.encoder.pad_id, progress=progress)
         return Score(held_out_loss=loss)
     score = score_task(model, bench.encoder, bench.rows.task, bench.rows.evaluation, progress=progress)
@@ -233,6 +259,24 @@ def _calibrated_on(config: RunConfig, bench: Bench, calibration: Calibration | N
     source = config.task or (config.data.name if config.data else "rows of the user")
     num_tokens = next(iter(calibration.layers.values())).num_tokens
     return f"{len(bench.rows.calibration)} rows of {source}, {num_tokens:,} tokens"
+
+
+def _resources(
+    config: RunConfig, model: nn.Module, adapter: Path, calibration_s: float, report: TrainingReport
+) -> dict[str, Any]:
+    """What the method cost, in the terms of the paper's tables."""
+    trained = trainable_parameters(model)
+    stored = sum(file.stat().st_size for file in adapter.glob("*.safetensors"))
+    return {
+        "trainable_parameters": trained,
+        "optimizer_bytes": training_state_bytes(trained),
+        "adapter_bytes": stored,
+        "adapter_bytes_without_bases": stored if config.is_baseline else FLOAT32_BYTES * trained,
+        "calibration_s": calibration_s,
+        "step_s": report.step_s,
+        "num_steps": report.num_steps,
+        "peak_memory_bytes": peak_memory_bytes(),
+    }
 
 
 def _headline(score: Score) -> dict[str, float]:

@@ -22,7 +22,7 @@ def task_lines(tasks: dict[str, Task]) -> list[tuple[str, str, str, str, str]]:
             task.name,
             f"{task.num_train} / {task.num_evaluation}",
             str(task.epochs),
-            "choice" if task.scoring == "choice" else "exact match",
+            task.scoring.replace("_", " "),
             _place(task),
         )
         for task in tasks.values()
@@ -64,6 +64,9 @@ def show_example(task: Task, encoder: PromptEncoder, data_root: Path | None, num
 
 
 def _answers(task: Task, example: Example, encoder: PromptEncoder) -> Iterator[Text]:
+    if task.scoring == "text":
+        yield Text("\nScored by held-out nats per token")
+        return
     if task.scoring == "exact_match":
         yield Text(f"\nScored by the first number after 'The answer is:' or '####', in {task.max_new_tokens} tokens")
         return

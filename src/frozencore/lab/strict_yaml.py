@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +31,24 @@ _Loader.add_implicit_resolver(
 )
 
 
+LARGEST_FILE = 2**20
+MOST_NODES = 100_000  # aliases of aliases expand to any size
+
+
 def read_yaml(path: Path) -> Any:
     """What a YAML file says.
 
     Raises:
-        ConfigError: In one line, that there is no such file, or on which line it is no YAML.
+        ConfigError: In one line, that there is no such file, that it is too large, or on which line it is no YAML.
     """
     try:
-        with path.open(encoding="utf-8") as file:
-            return yaml.load(file, Loader=_Loader)
+        if path.stat().st_size > LARGEST_FILE:
+            raise ConfigError(f"{path} is larger than {LARGEST_FILE:,} bytes: it is not a file written by hand.")
+        text = path.read_text(encoding="utf-8")
+        root = yaml.compose(text, Loader=_Loader)
+        if root is not None and _expanded_size(root, {}, ()) > MOST_NODES:
+            raise ConfigError(f"The aliases in {path} expand to more than {MOST_NODES:,} values. Write it out.")
+        return yaml.load(text, Loader=_Loader)
     except (FileNotFoundError, IsADirectoryError) as error:
         raise ConfigError(f"There is no file {path}. Give the path of a YAML file.") from error
     except yaml.MarkedYAMLError as error:
@@ -47,3 +56,34 @@ def read_yaml(path: Path) -> Any:
         raise ConfigError(f"{path}{line}: {error.problem or error.context}. Correct the YAML.") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not YAML in UTF-8: {' '.join(str(error).split())[:200]}") from error
+
+
+def line_of(path: Path, keys: Sequence[int | str]) -> int:
+    """The line, from 1, of the value under nested keys and positions; of the innermost one that is there."""
+    node: yaml.Node | None = yaml.compose(path.read_text(encoding="utf-8"), Loader=_Loader)
+    line = 0
+    for key in keys:
+        if isinstance(node, yaml.MappingNode):
+            pair = next(((k, v) for k, v in node.value if k.value == str(key)), None)
+        elif isinstance(node, yaml.SequenceNode) and isinstance(key, int) and key < len(node.value):
+            pair = (node.value[key], node.value[key])
+        else:
+            pair = None
+        if pair is None:
+            break
+        line, node = pair[0].start_mark.line, pair[1]
+    return line + 1
+
+
+def _expanded_size(node: yaml.Node, sizes: dict[int, int], above: tuple[int, ...]) -> int:
+    """Values under a node with every alias written out."""
+    if id(node) in above:
+        raise yaml.MarkedYAMLError(problem="an alias stands inside of what it names", problem_mark=node.start_mark)
+    if id(node) not in sizes:
+        children: list[yaml.Node] = []
+        if isinstance(node, yaml.MappingNode):
+            children = [child for pair in node.value for child in pair]
+        elif isinstance(node, yaml.SequenceNode):
+            children = node.value
+        sizes[id(node)] = 1 + sum(_expanded_size(child, sizes, (*above, id(node))) for child in children)
+    return sizes[id(node)]

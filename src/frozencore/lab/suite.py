@@ -8,9 +8,10 @@ from frozencore.errors import ConfigError
 from frozencore.lab.own_task import read_own_task
 from frozencore.lab.pocket import POCKET_TASKS
 from frozencore.lab.tasks import PAPER_TASKS, Task
+from frozencore.lab.tasks.texts import TEXT_TASKS
 from frozencore.naming import unknown_name
 
-TASKS: dict[str, Task] = PAPER_TASKS | POCKET_TASKS
+TASKS: dict[str, Task] = PAPER_TASKS | TEXT_TASKS | POCKET_TASKS
 
 
 def find_task(name: str) -> Task:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
@@ -49,6 +50,7 @@ class Watch(TrainerCallback):
 
     def __init__(self, progress: Progress | None) -> None:
         self.progress = progress
+        self.step_ends: list[float] = []
 
     def on_log(
         self,
@@ -60,6 +62,7 @@ class Watch(TrainerCallback):
     ) -> None:
         if "loss" not in logs:
             return
+        self.step_ends.append(time.perf_counter())
         loss, gradient_norm = logs["loss"], logs.get("grad_norm", 0.0)
         if not math.isfinite(loss) or not math.isfinite(gradient_norm):
             way_out = f"Lower the learning rate ({args.learning_rate}) or lengthen the warm-up."

@@ -14,7 +14,9 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from tempfile import TemporaryDirectory
 
 import torch
@@ -77,6 +79,7 @@ class TrainingReport:
         losses: The loss of each step, in nats per completion token.
         final_loss: Mean over the last tenth of the steps.
         time_s: Wall time of this call.
+        step_s: Median seconds from one step's end to the next; None for a single step.
         resumed_from: The checkpoint it went on from.
     """
 
@@ -84,6 +87,7 @@ class TrainingReport:
     losses: tuple[float, ...]
     final_loss: float
     time_s: float
+    step_s: float | None
     resumed_from: Path | None
 
 
@@ -123,6 +127,7 @@ def train(
     fingerprint = _fingerprint(model, recipe, rows)
     resumed_from = _starting_point(checkpoint_dir, resume, fingerprint)
     start = time.perf_counter()
+    watch = Watch(progress)
     with ExitStack() as restored:
         restored.enter_context(own_random_state())
         restored.enter_context(without_dropout(model))
@@ -133,7 +138,7 @@ def train(
             args=_arguments(model, recipe, len(rows), folder, checkpoint_dir is not None, checkpoint_steps),
             data_collator=Collator(pad_id),
             train_dataset=list(rows),
-            callbacks=[Watch(progress), Seal(fingerprint)],
+            callbacks=[watch, Seal(fingerprint)],
         )
         trainer.remove_callback(PrinterCallback)
         trainer.train(resume_from_checkpoint=None if resumed_from is None else str(resumed_from))
@@ -145,6 +150,7 @@ def train(
         losses=losses,
         final_loss=sum(tail) / len(tail),
         time_s=time.perf_counter() - start,
+        step_s=median(b - a for a, b in pairwise(watch.step_ends)) if len(watch.step_ends) > 1 else None,
         resumed_from=resumed_from,
     )
 

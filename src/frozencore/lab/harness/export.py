@@ -88,6 +88,8 @@ def _row(task: Task, example: Example) -> dict[str, Any]:
             f"A task for the harness needs prompts without a space at the end and choices with one in front, "
             f"but row {example.id} of {task.name!r} is {json.dumps(example.prompt[-20:])} {example.choices}."
         )
+    if task.scoring == "text":
+        raise ConfigError(f"Task {task.name!r} is plain text: it has no answers that the harness could score.")
     row: dict[str, Any] = {"id": example.id, "prompt": example.prompt}
     if task.scoring == "exact_match":
         return {**row, "gold": example.completion}

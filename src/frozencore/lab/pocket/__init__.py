@@ -7,6 +7,9 @@ from pathlib import Path
 from frozencore.lab.pocket import comparison, entailment, sentiment, word_problems
 from frozencore.lab.tasks.task import Task
 
+POCKET_MODEL = "pocket"
+"""The name that stands for the shipped model where a hub id is asked for."""
+
 POCKET_TASKS: dict[str, Task] = {
     task.name: task for task in (word_problems.TASK, sentiment.TASK, entailment.TASK, comparison.TASK)
 }

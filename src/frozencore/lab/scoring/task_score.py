@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from frozencore.errors import DataError
+from frozencore.errors import ConfigError, DataError
 from frozencore.lab.progress import Progress
 from frozencore.lab.prompts import PromptEncoder
 from frozencore.lab.scoring.choice import predict_choices
@@ -34,6 +34,10 @@ def score_task(
     """
     if not examples:
         raise DataError(f"Task {task.name!r} has no rows to score. Give at least one.")
+    if task.scoring == "text":
+        raise ConfigError(
+            f"Task {task.name!r} is plain text and has no answers to score; `tune` gives its held-out loss."
+        )
     start = time.perf_counter()
     num_truncated = num_ties = num_unanswered = 0
     chance = majority = None

@@ -124,8 +124,8 @@ def calibration_rows(train: Sequence[Example], num_rows: int, *, seed: int = SPL
 
 
 def normalised_text(example: Example) -> str:
-    """Prompt and choices without case, punctuation and spacing: equal for two rows that read the same."""
-    text = unicodedata.normalize("NFKC", "\n".join((example.prompt, *example.choices))).casefold()
+    """Prompt, or plain text, and choices without case, punctuation and spacing: equal for rows that read the same."""
+    text = unicodedata.normalize("NFKC", "\n".join((example.prompt or example.completion, *example.choices))).casefold()
     return re.sub(r"\W+", " ", text).strip()
 
 

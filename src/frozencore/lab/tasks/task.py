@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 Split = Literal["train", "validation", "evaluation"]
-Scoring = Literal["choice", "exact_match"]
+Scoring = Literal["choice", "exact_match", "text"]
+"""By the likeliest choice, by a generated number, or by held-out loss alone: plain text has no answers."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,130 @@
+"""The driver: gives workers what is ready until nothing is left, from whatever state the folder is in."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from frozencore.lab.campaign.crew import Crew, Event
+from frozencore.lab.campaign.job import Job
+from frozencore.lab.campaign.plan import Planned, plan
+from frozencore.lab.campaign.shared import Needs, needs_of
+from frozencore.lab.campaign.spec import Campaign
+from frozencore.lab.campaign.store import Store
+
+MOST_DEATHS = 3  # of workers on one run, before it counts as failed
+WAIT_S = 0.5
+
+
+@dataclass(frozen=True)
+class Tally:
+    """How a campaign stands. A search that is not over still hides runs: they count as ``waiting``."""
+
+    finished: int
+    failed: int
+    ready: int
+    waiting: int
+
+    @property
+    def left(self) -> int:
+        return self.ready + self.waiting
+
+
+Watch = Callable[[Tally, dict[int, Job], Event | None], None]
+"""Called with how the campaign stands, what each worker does, and what has just happened."""
+
+
+def drive(campaign: Campaign, store: Store, crew: Crew, watch: Watch) -> Tally:
+    """Run everything that has neither finished nor failed. Interrupt it at any time; it goes on from there."""
+    with store.locked("driver", wait=False):
+        try:
+            return _Driver(campaign, store, crew, watch).run()
+        finally:
+            crew.close()
+            store.write_index()
+
+
+def tally(planned: list[Planned], store: Store) -> Tally:
+    """How many different runs have finished, failed, are ready, and wait for a search."""
+    jobs = {run.job.id: run for run in planned if run.job}
+    outcomes = [store.outcome(run_id) for run_id in jobs]
+    finished = sum(outcome is not None and outcome.record is not None for outcome in outcomes)
+    failed = sum(outcome is not None and outcome.failure is not None for outcome in outcomes)
+    hidden = [run for run in planned if run.job is None]
+    blocked = sum(bool(run.blocked) for run in hidden)
+    return Tally(finished, failed + blocked, len(jobs) - finished - failed, len(hidden) - blocked)
+
+
+@dataclass
+class _Driver:
+    campaign: Campaign
+    store: Store
+    crew: Crew
+    watch: Watch
+    running: dict[int, Job] = field(default_factory=dict)
+    queue: list[Job] = field(default_factory=list)
+    needs: Needs = field(default_factory=dict)
+    deaths: Counter[str] = field(default_factory=Counter)
+    last_model: dict[int, str] = field(default_factory=dict)
+    standing: Tally = field(default_factory=lambda: Tally(0, 0, 0, 0))
+
+    def run(self) -> Tally:
+        self._plan()
+        while True:
+            self._give()
+            self.watch(self.standing, self.running, None)
+            if not self.running:
+                return self.standing
+            for event in self.crew.events(WAIT_S):
+                self._take(event)
+
+    def _plan(self) -> None:
+        planned = plan(self.campaign, self.store.outcome)
+        self.needs = needs_of(run.job for run in planned if run.job)
+        self.standing = tally(planned, self.store)
+        busy = {job.id for job in self.running.values()}
+        jobs = {run.job.id: run.job for run in sorted(planned, key=_order) if run.job}
+        self.queue = [job for job in jobs.values() if job.id not in busy and self.store.outcome(job.id) is None]
+
+    def _give(self) -> None:
+        for worker in range(self.crew.size):
+            if worker in self.running:
+                continue
+            job = self._next(worker)
+            if job is not None:
+                self.queue.remove(job)
+                self.running[worker] = job
+                self.last_model[worker] = job.config.model
+                self.crew.start(worker, job, self.needs)
+
+    def _next(self, worker: int) -> Job | None:
+        """The first run in the queue, rather one of the model that the worker has loaded.
+
+        A profile is made while nothing else runs.
+        """
+        shareable = [job for job in self.queue if job.kind != "profile"]
+        if not shareable:
+            return self.queue[0] if self.queue and not self.running else None
+        if any(job.kind == "profile" for job in self.running.values()):
+            return None
+        return next((job for job in shareable if job.config.model == self.last_model.get(worker)), shareable[0])
+
+    def _take(self, event: Event) -> None:
+        if event.kind != "stage":
+            job = self.running.pop(event.worker)
+            if event.kind == "died":
+                self._bury(job)
+            self._plan()
+        self.watch(self.standing, self.running, event)
+
+    def _bury(self, job: Job) -> None:
+        self.deaths[job.id] += 1
+        if self.deaths[job.id] >= MOST_DEATHS:
+            message = f"{MOST_DEATHS} workers died of it: killed from outside, or out of memory"
+            self.store.fail(job.id, {"reason": "worker died", "message": message, "config": job.resolved}, "")
+
+
+def _order(run: Planned) -> tuple[bool, bool]:
+    """Searches first: what they hide is known before the runs that share moments with it."""
+    return run.job is not None and run.job.kind == "profile", run.phase == "final"

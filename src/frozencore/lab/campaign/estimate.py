@@ -1,0 +1,155 @@
+"""What a campaign will take, before anything starts: time, memory, disk.
+
+Operations are counted from shapes (a token of training costs a forward and a backward pass through frozen weights,
+4 operations a weight; a scored token 2), and the machine's speed is measured for a moment on a matrix product. Runs
+that are there already give the time of the others of their kind. It is an estimate: see ``EFFICIENCY``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import mean
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from frozencore.accounting import basis_bytes
+from frozencore.errors import ModelError
+from frozencore.lab.calibrating import moments_needed
+from frozencore.lab.campaign.job import Job
+from frozencore.lab.campaign.plan import Planned
+from frozencore.lab.campaign.shared import moments_key
+from frozencore.lab.campaign.store import Store
+from frozencore.lab.config import RunConfig
+from frozencore.lab.loading import load_config
+from frozencore.lab.methods import attention_shapes
+from frozencore.lab.suite import find_task
+
+TOKENS_A_ROW = 128  # of a prompt with its completion or choices; rows are not read for an estimate
+EFFICIENCY = 0.3  # of a matrix product's speed that small batches reach, Python included
+OVERHEAD_S = 2.0  # a run's own: rows, checkpoints, records
+RECORD_BYTES = 100_000  # record and predictions
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """Values of a model, and the shapes of its attention projections."""
+
+    num_parameters: int
+    shapes: tuple[tuple[int, int], ...]
+
+
+def estimate_lines(planned: Sequence[Planned], store: Store, models: dict[str, str], device: str) -> Iterator[str]:
+    """Time, memory and disk of what is left, in words."""
+    jobs = {run.job.id: run.job for run in planned if run.job and store.outcome(run.job.id) is None}
+    hidden = sum(run.job is None and not run.blocked for run in planned)
+    if not jobs:
+        return
+    sizes = {job.config.model: model_size(models.get(job.config.model, job.config.model)) for job in jobs.values()}
+    unknown = [model for model, size in sizes.items() if size is None]
+    if unknown:
+        yield f"No estimate: {', '.join(unknown)} cannot be read from here."
+        return
+    speed = operations_per_s(device)
+    seconds = [run_seconds(job, size, speed) for job in jobs.values() if (size := sizes[job.config.model])]
+    measured = _measured(planned, store)
+    each = mean(measured) if measured else mean(seconds)
+    basis = f"as {len(measured)} finished runs took" if measured else f"at {speed * EFFICIENCY / 1e9:.0f} Gop/s"
+    memory = max(memory_bytes(job.config, size) for job in jobs.values() if (size := sizes[job.config.model]))
+    disk = shared_bytes(jobs.values(), sizes) + (len(jobs) + hidden) * RECORD_BYTES
+    yield (
+        f"Estimate for the {len(jobs) + hidden} runs left: {_time(each * (len(jobs) + hidden))} on one worker "
+        f"({basis}, about {TOKENS_A_ROW} tokens a row), {memory / 2**30:.1f} GiB of memory a worker, "
+        f"{disk / 2**30:.2f} GiB of disk."
+    )
+
+
+def time_to_go(planned: Sequence[Planned], store: Store, num_running: int) -> str:
+    """Words for the time that is left at the pace of the finished runs; empty while there is nothing to go by."""
+    measured = _measured(planned, store)
+    left = {run.job.id for run in planned if run.job and store.outcome(run.job.id) is None}
+    hidden = sum(run.job is None and not run.blocked for run in planned)
+    if not measured or not (left or hidden):
+        return ""
+    seconds = mean(measured) * (len(left) + hidden) / max(1, num_running)
+    return f", about {_time(seconds)} to go on {max(1, num_running)} workers"
+
+
+def model_size(location: str) -> ModelSize | None:
+    """The size of a model from its configuration alone; None where that cannot be read."""
+    try:
+        config = load_config(location)
+    except ModelError:
+        return None
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return ModelSize(sum(p.numel() for p in model.parameters()), attention_shapes(model))
+
+
+def operations_per_s(device: str) -> float:
+    """Floating-point operations a second of a matrix product, measured for a tenth of a second."""
+    place = torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
+    size, rounds, started = (4096 if place.type == "cuda" else 512), 0, 0.0
+    a = torch.ones(size, size, device=place, dtype=torch.bfloat16 if place.type == "cuda" else torch.float32)
+    float((a @ a)[0, 0])
+    started = time.perf_counter()
+    while time.perf_counter() - started < 0.1:
+        float((a @ a)[0, 0])
+        rounds += 1
+    return 2 * size**3 * rounds / (time.perf_counter() - started)
+
+
+def run_seconds(job: Job, size: ModelSize, speed: float) -> float:
+    """Seconds of one run from its operations."""
+    config = job.config
+    epochs, train, evaluation = 1, 1000, 500
+    if config.task is not None:
+        task = find_task(config.task)
+        epochs, train, evaluation = task.epochs, task.num_train, task.num_evaluation
+    trained = (config.num_train or train) * (config.epochs or epochs) if job.kind != "stability" else 0
+    scored = 2 * (config.num_evaluation or evaluation) if job.kind != "stability" else 0
+    calibrated = config.calibration_size if moments_needed(config) else 0
+    operations = TOKENS_A_ROW * size.num_parameters * (4 * (trained + calibrated) + 2 * scored)
+    return OVERHEAD_S + operations / (speed * EFFICIENCY)
+
+
+def memory_bytes(config: RunConfig, size: ModelSize) -> int:
+    """Bytes of weights, moments and activations of a run."""
+    weight_bytes = 4 if config.dtype == "float32" else 2
+    activations = 34 * TOKENS_A_ROW * config.batch_size * int(size.num_parameters**0.5) * weight_bytes
+    return size.num_parameters * weight_bytes + _moment_bytes(config, size) + activations
+
+
+def shared_bytes(jobs: Iterable[Job], sizes: dict[str, ModelSize | None]) -> int:
+    """Bytes of the moments and bases that runs share."""
+    files: dict[str, int] = {}
+    for job in jobs:
+        size = sizes[job.config.model]
+        if size is not None and moments_needed(job.config):
+            key = moments_key(job.config)
+            files[key] = max(files.get(key, 0), _moment_bytes(job.config, size))
+        elif size is not None and job.config.method in ("lora_xs", "milora"):
+            files[f"{job.config.model} {job.config.method}"] = basis_bytes(size.shapes, job.config.rank, torch.float32)
+    return sum(files.values())
+
+
+def _moment_bytes(config: RunConfig, size: ModelSize) -> int:
+    needs = moments_needed(config)
+    values = 0
+    for m, n in size.shapes:
+        values += m * n * ("cross" in needs) + n * n * ("input_outer" in needs) + m * m * ("error_outer" in needs)
+    return 4 * values
+
+
+def _measured(planned: Sequence[Planned], store: Store) -> list[float]:
+    outcomes = [store.outcome(run.job.id) for run in planned if run.job]
+    return [float(o.record["total_s"]) for o in outcomes if o and o.record and "total_s" in o.record]
+
+
+def _time(seconds: float) -> str:
+    for unit, length in (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} seconds"

@@ -1,0 +1,151 @@
+"""From a campaign to its runs: the product of each study's axes, after its search has chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, Literal
+
+from frozencore.errors import ConfigError
+from frozencore.lab.campaign.job import Job, make_job
+from frozencore.lab.campaign.spec import MOST_RUNS, Campaign, Study, Value
+
+Record = Mapping[str, Any]
+Phase = Literal["search", "final"]
+Axes = dict[str, Value]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a run: a record, or a failure with its reason and message."""
+
+    record: Record | None = None
+    failure: Record | None = None
+
+
+Outcomes = Callable[[str], Outcome | None]
+"""The outcome of a run by its id; None while there is none."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One run that a study asks for.
+
+    Attributes:
+        axes: The study's axes with this run's values; a search trial has its own options and no seed.
+        job: None for a final run whose search is not over, or chose nothing.
+        blocked: Why there will be no job, if so.
+    """
+
+    study: str
+    phase: Phase
+    axes: Axes
+    job: Job | None
+    blocked: str = ""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a search chose for one group: the trial's options, and how each trial did on the validation rows."""
+
+    options: Axes
+    trials: tuple[tuple[Axes, float | None], ...]
+
+
+def plan(campaign: Campaign, outcome: Outcomes) -> list[Planned]:
+    """Every run of the campaign, in the order of the file; a run that several studies ask for comes once for each.
+
+    Raises:
+        ConfigError: A study's options contradict one another; the line names it.
+    """
+    planned: list[Planned] = []
+    for name, study in campaign.studies.items():
+        try:
+            for runs in _of_study(campaign, name, study, outcome):
+                planned += runs
+                if len(planned) > MOST_RUNS:
+                    raise ConfigError(f"a campaign may have at most {MOST_RUNS:,} runs. Split it.")
+        except ConfigError as error:
+            raise ConfigError(f"Study {name!r}: {error}") from error
+    return planned
+
+
+def _of_study(campaign: Campaign, name: str, study: Study, outcome: Outcomes) -> Iterator[list[Planned]]:
+    seeds = study.axes["seed"]
+    others = {axis: values for axis, values in study.axes.items() if axis != "seed"}
+    for group in _products(others):
+        options = {**campaign.base, **study.fixed, **group}
+        options["model"] = campaign.models[str(group["model"])]
+        if study.search is None:
+            yield [_final(name, study, group, options, seed, {}) for seed in seeds]
+            continue
+        trials = _products(study.search.grid(str(options["method"])))
+        if len(trials) == 1:
+            yield [_final(name, study, group, options, seed, trials[0]) for seed in seeds]
+            continue
+        jobs = [_trial(study, options, trial) for trial in trials]
+        yield [Planned(name, "search", group | trial, job) for trial, job in zip(trials, jobs, strict=True)]
+        outcomes = [outcome(job.id) for job in jobs]
+        if any(found is None for found in outcomes):
+            yield [Planned(name, "final", {**group, "seed": seed}, None) for seed in seeds]
+            continue
+        choice = choose(trials, [found for found in outcomes if found], study)
+        if choice is None:
+            failed = "no trial of the search succeeded"
+            yield [Planned(name, "final", {**group, "seed": seed}, None, failed) for seed in seeds]
+            continue
+        yield [_final(name, study, group, options, seed, choice.options) for seed in seeds]
+
+
+def choose(trials: list[Axes], outcomes: list[Outcome], study: Study) -> Choice | None:
+    """The trial that did best on the validation rows, the first of equal ones; None if every trial failed."""
+    assert study.search is not None
+    by_accuracy = study.search.select == "accuracy"
+    best: tuple[tuple[float, float], Axes] | None = None
+    scores: list[float | None] = []
+    for trial, found in zip(trials, outcomes, strict=True):
+        if found.record is None:
+            scores.append(None)
+            continue
+        if by_accuracy and "accuracy" not in found.record:
+            raise ConfigError("its search selects by accuracy, but the task has none. Use select: held_out_loss.")
+        loss = float(found.record["held_out_loss"])
+        accuracy = float(found.record["accuracy"]) if by_accuracy else 0.0
+        scores.append(accuracy if by_accuracy else loss)
+        key = (accuracy, -loss)
+        if best is None or key > best[0]:
+            best = key, trial
+    return None if best is None else Choice(best[1], tuple(zip(trials, scores, strict=True)))
+
+
+def choices(campaign: Campaign, outcome: Outcomes) -> list[tuple[str, Axes, Choice]]:
+    """What every finished search chose: study, group, choice."""
+    found = []
+    for name, study in campaign.studies.items():
+        if study.search is None:
+            continue
+        others = {axis: values for axis, values in study.axes.items() if axis != "seed"}
+        for group in _products(others):
+            options = {**campaign.base, **study.fixed, **group, "model": campaign.models[str(group["model"])]}
+            trials = _products(study.search.grid(str(options["method"])))
+            outcomes = [outcome(_trial(study, options, trial).id) for trial in trials] if len(trials) > 1 else []
+            if outcomes and all(outcomes):
+                choice = choose(trials, [o for o in outcomes if o], study)
+                if choice is not None:
+                    found.append((name, group, choice))
+    return found
+
+
+def _trial(study: Study, options: Mapping[str, Any], trial: Axes) -> Job:
+    assert study.search is not None
+    return make_job(study.kind, {**options, **trial, "seed": study.search.seed, "evaluate_on": "validation"})
+
+
+def _final(name: str, study: Study, group: Axes, options: Mapping[str, Any], seed: Value, chosen: Axes) -> Planned:
+    job = make_job(study.kind, {**options, **chosen, "seed": seed}, study.reference_size)
+    return Planned(name, "final", {**group, "seed": seed}, job)
+
+
+def _products(axes: Mapping[str, tuple[Value, ...]]) -> list[Axes]:
+    return [dict(zip(axes, values, strict=True)) for values in product(*axes.values())]

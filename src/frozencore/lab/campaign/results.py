@@ -1,0 +1,71 @@
+"""The results of a campaign: each planned run beside what became of it, read from records alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from frozencore.lab.campaign.plan import Axes, Choice, Outcome, Planned, Record, choices, plan
+from frozencore.lab.campaign.spec import Campaign, Study
+from frozencore.lab.campaign.store import Store
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One final run of a study: the values of the study's axes, and its record or its failure."""
+
+    axes: Axes
+    run_id: str | None
+    record: Record | None
+    failure: Record | None
+
+
+@dataclass(frozen=True)
+class StudyResults:
+    """The final runs of one study, and what its search chose: group of axis values, choice."""
+
+    name: str
+    study: Study
+    cells: tuple[Cell, ...]
+    choices: tuple[tuple[Axes, Choice], ...]
+
+    @property
+    def missing(self) -> tuple[Cell, ...]:
+        return tuple(cell for cell in self.cells if cell.record is None)
+
+
+@dataclass(frozen=True)
+class CampaignResults:
+    campaign: Campaign
+    studies: tuple[StudyResults, ...]
+
+
+def load_results(folder: Path) -> CampaignResults:
+    """The results in a campaign's folder.
+
+    Raises:
+        ArtifactError: It is no campaign folder, or runs of one model were made on different weights.
+    """
+    store = Store(folder)
+    campaign = store.campaign()
+    planned = plan(campaign, store.outcome)
+    chosen = choices(campaign, store.outcome)
+    return CampaignResults(
+        campaign,
+        tuple(
+            StudyResults(
+                name,
+                study,
+                tuple(_cell(run, store) for run in planned if run.study == name and run.phase == "final"),
+                tuple((group, choice) for other, group, choice in chosen if other == name),
+            )
+            for name, study in campaign.studies.items()
+        ),
+    )
+
+
+def _cell(run: Planned, store: Store) -> Cell:
+    outcome = (store.outcome(run.job.id) if run.job else None) or Outcome()
+    failure: Any = outcome.failure or ({"reason": "search", "message": run.blocked} if run.blocked else None)
+    return Cell(run.axes, run.job.id if run.job else None, outcome.record, failure)

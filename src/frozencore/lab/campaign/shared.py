@@ -1,0 +1,116 @@
+"""What runs share: moments of one model, task, size and seed for every constructor; bases of a weight for every seed.
+
+Both are kept as files of the campaign, each computed once under a lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from peft import PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+
+from frozencore.adapter.bases import get_bases, set_bases
+from frozencore.adapter.calibrate import calibrate
+from frozencore.calibration.store import MomentsFingerprint, load_moments, save_moments
+from frozencore.fingerprint import fingerprint_model, fingerprint_options
+from frozencore.lab.calibrating import collect_for, moments_needed
+from frozencore.lab.campaign.job import Job
+from frozencore.lab.campaign.store import Store
+from frozencore.lab.config import RunConfig, Targets
+from frozencore.lab.methods import add_method, core_config
+from frozencore.lab.run import Adapted, Bench, Stages, calibration_batches
+from frozencore.moments import LayerMoments, MomentName
+
+OF_THE_WEIGHT = ("lora_xs", "milora")
+"""Constructors that look at nothing but the weight: their bases are the same for every task and seed."""
+_DECIDES_MOMENTS = (
+    "model", "task", "data", "calibration_task", "calibration_size", "seed", "num_train", "num_evaluation", "targets",
+    "max_length", "truncate", "prompt_style", "dtype",
+)  # fmt: skip
+_DECIDES_WEIGHT_BASES = ("method", "rank", "core", "targets", "dtype")
+
+Needs = Mapping[str, frozenset[MomentName]]
+"""By the key of a moments file, what all runs together want of it."""
+
+
+def moments_key(config: RunConfig) -> str:
+    """Names the moments that a run calibrates on."""
+    values = config.model_dump(mode="json", include=set(_DECIDES_MOMENTS))
+    if config.calibration_task is not None:  # its rows do not depend on the task that is learned
+        values |= {"task": config.calibration_task, "data": None, "num_train": None, "num_evaluation": None}
+    return fingerprint_options({name: values[name] for name in values if name != "calibration_task"})[:16]
+
+
+def needs_of(jobs: Iterable[Job]) -> Needs:
+    """What the jobs want of each moments file; what ``profile`` jobs want they collect themselves."""
+    needs: dict[str, frozenset[MomentName]] = {}
+    for job in jobs:
+        wanted = moments_needed(job.config) if job.kind != "profile" else frozenset[MomentName]()
+        sizes = (job.config.calibration_size, job.reference_size or job.config.calibration_size)
+        for config in {replace_size(job.config, size) for size in sizes} if wanted else ():
+            key = moments_key(config)
+            needs[key] = needs.get(key, frozenset()) | wanted
+    return needs
+
+
+def replace_size(config: RunConfig, size: int) -> RunConfig:
+    """The same run with another number of calibration examples."""
+    return config.model_copy(update={"calibration_size": size})
+
+
+@dataclass(frozen=True)
+class SharedWork:
+    """Puts adapters on models with what other runs of the campaign have computed."""
+
+    store: Store
+    needs: Needs = field(default_factory=dict)
+
+    def adapt(self, config: RunConfig, bench: Bench, targets: Targets, stages: Stages) -> Adapted:
+        """As :func:`frozencore.lab.run.adapt_from_data`, with shared moments and weight bases."""
+        if config.method in OF_THE_WEIGHT:
+            return self._with_weight_bases(config, bench, targets), None
+        model = add_method(config, bench.model, targets)
+        if not moments_needed(config):
+            return model, None
+        moments = self.moments(config, model, bench, stages)
+        return model, calibrate(
+            model, moments=moments, progress=lambda stage, done, total: stages(stage, done, total, "")
+        )
+
+    def moments(self, config: RunConfig, model: PeftModel, bench: Bench, stages: Stages) -> dict[str, LayerMoments]:
+        """The moments of a run's calibration rows: from the file, or collected for all runs that want them."""
+        key = moments_key(config)
+        needs = self.needs.get(key, frozenset()) | moments_needed(config)
+        file = self.store.shared / "moments" / f"{key}.safetensors"
+        batches = calibration_batches(bench.rows, bench.encoder.pad_id)
+        fingerprint = MomentsFingerprint.of(model, batches)
+        with self.store.locked(f"moments-{key}"):
+            if file.exists():
+                there = load_moments(file, fingerprint)
+                has = frozenset(next(iter(there.values())).names())
+                if needs <= has:
+                    return there
+                needs |= has
+            found = collect_for(model, batches, needs, stages)
+            save_moments(file, found, fingerprint)
+        return found
+
+    def _with_weight_bases(self, config: RunConfig, bench: Bench, targets: Targets) -> PeftModel:
+        core = core_config(config, targets)
+        decides = config.model_dump(mode="json", include=set(_DECIDES_WEIGHT_BASES))
+        key = fingerprint_options({**decides, "weights": fingerprint_model(bench.model)})[:16]
+        file = self.store.shared / "weight-bases" / f"{key}.safetensors"
+        with self.store.locked(f"weight-{key}"):
+            if file.exists():
+                model = get_peft_model(bench.model, replace(core, load_bases=True))
+                set_bases(model, load_file(file))
+                model.peft_config["default"].load_bases = False
+                return model
+            model = get_peft_model(bench.model, core)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            aside = file.with_suffix(".tmp")
+            save_file(get_bases(model), aside)
+            aside.replace(file)
+        return model

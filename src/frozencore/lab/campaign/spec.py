@@ -1,0 +1,197 @@
+"""What a campaign is: models, options of every run, and studies, from one strict YAML file.
+
+    name: pocket
+    models: {pocket: pocket}                 # a short name, and its hub id or folder
+    base: {batch_size: 8, accumulation: 1}   # options of every run, as in `frozencore tune`
+    studies:
+      matched-budget:
+        title: Matched-budget comparison
+        axes:
+          model: [pocket]
+          task: [pocket-math, pocket-stories]
+          method: [fcca, rawgrad]
+          seed: [42, 43, 44]
+        search:                              # chosen on validation rows, once for all seeds
+          grids:
+            - {for: [fcca], warmup: [0.03, 0.1], calibration_size: [128, 256]}
+            - {for: [rawgrad], learning_rate: [2e-3, 5e-3]}
+        report: {rows: [task], columns: [method], reference: fcca, figure: ranking}
+
+An axis is an option of a run; a study runs the product of its axes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from frozencore.errors import ConfigError
+from frozencore.lab.config import CoreOptions, RunConfig
+from frozencore.lab.strict_yaml import line_of, read_yaml
+from frozencore.naming import unknown_name
+
+Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")]
+Value = bool | int | float | str | tuple[str, ...] | None
+Axes = dict[str, Annotated[tuple[Value, ...], Field(min_length=1)]]
+Kind = Literal["tune", "stability", "profile"]
+Measure = Literal["accuracy", "held_out_loss"]
+Figure = Literal["ranking", "gains", "lines", "state"]
+
+CORE_OPTIONS = tuple(CoreOptions.model_fields)
+PLACES = ("data_root", "device")
+"""Options that say where a run happens, not what it is: the command line's."""
+AXES = (*(name for name in RunConfig.model_fields if name not in ("core", *PLACES)), *CORE_OPTIONS)
+MOST_RUNS = 100_000
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class Search(_Strict):
+    """A choice among trials on validation rows, made once for every model, task, method and other axis but the seed.
+
+    Attributes:
+        grids: Each a product of options, for the methods named under ``for``.
+        seed: Of every trial.
+        select: What the best trial has most of (accuracy; ties go to the lower held-out loss) or least of (loss).
+    """
+
+    grids: Annotated[tuple[dict[str, Any], ...], Field(min_length=1)]
+    seed: int = Field(default=42, ge=0, lt=2**32)
+    select: Measure = "accuracy"
+
+    @model_validator(mode="after")
+    def _options_exist(self) -> Search:
+        for grid in self.grids:
+            for name, values in grid.items():
+                if name != "for" and name not in AXES:
+                    raise ConfigError(unknown_name("option", name, ("for", *AXES)))
+                if not isinstance(values, list | tuple) or not values:
+                    raise ConfigError(f"In a grid {name} must be a list of values, but {values!r} came.")
+        return self
+
+    def grid(self, method: str) -> Mapping[str, tuple[Value, ...]]:
+        """The options tried for a method, without ``for``; one empty trial where no grid names it."""
+        found = next((grid for grid in self.grids if method in grid.get("for", (method,))), {})
+        return {name: tuple(values) for name, values in found.items() if name != "for"}
+
+
+class Report(_Strict):
+    """How a study is shown: a table of means over seeds, and a figure.
+
+    Attributes:
+        rows, columns: Axes; further axes but the seed give one table each.
+        reference: The column that the others are compared with.
+        mean: Add the macro-average over the rows.
+        figure: ``ranking`` (means by column, best first), ``gains`` (over the reference), ``lines`` (against the
+            column axis), ``state`` (accuracy against trained values).
+    """
+
+    rows: Annotated[tuple[str, ...], Field(min_length=1)] = ("task",)
+    columns: Annotated[tuple[str, ...], Field(min_length=1)] = ("method",)
+    reference: str | None = None
+    mean: bool = True
+    figure: Figure | None = None
+
+
+class Study(_Strict):
+    """The product of some axes.
+
+    Attributes:
+        kind: ``tune`` calibrates, trains and scores; ``stability`` compares the bases with those of
+            ``reference_size`` examples; ``profile`` is ``tune`` alone on the machine, with nothing taken from other
+            runs, for its times and memory.
+        fixed: Options of every run of this study, over those of the campaign.
+    """
+
+    title: str
+    kind: Kind = "tune"
+    axes: Axes
+    fixed: dict[str, Value] = {}
+    search: Search | None = None
+    reference_size: int | None = Field(default=None, ge=1)
+    report: Report = Report()
+    note: str = ""
+
+    @model_validator(mode="after")
+    def _is_consistent(self) -> Study:
+        _require_options(self.axes, "axis")
+        _require_options(self.fixed, "option")
+        for name in ("model", "task", "seed"):
+            if name not in self.axes:
+                raise ConfigError(f"A study needs the axis {name}: [...].")
+        for name, values in self.axes.items():
+            if len(set(values)) < len(values):
+                raise ConfigError(f"The axis {name} names a value twice: {list(values)}.")
+        for name in (*self.report.rows, *self.report.columns):
+            if name not in self.axes:
+                raise ConfigError(unknown_name("axis of this study", name, tuple(self.axes)))
+        if (self.kind == "stability") != (self.reference_size is not None):
+            raise ConfigError("reference_size belongs to 'kind: stability', and that kind needs it.")
+        if self.kind == "stability" and self.search is not None:
+            raise ConfigError("A stability study trains nothing: it takes no search.")
+        return self
+
+
+class Campaign(_Strict):
+    """A whole campaign; see the head of this file."""
+
+    name: Name
+    about: str = ""
+    models: Annotated[dict[Name, str], Field(min_length=1)]
+    base: dict[str, Value] = {}
+    keep_adapters: bool = False
+    studies: Annotated[dict[Name, Study], Field(min_length=1)]
+
+    @model_validator(mode="after")
+    def _names_are_known(self) -> Campaign:
+        _require_options(self.base, "option")
+        for study in self.studies.values():
+            for model in study.axes["model"]:
+                if model not in self.models:
+                    raise ConfigError(unknown_name("model", str(model), tuple(self.models)))
+        return self
+
+
+def read_campaign(path: Path) -> Campaign:
+    """The campaign that a YAML (or JSON) file specifies.
+
+    Raises:
+        ConfigError: In one line, what is wrong on which line.
+    """
+    content = read_yaml(path)
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} must hold a campaign: name, models, studies. See `frozencore schema`.")
+    try:  # through JSON, in which a list may become a tuple and text never becomes a number
+        return Campaign.model_validate_json(json.dumps(content, default=str), strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        loc = [part for part in first["loc"] if part in _keys_on_the_way(content, first["loc"])]
+        where = f"{path}, line {line_of(path, loc)}: {'.'.join(map(str, loc))}"
+        refused = first.get("ctx", {}).get("error")
+        if isinstance(refused, ConfigError):
+            raise ConfigError(f"{where}: {refused}") from error
+        came = "" if first["type"] == "missing" else f", but {first['input']!r} came"
+        raise ConfigError(f"{where}: {first['msg'].lower()}{came}. See `frozencore schema`.") from error
+
+
+def _keys_on_the_way(content: Any, loc: tuple[int | str, ...]) -> set[int | str]:
+    """The parts of pydantic's location that are keys or positions of the file, not names of its own types."""
+    found: set[int | str] = set()
+    for part in loc:
+        inside = dict(enumerate(content)) if isinstance(content, list) else content
+        if isinstance(inside, dict) and part in inside:
+            content = inside[part]
+            found.add(part)
+    return found
+
+
+def _require_options(names: Mapping[str, Any], what: str) -> None:
+    for name in names:
+        if name not in AXES:
+            raise ConfigError(unknown_name(what, name, AXES))

@@ -1,0 +1,177 @@
+"""The folder of a campaign: its specification, one folder a run, what failed, and what runs share.
+
+campaign.json             the specification
+runs/ID/result.json       a finished run; written aside and renamed, so it is whole or not there
+failed/ID/failure.json    why a run has no result, and log.txt
+shared/                   moments and weight bases, computed once
+records.jsonl             every record, one a line: an index that is rebuilt from runs/, and all that a report needs
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from frozencore.errors import ArtifactError
+from frozencore.lab.campaign.plan import Outcome
+from frozencore.lab.campaign.spec import Campaign, read_campaign
+from frozencore.lab.record import require_writable, write_json, write_lines
+
+RECORD = "result.json"
+_ID = re.compile(r"[0-9a-f]{16}")
+
+
+class Store:
+    """One campaign's folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.runs = folder / "runs"
+        self.failed = folder / "failed"
+        self.shared = folder / "shared"
+        self._records: dict[str, Mapping[str, Any]] | None = None
+
+    def open(self, campaign: Campaign) -> None:
+        """Make the folder, or take up the one that is there; the specification may have grown, its name not changed.
+
+        Raises:
+            ArtifactError: The folder cannot be written, or holds another campaign.
+        """
+        require_writable(self.folder)
+        file = self.folder / "campaign.json"
+        if file.exists() and self.campaign().name != campaign.name:
+            raise ArtifactError(
+                f"{self.folder} holds the campaign {self.campaign().name!r}, not {campaign.name!r}. "
+                "Choose another --output."
+            )
+        write_json(file, campaign.model_dump(mode="json"))
+
+    def campaign(self) -> Campaign:
+        """The campaign that the folder is of.
+
+        Raises:
+            ArtifactError: It is no campaign's folder.
+        """
+        file = self.folder / "campaign.json"
+        if not file.is_file():
+            raise ArtifactError(f"{self.folder} is no campaign's folder: it holds no campaign.json. Name another.")
+        return read_campaign(file)
+
+    def outcome(self, run_id: str) -> Outcome | None:
+        """What became of a run; None while it has neither finished nor failed."""
+        records = self._known()
+        if run_id not in records and (self.runs / run_id / RECORD).exists():
+            records[run_id] = self._read(self.runs / run_id / RECORD)
+        if run_id in records:
+            return Outcome(record=records[run_id])
+        failure = self.failed / run_id / "failure.json"
+        return Outcome(failure=self._read(failure)) if failure.exists() else None
+
+    @contextmanager
+    def running(self, run_id: str) -> Iterator[Path | None]:
+        """The folder that a run is to fill; None if it is finished. Another process that runs it is waited for.
+
+        The folder becomes the run's own when the block ends and a ``result.json`` is in it. One that was killed leaves
+        it as it is, with its checkpoints.
+        """
+        aside = self.runs / f".{run_id}.partial"
+        with self.locked(f"run-{run_id}"):
+            if (self.runs / run_id).exists():
+                yield None
+                return
+            if not (aside / RECORD).exists():
+                aside.mkdir(parents=True, exist_ok=True)
+                yield aside
+            if (aside / RECORD).exists():
+                aside.replace(self.runs / run_id)
+                shutil.rmtree(self.failed / run_id, ignore_errors=True)
+
+    def fail(self, run_id: str, failure: Mapping[str, Any], log: str) -> None:
+        """Note why a run has no result; what it had begun is removed."""
+        folder = self.failed / run_id
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "log.txt").write_text(log, encoding="utf-8")
+        write_json(folder / "failure.json", failure)
+        shutil.rmtree(self.runs / f".{run_id}.partial", ignore_errors=True)
+
+    def forget_failures(self) -> int:
+        """Let failed runs be tried again; how many there were."""
+        failed = list(self.failed.glob("*/failure.json"))
+        shutil.rmtree(self.failed, ignore_errors=True)
+        return len(failed)
+
+    @contextmanager
+    def locked(self, name: str, *, wait: bool = True) -> Iterator[None]:
+        """Hold a lock of this folder; the system drops it when the process ends, however it ends.
+
+        Raises:
+            ArtifactError: Another process holds it, without ``wait``.
+        """
+        locks = self.folder / "locks"
+        locks.mkdir(parents=True, exist_ok=True)
+        with (locks / name).open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            except BlockingIOError as error:
+                raise ArtifactError(
+                    f"Another process drives the campaign in {self.folder}. Wait for it, or stop it."
+                ) from error
+            yield
+
+    def running_now(self) -> list[str]:
+        """Ids of the runs that some process is making at this moment."""
+        found = []
+        for folder in self.runs.glob(".*.partial"):
+            run_id = folder.name.split(".")[1]
+            try:
+                with self.locked(f"run-{run_id}", wait=False):
+                    pass
+            except ArtifactError:
+                found.append(run_id)
+        return found
+
+    def write_index(self) -> None:
+        """Write ``records.jsonl`` anew from what is known and what lies in ``runs/``."""
+        known = self._known()
+        for file in self.runs.glob(f"*/{RECORD}"):
+            if _ID.fullmatch(file.parent.name) and file.parent.name not in known:
+                known[file.parent.name] = self._read(file)
+        write_lines(self.folder / "records.jsonl", ({**known[run_id], "run_id": run_id} for run_id in sorted(known)))
+
+    def _known(self) -> dict[str, Mapping[str, Any]]:
+        if self._records is None:
+            index = self.folder / "records.jsonl"
+            lines = index.read_text(encoding="utf-8", errors="replace").splitlines() if index.is_file() else []
+            self._records = {}
+            for number, line in enumerate(lines, start=1):
+                record = _parsed(line)
+                if record is not None:
+                    self._records[record["run_id"]] = record
+                elif not self.runs.is_dir():  # elsewhere it is rebuilt from the runs
+                    raise ArtifactError(
+                        f"{index}, line {number} is damaged, and there are no runs/ to rebuild it from. "
+                        "Restore the file."
+                    )
+        return self._records
+
+    def _read(self, file: Path) -> Mapping[str, Any]:
+        try:
+            content: Mapping[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ArtifactError(f"{file} is damaged ({error}). Remove its folder and the run is made again.") from error
+        return {**content, "run_id": file.parent.name}
+
+
+def _parsed(line: str) -> Mapping[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    good = isinstance(record, dict) and isinstance(record.get("run_id"), str) and _ID.fullmatch(record["run_id"])
+    return record if good else None
