@@ -98,6 +98,9 @@ def tune(
     ] = "evaluation",
     num_train: Annotated[int | None, typer.Option(help="Training rows. Default: the protocol's.")] = None,
     num_evaluation: Annotated[int | None, typer.Option(help="Evaluation rows. Default: the protocol's.")] = None,
+    paper_steps: Annotated[
+        bool, typer.Option("--paper-steps", help="Train on all rows, as the paper; validation comes from elsewhere.")
+    ] = False,
     max_length: MaxLength = None,
     truncate: Truncate = False,
     prompt_style: Annotated[str, typer.Option(help="auto, chat or plain.")] = "auto",
@@ -123,8 +126,8 @@ def tune(
         model=model, task=task, data=data, data_root=data_root, method=method, rank=rank,
         targets=_targets(targets), calibration_size=calibration_size, learning_rate=learning_rate, warmup=warmup,
         epochs=epochs, batch_size=batch_size, accumulation=accumulation, seed=seed, evaluate_on=evaluate_on,
-        num_train=num_train, num_evaluation=num_evaluation, max_length=max_length, truncate=truncate,
-        prompt_style=prompt_style,
+        num_train=num_train, num_evaluation=num_evaluation, paper_steps=paper_steps, max_length=max_length,
+        truncate=truncate, prompt_style=prompt_style,
         core={"alpha": alpha, "whiten": whiten, "fisher": fisher, "damping": damping, "coordinates": coordinates},
         dtype=dtype, device=device,
     )  # fmt: skip

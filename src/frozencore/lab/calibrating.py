@@ -29,7 +29,7 @@ def moments_needed(config: RunConfig) -> frozenset[MomentName]:
 
 
 def collect_for(
-    model: PeftModel, batches: list[Batch], needs: frozenset[MomentName], stages: Stages
+    config: RunConfig, model: PeftModel, batches: list[Batch], needs: frozenset[MomentName], stages: Stages
 ) -> dict[str, LayerMoments]:
     """Moments of the layers that carry the adapter, which is still zero."""
     layers = {name: layer.get_base_layer() for name, layer in frozen_core_layers(model, "default").items()}
@@ -38,6 +38,7 @@ def collect_for(
         batches,
         layers,
         needs=needs,
+        options=config.calibration_options,
         progress=lambda done, total: stages("calibration", done, total, ""),
     )
 
@@ -57,10 +58,10 @@ def execute_calibration(config: RunConfig, out: Path, stages: Stages) -> Calibra
     bench = prepare(config, stages)
     targets = resolve_targets(config, bench.model)
     batches = calibration_batches(bench.rows, bench.encoder.pad_id)
-    fingerprint = MomentsFingerprint.of(bench.model, batches)
+    fingerprint = MomentsFingerprint.of(bench.model, batches, config.calibration_options)
     model = add_method(config, bench.model, targets)
     needs = moments_needed(config) | FCCA_NEEDS  # inspect reads G, a and d
-    moments = collect_for(model, batches, needs, stages)
+    moments = collect_for(config, model, batches, needs, stages)
     calibration = calibrate(model, moments=moments, progress=lambda stage, done, total: stages(stage, done, total, ""))
     out.mkdir(parents=True, exist_ok=True)
     save_adapter(model, out / "adapter", out)

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from frozencore.basis import Coordinates
+from frozencore.calibration.options import CalibrationOptions, FisherLabels, Tokens, Weighting
 from frozencore.constructors import CONSTRUCTORS
 from frozencore.constructors.eva import EvaOutput
 from frozencore.errors import ConfigError
@@ -49,6 +50,15 @@ class CoreOptions(_Strict):
     initial_step: float = 0.0
 
 
+class PassOptions(_Strict):
+    """Options of the calibration pass, named as in :class:`frozencore.calibration.options.CalibrationOptions`."""
+
+    tokens: Tokens = "nonpad"
+    skip_first: int = Field(default=0, ge=0)
+    weighting: Weighting = "example_mean"
+    fisher_labels: FisherLabels = "empirical"
+
+
 class RunConfig(_Strict):
     """One run of the training recipe (MATHS.md, "Training and evaluation protocol").
 
@@ -63,6 +73,7 @@ class RunConfig(_Strict):
         epochs: None is the task's number, or 1 for own data.
         max_length: Tokens of a row; None is 512 or the model's context, whichever is less.
         evaluate_on: ``validation`` scores on the held-out validation rows instead, to choose options with.
+        paper_steps: Train on all rows even where none are left for validation, as the paper's step counts imply.
         num_train, num_evaluation: None are the task's sizes; own data holds out a tenth, at most 500 rows.
     """
 
@@ -74,6 +85,7 @@ class RunConfig(_Strict):
     rank: int = Field(default=16, ge=1)
     targets: Targets | None = None
     core: CoreOptions = CoreOptions()
+    calibration: PassOptions = PassOptions()
     calibration_size: int = Field(default=128, ge=1)
     calibration_task: str | None = None
     learning_rate: float | None = Field(default=None, gt=0)
@@ -88,6 +100,7 @@ class RunConfig(_Strict):
     evaluate_on: Literal["evaluation", "validation"] = "evaluation"
     num_train: int | None = Field(default=None, ge=1)
     num_evaluation: int | None = Field(default=None, ge=1)
+    paper_steps: bool = False
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = "auto"
 
@@ -108,6 +121,11 @@ class RunConfig(_Strict):
                     f"The method {self.method!r} does not read {option} (it is for {', '.join(readers)}). Leave it out."
                 )
         return self
+
+    @property
+    def calibration_options(self) -> CalibrationOptions:
+        """The options of the calibration pass; sampled labels are the run's own."""
+        return CalibrationOptions(**self.calibration.model_dump(), seed=self.seed)
 
     @property
     def is_baseline(self) -> bool:
@@ -134,6 +152,6 @@ def make_config(**values: Any) -> RunConfig:
         refused = first.get("ctx", {}).get("error")
         if isinstance(refused, ConfigError):
             raise refused from error
-        place = [part for part in first["loc"] if part != "core"]
+        place = [part for part in first["loc"] if part not in ("core", "calibration")]
         option = "--" + str(place[0]).replace("_", "-")
         raise ConfigError(f"{option}: {first['msg'].lower()}, but {first['input']!r} came.") from error

@@ -55,7 +55,13 @@ def prepare_rows(config: RunConfig, encoder: PromptEncoder) -> RunRows:
 
 
 def _task_rows(config: RunConfig, task: Task, encoder: PromptEncoder) -> RunRows:
-    splits = split_task(task, config.data_root, num_train=config.num_train, num_evaluation=config.num_evaluation)
+    splits = split_task(
+        task,
+        config.data_root,
+        num_train=config.num_train,
+        num_evaluation=config.num_evaluation,
+        paper_steps=config.paper_steps,
+    )
     evaluation = splits.evaluation if config.evaluate_on == "evaluation" else splits.validation
     if not evaluation:
         raise DataError(f"Task {task.name!r} leaves no validation rows. Train on fewer with --num-train.")

@@ -203,9 +203,14 @@ def adapt_from_data(
             )
         return model, None
     batches = calibration_batches(bench.rows, bench.encoder.pad_id)
-    moments = load_moments(moments_file, MomentsFingerprint.of(model, batches)) if moments_file else None
+    fingerprint = MomentsFingerprint.of(model, batches, config.calibration_options)
+    moments = load_moments(moments_file, fingerprint) if moments_file else None
     return model, calibrate(
-        model, batches, moments=moments, progress=lambda stage, done, total: stages(stage, done, total, "")
+        model,
+        batches,
+        options=config.calibration_options,
+        moments=moments,
+        progress=lambda stage, done, total: stages(stage, done, total, ""),
     )
 
 

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from frozencore.errors import ConfigError
 from frozencore.fingerprint import fingerprint_options
-from frozencore.lab.campaign.spec import CORE_OPTIONS, PLACES, Kind
+from frozencore.lab.campaign.spec import NESTED, PLACES, Kind
 from frozencore.lab.config import RunConfig
 from frozencore.lab.suite import find_task
 
@@ -32,15 +32,18 @@ class Job:
 
     @cached_property
     def resolved(self) -> dict[str, Any]:
-        """The full configuration with its defaults filled in, without the places it happens at."""
-        values = self.config.model_dump(mode="json", exclude=set(PLACES))
+        """What decides the run: options that are not at their defaults, and numbers that a task or method fills in.
+
+        An option that is new to a later version does not change it.
+        """
+        values = self.config.model_dump(mode="json", exclude=set(PLACES), exclude_defaults=True)
         values["learning_rate"] = self.config.resolved_learning_rate
         if self.config.task is not None:
             task = find_task(self.config.task)
             for name, default in (
                 ("epochs", task.epochs), ("num_train", task.num_train), ("num_evaluation", task.num_evaluation)
             ):  # fmt: skip
-                values[name] = default if values[name] is None else values[name]
+                values.setdefault(name, default)
         return {"kind": self.kind, "reference_size": self.reference_size, **values}
 
     @cached_property
@@ -52,21 +55,19 @@ class Job:
 def make_job(kind: Kind, options: dict[str, Any], reference_size: int | None = None) -> Job:
     """A job from options of a run by name, core options among them.
 
-    Core options that the method does not read are left out, so that one axis serves several methods.
-
     Raises:
         ConfigError: In one line, what is wrong with which option.
     """
-    values = {name: value for name, value in options.items() if name not in CORE_OPTIONS}
-    core = {name: value for name, value in options.items() if name in CORE_OPTIONS}
+    nested = {name for names in NESTED.values() for name in names}
+    values = {name: value for name, value in options.items() if name not in nested}
+    for group, names in NESTED.items():
+        values[group] = {name: options[name] for name in names if name in options}
     try:  # through JSON, in which a list may become a tuple and text never becomes a number
-        return Job(
-            kind, RunConfig.model_validate_json(json.dumps({**values, "core": core}), strict=True), reference_size
-        )
+        return Job(kind, RunConfig.model_validate_json(json.dumps(values), strict=True), reference_size)
     except ValidationError as error:
         first = error.errors()[0]
         refused = first.get("ctx", {}).get("error")
         if isinstance(refused, ConfigError):
             raise refused from error
-        name = next((str(part) for part in first["loc"] if part != "core"), "a run")
+        name = next((str(part) for part in first["loc"] if part not in NESTED), "a run")
         raise ConfigError(f"{name}: {first['msg'].lower()}, but {first['input']!r} came.") from error

@@ -27,7 +27,7 @@ OF_THE_WEIGHT = ("lora_xs", "milora")
 """Constructors that look at nothing but the weight: their bases are the same for every task and seed."""
 _DECIDES_MOMENTS = (
     "model", "task", "data", "calibration_task", "calibration_size", "seed", "num_train", "num_evaluation", "targets",
-    "max_length", "truncate", "prompt_style", "dtype",
+    "max_length", "truncate", "prompt_style", "dtype", "paper_steps", "calibration",
 )  # fmt: skip
 _DECIDES_WEIGHT_BASES = ("method", "rank", "core", "targets", "dtype")
 
@@ -85,7 +85,7 @@ class SharedWork:
         needs = self.needs.get(key, frozenset()) | moments_needed(config)
         file = self.store.shared / "moments" / f"{key}.safetensors"
         batches = calibration_batches(bench.rows, bench.encoder.pad_id)
-        fingerprint = MomentsFingerprint.of(model, batches)
+        fingerprint = MomentsFingerprint.of(model, batches, config.calibration_options)
         with self.store.locked(f"moments-{key}"):
             if file.exists():
                 there = load_moments(file, fingerprint)
@@ -93,7 +93,7 @@ class SharedWork:
                 if needs <= has:
                     return there
                 needs |= has
-            found = collect_for(model, batches, needs, stages)
+            found = collect_for(config, model, batches, needs, stages)
             save_moments(file, found, fingerprint)
         return found
 

@@ -30,7 +30,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from frozencore.errors import ConfigError
-from frozencore.lab.config import CoreOptions, RunConfig
+from frozencore.lab.config import CoreOptions, PassOptions, RunConfig
 from frozencore.lab.strict_yaml import line_of, read_yaml
 from frozencore.naming import unknown_name
 
@@ -41,10 +41,14 @@ Kind = Literal["tune", "stability", "profile"]
 Measure = Literal["accuracy", "held_out_loss"]
 Figure = Literal["ranking", "gains", "lines", "state"]
 
-CORE_OPTIONS = tuple(CoreOptions.model_fields)
+NESTED = {"core": tuple(CoreOptions.model_fields), "calibration": tuple(PassOptions.model_fields)}
+"""Groups of options in a run's configuration; a campaign names their options without the group."""
 PLACES = ("data_root", "device")
 """Options that say where a run happens, not what it is: the command line's."""
-AXES = (*(name for name in RunConfig.model_fields if name not in ("core", *PLACES)), *CORE_OPTIONS)
+AXES = (
+    *(name for name in RunConfig.model_fields if name not in (*NESTED, *PLACES)),
+    *(name for names in NESTED.values() for name in names),
+)
 MOST_RUNS = 100_000
 
 
