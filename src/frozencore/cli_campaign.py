@@ -33,6 +33,7 @@ def plan_(
         bool, typer.Option("--ids", help="Print only the ids of the runs that are ready, a line each.")
     ] = False,
     device: Annotated[str, typer.Option(help="Where it will run, for the estimate.")] = "auto",
+    data_root: DataRoot = None,
     model_path: ModelPath = None,
 ) -> None:
     """Print the runs, their number, and what they are estimated to take; nothing is started."""
@@ -41,7 +42,7 @@ def plan_(
     if ids:
         sys.stdout.write("".join(f"{run_id}\n" for run_id in ready_ids(spec, output)))
         return
-    for part in plan_lines(spec, output, _models(model_path), device):
+    for part in plan_lines(spec, output, data_root=data_root, models=_models(model_path), device=device):
         _console().print(part, highlight=False)
 
 

@@ -27,14 +27,19 @@ def add_method(config: RunConfig, model: nn.Module, targets: Targets) -> PeftMod
     return get_peft_model(model, core_config(config, targets))
 
 
-def core_config(config: RunConfig, targets: Targets) -> FrozenCoreConfig:
-    """The frozen-core adapter that a run's configuration describes."""
+def core_config(config: RunConfig, targets: Targets, *, load_bases: bool = False) -> FrozenCoreConfig:
+    """The frozen-core adapter that a run's configuration describes.
+
+    Args:
+        load_bases: Its bases are about to be given to it, so none is built.
+    """
     return FrozenCoreConfig(
         r=config.rank,
         target_modules=targets if isinstance(targets, str) else list(targets),
         constructor=config.method,
         seed=config.seed,
         task_type="CAUSAL_LM",
+        load_bases=load_bases,
         **config.core.model_dump(),
     )
 

@@ -21,7 +21,7 @@ from frozencore.adapter.calibrate import Calibration, calibrate
 from frozencore.adapter.card import write_model_card
 from frozencore.calibration.collect import Batch
 from frozencore.calibration.store import MomentsFingerprint, load_moments
-from frozencore.errors import ArtifactError, ConfigError
+from frozencore.errors import ArtifactError, ConfigError, ModelError, TrainingError
 from frozencore.fingerprint import fingerprint_model
 from frozencore.lab.baselines import save_start
 from frozencore.lab.batches import make_batches
@@ -142,7 +142,12 @@ def execute(
     else:
         hashes["basis"] = basis_fingerprint(model)
     report = _train(config, model, bench, out, stages, resume=resume)
-    after = _score(model, bench, stages, "score")
+    try:
+        after = _score(model, bench, stages, "score")
+    except ModelError as error:  # the same rows were scored before training
+        raise TrainingError(
+            f"Training diverged: {error} Lower the learning rate ({config.resolved_learning_rate})."
+        ) from error
     save_adapter(model, out / "adapter", out / "start")
     record = {
         "format": RECORD_FORMAT,

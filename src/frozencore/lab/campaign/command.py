@@ -105,7 +105,9 @@ def ready_ids(spec: Path, output: Path | None) -> list[str]:
     return [run_id for run_id in ids if store.outcome(run_id) is None]
 
 
-def plan_lines(spec: Path, output: Path | None, models: dict[str, str], device: str) -> Iterator[RenderableType]:
+def plan_lines(
+    spec: Path, output: Path | None, *, data_root: Path | None, models: dict[str, str], device: str
+) -> Iterator[RenderableType]:
     """The studies with their runs, and what they are estimated to take."""
     from frozencore.lab.campaign.estimate import estimate_lines
 
@@ -127,7 +129,7 @@ def plan_lines(spec: Path, output: Path | None, models: dict[str, str], device: 
         f"{standing.finished} finished, {standing.failed} failed, {standing.ready} ready, "
         f"{standing.waiting} wait for their search. Folder: {store.folder}"
     )
-    yield from estimate_lines(planned, store, _by_location(campaign, models), device)
+    yield from estimate_lines(planned, store, Place(data_root, device, _by_location(campaign, models)))
 
 
 def status_lines(folder: Path) -> Iterator[RenderableType]:

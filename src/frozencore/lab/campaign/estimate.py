@@ -10,24 +10,28 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from statistics import mean
 
 import torch
 from transformers import AutoModelForCausalLM
 
 from frozencore.accounting import basis_bytes
-from frozencore.errors import ModelError
+from frozencore.errors import FrozenCoreError, ModelError
 from frozencore.lab.calibrating import moments_needed
 from frozencore.lab.campaign.job import Job
 from frozencore.lab.campaign.plan import Planned
 from frozencore.lab.campaign.shared import moments_key
 from frozencore.lab.campaign.store import Store
+from frozencore.lab.campaign.worker import Place
 from frozencore.lab.config import RunConfig
-from frozencore.lab.loading import load_config
+from frozencore.lab.loading import load_config, load_tokenizer
 from frozencore.lab.methods import attention_shapes
+from frozencore.lab.prompts import PromptEncoder
 from frozencore.lab.suite import find_task
 
-TOKENS_A_ROW = 128  # of a prompt with its completion or choices; rows are not read for an estimate
+TOKENS_A_ROW = 128  # where the rows cannot be read
+SAMPLED_ROWS = 32
 EFFICIENCY = 0.3  # of a matrix product's speed that small batches reach, Python included
 OVERHEAD_S = 2.0  # a run's own: rows, checkpoints, records
 RECORD_BYTES = 100_000  # record and predictions
@@ -41,19 +45,26 @@ class ModelSize:
     shapes: tuple[tuple[int, int], ...]
 
 
-def estimate_lines(planned: Sequence[Planned], store: Store, models: dict[str, str], device: str) -> Iterator[str]:
+def estimate_lines(planned: Sequence[Planned], store: Store, place: Place) -> Iterator[str]:
     """Time, memory and disk of what is left, in words."""
     jobs = {run.job.id: run.job for run in planned if run.job and store.outcome(run.job.id) is None}
     hidden = sum(run.job is None and not run.blocked for run in planned)
     if not jobs:
         return
-    sizes = {job.config.model: model_size(models.get(job.config.model, job.config.model)) for job in jobs.values()}
+    configs = {job.config.model: place.put(job.config) for job in jobs.values()}
+    sizes = {name: model_size(config.model) for name, config in configs.items()}
     unknown = [model for model, size in sizes.items() if size is None]
     if unknown:
         yield f"No estimate: {', '.join(unknown)} cannot be read from here."
         return
-    speed = operations_per_s(device)
-    seconds = [run_seconds(job, size, speed) for job in jobs.values() if (size := sizes[job.config.model])]
+    speed = operations_per_s(place.device)
+    tasks = {(job.config.model, job.config.task): place.put(job.config) for job in jobs.values()}
+    tokens = {key: tokens_a_row(config) for key, config in tasks.items()}
+    seconds = [
+        run_seconds(job, size, tokens[job.config.model, job.config.task], speed)
+        for job in jobs.values()
+        if (size := sizes[job.config.model])
+    ]
     measured = _measured(planned, store)
     each = mean(measured) if measured else mean(seconds)
     basis = f"as {len(measured)} finished runs took" if measured else f"at {speed * EFFICIENCY / 1e9:.0f} Gop/s"
@@ -61,7 +72,7 @@ def estimate_lines(planned: Sequence[Planned], store: Store, models: dict[str, s
     disk = shared_bytes(jobs.values(), sizes) + (len(jobs) + hidden) * RECORD_BYTES
     yield (
         f"Estimate for the {len(jobs) + hidden} runs left: {_time(each * (len(jobs) + hidden))} on one worker "
-        f"({basis}, about {TOKENS_A_ROW} tokens a row), {memory / 2**30:.1f} GiB of memory a worker, "
+        f"({basis}, {mean(tokens.values()):.0f} tokens a row), {memory / 2**30:.1f} GiB of memory a worker, "
         f"{disk / 2**30:.2f} GiB of disk."
     )
 
@@ -101,7 +112,19 @@ def operations_per_s(device: str) -> float:
     return 2 * size**3 * rounds / (time.perf_counter() - started)
 
 
-def run_seconds(job: Job, size: ModelSize, speed: float) -> float:
+def tokens_a_row(config: RunConfig) -> float:
+    """Mean tokens of a task's first training rows; ``TOKENS_A_ROW`` where they cannot be read from here."""
+    try:
+        encoder = PromptEncoder(load_tokenizer(config.model), style=config.prompt_style, too_long="truncate")
+        task = find_task(config.task or "")
+        rows = islice(iter(task.source.rows("train", config.data_root)), SAMPLED_ROWS)
+        texts = [encoder.render(task.to_example(row, str(index))) for index, row in enumerate(rows)]
+        return mean(len(row.input_ids) for row in encoder.training_rows(texts))
+    except FrozenCoreError:
+        return TOKENS_A_ROW
+
+
+def run_seconds(job: Job, size: ModelSize, row_tokens: float, speed: float) -> float:
     """Seconds of one run from its operations."""
     config = job.config
     epochs, train, evaluation = 1, 1000, 500
@@ -111,7 +134,7 @@ def run_seconds(job: Job, size: ModelSize, speed: float) -> float:
     trained = (config.num_train or train) * (config.epochs or epochs) if job.kind != "stability" else 0
     scored = 2 * (config.num_evaluation or evaluation) if job.kind != "stability" else 0
     calibrated = config.calibration_size if moments_needed(config) else 0
-    operations = TOKENS_A_ROW * size.num_parameters * (4 * (trained + calibrated) + 2 * scored)
+    operations = row_tokens * size.num_parameters * (4 * (trained + calibrated) + 2 * scored)
     return OVERHEAD_S + operations / (speed * EFFICIENCY)
 
 

@@ -6,7 +6,7 @@ Both are kept as files of the campaign, each computed once under a lock.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
@@ -98,17 +98,16 @@ class SharedWork:
         return found
 
     def _with_weight_bases(self, config: RunConfig, bench: Bench, targets: Targets) -> PeftModel:
-        core = core_config(config, targets)
         decides = config.model_dump(mode="json", include=set(_DECIDES_WEIGHT_BASES))
         key = fingerprint_options({**decides, "weights": fingerprint_model(bench.model)})[:16]
         file = self.store.shared / "weight-bases" / f"{key}.safetensors"
         with self.store.locked(f"weight-{key}"):
             if file.exists():
-                model = get_peft_model(bench.model, replace(core, load_bases=True))
+                model = get_peft_model(bench.model, core_config(config, targets, load_bases=True))
                 set_bases(model, load_file(file))
                 model.peft_config["default"].load_bases = False
                 return model
-            model = get_peft_model(bench.model, core)
+            model = get_peft_model(bench.model, core_config(config, targets))
             file.parent.mkdir(parents=True, exist_ok=True)
             aside = file.with_suffix(".tmp")
             save_file(get_bases(model), aside)

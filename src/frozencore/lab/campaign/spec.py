@@ -27,7 +27,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails
 
 from frozencore.errors import ConfigError
 from frozencore.lab.config import CoreOptions, PassOptions, RunConfig
@@ -36,7 +37,7 @@ from frozencore.naming import unknown_name
 
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")]
 Value = bool | int | float | str | tuple[str, ...] | None
-Axes = dict[str, Annotated[tuple[Value, ...], Field(min_length=1)]]
+Values = Annotated[tuple[Value, ...], Field(min_length=1)]
 Kind = Literal["tune", "stability", "profile"]
 Measure = Literal["accuracy", "held_out_loss"]
 Figure = Literal["ranking", "gains", "lines", "state"]
@@ -49,7 +50,21 @@ AXES = (
     *(name for name in RunConfig.model_fields if name not in (*NESTED, *PLACES)),
     *(name for names in NESTED.values() for name in names),
 )
+METHODS_OF_GRID = "for"
 MOST_RUNS = 100_000
+
+
+def _option(name: str) -> str:
+    if name not in AXES:
+        raise ConfigError(unknown_name("option", name, AXES))
+    return name
+
+
+def _option_or_for(name: str) -> str:
+    return name if name == METHODS_OF_GRID else _option(name)
+
+
+Option = Annotated[str, AfterValidator(_option)]
 
 
 class _Strict(BaseModel):
@@ -65,24 +80,14 @@ class Search(_Strict):
         select: What the best trial has most of (accuracy; ties go to the lower held-out loss) or least of (loss).
     """
 
-    grids: Annotated[tuple[dict[str, Any], ...], Field(min_length=1)]
+    grids: Annotated[tuple[dict[Annotated[str, AfterValidator(_option_or_for)], Values], ...], Field(min_length=1)]
     seed: int = Field(default=42, ge=0, lt=2**32)
     select: Measure = "accuracy"
 
-    @model_validator(mode="after")
-    def _options_exist(self) -> Search:
-        for grid in self.grids:
-            for name, values in grid.items():
-                if name != "for" and name not in AXES:
-                    raise ConfigError(unknown_name("option", name, ("for", *AXES)))
-                if not isinstance(values, list | tuple) or not values:
-                    raise ConfigError(f"In a grid {name} must be a list of values, but {values!r} came.")
-        return self
-
     def grid(self, method: str) -> Mapping[str, tuple[Value, ...]]:
         """The options tried for a method, without ``for``; one empty trial where no grid names it."""
-        found = next((grid for grid in self.grids if method in grid.get("for", (method,))), {})
-        return {name: tuple(values) for name, values in found.items() if name != "for"}
+        found = next((grid for grid in self.grids if method in grid.get(METHODS_OF_GRID, (method,))), {})
+        return {name: values for name, values in found.items() if name != METHODS_OF_GRID}
 
 
 class Report(_Strict):
@@ -115,8 +120,8 @@ class Study(_Strict):
 
     title: str
     kind: Kind = "tune"
-    axes: Axes
-    fixed: dict[str, Value] = {}
+    axes: dict[Option, Values]
+    fixed: dict[Option, Value] = {}
     search: Search | None = None
     reference_size: int | None = Field(default=None, ge=1)
     report: Report = Report()
@@ -124,8 +129,6 @@ class Study(_Strict):
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Study:
-        _require_options(self.axes, "axis")
-        _require_options(self.fixed, "option")
         for name in ("model", "task", "seed"):
             if name not in self.axes:
                 raise ConfigError(f"A study needs the axis {name}: [...].")
@@ -148,13 +151,12 @@ class Campaign(_Strict):
     name: Name
     about: str = ""
     models: Annotated[dict[Name, str], Field(min_length=1)]
-    base: dict[str, Value] = {}
+    base: dict[Option, Value] = {}
     keep_adapters: bool = False
     studies: Annotated[dict[Name, Study], Field(min_length=1)]
 
     @model_validator(mode="after")
     def _names_are_known(self) -> Campaign:
-        _require_options(self.base, "option")
         for study in self.studies.values():
             for model in study.axes["model"]:
                 if model not in self.models:
@@ -174,7 +176,7 @@ def read_campaign(path: Path) -> Campaign:
     try:  # through JSON, in which a list may become a tuple and text never becomes a number
         return Campaign.model_validate_json(json.dumps(content, default=str), strict=True)
     except ValidationError as error:
-        first = error.errors()[0]
+        first = _most_telling(error)
         loc = [part for part in first["loc"] if part in _keys_on_the_way(content, first["loc"])]
         where = f"{path}, line {line_of(path, loc)}: {'.'.join(map(str, loc))}"
         refused = first.get("ctx", {}).get("error")
@@ -182,6 +184,13 @@ def read_campaign(path: Path) -> Campaign:
             raise ConfigError(f"{where}: {refused}") from error
         came = "" if first["type"] == "missing" else f", but {first['input']!r} came"
         raise ConfigError(f"{where}: {first['msg'].lower()}{came}. See `frozencore schema`.") from error
+
+
+def _most_telling(error: ValidationError) -> ErrorDetails:
+    """The first error; of a value that fits none of several types, what is said of the type that it nearly fits."""
+    first, *others = error.errors()
+    siblings = [first, *(other for other in others if other["loc"][:-1] == first["loc"][:-1])]
+    return next((one for one in siblings if not one["type"].endswith("_type")), first)
 
 
 def _keys_on_the_way(content: Any, loc: tuple[int | str, ...]) -> set[int | str]:
@@ -193,9 +202,3 @@ def _keys_on_the_way(content: Any, loc: tuple[int | str, ...]) -> set[int | str]
             content = inside[part]
             found.add(part)
     return found
-
-
-def _require_options(names: Mapping[str, Any], what: str) -> None:
-    for name in names:
-        if name not in AXES:
-            raise ConfigError(unknown_name(what, name, AXES))

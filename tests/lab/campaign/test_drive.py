@@ -1,0 +1,134 @@
+"""A small campaign from specification to results."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from frozencore.errors import ArtifactError
+from frozencore.lab.campaign.crew import OwnProcess
+from frozencore.lab.campaign.drive import Tally, drive
+from frozencore.lab.campaign.results import CampaignResults, load_results
+from frozencore.lab.campaign.spec import read_campaign
+from frozencore.lab.campaign.store import Store
+from frozencore.lab.campaign.worker import Place, Worker
+from frozencore.lab.config import RunConfig
+from frozencore.lab.run import execute
+from small_campaign import write_spec
+
+
+def run_small(folder: Path, spec: Path) -> Tally:
+    store = Store(folder)
+    campaign = read_campaign(spec)
+    store.open(campaign)
+    return drive(campaign, store, OwnProcess(Worker(store, Place())), lambda *_: None)
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tally]:
+    folder = tmp_path_factory.mktemp("campaign")
+    return folder / "out", run_small(folder / "out", write_spec(folder))
+
+
+@pytest.fixture
+def results(done: tuple[Path, Tally]) -> CampaignResults:
+    return load_results(done[0])
+
+
+def test_everything_is_run_once_and_search_goes_first(done: tuple[Path, Tally], results: CampaignResults) -> None:
+    folder, standing = done
+    assert standing == Tally(finished=4 + 6 + 2, failed=0, ready=0, waiting=0)
+    assert len(list((folder / "runs").glob("*/result.json"))) == standing.finished
+    main, _ = results.studies
+    assert [cell.axes["method"] for cell in main.cells] == ["fcca"] * 2 + ["eva"] * 2 + ["milora"] * 2
+    assert not main.missing
+    assert len(main.choices) == 2
+
+
+def test_a_campaigns_run_is_the_run_that_tune_makes(results: CampaignResults, tmp_path: Path) -> None:
+    """Shared moments, a base model that other runs have used, and shared weight bases change nothing."""
+    for cell in results.studies[0].cells[1::2]:
+        assert cell.record is not None
+        config = RunConfig.model_validate(cell.record["config"])
+        alone = execute(config, tmp_path / config.method, lambda *_: None)
+        for key in ("hashes", "accuracy", "held_out_loss", "held_out_loss_before"):
+            assert cell.record[key] == alone[key], (config.method, key)
+        assert cell.record["training"]["losses"] == list(alone["training"]["losses"])
+
+
+def test_what_runs_share_is_computed_once(done: tuple[Path, Tally]) -> None:
+    shared = done[0] / "shared"
+    # 16 rows under seeds 42 and 43; 8 and 24 rows of the stability study
+    assert len(list((shared / "moments").glob("*.safetensors"))) == 4
+    assert len(list((shared / "weight-bases").glob("*.safetensors"))) == 1
+
+
+def test_stability_compares_with_the_reference(results: CampaignResults) -> None:
+    few, all_of_them = (cell.record for cell in results.studies[1].cells)
+    assert few is not None
+    assert all_of_them is not None
+    assert 0.3 < few["cosine_P"] < 0.999
+    assert 0.3 < few["cosine_Q"] < 0.999
+    assert all_of_them["cosine_P"] == pytest.approx(1.0, abs=1e-6)
+    assert all_of_them["cosine_Q"] == pytest.approx(1.0, abs=1e-6)
+
+
+def test_a_second_driver_finds_nothing_to_do(done: tuple[Path, Tally], tmp_path: Path) -> None:
+    folder, standing = done
+    times = {file: file.stat().st_mtime_ns for file in folder.glob("runs/*/result.json")}
+    assert run_small(folder, write_spec(tmp_path)) == standing
+    assert {file: file.stat().st_mtime_ns for file in folder.glob("runs/*/result.json")} == times
+
+
+def test_results_are_read_from_the_index_alone(
+    done: tuple[Path, Tally], results: CampaignResults, tmp_path: Path
+) -> None:
+    for name in ("campaign.json", "records.jsonl"):
+        (tmp_path / name).write_bytes((done[0] / name).read_bytes())
+    assert load_results(tmp_path) == results
+    (tmp_path / "records.jsonl").write_text('{"run_id": "0123\n', encoding="utf-8")
+    with pytest.raises(ArtifactError, match=r"line 1 is damaged, and there are no runs/ to rebuild it from"):
+        load_results(tmp_path)
+
+
+def test_a_failed_run_keeps_its_reason_and_its_log(tmp_path: Path) -> None:
+    spec = write_spec(
+        tmp_path,
+        """
+name: failing
+models: {pocket: pocket, nowhere: ./no/such/model}
+base: {batch_size: 8, accumulation: 1, num_train: 16, num_evaluation: 8, epochs: 1, calibration_size: 8}
+studies:
+  wild:
+    title: A rate that diverges
+    fixed: {coordinates: raw, learning_rate: 1e30}
+    axes: {model: [pocket], task: [pocket-sentiment], method: [fcca], seed: [42]}
+  absent:
+    title: A model that is not there
+    axes: {model: [nowhere], task: [pocket-sentiment], method: [fcca], seed: [42]}
+""",
+    )
+    assert run_small(tmp_path / "out", spec).failed == 2
+    failures = {f["reason"]: f for f in map(_json, (tmp_path / "out" / "failed").glob("*/failure.json"))}
+    assert failures.keys() == {"diverged", "bad input"}
+    assert "Training diverged" in failures["diverged"]["message"]
+    assert "there is no such folder" in failures["bad input"]["message"]
+    assert all("Traceback" in log.read_text() for log in (tmp_path / "out" / "failed").glob("*/log.txt"))
+    assert not list((tmp_path / "out" / "runs").glob(".*"))
+    store = Store(tmp_path / "out")
+    assert store.forget_failures() == 2
+
+
+def test_a_folder_of_another_campaign_is_refused(done: tuple[Path, Tally], tmp_path: Path) -> None:
+    spec = write_spec(tmp_path)
+    spec.write_text(spec.read_text().replace("name: small", "name: other"), encoding="utf-8")
+    with pytest.raises(ArtifactError, match="holds the campaign 'small', not 'other'"):
+        run_small(done[0], spec)
+
+
+def _json(path: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(path.read_text())
+    return content

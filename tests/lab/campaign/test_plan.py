@@ -1,0 +1,105 @@
+"""From a specification to runs: ids, searches, choices."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from frozencore.errors import ConfigError
+from frozencore.lab.campaign.job import make_job
+from frozencore.lab.campaign.plan import Outcome, choices, plan
+from frozencore.lab.campaign.shared import moments_key, needs_of
+from frozencore.lab.campaign.spec import Campaign, read_campaign
+from small_campaign import write_spec
+
+OPTIONS: dict[str, Any] = {"model": "pocket", "task": "pocket-math", "seed": 42}
+
+
+@pytest.fixture
+def campaign(tmp_path: Path) -> Campaign:
+    return read_campaign(write_spec(tmp_path))
+
+
+def unknown(_: str) -> None:
+    return None
+
+
+def test_the_id_is_the_configuration_and_nothing_else() -> None:
+    job = make_job("tune", OPTIONS)
+    assert job.id == make_job("tune", {**OPTIONS, "rank": 16}).id  # the default, written out
+    assert (
+        job.id == make_job("tune", {**OPTIONS, "learning_rate": 5e-3, "epochs": 3}).id
+    )  # what the task and method say
+    moved = job.config.model_copy(update={"device": "cuda:1", "data_root": Path("/elsewhere")})
+    assert job.id == type(job)("tune", moved).id
+    others = ({"rank": 8}, {"seed": 43}, {"damping": 0.1}, {"tokens": "completion"}, {"evaluate_on": "validation"})
+    ids = {make_job("tune", {**OPTIONS, **other}).id for other in others} | {make_job("profile", OPTIONS).id, job.id}
+    assert len(ids) == len(others) + 2
+
+
+def test_equal_runs_of_two_studies_are_one(tmp_path: Path) -> None:
+    text = """
+name: twice
+models: {pocket: pocket}
+studies:
+  a: {title: a, axes: {model: [pocket], task: [pocket-math], method: [fcca], rank: [8, 16], seed: [42]}}
+  b: {title: b, axes: {model: [pocket], task: [pocket-math], method: [fcca], whiten: [both, none], seed: [42]}}
+"""
+    runs = plan(read_campaign(write_spec(tmp_path, text)), unknown)
+    assert len(runs) == 4
+    assert len({run.job.id for run in runs if run.job}) == 3
+
+
+def test_final_runs_wait_for_their_search_and_take_what_it_chose(campaign: Campaign) -> None:
+    runs = [run for run in plan(campaign, unknown) if run.study == "main"]
+    trials = [run for run in runs if run.phase == "search" and run.axes["method"] == "fcca"]
+    assert [run.axes["warmup"] for run in trials] == [0.03, 0.1]
+    assert all(run.job and run.job.config.evaluate_on == "validation" for run in trials)
+    finals = [run for run in runs if run.phase == "final" and run.axes["method"] == "fcca"]
+    assert [run.job for run in finals] == [None, None]
+
+    accuracy = {trials[0].job.id: 0.5, trials[1].job.id: 0.6}  # type: ignore[union-attr]
+
+    def outcome(run_id: str) -> Outcome | None:
+        return Outcome({"accuracy": accuracy[run_id], "held_out_loss": 1.0}) if run_id in accuracy else None
+
+    finals = [run for run in plan(campaign, outcome) if run.phase == "final" and run.axes.get("method") == "fcca"]
+    assert [run.job.config.warmup for run in finals if run.job] == [0.1, 0.1]
+    assert [run.job.config.seed for run in finals if run.job] == [42, 43]
+    assert {run.job.config.evaluate_on for run in finals if run.job} == {"evaluation"}
+    ((study, group, choice),) = choices(campaign, outcome)
+    assert (study, group["method"], choice.options) == ("main", "fcca", {"warmup": 0.1})
+
+
+def test_equally_accurate_trials_are_told_apart_by_their_loss(campaign: Campaign) -> None:
+    trials = [r.job.id for r in plan(campaign, unknown) if r.phase == "search" and r.job and r.axes["method"] == "eva"]
+    loss = dict(zip(trials, (1.5, 1.4), strict=True))
+    found = choices(campaign, lambda i: Outcome({"accuracy": 0.5, "held_out_loss": loss[i]}) if i in loss else None)
+    assert found[0][2].options == {"learning_rate": 5e-3}
+
+
+def test_a_search_without_a_good_trial_blocks_its_final_runs(campaign: Campaign) -> None:
+    runs = plan(campaign, lambda _: Outcome(failure={"reason": "diverged", "message": ""}))
+    blocked = [run for run in runs if run.phase == "final" and run.study == "main" and run.axes["method"] == "eva"]
+    assert [run.blocked for run in blocked] == ["no trial of the search succeeded"] * 2
+
+
+def test_a_search_by_accuracy_refuses_a_task_without_one(campaign: Campaign) -> None:
+    with pytest.raises(ConfigError, match="selects by accuracy"):
+        plan(campaign, lambda _: Outcome({"held_out_loss": 1.0}))
+
+
+def test_moments_are_shared_by_methods_and_learning_rates_but_not_by_seeds_or_rows() -> None:
+    key = moments_key(make_job("tune", OPTIONS).config)
+    for same in ({"method": "eva"}, {"learning_rate": 1e-3}, {"rank": 4}, {"damping": 1.0}):
+        assert moments_key(make_job("tune", {**OPTIONS, **same}).config) == key
+    for other in ({"seed": 43}, {"calibration_size": 64}, {"num_train": 9}, {"tokens": "completion"}):
+        assert moments_key(make_job("tune", {**OPTIONS, **other}).config) != key
+
+
+def test_one_pass_collects_what_all_methods_want() -> None:
+    jobs = [make_job("tune", {**OPTIONS, "method": method}) for method in ("fcca", "filora", "random")]
+    ((_, needs),) = needs_of(jobs).items()
+    assert needs == {"cross", "input_square", "error_square", "input_outer", "error_outer"}

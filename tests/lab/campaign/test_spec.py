@@ -1,0 +1,113 @@
+"""The specification of a campaign is strict, and says on which line it is wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from frozencore.errors import ConfigError
+from frozencore.lab.campaign.command import campaign_schema
+from frozencore.lab.campaign.plan import plan
+from frozencore.lab.campaign.spec import read_campaign
+
+HEAD = "name: x\nmodels: {pocket: pocket}\nstudies:\n  main:\n    title: t\n"
+AXES = "    axes: {model: [pocket], task: [pocket-math], method: [fcca], seed: [42]}\n"
+
+
+def read(tmp_path: Path, text: str) -> object:
+    path = tmp_path / "spec.yaml"
+    path.write_text(text, encoding="utf-8")
+    return read_campaign(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (HEAD + AXES + "    colour: red\n", r"line 7: studies\.main\.colour: extra inputs are not permitted"),
+        (HEAD + AXES + "    title: again\n", "line 7: the key 'title' is given twice"),
+        (HEAD + AXES.replace("seed: [42]", "seed: [42], sede: [1]"), "line 6.*no option 'sede'. Did you mean 'seed'"),
+        (HEAD + "    axes: {model: [pocket], task: [pocket-math], method: [fcca]}\n", "line .*needs the axis seed"),
+        (HEAD + AXES.replace("[pocket]", "[rocket]"), "no model 'rocket'. Did you mean 'pocket'"),
+        (HEAD + AXES.replace("[42]", "[42, 42]"), "names a value twice"),
+        (HEAD.replace("name: x", "name: ../x") + AXES, "line 1: name: string should match pattern"),
+        (HEAD.replace("name: x", f"name: {'x' * 300}") + AXES, "line 1: name"),
+        (HEAD.replace("name: x", "name: X") + AXES, "line 1: name"),  # X and x are one folder on some systems
+        (HEAD + AXES + "    reference_size: 8\n", "belongs to 'kind: stability'"),
+        (HEAD + AXES + "    search: {grids: [{learning_rat: [1e-3]}]}\n", "line 7.*Did you mean 'learning_rate'"),
+        (
+            HEAD + AXES + "    search: {grids: [{learning_rate: 1e-3}]}\n",
+            "line 7.*learning_rate: input should be a valid",
+        ),
+        (
+            HEAD + AXES + "    fixed: {learning_rate: .nan}\n",
+            "line 7: studies.main.fixed.learning_rate: .* finite number",
+        ),
+        (HEAD + AXES + "    report: {rows: [rank]}\n", "no axis of this study 'rank'"),
+        ("- a\n- b\n", "must hold a campaign"),
+        (HEAD + AXES + "    fixed: {warmup: !!python/object/apply:os.getcwd []}\n", "line 7: could not determine"),
+    ],
+)
+def test_a_wrong_specification_gets_one_line_with_its_place(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        read(tmp_path, text)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ('learning_rate: "1e-3"', "learning_rate: input should be a valid number, but '1e-3' came"),
+        ("rank: 8.5", "rank: input should be a valid integer"),
+        ("rank: 0", "rank: input should be greater than or equal to 1"),
+        ("whiten: sideways", "whiten: input should be 'both'"),
+    ],
+)
+def test_an_option_that_no_run_takes_is_refused_before_any_run(tmp_path: Path, option: str, message: str) -> None:
+    campaign = read(tmp_path, HEAD + AXES + f"    fixed: {{{option}}}\n")
+    with pytest.raises(ConfigError, match=f"Study 'main': .*{message}"):
+        plan(campaign, lambda _: None)  # type: ignore[arg-type]
+
+
+def test_a_number_in_scientific_notation_is_a_number(tmp_path: Path) -> None:
+    campaign = read(tmp_path, HEAD + AXES + "    fixed: {learning_rate: 1e-3}\n")
+    (run,) = plan(campaign, lambda _: None)  # type: ignore[arg-type]
+    assert run.job is not None
+    assert run.job.config.learning_rate == 1e-3
+
+
+def test_aliases_that_expand_without_end_are_refused(tmp_path: Path) -> None:
+    bomb = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]\n" for i in range(1, 40))
+    with pytest.raises(ConfigError, match="expand to more than"):
+        read(tmp_path, bomb)
+
+
+def test_too_many_runs_are_refused(tmp_path: Path) -> None:
+    seeds = list(range(200_000))
+    with pytest.raises(ConfigError, match="larger than"):
+        read(tmp_path, HEAD + AXES.replace("[42]", str(seeds)))
+    campaign = read(
+        tmp_path,
+        HEAD
+        + AXES.replace("[42]", str(seeds[:1000])[:-1] + "]").replace(
+            "task: [pocket-math]", "task: [pocket-math], rank: " + str(list(range(1, 102)))
+        ),
+    )
+    with pytest.raises(ConfigError, match="at most 100,000 runs"):
+        plan(campaign, lambda _: None)  # type: ignore[arg-type]
+
+
+PRESETS = sorted((Path(__file__).parents[3] / "campaigns").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("preset", PRESETS, ids=lambda path: path.stem)
+def test_every_preset_can_be_planned(preset: Path) -> None:
+    campaign = read_campaign(preset)
+    assert campaign.name == preset.stem
+    assert len(plan(campaign, lambda _: None)) >= 100
+
+
+def test_the_schema_names_what_a_specification_may_hold() -> None:
+    schema = campaign_schema()
+    assert {"name", "models", "studies", "base"} <= schema["properties"].keys()
+    assert schema["additionalProperties"] is False
