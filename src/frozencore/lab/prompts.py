@@ -162,8 +162,10 @@ class PromptEncoder:
     def _tokenise(self, texts: Sequence[str]) -> list[list[int]]:
         if not texts:
             return []
-        ids: list[list[int]] = self.tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
-        return ids
+        unique = list(dict.fromkeys(texts))  # choices share their prompt
+        ids = self.tokenizer(unique, add_special_tokens=False, verbose=False)["input_ids"]
+        of_text: dict[str, list[int]] = dict(zip(unique, ids, strict=True))
+        return [of_text[text] for text in texts]
 
     def _contexts(self, rows: Sequence[TextRow]) -> list[list[int]]:
         encoded = self._tokenise([row.context for row in rows])

@@ -279,6 +279,7 @@ def _resources(
     stored = sum(file.stat().st_size for file in adapter.glob("*.safetensors"))
     return {
         "trainable_parameters": trained,
+        "magnitude_parameters": sum(p.numel() for name, p in model.named_parameters() if "magnitude" in name),
         "optimizer_bytes": training_state_bytes(trained),
         "adapter_bytes": stored,
         "adapter_bytes_without_bases": stored if config.is_baseline else FLOAT32_BYTES * trained,

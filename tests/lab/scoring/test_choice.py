@@ -16,6 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, MistralConfig, Mis
 from frozencore.errors import DataError, ModelError
 from frozencore.lab.prompts import ChoiceTokens, PromptEncoder
 from frozencore.lab.scoring.choice import choice_logprobs, full_sequence_logprobs, predict_choices
+from frozencore.lab.scoring.prefix_mask import prefix_mask_logprobs
+from frozencore.lab.scoring.prefix_tree import PrefixTree, prefix_tree_logprobs
 from frozencore.lab.scoring.shared_prefix import can_share_prefix
 from frozencore.lab.suite import find_task
 from frozencore.lab.tasks.splits import split_task
@@ -92,6 +94,54 @@ def test_the_prefix_is_shared_only_where_the_mask_decides_what_is_seen() -> None
     assert not can_share_prefix(sliding_window_model())
 
 
+@pytest.mark.parametrize("make_model", [tiny_qwen2, tiny_llama, tiny_gpt2])
+def test_the_mask_and_the_tree_give_what_one_sequence_at_a_time_gives(make_model: Callable[[], nn.Module]) -> None:
+    model, rows = make_model().eval(), random_rows(9)
+    expected = reference_logprobs(model, rows)
+    with torch.no_grad():
+        assert_close(prefix_mask_logprobs(model, rows, pad_id=0), expected)
+        assert_close(prefix_tree_logprobs(model, rows), expected)
+
+
+def test_eager_attention_scores_as_sdpa() -> None:
+    model, rows = tiny_qwen2(), random_rows(9)
+    expected = choice_logprobs(model, rows, pad_id=0)
+    model.set_attn_implementation("eager")
+    assert can_share_prefix(model)
+    assert_close(choice_logprobs(model, rows, pad_id=0), expected)
+
+
+def test_rows_of_the_same_beginning_share_it_and_score_as_alone() -> None:
+    model = tiny_qwen2()
+    first = ChoiceTokens("first", [5, 6, 7, 8], [[9, 10, 11], [9, 10, 12], [9], [13, 10, 11], [9, 10, 11]])
+    rows = [
+        first,
+        ChoiceTokens("second", [5, 6, 7, 14], [[9, 3], [4, 5]]),
+        ChoiceTokens("third", [5, 6], [[7, 8], [3]]),
+    ]
+    assert_close(choice_logprobs(model, rows, pad_id=0), reference_logprobs(model, rows))
+    assert choice_logprobs(model, [first], pad_id=0)[0][0] == choice_logprobs(model, [first], pad_id=0)[0][4]
+
+
+def test_a_tree_holds_every_prefix_once() -> None:
+    tree = PrefixTree()
+    assert [tree.add(ids) for ids in ([5, 6, 7], [5, 6, 8, 7], [9])] == [[0, 1, 2], [0, 1, 3, 4], [5]]
+    assert (tree.tokens, tree.positions) == ([5, 6, 7, 8, 7, 9], [0, 1, 2, 2, 3, 0])
+    assert [(segment.start, segment.stop) for segment in tree.segments()] == [(0, 3), (3, 5), (5, 6)]
+
+
+def test_the_models_own_attention_is_back_also_after_an_error() -> None:
+    model = tiny_qwen2()
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("injected")
+
+    model.lm_head.register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="injected"):
+        prefix_tree_logprobs(model, random_rows(3))
+    assert model.config._attn_implementation == "sdpa"
+
+
 class MaskIgnored(nn.Module):
     """A model that sees whatever came before, however it is masked."""
 
@@ -114,7 +164,8 @@ def test_a_prompt_is_computed_once_for_all_its_choices() -> None:
     fed = []
     model.register_forward_pre_hook(lambda _, __, kwargs: fed.append(kwargs["input_ids"].numel()), with_kwargs=True)
     choice_logprobs(model, rows, pad_id=0, share_prefix=True, tokens_per_batch=1)
-    assert sum(fed) == sum(len(row.context_ids) + sum(len(choice) - 1 for choice in row.choice_ids) for row in rows)
+    read = [[tuple(row.context_ids + choice[:-1]) for choice in row.choice_ids] for row in rows]
+    assert sum(fed) == sum(len({ids[: i + 1] for ids in own for i in range(len(ids))}) for own in read)
 
 
 @pytest.mark.parametrize("make_model", [tiny_qwen2, sliding_window_model])

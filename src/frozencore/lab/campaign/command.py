@@ -175,7 +175,9 @@ def write_campaign_report(folder: Path, output: Path) -> Iterator[RenderableType
 def report_on_table(table: Path, reference: str, json_file: Path | None) -> RenderableType:
     """Compare the columns of a table of task means with one of them."""
     from frozencore.lab.record import write_json
-    from frozencore.lab.reports.comparison import analyse, comparison_json, comparison_view, read_task_means
+    from frozencore.lab.reports.comparison import analyse, comparison_json
+    from frozencore.lab.reports.significance import comparison_view
+    from frozencore.lab.reports.task_means import read_task_means
 
     comparison = analyse(read_task_means(table), reference)
     if json_file is not None:

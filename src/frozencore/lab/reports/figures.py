@@ -14,6 +14,7 @@ from frozencore.lab.reports.tables import mean_accuracy
 mpl.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 ORANGE, BLUE, NAVY, GREY, BLACK = "#E69F00", "#56B4E9", "#0072B2", "#999999", "#222222"
 COLOURS = {"fcca": ORANGE, "rawgrad": BLUE, "eva": NAVY} | dict.fromkeys(BASELINES, BLACK)
@@ -33,6 +34,11 @@ def accuracy_figure(records: Sequence[Mapping[str, Any]], path: Path, title: str
     lines = {label: handle for axis in axes[0] for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
     figure.legend(lines.values(), lines.keys(), loc="lower right", ncols=len(lines), fontsize=8, frameon=False)
     figure.tight_layout(rect=(0, 0.04, 1, 1))
+    save_figure(figure, path)
+
+
+def save_figure(figure: Figure, path: Path) -> None:
+    """Write a figure, the same bytes each time, and close it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=160, metadata={"Software": None} if path.suffix == ".png" else None)
     plt.close(figure)

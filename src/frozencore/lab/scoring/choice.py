@@ -12,13 +12,12 @@ from frozencore.errors import DataError, ModelError
 from frozencore.lab.batches import pad
 from frozencore.lab.progress import Progress
 from frozencore.lab.prompts import ChoiceTokens, PromptEncoder
+from frozencore.lab.scoring.logits import token_logprobs
 from frozencore.lab.scoring.memory import score_in_groups
 from frozencore.lab.scoring.mode import forward_accepts, scoring_mode, vocabulary_of
 from frozencore.lab.scoring.score import Prediction
-from frozencore.lab.scoring.shared_prefix import can_share_prefix, shared_prefix_logprobs, token_logprobs
+from frozencore.lab.scoring.shared_prefix import can_share_prefix, shared_prefix_logprobs
 from frozencore.lab.tasks.task import Example
-
-CPU_TOKENS = 512  # a tenth faster than twice as many: mask and logits stay in the caches
 
 
 def predict_choices(
@@ -80,8 +79,6 @@ def choice_logprobs(
     vocabulary = vocabulary_of(model)
     sizes = [_tokens_and_logits(row, vocabulary, share_prefix) for row in rows]
     device = next(model.parameters()).device
-    if tokens_per_batch is None and device.type == "cpu":
-        tokens_per_batch = CPU_TOKENS
     logprobs: list[list[float]] = [[] for _ in rows]
     of_rows = shared_prefix_logprobs if share_prefix else full_sequence_logprobs
 

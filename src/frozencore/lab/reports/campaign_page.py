@@ -1,0 +1,207 @@
+"""The page of a campaign: status, tables that sort and whose cells tell their runs, figures, protocol, provenance."""
+
+from __future__ import annotations
+
+import html
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from frozencore.lab.campaign.results import CampaignResults, Cell
+from frozencore.lab.reports.html_parts import document, image
+from frozencore.lab.reports.labels import axis_name, full_name, value_name
+from frozencore.lab.reports.protocol import protocol_yaml, studies_axes
+from frozencore.lab.reports.sheet import Line, Sheet, SheetCell
+from frozencore.lab.reports.study_report import StudyReport, Table, tally
+
+STYLE = """
+body { max-width: 96rem; } th, td { padding: .3rem .5rem; }
+table { border-collapse: separate; border-spacing: 0; } .figures { display: flex; flex-wrap: wrap; gap: 0 1rem; }
+.figures figure { flex: 0 1 34rem; margin: .5rem 0; } .figures img { width: 100%; }
+h2 { margin-top: 3rem; border-top: 1px solid var(--line); padding-top: 1rem; } h3 { margin-bottom: .2rem; }
+li, p, h1, h2, h3, summary { overflow-wrap: anywhere; }
+nav { display: flex; flex-wrap: wrap; gap: .3rem 1rem; } .status { font-weight: 600; }
+.status.partial::before { content: "⚠ "; } p.note { margin: .2rem 0 .5rem; font-size: .9rem; }
+thead th { white-space: normal; vertical-align: bottom; } tbody tr:hover { background: var(--tint); }
+tfoot td { background: var(--tint); } tfoot tr:first-child td { border-top: 2px solid var(--line); }
+td.label { max-width: 40rem; } td.long { white-space: normal; min-width: 18rem; }
+td.best { font-weight: 700; } td small { color: var(--soft); font-weight: 400; }
+td button { all: unset; cursor: pointer; } td button:hover { text-decoration: underline dotted; }
+td button:focus-visible { outline: 2px solid; } summary { cursor: pointer; font-weight: 600; margin: .6rem 0; }
+pre { overflow-x: auto; background: var(--tint); padding: .8rem; font-size: .85rem; }
+dialog { color: var(--fg); background: var(--bg); border: 1px solid var(--line); border-radius: 6px; max-width: 56rem;
+  width: calc(100vw - 2rem); box-sizing: border-box; max-height: 85vh; } dialog::backdrop { background: #0008; }
+dialog dl { display: grid; grid-template-columns: max-content 1fr; gap: 0 .8rem; font-size: .85rem;
+  margin: .2rem 0 1rem; }
+dialog dd { margin: 0; overflow-wrap: anywhere; } dialog h4 { margin: .6rem 0 0; }
+@media (max-width: 40rem) { body { margin: 1rem auto; padding: 0 .7rem; }
+  th, td { padding: .3rem .45rem; font-size: .85rem; }
+  th:first-child, td:first-child { position: sticky; left: 0; background: var(--bg); max-width: 9rem;
+    white-space: normal; }
+  tfoot td:first-child { background: var(--tint); } }
+@media print { dialog { display: none; } }
+"""
+SCRIPT = """
+const runs = JSON.parse(document.getElementById('runs').textContent), box = document.querySelector('dialog');
+const add = (parent, tag, text) => { const made = document.createElement(tag); made.textContent = text;
+  parent.append(made); return made; };
+document.querySelectorAll('td button').forEach((button) => button.addEventListener('click', () => {
+  const body = box.querySelector('div'); body.replaceChildren();
+  add(body, 'h3', button.dataset.title);
+  for (const [seed, id, value] of JSON.parse(button.dataset.runs)) {
+    add(body, 'h4', `seed ${seed}: ${value}`);
+    const list = add(body, 'dl', '');
+    for (const [key, text] of Object.entries(runs[id] ?? {})) { add(list, 'dt', key); add(list, 'dd', text); }
+  }
+  box.showModal();
+}));
+box.addEventListener('click', (event) => { if (event.target === box) box.close(); });
+"""
+HASH_DIGITS = 16
+
+
+def campaign_page(
+    results: CampaignResults, reports: Sequence[StudyReport], figures: Mapping[str, Sequence[tuple[Path, str]]]
+) -> str:
+    """The page's HTML.
+
+    Args:
+        figures: Of each study by name: files and what they show.
+    """
+    campaign = results.campaign
+    cells = tuple(cell for study in results.studies for cell in study.cells)
+    links = "".join(f'<a href="#{_e(report.results.name)}">{_e(report.results.study.title)}</a>' for report in reports)
+    about = f"<p>{_e(campaign.about)}</p>" if campaign.about else ""
+    body = (
+        f"<h1>{_e(campaign.name)}</h1>{about}{_status(cells)}"
+        f'<nav>{links}<a href="#protocol">Protocol</a><a href="#provenance">Provenance</a></nav>'
+        "<p class=note>Headings sort. A cell opens to its runs: seeds, values, options, hashes.</p>"
+        + "".join(_study(report, figures.get(report.results.name, ())) for report in reports)
+        + _protocol(results)
+        + _provenance(cells)
+        + '<dialog><form method="dialog"><button>Close</button></form><div></div></dialog>'
+        + f'<script type="application/json" id="runs">{_json(_facts(cells))}</script>'
+    )
+    return document(campaign.name, body, style=STYLE, script=SCRIPT)
+
+
+def _study(report: StudyReport, figures: Sequence[tuple[Path, str]]) -> str:
+    study = report.results.study
+    note = f"<p>{_e(study.note)}</p>" if study.note else ""
+    details = "".join(map(_table, report.details))
+    return (
+        f'<section><h2 id="{_e(report.results.name)}">{_e(study.title)}</h2>{note}{_status(report.results.cells)}'
+        + f"<div class=figures>{''.join(image(path, alt) for path, alt in figures)}</div>"
+        + "".join(map(_table, report.main))
+        + (f"<details><summary>Further tables: losses, costs, search</summary>{details}</details>" if details else "")
+        + "</section>"
+    )
+
+
+def _status(cells: tuple[Cell, ...]) -> str:
+    counted = tally(cells)
+    partial = "" if counted.failed == counted.missing == 0 else " partial"
+    return f'<p class="status{partial}">{_e(str(counted))}.</p>'
+
+
+def _table(table: Table) -> str:
+    sheet, remark = table.sheet, f"<p class=note>{_e(table.remark)}</p>" if table.remark else ""
+    head = "".join(
+        f'<th{_label(sheet, i)} scope="col"><button type="button">{_e(heading)}</button></th>'
+        for i, heading in enumerate(sheet.headings)
+    )
+    foot = "".join(_line(sheet, line) for line in sheet.foot)
+    return (
+        f"<h3>{_e(sheet.title)}</h3><p class=note>{_e(sheet.note)}</p><div class=scroll tabindex=0><table><thead><tr>"
+        f"{head}</tr></thead><tbody>{''.join(_line(sheet, line) for line in sheet.rows)}</tbody>"
+        f"{f'<tfoot>{foot}</tfoot>' if foot else ''}</table></div>{remark}"
+    )
+
+
+def _line(sheet: Sheet, line: Line) -> str:
+    name = ", ".join(cell.text for cell in line[: sheet.num_labels])
+    return f"<tr>{''.join(_cell(sheet, i, cell, name) for i, cell in enumerate(line))}</tr>"
+
+
+def _cell(sheet: Sheet, place: int, cell: SheetCell, row: str) -> str:
+    classes = [*(["label"] if place < sheet.num_labels or isinstance(cell.value, str) else [])]
+    classes += [*(["best"] if cell.best else []), *(["long"] if len(cell.text) > 60 else [])]
+    value = "" if cell.value is None else str(cell.value).replace("inf", "Infinity")
+    shown = _e(cell.text) + (f" <small>± {_e(cell.spread)}</small>" if cell.spread else "")
+    if cell.runs:
+        runs = json.dumps([[run.seed, run.run_id, _shown(run.value, run.message)] for run in cell.runs])
+        title = f"{sheet.headings[place]}, {row}"
+        shown = f'<button type="button" data-title="{_e(title)}" data-runs="{_e(runs)}">{shown}</button>'
+    hint = f' title="{_e(cell.hint)}"' if cell.hint else ""
+    return f'<td class="{" ".join(classes)}" data-value="{_e(value)}"{hint}>{shown}</td>'
+
+
+def _shown(value: float | None, message: str) -> str:
+    return message if value is None else f"{value:.6g}"
+
+
+def _label(sheet: Sheet, place: int) -> str:
+    words = place < sheet.num_labels or any(isinstance(line[place].value, str) for line in sheet.rows)
+    return " class=label" if words else ""
+
+
+def _protocol(results: CampaignResults) -> str:
+    rows = "".join(
+        f"<tr><td class=label>{_e(study)}</td><td class=label>{_e(name)}</td>"
+        f"<td class='label long'>{_e(values)}</td></tr>"
+        for study, name, values in studies_axes(results.campaign)
+    )
+    head = "".join(f"<th class=label>{name}</th>" for name in ("study", "option", "values"))
+    return (
+        f'<section><h2 id="protocol">Protocol</h2><div class=scroll tabindex=0><table><thead><tr>{head}</tr></thead>'
+        f"<tbody>{rows}</tbody></table></div><details><summary>The whole specification</summary>"
+        f"<pre>{_e(protocol_yaml(results.campaign))}</pre></details></section>"
+    )
+
+
+def _provenance(cells: tuple[Cell, ...]) -> str:
+    counted = Counter(_source(cell.record) for cell in {c.run_id: c for c in cells}.values() if cell.record is not None)
+    lines = "".join(f"<li>{count} runs: {_e(source)}</li>" for source, count in sorted(counted.items()))
+    return f'<section><h2 id="provenance">Provenance</h2><ul>{lines or "<li>No run is done.</li>"}</ul></section>'
+
+
+def _source(record: Mapping[str, Any]) -> str:
+    source = record.get("provenance", {})
+    versions = ", ".join(f"{name} {version}" for name, version in source.get("versions", {}).items())
+    return f"commit {source.get('commit')}; {versions}; {source.get('device')}, {source.get('platform')}"
+
+
+def _facts(cells: tuple[Cell, ...]) -> dict[str, dict[str, str]]:
+    """What each run's dialog says beside its value."""
+    found: dict[str, dict[str, str]] = {}
+    for cell in cells:
+        if cell.run_id is None or cell.run_id in found:
+            continue
+        facts = {"run": cell.run_id, "axes": ", ".join(full_name(*item) for item in cell.axes.items())}
+        if cell.record is not None:
+            facts |= {"options": _options(cell.record["config"]), "source": _source(cell.record)}
+            hashes = cell.record.get("hashes", {})
+            facts |= {f"{name} hash": str(value)[:HASH_DIGITS] for name, value in hashes.items()}
+        elif cell.failure is not None:
+            facts["failure"] = f"{cell.failure.get('reason')}: {cell.failure.get('message')}"
+        found[cell.run_id] = facts
+    return found
+
+
+def _options(config: Mapping[str, Any]) -> str:
+    shown = {**config, **config.get("core", {})}
+    return ", ".join(
+        f"{axis_name(name)} {value_name(name, value)}"
+        for name, value in shown.items()
+        if value is not None and name not in ("core", "data_root", "device")
+    )
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value).replace("<", "\\u003c")
+
+
+def _e(text: str) -> str:
+    return html.escape(text)

@@ -1,0 +1,53 @@
+"""What a report can show of a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from frozencore.lab.campaign.results import StudyResults
+
+
+@dataclass(frozen=True)
+class Measure:
+    """What a table shows.
+
+    Attributes:
+        key: In a record; ``scale`` times it is shown.
+        before: In a record, the same of the untouched model.
+        ranked: Whether one value is better than another.
+        suffix: Of the names of its files.
+    """
+
+    key: str
+    title: str
+    decimals: int
+    scale: float = 1.0
+    lower_is_better: bool = False
+    before: str | None = None
+    ranked: bool = True
+    suffix: str = ""
+
+
+ACCURACY = Measure("accuracy", "accuracy, %", 1, scale=100.0, before="accuracy_before")
+LOSS = Measure(
+    "held_out_loss",
+    "held-out loss, nats per token",
+    3,
+    lower_is_better=True,
+    before="held_out_loss_before",
+    suffix="-loss",
+)
+COSINES = (
+    Measure("cosine_P", "mean principal-angle cosine of P to the reference", 3, ranked=False, suffix="-cos-p"),
+    Measure("cosine_Q", "mean principal-angle cosine of Q to the reference", 3, ranked=False, suffix="-cos-q"),
+)
+CALIBRATION = Measure("calibration_s", "calibration, s", 1, lower_is_better=True, suffix="-calibration")
+
+
+def measures_of(results: StudyResults) -> tuple[Measure, ...]:
+    """What a study's tables show: cosines of a stability study; else accuracy, if tasks have it, and held-out loss."""
+    if results.study.kind == "stability":
+        return COSINES
+    records = [cell.record for cell in results.cells if cell.record is not None]
+    has_accuracy = not records or any("accuracy" in record for record in records)
+    return (ACCURACY, LOSS) if has_accuracy else (LOSS,)

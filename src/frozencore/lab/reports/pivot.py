@@ -1,0 +1,199 @@
+"""A study as tables: the values over seeds of every combination of its row and column axes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import product
+from typing import Literal
+
+from frozencore.lab.campaign.plan import Axes, Record
+from frozencore.lab.campaign.results import Cell, StudyResults
+from frozencore.lab.campaign.spec import Value
+from frozencore.lab.reports.labels import full_name, slug
+from frozencore.lab.reports.measures import Measure
+from frozencore.lab.reports.statistics import mean, sample_std
+
+Key = tuple[Value, ...]
+Status = Literal["done", "missing", "diverged", "failed", "absent"]
+
+SHOWN: dict[Status, str] = {"missing": "-", "diverged": "div.", "failed": "failed", "absent": "n/a"}
+
+
+@dataclass(frozen=True)
+class SeedValue:
+    """One run in a cell: its value as shown, or why there is none.
+
+    Attributes:
+        hashes: Of the run's model, rows and basis, as its record has them.
+    """
+
+    seed: Value
+    run_id: str | None
+    value: float | None
+    status: Status
+    message: str
+    hashes: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class PivotCell:
+    """The runs of one cell; it has a mean only where every seed has a value."""
+
+    runs: tuple[SeedValue, ...]
+
+    @property
+    def mean(self) -> float | None:
+        values = [run.value for run in self.runs]
+        known = [value for value in values if value is not None]
+        return math.fsum(known) / len(known) if known and len(known) == len(values) else None
+
+    @property
+    def std(self) -> float | None:
+        return None if self.mean is None else sample_std([run.value for run in self.runs if run.value is not None])
+
+    @property
+    def status(self) -> Status:
+        """``done``, or the first of diverged, failed, absent and missing that a seed has."""
+        found = {run.status for run in self.runs}
+        order: tuple[Status, ...] = ("diverged", "failed", "absent", "missing")
+        return next((status for status in order if status in found), "done" if self.runs else "missing")
+
+    @property
+    def num_done(self) -> int:
+        return sum(run.value is not None for run in self.runs)
+
+
+@dataclass(frozen=True)
+class Pivot:
+    """One table of a study.
+
+    Attributes:
+        group: The values of the axes that are neither rows nor columns, where the study has several.
+        before: The untouched model's value by row, where all runs of the row agree on it.
+    """
+
+    study: StudyResults
+    measure: Measure
+    group: Axes
+    rows: tuple[Key, ...]
+    columns: tuple[Key, ...]
+    cells: Mapping[tuple[Key, Key], PivotCell]
+    before: Mapping[Key, float]
+
+    @property
+    def row_axes(self) -> tuple[str, ...]:
+        return self.study.study.report.rows
+
+    @property
+    def column_axes(self) -> tuple[str, ...]:
+        return self.study.study.report.columns
+
+    @property
+    def title(self) -> str:
+        names = [self.study.study.title, *(full_name(axis, value) for axis, value in self.group.items())]
+        return ", ".join(names)
+
+    @property
+    def name(self) -> str:
+        """Of its files, without an ending and without the measure's."""
+        return f"{self.study.name}{slug(self.group)}"
+
+    def row_name(self, row: Key) -> str:
+        return ", ".join(full_name(axis, value) for axis, value in zip(self.row_axes, row, strict=True))
+
+    def column_name(self, column: Key) -> str:
+        return ", ".join(full_name(axis, value) for axis, value in zip(self.column_axes, column, strict=True))
+
+
+def column_key(column: Key) -> str:
+    """A column as ``report.reference`` and the CSV files name it: the values as the campaign has them."""
+    return "/".join("/".join(value) if isinstance(value, tuple) else str(value) for value in column)
+
+
+def pivots(results: StudyResults, measure: Measure) -> list[Pivot]:
+    """A study's tables of one measure: one for each combination of the axes that are neither rows, columns nor seed.
+
+    Tasks whose records lack the measure, as plain text lacks accuracy, are left out.
+    """
+    report = results.study.report
+    left_out = _tasks_without(results, measure)
+    axes = {
+        axis: tuple(value for value in values if axis != "task" or value not in left_out)
+        for axis, values in results.study.axes.items()
+    }
+    further = [axis for axis in axes if axis not in ("seed", *report.rows, *report.columns)]
+    found = []
+    for values in product(*(axes[axis] for axis in further)):
+        group = dict(zip(further, values, strict=True))
+        cells = [cell for cell in results.cells if all(cell.axes[axis] == value for axis, value in group.items())]
+        shown = {axis: value for axis, value in group.items() if len(axes[axis]) > 1}
+        rows, columns = (tuple(product(*(axes[axis] for axis in side))) for side in (report.rows, report.columns))
+        found.append(_pivot(results, measure, shown, rows, columns, cells))
+    return found
+
+
+def _pivot(
+    results: StudyResults,
+    measure: Measure,
+    group: Axes,
+    rows: tuple[Key, ...],
+    columns: tuple[Key, ...],
+    cells: list[Cell],
+) -> Pivot:
+    report = results.study.report
+    runs: dict[tuple[Key, Key], list[SeedValue]] = {(row, column): [] for row in rows for column in columns}
+    before: dict[Key, set[float]] = {row: set() for row in rows}
+    for cell in cells:
+        row, column = (tuple(cell.axes[axis] for axis in side) for side in (report.rows, report.columns))
+        if (row, column) not in runs:
+            continue
+        runs[row, column].append(_seed_value(cell, measure))
+        start = cell.record.get(measure.before) if cell.record is not None and measure.before else None
+        if start is not None:
+            before[row].add(round(measure.scale * start, 9))
+    return Pivot(
+        results,
+        measure,
+        group,
+        rows,
+        columns,
+        {key: PivotCell(tuple(values)) for key, values in runs.items()},
+        {row: next(iter(values)) for row, values in before.items() if len(values) == 1},
+    )
+
+
+def _seed_value(cell: Cell, measure: Measure) -> SeedValue:
+    value, status, message = _reading(cell.record, cell.failure, measure)
+    hashes = cell.record.get("hashes", {}) if cell.record is not None else {}
+    return SeedValue(cell.axes["seed"], cell.run_id, value, status, message, dict(hashes))
+
+
+def _reading(record: Record | None, failure: Record | None, measure: Measure) -> tuple[float | None, Status, str]:
+    if record is None:
+        if failure is None:
+            return None, "missing", "not run"
+        message = f"{failure.get('reason', 'failed')}: {failure.get('message', '')}"
+        return None, "diverged" if failure.get("reason") == "diverged" else "failed", message
+    if measure.key not in record:
+        return None, "absent", f"the record has no {measure.key}"
+    value = record[measure.key]
+    if value is None or not math.isfinite(value):
+        return None, "diverged", f"{measure.key} is not finite"
+    return measure.scale * value, "done", ""
+
+
+def _tasks_without(results: StudyResults, measure: Measure) -> set[Value]:
+    having = {cell.axes["task"] for cell in results.cells if cell.record is not None and measure.key in cell.record}
+    lacking = {cell.axes["task"] for cell in results.cells if cell.record is not None}
+    return lacking - having if having else set()
+
+
+def mean_of(named: Mapping[str, PivotCell]) -> float:
+    """Mean of the unrounded means of named cells.
+
+    Raises:
+        DataError: One has no mean; the line names it.
+    """
+    return mean({name: cell.mean for name, cell in named.items()})

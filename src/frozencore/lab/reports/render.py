@@ -1,0 +1,145 @@
+"""A sheet as Markdown, LaTeX (booktabs), CSV, and a table on the screen."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Iterable, Sequence
+
+from rich.table import Table
+from rich.text import Text
+
+from frozencore.lab.reports.pivot import Pivot, column_key
+from frozencore.lab.reports.sheet import Line, Sheet, SheetCell
+
+LATEX = {
+    "\\": r"\textbackslash{}", "{": r"\{", "}": r"\}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_",
+    "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$", "Δ": r"$\Delta$", "×": r"$\times$",
+    "<": r"$<$", ">": r"$>$", "–": "--", "−": "$-$", "²": "$^2$",
+}  # fmt: skip
+WIDE = 9
+MARKDOWN = re.compile(r"([\\`*_|<>\[\]#])")
+
+
+def markdown(sheet: Sheet) -> str:
+    """The title, the note and a pipe table; the best bold."""
+    aligned = ["---" if i < sheet.num_labels else "---:" for i in range(len(sheet.headings))]
+    lines = [
+        [_markdown(heading) for heading in sheet.headings],
+        aligned,
+        *([_markdown_cell(cell) for cell in line] for line in (*sheet.rows, *sheet.foot)),
+    ]
+    head = f"**{_markdown(sheet.title)}**\n\n" + (f"{_markdown(sheet.note)}\n\n" if sheet.note else "")
+    return head + "".join(f"| {' | '.join(line)} |\n" for line in lines) + _reasons(sheet)
+
+
+def _reasons(sheet: Sheet) -> str:
+    """Why averages are missing, since Markdown has no place to point at."""
+    found = dict.fromkeys(cell.hint for line in sheet.foot for cell in line if cell.value is None and cell.hint)
+    return "".join(f"\n- {_markdown(reason)}" for reason in found) + ("\n" if found else "")
+
+
+def _markdown_cell(cell: SheetCell) -> str:
+    text = _markdown(_joined(cell))
+    return f"**{text}**" if cell.best else text
+
+
+def _markdown(text: str) -> str:
+    return MARKDOWN.sub(r"\\\1", " ".join(text.split()))
+
+
+def latex(sheet: Sheet) -> str:
+    """A table environment for the packages booktabs and, where it is wide, graphicx; the best bold."""
+    columns = "l" * sheet.num_labels + "r" * (len(sheet.headings) - sheet.num_labels)
+    body = [_latex_line([_latex(heading) for heading in sheet.headings]), r"\midrule"]
+    body += [_latex_line([_latex_cell(cell) for cell in line]) for line in sheet.rows]
+    if sheet.foot:
+        body += [r"\midrule", *(_latex_line([_latex_cell(cell) for cell in line]) for line in sheet.foot)]
+    caption = ". ".join(_latex(part.rstrip(".")) for part in (sheet.title, sheet.note) if part)
+    wide = len(sheet.headings) > WIDE
+    kind, (before, after) = ("table*", (r"\resizebox{\textwidth}{!}{%", "}")) if wide else ("table", ("", ""))
+    lines = [
+        rf"\begin{{{kind}}}[htb]", r"\centering", r"\small", before, rf"\begin{{tabular}}{{{columns}}}", r"\toprule",
+        *body, r"\bottomrule", r"\end{tabular}" + after,
+        rf"\caption{{{caption}.}}", rf"\label{{tab:{sheet.name}}}", rf"\end{{{kind}}}",
+    ]  # fmt: skip
+    return "\n".join(filter(None, lines)) + "\n"
+
+
+def _latex_line(cells: Sequence[str]) -> str:
+    return " & ".join(cells) + r" \\"
+
+
+def _latex_cell(cell: SheetCell) -> str:
+    spread = rf"{{\scriptsize$\pm${_latex(cell.spread)}}}" if cell.spread else ""
+    text = _latex(cell.text) + spread
+    return rf"\textbf{{{text}}}" if cell.best else text
+
+
+def _latex(text: str) -> str:
+    return "".join(LATEX.get(letter, letter) for letter in " ".join(text.split()))
+
+
+def csv_text(sheet: Sheet) -> str:
+    """Unrounded values; nothing where there is none."""
+    return _csv(
+        [
+            sheet.headings,
+            *(["" if cell.value is None else cell.value for cell in line] for line in (*sheet.rows, *sheet.foot)),
+        ]
+    )
+
+
+def means_csv(pivot: Pivot) -> str:
+    """Unrounded means as ``campaign report --table`` reads them: the row, then each column by its own name."""
+    head = ["/".join(pivot.row_axes), *map(column_key, pivot.columns)]
+    lines = [
+        [
+            column_key(row),
+            *("" if (mean := pivot.cells[row, column].mean) is None else mean for column in pivot.columns),
+        ]
+        for row in pivot.rows
+    ]
+    return _csv([head, *lines])
+
+
+def runs_csv(pivot: Pivot) -> str:
+    """Every run of a table on a line of its own."""
+    lines = [
+        [*row, *column, run.seed, "" if run.value is None else run.value, run.status, run.run_id or "", run.message]
+        for (row, column), cell in pivot.cells.items()
+        for run in cell.runs
+    ]
+    head = [*pivot.row_axes, *pivot.column_axes, "seed", pivot.measure.key, "status", "run", "message"]
+    return _csv([head, *([_plain(value) for value in line] for line in lines)])
+
+
+def _plain(value: object) -> object:
+    return "/".join(value) if isinstance(value, tuple) else value
+
+
+def _csv(lines: Iterable[Iterable[object]]) -> str:
+    out = io.StringIO()
+    csv.writer(out, lineterminator="\n").writerows(lines)
+    return out.getvalue()
+
+
+def rich_table(sheet: Sheet) -> Table:
+    """The sheet on a screen; the best bold."""
+    table = Table(title=Text(sheet.title), caption=Text(sheet.note) if sheet.note else None, title_justify="left")
+    for i, heading in enumerate(sheet.headings):
+        table.add_column(Text(heading), justify="left" if i < sheet.num_labels else "right")
+    for i, line in enumerate(sheet.rows):
+        table.add_row(*_texts(line), end_section=i == len(sheet.rows) - 1)
+    for line in sheet.foot:
+        table.add_row(*_texts(line))
+    return table
+
+
+def _texts(line: Line) -> list[Text]:
+    return [Text(_joined(cell), style="bold" if cell.best else "") for cell in line]
+
+
+def _joined(cell: SheetCell) -> str:
+    return f"{cell.text} ± {cell.spread}" if cell.spread else cell.text

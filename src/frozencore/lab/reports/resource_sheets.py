@@ -1,0 +1,101 @@
+"""Costs as sheets: what is trained and stored, and what a run takes."""
+
+from __future__ import annotations
+
+import math
+
+from frozencore.lab.reports.labels import full_name
+from frozencore.lab.reports.resources import Cost, Costs, ahead
+from frozencore.lab.reports.sheet import Sheet, SheetCell, label, number
+
+
+def state_sheet(costs: Costs, name: str, title: str) -> Sheet:
+    """Trained values by kind, optimiser bytes, and adapter bytes with and without bases."""
+    rows = tuple(
+        (
+            label(cost.name), number(cost.trained, 0), _kind(cost.core), _kind(cost.factors), _kind(cost.magnitudes),
+            _bytes(cost.optimizer_bytes), _bytes(cost.adapter_bytes), _bytes(cost.adapter_bytes_without_bases),
+        )
+        for cost in costs.costs
+    )  # fmt: skip
+    return Sheet(
+        name, f"{_titled(title, costs)}: trained and stored",
+        "Trained values by kind; gradients and AdamW states; the adapter as stored, and without bases that can be made "
+        "again from the base model and the calibration rows.",
+        ("method", "trained", "core", "factors", "magnitudes", "optimiser", "adapter", "without bases"), rows,
+    )  # fmt: skip
+
+
+def time_sheet(costs: Costs, name: str, title: str, *, alone: bool) -> Sheet:
+    """Measured phases, the total that they project to, and when the reference has made up for its initialisation.
+
+    Args:
+        alone: Whether each run had the machine to itself and took nothing from others, as in a profile.
+    """
+    headings = ["method", "init. or calib.", "step", "steps", "training", "total", "init. share", "peak memory"]
+    rows = [_time_row(cost) for cost in costs.costs]
+    note = "Training and total are projected from the median step; times are medians over runs, memory the largest."
+    if costs.reference is not None:
+        headings.append("break-even")
+        rows = [(*row, _break_even(costs.reference, cost)) for row, cost in zip(rows, costs.costs, strict=True)]
+        note += f" Break-even: steps after which {costs.reference.name}'s total is the lower one."
+    runs = sorted({cost.num_runs for cost in costs.costs})
+    note += f" Runs each: {runs[0]}." if len(runs) == 1 else f" Runs each: {runs[0]} to {runs[-1]}."
+    if not alone:
+        note += " These runs shared calibration passes and the machine with others: a profile study measures alone."
+    return Sheet(name, f"{_titled(title, costs)}: phases and projected time", note, tuple(headings), tuple(rows))
+
+
+def _titled(title: str, costs: Costs) -> str:
+    return ", ".join([title, *(full_name(axis, value) for axis, value in costs.group.items())])
+
+
+def _time_row(cost: Cost) -> tuple[SheetCell, ...]:
+    share = cost.initialisation_share
+    first = _seconds(cost.initialisation_s) if cost.initialisation_s else SheetCell("none", value=0.0)
+    return (
+        label(cost.name), first, _seconds(cost.step_s), number(cost.num_steps, 0),
+        _seconds(cost.training_s), _seconds(cost.total_s),
+        SheetCell("n/a") if share is None else SheetCell(f"{100 * share:.0f} %", value=share),
+        _bytes(cost.peak_memory_bytes),
+    )  # fmt: skip
+
+
+def _break_even(reference: Cost, other: Cost) -> SheetCell:
+    if other is reference:
+        return SheetCell("reference")
+    span = ahead(reference, other)
+    if span is None:
+        return SheetCell("n/a", hint="no step was measured")
+    start, end = span
+    if math.isinf(start):
+        return SheetCell("never", value=math.inf)
+    if start == 0:
+        return SheetCell("always" if math.isinf(end) else f"up to {end:,.0f}", value=0.0)
+    return SheetCell(f"{start:,.0f}", value=start)
+
+
+def _kind(count: int | None) -> SheetCell:
+    return SheetCell("0", value=0) if count == 0 else number(count, 0, reason="the record does not tell them apart")
+
+
+def _seconds(value: float | None) -> SheetCell:
+    if value is None:
+        return SheetCell("n/a", hint="not measured")
+    if value >= 120:
+        shown = f"{value / 60:.1f} min"
+    elif value >= 10:
+        shown = f"{value:.1f} s"
+    else:
+        shown = f"{value:.2f} s" if value >= 0.1 else f"{1000 * value:.1f} ms"
+    return SheetCell(shown, value=value)
+
+
+def _bytes(value: int | None) -> SheetCell:
+    """Decimal units, as file sizes and the paper's GB are."""
+    if value is None:
+        return SheetCell("n/a", hint="not recorded")
+    size, units = float(value), ["B", "kB", "MB", "GB"]
+    while size >= 1000 and len(units) > 1:
+        size, units = size / 1000, units[1:]
+    return SheetCell(f"{value} B" if units[0] == "B" else f"{size:.2f} {units[0]}", value=value)

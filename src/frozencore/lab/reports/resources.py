@@ -1,0 +1,185 @@
+"""What each method of a study costs (paper, "Resource accounting"): parameters and bytes, measured phases, projections.
+
+A run is projected as ``initialisation + steps x median step``: a projection of phases, not a stopwatch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from frozencore.lab.baselines import BASELINES
+from frozencore.lab.campaign.plan import Axes, Record
+from frozencore.lab.campaign.results import StudyResults
+from frozencore.lab.campaign.spec import Value
+from frozencore.lab.reports.labels import full_name
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one method needs, over the runs of a group.
+
+    Attributes:
+        core, factors, magnitudes: Trained values by kind; None where a record does not tell DoRA's apart.
+        optimizer_bytes: Gradients and states of AdamW beside the values themselves.
+        adapter_bytes, adapter_bytes_without_bases: As stored; the latter with bases that can be made again.
+        initialisation_s: Calibration, or a weight SVD.
+        step_s, num_steps: Medians over the runs.
+        peak_memory_bytes: The largest of the runs'.
+    """
+
+    name: str
+    trained: int
+    core: int | None
+    factors: int | None
+    magnitudes: int | None
+    optimizer_bytes: int | None
+    adapter_bytes: int | None
+    adapter_bytes_without_bases: int | None
+    initialisation_s: float
+    step_s: float | None
+    num_steps: int
+    peak_memory_bytes: int
+    num_runs: int = 1
+
+    @property
+    def training_s(self) -> float | None:
+        return None if self.step_s is None else self.num_steps * self.step_s
+
+    @property
+    def total_s(self) -> float | None:
+        return None if self.training_s is None else self.initialisation_s + self.training_s
+
+    @property
+    def initialisation_share(self) -> float | None:
+        return self.initialisation_s / self.total_s if self.total_s else None
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The costs of one model (and of one task, in a profile), and which of them the others are compared with."""
+
+    group: Axes
+    costs: tuple[Cost, ...]
+    reference: Cost | None
+
+
+def ahead(reference: Cost, other: Cost) -> tuple[float, float] | None:
+    """The numbers of steps between which the reference's projected total is below the other's.
+
+    ``(70, inf)``: from 70 steps on; ``(0, inf)``: always; ``(inf, inf)``: never; ``(0, 50)``: up to 50 steps.
+    None where a step was not measured.
+    """
+    if reference.step_s is None or other.step_s is None:
+        return None
+    later = reference.initialisation_s - other.initialisation_s
+    saved = other.step_s - reference.step_s
+    if later >= 0 and saved <= 0:
+        return math.inf, math.inf
+    if later <= 0 and saved >= 0:
+        return 0.0, math.inf
+    return (later / saved, math.inf) if saved > 0 else (0.0, later / saved)
+
+
+def study_costs(results: StudyResults) -> list[Costs]:
+    """Costs by method and every other axis with several values but task and seed; one entry for each model.
+
+    A profile is kept apart by task; other studies are pooled over their tasks.
+    """
+    if results.study.kind == "stability":
+        return []
+    apart = ("model", "task") if results.study.kind == "profile" else ("model",)
+    several = [axis for axis, values in results.study.axes.items() if len(values) > 1]
+    names = [axis for axis in several if axis not in ("model", "task", "seed")]
+    groups: dict[tuple[Value, ...], dict[tuple[Value, ...], list[Record]]] = {}
+    for cell in results.cells:
+        if cell.record is not None:
+            group = tuple(cell.axes[axis] for axis in apart)
+            line = tuple(cell.axes[axis] for axis in names)
+            groups.setdefault(group, {}).setdefault(line, []).append(cell.record)
+    return [
+        _costs(
+            results, {axis: value for axis, value in zip(apart, group, strict=True) if axis in several}, names, lines
+        )
+        for group, lines in groups.items()
+    ]
+
+
+def _costs(
+    results: StudyResults,
+    group: Axes,
+    names: Sequence[str],
+    lines: Mapping[tuple[Value, ...], Sequence[Record]],
+) -> Costs:
+    factors = _factor_parameters([record for records in lines.values() for record in records])
+    found = {}
+    for line, records in lines.items():
+        shown = ", ".join(full_name(axis, value) for axis, value in zip(names, line, strict=True))
+        found[line] = _cost(shown or str(records[0]["method"]), records, factors)
+    report = results.study.report
+    wanted = report.reference or "fcca"
+    reference = None
+    if report.columns == ("method",) and names == ["method"]:
+        reference = found.get((wanted,))
+    return Costs(group, tuple(found.values()), reference)
+
+
+def _cost(name: str, records: Sequence[Record], factors: Mapping[tuple[Any, Any], int]) -> Cost:
+    first, resources = records[0], [{**record, **record.get("resources", {})} for record in records]
+    trained = int(resources[0]["trainable_parameters"])
+    core, factor, magnitude = _kinds(first, trained, factors.get(_shape(first)))
+    steps = [found for record in resources if (found := _step_s(record)) is not None]
+    return Cost(
+        name,
+        trained,
+        core,
+        factor,
+        magnitude,
+        resources[0].get("optimizer_bytes"),
+        resources[0].get("adapter_bytes"),
+        resources[0].get("adapter_bytes_without_bases"),
+        median(record["calibration_s"] for record in resources),
+        median(steps) if steps else None,
+        round(median(_num_steps(record) for record in resources)),
+        max(record["peak_memory_bytes"] for record in resources),
+        len(records),
+    )
+
+
+def _num_steps(record: Mapping[str, Any]) -> int:
+    return int(record["num_steps"] if "num_steps" in record else record["training"]["num_steps"])
+
+
+def _step_s(record: Mapping[str, Any]) -> float | None:
+    if "resources" in record:
+        return record.get("step_s")
+    return record["training_s"] / _num_steps(record) if _num_steps(record) else None
+
+
+def _kinds(record: Record, trained: int, factors: int | None) -> tuple[int | None, int | None, int | None]:
+    """Trained values of cores, of factors and of magnitudes."""
+    if record["method"] not in BASELINES:
+        return trained, 0, 0
+    if not BASELINES[record["method"]].use_dora:
+        return 0, trained, 0
+    magnitudes = record.get("resources", {}).get("magnitude_parameters")
+    if magnitudes is not None:
+        return 0, trained - magnitudes, magnitudes
+    return (0, factors, trained - factors) if factors is not None else (0, None, None)
+
+
+def _factor_parameters(records: Sequence[Record]) -> dict[tuple[Any, Any], int]:
+    """What LoRA or PiSSA train at each rank and targets: DoRA's factors are as many."""
+    return {
+        _shape(record): int(record["trainable_parameters"])
+        for record in records
+        if record["method"] in BASELINES and not BASELINES[record["method"]].use_dora
+    }
+
+
+def _shape(record: Record) -> tuple[Any, Any]:
+    config = record["config"]
+    return config.get("rank"), str(config.get("targets"))

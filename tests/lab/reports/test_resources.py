@@ -1,0 +1,113 @@
+"""Costs against the paper's tables "efficiency-runtime", "phase-profile" and "projected-time"."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from frozencore.lab.reports.resource_sheets import state_sheet, time_sheet
+from frozencore.lab.reports.resources import Cost, ahead, study_costs
+
+PAPER = {  # initialisation s, step s, peak GB, trained values
+    "fcca": (35, 0.81, 6.92, 36_864),
+    "lora": (0, 0.92, 7.19, 7_372_800),
+    "dora": (0, 1.31, 7.27, 7_538_688),
+    "pissa": (41, 1.76, 7.20, 7_372_800),
+}
+PROFILE = """
+  profile:
+    title: Phase profile
+    kind: profile
+    axes: {model: [small], task: [svamp], method: [fcca, lora, dora, pissa], seed: [42]}
+    report: {rows: [task], columns: [method], reference: fcca}
+"""
+
+
+@pytest.fixture
+def paper(study, make_record):
+    def record(axes):
+        initialisation, step, peak, trained = PAPER[axes["method"]]
+        resources = {
+            "trainable_parameters": trained,
+            "optimizer_bytes": 12 * trained,
+            "adapter_bytes": 4 * 7_372_800 + 4 * 36_864,
+            "adapter_bytes_without_bases": 4 * 36_864,
+            "calibration_s": initialisation,
+            "step_s": step,
+            "num_steps": 262,
+            "peak_memory_bytes": round(peak * 1e9),
+        }
+        return make_record(axes, trainable_parameters=trained, resources=resources)
+
+    return study(PROFILE, record)
+
+
+def cost(initialisation_s: float, step_s: float | None) -> Cost:
+    return Cost("x", 1, 1, 0, 0, None, None, None, initialisation_s, step_s, 262, 0)
+
+
+def test_break_even_is_at_the_papers_70_and_318_steps():
+    fcca = cost(35, 0.81)
+    assert ahead(fcca, cost(0, 1.31)) == (pytest.approx(70), math.inf)
+    assert ahead(fcca, cost(0, 0.92)) == (pytest.approx(318, abs=0.5), math.inf)
+
+
+def test_break_even_knows_always_never_and_up_to():
+    assert ahead(cost(35, 0.81), cost(41, 1.76)) == (0.0, math.inf)
+    assert ahead(cost(35, 0.81), cost(0, 0.5)) == (math.inf, math.inf)
+    assert ahead(cost(35, 0.81), cost(35, 0.81)) == (math.inf, math.inf)
+    assert ahead(cost(0, 1.0), cost(50, 0.5)) == (0.0, 100.0)
+    assert ahead(cost(0, None), cost(50, 0.5)) is None
+
+
+def test_the_papers_profile_projects_to_the_papers_totals(paper):
+    (costs,) = study_costs(paper)
+    sheet = time_sheet(costs, "profile", "Phase profile", alone=True)
+    shown = {line[0].text: [cell.text for cell in line[1:]] for line in sheet.rows}
+    assert shown == {
+        "FCCA": ["35.0 s", "0.81 s", "262", "3.5 min", "4.1 min", "14 %", "6.92 GB", "reference"],
+        "LoRA": ["none", "0.92 s", "262", "4.0 min", "4.0 min", "0 %", "7.19 GB", "318"],
+        "DoRA": ["none", "1.31 s", "262", "5.7 min", "5.7 min", "0 %", "7.27 GB", "70"],
+        "PiSSA": ["41.0 s", "1.76 s", "262", "7.7 min", "8.4 min", "8 %", "7.20 GB", "always"],
+    }
+
+
+def test_trained_values_are_told_apart_as_cores_factors_and_magnitudes(paper):
+    (costs,) = study_costs(paper)
+    shown = {line[0].text: [cell.text for cell in line[1:]] for line in state_sheet(costs, "s", "t").rows}
+    assert shown["FCCA"] == ["36,864", "36,864", "0", "0", "442.37 kB", "29.64 MB", "147.46 kB"]
+    assert shown["LoRA"][:4] == ["7,372,800", "0", "7,372,800", "0"]
+    assert shown["DoRA"][:4] == ["7,538,688", "0", "7,372,800", "165,888"]
+
+
+def test_doras_magnitudes_are_unknown_without_a_lora_to_subtract(study, make_record):
+    alone = study(PROFILE.replace("fcca, lora, dora, pissa", "dora").replace(", reference: fcca", ""), make_record)
+    (costs,) = study_costs(alone)
+    assert (costs.costs[0].factors, costs.costs[0].magnitudes) == (None, None)
+    assert [cell.text for cell in state_sheet(costs, "s", "t").rows[0][2:5]] == ["0", "n/a", "n/a"]
+
+
+def test_records_without_resources_give_their_mean_step(study, make_record):
+    (costs,) = study_costs(study(PROFILE, make_record))
+    assert costs.costs[0].step_s == pytest.approx(0.1)
+    assert costs.costs[0].optimizer_bytes is None
+
+
+def test_a_comparison_pools_its_tasks_and_a_profile_keeps_them_apart(study, make_record):
+    two = PROFILE.replace("task: [svamp]", "task: [svamp, gsm8k]")
+
+    def record(axes):
+        return make_record(axes, calibration_s=1.0 if axes["task"] == "svamp" else 3.0)
+
+    apart = study_costs(study(two, record))
+    assert [(costs.group, costs.costs[0].initialisation_s) for costs in apart] == [
+        ({"task": "svamp"}, 1.0),
+        ({"task": "gsm8k"}, 3.0),
+    ]
+    (pooled,) = study_costs(study(two.replace("kind: profile", "kind: tune"), record))
+    assert (pooled.costs[0].initialisation_s, pooled.costs[0].num_runs) == (2.0, 2)
+
+
+def test_a_study_without_a_record_has_no_costs(study):
+    assert study_costs(study(PROFILE, lambda axes: None)) == []
