@@ -12,7 +12,7 @@ from frozencore.adapter.lora_export import export_lora
 from frozencore.adapter.merged_export import export_merged
 from frozencore.adapter.model import FrozenCoreModel, frozen_core_layers, register_with_peft
 from frozencore.adapter.serving import check_lora_directory
-from frozencore.adapter.swap import swap_core
+from frozencore.adapter.swap import prepare_swap, swap_core
 from frozencore.basis import Basis
 from frozencore.calibration.collect import collect_moments
 from frozencore.calibration.options import CalibrationOptions
@@ -65,6 +65,7 @@ __all__ = [
     "load_moments",
     "lora_xs_basis",
     "milora_basis",
+    "prepare_swap",
     "random_basis",
     "rawgrad_basis",
     "save_moments",

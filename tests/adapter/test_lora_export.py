@@ -149,7 +149,7 @@ def test_the_adapters_do_change_the_logits(served: dict[str, Case]) -> None:
 
 def test_on_a_bf16_base_stock_peft_is_as_near_as_bf16_rounds(served: dict[str, Case]) -> None:
     case = served["bf16 base"]
-    assert (case.stock - case.ours).abs().max() < 0.02 * case.ours.abs().max()
+    assert (case.stock - case.ours).abs().max() < 0.03 * case.ours.abs().max()
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -22,7 +22,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from adapted import BATCHES, adapted, cores_of, logits, train_at_random
-from frozencore import FrozenCoreConfig, calibrate, swap_core
+from frozencore import FrozenCoreConfig, calibrate, prepare_swap, swap_core
 from frozencore.errors import ArtifactError, CalibrationError, ConfigError
 from tiny import tiny_gpt2, tiny_qwen2
 
@@ -148,6 +148,36 @@ def test_no_core_is_swapped_under_a_merged_or_an_unknown_adapter() -> None:
     model.merge_adapter()
     with pytest.raises(ConfigError, match="unmerge_adapter"):
         swap_core(model, state)
+
+
+def test_prepared_cores_are_swapped_in_again_and_again_whatever_the_loaded_core_became() -> None:
+    model = adapted("fcca", trained=True)
+    ready, expected = [], []
+    for seed in (1, 2):
+        train_at_random(model, seed=seed)
+        ready.append(prepare_swap(model, get_peft_model_state_dict(model)))
+        expected.append(logits(model))
+    train_at_random(model, seed=3)
+    places = [layer.factors("default")[2].data_ptr() for layer in cores_of(model)]
+    for choice in (0, 1, 0):
+        ready[choice].swap_in()
+        assert torch.equal(logits(model), expected[choice])
+    assert places == [layer.factors("default")[2].data_ptr() for layer in cores_of(model)]
+
+
+def test_prepared_cores_are_refused_once_the_adapter_is_another_one() -> None:
+    model = adapted("fcca", trained=True)
+    ready = prepare_swap(model, get_peft_model_state_dict(model))
+    model.merge_adapter()
+    with pytest.raises(ConfigError, match="unmerge_adapter"):
+        ready.swap_in()
+    model.unmerge_adapter()
+    ready.swap_in()
+    calibrate(model, BATCHES[:1], progress=False, reset=True)
+    before = logits(model)
+    with pytest.raises(ConfigError, match="set or moved since. Call prepare_swap again"):
+        ready.swap_in()
+    assert torch.equal(logits(model), before)
 
 
 def test_an_injected_adapter_needs_no_peft_model() -> None:

@@ -1,4 +1,4 @@
-"""A linear layer with frozen cores on it: ``y = W x + b + s·P R Qᵀ x``.
+"""The frozen cores on one linear layer: what they hold, and merging them into its weight.
 
 P (m x r) and Q (n x r) are buffers in the base layer's dtype, R (r x r) is a trained float32 parameter. Until a basis
 is set P and Q are zero, so the layer is its base layer.
@@ -12,15 +12,13 @@ from typing import Any
 import torch
 from peft.tuners._buffer_dict import BufferDict
 from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
-from peft.utils import quantization_extra_repr, resolve_quantization_backend
+from peft.utils import resolve_quantization_backend
 from torch import Tensor, nn
-from torch.nn.functional import linear
 from transformers.pytorch_utils import Conv1D
 
-from frozencore.adapter.quantised_merge import put_back, set_aside
+from frozencore.adapter.core_product import core_output
 from frozencore.basis import Basis
-from frozencore.calibration.quantised import refuse_rewritten
-from frozencore.errors import CalibrationError, ModelError
+from frozencore.errors import CalibrationError
 
 PREFIX = "frozencore_"
 
@@ -51,7 +49,6 @@ class FrozenCoreLayer(BaseTunerLayer):
         self.frozencore_ready: dict[str, bool] = {}
         self._disable_adapters = False
         self.merged_adapters: list[str] = []
-        self._unmerged: list[nn.Module] = []  # in a list, where torch does not take it for a part of the model
         self.out_features, self.in_features = layer_shape(self.get_base_layer())
 
     def update_layer(self, adapter_name: str, rank: int, scale: float, *, inference_mode: bool) -> None:
@@ -107,28 +104,9 @@ class FrozenCoreLayer(BaseTunerLayer):
         return self.frozencore_P[adapter_name].shape[1]
 
     def dense_weight(self) -> Tensor:
-        """W as m x n in floating point: dequantised if need be, Conv1D transposed. The stored weight is not changed.
-
-        Raises:
-            ModelError: The quantiser cannot give its weight back.
-        """
-        try:
-            weight = self.get_base_weight()
-        except (TypeError, NotImplementedError) as error:
-            raise ModelError(
-                f"The quantised weight of layer {self.name!r} cannot be read: {error} "
-                "Use a constructor that does not look at weights, such as fcca, or an unquantised base model."
-            ) from error
+        """W as m x n in floating point: dequantised if need be, Conv1D transposed. The stored weight is not changed."""
+        weight = self.get_base_weight()
         return weight.mT if isinstance(self.get_base_layer(), Conv1D) else weight
-
-    def _require_gradients(self) -> None:
-        if torch.is_grad_enabled():
-            refuse_rewritten(self.get_base_layer(), self.name)
-
-    def get_base_weight(self) -> Tensor:
-        """As PEFT's, which would read a weight that was rewritten for inference as noise."""
-        refuse_rewritten(self.get_base_layer(), self.name)
-        return super().get_base_weight()
 
     def get_delta_weight(self, adapter_name: str) -> Tensor:
         """``s·P R Qᵀ`` in the layout of the base weight, computed in float32."""
@@ -141,14 +119,9 @@ class FrozenCoreLayer(BaseTunerLayer):
 
         Args:
             safe_merge: Check the result for NaN and Inf before it replaces the weight.
-
-        Raises:
-            ModelError: The quantiser cannot take a changed weight.
         """
         for adapter_name in check_adapters_to_merge(self, adapter_names):
             if adapter_name in self.frozencore_R:
-                if self.quantization_backend is not None and not self.merged:
-                    self._unmerged = [set_aside(self)]
                 self._add_to_weight(adapter_name, 1.0, check=safe_merge)
                 self.merged_adapters.append(adapter_name)
 
@@ -156,9 +129,6 @@ class FrozenCoreLayer(BaseTunerLayer):
         """Take all merged updates out of the base weight again."""
         if not self.merged:
             warnings.warn("Already unmerged. Nothing to do.", stacklevel=2)
-        if self._unmerged:
-            put_back(self, self._unmerged.pop())
-            self.merged_adapters.clear()
         while self.merged_adapters:
             self._add_to_weight(self.merged_adapters.pop(), -1.0, check=False)
 
@@ -174,34 +144,15 @@ class FrozenCoreLayer(BaseTunerLayer):
             raise ValueError(f"NaNs detected in the merged weights. The adapter {adapter_name} seems to be broken")
         self.set_base_weight(merged.to(weight.dtype))
 
-    def _core_output(self, adapter_name: str, x: Tensor) -> Tensor:
-        """``s·P R Qᵀ x`` for inputs (..., n)."""
-        P, Q, R = self.factors(adapter_name)
+    def _trained_factors(self, adapter_name: str) -> tuple[Tensor, Tensor, Tensor]:
         if self.training:
             self._require_basis(adapter_name)
-        z = linear(self._cast_input_dtype(x, Q.dtype), Q.mT)
-        z = linear(z.to(R.dtype), R * self.frozencore_scale[adapter_name])
-        return linear(z.to(P.dtype), P)
+        return self.factors(adapter_name)
 
-    def _check_forward_args(self, x: Tensor, adapter_names: list[str]) -> None:
-        if len(x) != len(adapter_names):
-            raise ValueError(
-                "Length of `adapter_names` should be the same as the number of inputs, but got "
-                f"{len(adapter_names)} and {len(x)} respectively."
-            )
-        if self.merged:
-            raise ValueError(
-                "Cannot pass `adapter_names` when there are merged adapters, please call `unmerge_adapter` first."
-            )
-
-    def _add_rows(self, result: Tensor, x: Tensor, adapter_names: list[str]) -> Tensor:
-        """The base layer's output with each row's own update added."""
-        for adapter_name in dict.fromkeys(adapter_names):
-            if adapter_name in self.frozencore_R:
-                mine = [row for row, name in enumerate(adapter_names) if name == adapter_name]
-                update = self._core_output(adapter_name, x[mine]).to(result.dtype)
-                result = result.index_add(0, torch.tensor(mine, device=x.device), update)
-        return result
+    def _core_output(self, adapter_name: str, x: Tensor) -> Tensor:
+        """``s·P R Qᵀ x`` for inputs (..., n)."""
+        P, Q, R = self._trained_factors(adapter_name)
+        return core_output(self._cast_input_dtype(x, Q.dtype), P, Q, R, self.frozencore_scale[adapter_name])
 
     @torch.compiler.assume_constant_result  # it looks at values, which would break a compiled graph
     def _require_basis(self, adapter_name: str) -> None:
@@ -235,43 +186,6 @@ class FrozenCoreLayer(BaseTunerLayer):
         device, dtype = self._get_base_layer_device_and_dtype(self.get_base_layer())
         usable = dtype if dtype is not None and dtype.is_floating_point and dtype.itemsize > 1 else self.model_dtype
         return device if device is not None else torch.device("cpu"), usable
-
-
-class FrozenCoreLinear(nn.Module, FrozenCoreLayer):
-    """Frozen cores on ``nn.Linear``, ``Conv1D`` or a quantised linear layer."""
-
-    def __init__(self, base_layer: nn.Module, adapter_name: str, name: str, **kwargs: Any) -> None:
-        super().__init__()
-        FrozenCoreLayer.__init__(self, base_layer, name, **kwargs)
-        self._active_adapter = adapter_name
-
-    def forward(self, x: Tensor, *args: Any, adapter_names: list[str] | None = None, **kwargs: Any) -> Tensor:
-        """
-        Args:
-            adapter_names: The adapter of each row of x instead of the active ones; ``"__base__"`` is none.
-        """
-        if adapter_names is not None:
-            self._check_forward_args(x, adapter_names)
-        if self.disable_adapters and self.merged:
-            self.unmerge()
-        if self.quantization_backend is not None:
-            self._require_gradients()
-        result = self.base_layer(x, *args, **kwargs)
-        if self.disable_adapters or self.merged:
-            return result
-        if adapter_names is not None:
-            return self._add_rows(result, x, adapter_names)
-        active: Any = self.active_adapters
-        for adapter_name in active:
-            if adapter_name in self.frozencore_R:
-                result = result + self._core_output(adapter_name, x).to(result.dtype)
-        return result
-
-    def extra_repr(self) -> str:
-        return quantization_extra_repr(self)
-
-    def __repr__(self) -> str:
-        return "frozencore." + super().__repr__()
 
 
 def layer_shape(layer: Any) -> tuple[int, int]:

@@ -22,8 +22,10 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from frozencore.adapter.config import FrozenCoreConfig, FrozenCoreType
-from frozencore.adapter.layer import PREFIX, FrozenCoreLayer, FrozenCoreLinear
+from frozencore.adapter.layer import PREFIX, FrozenCoreLayer
+from frozencore.adapter.linear import FrozenCoreLinear
 from frozencore.adapter.mixed_batch import adapter_of_each_row
+from frozencore.adapter.quantised_linear import FrozenCoreQuantisedLinear
 from frozencore.calibration.quantised import keep_weights
 from frozencore.constructors import LayerEvidence, build_basis
 from frozencore.errors import ModelError
@@ -90,7 +92,8 @@ class FrozenCoreModel(BaseTuner):
                 "Name linear layers in target_modules; fused experts, embeddings and convolutions are not supported."
             )
         dtype = getattr(self.model, "dtype", torch.float32)
-        return FrozenCoreLinear(target, adapter_name, name, dtype=dtype, **get_quantization_kwargs(self))
+        kind = FrozenCoreLinear if backend is None else FrozenCoreQuantisedLinear
+        return kind(target, adapter_name, name, dtype=dtype, **get_quantization_kwargs(self))
 
     def _replace_module(self, parent: nn.Module, child_name: str, new_module: nn.Module, child: nn.Module) -> None:
         """As PEFT's, which on unloading would assign the computed weights of trainable tokens to their embedding."""

@@ -170,7 +170,7 @@ def _arguments(
         weight_decay=recipe.weight_decay,
         seed=recipe.seed,
         data_seed=recipe.seed,
-        optim="adamw_torch",
+        optim="adamw_torch_fused",
         save_strategy="no" if not saves else "epoch" if checkpoint_steps is None else "steps",
         save_steps=checkpoint_steps or 1,
         save_total_limit=2,  # the newest may be half-written

@@ -1,0 +1,106 @@
+"""The adapted product ``y = W x + b + s·P R Qᵀ x``, with autograd and by hand.
+
+By hand it keeps one tensor for the backward pass, ``z = Qᵀ x``, r values a token, and adds the core's parts into
+the results of the two base products instead of beside them: a fresh m-wide tensor costs more than the arithmetic.
+With g = ∂loss/∂y and h = Pᵀ g a token's gradients are
+
+    ∂loss/∂R = s·h zᵀ,    ∂loss/∂x = Wᵀ g + s·Q Rᵀ h.
+
+Shapes: inputs x (..., n), outputs (..., m), P m x r, Q n x r, R r x r.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn.functional import linear
+from torch.nn.modules import module as global_hooks
+
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def core_output(x: Tensor, P: Tensor, Q: Tensor, R: Tensor, scale: float) -> Tensor:
+    """``s·P R Qᵀ x`` by autograd, in the dtype of P; the core's own product in that of R."""
+    z = (x @ Q).to(R.dtype)
+    return linear(z, R * scale).to(P.dtype) @ P.mT
+
+
+def adapted_linear(x: Tensor, base: nn.Linear, P: Tensor, Q: Tensor, R: Tensor, scale: float) -> Tensor:
+    """The whole product by hand, for a base layer and an input that :func:`is_plain` accepts."""
+    if torch.is_grad_enabled() and (x.requires_grad or R.requires_grad):
+        return _AdaptedLinear.apply(x, base.weight, base.bias, P, Q, R, scale)[0]
+    return _forward(x, base.weight, base.bias, P, Q, R, scale)[0]
+
+
+def is_plain(base: nn.Module, x: Tensor, P: Tensor) -> TypeGuard[nn.Linear]:
+    """Whether calling the base layer is nothing but ``linear`` with frozen weights, in one dtype and place.
+
+    Hooks may keep the layer's own output, subclasses of tensors and modules compute otherwise, and what rewrites
+    programs (compilers, ``torch.func``, forward-mode differentiation, autocast) wants the expression itself.
+    """
+    if torch.compiler.is_compiling() or type(base) is not nn.Linear or "forward" in vars(base) or _is_hooked(base):
+        return False
+    tensors = [x, P, base.weight, *([] if base.bias is None else [base.bias])]
+    return (
+        all(type(tensor) in (Tensor, nn.Parameter) for tensor in tensors)
+        and all(tensor.dtype == P.dtype and tensor.device == P.device for tensor in tensors)
+        and not any(tensor.requires_grad for tensor in tensors[1:])
+        and not _is_rewritten(P.device)
+    )
+
+
+def _is_hooked(base: nn.Module) -> bool:
+    return any(getattr(base, name) for name in HOOKS) or bool(global_hooks._has_any_global_hook())
+
+
+def _is_rewritten(device: torch.device) -> bool:
+    return (
+        torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+        or (torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type))
+        or torch.jit.is_tracing()
+    )
+
+
+def _forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, P: Tensor, Q: Tensor, R: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """y (..., m) and z, tokens x r in the dtype of Q."""
+    tokens = x.reshape(-1, x.shape[-1])
+    z = tokens @ Q
+    y = linear(tokens, weight, bias).addmm_((z.to(R.dtype) @ R.mT).to(P.dtype), P.mT, alpha=scale)
+    return y.view(*x.shape[:-1], y.shape[-1]), z
+
+
+class _AdaptedLinear(torch.autograd.Function):
+    """z is an output too: only so does a second derivative find its way from the saved z back to x."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, P: Tensor, Q: Tensor, R: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        y, z = _forward(x, weight, bias, P, Q, R, scale)
+        ctx.set_materialize_grads(False)
+        ctx.scale, ctx.shape = scale, x.shape
+        ctx.save_for_backward(weight, P, Q, R, z if R.requires_grad else None)
+        return y, z
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
+        weight, P, Q, R, z = ctx.saved_tensors
+        grad_y, grad_z = grad_outputs
+        grad_x = grad_R = None
+        if grad_y is not None:
+            g = grad_y.reshape(-1, grad_y.shape[-1])
+            h = (g @ P).to(R.dtype)
+            if z is not None:
+                grad_R = h.mT @ z.to(R.dtype) * ctx.scale
+            if ctx.needs_input_grad[0]:
+                grad_x = (g @ weight).addmm_((h @ R).to(Q.dtype), Q.mT, alpha=ctx.scale)
+        if grad_z is not None and ctx.needs_input_grad[0]:
+            through_z = grad_z @ Q.mT
+            grad_x = through_z if grad_x is None else grad_x + through_z
+        return None if grad_x is None else grad_x.view(ctx.shape), None, None, None, None, grad_R, None

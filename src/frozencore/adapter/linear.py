@@ -1,0 +1,71 @@
+"""A linear layer with frozen cores on it: ``y = W x + b + s·P R Qᵀ x``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from peft.utils import quantization_extra_repr
+from torch import Tensor, nn
+
+from frozencore.adapter.core_product import adapted_linear, is_plain
+from frozencore.adapter.layer import FrozenCoreLayer
+
+
+class FrozenCoreLinear(nn.Module, FrozenCoreLayer):
+    """Frozen cores on ``nn.Linear`` or ``Conv1D``."""
+
+    def __init__(self, base_layer: nn.Module, adapter_name: str, name: str, **kwargs: Any) -> None:
+        super().__init__()
+        FrozenCoreLayer.__init__(self, base_layer, name, **kwargs)
+        self._active_adapter = adapter_name
+
+    def forward(self, x: Tensor, *args: Any, adapter_names: list[str] | None = None, **kwargs: Any) -> Tensor:
+        """
+        Args:
+            adapter_names: The adapter of each row of x instead of the active ones; ``"__base__"`` is none.
+        """
+        if adapter_names is not None:
+            self._check_forward_args(x, adapter_names)
+        if self.disable_adapters and self.merged:
+            self.unmerge()
+        if self.disable_adapters or self.merged:
+            return self.base_layer(x, *args, **kwargs)
+        if adapter_names is not None:
+            return self._add_rows(self.base_layer(x, *args, **kwargs), x, adapter_names)
+        active: Any = self.active_adapters
+        active = [adapter_name for adapter_name in active if adapter_name in self.frozencore_R]
+        if len(active) == 1 and not args and not kwargs:
+            P, Q, R = self._trained_factors(active[0])
+            if is_plain(self.base_layer, x, P):
+                return adapted_linear(x, self.base_layer, P, Q, R, self.frozencore_scale[active[0]])
+        result = self.base_layer(x, *args, **kwargs)
+        for adapter_name in active:
+            result = result + self._core_output(adapter_name, x).to(result.dtype)
+        return result
+
+    def _check_forward_args(self, x: Tensor, adapter_names: list[str]) -> None:
+        if len(x) != len(adapter_names):
+            raise ValueError(
+                "Length of `adapter_names` should be the same as the number of inputs, but got "
+                f"{len(adapter_names)} and {len(x)} respectively."
+            )
+        if self.merged:
+            raise ValueError(
+                "Cannot pass `adapter_names` when there are merged adapters, please call `unmerge_adapter` first."
+            )
+
+    def _add_rows(self, result: Tensor, x: Tensor, adapter_names: list[str]) -> Tensor:
+        """The base layer's output with each row's own update added."""
+        for adapter_name in dict.fromkeys(adapter_names):
+            if adapter_name in self.frozencore_R:
+                mine = [row for row, name in enumerate(adapter_names) if name == adapter_name]
+                update = self._core_output(adapter_name, x[mine]).to(result.dtype)
+                result = result.index_add(0, torch.tensor(mine, device=x.device), update)
+        return result
+
+    def extra_repr(self) -> str:
+        return quantization_extra_repr(self)
+
+    def __repr__(self) -> str:
+        return "frozencore." + super().__repr__()
