@@ -45,6 +45,8 @@ def test_plan_run_status_and_report(call: Call, tmp_path: Path) -> None:
     assert "Estimate for the 8 runs left" in planned
     assert not Path(folder).exists()
 
+    listed = call("plan", spec, "--out", folder, "--runs").splitlines()
+    assert len([line for line in listed if " left main final model=pocket" in line]) == 8
     ids = call("plan", spec, "--out", folder, "--ids").split()
     assert len(set(ids)) == 8
     ran = call("run", spec, "--out", folder, "--workers", "2")

@@ -32,16 +32,19 @@ def plan_(
     ids: Annotated[
         bool, typer.Option("--ids", help="Print only the ids of the runs that are ready, a line each.")
     ] = False,
+    runs: Annotated[bool, typer.Option("--runs", help="Print every run with its options and its state.")] = False,
     device: Annotated[str, typer.Option(help="Where it will run, for the estimate.")] = "auto",
     data_root: DataRoot = None,
     model_path: ModelPath = None,
 ) -> None:
     """Print the runs, their number, and what they are estimated to take; nothing is started."""
-    from frozencore.lab.campaign.command import plan_lines, ready_ids
+    from frozencore.lab.campaign.command import plan_lines, ready_ids, run_lines
 
     if ids:
         sys.stdout.write("".join(f"{run_id}\n" for run_id in ready_ids(spec, output)))
         return
+    for line in run_lines(spec, output) if runs else ():
+        _console().print(line, highlight=False, markup=False, soft_wrap=True)
     for part in plan_lines(spec, output, data_root=data_root, models=_models(model_path), device=device):
         _console().print(part, highlight=False)
 

@@ -105,6 +105,18 @@ def ready_ids(spec: Path, output: Path | None) -> list[str]:
     return [run_id for run_id in ids if store.outcome(run_id) is None]
 
 
+def run_lines(spec: Path, output: Path | None) -> Iterator[str]:
+    """Every run: its id, study, phase, options, and what became of it."""
+    campaign = read_campaign(spec)
+    store = Store(output or default_folder(campaign))
+    for run in plan(campaign, store.outcome):
+        outcome = store.outcome(run.job.id) if run.job else None
+        state = "left" if outcome is None else "finished" if outcome.record else "failed"
+        run_id = run.job.id if run.job else "-" * 16
+        axes = " ".join(f"{name}={value}" for name, value in run.axes.items())
+        yield f"{run_id} {state if run.job else 'waits'} {run.study} {run.phase} {axes}"
+
+
 def plan_lines(
     spec: Path, output: Path | None, *, data_root: Path | None, models: dict[str, str], device: str
 ) -> Iterator[RenderableType]:
