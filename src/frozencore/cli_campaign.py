@@ -30,7 +30,8 @@ def plan_(
     spec: Spec,
     output: Output = None,
     ids: Annotated[
-        bool, typer.Option("--ids", help="Print only the ids of the runs that are ready, a line each.")
+        bool,
+        typer.Option("--ids", help="Print only the ids of ready runs, a line each; makes the folder for `one`."),
     ] = False,
     runs: Annotated[bool, typer.Option("--runs", help="Print every run with its options and its state.")] = False,
     device: Annotated[str, typer.Option(help="Where it will run, for the estimate.")] = "auto",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -47,12 +48,10 @@ def run_campaign(
     store = Store(output or default_folder(campaign))
     plan(campaign, store.outcome)  # every error of the specification shows before the folder is made
     place = Place(data_root, device, _by_location(campaign, models))
-    store.open(campaign)
-    if retry_failed:
-        store.forget_failures()
+    store.require_own(campaign)
     crew = _crew(store, place, campaign, num_workers, device, ray_address)
-    with Board(console, store) as board:
-        standing = drive(campaign, store, crew, board)
+    with closing(crew), Board(console, store) as board:
+        standing = drive(campaign, store, crew, board, retry_failed=retry_failed)
     console.print(
         f"{standing.finished} runs finished, {standing.failed} failed, {standing.left} left. "
         f"Next: frozencore campaign report {store.folder}",
@@ -97,10 +96,11 @@ def run_one(
 
 
 def ready_ids(spec: Path, output: Path | None) -> list[str]:
-    """Ids of the runs that could be made now, searches first."""
+    """Ids of the runs that could be made now, searches first; the folder is there for ``campaign one`` afterwards."""
     campaign = read_campaign(spec)
     store = Store(output or default_folder(campaign))
     runs = sorted(plan(campaign, store.outcome), key=lambda run: run.phase == "final")
+    store.open(campaign)
     ids = dict.fromkeys(run.job.id for run in runs if run.job)
     return [run_id for run_id in ids if store.outcome(run_id) is None]
 

@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Literal, Protocol
 
+from frozencore.errors import ArtifactError
 from frozencore.lab.campaign.job import Job
 from frozencore.lab.campaign.shared import Needs, SharedWork
 from frozencore.lab.campaign.store import Store
@@ -28,20 +29,25 @@ class Event:
     """What a worker tells: a stage of its run, the end of it, or (told by the crew) the end of the worker.
 
     Attributes:
+        kind: ``halted`` is the end of every run: the campaign's folder is full, read-only or out of sight.
         done, total: Steps of the stage.
+        message: Why it halted, or what is known of a death.
     """
 
     worker: int
-    kind: Literal["stage", "finished", "failed", "died"]
+    kind: Literal["stage", "finished", "failed", "halted", "died"]
     stage: str = ""
     done: int = 0
     total: int | None = None
+    message: str = ""
 
 
 class Crew(Protocol):
     """Workers that make one run at a time. A worker that died is replaced by itself at its next run."""
 
-    size: int
+    @property
+    def size(self) -> int:
+        """How many there are; it may change while they run."""
 
     def start(self, worker: int, job: Job, needs: Needs) -> None:
         """Give an idle worker a run."""
@@ -97,8 +103,13 @@ class LocalCrew:
     def start(self, worker: int, job: Job, needs: Needs) -> None:
         if worker not in self._connections:
             self._hire(worker)
+        try:
+            self._connections[worker].send((job, needs))
+        except OSError:  # it was killed while it had nothing to do
+            self._dismiss(worker)
+            self._hire(worker)
+            self._connections[worker].send((job, needs))
         self._busy.add(worker)
-        self._connections[worker].send((job, needs))
 
     def events(self, timeout_s: float) -> Sequence[Event]:
         told: list[Event] = []
@@ -110,8 +121,9 @@ class LocalCrew:
                 if told[-1].kind != "stage":
                     self._busy.discard(worker)
             except (EOFError, OSError):
+                if worker in self._busy:
+                    told.append(Event(worker, "died"))
                 self._dismiss(worker)
-                told.append(Event(worker, "died"))
         return told
 
     def close(self) -> None:
@@ -164,7 +176,10 @@ def _work(
             job, needs = connection.recv()
         except EOFError:
             return
-        connection.send(("finished" if worker.run(job, SharedWork(store, needs), tell) else "failed",))
+        try:
+            connection.send(("finished" if worker.run(job, SharedWork(store, needs), tell) else "failed",))
+        except ArtifactError as error:
+            connection.send(("halted", "", 0, None, str(error)))
 
 
 def _end_with(driver: int) -> None:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from frozencore.errors import ArtifactError
 from frozencore.lab.campaign.crew import Crew, Event
 from frozencore.lab.campaign.job import Job
 from frozencore.lab.campaign.plan import Planned, plan
@@ -35,9 +36,16 @@ Watch = Callable[[Tally, dict[int, Job], Event | None], None]
 """Called with how the campaign stands, what each worker does, and what has just happened."""
 
 
-def drive(campaign: Campaign, store: Store, crew: Crew, watch: Watch) -> Tally:
-    """Run everything that has neither finished nor failed. Interrupt it at any time; it goes on from there."""
+def drive(campaign: Campaign, store: Store, crew: Crew, watch: Watch, *, retry_failed: bool = False) -> Tally:
+    """Run everything that has neither finished nor failed. Interrupt it at any time; it goes on from there.
+
+    Raises:
+        ArtifactError: Another process drives it, or its folder cannot be written (any more).
+    """
     with store.locked("driver", wait=False):
+        store.open(campaign)
+        if retry_failed:
+            store.forget_failures()
         try:
             return _Driver(campaign, store, crew, watch).run()
         finally:
@@ -113,16 +121,18 @@ class _Driver:
     def _take(self, event: Event) -> None:
         if event.kind != "stage":
             job = self.running.pop(event.worker)
+            if event.kind == "halted":
+                raise ArtifactError(event.message)
             if event.kind == "died":
-                self._bury(job)
+                self._bury(job, event.message)
             self._plan()
         self.watch(self.standing, self.running, event)
 
-    def _bury(self, job: Job) -> None:
+    def _bury(self, job: Job, known: str) -> None:
         self.deaths[job.id] += 1
         if self.deaths[job.id] >= MOST_DEATHS:
             message = f"{MOST_DEATHS} workers died of it: killed from outside, or out of memory"
-            self.store.fail(job.id, {"reason": "worker died", "message": message, "config": job.resolved}, "")
+            self.store.fail(job.id, {"reason": "worker died", "message": message, "config": job.resolved}, known)
 
 
 def _order(run: Planned) -> tuple[bool, bool]:

@@ -93,6 +93,8 @@ class SharedWork:
                 if needs <= has:
                     return there
                 needs |= has
+            for left in file.parent.glob(f".{file.name}.*.tmp"):  # of one that was killed while it wrote
+                left.unlink()
             found = collect_for(config, model, batches, needs, stages)
             save_moments(file, found, fingerprint)
         return found

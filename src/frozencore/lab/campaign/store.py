@@ -2,6 +2,7 @@
 
 campaign.json             the specification
 runs/ID/result.json       a finished run; written aside and renamed, so it is whole or not there
+runs/.ID.partial/         a run that somebody makes, or that was killed: its log.txt and checkpoints
 failed/ID/failure.json    why a run has no result, and log.txt
 shared/                   moments and weight bases, computed once
 records.jsonl             every record, one a line: an index that is rebuilt from runs/, and all that a report needs
@@ -14,16 +15,18 @@ import json
 import re
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from frozencore.errors import ArtifactError
 from frozencore.lab.campaign.plan import Outcome
 from frozencore.lab.campaign.spec import Campaign, read_campaign
-from frozencore.lab.record import require_writable, write_json, write_lines
+from frozencore.lab.record import require_writable, write_json, write_lines, write_text
 
 RECORD = "result.json"
+LOG = "log.txt"
+SPECIFICATION = "campaign.json"
 _ID = re.compile(r"[0-9a-f]{16}")
 
 
@@ -37,20 +40,27 @@ class Store:
         self.shared = folder / "shared"
         self._records: dict[str, Mapping[str, Any]] | None = None
 
-    def open(self, campaign: Campaign) -> None:
-        """Make the folder, or take up the one that is there; the specification may have grown, its name not changed.
+    def require_own(self, campaign: Campaign) -> None:
+        """Refuse a folder that this campaign cannot have; nothing is written.
 
         Raises:
             ArtifactError: The folder cannot be written, or holds another campaign.
         """
         require_writable(self.folder)
-        file = self.folder / "campaign.json"
-        if file.exists() and self.campaign().name != campaign.name:
+        if (self.folder / SPECIFICATION).exists() and self.campaign().name != campaign.name:
             raise ArtifactError(
                 f"{self.folder} holds the campaign {self.campaign().name!r}, not {campaign.name!r}. "
                 "Choose another --output."
             )
-        write_json(file, campaign.model_dump(mode="json"))
+
+    def open(self, campaign: Campaign) -> None:
+        """Make the folder, or take up the one that is there; the specification may have grown, its name not changed.
+
+        Raises:
+            ArtifactError: As for :meth:`require_own`.
+        """
+        self.require_own(campaign)
+        write_json(self.folder / SPECIFICATION, campaign.model_dump(mode="json"))
 
     def campaign(self) -> Campaign:
         """The campaign that the folder is of.
@@ -58,9 +68,9 @@ class Store:
         Raises:
             ArtifactError: It is no campaign's folder.
         """
-        file = self.folder / "campaign.json"
+        file = self.folder / SPECIFICATION
         if not file.is_file():
-            raise ArtifactError(f"{self.folder} is no campaign's folder: it holds no campaign.json. Name another.")
+            raise ArtifactError(f"{self.folder} is no campaign's folder: it holds no {SPECIFICATION}. Name another.")
         return read_campaign(file)
 
     def outcome(self, run_id: str) -> Outcome | None:
@@ -79,26 +89,37 @@ class Store:
 
         The folder becomes the run's own when the block ends and a ``result.json`` is in it. One that was killed leaves
         it as it is, with its checkpoints.
+
+        Raises:
+            ArtifactError: The run's folder is there, without its result.
         """
-        aside = self.runs / f".{run_id}.partial"
+        aside, folder = self._partial(run_id), self.runs / run_id
         with self.locked(f"run-{run_id}"):
-            if (self.runs / run_id).exists():
+            if folder.exists():
+                if not (folder / RECORD).exists():
+                    raise ArtifactError(f"{folder} holds no {RECORD}. Remove it and the run is made again.")
                 yield None
                 return
-            if not (aside / RECORD).exists():
-                aside.mkdir(parents=True, exist_ok=True)
-                yield aside
+            aside.mkdir(parents=True, exist_ok=True)
+            # A result is there when its process was killed just before the renaming.
+            yield None if (aside / RECORD).exists() else aside
             if (aside / RECORD).exists():
-                aside.replace(self.runs / run_id)
+                for left in aside.glob(".*.tmp"):  # of one that was killed while it wrote
+                    left.unlink()
+                aside.replace(folder)
                 shutil.rmtree(self.failed / run_id, ignore_errors=True)
 
-    def fail(self, run_id: str, failure: Mapping[str, Any], log: str) -> None:
-        """Note why a run has no result; what it had begun is removed."""
-        folder = self.failed / run_id
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "log.txt").write_text(log, encoding="utf-8")
-        write_json(folder / "failure.json", failure)
-        shutil.rmtree(self.runs / f".{run_id}.partial", ignore_errors=True)
+    def fail(self, run_id: str, failure: Mapping[str, Any], last_words: str) -> None:
+        """Note why a run has no result, and keep its log; what else it had begun is removed.
+
+        Raises:
+            ArtifactError: The folder cannot be written.
+        """
+        log = self._partial(run_id) / LOG
+        told = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
+        write_text(self.failed / run_id / LOG, told + last_words)
+        write_json(self.failed / run_id / "failure.json", failure)
+        shutil.rmtree(self._partial(run_id), ignore_errors=True)
 
     def forget_failures(self) -> int:
         """Let failed runs be tried again; how many there were."""
@@ -111,16 +132,21 @@ class Store:
         """Hold a lock of this folder; the system drops it when the process ends, however it ends.
 
         Raises:
-            ArtifactError: Another process holds it, without ``wait``.
+            ArtifactError: Another process holds it, without ``wait``; or nothing can be locked here.
         """
-        locks = self.folder / "locks"
-        locks.mkdir(parents=True, exist_ok=True)
-        with (locks / name).open("w") as file:
+        with ExitStack() as held:
             try:
+                (self.folder / "locks").mkdir(parents=True, exist_ok=True)
+                file = held.enter_context((self.folder / "locks" / name).open("w"))
                 fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
             except BlockingIOError as error:
                 raise ArtifactError(
                     f"Another process drives the campaign in {self.folder}. Wait for it, or stop it."
+                ) from error
+            except OSError as error:
+                raise ArtifactError(
+                    f"{self.folder} takes no file lock: {error.strerror}. Choose a writable folder on a file system "
+                    "with working flock."
                 ) from error
             yield
 
@@ -143,6 +169,9 @@ class Store:
             if _ID.fullmatch(file.parent.name) and file.parent.name not in known:
                 known[file.parent.name] = self._read(file)
         write_lines(self.folder / "records.jsonl", ({**known[run_id], "run_id": run_id} for run_id in sorted(known)))
+
+    def _partial(self, run_id: str) -> Path:
+        return self.runs / f".{run_id}.partial"
 
     def _known(self) -> dict[str, Mapping[str, Any]]:
         if self._records is None:

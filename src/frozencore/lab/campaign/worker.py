@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 import traceback
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TextIO
 
 import torch
 from peft import PeftModel
 
-from frozencore.errors import FrozenCoreError, TrainingError
+from frozencore.errors import ArtifactError, FrozenCoreError, TrainingError
 from frozencore.lab.campaign.job import Job
 from frozencore.lab.campaign.shared import SharedWork, replace_size
 from frozencore.lab.campaign.stability import compare_bases
-from frozencore.lab.campaign.store import RECORD, Store
+from frozencore.lab.campaign.store import LOG, RECORD, Store
 from frozencore.lab.config import RunConfig, Targets
 from frozencore.lab.loading import load_model
 from frozencore.lab.record import provenance, write_json
 from frozencore.lab.run import RECORD_FORMAT, Adapted, Base, Bench, Score, Stages, adapt_from_data, execute, prepare
 
 Reason = Literal["diverged", "out of memory", "bad input", "error"]
+NOT_WRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
 @dataclass(frozen=True)
@@ -55,27 +59,31 @@ class Worker:
     def run(self, job: Job, shared: SharedWork, stages: Stages) -> bool:
         """Make a run's result, or note why there is none; False for the latter.
 
-        What is not an error of the run (Ctrl-C, a kill) leaves it as if it had never begun, with its checkpoints.
+        What is not an error of the run (Ctrl-C, a kill, a full disk) leaves it as if it had never begun, with its log
+        and its checkpoints.
+
+        Raises:
+            ArtifactError: The campaign's folder cannot be written: no other run would fare better.
         """
-        log: list[str] = []
-
-        def logged(stage: str, done: int, total: int | None, note: str) -> None:
-            log.append(f"{stage} {done}/{total} {note}".rstrip())
-            stages(stage, done, total, note)
-
         try:
             with self.store.running(job.id) as folder:
                 if folder is not None:
-                    self._make(job, folder, shared, logged)
+                    with (folder / LOG).open("a", encoding="utf-8", buffering=1) as log:  # by line: outlives a kill
+                        self._make(job, folder, shared, _logged(log, stages))
         except Exception as error:
             self._base = None  # it may hold half an adapter
+            if _cannot_write(error):
+                raise ArtifactError(
+                    f"{self.store.folder} cannot be written: {_in_one_line(error)} Make room and give the same command "
+                    "again: finished runs are kept."
+                ) from error
             failure = {
                 "reason": _reason(error),
-                "message": " ".join(str(error).split()) or type(error).__name__,
+                "message": _in_one_line(error),
                 "config": job.resolved,
                 "provenance": provenance(),
             }
-            self.store.fail(job.id, failure, "\n".join([*log, traceback.format_exc()]))
+            self.store.fail(job.id, failure, traceback.format_exc())
             return False
         return True
 
@@ -127,9 +135,42 @@ class Worker:
             model.unload()
 
 
+def _logged(log: TextIO, stages: Stages) -> Stages:
+    def tell(stage: str, done: int, total: int | None, note: str) -> None:
+        log.write(f"{stage} {done}/{total} {note}".rstrip() + "\n")
+        stages(stage, done, total, note)
+
+    return tell
+
+
 def _reason(error: Exception) -> Reason:
+    if any(_is_out_of_memory(cause) for cause in _causes(error)):
+        return "out of memory"
     if isinstance(error, TrainingError):
         return "diverged"
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return "out of memory"
     return "bad input" if isinstance(error, FrozenCoreError) else "error"
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """On a CPU torch says it in words alone."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)
+
+
+def _cannot_write(error: Exception) -> bool:
+    """Whether the disk is the reason; safetensors and torch say so in words alone."""
+    words = (*map(os.strerror, NOT_WRITABLE), "PytorchStreamWriter failed")
+    return any(
+        (isinstance(cause, OSError) and cause.errno in NOT_WRITABLE) or any(word in str(cause) for word in words)
+        for cause in _causes(error)
+    )
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__ or cause.__context__
+
+
+def _in_one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

@@ -1,0 +1,75 @@
+"""What the tests of a campaign's execution share: small campaigns of the pocket model, and what must not depend on
+where, how often interrupted and in what order their runs are made."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import frozencore
+
+TWO_METHODS = """
+name: small
+models: {pocket: pocket}
+keep_adapters: true
+base: {batch_size: 8, accumulation: 1, dtype: float32, num_train: 32, num_evaluation: 16, epochs: 3}
+studies:
+  main:
+    title: Small
+    axes: {model: [pocket], task: [pocket-sentiment], method: [fcca, lora_xs], seed: [42]}
+    search: {grids: [{for: [fcca], warmup: [0.03, 0.1]}]}
+"""  # four runs: two of a search, and one a method
+FOUR_METHODS = TWO_METHODS.replace("[fcca, lora_xs]", "[fcca, eva, milora, pissa]").replace("[42]", "[42, 43]")
+NOTHING_ELSE_COUNTS = (
+    "accuracy", "accuracy_before", "held_out_loss", "held_out_loss_before", "score", "hashes", "training",
+    "trainable_parameters", "adapter_bytes", "warnings",
+)  # fmt: skip
+ENVIRONMENT = {
+    **os.environ,
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "PYTHONPATH": str(Path(frozencore.__file__).parents[1]),
+}
+
+
+def command_line(*words: str | Path) -> list[str]:
+    """``frozencore`` with those words, in a process of its own."""
+    return [sys.executable, "-m", "frozencore.cli", *map(str, words)]
+
+
+def frozencore_run(*words: str | Path, **kwargs: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command_line(*words), env=ENVIRONMENT, text=True, capture_output=True, timeout=600, check=False, **kwargs
+    )
+
+
+def results_of(folder: Path) -> dict[str, Any]:
+    """Of every run by id: numbers, hashes, predictions and the bytes of its adapter, but no times."""
+    found = {}
+    for file in sorted(folder.glob("runs/[0-9a-f]*/result.json")):
+        record = json.loads(file.read_text())
+        record.get("score", {}).pop("time_s", None)
+        final = record["config"]["evaluate_on"] == "evaluation"  # what a search trained is not kept
+        weights = sorted(file.parent.glob("adapter/*.safetensors")) if final else []
+        found[file.parent.name] = {
+            **{name: record[name] for name in NOTHING_ELSE_COUNTS if name in record},
+            "predictions": (file.parent / "predictions.jsonl").read_text(),
+            "weights": [hashlib.sha256(path.read_bytes()).hexdigest() for path in weights],
+        }
+    return found
+
+
+def index_of(folder: Path) -> list[str]:
+    """The ids in ``records.jsonl``, a line each."""
+    return [json.loads(line)["run_id"] for line in (folder / "records.jsonl").read_text().splitlines()]
+
+
+def specification(folder: Path, text: str) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "campaign.yaml").write_text(text)
+    return folder / "campaign.yaml"
