@@ -92,10 +92,23 @@ def test_truncated_svd_keeps_the_quality_table_of_the_maths(method: str, at_leas
             assert ref.principal_cosines(ref.numpy_of(X), X_ref[:, :16]).mean() >= at_least
 
 
-def test_auto_is_exact_up_to_512_and_randomized_above() -> None:
-    small, large = slowly_decaying(512, 600, 0.5, 0), slowly_decaying(513, 600, 0.5, 0)
+def test_auto_is_exact_up_to_256_and_randomized_above() -> None:
+    small, large = slowly_decaying(256, 300, 0.5, 0), slowly_decaying(257, 300, 0.5, 0)
     assert torch.equal(truncated_svd(small, 16).U, truncated_svd(small, 16, method="gram").U)
     assert torch.equal(truncated_svd(large, 16).U, truncated_svd(large, 16, method="randomized").U)
+
+
+@pytest.mark.parametrize("true_rank", [0, 1, 5, 40])
+def test_the_randomized_svd_keeps_its_factors_orthonormal_where_the_matrix_has_no_more_directions(
+    true_rank: int,
+) -> None:
+    M = random_matrix(300, true_rank, 0, torch.float32) @ random_matrix(true_rank, 280, 1, torch.float32)
+    U, S, V = truncated_svd(M, 16, method="randomized")
+    assert effective_rank(S) == min(true_rank, 16)
+    for X in (U, V):
+        torch.testing.assert_close(X.mT @ X, torch.eye(16), rtol=0, atol=1e-5)
+    expected = torch.linalg.svdvals(M.double())[:16]
+    torch.testing.assert_close(S.double(), expected, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.usefixtures("as_a_user")
@@ -140,6 +153,14 @@ def test_top_eigenvectors_equal_numpys() -> None:
     expected = np.sort(np.linalg.eigvalsh(ref.numpy_of(A)))[::-1][:4]
     np.testing.assert_allclose(ref.numpy_of(values), expected, rtol=1e-10)
     assert ref.span_distance(ref.numpy_of(vectors), ref.top_eigenspace(ref.numpy_of(A), 4)) < 1e-10
+
+
+def test_top_eigenvectors_of_a_large_matrix_equal_numpys() -> None:
+    M = slowly_decaying(400, 400, 0.5, 0)
+    A = M @ M.mT
+    vectors, values = top_eigenvectors(A, 16)
+    np.testing.assert_allclose(ref.numpy_of(values), np.arange(1, 17) ** -1.0, rtol=1e-4)
+    assert ref.span_distance(ref.numpy_of(vectors), ref.top_eigenspace(ref.numpy_of(A), 16)) < 1e-3
 
 
 def test_the_inverse_root_whitens() -> None:

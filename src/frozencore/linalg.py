@@ -18,7 +18,8 @@ from frozencore.errors import CalibrationError, ConfigError
 SvdMethod = Literal["auto", "gram", "randomized", "full"]
 SVD_METHODS: tuple[str, ...] = get_args(SvdMethod)
 
-GRAM_LIMIT = 512  # up to this min(m, n) the exact Gram eigenproblem is cheap (MATHS.md, table "Truncated SVD")
+GRAM_LIMIT = 256  # up to this min(m, n) the exact Gram eigenproblem is the faster one; at 384 it takes twice as long
+KRYLOV_WIDTH, KRYLOV_BLOCKS = 2, 6  # the randomised SVD's block is 2r wide; six blocks span its space
 RANK_TOLERANCE = 1e-6  # a singular value below this share of the largest one is noise
 
 
@@ -40,9 +41,9 @@ def truncated_svd(M: Float[Tensor, "m n"], rank: int, *, method: SvdMethod = "au
     """The ``min(rank, m, n)`` leading singular triples of ``M``.
 
     Args:
-        method: ``gram`` solves the float64 eigenproblem of the smaller Gram matrix (exact); ``randomized`` is
-            subspace iteration with 4r directions and 8 rounds; ``full`` is LAPACK's SVD; ``auto`` takes
-            ``gram`` up to ``min(m, n) = 512`` and ``randomized`` above.
+        method: ``gram`` solves the float64 eigenproblem of the smaller Gram matrix (exact); ``randomized`` takes the
+            best of a block Krylov space, six blocks of 2r directions; ``full`` is LAPACK's SVD; ``auto`` is
+            ``gram`` where min(m, n) is at most 256 or 12r, and ``randomized`` above.
         seed: Seed of the random start of ``randomized``.
 
     Raises:
@@ -51,7 +52,7 @@ def truncated_svd(M: Float[Tensor, "m n"], rank: int, *, method: SvdMethod = "au
     require_finite(M)
     rank = min(rank, *M.shape)
     if method == "auto":
-        method = "gram" if min(M.shape) <= max(GRAM_LIMIT, 4 * rank) else "randomized"
+        method = "randomized" if _prefers_krylov(M, rank) else "gram"
     if method == "gram":
         U, S, V = _gram_svd(M, rank)
     elif method == "randomized":
@@ -64,9 +65,14 @@ def truncated_svd(M: Float[Tensor, "m n"], rank: int, *, method: SvdMethod = "au
     return TruncatedSVD(*canonical_signs(U, S, V))
 
 
+def all_finite(M: Tensor) -> bool:
+    """Whether no entry is NaN or Inf; ``isfinite`` on every entry would hold another M and half of one."""
+    return M.numel() == 0 or all(bool(end.isfinite()) for end in torch.aminmax(M))
+
+
 def require_finite(M: Tensor) -> None:
     """Factorisations of NaN fail in LAPACK's words or return something plausible: refuse before."""
-    if not torch.isfinite(M).all():
+    if not all_finite(M):
         raise CalibrationError(
             "A matrix to factorise holds NaN or Inf. Check the model's weights and the calibration data."
         )
@@ -85,16 +91,40 @@ def _gram_svd(M: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _randomized_svd(M: Tensor, rank: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Subspace iteration (Halko, Martinsson and Tropp, 2011, algorithm 4.4)."""
-    width, rounds = min(4 * rank, *M.shape), 8
+    """Block Golub-Kahan: the best of the Krylov space of ``MᵀM`` over a random start (Musco and Musco, 2015).
+
+    Half the time of subspace iteration with twice the width and 17 products, at the same accuracy: it forgets no block.
+    """
+    width, num_blocks = KRYLOV_WIDTH * rank, KRYLOV_BLOCKS
+    if width * num_blocks > min(M.shape):
+        width, num_blocks = min(M.shape), 1  # all of the space at once
     generator = seeded_generator(seed, "svd", *M.shape)
-    start = torch.randn(M.shape[1], width, generator=generator, dtype=torch.float32)
-    Y = torch.linalg.qr(M @ start.to(M.device, M.dtype)).Q
-    for _ in range(rounds):
-        Y = torch.linalg.qr(M.mT @ Y).Q
-        Y = torch.linalg.qr(M @ Y).Q
-    U, S, Vh = torch.linalg.svd(Y.mT @ M, full_matrices=False)
-    return Y @ U[:, :rank], S[:rank], Vh[:rank].mT
+    start = torch.randn(M.shape[0], width, generator=generator, dtype=torch.float32)
+    V = torch.linalg.qr(_times(M, start.to(M.device, M.dtype))).Q
+    images = [M @ V]
+    for _ in range(num_blocks - 1):
+        block = _new_directions(_times(M, torch.linalg.qr(images[-1]).Q), V)
+        V = torch.cat([V, block], dim=1)
+        images.append(M @ block)
+    image = torch.cat(images, dim=1)
+    if (V.mT @ V - torch.eye(V.shape[1], dtype=V.dtype, device=V.device)).abs().max() > 1e-5:
+        V = torch.linalg.qr(V).Q  # a matrix of low rank has no new directions to give: its blocks repeat old ones
+        image = M @ V
+    U, T = torch.linalg.qr(image)
+    left, S, right = torch.linalg.svd(T, full_matrices=False)
+    return U @ left[:, :rank], S[:rank], V @ right[:rank].mT
+
+
+def _times(M: Tensor, X: Tensor) -> Tensor:
+    """``Mᵀ X``; transposed twice, because BLAS is up to three times faster with M as it lies."""
+    return (X.mT @ M).mT
+
+
+def _new_directions(X: Tensor, basis: Tensor) -> Tensor:
+    """Orthonormal columns for what X has outside of the span of an orthonormal basis."""
+    for _ in range(2):  # one pass of Gram-Schmidt leaves round-off along the basis, a second one removes it
+        X = torch.linalg.qr(X - basis @ (basis.mT @ X)).Q
+    return X
 
 
 def canonical_signs(U: Tensor, S: Tensor, V: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -130,13 +160,23 @@ def complete_orthonormal(X: Float[Tensor, "m k"], rank: int, generator: torch.Ge
 
 
 def top_eigenvectors(A: Float[Tensor, "n n"], rank: int) -> tuple[Float[Tensor, "n r"], Float[Tensor, " r"]]:
-    """Eigenvectors and eigenvalues of a symmetric PSD matrix, largest first, with canonical signs."""
+    """Eigenvectors and eigenvalues of a symmetric PSD matrix, largest first, with canonical signs.
+
+    Large ones take the randomised SVD, which is a third of the time at n = 512 and less above.
+    """
     require_finite(A)
+    if _prefers_krylov(A, rank):
+        top, values, _ = truncated_svd(A, rank, method="randomized")
+        return top, values
     eigenvalues, vectors = torch.linalg.eigh(A.double())
     top = vectors[:, -rank:].flip(1)
     values = eigenvalues[-rank:].flip(0).clamp_min(0)
     top, _, _ = canonical_signs(top, values, top)
     return top.to(A.dtype), values.to(A.dtype)
+
+
+def _prefers_krylov(M: Tensor, rank: int) -> bool:
+    return min(M.shape) > max(GRAM_LIMIT, KRYLOV_WIDTH * KRYLOV_BLOCKS * rank)
 
 
 def inverse_root(A: Float[Tensor, "n n"], smallest: float) -> Float[Tensor, "n n"]:

@@ -15,6 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from frozencore.errors import CalibrationError
+from frozencore.linalg import all_finite
 
 MomentName = Literal[
     "cross", "input_square", "error_square", "input_outer", "error_outer", "input_total", "output_outer",
@@ -87,7 +88,7 @@ class LayerMoments:
             )
         if self.num_tokens < 1:
             raise CalibrationError("Moments need at least one counted token, but none was counted.")
-        if not torch.isfinite(total).all():
+        if not all_finite(total):
             raise CalibrationError(f"The moment {name!r} holds NaN or Inf. Check the model and the calibration data.")
         return total / self.num_tokens
 
@@ -101,6 +102,10 @@ class LayerMoments:
             raise CalibrationError(f"Only moments of the same kind add up, but {self.names()} met {other.names()}.")
         sums = {name: getattr(self, name) + getattr(other, name) for name in self.names()}
         return LayerMoments(num_tokens=self.num_tokens + other.num_tokens, **sums)
+
+    def without_matrices(self) -> LayerMoments:
+        """The count and the vectors alone."""
+        return replace(self, cross=None, input_outer=None, error_outer=None, output_outer=None)
 
     def to(self, device: torch.device | str) -> LayerMoments:
         """The same moments on another device."""

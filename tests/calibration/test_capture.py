@@ -91,9 +91,9 @@ def test_bf16_squares_are_not_rounded_before_they_are_summed() -> None:
 def test_shared_inputs_are_squared_once_per_block(monkeypatch: pytest.MonkeyPatch) -> None:
     """q, k and v read one tensor: with o that is two input squares and four error squares a block."""
     calls: list[int] = []
-    square_sum = frozencore.calibration.capture._square_sum
+    square_sum = frozencore.calibration.capture.square_sum
     monkeypatch.setattr(
-        frozencore.calibration.capture, "_square_sum", lambda values: calls.append(1) or square_sum(values)
+        frozencore.calibration.capture, "square_sum", lambda values: calls.append(1) or square_sum(values)
     )
     model = tiny_qwen2()
     collect_moments(model, [batch_of(draw_examples(3, seed=0))], attention_names(model))

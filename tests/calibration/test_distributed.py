@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from calibration.two_ranks import CONSTRUCTORS, EXAMPLES, adapted, bases, cores_after_a_step
+from calibration.two_ranks import CONSTRUCTORS, EXAMPLES, adapted, bases, cores_after_a_step, streamed_bases
 from frozencore import calibrate
 from frozencore.calibration.shards import assign_owners
 from frozencore.linalg import principal_cosines
@@ -53,6 +53,12 @@ def test_the_bases_are_those_of_one_process_on_all_examples(constructor: str, re
         assert principal_cosines(shared, single).min() > 0.9999
     tokens = {name: layer.num_tokens for name, layer in calibration.layers.items()}
     assert reports[0][f"{constructor} tokens"] == tokens
+
+
+def test_sketches_are_added_up_over_the_ranks(reports: list[dict[str, Any]]) -> None:
+    for name, single in streamed_bases(EXAMPLES).items():
+        assert torch.equal(reports[0]["streamed"][name], reports[1]["streamed"][name])
+        torch.testing.assert_close(reports[0]["streamed"][name], single, rtol=0, atol=2e-4)
 
 
 @pytest.mark.parametrize("how", ["step", "fsdp step"])

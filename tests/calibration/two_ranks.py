@@ -15,9 +15,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from frozencore import FrozenCoreConfig, calibrate
+from frozencore.adapter.passes import BasisWork
+from frozencore.calibration.budget import PassPlan
 from frozencore.calibration.shards import assign_owners, own_rank
 from frozencore.errors import CalibrationError
-from tiny import batches_of, draw_examples, tiny_qwen2
+from tiny import Example, batches_of, draw_examples, tiny_qwen2
 
 EXAMPLES = draw_examples(num_examples=12, seed=5)
 CONSTRUCTORS = ("fcca", "rawgrad", "signgrad", "filora", "eva", "lora_xs", "random")
@@ -29,6 +31,17 @@ def adapted(constructor: str, **options: Any) -> torch.nn.Module:
 
 def bases(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in model.named_buffers() if "frozencore_" in name}
+
+
+def streamed_bases(examples: list[Example]) -> dict[str, torch.Tensor]:
+    """With a plan of sketches, which no budget asks for in so small a model."""
+    model, plan = adapted("fcca"), BasisWork.plan
+    BasisWork.plan = lambda work, *_: PassPlan((tuple(work.layers),), streaming=True)  # type: ignore[method-assign]
+    try:
+        calibrate(model, batches_of(examples, 2), progress=False)
+    finally:
+        BasisWork.plan = plan  # type: ignore[method-assign]
+    return bases(model)
 
 
 def cores_after_a_step(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -74,6 +87,8 @@ def main(out: Path) -> None:
         calibration = calibrate(model, batches_of(share, 2), progress=False)
         report[constructor] = bases(model) | {n: p.detach() for n, p in model.named_parameters() if "frozencore_R" in n}
         report[f"{constructor} tokens"] = {name: layer.num_tokens for name, layer in calibration.layers.items()}
+
+    report["streamed"] = streamed_bases(share)
 
     model = adapted("fcca")
     calibrate(model, batches_of(share, 2), progress=False)

@@ -4,37 +4,23 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 from torch.utils.data import Dataset
 from tqdm.auto import tqdm
 
 from frozencore.adapter.calibratable import adapter_for_new_bases
-from frozencore.adapter.config import FrozenCoreConfig
-from frozencore.adapter.layer import FrozenCoreLayer
+from frozencore.adapter.passes import BasisWork, Report
 from frozencore.basis import Basis
-from frozencore.calibration.collect import collect_moments
 from frozencore.calibration.examples import Collator, batches_from
 from frozencore.calibration.options import CalibrationOptions
-from frozencore.calibration.shards import (
-    all_ranks_or_none,
-    assign_owners,
-    own_rank,
-    reduce_moments,
-    share_bases,
-)
-from frozencore.constructors import LayerEvidence, build_basis
+from frozencore.calibration.shards import all_ranks_or_none, assign_owners, share_bases
 from frozencore.errors import CalibrationError
 from frozencore.moments import LayerMoments, spread
-
-Report = Callable[[str, int, int | None], None]
-"""Called with the stage (``"calibration"`` or ``"bases"``), the steps done, and their total if it is known."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +62,7 @@ def calibrate(
     batch_size: int | None = None,
     num_examples: int | None = None,
     options: CalibrationOptions | None = None,
+    memory_budget: int | str | None = None,
     moments: Mapping[str, LayerMoments] | None = None,
     reset: bool = False,
     progress: bool | Report = True,
@@ -85,13 +72,15 @@ def calibrate(
     Args:
         model: A model with a frozen-core adapter, from ``peft.get_peft_model``.
         data: Batches with ``input_ids``, ``attention_mask`` and ``labels``: a DataLoader, or any iterable that ends.
-            With ``collator``, tokenised rows: a ``datasets.Dataset``, a PyTorch dataset, or a list. Read once (once
-            per layer group).
+            With ``collator``, tokenised rows: a ``datasets.Dataset``, a PyTorch dataset, or a list. Read once.
         adapter_name: The adapter to calibrate; the active one by default.
         collator: Makes a batch of a list of rows, as in ``Trainer``.
         batch_size: Rows in a batch that the collator makes; 8 by default.
         num_examples: Stop after that many examples; data without an end, and streams, need it.
         options: Options of the pass, see :class:`frozencore.calibration.options.CalibrationOptions`.
+        memory_budget: What calibration may take beyond a plain forward and backward pass, ``"8GiB"`` for instance or a
+            number of bytes: it decides how many passes are made over the examples, where the sums are, and whether
+            they are sketches (see docs/memory.md). Also an option of ``options``.
         moments: Moments collected before, by layer name, instead of ``data``.
         reset: Allow a new basis under a core that has been trained (the core is lost).
         progress: Show a bar, stay silent, or call a function of your own.
@@ -105,83 +94,38 @@ def calibrate(
     Raises:
         CalibrationError: Nothing to calibrate, a trained core without ``reset``, merged adapters, or bad moments.
             No basis is changed then.
+        ConfigError: The memory budget is no size, or too small for a single layer; the smallest that works is named.
         DataError: The data are not batches, or rows that the collator cannot read.
     """
     adapter_name, config, layers = adapter_for_new_bases(model, adapter_name, reset=reset)
-    needs = config.constructor_entry.needs(config.basis_options())
+    options = options or CalibrationOptions()
+    if memory_budget is not None:
+        options = replace(options, memory_budget=memory_budget)
     owners = assign_owners({name: (layer.out_features, layer.in_features) for name, layer in layers.items()})
     started = time.perf_counter()
     with _reporting(progress) as report:
-        if needs and moments is None:
+        work = BasisWork(model, adapter_name, config, layers, owners, report)
+        if config.constructor_entry.needs(config.basis_options()) and moments is None:
             if data is None:
                 raise CalibrationError(f"{config.constructor} reads data: call calibrate(model, dataloader).")
-            with all_ranks_or_none(), _adapters_off(model):
-                moments = collect_moments(
-                    model,
-                    batches_from(data, collator=collator, batch_size=batch_size, num_examples=num_examples),
-                    {name: layer.get_base_layer() for name, layer in layers.items()},
-                    needs=needs,
-                    options=options,
-                    progress=lambda done, total: report("calibration", done, total),
-                )
-            moments = reduce_moments(moments, owners)
-        collected = time.perf_counter()
-        own = {name: layer for name, layer in layers.items() if owners[name] == own_rank()}
-        with all_ranks_or_none():
-            bases = _build_bases(own, adapter_name, config, moments or {}, report)
-    bases = share_bases(bases, owners, {name: layer.factors(adapter_name)[:2] for name, layer in layers.items()})
+            with all_ranks_or_none():
+                batches = batches_from(data, collator=collator, batch_size=batch_size, num_examples=num_examples)
+            work.read(batches, options)
+        else:
+            work.build(layers, dict(moments or {}))
+    bases = share_bases(work.bases, owners, {name: layer.factors(adapter_name)[:2] for name, layer in layers.items()})
     for name, layer in layers.items():
         layer.set_basis(
             adapter_name, bases[name], initial_step=config.initial_step, random_core=not config.init_weights
         )
-    if moments:
-        config.calibration_tokens = max(layer.num_tokens for layer in moments.values())
+    if work.diagonals:
+        config.calibration_tokens = max(layer.num_tokens for layer in work.diagonals.values())
     _warn_of_weak_layers(bases)
     return Calibration(
-        layers={name: _describe(bases[name], (moments or {}).get(name)) for name in layers},
-        collect_s=collected - started,
-        build_s=time.perf_counter() - collected,
+        layers={name: _describe(bases[name], work.diagonals.get(name)) for name in layers},
+        collect_s=work.collect_s,
+        build_s=time.perf_counter() - started - work.collect_s,
     )
-
-
-@contextmanager
-def _adapters_off(model: nn.Module) -> Iterator[None]:
-    """The plain base model, whatever adapters and ``modules_to_save`` are active on it."""
-    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper)]
-    before = [layer._disable_adapters for layer in layers]
-    try:
-        for layer in layers:
-            layer._disable_adapters = True
-        yield
-    finally:
-        for layer, disabled in zip(layers, before, strict=True):
-            layer._disable_adapters = disabled
-
-
-def _build_bases(
-    layers: Mapping[str, FrozenCoreLayer],
-    adapter_name: str,
-    config: FrozenCoreConfig,
-    moments: Mapping[str, LayerMoments],
-    report: Report,
-) -> dict[str, Basis]:
-    bases: dict[str, Basis] = {}
-    for done, (name, layer) in enumerate(layers.items(), start=1):
-        evidence = LayerEvidence(name, (layer.out_features, layer.in_features), layer.dense_weight, moments.get(name))
-        rank = layer.factors(adapter_name)[2].shape[0]
-        _require_tokens(evidence, rank)
-        bases[name] = build_basis(config.constructor, evidence, config.basis_options(rank))
-        layer.require_fit(adapter_name, bases[name])
-        report("bases", done, len(layers))
-    return bases
-
-
-def _require_tokens(evidence: LayerEvidence, rank: int) -> None:
-    if evidence.moments is not None and evidence.moments.num_tokens < rank:
-        raise CalibrationError(
-            f"A basis of rank {rank} needs at least {rank} counted tokens, but layer {evidence.name!r} received "
-            f"{evidence.moments.num_tokens}. Calibrate on more text."
-        )
 
 
 def _warn_of_weak_layers(bases: Mapping[str, Basis]) -> None:

@@ -4,7 +4,9 @@ An identity autograd function sits on the layer's output. Its forward saves the 
 output error δ and adds ``δᵀx``, ``Σ x²``, ``Σ δ²``. That counts each call once with and without gradient
 checkpointing, is indifferent to how the weights are stored, and costs one extra product.
 
-Shapes: a batch's counted tokens N, m out features, n in features.
+Products are added where the sum lies (``addmm``), so no second m x n matrix exists.
+
+Shapes: a batch's counted tokens N, m out features, n in features, k columns of a projection.
 """
 
 from __future__ import annotations
@@ -19,10 +21,12 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from frozencore.calibration.encoder_side import EncoderSide
+from frozencore.calibration.sums import add_outer, finite, outer, projected, select, square_sum, sum_dtype
 from frozencore.errors import CalibrationError
 from frozencore.moments import BACKWARD_MOMENTS, LayerMoments, MomentName
 
 INPUT_SIDE: frozenset[MomentName] = frozenset({"input_square", "input_outer", "input_total"})
+STRIP = 2**24  # entries of a product that are moved at once to sums on another device
 
 
 class _Tap(torch.autograd.Function):
@@ -64,6 +68,7 @@ class ReadInput:
     """What one call added on the input side, kept for the next layer that reads the same tensor (q, k, v)."""
 
     x: Tensor  # held so that its memory is not reused: only then does its address identify it
+    values: Tensor  # its counted rows
     sums: dict[MomentName, Tensor]
     finite: Tensor
 
@@ -73,12 +78,22 @@ class ReadInput:
         return same_place and mine._version == x._version
 
 
+@dataclass(frozen=True)
+class Projection:
+    """What δ (by ``left``, m x k) and x (by ``right``, n x k) are multiplied with before their cross product is summed:
+    ``leftᵀ (Σ δxᵀ) right``, without the m x n matrix in the middle. None is the identity."""
+
+    left: Tensor | None = None
+    right: Tensor | None = None
+
+
 class LayerRecorder:
     """Float32 sums of one layer over everything it saw."""
 
-    def __init__(self, name: str, capture: Capture) -> None:
+    def __init__(self, name: str, capture: Capture, projection: Projection) -> None:
         self.name = name
         self.capture = capture
+        self.projection = projection
         self.num_tokens = 0
         self.totals: dict[MomentName, Tensor] = {}
         self.input_finite: Tensor | None = None
@@ -109,21 +124,23 @@ class LayerRecorder:
             self._add(name, value)
         self.num_tokens += x_all.shape[0] if rows is None else rows.numel()
         if error is not None:
-            error = _select(error, rows)
-            finite = _finite(error)
-            self.error_finite = finite if self.error_finite is None else self.error_finite & finite
+            error = select(error, rows)
+            is_finite = finite(error)
+            self.error_finite = is_finite if self.error_finite is None else self.error_finite & is_finite
             if "cross" in needs:
-                self._add("cross", _outer(error, _select(x_all, rows)))
+                self._add_product(
+                    "cross", projected(error, self.projection.left), projected(read.values, self.projection.right)
+                )
             if "error_square" in needs:
-                self._add("error_square", _square_sum(error))
+                self._add("error_square", square_sum(error))
             if "error_outer" in needs:
-                self._add("error_outer", _outer(error, error))
+                self._add_product("error_outer", error, error)
         if y is not None:
-            output = _select(y.reshape(-1, y.shape[-1]), rows)
+            output = select(y.reshape(-1, y.shape[-1]), rows)
             if "output_outer" in needs:
-                self._add("output_outer", _outer(output, output))
+                self._add_product("output_outer", output, output)
             if "output_total" in needs:
-                self._add("output_total", output.sum(0, dtype=_sum_dtype(output)))
+                self._add("output_total", output.sum(0, dtype=sum_dtype(output)))
 
     def _add(self, name: MomentName, value: Tensor) -> None:
         value = value.to(self.capture.stats_device or value.device)
@@ -132,9 +149,24 @@ class LayerRecorder:
         else:
             self.totals[name] = value.clone() if name in INPUT_SIDE else value
 
+    def _add_product(self, name: MomentName, left: Tensor, right: Tensor) -> None:
+        """Add ``leftᵀ right`` (p x q, from N x p and N x q) without a p x q matrix beside the sum."""
+        device = self.capture.stats_device or left.device
+        if name not in self.totals:
+            shape = left.shape[1], right.shape[1]
+            self.totals[name] = torch.zeros(shape, dtype=sum_dtype(left), device=device)
+        total = self.totals[name]
+        if device == left.device:
+            add_outer(total, left, right)
+            return
+        rows = max(1, STRIP // total.shape[1])  # strips: the device that the model runs on may have little room left
+        for strip, part in zip(total.split(rows), left.split(rows, dim=1), strict=True):
+            strip.add_(outer(part, right).to(device))
+
     def moments(self) -> LayerMoments:
-        """The sums so far."""
-        return LayerMoments(num_tokens=self.num_tokens, **self.totals)
+        """The sums, handed over: recorders refer to each other, so what they kept would outlive its last use."""
+        totals, self.totals = self.totals, {}
+        return LayerMoments(num_tokens=self.num_tokens, **totals)
 
 
 class Capture:
@@ -150,6 +182,7 @@ class Capture:
         self.stats_device = stats_device
         self.encoder = encoder
         self.tokens = self.source_tokens = CountedTokens(0, None)
+        self.layers: list[nn.Module] = []
         self.recorders: dict[str, LayerRecorder] = {}
         self._latest: ReadInput | None = None
 
@@ -166,15 +199,15 @@ class Capture:
         """Input-side sums of one call, computed once for layers that read the same tensor one after the other."""
         if self._latest is not None and not self.tokens.only_nonzero_delta and self._latest.is_of(x):
             return self._latest
-        values = _select(x.reshape(-1, x.shape[-1]), rows)
+        values = select(x.reshape(-1, x.shape[-1]), rows)
         sums: dict[MomentName, Tensor] = {}
         if "input_square" in self.needs:
-            sums["input_square"] = _square_sum(values)
+            sums["input_square"] = square_sum(values)
         if "input_outer" in self.needs:
-            sums["input_outer"] = _outer(values, values)
+            sums["input_outer"] = outer(values, values)
         if "input_total" in self.needs:
-            sums["input_total"] = values.sum(0, dtype=_sum_dtype(values))
-        self._latest = ReadInput(x, sums, _finite(values))
+            sums["input_total"] = values.sum(0, dtype=sum_dtype(values))
+        self._latest = ReadInput(x, values, sums, finite(values))
         return self._latest
 
     def finish_batch(self, batch_index: int) -> None:
@@ -202,6 +235,7 @@ def capturing(
     needs: frozenset[MomentName],
     stats_device: torch.device | None = None,
     encoder: EncoderSide | None = None,
+    projections: Mapping[str, Projection] | None = None,
 ) -> Iterator[Capture]:
     """Record the named layers of a model while it runs; the hooks are gone afterwards, whatever happened."""
     capture = Capture(needs, stats_device, encoder)
@@ -221,7 +255,9 @@ def capturing(
 
     try:
         for name, layer in layers.items():
-            recorder = capture.recorders[name] = LayerRecorder(name, capture)
+            capture.layers.append(layer)
+            projection = (projections or {}).get(name, Projection())
+            recorder = capture.recorders[name] = LayerRecorder(name, capture, projection)
             handles.append(
                 layer.register_forward_hook(
                     lambda layer, args, kwargs, y, recorder=recorder: tap(recorder, layer, args, kwargs, y),
@@ -232,29 +268,3 @@ def capturing(
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _select(values: Tensor, rows: Tensor | None) -> Tensor:
-    return values if rows is None else values.index_select(0, rows.to(values.device))
-
-
-def _sum_dtype(values: Tensor) -> torch.dtype:
-    return torch.promote_types(values.dtype, torch.float32)
-
-
-def _square_sum(values: Tensor) -> Tensor:
-    """``Σ v⊙v`` over rows; a product with itself would round in half precision before it is summed."""
-    wide = values.to(_sum_dtype(values))
-    return torch.linalg.vecdot(wide, wide, dim=0)
-
-
-def _outer(left: Tensor, right: Tensor) -> Tensor:
-    """``leftᵀ right`` with float32 accumulation: p x q from N x p and N x q."""
-    if left.is_cuda and left.dtype in (torch.bfloat16, torch.float16):
-        return torch.mm(left.mT, right, out_dtype=torch.float32)
-    dtype = _sum_dtype(left)
-    return left.mT.to(dtype) @ right.to(dtype)
-
-
-def _finite(values: Tensor) -> Tensor:
-    return values.sum(dtype=_sum_dtype(values)).isfinite()

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from peft import PeftModel
 from torch import Tensor, nn
 
-from frozencore.calibration.capture import Capture, CountedTokens, capturing
+from frozencore.calibration.capture import Capture, CountedTokens, LayerRecorder, Projection, capturing
 from frozencore.calibration.encoder_side import is_encoder_decoder, watching_encoder
 from frozencore.calibration.loss import (
+    IGNORED,
     calibration_loss,
     counted_source_tokens,
     counted_target_tokens,
     counted_tokens,
     labels_of,
+    predicted,
 )
 from frozencore.calibration.options import CalibrationOptions
 from frozencore.calibration.preserve import preserved
@@ -69,15 +74,52 @@ def collect_moments(
     moments: dict[str, LayerMoments] = {}
     with preserved(model):
         for index, group in enumerate(groups):
-            report = _share_of(progress, index, len(groups))
-            moments |= _collect_group(model, batches, {name: modules[name] for name in group}, needs, options, report)
-    unreached = [name for name, moment in moments.items() if moment.num_tokens == 0]
+            report = share_of(progress, index, len(groups))
+            taps = Taps({name: modules[name] for name in group}, needs)
+            recorders = run_pass(model, batches, taps, options, report)
+            moments |= {name: recorder.moments() for name, recorder in recorders.items()}
+    refuse_unreached({name: layer.num_tokens for name, layer in moments.items()})
+    return moments
+
+
+@dataclass(frozen=True)
+class Taps:
+    """What one pass looks at: layers, the sums to make, and how cross products are projected before they are summed."""
+
+    layers: Mapping[str, nn.Module]
+    needs: frozenset[MomentName]
+    projections: Mapping[str, Projection] | None = None
+
+
+def run_pass(
+    model: nn.Module, batches: Iterable[Batch], taps: Taps, options: CalibrationOptions, progress: Progress | None
+) -> dict[str, LayerRecorder]:
+    """One run over all batches, with the model prepared by :func:`frozencore.calibration.preserve.preserved`."""
+    generator = seeded_generator(options.seed, "fisher labels")
+    device = torch.device(options.stats_device) if options.stats_device else None
+    num_examples, total = 0, _total_examples(batches)
+    with (
+        watching_encoder(model) as encoder,
+        capturing(taps.layers, taps.needs, device, encoder, taps.projections) as capture,
+    ):
+        for index, batch in enumerate(batches):
+            _run_batch(model, batch, capture, options, generator, index)
+            num_examples += num_examples_of(batch)
+            if progress:
+                progress(num_examples, total)
+        if num_examples == 0:
+            raise CalibrationError("Calibration needs examples, but the data gave none. Check the dataloader.")
+        return capture.recorders
+
+
+def refuse_unreached(num_tokens: Mapping[str, int]) -> None:
+    """A layer without a token has no moments."""
+    unreached = [name for name, count in num_tokens.items() if count == 0]
     if unreached:
         raise CalibrationError(
             f"Layer {unreached[0]!r} ({len(unreached)} in all) received no counted token. "
             "Check that the model uses it and that the batches are not all padding."
         )
-    return moments
 
 
 def take_examples(batches: Iterable[Batch], num_examples: int) -> Iterable[Batch]:
@@ -114,28 +156,6 @@ def _require_batch(batch: Any, index: int) -> None:
         )
 
 
-def _collect_group(
-    model: nn.Module,
-    batches: Iterable[Batch],
-    layers: Mapping[str, nn.Module],
-    needs: frozenset[MomentName],
-    options: CalibrationOptions,
-    progress: Progress | None,
-) -> dict[str, LayerMoments]:
-    generator = seeded_generator(options.seed, "fisher labels")
-    device = torch.device(options.stats_device) if options.stats_device else None
-    num_examples, total = 0, _total_examples(batches)
-    with watching_encoder(model) as encoder, capturing(layers, needs, device, encoder) as capture:
-        for index, batch in enumerate(batches):
-            _run_batch(model, batch, capture, options, generator, index)
-            num_examples += num_examples_of(batch)
-            if progress:
-                progress(num_examples, total)
-        if num_examples == 0:
-            raise CalibrationError("Calibration needs examples, but the data gave none. Check the dataloader.")
-        return {name: recorder.moments() for name, recorder in capture.recorders.items()}
-
-
 def _run_batch(
     model: nn.Module,
     batch: Batch,
@@ -160,7 +180,7 @@ def _run_batch(
         with torch.no_grad():  # a decoder that shifts its labels cannot run without them
             model(**{key: value for key, value in batch.items() if key != "labels" or capture.encoder is not None})
     else:
-        loss = _loss(model, batch, options, generator)
+        loss = _loss(model, batch, options, generator, whole_logits=_reads_logits(model, capture.layers))
         if not loss.requires_grad:
             unused = list(capture.recorders)
             raise CalibrationError(
@@ -170,7 +190,9 @@ def _run_batch(
     capture.finish_batch(index)
 
 
-def _loss(model: nn.Module, batch: Batch, options: CalibrationOptions, generator: torch.Generator) -> Tensor:
+def _loss(
+    model: nn.Module, batch: Batch, options: CalibrationOptions, generator: torch.Generator, *, whole_logits: bool
+) -> Tensor:
     labels = labels_of(batch)
     can_generate = getattr(model, "can_generate", None)
     if can_generate is None or not can_generate():
@@ -182,8 +204,24 @@ def _loss(model: nn.Module, batch: Batch, options: CalibrationOptions, generator
         return model(**batch).loss * num_examples_of(batch)
     if is_encoder_decoder(model):
         return calibration_loss(model(**batch).logits, labels, options, generator, aligned=True)
-    output = model(**{key: value for key, value in batch.items() if key != "labels"})
-    return calibration_loss(output.logits, labels, options, generator)
+    targets = predicted(labels)
+    inputs = {key: value for key, value in batch.items() if key != "labels"}
+    if not whole_logits:
+        kept = targets.ne(IGNORED).any(0).nonzero().squeeze(1)
+        inputs["logits_to_keep"], targets = kept, targets[:, kept]
+    return calibration_loss(model(**inputs).logits, targets, options, generator, aligned=True)
+
+
+def _reads_logits(model: nn.Module, layers: Iterable[nn.Module]) -> bool:
+    """Whether all positions need logits: a captured output layer sees them, or the model cannot leave any out.
+
+    Logits of completion columns alone save a seventh of the pass in benchmarks/calibration.py.
+    """
+    base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+    output_layer = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
+    return "logits_to_keep" not in inspect.signature(base.forward).parameters or any(
+        layer is output_layer for layer in layers
+    )
 
 
 def _total_examples(batches: Iterable[Batch]) -> int | None:
@@ -198,8 +236,8 @@ def _total_examples(batches: Iterable[Batch]) -> int | None:
         return None
 
 
-def _share_of(progress: Progress | None, index: int, num_groups: int) -> Progress | None:
-    """Progress of one group among several, as if all were one pass."""
-    if progress is None or num_groups == 1:
+def share_of(progress: Progress | None, index: int, num_passes: int) -> Progress | None:
+    """Progress of one pass among several, as if all were one."""
+    if progress is None or num_passes == 1:
         return progress
-    return lambda done, total: progress(done + index * (total or 0), total * num_groups if total is not None else None)
+    return lambda done, total: progress(done + index * (total or 0), total * num_passes if total is not None else None)

@@ -49,7 +49,7 @@ def calibration_loss(
     """Sum over the batch's examples of their loss, in float32 at least.
 
     Args:
-        aligned: Position t predicts the label at t, as in a decoder whose inputs were shifted, not the next one.
+        aligned: Position t predicts the label at t, because inputs or labels were shifted before, not the next one.
 
     Raises:
         CalibrationError: No token of the batch carries a label.

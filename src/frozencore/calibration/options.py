@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from frozencore.calibration.budget import memory_bytes
 from frozencore.errors import ConfigError
 
 Tokens = Literal["nonpad", "completion", "nonzero_delta"]
@@ -24,6 +25,8 @@ class CalibrationOptions:
             equally; ``token_sum``: tokens weigh equally.
         fisher_labels: ``empirical`` uses the true labels, ``mc`` samples them from the model.
         group_size: Layers per pass (the paper's ``calib_group_size``); 999 means all at once.
+        memory_budget: What calibration may take beyond a plain forward and backward pass, ``"8GiB"`` for instance or a
+            number of bytes. ``calibrate`` then chooses groups, device and algorithm. None is as much as it takes.
         stats_device: Where the sums are held, ``"cpu"`` for instance; None is the layer's own device.
         seed: Seed of sampled labels.
     """
@@ -33,6 +36,7 @@ class CalibrationOptions:
     weighting: Weighting = "example_mean"
     fisher_labels: FisherLabels = "empirical"
     group_size: int = 999
+    memory_budget: int | str | None = None
     stats_device: str | None = None
     seed: int = 0
 
@@ -44,6 +48,8 @@ class CalibrationOptions:
         ):
             if value not in allowed:
                 raise ConfigError(f"Calibration option {name} must be one of {', '.join(allowed)}, but {value!r} came.")
+        if self.memory_budget is not None:
+            memory_bytes(self.memory_budget)
         if self.skip_first < 0:
             raise ConfigError(f"skip_first counts tokens and cannot be negative, but {self.skip_first} came.")
         if self.group_size < 1:

@@ -74,6 +74,24 @@ def reduce_moments(moments: Mapping[str, LayerMoments], owners: Mapping[str, int
     return {name: _reduce(layer, owners[name]) for name, layer in moments.items()}
 
 
+def sum_over_ranks(total: Tensor) -> Tensor:
+    """The sum of every rank's tensor, on all of them; the tensor itself without a process group."""
+    if num_ranks() == 1:
+        return total
+    summed = total.to(_device())
+    _together(partial(dist.all_reduce, summed))
+    return summed.to(total.device)
+
+
+def largest_over_ranks(number: int) -> int:
+    """The largest of every rank's numbers, on all of them."""
+    if num_ranks() == 1:
+        return number
+    largest = torch.tensor(number, device=_device())
+    _together(partial(dist.all_reduce, largest, op=dist.ReduceOp.MAX))
+    return int(largest)
+
+
 def _reduce(layer: LayerMoments, owner: int) -> LayerMoments:
     count = torch.tensor(layer.num_tokens, device=_device())
     _together(partial(dist.all_reduce, count))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from frozencore.basis import COORDINATES, Basis, Coordinates
 from frozencore.constructors.eva import EVA_OUTPUTS, EvaOutput, eva_basis, eva_needs
-from frozencore.constructors.fcca import fcca_basis
+from frozencore.constructors.fcca import fcca_basis, fcca_basis_of_svd
 from frozencore.constructors.filora import filora_basis, filora_needs
 from frozencore.constructors.lora_xs import lora_xs_basis
 from frozencore.constructors.milora import milora_basis
@@ -21,7 +21,7 @@ from frozencore.constructors.rawgrad import rawgrad_basis
 from frozencore.constructors.signgrad import signgrad_basis
 from frozencore.constructors.vera import vera_basis
 from frozencore.errors import CalibrationError, ConfigError
-from frozencore.linalg import SVD_METHODS, SvdMethod, seeded_generator
+from frozencore.linalg import SVD_METHODS, SvdMethod, TruncatedSVD, seeded_generator
 from frozencore.moments import LayerMoments, MomentName
 from frozencore.naming import unknown_name
 from frozencore.whitening import FISHERS, Fisher, Whitening
@@ -101,10 +101,16 @@ class LayerEvidence:
 
 @dataclass(frozen=True)
 class Constructor:
-    """One way to choose a basis: the moments it needs under given options, and how it builds."""
+    """One way to choose a basis: the moments it needs under given options, and how it builds.
+
+    Attributes:
+        metric: The diagonal metric under which the leading singular triples of the whitened cross moment are all it
+            reads, so that a sketch will do; None if it reads more.
+    """
 
     needs: Callable[[BasisOptions], frozenset[MomentName]]
     build: Callable[[LayerEvidence, BasisOptions], Basis]
+    metric: Callable[[BasisOptions], Whitening | None] = lambda _: None
 
     def needs_data(self, options: BasisOptions) -> bool:
         return bool(self.needs(options))
@@ -125,12 +131,14 @@ CONSTRUCTORS: dict[str, Constructor] = {
             layer.data, o.rank, whitening=o.whitening, coordinates=o.coordinates, svd_method=o.svd_method,
             seed=layer.seed(o.seed),
         ),
+        lambda o: o.whitening if o.whitening.fisher == "diagonal" else None,
     ),
     "rawgrad": Constructor(
         _only_cross,
         lambda layer, o: rawgrad_basis(
             layer.data, o.rank, coordinates=o.coordinates, svd_method=o.svd_method, seed=layer.seed(o.seed)
         ),
+        lambda _: Whitening(sides="none"),
     ),
     "signgrad": Constructor(
         _only_cross,
@@ -186,6 +194,15 @@ def find_constructor(name: str) -> Constructor:
     if name not in CONSTRUCTORS:
         raise ConfigError(unknown_name("constructor", str(name), CONSTRUCTORS))
     return CONSTRUCTORS[name]
+
+
+def build_streamed_basis(constructor: str, layer: LayerEvidence, svd: TruncatedSVD, options: BasisOptions) -> Basis:
+    """The basis of a constructor with a ``metric``, from singular triples and from moments without matrices."""
+    metric = find_constructor(constructor).metric(options)
+    assert metric is not None
+    return fcca_basis_of_svd(
+        svd, layer.data, options.rank, whitening=metric, coordinates=options.coordinates, seed=layer.seed(options.seed)
+    )
 
 
 def build_basis(constructor: str, layer: LayerEvidence, options: BasisOptions) -> Basis:

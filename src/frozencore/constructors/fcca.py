@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 
 from frozencore.basis import Basis, Coordinates, basis_from_factors
-from frozencore.linalg import SvdMethod, effective_rank, truncated_svd
+from frozencore.linalg import SvdMethod, TruncatedSVD, effective_rank, truncated_svd
 from frozencore.moments import LayerMoments
-from frozencore.whitening import Whitening
+from frozencore.whitening import InverseRoot, Whitening
 
 
 def fcca_basis(
@@ -45,14 +45,48 @@ def fcca_basis(
             G[:, :0], G.mT[:, :0], rank=rank, spectrum=torch.zeros(rank), coordinates=coordinates, seed=seed
         )
     A_root, D_root = whitening.input_root(moments), whitening.output_root(moments)
-    T = A_root(D_root(G).mT).mT
-    U, S, V = truncated_svd(T, rank, method=svd_method, seed=seed)
+    if whitening.fisher == "diagonal":  # in place: G is the largest thing in memory
+        T = G.mul_(D_root(G.new_ones(len(G), 1))).mul_(A_root(G.new_ones(G.shape[1], 1)).mT)
+    else:
+        T = A_root(D_root(G).mT).mT
+    svd = truncated_svd(T, rank, method=svd_method, seed=seed)
+    return _unwhitened(svd, A_root, D_root, rank=rank, coordinates=coordinates, seed=seed)
+
+
+def fcca_basis_of_svd(
+    svd: TruncatedSVD,
+    diagonals: LayerMoments,
+    rank: int,
+    *,
+    whitening: Whitening,
+    coordinates: Coordinates = "qr",
+    seed: int = 0,
+) -> Basis:
+    """The basis of :func:`fcca_basis` from the leading singular triples of T instead of G.
+
+    Args:
+        svd: No triples at all for a layer without gradient.
+        diagonals: Holds what ``whitening.needs()`` names.
+    """
+    rank = min(rank, len(svd.U), len(svd.V))
+    if len(svd.S) == 0:
+        return basis_from_factors(
+            svd.U, svd.V, rank=rank, spectrum=torch.zeros(rank), coordinates=coordinates, seed=seed
+        )
+    A_root, D_root = whitening.input_root(diagonals), whitening.output_root(diagonals)
+    return _unwhitened(svd, A_root, D_root, rank=rank, coordinates=coordinates, seed=seed)
+
+
+def _unwhitened(
+    svd: TruncatedSVD,
+    A_root: InverseRoot,
+    D_root: InverseRoot,
+    *,
+    rank: int,
+    coordinates: Coordinates,
+    seed: int,
+) -> Basis:
+    U, S, V = svd
     k = effective_rank(S)
-    return basis_from_factors(
-        D_root(U[:, :k].double()),
-        A_root(V[:, :k].double()),
-        rank=rank,
-        spectrum=S,
-        coordinates=coordinates,
-        seed=seed,
-    )
+    P0, Q0 = D_root(U[:, :k].double()), A_root(V[:, :k].double())
+    return basis_from_factors(P0, Q0, rank=rank, spectrum=S, coordinates=coordinates, seed=seed)

@@ -1,0 +1,201 @@
+"""What calibration costs, side by side with the data-driven and SVD initialisations of PEFT, alternating in one run.
+
+    python benchmarks/calibration.py            # minutes;  --quick: one tiny round that only shows that it runs
+
+Times are seconds of CPU on one thread: on a shared machine the wall clock says who else was at work.
+
+Every contestant starts from a copy of the same random model (eight layers of width 512) and ends with an adapter of
+rank 16 on q, k, v and o that is ready to train; all read the same 128 examples of 64 to 128 tokens, half of them
+completion, in the same padded batches; token frequencies fall as in text (Zipf). The floor is a plain forward and
+backward pass over those batches, with the model's own loss and gradients passed through every layer down to the
+embeddings, but for no weight.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import os
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from peft import EvaConfig, LoraConfig, LoraGAConfig, get_peft_model, initialize_lora_eva_weights
+from peft.tuners.lora.config import CordaConfig
+from peft.tuners.lora.corda import preprocess_corda
+from peft.tuners.lora.loraga import preprocess_loraga
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from frozencore import FrozenCoreConfig, calibrate
+from frozencore.lab.record import provenance, write_json
+
+RANK = 16
+FLOOR = "floor"
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]
+Batch = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How large the comparison is."""
+
+    hidden: int = 512
+    intermediate: int = 1408
+    layers: int = 8
+    vocabulary: int = 12288
+    examples: int = 128
+    shortest: int = 64
+    longest: int = 128
+    batch_size: int = 8
+
+
+QUICK = Scale(hidden=256, intermediate=256, layers=2, vocabulary=128, examples=32, shortest=24, longest=32)
+
+
+def wide_model(scale: Scale) -> nn.Module:
+    """The random model of benchmarks/scoring.py; its output layer is 21 % of the arithmetic, as in Llama-3.2-1B."""
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=scale.vocabulary, hidden_size=scale.hidden, intermediate_size=scale.intermediate,
+        num_hidden_layers=scale.layers, num_attention_heads=8, num_key_value_heads=2, max_position_embeddings=512,
+        pad_token_id=0,
+    )  # fmt: skip
+    return Qwen2ForCausalLM(config).eval()
+
+
+def padded_batches(scale: Scale) -> list[Batch]:
+    """Independent tokens, lengths drawn evenly; padded on the right, in the order drawn, as from a plain DataLoader."""
+    generator = torch.Generator().manual_seed(1)
+    lengths = torch.randint(scale.shortest, scale.longest + 1, (scale.examples,), generator=generator).tolist()
+    zipf = 1 / torch.arange(1, scale.vocabulary)
+    batches = []
+    for first in range(0, scale.examples, scale.batch_size):
+        chunk = lengths[first : first + scale.batch_size]
+        ids = 1 + torch.multinomial(zipf, len(chunk) * max(chunk), replacement=True, generator=generator)
+        ids = ids.reshape(len(chunk), max(chunk))
+        position, length = torch.arange(max(chunk)), torch.tensor(chunk)[:, None]
+        real = position < length
+        labels = ids.masked_fill(~real | (position < length // 2), -100)
+        batches.append({"input_ids": ids * real, "attention_mask": real.long(), "labels": labels})
+    return batches
+
+
+def floor(model: nn.Module, batches: list[Batch]) -> None:
+    model.requires_grad_(False)
+    for batch in batches:
+        embeds = model.get_input_embeddings()(batch["input_ids"]).requires_grad_()
+        model(inputs_embeds=embeds, attention_mask=batch["attention_mask"], labels=batch["labels"]).loss.backward()
+
+
+def ours(constructor: str) -> Callable[[nn.Module, list[Batch]], None]:
+    def run(model: nn.Module, batches: list[Batch]) -> None:
+        config = FrozenCoreConfig(r=RANK, target_modules=TARGETS, constructor=constructor, task_type="CAUSAL_LM")
+        calibrate(get_peft_model(model, config), batches, progress=False)
+
+    return run
+
+
+def lora(initialisation: str | bool, **options: Any) -> LoraConfig:
+    return LoraConfig(
+        r=RANK, target_modules=TARGETS, init_lora_weights=initialisation, task_type="CAUSAL_LM", **options
+    )
+
+
+def eva(model: nn.Module, batches: list[Batch]) -> None:
+    """As in PEFT's documentation: ``rho = 2``, and batches until the components converge, over and over if need be."""
+    adapted = get_peft_model(model, lora("eva", eva_config=EvaConfig()))
+    initialize_lora_eva_weights(adapted, batches, show_progress_bar=False)
+
+
+def lora_ga(model: nn.Module, batches: list[Batch]) -> None:
+    config = lora("lora_ga", lora_ga_config=LoraGAConfig())
+
+    def train_step() -> None:
+        for batch in batches:
+            model(**batch).loss.backward()
+
+    preprocess_loraga(model, config, train_step)
+    get_peft_model(model, config)
+
+
+def corda(model: nn.Module, batches: list[Batch]) -> None:
+    """Its hook takes one sequence at a time: a batch of several would not multiply."""
+    config = lora("corda", corda_config=CordaConfig(corda_method="kpm"))
+
+    def run_model() -> None:
+        for batch in batches:
+            for ids, mask in zip(batch["input_ids"], batch["attention_mask"].bool(), strict=True):
+                model(input_ids=ids[mask][None])
+
+    preprocess_corda(model, config, run_model=run_model)
+    get_peft_model(model, config)
+
+
+def pissa(model: nn.Module, batches: list[Batch]) -> None:
+    """Reads no data: a full SVD of every weight."""
+    get_peft_model(model, lora("pissa"))
+
+
+CONTESTANTS: dict[str, Callable[[nn.Module, list[Batch]], None]] = {
+    FLOOR: floor,
+    "frozencore fcca": ours("fcca"),
+    "frozencore eva": ours("eva"),
+    "PEFT EVA": eva,
+    "PEFT LoRA-GA": lora_ga,
+    "PEFT CorDA": corda,
+    "PEFT PiSSA": pissa,
+}
+
+
+def compare(scale: Scale, contestants: list[str], num_runs: int) -> dict[str, list[float]]:
+    """Seconds of each run; in every round each contestant runs once. A tiny round before loads what is lazy."""
+    times: dict[str, list[float]] = {name: [] for name in contestants}
+    for each_scale in (QUICK, *[scale] * num_runs):
+        model, batches = wide_model(each_scale), padded_batches(each_scale)
+        for name in contestants:
+            own = copy.deepcopy(model)
+            gc.collect()
+            started = time.process_time()
+            CONTESTANTS[name](own, batches)
+            times[name].append(time.process_time() - started)
+    return {name: seconds[1:] for name, seconds in times.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="A tiny model, one run each; its times mean nothing.")
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--without", nargs="*", default=[], choices=list(CONTESTANTS), help="Leave these out.")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "calibration.json")
+    options = parser.parse_args()
+
+    scale, num_runs = (QUICK, 1) if options.quick else (Scale(), options.runs)
+    contestants = [name for name in CONTESTANTS if name not in options.without]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PEFT warns of initialisations that change the base weights
+        times = compare(scale, contestants, num_runs)
+    table = Table("contestant", "median s", "fastest", "slowest", "of the floor", "fcca takes", "eva takes")
+    medians = {name: median(seconds) for name, seconds in times.items()}
+    fcca, eva_s, least = (medians.get(name, float("nan")) for name in ("frozencore fcca", "frozencore eva", FLOOR))
+    rows = []
+    for name, seconds in times.items():
+        shares = (medians[name] / least, fcca / medians[name], eva_s / medians[name])
+        columns = [medians[name], min(seconds), max(seconds), *shares]
+        table.add_row(name, *(f"{value:.3g}" for value in columns))
+        rows.append({"contestant": name, "median_s": medians[name], "runs_s": seconds, "share_of_floor": shares[0]})
+    Console(width=max(100, Console().width)).print(table)
+    setting = {"quick": options.quick, "scale": asdict(scale), "rank": RANK, "cpus": sorted(os.sched_getaffinity(0))}
+    write_json(options.out, {"benchmark": "calibration", **setting, "rows": rows, "provenance": provenance()})
+
+
+if __name__ == "__main__":
+    main()

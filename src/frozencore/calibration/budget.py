@@ -1,0 +1,193 @@
+"""From a memory budget to a pass plan: which layers' sums are held at once, and whether exactly or as sketches.
+
+The budget is what calibration may take beyond a plain forward and backward pass over the same batches: the sums, the
+inputs that wait for their backward, the temporaries of one layer's products or of its basis, and the finished bases.
+Costs are upper bounds in bytes. Letters: a layer of m outputs and n inputs, r the rank, N rows of the largest batch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from frozencore.errors import ConfigError
+from frozencore.linalg import GRAM_LIMIT, KRYLOV_BLOCKS, KRYLOV_WIDTH
+from frozencore.moments import MomentName
+
+Shape = tuple[int, int]
+
+UNITS = {"": 1, "b": 1} | {
+    f"{prefix}{infix}b": base**power
+    for power, prefix in enumerate("kmgt", start=1)
+    for infix, base in (("", 1000), ("i", 1024))
+}
+SKETCH_WIDTH, KEPT_WIDTH = 8, 2  # times the rank: columns of a sketch, and of what its first round leaves
+SKETCH_PASSES = 4
+
+
+def memory_bytes(size: int | str) -> int:
+    """A size in bytes: a number of them, or text such as ``"8GiB"`` or ``"512 MB"`` (1 GB = 1000³, 1 GiB = 1024³).
+
+    Raises:
+        ConfigError: It is neither, or not positive.
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(size))
+    unit = UNITS.get(found[2].lower()) if found else None
+    num_bytes = int(float(found[1]) * unit) if found and unit else 0
+    if isinstance(size, bool) or num_bytes < 1:
+        raise ConfigError(
+            f'A memory budget is a positive size such as "8GiB", "512 MB" or a number of bytes, but {size!r} came.'
+        )
+    return num_bytes
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """Bytes of one layer.
+
+    Attributes:
+        sums: Held from the pass to the layer's basis.
+        waiting: Held from the layer's forward to its backward, beside those of the other layers.
+        passing: Held for a moment while its products are summed.
+        building: Held while its basis is built.
+        basis: P and Q, held to the end.
+        sketch, sketch_building: In place of ``sums`` and ``building``; None if the basis cannot come from a sketch.
+    """
+
+    sums: int
+    waiting: int
+    passing: int
+    building: int
+    basis: int
+    sketch: int | None = None
+    sketch_building: int = 0
+
+    def sketched(self) -> LayerCost:
+        """The costs with the sketch instead of the sums."""
+        assert self.sketch is not None
+        return replace(self, sums=self.sketch, building=self.sketch_building)
+
+
+@dataclass(frozen=True)
+class PassPlan:
+    """Groups of layers that are calibrated one after the other, each with its own passes over the data.
+
+    Attributes:
+        streaming: Sums are sketches, and each group takes four passes instead of one.
+        peak_bytes: An upper bound of what calibration takes; 0 where it was not asked for.
+    """
+
+    groups: tuple[tuple[str, ...], ...]
+    streaming: bool = False
+    peak_bytes: int = 0
+
+    @property
+    def num_passes(self) -> int:
+        return len(self.groups) * (SKETCH_PASSES if self.streaming else 1)
+
+
+def plan_passes(costs: Mapping[str, LayerCost], budget: int, *, group_size: int = 999) -> PassPlan:
+    """The fewest passes over the data that a budget allows; exact sums unless sketches need fewer.
+
+    Args:
+        costs: By layer name, in the order in which layers run: neighbours share inputs.
+        group_size: Layers in a group at most.
+
+    Raises:
+        ConfigError: Some layer does not fit; the smallest budget that works is named.
+    """
+    plans = [_packed(costs, budget, group_size)]
+    if all(cost.sketch is not None for cost in costs.values()):
+        sketches = {name: cost.sketched() for name, cost in costs.items()}
+        plan = _packed(sketches, budget, group_size)
+        plans.append(plan and replace(plan, streaming=True))
+    possible = [plan for plan in plans if plan is not None]
+    if not possible:
+        smallest = smallest_budget(costs)
+        raise ConfigError(
+            f"A memory budget of {_readable(budget)} is too small for these layers, even one at a time: the smallest "
+            f'that works is "{-(-smallest // 2**20)}MiB". Smaller batches or fewer target modules need less.'
+        )
+    return min(possible, key=lambda plan: plan.num_passes)  # the exact one if they are equal
+
+
+def smallest_budget(costs: Mapping[str, LayerCost]) -> int:
+    """Bytes with which the layers can be calibrated one at a time."""
+    exact = _peak(costs, [max(costs, key=lambda name: _alone(costs[name]))])
+    if any(cost.sketch is None for cost in costs.values()):
+        return exact
+    sketches = {name: cost.sketched() for name, cost in costs.items()}
+    return min(exact, _peak(sketches, [max(sketches, key=lambda name: _alone(sketches[name]))]))
+
+
+def layer_cost(
+    shape: Shape, needs: frozenset[MomentName], rank: int, *, num_rows: int, itemsize: int = 4, streams: bool = False
+) -> LayerCost:
+    """Upper bounds for one layer.
+
+    Args:
+        needs: The moments that its basis is made of.
+        num_rows: Tokens of the largest batch, padding included.
+        itemsize: Bytes of a number in the model; sums have four at least.
+        streams: A sketch of its cross moment will do.
+    """
+    m, n = shape
+    r, e = min(rank, m, n), max(4, itemsize)
+    sides: dict[MomentName, int] = {"cross": m * n, "input_outer": n * n, "error_outer": m * m, "output_outer": m * m}
+    matrices = {name: size for name, size in sides.items() if name in needs}
+    vectors = 2 * (m + n)
+    k = min(SKETCH_WIDTH * r, m, n)
+    kept = min(KEPT_WIDTH * r, k)
+    return LayerCost(
+        sums=e * (sum(matrices.values()) + vectors),
+        waiting=num_rows * n * itemsize,
+        passing=2 * e * num_rows * (m + n) + e * matrices.get("input_outer", 0),
+        building=_building(shape, matrices, r, e) + (0 if streams else e * m * n) + 64 * r * (m + n),
+        basis=4 * r * (m + n),
+        sketch=e * ((k + kept) * (m + n) + vectors) if streams else None,
+        sketch_building=4 * e * (k + kept) * max(m, n) + 64 * r * (m + n),
+    )
+
+
+def _building(shape: Shape, matrices: Mapping[MomentName, int], rank: int, e: int) -> int:
+    """The mean of each matrix, and the work of its factorisation."""
+    m, n = shape
+    work = 0
+    if "cross" in matrices:
+        krylov = KRYLOV_WIDTH * KRYLOV_BLOCKS * rank
+        gram = min(m, n) <= max(GRAM_LIMIT, krylov)
+        work = e * m * n + (8 * m * n + 40 * min(m, n) ** 2 if gram else 4 * e * krylov * (m + n))
+    squares = [size for name, size in matrices.items() if name != "cross"]
+    if squares:
+        work += 40 * max(squares) + 8 * sum(squares) + 24 * m * n  # float64: eigenvectors, roots, W or G
+    return work
+
+
+def _packed(costs: Mapping[str, LayerCost], budget: int, group_size: int) -> PassPlan | None:
+    groups: list[list[str]] = []
+    for name in costs:
+        if groups and len(groups[-1]) < group_size and _peak(costs, [*groups[-1], name]) <= budget:
+            groups[-1].append(name)
+        elif _peak(costs, [name]) <= budget:
+            groups.append([name])
+        else:
+            return None
+    return PassPlan(tuple(map(tuple, groups)), peak_bytes=max(_peak(costs, group) for group in groups))
+
+
+def _peak(costs: Mapping[str, LayerCost], group: list[str]) -> int:
+    """Bytes at the worst moment of a group: at the end of its backward, or while its dearest basis is built."""
+    own = [costs[name] for name in group]
+    passing = sum(cost.waiting for cost in own) + max(cost.passing for cost in own)
+    building = max(cost.building for cost in own)
+    bases = sum(cost.basis for cost in costs.values())
+    return bases + sum(cost.sums for cost in own) + max(passing, building)
+
+
+def _alone(cost: LayerCost) -> int:
+    return cost.sums + max(cost.waiting + cost.passing, cost.building)
+
+
+def _readable(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:.4g} MiB"

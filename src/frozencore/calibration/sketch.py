@@ -1,0 +1,166 @@
+"""Streaming: the leading singular triples of ``T = D^-1/2 G A^-1/2`` without ever holding G (MATHS.md, "Streaming").
+
+    pass 1:  Y = Σ δ (Ωᵀx)ᵀ, a, d            Q₁ = orth(D^-1/2 Y)
+    pass 2:  B₁ = [Σ (Q₁ᵀ D^-1/2 δ) xᵀ] A^-1/2 = Q₁ᵀT          V₁ = orth(B₁ᵀ)
+    pass 3:  D^-1/2 Σ δ (V₁ᵀ A^-1/2 x)ᵀ = T V₁                 Q₂ = orth(T V₁)
+    pass 4:  B₂ = Q₂ᵀT                       SVD of T in the span of Q₂ and of the 2r best directions of Q₁
+
+Each pass is a product with T, and the sums are linear in the examples, so every batch adds its share. The span of the
+last line is a Krylov space whose first block is cut to 2r of its 8r columns: that loses a quarter of what the whole
+block gains and takes a quarter more memory than no block instead of twice as much. Against the exact SVD on hard
+spectra (σᵢ = i^-0.3, 640 x 560 and 1536 x 1536, r = 16): mean principal cosine .997 and .995, energy .998 and .996;
+three passes alone give .94 and .93.
+
+Shapes: m outputs, n inputs, r rank, k = 8r columns of a sketch, h = 2r kept columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from frozencore.calibration.budget import KEPT_WIDTH, SKETCH_PASSES, SKETCH_WIDTH
+from frozencore.calibration.capture import LayerRecorder, Projection
+from frozencore.calibration.collect import Progress, Taps, refuse_unreached, run_pass, share_of
+from frozencore.calibration.options import CalibrationOptions
+from frozencore.calibration.preserve import preserved
+from frozencore.calibration.shards import all_ranks_or_none, sum_over_ranks
+from frozencore.errors import CalibrationError
+from frozencore.linalg import TruncatedSVD, canonical_signs, require_finite, seeded_generator
+from frozencore.moments import LayerMoments, MomentName
+from frozencore.whitening import Whitening
+
+CROSS: frozenset[MomentName] = frozenset({"cross"})
+LEAST_SINE = 1e-2  # a kept direction nearer than this to the span of Q₂ is round-off
+
+
+@dataclass(frozen=True)
+class SketchTarget:
+    """A layer to sketch: its module, (m, n), and how many singular triples are wanted."""
+
+    layer: nn.Module
+    shape: tuple[int, int]
+    rank: int
+
+
+@dataclass(frozen=True)
+class Sketch:
+    """What the passes have found in one layer.
+
+    Attributes:
+        diagonals: a, d and the token count; no matrix.
+        svd: The leading triples of T; empty for a layer that no gradient reached.
+    """
+
+    diagonals: LayerMoments
+    svd: TruncatedSVD
+
+
+def stream_whitened_svds(
+    model: nn.Module,
+    batches: Iterable[Mapping[str, Any]],
+    targets: Mapping[str, SketchTarget],
+    *,
+    whitening: Whitening,
+    options: CalibrationOptions,
+    progress: Progress | None = None,
+) -> dict[str, Sketch]:
+    """Four passes over the batches, which must come in the same order each time; in a process group, on every rank.
+
+    Args:
+        whitening: A diagonal metric.
+
+    Raises:
+        CalibrationError: As :func:`frozencore.calibration.collect.collect_moments`.
+    """
+    layers = {name: target.layer for name, target in targets.items()}
+    streams = {name: _Stream(name, target, whitening) for name, target in targets.items()}
+    for number in range(SKETCH_PASSES):
+        projections = {name: stream.projection for name, stream in streams.items()}
+        with all_ranks_or_none(), preserved(model):
+            taps = Taps(layers, whitening.needs() | CROSS if number == 0 else CROSS, projections)
+            recorders = run_pass(model, batches, taps, options, share_of(progress, number, SKETCH_PASSES))
+            refuse_unreached({name: recorder.num_tokens for name, recorder in recorders.items()})
+        del projections, taps
+        with all_ranks_or_none():
+            for name, stream in streams.items():
+                stream.take(recorders.pop(name), number)
+    return {name: streams.pop(name).sketch() for name in targets}
+
+
+class _Stream:
+    """One layer on its way through the passes; ``projection`` is what the next pass multiplies with."""
+
+    def __init__(self, name: str, target: SketchTarget, whitening: Whitening) -> None:
+        self.name = name
+        self.target = target
+        self.whitening = whitening
+        width = min(SKETCH_WIDTH * target.rank, *target.shape)
+        generator = seeded_generator(0, "sketch", *target.shape)
+        self.projection = Projection(right=torch.randn(target.shape[1], width, generator=generator))
+
+    def take(self, recorder: LayerRecorder, number: int) -> None:
+        """The sums of pass ``number``, counted from 0: add them up over the ranks and prepare the next pass."""
+        cross = sum_over_ranks(recorder.totals.pop("cross"))
+        require_finite(cross)
+        if number == 0:
+            totals = {name: sum_over_ranks(total) for name, total in recorder.totals.items()}
+            count = int(sum_over_ranks(torch.tensor(recorder.num_tokens)))
+            self.diagonals = LayerMoments(num_tokens=count, **totals)
+            self.reached = bool(cross.any())
+            if self.reached:
+                self._set_roots(cross)
+        if not self.reached:  # the remaining passes only go along
+            m, n = self.target.shape
+            self.projection = Projection(left=torch.zeros(m, 1), right=torch.zeros(n, 1))
+        elif number == 1:
+            U, S, Vh = torch.linalg.svd(cross.mul_(self.A_root.mT), full_matrices=False)
+            h = min(KEPT_WIDTH * self.target.rank, len(S))
+            self.kept, self.kept_image = self._left() @ U[:, :h], S[:h, None] * Vh[:h]
+            self.projection = Projection(right=Vh.mT * self.A_root)
+        elif number == SKETCH_PASSES - 1:
+            self.image = cross.mul_(self.A_root.mT)
+        else:
+            self.projection = Projection(left=torch.linalg.qr(cross.mul_(self.D_root)).Q.mul_(self.D_root))
+
+    def sketch(self) -> Sketch:
+        """After the last pass."""
+        if not self.reached:
+            m, n = self.target.shape
+            return Sketch(self.diagonals, TruncatedSVD(torch.zeros(m, 0), torch.zeros(0), torch.zeros(n, 0)))
+        Q, B = _joined(self._left(), self.image, self.kept, self.kept_image)
+        U, S, Vh = torch.linalg.svd(B, full_matrices=False)
+        r, num_tokens = self.target.rank, self.diagonals.num_tokens  # S is of the sum over tokens, T of the mean
+        svd = canonical_signs(Q @ U[:, :r], S[:r] / num_tokens, Vh[:r].mT)
+        return Sketch(self.diagonals, TruncatedSVD(*svd))
+
+    def _set_roots(self, like: Tensor) -> None:
+        """The diagonals of ``D^-1/2`` (m x 1) and ``A^-1/2`` (n x 1); ones where a side is not whitened."""
+        try:
+            roots = self.whitening.output_root(self.diagonals), self.whitening.input_root(self.diagonals)
+        except CalibrationError as error:
+            raise CalibrationError(f"Layer {self.name!r}: {error}") from error
+        self.D_root, self.A_root = (
+            root(like.new_ones(size, 1)) for root, size in zip(roots, self.target.shape, strict=True)
+        )
+
+    def _left(self) -> Tensor:
+        """The orthonormal Q that the last left projection ``D^-1/2 Q`` was made of."""
+        assert self.projection.left is not None
+        return self.projection.left / self.D_root
+
+
+def _joined(
+    Q: Float[Tensor, "m k"], B: Float[Tensor, "k n"], kept: Float[Tensor, "m h"], kept_image: Float[Tensor, "h n"]
+) -> tuple[Float[Tensor, "m j"], Float[Tensor, "j n"]]:
+    """Orthonormal columns over the spans of Q and of ``kept``, and their image ``QᵀT``, from the images of both."""
+    overlap = Q.mT @ kept
+    U, S, Wh = torch.linalg.svd(kept - Q @ overlap, full_matrices=False)
+    new = S > LEAST_SINE
+    image = (Wh[new] @ (kept_image - overlap.mT @ B)) / S[new, None]
+    return torch.cat([Q, U[:, new]], dim=1), torch.cat([B, image])
