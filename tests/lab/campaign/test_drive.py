@@ -94,6 +94,16 @@ def test_results_are_read_from_the_index_alone(
         load_results(tmp_path)
 
 
+def test_runs_on_different_weights_under_one_name_are_refused(done: tuple[Path, Tally], tmp_path: Path) -> None:
+    (tmp_path / "campaign.json").write_bytes((done[0] / "campaign.json").read_bytes())
+    first, *others = (done[0] / "records.jsonl").read_text().splitlines()
+    record = json.loads(first)
+    record["hashes"] = {**record.get("hashes", {}), "model": "0" * 64}
+    (tmp_path / "records.jsonl").write_text("\n".join([json.dumps(record), *others]) + "\n", encoding="utf-8")
+    with pytest.raises(ArtifactError, match="made on different weights"):
+        load_results(tmp_path)
+
+
 def test_a_failed_run_keeps_its_reason_and_its_log(tmp_path: Path) -> None:
     spec = write_spec(
         tmp_path,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from frozencore.errors import ArtifactError
 from frozencore.lab.campaign.plan import Axes, Choice, Outcome, Planned, Record, choices, plan
 from frozencore.lab.campaign.spec import Campaign, Study
 from frozencore.lab.campaign.store import Store
@@ -50,6 +51,7 @@ def load_results(folder: Path) -> CampaignResults:
     store = Store(folder)
     campaign = store.campaign()
     planned = plan(campaign, store.outcome)
+    _require_one_base(planned, store)
     chosen = choices(campaign, store.outcome)
     return CampaignResults(
         campaign,
@@ -63,6 +65,22 @@ def load_results(folder: Path) -> CampaignResults:
             for name, study in campaign.studies.items()
         ),
     )
+
+
+def _require_one_base(planned: list[Planned], store: Store) -> None:
+    """Refuse to set runs beside one another that name one model and were made on different weights."""
+    found: dict[str, dict[str, str]] = {}
+    for run in planned:
+        outcome = store.outcome(run.job.id) if run.job else None
+        if run.job and outcome and outcome.record and "hashes" in outcome.record:
+            found.setdefault(run.job.config.model, {}).setdefault(outcome.record["hashes"]["model"], run.job.id)
+    for model, runs in found.items():
+        if len(runs) > 1:
+            first, other = list(runs.values())[:2]
+            raise ArtifactError(
+                f"The runs {first} and {other} name the model {model!r} and were made on different weights: they do "
+                "not compare. Remove those of the wrong one and run the campaign again."
+            )
 
 
 def _cell(run: Planned, store: Store) -> Cell:
