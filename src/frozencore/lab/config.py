@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from frozencore.basis import Coordinates
+from frozencore.calibration.budget import memory_bytes
 from frozencore.calibration.options import CalibrationOptions, FisherLabels, Tokens, Weighting
 from frozencore.constructors import CONSTRUCTORS
 from frozencore.constructors.eva import EvaOutput
@@ -67,6 +68,7 @@ class RunConfig(_Strict):
         task, data: A task by name, or a file of the user's own rows; exactly one of them.
         data_root: Folder that holds the task's data set under its hub id; the hub otherwise.
         method: A basis constructor, or ``lora``, ``dora``, ``pissa``.
+        memory_budget: What calibration may take beyond a forward and backward pass, ``"8GiB"`` for instance.
         calibration_task: Task that the calibration rows are of, where it is not the one to learn.
         targets: Module names or ``"all-linear"``; None is the model's attention projections.
         learning_rate: None is 5e-3 for cores and each baseline's own rate.
@@ -87,6 +89,7 @@ class RunConfig(_Strict):
     core: CoreOptions = CoreOptions()
     calibration: PassOptions = PassOptions()
     calibration_size: int = Field(default=128, ge=1)
+    memory_budget: str | None = None
     calibration_task: str | None = None
     learning_rate: float | None = Field(default=None, gt=0)
     warmup: float = Field(default=0.03, ge=0, le=1)
@@ -112,6 +115,8 @@ class RunConfig(_Strict):
             find_task(self.task)
         if self.calibration_task is not None:
             find_task(self.calibration_task)
+        if self.memory_budget is not None:
+            memory_bytes(self.memory_budget)
         if self.method not in METHODS:
             raise ConfigError(unknown_name("method", self.method, METHODS))
         for option in self.core.model_dump(exclude_defaults=True):
@@ -125,7 +130,7 @@ class RunConfig(_Strict):
     @property
     def calibration_options(self) -> CalibrationOptions:
         """The options of the calibration pass; sampled labels are the run's own."""
-        return CalibrationOptions(**self.calibration.model_dump(), seed=self.seed)
+        return CalibrationOptions(**self.calibration.model_dump(), seed=self.seed, memory_budget=self.memory_budget)
 
     @property
     def is_baseline(self) -> bool:
@@ -152,6 +157,6 @@ def make_config(**values: Any) -> RunConfig:
         refused = first.get("ctx", {}).get("error")
         if isinstance(refused, ConfigError):
             raise refused from error
-        place = [part for part in first["loc"] if part not in ("core", "calibration")]
-        option = "--" + str(place[0]).replace("_", "-")
-        raise ConfigError(f"{option}: {first['msg'].lower()}, but {first['input']!r} came.") from error
+        place = [part for part in first["loc"] if part not in ("core", "calibration")] or first["loc"]
+        option = "--" + " ".join(str(place[0]).replace("_", "-").split())
+        raise ConfigError(f"{option}: {first['msg'].lower()}, but {first['input']!r:.200} came.") from error

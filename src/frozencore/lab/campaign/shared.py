@@ -20,7 +20,7 @@ from frozencore.lab.campaign.job import Job
 from frozencore.lab.campaign.store import Store
 from frozencore.lab.config import RunConfig, Targets
 from frozencore.lab.methods import add_method, core_config
-from frozencore.lab.run import Adapted, Bench, Stages, calibration_batches
+from frozencore.lab.run import Adapted, Bench, Stages, adapt_from_data, calibration_batches
 from frozencore.moments import LayerMoments, MomentName
 
 OF_THE_WEIGHT = ("lora_xs", "milora")
@@ -69,6 +69,8 @@ class SharedWork:
 
     def adapt(self, config: RunConfig, bench: Bench, targets: Targets, stages: Stages) -> Adapted:
         """As :func:`frozencore.lab.run.adapt_from_data`, with shared moments and weight bases."""
+        if config.memory_budget is not None:  # the sums that are shared are those that a budget is to avoid
+            return adapt_from_data(config, bench, targets, stages)
         if config.method in OF_THE_WEIGHT:
             return self._with_weight_bases(config, bench, targets), None
         model = add_method(config, bench.model, targets)
