@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 
 from frozencore.cli_campaign import campaign_app, schema
+from frozencore.cli_doctor import doctor
 from frozencore.cli_evaluate import evaluate, tasks_app
 from frozencore.errors import FrozenCoreError
 
@@ -61,6 +62,7 @@ app.command()(evaluate)
 app.add_typer(tasks_app, name="tasks")
 app.add_typer(campaign_app, name="campaign")
 app.command()(schema)
+app.command()(doctor)
 
 
 @app.callback()
@@ -84,6 +86,9 @@ def tune(
     rank: Rank = 16,
     targets: Targets = None,
     calibration_size: CalibrationSize = 128,
+    memory_budget: Annotated[
+        str | None, typer.Option(help="What calibration may take beside the model, 8GiB for instance (docs/memory.md).")
+    ] = None,
     learning_rate: Annotated[
         float | None,
         typer.Option("--lr", "--learning-rate", help="Default: 5e-3 for cores, each baseline's own otherwise."),
@@ -124,7 +129,8 @@ def tune(
 
     config = make_config(
         model=model, task=task, data=data, data_root=data_root, method=method, rank=rank,
-        targets=_targets(targets), calibration_size=calibration_size, learning_rate=learning_rate, warmup=warmup,
+        targets=_targets(targets), calibration_size=calibration_size, memory_budget=memory_budget,
+        learning_rate=learning_rate, warmup=warmup,
         epochs=epochs, batch_size=batch_size, accumulation=accumulation, seed=seed, evaluate_on=evaluate_on,
         num_train=num_train, num_evaluation=num_evaluation, paper_steps=paper_steps, max_length=max_length,
         truncate=truncate, prompt_style=prompt_style,

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from safetensors.torch import save_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 import frozencore.calibration.store
 from frozencore import FrozenCoreConfig
@@ -132,6 +133,44 @@ def test_nan_in_a_file_is_refused(written: tuple) -> None:
     save_moments(path, moments, fingerprint)
     with pytest.raises(ArtifactError, match=r"NaN or Inf in 'model\.layers\.0\.self_attn\.q_proj/cross'"):
         load_moments(path, fingerprint)
+
+
+@pytest.mark.parametrize("place", [-5, 400])
+def test_a_flipped_bit_is_refused(place: int, written: tuple) -> None:
+    path, _, _ = written
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ArtifactError, match="damaged|not a moments file|unknown tensor"):
+        load_moments(path)
+
+
+def test_changed_token_counts_are_refused(written: tuple) -> None:
+    path, _, _ = written
+    header = json.loads(safe_open(path, framework="pt").metadata()["frozencore-moments"])
+    header["num_tokens"] = {name: count + 1 for name, count in header["num_tokens"].items()}
+    save_file(load_file(path), path, metadata={"frozencore-moments": json.dumps(header)})
+    with pytest.raises(ArtifactError, match="content has another hash"):
+        load_moments(path)
+
+
+def test_the_same_moments_are_the_same_bytes(written: tuple, tmp_path: Path) -> None:
+    path, moments, fingerprint = written
+    for name in "abcd":
+        save_moments(tmp_path / name, moments, fingerprint)
+        assert (tmp_path / name).read_bytes() == path.read_bytes()
+
+
+def test_a_file_of_the_first_format_is_read(tmp_path: Path) -> None:
+    said = {"num_tokens": json.dumps({"x": 3}), "fingerprint": json.dumps({"model": "a", "data": "b", "options": {}})}
+    save_file({"x/input_square": torch.ones(2)}, tmp_path / "m", metadata={"format": "frozencore-moments-1", **said})
+    assert load_moments(tmp_path / "m", MomentsFingerprint("a", "b", {}))["x"].num_tokens == 3
+
+
+def test_a_file_of_a_newer_format_is_refused(tmp_path: Path) -> None:
+    save_file({"x/input_square": torch.ones(2)}, tmp_path / "m", metadata={"frozencore-moments": '{"format": 3}'})
+    with pytest.raises(ArtifactError, match="not a moments file of this version"):
+        load_moments(tmp_path / "m")
 
 
 def test_no_file_is_said_with_the_way_out(tmp_path: Path) -> None:

@@ -31,6 +31,12 @@ def test_numbers_are_numbers(tmp_path: Path) -> None:
         ("a: [1\nb: 2", r"a.yaml, line 2: "),
         ("a: !!python/object/apply:os.system ['true']", r"line 1: could not determine a constructor"),
         ("\x07", r"is not YAML in UTF-8"),
+        ("a: !!bool maybe", r"is not YAML"),
+        ("a: 2020-13-45", r"is not YAML"),
+        ("[" * 60 + "]" * 60, r"line 1: values are nested deeper than 40"),
+        ("[" * 3000, r"nested too deeply|line 1"),
+        ("a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [{f'*a{i - 1}, ' * 9}]\n" for i in range(1, 9)), r"aliases .* expand"),
+        ("a: &a [*a]", r"stands inside of what it names"),
     ],
 )
 def test_bad_yaml_is_one_line_with_its_place(text: str, reason: str, tmp_path: Path) -> None:

@@ -166,11 +166,11 @@ def test_resuming_without_checkpoints_starts_from_the_start(tmp_path: Path) -> N
 
 def test_checkpoints_of_another_run_are_refused(tmp_path: Path) -> None:
     train(tiny_qwen2(), ROWS, RECIPE, pad_id=0, checkpoint_dir=tmp_path)
-    with pytest.raises(TrainingError, match="made with others"):
+    with pytest.raises(TrainingError, match=r"made with others: seed 42 \(now 1\)\. Resume"):
         train(tiny_qwen2(), ROWS, replace(RECIPE, seed=1), pad_id=0, checkpoint_dir=tmp_path, resume=True)
-    with pytest.raises(TrainingError, match="made with others"):
+    with pytest.raises(TrainingError, match=r"made with others: rows \w{12} \(now \w{12}\)\. Resume"):
         train(tiny_qwen2(), ROWS[1:], RECIPE, pad_id=0, checkpoint_dir=tmp_path, resume=True)
-    with pytest.raises(TrainingError, match="made with others"):
+    with pytest.raises(TrainingError, match=r"made with others: trainable parameters \w{12} "):
         train(with_lora(tiny_qwen2()), ROWS, RECIPE, pad_id=0, checkpoint_dir=tmp_path, resume=True)
     with pytest.raises(TrainingError, match="folder without checkpoints"):
         train(tiny_qwen2(), ROWS, RECIPE, pad_id=0, checkpoint_dir=tmp_path)

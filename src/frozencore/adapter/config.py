@@ -2,27 +2,41 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from peft import PeftConfig
-from peft.utils import SAFETENSORS_WEIGHTS_NAME
-from safetensors import safe_open
+from safetensors.torch import load
+from torch import Tensor
 
 from frozencore.adapter.card import CARD_FILE, write_model_card
+from frozencore.adapter.integrity import (
+    CONFIG_FILE,
+    PEFT_TYPE,
+    WEIGHTS_FILE,
+    read_config,
+    read_seal,
+    require_loadable,
+    require_sealed,
+    seal_tensors,
+)
 from frozencore.adapter.layer import PREFIX
 from frozencore.constructors import BasisOptions, Constructor, find_constructor
-from frozencore.errors import ConfigError
+from frozencore.errors import ArtifactError, ConfigError, FrozenCoreError
 from frozencore.whitening import Whitening
 
 
 class FrozenCoreType(str, Enum):  # noqa: UP042 - PEFT formats the type with str(), which StrEnum changes
     """PEFT's own enum of methods is closed; a str enum whose name equals its value passes for a member."""
 
-    FROZENCORE = "FROZENCORE"
+    FROZENCORE = PEFT_TYPE
 
 
 @dataclass
@@ -49,6 +63,10 @@ class FrozenCoreConfig(PeftConfig):
             adapter changes the output: for trying out serving and switching, not for training.
         calibration_tokens: Written by ``calibrate``: how many tokens the bases were computed from.
         load_bases: Written by ``save_pretrained``: P and Q are in the file, so none is built.
+        seal: Written by ``save_pretrained``: hashes of the weights and some values of the base model, which loading
+            checks (:mod:`frozencore.adapter.integrity`).
+        allow_other_base: Load onto a base model whose weights are not those that the adapter was made on. Never saved:
+            ``PeftModel.from_pretrained(base, folder, allow_other_base=True)``.
     """
 
     r: int = 16
@@ -77,14 +95,22 @@ class FrozenCoreConfig(PeftConfig):
     init_weights: bool = True
     calibration_tokens: int | None = None
     load_bases: bool = False
+    seal: dict[str, Any] | None = None
+    allow_other_base: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._seal_to_write: dict[str, Any] | None = None
+        if self.seal is not None:
+            self.seal = read_seal("this configuration", self.seal)
         self.peft_type = FrozenCoreType.FROZENCORE
         if isinstance(self.target_modules, list):
             self.target_modules = set(self.target_modules)  # type: ignore[assignment]  # PEFT compares sets
         if isinstance(self.exclude_modules, list):
             self.exclude_modules = set(self.exclude_modules)  # type: ignore[assignment]
+        for name in ("rank_pattern", "alpha_pattern"):
+            if not isinstance(getattr(self, name), dict):
+                raise ConfigError(f"{name} maps layer names to numbers, but {getattr(self, name)!r} came.")
         for name in ("layers_to_transform", "layers_pattern"):
             if isinstance(self.target_modules, str) and getattr(self, name) is not None:
                 raise ConfigError(
@@ -134,31 +160,91 @@ class FrozenCoreConfig(PeftConfig):
             seed=self.seed,
         )
 
+    @classmethod
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: str | Path, subfolder: str | None = None, **kwargs: Any
+    ) -> PeftConfig:
+        """As PEFT does, after a look at the whole folder where it is a local one.
+
+        Raises:
+            ArtifactError: The adapter is damaged, changed since it was saved, or a pickle.
+        """
+        folder = Path(pretrained_model_name_or_path, subfolder or "")
+        ours = (folder / CONFIG_FILE).exists() and read_config(folder).get("peft_type") == PEFT_TYPE
+        if ours:
+            require_loadable(folder)
+        try:
+            return super().from_pretrained(str(pretrained_model_name_or_path), subfolder=subfolder, **kwargs)
+        except (TypeError, AttributeError, KeyError, ValueError) as error:
+            if isinstance(error, FrozenCoreError) or not ours:
+                raise
+            reason = " ".join(str(error).split())[:200]
+            raise ArtifactError(
+                f"{folder / CONFIG_FILE} holds a value of a wrong type ({reason}). Save or download it again."
+            ) from error
+
+    @classmethod
+    def from_json_file(cls, path_json_file: str, **kwargs: Any) -> dict[str, Any]:
+        """As PEFT does, without what is not the adapter's to say."""
+        values = super().from_json_file(path_json_file, **kwargs)
+        return {name: value for name, value in values.items() if name != "allow_other_base"}
+
+    def take_seal(self) -> dict[str, Any]:
+        """What the file said of the weights beside it; said once, since other weights may be loaded later."""
+        seal, self.seal = self.seal, None
+        return seal or {}
+
+    def prepare_seal(self, tensors: Mapping[str, Tensor], base: Mapping[str, str] | None) -> None:
+        """Note what the tensors are that are about to be saved, and the base model they were made on."""
+        self._seal_to_write = {**seal_tensors(tensors), "base": None if base is None else dict(base)}
+
     def to_dict(self) -> dict[str, Any]:
         """What is saved: as PEFT does, with sets in order and the note that the bases are in the file beside it."""
-        saved = {**super().to_dict(), "load_bases": True}
+        saved = {**super().to_dict(), "load_bases": True, "seal": self._seal_to_write or self.seal}
+        del saved["allow_other_base"]  # whoever loads an adapter says so, not the adapter
         return {name: sorted(value) if isinstance(value, set) else value for name, value in saved.items()}
 
     def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:
-        """As PEFT does; then fills in the card that PEFT has left empty, where there is one.
+        """As PEFT does, but whole or not at all, with the hash of the weights that were written before it.
 
-        Warns if the weights that were written before it hold no basis: an adapter that was never calibrated.
+        Then fills in the card that PEFT has left empty, where there is one. Warns if the weights hold no basis: an
+        adapter that was never calibrated.
         """
-        super().save_pretrained(str(save_directory), **kwargs)
-        if _holds_no_basis(Path(save_directory) / SAFETENSORS_WEIGHTS_NAME):
+        folder = Path(save_directory)
+        if folder.is_file():
+            raise AssertionError(f"Provided path ({folder}) should be a directory, not a file")
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors = self._seal_file(folder / WEIGHTS_FILE)
+        with TemporaryDirectory(prefix=f".{CONFIG_FILE}.", dir=folder) as aside:
+            super().save_pretrained(aside, **kwargs)
+            os.replace(Path(aside) / CONFIG_FILE, folder / CONFIG_FILE)
+        if _holds_no_basis(tensors):
             warnings.warn(
                 f"The adapter saved in {save_directory} was never calibrated: its bases are zero and it changes "
                 "nothing. Call frozencore.calibrate(model, dataloader) and save it again.",
                 stacklevel=3,
             )
-        if (Path(save_directory) / CARD_FILE).exists():
+        if (folder / CARD_FILE).exists():
             write_model_card(save_directory)
 
+    def _seal_file(self, path: Path) -> dict[str, Tensor]:
+        """Add the file's hash to the seal, unless it holds other tensors: those of an adapter about to be replaced."""
+        if not path.is_file():
+            return {}
+        content = path.read_bytes()
+        tensors = load(content)
+        seal = self._seal_to_write
+        if seal is not None:
+            seal["weights_sha256"] = None
+            try:
+                require_sealed(str(path), seal, tensors)
+            except ArtifactError:
+                return {}
+            seal["weights_sha256"] = hashlib.sha256(content).hexdigest()
+        return tensors
 
-def _holds_no_basis(path: Path) -> bool:
-    """Whether an adapter file has factors that are still zero; all layers get theirs at once, so one tells."""
-    if not path.is_file():
-        return False
-    with safe_open(path, framework="pt") as file:
-        first = next((key for key in file.keys() if f".{PREFIX}P" in key), None)  # noqa: SIM118 - not a mapping
-        return first is not None and not bool(file.get_tensor(first).any())
+
+def _holds_no_basis(tensors: Mapping[str, Tensor]) -> bool:
+    """Whether factors are still zero; all layers get theirs at once, so one tells."""
+    first = next((tensor for key, tensor in tensors.items() if f".{PREFIX}P" in key), None)
+    return first is not None and not bool(first.any())

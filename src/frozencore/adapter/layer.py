@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from frozencore.adapter.core_product import core_output
+from frozencore.adapter.same_base import sample_weight
 from frozencore.basis import Basis
 from frozencore.errors import CalibrationError
 
@@ -27,7 +28,8 @@ class FrozenCoreLayer(BaseTunerLayer):
     """State and arithmetic of the adapters on one base layer with n inputs and m outputs.
 
     ``frozencore_P``, ``frozencore_Q``: buffers m x r and n x r by adapter name. ``frozencore_R``: bias-free linear
-    layers r -> r. ``frozencore_scale``: s. ``frozencore_ready``: whether a basis was set.
+    layers r -> r. ``frozencore_scale``: s. ``frozencore_ready``: whether a basis was set. ``base_samples``: some
+    values of the weight as it was when it was wrapped.
     """
 
     adapter_layer_names = ("frozencore_R",)
@@ -50,6 +52,7 @@ class FrozenCoreLayer(BaseTunerLayer):
         self._disable_adapters = False
         self.merged_adapters: list[str] = []
         self.out_features, self.in_features = layer_shape(self.get_base_layer())
+        self.base_samples = sample_weight(self.get_base_layer())
 
     def update_layer(self, adapter_name: str, rank: int, scale: float, *, inference_mode: bool) -> None:
         """Add an adapter without a basis: zero P, Q and R."""

@@ -119,7 +119,7 @@ def _is_linear(module: nn.Module) -> bool:
 
 def _architecture(folder: str | Path) -> nn.Module:
     try:
-        config = AutoConfig.from_pretrained(folder)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         with torch.device("meta"):
             return getattr(transformers, (config.architectures or [""])[0])(config)
     except (OSError, ValueError, AttributeError) as error:

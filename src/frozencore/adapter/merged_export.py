@@ -63,14 +63,14 @@ def export_merged(
 
 def _load(base: str | Path, dtype: str) -> Any:
     try:
-        config = AutoConfig.from_pretrained(base)
+        config = AutoConfig.from_pretrained(base, trust_remote_code=False)
         architecture = (config.architectures or [""])[0]
         if getattr(config, "quantization_config", None) is not None:
             raise ModelError(
                 f"The base model {base} is quantised, and rounding to its grid would lose most of an update. "
                 "Name the unquantised model with base= (--base), or export a LoRA."
             )
-        return getattr(transformers, architecture).from_pretrained(base, dtype=dtype)
+        return getattr(transformers, architecture).from_pretrained(base, dtype=dtype, trust_remote_code=False)
     except (OSError, ValueError, AttributeError) as error:
         reason = " ".join(str(error).split())[:200]
         raise ModelError(f"The base model {base} cannot be read: {reason} Give its folder or hub id.") from error
@@ -80,4 +80,4 @@ def _save_tokenizer(directory: Path, base: str | Path, out: Path) -> None:
     source = directory if (directory / _TOKENIZER).is_file() else Path(base)
     if source.is_dir() and not (source / _TOKENIZER).is_file():
         return
-    AutoTokenizer.from_pretrained(source if source.is_dir() else base).save_pretrained(out)
+    AutoTokenizer.from_pretrained(source if source.is_dir() else base, trust_remote_code=False).save_pretrained(out)

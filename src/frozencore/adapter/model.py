@@ -18,17 +18,19 @@ from peft.utils import (
     resolve_quantization_backend,
 )
 from peft.utils.other import get_pattern_key
-from torch import nn
+from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from frozencore.adapter.config import FrozenCoreConfig, FrozenCoreType
+from frozencore.adapter.integrity import require_finite, require_fit, require_sealed, require_sound
 from frozencore.adapter.layer import PREFIX, FrozenCoreLayer
 from frozencore.adapter.linear import FrozenCoreLinear
 from frozencore.adapter.mixed_batch import adapter_of_each_row
 from frozencore.adapter.quantised_linear import FrozenCoreQuantisedLinear
+from frozencore.adapter.same_base import differing_layer, record_base
 from frozencore.calibration.quantised import keep_weights
 from frozencore.constructors import LayerEvidence, build_basis
-from frozencore.errors import ModelError
+from frozencore.errors import ArtifactError, ModelError
 
 ATTENTION_PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "out_proj"]
 
@@ -47,11 +49,16 @@ class FrozenCoreModel(BaseTuner):
     _add_modules_to_save_to_tie = LoraModel._add_modules_to_save_to_tie  # it speaks of embeddings, not of LoRA
 
     def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
-        """As PEFT does; says once which layers are too narrow for their rank."""
+        """As PEFT does; refuses a saved adapter of other weights, and says once which layers are too narrow.
+
+        Raises:
+            ArtifactError: The adapter was made on another base model, unless its configuration allows that.
+        """
         keep_weights(model)
         super().inject_adapter(model, adapter_name, *args, **kwargs)
         layers = frozen_core_layers(model, adapter_name)
         config = self.peft_config[adapter_name]
+        self._require_same_base(config, adapter_name, layers)
         narrow = [name for name, layer in layers.items() if layer.rank(adapter_name) < _rank_of(config, name)]
         if narrow and not config.load_bases:
             warnings.warn(
@@ -101,6 +108,61 @@ class FrozenCoreModel(BaseTuner):
             setattr(parent, child_name, new_module)
         else:
             super()._replace_module(parent, child_name, new_module, child)
+
+    def _require_same_base(
+        self, config: FrozenCoreConfig, adapter_name: str, layers: dict[str, FrozenCoreLayer]
+    ) -> None:
+        recorded = (config.seal or {}).get("base")
+        if recorded is None or not config.load_bases or config.allow_other_base:
+            return
+        odd = differing_layer(recorded, {name: layer.base_samples for name, layer in layers.items()})
+        if odd is not None:
+            if len(self.peft_config) == 1:
+                self.unload()
+            else:
+                self.delete_adapter(adapter_name)
+            raise ArtifactError(
+                f"The adapter was made on another base model: the weight of layer {odd!r} differs. Load that model, or "
+                "pass allow_other_base=True to PeftModel.from_pretrained to use it on this one."
+            )
+
+    @classmethod
+    def _get_adapter_state_dict(
+        cls, model: nn.Module, config: FrozenCoreConfig, adapter_name: str, state_dict: dict[str, Tensor], **kwargs: Any
+    ) -> dict[str, Tensor]:
+        """As PEFT does, for saving; refuses NaN and Inf before a file is touched, and notes what the seal says.
+
+        Raises:
+            ArtifactError: A factor, or a module that is saved with them, is not finite.
+        """
+        found = super()._get_adapter_state_dict(
+            model=model, config=config, adapter_name=adapter_name, state_dict=state_dict, **kwargs
+        )
+        modules = {key: value for key, value in state_dict.items() if f".modules_to_save.{adapter_name}." in key}
+        plain = {key: value for key, value in (found | modules).items() if not value.is_meta}
+        require_finite(f"the adapter {adapter_name!r}", plain, "It is not saved. Lower the learning rate.")
+        if len(plain) == len(found | modules):
+            layers = frozen_core_layers(model, adapter_name)
+            config.prepare_seal(found, record_base({name: layer.base_samples for name, layer in layers.items()}))
+        return found
+
+    @classmethod
+    def _remap_adapter_state_dict_for_load(
+        cls, model: nn.Module, config: FrozenCoreConfig, adapter_name: str, state_dict: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """As PEFT does, for loading; the tensors are checked before one of them reaches the model.
+
+        Raises:
+            ArtifactError: They are not sound, not those that were saved, or do not fit the model.
+        """
+        origin = f"the adapter {adapter_name!r}"
+        factors = require_sound(origin, state_dict, config.coordinates)
+        require_sealed(origin, config.take_seal(), state_dict)
+        own = {name: layer.factors(adapter_name) for name, layer in frozen_core_layers(model, adapter_name).items()}
+        require_fit(origin, own, factors)
+        return super()._remap_adapter_state_dict_for_load(
+            model=model, config=config, adapter_name=adapter_name, state_dict=state_dict
+        )
 
     @staticmethod
     def _build_from_weight(layer: FrozenCoreLayer, adapter_name: str, config: FrozenCoreConfig) -> None:

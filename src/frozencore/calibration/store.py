@@ -1,11 +1,15 @@
 """The moments file: sums of every layer in one safetensors file, with a fingerprint that says what they are of.
 
 A file whose model, data or options differ from what is asked for is refused; stale moments give a wrong basis
-without any other sign.
+without any other sign. So is one whose content is not what its recorded hash says.
+
+The safetensors metadata hold one key, with JSON: several would be written in a random order, and the same moments
+would not be the same bytes. Files of format 1 had several and no hash; they are still read.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping
@@ -20,10 +24,12 @@ from torch import nn
 
 from frozencore.calibration.options import CalibrationOptions
 from frozencore.errors import ArtifactError
-from frozencore.fingerprint import fingerprint_batches, fingerprint_model
+from frozencore.fingerprint import fingerprint_batches, fingerprint_model, fingerprint_tensors
+from frozencore.linalg import all_finite
 from frozencore.moments import MOMENT_NAMES, LayerMoments
 
-FORMAT = "frozencore-moments-1"
+FORMAT, KEY = 2, "frozencore-moments"
+_FIRST_FORMAT = "frozencore-moments-1"
 
 
 @dataclass(frozen=True)
@@ -40,7 +46,7 @@ class MomentsFingerprint:
     ) -> MomentsFingerprint:
         """The fingerprint of moments that would be collected from these."""
         values = asdict(options or CalibrationOptions())
-        for how in ("group_size", "stats_device"):  # they change where sums are made, not the sums
+        for how in ("group_size", "memory_budget", "stats_device"):  # they change where sums are made, not the sums
             values.pop(how)
         return cls(model=fingerprint_model(model), data=fingerprint_batches(batches), options=values)
 
@@ -54,11 +60,12 @@ def save_moments(path: str | Path, moments: Mapping[str, LayerMoments], fingerpr
         for name, layer in moments.items()
         for moment in layer.names()
     }
-    metadata = {
-        "format": FORMAT,
-        "fingerprint": json.dumps(asdict(fingerprint), sort_keys=True),
-        "num_tokens": json.dumps({name: layer.num_tokens for name, layer in moments.items()}),
+    said = {
+        "fingerprint": asdict(fingerprint),
+        "num_tokens": {name: layer.num_tokens for name, layer in moments.items()},
     }
+    header = {"format": FORMAT, **said, "content_sha256": _hash_of(said, tensors)}
+    metadata = {KEY: json.dumps(header)}
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         save_file(tensors, aside, metadata=metadata)
@@ -83,18 +90,20 @@ def load_moments(path: str | Path, expected: MomentsFingerprint | None = None) -
         raise ArtifactError(f"There is no moments file at {path}. Write one with `frozencore calibrate`.")
     try:
         with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            if metadata.get("format") != FORMAT:
-                raise ArtifactError(f"{path} is not a moments file of this version ({FORMAT}). Calibrate again.")
-            num_tokens, fingerprint = _header(metadata)
+            header = _header(path, file.metadata() or {})
+            num_tokens, fingerprint = header["num_tokens"], header["fingerprint"]
             if expected is not None:
                 _require_same(path, fingerprint, asdict(expected))
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a mapping
-    except (SafetensorError, KeyError, ValueError, OSError) as error:
-        raise ArtifactError(f"The moments file {path} is damaged ({error}). Calibrate again.") from error
-    bad = [key for key, tensor in tensors.items() if not torch.isfinite(tensor).all()]
+    except (SafetensorError, KeyError, TypeError, ValueError, OSError, RecursionError, RuntimeError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ArtifactError(f"The moments file {path} is damaged ({reason}). Calibrate again.") from error
+    said = {"fingerprint": fingerprint, "num_tokens": num_tokens}
+    if header.get("content_sha256") not in (None, _hash_of(said, tensors)):
+        raise ArtifactError(f"The moments file {path} is damaged (its content has another hash). Calibrate again.")
+    bad = [key for key, tensor in tensors.items() if not _finite(tensor)]
     if bad:
-        raise ArtifactError(f"The moments file {path} holds NaN or Inf in {bad[0]!r}. Calibrate again.")
+        raise ArtifactError(f"The moments file {path} holds NaN or Inf in {bad[0]!r}, or no floats. Calibrate again.")
     found: dict[str, dict[str, torch.Tensor]] = {name: {} for name in num_tokens}
     for key, tensor in tensors.items():
         name, _, moment = key.rpartition("/")
@@ -104,14 +113,30 @@ def load_moments(path: str | Path, expected: MomentsFingerprint | None = None) -
     return {name: LayerMoments(num_tokens=num_tokens[name], **sums) for name, sums in found.items()}
 
 
-def _header(metadata: Mapping[str, str]) -> tuple[dict[str, int], dict[str, Any]]:
-    """Token counts by layer, and the fingerprint."""
-    num_tokens, fingerprint = json.loads(metadata["num_tokens"]), json.loads(metadata["fingerprint"])
-    if not (isinstance(num_tokens, dict) and all(isinstance(count, int) for count in num_tokens.values())):
+def _header(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
+    """Token counts by layer, the fingerprint, and the hash of both with the tensors if there is one."""
+    if metadata.get("format") == _FIRST_FORMAT:
+        header = {name: json.loads(metadata[name]) for name in ("num_tokens", "fingerprint")}
+    else:
+        header = json.loads(metadata.get(KEY, "{}"))
+        if not isinstance(header, dict) or header.get("format") != FORMAT:
+            raise ArtifactError(f"{path} is not a moments file of this version ({KEY}-{FORMAT}). Calibrate again.")
+    num_tokens, fingerprint = header["num_tokens"], header["fingerprint"]
+    if not (isinstance(num_tokens, dict) and all(type(count) is int for count in num_tokens.values())):
         raise ValueError("its token counts are malformed")
     if not (isinstance(fingerprint, dict) and isinstance(fingerprint.get("options", {}), dict)):
         raise ValueError("its fingerprint is malformed")
-    return num_tokens, fingerprint
+    return header
+
+
+def _hash_of(said: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> str:
+    """SHA-256 of what a file says and of the tensors in it."""
+    content = json.dumps(said) + fingerprint_tensors(sorted(tensors.items()))
+    return hashlib.sha256(content.encode()).hexdigest()
+
+
+def _finite(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() and all_finite(tensor.float() if tensor.dtype.itemsize == 1 else tensor)
 
 
 def _require_same(path: Path, came: dict[str, Any], expected: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from peft import PeftConfig, PeftModel, PeftModelForCausalLM
 from torch import nn
 
+from frozencore.adapter.integrity import read_folder
 from frozencore.errors import ArtifactError
 
 BASE = "base"
@@ -36,12 +37,13 @@ class AdapterStand:
         """The base model with the adapter saved in a folder, in evaluation mode.
 
         Raises:
-            ArtifactError: There is no adapter, or it does not fit this base tensor by tensor.
+            ArtifactError: There is no adapter, it is damaged or a pickle, or it does not fit this base.
         """
         if not (folder / "adapter_config.json").is_file():
             raise ArtifactError(
                 f"--adapter {folder} must be a folder of save_pretrained, but has no adapter_config.json."
             )
+        read_folder(folder)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # PEFT warns of missing tensors; they are refused below

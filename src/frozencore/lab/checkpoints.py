@@ -1,7 +1,7 @@
 """Checkpoints that say themselves whether they are whole, and what they belong to.
 
-The Trainer writes a checkpoint file by file; a seal, written last, lists every file's hash and the fingerprint of the
-run. A folder without a seal, or with a file that is not as sealed, is half-written and passed over.
+The Trainer writes a checkpoint file by file; a seal, written last, lists every file's hash and what the run is made of.
+A folder without a seal, or with a file that is not as sealed, is half-written and passed over.
 """
 
 from __future__ import annotations
@@ -9,23 +9,28 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from frozencore.errors import TrainingError
 
 SEAL = "complete.json"
 
 
-def seal_checkpoint(folder: Path, fingerprint: str) -> None:
-    """Declare a checkpoint complete: hashes of its files and the fingerprint of its run, written atomically."""
+def seal_checkpoint(folder: Path, identity: Mapping[str, Any]) -> None:
+    """Declare a checkpoint complete: hashes of its files and what its run is made of, written atomically."""
     files = {str(path.relative_to(folder)): _sha256(path) for path in sorted(folder.rglob("*")) if path.is_file()}
     unsealed = folder / f"{SEAL}.part"
-    unsealed.write_text(json.dumps({"fingerprint": fingerprint, "files": files}, indent=1))
+    unsealed.write_text(json.dumps({"identity": dict(identity), "files": files}, indent=1))
     os.replace(unsealed, folder / SEAL)
 
 
-def newest_complete_checkpoint(out_dir: Path, fingerprint: str) -> Path | None:
+def newest_complete_checkpoint(out_dir: Path, identity: Mapping[str, Any]) -> Path | None:
     """The complete checkpoint with the most steps, or ``None``.
+
+    Args:
+        identity: What the run that goes on is made of, by name; JSON values.
 
     Raises:
         TrainingError: It belongs to a run with another recipe, other rows or other parameters.
@@ -34,10 +39,14 @@ def newest_complete_checkpoint(out_dir: Path, fingerprint: str) -> Path | None:
         seal = _read_seal(folder)
         if seal is None:
             continue
-        if seal["fingerprint"] != fingerprint:
+        odd = [name for name in {**seal, **identity} if seal.get(name) != identity.get(name)]
+        if odd:
+            differences = ", ".join(
+                f"{_short(name, 40)} {_short(seal.get(name))} (now {_short(identity.get(name))})" for name in odd
+            )
             raise TrainingError(
-                f"To resume, recipe, rows and adapter must be the checkpoint's, but {folder} was made with others. "
-                f"Resume with the same options, or train into another folder."
+                f"To resume, recipe, rows and adapter must be the checkpoint's, but {folder} was made with others: "
+                f"{differences}. Resume with the same options, or train into another folder."
             )
         return folder
     return None
@@ -45,17 +54,26 @@ def newest_complete_checkpoint(out_dir: Path, fingerprint: str) -> Path | None:
 
 def checkpoints(out_dir: Path) -> list[Path]:
     """Every checkpoint folder, whole or not."""
-    return [path for path in out_dir.glob("checkpoint-*") if path.is_dir() and path.name.split("-")[1].isdigit()]
+    return [path for path in out_dir.glob("checkpoint-*") if path.is_dir() and path.name.split("-")[1].isdecimal()]
 
 
-def _read_seal(folder: Path) -> dict[str, str] | None:
-    """The seal of a checkpoint whose files are all as sealed."""
+def is_complete(folder: Path) -> bool:
+    """Whether a checkpoint is sealed and every file is as sealed."""
+    return _read_seal(folder) is not None
+
+
+def _read_seal(folder: Path) -> dict[str, Any] | None:
+    """What a checkpoint's run is made of, if its files are all as sealed."""
     try:
         seal = json.loads((folder / SEAL).read_text())
-        whole = all(_sha256(folder / name) == digest for name, digest in seal["files"].items())
-        return {"fingerprint": seal["fingerprint"]} if whole else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        whole = all(".." not in name and _sha256(folder / name) == digest for name, digest in seal["files"].items())
+        return dict(seal["identity"]) if whole else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
+
+
+def _short(value: Any, longest: int = 12) -> str:
+    return " ".join(str(value).split())[:longest]
 
 
 def _num_steps(folder: Path) -> int:

@@ -64,7 +64,7 @@ def _read_jsonl(path: Path) -> Iterator[Row]:
 def _parse_line(line: str, number: int, path: Path) -> Row:
     try:
         row = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(
             f"{path}, line {number}: each line must be a JSON object, but this is none: {error}."
         ) from error

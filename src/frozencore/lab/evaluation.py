@@ -190,7 +190,9 @@ def _finished(place: Path, identity: dict[str, Any]) -> dict[str, Any] | None:
     """The score that lies there already, if it was finished."""
     try:
         score: dict[str, Any] = json.loads((place / "result.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
+        return None
+    if not isinstance(score, dict):
         return None
     if score.get("identity") != identity:
         raise ArtifactError(

@@ -29,14 +29,13 @@ def load_model(name: str, *, dtype: str = "auto", device: str = "auto") -> tuple
     """
     place = _device(device)
     name = model_location(name)
-    local = _is_local(name)
-    kwargs = {"local_files_only": local or not _hub_has(name)}
+    safely = _safely(name)
     quiet = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, **kwargs)
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **kwargs)
+        tokenizer = AutoTokenizer.from_pretrained(name, **safely)
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **safely)
     except Exception as error:  # transformers raises a dozen kinds for a folder that is not a model
         reason = " ".join(str(error).split())[:200]
         raise ModelError(
@@ -57,9 +56,9 @@ def load_config(name: str) -> PretrainedConfig:
         ModelError: As for :func:`load_model`.
     """
     name = model_location(name)
-    local = _is_local(name)
+    safely = _safely(name)
     try:
-        return AutoConfig.from_pretrained(name, local_files_only=local or not _hub_has(name))
+        return AutoConfig.from_pretrained(name, **safely)
     except (OSError, ValueError) as error:
         raise ModelError(f"--model {name} has no configuration: {' '.join(str(error).split())[:200]}") from error
 
@@ -76,12 +75,17 @@ def load_tokenizer(name: str) -> Any:
         ModelError: As for :func:`load_model`.
     """
     name = model_location(name)
-    local = _is_local(name)
+    safely = _safely(name)
     try:
-        return AutoTokenizer.from_pretrained(name, local_files_only=local or not _hub_has(name))
+        return AutoTokenizer.from_pretrained(name, **safely)
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())[:200]
         raise ModelError(f"--model {name} cannot be read as a tokenizer: {reason}") from error
+
+
+def _safely(name: str) -> dict[str, bool]:
+    """How transformers is to load: without the hub where it is not needed, and never with code of the repository."""
+    return {"local_files_only": _is_local(name) or not _hub_has(name), "trust_remote_code": False}
 
 
 def _device(name: str) -> torch.device:

@@ -32,6 +32,7 @@ _Loader.add_implicit_resolver(
 
 
 LARGEST_FILE = 2**20
+DEEPEST = 40
 MOST_NODES = 100_000  # aliases of aliases expand to any size
 
 
@@ -54,7 +55,12 @@ def read_yaml(path: Path) -> Any:
     except yaml.MarkedYAMLError as error:
         line = "" if error.problem_mark is None else f", line {error.problem_mark.line + 1}"
         raise ConfigError(f"{path}{line}: {error.problem or error.context}. Correct the YAML.") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except RecursionError as error:
+        raise ConfigError(f"{path} is nested too deeply. Write it flatter.") from error
+    except ConfigError:
+        raise
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError, OverflowError) as error:
+        # PyYAML meets `!!bool maybe` with a KeyError, 2020-13-45 with a ValueError, and so on
         raise ConfigError(f"{path} is not YAML in UTF-8: {' '.join(str(error).split())[:200]}") from error
 
 
@@ -77,6 +83,8 @@ def line_of(path: Path, keys: Sequence[int | str]) -> int:
 
 def _expanded_size(node: yaml.Node, sizes: dict[int, int], above: tuple[int, ...]) -> int:
     """Values under a node with every alias written out."""
+    if len(above) > DEEPEST:
+        raise yaml.MarkedYAMLError(problem=f"values are nested deeper than {DEEPEST}", problem_mark=node.start_mark)
     if id(node) in above:
         raise yaml.MarkedYAMLError(problem="an alias stands inside of what it names", problem_mark=node.start_mark)
     if id(node) not in sizes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -79,12 +79,12 @@ class Watch(TrainerCallback):
 class Seal(TrainerCallback):
     """Seals every checkpoint once it is written."""
 
-    def __init__(self, fingerprint: str) -> None:
-        self.fingerprint = fingerprint
+    def __init__(self, identity: Mapping[str, Any]) -> None:
+        self.identity = identity
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if state.is_world_process_zero:
-            seal_checkpoint(Path(str(args.output_dir)) / f"checkpoint-{state.global_step}", self.fingerprint)
+            seal_checkpoint(Path(str(args.output_dir)) / f"checkpoint-{state.global_step}", self.identity)
 
 
 @contextmanager

@@ -11,15 +11,17 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import PrinterCallback, TrainingArguments
 
@@ -115,7 +117,8 @@ def train(
     Raises:
         ConfigError: Nothing is trainable, or trainable parameters are below float32.
         DataError: There are no rows.
-        TrainingError: The loss is not finite, or the folder holds checkpoints that are not resumed or of another run.
+        TrainingError: The loss is not finite, a checkpoint cannot be written, or the folder holds checkpoints that
+            are not resumed or of another run.
     """
     if not rows:
         raise DataError("Training needs at least one row, got none.")
@@ -124,8 +127,8 @@ def train(
         raise ConfigError(
             f"Between checkpoints there must be at least one step, got checkpoint_steps={checkpoint_steps}."
         )
-    fingerprint = _fingerprint(model, recipe, rows)
-    resumed_from = _starting_point(checkpoint_dir, resume, fingerprint)
+    identity = _identity(model, recipe, rows)
+    resumed_from = _starting_point(checkpoint_dir, resume, identity)
     start = time.perf_counter()
     watch = Watch(progress)
     with ExitStack() as restored:
@@ -138,10 +141,11 @@ def train(
             args=_arguments(model, recipe, len(rows), folder, checkpoint_dir is not None, checkpoint_steps),
             data_collator=Collator(pad_id),
             train_dataset=list(rows),
-            callbacks=[watch, Seal(fingerprint)],
+            callbacks=[watch, Seal(identity)],
         )
         trainer.remove_callback(PrinterCallback)
-        trainer.train(resume_from_checkpoint=None if resumed_from is None else str(resumed_from))
+        with _disk_errors_told(checkpoint_dir):
+            trainer.train(resume_from_checkpoint=None if resumed_from is None else str(resumed_from))
     model.eval()
     losses = tuple(entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
     tail = losses[-math.ceil(len(losses) / 10) :]
@@ -199,20 +203,41 @@ def _require_float32(model: nn.Module) -> None:
             )
 
 
-def _fingerprint(model: nn.Module, recipe: Recipe, rows: Sequence[TokenRow]) -> str:
+def _identity(model: nn.Module, recipe: Recipe, rows: Sequence[TokenRow]) -> dict[str, Any]:
     """What a checkpoint must share with the run that resumes it: what trains, how, and on what."""
     shapes = {name: list(p.shape) for name, p in model.named_parameters() if p.requires_grad}
-    content = json.dumps([shapes, asdict(recipe), [[row.input_ids, row.num_context] for row in rows]])
-    return hashlib.sha256(content.encode()).hexdigest()
+    return {
+        **asdict(recipe),
+        "rows": _hash_of([[row.input_ids, row.num_context] for row in rows]),
+        "trainable parameters": _hash_of(shapes),
+    }
 
 
-def _starting_point(checkpoint_dir: Path | None, resume: bool, fingerprint: str) -> Path | None:
+def _hash_of(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+@contextmanager
+def _disk_errors_told(checkpoint_dir: Path | None) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, SafetensorError, RuntimeError) as error:
+        reason = " ".join(str(error).split())[:200]
+        if checkpoint_dir is None or (type(error) is RuntimeError and "PytorchStreamWriter" not in reason):
+            raise
+        raise TrainingError(
+            f"A checkpoint could not be written to {checkpoint_dir}: {reason}. "
+            "Free some space and resume: the last whole checkpoint is kept."
+        ) from error
+
+
+def _starting_point(checkpoint_dir: Path | None, resume: bool, identity: Mapping[str, Any]) -> Path | None:
     if checkpoint_dir is None:
         if resume:
             raise ConfigError("To resume, training needs the folder of its checkpoints: give checkpoint_dir.")
         return None
     if resume:
-        return newest_complete_checkpoint(checkpoint_dir, fingerprint)
+        return newest_complete_checkpoint(checkpoint_dir, identity)
     if checkpoints(checkpoint_dir):
         raise TrainingError(
             f"A new training needs a folder without checkpoints, but {checkpoint_dir} holds some. "

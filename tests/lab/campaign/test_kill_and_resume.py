@@ -189,6 +189,7 @@ def test_a_run_that_kills_three_workers_has_failed_and_keeps_its_log(tmp_path: P
     assert not list(store.folder.glob("runs/.*"))
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_killed_while_idle_is_replaced_in_silence(tmp_path: Path) -> None:
     campaign = read_campaign(specification(tmp_path, TWO_METHODS))
     store = Store(tmp_path / "out")

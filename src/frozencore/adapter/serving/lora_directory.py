@@ -69,8 +69,9 @@ def read_lora_directory(directory: str | Path) -> LoraDirectory:
         config = json.loads((directory / CONFIG_FILE).read_text())
         with safe_open(directory / WEIGHTS_FILE, framework="pt") as file:
             tensors = {key: _facts(file.get_tensor(key)) for key in file.keys()}  # noqa: SIM118 - not a mapping
-    except (ValueError, OSError, SafetensorError) as error:
-        raise ArtifactError(f"{directory} is damaged ({error}). Save or download it again.") from error
+    except (ValueError, OSError, SafetensorError, RecursionError, RuntimeError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ArtifactError(f"{directory} is damaged ({reason}). Save or download it again.") from error
     if not isinstance(config, dict):
         raise ArtifactError(f"{directory / CONFIG_FILE} holds no JSON object. Save or download it again.")
     return LoraDirectory(config, tensors, frozenset(path.name for path in directory.iterdir()))

@@ -60,7 +60,8 @@ class Store:
             ArtifactError: As for :meth:`require_own`.
         """
         self.require_own(campaign)
-        write_json(self.folder / SPECIFICATION, campaign.model_dump(mode="json"))
+        # in ASCII: it is read as YAML, to which some characters of other scripts are line breaks
+        write_text(self.folder / SPECIFICATION, json.dumps(campaign.model_dump(mode="json"), indent=2) + "\n")
 
     def campaign(self) -> Campaign:
         """The campaign that the folder is of.
@@ -192,7 +193,7 @@ class Store:
     def _read(self, file: Path) -> Mapping[str, Any]:
         try:
             content: Mapping[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise ArtifactError(f"{file} is damaged ({error}). Remove its folder and the run is made again.") from error
         return {**content, "run_id": file.parent.name}
 
@@ -200,7 +201,7 @@ class Store:
 def _parsed(line: str) -> Mapping[str, Any] | None:
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):  # brackets in brackets without end
         return None
     good = isinstance(record, dict) and isinstance(record.get("run_id"), str) and _ID.fullmatch(record["run_id"])
     return record if good else None
