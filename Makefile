@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test test-slow conformance lint format pocket constraints clean
+.PHONY: demo test test-slow bench conformance lint format pocket constraints clean
 
 demo: $(VENV)/.installed
 	$(BIN)/frozencore demo --output runs/demo
@@ -16,6 +16,10 @@ test: $(VENV)/.installed-dev
 
 test-slow: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m slow tests conformance
+
+# Speed and memory on this machine's CPU, under fifteen minutes; DATA=DIR (the tasks' data) adds choice scoring.
+bench: $(VENV)/.installed-dev
+	$(BIN)/python benchmarks/bench.py $(if $(DATA),--data-root $(DATA))
 
 # PEFT's own test suite against frozen cores; needs the package index once.
 conformance: $(VENV)/.installed-dev

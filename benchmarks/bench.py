@@ -1,0 +1,144 @@
+"""``make bench``: every benchmark that a CPU can run, one after the other, and the targets against what was reached.
+
+    python benchmarks/bench.py                             # under fifteen minutes
+    python benchmarks/bench.py --data-root ../shared/data  # with choice scoring, where lm-eval is installed
+    python benchmarks/bench.py --quick                     # tiny sizes: does it run?
+
+Writes ``results/<processor>-<cores>-cores.json`` with all parts in it. A part that fails or outlasts its limit is
+written down as such and the rest goes on; the exit status is then 1. A missed target is a result, not a failure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from frozencore.lab.record import provenance, write_json
+from machine import machine_name
+from targets import Verdict, check_targets
+
+HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Part:
+    """A script beside this file, its options, and the seconds it may take; ``script`` where it is not the name."""
+
+    name: str
+    options: tuple[str, ...] = ()
+    limit_s: int = 300
+    script: str = ""
+
+
+NOT_EVA = ("floor", "frozencore fcca", "frozencore eva", "PEFT LoRA-GA", "PEFT CorDA", "PEFT PiSSA")
+PARTS = (
+    Part("growth", ("--runs", "2", "--step-runs", "7")),
+    Part("ranks", ("--runs", "3")),
+    Part("step", ("--rounds", "9")),
+    Part("svd"),
+    Part("memory"),
+    Part("calibration", ("--runs", "2", "--without", "frozencore eva", "PEFT EVA", "PEFT CorDA", "PEFT PiSSA")),
+    Part("calibration_eva", ("--runs", "1", "--without", *NOT_EVA), script="calibration"),  # minutes a run
+)
+SCORING = Part("scoring", ("--runs", "2", "--rows", "6"))
+BUDGET_S = 15 * 60  # for all of them; a part that would begin later does not run
+
+
+def run_part(part: Part, folder: Path, limit_s: float, *, quick: bool) -> dict[str, Any]:
+    """What the script wrote, or why it wrote nothing; ``time_s`` is how long it took."""
+    out, started = folder / f"{part.name}.json", time.perf_counter()
+    words = [sys.executable, str(HERE / f"{part.script or part.name}.py"), "--out", str(out)]
+    words += ["--quick"] if quick else part.options
+    status, errors = run_whole(words, limit_s)
+    if status is None:
+        found = {"error": f"not finished after {limit_s:.0f} s"}
+    elif status:
+        found = {"error": f"exit status {status}: {errors.strip()[-600:]}"}
+    else:
+        found = json.loads(out.read_text())
+    return found | {"time_s": time.perf_counter() - started}
+
+
+def run_whole(words: list[str], limit_s: float) -> tuple[int | None, str]:
+    """Exit status and error output of a program; None where it was ended at its limit, with all that it started."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    with subprocess.Popen(
+        words, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, process_group=0
+    ) as program:
+        try:
+            errors = program.communicate(timeout=limit_s)[1]
+            return program.returncode, errors
+        except subprocess.TimeoutExpired:
+            return None, ""
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(program.pid, signal.SIGKILL)
+
+
+def chosen_parts(options: argparse.Namespace) -> list[Part]:
+    parts = [part for part in PARTS if not options.only or part.name in options.only]
+    if options.quick:
+        return [part for part in parts if not part.script]  # the tiny round of its script has it already
+    if options.only and SCORING.name not in options.only:
+        return parts
+    if options.data_root is None or importlib.util.find_spec("lm_eval") is None:
+        print("scoring is left out: it needs --data-root (make bench DATA=DIR) and the extra frozencore[lm-eval].")
+        return parts
+    return [*parts, Part(SCORING.name, (*SCORING.options, "--data-root", str(options.data_root)), SCORING.limit_s)]
+
+
+def show(verdicts: list[Verdict], *, quick: bool) -> None:
+    table = Table("what", "target", "reached", "", title="Targets" + quick * ": tiny sizes, these figures mean nothing")
+    for verdict in verdicts:
+        mark = {True: "[green]reached[/]", False: "[red]missed[/]", None: "not measured"}[verdict.is_reached]
+        table.add_row(verdict.what, verdict.target, verdict.measured, mark)
+    Console(width=120).print(table)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="Every part at its tiniest; its figures mean nothing.")
+    parser.add_argument("--only", nargs="+", choices=[*(part.name for part in PARTS), SCORING.name])
+    parser.add_argument("--data-root", type=Path, help="Folder of the tasks' data, for choice scoring.")
+    parser.add_argument("--parts", type=Path, help="Keep every part's own file in this folder.")
+    parser.add_argument("--out", type=Path, help="Default: results/<machine>.json beside this file; none with --quick.")
+    options = parser.parse_args()
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the part that runs is ended too
+    machine, started = machine_name(), time.perf_counter()
+    out = options.out or (None if options.quick else HERE / "results" / f"{machine}.json")
+    parts: dict[str, Any] = {}
+    with TemporaryDirectory() as folder:
+        for part in chosen_parts(options):
+            limit_s = min(part.limit_s, max(0.0, started + BUDGET_S - time.perf_counter()))
+            parts[part.name] = found = run_part(part, options.parts or Path(folder), limit_s, quick=options.quick)
+            print(f"{part.name}: {found.get('error') or 'done'} ({found['time_s']:.0f} s)", flush=True)
+    verdicts = check_targets(parts)
+    show(verdicts, quick=options.quick)
+    if out is not None:
+        found = {
+            "quick": options.quick,
+            "time_s": time.perf_counter() - started,
+            "targets": [asdict(v) for v in verdicts],
+        }
+        write_json(out, {"benchmark": "all", "machine": machine, **found, "parts": parts, "provenance": provenance()})
+        print(out)
+    return int(any("error" in found for found in parts.values()))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,58 @@
+"""What calibration takes under a memory budget, in a process of its own each time: the peak of resident memory.
+
+    python benchmarks/memory.py            # about two minutes;  --quick: one small model
+
+All linear layers, ``fcca``; a small model (width 896, two blocks) and one block of Qwen2.5-7B's shapes. The program
+that is run is that of the tests, ``tests/calibration/peak_memory.py``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from frozencore.calibration.budget import memory_bytes
+from frozencore.lab.record import provenance, write_json
+
+ROOT = Path(__file__).parents[1]
+PROGRAM = ROOT / "tests" / "calibration" / "peak_memory.py"
+SMALL, BLOCK_OF_7B = (896, 1792, 2), (3584, 18944, 1)  # hidden, intermediate, layers
+CASES = [(SMALL, "12MiB"), (SMALL, "40MiB"), (SMALL, "80MiB"), (BLOCK_OF_7B, "180MiB"), (BLOCK_OF_7B, "2GiB")]
+
+
+def peak(sizes: tuple[int, int, int], budget: str) -> dict[str, Any]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "tests")}
+    words = [sys.executable, str(PROGRAM), "fcca", budget, *map(str, sizes)]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout.strip().splitlines()[-1])
+    hidden, intermediate, layers = sizes
+    share = found["taken"] / memory_bytes(budget)
+    return (
+        {"hidden": hidden, "intermediate": intermediate, "layers": layers, "budget": budget} | found | {"share": share}
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="One budget of the small model.")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "memory.json")
+    options = parser.parse_args()
+    rows = [peak(*case) for case in (CASES[1:2] if options.quick else CASES)]
+    table = Table("hidden", "layers", "budget", "passes", "sketches", "taken", "of the budget")
+    for row in rows:
+        columns = (str(row["passes"]), "yes" if row["streaming"] else "no", f"{row['taken'] / 2**20:.1f} MiB")
+        table.add_row(str(row["hidden"]), str(row["layers"]), row["budget"], *columns, f"{row['share']:.3f}")
+    Console(width=100).print(table)
+    write_json(options.out, {"benchmark": "memory", "quick": options.quick, "rows": rows, "provenance": provenance()})
+
+
+if __name__ == "__main__":
+    main()

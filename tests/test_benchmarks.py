@@ -1,0 +1,158 @@
+"""The benchmarks run at their tiniest and write what they promise; docs/cost.md holds the numbers of its files."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+BENCHMARKS = ROOT / "benchmarks"
+RESULTS = BENCHMARKS / "results"
+
+PROMISED: dict[str, tuple[tuple[str, ...], set[str]]] = {
+    "step": (("--quick",), {"rank", "rounds", "rows", "adapter_of_144_layers"}),
+    "calibration": (("--quick",), {"scale", "rank", "rows"}),
+    "svd": (("--quick",), {"rank", "decay", "rows"}),
+    "growth": (("--quick",), {"plan", "rates", "constants", "calibration", "step"}),
+    "ranks": (("--quick",), {"scale", "rows"}),
+    "memory": (("--quick",), {"rows"}),
+    "gpu": (
+        ("--tiny", "--compile", "--cuda-graphs", "--models", "Qwen2.5-3B", "Llama-3.2-1B"),
+        {"device", "job", "models", "budget_s", "used_s", "paper_h20"},
+    ),
+}
+SLOW = {"calibration", "svd", "ranks", "memory", "gpu"}
+EVERYWHERE = {"benchmark", "provenance"}
+
+
+def run(script: str, *options: str | Path) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    words = [sys.executable, str(BENCHMARKS / f"{script}.py"), *map(str, options)]
+    return subprocess.run(words, capture_output=True, text=True, env=environment, timeout=280, check=False)
+
+
+def results_of(script: str, folder: Path) -> dict[str, Any]:
+    """What its quick mode writes."""
+    if not (BENCHMARKS / f"{script}.py").exists():
+        pytest.skip(f"benchmarks/{script}.py is not written yet")
+    options, _ = PROMISED[script]
+    done = run(script, *options, "--out", folder / "found.json")
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads((folder / "found.json").read_text())
+
+
+@pytest.mark.parametrize(
+    "script", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in PROMISED]
+)
+def test_the_quick_mode_writes_the_promised_keys(script: str, tmp_path: Path) -> None:
+    found = results_of(script, tmp_path)
+    missing = (PROMISED[script][1] | EVERYWHERE) - found.keys()
+    assert not missing
+    for rows in ("rows", "calibration", "step"):
+        assert found.get(rows) is None or len(found[rows]) > 0
+
+
+@pytest.mark.slow
+def test_the_gpu_benchmark_measures_every_section_of_every_model_on_a_cpu(tmp_path: Path) -> None:
+    found = results_of("gpu", tmp_path)
+    assert found["models"].keys() == {"Qwen2.5-3B", "Llama-3.2-1B"}
+    for sections in found["models"].values():
+        assert not [name for name, section in sections.items() if "error" in section]
+        assert sections["race"].keys() == {"floor", "lora", "dora", "pissa", "frozencore"}
+        assert sections["race"]["frozencore"]["num_trainable"] == 2 * 4 * 16**2
+        assert sections.keys() == {"race", "full PiSSA", "EVA", "compile", "CUDA graphs"}
+        assert "skipped" in sections["CUDA graphs"]
+
+
+@pytest.mark.slow
+def test_the_gpu_benchmark_names_what_its_budget_leaves_no_time_for(tmp_path: Path) -> None:
+    done = run("gpu", "--tiny", "--budget", "0", "--models", "Llama-3.2-1B", "--out", tmp_path / "found.json")
+    assert done.returncode == 0, done.stderr[-2000:]
+    sections = json.loads((tmp_path / "found.json").read_text())["models"]["Llama-3.2-1B"]
+    assert all("no time left" in section["skipped"] for section in sections.values())
+
+
+@pytest.mark.slow
+def test_bytes_sent_are_those_of_the_formula_but_for_the_flags(tmp_path: Path) -> None:
+    found = results_of("ranks", tmp_path)
+    one, two = found["rows"]
+    assert one["sent_by_payload_bytes"] == one["sent_by_formula_bytes"] == 0
+    flags = two["sent_by_payload_bytes"] - two["sent_by_formula_bytes"]
+    assert 0 <= flags <= 20 * 8 * 2  # a long per rank and stage
+    assert two["sent_by_formula_bytes"] > 20 * flags
+
+
+@pytest.mark.slow
+def test_everything_together_merges_its_parts_and_judges_the_targets(tmp_path: Path) -> None:
+    out, parts = tmp_path / "machine.json", ("step", "growth")
+    done = run("bench", "--quick", "--only", *parts, "--out", out)
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    found = json.loads(out.read_text())
+    assert found.keys() >= {"machine", "parts", "targets", "time_s", "provenance"}
+    assert found["parts"].keys() == set(parts)
+    verdicts = {verdict["what"]: verdict["is_reached"] for verdict in found["targets"]}
+    assert verdicts["gradient + optimiser bytes a core value"] is True
+    assert verdicts["calibration / its floor"] is None  # that part did not run
+    assert "gradient + optimiser bytes a core value" in done.stdout
+
+
+@pytest.mark.skipif(
+    not (RESULTS / "growth.json").exists() or not (RESULTS / "ranks.json").exists(),
+    reason="benchmarks/growth.py and ranks.py have not been run for the page",
+)
+def test_the_page_on_cost_holds_the_numbers_of_its_files() -> None:
+    done = run("cost_page", "--check")
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+
+
+def loaded(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A module of benchmarks/, which is no package."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_counts_are_those_of_the_paper_and_of_the_model_cards(monkeypatch: pytest.MonkeyPatch) -> None:
+    projection = loaded("projection", monkeypatch)
+    assert projection.core_values(projection.QWEN_3B) == 36_864
+    assert projection.lora_values(projection.QWEN_3B) == 7_372_800
+    tied = projection.QWEN_3B.vocabulary * projection.QWEN_3B.width
+    assert projection.QWEN_3B.weights() - tied == pytest.approx(3.09e9, rel=0.01)
+    assert projection.QWEN_7B.weights() == pytest.approx(7.62e9, rel=0.01)
+    assert projection.LLAMA_70B.weights() == pytest.approx(70.6e9, rel=0.01)
+
+
+def test_the_fit_finds_the_constants_that_times_were_made_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    fitting = loaded("fitting", monkeypatch)
+    operations, calls = [1e9, 5e9, 2e10, 1e11], [10.0, 400.0, 30.0, 700.0]
+    times = [2e-11 * n + 1e-4 * k for n, k in zip(operations, calls, strict=True)]
+    found = fitting.fit({"per_operation_s": operations, "per_call_s": calls, "unused_s": [1.0] * 4}, times)
+    assert found["per_operation_s"] == pytest.approx(2e-11, rel=1e-6)
+    assert found["per_call_s"] == pytest.approx(1e-4, rel=1e-6)
+    assert found["largest_error"] < 1e-9
+
+
+def test_a_target_whose_part_failed_counts_as_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    targets = loaded("targets", monkeypatch)
+    parts = {
+        "svd": {"error": "not finished after 300 s"},
+        "memory": {"rows": [{"share": 0.7}, {"share": 1.06}]},
+        "calibration": {"rows": [{"contestant": "floor", "median_s": 2.0}]},
+        "step": {"adapter_of_144_layers": {"swap_prepared_s": 0.0005}, "rows": []},
+    }
+    verdicts = targets.check_targets(parts)
+    assert len(verdicts) == len(targets.TARGETS)
+    known = {verdict.what: verdict.is_reached for verdict in verdicts if verdict.is_reached is not None}
+    assert known == {"peak memory of calibration / its budget": False, "swap of a prepared core, 144 layers": True}
