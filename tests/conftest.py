@@ -67,6 +67,7 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
     from frozencore import cli
 
     def run(*words: str | Path) -> tuple[int, str, str]:
+        capsys.readouterr()  # what the fixtures wrote
         monkeypatch.setattr(sys, "argv", ["frozencore", *map(str, words)])
         with pytest.raises(SystemExit) as exit_:
             cli.main()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,24 +12,10 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from adapted import adapted, logits
-from frozencore import cli
 from frozencore.lab.pocket import pocket_model_path
 from tiny import tiny_qwen2
 
 Command = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    def run(*words: str | Path) -> tuple[int, str, str]:
-        capsys.readouterr()  # what the fixtures wrote
-        monkeypatch.setattr(sys, "argv", ["frozencore", *map(str, words)])
-        with pytest.raises(SystemExit) as exit_:
-            cli.main()
-        captured = capsys.readouterr()
-        return int(exit_.value.code or 0), captured.out, captured.err
-
-    return run
 
 
 @pytest.fixture

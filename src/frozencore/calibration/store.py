@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,6 +26,7 @@ from frozencore.errors import ArtifactError
 from frozencore.fingerprint import fingerprint_batches, fingerprint_model, fingerprint_tensors
 from frozencore.linalg import all_finite
 from frozencore.moments import MOMENT_NAMES, LayerMoments
+from frozencore.whole_file import whole_file
 
 FORMAT, KEY = 2, "frozencore-moments"
 _FIRST_FORMAT = "frozencore-moments-1"
@@ -53,8 +53,6 @@ class MomentsFingerprint:
 
 def save_moments(path: str | Path, moments: Mapping[str, LayerMoments], fingerprint: MomentsFingerprint) -> None:
     """Write moments to a safetensors file: aside first, flushed, then renamed."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     tensors = {
         f"{name}/{moment}": getattr(layer, moment).detach().cpu().contiguous()
         for name, layer in moments.items()
@@ -65,15 +63,8 @@ def save_moments(path: str | Path, moments: Mapping[str, LayerMoments], fingerpr
         "num_tokens": {name: layer.num_tokens for name, layer in moments.items()},
     }
     header = {"format": FORMAT, **said, "content_sha256": _hash_of(said, tensors)}
-    metadata = {KEY: json.dumps(header)}
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        save_file(tensors, aside, metadata=metadata)
-        with aside.open("rb") as written:
-            os.fsync(written.fileno())
-        aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)
+    with whole_file(Path(path)) as aside:
+        save_file(tensors, aside, metadata={KEY: json.dumps(header)})
 
 
 def load_moments(path: str | Path, expected: MomentsFingerprint | None = None) -> dict[str, LayerMoments]:

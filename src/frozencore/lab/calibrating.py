@@ -12,20 +12,12 @@ from frozencore.calibration.collect import FCCA_NEEDS, Batch, collect_moments
 from frozencore.calibration.store import MomentsFingerprint, save_moments
 from frozencore.errors import ArtifactError, ConfigError
 from frozencore.lab.config import RunConfig
-from frozencore.lab.methods import add_method, core_config, needs_calibration, resolve_targets, save_adapter
+from frozencore.lab.methods import add_method, moments_needed, resolve_targets, save_adapter
 from frozencore.lab.record import require_writable
 from frozencore.lab.run import Stages, calibration_batches, prepare
 from frozencore.moments import LayerMoments, MomentName
 
 MOMENTS_FILE = "moments.safetensors"
-
-
-def moments_needed(config: RunConfig) -> frozenset[MomentName]:
-    """What the configured method reads; nothing for one that needs no data."""
-    if config.is_baseline:
-        return frozenset()
-    core = core_config(config, ())
-    return core.constructor_entry.needs(core.basis_options())
 
 
 def collect_for(
@@ -50,7 +42,7 @@ def execute_calibration(config: RunConfig, out: Path, stages: Stages) -> Calibra
         ConfigError: The method reads no data.
         ArtifactError: ``out`` holds moments already.
     """
-    if not needs_calibration(config):
+    if not moments_needed(config):
         raise ConfigError(f"The method {config.method!r} reads no calibration data: `frozencore tune` is all it needs.")
     if (out / MOMENTS_FILE).exists():
         raise ArtifactError(f"{out} already holds moments. Choose another --output, or remove that folder.")

@@ -18,6 +18,7 @@ from frozencore.errors import ConfigError
 from frozencore.fingerprint import fingerprint_tensors
 from frozencore.lab.baselines import add_baseline, save_baseline
 from frozencore.lab.config import RunConfig, Targets
+from frozencore.moments import MomentName
 
 
 def add_method(config: RunConfig, model: nn.Module, targets: Targets) -> PeftModel:
@@ -44,9 +45,12 @@ def core_config(config: RunConfig, targets: Targets, *, load_bases: bool = False
     )
 
 
-def needs_calibration(config: RunConfig) -> bool:
-    """Whether the method reads calibration data."""
-    return not config.is_baseline and core_config(config, ()).needs_calibration
+def moments_needed(config: RunConfig) -> frozenset[MomentName]:
+    """What the configured method reads of the calibration data; nothing for one that needs none."""
+    if config.is_baseline:
+        return frozenset()
+    core = core_config(config, ())
+    return core.constructor_entry.needs(core.basis_options())
 
 
 def save_adapter(model: PeftModel, folder: Path, start: Path) -> None:

@@ -16,6 +16,7 @@ import torch
 
 import frozencore
 from frozencore.errors import ArtifactError
+from frozencore.whole_file import whole_file
 
 PACKAGES = ("frozencore", "torch", "transformers", "peft", "accelerate", "datasets", "safetensors", "numpy")
 
@@ -68,17 +69,9 @@ def write_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Write a text file aside, flush it, and rename it into place."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with aside.open("w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            aside.replace(path)
-        finally:
-            aside.unlink(missing_ok=True)
+        with whole_file(path) as aside:
+            aside.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ArtifactError(f"{path} cannot be written: {error.strerror}. Check folder and free space.") from error
 

@@ -7,7 +7,7 @@ import shutil
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -30,7 +30,7 @@ from frozencore.lab.loading import load_model
 from frozencore.lab.methods import (
     add_method,
     basis_fingerprint,
-    needs_calibration,
+    moments_needed,
     resolve_targets,
     save_adapter,
 )
@@ -73,7 +73,6 @@ class Bench:
     encoder: PromptEncoder
     rows: RunRows
     before: Score | None = None
-    fingerprints: dict[str, str] = field(default_factory=dict)
 
 
 Adapted = tuple[PeftModel, Calibration | None]
@@ -201,7 +200,7 @@ def adapt_from_data(
         moments_file: Moments of ``frozencore calibrate`` instead of a new pass; refused if they are of anything else.
     """
     model = add_method(config, bench.model, targets)
-    if not needs_calibration(config):
+    if not moments_needed(config):
         if moments_file:
             raise ConfigError(
                 f"--moments is of no use to the method {config.method!r}, which reads no data: leave it out."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from frozencore.errors import ArtifactError
@@ -53,7 +53,7 @@ def drive(campaign: Campaign, store: Store, crew: Crew, watch: Watch, *, retry_f
             store.write_index()
 
 
-def tally(planned: list[Planned], store: Store) -> Tally:
+def tally(planned: Sequence[Planned], store: Store) -> Tally:
     """How many different runs have finished, failed, are ready, and wait for a search."""
     jobs = {run.job.id: run for run in planned if run.job}
     outcomes = [store.outcome(run_id) for run_id in jobs]

@@ -18,15 +18,15 @@ from transformers import AutoModelForCausalLM
 
 from frozencore.accounting import basis_bytes
 from frozencore.errors import FrozenCoreError, ModelError
-from frozencore.lab.calibrating import moments_needed
+from frozencore.lab.campaign.drive import tally
 from frozencore.lab.campaign.job import Job
 from frozencore.lab.campaign.plan import Planned
-from frozencore.lab.campaign.shared import moments_key
+from frozencore.lab.campaign.shared import OF_THE_WEIGHT, moments_key
 from frozencore.lab.campaign.store import Store
 from frozencore.lab.campaign.worker import Place
 from frozencore.lab.config import RunConfig
 from frozencore.lab.loading import load_config, load_tokenizer
-from frozencore.lab.methods import attention_shapes
+from frozencore.lab.methods import attention_shapes, moments_needed
 from frozencore.lab.prompts import PromptEncoder
 from frozencore.lab.suite import find_task
 
@@ -34,6 +34,7 @@ TOKENS_A_ROW = 128  # where the rows cannot be read
 SAMPLED_ROWS = 32
 EFFICIENCY = 0.3  # of a matrix product's speed that small batches reach, Python included
 OVERHEAD_S = 2.0  # a run's own: rows, checkpoints, records
+OWN_DATA = {"epochs": 1, "num_train": 1000, "num_evaluation": 500}  # rows of a user's file are not counted
 RECORD_BYTES = 100_000  # record and predictions
 
 
@@ -48,7 +49,7 @@ class ModelSize:
 def estimate_lines(planned: Sequence[Planned], store: Store, place: Place) -> Iterator[str]:
     """Time, memory and disk of what is left, in words."""
     jobs = {run.job.id: run.job for run in planned if run.job and store.outcome(run.job.id) is None}
-    hidden = sum(run.job is None and not run.blocked for run in planned)
+    left = tally(planned, store).left
     if not jobs:
         return
     configs = {job.config.model: place.put(job.config) for job in jobs.values()}
@@ -69,9 +70,9 @@ def estimate_lines(planned: Sequence[Planned], store: Store, place: Place) -> It
     each = mean(measured) if measured else mean(seconds)
     basis = f"as {len(measured)} finished runs took" if measured else f"at {speed * EFFICIENCY / 1e9:.0f} Gop/s"
     memory = max(memory_bytes(job.config, size) for job in jobs.values() if (size := sizes[job.config.model]))
-    disk = shared_bytes(jobs.values(), sizes) + (len(jobs) + hidden) * RECORD_BYTES
+    disk = shared_bytes(jobs.values(), sizes) + left * RECORD_BYTES
     yield (
-        f"Estimate for the {len(jobs) + hidden} runs left: {_time(each * (len(jobs) + hidden))} on one worker "
+        f"Estimate for the {left} runs left: {_time(each * left)} on one worker "
         f"({basis}, {mean(tokens.values()):.0f} tokens a row), {memory / 2**30:.1f} GiB of memory a worker, "
         f"{disk / 2**30:.2f} GiB of disk."
     )
@@ -79,12 +80,10 @@ def estimate_lines(planned: Sequence[Planned], store: Store, place: Place) -> It
 
 def time_to_go(planned: Sequence[Planned], store: Store, num_running: int) -> str:
     """Words for the time that is left at the pace of the finished runs; empty while there is nothing to go by."""
-    measured = _measured(planned, store)
-    left = {run.job.id for run in planned if run.job and store.outcome(run.job.id) is None}
-    hidden = sum(run.job is None and not run.blocked for run in planned)
-    if not measured or not (left or hidden):
+    measured, left = _measured(planned, store), tally(planned, store).left
+    if not measured or not left:
         return ""
-    seconds = mean(measured) * (len(left) + hidden) / max(1, num_running)
+    seconds = mean(measured) * left / max(1, num_running)
     return f", about {_time(seconds)} to go on {max(1, num_running)} workers"
 
 
@@ -102,7 +101,7 @@ def model_size(location: str) -> ModelSize | None:
 def operations_per_s(device: str) -> float:
     """Floating-point operations a second of a matrix product, measured for a tenth of a second."""
     place = torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
-    size, rounds, started = (4096 if place.type == "cuda" else 512), 0, 0.0
+    size, rounds = (4096 if place.type == "cuda" else 512), 0
     a = torch.ones(size, size, device=place, dtype=torch.bfloat16 if place.type == "cuda" else torch.float32)
     float((a @ a)[0, 0])
     started = time.perf_counter()
@@ -127,12 +126,10 @@ def tokens_a_row(config: RunConfig) -> float:
 def run_seconds(job: Job, size: ModelSize, row_tokens: float, speed: float) -> float:
     """Seconds of one run from its operations."""
     config = job.config
-    epochs, train, evaluation = 1, 1000, 500
-    if config.task is not None:
-        task = find_task(config.task)
-        epochs, train, evaluation = task.epochs, task.num_train, task.num_evaluation
-    trained = (config.num_train or train) * (config.epochs or epochs) if job.kind != "stability" else 0
-    scored = 2 * (config.num_evaluation or evaluation) if job.kind != "stability" else 0
+    rows = OWN_DATA | job.resolved
+    trained, scored = rows["num_train"] * rows["epochs"], 2 * rows["num_evaluation"]
+    if job.kind == "stability":
+        trained = scored = 0
     calibrated = config.calibration_size if moments_needed(config) else 0
     operations = row_tokens * size.num_parameters * (4 * (trained + calibrated) + 2 * scored)
     return OVERHEAD_S + operations / (speed * EFFICIENCY)
@@ -153,7 +150,7 @@ def shared_bytes(jobs: Iterable[Job], sizes: dict[str, ModelSize | None]) -> int
         if size is not None and moments_needed(job.config):
             key = moments_key(job.config)
             files[key] = max(files.get(key, 0), _moment_bytes(job.config, size))
-        elif size is not None and job.config.method in ("lora_xs", "milora"):
+        elif size is not None and job.config.method in OF_THE_WEIGHT:
             files[f"{job.config.model} {job.config.method}"] = basis_bytes(size.shapes, job.config.rank, torch.float32)
     return sum(files.values())
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from frozencore.errors import ConfigError
 from frozencore.lab.campaign.job import Job, make_job
 from frozencore.lab.campaign.spec import MOST_RUNS, Campaign, Study, Value
+from frozencore.lab.config import RunConfig
 
 Record = Mapping[str, Any]
 Phase = Literal["search", "final"]
@@ -71,31 +72,43 @@ def plan(campaign: Campaign, outcome: Outcomes) -> list[Planned]:
     return planned
 
 
+@dataclass(frozen=True)
+class _Group:
+    """Runs of a study that differ in their seed alone, and the trials of their search: a single one is no search."""
+
+    axes: Axes
+    options: dict[str, Any]
+    trials: list[Axes]
+
+    @property
+    def is_searched(self) -> bool:
+        return len(self.trials) > 1
+
+
+def _groups(campaign: Campaign, study: Study) -> Iterator[_Group]:
+    others = {axis: values for axis, values in study.axes.items() if axis != "seed"}
+    for axes in _products(others):
+        options: dict[str, Any] = {**campaign.base, **study.fixed, **axes}
+        options["model"] = campaign.models[str(axes["model"])]
+        method = str(options.get("method", RunConfig.model_fields["method"].default))
+        yield _Group(axes, options, _products(study.search.grid(method)) if study.search else [{}])
+
+
 def _of_study(campaign: Campaign, name: str, study: Study, outcome: Outcomes) -> Iterator[list[Planned]]:
     seeds = study.axes["seed"]
-    others = {axis: values for axis, values in study.axes.items() if axis != "seed"}
-    for group in _products(others):
-        options = {**campaign.base, **study.fixed, **group}
-        options["model"] = campaign.models[str(group["model"])]
-        if study.search is None:
-            yield [_final(name, study, group, options, seed, {}) for seed in seeds]
+    for group in _groups(campaign, study):
+        if not group.is_searched:
+            yield [_final(name, study, group, seed, group.trials[0]) for seed in seeds]
             continue
-        trials = _products(study.search.grid(str(options["method"])))
-        if len(trials) == 1:
-            yield [_final(name, study, group, options, seed, trials[0]) for seed in seeds]
+        jobs = [_trial(study, group, trial) for trial in group.trials]
+        yield [Planned(name, "search", group.axes | trial, job) for trial, job in zip(group.trials, jobs, strict=True)]
+        outcomes = [found for job in jobs if (found := outcome(job.id))]
+        choice = choose(group.trials, outcomes, study) if len(outcomes) == len(jobs) else None
+        if choice is not None:
+            yield [_final(name, study, group, seed, choice.options) for seed in seeds]
             continue
-        jobs = [_trial(study, options, trial) for trial in trials]
-        yield [Planned(name, "search", group | trial, job) for trial, job in zip(trials, jobs, strict=True)]
-        outcomes = [outcome(job.id) for job in jobs]
-        if any(found is None for found in outcomes):
-            yield [Planned(name, "final", {**group, "seed": seed}, None) for seed in seeds]
-            continue
-        choice = choose(trials, [found for found in outcomes if found], study)
-        if choice is None:
-            failed = "no trial of the search succeeded"
-            yield [Planned(name, "final", {**group, "seed": seed}, None, failed) for seed in seeds]
-            continue
-        yield [_final(name, study, group, options, seed, choice.options) for seed in seeds]
+        blocked = "no trial of the search succeeded" if len(outcomes) == len(jobs) else ""
+        yield [Planned(name, "final", {**group.axes, "seed": seed}, None, blocked) for seed in seeds]
 
 
 def choose(trials: list[Axes], outcomes: list[Outcome], study: Study) -> Choice | None:
@@ -121,30 +134,26 @@ def choose(trials: list[Axes], outcomes: list[Outcome], study: Study) -> Choice 
 
 def choices(campaign: Campaign, outcome: Outcomes) -> list[tuple[str, Axes, Choice]]:
     """What every finished search chose: study, group, choice."""
-    found = []
+    chosen = []
     for name, study in campaign.studies.items():
-        if study.search is None:
-            continue
-        others = {axis: values for axis, values in study.axes.items() if axis != "seed"}
-        for group in _products(others):
-            options = {**campaign.base, **study.fixed, **group, "model": campaign.models[str(group["model"])]}
-            trials = _products(study.search.grid(str(options["method"])))
-            outcomes = [outcome(_trial(study, options, trial).id) for trial in trials] if len(trials) > 1 else []
-            if outcomes and all(outcomes):
-                choice = choose(trials, [o for o in outcomes if o], study)
-                if choice is not None:
-                    found.append((name, group, choice))
-    return found
+        for group in _groups(campaign, study):
+            if not group.is_searched:
+                continue
+            outcomes = [found for trial in group.trials if (found := outcome(_trial(study, group, trial).id))]
+            choice = choose(group.trials, outcomes, study) if len(outcomes) == len(group.trials) else None
+            if choice is not None:
+                chosen.append((name, group.axes, choice))
+    return chosen
 
 
-def _trial(study: Study, options: Mapping[str, Any], trial: Axes) -> Job:
+def _trial(study: Study, group: _Group, trial: Axes) -> Job:
     assert study.search is not None
-    return make_job(study.kind, {**options, **trial, "seed": study.search.seed, "evaluate_on": "validation"})
+    return make_job(study.kind, {**group.options, **trial, "seed": study.search.seed, "evaluate_on": "validation"})
 
 
-def _final(name: str, study: Study, group: Axes, options: Mapping[str, Any], seed: Value, chosen: Axes) -> Planned:
-    job = make_job(study.kind, {**options, **chosen, "seed": seed}, study.reference_size)
-    return Planned(name, "final", {**group, "seed": seed}, job)
+def _final(name: str, study: Study, group: _Group, seed: Value, chosen: Axes) -> Planned:
+    job = make_job(study.kind, {**group.options, **chosen, "seed": seed}, study.reference_size)
+    return Planned(name, "final", {**group.axes, "seed": seed}, job)
 
 
 def _products(axes: Mapping[str, tuple[Value, ...]]) -> list[Axes]:

@@ -15,13 +15,14 @@ from frozencore.adapter.bases import get_bases, set_bases
 from frozencore.adapter.calibrate import calibrate
 from frozencore.calibration.store import MomentsFingerprint, load_moments, save_moments
 from frozencore.fingerprint import fingerprint_model, fingerprint_options
-from frozencore.lab.calibrating import collect_for, moments_needed
+from frozencore.lab.calibrating import collect_for
 from frozencore.lab.campaign.job import Job
 from frozencore.lab.campaign.store import Store
 from frozencore.lab.config import RunConfig, Targets
-from frozencore.lab.methods import add_method, core_config
+from frozencore.lab.methods import add_method, core_config, moments_needed
 from frozencore.lab.run import Adapted, Bench, Stages, adapt_from_data, calibration_batches
 from frozencore.moments import LayerMoments, MomentName
+from frozencore.whole_file import remove_left, whole_file
 
 OF_THE_WEIGHT = ("lora_xs", "milora")
 """Constructors that look at nothing but the weight: their bases are the same for every task and seed."""
@@ -95,8 +96,7 @@ class SharedWork:
                 if needs <= has:
                     return there
                 needs |= has
-            for left in file.parent.glob(f".{file.name}.*.tmp"):  # of one that was killed while it wrote
-                left.unlink()
+            remove_left(file.parent, file.name)
             found = collect_for(config, model, batches, needs, stages)
             save_moments(file, found, fingerprint)
         return found
@@ -112,8 +112,7 @@ class SharedWork:
                 model.peft_config["default"].load_bases = False
                 return model
             model = get_peft_model(bench.model, core_config(config, targets))
-            file.parent.mkdir(parents=True, exist_ok=True)
-            aside = file.with_suffix(".tmp")
-            save_file(get_bases(model), aside)
-            aside.replace(file)
+            remove_left(file.parent, file.name)
+            with whole_file(file) as aside:
+                save_file(get_bases(model), aside)
         return model

@@ -23,6 +23,7 @@ from frozencore.errors import ArtifactError
 from frozencore.lab.campaign.plan import Outcome
 from frozencore.lab.campaign.spec import Campaign, read_campaign
 from frozencore.lab.record import require_writable, write_json, write_lines, write_text
+from frozencore.whole_file import remove_left
 
 RECORD = "result.json"
 LOG = "log.txt"
@@ -105,8 +106,7 @@ class Store:
             # A result is there when its process was killed just before the renaming.
             yield None if (aside / RECORD).exists() else aside
             if (aside / RECORD).exists():
-                for left in aside.glob(".*.tmp"):  # of one that was killed while it wrote
-                    left.unlink()
+                remove_left(aside)
                 aside.replace(folder)
                 shutil.rmtree(self.failed / run_id, ignore_errors=True)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from difflib import get_close_matches
 from typing import Any
 
 from frozencore.errors import DataError
@@ -20,6 +19,7 @@ from frozencore.lab.reports.statistics import (
     whole,
     wins_ties_losses,
 )
+from frozencore.naming import unknown_name
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def analyse(table: TaskTable, reference: str, *, lower_is_better: bool = False) 
         DataError: The column is unknown, there is nothing to compare, or a cell is missing or not finite.
     """
     if reference not in table.columns:
-        raise DataError(_unknown_column(reference, list(table.columns)))
+        raise DataError(unknown_name("column", reference, table.columns))
     if len(table.columns) < 2 or len(table.tasks) < 2:
         raise DataError(
             f"A comparison needs two columns and two tasks, but {len(table.columns)} and {len(table.tasks)} came."
@@ -126,10 +126,3 @@ def _pairs(values: Mapping[str, Sequence[float]], reference: str, sign: int) -> 
             )
         )  # fmt: skip
     return tuple(pairs)
-
-
-def _unknown_column(came: str, known: Sequence[str]) -> str:
-    by_plain = {name.casefold(): name for name in known}
-    nearest = get_close_matches(came.casefold(), list(by_plain), n=1)
-    guess = f"Did you mean {by_plain[nearest[0]]!r}? " if nearest else ""
-    return f"There is no column {came!r}. {guess}Known: {', '.join(known)}."
