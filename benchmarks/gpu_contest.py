@@ -7,6 +7,7 @@ is enough. Times are wall seconds with the device idle before and after.
 from __future__ import annotations
 
 import gc
+import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -52,7 +53,7 @@ class Job:
         long: Tokens of the single-row step.
         short: Tokens of a row in the step with accumulation, and in calibration: about those of an SVAMP prompt.
         rows: Examples in a calibration batch.
-        repeats: Steps timed in a round.
+        repeats, accumulated_repeats: Steps timed in a round.
     """
 
     long: int = 512
@@ -60,11 +61,12 @@ class Job:
     accumulation: int = 8
     examples: int = 128
     rows: int = 8
-    repeats: int = 8
+    repeats: int = 10
+    accumulated_repeats: int = 3
     rounds: int = 2
 
 
-TINY = Job(long=16, short=32, accumulation=2, examples=32, rows=8, repeats=2, rounds=2)
+TINY = Job(long=16, short=32, accumulation=2, examples=32, rows=8, repeats=2, accumulated_repeats=2, rounds=2)
 
 
 @dataclass(frozen=True)
@@ -200,28 +202,57 @@ def _race_once(bench: Bench, name: str) -> dict[str, Any]:
         synchronise(device)
         found["attach_s"] = time.perf_counter() - started
         if name in ("floor", "frozencore"):
+            _calibrate(bench, model, name, 1)
             with peak_memory(device, found, "calibration_peak_bytes"):
-                found["calibration_s"] = timed(device, lambda: _calibrate(bench, model, name))
+                found |= _calibrate(bench, model, name, job.examples // job.rows)
         model.train()
         stepper = Stepper(model)
         found["num_trainable"] = trainable_parameters(model)
-        for kind, batches in (("step", one), ("accumulated", several)):
-            for _ in range(WARM_UP):
+        for kind, batches, repeats in (("step", one, job.repeats), ("accumulated", several, job.accumulated_repeats)):
+            for _ in range(WARM_UP if kind == "step" else 1):
                 stepper.step(batches)
             with peak_memory(device, found, f"{kind}_peak_bytes"):
-                times = [timed(device, lambda batches=batches: stepper.step(batches)) for _ in range(job.repeats)]
+                times = [timed(device, lambda batches=batches: stepper.step(batches)) for _ in range(repeats)]
             found[f"{kind}_s"] = median(times)
     return found
 
 
-def _calibrate(bench: Bench, model: nn.Module, name: str) -> None:
+def kernels(bench: Bench) -> dict[str, Any]:
+    """Kernels in a step of one long row, and how long the device is busy with them: the rest of a step is launching.
+
+    To be run last of all: a process that has been profiled launches kernels more slowly from then on.
+    """
+    if bench.device.type != "cuda":
+        return {"skipped": "kernels run on a CUDA device"}
+    batches = bench.batches(1, 1, bench.job.long, shifted=True)
+    found: dict[str, Any] = {}
+    for name in RACERS:
+        with adapted(bench, UNCALIBRATED if name == "frozencore" else name) as model:
+            stepper = Stepper(model.train())
+            for _ in range(WARM_UP):
+                stepper.step(batches)
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+                timed(bench.device, lambda stepper=stepper: stepper.step(batches))
+        ran = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+        found[name] = {"kernels": len(ran), "busy_s": sum(event.time_range.elapsed_us() for event in ran) / 1e6}
+    return found
+
+
+def _calibrate(bench: Bench, model: nn.Module, name: str, num_batches: int) -> dict[str, float]:
     """Ours, or the floor: a plain forward and backward pass over the same examples."""
-    if name == "frozencore":
-        calibrate(model, bench.calibration_batches(), progress=False)
-        return
-    model.eval()
-    for batch in bench.calibration_batches(shifted=True):
-        model(**batch).loss.backward()
+    found: dict[str, float] = {}
+
+    def ours() -> None:
+        calibration = calibrate(model, bench.calibration_batches()[:num_batches], progress=False)
+        found.update(calibration_collect_s=calibration.collect_s, calibration_build_s=calibration.build_s)
+
+    def plain() -> None:
+        model.eval()
+        for batch in bench.calibration_batches(shifted=True)[:num_batches]:
+            model(**batch).loss.backward()
+
+    found["calibration_s"] = timed(bench.device, ours if name == "frozencore" else plain)
+    return found
 
 
 def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -251,31 +282,31 @@ def _attach_s(bench: Bench, contestant: str) -> float:
         return time.perf_counter() - started
 
 
-class _Watched:
-    """Batches over and over until the limit: EVA asks for them until its components converge."""
+@contextmanager
+def at_most(seconds: float) -> Iterator[None]:
+    """Raise OutOfTimeError in the middle of whatever Python is doing then: a batch of EVA's can take minutes."""
 
-    def __init__(self, batches: list[Batch], limit: Deadline) -> None:
-        self.batches, self.limit = batches, limit
+    def stop(*_: Any) -> None:
+        raise OutOfTimeError
 
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __iter__(self) -> Iterator[Batch]:
-        for batch in self.batches:
-            if self.limit.left_s < 0:
-                raise OutOfTimeError
-            yield batch
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-3))
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def eva(bench: Bench, limit_s: float) -> dict[str, Any]:
-    """PEFT's EVA initialisation of the same targets; its steps are LoRA's."""
+    """PEFT's EVA initialisation of the same targets, which reads batches until it converges; its steps are LoRA's."""
     found: dict[str, Any] = {"limit_s": limit_s, "converged": True}
-    limit = Deadline(min(limit_s, bench.deadline.left_s))
 
     def initialise(model: nn.Module) -> None:
-        batches: Any = _Watched(bench.calibration_batches(), limit)
+        batches: Any = bench.calibration_batches()
         try:
-            initialize_lora_eva_weights(model, batches, show_progress_bar=False)
+            with at_most(min(limit_s, bench.deadline.left_s)):
+                initialize_lora_eva_weights(model, batches, show_progress_bar=False)
         except OutOfTimeError:
             found["converged"] = False
 

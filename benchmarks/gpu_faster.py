@@ -11,7 +11,7 @@ from torch import nn
 
 from gpu_contest import UNCALIBRATED, WARM_UP, Batch, Bench, Stepper, adapted, timed
 
-CONTESTANTS = {"lora": "lora", "frozencore": UNCALIBRATED}
+CONTESTANTS = {"floor": "floor", "lora": "lora", "frozencore": UNCALIBRATED}
 
 
 def compiled_steps(bench: Bench) -> dict[str, Any]:

@@ -11,6 +11,7 @@ Shapes: inputs x (..., n), outputs (..., m), P m x r, Q n x r, R r x r.
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any, TypeGuard
 
 import torch
@@ -19,6 +20,10 @@ from torch.autograd import forward_ad
 from torch.nn.functional import linear
 from torch.nn.modules import module as global_hooks
 
+PLAIN = (Tensor, nn.Parameter)
+HALF = (torch.bfloat16, torch.float16)
+LARGEST_RANK = 128  # a block of the kernel holds all of R
+HAS_TRITON = find_spec("triton") is not None
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
@@ -43,13 +48,14 @@ def is_plain(base: nn.Module, x: Tensor, P: Tensor) -> TypeGuard[nn.Linear]:
     """
     if torch.compiler.is_compiling() or type(base) is not nn.Linear or "forward" in vars(base) or _is_hooked(base):
         return False
-    tensors = [x, P, base.weight, *([] if base.bias is None else [base.bias])]
-    return (
-        all(type(tensor) in (Tensor, nn.Parameter) for tensor in tensors)
-        and all(tensor.dtype == P.dtype and tensor.device == P.device for tensor in tensors)
-        and not any(tensor.requires_grad for tensor in tensors[1:])
-        and not _is_rewritten(P.device)
-    )
+    for tensor in (x, P, base.weight, base.bias):  # a plain loop: this runs at every call of every layer
+        if tensor is None:
+            continue
+        if type(tensor) not in PLAIN or tensor.dtype != P.dtype or tensor.device != P.device:
+            return False
+        if tensor.requires_grad and tensor is not x:
+            return False
+    return not _is_rewritten(P.device)
 
 
 def _is_hooked(base: nn.Module) -> bool:
@@ -71,8 +77,36 @@ def _forward(
     """y (..., m) and z, tokens x r in the dtype of Q."""
     tokens = x.reshape(-1, x.shape[-1])
     z = tokens @ Q
-    y = linear(tokens, weight, bias).addmm_((z.to(R.dtype) @ R.mT).to(P.dtype), P.mT, alpha=scale)
+    y = _add_core(linear(tokens, weight, bias), z, R, P, scale)
     return y.view(*x.shape[:-1], y.shape[-1]), z
+
+
+def _add_core(y: Tensor, z: Tensor, R: Tensor, P: Tensor, scale: float) -> Tensor:
+    """``y += s·z Rᵀ Pᵀ``: y tokens x m, z tokens x r."""
+    if _fits_kernel(z, R):
+        from frozencore.core_kernel import add_core
+
+        return add_core(y, z, R, P, scale)
+    return y.addmm_((z.to(R.dtype) @ R.mT).to(P.dtype), P.mT, alpha=scale)
+
+
+def _core_gradient(h: Tensor, z: Tensor, R: Tensor, scale: float) -> Tensor:
+    """``s·hᵀ z`` in the dtype of R: h and z tokens x r."""
+    if _fits_kernel(z, R):
+        return torch.addmm(R, h.mT, z, beta=0, alpha=scale, out_dtype=R.dtype)
+    return h.to(R.dtype).mT @ z.to(R.dtype) * scale
+
+
+def _fits_kernel(z: Tensor, R: Tensor) -> bool:
+    """16-bit activations around a float32 core on a CUDA device; a second derivative needs the plain products."""
+    return (
+        z.is_cuda
+        and z.dtype in HALF
+        and R.dtype == torch.float32
+        and len(R) <= LARGEST_RANK
+        and HAS_TRITON
+        and not torch.is_grad_enabled()
+    )
 
 
 class _AdaptedLinear(torch.autograd.Function):
@@ -95,11 +129,11 @@ class _AdaptedLinear(torch.autograd.Function):
         grad_x = grad_R = None
         if grad_y is not None:
             g = grad_y.reshape(-1, grad_y.shape[-1])
-            h = (g @ P).to(R.dtype)
+            h = g @ P
             if z is not None:
-                grad_R = h.mT @ z.to(R.dtype) * ctx.scale
+                grad_R = _core_gradient(h, z, R, ctx.scale)
             if ctx.needs_input_grad[0]:
-                grad_x = (g @ weight).addmm_((h @ R).to(Q.dtype), Q.mT, alpha=ctx.scale)
+                grad_x = _add_core(g @ weight, h, R.mT, Q, ctx.scale)
         if grad_z is not None and ctx.needs_input_grad[0]:
             through_z = grad_z @ Q.mT
             grad_x = through_z if grad_x is None else grad_x + through_z

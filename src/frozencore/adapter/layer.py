@@ -148,7 +148,7 @@ class FrozenCoreLayer(BaseTunerLayer):
         self.set_base_weight(merged.to(weight.dtype))
 
     def _trained_factors(self, adapter_name: str) -> tuple[Tensor, Tensor, Tensor]:
-        if self.training:
+        if self.training and not self.frozencore_ready[adapter_name]:
             self._require_basis(adapter_name)
         return self.factors(adapter_name)
 
@@ -160,8 +160,6 @@ class FrozenCoreLayer(BaseTunerLayer):
     @torch.compiler.assume_constant_result  # it looks at values, which would break a compiled graph
     def _require_basis(self, adapter_name: str) -> None:
         """A loaded basis is not zero; one that was never set is, and must not be trained."""
-        if self.frozencore_ready[adapter_name]:
-            return
         if not bool(self.frozencore_P[adapter_name].any()):
             raise CalibrationError(
                 f"A frozen core needs a basis before training, but layer {self.name!r} of adapter {adapter_name!r} "

@@ -1,0 +1,56 @@
+"""``y += s·z Rᵀ Pᵀ`` in one kernel on a GPU, for 16-bit models: apart it is two casts and two products, and what a
+small batch waits for is the launching of kernels.
+
+Shapes: y tokens x m, z tokens x r, R r x r, P m x r.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _add_core_kernel(
+    y, z, R, P, scale, num_tokens, m, r,
+    y_row, z_row, R_row, R_column, P_row, P_column,
+    RANK: tl.constexpr, TOKENS: tl.constexpr, FEATURES: tl.constexpr,
+):  # fmt: skip
+    """A block of TOKENS x FEATURES outputs; RANK is r rounded up to what the matrix units take."""
+    tokens = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    features = tl.program_id(1) * FEATURES + tl.arange(0, FEATURES)
+    k = tl.arange(0, RANK)
+    is_token, is_feature, is_k = tokens < num_tokens, features < m, k < r
+    z_block = tl.load(z + tokens[:, None] * z_row + k[None, :], mask=is_token[:, None] & is_k[None, :], other=0.0)
+    core = tl.load(R + k[None, :] * R_row + k[:, None] * R_column, mask=is_k[:, None] & is_k[None, :], other=0.0)  # Rᵀ
+    turned = tl.dot(z_block.to(tl.float32), core, input_precision="ieee").to(z_block.dtype)
+    p_block = tl.load(
+        P + features[None, :] * P_row + k[:, None] * P_column, mask=is_k[:, None] & is_feature[None, :], other=0.0
+    )  # Pᵀ
+    places = y + tokens[:, None] * y_row + features[None, :]
+    inside = is_token[:, None] & is_feature[None, :]
+    before = tl.load(places, mask=inside, other=0.0)
+    after = before.to(tl.float32) + scale * tl.dot(turned, p_block)
+    tl.store(places, after.to(before.dtype), mask=inside)
+
+
+def add_core(y: Tensor, z: Tensor, R: Tensor, P: Tensor, scale: float) -> Tensor:
+    """``y += s·z Rᵀ Pᵀ``, rounded where the separate products round: z Rᵀ in float32, then to the dtype of z."""
+    num_tokens, m = y.shape
+    if num_tokens == 0:
+        return y
+    r = z.shape[1]
+    rank = max(16, triton.next_power_of_2(r))
+    tokens, features = (64, 128) if rank <= 32 else (64, 64)
+    grid: Any = (triton.cdiv(num_tokens, tokens), triton.cdiv(m, features))
+    with torch.cuda.device(y.device) if y.is_cuda else nullcontext():  # Triton launches where the process is
+        _add_core_kernel[grid](
+            y, z, R, P, float(scale), num_tokens, m, r, y.stride(0), z.stride(0), *R.stride(), *P.stride(),
+            RANK=rank, TOKENS=tokens, FEATURES=features,
+        )  # fmt: skip
+    return y

@@ -1,0 +1,145 @@
+"""The whole way on a GPU: the core's product, bases under a budget, a run, and a device without room."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel, get_peft_model
+
+from adapted import cores_of
+from frozencore import CalibrationOptions, FrozenCoreConfig, calibrate
+from frozencore.adapter.core_product import adapted_linear, core_output
+from frozencore.lab.config import METHODS, RunConfig, make_config
+from frozencore.lab.pocket import pocket_model_path
+from frozencore.lab.run import execute
+from tiny import ATTENTION, batches_of, draw_examples, tiny_qwen2
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+BATCHES = batches_of(draw_examples(num_examples=8, seed=3), 4)
+MIB = 2**20
+
+
+def calibrated(device: str, dtype: torch.dtype = torch.float32, **options: Any) -> PeftModel:
+    config = FrozenCoreConfig(r=4, target_modules=list(ATTENTION), task_type="CAUSAL_LM")
+    model = get_peft_model(tiny_qwen2().to(device, dtype), config)
+    calibrate(model, BATCHES, progress=False, **options)
+    return model
+
+
+def worst_cosine(one: PeftModel, other: PeftModel) -> float:
+    """The smallest principal cosine between the two models' bases, over layers and sides."""
+    pairs = [
+        (X.cpu().double(), Y.cpu().double())
+        for layer, twin in zip(cores_of(one), cores_of(other), strict=True)
+        for X, Y in zip(layer.factors("default")[:2], twin.factors("default")[:2], strict=True)
+    ]
+    return min(float(torch.linalg.svdvals(X.mT @ Y).min()) for X, Y in pairs)
+
+
+def test_bases_of_the_gpu_are_those_of_the_cpu() -> None:
+    assert worst_cosine(calibrated("cpu"), calibrated("cuda")) > 0.999
+    assert worst_cosine(calibrated("cuda"), calibrated("cuda", options=CalibrationOptions(stats_device="cpu"))) > 0.999
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+def test_the_product_by_hand_is_that_of_float64(dtype: torch.dtype, tolerance: float) -> None:
+    torch.manual_seed(1)
+    base = torch.nn.Linear(96, 80, device="cuda", dtype=dtype).requires_grad_(False)
+    x = torch.randn(2, 33, 96, device="cuda", dtype=dtype, requires_grad=True)
+    P, Q = (torch.linalg.qr(torch.randn(size, 8, device="cuda"))[0].to(dtype) for size in (80, 96))
+    R = torch.randn(8, 8, device="cuda", requires_grad=True)
+    g = torch.randn(2, 33, 80, device="cuda", dtype=dtype)
+    wide = [tensor.detach().double().requires_grad_() for tensor in (x, R)]
+    x64, R64 = wide
+    expected = x64 @ base.weight.double().mT + base.bias.double() + core_output(x64, P.double(), Q.double(), R64, 3.0)
+    expected.backward(g.double())
+    y = adapted_linear(x, base, P, Q, R, 3.0)
+    y.backward(g)
+    for found, right in ((y, expected), (x.grad, x64.grad), (R.grad, R64.grad)):
+        assert found is not None
+        assert right is not None
+        assert float((found.double() - right).norm() / right.norm()) < tolerance
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("task", ["pocket-sentiment", "pocket-entailment", "pocket-comparison", "pocket-math"])
+def test_a_run_on_the_gpu_scores_as_on_the_cpu(method: str, task: str, tmp_path: Path) -> None:
+    if task != "pocket-sentiment" and method != "fcca":
+        pytest.skip("one method on each kind of task")
+    records = {device: execute(run_on(device, method, task), tmp_path / device, _silent) for device in ("cpu", "cuda")}
+    cpu, cuda = records["cpu"], records["cuda"]
+    assert cuda["held_out_loss_before"] == pytest.approx(cpu["held_out_loss_before"], abs=1e-4)
+    assert cuda["accuracy_before"] == cpu["accuracy_before"]
+    assert cuda["held_out_loss"] == pytest.approx(cpu["held_out_loss"], rel=0.05)
+    assert cuda["resources"]["trainable_parameters"] == cpu["resources"]["trainable_parameters"]
+
+
+def run_on(device: str, method: str, task: str) -> RunConfig:
+    return make_config(
+        model=str(pocket_model_path()), task=task, method=method, rank=4, calibration_size=16, batch_size=8,
+        accumulation=1, epochs=1, num_train=32, num_evaluation=20, device=device,
+    )  # fmt: skip
+
+
+def wide_model() -> PeftModel:
+    """Sums of 13 MiB a block, so that what the allocator rounds does not count."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=64, hidden_size=512, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8,
+        num_key_value_heads=8, use_cache=False,
+    )  # fmt: skip
+    options = FrozenCoreConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    return get_peft_model(Qwen2ForCausalLM(config).cuda(), options)
+
+
+def taken(model: PeftModel, **options: Any) -> int:
+    """The peak that calibration adds to what lies on the device."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    calibrate(model, BATCHES, progress=False, **options)
+    return torch.cuda.max_memory_allocated() - before
+
+
+@pytest.mark.parametrize("budget", ["12MiB", "24MiB", "64MiB"])
+def test_a_budget_holds_on_the_device(budget: str) -> None:
+    taken(wide_model())  # libraries keep workspaces from their first call on
+    plain = taken(wide_model(), options=CalibrationOptions(stats_device="cpu"))
+    model = wide_model()
+    assert taken(model, memory_budget=budget) <= plain + 1.05 * int(budget.removesuffix("MiB")) * MIB
+
+
+@pytest.fixture
+def little_memory() -> Iterator[None]:
+    """Of this process the device gives 64 MiB beyond what it holds."""
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 64 * MIB) / total)
+    yield
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    torch.cuda.empty_cache()
+
+
+def test_out_of_memory_scores_in_smaller_groups(little_memory: None) -> None:
+    from frozencore.lab.scoring.memory import score_in_groups
+
+    seen: list[list[int]] = []
+
+    def score(rows: list[int]) -> None:
+        torch.empty(len(rows) * 24 * MIB, dtype=torch.uint8, device="cuda")
+        seen.append(rows)
+
+    score_in_groups(score, [(100, 10)] * 8, torch.device("cuda"), tokens_per_batch=10_000)
+    assert sorted(row for rows in seen for row in rows) == list(range(8))
+    assert max(map(len, seen)) <= 2
+
+
+def _silent(stage: str, done: int, total: int | None, note: str) -> None:
+    pass
