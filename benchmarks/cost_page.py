@@ -1,6 +1,7 @@
-"""The tables of docs/cost.md and docs/figures/growth.png, from benchmarks/results/growth.json and ranks.json.
+"""The figures of docs/cost.md and of the README on speed, and docs/figures/growth.png, from what ``make bench`` and
+benchmarks/gpu.py wrote.
 
-python benchmarks/cost_page.py            # rewrites both;  --check says whether the tables are those of the files
+python benchmarks/cost_page.py            # rewrites all;  --check says whether the pages are those of the files
 """
 
 from __future__ import annotations
@@ -8,11 +9,12 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import speed_tables
 from growth_figure import growth_figure, over_floor
 from operations import FLOAT32_BYTES
 from projection import (
@@ -27,24 +29,31 @@ from projection import (
     lora_values,
     project,
 )
+from speed_tables import table
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "cost.md"
+RESULTS = Path(__file__).parent / "results"
+MACHINE = RESULTS / "amd-epyc-2-cores.json"
+PAGE, README = ROOT / "docs" / "cost.md", ROOT / "README.md"
 FIGURE = ROOT / "docs" / "figures" / "growth.png"
 SWEPT = {"num_examples": "examples", "width": "width", "num_layers": "layers", "rank": "rank"}
 Found = Mapping[str, Any]
 
 
-def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Markdown; all columns but the first to the right."""
-    lines = [headings, ["---", *["--:"] * (len(headings) - 1)], *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
-
-
-def render(growth: Found, ranks: Found) -> dict[str, str]:
-    """Every generated block of the page by its name."""
+def render(machine: Found, gpu: Found) -> dict[str, str]:
+    """Every generated block of docs/cost.md by its name."""
+    parts = machine["parts"]
+    growth, ranks = parts["growth"], parts["ranks"]
     measured = Measured.of(growth, ranks)
-    return (
+    speed = {
+        "targets": speed_tables.targets(machine),
+        "contest": speed_tables.steps(parts["step"]),
+        "calibrations": speed_tables.calibrations(parts),
+        "svds": speed_tables.svds(parts["svd"]),
+        "memory": speed_tables.memory(parts["memory"]),
+        "gpu": speed_tables.gpu(gpu),
+    }
+    return speed | (
         {"machine": _machine(growth, ranks)}
         | {f"calibration-{word}": _sweep(growth, name) for name, word in SWEPT.items()}
         | {"step-rank": _steps(growth, "rank"), "step-targets": _steps(growth, "targets")}
@@ -211,33 +220,37 @@ def _gradients() -> str:
     return table(headings, [cells(*job) for job in jobs])
 
 
-def blocks_of(page: str) -> dict[str, str]:
-    """The generated blocks as they stand in the page."""
-    return dict(re.findall(r"<!-- (\S+):begin -->\n(.*?)<!-- \1:end -->", page, flags=re.DOTALL))
+def marked(name: str) -> re.Pattern[str]:
+    """Finds a generated block: what opens it, its text, what closes it."""
+    return re.compile(rf"(<!-- {name}:begin -->\n)(.*?)(<!-- {name}:end -->)", flags=re.DOTALL)
 
 
 def rewritten(page: str, blocks: Mapping[str, str]) -> str:
     for name, block in blocks.items():
-        marks = rf"(<!-- {name}:begin -->\n).*?(<!-- {name}:end -->)"
-        page, count = re.subn(marks, lambda found, block=block: found[1] + block + found[2], page, flags=re.DOTALL)
+        page, count = marked(name).subn(lambda found, block=block: found[1] + block + found[3], page)
         if count != 1:
-            raise ValueError(f"{PAGE.name} must hold the block {name!r} once, but has it {count} times.")
+            raise ValueError(f"The page must hold the block {name!r} once, but has it {count} times.")
     return page
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results")
-    parser.add_argument("--check", action="store_true", help="Write nothing; the status is 1 where a table differs.")
+    parser.add_argument(
+        "--machine", type=Path, default=RESULTS / "amd-epyc-2-cores.json", help="What make bench wrote."
+    )
+    parser.add_argument("--check", action="store_true", help="Write nothing; the status is 1 where a page differs.")
     options = parser.parse_args()
-    growth, ranks = (json.loads((options.results / f"{name}.json").read_text()) for name in ("growth", "ranks"))
-    blocks = render(growth, ranks)
+    machine, gpu = (json.loads(path.read_text()) for path in (options.machine, RESULTS / "gpu.json"))
+    pages = {PAGE: render(machine, gpu), README: {"speed": speed_tables.sentences(machine, gpu)}}
     if options.check:
-        there = blocks_of(PAGE.read_text())
-        different = [name for name in there.keys() | blocks.keys() if there.get(name) != blocks.get(name)]
-        print(f"Other than the results: {', '.join(sorted(different)) or 'nothing'}.")
+        different = [
+            page.name for page, blocks in pages.items() if page.read_text() != rewritten(page.read_text(), blocks)
+        ]
+        print(f"Other than the results: {', '.join(different) or 'nothing'}.")
         return int(bool(different))
-    PAGE.write_text(rewritten(PAGE.read_text(), blocks))
+    for page, blocks in pages.items():
+        page.write_text(rewritten(page.read_text(), blocks))
+    growth = machine["parts"]["growth"]
     sweeps = {word: rows_of_sweep(growth, name) for name, word in SWEPT.items()}
     growth_figure(sweeps, SWEPT, {name: rows_of_steps(growth, name) for name in ("rank", "targets")}, FIGURE)
     return 0

@@ -1,0 +1,117 @@
+"""Tables of docs/cost.md and sentences of the README on speed: targets, steps, calibration, SVD, memory, GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import median
+from textwrap import fill
+from typing import Any
+
+Found = Mapping[str, Any]
+NAMES = {"floor": "no adapter", "lora": "LoRA", "dora": "DoRA", "pissa": "PiSSA", "frozencore": "frozencore"}
+
+
+def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Markdown; all columns but the first to the right."""
+    lines = [headings, ["---", *["--:"] * (len(headings) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+def targets(machine: Found) -> str:
+    marks = {True: "reached", False: "missed", None: "not measured"}
+    rows = [[row["what"], row["target"], row["measured"], marks[row["is_reached"]]] for row in machine["targets"]]
+    return table(["what", "target", "measured", ""], rows)
+
+
+def steps(step: Found) -> str:
+    """Over the floor, median with quartiles, in every setting; and what is kept for the backward pass."""
+    settings = list(dict.fromkeys((row["targets"], row["num_rows"], row["num_tokens"]) for row in step["rows"]))
+    rows = []
+    for contestant, name in NAMES.items():
+        own = [row for row in step["rows"] if row["contestant"] == contestant]
+        ratios = ["{:.3f} ({:.3f} to {:.3f})".format(*row["over_floor"]) for row in own]
+        rows.append([name, *ratios, " / ".join(f"{row['saved_over_floor']:+.1%}" for row in (own[0], own[-1]))])
+    headings = [f"{targets}, {num_rows} x {num_tokens}" for targets, num_rows, num_tokens in settings]
+    return table(["", *headings, "kept activations, attention / all linear"], rows)
+
+
+def calibrations(parts: Found) -> str:
+    rows = [*parts["calibration"]["rows"], *parts["calibration_eva"]["rows"]]
+    floor_s = rows[0]["median_s"]
+    body = [[row["contestant"], f"{row['median_s']:.1f}", f"{row['median_s'] / floor_s:.3f}"] for row in rows]
+    return table(["", "s", "over the floor"], body)
+
+
+def svds(svd: Found) -> str:
+    shapes = list(dict.fromkeys(tuple(row["shape"]) for row in svd["rows"]))
+    found = {(tuple(row["shape"]), row["method"]): row for row in svd["rows"]}
+    methods = list(dict.fromkeys(row["method"] for row in svd["rows"]))
+
+    def cell(shape: tuple[int, ...], method: str) -> str:
+        row = found.get((shape, method))
+        return f"{1e3 * median(row['runs_s']):,.0f} ms, {row['cosine']:.6f}" if row else ""
+
+    body = [[f"{m:,} x {n:,}", *(cell((m, n), method) for method in methods)] for m, n in shapes]
+    return table(["shape", *methods], body)
+
+
+def memory(found: Found) -> str:
+    body = [
+        [
+            f"{row['hidden']:,} / {row['intermediate']:,}, {row['layers']}",
+            row["budget"],
+            f"{row['passes']}{', sketches' if row['streaming'] else ''}",
+            f"{row['taken'] / 2**20:,.0f} MiB",
+            f"{row['share']:.2f}",
+        ]
+        for row in found["rows"]
+    ]
+    return table(["widths, blocks", "budget", "passes", "taken", "of the budget"], body)
+
+
+def gpu(found: Found) -> str:
+    """Every model's race; in brackets the paper's figures, of an H20."""
+    body = []
+    for model, sections in found["models"].items():
+        for racer, row in sections["race"].items():
+            paper = found["paper_h20"].get(racer, (None,) * 3) if model == "Qwen2.5-3B" else (None,) * 3
+            start_s = sections.get("full PiSSA", {}).get("init_s") if racer == "pissa" else row.get("calibration_s")
+            body.append([
+                model, NAMES[racer], _beside(start_s, paper[0], "{:.1f}"), f"{1e3 * row['step_s']:.0f}",
+                _beside(row["accumulated_s"], paper[1], "{:.2f}"),
+                _beside(row["accumulated_peak_bytes"] / 1e9, paper[2], "{:.3f}"), f"{row['num_trainable']:,}",
+            ])  # fmt: skip
+    headings = ["model", "", "start, s", "1 x 512, ms", "8 x (1 x 128), s", "peak, GB", "trained values"]
+    return table(headings, body)
+
+
+def _beside(measured: float | None, paper: float | None, form: str) -> str:
+    text = "" if measured is None else form.format(measured)
+    return f"{text} [{paper:g}]" if paper is not None else text
+
+
+def sentences(machine: Found, gpu: Found) -> str:
+    """What the README says of speed."""
+    step, device = machine["parts"]["step"]["rows"], gpu["device"]
+    ours, lora = ([row for row in step if row["contestant"] == name] for name in ("frozencore", "lora"))
+    reached = {row["what"]: row["measured"] for row in machine["targets"]}
+    race = gpu["models"]["Qwen2.5-3B"]["race"]
+    peak = {name: f"{row['accumulated_peak_bytes'] / 1e9:.2f}" for name, row in race.items()}
+    step_s = {name: f"{row['accumulated_s']:.2f}" for name, row in race.items()}
+    over_lora = ", ".join(f"{row['over_lora'][0]:.3f}" for row in ours)
+    eva = 1 / float(reached["calibration / PEFT EVA"])
+    points = (
+        f"**A training step** of 8 layers of width 512 (float32, one CPU core, `make bench`) against PEFT's LoRA: "
+        f"{over_lora} (attention projections at 4 x 128 and 1 x 512 tokens, then all linear layers), quartiles a few "
+        f"hundredths around; activations kept for the backward pass grow by {ours[0]['saved_over_floor']:.1%} and "
+        f"{ours[-1]['saved_over_floor']:.1%} where LoRA's grow by {lora[0]['saved_over_floor']:.0%} and "
+        f"{lora[-1]['saved_over_floor']:.0%}.",
+        f"**Calibration**, SVDs included, takes {reached['calibration / its floor']} times a plain forward and "
+        f"backward pass over the same 128 examples; PEFT's EVA takes {eva:.1f} times as long as ours.",
+        f"**On one {device}** at the shapes of Qwen2.5-3B (bfloat16, random weights, `benchmarks/gpu.py`): calibration "
+        f"{race['frozencore']['calibration_s']:.1f} s; peak {peak['frozencore']} GB (LoRA {peak['lora']}, DoRA "
+        f"{peak['dora']}, no adapter {peak['floor']}); a step of eight rows of 128 tokens {step_s['frozencore']} s "
+        f"(LoRA {step_s['lora']}, DoRA {step_s['dora']}). Launching kernels is what takes the time there: "
+        f"[what it costs](docs/cost.md).",
+    )
+    return "\n".join(fill(f"- {point}", 120, subsequent_indent="  ", break_on_hyphens=False) for point in points) + "\n"
