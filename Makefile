@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test test-slow bench conformance lint format pocket constraints clean
+.PHONY: demo test test-slow coverage mutants bench conformance lint format pocket constraints clean
 
 demo: $(VENV)/.installed
 	$(BIN)/frozencore demo --output runs/demo
@@ -16,6 +16,17 @@ test: $(VENV)/.installed-dev
 
 test-slow: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m slow tests conformance
+
+# Lines and branches of the library that the fast tests run, with what they miss; below 95 % it fails.
+coverage: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -n 2 --cov --cov-report=term-missing
+
+# Mutation tests of the maths and the adapter layer, in a copy under build/: an hour and more on one core.
+mutants: $(VENV)/.installed-dev
+	$(BIN)/pip install --quiet --quiet --disable-pip-version-check mutmut==3.8.1
+	rm -rf build/mutants && mkdir -p build/mutants && cp -r pyproject.toml docs src tests build/mutants
+	cd build/mutants && $(abspath $(BIN))/python -m mutmut run --max-children 1
+	cd build/mutants && $(abspath $(BIN))/python -m mutmut results
 
 # Speed and memory on this machine's CPU, under fifteen minutes; DATA=DIR (the tasks' data) adds choice scoring.
 bench: $(VENV)/.installed-dev

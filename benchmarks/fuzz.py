@@ -6,7 +6,7 @@
 A seed file of each kind is made by the library itself. A mutation flips bits, cuts, doubles or overwrites stretches
 of bytes, puts in text that breaks parsers, or gives a JSON field (a safetensors header's too) another value. The file
 is then read by its loader: it may be taken, or refused with an error of ours in one line. Anything else, or a loader
-that takes longer than ``SLOWEST_S``, is a failure, and its file is kept.
+that computes longer than ``SLOWEST_S``, is a failure, and its file is kept.
 """
 
 from __future__ import annotations
@@ -25,24 +25,32 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import pyarrow
 import torch
 from peft import PeftModel, get_peft_model
+from pyarrow import parquet
 from rich.console import Console
 from rich.table import Table
 from torch import nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers.utils import logging
 
 from frozencore import FrozenCoreConfig, export_lora
 from frozencore.adapter.directory import read_adapter
+from frozencore.adapter.merged_export import export_merged
 from frozencore.adapter.serving import check_lora_directory
 from frozencore.calibration.store import MomentsFingerprint, load_moments, save_moments
 from frozencore.errors import FrozenCoreError
+from frozencore.lab.campaign.command import status_lines
+from frozencore.lab.campaign.plan import Outcome, plan
+from frozencore.lab.campaign.results import load_results
 from frozencore.lab.campaign.spec import read_campaign
 from frozencore.lab.checkpoints import newest_complete_checkpoint, seal_checkpoint
 from frozencore.lab.data import read_file
 from frozencore.lab.doctor import diagnose
 from frozencore.lab.own_task import read_own_task
-from frozencore.lab.record import provenance, write_json
+from frozencore.lab.record import provenance, write_json, write_lines
+from frozencore.lab.reports.task_means import read_task_means
 from frozencore.lab.strict_yaml import read_yaml
 from frozencore.moments import LayerMoments
 
@@ -60,9 +68,17 @@ base: {batch_size: 8, epochs: 1}
 studies:
   main:
     title: Two methods
-    axes: {model: [pocket], task: [pocket-sentiment], method: [fcca, eva], seed: [42, 43]}
+    axes: {model: [pocket], task: [pocket-sentiment], method: [fcca, eva], seed: [42]}
     search: {grids: [{for: [fcca], warmup: [0.03, 1e-1]}]}
     report: {reference: fcca}
+"""
+RECORD = {
+    "format": 1, "config": {"task": "x"}, "method": "fcca", "task": "x", "accuracy": 0.5, "held_out_loss": 1.5,
+    "accuracy_before": 0.25, "hashes": {"model": "0" * 64}, "total_s": 2.0, "trainable_parameters": 8,
+    "calibration_s": 0.5, "training_s": 1.0, "peak_memory_bytes": 1000, "training": {"num_steps": 4, "losses": [2.0]},
+}  # fmt: skip
+PREDICTIONS = """{"id": "a", "prediction": "1", "gold": "1", "correct": true}
+{"id": "b", "prediction": null, "gold": "2", "correct": false}
 """
 OWN_TASK = """name: capitals
 scoring: choice
@@ -84,7 +100,7 @@ class Target:
 
 
 @dataclass
-class Outcome:
+class Tally:
     """What became of the files of one kind."""
 
     tried: int = 0
@@ -170,6 +186,13 @@ def make_targets(folder: Path) -> list[Target]:
         model = PeftModel.from_pretrained(base, str(path))
         model.unload()
 
+    def write_lora(path: Path) -> None:
+        export_lora(path, folder / "written", base=base, overwrite=True)
+
+    def write_merged(path: Path) -> None:
+        export_merged(path, folder / "merged", base=folder / "base", overwrite=True)
+
+    base.save_pretrained(folder / "base")
     (folder / "moments").mkdir()
     moments = {"a.b": LayerMoments(5, input_square=torch.arange(1.0, 9.0), cross=torch.ones(2, 8))}
     save_moments(folder / "moments" / "moments.safetensors", moments, MomentsFingerprint("m", "d", {}))
@@ -181,12 +204,13 @@ def make_targets(folder: Path) -> list[Target]:
     )
     (folder / "task" / "rows.jsonl").write_text(rows)
     (folder / "run").mkdir()
-    record = {"format": 1, "config": {"task": "x"}, "method": "fcca", "task": "x", "accuracy": 0.5, "hashes": {}}
-    (folder / "run" / "result.json").write_text(json.dumps(record))
-    (folder / "run" / "predictions.jsonl").write_text('{"correct": true}\n{"correct": false}\n')
-    (folder / "results").mkdir()
-    (folder / "results" / "campaign.json").write_text(json.dumps(_as_json(CAMPAIGN, folder)))
-    (folder / "results" / "records.jsonl").write_text(json.dumps({"run_id": "0" * 16, **record}) + "\n")
+    (folder / "run" / "result.json").write_text(json.dumps(RECORD))
+    (folder / "run" / "predictions.jsonl").write_text(PREDICTIONS)
+    finished = _finish_campaign(folder)
+    parquet.write_table(
+        pyarrow.table({"prompt": ["a", "é"] * 9, "completion": ["b", "c"] * 9}), folder / "rows.parquet"
+    )
+    (folder / "means.csv").write_text("task,fcca,eva\nsvamp,60.5,61\ngsm8k,1e1,-2\n")
     step = folder / "checkpoints" / "checkpoint-4"
     step.mkdir(parents=True)
     (step / "state.json").write_text("{}")
@@ -197,6 +221,9 @@ def make_targets(folder: Path) -> list[Target]:
         Target("adapter configuration", folder / "adapter", CONFIG, read_adapter),
         Target("adapter configuration without a seal", folder / "unsealed", CONFIG, read_adapter),
         Target("adapter weights, through PEFT", folder / "unsealed", WEIGHTS, load_with_peft),
+        Target("adapter weights, as LoRA", folder / "unsealed", WEIGHTS, write_lora),
+        Target("adapter configuration, as LoRA", folder / "unsealed", CONFIG, write_lora),
+        Target("adapter configuration, merged", folder / "unsealed", CONFIG, write_merged),
         Target("moments", folder / "moments", "moments.safetensors", lambda p: load_moments(p / "moments.safetensors")),
         Target("LoRA weights", folder / "lora", WEIGHTS, check_lora_directory),
         Target("LoRA configuration", folder / "lora", CONFIG, check_lora_directory),
@@ -204,9 +231,13 @@ def make_targets(folder: Path) -> list[Target]:
         Target("YAML", folder / "campaign", "a.yaml", lambda p: read_yaml(p / "a.yaml")),
         Target("task YAML", folder / "task", "a.yaml", lambda p: read_own_task(p / "a.yaml")),
         Target("JSONL rows", folder / "task", "rows.jsonl", lambda p: read_file(p / "rows.jsonl", option="--data")),
+        Target("Parquet rows", folder, "rows.parquet", lambda p: read_file(p / "rows.parquet", option="--data")),
+        Target("table of means", folder, "means.csv", lambda p: read_task_means(p / "means.csv")),
         Target("run record, by doctor", folder / "run", "result.json", diagnose),
         Target("predictions, by doctor", folder / "run", "predictions.jsonl", diagnose),
+        Target("campaign index", folder / "results", "records.jsonl", load_results),
         Target("campaign index, by doctor", folder / "results", "records.jsonl", diagnose),
+        Target("run record of a campaign", folder / "driven", finished, lambda p: list(status_lines(p))),
         Target("campaign folder, by doctor", folder / "results", "campaign.json", diagnose),
         Target(
             "checkpoint seal",
@@ -217,13 +248,20 @@ def make_targets(folder: Path) -> list[Target]:
     ]
 
 
-def _as_json(text: str, folder: Path) -> Any:
-    path = folder / "as.yaml"
-    path.write_text(text)
-    return read_campaign(path).model_dump(mode="json")
+def _finish_campaign(folder: Path) -> str:
+    """A campaign by its index in ``results``, and by its runs in ``driven``; the file of one of those."""
+    campaign = read_campaign(folder / "campaign" / "a.yaml")
+    jobs = plan(campaign, lambda _: Outcome(RECORD))
+    files = [f"runs/{run.job.id}/result.json" for run in jobs if run.job]
+    for name in ("results", "driven"):
+        write_json(folder / name / "campaign.json", campaign.model_dump(mode="json"))
+    write_lines(folder / "results" / "records.jsonl", ({**RECORD, "run_id": file.split("/")[1]} for file in files))
+    for file in files:
+        write_json(folder / "driven" / file, RECORD)
+    return files[0]
 
 
-def fuzz(seconds: float, seed: int, keep: Path) -> dict[str, Outcome]:
+def fuzz(seconds: float, seed: int, keep: Path) -> dict[str, Tally]:
     """Try files until the time is over, which all kinds share evenly."""
     rng = random.Random(seed)
     with TemporaryDirectory() as made, warnings.catch_warnings():
@@ -232,7 +270,7 @@ def fuzz(seconds: float, seed: int, keep: Path) -> dict[str, Outcome]:
         for target in targets:
             target.load(target.folder)
         contents = {target.kind: (target.folder / target.file).read_bytes() for target in targets}
-        outcomes = {target.kind: Outcome() for target in targets}
+        outcomes = {target.kind: Tally() for target in targets}
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             target = min(targets, key=lambda one: outcomes[one.kind].spent_s)
@@ -244,8 +282,8 @@ def fuzz(seconds: float, seed: int, keep: Path) -> dict[str, Outcome]:
     return outcomes
 
 
-def _try(target: Target, outcome: Outcome, mutated: bytes, keep: Path) -> None:
-    started = time.monotonic()
+def _try(target: Target, outcome: Tally, mutated: bytes, keep: Path) -> None:
+    started = time.process_time()  # whatever else the machine does
     outcome.tried += 1
     failure = None
     try:
@@ -257,7 +295,7 @@ def _try(target: Target, outcome: Outcome, mutated: bytes, keep: Path) -> None:
             failure = f"not one line: {str(error)[:200]!r}"
     except Exception as error:
         failure = f"{type(error).__name__}: {str(error)[:200]}"
-    took = time.monotonic() - started
+    took = time.process_time() - started
     outcome.spent_s += took
     outcome.slowest_s = max(outcome.slowest_s, took)
     if took > SLOWEST_S:
@@ -269,7 +307,7 @@ def _try(target: Target, outcome: Outcome, mutated: bytes, keep: Path) -> None:
         (keep / name).write_bytes(mutated)
 
 
-def show(outcomes: dict[str, Outcome]) -> None:
+def show(outcomes: dict[str, Tally]) -> None:
     table = Table(title=f"{sum(o.tried for o in outcomes.values()):,} mutated files")
     for heading in ("kind", "tried", "taken", "refused", "failures", "slowest"):
         table.add_column(heading, justify="left" if heading == "kind" else "right")
@@ -292,6 +330,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "fuzz.json")
     options = parser.parse_args()
     os.environ["HF_HUB_OFFLINE"] = "1"
+    logging.disable_progress_bar()
     started = time.monotonic()
     outcomes = fuzz(options.seconds, options.seed, options.keep)
     show(outcomes)

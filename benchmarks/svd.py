@@ -63,7 +63,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="Small shapes, one run.")
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--largest-full", type=int, default=2048 * 2048, help="Entries of the largest full SVD.")
+    parser.add_argument("--largest-full", type=int, default=3584 * 3584, help="Entries of the largest full SVD.")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "svd.json")
     options = parser.parse_args()
 

@@ -79,7 +79,7 @@ def reference_moments(
                 for t in range(len(ids)):
                     delta = y.grad[0, t].numpy()
                     if counts(t, len(ids), num_prompt, delta):
-                        _add(sums, name, x[0, t].detach().numpy(), delta, y[0, t].detach().numpy())
+                        add_token(sums, name, x[0, t].detach().numpy(), delta, y[0, t].detach().numpy())
     return sums
 
 
@@ -92,7 +92,8 @@ def _remember(seen: _Seen) -> Callable[..., None]:
     return hook
 
 
-def _add(sums: dict[str, ReferenceMoments], name: str, x: Array, delta: Array, y: Array) -> None:
+def add_token(sums: dict[str, ReferenceMoments], name: str, x: Array, delta: Array, y: Array) -> None:
+    """Add one token's input, output error and output to the sums of a layer."""
     new = ReferenceMoments(
         num_tokens=1,
         cross=np.outer(delta, x),

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from frozencore import cli
 from frozencore.lab.pocket import pocket_model_path
+from frozencore.lab.trainer import CompletionTrainer
 
 FEW = ["--model", str(pocket_model_path()), "--task", "pocket-sentiment", "--rank", "4", "--calibration-size", "16"]
 SHORT = [
@@ -93,6 +96,25 @@ def test_an_empty_file_and_a_file_without_labels_are_one_line(command, tmp_path:
         assert (status, err.count("\n")) == (2, 1)
         assert message in err
         assert not (tmp_path / "run").exists()
+
+
+def refuse_by_device() -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2.00 GiB.")
+
+
+def refuse_by_machine() -> None:
+    torch.empty(2**50)
+
+
+@pytest.mark.parametrize("refuse", [refuse_by_device, refuse_by_machine])
+def test_memory_that_runs_out_in_training_is_one_line(  # type: ignore[no-untyped-def]
+    command, refuse: Callable[[], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CompletionTrainer, "compute_loss", lambda *_, **__: refuse())
+    status, _, err = command("tune", *SHORT, "--out", tmp_path / "run")
+    assert (status, err.count("\n")) == (2, 1)
+    assert err.startswith("frozencore: out of memory (")
+    assert "smaller --batch-size" in err
 
 
 def test_ctrl_c_is_status_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

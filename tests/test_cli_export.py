@@ -78,8 +78,8 @@ def test_bad_input_is_one_line_and_nothing_is_written(
         (["export", adapter, "--dtype", "float8", "--out", tmp_path / "x"], "no dtype 'float8'"),
         (["export", adapter, "--out", tmp_path / "x"], "--base on the command line"),
         (["export", adapter, "--base", base, "--out", tmp_path / "full"], "is there already"),
-        (["export", adapter, "--base", tmp_path / "none", "--out", tmp_path / "x"], "cannot be read"),
-        (["export", adapter, "--to", "merged", "--base", tmp_path / "none", "--out", tmp_path / "x"], "cannot be read"),
+        (["export", adapter, "--base", tmp_path / "none", "--out", tmp_path / "x"], "no such folder"),
+        (["export", adapter, "--to", "merged", "--base", tmp_path / "none", "--out", tmp_path / "x"], "no such folder"),
         (["export", base, "--out", tmp_path / "x"], "has no adapter_config.json"),
         (["check", base], "has no adapter_config.json"),
     ):

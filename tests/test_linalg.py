@@ -9,11 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import references as ref
-from frozencore.errors import ConfigError
+from frozencore.errors import CalibrationError, ConfigError
 from frozencore.linalg import (
     SVD_METHODS,
+    all_finite,
     complete_orthonormal,
     effective_rank,
+    energy_rank,
     inverse_root,
     polar_factor,
     principal_cosines,
@@ -47,6 +49,12 @@ def test_every_svd_method_equals_the_full_svd(method: str, shape: tuple[int, int
     np.testing.assert_allclose(U * S @ V.T, ref.truncated(ref.numpy_of(M), rank), atol=1e-9)
     np.testing.assert_allclose(U.T @ U, np.eye(rank), atol=1e-12)
     np.testing.assert_allclose(V.T @ V, np.eye(rank), atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("method", SVD_METHODS)
+def test_every_svd_keeps_the_dtype_of_its_matrix(method: str, dtype: torch.dtype) -> None:
+    assert {part.dtype for part in truncated_svd(random_matrix(9, 7, dtype=dtype), 4, method=method)} == {dtype}
 
 
 @pytest.mark.parametrize("method", SVD_METHODS)
@@ -98,6 +106,12 @@ def test_auto_is_exact_up_to_256_and_randomized_above() -> None:
     assert torch.equal(truncated_svd(large, 16).U, truncated_svd(large, 16, method="randomized").U)
 
 
+def test_auto_is_exact_above_256_too_where_six_blocks_would_be_all_of_the_space() -> None:
+    M = slowly_decaying(300, 320, 0.5, 0)  # 12r is 288 at r = 24, 300 at r = 25
+    assert torch.equal(truncated_svd(M, 25).U, truncated_svd(M, 25, method="gram").U)
+    assert torch.equal(truncated_svd(M, 24).U, truncated_svd(M, 24, method="randomized").U)
+
+
 @pytest.mark.parametrize("true_rank", [0, 1, 5, 40])
 def test_the_randomized_svd_keeps_its_factors_orthonormal_where_the_matrix_has_no_more_directions(
     true_rank: int,
@@ -142,8 +156,20 @@ def test_completion_is_orthonormal_seeded_and_keeps_what_was_there(k: int) -> No
     assert torch.equal(full[:, :k], X)
     torch.testing.assert_close(full.mT @ full, torch.eye(8, dtype=full.dtype), atol=1e-12, rtol=0)
     assert torch.equal(full, complete_orthonormal(X, 8, seeded_generator(3, "test")))
+    assert complete_orthonormal(X.float(), 8, seeded_generator(3, "test")).dtype == torch.float32
     if k < 7:  # the last direction of eight has no freedom but its sign
         assert not torch.allclose(full, complete_orthonormal(X, 8, seeded_generator(4, "test")))
+
+
+@pytest.mark.parametrize("size", [9, 300])
+def test_top_eigenvectors_keep_the_dtype_and_never_fall_below_zero(size: int) -> None:
+    """A second moment of fewer tokens than inputs; float32 sums put its zero eigenvalues beside zero."""
+    X = random_matrix(4, size, dtype=torch.float32)
+    vectors, values = top_eigenvectors(X.mT @ X, 8)
+    assert vectors.dtype == values.dtype == torch.float32
+    assert float(values.min()) >= 0
+    np.testing.assert_allclose(ref.numpy_of(vectors.mT @ vectors), np.eye(8), atol=1e-5)
+    assert all(column[column.abs().argmax()] > 0 for column in vectors.T)
 
 
 def test_top_eigenvectors_equal_numpys() -> None:
@@ -177,11 +203,48 @@ def test_principal_cosines_of_a_known_angle() -> None:
     np.testing.assert_allclose(principal_cosines(X, Y).numpy(), [1.0, np.cos(angle)], atol=1e-7)
 
 
+def test_a_span_and_itself_in_other_coordinates_have_cosines_of_one_and_never_more() -> None:
+    for seed in range(20):
+        X = random_matrix(9, 4, seed)
+        cosines = principal_cosines(X.float(), (X @ random_matrix(4, 4, seed + 1)).float())
+        assert cosines.dtype == torch.float64
+        assert float(cosines.max()) <= 1
+        np.testing.assert_allclose(cosines.numpy(), 1, atol=1e-6)
+
+
 @pytest.mark.parametrize(
-    ("values", "rank"), [([], 0), ([0.0, 0.0], 0), ([2.0, 1.0], 2), ([1.0, 1e-5, 1e-7], 2), ([1.0, 1e-6], 1)]
+    ("values", "rank"),
+    [([], 0), ([0.0, 0.0], 0), ([2.0, 1.0], 2), ([1.0, 1e-5, 1e-7], 2), ([1.0, 1e-6], 1), ([1e3, 1e-2, 1e-4], 2)],
 )
 def test_effective_rank_counts_values_above_a_millionth_of_the_largest(values: list[float], rank: int) -> None:
     assert effective_rank(torch.tensor(values, dtype=torch.float64)) == rank
+
+
+@pytest.mark.parametrize(
+    ("energy", "dtype", "rank"),
+    [
+        ([], torch.float64, 0), ([0.0, 0.0], torch.float64, 0), ([4.0, 1.0], torch.float64, 2),
+        ([1.0, 1e-11, 1e-12, 1e-13], torch.float64, 2),  # squares: a millionth, squared
+        ([1e3, 1e-8, 1e-10], torch.float64, 2),
+        ([1.0, 1e-6, 1e-8], torch.float32, 2),  # sums in float32 are rounded at 1e-7
+    ],
+)  # fmt: skip
+def test_energy_rank_counts_squares_above_the_noise_of_their_dtype(
+    energy: list[float], dtype: torch.dtype, rank: int
+) -> None:
+    assert energy_rank(torch.tensor(energy, dtype=dtype)) == rank
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_one_entry_that_is_not_finite_is_found_and_refused_before_any_factorisation(bad: float) -> None:
+    M = random_matrix(5, 5)
+    assert all_finite(M)
+    assert all_finite(M[:, :0])
+    M[2, 3] = bad
+    assert not all_finite(M)
+    for factorise in (truncated_svd, top_eigenvectors):
+        with pytest.raises(CalibrationError, match="holds NaN or Inf. Check the model's weights"):
+            factorise(M, 2)
 
 
 def test_generators_of_different_purposes_draw_differently() -> None:

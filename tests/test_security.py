@@ -12,6 +12,7 @@ import pytest
 
 import frozencore
 from frozencore.errors import ModelError
+from frozencore.hub import safe_loading
 from frozencore.lab.loading import load_config, load_model, load_tokenizer
 from frozencore.lab.pocket import pocket_model_path
 
@@ -54,7 +55,8 @@ def test_the_source_never_trusts_code_of_a_repository() -> None:
             assert ast.unparse(node.value) == "False", path
         if isinstance(node, ast.Constant) and node.value == "trust_remote_code":
             found.append(path.name)
-    assert found == ["loading.py"]
+    assert found == ["hub.py"]
+    assert safe_loading(str(pocket_model_path()))["trust_remote_code"] is False
 
 
 @pytest.mark.parametrize("load", [load_model, load_config, load_tokenizer])

@@ -14,7 +14,7 @@ import references as ref
 from drawn import drawn_layer
 from frozencore.errors import CalibrationError, ConfigError
 from frozencore.moments import LayerMoments
-from frozencore.whitening import SIDES, Whitening, damped_inverse_root
+from frozencore.whitening import SIDES, Whitening, damped, damped_inverse_root
 from references import numpy_of
 
 
@@ -37,6 +37,14 @@ def test_whitening_equals_the_reference_metric(sides: str, fisher: str, shrinkag
     np.testing.assert_allclose(
         whitened(whitening, layer.moments()), ref.whitened(e.G, A, D), rtol=1e-8, atol=1e-10 * np.abs(e.G).max()
     )
+
+
+def test_a_dense_metric_is_not_shrunk_unless_asked() -> None:
+    A = drawn_layer().moments().A
+    expected = ref.damped_matrix(numpy_of(A), 1e-2)
+    np.testing.assert_allclose(numpy_of(damped(A, 1e-2)), expected, rtol=1e-12)
+    root = damped_inverse_root(A, 1e-2)(torch.eye(len(A), dtype=torch.float64))
+    np.testing.assert_allclose(numpy_of(root), ref.power(expected, -0.5), rtol=1e-8, atol=1e-8 * float(root.max()))
 
 
 @settings(max_examples=40, deadline=None)
@@ -71,6 +79,16 @@ def test_t_ignores_loss_scale_and_sums_against_means(fisher: str) -> None:
     moments = layer.moments()
     sums = dataclasses.replace(moments, num_tokens=1)
     np.testing.assert_allclose(whitened(Whitening(fisher=fisher), sums), expected, rtol=1e-9)
+
+
+@pytest.mark.parametrize("fisher", ["diagonal", "dense"])
+def test_a_root_is_computed_in_float64_and_keeps_the_dtype_of_what_it_multiplies(fisher: str) -> None:
+    """A float32 product of a root would be off by more than the rounding of its result."""
+    moments = drawn_layer(spread=4).moments(torch.float32)
+    root = Whitening(fisher=fisher).input_root(moments)
+    X = torch.eye(10) if fisher == "diagonal" else moments.A
+    assert root(X).dtype == torch.float32
+    assert torch.equal(root(X), root(X.double()).float())
 
 
 def test_needs_are_what_the_metric_reads_and_no_more() -> None:

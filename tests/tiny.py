@@ -60,6 +60,11 @@ def batches_of(
     return [batch_of(examples[i : i + batch_size], side) for i in range(0, len(examples), batch_size)]
 
 
+def with_positions(batches: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    """Left padding must not shift them: GPT-2's are absolute, and rotations by others round otherwise."""
+    return [{**b, "position_ids": (b["attention_mask"].cumsum(1) - 1).clamp_min(0)} for b in batches]
+
+
 def tiny_qwen2(seed: int = 0, **overrides: object) -> nn.Module:
     settings = {
         "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,

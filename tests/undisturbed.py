@@ -6,8 +6,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -35,17 +33,6 @@ ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     "PYTHONPATH": str(Path(frozencore.__file__).parents[1]),
 }
-
-
-def command_line(*words: str | Path) -> list[str]:
-    """``frozencore`` with those words, in a process of its own."""
-    return [sys.executable, "-m", "frozencore.cli", *map(str, words)]
-
-
-def frozencore_run(*words: str | Path, **kwargs: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command_line(*words), env=ENVIRONMENT, text=True, capture_output=True, timeout=600, check=False, **kwargs
-    )
 
 
 def results_of(folder: Path) -> dict[str, Any]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
-import warnings
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -18,8 +18,9 @@ from frozencore.cli_campaign import campaign_app, schema
 from frozencore.cli_doctor import doctor
 from frozencore.cli_evaluate import evaluate, tasks_app
 from frozencore.errors import FrozenCoreError
+from frozencore.lab.quiet import ignore_known_warnings
 
-INTERRUPTED = 130  # the exit status of Ctrl-C
+INTERRUPTED, TERMINATED = 130, 143  # the exit status of Ctrl-C, and of SIGTERM
 WIDE = 160  # columns of a table in a file or a pipe
 
 app = typer.Typer(
@@ -264,17 +265,18 @@ def _targets(text: str | None) -> Any:
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
-def _interrupted() -> NoReturn:
+def _ended_early(status: int) -> NoReturn:
+    how = "interrupted" if status == INTERRUPTED else "terminated"
     sys.stderr.write(
-        "frozencore: interrupted; run the same command again and it goes on from what is there (`tune` with --resume)\n"
+        f"frozencore: {how}; run the same command again and it goes on from what is there (`tune` with --resume)\n"
     )
-    sys.exit(INTERRUPTED)
+    sys.exit(status)
 
 
 def main() -> None:
-    """Entry point: an error of ours is one line on stderr and exit status 2; Ctrl-C is 130."""
-    # PEFT asks for it at every get_peft_model; it says nothing to the user.
-    warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
+    """Entry point: an error of ours is one line on stderr and exit status 2; Ctrl-C is 130, SIGTERM 143."""
+    ignore_known_warnings()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
     try:
         app()
     except FrozenCoreError as error:
@@ -288,11 +290,21 @@ def main() -> None:
         sys.stderr.write(f"frozencore: {error.strerror or error}: {error.filename or ''}\n")
         sys.exit(2)
     except KeyboardInterrupt:
-        _interrupted()
+        _ended_early(INTERRUPTED)
     except SystemExit as end:
-        if end.code == INTERRUPTED:  # typer turns Ctrl-C into this
-            _interrupted()
+        if end.code in (INTERRUPTED, TERMINATED):  # typer turns Ctrl-C into the first
+            _ended_early(end.code)
         raise
+    except (RuntimeError, MemoryError) as error:
+        from frozencore.out_of_memory import is_out_of_memory
+
+        if os.environ.get("FROZENCORE_DEBUG") or not is_out_of_memory(error):
+            raise
+        sys.stderr.write(
+            f"frozencore: out of memory ({' '.join(str(error).split())[:200]}): use a smaller --batch-size or "
+            "--max-length, --memory-budget for the calibration, or --dtype bfloat16\n"
+        )
+        sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 @triton.jit
-def _add_core_kernel(
+def _add_core_kernel(  # type: ignore[no-untyped-def]
     y, z, R, P, scale, num_tokens, m, r,
     y_row, z_row, R_row, R_column, P_row, P_column,
     RANK: tl.constexpr, TOKENS: tl.constexpr, FEATURES: tl.constexpr,

@@ -27,3 +27,7 @@ class ArtifactError(FrozenCoreError):
 
 class TrainingError(FrozenCoreError):
     """Training diverged or cannot go on from what it found."""
+
+
+class DivergenceError(TrainingError):
+    """A loss or a gradient is not a finite number any more."""

@@ -166,7 +166,7 @@ def top_eigenvectors(A: Float[Tensor, "n n"], rank: int) -> tuple[Float[Tensor, 
     """
     require_finite(A)
     if _prefers_krylov(A, rank):
-        top, values, _ = truncated_svd(A, rank, method="randomized")
+        top, values, _ = truncated_svd(A, rank)
         return top, values
     eigenvalues, vectors = torch.linalg.eigh(A.double())
     top = vectors[:, -rank:].flip(1)
@@ -194,7 +194,7 @@ def principal_cosines(X: Float[Tensor, "m p"], Y: Float[Tensor, "m q"]) -> Float
     """Cosines of the principal angles between two column spans, largest first, in [0, 1]."""
     QX, _ = torch.linalg.qr(X.double())
     QY, _ = torch.linalg.qr(Y.double())
-    return torch.linalg.svdvals(QX.mT @ QY).clamp(0, 1)
+    return torch.linalg.svdvals(QX.mT @ QY).clamp_max(1)
 
 
 def energy_rank(energy: Float[Tensor, " r"]) -> int:
@@ -202,13 +202,13 @@ def energy_rank(energy: Float[Tensor, " r"]) -> int:
 
     Below the rounding of the sums that it was made from, an eigenvalue says nothing.
     """
-    if energy.numel() == 0 or float(energy[0]) <= 0:
+    if energy.numel() == 0:
         return 0
     return int((max(RANK_TOLERANCE**2, torch.finfo(energy.dtype).eps) * energy[0] < energy).sum())
 
 
 def effective_rank(S: Float[Tensor, " r"]) -> int:
     """How many singular values stand above ``1e-6`` of the largest one; zero for a zero matrix."""
-    if S.numel() == 0 or float(S[0]) <= 0:
+    if S.numel() == 0:
         return 0
     return int((RANK_TOLERANCE * S[0] < S).sum())

@@ -348,6 +348,20 @@ def test_a_model_without_a_frozen_core_is_refused() -> None:
         calibrate(adapted("fcca"), BATCHES, adapter_name="nobody", progress=False)
 
 
+def test_layers_that_no_gradient_reaches_get_seeded_bases_and_are_named() -> None:
+    base = tiny_qwen2()
+    with torch.no_grad():
+        base.model.layers[1].self_attn.o_proj.weight.zero_()  # nothing comes back to q, k and v
+    model = adapted("fcca", model=base, calibrated=False)
+    with pytest.warns(UserWarning, match=r"^3 of 8 layers received no signal.*first: model.layers.1.self_attn.q_proj"):
+        found = calibrate(model, BATCHES, progress=False)
+    silent = [name for name, layer in found.layers.items() if layer.effective_rank == 0]
+    assert silent == [f"model.layers.1.self_attn.{part}_proj" for part in "qkv"]
+    for layer in cores_of(model):
+        for factor in layer.factors("default")[:2]:
+            np.testing.assert_allclose(numpy_of(factor).T @ numpy_of(factor), np.eye(3), atol=1e-5)
+
+
 def test_layers_without_signal_are_named_in_one_warning() -> None:
     moments = collect_moments(tiny_qwen2(), BATCHES, NAMES, needs=frozenset(MOMENT_NAMES))
     silent = {

@@ -48,6 +48,24 @@ def test_outputs_and_gradients_are_those_of_the_plain_expression(shape: tuple[in
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_output_is_the_same_to_the_bit_with_and_without_gradients(bias: bool) -> None:
+    base, P, Q, R = drawn_layer(bias=bias)
+    x = torch.randn(2, 3, 7, dtype=torch.float64)
+    trained = adapted_linear(x, base, P, Q, R, SCALE)
+    with torch.no_grad():
+        assert torch.equal(adapted_linear(x, base, P, Q, R, SCALE), trained)
+    torch.testing.assert_close(trained, plain_expression(x, base, P, Q, R, SCALE))
+
+
+def test_the_product_goes_by_hand_as_soon_as_one_of_input_and_core_wants_a_gradient() -> None:
+    base, P, Q, R = drawn_layer()
+    x = torch.randn(5, 7, dtype=torch.float64, requires_grad=True)
+    for input_, core in ((x, R), (x, R.detach()), (x.detach(), R)):
+        assert "_AdaptedLinear" in adapted_linear(input_, base, P, Q, core, SCALE).grad_fn.name()
+    assert adapted_linear(x.detach(), base, P, Q, R.detach(), SCALE).grad_fn is None
+
+
 @pytest.mark.parametrize("check", [torch.autograd.gradcheck, torch.autograd.gradgradcheck])
 def test_first_and_second_derivatives_are_those_of_finite_differences(check: Callable[..., bool]) -> None:
     base, P, Q, R = drawn_layer()

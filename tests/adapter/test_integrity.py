@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -125,6 +127,15 @@ def climb_out(tensors: dict[str, Tensor]) -> None:
         tensors["base_model.model.../../etc/passwd" + key[key.index(".frozencore") :]] = tensors.pop(key)
 
 
+def put_another_basis(folder: Path) -> None:
+    """Orthonormal too, and said to be as it was saved but for the hash of the whole file."""
+    tensors = load_file(folder / WEIGHTS)
+    key = first(tensors, "P")
+    save_file(tensors | {key: tensors[key].flip(0)}, folder / WEIGHTS, metadata={"format": "pt"})
+    seal = json.loads((folder / CONFIG).read_text())["seal"]
+    edit_config(folder, seal=seal | {"weights_sha256": None})
+
+
 def write_half(folder: Path) -> None:
     """A newer adapter's weights are there, its configuration is not yet."""
     before = (folder / CONFIG).read_bytes()
@@ -145,10 +156,12 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "written while read": (write_half, "just being written"),
     "a newer format": (lambda f: edit_config(f, seal={"format": 99}), "has format 99"),
     "a malformed seal": (lambda f: edit_config(f, seal=[1]), "seal .* is malformed"),
-    "a value of a wrong type": (lambda f: edit_config(f, alpha_pattern=7), "maps layer names to numbers"),
+    "a value of a wrong type": (lambda f: edit_config(f, alpha_pattern=7), "wrong type|names to numbers"),
     "NaN": (lambda f: edit_tensors(f, lambda t: t[first(t, "R")].fill_(torch.nan)), "holds NaN or Inf"),
     "Inf": (lambda f: edit_tensors(f, lambda t: t[first(t, "Q")][0].fill_(torch.inf)), "holds NaN or Inf"),
-    "a basis not orthonormal": (lambda f: edit_tensors(f, lambda t: t[first(t, "P")].mul_(1.02)), "orthonormal"),
+    "P not orthonormal": (lambda f: edit_tensors(f, lambda t: t[first(t, "P")].mul_(1.02)), "orthonormal"),
+    "Q not orthonormal": (lambda f: edit_tensors(f, lambda t: t[first(t, "Q")][:, 1].zero_()), "orthonormal"),
+    "another basis under the cores": (put_another_basis, "bases in .* are not those that were saved"),
     "no core": (lambda f: edit_tensors(f, lambda t: t.pop(first(t, "R"))), "where P, Q and R are needed"),
     "a vector": (lambda f: edit_tensors(f, lambda t: t.update({first(t, "P"): torch.ones(3)})), "must hold floats"),
     "names with ../": (lambda f: edit_tensors(f, climb_out), "named like a module"),
@@ -185,6 +198,61 @@ def test_our_own_ways_in_refuse_what_peft_reads_before_us(fault: str, way: str, 
     inject, message = READ_BY_PEFT_BEFORE_US[fault]
     inject(saved)
     refuse(saved, WAYS_IN[way], message)
+
+
+@pytest.mark.usefixtures("as_a_user")
+@pytest.mark.parametrize("fault", FAULTS | READ_BY_PEFT_BEFORE_US)
+def test_on_the_command_line_every_fault_is_one_line_and_an_earlier_export_stays(
+    fault: str, command: Callable[..., tuple[int, str, str]], base: Path, saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inject, message = (FAULTS | READ_BY_PEFT_BEFORE_US)[fault]
+    out = saved.parent / "out"
+    over = [saved, "--base", base, "--out", out, "--overwrite"]
+    assert command("export", *over)[0] == 0
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    inject(saved)
+    for words in (["inspect", saved], ["export", *over], ["export", "--to", "merged", *over]):
+        status, _, errors = command(*words)
+        assert (status, errors.count("\n"), errors[:12]) == (2, 1, "frozencore: ")
+        assert re.search(message, errors)
+        assert "Traceback" not in errors
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+    assert command("doctor", saved)[0] == (2 if fault == "unknown type" else 1)
+    monkeypatch.setenv("FROZENCORE_DEBUG", "")  # the option sets it
+    with pytest.raises(FrozenCoreError, match=message):  # what Python shows with its traceback
+        command("--debug", "inspect", saved)
+
+
+def test_a_reader_beside_a_writer_gets_one_whole_adapter_or_one_line(tmp_path: Path) -> None:
+    adapters = [adapted("random", trained=True, seed=seed) for seed in (1, 2)]
+    adapters[0].save_pretrained(str(tmp_path))
+    over = threading.Event()
+
+    def write() -> None:
+        while not over.is_set():
+            for model in adapters:
+                model.save_pretrained(str(tmp_path))
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    whole, refused = [], []
+    try:
+        for _ in range(200):
+            try:
+                config, factors = read_adapter(tmp_path)
+                whole.append((config.seed, sorted(f.P.sum().item() for f in factors.values())))
+            except ArtifactError as error:
+                refused.append(str(error))
+    finally:
+        over.set()
+        writer.join()
+    sums = {
+        seed: sorted(layer.factors("default")[0].sum().item() for layer in cores_of(model))
+        for seed, model in zip((1, 2), adapters, strict=True)
+    }
+    assert whole
+    assert all(own == sums[seed] for seed, own in whole)
+    assert not any("\n" in line for line in refused)
 
 
 @pytest.mark.parametrize("way", WAYS_IN)

@@ -8,7 +8,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from peft import get_peft_model
+from peft import PeftModel, get_peft_model
 from torch import nn
 from transformers import MixtralConfig, MixtralForCausalLM
 from transformers.pytorch_utils import Conv1D
@@ -123,6 +123,64 @@ def test_merge_keeps_the_logits_and_unmerge_restores_the_weights(
     plain = copy.deepcopy(model).merge_and_unload()
     assert not any("frozencore" in name for name in plain.state_dict())
     torch.testing.assert_close(logits(plain), expected, rtol=tolerance, atol=tolerance)
+
+
+def with_two_adapters(dtype: torch.dtype = torch.float32) -> PeftModel:
+    model = adapted("random", dtype=dtype, trained=True)
+    model.add_adapter("other", FrozenCoreConfig(r=2, alpha=5.0, constructor="random"))
+    train_at_random(model, "other", seed=1)
+    return model
+
+
+def test_a_merge_of_one_adapter_leaves_the_other_out_and_a_second_unmerge_only_warns() -> None:
+    layer = cores_of(with_two_adapters())[0]
+    weight = layer.get_base_layer().weight
+    before = weight.clone()
+    layer.merge(adapter_names=["other"])
+    assert layer.merged_adapters == ["other"]
+    torch.testing.assert_close(weight, before + layer.get_delta_weight("other"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        layer.unmerge()
+    torch.testing.assert_close(weight, before)
+    before = weight.clone()
+    with pytest.warns(UserWarning, match=r"^Already unmerged. Nothing to do.$"):
+        layer.unmerge()
+    assert torch.equal(weight, before)
+
+
+def test_a_16_bit_weight_is_rounded_once_when_an_update_is_merged() -> None:
+    layer = cores_of(adapted("random", dtype=torch.bfloat16, trained=True))[0]
+    P, Q, R = (numpy_of(factor) for factor in layer.factors("default"))
+    exact = numpy_of(layer.get_base_layer().weight) + P @ R @ Q.T
+    layer.merge()
+    merged = layer.get_base_layer().weight
+    assert merged.dtype == torch.bfloat16
+    np.testing.assert_allclose(numpy_of(merged), exact, rtol=2**-8, atol=1e-6)  # half a unit in the last of 8 bits
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_active_adapters_add_up_in_the_models_dtype(dtype: torch.dtype) -> None:
+    model = with_two_adapters(dtype)
+    layer = cores_of(model)[0]
+    x = torch.randn(2, 5, layer.in_features, dtype=dtype)
+    base = layer.get_base_layer()(x)
+    model.base_model.set_adapter(["default", "other"])
+    found = layer(x)
+    assert found.dtype == dtype
+    expected = numpy_of(base)
+    for name, scale in (("default", 1.0), ("other", 2.5)):
+        P, Q, R = (numpy_of(factor) for factor in layer.factors(name))
+        expected = expected + scale * numpy_of(x) @ Q @ R.T @ P.T
+    error = np.abs(numpy_of(found) - expected).max() / np.abs(expected).max()
+    assert error < 8 * torch.finfo(dtype).eps
+
+
+def test_the_dense_weight_is_outputs_by_inputs_in_either_layout() -> None:
+    conv, linear = cores_of(adapted("random", model=tiny_gpt2(), target_modules=["c_attn"]))[0], cores_of(adapted())[0]
+    assert torch.equal(conv.dense_weight(), conv.get_base_layer().weight.mT)
+    assert torch.equal(linear.dense_weight(), linear.get_base_layer().weight)
+    assert conv.dense_weight().shape == (conv.out_features, conv.in_features)
 
 
 def test_unload_gives_the_base_model_back() -> None:

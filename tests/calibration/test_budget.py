@@ -140,7 +140,7 @@ def peak_of(constructor: str, budget: str, *sizes: int) -> dict[str, int]:
     """Resident memory over what it was before, in a process whose allocator gives all of it back."""
     environment = os.environ | {
         "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536",
-        "MALLOC_TRIM_THRESHOLD_": "0",
+        "MALLOC_TRIM_THRESHOLD_": "0", "CUDA_VISIBLE_DEVICES": "",
     }  # fmt: skip
     words = [sys.executable, str(TESTS / "calibration" / "peak_memory.py"), constructor, budget, *map(str, sizes)]
     done = subprocess.run(words, capture_output=True, text=True, env=environment, timeout=1500, check=False)

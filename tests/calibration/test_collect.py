@@ -27,6 +27,7 @@ from tiny import (
     tiny_gpt2,
     tiny_llama,
     tiny_qwen2,
+    with_positions,
 )
 
 EVERYTHING = frozenset(MOMENT_NAMES)
@@ -39,11 +40,6 @@ def layer_names(model: nn.Module) -> list[str]:
     if hasattr(model, "transformer"):
         return [f"transformer.h.{i}.{part}" for i in (0, 1) for part in ("attn.c_attn", "attn.c_proj", "mlp.c_fc")]
     return [*attention_names(model), "model.layers.0.mlp.down_proj"]
-
-
-def with_positions(batches: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
-    """GPT-2 has absolute positions: left padding must not shift them."""
-    return [{**b, "position_ids": (b["attention_mask"].cumsum(1) - 1).clamp_min(0)} for b in batches]
 
 
 @functools.cache

@@ -5,7 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from peft import PeftModel, get_peft_model
 
+from adapted import cores_of
+from frozencore import FrozenCoreConfig, calibrate
 from frozencore.calibration.collect import collect_moments
 from frozencore.calibration.options import CalibrationOptions
 from frozencore.moments import MOMENT_NAMES
@@ -31,3 +34,25 @@ def test_moments_on_cuda_equal_the_reference(dtype: torch.dtype, tolerance: floa
             assert total.dtype == torch.float32
             assert total.device.type == (stats_device or "cuda")
             np.testing.assert_allclose(numpy_of(total), value, rtol=0, atol=tolerance * np.abs(value).max())
+
+
+def wide_model() -> PeftModel:
+    """Sums of 160 MiB in all and 8 at most."""
+    settings = {"hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 4, "num_key_value_heads": 4}
+    return get_peft_model(tiny_qwen2(**settings).cuda(), FrozenCoreConfig(r=4, target_modules="all-linear"))
+
+
+def test_memory_that_runs_out_on_the_device_makes_smaller_groups() -> None:
+    expected, model = wide_model(), wide_model()
+    calibrate(expected, batches_of(EXAMPLES, 3), progress=False)  # libraries have their workspaces then
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 100 * 2**20) / total)
+    try:
+        with pytest.warns(UserWarning, match=r"Out of memory with 28 layers in a pass: calibration goes on with 14"):
+            calibrate(model, batches_of(EXAMPLES, 3), progress=False)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    for layer, other in zip(cores_of(model), cores_of(expected), strict=True):
+        for X, Y in zip(layer.factors("default")[:2], other.factors("default")[:2], strict=True):
+            assert torch.linalg.svdvals(X.mT @ Y).min() > 0.999

@@ -1,11 +1,14 @@
-"""Two processes (gloo) calibrate on halves of the examples and train together; compared with one process on all."""
+"""Two and four processes (gloo) calibrate on shares of the examples and train together; compared with one on all."""
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from signal import SIGKILL, SIGSTOP, Signals
 from typing import Any
 
 import pytest
@@ -18,28 +21,31 @@ from frozencore.linalg import principal_cosines
 from tiny import batches_of
 
 TESTS = Path(__file__).parents[1]
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+TIMEOUT_S = 10  # of the process group, where a rank is lost
 
 
-@pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+@pytest.fixture(scope="module", params=[2, 4])
+def reports(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank found; one launch for the whole file."""
     out = tmp_path_factory.mktemp("ranks")
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = os.environ | {"PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"}
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(request.param)]
     done = subprocess.run(
         [*words, str(TESTS / "calibration" / "two_ranks.py"), str(out)],
-        capture_output=True, text=True, env=environment, timeout=300, check=False,
+        capture_output=True, text=True, env=ENVIRONMENT, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
-    return [torch.load(out / f"rank{rank}.pt", weights_only=True) for rank in (0, 1)]
+    return [torch.load(out / f"rank{rank}.pt", weights_only=True) for rank in range(request.param)]
 
 
 @pytest.mark.parametrize("constructor", CONSTRUCTORS)
-def test_both_ranks_hold_the_same_bytes(constructor: str, reports: list[dict[str, Any]]) -> None:
-    first, second = (report[constructor] for report in reports)
-    assert first.keys() == second.keys()
-    assert all(torch.equal(first[name], second[name]) for name in first)
-    assert reports[0][f"{constructor} tokens"] == reports[1][f"{constructor} tokens"]
+def test_all_ranks_hold_the_same_bytes(constructor: str, reports: list[dict[str, Any]]) -> None:
+    first, *others = (report[constructor] for report in reports)
+    for other in others:
+        assert first.keys() == other.keys()
+        assert all(torch.equal(first[name], other[name]) for name in first)
+    tokens = [report[f"{constructor} tokens"] for report in reports]
+    assert all(count == tokens[0] for count in tokens)
 
 
 @pytest.mark.parametrize("constructor", CONSTRUCTORS)
@@ -57,7 +63,7 @@ def test_the_bases_are_those_of_one_process_on_all_examples(constructor: str, re
 
 def test_sketches_are_added_up_over_the_ranks(reports: list[dict[str, Any]]) -> None:
     for name, single in streamed_bases(EXAMPLES).items():
-        assert torch.equal(reports[0]["streamed"][name], reports[1]["streamed"][name])
+        assert all(torch.equal(reports[0]["streamed"][name], report["streamed"][name]) for report in reports)
         torch.testing.assert_close(reports[0]["streamed"][name], single, rtol=0, atol=2e-4)
 
 
@@ -68,7 +74,7 @@ def test_a_step_together_is_a_step_on_the_whole_batch(how: str, reports: list[di
     single = cores_after_a_step(model, batches_of(EXAMPLES, len(EXAMPLES))[0])
     assert single.keys() == reports[0][how].keys()
     for name, core in single.items():
-        assert torch.equal(reports[0][how][name], reports[1][how][name])
+        assert all(torch.equal(reports[0][how][name], report[how][name]) for report in reports)
         torch.testing.assert_close(reports[0][how][name], core, rtol=1e-3, atol=1e-5)
         assert core.any()
 
@@ -80,11 +86,48 @@ def test_the_bases_are_not_broadcast_at_every_step(reports: list[dict[str, Any]]
 
 def test_a_rank_that_fails_ends_the_others_with_its_name(reports: list[dict[str, Any]]) -> None:
     assert "every label of a batch is masked" in reports[1]["failure"]
-    assert reports[0]["failure"] == "Calibration failed on rank 1; its own message says why."
+    for report in (*reports[:1], *reports[2:]):
+        assert report["failure"] == "Calibration failed on rank 1; its own message says why."
+
+
+def test_a_rank_without_room_makes_all_go_on_in_smaller_groups_to_the_same_bytes(reports: list[dict[str, Any]]) -> None:
+    expected = {name: value for name, value in reports[0]["fcca"].items() if "frozencore_R" not in name}
+    for report in reports:
+        assert report["little room"].keys() == expected.keys()
+        assert all(torch.equal(value, expected[name]) for name, value in report["little room"].items())
+
+
+def test_a_rank_that_holds_another_basis_is_found_out_before_training(reports: list[dict[str, Any]]) -> None:
+    for report in reports:
+        for fault, (layer, count) in {"other bases": (0, 2), "other layers": (1, 1)}.items():
+            name = f"'default model.layers.{layer}.self_attn.v_proj'"
+            assert report[fault].startswith("All ranks train one core between the same bases, but layer")
+            assert f"{name} ({count} in all) has others on rank 1 than on rank 0" in report[fault]
+            assert "\n" not in report[fault]
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "stage", "how"), [(2, "calibration", SIGKILL), (4, "bases", SIGKILL), (2, "calibration", SIGSTOP)]
+)
+def test_a_rank_that_is_lost_ends_the_others_within_the_timeout(
+    num_ranks: int, stage: str, how: Signals, tmp_path: Path
+) -> None:
+    """Killed, its connections close; stopped, it only stays silent."""
+    words = [num_ranks, tmp_path, stage, how.value, TIMEOUT_S]
+    done = subprocess.run(
+        [sys.executable, str(TESTS / "calibration" / "lost_rank.py"), *map(str, words)],
+        capture_output=True, text=True, env=ENVIRONMENT, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    for rank in range(num_ranks - 1):
+        report = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        assert re.match(r"A rank died or stopped answering \(.+\)\. Start all ranks again\.$", report["error"])
+        assert report["waited_s"] < TIMEOUT_S + 5
+        assert report["bases as before"]
 
 
 def test_owners_share_the_work_evenly(reports: list[dict[str, Any]]) -> None:
-    assert [report["owner share"] for report in reports] == [4, 4]
+    assert [report["owner share"] for report in reports] == [8 // len(reports)] * len(reports)
     shapes = {f"mlp{i}": (64, 16) for i in range(4)} | {f"q{i}": (16, 16) for i in range(16)}
     owners = assign_owners(shapes, 4)
     cost = [sum(m * n * min(m, n) for name, (m, n) in shapes.items() if owners[name] == rank) for rank in range(4)]

@@ -127,12 +127,20 @@ def test_an_unknown_tensor_is_refused(key: str, tmp_path: Path) -> None:
         load_moments(path)
 
 
-def test_nan_in_a_file_is_refused(written: tuple) -> None:
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_is_neither_saved_nor_loaded(value: float, written: tuple) -> None:
     path, moments, fingerprint = written
-    next(iter(moments.values())).cross[0, 0] = float("nan")
-    save_moments(path, moments, fingerprint)
-    with pytest.raises(ArtifactError, match=r"NaN or Inf in 'model\.layers\.0\.self_attn\.q_proj/cross'"):
-        load_moments(path, fingerprint)
+    before = path.read_bytes()
+    next(iter(moments.values())).cross[0, 0] = value
+    with pytest.raises(
+        ArtifactError, match=r"'model\.layers\.0\.self_attn\.q_proj/cross' holds NaN or Inf.*not written"
+    ):
+        save_moments(path, moments, fingerprint)
+    assert path.read_bytes() == before
+    metadata = {"format": "frozencore-moments-1", "num_tokens": '{"x": 3}', "fingerprint": "{}"}
+    save_file({"x/input_square": torch.tensor([1.0, value])}, path, metadata=metadata)
+    with pytest.raises(ArtifactError, match="holds NaN or Inf in 'x/input_square'"):
+        load_moments(path)
 
 
 @pytest.mark.parametrize("place", [-5, 400])

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from frozencore import FrozenCoreConfig, calibrate
 from frozencore.adapter.passes import BasisWork
 from frozencore.calibration.budget import PassPlan
+from frozencore.calibration.capture import LayerRecorder
 from frozencore.calibration.shards import assign_owners, own_rank
 from frozencore.errors import CalibrationError
 from tiny import Example, batches_of, draw_examples, tiny_qwen2
@@ -68,6 +69,24 @@ def fsdp_step(batch: dict[str, torch.Tensor], calibration: list[dict[str, torch.
     return {name: core.full_tensor() for name, core in cores_after_a_step(model, batch).items()}
 
 
+def bases_where_one_rank_has_little_room(share: list[Example]) -> dict[str, torch.Tensor]:
+    """The second rank has none for the sums of more than three layers."""
+    record = LayerRecorder.record
+
+    def with_room(recorder: LayerRecorder, *words: Any) -> None:
+        record(recorder, *words)
+        if dist.get_rank() == 1 and sum(bool(other.totals) for other in recorder.capture.recorders.values()) > 3:
+            raise torch.OutOfMemoryError("injected")
+
+    LayerRecorder.record = with_room  # type: ignore[method-assign]
+    try:
+        model = adapted("fcca")
+        calibrate(model, batches_of(share, 2), progress=False)
+    finally:
+        LayerRecorder.record = record  # type: ignore[method-assign]
+    return bases(model)
+
+
 def failure(work: Any) -> str:
     try:
         work()
@@ -89,6 +108,7 @@ def main(out: Path) -> None:
         report[f"{constructor} tokens"] = {name: layer.num_tokens for name, layer in calibration.layers.items()}
 
     report["streamed"] = streamed_bases(share)
+    report["little room"] = bases_where_one_rank_has_little_room(share)
 
     model = adapted("fcca")
     calibrate(model, batches_of(share, 2), progress=False)
@@ -107,6 +127,10 @@ def main(out: Path) -> None:
     report["owner share"] = sum(
         owner == own_rank() for owner in assign_owners({f"l{i}": (8, 8) for i in range(8)}).values()
     )
+    of_another_seed = adapted("random", seed=rank, target_modules=["v_proj"])
+    report["other bases"] = failure(lambda: DistributedDataParallel(of_another_seed))
+    on_other_layers = adapted("random", layers_to_transform=[0, 1] if rank else [0], target_modules=["v_proj"])
+    report["other layers"] = failure(lambda: DistributedDataParallel(on_other_layers))
     torch.save(report, out / f"rank{rank}.pt")
     dist.destroy_process_group()
 

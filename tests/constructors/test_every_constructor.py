@@ -10,12 +10,21 @@ import pytest
 import torch
 
 import references as ref
-from drawn import drawn_layer, layer_of_rank
-from frozencore.basis import COORDINATES
-from frozencore.constructors import CONSTRUCTORS, BasisOptions, LayerEvidence, build_basis, find_constructor
+from drawn import DrawnLayer, drawn_layer, layer_of_rank
+from frozencore.basis import COORDINATES, Basis
+from frozencore.constructors import (
+    CONSTRUCTORS,
+    BasisOptions,
+    LayerEvidence,
+    build_basis,
+    build_streamed_basis,
+    find_constructor,
+)
+from frozencore.constructors.eva import EVA_OUTPUTS
 from frozencore.errors import CalibrationError, ConfigError
-from frozencore.linalg import SVD_METHODS
-from frozencore.moments import LayerMoments
+from frozencore.linalg import SVD_METHODS, SvdMethod, TruncatedSVD, truncated_svd
+from frozencore.moments import LayerMoments, MomentName
+from frozencore.whitening import FISHERS, SIDES, Whitening
 from references import numpy_of
 
 READS_DATA = ("fcca", "rawgrad", "signgrad", "filora", "eva")
@@ -64,6 +73,38 @@ def test_coordinates_keep_the_spans(constructor: str, coordinates: str) -> None:
     basis = build_basis(constructor, layer, BasisOptions(rank=4, coordinates=coordinates))
     assert ref.span_distance(numpy_of(basis.P), numpy_of(expected.P)) < 1e-5
     assert ref.span_distance(numpy_of(basis.Q), numpy_of(expected.Q)) < 1e-5
+
+
+WRITTEN_IN = {
+    "raw": lambda X: X,
+    "scaled_raw": lambda X: X * (X.shape[1] ** 0.5 / np.linalg.norm(X)),
+    "qr": lambda X: X @ np.linalg.inv(np.linalg.cholesky(X.T @ X).T),
+    "polar": lambda X: X @ ref.power(X.T @ X, -0.5),
+}
+
+
+@pytest.mark.parametrize("coordinates", COORDINATES)
+@EVERY
+def test_every_constructor_writes_its_raw_factors_in_the_chosen_coordinates(constructor: str, coordinates: str) -> None:
+    layer = drawn_layer().evidence()
+    raw = build_basis(constructor, layer, BasisOptions(rank=4, coordinates="raw"))
+    found = build_basis(constructor, layer, BasisOptions(rank=4, coordinates=coordinates))
+    for X, X0 in ((found.P, raw.P), (found.Q, raw.Q)):
+        expected = WRITTEN_IN[coordinates](numpy_of(X0))
+        np.testing.assert_allclose(numpy_of(X), expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("method", ["gram", "randomized", "full"])
+@pytest.mark.parametrize("constructor", ["fcca", "rawgrad", "signgrad", "lora_xs"])
+def test_the_chosen_svd_runs_under_the_layers_own_seed(constructor: str, method: SvdMethod) -> None:
+    """To the bit, so that neither another method nor another seed passes for it."""
+    layer = drawn_layer(300, 280).evidence(torch.float32)
+    options = BasisOptions(
+        rank=4, coordinates="raw", svd_method=method, whitening=Whitening(sides="none"), seed=0
+    )  # the seed of directions of the weight is 0 under every seed
+    M = {"signgrad": layer.data.G.sign(), "lora_xs": layer.weight()}.get(constructor, layer.data.G)
+    expected = truncated_svd(M, 4, method=method, seed=layer.seed(0))
+    assert torch.equal(build_basis(constructor, layer, options).Q, expected.V)
 
 
 @EVERY
@@ -130,6 +171,13 @@ def test_bases_ignore_loss_scale_and_sums_against_means(constructor: str) -> Non
         torch.testing.assert_close(found.Q, expected.Q, atol=1e-5, rtol=0)
 
 
+@EVERY
+def test_one_direction_is_a_rank(constructor: str) -> None:
+    basis = build_basis(constructor, drawn_layer().evidence(), BasisOptions(rank=1))
+    assert (basis.P.shape, basis.Q.shape) == ((12, 1), (10, 1))
+    assert basis.orthonormality_error() < 1e-6
+
+
 @pytest.mark.parametrize("shape", [(3, 10), (10, 3), (1, 6), (6, 1)])
 @EVERY
 def test_a_narrow_layer_gets_the_rank_that_fits(constructor: str, shape: tuple[int, int]) -> None:
@@ -165,6 +213,18 @@ def test_a_layer_without_gradient_gets_a_seeded_basis_of_effective_rank_zero(con
     assert basis.orthonormality_error() < 1e-6
     other = build_basis(constructor, dataclasses.replace(silent, name="layer.1"), BasisOptions(rank=4))
     assert not torch.allclose(basis.P, other.P)
+
+
+@pytest.mark.parametrize("constructor", ["fcca", "rawgrad", "filora", "eva", "lora_xs"])
+def test_completions_are_a_layers_own_and_follow_the_seed_where_the_data_decides(constructor: str) -> None:
+    evidence, options = layer_of_rank(2).evidence, BasisOptions(rank=5, seed=1)
+    basis = build_basis(constructor, evidence(name="layer.0"), options)
+    elsewhere = build_basis(constructor, evidence(name="layer.1"), options)
+    reseeded = build_basis(constructor, evidence(name="layer.0"), dataclasses.replace(options, seed=2))
+    for X, Y, Z in ((basis.P, elsewhere.P, reseeded.P), (basis.Q, elsewhere.Q, reseeded.Q)):
+        assert torch.equal(X[:, :2], Y[:, :2])
+        assert not torch.allclose(X[:, 2:], Y[:, 2:])
+        assert torch.equal(X, Z) == (constructor == "lora_xs")
 
 
 @EVERY
@@ -203,20 +263,81 @@ def test_a_weight_that_is_not_finite_is_refused_by_layer(constructor: str) -> No
         build_basis(constructor, layer.evidence(), BasisOptions(rank=3))
 
 
-@pytest.mark.parametrize("constructor", READS_DATA)
-def test_only_the_needed_moments_are_read(constructor: str) -> None:
-    layer, options = drawn_layer().evidence(), BasisOptions(rank=3)
+VARIANTS = [
+    *((constructor, BasisOptions(rank=3)) for constructor in READS_DATA),
+    *(
+        ("fcca", BasisOptions(rank=3, whitening=Whitening(sides=sides, fisher=fisher)))
+        for sides in SIDES
+        for fisher in FISHERS
+    ),
+    ("filora", BasisOptions(rank=3, filora_fisher="diagonal")),
+    *(
+        ("eva", BasisOptions(rank=3, eva_center=center, eva_output=output))
+        for center in (False, True)
+        for output in EVA_OUTPUTS
+    ),
+]
+
+
+@pytest.mark.parametrize(("constructor", "options"), VARIANTS)
+def test_the_needed_moments_are_read_all_of_them_and_no_others(constructor: str, options: BasisOptions) -> None:
+    layer = drawn_layer().evidence()
+
+    def basis_from(names: frozenset[MomentName]) -> Basis:
+        only = LayerMoments(layer.data.num_tokens, **{name: getattr(layer.data, name) for name in names})
+        return build_basis(constructor, dataclasses.replace(layer, moments=only), options)
+
     needed = CONSTRUCTORS[constructor].needs(options)
-    only = LayerMoments(layer.moments.num_tokens, **{name: getattr(layer.moments, name) for name in needed})
-    found = build_basis(constructor, dataclasses.replace(layer, moments=only), options)
-    assert torch.equal(found.P, build_basis(constructor, layer, options).P)
+    found, expected = basis_from(needed), build_basis(constructor, layer, options)
+    assert torch.equal(found.P, expected.P)
+    assert torch.equal(found.Q, expected.Q)
+    for name in needed:
+        with pytest.raises(CalibrationError, match=rf"Layer 'layer\.0'.*{name!r} is needed here but was not collected"):
+            basis_from(needed - {name})
+
+
+@pytest.mark.parametrize("constructor", ["fcca", "rawgrad"])
+@pytest.mark.parametrize("drawn", [drawn_layer(), layer_of_rank(2)], ids=["full rank", "rank 2"])
+@pytest.mark.parametrize("coordinates", COORDINATES)
+def test_a_streamed_basis_is_that_of_the_whole_moment(constructor: str, drawn: DrawnLayer, coordinates: str) -> None:
+    """From the leading singular triples of T alone, and moments without matrices."""
+    e = drawn.reference()
+    A, D = (ref.damped_matrix(np.diag(M), 1e-2) for M in (e.A, e.D))
+    T = torch.tensor(ref.whitened(e.G, A, D) if constructor == "fcca" else e.G)
+    layer, options = drawn.evidence(), BasisOptions(4, Whitening(damping=1e-2), coordinates, seed=3)
+    slim = dataclasses.replace(layer, moments=layer.data.without_matrices())
+    found = build_streamed_basis(constructor, slim, truncated_svd(T, 4), options)
+    expected = build_basis(constructor, layer, options)
+    assert found.effective_rank == expected.effective_rank
+    torch.testing.assert_close(found.spectrum, expected.spectrum, atol=1e-5 * float(expected.spectrum[0]), rtol=0)
+    for X, Y in ((found.P, expected.P), (found.Q, expected.Q)):
+        torch.testing.assert_close(X, Y, atol=1e-4 * float(Y.abs().max()), rtol=0)
+
+
+@pytest.mark.parametrize("constructor", ["fcca", "rawgrad"])
+@pytest.mark.parametrize("shape", [(12, 10), (3, 10), (10, 3)])
+def test_a_streamed_layer_without_gradient_gets_the_basis_of_a_whole_one(
+    constructor: str, shape: tuple[int, int]
+) -> None:
+    layer, options = drawn_layer(*shape), BasisOptions(rank=4, seed=3)
+    silent = dataclasses.replace(layer, E=0 * layer.E).evidence()
+    nothing = TruncatedSVD(torch.zeros(shape[0], 0), torch.zeros(0), torch.zeros(shape[1], 0))
+    found, expected = (
+        build_streamed_basis(constructor, silent, nothing, options),
+        build_basis(constructor, silent, options),
+    )
+    for X, Y in ((found.P, expected.P), (found.Q, expected.Q), (found.spectrum, expected.spectrum)):
+        assert torch.equal(X, Y)
+    assert found.effective_rank == 0
 
 
 @pytest.mark.parametrize("constructor", READS_DATA)
 def test_a_missing_calibration_is_said_with_the_way_out(constructor: str) -> None:
     layer = dataclasses.replace(drawn_layer().evidence(), moments=None)
-    with pytest.raises(CalibrationError, match=r"'layer\.0' has none. Call frozencore.calibrate\(model, dataloader\)"):
+    way_out = r"'layer\.0' has none. Call frozencore.calibrate\(model, dataloader\)"
+    with pytest.raises(CalibrationError, match=way_out) as caught:
         build_basis(constructor, layer, BasisOptions())
+    assert str(caught.value).count("layer.0") == 1
 
 
 @pytest.mark.parametrize(("name", "hint"), [("fca", "fcca"), ("lora-xs", "lora_xs"), ("raw_grad", "rawgrad")])
@@ -235,6 +356,7 @@ def test_an_unknown_constructor_is_refused_with_the_nearest_name(name: str, hint
     ],
 )  # fmt: skip
 def test_bad_options_are_refused_in_one_line_that_says_what_came(options: dict) -> None:
-    with pytest.raises(ConfigError, match=repr(next(iter(options.values())))) as caught:
+    ((name, value),) = options.items()
+    with pytest.raises(ConfigError, match=rf"\b{name} must be .*{value!r} came") as caught:
         BasisOptions(**options)
     assert "\n" not in str(caught.value)

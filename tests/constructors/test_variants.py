@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
 
 import references as ref
-from drawn import drawn_layer
+from drawn import drawn_layer, layer_of_rank
 from frozencore.constructors import (
     BasisOptions,
     LayerEvidence,
     build_basis,
     eva_basis,
+    fcca_basis,
     filora_basis,
     lora_xs_basis,
     milora_basis,
     random_basis,
+    rawgrad_basis,
     signgrad_basis,
     vera_basis,
 )
-from frozencore.constructors.eva import eva_needs
+from frozencore.constructors.eva import EVA_OUTPUTS, eva_needs
 from frozencore.moments import LayerMoments
 from references import numpy_of
 
@@ -87,10 +91,23 @@ def test_eva_equals_the_reference(center: bool, output: str) -> None:
     assert ref.span_distance(numpy_of(basis.Q), Q0) < 1e-5
 
 
+def test_evas_raw_output_side_is_the_image_of_its_input_side() -> None:
+    layer = drawn_layer()
+    raw = eva_basis(layer.moments(), torch.tensor(layer.W), 3, coordinates="raw")
+    np.testing.assert_allclose(numpy_of(raw.P), layer.W @ numpy_of(raw.Q), rtol=0, atol=1e-5)
+
+
 def test_centering_changes_evas_basis_where_the_mean_is_large() -> None:
     layer = drawn_layer(mean=5.0)
     plain, centered = (eva_basis(layer.moments(), torch.tensor(layer.W), 3, center=c) for c in (False, True))
     assert ref.span_distance(numpy_of(plain.Q), numpy_of(centered.Q)) > 0.1
+
+
+def test_evas_random_output_side_is_the_same_in_every_version() -> None:
+    layer = drawn_layer()
+    P = eva_basis(layer.moments(), torch.tensor(layer.W), 3, output="random", coordinates="raw", seed=7).P
+    assert P.shape == (12, 3)
+    np.testing.assert_allclose(numpy_of(P)[0], [-0.18249, -0.05074, 0.23054], atol=2e-5)
 
 
 def test_evas_other_output_sides_leave_its_inputs_alone() -> None:
@@ -104,6 +121,17 @@ def test_evas_other_output_sides_leave_its_inputs_alone() -> None:
     assert ref.span_distance(numpy_of(svd.P), ref.lora_xs_factors(layer.reference(), 3)[0]) < 1e-5
     assert torch.equal(drawn.P, eva_basis(layer.moments(), W, 3, output="random", seed=3).P)
     assert not torch.allclose(drawn.P, eva_basis(layer.moments(), W, 3, output="random", seed=4).P)
+
+
+def test_the_table_hands_evas_options_on() -> None:
+    layer = drawn_layer(mean=3.0).evidence()
+    for center in (False, True):
+        for output in EVA_OUTPUTS:
+            options = BasisOptions(rank=3, eva_center=center, eva_output=output, seed=4)
+            expected = eva_basis(layer.data, layer.weight(), 3, center=center, output=output, seed=layer.seed(4))
+            found = build_basis("eva", layer, options)
+            assert torch.equal(found.P, expected.P)
+            assert torch.equal(found.Q, expected.Q)
 
 
 def test_eva_never_needs_a_backward_pass() -> None:
@@ -151,6 +179,28 @@ def test_vera_draws_gaussians_and_its_two_sides_differ() -> None:
     assert float(raw.P.mean()) == pytest.approx(0, abs=0.03)
     assert float(raw.P.std()) == pytest.approx(1, abs=0.03)
     assert abs(float((raw.P * raw.Q).mean())) < 0.03
+
+
+def test_no_block_of_veras_endless_matrix_repeats_another() -> None:
+    blocks = vera_basis((3 * 1024, 5), 2, coordinates="raw").P.split(1024)
+    for block, next_block in pairwise(blocks):
+        assert not bool((block == next_block).any())
+
+
+DRAWS = {  # P[0, :2] and Q[0, :2]
+    "random": ([2.02923, -0.5932], [0.00518, -0.41677]),
+    "vera": ([0.86013, 0.9977], [-0.6955, 0.16434]),
+    "lora_xs": ([-0.00546, 0.03432], [0.03398, 0.27207]),  # a weight of zeros: completions alone
+}
+
+
+@pytest.mark.parametrize("constructor", DRAWS)
+def test_a_seed_means_the_same_directions_in_every_version(constructor: str) -> None:
+    """What a configuration on record made once, it makes again: names of draws are no detail."""
+    layer = LayerEvidence("layer.0", (30, 20), lambda: torch.zeros(30, 20))
+    basis = build_basis(constructor, layer, BasisOptions(rank=4, coordinates="raw", seed=7))
+    for X, expected in zip((basis.P, basis.Q), DRAWS[constructor], strict=True):
+        np.testing.assert_allclose(numpy_of(X)[0, :2], expected, atol=2e-5)
 
 
 def test_random_draws_every_layer_and_side_independently() -> None:
@@ -204,3 +254,29 @@ def test_a_direction_a_thousandth_as_strong_as_the_first_still_counts(constructo
     W = torch.randn(10, 10, generator=torch.Generator().manual_seed(0))
     basis = build_basis(constructor, LayerEvidence("l", (10, 10), lambda: W, moments), BasisOptions(rank=8))
     assert basis.effective_rank == 8
+
+
+# ------------------------------------------------------------------------------------------------ all of them alone
+
+
+def test_the_functions_have_the_defaults_of_the_options() -> None:
+    layer, o = layer_of_rank(2).evidence(), BasisOptions()
+    moments, W, shape = layer.data, layer.weight(), layer.shape
+    written = {"coordinates": o.coordinates}
+    seeded = written | {"seed": o.seed}
+    factored = seeded | {"svd_method": o.svd_method}
+    calls = [
+        (fcca_basis, (moments, 5), factored | {"whitening": o.whitening}),
+        (rawgrad_basis, (moments, 5), factored),
+        (signgrad_basis, (moments, 5), factored),
+        (filora_basis, (moments, 5), seeded | {"fisher": o.filora_fisher}),
+        (eva_basis, (moments, W, 5), seeded | {"center": o.eva_center, "output": o.eva_output}),
+        (lora_xs_basis, (W, 5), factored),
+        (milora_basis, (W, 5), written),
+        (random_basis, (shape, 5), seeded),
+        (vera_basis, (shape, 5), seeded),
+    ]
+    for make, arguments, spelled in calls:
+        found, expected = make(*arguments), make(*arguments, **spelled)
+        assert torch.equal(found.P, expected.P), make.__name__
+        assert torch.equal(found.Q, expected.Q), make.__name__

@@ -91,6 +91,13 @@ def interrupt(run: Path) -> None:
 def change_an_answer(path: Path) -> None:
     first, *others = path.read_text().splitlines()
     row = json.loads(first)
+    changed = {"correct": not row["correct"], "prediction": None if row["correct"] else row["gold"]}
+    path.write_text("\n".join([json.dumps(row | changed), *others]))
+
+
+def contradict_an_answer(path: Path) -> None:
+    first, *others = path.read_text().splitlines()
+    row = json.loads(first)
     path.write_text("\n".join([json.dumps(row | {"correct": not row["correct"]}), *others]))
 
 
@@ -113,6 +120,7 @@ DAMAGED: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "interrupted run": ("run", interrupt, "result.json: missing: the run was interrupted; run it again"),
     "damaged record": ("run", lambda p: (p / "result.json").write_text("{"), "damaged"),
     "changed answer": ("run", lambda p: change_an_answer(p / "predictions.jsonl"), "by the predictions"),
+    "contradicted answer": ("run", lambda p: contradict_an_answer(p / "predictions.jsonl"), "not what it predicts"),
     "run with a bad adapter": ("run", lambda p: flip(p / "adapter" / "adapter_model.safetensors"), "adapter: weights"),
     "baseline cut short": (
         "baseline",

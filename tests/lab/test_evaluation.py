@@ -165,5 +165,7 @@ def test_adapters_get_short_names_of_their_own() -> None:
     assert names("/runs/a/adapter", "/runs/b/adapter") == ["a", "b"]
     assert names("/x/a/adapter", "/y/a/adapter") == ["x-a", "y-a"]
     assert names("/runs/base") == ["runs-base"]
+    assert names("/x/A", "/y/a") == ["x-A", "y-a"]
+    assert names("/runs/a/checkpoints/..") == ["a"]
     with pytest.raises(ArtifactError, match="the same folder"):
         names("/x/a", "/x/a")

@@ -69,6 +69,9 @@ def test_choices_may_stand_in_the_file_and_numbers_need_none(tmp_path: Path) -> 
         (CAPITALS.replace("options", "[yes-only]"), "give two texts or more"),
         (CAPITALS.replace("answer: answer\n", ""), "answer: field required"),
         (CAPITALS.replace("name: capitals", "name: a/b"), "name: string should match"),
+        (CAPITALS.replace("name: capitals", "name: .."), "name: string should match"),
+        (CAPITALS.replace("name: capitals", f"name: {'x' * 300}"), "name: string should match"),
+        (CAPITALS.replace("name: capitals", 'name: "a\\nb"'), "name: string should match"),
     ],
 )
 def test_a_bad_description_is_one_line(text: str, reason: str, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from frozencore.errors import ConfigError, DataError
+from frozencore.errors import ConfigError, DataError, ModelError
 from frozencore.lab.batches import Collator, group_rows, make_batches
 from frozencore.lab.prompts import PromptEncoder, TextRow, TokenRow
 from frozencore.lab.suite import find_task
@@ -115,6 +115,24 @@ def test_empty_completions_and_empty_prompts_are_named(byte_tokenizer: Callable[
         encoder.training_rows([TextRow("row-1", "a", "")])
     with pytest.raises(DataError, match=r"Row row-1: scoring by choice"):
         encoder.choice_rows([TextRow("row-1", "", "a", ("a",))])
+
+
+def test_what_no_row_could_be_made_with_is_refused_at_once(byte_tokenizer: Callable[..., Any]) -> None:
+    with pytest.raises(ConfigError, match="needs a chat template, but this tokenizer has none. Use 'plain'"):
+        PromptEncoder(byte_tokenizer(), style="chat")
+    with pytest.raises(ConfigError, match="room for two tokens, got max_length=1"):
+        PromptEncoder(byte_tokenizer(), max_length=1)
+    endless = byte_tokenizer()
+    endless.eos_token = None
+    with pytest.raises(ModelError, match="need an end token, but this tokenizer has none"):
+        PromptEncoder(endless)
+
+
+def test_a_chat_template_that_raises_names_the_row_and_says_why(byte_tokenizer: Callable[..., Any]) -> None:
+    tokenizer = byte_tokenizer(chat=True)
+    tokenizer.chat_template = "{{ raise_exception('no users here') }}"
+    with pytest.raises(DataError, match=r"Row 7: the tokenizer's chat template refuses it: .*no users here"):
+        PromptEncoder(tokenizer).render(Example(id="7", prompt="Two and two?", completion=" Four."))
 
 
 def test_real_rows_spell_their_text_and_no_boundary_merges(tiny1m: Path, shared_data: Path) -> None:

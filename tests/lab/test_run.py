@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -11,16 +12,28 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
+from transformers import AutoModelForCausalLM
 
 from frozencore.adapter.calibrate import calibrate
 from frozencore.calibration.collect import collect_moments
-from frozencore.errors import ArtifactError, CalibrationError, ConfigError, FrozenCoreError, ModelError
+from frozencore.errors import (
+    ArtifactError,
+    CalibrationError,
+    ConfigError,
+    DataError,
+    DivergenceError,
+    FrozenCoreError,
+    ModelError,
+    TrainingError,
+)
 from frozencore.fingerprint import fingerprint_model
+from frozencore.lab.bench import prepare
 from frozencore.lab.calibrating import execute_calibration
 from frozencore.lab.config import METHODS, RunConfig, make_config
 from frozencore.lab.loading import load_model
 from frozencore.lab.pocket import pocket_model_path
-from frozencore.lab.run import adapt_from_data, execute, prepare
+from frozencore.lab.prompts import TokenRow
+from frozencore.lab.run import adapt_from_data, execute
 from frozencore.lab.scoring.task_score import score_task
 
 
@@ -125,6 +138,46 @@ def test_an_interrupted_run_goes_on_to_the_same_end(tmp_path: Path) -> None:
     assert first.read_bytes() == second.read_bytes()
 
 
+def stop_at_the_second_step(stage: str, done: int, total: int | None, note: str) -> None:
+    if stage == "train" and done == 6:
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("changed", "difference"),
+    [
+        ({"method": "rawgrad"}, r"others: method fcca \(now rawgrad\)\. Resume"),
+        ({"rank": 3}, r"others: rank 4 \(now 3\), trainable parameters \w+ "),
+        ({"calibration_size": 8}, r"others: calibration rows \w{12} \(now \w{12}\)\. Resume"),
+        ({"core": {"damping": 0.1}}, r"others: damping 0\.001 \(now 0\.1\)\. Resume"),
+        ({"targets": ("q_proj",)}, r"others: targets \['q_proj', .* \(now \['q_proj'\]\), trainable"),
+        ({"dtype": "bfloat16"}, r"others: base model \w{12} \(now \w{12}\)"),
+        ({"num_train": 24}, r"others: calibration rows .*, rows \w{12} \(now \w{12}\)\. Resume"),
+        ({"learning_rate": 1e-4}, r"others: learning_rate 0\.005 \(now 0\.0001\)\. Resume"),
+    ],
+)
+def test_a_run_is_not_resumed_with_other_options_and_the_difference_is_shown(
+    changed: dict[str, Any], difference: str, tmp_path: Path
+) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        execute(config_of(epochs=2), tmp_path, stop_at_the_second_step)
+    with pytest.raises(TrainingError, match=difference) as caught:
+        execute(config_of(epochs=2, **changed), tmp_path, silent, resume=True)
+    assert "\n" not in str(caught.value)
+    assert execute(config_of(epochs=2), tmp_path, silent, resume=True)["training"]["num_steps"] == 8
+
+
+def test_a_run_that_diverges_keeps_its_last_good_core(tmp_path: Path) -> None:
+    with pytest.raises(DivergenceError, match=r"diverged at step \d+ of \d+: .* The last good core is in ") as caught:
+        execute(config_of(learning_rate=1e30), tmp_path / "run", silent)
+    kept = tmp_path / "run" / "last-good-adapter"
+    assert str(caught.value).endswith(f"{kept}.")
+    assert "\n" not in str(caught.value)
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(pocket_model_path()), kept)
+    assert all(bool(parameter.isfinite().all()) for parameter in model.parameters())
+    assert not (tmp_path / "run" / "result.json").exists()
+
+
 def test_a_finished_run_is_never_overwritten(tmp_path: Path) -> None:
     execute(config_of(method="random"), tmp_path / "run", silent)
     before = (tmp_path / "run" / "result.json").read_bytes()
@@ -141,6 +194,33 @@ def test_own_rows_are_scored_by_held_out_loss(tmp_path: Path) -> None:
     assert record["held_out_loss"] < record["held_out_loss_before"]
     assert "accuracy" not in record
     assert not (tmp_path / "run" / "predictions.jsonl").exists()
+
+
+def test_own_rows_that_all_read_alike_leave_nothing_to_train_on(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "Tom has", "completion": " cats"}\n' * 9)
+    with pytest.raises(DataError, match="needs rows to train on beside those held out, but its 9 rows read alike"):
+        execute(config_of(task=None, data=path, num_train=None, num_evaluation=None), tmp_path / "run", silent)
+    assert not (tmp_path / "run").exists()
+
+
+def test_no_held_out_text_of_own_rows_is_trained_or_calibrated_on_however_it_is_spelled(tmp_path: Path) -> None:
+    texts = [f"Tom has {i} cats ." for i in range(20)]
+    path = tmp_path / "rows.jsonl"
+    path.write_text(
+        "".join(json.dumps({"text": text}) + "\n" for t in texts for text in (t, f"  {t.upper()}!", t[:-2]))
+    )
+    config = config_of(task=None, data=path, num_train=None, num_evaluation=9, calibration_size=1000)
+    bench = prepare(config, silent)
+
+    def numbers(rows: list[TokenRow]) -> list[str]:
+        return [re.sub(r"\D", "", bench.encoder.tokenizer.decode(row.input_ids)) for row in rows]
+
+    held_out, trained, calibrated = map(numbers, (bench.rows.held_out, bench.rows.train, bench.rows.calibration))
+    assert len(set(held_out)) == 3
+    assert len(held_out) == 3 * 3
+    assert set(held_out).isdisjoint(trained)
+    assert sorted(calibrated) == sorted(trained)
 
 
 @pytest.mark.parametrize(
@@ -179,8 +259,8 @@ def test_the_library_alone_gives_the_basis_of_the_run(tmp_path: Path) -> None:
     from peft import get_peft_model
 
     from frozencore import FrozenCoreConfig, frozen_core_layers
+    from frozencore.lab.bench import calibration_batches
     from frozencore.lab.methods import basis_fingerprint
-    from frozencore.lab.run import calibration_batches
 
     record = execute(config_of(), tmp_path / "run", silent)
     bench = prepare(config_of(), silent)

@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from frozencore.errors import ConfigError, DataError, TrainingError
+from adapted import adapted
+from frozencore.errors import ConfigError, DataError, DivergenceError, TrainingError
 from frozencore.lab.batches import Collator
 from frozencore.lab.prompts import TokenRow
 from frozencore.lab.training import Recipe, TrainingReport, train
@@ -87,6 +89,7 @@ def test_dropout_is_off_and_comes_back() -> None:
     assert {m.p for m in model.modules() if isinstance(m, nn.Dropout)} == {0.3}
 
 
+@pytest.mark.usefixtures("as_a_user")  # beartype draws from Python's RNG
 def test_only_trainable_parameters_change_and_states_are_put_back() -> None:
     model = with_lora(tiny_qwen2())
     model.config.use_cache = True
@@ -183,6 +186,29 @@ def test_divergence_stops_at_its_step_and_is_never_saved(tmp_path: Path) -> None
     assert "\n" not in str(error.value)
     for state in tmp_path.glob("*/trainer_state.json"):
         assert all(math.isfinite(entry["loss"]) for entry in json.loads(state.read_text())["log_history"])
+
+
+def test_after_divergence_the_cores_are_those_whose_loss_was_last_finite() -> None:
+    def trained(until: int, fault: Callable[[nn.Module], None], kind: type[Exception]) -> dict[str, torch.Tensor]:
+        model = adapted("random")
+
+        def progress(done: int, *_: object) -> None:
+            if done == until:
+                fault(model)
+
+        with pytest.raises(kind):
+            train(model, ROWS, RECIPE, pad_id=0, progress=progress)
+        return {name: value for name, value in weights(model).items() if "frozencore_R" in name}
+
+    def stop(_: nn.Module) -> None:
+        raise StoppedError
+
+    def spoil(model: nn.Module) -> None:
+        model.model.model.norm.weight.data[0] = torch.nan
+
+    good, kept = trained(3, stop, StoppedError), trained(4, spoil, DivergenceError)  # the fifth loss is NaN
+    assert any(core.any() for core in good.values())
+    assert_same_weights(kept, good)
 
 
 def test_a_nan_in_the_model_is_told_from_divergence() -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+from forked import forget_cuda
 from frozencore.errors import TrainingError
 from frozencore.lab.prompts import TokenRow
 from frozencore.lab.training import Recipe, TrainingReport, train
@@ -50,6 +51,7 @@ def in_a_child(folder: Path, killed_at: int | None) -> int:
     child = os.fork()
     if child == 0:
         try:
+            forget_cuda()
             os.write(writer, str(train_and_count(folder, killed_at)).encode())
         finally:
             os._exit(0)

@@ -18,7 +18,7 @@ from frozencore.adapter.passes import BasisWork, Report
 from frozencore.basis import Basis
 from frozencore.calibration.examples import Collator, batches_from
 from frozencore.calibration.options import CalibrationOptions
-from frozencore.calibration.shards import all_ranks_or_none, assign_owners, share_bases
+from frozencore.calibration.shards import all_ranks_or_none, assign_owners, require_same_bases, share_bases
 from frozencore.errors import CalibrationError
 from frozencore.moments import LayerMoments, spread
 
@@ -92,8 +92,8 @@ def calibrate(
         What was found in each layer. The model's weights, modes, hooks, gradients and RNG are as before.
 
     Raises:
-        CalibrationError: Nothing to calibrate, a trained core without ``reset``, merged adapters, or bad moments.
-            No basis is changed then.
+        CalibrationError: Nothing to calibrate, a trained core without ``reset``, merged adapters, bad moments, no
+            memory for a single layer, or a rank that failed or is gone. No basis is changed then.
         ConfigError: The memory budget is no size, or too small for a single layer; the smallest that works is named.
         DataError: The data are not batches, or rows that the collator cannot read.
     """
@@ -114,6 +114,7 @@ def calibrate(
         else:
             work.build(layers, dict(moments or {}))
     bases = share_bases(work.bases, owners, {name: layer.factors(adapter_name)[:2] for name, layer in layers.items()})
+    require_same_bases({name: (basis.P, basis.Q) for name, basis in bases.items()})
     for name, layer in layers.items():
         layer.set_basis(
             adapter_name, bases[name], initial_step=config.initial_step, random_core=not config.init_weights
@@ -160,7 +161,8 @@ def _reporting(progress: bool | Report) -> Iterator[Report]:
 
     def show(stage: str, done: int, total: int | None) -> None:
         if stage not in bars:
-            bars[stage] = tqdm(desc=stage, total=total, disable=not progress)
+            bars[stage] = tqdm(desc=stage, disable=not progress)
+        bars[stage].total = total  # it grows when memory runs out
         bars[stage].update(done - bars[stage].n)
 
     try:

@@ -8,11 +8,13 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, get_type_hints
 
 from peft import PeftConfig
+from pydantic import TypeAdapter, ValidationError
 from safetensors.torch import load
 from torch import Tensor
 
@@ -173,6 +175,7 @@ class FrozenCoreConfig(PeftConfig):
         ours = (folder / CONFIG_FILE).exists() and read_config(folder).get("peft_type") == PEFT_TYPE
         if ours:
             require_loadable(folder)
+            require_types(folder, read_config(folder))
         try:
             return super().from_pretrained(str(pretrained_model_name_or_path), subfolder=subfolder, **kwargs)
         except (TypeError, AttributeError, KeyError, ValueError) as error:
@@ -242,6 +245,28 @@ class FrozenCoreConfig(PeftConfig):
                 return {}
             seal["weights_sha256"] = hashlib.sha256(content).hexdigest()
         return tensors
+
+
+def require_types(folder: Path, values: Mapping[str, Any]) -> None:
+    """Refuse options of a file that are not of their type: PEFT and we would stumble over them much later.
+
+    Raises:
+        ArtifactError: The first of them.
+    """
+    for name, wanted in _types().items():
+        try:
+            if name in values:
+                wanted.validate_python(values[name], strict=True)
+        except ValidationError as error:
+            raise ArtifactError(
+                f"{folder / CONFIG_FILE} holds a value of a wrong type ({name}: {error.errors()[0]['msg'].lower()}). "
+                "Save or download it again."
+            ) from error
+
+
+@cache
+def _types() -> dict[str, Any]:
+    return {name: TypeAdapter(wanted) for name, wanted in get_type_hints(FrozenCoreConfig).items()}
 
 
 def _holds_no_basis(tensors: Mapping[str, Tensor]) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from pathlib import Path
 
-from frozencore.adapter.config import FrozenCoreConfig
+from frozencore.adapter.config import FrozenCoreConfig, require_types
 from frozencore.adapter.factors import Factors, layer_factors
 from frozencore.adapter.integrity import CONFIG_FILE, PEFT_TYPE, WEIGHTS_FILE, read_config, read_folder
 from frozencore.errors import ArtifactError, FrozenCoreError
@@ -25,6 +25,7 @@ def read_adapter(directory: str | Path) -> tuple[FrozenCoreConfig, dict[str, Fac
         kind = " ".join(str(kind).split())[:40]
         raise ArtifactError(f"{directory} holds a {kind} adapter, not a frozen core. Read it with PEFT.")
     values, tensors = read_folder(directory)
+    require_types(directory, values)
     known = {field.name for field in fields(FrozenCoreConfig)}
     try:
         config = FrozenCoreConfig(**{key: value for key, value in values.items() if key in known})

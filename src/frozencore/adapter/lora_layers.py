@@ -21,6 +21,7 @@ from transformers.pytorch_utils import Conv1D
 
 from frozencore.adapter.layer import layer_shape
 from frozencore.errors import ArtifactError, ModelError
+from frozencore.hub import safe_loading
 
 PACKS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _SAME_SHAPE = {"k_proj": "v_proj", "v_proj": "k_proj", "gate_proj": "up_proj", "up_proj": "gate_proj"}
@@ -118,8 +119,9 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _architecture(folder: str | Path) -> nn.Module:
+    safely = safe_loading(str(folder))
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(folder, **safely)
         with torch.device("meta"):
             return getattr(transformers, (config.architectures or [""])[0])(config)
     except (OSError, ValueError, AttributeError) as error:

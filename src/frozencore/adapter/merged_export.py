@@ -11,7 +11,8 @@ from transformers import AutoConfig, AutoTokenizer
 
 from frozencore.adapter.directory import read_adapter
 from frozencore.adapter.whole_folder import whole_folder
-from frozencore.errors import ConfigError, ModelError
+from frozencore.errors import ConfigError, FrozenCoreError, ModelError
+from frozencore.hub import safe_loading
 
 _TOKENIZER = "tokenizer_config.json"
 
@@ -41,15 +42,19 @@ def export_merged(
     """
     directory, out = Path(directory), Path(out)
     config, _ = read_adapter(directory)
-    base = base or config.base_model_name_or_path
+    base = str(base or config.base_model_name_or_path or "")
     if not base:
         raise ConfigError(f"{directory} names no base model: give base=, its folder or hub id (--base).")
+    safely = safe_loading(base)
     with whole_folder(out, overwrite=overwrite, reads=directory) as aside:
         try:
-            model = PeftModel.from_pretrained(_load(base, dtype), str(directory))
-        except RuntimeError as error:  # shapes of the factors against those of the layers
+            model = PeftModel.from_pretrained(_load(base, dtype, safely), str(directory))
+        except FrozenCoreError:
+            raise
+        except Exception as error:  # PEFT raises a dozen kinds for names, shapes and options that fit no layer
+            reason = " ".join(str(error).split())[:200]
             raise ModelError(
-                f"The adapter in {directory} does not fit the base model {base}: its factors have other shapes. "
+                f"The adapter in {directory} does not fit the base model {base}: {reason} "
                 "Name the base model that it was trained on with base= (--base)."
             ) from error
         try:
@@ -57,27 +62,27 @@ def export_merged(
         except ValueError as error:
             raise ModelError(f"{directory} cannot be merged: {error}. Train it again.") from error
         merged.save_pretrained(aside)
-        _save_tokenizer(directory, base, aside)
+        _save_tokenizer(directory, base, aside, safely)
     return out
 
 
-def _load(base: str | Path, dtype: str) -> Any:
+def _load(base: str, dtype: str, safely: dict[str, bool]) -> Any:
     try:
-        config = AutoConfig.from_pretrained(base, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(base, **safely)
         architecture = (config.architectures or [""])[0]
         if getattr(config, "quantization_config", None) is not None:
             raise ModelError(
                 f"The base model {base} is quantised, and rounding to its grid would lose most of an update. "
                 "Name the unquantised model with base= (--base), or export a LoRA."
             )
-        return getattr(transformers, architecture).from_pretrained(base, dtype=dtype, trust_remote_code=False)
+        return getattr(transformers, architecture).from_pretrained(base, dtype=dtype, **safely)
     except (OSError, ValueError, AttributeError) as error:
         reason = " ".join(str(error).split())[:200]
         raise ModelError(f"The base model {base} cannot be read: {reason} Give its folder or hub id.") from error
 
 
-def _save_tokenizer(directory: Path, base: str | Path, out: Path) -> None:
+def _save_tokenizer(directory: Path, base: str, out: Path, safely: dict[str, bool]) -> None:
     source = directory if (directory / _TOKENIZER).is_file() else Path(base)
     if source.is_dir() and not (source / _TOKENIZER).is_file():
         return
-    AutoTokenizer.from_pretrained(source if source.is_dir() else base, trust_remote_code=False).save_pretrained(out)
+    AutoTokenizer.from_pretrained(source if source.is_dir() else base, **safely).save_pretrained(out)

@@ -29,6 +29,7 @@ from frozencore.adapter.mixed_batch import adapter_of_each_row
 from frozencore.adapter.quantised_linear import FrozenCoreQuantisedLinear
 from frozencore.adapter.same_base import differing_layer, record_base
 from frozencore.calibration.quantised import keep_weights
+from frozencore.calibration.shards import require_same_bases
 from frozencore.constructors import LayerEvidence, build_basis
 from frozencore.errors import ArtifactError, ModelError
 
@@ -187,8 +188,19 @@ class FrozenCoreModel(BaseTuner):
     def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
         """The bases, by their names in a PeftModel: DistributedDataParallel would broadcast them at every forward.
 
-        They are equal on all ranks from the start: calibration shares them, seeds fix the others.
+        They are equal on all ranks from the start: calibration shares them, seeds fix the others. What else may have
+        happened to them is found out here, where DistributedDataParallel begins.
+
+        Raises:
+            CalibrationError: A rank holds other bases.
         """
+        require_same_bases(
+            {
+                f"{adapter_name} {name}": layer.factors(adapter_name)[:2]
+                for adapter_name in self.peft_config
+                for name, layer in frozen_core_layers(self.model, adapter_name).items()
+            }
+        )
         names = (f"base_model.model.{name}" for name, _ in self.model.named_buffers())
         return [name for name in names if f".{PREFIX}" in name]
 

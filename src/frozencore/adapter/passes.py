@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -17,12 +19,14 @@ from frozencore.adapter.layer import FrozenCoreLayer
 from frozencore.basis import Basis
 from frozencore.calibration.budget import LayerCost, PassPlan, layer_cost, memory_bytes, plan_passes
 from frozencore.calibration.collect import Batch, Progress, collect_moments, is_batch, share_of
+from frozencore.calibration.examples import KeptBatches
 from frozencore.calibration.options import CalibrationOptions
 from frozencore.calibration.shards import all_ranks_or_none, largest_over_ranks, own_rank, reduce_moments
 from frozencore.calibration.sketch import SketchTarget, stream_whitened_svds
 from frozencore.constructors import BasisOptions, LayerEvidence, build_basis, build_streamed_basis
 from frozencore.errors import CalibrationError
 from frozencore.moments import LayerMoments
+from frozencore.out_of_memory import fits
 
 Report = Callable[[str, int, int | None], None]
 """Called with the stage (``"calibration"`` or ``"bases"``), the steps done, and their total if it is known."""
@@ -53,10 +57,17 @@ class BasisWork:
     build_s: float = 0.0
 
     def read(self, batches: Iterable[Batch], options: CalibrationOptions) -> None:
-        """Plan the passes, make them, and build the bases of each group before the next one is summed."""
+        """Plan the passes, make them, and build the bases of each group before the next one is summed.
+
+        A group for which there is no room comes again in halves: that takes more passes and gives the same bases.
+
+        Raises:
+            CalibrationError: There is no room for a single layer.
+        """
+        batches = batches if isinstance(batches, Sequence) else KeptBatches(batches)  # every pass must read the same
         with all_ranks_or_none():
             if options.memory_budget is not None or options.group_size < len(self.layers):
-                batches = list(batches)  # to see how large they are; and every pass must read the same
+                batches = list(batches)  # to see how large they are
         plan = self.plan(batches, options)
         options = replace(
             options,
@@ -64,12 +75,14 @@ class BasisWork:
             memory_budget=None,
             stats_device=_sums_device(self.model, plan, options.stats_device),
         )
-        for index, group in enumerate(plan.groups):
-            progress = share_of(lambda done, total: self.report("calibration", done, total), index, len(plan.groups))
-            if plan.streaming:
-                self._stream(group, batches, options, progress)
+        make = self._stream if plan.streaming else self._sum
+        done, left = 0, list(plan.groups)
+        while left:
+            progress = share_of(lambda *steps: self.report("calibration", *steps), done, done + len(left))
+            if fits(partial(make, left[0], batches, options, progress)):
+                done, left = done + 1, left[1:]
             else:
-                self._sum(group, batches, options, progress)
+                left = _halved(left)
 
     def plan(self, batches: Iterable[Batch], options: CalibrationOptions) -> PassPlan:
         """Which layers are calibrated together, and how."""
@@ -179,6 +192,23 @@ class BasisWork:
         self.layers[name].require_fit(self.adapter_name, basis)
         self.bases[name] = basis
         self.report("bases", len(self.bases), sum(owner == own_rank() for owner in self.owners.values()))
+
+
+def _halved(groups: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """The same layers in groups of at most half as many as the first one has."""
+    size = len(groups[0])
+    if size == 1:
+        raise CalibrationError(
+            f"There is no memory to calibrate layer {groups[0][0]!r} even alone. Calibrate on smaller batches or "
+            'shorter text, or with options=CalibrationOptions(stats_device="cpu").'
+        )
+    half = -(-size // 2)
+    warnings.warn(
+        f"Out of memory with {size} layers in a pass: calibration goes on with {half} at a time, which takes more "
+        "passes and gives the same bases. Pass memory_budget to have them planned.",
+        stacklevel=4,
+    )
+    return [group[i : i + half] for group in groups for i in range(0, len(group), half)]
 
 
 def _require_tokens(evidence: LayerEvidence, rank: int) -> None:

@@ -51,6 +51,30 @@ class CollatedRows:
         return batch
 
 
+class KeptBatches:
+    """Batches that are read once and kept, so that every pass over them sees the same ones in the same order."""
+
+    def __init__(self, batches: Iterable[Batch]) -> None:
+        self.dataset = getattr(batches, "dataset", None)  # says how many examples there will be
+        self._batches = batches
+        self._coming: Iterator[Batch] | None = None
+        self._kept: list[Batch] = []
+        self._failure: Exception | None = None
+
+    def __iter__(self) -> Iterator[Batch]:
+        yield from self._kept
+        if self._failure is not None:  # an iterator that has raised only seems to be at its end
+            raise self._failure
+        try:
+            self._coming = self._coming or iter(self._batches)
+            for batch in self._coming:
+                self._kept.append(batch)
+                yield batch
+        except Exception as error:
+            self._failure = error
+            raise
+
+
 def batches_from(
     data: Any, *, collator: Collator | None = None, batch_size: int | None = None, num_examples: int | None = None
 ) -> Iterable[Batch]:

@@ -16,9 +16,12 @@ from torch import Tensor
 
 from frozencore.basis import Basis
 from frozencore.errors import CalibrationError
+from frozencore.fingerprint import fingerprint_tensors
 from frozencore.moments import LayerMoments
+from frozencore.out_of_memory import is_out_of_memory
 
 Shape = tuple[int, int]
+FINE, NO_ROOM, FAILED = 0, 1, 2  # how a rank's work ended
 
 
 def num_ranks() -> int:
@@ -51,20 +54,30 @@ def all_ranks_or_none() -> Iterator[None]:
 
     Raises:
         CalibrationError: Another rank failed or is gone; the one that failed raises its own error.
+        torch.OutOfMemoryError: On every rank, if some had no room and none failed otherwise: all may try less together.
     """
     if num_ranks() == 1:
         yield
         return
-    failed = torch.zeros(num_ranks(), dtype=torch.long, device=_device())
     try:
         yield
-    except Exception:
-        failed[own_rank()] = 1
-        _together(partial(dist.all_reduce, failed))
+    except Exception as error:
+        _compare_endings(NO_ROOM if is_out_of_memory(error) else FAILED)
         raise
-    _together(partial(dist.all_reduce, failed))
-    if failed.any():
-        raise CalibrationError(f"Calibration failed on rank {int(failed.argmax())}; its own message says why.")
+    _compare_endings(FINE)
+
+
+def _compare_endings(own: int) -> None:
+    """Raise if the work of another rank ended worse than this one's."""
+    endings = torch.zeros(num_ranks(), dtype=torch.long, device=_device())
+    endings[own_rank()] = own
+    _together(partial(dist.all_reduce, endings))
+    worst, rank = int(endings.max()), int(endings.argmax())
+    if worst == own:
+        return
+    if worst == NO_ROOM:
+        raise torch.OutOfMemoryError(f"Rank {rank} ran out of memory.")
+    raise CalibrationError(f"Calibration failed on rank {rank}; its own message says why.")
 
 
 def reduce_moments(moments: Mapping[str, LayerMoments], owners: Mapping[str, int]) -> dict[str, LayerMoments]:
@@ -118,6 +131,26 @@ def share_bases(
     return {name: _share(own.get(name), owners[name], P.shape, Q.shape) for name, (P, Q) in factors.items()}
 
 
+def require_same_bases(factors: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+    """Refuse to go on where the ranks hold different P or Q, or adapt different layers; every rank calls it.
+
+    Raises:
+        CalibrationError: The first layer that differs, and the rank, are named.
+    """
+    if num_ranks() == 1:
+        return
+    own = {name: fingerprint_tensors(zip("PQ", pair, strict=True)) for name, pair in factors.items()}
+    held: list[dict[str, str]] = [{}] * num_ranks()
+    _together(partial(dist.all_gather_object, held, own))
+    for rank, theirs in enumerate(held):
+        odd = [name for name in held[0] | theirs if held[0].get(name) != theirs.get(name)]
+        if odd:
+            raise CalibrationError(
+                f"All ranks train one core between the same bases, but layer {odd[0]!r} ({len(odd)} in all) has others "
+                f"on rank {rank} than on rank 0. Call calibrate on every rank, or load the same adapter on all."
+            )
+
+
 def _share(basis: Basis | None, owner: int, P_shape: torch.Size, Q_shape: torch.Size) -> Basis:
     head = torch.zeros(3, dtype=torch.long, device=_device())
     if basis is not None:
@@ -148,9 +181,8 @@ def _together(collective: Callable[[], object]) -> None:
     try:
         collective()
     except RuntimeError as error:  # a peer is gone, or the group's timeout ran out
-        raise CalibrationError(
-            f"A rank stopped answering during calibration ({str(error).splitlines()[0]}). Start all ranks again."
-        ) from error
+        reason = str(error).splitlines()[0].partition(". ")[0]
+        raise CalibrationError(f"A rank died or stopped answering ({reason}). Start all ranks again.") from error
 
 
 def _device() -> torch.device:

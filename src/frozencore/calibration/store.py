@@ -52,12 +52,21 @@ class MomentsFingerprint:
 
 
 def save_moments(path: str | Path, moments: Mapping[str, LayerMoments], fingerprint: MomentsFingerprint) -> None:
-    """Write moments to a safetensors file: aside first, flushed, then renamed."""
+    """Write moments to a safetensors file: aside first, flushed, then renamed.
+
+    Raises:
+        ArtifactError: They are not finite; a file that is there stays.
+    """
     tensors = {
         f"{name}/{moment}": getattr(layer, moment).detach().cpu().contiguous()
         for name, layer in moments.items()
         for moment in layer.names()
     }
+    bad = _not_finite(tensors)
+    if bad is not None:
+        raise ArtifactError(
+            f"Moments are finite, but {bad!r} holds NaN or Inf: {path} is not written. Calibrate again."
+        )
     said = {
         "fingerprint": asdict(fingerprint),
         "num_tokens": {name: layer.num_tokens for name, layer in moments.items()},
@@ -92,9 +101,9 @@ def load_moments(path: str | Path, expected: MomentsFingerprint | None = None) -
     said = {"fingerprint": fingerprint, "num_tokens": num_tokens}
     if header.get("content_sha256") not in (None, _hash_of(said, tensors)):
         raise ArtifactError(f"The moments file {path} is damaged (its content has another hash). Calibrate again.")
-    bad = [key for key, tensor in tensors.items() if not _finite(tensor)]
-    if bad:
-        raise ArtifactError(f"The moments file {path} holds NaN or Inf in {bad[0]!r}, or no floats. Calibrate again.")
+    bad = _not_finite(tensors)
+    if bad is not None:
+        raise ArtifactError(f"The moments file {path} holds NaN or Inf in {bad!r}, or no floats. Calibrate again.")
     found: dict[str, dict[str, torch.Tensor]] = {name: {} for name in num_tokens}
     for key, tensor in tensors.items():
         name, _, moment = key.rpartition("/")
@@ -124,6 +133,11 @@ def _hash_of(said: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> st
     """SHA-256 of what a file says and of the tensors in it."""
     content = json.dumps(said) + fingerprint_tensors(sorted(tensors.items()))
     return hashlib.sha256(content.encode()).hexdigest()
+
+
+def _not_finite(tensors: Mapping[str, torch.Tensor]) -> str | None:
+    """The first tensor that holds NaN, Inf or no floats."""
+    return next((key for key, tensor in tensors.items() if not _finite(tensor)), None)
 
 
 def _finite(tensor: torch.Tensor) -> bool:

@@ -167,9 +167,7 @@ CONSTRUCTORS: dict[str, Constructor] = {
     ),
     "milora": Constructor(
         _nothing,
-        lambda layer, o: milora_basis(
-            layer.weight(), o.rank, coordinates=o.coordinates, seed=layer.seed(WEIGHT_SEED)
-        ),
+        lambda layer, o: milora_basis(layer.weight(), o.rank, coordinates=o.coordinates),
     ),
     "random": Constructor(
         _nothing,

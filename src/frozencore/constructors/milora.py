@@ -15,10 +15,10 @@ from frozencore.basis import Basis, Coordinates, basis_from_factors
 from frozencore.linalg import canonical_signs, require_finite
 
 
-def milora_basis(W: Float[Tensor, "m n"], rank: int, *, coordinates: Coordinates = "qr", seed: int = 0) -> Basis:
+def milora_basis(W: Float[Tensor, "m n"], rank: int, *, coordinates: Coordinates = "qr") -> Basis:
     """Directions that pretraining used least, in float64; singular vectors exist for zero singular values too."""
     rank = min(rank, *W.shape)
     require_finite(W)
     U, S, Vh = torch.linalg.svd(W.double(), full_matrices=False)
     U, S, V = canonical_signs(U[:, -rank:], S[-rank:], Vh[-rank:].mT)
-    return basis_from_factors(U, V, rank=rank, spectrum=S, coordinates=coordinates, seed=seed)
+    return basis_from_factors(U, V, rank=rank, spectrum=S, coordinates=coordinates)

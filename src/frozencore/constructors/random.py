@@ -15,4 +15,4 @@ def random_basis(shape: tuple[int, int], rank: int, *, coordinates: Coordinates 
         torch.randn(width, rank, generator=seeded_generator(seed, "random", side))
         for side, width in zip(("P", "Q"), shape, strict=True)
     )
-    return basis_from_factors(P0, Q0, rank=rank, spectrum=torch.empty(0), coordinates=coordinates, seed=seed)
+    return basis_from_factors(P0, Q0, rank=rank, spectrum=torch.empty(0), coordinates=coordinates)

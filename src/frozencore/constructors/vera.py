@@ -22,7 +22,6 @@ def vera_basis(shape: tuple[int, int], rank: int, *, coordinates: Coordinates = 
         rank=rank,
         spectrum=torch.empty(0),
         coordinates=coordinates,
-        seed=seed,
     )
 
 

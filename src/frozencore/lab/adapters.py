@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -81,13 +82,14 @@ def adapter_names(folders: list[Path]) -> list[str]:
     ``runs/a/adapter`` and ``runs/b/adapter`` are ``a`` and ``b``; none is called as the bare model is.
 
     Raises:
-        ArtifactError: A folder comes twice.
+        ArtifactError: A folder comes twice, or in upper and lower case.
     """
-    parts = [[part for part in folder.absolute().parts if part != "adapter"] or ["adapter"] for folder in folders]
+    whole = [Path(os.path.abspath(folder)).parts for folder in folders]  # no `..`, links as they are called
+    parts = [[part for part in own if part != "adapter"] or ["adapter"] for own in whole]
     for length in range(1, max(map(len, parts), default=0) + 1):
         names = ["-".join(own[-length:]).strip("/") for own in parts]
-        if len({*names, BASE}) == len(names) + 1:
+        if len({BASE, *map(str.casefold, names)}) == len(names) + 1:  # some file systems do not tell A from a
             return names
     if not folders:
         return []
-    raise ArtifactError("Two --adapter options name the same folder. Give each once.")
+    raise ArtifactError("Two --adapter options name the same folder, or differ in case only. Give each once.")

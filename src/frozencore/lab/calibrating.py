@@ -11,10 +11,10 @@ from frozencore.adapter.model import frozen_core_layers
 from frozencore.calibration.collect import FCCA_NEEDS, Batch, collect_moments
 from frozencore.calibration.store import MomentsFingerprint, save_moments
 from frozencore.errors import ArtifactError, ConfigError
+from frozencore.lab.bench import Stages, calibration_batches, prepare
 from frozencore.lab.config import RunConfig
 from frozencore.lab.methods import add_method, moments_needed, resolve_targets, save_adapter
 from frozencore.lab.record import require_writable
-from frozencore.lab.run import Stages, calibration_batches, prepare
 from frozencore.moments import LayerMoments, MomentName
 
 MOMENTS_FILE = "moments.safetensors"

@@ -78,8 +78,9 @@ def _read_parquet(path: Path) -> Sequence[Row]:
 
     try:
         rows: list[Row] = parquet.read_table(path).to_pylist()
-    except ArrowException as error:
-        raise DataError(f"{path} cannot be read as Parquet: {error}") from error
+    except (ArrowException, OSError, ValueError) as error:  # Thrift's are OSError, text that is no UTF-8 a ValueError
+        reason = " ".join(str(error).split())[:200]
+        raise DataError(f"{path} cannot be read as Parquet: {reason} Write it again.") from error
     return rows
 
 

@@ -21,7 +21,7 @@ from frozencore.calibration.store import KEY, load_moments
 from frozencore.errors import ArtifactError, FrozenCoreError
 from frozencore.lab.calibrating import MOMENTS_FILE
 from frozencore.lab.campaign.results import load_results
-from frozencore.lab.campaign.store import RECORD, Store
+from frozencore.lab.campaign.store import INDEX, RECORD, Store
 from frozencore.lab.checkpoints import checkpoints, is_complete
 
 ACCURACY_ROUNDING = 1e-9
@@ -228,21 +228,28 @@ def _campaign(path: Path) -> Iterator[Finding]:
     for folder in sorted(p for p in (path / "runs").glob("*") if p.is_dir() and not p.name.startswith(".")):
         if not isinstance(_read_record(folder / RECORD), dict):
             yield Finding(
-                folder.name, f"{RECORD} is missing or damaged: remove {folder}, it is made again.", sound=False
+                folder.name,
+                f"{RECORD} is missing or damaged: remove {folder} and {INDEX}, it is made again.",
+                sound=False,
             )
 
 
 def _rescored(path: Path, recorded: Any, part: str = PREDICTIONS) -> Finding:
     """Whether the stored predictions give the stored accuracy."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-        correct = [bool(json.loads(line)["correct"]) for line in lines]
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        correct = [row["prediction"] == row["gold"] for row in rows]
+        contradicted = [row["correct"] for row in rows] != correct
         share = sum(correct) / len(correct)
     except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError, RecursionError):
         return Finding(part, f"{path.name} is missing or damaged. Score again.", sound=False)
-    if not isinstance(recorded, int | float) or not abs(share - recorded) <= ACCURACY_ROUNDING:
-        return Finding(part, f"{share:.4f} by the predictions, {recorded} recorded: changed. Score again.", sound=False)
-    return Finding(part, f"{len(lines)} rows give the recorded accuracy, {share:.4f}")
+    is_share = isinstance(recorded, int | float) and 0 <= recorded <= 1
+    if not is_share or abs(share - recorded) > ACCURACY_ROUNDING:
+        said = f"{share:.4f} by the predictions, {recorded!r:.40} recorded: changed. Score again."
+        return Finding(part, said, sound=False)
+    if contradicted:
+        return Finding(part, "a row's `correct` is not what it predicts: changed. Score again.", sound=False)
+    return Finding(part, f"{len(rows)} rows give the recorded accuracy, {share:.4f}")
 
 
 def _inside(path: Path, name: str, examine: Callable[[Path], Iterator[Finding]]) -> Iterator[Finding]:

@@ -18,12 +18,12 @@ from typing import Any
 from frozencore.errors import ArtifactError, ConfigError, DataError
 from frozencore.fingerprint import fingerprint_model
 from frozencore.lab.adapters import BASE, AdapterStand, adapter_names
+from frozencore.lab.bench import Stages
 from frozencore.lab.evaluation_jobs import Job, harness_job, suite_jobs
 from frozencore.lab.loading import load_model
 from frozencore.lab.progress import Progress
 from frozencore.lab.prompts import PromptEncoder, PromptStyle, context_limit
 from frozencore.lab.record import provenance, require_writable, write_json, write_lines
-from frozencore.lab.run import Stages
 from frozencore.lab.tasks.task import Task
 
 RECORD_FORMAT = 1

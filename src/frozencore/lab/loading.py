@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import try_to_load_from_cache
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from frozencore.errors import ConfigError, ModelError
-from frozencore.lab.hub import hub_answers
+from frozencore.hub import safe_loading
 from frozencore.lab.pocket import POCKET_MODEL, pocket_model_path
 
 
@@ -29,13 +27,14 @@ def load_model(name: str, *, dtype: str = "auto", device: str = "auto") -> tuple
     """
     place = _device(device)
     name = model_location(name)
-    safely = _safely(name)
+    safely = safe_loading(name)
     quiet = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, **safely)
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **safely)
+        tokenizer = _tokenizer(name, safely)
+        beside = {"local_files_only": safely["local_files_only"]}  # it looks for an adapter there
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, adapter_kwargs=beside, **safely)
     except Exception as error:  # transformers raises a dozen kinds for a folder that is not a model
         reason = " ".join(str(error).split())[:200]
         raise ModelError(
@@ -56,7 +55,7 @@ def load_config(name: str) -> PretrainedConfig:
         ModelError: As for :func:`load_model`.
     """
     name = model_location(name)
-    safely = _safely(name)
+    safely = safe_loading(name)
     try:
         return AutoConfig.from_pretrained(name, **safely)
     except (OSError, ValueError) as error:
@@ -75,17 +74,23 @@ def load_tokenizer(name: str) -> Any:
         ModelError: As for :func:`load_model`.
     """
     name = model_location(name)
-    safely = _safely(name)
+    safely = safe_loading(name)
     try:
-        return AutoTokenizer.from_pretrained(name, **safely)
+        return _tokenizer(name, safely)
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())[:200]
-        raise ModelError(f"--model {name} cannot be read as a tokenizer: {reason}") from error
+        raise ModelError(
+            f"--model {name} cannot be read as a tokenizer: {reason} "
+            "Give a folder that save_pretrained wrote, or a hub id."
+        ) from error
 
 
-def _safely(name: str) -> dict[str, bool]:
-    """How transformers is to load: without the hub where it is not needed, and never with code of the repository."""
-    return {"local_files_only": _is_local(name) or not _hub_has(name), "trust_remote_code": False}
+def _tokenizer(name: str, safely: dict[str, bool]) -> Any:
+    tokenizer = AutoTokenizer.from_pretrained(name, **safely)
+    ids = tokenizer("A word and 1", add_special_tokens=False)["input_ids"]
+    if set(ids) <= set(tokenizer.all_special_ids):  # what transformers makes of a folder without tokenizer.json
+        raise ValueError("its tokenizer knows no words, as tokenizer.json or its like is missing.")
+    return tokenizer
 
 
 def _device(name: str) -> torch.device:
@@ -95,23 +100,3 @@ def _device(name: str) -> torch.device:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(f"There is no device {name!r} here. Use 'auto', 'cpu' or 'cuda'.") from error
-
-
-def _is_local(name: str) -> bool:
-    if Path(name).is_dir():
-        return True
-    if name.count("/") > 1 or name.startswith((".", "/", "~")) or not name:
-        raise ModelError(f"--model {name}: there is no such folder. Give a folder, or a hub id (ORGANISATION/NAME).")
-    return False
-
-
-def _hub_has(name: str) -> bool:
-    """Whether to ask the hub; False takes the cache."""
-    if hub_answers("model", name):
-        return True
-    if not isinstance(try_to_load_from_cache(name, "config.json"), str):
-        raise ModelError(
-            f"--model {name} is neither a local folder nor in the offline cache, and the hub cannot be reached. "
-            "Give the folder of a downloaded model, or a network."
-        )
-    return False

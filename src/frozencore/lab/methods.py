@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from peft import PeftModel, get_peft_model
 from torch import nn
@@ -43,6 +44,18 @@ def core_config(config: RunConfig, targets: Targets, *, load_bases: bool = False
         load_bases=load_bases,
         **config.core.model_dump(),
     )
+
+
+def options_of_method(config: RunConfig, targets: Targets) -> dict[str, Any]:
+    """What an adapter is chosen and built by, beside the data: JSON values by name."""
+    return {
+        "method": config.method,
+        "rank": config.rank,
+        "targets": targets if isinstance(targets, str) else list(targets),
+        "memory_budget": config.memory_budget,
+        **config.core.model_dump(),
+        **config.calibration.model_dump(),
+    }
 
 
 def moments_needed(config: RunConfig) -> frozenset[MomentName]:

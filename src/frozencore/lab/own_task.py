@@ -38,7 +38,7 @@ class OwnTask(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    name: str = Field(pattern=r"^[\w.-]+$")
+    name: str = Field(pattern=r"^\w[\w.-]{0,62}$")  # of a folder too
     scoring: Literal["choice", "exact_match"]
     evaluation: str
     prompt: str = Field(min_length=1)

@@ -125,16 +125,11 @@ class PromptEncoder:
         """Tokens of each context and of every choice, without end token.
 
         Raises:
-            DataError: As for training rows, or a row without choices or with an empty prompt.
+            DataError: As for training rows, or a row without choices, with an empty prompt, or with no room for it.
         """
         encoded = self._encoded_choices(rows)
         self._refuse_too_long([(row.id, _longest(row)) for row in encoded])
-        return [
-            replace(
-                row, context_ids=self._cut_context(row.context_ids, self.max_length - max(map(len, row.choice_ids)))
-            )
-            for row in encoded
-        ]
+        return [replace(row, context_ids=self._cut_before_choices(row)) for row in encoded]
 
     def context_rows(self, rows: Sequence[TextRow]) -> list[list[int]]:
         """Tokens of each context alone, to generate from. Raises ``DataError`` for contexts beyond the limit."""
@@ -210,6 +205,16 @@ class PromptEncoder:
         context, completion = row.input_ids[: row.num_context], row.input_ids[row.num_context :]
         context = self._cut_context(context, max(len(self._start_ids), self.max_length - len(completion)))
         return replace(row, input_ids=(context + completion)[: self.max_length], num_context=len(context))
+
+    def _cut_before_choices(self, row: ChoiceTokens) -> list[int]:
+        longest = max(map(len, row.choice_ids))
+        room = self.max_length - longest
+        if room <= len(self._start_ids) and room < len(row.context_ids):
+            raise DataError(
+                f"Row {row.id}: a choice of {longest} tokens leaves no room for its prompt within the limit of "
+                f"{self.max_length}. Raise the limit with --max-length, or leave the row out."
+            )
+        return self._cut_context(row.context_ids, room)
 
     def _cut_context(self, ids: list[int], room: int) -> list[int]:
         if len(ids) <= room:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from frozencore.lab.config import RunConfig
 from frozencore.lab.data import read_rows
 from frozencore.lab.prompts import PromptEncoder, TextRow, TokenRow
 from frozencore.lab.suite import find_task
-from frozencore.lab.tasks.splits import calibration_rows, split_task
+from frozencore.lab.tasks.splits import calibration_rows, normalised, split_task
 from frozencore.lab.tasks.task import Example, Task
 
 HELD_OUT_SHARE, HELD_OUT_MOST = 0.1, 500
@@ -98,7 +97,7 @@ def _hold_out(texts: Sequence[TextRow], num_held_out: int) -> tuple[list[TextRow
     """Training rows and held-out rows; the seed does not move them, and rows that read alike stay together."""
     by_text: dict[str, list[TextRow]] = {}
     for row in texts:
-        by_text.setdefault(re.sub(r"\W+", " ", row.context + row.completion).casefold(), []).append(row)
+        by_text.setdefault(normalised(row.context + row.completion), []).append(row)
     train: list[TextRow] = []
     held_out: list[TextRow] = []
     for rows in sorted(by_text.values(), key=lambda rows: _rank(rows[0], 0)):

@@ -15,6 +15,20 @@ from frozencore.errors import ConfigError
 class _Loader(yaml.SafeLoader):
     """YAML 1.1 reads ``1e-3`` as text, because it wants a point and a sign; YAML 1.2 reads a number."""
 
+    depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """Refuses depth where it is met: PyYAML needs a second to run out of its stack."""
+        if self.depth >= DEEPEST:
+            raise yaml.MarkedYAMLError(
+                problem=f"values are nested deeper than {DEEPEST}", problem_mark=self.peek_event().start_mark
+            )
+        self.depth += 1
+        try:
+            return super().compose_node(parent, index)
+        finally:
+            self.depth -= 1
+
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[Any] = set()
         for key_node, _ in node.value:
@@ -46,10 +60,13 @@ def read_yaml(path: Path) -> Any:
         if path.stat().st_size > LARGEST_FILE:
             raise ConfigError(f"{path} is larger than {LARGEST_FILE:,} bytes: it is not a file written by hand.")
         text = path.read_text(encoding="utf-8")
-        root = yaml.compose(text, Loader=_Loader)
-        if root is not None and _expanded_size(root, {}, ()) > MOST_NODES:
+        loader = _Loader(text)
+        root = loader.get_single_node()
+        if root is None:
+            return None
+        if _expanded_size(root, {}, ()) > MOST_NODES:
             raise ConfigError(f"The aliases in {path} expand to more than {MOST_NODES:,} values. Write it out.")
-        return yaml.load(text, Loader=_Loader)
+        return loader.construct_document(root)
     except (FileNotFoundError, IsADirectoryError) as error:
         raise ConfigError(f"There is no file {path}. Give the path of a YAML file.") from error
     except yaml.MarkedYAMLError as error:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from frozencore.errors import TrainingError
+from frozencore.calibration.shards import largest_over_ranks
+from frozencore.errors import DivergenceError
 from frozencore.lab.batches import IGNORED
 from frozencore.lab.checkpoints import seal_checkpoint
 from frozencore.lab.progress import Progress
@@ -46,11 +48,29 @@ class CompletionTrainer(Trainer):
 
 
 class Watch(TrainerCallback):
-    """Reports each step's loss, and stops at the first that is not finite, before it can be saved."""
+    """Reports each step's loss, and stops at the first that is not finite, before it can be saved.
 
-    def __init__(self, progress: Progress | None) -> None:
+    Args:
+        kept: Parameters that then get back the last values whose loss and gradient were finite.
+    """
+
+    def __init__(self, progress: Progress | None, kept: Sequence[Tensor] = ()) -> None:
         self.progress = progress
         self.step_ends: list[float] = []
+        self._parameters = kept
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """The parameters are where they train, as a checkpoint had them."""
+        self._kept = [parameter.detach() for parameter in self._parameters]
+        self._good = [value.clone() for value in self._kept]
+        self._tried = [value.clone() for value in self._kept]
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """What the step's loss is of, before the step changes it."""
+        if self._kept:
+            torch._foreach_copy_(self._tried, self._kept)
 
     def on_log(
         self,
@@ -68,10 +88,13 @@ class Watch(TrainerCallback):
             way_out = f"Lower the learning rate ({args.learning_rate}) or lengthen the warm-up."
             if state.global_step == 1:
                 way_out = "Nothing was updated yet: check the model's weights and dtype for NaN."
-            raise TrainingError(
+            if self._kept:
+                torch._foreach_copy_(self._kept, self._good)
+            raise DivergenceError(
                 f"Training diverged at step {state.global_step} of {state.max_steps}: "
                 f"loss {loss}, gradient norm {gradient_norm}. {way_out}"
             )
+        self._good, self._tried = self._tried, self._good
         if self.progress is not None:
             self.progress(state.global_step, state.max_steps, f"loss {loss:.3f}")
 
@@ -85,6 +108,22 @@ class Seal(TrainerCallback):
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if state.is_world_process_zero:
             seal_checkpoint(Path(str(args.output_dir)) / f"checkpoint-{state.global_step}", self.identity)
+
+
+class StopWhenAsked(TrainerCallback):
+    """Ends the training after a step, with a checkpoint of it."""
+
+    def __init__(self, asked: Callable[[], bool]) -> None:
+        self.asked = asked
+        self.stops = False
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if largest_over_ranks(int(self.asked())):
+            self.stops = control.should_save = control.should_training_stop = True
+
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if self.stops:
+            control.should_save = False  # the same checkpoint would be written again
 
 
 @contextmanager

@@ -25,12 +25,14 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import PrinterCallback, TrainingArguments
 
+from frozencore.adapter.trainable import require_own_parameters
 from frozencore.errors import ConfigError, DataError, TrainingError
 from frozencore.lab.batches import Collator
 from frozencore.lab.checkpoints import checkpoints, newest_complete_checkpoint
 from frozencore.lab.progress import Progress
 from frozencore.lab.prompts import TokenRow
-from frozencore.lab.trainer import CompletionTrainer, Seal, Watch, own_use_cache, without_dropout
+from frozencore.lab.termination import sigterm_held_back
+from frozencore.lab.trainer import CompletionTrainer, Seal, StopWhenAsked, Watch, own_use_cache, without_dropout
 from frozencore.randomness import own_random_state
 
 
@@ -102,36 +104,44 @@ def train(
     checkpoint_dir: Path | None = None,
     checkpoint_steps: int | None = None,
     resume: bool = False,
+    identity: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
 ) -> TrainingReport:
     """Train the trainable parameters of a model in place, on the device it is on.
 
-    The model is left in evaluation mode; the global random state is left as it was.
+    The model is left in evaluation mode; the global random state is left as it was. With ``checkpoint_dir``, SIGTERM
+    takes effect at the end of the running step, whose checkpoint is then written.
 
     Args:
         checkpoint_dir: Where checkpoints go; ``None`` for none.
         checkpoint_steps: Optimiser steps between checkpoints; ``None`` for one an epoch.
         resume: Go on from the newest complete checkpoint, bit for bit as if never interrupted (on a CPU); from
             the start when there is none.
+        identity: What a checkpoint must share with the run that resumes it beside recipe, rows and the shapes of
+            what trains; JSON values by name.
 
     Raises:
-        ConfigError: Nothing is trainable, or trainable parameters are below float32.
+        ConfigError: Nothing is trainable, trainable parameters are below float32, or others than the cores of a
+            frozen-core adapter and what its configuration names are trainable.
         DataError: There are no rows.
-        TrainingError: The loss is not finite, a checkpoint cannot be written, or the folder holds checkpoints that
-            are not resumed or of another run.
+        DivergenceError: The loss is not finite; what a frozen-core adapter trains is as it was when it last was.
+        TrainingError: A checkpoint cannot be written, or the folder holds checkpoints that are not resumed or of
+            another run.
     """
     if not rows:
         raise DataError("Training needs at least one row, got none.")
     _require_float32(model)
+    kept = require_own_parameters(model)
     if checkpoint_steps is not None and checkpoint_steps < 1:
         raise ConfigError(
             f"Between checkpoints there must be at least one step, got checkpoint_steps={checkpoint_steps}."
         )
-    identity = _identity(model, recipe, rows)
+    identity = {**(identity or {}), **_identity(model, recipe, rows)}
     resumed_from = _starting_point(checkpoint_dir, resume, identity)
     start = time.perf_counter()
-    watch = Watch(progress)
+    watch = Watch(progress, kept)
     with ExitStack() as restored:
+        asked = restored.enter_context(sigterm_held_back()) if checkpoint_dir else lambda: False
         restored.enter_context(own_random_state())
         restored.enter_context(without_dropout(model))
         restored.enter_context(own_use_cache(model))
@@ -141,11 +151,16 @@ def train(
             args=_arguments(model, recipe, len(rows), folder, checkpoint_dir is not None, checkpoint_steps),
             data_collator=Collator(pad_id),
             train_dataset=list(rows),
-            callbacks=[watch, Seal(identity)],
+            callbacks=[watch, Seal(identity), StopWhenAsked(asked)],
         )
         trainer.remove_callback(PrinterCallback)
         with _disk_errors_told(checkpoint_dir):
             trainer.train(resume_from_checkpoint=None if resumed_from is None else str(resumed_from))
+    if trainer.state.global_step < trainer.state.max_steps:  # and what SIGTERM calls has come back
+        raise TrainingError(
+            f"Training was told to stop at step {trainer.state.global_step} of {trainer.state.max_steps}. "
+            "Its checkpoint is whole: resume it."
+        )
     model.eval()
     losses = tuple(entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
     tail = losses[-math.ceil(len(losses) / 10) :]
@@ -223,7 +238,7 @@ def _disk_errors_told(checkpoint_dir: Path | None) -> Iterator[None]:
         yield
     except (OSError, SafetensorError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:200]
-        if checkpoint_dir is None or (type(error) is RuntimeError and "PytorchStreamWriter" not in reason):
+        if checkpoint_dir is None or (isinstance(error, RuntimeError) and "PytorchStreamWriter" not in reason):
             raise
         raise TrainingError(
             f"A checkpoint could not be written to {checkpoint_dir}: {reason}. "

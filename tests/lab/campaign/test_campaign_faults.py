@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import resource
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from forked import forget_cuda
 from frozencore.lab.campaign.command import ready_ids
 from frozencore.lab.campaign.plan import plan
 from frozencore.lab.campaign.spec import read_campaign
@@ -58,7 +60,7 @@ def test_a_second_driver_is_refused_and_touches_nothing(command: Command, tmp_pa
     assert not (out / "campaign.json").exists()
 
 
-@pytest.mark.parametrize("damage", ["deleted", "emptied", "cut", "garbage", "another line", "a list"])
+@pytest.mark.parametrize("damage", ["deleted", "emptied", "cut", "garbage", "another line", "a list", "another value"])
 def test_the_index_is_rebuilt_from_the_runs(damage: str, tmp_path: Path) -> None:
     ids = [f"{i:016x}" for i in range(3)]
     for run_id in ids:
@@ -70,7 +72,7 @@ def test_the_index_is_rebuilt_from_the_runs(damage: str, tmp_path: Path) -> None
     whole = index.read_bytes()
     damaged = {
         "emptied": b"", "cut": whole[:-30], "garbage": b"\xff\x00{" + whole[20:], "another line": b"{}\n" + whole,
-        "a list": b"[]\n",
+        "a list": b"[]\n", "another value": whole.replace(b"0.5", b"0.9"),
     }  # fmt: skip
     if damage == "deleted":
         index.unlink()
@@ -83,6 +85,50 @@ def test_the_index_is_rebuilt_from_the_runs(damage: str, tmp_path: Path) -> None
         assert outcome.record["accuracy"] == int(run_id, 16) / 2
     Store(tmp_path).write_index()
     assert index.read_bytes() == whole
+
+
+DAMAGED = (
+    "", "[1]", "{", "[" * 100_000, "\ufeff{}", '{"accuracy": "high"}', '{"held_out_loss": []}', '{"hashes": 3}',
+    '{"accuracy": NaN}', f'{{"total_s": {"9" * 400}}}', '{"method": "fcca"}', '{"provenance": [1]}',
+)  # fmt: skip
+
+
+def test_a_damaged_result_is_one_line_and_its_run_is_made_again(command: Command, tmp_path: Path) -> None:
+    spec, out = specification(tmp_path, ONE_METHOD), tmp_path / "out"
+    assert command("campaign", "run", spec, "--output", out, "--workers", "0")[0] == 0
+    (result,), whole = out.glob("runs/*/result.json"), results_of(out)
+    for content in DAMAGED:
+        result.write_text(content)
+        for words in (["run", spec, "--output", out, "--workers", "0"], ["status", out], ["report", out]):
+            status, _, errors = command("campaign", *words)
+            assert status == 2
+            assert f"{result} is damaged" in one_line(errors)
+            assert "Remove its folder and records.jsonl" in errors
+        assert command("doctor", out)[0] == 1
+    shutil.rmtree(result.parent)
+    (out / "records.jsonl").unlink()
+    assert command("campaign", "run", spec, "--output", out, "--workers", "0")[0] == 0
+    assert results_of(out) == whole
+
+
+@pytest.mark.parametrize("name", ["../../x", "a\nb", "x" * 300, "ABCDEF0123456789", "", "."])
+def test_a_hostile_run_id_is_refused_and_touches_nothing(name: str, command: Command, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert command("campaign", "plan", specification(tmp_path, ONE_METHOD), "--output", out, "--ids")[0] == 0
+    before = sorted(tmp_path.rglob("*"))
+    status, _, errors = command("campaign", "one", name, "--output", out)
+    assert status == 2
+    assert "has no run" in one_line(errors)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "file/inside"])
+def test_a_hostile_output_folder_is_one_line(name: str, command: Command, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    spec = specification(tmp_path, ONE_METHOD)
+    status, _, errors = command("campaign", "run", spec, "--output", tmp_path / name, "--workers", "0")
+    assert status == 2
+    assert name[:20] in one_line(errors)
 
 
 def test_a_folder_that_cannot_be_made_is_one_line(command: Command, tmp_path: Path) -> None:
@@ -138,6 +184,14 @@ def test_a_study_cannot_be_the_twin_of_another(twin: str, command: Command, tmp_
     assert "pattern" in errors
 
 
+@pytest.mark.parametrize("twin", ["Pocket", "../pocket", '"pocket\\n"', "p" * 300])
+def test_a_model_cannot_be_the_twin_of_another(twin: str, command: Command, tmp_path: Path) -> None:
+    twins = ONE_METHOD.replace("{pocket: pocket}", f"{{pocket: pocket, {twin}: pocket}}")
+    status, _, errors = command("campaign", "plan", specification(tmp_path, twins))
+    assert status == 2
+    assert "pattern" in one_line(errors)
+
+
 FAILING = """
 name: failing
 models: {pocket: pocket}
@@ -178,6 +232,7 @@ def with_little_memory(spec: Path, out: Path, *words: str) -> None:
     def run() -> None:
         from frozencore import cli
 
+        forget_cuda()
         used = int(Path("/proc/self/statm").read_text().split()[5]) * os.sysconf("SC_PAGE_SIZE")
         resource.setrlimit(resource.RLIMIT_DATA, (used + 200_000_000,) * 2)
         sys.argv = ["frozencore", "campaign", "run", str(spec), "--output", str(out), *words]

@@ -6,17 +6,16 @@ import multiprocessing
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from forked import forget_cuda
 from frozencore.lab.campaign.crew import LocalCrew
 from frozencore.lab.campaign.drive import MOST_DEATHS, drive
 from frozencore.lab.campaign.plan import plan
@@ -24,35 +23,39 @@ from frozencore.lab.campaign.shared import needs_of
 from frozencore.lab.campaign.spec import read_campaign
 from frozencore.lab.campaign.store import Store
 from frozencore.lab.campaign.worker import Place
-from undisturbed import (
-    ENVIRONMENT,
-    FOUR_METHODS,
-    TWO_METHODS,
-    command_line,
-    frozencore_run,
-    index_of,
-    results_of,
-    specification,
-)
+from undisturbed import FOUR_METHODS, TWO_METHODS, index_of, results_of, specification
 
-FORK = multiprocessing.get_context("fork")  # a driver without the seconds that a new process needs for its imports
+FORK = multiprocessing.get_context("fork")  # without the seconds that a new process needs for its imports
 
 
-def drive_here(spec: Path, folder: Path) -> None:
-    """The command, in a forked process."""
+def drive_here(spec: Path, folder: Path, num_workers: int) -> None:
+    """The command, in a forked process; its workers are forked from it."""
     import torch
 
     from frozencore import cli
 
+    forget_cuda()
     torch.set_num_threads(1)
+    multiprocessing.get_context = lambda method=None: FORK
+    os.register_at_fork(after_in_child=let_go_of_the_lock)
     with Path(os.devnull).open("w") as nowhere:
         os.dup2(nowhere.fileno(), 1)
-        sys.argv = ["frozencore", "campaign", "run", str(spec), "--output", str(folder), "--workers", "0"]
+        os.dup2(nowhere.fileno(), 2)
+        words = ["campaign", "run", str(spec), "--output", str(folder), "--workers", str(num_workers)]
+        sys.argv = ["frozencore", *words]
         cli.main()
 
 
-def forked(spec: Path, folder: Path) -> Any:
-    process = FORK.Process(target=drive_here, args=(spec, folder))
+def let_go_of_the_lock() -> None:
+    """A worker that is forked has its driver's open files, unlike one that is started anew."""
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            if os.readlink(descriptor).endswith("/locks/driver"):
+                os.close(int(descriptor.name))
+
+
+def forked(spec: Path, folder: Path, num_workers: int = 0) -> Any:
+    process = FORK.Process(target=drive_here, args=(spec, folder, num_workers))
     process.start()
     return process
 
@@ -101,25 +104,27 @@ def test_three_kills_change_nothing(tmp_path: Path) -> None:
 def test_twenty_kills_of_drivers_and_workers_change_nothing(tmp_path: Path) -> None:
     spec = specification(tmp_path, FOUR_METHODS)
     undisturbed, disturbed = tmp_path / "undisturbed", tmp_path / "disturbed"
-    assert frozencore_run("campaign", "run", spec, "--output", undisturbed, "--workers", "0").returncode == 0
+    calm = forked(spec, undisturbed)
     moments = random.Random(1)
-    kills = 0
-    words = command_line("campaign", "run", spec, "--output", disturbed, "--workers", "2")
-    while kills < 20:
-        driver = subprocess.Popen(words, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        if moments.random() < 0.5 and goes_on(disturbed, moments.randint(1, 20), partial(is_alive, driver)):
-            for worker in workers_of(driver.pid)[:1]:
+    killed = {"driver": 0, "worker": 0}
+    while sum(killed.values()) < 20:
+        driver = forked(spec, disturbed, num_workers=2)
+        if moments.random() < 0.7 and goes_on(disturbed, moments.randint(1, 20), driver.is_alive):
+            workers = children_of(driver.pid)  # none yet, where those of the last driver still tell
+            for worker in moments.sample(workers, min(1, len(workers))):
                 os.kill(worker, signal.SIGKILL)
-                kills += 1
-        if not goes_on(disturbed, moments.randint(0, 20), partial(is_alive, driver)):
-            break
+                killed["worker"] += 1
+        assert goes_on(disturbed, moments.randint(0, 20), driver.is_alive), "it was over too soon: give it more runs"
         time.sleep(moments.uniform(0, 0.05))
         driver.kill()
-        driver.wait()
-        kills += 1
-    assert kills >= 20, "the campaign was over too soon: give it more runs"
-    last = frozencore_run("campaign", "run", spec, "--output", disturbed, "--workers", "2")
-    assert last.returncode == 0, last.stderr
+        driver.join()
+        assert driver.exitcode == -signal.SIGKILL
+        killed["driver"] += 1
+    assert min(killed.values()) >= 5
+    driver = forked(spec, disturbed, num_workers=2)
+    for process in (calm, driver):
+        process.join()
+        assert process.exitcode == 0
     assert results_of(disturbed) == results_of(undisturbed)
     assert index_of(disturbed) == sorted(results_of(undisturbed))
     assert stages_told(disturbed) > stages_told(undisturbed)  # some of the work was made again
@@ -127,19 +132,25 @@ def test_twenty_kills_of_drivers_and_workers_change_nothing(tmp_path: Path) -> N
     assert not list(disturbed.glob("runs/*/.*"))
 
 
-def is_alive(process: subprocess.Popen[bytes]) -> bool:
-    return process.poll() is None
+def test_of_two_drivers_at_once_one_makes_every_run_and_the_other_is_refused(tmp_path: Path) -> None:
+    spec = specification(tmp_path, TWO_METHODS)
+    alone, together = tmp_path / "alone", tmp_path / "together"
+    drivers = [forked(spec, folder) for folder in (alone, together, together)]
+    for driver in drivers:
+        driver.join()
+    assert [drivers[0].exitcode, *sorted(driver.exitcode for driver in drivers[1:])] == [0, 0, 2]
+    assert results_of(together) == results_of(alone)
+    assert index_of(together) == sorted(results_of(alone))
+    assert stages_told(together) == stages_told(alone)  # nothing was made twice
 
 
-def workers_of(driver: int) -> list[int]:
+def children_of(process: int) -> list[int]:
     """Process ids of a driver's workers."""
     found = []
     for status in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
-            if int(status.read_text().rpartition(")")[2].split()[1]) == driver:
-                words = (status.parent / "cmdline").read_text()
-                if "spawn_main" in words:
-                    found.append(int(status.parent.name))
+            if int(status.read_text().rpartition(")")[2].split()[1]) == process:
+                found.append(int(status.parent.name))
     return found
 
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from frozencore.errors import ConfigError
+from frozencore.lab.campaign.drive import tally
+from frozencore.lab.campaign.estimate import estimate_lines, time_to_go
 from frozencore.lab.campaign.job import make_job
 from frozencore.lab.campaign.plan import Outcome, choices, plan
 from frozencore.lab.campaign.shared import moments_key, needs_of
 from frozencore.lab.campaign.spec import Campaign, read_campaign
+from frozencore.lab.campaign.worker import Place
 from small_campaign import write_spec
 
 OPTIONS: dict[str, Any] = {"model": "pocket", "task": "pocket-math", "seed": 42}
@@ -86,6 +90,17 @@ def test_a_search_without_a_good_trial_blocks_its_final_runs(campaign: Campaign)
     assert [run.blocked for run in blocked] == ["no trial of the search succeeded"] * 2
 
 
+@pytest.mark.parametrize("bad", [None, float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["accuracy", "held_out_loss"])
+def test_a_trial_without_a_number_is_never_chosen(name: str, bad: float | None, campaign: Campaign) -> None:
+    for worst in (0, 1):
+        trials = [r for r in plan(campaign, unknown) if r.phase == "search" and r.axes["method"] == "eva"]
+        records = [{"accuracy": 0.1, "held_out_loss": 2.0} | ({name: bad} if i == worst else {}) for i in range(2)]
+        of_run = {run.job.id: Outcome(record) for run, record in zip(trials, records, strict=True) if run.job}
+        ((_, _, choice),) = choices(campaign, of_run.get)
+        assert choice.options == {"learning_rate": trials[1 - worst].axes["learning_rate"]}
+
+
 def test_a_search_by_accuracy_refuses_a_task_without_one(campaign: Campaign) -> None:
     with pytest.raises(ConfigError, match="selects by accuracy"):
         plan(campaign, lambda _: Outcome({"held_out_loss": 1.0}))
@@ -103,3 +118,28 @@ def test_one_pass_collects_what_all_methods_want() -> None:
     jobs = [make_job("tune", {**OPTIONS, "method": method}) for method in ("fcca", "filora", "random")]
     ((_, needs),) = needs_of(jobs).items()
     assert needs == {"cross", "input_square", "error_square", "input_outer", "error_outer"}
+
+
+def test_the_time_to_go_is_the_mean_of_the_finished_runs_shared_by_the_workers(campaign: Campaign) -> None:
+    runs = plan(campaign, unknown)
+    first, second, *_ = dict.fromkeys(run.job.id for run in runs if run.job)
+    outcomes: dict[str, Outcome] = {}
+    store: Any = SimpleNamespace(outcome=outcomes.get)
+    assert time_to_go(runs, store, 2) == ""  # nothing to go by
+    outcomes |= {first: Outcome({"total_s": 1800.0}), second: Outcome({"total_s": 5400.0})}
+    left = tally(runs, store).left
+    hours = {workers: f"{left / workers:.0f} hours" for workers in (1, 2)}  # an hour each
+    assert time_to_go(runs, store, 2) == f", about {hours[2]} to go on 2 workers"
+    assert time_to_go(runs, store, 0) == f", about {hours[1]} to go on 1 workers"
+
+
+def test_an_estimate_names_the_models_that_cannot_be_read(campaign: Campaign, tmp_path: Path) -> None:
+    text = f"""
+name: elsewhere
+models: {{gone: {tmp_path / "gone"}}}
+studies:
+  a: {{title: a, axes: {{model: [gone], task: [pocket-math], method: [fcca], seed: [42]}}}}
+"""
+    runs = plan(read_campaign(write_spec(tmp_path, text)), unknown)
+    store: Any = SimpleNamespace(outcome=unknown)
+    assert list(estimate_lines(runs, store, Place())) == [f"No estimate: {tmp_path / 'gone'} cannot be read from here."]

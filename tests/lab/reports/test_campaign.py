@@ -15,6 +15,7 @@ import pytest
 from frozencore.lab.campaign.plan import Choice
 from frozencore.lab.reports.campaign import write_report
 from frozencore.lab.reports.page import write_page
+from frozencore.lab.reports.protocol import studies_axes
 from frozencore.lab.reports.study_report import study_report, tally
 
 STUDIES = """
@@ -149,6 +150,22 @@ def test_what_the_search_chose_is_shown_with_every_trial(study, make_record):
         "81.5",
         "warmup 0.03: failed; warmup 0.1: 81.5",
     ]
+
+
+def test_the_axes_say_what_all_runs_share_then_what_each_study_varies_fixes_and_searches(campaign):
+    made = campaign("""
+  a:
+    title: A
+    axes: {model: [small], task: [svamp, sst2], method: [fcca, eva], seed: [42]}
+    fixed: {rank: 8}
+    search: {grids: [{for: [fcca], warmup: [0.03, 0.1]}]}
+""")
+    lines = list(studies_axes(made))
+    assert lines[:2] == [("all", "model small", "pocket"), ("all", "model large", "pocket")]
+    of_study = {option: values for title, option, values in lines if title == "A"}
+    assert of_study["r"] == "8"
+    assert of_study["method"] == "FCCA, EVA-core"
+    assert of_study["search by accuracy"] == "for {FCCA}; warmup {0.03, 0.1}"
 
 
 def test_tables_of_two_studies_never_share_a_file(results, tmp_path):

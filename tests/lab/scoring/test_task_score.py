@@ -52,6 +52,27 @@ def test_duplicate_choices_and_cut_prompts_are_counted(
         score_task(byte_model, PromptEncoder(byte_tokenizer(), max_length=20), find_task("sst2"), examples)
 
 
+@pytest.mark.parametrize("choice", ["", " ", "\n\n"])
+def test_an_empty_choice_is_refused(choice: str, byte_tokenizer: Callable[..., Any], byte_model: nn.Module) -> None:
+    examples = [EXAMPLES[0], Example("row-empty", "Which?", " a", (" a", choice))]
+    encoder = PromptEncoder(byte_tokenizer(chat=True))  # where the space before a choice goes
+    with pytest.raises(DataError, match=r"Row row-empty: a completion must hold at least one token"):
+        score_task(byte_model, encoder, find_task("sst2"), examples)
+
+
+@pytest.mark.parametrize("adds_start", [False, True])
+@pytest.mark.parametrize("num_tokens", [19, 20, 50, 5000])
+def test_a_choice_beyond_the_limit_is_refused_however_prompts_are_cut(
+    num_tokens: int, adds_start: bool, byte_tokenizer: Callable[..., Any], byte_model: nn.Module
+) -> None:
+    examples = [Example("row-long", "Which of these?", " a", (" a", "b" * (num_tokens + (not adds_start))))]
+    for too_long, message in (("refuse", "1 of 1 rows are longer"), ("truncate", "leaves no room for its prompt")):
+        encoder = PromptEncoder(byte_tokenizer(adds_start=adds_start), max_length=20, too_long=too_long)  # type: ignore[arg-type]
+        with pytest.raises(DataError, match=f"{message}.*20") as caught:
+            score_task(byte_model, encoder, find_task("sst2"), examples)
+        assert "\n" not in str(caught.value)
+
+
 def test_a_generated_score_counts_truncations_and_missing_answers(
     byte_tokenizer: Callable[..., Any], byte_model: nn.Module
 ) -> None:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
+import datasets
 import pytest
+from datasets.arrow_writer import ArrowWriter
 
 from frozencore.errors import DataError
+from frozencore.hub import HUB_TIMEOUT_S
 from frozencore.lab.scoring.answers import parse_answer, parse_number
 from frozencore.lab.suite import TASKS
 from frozencore.lab.tasks import PAPER_TASKS, arc_challenge, gsm8k, hellaswag, sst2, svamp, winogrande
 from frozencore.lab.tasks.hub import HubDataset
+from frozencore.lab.tasks.texts import TEXT_TASKS
 
 SVAMP_ROW = {"Body": "Tom has 3 pens", "Question": "How many pens has he?", "Answer": "3"}
 
@@ -79,6 +84,24 @@ def test_real_arc_has_numeric_keys_and_rows_with_three_and_five_options(shared_d
         assert (
             example.completion == " " + row["choices"]["text"][row["choices"]["label"].index(row["answerKey"])].strip()
         )
+
+
+def test_a_text_task_is_one_text_of_its_rows_without_question_or_choice() -> None:
+    rows = {
+        "gsm8k-text": ({"question": "How much?", "answer": "#### 1"}, "How much?"),
+        "sst2-text": ({"sentence": "a charming journey .", "label": 1}, "a charming journey ."),
+        "hellaswag-text": (
+            {"activity_label": "Health", "ctx": "Turn off the light.", "endings": ["Get up.", "Sleep."], "label": "1"},
+            "Health: Turn off the light. Sleep.",
+        ),
+    }
+    assert set(TEXT_TASKS) == set(rows)
+    for name, (row, text) in rows.items():
+        task = TEXT_TASKS[name]
+        assert task.scoring == "text"
+        assert task.source == PAPER_TASKS[name.removesuffix("-text")].source
+        example = task.to_example(row, "train-0")
+        assert (example.id, example.prompt, example.completion) == ("train-0", "", text)
 
 
 def test_hellaswag_reads_alike_with_the_hubs_tags_and_without() -> None:
@@ -179,8 +202,43 @@ def test_a_damaged_file_is_one_line(tmp_path: Path) -> None:
     assert "\n" not in str(error.value)
 
 
-def test_without_hub_and_cache_the_way_out_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def silent_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Nobody answers; the folder that data sets are cached in."""
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.usefixtures("silent_hub")
+def test_without_hub_and_cache_the_way_out_is_named_at_once() -> None:
     with pytest.raises(DataError, match=r"org/name is not in the offline cache .*--data-root DIR.*or a network"):
         source().rows("train", None)
+
+
+def test_a_cached_data_set_is_read_at_once_without_the_hub_and_a_split_it_lacks_is_one_line(silent_hub: Path) -> None:
+    rows = [{"sentence": f"s{i}", "label": i % 2} for i in range(5)]
+    put_into_cache(silent_hub, rows)
+    started = time.monotonic()
+    assert list(source().rows("train", None)) == rows
+    with pytest.raises(DataError, match=r'from the hub or its cache: .*"test"') as error:
+        source().rows("evaluation", None)
+    assert "\n" not in str(error.value)
+    assert time.monotonic() - started < HUB_TIMEOUT_S
+    assert not datasets.config.HF_HUB_OFFLINE
+
+
+def put_into_cache(cache: Path, rows: list[dict[str, object]]) -> None:
+    """As ``datasets`` keeps the train split of ``org/name``."""
+    folder = cache / "org___name" / "default" / "0.0.0" / "commit"
+    folder.mkdir(parents=True)
+    features = datasets.Dataset.from_list(rows).features
+    with ArrowWriter(path=str(folder / "name-train.arrow"), features=features) as writer:
+        for row in rows:
+            writer.write(row)
+        writer.finalize()
+    splits = datasets.SplitDict(dataset_name="name")
+    splits.add(datasets.SplitInfo("train", num_examples=len(rows), dataset_name="name"))
+    told = {"builder_name": "parquet", "dataset_name": "name", "config_name": "default", "version": "0.0.0"}
+    datasets.DatasetInfo(features=features, splits=splits, **told).write_to_directory(str(folder))

@@ -13,6 +13,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 
 from frozencore.errors import ConfigError, TrainingError
+from frozencore.lab.bench import Stages
 from frozencore.lab.campaign.board import Board
 from frozencore.lab.campaign.crew import Crew, LocalCrew, OwnProcess
 from frozencore.lab.campaign.drive import Tally, drive, tally
@@ -21,7 +22,6 @@ from frozencore.lab.campaign.shared import SharedWork, needs_of
 from frozencore.lab.campaign.spec import Campaign, read_campaign
 from frozencore.lab.campaign.store import Store
 from frozencore.lab.campaign.worker import Place, Worker
-from frozencore.lab.run import Stages
 
 MOST_WORKERS = 8  # by default, on a machine without GPUs
 

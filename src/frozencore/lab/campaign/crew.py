@@ -7,7 +7,6 @@ import os
 import signal
 import threading
 import time
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
@@ -19,9 +18,11 @@ from frozencore.lab.campaign.job import Job
 from frozencore.lab.campaign.shared import Needs, SharedWork
 from frozencore.lab.campaign.store import Store
 from frozencore.lab.campaign.worker import Place, Worker
+from frozencore.lab.quiet import ignore_known_warnings
 
 TELL_EVERY_S = 0.2
 GOOD_BYE_S = 5.0  # an idle worker ends by itself when its connection closes
+LAST_STEP_S = 20.0  # a busy one when it has its checkpoint; schedulers kill after 30 s
 
 
 @dataclass(frozen=True)
@@ -127,6 +128,8 @@ class LocalCrew:
         return told
 
     def close(self) -> None:
+        for worker in self._busy:
+            self._process_of(worker).terminate()  # all at once: each ends after the step that it is at
         for worker in list(self._connections):
             self._dismiss(worker)
 
@@ -141,14 +144,20 @@ class LocalCrew:
         self._processes[worker], self._connections[worker] = process, ours
 
     def _dismiss(self, worker: int) -> None:
+        process = self._process_of(worker)
+        if worker in self._busy:
+            process.join(LAST_STEP_S)  # before its connection closes, on which it tells how far it is
         self._connections.pop(worker).close()
-        process = self._processes[worker]
-        assert process is not None
         if worker not in self._busy:
             process.join(GOOD_BYE_S)
         self._busy.discard(worker)
         process.kill()
         process.join()
+
+    def _process_of(self, worker: int) -> multiprocessing.process.BaseProcess:
+        process = self._processes[worker]
+        assert process is not None
+        return process
 
 
 def _work(
@@ -159,7 +168,7 @@ def _work(
     threading.Thread(target=_end_with, args=(driver,), daemon=True).start()
     import torch
 
-    warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
+    ignore_known_warnings()
     torch.set_num_threads(num_threads)
     store = Store(folder)
     worker = Worker(store, place, keep_adapters=keep_adapters)

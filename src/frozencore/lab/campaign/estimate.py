@@ -165,7 +165,8 @@ def _moment_bytes(config: RunConfig, size: ModelSize) -> int:
 
 def _measured(planned: Sequence[Planned], store: Store) -> list[float]:
     outcomes = [store.outcome(run.job.id) for run in planned if run.job]
-    return [float(o.record["total_s"]) for o in outcomes if o and o.record and "total_s" in o.record]
+    times = [outcome.record.get("total_s") for outcome in outcomes if outcome and outcome.record]
+    return [float(time_s) for time_s in times if time_s is not None]
 
 
 def _time(seconds: float) -> str:

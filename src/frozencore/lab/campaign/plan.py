@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
@@ -112,7 +113,7 @@ def _of_study(campaign: Campaign, name: str, study: Study, outcome: Outcomes) ->
 
 
 def choose(trials: list[Axes], outcomes: list[Outcome], study: Study) -> Choice | None:
-    """The trial that did best on the validation rows, the first of equal ones; None if every trial failed."""
+    """The trial that did best on the validation rows, the first of equal ones; None if none has a number."""
     assert study.search is not None
     by_accuracy = study.search.select == "accuracy"
     best: tuple[tuple[float, float], Axes] | None = None
@@ -123,9 +124,11 @@ def choose(trials: list[Axes], outcomes: list[Outcome], study: Study) -> Choice 
             continue
         if by_accuracy and "accuracy" not in found.record:
             raise ConfigError("its search selects by accuracy, but the task has none. Use select: held_out_loss.")
-        loss = float(found.record["held_out_loss"])
-        accuracy = float(found.record["accuracy"]) if by_accuracy else 0.0
+        loss = _number(found.record, "held_out_loss")
+        accuracy = _number(found.record, "accuracy") if by_accuracy else 0.0
         scores.append(accuracy if by_accuracy else loss)
+        if loss is None or accuracy is None:  # a NaN would win or lose by where it stands
+            continue
         key = (accuracy, -loss)
         if best is None or key > best[0]:
             best = key, trial
@@ -144,6 +147,11 @@ def choices(campaign: Campaign, outcome: Outcomes) -> list[tuple[str, Axes, Choi
             if choice is not None:
                 chosen.append((name, group.axes, choice))
     return chosen
+
+
+def _number(record: Record, name: str) -> float | None:
+    value = record.get(name)
+    return value if value is not None and math.isfinite(value) else None
 
 
 def _trial(study: Study, group: _Group, trial: Axes) -> Job:

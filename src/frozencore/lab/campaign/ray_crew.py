@@ -22,6 +22,7 @@ from frozencore.lab.campaign.job import Job
 from frozencore.lab.campaign.shared import Needs, SharedWork
 from frozencore.lab.campaign.store import SPECIFICATION, Store
 from frozencore.lab.campaign.worker import Place, Worker
+from frozencore.lab.quiet import ignore_known_warnings
 
 ANSWER_S = 5.0  # until a port that does not answer counts as unreachable; Ray alone would wait 70 s
 TELL_EVERY_S = 0.5
@@ -124,6 +125,7 @@ class _Actor:
 
     def __init__(self, folder: Path, place: Place, keep_adapters: bool, driven_from: Path) -> None:
         self._folder = folder
+        ignore_known_warnings()
         if driven_from.is_dir():
             os.chdir(driven_from)  # relative paths of a specification mean what they mean to the driver
         self._worker = Worker(Store(folder), place, keep_adapters=keep_adapters)

@@ -15,12 +15,13 @@ from frozencore.adapter.bases import get_bases, set_bases
 from frozencore.adapter.calibrate import calibrate
 from frozencore.calibration.store import MomentsFingerprint, load_moments, save_moments
 from frozencore.fingerprint import fingerprint_model, fingerprint_options
+from frozencore.lab.bench import Bench, Stages, calibration_batches
 from frozencore.lab.calibrating import collect_for
 from frozencore.lab.campaign.job import Job
 from frozencore.lab.campaign.store import Store
 from frozencore.lab.config import RunConfig, Targets
 from frozencore.lab.methods import add_method, core_config, moments_needed
-from frozencore.lab.run import Adapted, Bench, Stages, adapt_from_data, calibration_batches
+from frozencore.lab.run import Adapted, adapt_from_data
 from frozencore.moments import LayerMoments, MomentName
 from frozencore.whole_file import remove_left, whole_file
 

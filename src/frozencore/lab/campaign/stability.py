@@ -7,10 +7,10 @@ from typing import Any
 from torch import Tensor
 
 from frozencore.adapter.bases import get_bases
+from frozencore.lab.bench import Bench, Stages
 from frozencore.lab.campaign.shared import SharedWork, replace_size
 from frozencore.lab.config import RunConfig
 from frozencore.lab.methods import resolve_targets
-from frozencore.lab.run import Bench, Stages
 from frozencore.linalg import principal_cosines
 
 

@@ -6,6 +6,8 @@ runs/.ID.partial/         a run that somebody makes, or that was killed: its log
 failed/ID/failure.json    why a run has no result, and log.txt
 shared/                   moments and weight bases, computed once
 records.jsonl             every record, one a line: an index that is rebuilt from runs/, and all that a report needs
+
+A run's own file is what counts; the index stands for runs that are not beside it.
 """
 
 from __future__ import annotations
@@ -14,18 +16,21 @@ import fcntl
 import json
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from frozencore.errors import ArtifactError
 from frozencore.lab.campaign.plan import Outcome
+from frozencore.lab.campaign.shapes import is_failure, is_record
 from frozencore.lab.campaign.spec import Campaign, read_campaign
 from frozencore.lab.record import require_writable, write_json, write_lines, write_text
 from frozencore.whole_file import remove_left
 
 RECORD = "result.json"
+INDEX = "records.jsonl"
 LOG = "log.txt"
 SPECIFICATION = "campaign.json"
 _ID = re.compile(r"[0-9a-f]{16}")
@@ -39,7 +44,7 @@ class Store:
         self.runs = folder / "runs"
         self.failed = folder / "failed"
         self.shared = folder / "shared"
-        self._records: dict[str, Mapping[str, Any]] | None = None
+        self._records: dict[str, Mapping[str, Any]] = {}
 
     def require_own(self, campaign: Campaign) -> None:
         """Refuse a folder that this campaign cannot have; nothing is written.
@@ -77,13 +82,11 @@ class Store:
 
     def outcome(self, run_id: str) -> Outcome | None:
         """What became of a run; None while it has neither finished nor failed."""
-        records = self._known()
-        if run_id not in records and (self.runs / run_id / RECORD).exists():
-            records[run_id] = self._read(self.runs / run_id / RECORD)
-        if run_id in records:
-            return Outcome(record=records[run_id])
+        record = self._record(run_id)
+        if record is not None:
+            return Outcome(record=record)
         failure = self.failed / run_id / "failure.json"
-        return Outcome(failure=self._read(failure)) if failure.exists() else None
+        return Outcome(failure=_read(failure, is_failure)) if failure.exists() else None
 
     @contextmanager
     def running(self, run_id: str) -> Iterator[Path | None]:
@@ -164,38 +167,47 @@ class Store:
         return found
 
     def write_index(self) -> None:
-        """Write ``records.jsonl`` anew from what is known and what lies in ``runs/``."""
-        known = self._known()
-        for file in self.runs.glob(f"*/{RECORD}"):
-            if _ID.fullmatch(file.parent.name) and file.parent.name not in known:
-                known[file.parent.name] = self._read(file)
-        write_lines(self.folder / "records.jsonl", ({**known[run_id], "run_id": run_id} for run_id in sorted(known)))
+        """Write ``records.jsonl`` anew from what lies in ``runs/`` and what it knew besides."""
+        made = {file.parent.name for file in self.runs.glob(f"*/{RECORD}") if _ID.fullmatch(file.parent.name)}
+        records = {run_id: self._record(run_id) for run_id in sorted(made | self._index.keys())}
+        lines = ({**record, "run_id": run_id} for run_id, record in records.items() if record is not None)
+        write_lines(self.folder / INDEX, lines)
 
     def _partial(self, run_id: str) -> Path:
         return self.runs / f".{run_id}.partial"
 
-    def _known(self) -> dict[str, Mapping[str, Any]]:
-        if self._records is None:
-            index = self.folder / "records.jsonl"
-            lines = index.read_text(encoding="utf-8", errors="replace").splitlines() if index.is_file() else []
-            self._records = {}
-            for number, line in enumerate(lines, start=1):
-                record = _parsed(line)
-                if record is not None:
-                    self._records[record["run_id"]] = record
-                elif not self.runs.is_dir():  # elsewhere it is rebuilt from the runs
-                    raise ArtifactError(
-                        f"{index}, line {number} is damaged, and there are no runs/ to rebuild it from. "
-                        "Restore the file."
-                    )
-        return self._records
+    def _record(self, run_id: str) -> Mapping[str, Any] | None:
+        file = self.runs / run_id / RECORD
+        if run_id not in self._records and file.exists():
+            self._records[run_id] = _read(file, is_record)
+        return self._records.get(run_id) or self._index.get(run_id)
 
-    def _read(self, file: Path) -> Mapping[str, Any]:
-        try:
-            content: Mapping[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
-            raise ArtifactError(f"{file} is damaged ({error}). Remove its folder and the run is made again.") from error
-        return {**content, "run_id": file.parent.name}
+    @cached_property
+    def _index(self) -> dict[str, Mapping[str, Any]]:
+        file = self.folder / INDEX
+        lines = file.read_text(encoding="utf-8", errors="replace").splitlines() if file.is_file() else []
+        records: dict[str, Mapping[str, Any]] = {}
+        for number, line in enumerate(lines, start=1):
+            record = _parsed(line)
+            if record is not None:
+                records[record["run_id"]] = record
+            elif not self.runs.is_dir():  # elsewhere it is rebuilt from the runs
+                raise ArtifactError(
+                    f"{file}, line {number} is damaged, and there are no runs/ to rebuild it from. Restore the file."
+                )
+        return records
+
+
+def _read(file: Path, is_whole: Callable[[Any], bool]) -> Mapping[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        if not is_whole(content):
+            raise ValueError("a part is missing or has a wrong type")
+    except (OSError, ValueError, RecursionError) as error:
+        raise ArtifactError(
+            f"{file} is damaged ({error}). Remove its folder and {INDEX}: the run is made again, the index rebuilt."
+        ) from error
+    return {**content, "run_id": file.parent.name}
 
 
 def _parsed(line: str) -> Mapping[str, Any] | None:
@@ -203,5 +215,5 @@ def _parsed(line: str) -> Mapping[str, Any] | None:
         record = json.loads(line)
     except (ValueError, RecursionError):  # brackets in brackets without end
         return None
-    good = isinstance(record, dict) and isinstance(record.get("run_id"), str) and _ID.fullmatch(record["run_id"])
+    good = is_record(record) and isinstance(record.get("run_id"), str) and _ID.fullmatch(record["run_id"])
     return record if good else None

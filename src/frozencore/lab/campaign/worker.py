@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TextIO
 
-import torch
 from peft import PeftModel
 
-from frozencore.errors import ArtifactError, FrozenCoreError, TrainingError
+from frozencore.errors import ArtifactError, DivergenceError, FrozenCoreError
+from frozencore.lab.bench import Base, Bench, Score, Stages, prepare
 from frozencore.lab.campaign.job import Job
 from frozencore.lab.campaign.shared import SharedWork, replace_size
 from frozencore.lab.campaign.stability import compare_bases
@@ -22,7 +22,9 @@ from frozencore.lab.campaign.store import LOG, RECORD, Store
 from frozencore.lab.config import RunConfig, Targets
 from frozencore.lab.loading import load_model
 from frozencore.lab.record import provenance, write_json
-from frozencore.lab.run import RECORD_FORMAT, Adapted, Base, Bench, Score, Stages, adapt_from_data, execute, prepare
+from frozencore.lab.run import Adapted, adapt_from_data, execute
+from frozencore.lab.run_record import RECORD_FORMAT
+from frozencore.out_of_memory import is_out_of_memory
 
 Reason = Literal["diverged", "out of memory", "bad input", "error"]
 NOT_WRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
@@ -144,16 +146,11 @@ def _logged(log: TextIO, stages: Stages) -> Stages:
 
 
 def _reason(error: Exception) -> Reason:
-    if any(_is_out_of_memory(cause) for cause in _causes(error)):
+    if any(is_out_of_memory(cause) for cause in _causes(error)):
         return "out of memory"
-    if isinstance(error, TrainingError):
+    if isinstance(error, DivergenceError):
         return "diverged"
     return "bad input" if isinstance(error, FrozenCoreError) else "error"
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    """On a CPU torch says it in words alone."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)
 
 
 def _cannot_write(error: Exception) -> bool:

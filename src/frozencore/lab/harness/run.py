@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -116,9 +117,13 @@ def _import_harness() -> Any:
 
 
 def _headline(metrics: Mapping[str, Any]) -> str:
-    numbers = [name for name, value in metrics.items() if isinstance(value, float) and "_stderr" not in name]
+    numbers = [
+        name
+        for name, value in metrics.items()
+        if isinstance(value, float) and math.isfinite(value) and "_stderr" not in name
+    ]
     if not numbers:
-        raise ModelError(f"The harness gave no metric that is a number: {dict(metrics)}.")
+        raise ModelError(f"The harness gave no metric that is a number: {dict(metrics)}. Check the model's weights.")
     return next((name for first in _FIRST_METRICS for name in numbers if name.split(",")[0] == first), numbers[0])
 
 

@@ -181,7 +181,7 @@ def _facts(cells: tuple[Cell, ...]) -> dict[str, dict[str, str]]:
             continue
         facts = {"run": cell.run_id, "axes": ", ".join(full_name(*item) for item in cell.axes.items())}
         if cell.record is not None:
-            facts |= {"options": _options(cell.record["config"]), "source": _source(cell.record)}
+            facts |= {"options": _options(cell.record.get("config", {})), "source": _source(cell.record)}
             hashes = cell.record.get("hashes", {})
             facts |= {f"{name} hash": str(value)[:HASH_DIGITS] for name, value in hashes.items()}
         elif cell.failure is not None:

@@ -29,13 +29,11 @@ class SignedRank:
     """Wilcoxon's signed-rank test.
 
     Attributes:
-        num_nonzero: Differences that it ranks.
         statistic: The smaller of the rank sums of either sign; ties share their mean rank.
         p: Two-sided.
         exact: Counted over all assignments of signs; otherwise the normal approximation.
     """
 
-    num_nonzero: int
     statistic: float
     p: float
     exact: bool
@@ -95,13 +93,13 @@ def signed_rank(differences: Values) -> SignedRank:
     """
     nonzero = [d for d in differences if d != 0]
     if not nonzero:
-        return SignedRank(0, 0.0, 1.0, exact=True)
+        return SignedRank(0.0, 1.0, exact=True)
     doubled = [round(2 * rank) for rank in stats.rankdata(np.abs(nonzero))]  # mean ranks are whole or half
     positive = sum(rank for rank, d in zip(doubled, nonzero, strict=True) if d > 0)
     smaller = min(positive, sum(doubled) - positive)
     exact = len(nonzero) <= MOST_EXACT
     p = _exact_p(doubled, smaller) if exact else float(stats.wilcoxon(nonzero, method="asymptotic").pvalue)
-    return SignedRank(len(nonzero), smaller / 2, p, exact)
+    return SignedRank(smaller / 2, p, exact)
 
 
 def _exact_p(doubled: Sequence[int], smaller: int) -> float:

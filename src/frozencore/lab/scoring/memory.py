@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
 from frozencore.errors import ModelError
 from frozencore.lab.batches import group_rows
 from frozencore.lab.progress import Progress
+from frozencore.out_of_memory import fits
 
 
 def score_in_groups(
@@ -35,7 +37,7 @@ def score_in_groups(
         done: set[int] = set()
         for group in groups:
             rows = [pending[i] for i in group]
-            if not _fits(score, rows):
+            if not fits(partial(score, rows)):
                 if len(rows) == 1:
                     raise ModelError(
                         f"One row of {sizes[rows[0]][0]} tokens does not fit in the memory of {device}. "
@@ -47,18 +49,6 @@ def score_in_groups(
             if progress is not None:
                 progress(len(sizes) - len(pending) + len(done), len(sizes), _note(shrink))
         pending = [i for i in pending if i not in done]
-
-
-def _fits(score: Callable[[list[int]], None], rows: list[int]) -> bool:
-    try:
-        score(rows)
-    except torch.OutOfMemoryError:
-        fits = False
-    else:
-        fits = True
-    if not fits and torch.cuda.is_available():  # only now is the traceback gone, and with it what it kept alive
-        torch.cuda.empty_cache()
-    return fits
 
 
 def _note(shrink: int) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from frozencore.errors import DataError
-from frozencore.lab.hub import hub_answers
+from frozencore.hub import hub_answers
 from frozencore.lab.tasks.task import Split
 
 
@@ -68,34 +68,36 @@ class HubDataset:
         from datasets import load_dataset  # a second of import that other tasks need not pay
 
         place = self.path if data_root is None else str(Path(data_root) / self.path)
-        if data_root is None:
-            self._require_hub_or_cache()
-        elif not Path(place).is_dir():
+        offline = data_root is None and not self._hub_has()
+        if data_root is not None and not Path(place).is_dir():
             raise DataError(
                 f"{self._title} must lie at {place}, but there is no such folder. "
                 f"Give the folder that holds {self.path} as --data-root, or leave it out to use the hub."
             )
         try:
-            with _no_bars():
+            with _no_bars(), _offline(offline):
                 return load_dataset(place, self.config, split=name, cache_dir=_cache_of(place, data_root))
         except Exception as error:  # datasets raises a dozen kinds, each for a state of the data that we only report
             reason = " ".join(str(error).split())[:200]
             raise DataError(
-                f"{self._title} could not be read from {'the hub' if data_root is None else place}: {reason} "
-                f"The way out: --data-root DIR with the same schema, or a network."
+                f"{self._title} could not be read from {'the hub or its cache' if data_root is None else place}: "
+                f"{reason} The way out: --data-root DIR with the same schema, or a network."
             ) from error
 
-    def _require_hub_or_cache(self) -> None:
+    def _hub_has(self) -> bool:
+        """Whether to ask the hub; False takes the cache."""
         from datasets.config import HF_DATASETS_CACHE
         from datasets.naming import camelcase_to_snakecase
 
+        if hub_answers("dataset", self.path):
+            return True
         organisation, name = self.path.split("/")
-        cached = (Path(HF_DATASETS_CACHE) / f"{organisation}___{camelcase_to_snakecase(name)}").is_dir()
-        if not cached and not hub_answers("dataset", self.path):
+        if not (Path(HF_DATASETS_CACHE) / f"{organisation}___{camelcase_to_snakecase(name)}").is_dir():
             raise DataError(
                 f"{self._title} is not in the offline cache and the hub cannot be reached. "
                 f"The way out: --data-root DIR (a folder that holds {self.path}), or a network."
             )
+        return False
 
 
 def _cache_of(place: str, data_root: Path | None) -> str | None:
@@ -124,3 +126,16 @@ def _no_bars() -> Iterator[None]:
     finally:
         if not were_disabled:
             enable_progress_bars()
+
+
+@contextmanager
+def _offline(offline: bool) -> Iterator[None]:
+    """As under ``HF_HUB_OFFLINE=1``: a data set that is in the cache is not asked for with half a minute of retries."""
+    from datasets import config
+
+    before = config.HF_HUB_OFFLINE
+    config.HF_HUB_OFFLINE = before or offline
+    try:
+        yield
+    finally:
+        config.HF_HUB_OFFLINE = before

@@ -124,9 +124,13 @@ def calibration_rows(train: Sequence[Example], num_rows: int, *, seed: int = SPL
 
 
 def normalised_text(example: Example) -> str:
-    """Prompt, or plain text, and choices without case, punctuation and spacing: equal for rows that read the same."""
-    text = unicodedata.normalize("NFKC", "\n".join((example.prompt or example.completion, *example.choices))).casefold()
-    return re.sub(r"\W+", " ", text).strip()
+    """Prompt, or plain text, and choices: equal for rows that read the same."""
+    return normalised("\n".join((example.prompt or example.completion, *example.choices)))
+
+
+def normalised(text: str) -> str:
+    """A text without case, punctuation and spacing."""
+    return re.sub(r"\W+", " ", unicodedata.normalize("NFKC", text).casefold()).strip()
 
 
 def _require_positive(**counts: int) -> None:

@@ -1,0 +1,61 @@
+"""Whether the hub can be asked, found out at once: its client retries for up to a minute before it says no."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from huggingface_hub import HfApi, try_to_load_from_cache
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+from frozencore.errors import ModelError
+
+HUB_TIMEOUT_S = 10.0
+
+
+def hub_answers(kind: Literal["model", "dataset"], name: str) -> bool:
+    """Whether the hub answers when asked about a repository; what it says is for the loader to report."""
+    api = HfApi()
+    try:
+        (api.model_info if kind == "model" else api.dataset_info)(name, timeout=HUB_TIMEOUT_S)
+    except HfHubHTTPError:
+        return True
+    except Exception:  # every way in which a network can fail
+        return False
+    return True
+
+
+def safe_loading(model: str) -> dict[str, bool]:
+    """How transformers is to load a model: without the hub where it is not needed or silent, and never with its code.
+
+    Raises:
+        ModelError: It is neither a folder nor a hub id, or the hub is silent and it is not in the cache.
+    """
+    return {"local_files_only": _is_folder(model) or not _hub_has(model), "trust_remote_code": False}
+
+
+def _is_folder(model: str) -> bool:
+    if Path(model).is_dir():
+        return True
+    if model.count("/") > 1 or model.startswith((".", "/", "~")) or not model:
+        raise ModelError(f"Model {model}: there is no such folder. Give a folder, or a hub id (ORGANISATION/NAME).")
+    return False
+
+
+def _hub_has(model: str) -> bool:
+    """Whether to ask the hub; False takes the cache."""
+    if hub_answers("model", model):
+        return True
+    if not _is_cached(model):
+        raise ModelError(
+            f"Model {model} is neither a local folder nor in the offline cache, and the hub cannot be reached. "
+            "Give the folder of a downloaded model, or a network."
+        )
+    return False
+
+
+def _is_cached(model: str) -> bool:
+    try:
+        return isinstance(try_to_load_from_cache(model, "config.json"), str)
+    except HFValidationError:  # no name that the hub could have
+        return False

@@ -1,0 +1,102 @@
+"""A hub id with no hub in reach: at once one line, or what the cache holds."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from adapted import adapted
+from frozencore import export_lora
+from frozencore.adapter.merged_export import export_merged
+from frozencore.errors import ModelError
+from frozencore.hub import HUB_TIMEOUT_S
+from frozencore.lab.loading import load_config, load_model, load_tokenizer
+from frozencore.lab.pocket import pocket_model_path
+from tiny import tiny_qwen2
+
+NOWHERE = "http://127.0.0.1:9"
+COMMIT = "0" * 40
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """An empty cache, and a hub that refuses connections."""
+    monkeypatch.setenv("HF_ENDPOINT", NOWHERE)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", NOWHERE)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    return tmp_path / "hub"
+
+
+@pytest.fixture
+def adapter(tmp_path: Path) -> Path:
+    adapted("random", trained=True).save_pretrained(str(tmp_path / "adapter"))
+    return tmp_path / "adapter"
+
+
+def put_into_cache(cache: Path, model: Path) -> Path:
+    """As the hub's client lays out ``org/name``; the folder of its files."""
+    repository = cache / "models--org--name"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(COMMIT)
+    return Path(shutil.copytree(model, repository / "snapshots" / COMMIT))
+
+
+@pytest.mark.parametrize("name", ["org/name", "name", "a b", "x\ny", "org/..", "-/-"])
+@pytest.mark.parametrize("load", [load_model, load_config, load_tokenizer])
+def test_a_model_that_is_neither_here_nor_cached_is_one_line_at_once(load: Callable[[str], object], name: str) -> None:
+    started = time.monotonic()
+    with pytest.raises(ModelError, match=r"offline cache, and the hub cannot be reached\. Give the folder"):
+        load(name)
+    assert time.monotonic() - started < HUB_TIMEOUT_S
+
+
+@pytest.mark.parametrize("form", ["lora", "merged"])
+def test_an_export_onto_a_base_that_cannot_be_had_is_one_line_at_once(
+    form: str, command: Callable[..., tuple[int, str, str]], adapter: Path, tmp_path: Path
+) -> None:
+    started = time.monotonic()
+    status, _, errors = command("export", adapter, "--to", form, "--base", "org/name", "--out", tmp_path / "out")
+    assert time.monotonic() - started < HUB_TIMEOUT_S
+    assert (status, errors.count("\n")) == (2, 1)
+    assert "Model org/name is neither a local folder nor in the offline cache" in errors
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_cached_model_needs_no_hub(cache: Path, adapter: Path, tmp_path: Path) -> None:
+    tiny_qwen2().save_pretrained(tmp_path / "base")
+    put_into_cache(cache, tmp_path / "base")
+    export_lora(adapter, tmp_path / "lora", base="org/name")
+    export_merged(adapter, tmp_path / "merged", base="org/name")
+    assert (tmp_path / "merged" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("missing", ["model.safetensors", "tokenizer.json", "config.json"])
+def test_a_cached_model_that_lacks_a_file_is_one_line_at_once(missing: str, cache: Path) -> None:
+    (put_into_cache(cache, Path(pocket_model_path())) / missing).unlink()
+    started = time.monotonic()
+    with pytest.raises(ModelError) as caught:
+        load_model("org/name", device="cpu")
+    assert time.monotonic() - started < HUB_TIMEOUT_S
+    assert "\n" not in str(caught.value)
+    assert "org/name" in str(caught.value)
+
+
+@pytest.mark.parametrize("load", [load_model, load_config, load_tokenizer])
+def test_code_in_a_hub_repository_is_never_run(load: Callable[[str], object], cache: Path, tmp_path: Path) -> None:
+    theirs = tmp_path / "theirs"
+    shutil.copytree(pocket_model_path(), theirs)
+    (theirs / "theirs.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    entries = {f"Auto{kind}": f"theirs.Their{kind}" for kind in ("Config", "Model", "ModelForCausalLM")}
+    (theirs / "config.json").write_text(json.dumps({"model_type": "theirs", "auto_map": entries}))
+    tokenizer = {"auto_map": {"AutoTokenizer": ["theirs.TheirTokenizer", None]}, "tokenizer_class": "TheirTokenizer"}
+    (theirs / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    put_into_cache(cache, theirs)
+    with pytest.raises(ModelError) as caught:
+        load("org/name")
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "ran").exists()
