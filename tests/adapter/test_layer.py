@@ -183,6 +183,20 @@ def test_the_dense_weight_is_outputs_by_inputs_in_either_layout() -> None:
     assert conv.dense_weight().shape == (conv.out_features, conv.in_features)
 
 
+def test_moving_an_adapter_rounds_its_bases_but_not_its_core_and_leaves_one_without_storage_alone() -> None:
+    layer = cores_of(adapted("random", dtype=torch.bfloat16, trained=True))[0]
+    before = [factor.clone() for factor in layer.factors("default")]
+    layer.frozencore_P["default"], layer.frozencore_Q["default"] = before[0].float(), before[1].float()
+    layer._move_adapter_to_device_of_base_layer("default")
+    for found, expected in zip(layer.factors("default"), before, strict=True):
+        assert found.dtype == expected.dtype
+        assert torch.equal(found, expected)
+    layer._move_adapter_to_device_of_base_layer("default", torch.device("meta"))
+    assert all(factor.is_meta for factor in layer.factors("default"))
+    layer._move_adapter_to_device_of_base_layer("default")  # PEFT calls it before the weights are loaded
+    assert all(factor.is_meta for factor in layer.factors("default"))
+
+
 def test_unload_gives_the_base_model_back() -> None:
     expected = logits(tiny_qwen2())
     plain = adapted("fcca", trained=True).unload()
