@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from frozencore import FrozenCoreConfig
+from frozencore import FrozenCoreConfig, accounting
 from frozencore.accounting import (
     basis_bytes,
     core_parameters,
     dora_parameters,
     lora_parameters,
     optimizer_state_bytes,
+    peak_memory_bytes,
     trainable_parameters,
     training_state_bytes,
 )
@@ -65,3 +68,21 @@ def test_peak_memory_sees_what_was_held_and_let_go() -> None:
     without_gpu = os.environ | {"CUDA_VISIBLE_DEVICES": ""}  # where there is one, its memory would be looked at
     done = subprocess.run([sys.executable, "-c", program], env=without_gpu, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-500:]
+
+
+def test_with_gpus_the_fullest_of_them_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", {0: 5, 1: 9, 2: 7}.__getitem__)
+    assert peak_memory_bytes() == 9
+
+
+@pytest.mark.parametrize(("platform", "unit"), [("linux", 1024), ("darwin", 1)])
+def test_without_proc_the_peak_is_the_systems_own_count_in_its_unit(
+    platform: str, unit: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(accounting, "Path", lambda _: tmp_path / "nothing")
+    monkeypatch.setattr(sys, "platform", platform)
+    peak = peak_memory_bytes()
+    assert peak == unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > 0

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
+import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +14,7 @@ import pytest
 import torch
 
 from frozencore import cli
+from frozencore.errors import ArtifactError
 from frozencore.lab.pocket import pocket_model_path
 from frozencore.lab.trainer import CompletionTrainer
 
@@ -126,3 +130,88 @@ def test_ctrl_c_is_status_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
         cli.main()
     assert exit_.value.code == 130
     assert capsys.readouterr().err.startswith("frozencore: interrupted; ")
+
+
+def raising(error: BaseException) -> Callable[[], None]:
+    def fail() -> None:
+        raise error
+
+    return fail
+
+
+def test_ctrl_c_in_a_command_is_status_130_and_sigterm_143_and_each_is_one_line(  # type: ignore[no-untyped-def]
+    command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    for status, how, end in (
+        (130, "interrupted", raising(KeyboardInterrupt())),
+        (143, "terminated", lambda: signal.raise_signal(signal.SIGTERM)),
+    ):
+        monkeypatch.setattr("frozencore.lab.campaign.command.status_lines", lambda _, end=end: end())
+        came, _, err = command("campaign", "status", tmp_path)
+        assert came == status
+        assert err.splitlines()[-1].startswith(f"frozencore: {how}; run the same command again and it goes on")
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_debug_shows_the_traceback_of_what_is_one_line_without_it(  # type: ignore[no-untyped-def]
+    command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FROZENCORE_DEBUG", "")  # so that it is put back
+    assert command("inspect", tmp_path)[0] == 2
+    monkeypatch.setattr(sys, "argv", ["frozencore", "--debug", "inspect", str(tmp_path)])
+    with pytest.raises(ArtifactError, match="has no adapter_config.json"):
+        cli.main()
+
+
+@pytest.mark.parametrize(
+    "error", [PermissionError(13, "No", "/some/file"), torch.OutOfMemoryError("CUDA out of memory.")]
+)
+def test_debug_also_shows_the_traceback_of_what_the_system_refuses(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "app", raising(error))
+    monkeypatch.delenv("FROZENCORE_DEBUG", raising=False)
+    with pytest.raises(SystemExit) as exit_:
+        cli.main()
+    assert exit_.value.code == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    monkeypatch.setenv("FROZENCORE_DEBUG", "1")
+    with pytest.raises(type(error)) as caught:
+        cli.main()
+    assert caught.value is error
+
+
+def test_an_error_that_nobody_foresaw_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+    monkeypatch.setattr(cli, "app", raising(error))
+    monkeypatch.delenv("FROZENCORE_DEBUG", raising=False)
+    with pytest.raises(RuntimeError) as caught:
+        cli.main()
+    assert caught.value is error
+
+
+def test_what_a_run_warned_of_is_shown_and_kept_in_its_record(command, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    wide = ["--method", "random", "--rank", "96", "--targets", "k_proj"]  # k_proj has 80 rows
+    status, out, _ = command("tune", *SHORT, *wide, "--out", tmp_path / "run")
+    assert status == 0
+    (warning,) = json.loads((tmp_path / "run" / "result.json").read_text())["warnings"]
+    assert "4 of 4 layers are narrower than the rank" in warning
+    assert f"Warning: {warning}" in " ".join(out.split())
+
+
+@pytest.mark.filterwarnings("ignore:'frozencore.cli' found in sys.modules")
+def test_tables_are_as_wide_as_the_terminal_and_wide_in_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "70")
+    for forced, width in (("1", 70), ("", 160)):
+        monkeypatch.setenv("FORCE_COLOR", forced)
+        assert runpy.run_module("frozencore.cli")["console"].width == width
+
+
+@pytest.mark.filterwarnings("ignore:'frozencore.cli' found in sys.modules")
+def test_the_module_is_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["frozencore", "schema"])
+    with pytest.raises(SystemExit) as exit_:
+        runpy.run_module("frozencore.cli", run_name="__main__")
+    assert not exit_.value.code
+    assert json.loads(capsys.readouterr().out)["title"] == "Campaign"

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from frozencore.lab.pocket import pocket_model_path
 from small_campaign import write_spec
 
 PAPER = Path(__file__).parent / "data" / "paper_q3.csv"
@@ -85,6 +86,7 @@ def test_a_table_of_task_means_is_analysed(call: Call, tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (("report",), "give one of them"),
+        (("report", "/nowhere", "--table", str(PAPER), "--reference", "FCCA"), "give one of them"),
         (("report", "--table", str(PAPER)), "needs --reference"),
         (("status", "/nowhere"), "no campaign's folder"),
         (("plan", "/nowhere.yaml"), "There is no file"),
@@ -101,3 +103,32 @@ def test_the_schema_is_json(command: Command) -> None:
     status, out, _ = command("schema")
     assert status == 0
     assert json.loads(out)["title"] == "Campaign"
+
+
+def test_a_model_of_the_campaign_may_lie_in_a_folder_that_the_command_names(call: Call, tmp_path: Path) -> None:
+    text = ONE_STUDY.replace("{pocket: pocket}", "{pocket: nobody/has-this}").replace("reference: fcca, ", "")
+    text = text.replace("[fcca, random]", "[random]")
+    spec, folder = str(write_spec(tmp_path, text)), str(tmp_path / "out")
+    run_id = call("plan", spec, "--out", folder, "--ids").split()[0]
+    assert "nobody/has-this" in call("one", run_id, "--out", folder, status=2)
+    made = call("one", run_id, "--out", folder, "--model-path", f"pocket={pocket_model_path()}")
+    assert f"{run_id} finished" in made
+    assert "3 left" in call("status", folder)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("pocket", "--model-path takes NAME=FOLDER, got 'pocket'"),
+        ("=folder", "--model-path takes NAME=FOLDER, got '=folder'"),
+        ("pocket=", "--model-path takes NAME=FOLDER, got 'pocket='"),
+        ("other=folder", "the campaign's models are pocket"),
+    ],
+)
+def test_a_model_path_that_names_no_model_or_no_folder_is_one_line(
+    given: str, message: str, call: Call, tmp_path: Path
+) -> None:
+    spec = str(write_spec(tmp_path, ONE_STUDY))
+    answer = call("plan", spec, "--out", str(tmp_path / "out"), "--model-path", given, status=2)
+    assert message in answer
+    assert len(answer.strip().splitlines()) == 1

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ from adapted import adapted
 from frozencore import export_lora
 from frozencore.adapter.merged_export import export_merged
 from frozencore.errors import ModelError
-from frozencore.hub import HUB_TIMEOUT_S
+from frozencore.hub import HUB_TIMEOUT_S, hub_answers, safe_loading
 from frozencore.lab.loading import load_config, load_model, load_tokenizer
 from frozencore.lab.pocket import pocket_model_path
 from tiny import tiny_qwen2
@@ -73,6 +75,37 @@ def test_a_cached_model_needs_no_hub(cache: Path, adapter: Path, tmp_path: Path)
     export_lora(adapter, tmp_path / "lora", base="org/name")
     export_merged(adapter, tmp_path / "merged", base="org/name")
     assert (tmp_path / "merged" / "model.safetensors").is_file()
+
+
+@pytest.fixture
+def hub_without_repositories(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """A hub that answers 404 to everything; the paths it was asked for."""
+    asked: list[str] = []
+
+    class Answers(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.send_response(404)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            """Nothing on the terminal."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
+        address = f"http://127.0.0.1:{server.server_port}"
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", address)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield asked
+        server.shutdown()
+
+
+def test_a_hub_that_answers_is_the_loaders_to_ask_whatever_it_says(hub_without_repositories: list[str]) -> None:
+    """What it answers (no such model, no access) is then said by the loader, in the hub's words."""
+    assert safe_loading("org/name") == {"local_files_only": False, "trust_remote_code": False}
+    assert hub_answers("dataset", "org/rows")
+    assert ["/api/models/org/name" in path for path in hub_without_repositories] == [True, False]
 
 
 @pytest.mark.parametrize("missing", ["model.safetensors", "tokenizer.json", "config.json"])

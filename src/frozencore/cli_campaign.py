@@ -123,15 +123,15 @@ def report(
     """Write every table and figure and one HTML page from a campaign's records; or analyse a table of task means."""
     from frozencore.lab.campaign.command import report_on_table, write_campaign_report
 
-    if (folder is None) == (table is None):
-        raise ConfigError("A report is of a campaign's folder or of --table FILE.csv: give one of them.")
-    if table is not None:
+    if folder is not None and table is None:
+        for part in write_campaign_report(folder, output or folder / "report"):
+            _console().print(part, highlight=False)
+    elif table is not None and folder is None:
         if reference is None:
             raise ConfigError("--table needs --reference NAME: the method that the others are compared with.")
         _console().print(report_on_table(table, reference, json_file))
-    elif folder is not None:
-        for part in write_campaign_report(folder, output or folder / "report"):
-            _console().print(part, highlight=False)
+    else:
+        raise ConfigError("A report is of a campaign's folder or of --table FILE.csv: give one of them.")
 
 
 def schema() -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
-from peft import PeftConfig, get_peft_model
+import torch
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 
-from adapted import adapted, cores_of
+from adapted import adapted, cores_of, logits
 from frozencore import FrozenCoreConfig
-from frozencore.errors import ConfigError
+from frozencore.errors import ArtifactError, ConfigError
 from tiny import tiny_llama, tiny_qwen2
 
 pytestmark = pytest.mark.usefixtures("as_a_user")
@@ -45,6 +47,8 @@ pytestmark = pytest.mark.usefixtures("as_a_user")
         ({"eva_output": "none"}, "eva_output must be one of"),
         ({"initial_step": 0.1}, "initial_step belongs to the constructor 'signgrad', but 'fcca' came"),
         ({"layers_pattern": "layers"}, "layers_to_transform"),
+        ({"target_modules": ".*q_proj", "layers_to_transform": [0]}, "`layers_to_transform` cannot be used when"),
+        ({"target_modules": ".*q_proj", "layers_pattern": "layers"}, "`layers_pattern` cannot be used when"),
     ],
 )
 def test_bad_values_are_refused_in_one_line(options: dict, message: str) -> None:
@@ -109,3 +113,44 @@ def test_saving_twice_gives_the_same_bytes(tmp_path: Path) -> None:
         FrozenCoreConfig(target_modules=order).save_pretrained(str(tmp_path / name))
     first, second = ((tmp_path / name / "adapter_config.json").read_bytes() for name in "ab")
     assert first == second
+
+
+def test_a_configuration_alone_in_its_folder_is_read_without_weights(tmp_path: Path) -> None:
+    FrozenCoreConfig(r=5, constructor="random", target_modules=["q_proj"]).save_pretrained(tmp_path)
+    read = FrozenCoreConfig.from_pretrained(tmp_path)
+    assert isinstance(read, FrozenCoreConfig)
+    assert (read.r, read.constructor, read.target_modules) == (5, "random", {"q_proj"})
+
+
+def test_the_configuration_of_another_method_is_read_as_peft_reads_it(tmp_path: Path) -> None:
+    LoraConfig(r=5, target_modules=["q_proj"]).save_pretrained(tmp_path)
+    assert FrozenCoreConfig.from_pretrained(tmp_path) == PeftConfig.from_pretrained(tmp_path)
+    assert type(FrozenCoreConfig.from_pretrained(tmp_path)) is LoraConfig
+
+
+def test_what_peft_refuses_in_our_configuration_names_the_file(tmp_path: Path) -> None:
+    FrozenCoreConfig(constructor="random").save_pretrained(tmp_path)
+    file = tmp_path / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "task_type": "HAIKU_LM"}))
+    with pytest.raises(ArtifactError, match="HAIKU_LM") as caught:
+        FrozenCoreConfig.from_pretrained(tmp_path)
+    assert str(file) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_configuration_is_not_saved_into_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("mine")
+    with pytest.raises(AssertionError, match="should be a directory, not a file"):
+        FrozenCoreConfig(constructor="random").save_pretrained(file)
+    assert file.read_text() == "mine"
+
+
+def test_a_configuration_that_is_saved_again_beside_its_weights_keeps_their_seal(tmp_path: Path) -> None:
+    model = adapted("random", trained=True)
+    model.save_pretrained(str(tmp_path))
+    seal = json.loads((tmp_path / "adapter_config.json").read_text())["seal"]
+    config = FrozenCoreConfig.from_pretrained(tmp_path)
+    config.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "adapter_config.json").read_text())["seal"] == seal
+    assert torch.equal(logits(PeftModel.from_pretrained(tiny_qwen2(), str(tmp_path))), logits(model))

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from frozencore import FrozenCoreConfig, frozen_core_layers
 from frozencore.adapter.directory import read_adapter
+from frozencore.adapter.integrity import LARGEST_CONFIG
 from frozencore.errors import ArtifactError
 from tiny import tiny_qwen2
 
@@ -76,3 +77,16 @@ def test_unknown_options_of_a_later_version_do_not_stop_reading(saved: Path) -> 
     path = saved / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"of_tomorrow": 1}))
     assert read_adapter(saved)[0].r == 4
+
+
+def test_a_configuration_of_many_megabytes_is_refused_before_it_is_read(saved: Path) -> None:
+    file = saved / "adapter_config.json"
+    file.write_text(file.read_text() + " " * LARGEST_CONFIG)
+    with pytest.raises(ArtifactError, match=r"adapter_config.json is larger than 16,777,216 bytes"):
+        read_adapter(saved)
+
+
+def test_weights_without_a_single_core_are_refused(saved: Path) -> None:
+    save_file({"base_model.model.lm_head.weight": torch.ones(2, 2)}, saved / "adapter_model.safetensors")
+    with pytest.raises(ArtifactError, match="holds no frozen core. Save the adapter again"):
+        read_adapter(saved)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
+from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
@@ -23,8 +23,9 @@ from transformers import AutoModelForCausalLM
 from adapted import adapted, cores_of, logits, train_at_random
 from frozencore import FrozenCoreConfig, export_lora, swap_core
 from frozencore.adapter.directory import read_adapter
+from frozencore.adapter.integrity import require_finite
 from frozencore.adapter.merged_export import export_merged
-from frozencore.adapter.same_base import differing_layer, record_base
+from frozencore.adapter.same_base import differing_layer, record_base, sample_weight
 from frozencore.errors import ArtifactError, FrozenCoreError
 from frozencore.lab.adapters import AdapterStand
 from tiny import tiny_qwen2
@@ -429,3 +430,31 @@ def test_a_lora_that_is_a_pickle_or_not_finite_is_not_scored(tmp_path: Path) -> 
         next(p for name, p in model.named_parameters() if "lora_B" in name).fill_(torch.nan)
     model.save_pretrained(str(tmp_path / "nan"))
     refuse(tmp_path / "nan", WAYS_IN["evaluate"], "holds NaN or Inf")
+
+
+def test_a_weight_of_few_values_and_a_base_of_other_layers_are_not_compared() -> None:
+    """Eight values are compared of each layer; that the layers are others is said of their names."""
+    assert sample_weight(nn.Linear(7, 1)) is None
+    assert sample_weight(nn.Linear(8, 1)) is not None
+    recorded = record_base({"x": torch.ones(8)})
+    assert recorded is not None
+    assert differing_layer(recorded, {"x": torch.zeros(8)}) == "x"
+    assert differing_layer(recorded, {"x": torch.zeros(8), "y": torch.zeros(8)}) is None
+
+
+def test_whole_numbers_and_tensors_without_storage_are_finite() -> None:
+    sound = {"ids": torch.tensor([1, 2]), "planned": torch.empty(2, device="meta"), "R": torch.ones(2, 2)}
+    require_finite("this file", sound, "")
+    with pytest.raises(ArtifactError, match="'Q' of this file holds NaN or Inf"):
+        require_finite("this file", {**sound, "Q": torch.tensor([1.0, torch.nan])}, "")
+
+
+def test_the_state_of_an_adapter_without_storage_has_names_and_shapes_but_no_seal() -> None:
+    """Its hash would be that of nothing, and whatever is loaded later would seem to have been changed."""
+    with torch.device("meta"):
+        base = tiny_qwen2()
+    model = get_peft_model(base, FrozenCoreConfig(r=3, constructor="random"))
+    state, expected = (get_peft_model_state_dict(each) for each in (model, adapted("random")))
+    assert {name: X.shape for name, X in state.items()} == {name: X.shape for name, X in expected.items()}
+    assert all(X.is_meta for X in state.values())
+    assert model.peft_config["default"].to_dict()["seal"] is None

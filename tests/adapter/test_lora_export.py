@@ -284,6 +284,11 @@ def test_what_no_lora_can_hold_is_refused(tmp_path: Path) -> None:
     whole.save_pretrained(tmp_path / "saved")
     with pytest.raises(ConfigError, match="no LoRA can hold"):
         export_lora(tmp_path / "saved", tmp_path / "lora")
+    tokens = adapted("random", trainable_token_indices=[1, 2])
+    with pytest.raises(ConfigError, match="single token embeddings too, which no LoRA can hold"):
+        export_lora(tokens, tmp_path / "lora")
+    with pytest.raises(ConfigError, match=r"read float32, float16 and bfloat16 factors, but torch.float64 came"):
+        export_lora(adapted("random"), tmp_path / "lora", dtype=torch.float64)
     with pytest.raises(ConfigError, match="no basis yet"):
         export_lora(adapted("fcca", calibrated=False), tmp_path / "lora")
     with pytest.raises(ConfigError, match="model has none"):

@@ -78,6 +78,16 @@ def test_a_wrong_mixed_batch_is_refused_and_leaves_no_hook(names: list[str], mes
     assert torch.equal(logits(model), before)
 
 
+def test_a_mixed_batch_is_refused_while_an_adapter_is_merged() -> None:
+    """What is in the weight would be added to every row."""
+    model = two_adapters()
+    model.merge_adapter(["other"])
+    with pytest.raises(ValueError, match="merged adapters, please call `unmerge_adapter` first"):
+        model(**PROMPT, adapter_names=ROWS)
+    model.unmerge_adapter()
+    model(**PROMPT, adapter_names=ROWS)
+
+
 def test_a_mixed_batch_does_not_train() -> None:
     with pytest.raises(ValueError, match="training mode"):
         two_adapters().train()(**PROMPT, adapter_names=ROWS)
@@ -136,6 +146,16 @@ def test_a_core_that_would_mean_something_else_is_not_swapped(
     before = logits(model)
     with pytest.raises(ArtifactError, match=message) as caught:
         swap_core(model, tmp_path)
+    assert "\n" not in str(caught.value)
+    assert torch.equal(logits(model), before)
+
+
+def test_a_state_dict_with_more_than_cores_is_not_swapped() -> None:
+    model = adapted("fcca", trained=True)
+    before = logits(model)
+    state = {**get_peft_model_state_dict(model), "base_model.model.lm_head.weight": torch.ones(40, 32)}
+    with pytest.raises(ArtifactError, match=r"Only cores can be swapped, but .*lm_head.weight' \(1 in all\)") as caught:
+        swap_core(model, state)
     assert "\n" not in str(caught.value)
     assert torch.equal(logits(model), before)
 

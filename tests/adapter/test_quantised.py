@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from peft import PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from peft.utils.quantization_utils import ForwardOnlyQuantizationBackend
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
@@ -310,6 +310,48 @@ def test_a_merge_is_within_the_grid_and_unmerge_gives_the_same_bytes_back(folder
         merged = model.merge_and_unload()
     assert not any("frozencore" in name for name in merged.state_dict())
     assert type(merged.get_submodule(layers[0].name)) is type(load(folder, quantiser).get_submodule(layers[0].name))
+
+
+@pytest.mark.parametrize("quantiser", ["nf4", "torchao-int8"])
+def test_adapters_merged_one_after_the_other_leave_together_and_the_base_is_what_it_was(
+    folder: Path, quantiser: str
+) -> None:
+    """The layer is set aside once, before the first of them."""
+    model = adapted("random", model=load(folder, quantiser), dtype=None)
+    model.add_adapter("other", FrozenCoreConfig(r=2, constructor="random", seed=1))
+    for name in ("default", "other"):
+        train_at_random(model, name, size=0.1)
+    before, layer = fingerprint_model(model), cores_of(model)[0]
+    wanted = layer.dense_weight() + layer.get_delta_weight("default") + layer.get_delta_weight("other")
+    with pytest.warns(UserWarning, match="Merging rounds the sum"):
+        model.merge_adapter(["default"])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.merge_adapter(["other"])
+    assert not any("Merging rounds the sum" in str(warning.message) for warning in caught)  # said once
+    assert layer.merged_adapters == ["default", "other"]
+    assert float((layer.dense_weight() - wanted).norm() / wanted.norm()) < 0.15
+    layer.unmerge()
+    with pytest.warns(UserWarning, match=r"^Already unmerged. Nothing to do.$"):
+        layer.unmerge()
+    model.unmerge_adapter()
+    assert fingerprint_model(model) == before
+
+
+def test_a_merge_above_a_lora_goes_into_a_copy_of_the_quantised_layer_below_both(folder: Path) -> None:
+    lora = get_peft_model(load(folder, "nf4"), LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    model = adapted("random", model=lora.get_base_model(), dtype=None, target_modules=["q_proj"])
+    train_at_random(model, size=0.1)
+    layer = cores_of(model)[0]
+    below = layer.base_layer
+    plain, unmerged = below.base_layer, logits(model)
+    with pytest.warns(UserWarning, match="Merging rounds the sum"):
+        layer.merge()
+    assert layer.base_layer is below
+    assert below.base_layer is not plain
+    layer.unmerge()
+    assert below.base_layer is plain
+    assert torch.equal(logits(model), unmerged)
 
 
 def test_a_quantiser_without_dequantisation_refuses_merging_and_weight_spectra_in_one_line(folder: Path) -> None:

@@ -16,7 +16,8 @@ from adapted import BATCHES, DATA_DRIVEN, adapted, cores_of
 from frozencore import CalibrationOptions, calibrate
 from frozencore.adapter.passes import BasisWork
 from frozencore.calibration.budget import LayerCost, PassPlan, layer_cost, memory_bytes, plan_passes, smallest_budget
-from frozencore.errors import ConfigError
+from frozencore.errors import ConfigError, DataError
+from tiny import tiny_qwen2
 
 TESTS = Path(__file__).parents[1]
 FCCA = frozenset({"cross", "input_square", "error_square"})
@@ -126,6 +127,28 @@ def test_a_budget_that_takes_several_passes_gives_the_same_bytes(constructor: st
     assert max(examples) > 8  # more than one pass over the eight examples
     for layer, other in zip(cores_of(one), cores_of(several), strict=True):
         assert all(torch.equal(X, Y) for X, Y in zip(layer.factors("default"), other.factors("default"), strict=True))
+
+
+def test_under_gradient_checkpointing_the_inputs_of_one_block_wait_whatever_the_depth() -> None:
+    peaks = {}
+    for num_layers in (2, 8):
+        for checkpointing in (False, True):
+            model = adapted("fcca", model=tiny_qwen2(num_hidden_layers=num_layers), calibrated=False)
+            if checkpointing:
+                model.gradient_checkpointing_enable()
+            costs = costs_of(model)
+            sums = sum(cost.sums + cost.basis for cost in costs.values())
+            peaks[num_layers, checkpointing] = plan_passes(costs, 2**30).peak_bytes - sums
+    assert peaks[8, False] > 2 * peaks[2, False]
+    assert peaks[8, True] == peaks[2, True] < peaks[8, False]
+
+
+@pytest.mark.usefixtures("as_a_user")
+def test_what_is_no_batch_is_refused_by_its_number_also_under_a_budget() -> None:
+    model = adapted("fcca", calibrated=False)
+    with pytest.raises(DataError, match="number 1 is str"):
+        calibrate(model, [BATCHES[0], "text"], memory_budget="1GiB", progress=False)
+    assert not any(bool(layer.factors("default")[0].any()) for layer in cores_of(model))
 
 
 @pytest.mark.parametrize("constructor", DATA_DRIVEN)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import frozencore.calibration.capture
 from frozencore.calibration.capture import CountedTokens, capturing
 from frozencore.calibration.collect import collect_moments
+from frozencore.calibration.options import CalibrationOptions
 from frozencore.errors import CalibrationError
 from frozencore.moments import MOMENT_NAMES, LayerMoments
 from references import numpy_of
@@ -156,3 +157,31 @@ def test_sums_are_held_where_asked() -> None:
     assert isinstance(moments, LayerMoments)
     assert all(getattr(moments, name).device.type == "cpu" for name in moments.names())
     assert all(not getattr(moments, name).requires_grad for name in moments.names())
+
+
+def test_the_sum_of_outputs_is_taken_without_their_products() -> None:
+    layer = nn.Linear(4, 3).double()
+    batch = features(6, 4)
+    model = Features(lambda x: layer(x).sum(), only=layer)
+    moments = collect_moments(model, [batch], ["layers.only"], needs=frozenset({"output_total"}))["layers.only"]
+    assert moments.names() == ("output_total",)
+    torch.testing.assert_close(moments.output_total, layer(batch["inputs_embeds"][0]).sum(0), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("strip", [1, 10, 10**9])
+def test_sums_that_are_held_elsewhere_are_added_strip_by_strip_to_the_same(
+    strip: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``cpu:0`` is another name for where the layers are: nothing else is needed to go through the strips."""
+    monkeypatch.setattr(frozencore.calibration.capture, "STRIP", strip)
+    model, batches = tiny_qwen2().double(), [batch_of(draw_examples(num_examples=4, seed=2))]
+    here, elsewhere = (
+        collect_moments(
+            model, batches, attention_names(model), needs=EVERYTHING, options=CalibrationOptions(stats_device=device)
+        )
+        for device in (None, "cpu:0")
+    )
+    for name, expected in here.items():
+        for moment in EVERYTHING:
+            found, wanted = getattr(elsewhere[name], moment), getattr(expected, moment)
+            torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from calibration.two_ranks import CONSTRUCTORS, EXAMPLES, adapted, bases, cores_after_a_step, streamed_bases
+from calibration.two_ranks import CONSTRUCTORS, EXAMPLES, adapted, bases, cores_after_a_step, costs, streamed_bases
 from frozencore import calibrate
 from frozencore.calibration.shards import assign_owners
 from frozencore.linalg import principal_cosines
@@ -65,6 +65,13 @@ def test_sketches_are_added_up_over_the_ranks(reports: list[dict[str, Any]]) -> 
     for name, single in streamed_bases(EXAMPLES).items():
         assert all(torch.equal(reports[0]["streamed"][name], report["streamed"][name]) for report in reports)
         torch.testing.assert_close(reports[0]["streamed"][name], single, rtol=0, atol=2e-4)
+
+
+def test_a_budget_counts_the_largest_batch_of_all_ranks_on_each_of_them(reports: list[dict[str, Any]]) -> None:
+    """Ranks that planned other passes would wait for one another for ever."""
+    size = len(reports)
+    batches = [batch for rank in range(size) for batch in batches_of(EXAMPLES[rank::size], 1 + rank)]
+    assert all(report["costs"] == costs(batches) for report in reports)
 
 
 @pytest.mark.parametrize("how", ["step", "fsdp step"])

@@ -18,7 +18,9 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+from adapted import train_at_random
 from frozencore import CalibrationOptions, FrozenCoreConfig, calibrate, collect_moments, frozen_core_layers
+from frozencore.errors import ConfigError
 from frozencore.moments import LayerMoments
 
 NEEDS = frozenset({"cross", "input_square", "error_square"})
@@ -160,3 +162,37 @@ def test_an_encoder_calibrates_on_labels_of_its_own_task() -> None:
     )
     report = calibrate(adapted, [batch], progress=False)
     assert {layer.num_tokens for layer in report.layers.values()} == {11}
+
+
+def test_options_about_completions_are_refused_of_a_model_that_completes_nothing() -> None:
+    torch.manual_seed(0)
+    config = BertConfig(vocab_size=40, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24,
+                        num_labels=3, max_position_embeddings=32)  # fmt: skip
+    model, batch = BertForTokenClassification(config), batch_of(EXAMPLES)
+    batch["labels"] = torch.where(batch["attention_mask"].bool(), batch["input_ids"] % 3, -100)
+    layers = ["bert.encoder.layer.0.attention.self.query"]
+    for options in ({"tokens": "completion"}, {"weighting": "token_sum"}, {"fisher_labels": "mc"}):
+        with pytest.raises(ConfigError, match="this BertForTokenClassification is no language model") as caught:
+            collect_moments(model, [batch], layers, options=CalibrationOptions(**options))
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("make", [tiny_bart, tiny_t5])
+def test_rows_of_several_adapters_stay_apart_while_beams_multiply_them_behind_the_encoder(
+    make: Callable[[], nn.Module],
+) -> None:
+    model = get_peft_model(make().float(), FrozenCoreConfig(r=4, constructor="random", task_type="SEQ_2_SEQ_LM"))
+    model.add_adapter("other", FrozenCoreConfig(r=2, constructor="random", task_type="SEQ_2_SEQ_LM", seed=1))
+    for name in ("default", "other"):
+        train_at_random(model, name, size=2.0)
+    prompt = {key: value for key, value in batch_of(EXAMPLES).items() if key != "labels"}
+    options = {"num_beams": 3, "max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
+    rows = ["other", "default", "other"]
+    mixed = model.eval().generate(**prompt, **options, adapter_names=rows)
+    alone = {}
+    for name in ("default", "other"):
+        model.set_adapter(name)
+        alone[name] = model.generate(**prompt, **options)
+    assert not torch.equal(alone["default"], alone["other"])
+    for row, name in enumerate(rows):
+        assert torch.equal(mixed[row], alone[name][row])

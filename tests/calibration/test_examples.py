@@ -165,3 +165,12 @@ def test_what_cannot_be_read_is_one_line_that_says_what_to_pass(case: str) -> No
 
 def test_a_finite_repetition_is_not_endless(expected: dict[str, torch.Tensor]) -> None:
     assert calibrated(itertools.repeat(batch_of(EXAMPLES), 2)).keys() == expected.keys()
+
+
+def test_what_a_collator_says_of_tokenised_rows_is_not_ours_to_replace() -> None:
+    def refuses(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        raise ValueError("the third label is beyond the vocabulary")
+
+    with pytest.raises(ValueError, match=r"^the third label is beyond the vocabulary$") as caught:
+        calibrated(Dataset.from_list(ROWS), collator=refuses)
+    assert not isinstance(caught.value, FrozenCoreError)

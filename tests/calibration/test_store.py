@@ -108,6 +108,8 @@ def test_a_file_that_is_not_ours_is_refused(metadata: dict | None, tmp_path: Pat
         {"num_tokens": "[]", "fingerprint": "[]"},
         {"num_tokens": '{"x": 3}', "fingerprint": "{}"},
         {"num_tokens": '{"x": "three"}', "fingerprint": json.dumps({"model": "a", "data": "b", "options": {}})},
+        {"num_tokens": '{"x": 3}', "fingerprint": "[]"},
+        {"num_tokens": '{"x": 3}', "fingerprint": json.dumps({"model": "a", "data": "b", "options": []})},
         {"num_tokens": "3", "fingerprint": json.dumps({"model": "a", "data": "b", "options": {}})},
     ],
 )
@@ -218,6 +220,13 @@ def test_the_fingerprint_of_a_model_sees_every_bit_name_shape_and_dtype() -> Non
         for item in (("a", x), ("b", x), ("a", x.view(2, 3)), ("a", x.double()), ("a", x + 1e-6))
     }
     assert len(prints) == 5
+
+
+def test_the_fingerprint_of_a_tensor_without_storage_sees_its_name_shape_and_dtype() -> None:
+    x = torch.empty(6, device="meta")
+    assert fingerprint_tensors([("a", x)]) == fingerprint_tensors([("a", x.clone())])
+    items = (("a", x), ("b", x), ("a", x.view(2, 3)), ("a", x.double()), ("a", torch.zeros(6)))
+    assert len({fingerprint_tensors([item]) for item in items}) == 5
 
 
 @pytest.mark.parametrize("modules_to_save", [None, ["lm_head"]])

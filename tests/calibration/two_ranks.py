@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import astuple
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from frozencore import FrozenCoreConfig, calibrate
+from frozencore import FrozenCoreConfig, calibrate, frozen_core_layers
 from frozencore.adapter.passes import BasisWork
 from frozencore.calibration.budget import PassPlan
 from frozencore.calibration.capture import LayerRecorder
@@ -87,6 +88,14 @@ def bases_where_one_rank_has_little_room(share: list[Example]) -> dict[str, torc
     return bases(model)
 
 
+def costs(batches: list[dict[str, torch.Tensor]]) -> dict[str, tuple[Any, ...]]:
+    """What a memory budget counts of each layer."""
+    model = adapted("fcca")
+    layers = frozen_core_layers(model, "default")
+    work = BasisWork(model, "default", model.peft_config["default"], layers, {}, lambda *_: None)
+    return {name: astuple(cost) for name, cost in work.costs(batches).items()}
+
+
 def failure(work: Any) -> str:
     try:
         work()
@@ -107,6 +116,7 @@ def main(out: Path) -> None:
         report[constructor] = bases(model) | {n: p.detach() for n, p in model.named_parameters() if "frozencore_R" in n}
         report[f"{constructor} tokens"] = {name: layer.num_tokens for name, layer in calibration.layers.items()}
 
+    report["costs"] = costs(batches_of(share, 1 + rank))
     report["streamed"] = streamed_bases(share)
     report["little room"] = bases_where_one_rank_has_little_room(share)
 

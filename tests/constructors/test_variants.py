@@ -25,6 +25,7 @@ from frozencore.constructors import (
     vera_basis,
 )
 from frozencore.constructors.eva import EVA_OUTPUTS, eva_needs
+from frozencore.errors import ConfigError
 from frozencore.moments import LayerMoments
 from references import numpy_of
 
@@ -121,6 +122,13 @@ def test_evas_other_output_sides_leave_its_inputs_alone() -> None:
     assert ref.span_distance(numpy_of(svd.P), ref.lora_xs_factors(layer.reference(), 3)[0]) < 1e-5
     assert torch.equal(drawn.P, eva_basis(layer.moments(), W, 3, output="random", seed=3).P)
     assert not torch.allclose(drawn.P, eva_basis(layer.moments(), W, 3, output="random", seed=4).P)
+
+
+@pytest.mark.usefixtures("as_a_user")
+def test_an_output_side_that_eva_has_not_is_refused_with_those_that_it_has() -> None:
+    layer = drawn_layer()
+    with pytest.raises(ConfigError, match=f"one of {', '.join(EVA_OUTPUTS)}, but 'pca' came"):
+        eva_basis(layer.moments(), torch.tensor(layer.W), 3, output="pca")
 
 
 def test_the_table_hands_evas_options_on() -> None:

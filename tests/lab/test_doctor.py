@@ -20,6 +20,7 @@ from frozencore.lab.config import make_config
 from frozencore.lab.doctor import Diagnosis, diagnose
 from frozencore.lab.evaluation import Evaluation, evaluate
 from frozencore.lab.pocket import pocket_model_path
+from frozencore.lab.record import write_json
 from frozencore.lab.run import execute
 from frozencore.lab.suite import find_tasks
 
@@ -132,6 +133,16 @@ DAMAGED: dict[str, tuple[str, Callable[[Path], object], str]] = {
         lambda p: change_an_answer(p / "base" / "pocket-sentiment" / "predictions.jsonl"),
         "base/pocket-sentiment: .* by the predictions",
     ),
+    "damaged score": (
+        "evaluation",
+        lambda p: (p / "base" / "pocket-sentiment" / "result.json").write_text("[]"),
+        "base/pocket-sentiment: result.json is missing or damaged: evaluate again",
+    ),
+    "task without a score": (
+        "evaluation",
+        lambda p: edit(p / "result.json", failed={"sst2": "no data"}),
+        "not scored: sst2. Its `failed` says why",
+    ),
     "unfinished evaluation": ("evaluation", lambda p: (p / "result.json").unlink(), "finished tasks are kept"),
     "campaign without its runs": ("campaign", lambda p: (p / "records.jsonl").unlink(), "open runs"),
     "campaign of garbage": ("campaign", lambda p: (p / "campaign.json").write_text("{]"), "campaign.json"),
@@ -179,3 +190,39 @@ def test_nothing_is_changed(made: Path) -> None:
     for name in SOUND:
         diagnose(made / name)
     assert {path: path.read_bytes() for path in made.rglob("*") if path.is_file()} == before
+
+
+def test_a_run_on_ones_own_rows_has_no_predictions_and_its_adapter_may_be_elsewhere(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"text": f"Tom has {i} cats ."}) + "\n" for i in range(9)))
+    config = make_config(model=MODEL, data=rows, method="random", rank=2, batch_size=8, accumulation=1, device="cpu")
+    execute(config, tmp_path / "run", silent)
+    whole = diagnose(tmp_path / "run")
+    assert (whole.kind, whole.healthy) == ("run", True)
+    assert "predictions.jsonl" not in {finding.part for finding in whole.findings}
+    shutil.rmtree(tmp_path / "run" / "adapter")
+    (left,) = diagnose(tmp_path / "run").findings
+    assert (left.sound, left.found) == (True, f"random on {rows}")
+
+
+def test_averages_of_the_harness_are_not_counted_again_from_its_rows(copied: Path) -> None:
+    score = copied / "evaluation" / "base" / "pocket-sentiment" / "result.json"
+    edit(score, accuracy=0.123)
+    assert "0.123 recorded" in wrong(diagnose(copied / "evaluation"))
+    edit(score, metric="acc_norm,none")
+    assert wrong(diagnose(copied / "evaluation")) == ""
+
+
+def test_of_a_campaigns_runs_those_without_a_record_and_those_that_failed_are_named(copied: Path) -> None:
+    campaign = copied / "campaign"
+    lines = (campaign / "records.jsonl").read_text().splitlines(keepends=True)
+    whole, lost, failed = (json.loads(line)["run_id"] for line in lines[:3])
+    for run_id in (whole, lost):
+        (campaign / "runs" / run_id).mkdir(parents=True)
+    (campaign / "runs" / whole / "result.json").write_text(lines[0])
+    (campaign / "records.jsonl").write_text("".join(line for line in lines if failed not in line))
+    write_json(campaign / "failed" / failed / "failure.json", {"reason": "out of memory", "message": "too large"})
+    unsound = {finding.part: finding.found for finding in diagnose(campaign).findings if not finding.sound}
+    assert set(unsound) == {"failed runs", lost}
+    assert unsound["failed runs"].startswith("1 (out of memory): see ")
+    assert unsound[lost].startswith("result.json is missing or damaged")

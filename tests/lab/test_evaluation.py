@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 
 from frozencore import FrozenCoreConfig
 from frozencore.errors import ArtifactError, ConfigError, DataError
@@ -169,3 +169,10 @@ def test_adapters_get_short_names_of_their_own() -> None:
     assert names("/runs/a/checkpoints/..") == ["a"]
     with pytest.raises(ArtifactError, match="the same folder"):
         names("/x/a", "/x/a")
+
+
+def test_an_adapter_of_virtual_tokens_is_refused(tmp_path: Path) -> None:
+    base = load_model(POCKET, device="cpu")[0]
+    get_peft_model(base, PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")).save_pretrained(tmp_path)
+    with pytest.raises(ArtifactError, match=r"holds virtual tokens \(.*PROMPT_TUNING\), which are not scored"):
+        AdapterStand(load_model(POCKET, device="cpu")[0]).wear(tmp_path)

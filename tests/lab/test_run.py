@@ -271,3 +271,11 @@ def test_the_library_alone_gives_the_basis_of_the_run(tmp_path: Path) -> None:
     layers = {name: layer.get_base_layer() for name, layer in frozen_core_layers(model, "default").items()}
     moments = collect_moments(model.get_base_model(), batches, layers)
     assert asdict(next(iter(moments.values())))["num_tokens"] > 16
+
+
+def test_a_baseline_that_diverges_keeps_nothing_as_its_factors_have_no_last_good_core(tmp_path: Path) -> None:
+    with pytest.raises(DivergenceError, match=r"diverged at step \d+ of \d+") as caught:
+        execute(config_of(method="lora", learning_rate=1e30), tmp_path / "run", silent)
+    assert "last good core" not in str(caught.value)
+    assert not (tmp_path / "run" / "last-good-adapter").exists()
+    assert not (tmp_path / "run" / "result.json").exists()

@@ -17,6 +17,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from adapted import adapted
+from all_logits import tiny_all_logits
 from frozencore.errors import ConfigError, DataError, DivergenceError, TrainingError
 from frozencore.lab.batches import Collator
 from frozencore.lab.prompts import TokenRow
@@ -249,3 +250,9 @@ def test_nothing_is_printed_and_no_folder_is_left(
     train(tiny_qwen2(), ROWS, RECIPE, pad_id=0)
     assert list(tmp_path.iterdir()) == []
     assert capfd.readouterr().out == ""
+
+
+def test_a_model_that_cannot_leave_logits_out_trains_to_the_same_losses() -> None:
+    one_by_one = replace(RECIPE, accumulation=1)
+    expected = train(tiny_qwen2(), ROWS, one_by_one, pad_id=0).losses
+    assert train(tiny_all_logits(), ROWS, one_by_one, pad_id=0).losses == pytest.approx(expected, rel=1e-3)

@@ -13,10 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from forked import forget_cuda
 from frozencore.errors import TrainingError
+from frozencore.lab.checkpoints import is_complete
 from frozencore.lab.prompts import TokenRow
+from frozencore.lab.trainer import Seal
 from frozencore.lab.training import Recipe, TrainingReport, train
 from tiny import draw_examples, tiny_qwen2
 
@@ -106,3 +109,25 @@ def test_a_full_disk_stops_the_training_and_what_was_whole_stays_usable(small_di
     expected = run(None, tiny_qwen2())
     shutil.copytree(small_disk / "run", small_disk.parent / "moved")
     assert run(small_disk.parent / "moved", tiny_qwen2(), resume=True).losses == expected.losses
+
+
+def test_of_several_processes_one_seals_a_checkpoint(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint-3"
+    folder.mkdir()
+    (folder / "weights").write_text("w")
+    seal, arguments = Seal({"seed": 1}), TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
+    for is_first in (False, True):
+        seal.on_save(arguments, TrainerState(global_step=3, is_world_process_zero=is_first), TrainerControl())
+        assert is_complete(folder) == is_first
+
+
+@pytest.mark.parametrize(
+    ("error", "saves"), [(OSError(28, "No space left on device"), False), (RuntimeError("mat1 and mat2"), True)]
+)
+def test_an_error_that_no_checkpoint_met_stays_what_it_is(error: Exception, saves: bool, tmp_path: Path) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    with pytest.raises(type(error)) as caught:
+        train(tiny_qwen2(), ROWS, RECIPE, pad_id=0, progress=fail, checkpoint_dir=tmp_path / "c" if saves else None)
+    assert caught.value is error

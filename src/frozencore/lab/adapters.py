@@ -49,7 +49,10 @@ class AdapterStand:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # PEFT warns of missing tensors; they are refused below
                 config = PeftConfig.from_pretrained(str(folder))
+                _refuse_prompt_learning(folder, config)
                 model, found = self._load(folder, config)
+        except ArtifactError:
+            raise
         except Exception as error:  # PEFT and safetensors raise a dozen kinds for a folder that does not fit
             reason = " ".join(str(error).split())[:200]
             raise ArtifactError(f"--adapter {folder} does not go on this base model: {reason}") from error
@@ -93,3 +96,12 @@ def adapter_names(folders: list[Path]) -> list[str]:
     if not folders:
         return []
     raise ArtifactError("Two --adapter options name the same folder, or differ in case only. Give each once.")
+
+
+def _refuse_prompt_learning(folder: Path, config: PeftConfig) -> None:
+    """Its virtual tokens shift every position, and generation from the base model would leave them out."""
+    if config.is_prompt_learning:
+        raise ArtifactError(
+            f"--adapter {folder} holds virtual tokens ({config.peft_type}), which are not scored here. Give an "
+            "adapter that changes layers."
+        )

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from frozencore.errors import ArtifactError
-from frozencore.lab.campaign.crew import OwnProcess
-from frozencore.lab.campaign.drive import Tally, drive
+from frozencore.lab.campaign.crew import Event, OwnProcess
+from frozencore.lab.campaign.drive import MOST_DEATHS, Tally, drive
+from frozencore.lab.campaign.job import Job
 from frozencore.lab.campaign.results import CampaignResults, load_results
+from frozencore.lab.campaign.shared import Needs
 from frozencore.lab.campaign.spec import read_campaign
 from frozencore.lab.campaign.store import Store
 from frozencore.lab.campaign.worker import Place, Worker
@@ -137,6 +140,84 @@ def test_a_folder_of_another_campaign_is_refused(done: tuple[Path, Tally], tmp_p
     spec.write_text(spec.read_text().replace("name: small", "name: other"), encoding="utf-8")
     with pytest.raises(ArtifactError, match="holds the campaign 'small', not 'other'"):
         run_small(done[0], spec)
+
+
+PROFILED = """
+name: profiled
+models: {pocket: pocket}
+studies:
+  speed:
+    title: Alone on the machine
+    kind: profile
+    axes: {model: [pocket], task: [pocket-math], method: [fcca, eva], seed: [42]}
+  main:
+    title: Side by side
+    axes: {model: [pocket], task: [pocket-math], method: [fcca, eva, random], seed: [42]}
+"""
+
+
+class NotedCrew:
+    """Workers that end every run in one way, and note what ran beside what."""
+
+    def __init__(self, store: Store, size: int = 2, end: str = "finished") -> None:
+        self.size = size
+        self.beside: list[set[str]] = []
+        self.started: list[str] = []
+        self.is_closed = False
+        self._store = store
+        self._end = end
+        self._jobs: dict[int, Job] = {}
+
+    def start(self, worker: int, job: Job, needs: Needs) -> None:
+        self._jobs[worker] = job
+        self.started.append(job.id)
+        self.beside.append({each.kind for each in self._jobs.values()} | {f"{len(self._jobs)} at once"})
+
+    def events(self, timeout_s: float) -> Sequence[Event]:
+        worker, job = self._jobs.popitem()
+        if self._end == "finished":
+            with self._store.running(job.id) as folder:
+                assert folder is not None
+                (folder / "result.json").write_text("{}")
+        return [Event(worker, self._end, message="the disk is full")]  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def test_what_is_profiled_runs_alone_and_after_the_others(tmp_path: Path) -> None:
+    store = Store(tmp_path / "out")
+    crew = NotedCrew(store)
+    standing = drive(read_campaign(write_spec(tmp_path, PROFILED)), store, crew, lambda *_: None)
+    assert (standing.finished, standing.left) == (5, 0)
+    assert {"tune", "2 at once"} in crew.beside
+    assert crew.beside[-2:] == [{"profile", "1 at once"}] * 2
+    assert not any("profile" in beside for beside in crew.beside[:-2])
+
+
+def test_a_worker_that_cannot_write_ends_the_campaign_and_every_worker(tmp_path: Path) -> None:
+    store = Store(tmp_path / "out")
+    crew = NotedCrew(store, end="halted")
+    with pytest.raises(ArtifactError, match="the disk is full"):
+        drive(read_campaign(write_spec(tmp_path, PROFILED)), store, crew, lambda *_: None)
+    assert crew.is_closed
+    assert len(crew.started) == 2
+    assert not list(store.failed.glob("*"))
+
+
+def test_a_run_that_kills_its_workers_counts_as_failed_and_is_made_again_only_on_request(tmp_path: Path) -> None:
+    store, campaign = Store(tmp_path / "out"), read_campaign(write_spec(tmp_path, PROFILED))
+    crew = NotedCrew(store, end="died")
+    assert drive(campaign, store, crew, lambda *_: None).failed == 5
+    assert sorted(crew.started) == sorted([*set(crew.started)] * MOST_DEATHS)
+    failures = [_json(file) for file in store.failed.glob("*/failure.json")]
+    assert {failure["reason"] for failure in failures} == {"worker died"}
+    again = NotedCrew(store)
+    assert drive(campaign, store, again, lambda *_: None).failed == 5
+    assert again.started == []
+    retried = drive(campaign, store, again, lambda *_: None, retry_failed=True)
+    assert (retried.finished, retried.failed) == (5, 0)
+    assert sorted(again.started) == sorted(set(crew.started))
 
 
 def _json(path: Path) -> dict[str, Any]:

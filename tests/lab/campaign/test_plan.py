@@ -10,7 +10,15 @@ import pytest
 
 from frozencore.errors import ConfigError
 from frozencore.lab.campaign.drive import tally
-from frozencore.lab.campaign.estimate import estimate_lines, time_to_go
+from frozencore.lab.campaign.estimate import (
+    EFFICIENCY,
+    OVERHEAD_S,
+    ModelSize,
+    estimate_lines,
+    run_seconds,
+    shared_bytes,
+    time_to_go,
+)
 from frozencore.lab.campaign.job import make_job
 from frozencore.lab.campaign.plan import Outcome, choices, plan
 from frozencore.lab.campaign.shared import moments_key, needs_of
@@ -114,6 +122,38 @@ def test_moments_are_shared_by_methods_and_learning_rates_but_not_by_seeds_or_ro
         assert moments_key(make_job("tune", {**OPTIONS, **other}).config) != key
 
 
+def test_moments_of_a_calibration_task_are_shared_by_all_tasks_that_are_learned() -> None:
+    elsewhere = {**OPTIONS, "calibration_task": "pocket-sentiment"}
+    key = moments_key(make_job("tune", elsewhere).config)
+    for same in ({"task": "pocket-comparison"}, {"num_train": 9}, {"num_evaluation": 5}):
+        assert moments_key(make_job("tune", {**elsewhere, **same}).config) == key
+    assert moments_key(make_job("tune", {**elsewhere, "seed": 43}).config) != key
+    assert moments_key(make_job("tune", OPTIONS).config) != key
+
+
+def test_a_run_on_own_rows_takes_no_tasks_numbers(tmp_path: Path) -> None:
+    own = {"model": "pocket", "seed": 42, "data": str(tmp_path / "rows.jsonl")}
+    resolved = make_job("tune", own).resolved
+    assert not {"epochs", "num_train", "num_evaluation", "task"} & resolved.keys()
+    assert make_job("tune", {**own, "data": str(tmp_path / "others.jsonl")}).id != make_job("tune", own).id
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"task": None}, "A run learns either a task"),
+        ({"method": "fca"}, "'fca'. Did you mean 'fcca'"),
+        ({"method": "eva", "damping": 0.1}, "The method 'eva' does not read damping"),
+    ],
+)
+def test_options_that_contradict_one_another_are_refused_in_the_words_of_a_run(
+    options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        make_job("tune", {**OPTIONS, **options})
+    assert "\n" not in str(caught.value)
+
+
 def test_one_pass_collects_what_all_methods_want() -> None:
     jobs = [make_job("tune", {**OPTIONS, "method": method}) for method in ("fcca", "filora", "random")]
     ((_, needs),) = needs_of(jobs).items()
@@ -143,3 +183,32 @@ studies:
     runs = plan(read_campaign(write_spec(tmp_path, text)), unknown)
     store: Any = SimpleNamespace(outcome=unknown)
     assert list(estimate_lines(runs, store, Place())) == [f"No estimate: {tmp_path / 'gone'} cannot be read from here."]
+
+
+def test_a_finished_campaign_needs_no_estimate(campaign: Campaign) -> None:
+    runs = [run for run in plan(campaign, unknown) if run.phase == "final" and run.job]
+    store: Any = SimpleNamespace(outcome=lambda _: Outcome({"total_s": 1.0}))
+    assert list(estimate_lines(runs, store, Place())) == []
+
+
+def test_a_stability_run_is_estimated_at_its_calibration_alone() -> None:
+    size, speed, row_tokens = ModelSize(1_000_000, ((8, 8),)), 1e9, 10.0
+    options = {**OPTIONS, "num_train": 50, "num_evaluation": 20, "epochs": 1, "calibration_size": 30}
+    stability = run_seconds(make_job("stability", options, 64), size, row_tokens, speed)
+    tuned = run_seconds(make_job("tune", options), size, row_tokens, speed)
+    operations = row_tokens * size.num_parameters
+    assert stability == pytest.approx(OVERHEAD_S + operations * 4 * 30 / (speed * EFFICIENCY))
+    assert tuned - stability == pytest.approx(operations * (4 * 50 + 2 * 2 * 20) / (speed * EFFICIENCY))
+
+
+def test_the_disk_holds_the_bases_of_a_weight_once_for_all_tasks_and_seeds() -> None:
+    size = ModelSize(1000, ((8, 6), (6, 6)))
+    jobs = [
+        make_job("tune", {**OPTIONS, "method": "lora_xs", "rank": 4, **other})
+        for other in ({}, {"seed": 43}, {"task": "pocket-sentiment"})
+    ]
+    once = 4 * 4 * (8 + 6 + 6 + 6)  # float32 values of P and Q at rank 4
+    assert shared_bytes(jobs, {"pocket": size}) == once
+    jobs.append(make_job("tune", {**OPTIONS, "method": "random"}))  # drawn from a seed, kept nowhere
+    assert shared_bytes(jobs, {"pocket": size}) == once
+    assert shared_bytes(jobs, {"pocket": None}) == 0

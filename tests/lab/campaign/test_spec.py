@@ -34,6 +34,10 @@ def read(tmp_path: Path, text: str) -> object:
         (HEAD.replace("name: x", f"name: {'x' * 300}") + AXES, "line 1: name"),
         (HEAD.replace("name: x", "name: X") + AXES, "line 1: name"),  # X and x are one folder on some systems
         (HEAD + AXES + "    reference_size: 8\n", "belongs to 'kind: stability'"),
+        (
+            HEAD + AXES + "    kind: stability\n    reference_size: 8\n    search: {grids: [{rank: [4, 8]}]}\n",
+            "A stability study trains nothing: it takes no search",
+        ),
         (HEAD + AXES + "    search: {grids: [{learning_rat: [1e-3]}]}\n", "line 7.*Did you mean 'learning_rate'"),
         (
             HEAD + AXES + "    search: {grids: [{learning_rate: 1e-3}]}\n",

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from frozencore.lab.campaign.plan import Choice
+from frozencore.lab.campaign.results import CampaignResults
 from frozencore.lab.reports.campaign import write_report
 from frozencore.lab.reports.page import write_page
 from frozencore.lab.reports.protocol import studies_axes
@@ -93,6 +95,18 @@ def test_what_is_missing_is_counted_on_top_of_the_page_and_of_the_text(report):
     said = "40 of 44 final runs done, 2 failed, 2 missing"
     assert said in (report / "report.md").read_text()[:200]
     assert said in (report / "index.html").read_text().split("<nav>")[0]
+
+
+def test_a_run_that_waits_for_its_search_is_in_the_table_and_says_why_but_has_no_dialog(study, campaign, tmp_path):
+    yaml = STUDIES.split("  sides:")[0]
+    made = study(yaml)
+    *others, last = made.cells
+    waits = replace(last, run_id=None, record=None, failure={"reason": "search", "message": "no trial finished"})
+    write_report(CampaignResults(campaign(yaml), (replace(made, cells=(*others, waits)),)), tmp_path)
+    page = (tmp_path / "index.html").read_text()
+    facts = json.loads(re.search(r'<script type="application/json" id="runs">(.*?)</script>', page).group(1))
+    assert set(facts) == {cell.run_id for cell in others}
+    assert "seed 43: search: no trial finished" in unescape(page)
 
 
 def test_a_run_that_two_studies_share_counts_once(study, make_record):

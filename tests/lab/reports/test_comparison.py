@@ -11,7 +11,7 @@ from rich.console import Console
 
 from frozencore.errors import DataError
 from frozencore.lab.reports.comparison import TaskTable, analyse, comparison_json
-from frozencore.lab.reports.significance import comparison_view
+from frozencore.lab.reports.significance import comparison_view, family_sheet
 from frozencore.lab.reports.statistics import differences, wins_ties_losses
 from frozencore.lab.reports.task_means import read_task_means
 
@@ -148,3 +148,14 @@ def test_a_spreadsheets_byte_order_mark_and_blank_lines_are_read_over(tmp_path):
 def test_a_file_that_is_not_there_is_said_to_be_missing(tmp_path):
     with pytest.raises(DataError, match="No such file"):
         read_task_means(tmp_path / "none.csv")
+
+
+def test_tasks_that_are_not_the_papers_have_no_families_to_show():
+    own = analyse(TaskTable(("x", "y"), {"a": {"x": 51.0, "y": 62.0}, "b": {"x": 53.0, "y": 63.0}}), "a")
+    assert family_sheet(own) is None
+    assert family_sheet(analyse(paper("q3"), "FCCA")).headings[1:] == ("math", "GLUE", "reasoning/QA")
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(comparison_view(own))
+    shown = console.export_text()
+    assert "56.50" in shown
+    assert "families" not in shown

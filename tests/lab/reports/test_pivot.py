@@ -224,3 +224,24 @@ def test_markdown_keeps_its_columns_whatever_the_words(study, scored):
     rows = [line for line in text.splitlines() if line.startswith("| ")]
     assert {line.count("|") for line in rows} == {5}
     assert "| **79.7 ± 1.5** |" in rows[2]
+
+
+def test_a_family_that_is_whole_has_a_mean_of_its_own_below_the_mean_of_all(study, make_record):
+    three = BUDGET.replace("[svamp, gsm8k]", "[svamp, gsm8k, sst2]")
+    shares = {"svamp": 0.5, "gsm8k": 0.7, "sst2": 0.9}
+    (pivot,) = pivots(study(three, lambda axes: make_record(axes, accuracy=shares[axes["task"]])), ACCURACY)
+    lines = {line.name: line.cells[("fcca",)].value for line in averages(pivot)}
+    assert lines == pytest.approx({"Mean": 70, "Mean, math": 60})  # of the five of GLUE there is one
+
+
+def test_a_run_that_measured_something_else_is_no_number_and_says_what_it_lacks(study, make_record):
+    def record(axes):
+        made = make_record(axes, accuracy=0.5)
+        if (axes["task"], axes["method"], axes["seed"]) == ("svamp", "rawgrad", 43):
+            del made["accuracy"]
+        return made
+
+    sheet = sheet_of(study(BUDGET, record))
+    assert sheet.rows[0][2].text == "n/a 2/3"
+    assert "seed 43: the record has no accuracy" in sheet.rows[0][2].hint
+    assert sheet.foot[0][2].text == "n/a"

@@ -111,3 +111,27 @@ def test_a_comparison_pools_its_tasks_and_a_profile_keeps_them_apart(study, make
 
 def test_a_study_without_a_record_has_no_costs(study):
     assert study_costs(study(PROFILE, lambda axes: None)) == []
+
+
+def test_what_was_not_measured_is_not_available_and_never_nought(study, make_record):
+    resources = {
+        "trainable_parameters": 8, "optimizer_bytes": 96, "adapter_bytes": 32, "adapter_bytes_without_bases": 32,
+        "calibration_s": 0.05, "step_s": None, "num_steps": 1, "peak_memory_bytes": 1_500,
+    }  # fmt: skip
+
+    def record(axes):
+        return make_record(axes, resources={**resources, "step_s": 2.0 if axes["method"] == "fcca" else None})
+
+    (costs,) = study_costs(study(PROFILE, record))
+    rows = {line[0].text: line[1:] for line in time_sheet(costs, "t", "t", alone=False).rows}
+    assert [cell.text for cell in rows["LoRA"]] == ["50.0 ms", "n/a", "1", "n/a", "n/a", "n/a", "1.50 kB", "n/a"]
+    assert (rows["LoRA"][1].hint, rows["LoRA"][-1].hint) == ("not measured", "no step was measured")
+    assert rows["LoRA"][1].value is None
+    assert rows["FCCA"][1].text == "2.00 s"
+
+
+def test_doras_magnitudes_are_those_that_its_own_record_counts(study, make_record):
+    alone = PROFILE.replace("fcca, lora, dora, pissa", "dora").replace(", reference: fcca", "")
+    counted = {"magnitude_parameters": 165_888, "num_steps": 262}
+    (costs,) = study_costs(study(alone, lambda axes: make_record(axes, resources=counted)))
+    assert (costs.costs[0].core, costs.costs[0].factors, costs.costs[0].magnitudes) == (0, 7_372_800, 165_888)

@@ -113,3 +113,8 @@ def test_a_cell_without_a_number_is_named_and_never_averaged(bad):
 def test_spread_is_the_sample_standard_deviation():
     assert sample_std([1.0, 2.0, 4.0]) == pytest.approx(math.sqrt(7 / 3))
     assert sample_std([1.0]) is None
+
+
+def test_nothing_has_no_mean():
+    with pytest.raises(DataError, match="at least one value, but none came"):
+        mean({})

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, MistralConfig, MistralForCausalLM
 
+from all_logits import tiny_all_logits
 from frozencore.errors import DataError, ModelError
 from frozencore.lab.prompts import ChoiceTokens, PromptEncoder
 from frozencore.lab.scoring.choice import choice_logprobs, full_sequence_logprobs, predict_choices
@@ -257,3 +258,17 @@ def test_real_reviews_score_as_one_sequence_at_a_time(tiny1m: Path, shared_data:
     examples = split_task(find_task("sst2"), shared_data).evaluation[:30]
     rows = encoder.choice_rows([encoder.render(example) for example in examples])
     assert_close(choice_logprobs(model, rows, pad_id=encoder.pad_id), reference_logprobs(model, rows))
+
+
+def test_a_model_that_cannot_leave_logits_out_scores_as_one_that_can() -> None:
+    model, rows = tiny_all_logits(), random_rows(9)
+    assert not can_share_prefix(model)
+    assert_close(choice_logprobs(model, rows, pad_id=0), reference_logprobs(tiny_qwen2(), rows))
+
+
+def test_no_prefix_is_shared_by_attention_without_masks_nor_behind_a_learned_prompt() -> None:
+    model = tiny_qwen2()
+    model.config._attn_implementation = "flash_attention_2"
+    assert not can_share_prefix(model)
+    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    assert not can_share_prefix(get_peft_model(tiny_qwen2(), config))

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from all_logits import tiny_all_logits
 from frozencore.errors import DataError, ModelError
 from frozencore.lab.prompts import TokenRow
 from frozencore.lab.scoring.heldout import held_out_loss
@@ -45,3 +46,8 @@ def test_a_nan_in_the_model_is_an_error() -> None:
     model.lm_head.weight.data[3] = torch.nan
     with pytest.raises(ModelError, match="not finite"):
         held_out_loss(model, ROWS, pad_id=0)
+
+
+def test_a_model_that_cannot_leave_logits_out_has_the_same_loss() -> None:
+    expected = held_out_loss(tiny_qwen2(), ROWS, pad_id=0)
+    assert held_out_loss(tiny_all_logits(), ROWS, pad_id=0) == pytest.approx(expected, rel=1e-6)

@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from frozencore.errors import DataError
+from frozencore.errors import ConfigError, DataError
 from frozencore.lab.prompts import PromptEncoder
 from frozencore.lab.scoring.task_score import score_task
 from frozencore.lab.suite import find_task
 from frozencore.lab.tasks.task import Example
+from frozencore.lab.tasks.texts import TEXT_TASKS
 
 CHOICES = (" no", " yes")
 EXAMPLES = [Example(f"row-{i}", f"Is {i} odd?", CHOICES[i % 4 != 0], CHOICES) for i in range(12)]
@@ -86,3 +87,8 @@ def test_a_generated_score_counts_truncations_and_missing_answers(
 def test_a_task_without_rows_is_refused(byte_tokenizer: Callable[..., Any], byte_model: nn.Module) -> None:
     with pytest.raises(DataError, match="no rows to score"):
         score_task(byte_model, PromptEncoder(byte_tokenizer()), find_task("sst2"), [])
+
+
+def test_plain_text_has_no_score_but_a_loss(byte_tokenizer: Callable[..., Any], byte_model: nn.Module) -> None:
+    with pytest.raises(ConfigError, match="'sst2-text' is plain text and has no answers to score; `tune` gives its"):
+        score_task(byte_model, PromptEncoder(byte_tokenizer()), TEXT_TASKS["sst2-text"], [Example("a", "", "A text.")])

@@ -109,13 +109,12 @@ class _Driver:
     def _next(self, worker: int) -> Job | None:
         """The first run in the queue, rather one of the model that the worker has loaded.
 
-        A profile is made while nothing else runs.
+        A profile is made while nothing else runs, and begins when the queue holds nothing else: until it ends, nothing
+        joins the queue.
         """
         shareable = [job for job in self.queue if job.kind != "profile"]
         if not shareable:
             return self.queue[0] if self.queue and not self.running else None
-        if any(job.kind == "profile" for job in self.running.values()):
-            return None
         return next((job for job in shareable if job.config.model == self.last_model.get(worker)), shareable[0])
 
     def _take(self, event: Event) -> None:

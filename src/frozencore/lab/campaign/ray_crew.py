@@ -86,7 +86,7 @@ class RayCrew:
             except self._ray.exceptions.RayError as error:
                 if over:
                     self._bury(worker)
-                    told.append(Event(worker, "died", message=f"{error}\n"))
+                    told.append(Event(worker, "died", message=f"Ray lost the worker's process or its node: {error}\n"))
                 continue
             if not over:
                 self._listen_to(worker)

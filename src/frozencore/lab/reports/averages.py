@@ -89,9 +89,8 @@ def _average(named: Mapping[str, PivotCell]) -> Average:
         more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
         return Average(None, reason=f"no average without {lacking[0]}{more}")
     by_seed: dict[object, list[float]] = {}
-    for cell in named.values():
-        for run in cell.runs:
-            if run.value is not None:
-                by_seed.setdefault(run.seed, []).append(run.value)
+    for run in (run for cell in named.values() for run in cell.runs):
+        assert run.value is not None  # a cell that lacks one has no mean
+        by_seed.setdefault(run.seed, []).append(run.value)
     own = [sum(values) / len(values) for values in by_seed.values()]
     return Average(value, sample_std(own))

@@ -55,8 +55,6 @@ class HubDataset:
                 f"{', '.join(missing)} (it has {', '.join(rows.column_names)}). "
                 f"Point --data-root at data of the hub's schema."
             )
-        if len(rows) == 0:
-            raise DataError(f"{self._title} has no rows in its {name} split. Point --data-root at complete data.")
         result: Sequence[Mapping[str, Any]] = rows
         return result
 

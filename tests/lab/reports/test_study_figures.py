@@ -1,0 +1,76 @@
+"""What a study's figure draws, read off its axes."""
+
+from __future__ import annotations
+
+import pytest
+from matplotlib import pyplot as plt
+
+from frozencore.lab.reports import study_figures
+from frozencore.lab.reports.measures import ACCURACY
+from frozencore.lab.reports.pivot import pivots
+from frozencore.lab.reports.study_figures import draw_study, trained_values
+
+BY_RANK = """
+  ranks:
+    title: Ranks
+    axes: {model: [small], task: [svamp, gsm8k], rank: [8, 16, 32], seed: [42]}
+    report: {rows: [rank], columns: [task], figure: lines}
+"""
+STATE = """
+  state:
+    title: Trained state
+    axes: {model: [small, large], task: [svamp], method: [fcca, rawgrad, eva, lora], seed: [42]}
+    report: {rows: [task], columns: [method], figure: state}
+"""
+
+
+@pytest.fixture
+def drawn(monkeypatch, tmp_path):
+    """The axes of a study's figures by file name."""
+
+    def draw(results):
+        found = {}
+
+        def keep(figure, path):
+            found[path.stem] = figure.axes[0]
+            plt.close(figure)
+
+        monkeypatch.setattr(study_figures, "save_figure", keep)
+        draw_study(results, tmp_path, set())
+        return found
+
+    return draw
+
+
+def test_where_the_tasks_are_columns_each_is_a_line_against_the_rows(study, make_record, drawn):
+    results = study(BY_RANK, lambda axes: make_record(axes, accuracy=axes["rank"] / 64 + (axes["task"] == "svamp") / 4))
+    axis = drawn(results)["ranks"]
+    bars, names = axis.get_legend_handles_labels()
+    lines = {name: list(map(float, bar.lines[0].get_ydata())) for name, bar in zip(names, bars, strict=True)}
+    assert lines == {"SVAMP": [37.5, 50.0, 75.0], "GSM8K": [12.5, 25.0, 50.0]}
+    assert [tick.get_text() for tick in axis.get_xticklabels()] == ["8", "16", "32"]
+
+
+def test_names_of_methods_that_score_alike_stand_apart_and_their_points_where_they_are(study, make_record, drawn):
+    scores = {"fcca": 0.700, "rawgrad": 0.7001, "eva": 0.6999, "lora": 0.9}
+    results = study(STATE, lambda axes: make_record(axes, accuracy=scores[axes["method"]]))
+    axis = drawn(results)["state-small"]
+    points = {round(float(line.get_ydata()[0]), 4) for line in axis.lines}
+    assert points == {70.0, 70.01, 69.99, 90.0}
+    places = {text.get_text(): text.xyann[1] for text in axis.texts}
+    low, middle, high = places["EVA-core"], places["FCCA"], places["RawGrad"]
+    assert middle == pytest.approx(70)
+    assert middle - low == pytest.approx(high - middle)
+    assert high - middle > 1  # of the 20 that the points span
+    assert places["LoRA"] == pytest.approx(90)
+
+
+def test_what_a_column_trains_is_known_from_the_runs_of_its_own_table_alone(study, make_record):
+    def record(axes):
+        if axes["method"] == "eva" and axes["model"] == "small":
+            return None
+        return make_record(axes, trainable_parameters=10 if axes["model"] == "small" else 20)
+
+    small, large = pivots(study(STATE, record), ACCURACY)
+    assert trained_values(small) == {("fcca",): 10, ("rawgrad",): 10, ("lora",): 10}
+    assert trained_values(large) == dict.fromkeys([("fcca",), ("rawgrad",), ("eva",), ("lora",)], 20)
