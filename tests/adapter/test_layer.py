@@ -15,6 +15,8 @@ from transformers.pytorch_utils import Conv1D
 
 from adapted import BATCHES, DATA_DRIVEN, EXAMPLES, adapted, cores_of, logits, train_at_random
 from frozencore import CONSTRUCTORS, FrozenCoreConfig, calibrate
+from frozencore.adapter.linear import FrozenCoreLinear
+from frozencore.basis import Basis
 from frozencore.calibration.collect import collect_moments
 from frozencore.errors import CalibrationError, ModelError
 from references import numpy_of
@@ -299,3 +301,62 @@ def test_bf16_cores_keep_small_steps_that_bf16_would_lose() -> None:
     with torch.no_grad():
         R += 1e-5
     assert bool((before != R).all())
+
+
+def narrow_layer(num_inputs: int, num_outputs: int, rank: int) -> FrozenCoreLinear:
+    """A layer with one adapter, called ``default``, that has no basis."""
+    layer = FrozenCoreLinear(nn.Linear(num_inputs, num_outputs), "default", "only")
+    layer.update_layer("default", rank, 2.0, inference_mode=False)
+    return layer
+
+
+@pytest.mark.parametrize(("num_inputs", "num_outputs"), [(3, 9), (9, 3)])
+def test_the_rank_is_at_most_the_narrower_side(num_inputs: int, num_outputs: int) -> None:
+    P, Q, R = narrow_layer(num_inputs, num_outputs, rank=5).factors("default")
+    assert (P.shape, Q.shape, R.shape) == ((num_outputs, 3), (num_inputs, 3), (3, 3))
+
+
+def test_a_random_core_is_drawn_as_torch_draws_a_linear_layer() -> None:
+    layer = narrow_layer(6, 5, rank=3)
+    torch.manual_seed(7)
+    expected = nn.Linear(3, 3, bias=False).weight
+    torch.manual_seed(7)
+    basis = Basis(P=torch.eye(5, 3), Q=torch.eye(6, 3), spectrum=torch.ones(3), effective_rank=3)
+    layer.set_basis("default", basis, random_core=True)
+    assert torch.equal(layer.factors("default")[2], expected)
+
+
+def test_adding_an_adapter_draws_nothing_from_the_users_random_numbers() -> None:
+    base = nn.Linear(6, 5)
+    before = torch.get_rng_state()
+    FrozenCoreLinear(base, "default", "only").update_layer("default", 3, 1.0, inference_mode=False)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_merged_layer_stays_merged_while_it_is_used_and_is_unmerged_once_it_is_disabled() -> None:
+    layer = narrow_layer(6, 5, rank=3)
+    layer.set_basis("default", Basis(torch.eye(5, 3), torch.eye(6, 3), torch.ones(3), 3), random_core=True)
+    x = torch.randn(4, 6)
+    plain, adapted_ = layer.base_layer(x), layer(x)
+    layer.merge()
+    torch.testing.assert_close(layer(x), adapted_)
+    assert layer.merged
+    layer.enable_adapters(False)
+    torch.testing.assert_close(layer(x), plain)
+    assert not layer.merged
+
+
+@pytest.mark.parametrize(("weight", "bases"), [(torch.bfloat16, torch.bfloat16), (torch.float8_e4m3fn, torch.float32)])
+def test_bases_take_the_dtype_of_their_own_weight_unless_it_is_too_narrow_to_compute_in(
+    weight: torch.dtype, bases: torch.dtype
+) -> None:
+    layer = FrozenCoreLinear(nn.Linear(6, 5).to(weight), "default", "only", dtype=torch.float32)
+    layer.update_layer("default", 3, 1.0, inference_mode=False)
+    assert [X.dtype for X in layer.factors("default")] == [bases, bases, torch.float32]
+
+
+@pytest.mark.parametrize("inference_mode", [False, True])
+def test_a_core_that_is_added_for_inference_does_not_train(inference_mode: bool) -> None:
+    layer = FrozenCoreLinear(nn.Linear(6, 5), "default", "only")
+    layer.update_layer("default", 3, 1.0, inference_mode=inference_mode)
+    assert layer.factors("default")[2].requires_grad is not inference_mode
