@@ -59,6 +59,15 @@ def test_the_quick_mode_writes_the_promised_keys(script: str, tmp_path: Path) ->
         assert found.get(rows) is None or len(found[rows]) > 0
 
 
+def test_the_gpu_benchmark_runs_at_a_tiny_size_on_a_cpu(tmp_path: Path) -> None:
+    done = run("gpu", "--tiny", "--models", "Llama-3.2-1B", "--out", tmp_path / "found.json")
+    assert done.returncode == 0, done.stderr[-2000:]
+    sections = json.loads((tmp_path / "found.json").read_text())["models"]["Llama-3.2-1B"]
+    assert not [name for name, section in sections.items() if "error" in section]
+    assert sections["race"].keys() == {"floor", "lora", "dora", "pissa", "frozencore"}
+    assert "calibration_build_s" in sections["race"]["frozencore"]["runs"][0]
+
+
 @pytest.mark.slow
 def test_the_gpu_benchmark_measures_every_section_of_every_model_on_a_cpu(tmp_path: Path) -> None:
     found = results_of("gpu", tmp_path)
