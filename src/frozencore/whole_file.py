@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +27,9 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 
 def remove_left(folder: Path, name: str = "*") -> None:
-    """Remove what killed writers of files of that name have left; only where no other one can be at work."""
+    """Remove what killed writers of that name have left, files and folders; only where no other one can be at work."""
     for left in folder.glob(f".{name}.*.tmp"):
-        left.unlink()
+        if left.is_dir():
+            shutil.rmtree(left)
+        else:
+            left.unlink()

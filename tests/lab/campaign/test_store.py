@@ -28,6 +28,17 @@ def test_a_finished_run_is_not_made_again(tmp_path: Path) -> None:
     assert (made / "result.json").stat().st_mtime_ns == then
 
 
+def test_what_a_killed_process_had_half_written_is_gone_from_the_finished_run(tmp_path: Path) -> None:
+    """Files and folders alike: an adapter is saved as a folder."""
+    store = Store(tmp_path)
+    with store.running(RUN) as folder:
+        assert folder is not None
+        (folder / ".result.json.7.tmp").write_text("{")
+        (folder / ".adapter.7.tmp").mkdir()
+        (folder / ".adapter.7.tmp" / "adapter_config.json").write_text("{")
+    assert [path.name for path in finish(store).iterdir()] == ["result.json"]
+
+
 def test_a_runs_folder_without_its_result_is_refused_and_left_alone(tmp_path: Path) -> None:
     made = finish(Store(tmp_path))
     (made / "result.json").rename(made / "result.json.lost")
