@@ -20,8 +20,9 @@ from torch.autograd import forward_ad
 from torch.nn.functional import linear
 from torch.nn.modules import module as global_hooks
 
+from frozencore.calibration.sums import HALF
+
 PLAIN = (Tensor, nn.Parameter)
-HALF = (torch.bfloat16, torch.float16)
 LARGEST_RANK = 128  # a block of the kernel holds all of R
 HAS_TRITON = find_spec("triton") is not None
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")

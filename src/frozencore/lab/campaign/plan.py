@@ -103,12 +103,12 @@ def _of_study(campaign: Campaign, name: str, study: Study, outcome: Outcomes) ->
             continue
         jobs = [_trial(study, group, trial) for trial in group.trials]
         yield [Planned(name, "search", group.axes | trial, job) for trial, job in zip(group.trials, jobs, strict=True)]
-        outcomes = [found for job in jobs if (found := outcome(job.id))]
-        choice = choose(group.trials, outcomes, study) if len(outcomes) == len(jobs) else None
+        outcomes = _all_ended(jobs, outcome)
+        choice = choose(group.trials, outcomes, study) if outcomes else None
         if choice is not None:
             yield [_final(name, study, group, seed, choice.options) for seed in seeds]
             continue
-        blocked = "no trial of the search succeeded" if len(outcomes) == len(jobs) else ""
+        blocked = "no trial of the search succeeded" if outcomes else ""
         yield [Planned(name, "final", {**group.axes, "seed": seed}, None, blocked) for seed in seeds]
 
 
@@ -142,11 +142,17 @@ def choices(campaign: Campaign, outcome: Outcomes) -> list[tuple[str, Axes, Choi
         for group in _groups(campaign, study):
             if not group.is_searched:
                 continue
-            outcomes = [found for trial in group.trials if (found := outcome(_trial(study, group, trial).id))]
-            choice = choose(group.trials, outcomes, study) if len(outcomes) == len(group.trials) else None
+            outcomes = _all_ended([_trial(study, group, trial) for trial in group.trials], outcome)
+            choice = choose(group.trials, outcomes, study) if outcomes else None
             if choice is not None:
                 chosen.append((name, group.axes, choice))
     return chosen
+
+
+def _all_ended(jobs: list[Job], outcome: Outcomes) -> list[Outcome] | None:
+    """What became of every trial; None while one has neither finished nor failed."""
+    found = [ended for job in jobs if (ended := outcome(job.id))]
+    return found if len(found) == len(jobs) else None
 
 
 def _number(record: Record, name: str) -> float | None:
