@@ -36,7 +36,8 @@ from torch import Tensor, nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from frozencore import FrozenCoreConfig, calibrate
-from frozencore.lab.record import provenance, write_json
+from frozencore.lab.run.provenance import provenance
+from frozencore.whole_file import write_json
 
 RANK = 16
 FLOOR = "floor"

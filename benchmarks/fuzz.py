@@ -37,22 +37,23 @@ from transformers.utils import logging
 
 from frozencore import FrozenCoreConfig, export_lora
 from frozencore.adapter.directory import read_adapter
-from frozencore.adapter.merged_export import export_merged
-from frozencore.adapter.serving import check_lora_directory
+from frozencore.adapter.export.merged import export_merged
+from frozencore.adapter.export.serving import check_lora_directory
 from frozencore.calibration.store import MomentsFingerprint, load_moments, save_moments
+from frozencore.cli.campaign_lines import status_lines
+from frozencore.cli.findings import diagnose
 from frozencore.errors import FrozenCoreError
-from frozencore.lab.campaign.command import status_lines
 from frozencore.lab.campaign.plan import Outcome, plan
 from frozencore.lab.campaign.results import load_results
 from frozencore.lab.campaign.spec import read_campaign
-from frozencore.lab.checkpoints import newest_complete_checkpoint, seal_checkpoint
-from frozencore.lab.data import read_file
-from frozencore.lab.doctor import diagnose
-from frozencore.lab.own_task import read_own_task
-from frozencore.lab.record import provenance, write_json, write_lines
 from frozencore.lab.reports.task_means import read_task_means
-from frozencore.lab.strict_yaml import read_yaml
-from frozencore.moments import LayerMoments
+from frozencore.lab.rows.own_rows import read_file
+from frozencore.lab.rows.own_task import read_own_task
+from frozencore.lab.run.provenance import provenance
+from frozencore.lab.training.checkpoints import newest_complete_checkpoint, seal_checkpoint
+from frozencore.maths.moments import LayerMoments
+from frozencore.strict_yaml import read_yaml
+from frozencore.whole_file import write_json, write_lines
 
 SLOWEST_S = 20.0
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"

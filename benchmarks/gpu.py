@@ -35,7 +35,8 @@ from rich.table import Table
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from frozencore.lab.record import provenance, write_json
+from frozencore.lab.run.provenance import provenance
+from frozencore.whole_file import write_json
 from gpu_contest import RANK, TINY, Bench, Deadline, Job, eva, full_pissa, kernels, race
 from gpu_faster import compiled_steps, graphed_steps
 

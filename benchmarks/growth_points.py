@@ -14,7 +14,7 @@ from peft import get_peft_model
 from torch import Tensor, nn
 
 from frozencore import FrozenCoreConfig, calibrate
-from frozencore.lab.baselines import add_baseline
+from frozencore.lab.run.baselines import add_baseline
 from operations import (
     Architecture,
     core_operations,

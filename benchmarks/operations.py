@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import ceil, log2
 
-from frozencore.linalg import GRAM_LIMIT, KRYLOV_BLOCKS, KRYLOV_WIDTH
+from frozencore.maths.linalg import GRAM_LIMIT, KRYLOV_BLOCKS, KRYLOV_WIDTH
 
 Shape = tuple[int, int]
 FLOAT32_BYTES = 4
@@ -81,7 +81,7 @@ def product_bytes(shapes: Iterable[Shape], num_batches: int) -> int:
 
 
 def uses_krylov(shape: Shape, rank: int) -> bool:
-    """Whether the randomised SVD is taken, not the exact Gram eigenproblem (``frozencore.linalg``)."""
+    """Whether the randomised SVD is taken, not the exact Gram eigenproblem (``frozencore.maths.linalg``)."""
     return min(shape) > max(GRAM_LIMIT, KRYLOV_WIDTH * KRYLOV_BLOCKS * rank)
 
 

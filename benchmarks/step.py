@@ -46,9 +46,10 @@ from torch import Tensor, nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from frozencore import FrozenCoreConfig, prepare_swap, swap_core
-from frozencore.accounting import optimizer_state_bytes, trainable_parameters
-from frozencore.lab.baselines import add_baseline
-from frozencore.lab.record import provenance, write_json
+from frozencore.lab.run.accounting import optimizer_state_bytes, trainable_parameters
+from frozencore.lab.run.baselines import add_baseline
+from frozencore.lab.run.provenance import provenance
+from frozencore.whole_file import write_json
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 CONTESTANTS = ("floor", "lora", "dora", "pissa", "frozencore")

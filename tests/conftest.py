@@ -1,28 +1,39 @@
-"""Tiny random models and padded batches; jaxtyping shapes of the package are checked in every test."""
+"""Tiny models, tokenizers and batches, and the real data and model where a checkout has them beside it.
+
+jaxtyping's shapes of the package are checked in every test.
+"""
 
 from __future__ import annotations
 
 import jaxtyping
 
 SHAPE_CHECKED = [
-    "frozencore.linalg", "frozencore.moments", "frozencore.basis", "frozencore.whitening", "frozencore.objective",
-    "frozencore.constructors", "frozencore.calibration", "frozencore.adapter", "frozencore.fingerprint",
-    "frozencore.accounting", "frozencore.inspection",
+    "frozencore.maths", "frozencore.constructors", "frozencore.calibration", "frozencore.adapter",
+    "frozencore.fingerprint", "frozencore.lab.run.accounting",
 ]  # fmt: skip
 jaxtyping.install_import_hook(SHAPE_CHECKED, "beartype.beartype")  # must come before the first import of frozencore
 
 import os  # noqa: E402
 import sys  # noqa: E402
-from collections.abc import Iterator  # noqa: E402
+from collections.abc import Callable, Iterator  # noqa: E402
 from pathlib import Path  # noqa: E402
+from typing import Any  # noqa: E402
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors  # noqa: E402
 from torch import nn  # noqa: E402
+from transformers import PreTrainedTokenizerFast  # noqa: E402
 
+from places import SHARED  # noqa: E402
 from tiny import Example, draw_examples, tiny_gpt2, tiny_llama, tiny_qwen2  # noqa: E402
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<s>{{ m.role }}\n{{ m.content }}</s>\n{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
+)
 
 
 @pytest.fixture
@@ -64,7 +75,7 @@ def _same_global_seed() -> None:
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):  # type: ignore[no-untyped-def]
     """Runs ``frozencore`` with those words: exit status, what it printed, and its errors."""
-    from frozencore import cli
+    from frozencore.cli import app as cli
 
     def run(*words: str | Path) -> tuple[int, str, str]:
         capsys.readouterr()  # what the fixtures wrote
@@ -75,3 +86,49 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
         return int(exit_.value.code or 0), captured.out, captured.err
 
     return run
+
+
+@pytest.fixture
+def shared_data() -> Path:
+    """The real benchmark rows, of the hub's schema."""
+    if not (SHARED / "data").is_dir():
+        pytest.skip("no ../shared/data beside this checkout")
+    return SHARED / "data"
+
+
+@pytest.fixture
+def tiny1m() -> Path:
+    """A real pretrained Llama of a million parameters; it puts ``<s>`` in front and pads with ``</s>``."""
+    if not (SHARED / "models" / "tiny1m").is_dir():
+        pytest.skip("no ../shared/models/tiny1m beside this checkout")
+    return SHARED / "models" / "tiny1m"
+
+
+@pytest.fixture
+def byte_tokenizer() -> Callable[..., Any]:
+    """Makes a tokenizer of one token a byte (258 in all), plus merges of the pairs given."""
+
+    def make(*, adds_start: bool = False, chat: bool = False, merges: tuple[tuple[str, str], ...] = ()) -> Any:
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        pieces = [*alphabet, *(left + right for left, right in merges)]
+        tokenizer = Tokenizer(models.BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=list(merges)))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        tokenizer.add_special_tokens([AddedToken("<s>", special=True), AddedToken("</s>", special=True)])
+        if adds_start:
+            tokenizer.post_processor = processors.TemplateProcessing(
+                single="<s> $A", special_tokens=[("<s>", tokenizer.token_to_id("<s>"))]
+            )
+        fast = PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="</s>", model_max_length=512
+        )
+        fast.chat_template = CHAT_TEMPLATE if chat else None
+        return fast
+
+    return make
+
+
+@pytest.fixture
+def byte_model() -> nn.Module:
+    """A tiny Qwen2 over the byte tokenizer's vocabulary."""
+    return tiny_qwen2(vocab_size=300, max_position_embeddings=512)

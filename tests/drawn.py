@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from frozencore.constructors import LayerEvidence
-from frozencore.moments import LayerMoments
+from frozencore.maths.moments import LayerMoments
 from references import Array, Evidence
 
 

@@ -30,7 +30,7 @@ def start(words: list[str], said: Path) -> Any:
 
 
 def _run(words: list[str], said: Path) -> None:
-    from frozencore import cli
+    from frozencore.cli import app as cli
 
     forget_cuda()
     torch.set_num_threads(1)

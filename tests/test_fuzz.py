@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from places import ROOT
+
 FIGURES = ROOT / "benchmarks" / "results" / "fuzz.json"
 
 

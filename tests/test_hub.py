@@ -14,11 +14,11 @@ import pytest
 
 from adapted import adapted
 from frozencore import export_lora
-from frozencore.adapter.merged_export import export_merged
+from frozencore.adapter.export.merged import export_merged
 from frozencore.errors import ModelError
 from frozencore.hub import HUB_TIMEOUT_S, hub_answers, safe_loading
-from frozencore.lab.loading import load_config, load_model, load_tokenizer
 from frozencore.lab.pocket import pocket_model_path
+from frozencore.lab.run.loading import load_config, load_model, load_tokenizer
 from tiny import tiny_qwen2
 
 NOWHERE = "http://127.0.0.1:9"

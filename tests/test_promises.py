@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+from places import ROOT
+
 PAGE = (ROOT / "docs" / "promises.md").read_text(encoding="utf-8")
 ROWS = re.findall(r"^\| (?!promise|---)(.+) \|$", PAGE, flags=re.MULTILINE)
 

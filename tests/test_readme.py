@@ -9,12 +9,13 @@ import pytest
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from frozencore.lab.batches import make_batches
 from frozencore.lab.pocket import POCKET_TASKS, pocket_model_path
-from frozencore.lab.prompts import PromptEncoder
+from frozencore.lab.rows.batches import make_batches
+from frozencore.lab.rows.prompts import PromptEncoder
 from frozencore.lab.tasks.splits import split_task
+from places import ROOT
 
-README = Path(__file__).parents[1] / "README.md"
+README = ROOT / "README.md"
 HUB_ID = "Qwen/Qwen2.5-0.5B-Instruct"
 
 

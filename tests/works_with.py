@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-ROOT = Path(__file__).parents[1]
+from places import ROOT
+
 PAGE = ROOT / "docs" / "from-lora.md"
 BEGIN, END = "<!-- works:begin -->\n", "<!-- works:end -->"
 

@@ -4,16 +4,15 @@ Importing this package registers the method with PEFT, so that ``peft.get_peft_m
 know :class:`FrozenCoreConfig`.
 """
 
-from frozencore.adapter.bases import get_bases, set_bases
-from frozencore.adapter.calibrate import Calibration, calibrate
-from frozencore.adapter.card import write_model_card
+from frozencore.adapter.bases.calibrate import Calibration, calibrate
+from frozencore.adapter.bases.carried import get_bases, set_bases
 from frozencore.adapter.config import FrozenCoreConfig
-from frozencore.adapter.lora_export import export_lora
-from frozencore.adapter.merged_export import export_merged
+from frozencore.adapter.export.lora import export_lora
+from frozencore.adapter.export.merged import export_merged
+from frozencore.adapter.export.serving import check_lora_directory
 from frozencore.adapter.model import FrozenCoreModel, frozen_core_layers, register_with_peft
-from frozencore.adapter.serving import check_lora_directory
+from frozencore.adapter.seal.card import write_model_card
 from frozencore.adapter.swap import prepare_swap, swap_core
-from frozencore.basis import Basis
 from frozencore.calibration.collect import collect_moments
 from frozencore.calibration.options import CalibrationOptions
 from frozencore.calibration.store import load_moments, save_moments
@@ -33,8 +32,9 @@ from frozencore.constructors import (
     vera_basis,
 )
 from frozencore.errors import FrozenCoreError
-from frozencore.moments import LayerMoments
-from frozencore.whitening import Whitening
+from frozencore.maths.basis import Basis
+from frozencore.maths.moments import LayerMoments
+from frozencore.maths.whitening import Whitening
 
 register_with_peft()
 

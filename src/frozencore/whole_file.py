@@ -1,12 +1,19 @@
-"""A file that is there whole or not at all: written aside, flushed, then renamed into place."""
+"""Files and folders that are there whole or not at all: written aside, flushed, then renamed into place."""
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+from frozencore.errors import ArtifactError
+
+_MARKS = ("adapter_config.json", "config.json")
 
 
 @contextmanager
@@ -33,3 +40,81 @@ def remove_left(folder: Path, name: str = "*") -> None:
             shutil.rmtree(left)
         else:
             left.unlink()
+
+
+@contextmanager
+def whole_folder(out: Path, *, overwrite: bool, reads: Path | None = None) -> Iterator[Path]:
+    """Yield a new folder beside ``out`` that takes its place when the block ends without an error.
+
+    Args:
+        overwrite: Replace a model or adapter folder that is there; any other folder is never replaced.
+        reads: A folder that the block reads from, which must not be replaced.
+
+    Raises:
+        ArtifactError: ``out`` is there already, holds something else, holds what is read, or cannot be written.
+    """
+    _require_free(out, overwrite=overwrite, reads=reads)
+    aside = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        aside.mkdir()
+        try:
+            yield aside
+            if out.is_dir():
+                shutil.rmtree(out)
+            aside.rename(out)
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+    except OSError as error:
+        raise ArtifactError(f"{out} cannot be written: {error.strerror}. Check folder and free space.") from error
+
+
+def _require_free(out: Path, *, overwrite: bool, reads: Path | None) -> None:
+    if reads is not None and reads.resolve().is_relative_to(out.resolve()):
+        raise ArtifactError(f"{out} holds the adapter that is exported: an export goes to a folder of its own.")
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return
+    if not overwrite:
+        raise ArtifactError(f"{out} is there already. Choose another folder, or allow it to be overwritten.")
+    if not any((out / mark).is_file() for mark in _MARKS):
+        raise ArtifactError(f"{out} holds no model and no adapter, so it is not overwritten. Choose another folder.")
+
+
+def require_writable(folder: Path) -> None:
+    """Refuse an output folder that cannot be made or written to, before any work is done for it.
+
+    Raises:
+        ArtifactError: It, or the nearest folder above it that exists, is no folder or is read-only.
+    """
+    nearest = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        raise ArtifactError(f"--output {folder} cannot be written: {nearest} is not a writable folder. Choose another.")
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write JSON aside, flush it, and rename it into place; NaN and infinity become null."""
+    write_text(path, json.dumps(_finite(value), indent=2, ensure_ascii=False) + "\n")
+
+
+def write_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write one JSON object a line, as :func:`write_json` does."""
+    write_text(path, "".join(json.dumps(_finite(row), ensure_ascii=False) + "\n" for row in rows))
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file aside, flush it, and rename it into place."""
+    try:
+        with whole_file(path) as aside:
+            aside.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ArtifactError(f"{path} cannot be written: {error.strerror}. Check folder and free space.") from error
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return str(value) if isinstance(value, Path) else value

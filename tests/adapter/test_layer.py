@@ -16,9 +16,9 @@ from transformers.pytorch_utils import Conv1D
 from adapted import BATCHES, DATA_DRIVEN, EXAMPLES, adapted, cores_of, logits, train_at_random
 from frozencore import CONSTRUCTORS, FrozenCoreConfig, calibrate
 from frozencore.adapter.linear import FrozenCoreLinear
-from frozencore.basis import Basis
 from frozencore.calibration.collect import collect_moments
 from frozencore.errors import CalibrationError, ModelError
+from frozencore.maths.basis import Basis
 from references import numpy_of
 from tiny import batch_of, tiny_gpt2, tiny_llama, tiny_qwen2
 

@@ -11,9 +11,9 @@ from peft import get_peft_model
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from frozencore import FrozenCoreConfig, calibrate
-from frozencore.adapter.passes import BasisWork
+from frozencore.adapter.bases.passes import BasisWork
 from frozencore.calibration.budget import PassPlan
-from frozencore.linalg import truncated_svd
+from frozencore.maths.linalg import truncated_svd
 from tiny import batches_of, draw_examples, tiny_qwen2
 
 

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,12 +13,12 @@ from peft import PeftModel
 
 from adapted import BATCHES, DATA_DRIVEN, adapted, cores_of
 from frozencore import CalibrationOptions, calibrate
-from frozencore.adapter.passes import BasisWork
+from frozencore.adapter.bases.passes import BasisWork
 from frozencore.calibration.budget import LayerCost, PassPlan, layer_cost, memory_bytes, plan_passes, smallest_budget
 from frozencore.errors import ConfigError, DataError
+from places import TESTS
 from tiny import tiny_qwen2
 
-TESTS = Path(__file__).parents[1]
 FCCA = frozenset({"cross", "input_square", "error_square"})
 
 

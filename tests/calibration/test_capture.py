@@ -15,7 +15,7 @@ from frozencore.calibration.capture import CountedTokens, capturing
 from frozencore.calibration.collect import collect_moments
 from frozencore.calibration.options import CalibrationOptions
 from frozencore.errors import CalibrationError
-from frozencore.moments import MOMENT_NAMES, LayerMoments
+from frozencore.maths.moments import MOMENT_NAMES, LayerMoments
 from references import numpy_of
 from tiny import attention_names, batch_of, draw_examples, tiny_qwen2
 

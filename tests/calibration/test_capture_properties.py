@@ -14,7 +14,7 @@ import references as ref
 from frozencore.calibration.capture import CountedTokens, capturing
 from frozencore.calibration.collect import collect_moments
 from frozencore.calibration.options import CalibrationOptions
-from frozencore.moments import MOMENT_NAMES
+from frozencore.maths.moments import MOMENT_NAMES
 from references import numpy_of
 from tiny import Example, batches_of, tiny_qwen2, with_positions
 

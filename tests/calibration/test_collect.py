@@ -16,7 +16,7 @@ import references as ref
 from frozencore.calibration.collect import collect_moments, take_examples
 from frozencore.calibration.options import CalibrationOptions
 from frozencore.errors import CalibrationError, ConfigError
-from frozencore.moments import MOMENT_NAMES, LayerMoments
+from frozencore.maths.moments import MOMENT_NAMES, LayerMoments
 from references import numpy_of
 from tiny import (
     Example,

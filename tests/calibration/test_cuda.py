@@ -11,7 +11,7 @@ from adapted import cores_of
 from frozencore import FrozenCoreConfig, calibrate
 from frozencore.calibration.collect import collect_moments
 from frozencore.calibration.options import CalibrationOptions
-from frozencore.moments import MOMENT_NAMES
+from frozencore.maths.moments import MOMENT_NAMES
 from references import numpy_of, reference_moments
 from tiny import attention_names, batches_of, draw_examples, tiny_qwen2
 

@@ -17,10 +17,10 @@ import torch
 from calibration.two_ranks import CONSTRUCTORS, EXAMPLES, adapted, bases, cores_after_a_step, costs, streamed_bases
 from frozencore import calibrate
 from frozencore.calibration.shards import assign_owners
-from frozencore.linalg import principal_cosines
+from frozencore.maths.linalg import principal_cosines
+from places import TESTS
 from tiny import batches_of
 
-TESTS = Path(__file__).parents[1]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 TIMEOUT_S = 10  # of the process group, where a rank is lost
 

@@ -21,7 +21,7 @@ from transformers import (
 from adapted import train_at_random
 from frozencore import CalibrationOptions, FrozenCoreConfig, calibrate, collect_moments, frozen_core_layers
 from frozencore.errors import ConfigError
-from frozencore.moments import LayerMoments
+from frozencore.maths.moments import LayerMoments
 
 NEEDS = frozenset({"cross", "input_square", "error_square"})
 # Source and target of each example. Batch 0 has longest source = longest target: shapes cannot tell the sides apart.

@@ -11,17 +11,17 @@ from torch import Tensor, nn
 
 from adapted import BATCHES, adapted, cores_of
 from frozencore import calibrate
-from frozencore.adapter.passes import BasisWork
+from frozencore.adapter.bases.passes import BasisWork
 from frozencore.calibration.budget import PassPlan
 from frozencore.calibration.collect import collect_moments
 from frozencore.calibration.options import CalibrationOptions
 from frozencore.calibration.sketch import SketchTarget, stream_whitened_svds
 from frozencore.constructors.fcca import fcca_basis, fcca_basis_of_svd
 from frozencore.errors import CalibrationError
-from frozencore.linalg import principal_cosines
-from frozencore.moments import MOMENT_NAMES
-from frozencore.objective import captured_correlation
-from frozencore.whitening import Whitening, damped
+from frozencore.maths.linalg import principal_cosines
+from frozencore.maths.moments import MOMENT_NAMES
+from frozencore.maths.objective import captured_correlation
+from frozencore.maths.whitening import Whitening, damped
 from tiny import tiny_qwen2
 
 SHAPE, RANK = (640, 560), 16

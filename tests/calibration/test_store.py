@@ -18,7 +18,7 @@ from frozencore.calibration.options import CalibrationOptions
 from frozencore.calibration.store import MomentsFingerprint, load_moments, save_moments
 from frozencore.errors import ArtifactError
 from frozencore.fingerprint import fingerprint_batches, fingerprint_model, fingerprint_options, fingerprint_tensors
-from frozencore.moments import MOMENT_NAMES, LayerMoments
+from frozencore.maths.moments import MOMENT_NAMES, LayerMoments
 from tiny import attention_names, batches_of, draw_examples, tiny_qwen2
 
 BATCHES = batches_of(draw_examples(4, seed=1), 2)

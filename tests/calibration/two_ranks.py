@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from frozencore import FrozenCoreConfig, calibrate, frozen_core_layers
-from frozencore.adapter.passes import BasisWork
+from frozencore.adapter.bases.passes import BasisWork
 from frozencore.calibration.budget import PassPlan
 from frozencore.calibration.capture import LayerRecorder
 from frozencore.calibration.shards import assign_owners, own_rank

@@ -11,7 +11,6 @@ import torch
 
 import references as ref
 from drawn import DrawnLayer, drawn_layer, layer_of_rank
-from frozencore.basis import COORDINATES, Basis
 from frozencore.constructors import (
     CONSTRUCTORS,
     BasisOptions,
@@ -22,9 +21,10 @@ from frozencore.constructors import (
 )
 from frozencore.constructors.eva import EVA_OUTPUTS
 from frozencore.errors import CalibrationError, ConfigError
-from frozencore.linalg import SVD_METHODS, SvdMethod, TruncatedSVD, truncated_svd
-from frozencore.moments import LayerMoments, MomentName
-from frozencore.whitening import FISHERS, SIDES, Whitening
+from frozencore.maths.basis import COORDINATES, Basis
+from frozencore.maths.linalg import SVD_METHODS, SvdMethod, TruncatedSVD, truncated_svd
+from frozencore.maths.moments import LayerMoments, MomentName
+from frozencore.maths.whitening import FISHERS, SIDES, Whitening
 from references import numpy_of
 
 READS_DATA = ("fcca", "rawgrad", "signgrad", "filora", "eva")

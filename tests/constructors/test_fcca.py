@@ -8,9 +8,9 @@ import torch
 
 import references as ref
 from drawn import drawn_layer
-from frozencore.basis import Basis
 from frozencore.constructors import fcca_basis, rawgrad_basis
-from frozencore.whitening import SIDES, Whitening
+from frozencore.maths.basis import Basis
+from frozencore.maths.whitening import SIDES, Whitening
 from references import numpy_of
 
 HUGE = 1e9

@@ -26,7 +26,7 @@ from frozencore.constructors import (
 )
 from frozencore.constructors.eva import EVA_OUTPUTS, eva_needs
 from frozencore.errors import ConfigError
-from frozencore.moments import LayerMoments
+from frozencore.maths.moments import LayerMoments
 from references import numpy_of
 
 # ------------------------------------------------------------------------------------------------------- milora

@@ -18,8 +18,9 @@ from pydantic import TypeAdapter, ValidationError
 from safetensors.torch import load
 from torch import Tensor
 
-from frozencore.adapter.card import CARD_FILE, write_model_card
-from frozencore.adapter.integrity import (
+from frozencore.adapter.seal.card import CARD_FILE, write_model_card
+from frozencore.adapter.seal.factors import PREFIX
+from frozencore.adapter.seal.integrity import (
     CONFIG_FILE,
     PEFT_TYPE,
     WEIGHTS_FILE,
@@ -29,10 +30,9 @@ from frozencore.adapter.integrity import (
     require_sealed,
     seal_tensors,
 )
-from frozencore.adapter.layer import PREFIX
 from frozencore.constructors import BasisOptions, Constructor, find_constructor
 from frozencore.errors import ArtifactError, ConfigError, FrozenCoreError
-from frozencore.whitening import Whitening
+from frozencore.maths.whitening import Whitening
 
 
 class FrozenCoreType(str, Enum):  # noqa: UP042 - PEFT formats the type with str(), which StrEnum changes
@@ -51,7 +51,7 @@ class FrozenCoreConfig(PeftConfig):
         constructor: How P and Q are chosen: ``fcca``, ``rawgrad``, ``filora``, ``milora``, ``lora_xs``, ``vera``,
             ``eva``, ``random`` or ``signgrad``.
         alpha: The scale is ``s = alpha / r``; None means ``s = 1``.
-        whiten, fisher, shrinkage, damping: Metric of ``fcca``, see :class:`frozencore.whitening.Whitening`.
+        whiten, fisher, shrinkage, damping: Metric of ``fcca``, see :class:`frozencore.maths.whitening.Whitening`.
         coordinates: ``qr`` (default), ``polar``, or the ablations ``raw`` and ``scaled_raw``.
         svd_method: ``auto``, ``gram``, ``randomized`` or ``full``.
         filora_fisher: ``dense`` eigenvectors or ``diagonal`` coordinate selection.
@@ -66,7 +66,7 @@ class FrozenCoreConfig(PeftConfig):
         calibration_tokens: Written by ``calibrate``: how many tokens the bases were computed from.
         load_bases: Written by ``save_pretrained``: P and Q are in the file, so none is built.
         seal: Written by ``save_pretrained``: hashes of the weights and some values of the base model, which loading
-            checks (:mod:`frozencore.adapter.integrity`).
+            checks (:mod:`frozencore.adapter.seal.integrity`).
         allow_other_base: Load onto a base model whose weights are not those that the adapter was made on. Never saved:
             ``PeftModel.from_pretrained(base, folder, allow_other_base=True)``.
     """

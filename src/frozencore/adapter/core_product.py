@@ -85,7 +85,7 @@ def _forward(
 def _add_core(y: Tensor, z: Tensor, R: Tensor, P: Tensor, scale: float) -> Tensor:
     """``y += s·z Rᵀ Pᵀ``: y tokens x m, z tokens x r."""
     if _fits_kernel(z, R):
-        from frozencore.core_kernel import add_core
+        from frozencore.adapter.core_kernel import add_core
 
         return add_core(y, z, R, P, scale)
     return y.addmm_((z.to(R.dtype) @ R.mT).to(P.dtype), P.mT, alpha=scale)

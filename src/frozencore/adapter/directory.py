@@ -6,8 +6,8 @@ from dataclasses import fields
 from pathlib import Path
 
 from frozencore.adapter.config import FrozenCoreConfig, require_types
-from frozencore.adapter.factors import Factors, layer_factors
-from frozencore.adapter.integrity import CONFIG_FILE, PEFT_TYPE, WEIGHTS_FILE, read_config, read_folder
+from frozencore.adapter.seal.factors import Factors, layer_factors
+from frozencore.adapter.seal.integrity import CONFIG_FILE, PEFT_TYPE, WEIGHTS_FILE, read_config, read_folder
 from frozencore.errors import ArtifactError, FrozenCoreError
 
 __all__ = ["CONFIG_FILE", "WEIGHTS_FILE", "Factors", "layer_factors", "read_adapter"]

@@ -17,11 +17,9 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from frozencore.adapter.core_product import core_output
-from frozencore.adapter.same_base import sample_weight
-from frozencore.basis import Basis
+from frozencore.adapter.seal.same_base import sample_weight
 from frozencore.errors import CalibrationError
-
-PREFIX = "frozencore_"
+from frozencore.maths.basis import Basis
 
 
 class FrozenCoreLayer(BaseTunerLayer):

@@ -22,12 +22,13 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from frozencore.adapter.config import FrozenCoreConfig, FrozenCoreType
-from frozencore.adapter.integrity import require_finite, require_fit, require_sealed, require_sound
-from frozencore.adapter.layer import PREFIX, FrozenCoreLayer
+from frozencore.adapter.layer import FrozenCoreLayer
 from frozencore.adapter.linear import FrozenCoreLinear
 from frozencore.adapter.mixed_batch import adapter_of_each_row
 from frozencore.adapter.quantised_linear import FrozenCoreQuantisedLinear
-from frozencore.adapter.same_base import differing_layer, record_base
+from frozencore.adapter.seal.factors import PREFIX
+from frozencore.adapter.seal.integrity import require_finite, require_fit, require_sealed, require_sound
+from frozencore.adapter.seal.same_base import differing_layer, record_base
 from frozencore.calibration.quantised import keep_weights
 from frozencore.calibration.shards import require_same_bases
 from frozencore.constructors import LayerEvidence, build_basis

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from frozencore.adapter.directory import Factors, layer_factors, read_adapter
-from frozencore.adapter.layer import PREFIX, FrozenCoreLayer
+from frozencore.adapter.layer import FrozenCoreLayer
 from frozencore.adapter.model import frozen_core_layers, scale_of
+from frozencore.adapter.seal.factors import PREFIX
 from frozencore.errors import ArtifactError, ConfigError
 
 

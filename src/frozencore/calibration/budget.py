@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from frozencore.errors import ConfigError
-from frozencore.linalg import GRAM_LIMIT, KRYLOV_BLOCKS, KRYLOV_WIDTH
-from frozencore.moments import MomentName
+from frozencore.maths.linalg import GRAM_LIMIT, KRYLOV_BLOCKS, KRYLOV_WIDTH
+from frozencore.maths.moments import MomentName
 
 Shape = tuple[int, int]
 

@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from frozencore.calibration.encoder_side import EncoderSide
 from frozencore.calibration.sums import add_outer, finite, outer, projected, select, square_sum, sum_dtype
 from frozencore.errors import CalibrationError
-from frozencore.moments import BACKWARD_MOMENTS, LayerMoments, MomentName
+from frozencore.maths.moments import BACKWARD_MOMENTS, LayerMoments, MomentName
 
 INPUT_SIDE: frozenset[MomentName] = frozenset({"input_square", "input_outer", "input_total"})
 STRIP = 2**24  # entries of a product that are moved at once to sums on another device

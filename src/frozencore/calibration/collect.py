@@ -25,8 +25,8 @@ from frozencore.calibration.loss import (
 from frozencore.calibration.options import CalibrationOptions
 from frozencore.calibration.preserve import preserved
 from frozencore.errors import CalibrationError, ConfigError, DataError
-from frozencore.linalg import seeded_generator
-from frozencore.moments import LayerMoments, MomentName
+from frozencore.maths.linalg import seeded_generator
+from frozencore.maths.moments import LayerMoments, MomentName
 
 Batch = Mapping[str, Any]
 Progress = Callable[[int, int | None], None]

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from frozencore.basis import Basis
 from frozencore.errors import CalibrationError
 from frozencore.fingerprint import fingerprint_tensors
-from frozencore.moments import LayerMoments
+from frozencore.maths.basis import Basis
+from frozencore.maths.moments import LayerMoments
 from frozencore.out_of_memory import is_out_of_memory
 
 Shape = tuple[int, int]

@@ -24,8 +24,8 @@ from torch import nn
 from frozencore.calibration.options import CalibrationOptions
 from frozencore.errors import ArtifactError
 from frozencore.fingerprint import fingerprint_batches, fingerprint_model, fingerprint_tensors
-from frozencore.linalg import all_finite
-from frozencore.moments import MOMENT_NAMES, LayerMoments
+from frozencore.maths.linalg import all_finite
+from frozencore.maths.moments import MOMENT_NAMES, LayerMoments
 from frozencore.whole_file import whole_file
 
 FORMAT, KEY = 2, "frozencore-moments"

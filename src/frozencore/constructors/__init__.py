@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from frozencore.basis import COORDINATES, Basis, Coordinates
 from frozencore.constructors.eva import EVA_OUTPUTS, EvaOutput, eva_basis, eva_needs
 from frozencore.constructors.fcca import fcca_basis, fcca_basis_of_svd
 from frozencore.constructors.filora import filora_basis, filora_needs
@@ -21,10 +20,11 @@ from frozencore.constructors.rawgrad import rawgrad_basis
 from frozencore.constructors.signgrad import signgrad_basis
 from frozencore.constructors.vera import vera_basis
 from frozencore.errors import CalibrationError, ConfigError
-from frozencore.linalg import SVD_METHODS, SvdMethod, TruncatedSVD, seeded_generator
-from frozencore.moments import LayerMoments, MomentName
+from frozencore.maths.basis import COORDINATES, Basis, Coordinates
+from frozencore.maths.linalg import SVD_METHODS, SvdMethod, TruncatedSVD, seeded_generator
+from frozencore.maths.moments import LayerMoments, MomentName
+from frozencore.maths.whitening import FISHERS, Fisher, Whitening
 from frozencore.naming import unknown_name
-from frozencore.whitening import FISHERS, Fisher, Whitening
 
 __all__ = [
     "CONSTRUCTORS", "BasisOptions", "Constructor", "LayerEvidence", "build_basis", "eva_basis", "fcca_basis",

@@ -14,10 +14,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from frozencore.basis import Basis, Coordinates, basis_from_factors
 from frozencore.errors import ConfigError
-from frozencore.linalg import effective_rank, energy_rank, seeded_generator, top_eigenvectors, truncated_svd
-from frozencore.moments import LayerMoments, MomentName
+from frozencore.maths.basis import Basis, Coordinates, basis_from_factors
+from frozencore.maths.linalg import effective_rank, energy_rank, seeded_generator, top_eigenvectors, truncated_svd
+from frozencore.maths.moments import LayerMoments, MomentName
 
 EvaOutput = Literal["weight_times_input", "output_pca", "random", "weight_svd"]
 EVA_OUTPUTS: tuple[str, ...] = get_args(EvaOutput)

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import torch
 
-from frozencore.basis import Basis, Coordinates, basis_from_factors
-from frozencore.linalg import SvdMethod, TruncatedSVD, effective_rank, truncated_svd
-from frozencore.moments import LayerMoments
-from frozencore.whitening import InverseRoot, Whitening
+from frozencore.maths.basis import Basis, Coordinates, basis_from_factors
+from frozencore.maths.linalg import SvdMethod, TruncatedSVD, effective_rank, truncated_svd
+from frozencore.maths.moments import LayerMoments
+from frozencore.maths.whitening import InverseRoot, Whitening
 
 
 def fcca_basis(

@@ -11,10 +11,10 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from frozencore.basis import Basis, Coordinates, basis_from_factors
-from frozencore.linalg import energy_rank, top_eigenvectors
-from frozencore.moments import LayerMoments, MomentName
-from frozencore.whitening import Fisher
+from frozencore.maths.basis import Basis, Coordinates, basis_from_factors
+from frozencore.maths.linalg import energy_rank, top_eigenvectors
+from frozencore.maths.moments import LayerMoments, MomentName
+from frozencore.maths.whitening import Fisher
 
 
 def filora_needs(fisher: Fisher) -> frozenset[MomentName]:

@@ -10,8 +10,8 @@ from __future__ import annotations
 from jaxtyping import Float
 from torch import Tensor
 
-from frozencore.basis import Basis, Coordinates, basis_from_factors
-from frozencore.linalg import SvdMethod, effective_rank, truncated_svd
+from frozencore.maths.basis import Basis, Coordinates, basis_from_factors
+from frozencore.maths.linalg import SvdMethod, effective_rank, truncated_svd
 
 
 def lora_xs_basis(

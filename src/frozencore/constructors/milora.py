@@ -11,8 +11,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from frozencore.basis import Basis, Coordinates, basis_from_factors
-from frozencore.linalg import canonical_signs, require_finite
+from frozencore.maths.basis import Basis, Coordinates, basis_from_factors
+from frozencore.maths.linalg import canonical_signs, require_finite
 
 
 def milora_basis(W: Float[Tensor, "m n"], rank: int, *, coordinates: Coordinates = "qr") -> Basis:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from frozencore.basis import Basis, Coordinates, basis_from_factors
-from frozencore.linalg import seeded_generator
+from frozencore.maths.basis import Basis, Coordinates, basis_from_factors
+from frozencore.maths.linalg import seeded_generator
 
 
 def random_basis(shape: tuple[int, int], rank: int, *, coordinates: Coordinates = "qr", seed: int = 0) -> Basis:

@@ -5,11 +5,11 @@ G = U Σ Vᵀ,   P = U_r,   Q = V_r
 
 from __future__ import annotations
 
-from frozencore.basis import Basis, Coordinates
 from frozencore.constructors.fcca import fcca_basis
-from frozencore.linalg import SvdMethod
-from frozencore.moments import LayerMoments
-from frozencore.whitening import Whitening
+from frozencore.maths.basis import Basis, Coordinates
+from frozencore.maths.linalg import SvdMethod
+from frozencore.maths.moments import LayerMoments
+from frozencore.maths.whitening import Whitening
 
 
 def rawgrad_basis(

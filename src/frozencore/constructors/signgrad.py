@@ -11,9 +11,9 @@ from dataclasses import replace
 
 import torch
 
-from frozencore.basis import Basis, Coordinates, basis_from_factors
-from frozencore.linalg import SvdMethod, effective_rank, truncated_svd
-from frozencore.moments import LayerMoments
+from frozencore.maths.basis import Basis, Coordinates, basis_from_factors
+from frozencore.maths.linalg import SvdMethod, effective_rank, truncated_svd
+from frozencore.maths.moments import LayerMoments
 
 
 def signgrad_basis(

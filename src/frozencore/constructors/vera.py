@@ -7,8 +7,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from frozencore.basis import Basis, Coordinates, basis_from_factors
-from frozencore.linalg import seeded_generator
+from frozencore.maths.basis import Basis, Coordinates, basis_from_factors
+from frozencore.maths.linalg import seeded_generator
 
 BLOCK_ROWS = 1024
 

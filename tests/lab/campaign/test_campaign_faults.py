@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from forked import forget_cuda
-from frozencore.lab.campaign.command import ready_ids
+from frozencore.cli.campaign_lines import ready_ids
 from frozencore.lab.campaign.plan import plan
 from frozencore.lab.campaign.spec import read_campaign
 from frozencore.lab.campaign.store import Store
@@ -230,7 +230,7 @@ def with_little_memory(spec: Path, out: Path, *words: str) -> None:
     """The command in a forked process with 200 MB more than it begins with; it must end with status 1."""
 
     def run() -> None:
-        from frozencore import cli
+        from frozencore.cli import app as cli
 
         forget_cuda()
         used = int(Path("/proc/self/statm").read_text().split()[5]) * os.sysconf("SC_PAGE_SIZE")

@@ -18,8 +18,8 @@ from frozencore.lab.campaign.shared import Needs
 from frozencore.lab.campaign.spec import read_campaign
 from frozencore.lab.campaign.store import Store
 from frozencore.lab.campaign.worker import Place, Worker
-from frozencore.lab.config import RunConfig
-from frozencore.lab.run import execute
+from frozencore.lab.run.config import RunConfig
+from frozencore.lab.run.execute import execute
 from small_campaign import write_spec
 
 

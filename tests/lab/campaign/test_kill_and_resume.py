@@ -32,7 +32,7 @@ def drive_here(spec: Path, folder: Path, num_workers: int) -> None:
     """The command, in a forked process; its workers are forked from it."""
     import torch
 
-    from frozencore import cli
+    from frozencore.cli import app as cli
 
     forget_cuda()
     torch.set_num_threads(1)

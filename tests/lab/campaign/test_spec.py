@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from frozencore.cli.campaign_lines import campaign_schema
 from frozencore.errors import ConfigError
-from frozencore.lab.campaign.command import campaign_schema
 from frozencore.lab.campaign.plan import plan
 from frozencore.lab.campaign.spec import read_campaign
+from places import ROOT
 
 HEAD = "name: x\nmodels: {pocket: pocket}\nstudies:\n  main:\n    title: t\n"
 AXES = "    axes: {model: [pocket], task: [pocket-math], method: [fcca], seed: [42]}\n"
@@ -101,7 +102,7 @@ def test_too_many_runs_are_refused(tmp_path: Path) -> None:
         plan(campaign, lambda _: None)  # type: ignore[arg-type]
 
 
-PRESETS = sorted((Path(__file__).parents[3] / "campaigns").glob("*.yaml"))
+PRESETS = sorted((ROOT / "campaigns").glob("*.yaml"))
 
 
 @pytest.mark.parametrize("preset", PRESETS, ids=lambda path: path.stem)

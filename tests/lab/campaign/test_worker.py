@@ -15,7 +15,7 @@ from frozencore.lab.campaign.job import Job, make_job
 from frozencore.lab.campaign.shared import SharedWork
 from frozencore.lab.campaign.store import Store
 from frozencore.lab.campaign.worker import Place, Worker
-from frozencore.lab.run import execute
+from frozencore.lab.run.execute import execute
 
 OPTIONS: dict[str, Any] = {
     "model": "pocket", "task": "pocket-sentiment", "dtype": "float32", "seed": 42, "batch_size": 8, "accumulation": 1,

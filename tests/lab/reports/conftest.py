@@ -19,7 +19,7 @@ TRAINED = {"lora": 7_372_800, "dora": 7_538_688, "pissa": 7_372_800}
 
 
 def made_up_record(axes: Mapping[str, Any], **values: Any) -> dict[str, Any]:
-    """A record as ``frozencore.lab.run.execute`` returns it; its values depend on the axes alone."""
+    """A record as ``frozencore.lab.run.execute.execute`` returns it; its values depend on the axes alone."""
     draw = random.Random(repr(sorted(axes.items(), key=str)))
     method = str(axes.get("method", "fcca"))
     accuracy, trained = 0.6 + 0.3 * draw.random(), TRAINED.get(method, 36_864)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -14,8 +13,9 @@ from frozencore.lab.reports.comparison import TaskTable, analyse, comparison_jso
 from frozencore.lab.reports.significance import comparison_view, family_sheet
 from frozencore.lab.reports.statistics import differences, wins_ties_losses
 from frozencore.lab.reports.task_means import read_task_means
+from places import DATA
 
-PAPER = Path(__file__).parents[2] / "data"
+PAPER = DATA
 
 
 def paper(name: str) -> TaskTable:

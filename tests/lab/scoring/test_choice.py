@@ -15,12 +15,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, MistralConfig, Mis
 
 from all_logits import tiny_all_logits
 from frozencore.errors import DataError, ModelError
-from frozencore.lab.prompts import ChoiceTokens, PromptEncoder
+from frozencore.lab.rows.prompts import ChoiceTokens, PromptEncoder
+from frozencore.lab.rows.suite import find_task
 from frozencore.lab.scoring.choice import choice_logprobs, full_sequence_logprobs, predict_choices
 from frozencore.lab.scoring.prefix_mask import prefix_mask_logprobs
 from frozencore.lab.scoring.prefix_tree import PrefixTree, prefix_tree_logprobs
 from frozencore.lab.scoring.shared_prefix import can_share_prefix
-from frozencore.lab.suite import find_task
 from frozencore.lab.tasks.splits import split_task
 from frozencore.lab.tasks.task import Example
 from tiny import VOCABULARY, tiny_gpt2, tiny_llama, tiny_qwen2

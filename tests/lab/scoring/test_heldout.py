@@ -11,7 +11,7 @@ from torch import nn
 
 from all_logits import tiny_all_logits
 from frozencore.errors import DataError, ModelError
-from frozencore.lab.prompts import TokenRow
+from frozencore.lab.rows.prompts import TokenRow
 from frozencore.lab.scoring.heldout import held_out_loss
 from tiny import draw_examples, tiny_gpt2, tiny_qwen2
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from frozencore.errors import ModelError
-from frozencore.lab.batches import LOGITS_BUDGET
-from frozencore.lab.prompts import TokenRow
+from frozencore.lab.rows.batches import LOGITS_BUDGET
+from frozencore.lab.rows.prompts import TokenRow
 from frozencore.lab.scoring.heldout import held_out_loss
 from frozencore.lab.scoring.memory import score_in_groups
 from tiny import draw_examples, tiny_qwen2

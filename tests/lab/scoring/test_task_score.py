@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from frozencore.errors import ConfigError, DataError
-from frozencore.lab.prompts import PromptEncoder
+from frozencore.lab.rows.prompts import PromptEncoder
+from frozencore.lab.rows.suite import find_task
 from frozencore.lab.scoring.task_score import score_task
-from frozencore.lab.suite import find_task
 from frozencore.lab.tasks.task import Example
 from frozencore.lab.tasks.texts import TEXT_TASKS
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from frozencore.errors import DataError
-from frozencore.lab.suite import find_task
+from frozencore.lab.rows.suite import find_task
 from frozencore.lab.tasks.splits import evaluation_rows, split_task
 from hub_folders import ROWS, write_hub_folder
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from frozencore.errors import ConfigError, DataError
-from frozencore.lab.suite import TASKS
+from frozencore.lab.rows.suite import TASKS
 from frozencore.lab.tasks.splits import calibration_rows, evaluation_rows, normalised_text, split_task
 from frozencore.lab.tasks.task import Example, Split, Task
 

@@ -18,7 +18,7 @@ from frozencore.lab.campaign.job import Job
 from frozencore.lab.campaign.shared import Needs, SharedWork
 from frozencore.lab.campaign.store import Store
 from frozencore.lab.campaign.worker import Place, Worker
-from frozencore.lab.quiet import ignore_known_warnings
+from frozencore.quiet import ignore_known_warnings
 
 TELL_EVERY_S = 0.2
 GOOD_BYE_S = 5.0  # an idle worker ends by itself when its connection closes

@@ -16,7 +16,6 @@ from statistics import mean
 import torch
 from transformers import AutoModelForCausalLM
 
-from frozencore.accounting import basis_bytes
 from frozencore.errors import FrozenCoreError, ModelError
 from frozencore.lab.campaign.drive import tally
 from frozencore.lab.campaign.job import Job
@@ -24,11 +23,12 @@ from frozencore.lab.campaign.plan import Planned
 from frozencore.lab.campaign.shared import OF_THE_WEIGHT, moments_key
 from frozencore.lab.campaign.store import Store
 from frozencore.lab.campaign.worker import Place
-from frozencore.lab.config import RunConfig
-from frozencore.lab.loading import load_config, load_tokenizer
-from frozencore.lab.methods import attention_shapes, moments_needed
-from frozencore.lab.prompts import PromptEncoder
-from frozencore.lab.suite import find_task
+from frozencore.lab.rows.prompts import PromptEncoder
+from frozencore.lab.rows.suite import find_task
+from frozencore.lab.run.accounting import basis_bytes
+from frozencore.lab.run.config import RunConfig
+from frozencore.lab.run.loading import load_config, load_tokenizer
+from frozencore.lab.run.methods import attention_shapes, moments_needed
 
 TOKENS_A_ROW = 128  # where the rows cannot be read
 SAMPLED_ROWS = 32

@@ -12,8 +12,8 @@ from pydantic import ValidationError
 from frozencore.errors import ConfigError
 from frozencore.fingerprint import fingerprint_options
 from frozencore.lab.campaign.spec import NESTED, PLACES, Kind
-from frozencore.lab.config import RunConfig
-from frozencore.lab.suite import find_task
+from frozencore.lab.rows.suite import find_task
+from frozencore.lab.run.config import RunConfig
 
 ID_DIGITS = 16
 

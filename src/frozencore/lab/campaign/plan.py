@@ -11,7 +11,7 @@ from typing import Any, Literal
 from frozencore.errors import ConfigError
 from frozencore.lab.campaign.job import Job, make_job
 from frozencore.lab.campaign.spec import MOST_RUNS, Campaign, Study, Value
-from frozencore.lab.config import RunConfig
+from frozencore.lab.run.config import RunConfig
 
 Record = Mapping[str, Any]
 Phase = Literal["search", "final"]

@@ -11,18 +11,18 @@ from dataclasses import dataclass, field
 from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 
-from frozencore.adapter.bases import get_bases, set_bases
-from frozencore.adapter.calibrate import calibrate
+from frozencore.adapter.bases.calibrate import calibrate
+from frozencore.adapter.bases.carried import get_bases, set_bases
 from frozencore.calibration.store import MomentsFingerprint, load_moments, save_moments
 from frozencore.fingerprint import fingerprint_model, fingerprint_options
-from frozencore.lab.bench import Bench, Stages, calibration_batches
-from frozencore.lab.calibrating import collect_for
 from frozencore.lab.campaign.job import Job
 from frozencore.lab.campaign.store import Store
-from frozencore.lab.config import RunConfig, Targets
-from frozencore.lab.methods import add_method, core_config, moments_needed
-from frozencore.lab.run import Adapted, adapt_from_data
-from frozencore.moments import LayerMoments, MomentName
+from frozencore.lab.run.bench import Bench, Stages, calibration_batches
+from frozencore.lab.run.calibrating import collect_for
+from frozencore.lab.run.config import RunConfig, Targets
+from frozencore.lab.run.execute import Adapted, adapt_from_data
+from frozencore.lab.run.methods import add_method, core_config, moments_needed
+from frozencore.maths.moments import LayerMoments, MomentName
 from frozencore.whole_file import remove_left, whole_file
 
 OF_THE_WEIGHT = ("lora_xs", "milora")
@@ -70,7 +70,7 @@ class SharedWork:
     needs: Needs = field(default_factory=dict)
 
     def adapt(self, config: RunConfig, bench: Bench, targets: Targets, stages: Stages) -> Adapted:
-        """As :func:`frozencore.lab.run.adapt_from_data`, with shared moments and weight bases."""
+        """As :func:`frozencore.lab.run.execute.adapt_from_data`, with shared moments and weight bases."""
         if config.memory_budget is not None:  # the sums that are shared are those that a budget is to avoid
             return adapt_from_data(config, bench, targets, stages)
         if config.method in OF_THE_WEIGHT:

@@ -31,9 +31,9 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from pydantic_core import ErrorDetails
 
 from frozencore.errors import ConfigError
-from frozencore.lab.config import CoreOptions, PassOptions, RunConfig
-from frozencore.lab.strict_yaml import line_of, read_yaml
+from frozencore.lab.run.config import CoreOptions, PassOptions, RunConfig
 from frozencore.naming import unknown_name
+from frozencore.strict_yaml import line_of, read_yaml
 
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")]
 Value = bool | int | float | str | tuple[str, ...] | None

@@ -6,12 +6,12 @@ from typing import Any
 
 from torch import Tensor
 
-from frozencore.adapter.bases import get_bases
-from frozencore.lab.bench import Bench, Stages
+from frozencore.adapter.bases.carried import get_bases
 from frozencore.lab.campaign.shared import SharedWork, replace_size
-from frozencore.lab.config import RunConfig
-from frozencore.lab.methods import resolve_targets
-from frozencore.linalg import principal_cosines
+from frozencore.lab.run.bench import Bench, Stages
+from frozencore.lab.run.config import RunConfig
+from frozencore.lab.run.methods import resolve_targets
+from frozencore.maths.linalg import principal_cosines
 
 
 def compare_bases(

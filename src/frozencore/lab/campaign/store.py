@@ -24,10 +24,9 @@ from typing import Any
 
 from frozencore.errors import ArtifactError
 from frozencore.lab.campaign.plan import Outcome
-from frozencore.lab.campaign.shapes import is_failure, is_record
 from frozencore.lab.campaign.spec import Campaign, read_campaign
-from frozencore.lab.record import require_writable, write_json, write_lines, write_text
-from frozencore.whole_file import remove_left
+from frozencore.lab.run.shapes import is_failure, is_record
+from frozencore.whole_file import remove_left, require_writable, write_json, write_lines, write_text
 
 RECORD = "result.json"
 INDEX = "records.jsonl"

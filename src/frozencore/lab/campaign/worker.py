@@ -14,17 +14,18 @@ from typing import Literal, TextIO
 from peft import PeftModel
 
 from frozencore.errors import ArtifactError, DivergenceError, FrozenCoreError
-from frozencore.lab.bench import Base, Bench, Score, Stages, prepare
 from frozencore.lab.campaign.job import Job
 from frozencore.lab.campaign.shared import SharedWork, replace_size
 from frozencore.lab.campaign.stability import compare_bases
 from frozencore.lab.campaign.store import LOG, RECORD, Store
-from frozencore.lab.config import RunConfig, Targets
-from frozencore.lab.loading import load_model
-from frozencore.lab.record import provenance, write_json
-from frozencore.lab.run import Adapted, adapt_from_data, execute
-from frozencore.lab.run_record import RECORD_FORMAT
+from frozencore.lab.run.bench import Base, Bench, Score, Stages, prepare
+from frozencore.lab.run.config import RunConfig, Targets
+from frozencore.lab.run.execute import Adapted, adapt_from_data, execute
+from frozencore.lab.run.loading import load_model
+from frozencore.lab.run.provenance import provenance
+from frozencore.lab.run.record import RECORD_FORMAT
 from frozencore.out_of_memory import is_out_of_memory
+from frozencore.whole_file import write_json
 
 Reason = Literal["diverged", "out of memory", "bad input", "error"]
 NOT_WRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)

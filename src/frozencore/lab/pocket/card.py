@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING
 
 import torch
 import transformers
 
-if TYPE_CHECKING:
-    from frozencore.lab.pocket.pretrain import Pretraining, Recipe
+from frozencore.lab.pocket.recipe import Pretraining, Recipe
 
 _CARD = """\
 ---

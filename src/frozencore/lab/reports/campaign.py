@@ -7,13 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from frozencore.lab.campaign.results import CampaignResults
-from frozencore.lab.record import write_text
 from frozencore.lab.reports.campaign_page import campaign_page
 from frozencore.lab.reports.labels import free_name
 from frozencore.lab.reports.protocol import protocol_yaml
 from frozencore.lab.reports.render import csv_text, latex, markdown, means_csv, runs_csv
 from frozencore.lab.reports.study_figures import draw_study
 from frozencore.lab.reports.study_report import StudyReport, Table, study_report, tally
+from frozencore.whole_file import write_text
 
 
 def write_report(results: CampaignResults, folder: Path) -> list[Path]:

@@ -8,8 +8,7 @@ from typing import Any
 
 import matplotlib as mpl
 
-from frozencore.lab.baselines import BASELINES
-from frozencore.lab.reports.tables import mean_accuracy
+from frozencore.lab.run.baselines import BASELINES
 
 mpl.use("Agg")
 from matplotlib import pyplot as plt
@@ -35,6 +34,22 @@ def accuracy_figure(records: Sequence[Mapping[str, Any]], path: Path, title: str
     figure.legend(lines.values(), lines.keys(), loc="lower right", ncols=len(lines), fontsize=8, frameon=False)
     figure.tight_layout(rect=(0, 0.04, 1, 1))
     save_figure(figure, path)
+
+
+def mean_accuracy(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Mean accuracy over tasks by method, best first.
+
+    Raises:
+        ValueError: A method lacks a task that another one has: such means do not compare.
+    """
+    tasks = {record["task"] for record in records}
+    means = {}
+    for method in dict.fromkeys(record["method"] for record in records):
+        own = {record["task"]: record["accuracy"] for record in records if record["method"] == method}
+        if own.keys() != tasks:
+            raise ValueError(f"{method} lacks the tasks {sorted(tasks - own.keys())}.")
+        means[method] = sum(own.values()) / len(own)
+    return dict(sorted(means.items(), key=lambda item: -item[1]))
 
 
 def save_figure(figure: Figure, path: Path) -> None:

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from frozencore.lab.record import provenance, write_text
 from frozencore.lab.reports.html_parts import document, image
+from frozencore.lab.run.provenance import provenance
+from frozencore.whole_file import write_text
 
 _COLUMNS = {
     "task": "task",

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from frozencore.lab.baselines import BASELINES
 from frozencore.lab.campaign.plan import Axes, Record
 from frozencore.lab.campaign.results import StudyResults
 from frozencore.lab.campaign.spec import Value
 from frozencore.lab.reports.labels import full_name
+from frozencore.lab.run.baselines import BASELINES
 
 
 @dataclass(frozen=True)

@@ -9,15 +9,15 @@ import torch
 from torch import nn
 
 from frozencore.errors import DataError, ModelError
-from frozencore.lab.batches import pad
-from frozencore.lab.progress import Progress
-from frozencore.lab.prompts import ChoiceTokens, PromptEncoder
+from frozencore.lab.rows.batches import pad
+from frozencore.lab.rows.prompts import ChoiceTokens, PromptEncoder
 from frozencore.lab.scoring.logits import token_logprobs
 from frozencore.lab.scoring.memory import score_in_groups
 from frozencore.lab.scoring.mode import forward_accepts, scoring_mode, vocabulary_of
 from frozencore.lab.scoring.score import Prediction
 from frozencore.lab.scoring.shared_prefix import can_share_prefix, shared_prefix_logprobs
 from frozencore.lab.tasks.task import Example
+from frozencore.progress import Progress
 
 
 def predict_choices(

@@ -12,14 +12,14 @@ from torch import nn
 from transformers import GenerationConfig
 
 from frozencore.errors import DataError
-from frozencore.lab.batches import pad
-from frozencore.lab.progress import Progress
-from frozencore.lab.prompts import PromptEncoder, context_limit
-from frozencore.lab.scoring.answers import format_number, parse_answer
+from frozencore.lab.rows.batches import pad
+from frozencore.lab.rows.prompts import PromptEncoder, context_limit
 from frozencore.lab.scoring.memory import score_in_groups
 from frozencore.lab.scoring.mode import base_of, scoring_mode, vocabulary_of
 from frozencore.lab.scoring.score import Prediction
+from frozencore.lab.tasks.answers import format_number, parse_answer
 from frozencore.lab.tasks.task import Example
+from frozencore.progress import Progress
 
 
 @dataclass(frozen=True)

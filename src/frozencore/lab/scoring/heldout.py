@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from torch import nn
 
 from frozencore.errors import DataError, ModelError
-from frozencore.lab.batches import IGNORED, Collator
-from frozencore.lab.progress import Progress
-from frozencore.lab.prompts import TokenRow
+from frozencore.lab.rows.batches import IGNORED, Collator
+from frozencore.lab.rows.prompts import TokenRow
 from frozencore.lab.scoring.logits import token_logprobs
 from frozencore.lab.scoring.memory import score_in_groups
 from frozencore.lab.scoring.mode import forward_accepts, scoring_mode, vocabulary_of
+from frozencore.progress import Progress
 
 
 def held_out_loss(

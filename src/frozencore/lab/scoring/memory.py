@@ -8,9 +8,9 @@ from functools import partial
 import torch
 
 from frozencore.errors import ModelError
-from frozencore.lab.batches import group_rows
-from frozencore.lab.progress import Progress
+from frozencore.lab.rows.batches import group_rows
 from frozencore.out_of_memory import fits
+from frozencore.progress import Progress
 
 
 def score_in_groups(
@@ -25,7 +25,7 @@ def score_in_groups(
 
     Args:
         score: Must leave nothing behind when it raises: its group is scored again.
-        sizes, tokens_per_batch: As for :func:`frozencore.lab.batches.group_rows`.
+        sizes, tokens_per_batch: As for :func:`frozencore.lab.rows.batches.group_rows`.
 
     Raises:
         ModelError: A single row does not fit.

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from frozencore.lab.batches import pad
-from frozencore.lab.prompts import ChoiceTokens
+from frozencore.lab.rows.batches import pad
+from frozencore.lab.rows.prompts import ChoiceTokens
 from frozencore.lab.scoring.logits import token_logprobs
 from frozencore.lab.scoring.mode import base_of
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from frozencore.lab.prompts import ChoiceTokens
+from frozencore.lab.rows.prompts import ChoiceTokens
 from frozencore.lab.scoring.mode import base_of
 
 _NAME = "frozencore_prefix_tree"

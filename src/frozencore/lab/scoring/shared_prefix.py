@@ -13,7 +13,7 @@ from torch import nn
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from frozencore.lab.prompts import ChoiceTokens
+from frozencore.lab.rows.prompts import ChoiceTokens
 from frozencore.lab.scoring.mode import base_of, forward_accepts, scoring_mode, vocabulary_of
 from frozencore.lab.scoring.prefix_mask import prefix_mask_logprobs
 from frozencore.lab.scoring.prefix_tree import prefix_tree_logprobs

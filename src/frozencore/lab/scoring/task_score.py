@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from torch import nn
 
 from frozencore.errors import ConfigError, DataError
-from frozencore.lab.progress import Progress
-from frozencore.lab.prompts import PromptEncoder
+from frozencore.lab.rows.prompts import PromptEncoder
 from frozencore.lab.scoring.choice import predict_choices
 from frozencore.lab.scoring.exact_match import predict_numbers
 from frozencore.lab.scoring.heldout import held_out_loss
 from frozencore.lab.scoring.score import TaskScore, accuracy_with_error, chance_and_majority
 from frozencore.lab.tasks.task import Example, Task
+from frozencore.progress import Progress
 
 
 def score_task(

@@ -1,4 +1,4 @@
-"""The paper's tasks, one file each; ``frozencore.lab.suite`` adds the pocket tasks and finds them by name."""
+"""The paper's tasks, one file each; ``frozencore.lab.rows.suite`` adds the pocket tasks and finds them by name."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from frozencore.errors import DataError
-from frozencore.lab.scoring.answers import parse_answer
+from frozencore.lab.tasks.answers import parse_answer
 from frozencore.lab.tasks.fields import text_field
 from frozencore.lab.tasks.hub import HubDataset
 from frozencore.lab.tasks.task import Example, Task

@@ -1,0 +1,5 @@
+"""``python -m frozencore``."""
+
+from frozencore.cli.app import main
+
+main()

@@ -1,0 +1,172 @@
+"""``calibrate(model, dataloader)``: one pass over the examples fixes P and Q of every adapted layer."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+from torch.utils.data import Dataset
+from tqdm.auto import tqdm
+
+from frozencore.adapter.bases.calibratable import adapter_for_new_bases
+from frozencore.adapter.bases.passes import BasisWork, Report
+from frozencore.calibration.examples import Collator, batches_from
+from frozencore.calibration.options import CalibrationOptions
+from frozencore.calibration.shards import all_ranks_or_none, assign_owners, require_same_bases, share_bases
+from frozencore.errors import CalibrationError
+from frozencore.maths.basis import Basis
+from frozencore.maths.moments import LayerMoments, spread
+
+
+@dataclass(frozen=True)
+class LayerCalibration:
+    """What calibration found in one layer.
+
+    Attributes:
+        spectrum: The constructor's singular values, largest first.
+        input_spread, error_spread: Maximum over median of a and of d; None where they were not collected.
+    """
+
+    rank: int
+    effective_rank: int
+    num_tokens: int
+    spectrum: tuple[float, ...]
+    input_spread: float | None
+    error_spread: float | None
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The result of a calibration: per layer, and the seconds that the pass and the bases took."""
+
+    layers: dict[str, LayerCalibration]
+    collect_s: float
+    build_s: float
+
+    @property
+    def time_s(self) -> float:
+        return self.collect_s + self.build_s
+
+
+def calibrate(
+    model: nn.Module,
+    data: Iterable[Any] | Dataset[Any] | None = None,
+    *,
+    adapter_name: str | None = None,
+    collator: Collator | None = None,
+    batch_size: int | None = None,
+    num_examples: int | None = None,
+    options: CalibrationOptions | None = None,
+    memory_budget: int | str | None = None,
+    moments: Mapping[str, LayerMoments] | None = None,
+    reset: bool = False,
+    progress: bool | Report = True,
+) -> Calibration:
+    """Choose the bases of a frozen-core adapter from calibration examples and reset its cores to zero.
+
+    Args:
+        model: A model with a frozen-core adapter, from ``peft.get_peft_model``.
+        data: Batches with ``input_ids``, ``attention_mask`` and ``labels``: a DataLoader, or any iterable that ends.
+            With ``collator``, tokenised rows: a ``datasets.Dataset``, a PyTorch dataset, or a list. Read once.
+        adapter_name: The adapter to calibrate; the active one by default.
+        collator: Makes a batch of a list of rows, as in ``Trainer``.
+        batch_size: Rows in a batch that the collator makes; 8 by default.
+        num_examples: Stop after that many examples; data without an end, and streams, need it.
+        options: Options of the pass, see :class:`frozencore.calibration.options.CalibrationOptions`.
+        memory_budget: What calibration may take beyond a plain forward and backward pass, ``"8GiB"`` for instance or a
+            number of bytes: it decides how many passes are made over the examples, where the sums are, and whether
+            they are sketches (see docs/memory.md). Also an option of ``options``.
+        moments: Moments collected before, by layer name, instead of ``data``.
+        reset: Allow a new basis under a core that has been trained (the core is lost).
+        progress: Show a bar, stay silent, or call a function of your own.
+
+    In a process group (``torchrun``, ``accelerate launch``) every rank calls this with its own share of the examples,
+    before the model is wrapped; all ranks then hold the same bases.
+
+    Returns:
+        What was found in each layer. The model's weights, modes, hooks, gradients and RNG are as before.
+
+    Raises:
+        CalibrationError: Nothing to calibrate, a trained core without ``reset``, merged adapters, bad moments, no
+            memory for a single layer, or a rank that failed or is gone. No basis is changed then.
+        ConfigError: The memory budget is no size, or too small for a single layer; the smallest that works is named.
+        DataError: The data are not batches, or rows that the collator cannot read.
+    """
+    adapter_name, config, layers = adapter_for_new_bases(model, adapter_name, reset=reset)
+    options = options or CalibrationOptions()
+    if memory_budget is not None:
+        options = replace(options, memory_budget=memory_budget)
+    owners = assign_owners({name: (layer.out_features, layer.in_features) for name, layer in layers.items()})
+    started = time.perf_counter()
+    with _reporting(progress) as report:
+        work = BasisWork(model, adapter_name, config, layers, owners, report)
+        if config.constructor_entry.needs(config.basis_options()) and moments is None:
+            if data is None:
+                raise CalibrationError(f"{config.constructor} reads data: call calibrate(model, dataloader).")
+            with all_ranks_or_none():
+                batches = batches_from(data, collator=collator, batch_size=batch_size, num_examples=num_examples)
+            work.read(batches, options)
+        else:
+            work.build(layers, dict(moments or {}))
+    bases = share_bases(work.bases, owners, {name: layer.factors(adapter_name)[:2] for name, layer in layers.items()})
+    require_same_bases({name: (basis.P, basis.Q) for name, basis in bases.items()})
+    for name, layer in layers.items():
+        layer.set_basis(
+            adapter_name, bases[name], initial_step=config.initial_step, random_core=not config.init_weights
+        )
+    if work.diagonals:
+        config.calibration_tokens = max(layer.num_tokens for layer in work.diagonals.values())
+    _warn_of_weak_layers(bases)
+    return Calibration(
+        layers={name: _describe(bases[name], work.diagonals.get(name)) for name in layers},
+        collect_s=work.collect_s,
+        build_s=time.perf_counter() - started - work.collect_s,
+    )
+
+
+def _warn_of_weak_layers(bases: Mapping[str, Basis]) -> None:
+    empty = [name for name, basis in bases.items() if basis.effective_rank == 0]
+    partial = [name for name, basis in bases.items() if 0 < basis.effective_rank < basis.rank]
+    for names, what in (
+        (empty, "received no signal; their bases are seeded random directions"),
+        (partial, "have fewer independent directions than the rank; the rest are seeded random ones"),
+    ):
+        if names:
+            warnings.warn(f"{len(names)} of {len(bases)} layers {what} (first: {names[0]}).", stacklevel=3)
+
+
+def _describe(basis: Basis, moments: LayerMoments | None) -> LayerCalibration:
+    collected = moments.names() if moments else ()
+    return LayerCalibration(
+        rank=basis.rank,
+        effective_rank=basis.effective_rank,
+        num_tokens=moments.num_tokens if moments else 0,
+        spectrum=tuple(basis.spectrum.tolist()),
+        input_spread=spread(moments.a) if moments and "input_square" in collected else None,
+        error_spread=spread(moments.d) if moments and "error_square" in collected else None,
+    )
+
+
+@contextmanager
+def _reporting(progress: bool | Report) -> Iterator[Report]:
+    if callable(progress):
+        yield progress
+        return
+    bars: dict[str, tqdm] = {}
+
+    def show(stage: str, done: int, total: int | None) -> None:
+        if stage not in bars:
+            bars[stage] = tqdm(desc=stage, disable=not progress)
+        bars[stage].total = total  # it grows when memory runs out
+        bars[stage].update(done - bars[stage].n)
+
+    try:
+        yield show
+    finally:
+        for bar in bars.values():
+            bar.close()

@@ -1,0 +1,97 @@
+"""Bases taken out of an adapter and put into another: computed once, used for many runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from frozencore.adapter.bases.calibratable import adapter_for_new_bases, find_adapter
+from frozencore.adapter.config import FrozenCoreConfig
+from frozencore.adapter.layer import FrozenCoreLayer
+from frozencore.adapter.model import frozen_core_layers
+from frozencore.errors import CalibrationError, ConfigError
+from frozencore.maths.basis import ORTHONORMAL_COORDINATES, Basis
+
+
+def get_bases(model: nn.Module, adapter_name: str | None = None) -> dict[str, Tensor]:
+    """P (m x r) and Q (n x r) of every layer, under ``<layer>.P`` and ``<layer>.Q``: copies on the CPU.
+
+    ``safetensors.torch.save_file`` takes the result as it is.
+
+    Raises:
+        ConfigError: The model has no such frozen-core adapter.
+        CalibrationError: It has no bases yet.
+    """
+    adapter_name, _ = find_adapter(model, adapter_name)
+    bases: dict[str, Tensor] = {}
+    for name, layer in frozen_core_layers(model, adapter_name).items():
+        P, Q, _ = layer.factors(adapter_name)
+        if not bool(P.any()):
+            raise CalibrationError(
+                f"There are no bases to take yet: layer {name!r} of adapter {adapter_name!r} has none. "
+                "Call frozencore.calibrate(model, dataloader) first."
+            )
+        bases |= {f"{name}.{side}": X.detach().clone().cpu() for side, X in (("P", P), ("Q", Q))}
+    return bases
+
+
+def set_bases(
+    model: nn.Module, bases: Mapping[str, Tensor], *, adapter_name: str | None = None, reset: bool = False
+) -> None:
+    """Give an adapter the bases of :func:`get_bases` instead of calibrating it, and reset its cores to zero.
+
+    Args:
+        bases: Of the same layers, ranks and base model, which is not checked: on other weights they are as good as
+            random ones.
+        reset: Allow a new basis under a core that has been trained (the core is lost).
+
+    Raises:
+        ConfigError: The model has no such frozen-core adapter, or its configuration asks for an initial step.
+        CalibrationError: Layers or shapes differ, a basis is not finite or not orthonormal where the coordinates
+            promise it, an adapter is merged, or a core is trained. No basis is changed then.
+    """
+    adapter_name, config, layers = adapter_for_new_bases(model, adapter_name, reset=reset)
+    if config.initial_step:
+        raise ConfigError(
+            f"initial_step={config.initial_step:g} starts from a core that bases alone do not hold. "
+            "Call calibrate, with moments collected once, or leave initial_step out."
+        )
+    _require_same_layers(bases, layers)
+    checked = {name: _checked(name, bases, layer, adapter_name, config) for name, layer in layers.items()}
+    for name, layer in layers.items():
+        layer.set_basis(adapter_name, checked[name], random_core=not config.init_weights)
+    config.calibration_tokens = None  # bases do not say how many they were computed from
+
+
+def _require_same_layers(bases: Mapping[str, Tensor], layers: Mapping[str, FrozenCoreLayer]) -> None:
+    expected = {f"{name}.{side}" for name in layers for side in "PQ"}
+    for odd, what in ((expected - bases.keys(), "are missing"), (bases.keys() - expected, "fit no layer")):
+        if odd:
+            raise CalibrationError(
+                f"{len(odd)} of {len(expected)} bases {what} (first: {min(odd)!r}). "
+                "Use bases that get_bases took from an adapter with the same target_modules."
+            )
+
+
+def _checked(
+    name: str, bases: Mapping[str, Any], layer: FrozenCoreLayer, adapter_name: str, config: FrozenCoreConfig
+) -> Basis:
+    P, Q = bases[f"{name}.P"], bases[f"{name}.Q"]
+    for X in (P, Q):
+        if not isinstance(X, Tensor) or X.ndim != 2 or not X.is_floating_point():
+            what = f"{X.dtype} {tuple(X.shape)}" if isinstance(X, Tensor) else type(X).__name__
+            raise CalibrationError(f"A basis is a matrix of floats, but layer {name!r} was given {what}.")
+        if not torch.isfinite(X).all():
+            raise CalibrationError(f"A basis of layer {name!r} holds NaN or Inf. Take the bases out again.")
+    basis = Basis(P, Q, spectrum=torch.empty(0), effective_rank=P.shape[1])
+    layer.require_fit(adapter_name, basis)
+    rounding = max(1e-4, 2 * torch.finfo(P.dtype).eps)
+    if config.coordinates in ORTHONORMAL_COORDINATES and basis.orthonormality_error() > rounding:
+        raise CalibrationError(
+            f"With coordinates={config.coordinates!r} a basis is orthonormal, but that of layer {name!r} is off by "
+            f"{basis.orthonormality_error():.2g}. Take bases from an adapter with the same coordinates."
+        )
+    return basis

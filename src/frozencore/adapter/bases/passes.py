@@ -1,0 +1,249 @@
+"""The work between calibration data and finished bases, in as many passes as a memory budget asks for."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
+from torch import Tensor, nn
+
+from frozencore.adapter.config import FrozenCoreConfig
+from frozencore.adapter.layer import FrozenCoreLayer
+from frozencore.calibration.budget import LayerCost, PassPlan, layer_cost, memory_bytes, plan_passes
+from frozencore.calibration.collect import Batch, Progress, collect_moments, is_batch, share_of
+from frozencore.calibration.examples import KeptBatches
+from frozencore.calibration.options import CalibrationOptions
+from frozencore.calibration.shards import all_ranks_or_none, largest_over_ranks, own_rank, reduce_moments
+from frozencore.calibration.sketch import SketchTarget, stream_whitened_svds
+from frozencore.constructors import BasisOptions, LayerEvidence, build_basis, build_streamed_basis
+from frozencore.errors import CalibrationError
+from frozencore.maths.basis import Basis
+from frozencore.maths.moments import LayerMoments
+from frozencore.out_of_memory import fits
+
+Report = Callable[[str, int, int | None], None]
+"""Called with the stage (``"calibration"`` or ``"bases"``), the steps done, and their total if it is known."""
+
+LAYERS_OF_A_BLOCK = 8  # target modules in a decoder block, at most
+
+
+@dataclass
+class BasisWork:
+    """Layers on the way to their bases.
+
+    Attributes:
+        owners: The rank that builds each layer's basis.
+        bases: Finished ones, of the layers that this rank owns.
+        diagonals: Token count, a and d of every layer that data were read for.
+        collect_s, build_s: Seconds in passes over the data, and in bases.
+    """
+
+    model: nn.Module
+    adapter_name: str
+    config: FrozenCoreConfig
+    layers: Mapping[str, FrozenCoreLayer]
+    owners: Mapping[str, int]
+    report: Report
+    bases: dict[str, Basis] = field(default_factory=dict)
+    diagonals: dict[str, LayerMoments] = field(default_factory=dict)
+    collect_s: float = 0.0
+    build_s: float = 0.0
+
+    def read(self, batches: Iterable[Batch], options: CalibrationOptions) -> None:
+        """Plan the passes, make them, and build the bases of each group before the next one is summed.
+
+        A group for which there is no room comes again in halves: that takes more passes and gives the same bases.
+
+        Raises:
+            CalibrationError: There is no room for a single layer.
+        """
+        batches = batches if isinstance(batches, Sequence) else KeptBatches(batches)  # every pass must read the same
+        with all_ranks_or_none():
+            if options.memory_budget is not None or options.group_size < len(self.layers):
+                batches = list(batches)  # to see how large they are
+        plan = self.plan(batches, options)
+        options = replace(
+            options,
+            group_size=999,
+            memory_budget=None,
+            stats_device=_sums_device(self.model, plan, options.stats_device),
+        )
+        make = self._stream if plan.streaming else self._sum
+        done, left = 0, list(plan.groups)
+        while left:
+            progress = share_of(lambda *steps: self.report("calibration", *steps), done, done + len(left))
+            if fits(partial(make, left[0], batches, options, progress)):
+                done, left = done + 1, left[1:]
+            else:
+                left = _halved(left)
+
+    def plan(self, batches: Iterable[Batch], options: CalibrationOptions) -> PassPlan:
+        """Which layers are calibrated together, and how."""
+        names = list(self.layers)
+        if options.memory_budget is None:
+            size = options.group_size
+            return PassPlan(tuple(tuple(names[i : i + size]) for i in range(0, len(names), size)))
+        return plan_passes(self.costs(batches), memory_bytes(options.memory_budget), group_size=options.group_size)
+
+    def costs(self, batches: Iterable[Batch]) -> dict[str, LayerCost]:
+        """Bytes of each layer, the same on all ranks."""
+        options, entry = self.config.basis_options(), self.config.constructor_entry
+        num_rows = largest_over_ranks(max(map(_num_rows, batches), default=0))
+        itemsize = max((p.element_size() for p in self.model.parameters() if p.is_floating_point()), default=4)
+        costs = {
+            name: layer_cost(
+                (layer.out_features, layer.in_features),
+                entry.needs(options),
+                self._rank(name),
+                num_rows=num_rows,
+                itemsize=itemsize,
+                streams=entry.metric(options) is not None,
+            )
+            for name, layer in self.layers.items()
+        }
+        if not getattr(self.model, "is_gradient_checkpointing", False):
+            return costs
+        return {  # only the inputs of one block wait at a time
+            name: replace(cost, waiting=0, passing=cost.passing + LAYERS_OF_A_BLOCK * cost.waiting)
+            for name, cost in costs.items()
+        }
+
+    def build(self, names: Iterable[str], moments: dict[str, LayerMoments]) -> None:
+        """Bases of those layers that this rank owns. ``moments`` is emptied: each goes once its basis is built."""
+        started = time.perf_counter()
+        with all_ranks_or_none():
+            for name in names:
+                evidence = self._evidence(name, moments.pop(name, None))
+                if self.owners[name] == own_rank():
+                    basis = build_basis(self.config.constructor, evidence, self._options_of(name))
+                    self._keep(name, basis)
+        self.build_s += time.perf_counter() - started
+
+    def _sum(
+        self, group: Iterable[str], batches: Iterable[Batch], options: CalibrationOptions, progress: Progress | None
+    ) -> None:
+        started = time.perf_counter()
+        with all_ranks_or_none(), _adapters_off(self.model):
+            moments = collect_moments(
+                self.model,
+                batches,
+                {name: self.layers[name].get_base_layer() for name in group},
+                needs=self.config.constructor_entry.needs(self.config.basis_options()),
+                options=options,
+                progress=progress,
+            )
+        reduced = reduce_moments(moments, self.owners)
+        moments.clear()  # now the only holder is the one that build empties
+        self.collect_s += time.perf_counter() - started
+        self.build(group, reduced)
+
+    def _stream(
+        self, group: Iterable[str], batches: Iterable[Batch], options: CalibrationOptions, progress: Progress | None
+    ) -> None:
+        started = time.perf_counter()
+        metric = self.config.constructor_entry.metric(self.config.basis_options())
+        assert metric is not None
+        with _adapters_off(self.model):
+            sketches = stream_whitened_svds(
+                self.model,
+                batches,
+                {
+                    name: SketchTarget(
+                        layer.get_base_layer(), (layer.out_features, layer.in_features), self._rank(name)
+                    )
+                    for name, layer in ((name, self.layers[name]) for name in group)
+                },
+                whitening=metric,
+                options=options,
+                progress=progress,
+            )
+        collected = time.perf_counter()
+        with all_ranks_or_none():
+            for name, sketch in sketches.items():
+                evidence = self._evidence(name, sketch.diagonals)
+                if self.owners[name] == own_rank():
+                    basis = build_streamed_basis(self.config.constructor, evidence, sketch.svd, self._options_of(name))
+                    self._keep(name, basis)
+        self.collect_s += collected - started
+        self.build_s += time.perf_counter() - collected
+
+    def _rank(self, name: str) -> int:
+        return self.layers[name].factors(self.adapter_name)[2].shape[0]
+
+    def _options_of(self, name: str) -> BasisOptions:
+        return self.config.basis_options(self._rank(name))
+
+    def _evidence(self, name: str, moments: LayerMoments | None) -> LayerEvidence:
+        layer = self.layers[name]
+        if moments is not None:
+            self.diagonals[name] = moments.without_matrices()
+        evidence = LayerEvidence(name, (layer.out_features, layer.in_features), layer.dense_weight, moments)
+        _require_tokens(evidence, self._rank(name))
+        return evidence
+
+    def _keep(self, name: str, basis: Basis) -> None:
+        self.layers[name].require_fit(self.adapter_name, basis)
+        self.bases[name] = basis
+        self.report("bases", len(self.bases), sum(owner == own_rank() for owner in self.owners.values()))
+
+
+def _halved(groups: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """The same layers in groups of at most half as many as the first one has."""
+    size = len(groups[0])
+    if size == 1:
+        raise CalibrationError(
+            f"There is no memory to calibrate layer {groups[0][0]!r} even alone. Calibrate on smaller batches or "
+            'shorter text, or with options=CalibrationOptions(stats_device="cpu").'
+        )
+    half = -(-size // 2)
+    warnings.warn(
+        f"Out of memory with {size} layers in a pass: calibration goes on with {half} at a time, which takes more "
+        "passes and gives the same bases. Pass memory_budget to have them planned.",
+        stacklevel=4,
+    )
+    return [group[i : i + half] for group in groups for i in range(0, len(group), half)]
+
+
+def _require_tokens(evidence: LayerEvidence, rank: int) -> None:
+    if evidence.moments is not None and evidence.moments.num_tokens < rank:
+        raise CalibrationError(
+            f"A basis of rank {rank} needs at least {rank} counted tokens, but layer {evidence.name!r} received "
+            f"{evidence.moments.num_tokens}. Calibrate on more text."
+        )
+
+
+def _sums_device(model: nn.Module, plan: PassPlan, asked: str | None) -> str | None:
+    """Where the sums go: as asked, else the model's device (None) unless the plan's share of it is taken."""
+    device = next(model.parameters()).device
+    if asked is not None or plan.peak_bytes == 0 or device.type != "cuda":
+        return asked
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return None if plan.peak_bytes <= torch.cuda.mem_get_info(device)[0] + unused else "cpu"
+
+
+def _num_rows(batch: Batch) -> int:
+    """Tokens of a batch, padding included."""
+    if not is_batch(batch):  # refused when it is read
+        return 0
+    return max((v.shape[0] * v.shape[1] for v in batch.values() if isinstance(v, Tensor) and v.ndim > 1), default=0)
+
+
+@contextmanager
+def _adapters_off(model: nn.Module) -> Iterator[None]:
+    """The plain base model, whatever adapters and ``modules_to_save`` are active on it."""
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper)]
+    before = [layer._disable_adapters for layer in layers]
+    try:
+        for layer in layers:
+            layer._disable_adapters = True
+        yield
+    finally:
+        for layer, disabled in zip(layers, before, strict=True):
+            layer._disable_adapters = disabled

@@ -1,0 +1,1 @@
+"""Leaving: an exact LoRA, plain weights, and what serving engines ask of either."""

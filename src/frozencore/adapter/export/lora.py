@@ -1,0 +1,191 @@
+"""A frozen core as a plain LoRA directory: ``A = Qᵀ``, ``B = s·P R``, so that ``B A = s·P R Qᵀ`` exactly.
+
+Shapes: m out features, n in features, r rank; ``lora_A.weight`` is r x n, ``lora_B.weight`` m x r. What stock PEFT,
+vLLM, SGLang and llama.cpp ask of such a directory is in :mod:`frozencore.adapter.export.serving`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from frozencore.adapter.config import FrozenCoreConfig
+from frozencore.adapter.directory import CONFIG_FILE, WEIGHTS_FILE, Factors, read_adapter
+from frozencore.adapter.export.lora_layers import BaseLayers, layers_of, layers_to_name, target_modules
+from frozencore.adapter.model import frozen_core_layers, scale_of
+from frozencore.adapter.seal.card import num_tokens, write_model_card
+from frozencore.adapter.seal.factors import PREFIX
+from frozencore.errors import ArtifactError, ConfigError
+from frozencore.whole_file import whole_folder
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class LoraExport:
+    """What was written.
+
+    Attributes:
+        rank: The one rank of all layers; smaller cores are zero-padded to it.
+        layers: Layers that carry an update.
+        zero_layers: Layers that are there with zero factors because engines pack them with others.
+        fan_in_fan_out: The base has ``Conv1D`` layers (GPT-2), which only PEFT reads.
+    """
+
+    directory: Path
+    rank: int
+    layers: tuple[str, ...]
+    zero_layers: tuple[str, ...]
+    fan_in_fan_out: bool
+
+
+@dataclass(frozen=True)
+class _Adapter:
+    config: FrozenCoreConfig
+    factors: dict[str, Factors]
+    scales: dict[str, float]
+    base: BaseLayers | None
+
+
+def export_lora(
+    model_or_directory: nn.Module | str | Path,
+    out: str | Path,
+    *,
+    adapter_name: str | None = None,
+    base: nn.Module | str | Path | None = None,
+    dtype: torch.dtype = torch.float32,
+    overwrite: bool = False,
+) -> LoraExport:
+    """Write a frozen-core adapter as a LoRA directory that gives the same outputs without this package.
+
+    Args:
+        model_or_directory: A model with a frozen-core adapter, or a folder that ``save_pretrained`` wrote.
+        adapter_name: Which adapter of the model; the active one by default.
+        base: With a folder: the base model or its folder, for the shapes of layers that engines pack with adapted
+            ones. By default the folder that the adapter names, if it is there.
+        dtype: Of the factors. Half precision halves the files and costs about 0.2 % of the update in bfloat16.
+        overwrite: Replace an adapter folder that is there.
+
+    Raises:
+        ArtifactError: A folder that is damaged, of another base model, or in the way.
+        ConfigError: No such adapter, one without a basis, or one that trains more than its cores.
+    """
+    if dtype not in DTYPES:
+        raise ConfigError(f"Serving engines read float32, float16 and bfloat16 factors, but {dtype} came.")
+    if isinstance(model_or_directory, nn.Module):
+        folder, adapter = None, _from_model(model_or_directory, adapter_name)
+    else:
+        folder = Path(model_or_directory)
+        adapter = _from_directory(folder, base)
+    _require_cores_only(adapter)
+    shapes = {name: (f.P.shape[0], f.Q.shape[0]) for name, f in adapter.factors.items()}
+    named = layers_to_name(shapes, adapter.base)
+    rank = max(f.R.shape[0] for f in adapter.factors.values())
+    conv1d = adapter.base is not None and not adapter.base.conv1d.isdisjoint(adapter.factors)
+    with whole_folder(Path(out), overwrite=overwrite, reads=folder) as aside:
+        save_file(_lora_tensors(adapter, named, rank, dtype), aside / WEIGHTS_FILE, metadata={"format": "pt"})
+        config = _lora_config(adapter.config, rank, target_modules(named, adapter.base), fan_in_fan_out=conv1d)
+        (aside / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
+        write_model_card(aside, calibration=num_tokens(adapter.config.calibration_tokens))
+    return LoraExport(
+        directory=Path(out),
+        rank=rank,
+        layers=tuple(shapes),
+        zero_layers=tuple(name for name in named if name not in shapes),
+        fan_in_fan_out=conv1d,
+    )
+
+
+def lora_factors(factors: Factors, scale: float, rank: int) -> tuple[Tensor, Tensor]:
+    """A (rank x n) = Qᵀ and B (m x rank) = s·P R in float64, zero-padded to ``rank``."""
+    P, Q, R = (X.detach().cpu().double() for X in (factors.P, factors.Q, factors.R))
+    missing = rank - R.shape[0]
+    return pad(Q.mT, (0, 0, 0, missing)), pad(scale * P @ R, (0, missing))
+
+
+def _lora_tensors(
+    adapter: _Adapter, named: Mapping[str, tuple[int, int]], rank: int, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for name, (m, n) in named.items():
+        A, B = torch.zeros(rank, n), torch.zeros(m, rank)
+        if name in adapter.factors:
+            A, B = lora_factors(adapter.factors[name], adapter.scales[name], rank)
+        for side, X in (("A", A), ("B", B)):
+            tensors[f"base_model.model.{name}.lora_{side}.weight"] = X.to(dtype).contiguous()
+    bad = [key for key, tensor in tensors.items() if not torch.isfinite(tensor).all()]
+    if bad:
+        raise ArtifactError(f"{bad[0]!r} would hold NaN or Inf in {dtype}. Train again, or export in float32.")
+    return tensors
+
+
+def _lora_config(config: FrozenCoreConfig, rank: int, targets: list[str], *, fan_in_fan_out: bool) -> dict[str, Any]:
+    """Every field that an engine reads, said outright; the scale is in B, so alpha over r is one."""
+    task = getattr(config.task_type, "value", config.task_type)
+    return {
+        "peft_type": "LORA", "task_type": task, "base_model_name_or_path": config.base_model_name_or_path,
+        "revision": config.revision, "auto_mapping": config.auto_mapping, "inference_mode": True,
+        "r": rank, "lora_alpha": rank, "lora_dropout": 0.0, "use_rslora": False, "use_dora": False,
+        "rank_pattern": {}, "alpha_pattern": {}, "target_modules": targets, "fan_in_fan_out": fan_in_fan_out,
+        "bias": "none", "modules_to_save": None, "init_lora_weights": True,
+    }  # fmt: skip
+
+
+def _from_model(model: nn.Module, adapter_name: str | None) -> _Adapter:
+    configs: dict[str, Any] = getattr(model, "peft_config", {})
+    known = [name for name, config in configs.items() if isinstance(config, FrozenCoreConfig)]
+    wanted = known if adapter_name is None else [adapter_name]
+    if len(wanted) > 1:
+        active = getattr(model, "active_adapters", None)
+        names = active() if callable(active) else active or ()
+        wanted = [name for name in names if name in known]
+    if len(wanted) != 1 or wanted[0] not in known:
+        raise ConfigError(
+            f"One frozen-core adapter is exported at a time, but {wanted or 'none'} came and the model has "
+            f"{known or 'none'}. Name it with adapter_name."
+        )
+    layers = frozen_core_layers(model, wanted[0])
+    return _Adapter(
+        config=configs[wanted[0]],
+        factors={name: Factors(*layer.factors(wanted[0])) for name, layer in layers.items()},
+        scales={name: layer.frozencore_scale[wanted[0]] for name, layer in layers.items()},
+        base=layers_of(model),
+    )
+
+
+def _from_directory(folder: Path, base: nn.Module | str | Path | None) -> _Adapter:
+    config, factors = read_adapter(folder)
+    with safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
+        others = [key for key in file.keys() if f".{PREFIX}" not in key]  # noqa: SIM118 - not a mapping
+    if others:
+        raise ConfigError(f"{folder} also holds {others[0]!r}, {_NOT_LORA}")
+    said = config.base_model_name_or_path
+    base = base if base is not None else said if said and Path(said).is_dir() else None
+    scales = {name: scale_of(config, name) for name in factors}
+    return _Adapter(config, factors, scales, layers_of(base) if base is not None else None)
+
+
+_NOT_LORA = "which no LoRA can hold. Merge the adapter into its model instead (frozencore export --to merged)."
+
+
+def _require_cores_only(adapter: _Adapter) -> None:
+    config = adapter.config
+    if config.modules_to_save:
+        raise ConfigError(f"The adapter trains whole modules too ({', '.join(config.modules_to_save)}), {_NOT_LORA}")
+    if config.trainable_token_indices:
+        raise ConfigError(f"The adapter trains single token embeddings too, {_NOT_LORA}")
+    empty = [name for name, factors in adapter.factors.items() if not bool(factors.P.any())]
+    if empty:
+        raise ConfigError(
+            f"Layer {empty[0]!r} has no basis yet, so there is nothing to export. "
+            "Call frozencore.calibrate(model, dataloader) first."
+        )

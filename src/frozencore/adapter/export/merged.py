@@ -1,0 +1,88 @@
+"""A frozen core added into its base model's weights: a plain model folder that anything loads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import transformers
+from peft import PeftModel
+from transformers import AutoConfig, AutoTokenizer
+
+from frozencore.adapter.directory import read_adapter
+from frozencore.errors import ConfigError, FrozenCoreError, ModelError
+from frozencore.hub import safe_loading
+from frozencore.whole_file import whole_folder
+
+_TOKENIZER = "tokenizer_config.json"
+
+
+def export_merged(
+    directory: str | Path,
+    out: str | Path,
+    *,
+    base: str | Path | None = None,
+    dtype: str = "auto",
+    overwrite: bool = False,
+) -> Path:
+    """Write base weights plus update, and the tokenizer of the adapter or of the base if either has one.
+
+    Args:
+        directory: A folder that ``save_pretrained`` or ``frozencore tune`` wrote.
+        base: Folder or hub id of the base model; by default the one that the adapter names.
+        dtype: Of the merged weights: ``auto`` keeps the base model's. In half precision the sum is rounded.
+
+    Returns:
+        The folder that was written.
+
+    Raises:
+        ArtifactError: The adapter is damaged, or ``out`` is in the way.
+        ModelError: The base model cannot be read, is quantised, or the sum is not finite.
+        ConfigError: The adapter names no base model and none was given.
+    """
+    directory, out = Path(directory), Path(out)
+    config, _ = read_adapter(directory)
+    base = str(base or config.base_model_name_or_path or "")
+    if not base:
+        raise ConfigError(f"{directory} names no base model: give base=, its folder or hub id (--base).")
+    safely = safe_loading(base)
+    with whole_folder(out, overwrite=overwrite, reads=directory) as aside:
+        try:
+            model = PeftModel.from_pretrained(_load(base, dtype, safely), str(directory))
+        except FrozenCoreError:
+            raise
+        except Exception as error:  # PEFT raises a dozen kinds for names, shapes and options that fit no layer
+            reason = " ".join(str(error).split())[:200]
+            raise ModelError(
+                f"The adapter in {directory} does not fit the base model {base}: {reason} "
+                "Name the base model that it was trained on with base= (--base)."
+            ) from error
+        try:
+            merged = model.merge_and_unload(safe_merge=True)
+        except ValueError as error:
+            raise ModelError(f"{directory} cannot be merged: {error}. Train it again.") from error
+        merged.save_pretrained(aside)
+        _save_tokenizer(directory, base, aside, safely)
+    return out
+
+
+def _load(base: str, dtype: str, safely: dict[str, bool]) -> Any:
+    try:
+        config = AutoConfig.from_pretrained(base, **safely)
+        architecture = (config.architectures or [""])[0]
+        if getattr(config, "quantization_config", None) is not None:
+            raise ModelError(
+                f"The base model {base} is quantised, and rounding to its grid would lose most of an update. "
+                "Name the unquantised model with base= (--base), or export a LoRA."
+            )
+        return getattr(transformers, architecture).from_pretrained(base, dtype=dtype, **safely)
+    except (OSError, ValueError, AttributeError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ModelError(f"The base model {base} cannot be read: {reason} Give its folder or hub id.") from error
+
+
+def _save_tokenizer(directory: Path, base: str, out: Path, safely: dict[str, bool]) -> None:
+    source = directory if (directory / _TOKENIZER).is_file() else Path(base)
+    if source.is_dir() and not (source / _TOKENIZER).is_file():
+        return
+    AutoTokenizer.from_pretrained(source if source.is_dir() else base, **safely).save_pretrained(out)

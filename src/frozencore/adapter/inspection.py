@@ -1,0 +1,178 @@
+"""What a basis captured: the numbers behind ``frozencore inspect``, from factors and, where given, moments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from frozencore.adapter.config import FrozenCoreConfig
+from frozencore.adapter.directory import Factors
+from frozencore.errors import ArtifactError
+from frozencore.maths.basis import Basis
+from frozencore.maths.linalg import effective_rank, principal_cosines, truncated_svd
+from frozencore.maths.moments import LayerMoments, spread
+from frozencore.maths.objective import captured_correlation, coherence, projected_gradient_norm
+from frozencore.maths.whitening import Whitening, damped
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class BasisReport:
+    """One layer's basis on its own.
+
+    Attributes:
+        output_coherence, input_coherence: Largest leverage of a row of P and of Q over its mean; 1 is spread evenly,
+            m/r (or n/r) sits on single coordinates.
+        core_norm: ``‖R‖_F``: how far training moved.
+    """
+
+    shape: tuple[int, int]
+    rank: int
+    core_parameters: int
+    basis_bytes: int
+    orthonormality_error: float
+    output_coherence: float
+    input_coherence: float
+    core_norm: float
+
+
+@dataclass(frozen=True)
+class CaptureReport:
+    """One layer's basis against its calibration moments.
+
+    Attributes:
+        gradient_norm, gradient_share: ``‖PᵀGQ‖_F``, and its share of ``‖G‖_F``.
+        correlation, correlation_share: J, and its share of the best rank-r value ``Σ_{i≤r} σ_i(T)²``.
+        singular_values, effective_rank: Of the whitened cross moment T, first r.
+        input_spread, error_spread: Maximum over median of a and d.
+    """
+
+    gradient_norm: float
+    gradient_share: float
+    correlation: float
+    correlation_share: float
+    singular_values: tuple[float, ...]
+    effective_rank: int
+    input_spread: float
+    error_spread: float
+
+
+@dataclass(frozen=True)
+class AngleReport:
+    """Mean cosine of the principal angles between two bases of one layer; 1 is the same span."""
+
+    output_cosine: float
+    input_cosine: float
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """All that is known of one layer; None where no moments or no other basis were given."""
+
+    basis: BasisReport
+    capture: CaptureReport | None
+    angles: AngleReport | None
+
+
+def inspect_adapter(
+    config: FrozenCoreConfig,
+    layers: Mapping[str, Factors],
+    *,
+    moments: Mapping[str, LayerMoments] | None = None,
+    other: Mapping[str, Factors] | None = None,
+) -> dict[str, LayerReport]:
+    """Reports of every layer of a saved adapter.
+
+    Args:
+        moments: Must hold every layer's G, a and d.
+        other: Another adapter on the same layers.
+
+    Raises:
+        ArtifactError: Moments or the other adapter lack a layer or have other shapes.
+    """
+    damping = config.basis_options().whitening.damping_by_side
+    reports = {}
+    for name, own in layers.items():
+        measured, peer = _same_layer(moments, name, "moments file"), _same_layer(other, name, "other adapter")
+        reports[name] = LayerReport(
+            basis=report_basis(own.P, own.Q, own.R),
+            capture=report_capture(own.P, own.Q, measured, damping) if measured else None,
+            angles=report_angles(own.P, own.Q, peer.P, peer.Q) if peer else None,
+        )
+    return reports
+
+
+def report_basis(P: Tensor, Q: Tensor, R: Tensor) -> BasisReport:
+    """The basis on its own: P (m x r), Q (n x r), core R (r x r)."""
+    basis = _basis(P, Q)
+    orthonormal = [torch.linalg.qr(X.float()).Q for X in (P, Q)]
+    return BasisReport(
+        shape=(P.shape[0], Q.shape[0]),
+        rank=basis.rank,
+        core_parameters=R.numel(),
+        basis_bytes=sum(X.numel() * X.element_size() for X in (P, Q)),
+        orthonormality_error=basis.orthonormality_error(),
+        output_coherence=coherence(orthonormal[0]),
+        input_coherence=coherence(orthonormal[1]),
+        core_norm=float(R.norm()),
+    )
+
+
+def report_capture(P: Tensor, Q: Tensor, moments: LayerMoments, damping: tuple[float, float]) -> CaptureReport:
+    """The basis against moments G, a, d in the diagonal metric with that relative damping (input, output)."""
+    basis, G = _basis(P, Q), moments.G
+    if G.shape != (P.shape[0], Q.shape[0]):
+        raise ArtifactError(f"A basis of shape {(P.shape[0], Q.shape[0])} met moments of shape {tuple(G.shape)}.")
+    if not G.any():
+        return _report_zero_gradient(basis, moments)
+    A, D = damped(moments.a, damping[0]), damped(moments.d, damping[1])
+    metric = Whitening(damping=damping)
+    whitened = metric.input_root(moments)(metric.output_root(moments)(G).mT).mT
+    S = truncated_svd(whitened, basis.rank).S
+    gradient, correlation = projected_gradient_norm(G, basis), captured_correlation(G, A, D, basis)
+    return CaptureReport(
+        gradient_norm=gradient,
+        gradient_share=gradient / float(G.norm()),
+        correlation=correlation,
+        correlation_share=correlation / float(S.double().square().sum()),
+        singular_values=tuple(S.tolist()),
+        effective_rank=effective_rank(S),
+        input_spread=spread(moments.a),
+        error_spread=spread(moments.d),
+    )
+
+
+def _report_zero_gradient(basis: Basis, moments: LayerMoments) -> CaptureReport:
+    return CaptureReport(0.0, 0.0, 0.0, 0.0, (0.0,) * basis.rank, 0, spread(moments.a), spread(moments.d))
+
+
+def report_angles(P: Tensor, Q: Tensor, other_P: Tensor, other_Q: Tensor) -> AngleReport:
+    """How close two bases of the same layer are.
+
+    Raises:
+        ArtifactError: They are of layers of different shapes.
+    """
+    if (P.shape[0], Q.shape[0]) != (other_P.shape[0], other_Q.shape[0]):
+        raise ArtifactError(
+            f"Only bases of the same model compare, but a layer is {P.shape[0]} x {Q.shape[0]} in one adapter and "
+            f"{other_P.shape[0]} x {other_Q.shape[0]} in the other."
+        )
+    return AngleReport(
+        output_cosine=float(principal_cosines(P, other_P).mean()),
+        input_cosine=float(principal_cosines(Q, other_Q).mean()),
+    )
+
+
+def _same_layer(layers: Mapping[str, T] | None, name: str, what: str) -> T | None:
+    if layers is not None and name not in layers:
+        raise ArtifactError(f"The {what} has no layer {name!r}: it was made for other targets or another model.")
+    return None if layers is None else layers[name]
+
+
+def _basis(P: Tensor, Q: Tensor) -> Basis:
+    return Basis(P=P.float(), Q=Q.float(), spectrum=torch.empty(0), effective_rank=P.shape[1])

@@ -1,0 +1,254 @@
+"""Whether a saved adapter is whole, unchanged and sound; what is wrong is said in one line.
+
+``save_pretrained`` writes a seal into ``adapter_config.json``:
+
+    format           of the folder; a newer one is refused
+    weights_sha256   of the bytes of adapter_model.safetensors
+    bases_sha256     of the values of P and Q; cores_sha256: of R
+    base             some values of the base model's weights (:mod:`frozencore.adapter.seal.same_base`)
+
+What a seal does not say is not checked, so adapters of earlier versions load. Where PEFT loads: a local folder is
+checked by ``FrozenCoreConfig.from_pretrained``, the tensors (from a hub id too) by ``FrozenCoreModel`` when they reach
+the model. transformers' own ``model.load_adapter`` passes by both; it checks format and base model only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load
+from torch import Tensor
+
+from frozencore.adapter.seal.factors import PREFIX, Factors, layer_factors
+from frozencore.errors import ArtifactError
+from frozencore.fingerprint import fingerprint_tensors
+from frozencore.maths.basis import ORTHONORMAL_COORDINATES, Basis
+from frozencore.maths.linalg import all_finite
+
+CONFIG_FILE, WEIGHTS_FILE, PICKLE_FILE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
+PEFT_TYPE = "FROZENCORE"
+FORMAT = 1
+LARGEST_CONFIG = 2**24
+ORTHONORMALITY = 2 * torch.finfo(torch.bfloat16).eps  # a basis may have been bfloat16 before it was widened
+_NAME = re.compile(r"[^/\\\x00-\x1f\x7f]+")
+
+
+def read_folder(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Configuration and tensors of an adapter folder of any PEFT method; of ours, checked against the seal.
+
+    The weights are read once: what was hashed is what is returned.
+
+    Raises:
+        ArtifactError: A file is missing, no plain file, a pickle, damaged, not as sealed, or of a newer format.
+    """
+    for name in (CONFIG_FILE, WEIGHTS_FILE):
+        if not (directory / name).is_file():
+            raise ArtifactError(_missing(directory, name))
+    values = read_config(directory)
+    content = _bytes_of(directory / WEIGHTS_FILE)
+    try:
+        tensors = load(content)
+    except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError, OverflowError) as error:
+        raise _damaged(directory, error) from error
+    if values.get("peft_type") != PEFT_TYPE:
+        require_finite(str(directory), tensors, "Train it again, or load an earlier checkpoint.")
+    else:
+        seal = read_seal(str(directory), values.get("seal"))
+        require_sound(str(directory), tensors, values.get("coordinates", "qr"))
+        recorded = seal.get("weights_sha256")
+        came = hashlib.sha256(content).hexdigest()
+        if recorded not in (None, came):
+            raise ArtifactError(
+                f"{WEIGHTS_FILE} in {directory} is not the file that was saved (SHA-256 {came[:12]}, recorded "
+                f"{str(recorded)[:12]!r}): changed, damaged, or just being written. Try again, or download it again."
+            )
+        require_sealed(str(directory), seal, tensors)
+    return values, tensors
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """``adapter_config.json`` as it is.
+
+    Raises:
+        ArtifactError: It is missing, damaged, too large, or no JSON object.
+    """
+    path = directory / CONFIG_FILE
+    if not path.is_file():
+        raise ArtifactError(_missing(directory, CONFIG_FILE))
+    try:
+        if path.stat().st_size > LARGEST_CONFIG:
+            raise ValueError(f"{CONFIG_FILE} is larger than {LARGEST_CONFIG:,} bytes")
+        values = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(values, dict):
+            raise ValueError(f"{CONFIG_FILE} is no JSON object")
+    except (ValueError, OSError, RecursionError) as error:
+        raise _damaged(directory, error) from error
+    return values
+
+
+def require_loadable(directory: Path) -> None:
+    """Check a local folder before PEFT reads it; one with a configuration alone passes.
+
+    Raises:
+        ArtifactError: As :func:`read_folder`.
+    """
+    holds_weights = (directory / WEIGHTS_FILE).exists() or (directory / WEIGHTS_FILE).is_symlink()
+    if holds_weights or (directory / PICKLE_FILE).exists():
+        read_folder(directory)
+
+
+def read_seal(origin: str, seal: Any) -> dict[str, Any]:
+    """A seal that this version understands; an empty one for None.
+
+    Raises:
+        ArtifactError: It is malformed or of a newer format.
+    """
+    if seal is None:
+        return {}
+    number = seal.get("format") if isinstance(seal, dict) else None
+    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+        raise ArtifactError(f"The seal of the adapter in {origin} is malformed. Save or download it again.")
+    if number > FORMAT:
+        raise ArtifactError(
+            f"The adapter in {origin} has format {number}, and this frozencore reads up to {FORMAT}. "
+            "Run: pip install -U frozencore"
+        )
+    return dict(seal)
+
+
+def seal_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The part of a seal that tensors give, whatever their keys' prefix and adapter name."""
+    of_side: dict[str, list[Tensor]] = {"P": [], "Q": [], "R": []}
+    for key, tensor in tensors.items():
+        _, found, rest = key.partition(f".{PREFIX}")
+        if found and rest[:1] in of_side:
+            of_side[rest[0]].append(tensor)
+    return {
+        "format": FORMAT,
+        "bases_sha256": _hash_of(*(_tensor_hashes(of_side[side]) for side in "PQ")),
+        "cores_sha256": _hash_of(_tensor_hashes(of_side["R"])),
+    }
+
+
+def require_sealed(origin: str, seal: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Refuse tensors that are not those of the seal.
+
+    Raises:
+        ArtifactError: Bases or cores are others.
+    """
+    wanted = {name: seal[name] for name in ("bases_sha256", "cores_sha256") if seal.get(name) is not None}
+    came = seal_tensors(tensors) if wanted else {}
+    for name, recorded in wanted.items():
+        if came[name] != recorded:
+            raise ArtifactError(
+                f"The {name.partition('_')[0]} in {origin} are not those that were saved (hash {came[name][:12]}, "
+                f"recorded {str(recorded)[:12]!r}): changed, damaged, or just being written. Load it again."
+            )
+
+
+def require_sound(origin: str, tensors: Mapping[str, Tensor], coordinates: Any) -> dict[str, Factors]:
+    """The factors by layer, if every tensor is finite, named like a module, and bases are orthonormal where promised.
+
+    Raises:
+        ArtifactError: Otherwise. Bases that are all zero are those of an adapter that was never calibrated.
+    """
+    odd = next((key for key in tensors if not _NAME.fullmatch(key) or ".." in key), None)
+    if odd is not None:
+        raise ArtifactError(f"A tensor is named like a module, but {origin} holds {odd[:80]!r}. Do not use this file.")
+    factors = layer_factors(origin, tensors)
+    require_finite(origin, tensors, "Train it again, or load an earlier checkpoint.")
+    promised = isinstance(coordinates, str) and coordinates in ORTHONORMAL_COORDINATES
+    if promised and any(bool(f.P.any()) or bool(f.Q.any()) for f in factors.values()):
+        for layer, f in factors.items():
+            error = Basis(f.P, f.Q, spectrum=torch.empty(0), effective_rank=f.P.shape[1]).orthonormality_error()
+            if not error <= ORTHONORMALITY:
+                raise ArtifactError(
+                    f"With coordinates={coordinates!r} a basis is orthonormal, but that of layer {layer!r} of {origin} "
+                    f"is off by {error:.2g}. Save or download it again."
+                )
+    return factors
+
+
+def require_finite(origin: str, tensors: Mapping[str, Tensor], way_out: str) -> None:
+    """Refuse NaN and Inf.
+
+    Raises:
+        ArtifactError: The first tensor that holds one.
+    """
+    for key, tensor in tensors.items():
+        if not _finite(tensor):
+            raise ArtifactError(f"An adapter is finite, but {key!r} of {origin} holds NaN or Inf. {way_out}")
+
+
+def require_fit(origin: str, layers: Mapping[str, tuple[Tensor, Tensor, Tensor]], came: Mapping[str, Factors]) -> None:
+    """Refuse factors of other layers or shapes than a model has.
+
+    Args:
+        layers: The model's own P, Q and R by layer.
+
+    Raises:
+        ArtifactError: The first layer that only one of them has, or whose shapes differ.
+    """
+    for odd, what in (
+        (came.keys() - layers.keys(), "the base model lacks"),
+        (layers.keys() - came.keys(), "it has nothing for"),
+    ):
+        if odd:
+            raise ArtifactError(
+                f"An adapter fits its base model layer by layer, but {what} {len(odd)} of the layers of {origin} "
+                f"(first: {min(odd)!r}). Load the base model that it was trained on."
+            )
+    for name, own in layers.items():
+        theirs = (came[name].P, came[name].Q, came[name].R)
+        if any(mine.shape != other.shape for mine, other in zip(own, theirs, strict=True)):
+            m, n, r = own[0].shape[0], own[1].shape[0], own[2].shape[0]
+            raise ArtifactError(
+                f"Layer {name!r} is {m} x {n} at rank {r} in this model, but P {tuple(theirs[0].shape)} and Q "
+                f"{tuple(theirs[1].shape)} came with {origin}. Load the base model that it was trained on."
+            )
+
+
+def _finite(tensor: Tensor) -> bool:
+    if tensor.is_meta or not tensor.is_floating_point():
+        return True
+    return all_finite(tensor.float() if tensor.dtype.itemsize == 1 else tensor)
+
+
+def _tensor_hashes(tensors: Iterable[Tensor]) -> list[str]:
+    """Without names, sorted: transformers may rename layers on loading."""
+    return sorted(fingerprint_tensors([("", tensor)]) for tensor in tensors)
+
+
+def _hash_of(*parts: list[str]) -> str:
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def _bytes_of(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise _damaged(path.parent, error) from error
+
+
+def _missing(directory: Path, name: str) -> str:
+    if name == WEIGHTS_FILE and (directory / PICKLE_FILE).exists():
+        return (
+            f"Weights are read from {WEIGHTS_FILE}, but {directory} holds {PICKLE_FILE}: a pickle can run code and is "
+            "never opened. Ask for the adapter as safetensors."
+        )
+    return (
+        f"An adapter folder holds {CONFIG_FILE} and {WEIGHTS_FILE}, but {directory} has no {name}. "
+        "Point at the folder that save_pretrained or `frozencore tune` wrote."
+    )
+
+
+def _damaged(directory: Path, error: Exception) -> ArtifactError:
+    reason = " ".join(str(error).split())[:200]
+    return ArtifactError(f"The adapter in {directory} is damaged ({reason}). Save or download it again.")

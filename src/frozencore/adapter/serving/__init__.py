@@ -1,6 +1,0 @@
-"""Which serving engines take a LoRA directory: the rules of vLLM, SGLang and llama.cpp, read in their sources."""
-
-from frozencore.adapter.serving.check import LoraReport, Problem, check_lora_directory
-from frozencore.adapter.serving.rules import ENGINES, RULES, Rule
-
-__all__ = ["ENGINES", "RULES", "LoraReport", "Problem", "Rule", "check_lora_directory"]

@@ -1,0 +1,1 @@
+"""Everything that talks to a person: the verbs of the command line, boards, lines and tables."""

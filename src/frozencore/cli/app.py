@@ -1,0 +1,94 @@
+"""The ``frozencore`` command: one verb a file, each of which parses, calls the library or the lab, and prints."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from typing import Annotated, NoReturn
+
+import typer
+
+from frozencore.cli.calibrate import calibrate
+from frozencore.cli.campaign import campaign_app, schema
+from frozencore.cli.check import check
+from frozencore.cli.console import console
+from frozencore.cli.demo import demo
+from frozencore.cli.doctor import doctor
+from frozencore.cli.evaluate import evaluate, tasks_app
+from frozencore.cli.export import export
+from frozencore.cli.inspect import inspect
+from frozencore.cli.tune import tune
+from frozencore.errors import FrozenCoreError
+from frozencore.quiet import ignore_known_warnings
+
+INTERRUPTED, TERMINATED = 130, 143  # the exit status of Ctrl-C, and of SIGTERM
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Fine-tune language models by training only r x r cores between frozen, calibrated bases.",
+)
+
+
+for verb in (tune, calibrate, evaluate, inspect, export, check, demo, schema, doctor):
+    app.command()(verb)
+app.add_typer(tasks_app, name="tasks")
+app.add_typer(campaign_app, name="campaign")
+
+
+@app.callback()
+def _common(
+    context: typer.Context,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> None:
+    context.obj = console
+    if debug:
+        os.environ["FROZENCORE_DEBUG"] = "1"
+
+
+def _ended_early(status: int) -> NoReturn:
+    how = "interrupted" if status == INTERRUPTED else "terminated"
+    sys.stderr.write(
+        f"frozencore: {how}; run the same command again and it goes on from what is there (`tune` with --resume)\n"
+    )
+    sys.exit(status)
+
+
+def main() -> None:
+    """Entry point: an error of ours is one line on stderr and exit status 2; Ctrl-C is 130, SIGTERM 143."""
+    ignore_known_warnings()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
+    try:
+        app()
+    except FrozenCoreError as error:
+        if os.environ.get("FROZENCORE_DEBUG"):
+            raise
+        sys.stderr.write(f"frozencore: {' '.join(str(error).split())}\n")
+        sys.exit(2)
+    except OSError as error:
+        if os.environ.get("FROZENCORE_DEBUG"):
+            raise
+        sys.stderr.write(f"frozencore: {error.strerror or error}: {error.filename or ''}\n")
+        sys.exit(2)
+    except KeyboardInterrupt:
+        _ended_early(INTERRUPTED)
+    except SystemExit as end:
+        if end.code in (INTERRUPTED, TERMINATED):  # typer turns Ctrl-C into the first
+            _ended_early(end.code)
+        raise
+    except (RuntimeError, MemoryError) as error:
+        from frozencore.out_of_memory import is_out_of_memory
+
+        if os.environ.get("FROZENCORE_DEBUG") or not is_out_of_memory(error):
+            raise
+        sys.stderr.write(
+            f"frozencore: out of memory ({' '.join(str(error).split())[:200]}): use a smaller --batch-size or "
+            "--max-length, --memory-budget for the calibration, or --dtype bfloat16\n"
+        )
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

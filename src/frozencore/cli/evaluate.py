@@ -1,0 +1,150 @@
+"""``frozencore evaluate`` and ``frozencore tasks``: parse, call, print."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from frozencore.errors import ConfigError
+from frozencore.naming import unknown_name
+
+STYLES = ("auto", "chat", "plain")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+DataRoot = Annotated[Path | None, typer.Option(help="Folder that holds the data sets under their hub ids.")]
+PromptStyleName = Annotated[str, typer.Option(help="auto, chat or plain.")]
+NumRows = Annotated[int | None, typer.Option("--num-evaluation", help="Rows of a task. Default: the protocol's.")]
+
+tasks_app = typer.Typer(no_args_is_help=True, help="List the tasks, show one as a model sees it, or export them.")
+
+
+def evaluate(
+    context: typer.Context,
+    model: Annotated[str, typer.Option(help="Hub id or local folder of a causal language model.")],
+    output: Annotated[Path, typer.Option("--output", "--out", help="Folder of the scores; finished ones are kept.")],
+    task: Annotated[
+        str | None, typer.Option(help="all (the paper's eleven), names, or YAML files of your own; comma-separated.")
+    ] = None,
+    lm_eval: Annotated[
+        str | None, typer.Option(help="Tasks of lm-evaluation-harness by name (needs frozencore[lm-eval]).")
+    ] = None,
+    include_path: Annotated[Path | None, typer.Option(help="Folder of task files for --lm-eval.")] = None,
+    adapter: Annotated[
+        list[Path] | None, typer.Option(help="Folder of an adapter, frozen cores or LoRA; may be repeated.")
+    ] = None,
+    with_base: Annotated[bool, typer.Option("--with-base", help="Score the model without adapters too.")] = False,
+    data_root: DataRoot = None,
+    num_evaluation: NumRows = None,
+    length_normalised: Annotated[
+        bool, typer.Option("--length-normalised", help="Compare choices by log-likelihood per character.")
+    ] = False,
+    prompt_style: PromptStyleName = "auto",
+    max_length: Annotated[
+        int | None, typer.Option(min=2, help="Tokens of a row. Default: the model's context.")
+    ] = None,
+    truncate: Annotated[
+        bool, typer.Option("--truncate", help="Cut long prompts at their beginning, and count them.")
+    ] = False,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
+) -> None:
+    """Score a model, or several adapters on it, on many tasks. Exit status 1 if a task could not be scored."""
+    from frozencore.cli.display import StageDisplay
+    from frozencore.cli.evaluation_tables import evaluation_table
+    from frozencore.lab.evaluation.evaluate import Evaluation
+    from frozencore.lab.evaluation.evaluate import evaluate as run_evaluation
+    from frozencore.lab.rows.suite import find_tasks
+
+    _require("prompt style", prompt_style, STYLES)
+    _require("dtype", dtype, DTYPES)
+    if task is None and lm_eval is None:
+        raise ConfigError("There is nothing to score: give --task all, --task NAME,NAME or --lm-eval NAME.")
+    evaluation = Evaluation(
+        model=model,
+        tasks=tuple(find_tasks(task)) if task is not None else (),
+        harness_tasks=tuple(name.strip() for name in (lm_eval or "").split(",") if name.strip()),
+        include_path=include_path,
+        adapters=tuple(adapter or ()),
+        with_base=with_base,
+        data_root=data_root,
+        prompt_style=cast(Any, prompt_style),
+        max_length=max_length,
+        truncate=truncate,
+        length_normalised=length_normalised,
+        num_evaluation=num_evaluation,
+        dtype=dtype,
+        device=device,
+    )
+    console: Console = context.obj
+    with StageDisplay(console) as stages:
+        record = run_evaluation(evaluation, output, stages)
+    console.print(evaluation_table(record))
+    console.print(f"Predictions and scores: {output}", highlight=False)
+    raise typer.Exit(1 if record["failed"] else 0)
+
+
+@tasks_app.command("list")
+def list_tasks(context: typer.Context) -> None:
+    """Every task with its rows, epochs, scoring and data set."""
+    from frozencore.cli.showing import task_lines
+    from frozencore.lab.rows.suite import TASKS
+
+    table = Table()
+    for heading in ("task", "train / evaluation rows", "epochs", "scoring", "data"):
+        table.add_column(heading)
+    for line in task_lines(TASKS):
+        table.add_row(*line)
+    context.obj.print(table)
+
+
+@tasks_app.command("show")
+def show_task(
+    context: typer.Context,
+    name: Annotated[str, typer.Argument(help="A task by name, or a YAML file of your own.")],
+    model: Annotated[
+        str | None, typer.Option(help="Whose tokenizer and chat template to show. Default: the pocket model's.")
+    ] = None,
+    data_root: DataRoot = None,
+    row: Annotated[int, typer.Option(help="Which training row.")] = 0,
+    prompt_style: PromptStyleName = "auto",
+) -> None:
+    """Print a real example as the model sees it; what stands in ⟦ ⟧ carries the loss."""
+    from frozencore.cli.showing import show_example
+    from frozencore.lab.pocket import pocket_model_path
+    from frozencore.lab.rows.prompts import PromptEncoder
+    from frozencore.lab.rows.suite import find_task
+    from frozencore.lab.run.loading import load_tokenizer
+
+    _require("prompt style", prompt_style, STYLES)
+    task = find_task(name)
+    tokenizer = load_tokenizer(model or str(pocket_model_path()))
+    encoder = PromptEncoder(tokenizer, style=cast(Any, prompt_style), max_length=1_000_000)
+    for line in show_example(task, encoder, data_root, row):
+        context.obj.print(line, soft_wrap=True)
+
+
+@tasks_app.command("export")
+def export(
+    context: typer.Context,
+    folder: Annotated[Path, typer.Argument(help="New folder for the task files.")],
+    to: Annotated[str, typer.Option(help="lm-eval: files for lm_eval --include_path.")] = "lm-eval",
+    task: Annotated[str, typer.Option(help="all, or names separated by commas.")] = "all",
+    data_root: DataRoot = None,
+    num_evaluation: NumRows = None,
+) -> None:
+    """Write tasks, with their evaluation rows, in a form that another evaluator runs."""
+    from frozencore.lab.evaluation.harness.export import export_tasks
+    from frozencore.lab.rows.suite import find_tasks
+
+    _require("export", to, ("lm-eval",))
+    names = export_tasks(find_tasks(task), folder, data_root=data_root, num_evaluation=num_evaluation)
+    context.obj.print(f"lm_eval --include_path {folder} --tasks {','.join(names)}", highlight=False, soft_wrap=True)
+
+
+def _require(kind: str, came: str, known: tuple[str, ...]) -> None:
+    if came not in known:
+        raise ConfigError(unknown_name(kind, came, known))

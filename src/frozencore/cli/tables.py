@@ -1,0 +1,124 @@
+"""Tables on the screen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from frozencore.adapter.bases.calibrate import Calibration
+from frozencore.adapter.inspection import LayerReport
+
+Record = Mapping[str, Any]
+
+
+def run_summary(record: Record) -> Group:
+    """One run: what it was worth, and what it cost."""
+    table = Table(title=f"{record['method']} on {record['task'] or record['config']['data']}", title_justify="left")
+    table.add_column("")
+    table.add_column("before", justify="right")
+    table.add_column("after", justify="right")
+    if "accuracy" in record:
+        error = record["score"]["standard_error"]
+        after = f"{percent(record['accuracy'])} ± {100 * error:.1f}"
+        table.add_row("accuracy, %", percent(record["accuracy_before"]), after)
+    table.add_row("held-out loss, nats/token", *(f"{record[k]:.3f}" for k in ("held_out_loss_before", "held_out_loss")))
+    cost = Text(
+        f"{record['trainable_parameters']:,} trained values; calibration {record['calibration_s']:.1f} s, "
+        f"training {record['training_s']:.1f} s, peak memory {record['peak_memory_bytes'] / 2**30:.2f} GiB"
+    )
+    return Group(table, *([Text(verdict(record))] if "accuracy" in record else []), cost)
+
+
+def verdict(record: Record) -> str:
+    """In words: whether the run beats the majority class, or the base model where there are no classes."""
+    accuracy, majority = record["accuracy"], record["score"]["majority_class"]
+    floor, name = (
+        (majority, "the majority class") if majority is not None else (record["accuracy_before"], "the base model")
+    )
+    if accuracy <= floor:
+        return f"Does not beat {name} ({percent(floor)} %)."
+    sure = "clearly" if accuracy - 2 * record["score"]["standard_error"] > floor else "within two standard errors"
+    return f"Beats {name} ({percent(floor)} %), {sure}."
+
+
+def calibration_summary(calibration: Calibration) -> Table:
+    """What calibration found, layer by layer."""
+    table = Table(title=f"Calibration, {calibration.time_s:.1f} s", title_justify="left")
+    for heading in ("layer", "tokens", "rank", "effective", "σ₁", "σ_r", "max/median a", "max/median d"):
+        table.add_column(heading, justify="left" if heading == "layer" else "right", no_wrap=heading == "layer")
+    for name, layer in calibration.layers.items():
+        first, last = (layer.spectrum[0], layer.spectrum[-1]) if layer.spectrum else (None, None)
+        numbers = (first, last, layer.input_spread, layer.error_spread)
+        table.add_row(
+            name, f"{layer.num_tokens:,}", str(layer.rank), str(layer.effective_rank),
+            *("" if value is None else f"{value:.3g}" for value in numbers),
+        )  # fmt: skip
+    return table
+
+
+def inspection_table(reports: Mapping[str, LayerReport]) -> Group:
+    """A saved adapter's bases, layer by layer, and their totals."""
+    some = next(iter(reports.values()))
+    columns = ["layer", "m x n", "r", "coherence P", "coherence Q", "‖R‖"]
+    if some.capture:
+        columns += ["effective", "σ₁(T)", "σ_r(T)", "‖PᵀGQ‖", "of ‖G‖", "J", "of best", "max/med a", "max/med d"]
+    if some.angles:
+        columns += ["cos P", "cos Q"]
+    table = Table(title="Bases", title_justify="left")
+    for heading in columns:
+        table.add_column(heading, justify="left" if heading == "layer" else "right", no_wrap=heading == "layer")
+    for name, report in reports.items():
+        table.add_row(name, *_layer_cells(report))
+    parameters = sum(report.basis.core_parameters for report in reports.values())
+    basis_bytes = sum(report.basis.basis_bytes for report in reports.values())
+    worst = max(report.basis.orthonormality_error for report in reports.values())
+    return Group(
+        table,
+        Text(
+            f"{len(reports)} layers; {parameters:,} trained values ({4 * parameters:,} bytes), "
+            f"bases {basis_bytes:,} bytes; largest |PᵀP - I| {worst:.1e}"
+        ),
+    )
+
+
+def _layer_cells(report: LayerReport) -> list[str]:
+    basis, capture, angles = report.basis, report.capture, report.angles
+    cells = [
+        f"{basis.shape[0]} x {basis.shape[1]}", str(basis.rank), f"{basis.output_coherence:.1f}",
+        f"{basis.input_coherence:.1f}", f"{basis.core_norm:.3g}",
+    ]  # fmt: skip
+    if capture:
+        cells += [
+            str(capture.effective_rank), f"{capture.singular_values[0]:.3g}", f"{capture.singular_values[-1]:.3g}",
+            f"{capture.gradient_norm:.3g}", f"{capture.gradient_share:.0%}", f"{capture.correlation:.3g}",
+            f"{capture.correlation_share:.0%}", f"{capture.input_spread:.1f}", f"{capture.error_spread:.1f}",
+        ]  # fmt: skip
+    if angles:
+        cells += [f"{angles.output_cosine:.3f}", f"{angles.input_cosine:.3f}"]
+    return cells
+
+
+def comparison_table(records: Sequence[Record]) -> Table:
+    """Many runs, grouped by task, best accuracy first."""
+    table = Table(title="Task x method", title_justify="left")
+    for heading in ("task", "method", "trained", "before %", "after %", "± se", "loss", "calibration s", "training s"):
+        table.add_column(heading, justify="left" if heading in ("task", "method") else "right")
+    for task in dict.fromkeys(record["task"] for record in records):
+        rows = sorted((r for r in records if r["task"] == task), key=lambda r: -r["accuracy"])
+        for i, row in enumerate(rows):
+            table.add_row(
+                task if i == 0 else "", row["method"], f"{row['trainable_parameters']:,}",
+                percent(row["accuracy_before"]), percent(row["accuracy"]), f"{100 * row['standard_error']:.1f}",
+                f"{row['held_out_loss']:.3f}", f"{row['calibration_s']:.2f}", f"{row['training_s']:.1f}",
+                end_section=i == len(rows) - 1,
+            )  # fmt: skip
+    return table
+
+
+def percent(share: float) -> str:
+    """A share as a percentage with one decimal."""
+    return f"{100 * share:.1f}"

@@ -1,0 +1,97 @@
+"""What there is to score: a task of the suite or one of lm-evaluation-harness, behind one face."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from frozencore.errors import DataError
+from frozencore.fingerprint import fingerprint_options
+from frozencore.lab.evaluation.harness.run import harness_score, harness_version
+from frozencore.lab.rows.prompts import PromptEncoder
+from frozencore.lab.scoring.task_score import score_task
+from frozencore.lab.tasks.splits import evaluation_rows
+from frozencore.lab.tasks.task import Example, Task
+from frozencore.progress import Progress
+
+Scored = tuple[dict[str, Any], Iterable[Mapping[str, Any]]]
+"""The numbers of a score, and its predictions row by row."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One task, ready to score a model on.
+
+    Attributes:
+        identity: What, beside the model and the common options, decides the score.
+        score: Scores a model; raises ``DataError`` if the rows do not suit it.
+    """
+
+    name: str
+    num_rows: int | None
+    identity: Mapping[str, Any]
+    score: Callable[[nn.Module, Progress], Scored]
+
+
+def suite_jobs(
+    tasks: Iterable[Task],
+    encoder: PromptEncoder,
+    *,
+    data_root: Path | None,
+    num_evaluation: int | None,
+    length_normalised: bool,
+) -> tuple[list[Job], dict[str, str]]:
+    """A job for every task whose rows can be read, and one line of reason for every other."""
+    jobs: list[Job] = []
+    failed: dict[str, str] = {}
+    for task in tasks:
+        try:
+            examples = evaluation_rows(task, data_root, num_evaluation=num_evaluation)
+        except DataError as error:
+            failed[task.name] = " ".join(str(error).split())
+        else:
+            jobs.append(_suite_job(task, examples, encoder, length_normalised=length_normalised))
+    return jobs, failed
+
+
+def harness_job(name: str, encoder: PromptEncoder, *, include_path: Path | None, limit: int | None) -> Job:
+    """A task of the harness; its name and data are looked up when it is scored.
+
+    Raises:
+        ConfigError: The harness is not installed.
+    """
+
+    def score(model: nn.Module, progress: Progress) -> Scored:
+        progress(0, 1, "lm-evaluation-harness")
+        found = harness_score(model, encoder, name, include_path=include_path, limit=limit)
+        progress(1, 1, found.metric)
+        summary = {
+            "task": name,
+            "accuracy": found.value,
+            "standard_error": found.standard_error,
+            "num_examples": len({sample["doc_id"] for sample in found.samples}),
+            "metric": found.metric,
+            "metrics": dict(found.metrics),
+        }
+        return summary, found.samples
+
+    identity = {"harness": harness_version(), "include_path": str(include_path), "limit": limit}
+    return Job(name, None, identity, score)
+
+
+def _suite_job(task: Task, examples: tuple[Example, ...], encoder: PromptEncoder, *, length_normalised: bool) -> Job:
+    def score(model: nn.Module, progress: Progress) -> Scored:
+        found = score_task(model, encoder, task, examples, length_normalised=length_normalised, progress=progress)
+        summary = {key: value for key, value in vars(found).items() if key != "predictions"}
+        return summary, map(asdict, found.predictions)
+
+    identity = {
+        "rows": fingerprint_options({"rows": [asdict(example) for example in examples]}),
+        "max_new_tokens": task.max_new_tokens,
+        "length_normalised": length_normalised,
+    }
+    return Job(task.name, len(examples), identity, score)

@@ -1,0 +1,1 @@
+"""One run: its configuration, methods, rows and record."""

@@ -1,0 +1,77 @@
+"""What a run works on: a loaded model, its tokenizer, and the rows of a configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from frozencore.calibration.collect import Batch
+from frozencore.errors import ConfigError
+from frozencore.lab.rows.batches import make_batches
+from frozencore.lab.rows.prompts import PROTOCOL_MAX_LENGTH, PromptEncoder, context_limit
+from frozencore.lab.run.config import RunConfig
+from frozencore.lab.run.loading import load_model
+from frozencore.lab.run.rows import RunRows, prepare_rows
+from frozencore.lab.scoring.score import TaskScore
+
+CALIBRATION_BATCH = 8
+
+Stages = Callable[[str, int, int | None, str], None]
+"""Called with a stage's name, the steps done, their total if it is known, and a short note."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """What a model scored on the evaluation rows: nats per completion token, and the task's accuracy if it has one."""
+
+    held_out_loss: float
+    task: TaskScore | None = None
+
+
+@dataclass(frozen=True)
+class Base:
+    """A loaded base model and its tokenizer, of any number of runs one after the other."""
+
+    model: PreTrainedModel
+    tokenizer: Any
+
+
+@dataclass
+class Bench:
+    """A loaded model with one run's rows; the score of the untouched model is kept for runs that share them."""
+
+    model: PreTrainedModel
+    encoder: PromptEncoder
+    rows: RunRows
+    before: Score | None = None
+
+
+def prepare(config: RunConfig, stages: Stages, base: Base | None = None) -> Bench:
+    """Load what a run needs. Every error in the input shows here, before anything is written.
+
+    Args:
+        base: The configured model, loaded before.
+    """
+    stages("load", 0, None, config.model)
+    base = base or Base(*load_model(config.model, dtype=config.dtype, device=config.device))
+    limit = context_limit(base.model, base.tokenizer)
+    encoder = PromptEncoder(
+        base.tokenizer,
+        style=config.prompt_style,
+        max_length=config.max_length or min(PROTOCOL_MAX_LENGTH, limit),
+        too_long="truncate" if config.truncate else "refuse",
+    )
+    if encoder.max_length > limit:
+        raise ConfigError(f"--max-length {encoder.max_length} is beyond the model's context of {limit} tokens.")
+    rows = prepare_rows(config, encoder)
+    stages("load", 1, 1, f"{len(rows.train)} training rows")
+    return Bench(base.model, encoder, rows)
+
+
+def calibration_batches(rows: RunRows, pad_id: int) -> list[Batch]:
+    """The calibration rows as batches of similar length, which wastes little on padding."""
+    by_length = sorted(rows.calibration, key=lambda row: len(row.input_ids))
+    return list(make_batches(by_length, pad_id=pad_id, batch_size=CALIBRATION_BATCH))

@@ -1,0 +1,61 @@
+"""Calibration without training: moments once, bases from them, both saved for later runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from peft import PeftModel
+
+from frozencore.adapter.bases.calibrate import Calibration, calibrate
+from frozencore.adapter.model import frozen_core_layers
+from frozencore.calibration.collect import FCCA_NEEDS, Batch, collect_moments
+from frozencore.calibration.store import MomentsFingerprint, save_moments
+from frozencore.errors import ArtifactError, ConfigError
+from frozencore.lab.run.bench import Stages, calibration_batches, prepare
+from frozencore.lab.run.config import RunConfig
+from frozencore.lab.run.methods import add_method, moments_needed, resolve_targets, save_adapter
+from frozencore.maths.moments import LayerMoments, MomentName
+from frozencore.whole_file import require_writable
+
+MOMENTS_FILE = "moments.safetensors"
+
+
+def collect_for(
+    config: RunConfig, model: PeftModel, batches: list[Batch], needs: frozenset[MomentName], stages: Stages
+) -> dict[str, LayerMoments]:
+    """Moments of the layers that carry the adapter, which is still zero."""
+    layers = {name: layer.get_base_layer() for name, layer in frozen_core_layers(model, "default").items()}
+    return collect_moments(
+        model.get_base_model(),
+        batches,
+        layers,
+        needs=needs,
+        options=config.calibration_options,
+        progress=lambda done, total: stages("calibration", done, total, ""),
+    )
+
+
+def execute_calibration(config: RunConfig, out: Path, stages: Stages) -> Calibration:
+    """Write ``out/moments.safetensors`` and ``out/adapter`` with zero cores.
+
+    Raises:
+        ConfigError: The method reads no data.
+        ArtifactError: ``out`` holds moments already.
+    """
+    if not moments_needed(config):
+        raise ConfigError(f"The method {config.method!r} reads no calibration data: `frozencore tune` is all it needs.")
+    if (out / MOMENTS_FILE).exists():
+        raise ArtifactError(f"{out} already holds moments. Choose another --output, or remove that folder.")
+    require_writable(out)
+    bench = prepare(config, stages)
+    targets = resolve_targets(config, bench.model)
+    batches = calibration_batches(bench.rows, bench.encoder.pad_id)
+    fingerprint = MomentsFingerprint.of(bench.model, batches, config.calibration_options)
+    model = add_method(config, bench.model, targets)
+    needs = moments_needed(config) | FCCA_NEEDS  # inspect reads G, a and d
+    moments = collect_for(config, model, batches, needs, stages)
+    calibration = calibrate(model, moments=moments, progress=lambda stage, done, total: stages(stage, done, total, ""))
+    out.mkdir(parents=True, exist_ok=True)
+    save_adapter(model, out / "adapter", out)
+    save_moments(out / MOMENTS_FILE, moments, fingerprint)  # last: it says that the folder is whole
+    return calibration

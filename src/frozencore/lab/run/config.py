@@ -1,0 +1,162 @@
+"""The full configuration of one run: which model learns what, how, and from which seed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from frozencore.calibration.budget import memory_bytes
+from frozencore.calibration.options import CalibrationOptions, FisherLabels, Tokens, Weighting
+from frozencore.constructors import CONSTRUCTORS
+from frozencore.constructors.eva import EvaOutput
+from frozencore.errors import ConfigError
+from frozencore.lab.rows.prompts import PromptStyle
+from frozencore.lab.rows.suite import find_task
+from frozencore.lab.run.baselines import BASELINES
+from frozencore.maths.basis import Coordinates
+from frozencore.maths.linalg import SvdMethod
+from frozencore.maths.whitening import Fisher, Sides
+from frozencore.naming import unknown_name
+
+METHODS: tuple[str, ...] = (*CONSTRUCTORS, *BASELINES)
+CORE_LEARNING_RATE = 5e-3
+
+Targets = Annotated[tuple[str, ...], Field(min_length=1)] | Literal["all-linear"]
+READ_BY = {
+    "whiten": ("fcca",), "fisher": ("fcca",), "shrinkage": ("fcca",), "damping": ("fcca",),
+    "filora_fisher": ("filora",), "eva_center": ("eva",), "eva_output": ("eva",), "initial_step": ("signgrad",),
+}  # fmt: skip
+"""Which constructors read an option of the cores; the others are read by all."""
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class CoreOptions(_Strict):
+    """Options of the frozen cores, named as in :class:`frozencore.FrozenCoreConfig`; LoRA and its kin ignore them."""
+
+    alpha: float | None = None
+    whiten: Sides = "both"
+    fisher: Fisher = "diagonal"
+    shrinkage: float = Field(default=0.0, ge=0, le=1)
+    damping: float = Field(default=1e-3, gt=0)
+    coordinates: Coordinates = "qr"
+    svd_method: SvdMethod = "auto"
+    filora_fisher: Fisher = "dense"
+    eva_center: bool = False
+    eva_output: EvaOutput = "weight_times_input"
+    initial_step: float = 0.0
+
+
+class PassOptions(_Strict):
+    """Options of the calibration pass, named as in :class:`frozencore.calibration.options.CalibrationOptions`."""
+
+    tokens: Tokens = "nonpad"
+    skip_first: int = Field(default=0, ge=0)
+    weighting: Weighting = "example_mean"
+    fisher_labels: FisherLabels = "empirical"
+
+
+class RunConfig(_Strict):
+    """One run of the training recipe (MATHS.md, "Training and evaluation protocol").
+
+    Attributes:
+        model: Hub id or local folder of a causal language model; ``pocket`` is the one shipped here.
+        task, data: A task by name, or a file of the user's own rows; exactly one of them.
+        data_root: Folder that holds the task's data set under its hub id; the hub otherwise.
+        method: A basis constructor, or ``lora``, ``dora``, ``pissa``.
+        memory_budget: What calibration may take beyond a forward and backward pass, ``"8GiB"`` for instance.
+        calibration_task: Task that the calibration rows are of, where it is not the one to learn.
+        targets: Module names or ``"all-linear"``; None is the model's attention projections.
+        learning_rate: None is 5e-3 for cores and each baseline's own rate.
+        epochs: None is the task's number, or 1 for own data.
+        max_length: Tokens of a row; None is 512 or the model's context, whichever is less.
+        evaluate_on: ``validation`` scores on the held-out validation rows instead, to choose options with.
+        paper_steps: Train on all rows even where none are left for validation, as the paper's step counts imply.
+        num_train, num_evaluation: None are the task's sizes; own data holds out a tenth, at most 500 rows.
+    """
+
+    model: str
+    task: str | None = None
+    data: Path | None = None
+    data_root: Path | None = None
+    method: str = "fcca"
+    rank: int = Field(default=16, ge=1)
+    targets: Targets | None = None
+    core: CoreOptions = CoreOptions()
+    calibration: PassOptions = PassOptions()
+    calibration_size: int = Field(default=128, ge=1)
+    memory_budget: str | None = None
+    calibration_task: str | None = None
+    learning_rate: float | None = Field(default=None, gt=0)
+    warmup: float = Field(default=0.03, ge=0, le=1)
+    epochs: int | None = Field(default=None, ge=1)
+    batch_size: int = Field(default=1, ge=1)
+    accumulation: int = Field(default=8, ge=1)
+    seed: int = Field(default=42, ge=0, lt=2**32)
+    max_length: int | None = Field(default=None, ge=2)
+    truncate: bool = False
+    prompt_style: PromptStyle = "auto"
+    evaluate_on: Literal["evaluation", "validation"] = "evaluation"
+    num_train: int | None = Field(default=None, ge=1)
+    num_evaluation: int | None = Field(default=None, ge=1)
+    paper_steps: bool = False
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    device: str = "auto"
+
+    @model_validator(mode="after")
+    def _names_are_known(self) -> RunConfig:
+        if (self.task is None) == (self.data is None):
+            raise ConfigError("A run learns either a task (--task NAME) or your own rows (--data FILE): give one.")
+        if self.task is not None:
+            find_task(self.task)
+        if self.calibration_task is not None:
+            find_task(self.calibration_task)
+        if self.memory_budget is not None:
+            memory_bytes(self.memory_budget)
+        if self.method not in METHODS:
+            raise ConfigError(unknown_name("method", self.method, METHODS))
+        for option in self.core.model_dump(exclude_defaults=True):
+            readers = READ_BY.get(option, tuple(CONSTRUCTORS))
+            if self.method not in readers:
+                raise ConfigError(
+                    f"The method {self.method!r} does not read {option} (it is for {', '.join(readers)}). Leave it out."
+                )
+        return self
+
+    @property
+    def calibration_options(self) -> CalibrationOptions:
+        """The options of the calibration pass; sampled labels are the run's own."""
+        return CalibrationOptions(**self.calibration.model_dump(), seed=self.seed, memory_budget=self.memory_budget)
+
+    @property
+    def is_baseline(self) -> bool:
+        """Whether the method trains its factors (LoRA, DoRA, PiSSA) instead of a core between frozen ones."""
+        return self.method in BASELINES
+
+    @property
+    def resolved_learning_rate(self) -> float:
+        if self.learning_rate is not None:
+            return self.learning_rate
+        return BASELINES[self.method].learning_rate if self.is_baseline else CORE_LEARNING_RATE
+
+
+def make_config(**values: Any) -> RunConfig:
+    """A checked configuration.
+
+    Raises:
+        ConfigError: In one line, what is wrong with which option.
+    """
+    try:
+        return RunConfig(**values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        refused = first.get("ctx", {}).get("error")
+        if isinstance(refused, ConfigError):
+            raise refused from error
+        place = [part for part in first["loc"] if part not in ("core", "calibration")] or first["loc"]
+        option = "--" + " ".join(str(place[0]).replace("_", "-").split())
+        raise ConfigError(f"{option}: {first['msg'].lower()}, but {first['input']!r:.200} came.") from error

@@ -1,0 +1,200 @@
+"""One run: calibrate a basis, train the core, score before and after, save the adapter and the record."""
+
+from __future__ import annotations
+
+import shutil
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from peft import PeftModel
+from torch import nn
+
+from frozencore.adapter.bases.calibrate import Calibration, calibrate
+from frozencore.adapter.seal.card import write_model_card
+from frozencore.calibration.store import MomentsFingerprint, load_moments
+from frozencore.errors import ArtifactError, ConfigError, DivergenceError, ModelError
+from frozencore.fingerprint import fingerprint_model
+from frozencore.lab.run.baselines import save_start
+from frozencore.lab.run.bench import Bench, Score, Stages, calibration_batches, prepare
+from frozencore.lab.run.config import RunConfig, Targets
+from frozencore.lab.run.methods import (
+    add_method,
+    basis_fingerprint,
+    moments_needed,
+    options_of_method,
+    resolve_targets,
+    save_adapter,
+)
+from frozencore.lab.run.record import Outcome, calibrated_on, headline, make_record
+from frozencore.lab.run.rows import RunRows
+from frozencore.lab.scoring.heldout import held_out_loss
+from frozencore.lab.scoring.task_score import score_task
+from frozencore.lab.training.recipe import Recipe, TrainingReport, train
+from frozencore.whole_file import require_writable, write_json, write_lines
+
+LAST_GOOD = "last-good-adapter"  # beside the checkpoints of a training that diverged
+
+Adapted = tuple[PeftModel, Calibration | None]
+Adapt = Callable[[RunConfig, Bench, Targets, Stages], Adapted]
+"""Puts the configured adapter on a bench's model, calibrated; what was found is None where no data were read."""
+
+
+def execute(
+    config: RunConfig,
+    out: Path,
+    stages: Stages,
+    *,
+    bench: Bench | None = None,
+    resume: bool = False,
+    adapt: Adapt | None = None,
+) -> dict[str, Any]:
+    """Run a configuration and write ``out/``: the adapter, predictions, and last of all ``result.json``.
+
+    Args:
+        bench: Loaded before by :func:`prepare`; its model is used up by the run.
+        resume: Go on from the newest complete checkpoint in ``out``.
+        adapt: Where the adapter and its bases come from; :func:`adapt_from_data` by default.
+
+    Returns:
+        The record that was written.
+
+    Raises:
+        FrozenCoreError: Bad input, a folder that holds a finished run, or training that diverged.
+    """
+    _refuse_finished(out)
+    started = time.perf_counter()
+    bench = bench or prepare(config, stages)
+    targets = resolve_targets(config, bench.model)
+    hashes = {"model": fingerprint_model(bench.model), **bench.rows.fingerprints()}
+    bench.before = bench.before or _score(bench.model, bench, stages, "score base")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        adapting = time.perf_counter()
+        model, calibration = (adapt or adapt_from_data)(config, bench, targets, stages)
+        calibration_s = time.perf_counter() - adapting
+    out.mkdir(parents=True, exist_ok=True)
+    if config.is_baseline:
+        save_start(model, out / "start")
+    identity = {
+        "base model": hashes["model"],
+        "calibration rows": hashes["calibration"],
+        **options_of_method(config, targets),
+    }
+    try:
+        report = _train(config, model, bench, out, stages, resume=resume, identity=identity)
+    except DivergenceError as error:
+        if config.is_baseline:
+            raise
+        save_adapter(model, out / LAST_GOOD, out / "start")
+        raise DivergenceError(f"{error} The last good core is in {out / LAST_GOOD}.") from error
+    try:
+        after = _score(model, bench, stages, "score")
+    except ModelError as error:  # the same rows were scored before training
+        raise DivergenceError(
+            f"Training diverged: {error} Lower the learning rate ({config.resolved_learning_rate})."
+        ) from error
+    save_adapter(model, out / "adapter", out / "start")
+    if not config.is_baseline:
+        hashes["basis"] = basis_fingerprint(model)
+    record = make_record(
+        config,
+        bench,
+        Outcome(model, out / "adapter", calibration, calibration_s, report, after),
+        resolved={
+            "targets": targets,
+            "recipe": asdict(_recipe(config, bench.rows)),
+            "max_length": bench.encoder.max_length,
+        },
+        hashes=hashes,
+        warned=[entry for entry in caught if entry.category is UserWarning],
+        started=started,
+    )
+    if not config.is_baseline:
+        write_model_card(out / "adapter", calibration=calibrated_on(config, bench, calibration), scores=headline(after))
+    if after.task is not None:
+        write_lines(out / "predictions.jsonl", map(asdict, after.task.predictions))
+    shutil.rmtree(out / "checkpoints", ignore_errors=True)
+    shutil.rmtree(out / "start", ignore_errors=True)
+    write_json(out / "result.json", record)
+    return record
+
+
+def adapt_from_data(
+    config: RunConfig, bench: Bench, targets: Targets, stages: Stages, moments_file: Path | None = None
+) -> Adapted:
+    """The adapter, its bases computed from the run's calibration rows.
+
+    Args:
+        moments_file: Moments of ``frozencore calibrate`` instead of a new pass; refused if they are of anything else.
+    """
+    model = add_method(config, bench.model, targets)
+    if not moments_needed(config):
+        if moments_file:
+            raise ConfigError(
+                f"--moments is of no use to the method {config.method!r}, which reads no data: leave it out."
+            )
+        return model, None
+    batches = calibration_batches(bench.rows, bench.encoder.pad_id)
+    fingerprint = MomentsFingerprint.of(model, batches, config.calibration_options)
+    moments = load_moments(moments_file, fingerprint) if moments_file else None
+    return model, calibrate(
+        model,
+        batches,
+        options=config.calibration_options,
+        moments=moments,
+        progress=lambda stage, done, total: stages(stage, done, total, ""),
+    )
+
+
+def _recipe(config: RunConfig, rows: RunRows) -> Recipe:
+    return Recipe(
+        learning_rate=config.resolved_learning_rate,
+        warmup=config.warmup,
+        epochs=config.epochs or (rows.task.epochs if rows.task else 1),
+        batch_size=config.batch_size,
+        accumulation=config.accumulation,
+        seed=config.seed,
+    )
+
+
+def _train(
+    config: RunConfig,
+    model: nn.Module,
+    bench: Bench,
+    out: Path,
+    stages: Stages,
+    *,
+    resume: bool,
+    identity: Mapping[str, Any],
+) -> TrainingReport:
+    return train(
+        model,
+        bench.rows.train,
+        _recipe(config, bench.rows),
+        pad_id=bench.encoder.pad_id,
+        checkpoint_dir=out / "checkpoints",
+        resume=resume,
+        identity=identity,
+        progress=lambda done, total, note: stages("train", done, total, note),
+    )
+
+
+def _score(model: nn.Module, bench: Bench, stages: Stages, stage: str) -> Score:
+    def progress(done: int, total: int, note: str) -> None:
+        stages(stage, done, total, note)
+
+    if bench.rows.task is None or bench.rows.task.scoring == "text":
+        loss = held_out_loss(model, bench.rows.held_out, pad_id=bench.encoder.pad_id, progress=progress)
+        return Score(held_out_loss=loss)
+    score = score_task(model, bench.encoder, bench.rows.task, bench.rows.evaluation, progress=progress)
+    return Score(held_out_loss=score.held_out_loss, task=score)
+
+
+def _refuse_finished(out: Path) -> None:
+    require_writable(out)
+    if (out / "result.json").exists():
+        raise ArtifactError(f"{out} already holds a finished run. Choose another --output, or remove that folder.")

@@ -1,0 +1,45 @@
+"""Where and with what a run was made, so that its record can be trusted later: versions, commit, machine."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import frozencore
+
+PACKAGES = ("frozencore", "torch", "transformers", "peft", "accelerate", "datasets", "safetensors", "numpy")
+
+
+def provenance() -> dict[str, Any]:
+    """Versions, source commit and machine of this process."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
+    return {
+        "versions": {name: version(name) for name in PACKAGES},
+        "python": platform.python_version(),
+        "commit": source_commit(),
+        "platform": platform.platform(),
+        "device": device,
+        "num_threads": torch.get_num_threads(),
+    }
+
+
+def source_commit() -> str | None:
+    """The git commit of the source tree that runs, marked ``-dirty`` with uncommitted changes; None outside of git."""
+    folder = Path(frozencore.__file__).parent
+    try:
+        inside = _git(folder, "ls-files", "--error-unmatch", "__init__.py")
+        commit = _git(folder, "rev-parse", "HEAD")
+        changes = _git(folder, "status", "--porcelain", "--untracked-files=no", ".")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return f"{commit}-dirty" if inside and changes else commit
+
+
+def _git(folder: Path, *words: str) -> str:
+    done = subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, check=True, timeout=10)
+    return done.stdout.strip()

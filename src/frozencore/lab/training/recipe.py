@@ -1,0 +1,268 @@
+"""The one training recipe, on transformers' ``Trainer`` (paper, appendix "Complete Experimental Protocol").
+
+AdamW without weight decay over the trainable parameters, cosine schedule with warm-up, gradients clipped at 1, no
+dropout. The loss is the mean over the completion tokens of one optimiser step: how its examples are cut into batches
+and accumulated changes speed and memory, not the result.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+from transformers import PrinterCallback, TrainingArguments
+
+from frozencore.adapter.trainable import require_own_parameters
+from frozencore.errors import ConfigError, DataError, TrainingError
+from frozencore.lab.rows.batches import Collator
+from frozencore.lab.rows.prompts import TokenRow
+from frozencore.lab.training.checkpoints import checkpoints, newest_complete_checkpoint
+from frozencore.lab.training.termination import sigterm_held_back
+from frozencore.lab.training.trainer import (
+    CompletionTrainer,
+    Seal,
+    StopWhenAsked,
+    Watch,
+    own_use_cache,
+    without_dropout,
+)
+from frozencore.progress import Progress
+from frozencore.randomness import own_random_state
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How to train.
+
+    Attributes:
+        warmup: Share of the optimiser steps in which the learning rate rises from zero.
+        batch_size: Examples in one forward pass.
+        accumulation: Forward passes in one optimiser step.
+        seed: Of the order of the rows.
+    """
+
+    learning_rate: float = 5e-3
+    warmup: float = 0.03
+    epochs: int = 1
+    batch_size: int = 1
+    accumulation: int = 8
+    max_grad_norm: float = 1.0
+    weight_decay: float = 0.0
+    seed: int = 42
+
+    def __post_init__(self) -> None:
+        fewest = min(self.epochs, self.batch_size, self.accumulation)
+        rules = {
+            "learning_rate must be positive": self.learning_rate > 0,
+            "warmup is a share from 0 to 1": 0 <= self.warmup <= 1,
+            "epochs, batch_size and accumulation must be at least 1": fewest >= 1,
+            "max_grad_norm must be positive": self.max_grad_norm > 0,
+            "weight_decay must not be negative": self.weight_decay >= 0,
+        }
+        for rule, kept in rules.items():
+            if not kept:
+                raise ConfigError(f"In a recipe {rule}, got {self}.")
+
+    def num_steps(self, num_rows: int) -> int:
+        """Optimiser steps over all epochs; the last one of an epoch may hold fewer rows."""
+        return self.epochs * math.ceil(math.ceil(num_rows / self.batch_size) / self.accumulation)
+
+
+@dataclass(frozen=True)
+class TrainingReport:
+    """What training did.
+
+    Attributes:
+        num_steps: Optimiser steps, those before a resumed checkpoint included.
+        losses: The loss of each step, in nats per completion token.
+        final_loss: Mean over the last tenth of the steps.
+        time_s: Wall time of this call.
+        step_s: Median seconds from one step's end to the next; None for a single step.
+        resumed_from: The checkpoint it went on from.
+    """
+
+    num_steps: int
+    losses: tuple[float, ...]
+    final_loss: float
+    time_s: float
+    step_s: float | None
+    resumed_from: Path | None
+
+
+def train(
+    model: nn.Module,
+    rows: Sequence[TokenRow],
+    recipe: Recipe,
+    *,
+    pad_id: int,
+    checkpoint_dir: Path | None = None,
+    checkpoint_steps: int | None = None,
+    resume: bool = False,
+    identity: Mapping[str, Any] | None = None,
+    progress: Progress | None = None,
+) -> TrainingReport:
+    """Train the trainable parameters of a model in place, on the device it is on.
+
+    The model is left in evaluation mode; the global random state is left as it was. With ``checkpoint_dir``, SIGTERM
+    takes effect at the end of the running step, whose checkpoint is then written.
+
+    Args:
+        checkpoint_dir: Where checkpoints go; ``None`` for none.
+        checkpoint_steps: Optimiser steps between checkpoints; ``None`` for one an epoch.
+        resume: Go on from the newest complete checkpoint, bit for bit as if never interrupted (on a CPU); from
+            the start when there is none.
+        identity: What a checkpoint must share with the run that resumes it beside recipe, rows and the shapes of
+            what trains; JSON values by name.
+
+    Raises:
+        ConfigError: Nothing is trainable, trainable parameters are below float32, or others than the cores of a
+            frozen-core adapter and what its configuration names are trainable.
+        DataError: There are no rows.
+        DivergenceError: The loss is not finite; what a frozen-core adapter trains is as it was when it last was.
+        TrainingError: A checkpoint cannot be written, or the folder holds checkpoints that are not resumed or of
+            another run.
+    """
+    if not rows:
+        raise DataError("Training needs at least one row, got none.")
+    _require_float32(model)
+    kept = require_own_parameters(model)
+    if checkpoint_steps is not None and checkpoint_steps < 1:
+        raise ConfigError(
+            f"Between checkpoints there must be at least one step, got checkpoint_steps={checkpoint_steps}."
+        )
+    identity = {**(identity or {}), **_identity(model, recipe, rows)}
+    resumed_from = _starting_point(checkpoint_dir, resume, identity)
+    start = time.perf_counter()
+    watch = Watch(progress, kept)
+    with ExitStack() as restored:
+        asked = restored.enter_context(sigterm_held_back()) if checkpoint_dir else lambda: False
+        restored.enter_context(own_random_state())
+        restored.enter_context(without_dropout(model))
+        restored.enter_context(own_use_cache(model))
+        folder = checkpoint_dir or Path(restored.enter_context(TemporaryDirectory()))
+        trainer = CompletionTrainer(
+            model=model,
+            args=_arguments(model, recipe, len(rows), folder, checkpoint_dir is not None, checkpoint_steps),
+            data_collator=Collator(pad_id),
+            train_dataset=list(rows),
+            callbacks=[watch, Seal(identity), StopWhenAsked(asked)],
+        )
+        trainer.remove_callback(PrinterCallback)
+        with _disk_errors_told(checkpoint_dir):
+            trainer.train(resume_from_checkpoint=None if resumed_from is None else str(resumed_from))
+    if trainer.state.global_step < trainer.state.max_steps:  # and what SIGTERM calls has come back
+        raise TrainingError(
+            f"Training was told to stop at step {trainer.state.global_step} of {trainer.state.max_steps}. "
+            "Its checkpoint is whole: resume it."
+        )
+    model.eval()
+    losses = tuple(entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
+    tail = losses[-math.ceil(len(losses) / 10) :]
+    return TrainingReport(
+        num_steps=trainer.state.global_step,
+        losses=losses,
+        final_loss=sum(tail) / len(tail),
+        time_s=time.perf_counter() - start,
+        step_s=median(b - a for a, b in pairwise(watch.step_ends)) if len(watch.step_ends) > 1 else None,
+        resumed_from=resumed_from,
+    )
+
+
+def _arguments(
+    model: nn.Module, recipe: Recipe, num_rows: int, folder: Path, saves: bool, checkpoint_steps: int | None
+) -> TrainingArguments:
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        learning_rate=recipe.learning_rate,
+        lr_scheduler_type="cosine",
+        warmup_steps=math.ceil(recipe.warmup * recipe.num_steps(num_rows)),
+        num_train_epochs=recipe.epochs,
+        per_device_train_batch_size=recipe.batch_size,
+        gradient_accumulation_steps=recipe.accumulation,
+        max_grad_norm=recipe.max_grad_norm,
+        weight_decay=recipe.weight_decay,
+        seed=recipe.seed,
+        data_seed=recipe.seed,
+        optim="adamw_torch_fused",
+        save_strategy="no" if not saves else "epoch" if checkpoint_steps is None else "steps",
+        save_steps=checkpoint_steps or 1,
+        save_total_limit=2,  # the newest may be half-written
+        logging_steps=1,
+        logging_nan_inf_filter=False,
+        report_to="none",
+        disable_tqdm=True,
+        remove_unused_columns=False,
+        dataloader_pin_memory=False,
+        use_cpu=next(model.parameters()).device.type == "cpu",
+    )
+    if arguments.n_gpu > 1:
+        arguments._n_gpu = 1  # several devices go through accelerate; DataParallel would multiply the batch
+    return arguments
+
+
+def _require_float32(model: nn.Module) -> None:
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not trainable:
+        raise ConfigError("Training needs trainable parameters, but this model has none. Add an adapter first.")
+    for name, parameter in trainable.items():
+        if parameter.dtype != torch.float32:
+            raise ConfigError(
+                f"Trainable parameters must be float32 (the frozen ones need not be), but {name!r} is "
+                f"{parameter.dtype}. Add the adapter with autocast_adapter_dtype=True, or load the model in float32."
+            )
+
+
+def _identity(model: nn.Module, recipe: Recipe, rows: Sequence[TokenRow]) -> dict[str, Any]:
+    """What a checkpoint must share with the run that resumes it: what trains, how, and on what."""
+    shapes = {name: list(p.shape) for name, p in model.named_parameters() if p.requires_grad}
+    return {
+        **asdict(recipe),
+        "rows": _hash_of([[row.input_ids, row.num_context] for row in rows]),
+        "trainable parameters": _hash_of(shapes),
+    }
+
+
+def _hash_of(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+@contextmanager
+def _disk_errors_told(checkpoint_dir: Path | None) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, SafetensorError, RuntimeError) as error:
+        reason = " ".join(str(error).split())[:200]
+        if checkpoint_dir is None or (isinstance(error, RuntimeError) and "PytorchStreamWriter" not in reason):
+            raise
+        raise TrainingError(
+            f"A checkpoint could not be written to {checkpoint_dir}: {reason}. "
+            "Free some space and resume: the last whole checkpoint is kept."
+        ) from error
+
+
+def _starting_point(checkpoint_dir: Path | None, resume: bool, identity: Mapping[str, Any]) -> Path | None:
+    if checkpoint_dir is None:
+        if resume:
+            raise ConfigError("To resume, training needs the folder of its checkpoints: give checkpoint_dir.")
+        return None
+    if resume:
+        return newest_complete_checkpoint(checkpoint_dir, identity)
+    if checkpoints(checkpoint_dir):
+        raise TrainingError(
+            f"A new training needs a folder without checkpoints, but {checkpoint_dir} holds some. "
+            f"Resume from them, remove them, or choose another folder."
+        )
+    return None

@@ -1,0 +1,155 @@
+"""transformers' ``Trainer``, fitted to completions: no logits on prompts, no silent NaN, nothing left changed."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from frozencore.calibration.shards import largest_over_ranks
+from frozencore.errors import DivergenceError
+from frozencore.lab.rows.batches import IGNORED
+from frozencore.lab.scoring.mode import base_of, forward_accepts
+from frozencore.lab.training.checkpoints import seal_checkpoint
+from frozencore.progress import Progress
+
+
+class CompletionTrainer(Trainer):
+    """Asks the model for logits only where there is a loss: with a large vocabulary the prompt's cost more than it."""
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Tensor],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        if self._can_skip_logits:
+            targets = inputs["labels"][:, 1:]
+            kept = (targets != IGNORED).any(0).nonzero().squeeze(-1)
+            inputs = inputs | {"logits_to_keep": kept, "shift_labels": targets[:, kept]}
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    @cached_property
+    def _can_skip_logits(self) -> bool:
+        return bool(self.model_accepts_loss_kwargs) and forward_accepts(self.model, "logits_to_keep")
+
+    def floating_point_ops(self, inputs: dict[str, Tensor]) -> int:
+        """Not counted: counting walks over all parameters at every batch, a tenth of a small model's step."""
+        return 0
+
+
+class Watch(TrainerCallback):
+    """Reports each step's loss, and stops at the first that is not finite, before it can be saved.
+
+    Args:
+        kept: Parameters that then get back the last values whose loss and gradient were finite.
+    """
+
+    def __init__(self, progress: Progress | None, kept: Sequence[Tensor] = ()) -> None:
+        self.progress = progress
+        self.step_ends: list[float] = []
+        self._parameters = kept
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """The parameters are where they train, as a checkpoint had them."""
+        self._kept = [parameter.detach() for parameter in self._parameters]
+        self._good = [value.clone() for value in self._kept]
+        self._tried = [value.clone() for value in self._kept]
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """What the step's loss is of, before the step changes it."""
+        if self._kept:
+            torch._foreach_copy_(self._tried, self._kept)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float],
+        **_: Any,
+    ) -> None:
+        if "loss" not in logs:
+            return
+        self.step_ends.append(time.perf_counter())
+        loss, gradient_norm = logs["loss"], logs.get("grad_norm", 0.0)
+        if not math.isfinite(loss) or not math.isfinite(gradient_norm):
+            way_out = f"Lower the learning rate ({args.learning_rate}) or lengthen the warm-up."
+            if state.global_step == 1:
+                way_out = "Nothing was updated yet: check the model's weights and dtype for NaN."
+            if self._kept:
+                torch._foreach_copy_(self._kept, self._good)
+            raise DivergenceError(
+                f"Training diverged at step {state.global_step} of {state.max_steps}: "
+                f"loss {loss}, gradient norm {gradient_norm}. {way_out}"
+            )
+        self._good, self._tried = self._tried, self._good
+        if self.progress is not None:
+            self.progress(state.global_step, state.max_steps, f"loss {loss:.3f}")
+
+
+class Seal(TrainerCallback):
+    """Seals every checkpoint once it is written."""
+
+    def __init__(self, identity: Mapping[str, Any]) -> None:
+        self.identity = identity
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if state.is_world_process_zero:
+            seal_checkpoint(Path(str(args.output_dir)) / f"checkpoint-{state.global_step}", self.identity)
+
+
+class StopWhenAsked(TrainerCallback):
+    """Ends the training after a step, with a checkpoint of it."""
+
+    def __init__(self, asked: Callable[[], bool]) -> None:
+        self.asked = asked
+        self.stops = False
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if largest_over_ranks(int(self.asked())):
+            self.stops = control.should_save = control.should_training_stop = True
+
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if self.stops:
+            control.should_save = False  # the same checkpoint would be written again
+
+
+@contextmanager
+def without_dropout(model: nn.Module) -> Iterator[None]:
+    """Every dropout of the model is off: the modules, and the rates that attention layers hold themselves."""
+    rates: list[tuple[nn.Module, str, float]] = []
+    for module in model.modules():
+        for name in ("p", "attention_dropout"):
+            rate = getattr(module, name, None)
+            if isinstance(rate, float) and (name != "p" or isinstance(module, nn.modules.dropout._DropoutNd)):
+                rates.append((module, name, rate))
+    try:
+        for module, name, _ in rates:
+            setattr(module, name, 0.0)
+        yield
+    finally:
+        for module, name, rate in rates:
+            setattr(module, name, rate)
+
+
+@contextmanager
+def own_use_cache(model: nn.Module) -> Iterator[None]:
+    """The Trainer turns ``config.use_cache`` off; it is afterwards what it was."""
+    config = base_of(model).config
+    use_cache = getattr(config, "use_cache", True)
+    try:
+        yield
+    finally:
+        config.use_cache = use_cache

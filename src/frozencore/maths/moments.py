@@ -1,0 +1,121 @@
+"""Moments of one layer: what a calibration pass knows about a weight matrix (paper, section 3.1).
+
+For the input x (n) and the backpropagated output error δ = ∂loss/∂y (m) of every counted token:
+``G = E[δxᵀ]``, ``a = E[x⊙x]``, ``d = E[δ⊙δ]``; on request dense ``A = E[xxᵀ]``, ``D = E[δδᵀ]``, the input mean,
+and moments of the output y. The raw sums and the token count are stored; means are derived.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Literal, get_args
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from frozencore.errors import CalibrationError
+from frozencore.maths.linalg import all_finite
+
+MomentName = Literal[
+    "cross", "input_square", "error_square", "input_outer", "error_outer", "input_total", "output_outer",
+    "output_total",
+]  # fmt: skip
+MOMENT_NAMES: tuple[MomentName, ...] = get_args(MomentName)
+BACKWARD_MOMENTS: frozenset[MomentName] = frozenset({"cross", "error_square", "error_outer"})
+
+
+@dataclass(frozen=True)
+class LayerMoments:
+    """Sums over the counted tokens of one layer with m outputs and n inputs.
+
+    Attributes:
+        num_tokens: Tokens that were counted.
+        cross: ``Σ δxᵀ``, m x n.
+        input_square, error_square: ``Σ x⊙x`` (n) and ``Σ δ⊙δ`` (m).
+        input_outer, error_outer, output_outer: ``Σ xxᵀ`` (n x n), ``Σ δδᵀ`` and ``Σ yyᵀ`` (m x m).
+        input_total, output_total: ``Σ x`` (n) and ``Σ y`` (m).
+
+    A moment that was not collected is None; the properties then raise ``CalibrationError``.
+    """
+
+    num_tokens: int
+    cross: Float[Tensor, "m n"] | None = None
+    input_square: Float[Tensor, " n"] | None = None
+    error_square: Float[Tensor, " m"] | None = None
+    input_outer: Float[Tensor, "n n"] | None = None
+    error_outer: Float[Tensor, "m m"] | None = None
+    input_total: Float[Tensor, " n"] | None = None
+    output_outer: Float[Tensor, "m m"] | None = None
+    output_total: Float[Tensor, " m"] | None = None
+
+    @property
+    def G(self) -> Float[Tensor, "m n"]:
+        """Cross moment ``E[δxᵀ]``: the loss gradient of the weight per counted token."""
+        return self.mean("cross")
+
+    @property
+    def a(self) -> Float[Tensor, " n"]:
+        """Input second moment ``E[x⊙x]``."""
+        return self.mean("input_square")
+
+    @property
+    def d(self) -> Float[Tensor, " m"]:
+        """Output-error second moment ``E[δ⊙δ]``."""
+        return self.mean("error_square")
+
+    @property
+    def A(self) -> Float[Tensor, "n n"]:
+        """Dense input second moment ``E[xxᵀ]``."""
+        return self.mean("input_outer")
+
+    @property
+    def D(self) -> Float[Tensor, "m m"]:
+        """Dense output-error second moment ``E[δδᵀ]``."""
+        return self.mean("error_outer")
+
+    def mean(self, name: MomentName) -> Tensor:
+        """The named sum divided by the token count.
+
+        Raises:
+            CalibrationError: It was not collected, no token was counted, or it is not finite.
+        """
+        total: Tensor | None = getattr(self, name)
+        if total is None:
+            raise CalibrationError(
+                f"The moment {name!r} is needed here but was not collected. "
+                f"Name it in collect_moments(..., needs=...); collected were: {', '.join(self.names()) or 'none'}."
+            )
+        if self.num_tokens < 1:
+            raise CalibrationError("Moments need at least one counted token, but none was counted.")
+        if not all_finite(total):
+            raise CalibrationError(f"The moment {name!r} holds NaN or Inf. Check the model and the calibration data.")
+        return total / self.num_tokens
+
+    def names(self) -> tuple[MomentName, ...]:
+        """The moments that were collected."""
+        return tuple(name for name in MOMENT_NAMES if getattr(self, name) is not None)
+
+    def __add__(self, other: LayerMoments) -> LayerMoments:
+        """Moments of both token sets together, for calibration that ran in parts."""
+        if self.names() != other.names():
+            raise CalibrationError(f"Only moments of the same kind add up, but {self.names()} met {other.names()}.")
+        sums = {name: getattr(self, name) + getattr(other, name) for name in self.names()}
+        return LayerMoments(num_tokens=self.num_tokens + other.num_tokens, **sums)
+
+    def without_matrices(self) -> LayerMoments:
+        """The count and the vectors alone."""
+        return replace(self, cross=None, input_outer=None, error_outer=None, output_outer=None)
+
+    def to(self, device: torch.device | str) -> LayerMoments:
+        """The same moments on another device."""
+        return replace(self, **{name: getattr(self, name).to(device) for name in self.names()})
+
+
+assert {field.name for field in fields(LayerMoments)} == {"num_tokens", *MOMENT_NAMES}
+
+
+def spread(diagonal: Float[Tensor, " k"]) -> float:
+    """Maximum over median of a diagonal moment: how much whitening has to do (outlier channels)."""
+    median = float(diagonal.median())
+    return float(diagonal.max()) / median if median > 0 else float("inf")

@@ -1,0 +1,128 @@
+"""The local Fisher metric of a layer: ``A^-1/2`` and ``D^-1/2`` (paper, section 3.1 and appendix A.4).
+
+``A = diag(a) + ε_A I`` with ``ε_A = c·mean(a)``, and D alike from d: damping relative to the mean, so that whitening
+depends neither on sums or means nor on the loss scale (MATHS.md, "Damping").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from frozencore.errors import CalibrationError, ConfigError
+from frozencore.maths.linalg import inverse_root
+from frozencore.maths.moments import LayerMoments, MomentName
+
+Sides = Literal["both", "input", "output", "none"]
+Fisher = Literal["diagonal", "dense"]
+SIDES: tuple[str, ...] = get_args(Sides)
+FISHERS: tuple[str, ...] = get_args(Fisher)
+
+InverseRoot = Callable[[Tensor], Tensor]
+"""Multiplies a matrix from the left by an inverse square root: ``X -> A^-1/2 X``."""
+
+
+@dataclass(frozen=True)
+class Whitening:
+    """Which metric the rank constraint is imposed in.
+
+    Attributes:
+        sides: Whiten both sides (FCCA), one, or none (RawGrad).
+        fisher: ``diagonal`` moments, or ``dense`` K-FAC factors.
+        shrinkage: With dense factors, the share λ of the diagonal: ``(1 - λ)·A + λ·diag(A)``.
+        damping: c of ``ε = c·mean(diagonal)``; one number, or one for the input and one for the output side.
+    """
+
+    sides: Sides = "both"
+    fisher: Fisher = "diagonal"
+    shrinkage: float = 0.0
+    damping: float | tuple[float, float] = 1e-3
+
+    def __post_init__(self) -> None:
+        if self.sides not in SIDES:
+            raise ConfigError(f"whiten must be one of {', '.join(SIDES)}, but {self.sides!r} came.")
+        if self.fisher not in FISHERS:
+            raise ConfigError(f"fisher must be one of {', '.join(FISHERS)}, but {self.fisher!r} came.")
+        if not (isinstance(self.shrinkage, int | float) and 0 <= self.shrinkage <= 1):
+            raise ConfigError(f"shrinkage must lie in [0, 1], but {self.shrinkage!r} came.")
+        if self.shrinkage and self.fisher != "dense":
+            raise ConfigError("shrinkage mixes dense factors with their diagonal: it needs fisher='dense'.")
+        by_side = self.damping_by_side
+        if len(by_side) != 2 or not all(isinstance(c, int | float) and 0 < c < float("inf") for c in by_side):
+            raise ConfigError(
+                "damping must be positive and finite: one number, or a pair for input and output side, but "
+                f"{self.damping!r} came."
+            )
+
+    @property
+    def damping_by_side(self) -> tuple[float, float]:
+        """c of the input side and of the output side."""
+        return self.damping if isinstance(self.damping, tuple) else (self.damping, self.damping)
+
+    def needs(self) -> frozenset[MomentName]:
+        """The moments that this metric is made of."""
+        diagonal = self.fisher == "diagonal"
+        needed: set[MomentName] = set()
+        if self.sides in ("both", "input"):
+            needed.add("input_square" if diagonal else "input_outer")
+        if self.sides in ("both", "output"):
+            needed.add("error_square" if diagonal else "error_outer")
+        return frozenset(needed)
+
+    def input_root(self, moments: LayerMoments) -> InverseRoot:
+        """``A^-1/2``, or the identity where the input side is not whitened."""
+        if self.sides not in ("both", "input"):
+            return _identity
+        second_moment = moments.a if self.fisher == "diagonal" else moments.A
+        return damped_inverse_root(second_moment, self.damping_by_side[0], self.shrinkage)
+
+    def output_root(self, moments: LayerMoments) -> InverseRoot:
+        """``D^-1/2``, or the identity where the output side is not whitened."""
+        if self.sides not in ("both", "output"):
+            return _identity
+        second_moment = moments.d if self.fisher == "diagonal" else moments.D
+        return damped_inverse_root(second_moment, self.damping_by_side[1], self.shrinkage)
+
+
+def damped(second_moment: Float[Tensor, " n"] | Float[Tensor, "n n"], damping: float, shrinkage: float = 0.0) -> Tensor:
+    """The metric itself, in float64: ``A + ε I`` as a vector (diagonal) or a matrix (dense, shrunk to its diagonal).
+
+    Raises:
+        CalibrationError: The diagonal is all zero, so that no relative damping can help.
+    """
+    moment, epsilon = second_moment.double(), _epsilon(second_moment, damping)
+    if moment.ndim == 1:
+        return moment + epsilon
+    return (1 - shrinkage) * moment + torch.diag(shrinkage * moment.diagonal() + epsilon)
+
+
+def damped_inverse_root(
+    second_moment: Float[Tensor, " n"] | Float[Tensor, "n n"], damping: float, shrinkage: float = 0.0
+) -> InverseRoot:
+    """The inverse square root of a damped diagonal (vector) or dense (matrix) second moment."""
+    metric = damped(second_moment, damping, shrinkage)
+    if metric.ndim == 1:
+        root = metric.rsqrt()
+        return lambda X: (root[:, None] * X.double()).to(X.dtype)
+    dense_root = inverse_root(metric, _epsilon(second_moment, damping))
+    return lambda X: (dense_root @ X.double()).to(X.dtype)
+
+
+def _epsilon(second_moment: Tensor, damping: float) -> float:
+    diagonal = second_moment.double() if second_moment.ndim == 1 else second_moment.double().diagonal()
+    epsilon = damping * float(diagonal.mean())
+    if epsilon <= 0:
+        raise CalibrationError(
+            "Whitening divides by a second moment, but it is zero in every coordinate. "
+            "Check that the calibration data reaches this layer and carries labels."
+        )
+    return epsilon
+
+
+def _identity(X: Tensor) -> Tensor:
+    return X

@@ -1,0 +1,395 @@
+"""``calibrate(model, data)``: what it sets, what it reports, what it refuses, and what it leaves alone."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import warnings
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+import references as ref
+from adapted import BATCHES, DATA_DRIVEN, EXAMPLES, adapted, cores_of, logits
+from frozencore import CONSTRUCTORS, CalibrationOptions, FrozenCoreConfig, calibrate
+from frozencore.calibration.collect import collect_moments
+from frozencore.constructors import BasisOptions
+from frozencore.errors import CalibrationError, ConfigError
+from frozencore.maths.moments import MOMENT_NAMES, LayerMoments
+from frozencore.maths.objective import captured_correlation, projected_gradient_norm
+from references import numpy_of
+from tiny import batch_of, batches_of, tiny_gpt2, tiny_qwen2
+
+NAMES = [layer.name for layer in cores_of(adapted("random"))]
+
+
+def bases(model: torch.nn.Module, adapter_name: str = "default") -> dict[str, bytes]:
+    return {
+        layer.name: b"".join(factor.numpy().tobytes() for factor in layer.factors(adapter_name)[:2])
+        for layer in cores_of(model, adapter_name)
+    }
+
+
+def reference_evidence() -> dict[str, ref.Evidence]:
+    """Means of every adapted layer, from the float64 token-by-token reference."""
+    model = tiny_qwen2()
+    sums = ref.reference_moments(model, [(list(e.ids), e.num_prompt) for e in EXAMPLES], NAMES)
+    return {
+        name: ref.Evidence(
+            G=s.cross / s.num_tokens, A=s.input_outer / s.num_tokens, D=s.error_outer / s.num_tokens,
+            W=numpy_of(model.get_submodule(name).weight), x_mean=s.input_total / s.num_tokens,
+            Y=s.output_outer / s.num_tokens, y_mean=s.output_total / s.num_tokens,
+        )
+        for name, s in sums.items()
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def evidence() -> dict[str, ref.Evidence]:
+    return reference_evidence()
+
+
+@pytest.mark.parametrize("constructor", ref.REFERENCE_FACTORS)
+def test_every_layer_gets_the_reference_span_from_text_to_basis(constructor: str, evidence: dict) -> None:
+    model = adapted(constructor, dtype=torch.float64)
+    for layer in cores_of(model):
+        P0, Q0 = ref.REFERENCE_FACTORS[constructor](evidence[layer.name], 3)
+        P, Q, _ = (numpy_of(factor) for factor in layer.factors("default"))
+        assert ref.span_distance(P, P0) < 1e-4
+        assert ref.span_distance(Q, Q0) < 1e-4
+
+
+def test_on_a_models_moments_fcca_has_the_largest_j_and_rawgrad_the_largest_projected_gradient(evidence: dict) -> None:
+    correlations = {name: dict.fromkeys(NAMES, 0.0) for name in CONSTRUCTORS}
+    norms = {name: dict.fromkeys(NAMES, 0.0) for name in CONSTRUCTORS}
+    for constructor in CONSTRUCTORS:
+        for layer in cores_of(adapted(constructor)):
+            e = evidence[layer.name]
+            A, D = (ref.damped_matrix(np.diag(M), 1e-3) for M in (e.A, e.D))
+            P, Q, _ = (numpy_of(factor) for factor in layer.factors("default"))
+            correlations[constructor][layer.name] = ref.captured(e.G, A, D, P, Q)
+            norms[constructor][layer.name] = float(np.linalg.norm(P.T @ e.G @ Q))
+    for name in NAMES:
+        assert max(CONSTRUCTORS, key=lambda c: correlations[c][name]) == "fcca"
+        assert max(CONSTRUCTORS, key=lambda c: norms[c][name]) == "rawgrad"
+
+
+@pytest.mark.parametrize("constructor", CONSTRUCTORS)
+def test_the_same_seed_gives_the_same_bytes(constructor: str) -> None:
+    one, same, other = (bases(adapted(constructor, seed=seed)) for seed in (1, 1, 2))
+    assert one == same
+    assert (one != other) == (constructor in ("random", "vera"))
+
+
+@pytest.mark.usefixtures("as_a_user")  # beartype draws from Python's RNG
+@pytest.mark.parametrize("constructor", CONSTRUCTORS)
+def test_creating_and_calibrating_leave_every_rng_alone(constructor: str) -> None:
+    base = tiny_qwen2()
+    states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
+    model = adapted(constructor, model=base, svd_method="randomized")
+    calibrate(model, BATCHES, progress=False, options=CalibrationOptions(fisher_labels="mc"))
+    assert random.getstate() == states[0]
+    assert np.random.get_state()[1].tolist() == states[1]
+    assert torch.equal(torch.get_rng_state(), states[2])
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("constructor", CONSTRUCTORS)
+def test_the_model_is_as_before(constructor: str, training: bool) -> None:
+    model = adapted(constructor, calibrated=False).train(training)
+    weights = {name: t.clone() for name, t in model.state_dict().items() if "frozencore" not in name}
+    flags = {name: p.requires_grad for name, p in model.named_parameters()}
+    calibrate(model, BATCHES, progress=False)
+    assert all(module.training == training for module in model.modules())
+    assert {name: p.requires_grad for name, p in model.named_parameters()} == flags
+    assert all(p.grad is None for p in model.parameters())
+    assert not any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in model.modules())
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in weights.items())
+    assert all(not layer.disable_adapters for layer in cores_of(model))
+
+
+def test_what_was_found_is_reported_per_layer(evidence: dict) -> None:
+    model = adapted("fcca", calibrated=False)
+    found = calibrate(model, BATCHES, progress=False)
+    assert list(found.layers) == NAMES
+    assert found.time_s >= found.collect_s >= 0
+    for name, layer in found.layers.items():
+        e = evidence[name]
+        assert (layer.rank, layer.effective_rank) == (3, 3)
+        assert layer.num_tokens == sum(len(example.ids) for example in EXAMPLES)
+        A, D = (ref.damped_matrix(np.diag(M), 1e-3) for M in (e.A, e.D))
+        np.testing.assert_allclose(layer.spectrum, ref.svd(ref.whitened(e.G, A, D))[1][:3], rtol=1e-3)
+        assert layer.input_spread == pytest.approx(np.diag(e.A).max() / np.sort(np.diag(e.A))[15], rel=1e-3)
+        assert layer.error_spread == pytest.approx(
+            np.diag(e.D).max() / np.sort(np.diag(e.D))[(len(e.D) - 1) // 2], rel=1e-3
+        )
+
+
+@pytest.mark.parametrize("constructor", DATA_DRIVEN)
+def test_moments_collected_before_give_the_same_bytes(constructor: str) -> None:
+    needs = CONSTRUCTORS[constructor].needs(BasisOptions())
+    moments = collect_moments(tiny_qwen2(), BATCHES, NAMES, needs=needs)
+    model = adapted(constructor, calibrated=False)
+    calibrate(model, moments=moments, progress=False)
+    assert bases(model) == bases(adapted(constructor))
+
+
+def test_an_endless_loader_stops_at_the_number_of_examples() -> None:
+    model = adapted("fcca", calibrated=False)
+    found = calibrate(model, itertools.cycle(BATCHES), num_examples=6, progress=False)
+    assert next(iter(found.layers.values())).num_tokens == sum(len(e.ids) for e in EXAMPLES[:6])
+    expected = adapted("fcca", calibrated=False)
+    calibrate(expected, [BATCHES[0], batch_of(EXAMPLES[4:6])], progress=False)
+    for layer, other in zip(cores_of(model), cores_of(expected), strict=True):
+        torch.testing.assert_close(layer.factors("default")[0], other.factors("default")[0], atol=1e-5, rtol=0)
+
+
+def test_progress_reports_both_stages_to_the_end() -> None:
+    told: list[tuple[str, int, int | None]] = []
+    calibrate(adapted("fcca", calibrated=False), BATCHES, progress=lambda *step: told.append(step))
+    assert told[:2] == [("calibration", 4, 8), ("calibration", 8, 8)]
+    assert told[2:] == [("bases", done, 8) for done in range(1, 9)]
+
+
+def test_calibration_looks_at_the_base_model_whatever_adapters_are_active() -> None:
+    expected = bases(adapted("fcca"))
+    model = adapted("random", trained=True)
+    model.add_adapter("new", FrozenCoreConfig(r=3))
+    assert model.active_adapters == ["default"]
+    calibrate(model, BATCHES, adapter_name="new", progress=False)
+    assert bases(model, "new") == expected
+
+
+def test_calibration_looks_at_the_base_model_under_trained_modules_to_save() -> None:
+    def made(head: float) -> dict[str, bytes]:
+        model = adapted("fcca", model=tiny_qwen2(tie_word_embeddings=False), modules_to_save=["lm_head"])
+        with torch.no_grad():
+            model.base_model.model.lm_head.modules_to_save["default"].weight.mul_(head)
+        calibrate(model, BATCHES, progress=False)
+        assert model.base_model.model.lm_head.disable_adapters is False
+        return bases(model)
+
+    assert made(1.0) == made(-3.0)
+
+
+@pytest.mark.parametrize("num_examples", [0, -1])
+def test_no_examples_asked_for_is_refused(num_examples: int) -> None:
+    with pytest.raises(ConfigError, match=f"at least 1, but {num_examples} came"):
+        calibrate(adapted("fcca", calibrated=False), BATCHES, num_examples=num_examples, progress=False)
+
+
+def test_calibration_of_one_adapter_leaves_the_others_alone() -> None:
+    model = adapted("random", trained=True)
+    before, core = bases(model), cores_of(model)[0].factors("default")[2].clone()
+    model.add_adapter("new", FrozenCoreConfig(r=3))
+    calibrate(model, BATCHES, adapter_name="new", progress=False)
+    assert bases(model) == before
+    assert torch.equal(cores_of(model)[0].factors("default")[2], core)
+    assert model.active_adapters == ["default"]
+
+
+@pytest.mark.parametrize("constructor", CONSTRUCTORS)
+def test_a_trained_core_is_not_recalibrated_without_reset(constructor: str) -> None:
+    model = adapted(constructor, trained=True)
+    before, expected = bases(model), logits(model)
+    with pytest.raises(CalibrationError, match="Pass reset=True"):
+        calibrate(model, BATCHES, progress=False)
+    assert bases(model) == before
+    assert torch.equal(logits(model), expected)
+    calibrate(model, BATCHES, progress=False, reset=True)
+    assert torch.equal(logits(model), logits(tiny_qwen2()))
+
+
+def test_an_untrained_core_may_be_recalibrated() -> None:
+    model = adapted("fcca")
+    calibrate(model, batches_of(EXAMPLES[:4], 2), progress=False)
+    assert bases(model) != bases(adapted("fcca"))
+
+
+def test_merged_adapters_are_refused_before_anything_is_changed() -> None:
+    model = adapted("random", trained=True)
+    model.merge_adapter()
+    weight = cores_of(model)[0].get_base_layer().weight.clone()
+    with pytest.raises(CalibrationError, match="unmerge_adapter"):
+        calibrate(model, BATCHES, progress=False, reset=True)
+    assert torch.equal(cores_of(model)[0].get_base_layer().weight, weight)
+    assert cores_of(model)[0].merged
+
+
+def test_another_adapter_that_is_merged_elsewhere_is_refused_too() -> None:
+    model = adapted("random", trained=True, target_modules=["v_proj"])
+    model.add_adapter("new", FrozenCoreConfig(r=3, target_modules=["q_proj"]))
+    model.merge_adapter(["default"])
+    weight = model.model.model.layers[0].self_attn.v_proj.base_layer.weight.clone()
+    with pytest.raises(CalibrationError, match="unmerge_adapter"):
+        calibrate(model, BATCHES, adapter_name="new", progress=False)
+    assert torch.equal(model.model.model.layers[0].self_attn.v_proj.base_layer.weight, weight)
+
+
+def test_signgrad_may_start_from_one_sign_step(evidence: dict) -> None:
+    step, alpha = 0.01, 6.0
+    model = adapted("signgrad", initial_step=step, alpha=alpha, dtype=torch.float64)
+    for layer in cores_of(model):
+        expected = -step * ref.truncated(np.sign(evidence[layer.name].G), 3)
+        np.testing.assert_allclose(numpy_of(layer.get_delta_weight("default")), expected, atol=1e-6)
+    assert torch.equal(logits(adapted("signgrad")), logits(tiny_qwen2()))
+
+
+def test_conv1d_layers_are_calibrated_with_their_transposed_weight() -> None:
+    targets = ["c_attn", "c_proj"]
+    for constructor in ("lora_xs", "eva", "fcca"):
+        model = adapted(constructor, model=tiny_gpt2(), target_modules=targets)
+        for layer in cores_of(model):
+            P, Q, _ = layer.factors("default")
+            assert P.shape[0] == layer.get_base_layer().nf
+            assert Q.shape[0] == layer.get_base_layer().nx
+            if constructor == "lora_xs":
+                U, _, V = ref.svd(numpy_of(layer.get_base_layer().weight).T)
+                assert ref.span_distance(numpy_of(P), U[:, :3]) < 1e-4
+                assert ref.span_distance(numpy_of(Q), V[:, :3]) < 1e-4
+
+
+def test_options_of_the_pass_reach_it() -> None:
+    model = adapted("fcca", calibrated=False)
+    told: list[tuple[str, int, int | None]] = []
+    options = CalibrationOptions(tokens="completion", group_size=4)
+    found = calibrate(model, BATCHES, options=options, progress=lambda *step: told.append(step))
+    completion = sum(len(e.ids) - e.num_prompt for e in EXAMPLES)
+    assert {layer.num_tokens for layer in found.layers.values()} == {completion}
+    assert [step for step in told if step[0] == "calibration"][-1] == ("calibration", 16, 16)
+
+
+def test_the_bar_is_shown_unless_it_is_turned_off(capfd: pytest.CaptureFixture[str]) -> None:
+    calibrate(adapted("fcca", calibrated=False), BATCHES, progress=False)
+    assert capfd.readouterr() == ("", "")
+    calibrate(adapted("fcca", calibrated=False), BATCHES)
+    shown = capfd.readouterr().err
+    assert "calibration" in shown
+    assert "8/8" in shown
+
+
+# ---------------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_calibration_that_ends_early_changes_nothing(error: type[BaseException]) -> None:
+    def data() -> Iterator[dict[str, torch.Tensor]]:
+        yield BATCHES[0]
+        raise error("in the middle")
+
+    model = adapted("fcca", trained=True).train()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    expected = logits(model)
+    with pytest.raises(error, match="in the middle"):
+        calibrate(model, data(), progress=False, reset=True)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert torch.equal(logits(model), expected)
+    assert all(module.training for module in model.modules())
+
+
+def assert_uncalibrated(model: torch.nn.Module) -> None:
+    assert not any(bool(factor.any()) for layer in cores_of(model) for factor in layer.factors("default"))
+
+
+def test_a_nan_in_the_model_changes_no_basis() -> None:
+    base = tiny_qwen2()
+    with torch.no_grad():
+        base.model.layers[1].self_attn.k_proj.weight[0, 0] = float("nan")
+    model = adapted("fcca", model=base, calibrated=False)
+    with pytest.raises(CalibrationError, match=r"batch 0") as caught:
+        calibrate(model, BATCHES, progress=False)
+    assert "'model.layers.1.self_attn.o_proj'" in str(caught.value)
+    assert_uncalibrated(model)
+
+
+def test_a_bad_moment_of_the_last_layer_changes_no_basis() -> None:
+    moments = collect_moments(tiny_qwen2(), BATCHES, NAMES)
+    moments[NAMES[-1]].cross[0, 0] = float("inf")
+    model = adapted("fcca", calibrated=False)
+    with pytest.raises(CalibrationError, match=f"{NAMES[-1]}.*'cross' holds NaN or Inf"):
+        calibrate(model, moments=moments, progress=False)
+    assert_uncalibrated(model)
+
+
+def test_moments_that_lack_a_layer_or_a_shape_change_no_basis() -> None:
+    model = adapted("fcca", calibrated=False)
+    moments = collect_moments(tiny_qwen2(), BATCHES, NAMES)
+    with pytest.raises(CalibrationError, match=NAMES[-1]):
+        calibrate(model, moments={name: moments[name] for name in NAMES[:-1]}, progress=False)
+    assert_uncalibrated(model)
+    swapped = {**moments, NAMES[-1]: moments[NAMES[1]]}
+    with pytest.raises(CalibrationError, match=NAMES[-1]):
+        calibrate(model, moments=swapped, progress=False)
+    assert_uncalibrated(model)
+
+
+def test_fewer_tokens_than_the_rank_are_refused_with_their_number() -> None:
+    model = adapted("fcca", calibrated=False, r=12)
+    with pytest.raises(CalibrationError, match=r"rank 12 needs at least 12 counted tokens.*received \d+\. "):
+        calibrate(model, [batch_of(EXAMPLES[:1])], progress=False)
+    assert_uncalibrated(model)
+
+
+@pytest.mark.parametrize("data", [None, []])
+def test_no_data_is_refused(data: list | None) -> None:
+    with pytest.raises(CalibrationError, match="calibrate\\(model, dataloader\\)|the data gave none"):
+        calibrate(adapted("fcca", calibrated=False), data, progress=False)
+
+
+def test_a_model_without_a_frozen_core_is_refused() -> None:
+    lora = get_peft_model(tiny_qwen2(), LoraConfig(r=2, target_modules=["q_proj"]))
+    for model in (tiny_qwen2(), lora):
+        with pytest.raises(ConfigError, match="get_peft_model"):
+            calibrate(model, BATCHES, progress=False)
+    with pytest.raises(ConfigError, match="'nobody' was asked for"):
+        calibrate(adapted("fcca"), BATCHES, adapter_name="nobody", progress=False)
+
+
+def test_layers_that_no_gradient_reaches_get_seeded_bases_and_are_named() -> None:
+    base = tiny_qwen2()
+    with torch.no_grad():
+        base.model.layers[1].self_attn.o_proj.weight.zero_()  # nothing comes back to q, k and v
+    model = adapted("fcca", model=base, calibrated=False)
+    with pytest.warns(UserWarning, match=r"^3 of 8 layers received no signal.*first: model.layers.1.self_attn.q_proj"):
+        found = calibrate(model, BATCHES, progress=False)
+    silent = [name for name, layer in found.layers.items() if layer.effective_rank == 0]
+    assert silent == [f"model.layers.1.self_attn.{part}_proj" for part in "qkv"]
+    for layer in cores_of(model):
+        for factor in layer.factors("default")[:2]:
+            np.testing.assert_allclose(numpy_of(factor).T @ numpy_of(factor), np.eye(3), atol=1e-5)
+
+
+def test_layers_without_signal_are_named_in_one_warning() -> None:
+    moments = collect_moments(tiny_qwen2(), BATCHES, NAMES, needs=frozenset(MOMENT_NAMES))
+    silent = {
+        name: LayerMoments(m.num_tokens, 0 * m.cross, m.input_square, 0 * m.error_square) if "layers.1" in name else m
+        for name, m in moments.items()
+    }
+    model = adapted("fcca", calibrated=False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = calibrate(model, moments=silent, progress=False)
+    said = [str(w.message) for w in caught if "no signal" in str(w.message)]
+    assert len(said) == 1
+    assert "4 of 8 layers" in said[0]
+    assert "model.layers.1.self_attn.q_proj" in said[0]
+    assert found.layers["model.layers.1.self_attn.q_proj"].effective_rank == 0
+    for layer in cores_of(model):
+        for factor in layer.factors("default")[:2]:
+            np.testing.assert_allclose(numpy_of(factor).T @ numpy_of(factor), np.eye(3), atol=1e-5)
+
+
+def test_the_objective_functions_agree_with_what_was_set(evidence: dict) -> None:
+    from frozencore.maths.basis import Basis
+
+    layer = cores_of(adapted("fcca", dtype=torch.float64))[0]
+    e = evidence[layer.name]
+    P, Q, _ = layer.factors("default")
+    basis = Basis(P.float(), Q.float(), torch.empty(0), 3)
+    A, D = (ref.damped_matrix(np.diag(M), 1e-3) for M in (e.A, e.D))
+    J = captured_correlation(torch.tensor(e.G), torch.tensor(A), torch.tensor(D), basis)
+    assert pytest.approx((ref.svd(ref.whitened(e.G, A, D))[1][:3] ** 2).sum(), rel=1e-5) == J
+    assert projected_gradient_norm(torch.tensor(e.G), basis) <= np.linalg.norm(ref.svd(e.G)[1][:3])

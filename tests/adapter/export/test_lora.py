@@ -1,0 +1,363 @@
+"""The LoRA export: stock PEFT, in a process that never imports us, computes what our adapter computed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, convert_to_lora, get_peft_model, inject_adapter_in_model, save_as_lora
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
+
+from adapted import BATCHES, adapted, logits, train_at_random
+from frozencore import FrozenCoreConfig, check_lora_directory, export_lora, export_merged
+from frozencore.errors import ArtifactError, ConfigError, ModelError
+from tiny import tiny_gpt2, tiny_llama, tiny_qwen2
+
+ENGINES = ("vLLM", "SGLang", "llama.cpp")
+
+STOCK = """
+import json, sys, warnings
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+cases = json.load(open(sys.argv[1]))
+batch = torch.load(sys.argv[2])
+results = {}
+for name, (base, adapter, dtype) in cases.items():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = AutoModelForCausalLM.from_pretrained(base, dtype=getattr(torch, dtype))
+        if adapter:
+            model = PeftModel.from_pretrained(model, adapter)
+        model.eval()
+    inputs = {key: batch[key] for key in ("input_ids", "attention_mask")}
+    with torch.no_grad():
+        out = {"logits": model(**inputs).logits.float()}
+        if adapter:
+            out["merged"] = model.merge_and_unload()(**inputs).logits.float()
+    out["complaints"] = [str(w.message) for w in caught if "keys" in str(w.message) or "fan_in" in str(w.message)]
+    results[name] = out
+assert "frozencore" not in sys.modules
+torch.save(results, sys.argv[3])
+"""
+
+
+@dataclass
+class Case:
+    """Our logits, and what the stock process made of the export."""
+
+    ours: Tensor
+    directory: Path
+    stock: Tensor | None = None
+    stock_merged: Tensor | None = None
+    complaints: tuple[str, ...] = ()
+
+
+MODELS = {
+    "qkvo": lambda: adapted("fcca", trained=True),
+    "q and v": lambda: adapted("fcca", trained=True, target_modules=["q_proj", "v_proj"]),
+    "q": lambda: adapted("random", trained=True, target_modules=["q_proj"]),
+    "all-linear": lambda: adapted("random", trained=True, target_modules="all-linear"),
+    "ragged": lambda: adapted("random", trained=True, r=3, rank_pattern={"q_proj": 2, "v_proj": 5}),
+    "alpha": lambda: adapted("fcca", trained=True, r=4, alpha=7.0, alpha_pattern={"o_proj": 2.0}),
+    "ragged alpha": lambda: adapted(
+        "random", trained=True, r=3, rank_pattern={"k_proj": 6}, alpha=5.0, alpha_pattern={"v_proj": 1.5}
+    ),
+    "one layer": lambda: adapted("random", trained=True, layers_to_transform=[1]),
+    "wider than layers": lambda: adapted("random", trained=True, r=20, alpha=3.0),
+    "llama": lambda: adapted("lora_xs", model=tiny_llama(), trained=True),
+    "gpt2": lambda: adapted("random", model=tiny_gpt2(), trained=True, target_modules="all-linear"),
+    "gpt2 c_attn": lambda: adapted("random", model=tiny_gpt2(), trained=True, target_modules=["c_attn"]),
+    "gpt2 attn.c_proj": lambda: adapted("random", model=tiny_gpt2(), trained=True, target_modules=["attn.c_proj"]),
+}
+CONV1D = [name for name in MODELS if name.startswith("gpt2")]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
+    """Every model exported by us, loaded by one stock process."""
+    folder = tmp_path_factory.mktemp("served")
+    cases, jobs = {}, {}
+    for name, make in MODELS.items():
+        model = make()
+        _save_base(model, folder / name / "base")
+        cases[name] = Case(logits(model), folder / name / "lora")
+        export_lora(model, folder / name / "lora")
+        jobs[name] = [str(folder / name / "base"), str(folder / name / "lora"), "float32"]
+
+    half = adapted("random", dtype=torch.bfloat16, trained=True)
+    _save_base(half, folder / "half" / "base")
+    half.save_pretrained(folder / "half" / "ours")
+    export_lora(half, folder / "half" / "lora")
+    wide = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(folder / "half" / "base", dtype=torch.float32), folder / "half" / "ours"
+    ).eval()
+    cases["bf16 base"] = Case(logits(half).float(), folder / "half" / "lora")
+    cases["bf16 base, widened"] = Case(logits(wide), folder / "half" / "lora")
+    for name, dtype in (("bf16 base", "bfloat16"), ("bf16 base, widened", "float32")):
+        jobs[name] = [str(folder / "half" / "base"), str(folder / "half" / "lora"), dtype]
+
+    saved = MODELS["all-linear"]()
+    saved.save_pretrained(folder / "saved")
+    _save_base(saved, folder / "saved-base")
+    export_merged(folder / "saved", folder / "merged", base=folder / "saved-base")
+    cases["merged"] = Case(logits(saved), folder / "merged")
+    jobs["merged"] = [str(folder / "merged"), None, "float32"]
+
+    (folder / "jobs.json").write_text(json.dumps(jobs))
+    torch.save(BATCHES[0], folder / "batch.pt")
+    command = [sys.executable, "-c", STOCK, *(str(folder / name) for name in ("jobs.json", "batch.pt", "out.pt"))]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    for name, found in torch.load(folder / "out.pt").items():
+        cases[name].stock, cases[name].stock_merged = found["logits"], found.get("merged")
+        cases[name].complaints = tuple(found["complaints"])
+    return cases
+
+
+def _save_base(model: PeftModel, folder: Path) -> None:
+    """The model under the adapter, as it was before."""
+    base = model.get_base_model()
+    plain = {
+        name.replace(".base_layer.", "."): tensor
+        for name, tensor in base.state_dict().items()
+        if "frozencore_" not in name
+    }
+    type(base)(base.config).to(base.dtype).save_pretrained(folder, state_dict=plain)
+
+
+@pytest.mark.parametrize("name", [*MODELS, "bf16 base, widened", "merged"])
+def test_stock_peft_gives_the_same_logits(served: dict[str, Case], name: str) -> None:
+    torch.testing.assert_close(served[name].stock, served[name].ours, atol=1e-5, rtol=1e-5)
+    if served[name].stock_merged is not None:
+        torch.testing.assert_close(served[name].stock_merged, served[name].ours, atol=2e-5, rtol=1e-4)
+
+
+def test_the_adapters_do_change_the_logits(served: dict[str, Case]) -> None:
+    plain = logits(tiny_qwen2())
+    assert (served["q"].ours - plain).abs().max() > 0.1
+
+
+def test_on_a_bf16_base_stock_peft_is_as_near_as_bf16_rounds(served: dict[str, Case]) -> None:
+    case = served["bf16 base"]
+    assert (case.stock - case.ours).abs().max() < 0.03 * case.ours.abs().max()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_stock_peft_finds_every_tensor_it_expects_and_no_other(served: dict[str, Case], name: str) -> None:
+    assert served[name].complaints == ()
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in CONV1D])
+def test_every_engine_takes_the_export(served: dict[str, Case], name: str) -> None:
+    report = check_lora_directory(served[name].directory)
+    assert report.problems == ()
+    assert report.engines == ENGINES
+
+
+@pytest.mark.parametrize("name", CONV1D)
+def test_no_engine_takes_a_conv1d_lora_and_the_check_says_to_merge(served: dict[str, Case], name: str) -> None:
+    report = check_lora_directory(served[name].directory)
+    assert report.engines == ()
+    assert "merge" in next(str(problem) for problem in report.problems if problem.rule == "no_conv1d")
+
+
+def test_ragged_ranks_are_padded_to_the_largest_and_alpha_is_the_rank(served: dict[str, Case]) -> None:
+    config = json.loads((served["ragged"].directory / "adapter_config.json").read_text())
+    tensors = load_file(served["ragged"].directory / "adapter_model.safetensors")
+    assert (config["r"], config["lora_alpha"]) == (5, 5)
+    assert {tensor.shape[0] for key, tensor in tensors.items() if "lora_A" in key} == {5}
+    assert not tensors["base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"][:, 2:].any()
+
+
+def test_layers_that_engines_pack_are_there_and_zero(served: dict[str, Case]) -> None:
+    tensors = load_file(served["q and v"].directory / "adapter_model.safetensors")
+    k = [tensor for key, tensor in tensors.items() if "k_proj" in key]
+    assert len(k) == 4
+    assert not any(tensor.any() for tensor in k)
+    assert not any("o_proj" in key or "mlp" in key for key in tensors)
+
+
+def test_the_factors_multiply_to_the_update_exactly() -> None:
+    from frozencore.adapter.directory import Factors
+    from frozencore.adapter.export.lora import lora_factors
+
+    P, R, Q = torch.randn(7, 3).double(), torch.randn(3, 3).double(), torch.randn(5, 3).double()
+    A, B = lora_factors(Factors(P, Q, R), 0.7, 8)
+    assert (A.shape, B.shape) == ((8, 5), (7, 8))
+    torch.testing.assert_close(B @ A, 0.7 * P @ R @ Q.mT, atol=1e-14, rtol=1e-12)
+
+
+def test_a_saved_folder_exports_to_the_same_tensors_as_the_model(tmp_path: Path) -> None:
+    model = MODELS["ragged alpha"]()
+    model.save_pretrained(tmp_path / "saved")
+    from_model = export_lora(model, tmp_path / "a")
+    from_folder = export_lora(tmp_path / "saved", tmp_path / "b")
+    with_base = export_lora(tmp_path / "saved", tmp_path / "c", base=tiny_qwen2())
+    one, two, three = (load_file(tmp_path / name / "adapter_model.safetensors") for name in "abc")
+    assert (from_model.rank, set(from_model.layers)) == (from_folder.rank, set(from_folder.layers))
+    assert one.keys() == two.keys() == three.keys()
+    assert all(torch.equal(one[key], two[key]) and torch.equal(one[key], three[key]) for key in one)
+    assert with_base.zero_layers == ()
+
+
+def test_a_folder_with_q_and_v_alone_knows_the_shape_of_k(tmp_path: Path) -> None:
+    model = MODELS["q and v"]()
+    model.save_pretrained(tmp_path / "saved")
+    export_lora(model, tmp_path / "a")
+    found = export_lora(tmp_path / "saved", tmp_path / "b")
+    assert len(found.zero_layers) == 2
+    one, two = (load_file(tmp_path / name / "adapter_model.safetensors") for name in "ab")
+    assert one.keys() == two.keys()
+    assert all(torch.equal(one[key], two[key]) for key in one)
+
+
+def test_a_folder_that_needs_its_base_says_so_and_takes_a_model_folder(tmp_path: Path) -> None:
+    model = MODELS["q"]()
+    model.save_pretrained(tmp_path / "saved")
+    tiny_qwen2().save_pretrained(tmp_path / "base")
+    with pytest.raises(ArtifactError, match="give base="):
+        export_lora(tmp_path / "saved", tmp_path / "lora")
+    assert not (tmp_path / "lora").exists()
+    (tmp_path / "base" / "model.safetensors").unlink()  # only the architecture is read
+    assert len(export_lora(tmp_path / "saved", tmp_path / "lora", base=tmp_path / "base").zero_layers) == 4
+
+
+def test_a_base_of_other_shapes_is_refused(tmp_path: Path) -> None:
+    MODELS["qkvo"]().save_pretrained(tmp_path / "saved")
+    with pytest.raises(ArtifactError, match="another base model"):
+        export_lora(tmp_path / "saved", tmp_path / "lora", base=tiny_qwen2(hidden_size=48))
+
+
+def test_conv1d_and_linear_targets_in_one_adapter_work(tmp_path: Path) -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.turned, self.straight = Conv1D(6, 4), nn.Linear(6, 5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.straight(self.turned(x).tanh())
+
+    base = Both()
+    x = torch.randn(3, 4)
+    model = get_peft_model(
+        base, FrozenCoreConfig(r=2, constructor="random", target_modules=["turned", "straight"])
+    ).eval()
+    train_at_random(model)
+    ours = model(x)
+    export_lora(model, tmp_path / "lora")
+    stock = PeftModel.from_pretrained(model.unload(), tmp_path / "lora").eval()
+    torch.testing.assert_close(stock(x), ours, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(stock.merge_and_unload()(x), ours, atol=1e-5, rtol=1e-5)
+
+
+def test_an_injected_model_exports_as_well(tmp_path: Path) -> None:
+    model = inject_adapter_in_model(FrozenCoreConfig(r=2, constructor="random"), tiny_qwen2())
+    train_at_random(model)
+    assert len(export_lora(model.eval(), tmp_path / "lora").layers) == 8
+
+
+def test_one_of_several_adapters_is_exported_by_name(tmp_path: Path) -> None:
+    model = adapted("random", trained=True)
+    model.add_adapter("second", FrozenCoreConfig(r=2, constructor="random", seed=1))
+    train_at_random(model, "second", seed=1)
+    model.set_adapter("second")
+    assert export_lora(model, tmp_path / "active").rank == 2
+    assert export_lora(model, tmp_path / "named", adapter_name="default").rank == 3
+    with pytest.raises(ConfigError, match="Name it with adapter_name"):
+        export_lora(model, tmp_path / "none", adapter_name="third")
+
+
+def test_what_no_lora_can_hold_is_refused(tmp_path: Path) -> None:
+    whole = adapted("random", modules_to_save=["lm_head"])
+    with pytest.raises(ConfigError, match="whole modules too .lm_head., which no LoRA can hold"):
+        export_lora(whole, tmp_path / "lora")
+    whole.save_pretrained(tmp_path / "saved")
+    with pytest.raises(ConfigError, match="no LoRA can hold"):
+        export_lora(tmp_path / "saved", tmp_path / "lora")
+    tokens = adapted("random", trainable_token_indices=[1, 2])
+    with pytest.raises(ConfigError, match="single token embeddings too, which no LoRA can hold"):
+        export_lora(tokens, tmp_path / "lora")
+    with pytest.raises(ConfigError, match=r"read float32, float16 and bfloat16 factors, but torch.float64 came"):
+        export_lora(adapted("random"), tmp_path / "lora", dtype=torch.float64)
+    with pytest.raises(ConfigError, match="no basis yet"):
+        export_lora(adapted("fcca", calibrated=False), tmp_path / "lora")
+    with pytest.raises(ConfigError, match="model has none"):
+        export_lora(tiny_qwen2(), tmp_path / "lora")
+    with pytest.raises(ConfigError, match="model has none"):
+        export_lora(get_peft_model(tiny_qwen2(), LoraConfig(target_modules=["q_proj"])), tmp_path / "lora")
+    assert not (tmp_path / "lora").exists()
+
+
+def test_values_that_half_precision_cannot_hold_are_refused(tmp_path: Path) -> None:
+    model = adapted("random")
+    train_at_random(model, size=1e6)
+    with pytest.raises(ArtifactError, match="NaN or Inf in torch.float16"):
+        export_lora(model, tmp_path / "lora", dtype=torch.float16)
+    assert list(tmp_path.iterdir()) == []
+    assert export_lora(model, tmp_path / "lora", dtype=torch.bfloat16).rank == 3
+
+
+def test_a_folder_in_the_way_stays_as_it_is_unless_overwriting_is_allowed(tmp_path: Path) -> None:
+    model = adapted("random", trained=True)
+    export_lora(model, tmp_path / "lora")
+    before = (tmp_path / "lora" / "adapter_model.safetensors").read_bytes()
+    train_at_random(model, seed=3)
+    with pytest.raises(ArtifactError, match="is there already"):
+        export_lora(model, tmp_path / "lora")
+    assert (tmp_path / "lora" / "adapter_model.safetensors").read_bytes() == before
+    export_lora(model, tmp_path / "lora", overwrite=True)
+    assert (tmp_path / "lora" / "adapter_model.safetensors").read_bytes() != before
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("years of work")
+    with pytest.raises(ArtifactError, match="holds no model and no adapter"):
+        export_lora(model, tmp_path / "mine", overwrite=True)
+    model.save_pretrained(tmp_path / "saved")
+    with pytest.raises(ArtifactError, match="folder of its own"):
+        export_lora(tmp_path / "saved", tmp_path / "saved", overwrite=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["lora", "mine", "saved"]
+
+
+def test_pefts_own_conversion_gives_the_same_logits(tmp_path: Path) -> None:
+    for name, tolerance in (("qkvo", 1e-4), ("gpt2", 1e-4)):
+        model = MODELS[name]()
+        ours = logits(model)
+        assert model.supports_lora_conversion()
+        config, _ = convert_to_lora(model, rank=3)
+        assert config.r == 3
+        save_as_lora(tmp_path / name, model, rank=3)
+        stock = PeftModel.from_pretrained(model.unload(), tmp_path / name).eval()
+        torch.testing.assert_close(logits(stock), ours, atol=tolerance, rtol=tolerance)
+
+
+def test_a_damaged_adapter_or_a_missing_base_is_one_line(tmp_path: Path) -> None:
+    MODELS["qkvo"]().save_pretrained(tmp_path / "saved")
+    _without_base_name(tmp_path / "saved")
+    with pytest.raises(ConfigError, match="names no base model"):
+        export_merged(tmp_path / "saved", tmp_path / "merged")
+    with pytest.raises(ModelError, match="there is no such folder"):
+        export_merged(tmp_path / "saved", tmp_path / "merged", base=tmp_path / "nothing")
+    weights = tmp_path / "saved" / "adapter_model.safetensors"
+    tensors = {key: tensor.clone() for key, tensor in load_file(weights).items()}  # not a map of the file
+    weights.write_bytes(weights.read_bytes()[:500])
+    with pytest.raises(ArtifactError, match="damaged"):
+        export_lora(tmp_path / "saved", tmp_path / "lora")
+    next(tensor for key, tensor in tensors.items() if key.endswith("R.weight"))[0, 0] = float("nan")
+    save_file(tensors, weights)
+    with pytest.raises(ArtifactError, match="NaN or Inf"):
+        export_lora(tmp_path / "saved", tmp_path / "lora")
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+
+
+def _without_base_name(folder: Path) -> None:
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": None}))

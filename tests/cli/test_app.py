@@ -1,0 +1,217 @@
+"""The command: what a user types, sees, and gets as exit status."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from frozencore.cli import app as cli
+from frozencore.errors import ArtifactError
+from frozencore.lab.pocket import pocket_model_path
+from frozencore.lab.training.trainer import CompletionTrainer
+
+FEW = ["--model", str(pocket_model_path()), "--task", "pocket-sentiment", "--rank", "4", "--calibration-size", "16"]
+SHORT = [
+    *FEW,
+    "--batch-size",
+    "8",
+    "--accumulation",
+    "1",
+    "--num-train",
+    "32",
+    "--num-evaluation",
+    "20",
+    "--epochs",
+    "1",
+]
+
+
+def test_tune_shows_the_score_and_writes_the_record(command, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    status, out, _ = command("tune", *SHORT, "--out", tmp_path / "run")
+    record = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert status == 0
+    assert f"{100 * record['accuracy']:.1f}" in out
+    assert "256 trained values" in out
+    assert "eats the majority class" in out or "Does not beat" in out
+
+
+def test_calibrate_then_inspect_shows_what_the_basis_captured(command, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    assert command("calibrate", *FEW, "--out", tmp_path / "c")[0] == 0
+    moments = tmp_path / "c" / "moments.safetensors"
+    status, out, _ = command("inspect", tmp_path / "c" / "adapter", "--moments", moments, "--json")
+    reports = json.loads(out)
+    assert status == 0
+    assert len(reports) == 16
+    assert all(layer["capture"]["correlation_share"] == pytest.approx(1, abs=1e-3) for layer in reports.values())
+    status, out, _ = command("inspect", tmp_path / "c" / "adapter", "--against", tmp_path / "c" / "adapter")
+    assert status == 0
+    assert "1.000" in out
+    assert "16 layers; 256 trained values" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["tune", *SHORT[:2], "--task", "svmp", "--out", "x"], "Did you mean 'svamp'"),
+        (["tune", *SHORT, "--method", "fca", "--out", "x"], "Did you mean 'fcca'"),
+        (["tune", *SHORT, "--rank", "0", "--out", "x"], "--rank"),
+        (["tune", *SHORT, "--targets", "nothing", "--out", "x"], "matches no layer"),
+        (["tune", *SHORT[:2], "--data", "none.jsonl", "--out", "x"], "no file none.jsonl"),
+        (
+            ["tune", "--model", "Nobody/has-this", "--task", "pocket-math", "--out", "x"],
+            "hub cannot be reached|no such",
+        ),
+        (["tune", *SHORT, "--max-length", "8", "--out", "x"], "longer than the limit of 8 tokens"),
+        (["calibrate", *FEW, "--method", "random", "--out", "x"], "reads no calibration data"),
+        (["inspect", "."], "has no adapter_config.json"),
+        (["tune", *SHORT, "--seed", "-1", "--out", "x"], "--seed"),
+        (["tune", *SHORT, "--targets", ",", "--out", "x"], "--targets"),
+        (["tune", *SHORT, "--method", "lora", "--alpha", "64", "--out", "x"], "does not read alpha"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_two(  # type: ignore[no-untyped-def]
+    command, words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    status, _, err = command(*words)
+    assert status == 2
+    assert err.startswith("frozencore: ")
+    assert err.count("\n") == 1
+    assert re.search(message, err)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_empty_file_and_a_file_without_labels_are_one_line(command, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    for content, message in (
+        ("", "holds no rows"),
+        ('{"prompt": "a", "completion": ""}\n', "row-1"),
+        ('{"a": 1}\n', "row 1"),
+    ):
+        (tmp_path / "rows.jsonl").write_text(content)
+        status, _, err = command("tune", *FEW[:2], "--data", tmp_path / "rows.jsonl", "--out", tmp_path / "run")
+        assert (status, err.count("\n")) == (2, 1)
+        assert message in err
+        assert not (tmp_path / "run").exists()
+
+
+def refuse_by_device() -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2.00 GiB.")
+
+
+def refuse_by_machine() -> None:
+    torch.empty(2**50)
+
+
+@pytest.mark.parametrize("refuse", [refuse_by_device, refuse_by_machine])
+def test_memory_that_runs_out_in_training_is_one_line(  # type: ignore[no-untyped-def]
+    command, refuse: Callable[[], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CompletionTrainer, "compute_loss", lambda *_, **__: refuse())
+    status, _, err = command("tune", *SHORT, "--out", tmp_path / "run")
+    assert (status, err.count("\n")) == (2, 1)
+    assert err.startswith("frozencore: out of memory (")
+    assert "smaller --batch-size" in err
+
+
+def test_ctrl_c_is_status_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "app", interrupted)
+    with pytest.raises(SystemExit) as exit_:
+        cli.main()
+    assert exit_.value.code == 130
+    assert capsys.readouterr().err.startswith("frozencore: interrupted; ")
+
+
+def raising(error: BaseException) -> Callable[[], None]:
+    def fail() -> None:
+        raise error
+
+    return fail
+
+
+def test_ctrl_c_in_a_command_is_status_130_and_sigterm_143_and_each_is_one_line(  # type: ignore[no-untyped-def]
+    command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    for status, how, end in (
+        (130, "interrupted", raising(KeyboardInterrupt())),
+        (143, "terminated", lambda: signal.raise_signal(signal.SIGTERM)),
+    ):
+        monkeypatch.setattr("frozencore.cli.campaign_lines.status_lines", lambda _, end=end: end())
+        came, _, err = command("campaign", "status", tmp_path)
+        assert came == status
+        assert err.splitlines()[-1].startswith(f"frozencore: {how}; run the same command again and it goes on")
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_debug_shows_the_traceback_of_what_is_one_line_without_it(  # type: ignore[no-untyped-def]
+    command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FROZENCORE_DEBUG", "")  # so that it is put back
+    assert command("inspect", tmp_path)[0] == 2
+    monkeypatch.setattr(sys, "argv", ["frozencore", "--debug", "inspect", str(tmp_path)])
+    with pytest.raises(ArtifactError, match="has no adapter_config.json"):
+        cli.main()
+
+
+@pytest.mark.parametrize(
+    "error", [PermissionError(13, "No", "/some/file"), torch.OutOfMemoryError("CUDA out of memory.")]
+)
+def test_debug_also_shows_the_traceback_of_what_the_system_refuses(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "app", raising(error))
+    monkeypatch.delenv("FROZENCORE_DEBUG", raising=False)
+    with pytest.raises(SystemExit) as exit_:
+        cli.main()
+    assert exit_.value.code == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    monkeypatch.setenv("FROZENCORE_DEBUG", "1")
+    with pytest.raises(type(error)) as caught:
+        cli.main()
+    assert caught.value is error
+
+
+def test_an_error_that_nobody_foresaw_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+    monkeypatch.setattr(cli, "app", raising(error))
+    monkeypatch.delenv("FROZENCORE_DEBUG", raising=False)
+    with pytest.raises(RuntimeError) as caught:
+        cli.main()
+    assert caught.value is error
+
+
+def test_what_a_run_warned_of_is_shown_and_kept_in_its_record(command, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    wide = ["--method", "random", "--rank", "96", "--targets", "k_proj"]  # k_proj has 80 rows
+    status, out, _ = command("tune", *SHORT, *wide, "--out", tmp_path / "run")
+    assert status == 0
+    (warning,) = json.loads((tmp_path / "run" / "result.json").read_text())["warnings"]
+    assert "4 of 4 layers are narrower than the rank" in warning
+    assert f"Warning: {warning}" in " ".join(out.split())
+
+
+@pytest.mark.filterwarnings("ignore:'frozencore.cli.app' found in sys.modules")
+def test_tables_are_as_wide_as_the_terminal_and_wide_in_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "70")
+    for forced, width in (("1", 70), ("", 160)):
+        monkeypatch.setenv("FORCE_COLOR", forced)
+        assert runpy.run_module("frozencore.cli.app")["console"].width == width
+
+
+@pytest.mark.filterwarnings("ignore:'frozencore.cli.app' found in sys.modules")
+def test_the_module_is_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["frozencore", "schema"])
+    with pytest.raises(SystemExit) as exit_:
+        runpy.run_module("frozencore.cli.app", run_name="__main__")
+    assert not exit_.value.code
+    assert json.loads(capsys.readouterr().out)["title"] == "Campaign"

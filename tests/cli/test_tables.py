@@ -1,0 +1,84 @@
+"""Tables on the screen, on records and reports whose numbers are known."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+from rich.text import Text
+
+from frozencore.adapter.inspection import AngleReport, BasisReport, CaptureReport, LayerReport
+from frozencore.cli.tables import inspection_table, run_summary, verdict
+from frozencore.lab.reports.render import rich_table
+from frozencore.lab.reports.sheet import Sheet, SheetCell, label
+
+BASIS = BasisReport((8, 6), 2, 4, 112, 3e-8, 1.25, 2.5, 0.75)
+CAPTURE = CaptureReport(3.0, 0.4, 5.0, 0.9, (2.0, 1.5), 2, 7.0, 9.0)
+ANGLES = AngleReport(0.875, 0.625)
+
+
+def shown(renderable: object) -> str:
+    console = Console(width=220, file=io.StringIO())
+    console.print(renderable)
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("capture", [None, CAPTURE])
+@pytest.mark.parametrize("angles", [None, ANGLES])
+def test_an_inspection_has_columns_for_what_was_given_and_for_nothing_else(
+    capture: CaptureReport | None, angles: AngleReport | None
+) -> None:
+    report = LayerReport(BASIS, capture, angles)
+    text = shown(inspection_table({"layer.0": report, "layer.1": report}))
+    assert "2 layers; 8 trained values (32 bytes), bases 224 bytes; largest |PᵀP - I| 3.0e-08" in text
+    assert ("‖PᵀGQ‖" in text, "40%" in text) == (capture is not None,) * 2
+    assert ("cos P" in text, "0.875" in text) == (angles is not None,) * 2
+
+
+def test_the_worst_layer_decides_what_is_said_of_orthonormality() -> None:
+    worse = LayerReport(replace(BASIS, orthonormality_error=1e-3), None, None)
+    assert "|PᵀP - I| 1.0e-03" in shown(inspection_table({"a": LayerReport(BASIS, None, None), "b": worse}))
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "majority", "said"),
+    [
+        (0.60, 0.5, "Beats the majority class (50.0 %), clearly."),
+        (0.53, 0.5, "Beats the majority class (50.0 %), within two standard errors."),
+        (0.50, 0.5, "Does not beat the majority class (50.0 %)."),
+        (0.60, None, "Beats the base model (25.0 %), clearly."),
+        (0.20, None, "Does not beat the base model (25.0 %)."),
+    ],
+)
+def test_a_run_is_measured_by_the_majority_class_or_else_by_its_base(
+    accuracy: float, majority: float | None, said: str
+) -> None:
+    score = {"standard_error": 0.02, "majority_class": majority}
+    assert verdict({"accuracy": accuracy, "accuracy_before": 0.25, "score": score}) == said
+
+
+def test_a_run_on_ones_own_rows_shows_its_loss_and_no_verdict(make_record) -> None:  # type: ignore[no-untyped-def]
+    record = make_record({"task": None, "seed": 1})
+    record["config"]["data"] = "rows.jsonl"
+    for name in ("accuracy", "accuracy_before", "score"):
+        del record[name]
+    text = shown(run_summary(record))
+    assert "fcca on rows.jsonl" in text
+    assert f"1.800 │ {record['held_out_loss']:.3f}" in text
+    assert "accuracy" not in text
+    assert "beat" not in text.lower()
+
+
+def test_on_a_screen_averages_stand_below_the_rows_and_what_is_best_is_bold() -> None:
+    rows = ((label("a"), SheetCell("79.7", "1.5", best=True)), (label("b"), SheetCell("68.1")))
+    sheet = Sheet("t", "A title", "", ("task", "FCCA"), rows, foot=((label("Mean"), SheetCell("73.9")),))
+    console = Console(width=80, file=io.StringIO(), force_terminal=True, color_system="standard")
+    console.print(rich_table(sheet))
+    text = Text.from_ansi(console.file.getvalue())  # type: ignore[attr-defined]
+    assert text.plain.index("79.7 ± 1.5") < text.plain.index("68.1") < text.plain.index("73.9")
+    bold = "".join(text.plain[span.start : span.end] for span in text.spans if "bold" in str(span.style))
+    assert "79.7 ± 1.5" in bold
+    assert "68.1" not in bold
+    assert "73.9" not in bold

@@ -1,0 +1,52 @@
+"""A configuration that cannot run is refused in one line; one that can is complete."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from frozencore.errors import ConfigError
+from frozencore.lab.run.baselines import BASELINES
+from frozencore.lab.run.config import METHODS, make_config
+
+GOOD: dict[str, Any] = {"model": "somewhere", "task": "svamp"}
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"task": None}, "either a task .* or your own rows"),
+        ({"data": "rows.jsonl"}, "give one"),
+        ({"task": "svmp"}, "Did you mean 'svamp'"),
+        ({"method": "fca"}, "Did you mean 'fcca'"),
+        ({"rank": 0}, "--rank: .*greater than or equal to 1, but 0 came"),
+        ({"warmup": 1.5}, "--warmup"),
+        ({"learning_rate": 0.0}, "--learning-rate"),
+        ({"learning_rate": float("nan")}, "--learning-rate"),
+        ({"calibration_size": 0}, "--calibration-size"),
+        ({"prompt_style": "latin"}, "--prompt-style"),
+        ({"unheard_of": 1}, "--unheard-of"),
+        ({"core": {"whitening": "both"}}, "--whitening"),
+        ({"core": {"whiten": "sideways"}}, "--whiten: input should be 'both', 'input', 'output' or 'none'"),
+        ({"core": {"damping": 0}}, "--damping"),
+        ({"seed": -1}, "--seed"),
+        ({"seed": 2**32}, "--seed"),
+        ({"targets": ()}, "--targets"),
+        ({"method": "lora", "core": {"whiten": "input"}}, "'lora' does not read whiten .it is for fcca.. Leave"),
+        ({"method": "vera", "core": {"damping": 0.1}}, "'vera' does not read damping"),
+        ({"method": "lora", "core": {"alpha": 64}}, "'lora' does not read alpha"),
+    ],
+)
+def test_what_cannot_run_is_refused_in_one_line(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as error:
+        make_config(**{**GOOD, **values})
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_has_a_learning_rate(method: str) -> None:
+    config = make_config(**GOOD, method=method)
+    assert config.is_baseline == (method in BASELINES)
+    assert config.resolved_learning_rate == (BASELINES[method].learning_rate if config.is_baseline else 5e-3)
+    assert make_config(**GOOD, method=method, learning_rate=1e-4).resolved_learning_rate == 1e-4

@@ -1,0 +1,281 @@
+"""A run from configuration to record, on the pocket model and a few rows."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from frozencore.adapter.bases.calibrate import calibrate
+from frozencore.calibration.collect import collect_moments
+from frozencore.errors import (
+    ArtifactError,
+    CalibrationError,
+    ConfigError,
+    DataError,
+    DivergenceError,
+    FrozenCoreError,
+    ModelError,
+    TrainingError,
+)
+from frozencore.fingerprint import fingerprint_model
+from frozencore.lab.pocket import pocket_model_path
+from frozencore.lab.rows.prompts import TokenRow
+from frozencore.lab.run.bench import prepare
+from frozencore.lab.run.calibrating import execute_calibration
+from frozencore.lab.run.config import METHODS, RunConfig, make_config
+from frozencore.lab.run.execute import adapt_from_data, execute
+from frozencore.lab.run.loading import load_model
+from frozencore.lab.scoring.task_score import score_task
+
+
+def silent(stage: str, done: int, total: int | None, note: str) -> None:
+    pass
+
+
+def config_of(**overrides: Any) -> RunConfig:
+    few = {
+        "model": str(pocket_model_path()), "task": "pocket-sentiment", "rank": 4, "calibration_size": 16,
+        "batch_size": 8, "accumulation": 1, "epochs": 1, "num_train": 32, "num_evaluation": 20, "device": "cpu",
+    }  # fmt: skip
+    return make_config(**{**few, **overrides})
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_runs_and_its_adapter_reloads_to_the_same_score(method: str, tmp_path: Path) -> None:
+    config = config_of(method=method)
+    record = execute(config, tmp_path / "run", silent)
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["accuracy"] == record["accuracy"]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["adapter", "predictions.jsonl", "result.json"]
+
+    bench = prepare(config, silent)
+    assert fingerprint_model(bench.model) == record["hashes"]["model"]
+    assert bench.rows.task is not None
+    model = PeftModel.from_pretrained(bench.model, tmp_path / "run" / "adapter")
+    score = score_task(model, bench.encoder, bench.rows.task, bench.rows.evaluation)
+    assert score.accuracy == record["accuracy"]
+    assert score.held_out_loss == pytest.approx(record["held_out_loss"], abs=0 if method != "pissa" else 1e-5)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "predictions.jsonl").read_text().splitlines()]
+    assert [line["prediction"] for line in lines] == [p.prediction for p in score.predictions]
+
+
+def test_the_record_holds_what_is_needed_to_trust_it(tmp_path: Path) -> None:
+    record = execute(config_of(), tmp_path / "run", silent)
+    assert record["trainable_parameters"] == 16 * 4**2
+    assert record["config"]["calibration_size"] == 16
+    assert record["resolved"]["recipe"]["learning_rate"] == 5e-3
+    assert record["resolved"]["targets"] == ("q_proj", "k_proj", "v_proj", "o_proj")
+    assert {"model", "train", "calibration", "evaluation", "basis"} == record["hashes"].keys()
+    assert record["training"]["num_steps"] == len(record["training"]["losses"]) == 4
+    assert record["calibration"]["smallest_effective_rank"] == 4
+    assert torch.__version__.startswith(record["provenance"]["versions"]["torch"].split("+")[0])
+    assert record["peak_memory_bytes"] > 0
+    assert record["calibration_s"] > 0
+    assert record["training_s"] > 0
+
+
+def test_the_same_seed_gives_the_same_numbers_and_another_seed_others(tmp_path: Path) -> None:
+    first, again, other = (
+        execute(config_of(seed=seed), tmp_path / name, silent) for seed, name in ((1, "a"), (1, "b"), (2, "c"))
+    )
+    assert first["training"] == again["training"]
+    assert first["hashes"] == again["hashes"]
+    weights = [(tmp_path / name / "adapter" / "adapter_model.safetensors").read_bytes() for name in "abc"]
+    assert weights[0] == weights[1]
+    assert other["hashes"]["calibration"] != first["hashes"]["calibration"]
+    assert other["hashes"]["evaluation"] == first["hashes"]["evaluation"]
+
+
+def test_a_moments_file_gives_the_run_its_own_pass_would_have(tmp_path: Path) -> None:
+    execute_calibration(config_of(), tmp_path / "calibration", silent)
+    moments = tmp_path / "calibration" / "moments.safetensors"
+    own = execute(config_of(), tmp_path / "own", silent)
+    from_file = partial(adapt_from_data, moments_file=moments)
+    read = execute(config_of(), tmp_path / "read", silent, adapt=from_file)
+    assert own["hashes"] == read["hashes"]
+    assert own["training"]["losses"] == read["training"]["losses"]
+    with pytest.raises(ArtifactError, match="other calibration data"):
+        execute(config_of(seed=7), tmp_path / "stale", silent, adapt=from_file)
+    with pytest.raises(CalibrationError, match="'input_outer' is needed"):
+        execute(config_of(method="eva"), tmp_path / "eva", silent, adapt=from_file)
+    with pytest.raises(ConfigError, match="reads no data"):
+        execute(
+            config_of(method="random"),
+            tmp_path / "random",
+            silent,
+            adapt=from_file,
+        )
+    assert {path.name for path in tmp_path.iterdir()} == {"calibration", "own", "read"}
+
+
+def test_an_interrupted_run_goes_on_to_the_same_end(tmp_path: Path) -> None:
+    class StoppedError(Exception):
+        pass
+
+    def stop_in_the_second_epoch(stage: str, done: int, total: int | None, note: str) -> None:
+        if stage == "train" and done == 6:
+            raise StoppedError
+
+    config = config_of(epochs=2)
+    whole = execute(config, tmp_path / "whole", silent)
+    with pytest.raises(StoppedError):
+        execute(config, tmp_path / "cut", stop_in_the_second_epoch)
+    assert not (tmp_path / "cut" / "result.json").exists()
+    with pytest.raises(FrozenCoreError, match="holds some"):
+        execute(config, tmp_path / "cut", silent)
+    resumed = execute(config, tmp_path / "cut", silent, resume=True)
+    assert resumed["training"]["losses"] == whole["training"]["losses"]
+    assert resumed["accuracy"] == whole["accuracy"]
+    first, second = (tmp_path / name / "adapter" / "adapter_model.safetensors" for name in ("whole", "cut"))
+    assert first.read_bytes() == second.read_bytes()
+
+
+def stop_at_the_second_step(stage: str, done: int, total: int | None, note: str) -> None:
+    if stage == "train" and done == 6:
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("changed", "difference"),
+    [
+        ({"method": "rawgrad"}, r"others: method fcca \(now rawgrad\)\. Resume"),
+        ({"rank": 3}, r"others: rank 4 \(now 3\), trainable parameters \w+ "),
+        ({"calibration_size": 8}, r"others: calibration rows \w{12} \(now \w{12}\)\. Resume"),
+        ({"core": {"damping": 0.1}}, r"others: damping 0\.001 \(now 0\.1\)\. Resume"),
+        ({"targets": ("q_proj",)}, r"others: targets \['q_proj', .* \(now \['q_proj'\]\), trainable"),
+        ({"dtype": "bfloat16"}, r"others: base model \w{12} \(now \w{12}\)"),
+        ({"num_train": 24}, r"others: calibration rows .*, rows \w{12} \(now \w{12}\)\. Resume"),
+        ({"learning_rate": 1e-4}, r"others: learning_rate 0\.005 \(now 0\.0001\)\. Resume"),
+    ],
+)
+def test_a_run_is_not_resumed_with_other_options_and_the_difference_is_shown(
+    changed: dict[str, Any], difference: str, tmp_path: Path
+) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        execute(config_of(epochs=2), tmp_path, stop_at_the_second_step)
+    with pytest.raises(TrainingError, match=difference) as caught:
+        execute(config_of(epochs=2, **changed), tmp_path, silent, resume=True)
+    assert "\n" not in str(caught.value)
+    assert execute(config_of(epochs=2), tmp_path, silent, resume=True)["training"]["num_steps"] == 8
+
+
+def test_a_run_that_diverges_keeps_its_last_good_core(tmp_path: Path) -> None:
+    with pytest.raises(DivergenceError, match=r"diverged at step \d+ of \d+: .* The last good core is in ") as caught:
+        execute(config_of(learning_rate=1e30), tmp_path / "run", silent)
+    kept = tmp_path / "run" / "last-good-adapter"
+    assert str(caught.value).endswith(f"{kept}.")
+    assert "\n" not in str(caught.value)
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(pocket_model_path()), kept)
+    assert all(bool(parameter.isfinite().all()) for parameter in model.parameters())
+    assert not (tmp_path / "run" / "result.json").exists()
+
+
+def test_a_finished_run_is_never_overwritten(tmp_path: Path) -> None:
+    execute(config_of(method="random"), tmp_path / "run", silent)
+    before = (tmp_path / "run" / "result.json").read_bytes()
+    with pytest.raises(ArtifactError, match="already holds a finished run"):
+        execute(config_of(method="fcca"), tmp_path / "run", silent)
+    assert (tmp_path / "run" / "result.json").read_bytes() == before
+
+
+def test_own_rows_are_scored_by_held_out_loss(tmp_path: Path) -> None:
+    rows = [{"prompt": f"Tom has {i} cats .", "completion": f" {i} cats"} for i in range(40)]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    record = execute(config_of(task=None, data=path, num_train=None, num_evaluation=None), tmp_path / "run", silent)
+    assert record["held_out_loss"] < record["held_out_loss_before"]
+    assert "accuracy" not in record
+    assert not (tmp_path / "run" / "predictions.jsonl").exists()
+
+
+def test_own_rows_that_all_read_alike_leave_nothing_to_train_on(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "Tom has", "completion": " cats"}\n' * 9)
+    with pytest.raises(DataError, match="needs rows to train on beside those held out, but its 9 rows read alike"):
+        execute(config_of(task=None, data=path, num_train=None, num_evaluation=None), tmp_path / "run", silent)
+    assert not (tmp_path / "run").exists()
+
+
+def test_no_held_out_text_of_own_rows_is_trained_or_calibrated_on_however_it_is_spelled(tmp_path: Path) -> None:
+    texts = [f"Tom has {i} cats ." for i in range(20)]
+    path = tmp_path / "rows.jsonl"
+    path.write_text(
+        "".join(json.dumps({"text": text}) + "\n" for t in texts for text in (t, f"  {t.upper()}!", t[:-2]))
+    )
+    config = config_of(task=None, data=path, num_train=None, num_evaluation=9, calibration_size=1000)
+    bench = prepare(config, silent)
+
+    def numbers(rows: list[TokenRow]) -> list[str]:
+        return [re.sub(r"\D", "", bench.encoder.tokenizer.decode(row.input_ids)) for row in rows]
+
+    held_out, trained, calibrated = map(numbers, (bench.rows.held_out, bench.rows.train, bench.rows.calibration))
+    assert len(set(held_out)) == 3
+    assert len(held_out) == 3 * 3
+    assert set(held_out).isdisjoint(trained)
+    assert sorted(calibrated) == sorted(trained)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "kind", "message"),
+    [
+        ({"targets": ("q_prj",)}, ConfigError, "'q_prj' matches no layer.*q_proj"),
+        ({"targets": ("q_proj", "v_prj")}, ConfigError, "'v_prj' matches no layer"),
+        ({"model": "nowhere/to/be/found"}, ModelError, "no such folder"),
+        ({"max_length": 100_000}, ConfigError, "beyond the model's context"),
+        ({"device": "cuda:99"}, ConfigError, "no device"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_written(
+    overrides: dict[str, Any], kind: type[Exception], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(kind, match=message) as error:
+        execute(config_of(**overrides), tmp_path / "run", silent)
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("method", ["fcca", "random", "lora"])
+def test_a_nan_in_the_model_stops_the_run_before_anything_is_written(method: str, tmp_path: Path) -> None:
+    model, tokenizer = load_model(str(pocket_model_path()), device="cpu")
+    with torch.no_grad():
+        model.get_submodule("model.layers.1.mlp.up_proj").weight[0, 0] = float("nan")
+    model.save_pretrained(tmp_path / "broken")
+    tokenizer.save_pretrained(tmp_path / "broken")
+    with pytest.raises(FrozenCoreError, match=r"[Nn]a[Nn]|not finite"):
+        execute(config_of(model=str(tmp_path / "broken"), method=method), tmp_path / "run", silent)
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_library_alone_gives_the_basis_of_the_run(tmp_path: Path) -> None:
+    """What `tune` does is what a user's ten lines do."""
+    from peft import get_peft_model
+
+    from frozencore import FrozenCoreConfig, frozen_core_layers
+    from frozencore.lab.run.bench import calibration_batches
+    from frozencore.lab.run.methods import basis_fingerprint
+
+    record = execute(config_of(), tmp_path / "run", silent)
+    bench = prepare(config_of(), silent)
+    model = get_peft_model(bench.model, FrozenCoreConfig(r=4, seed=42, task_type="CAUSAL_LM"))
+    batches = calibration_batches(bench.rows, bench.encoder.pad_id)
+    calibrate(model, batches, progress=False)
+    assert basis_fingerprint(model) == record["hashes"]["basis"]
+    layers = {name: layer.get_base_layer() for name, layer in frozen_core_layers(model, "default").items()}
+    moments = collect_moments(model.get_base_model(), batches, layers)
+    assert asdict(next(iter(moments.values())))["num_tokens"] > 16
+
+
+def test_a_baseline_that_diverges_keeps_nothing_as_its_factors_have_no_last_good_core(tmp_path: Path) -> None:
+    with pytest.raises(DivergenceError, match=r"diverged at step \d+ of \d+") as caught:
+        execute(config_of(method="lora", learning_rate=1e30), tmp_path / "run", silent)
+    assert "last good core" not in str(caught.value)
+    assert not (tmp_path / "run" / "last-good-adapter").exists()
+    assert not (tmp_path / "run" / "result.json").exists()

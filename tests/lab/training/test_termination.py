@@ -1,0 +1,183 @@
+"""SIGTERM, with which schedulers end a job: a checkpoint after the running step, one line, and bit-equal from there."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from forked import start
+from frozencore.errors import TrainingError
+from frozencore.lab.pocket import pocket_model_path
+from frozencore.lab.rows.prompts import TokenRow
+from frozencore.lab.training.checkpoints import checkpoints, is_complete
+from frozencore.lab.training.recipe import Recipe, TrainingReport, train
+from tiny import draw_examples, tiny_qwen2
+from undisturbed import TWO_METHODS, results_of, specification
+
+ROWS = [TokenRow(f"row-{i}", list(e.ids), e.num_prompt) for i, e in enumerate(draw_examples(20, seed=5))]
+RECIPE = Recipe(learning_rate=1e-2, epochs=2, batch_size=2, accumulation=3, warmup=0.3)  # four steps an epoch
+TERMINATED = 143
+TWO_RUNS = (
+    TWO_METHODS.replace("[fcca, lora_xs]", "[lora_xs]").replace("[42]", "[42, 43]").replace("epochs: 3", "epochs: 6")
+)
+Heard = list[int]
+
+
+@pytest.fixture
+def heard() -> Iterator[Heard]:
+    """The signals that a handler of the user's own is called with."""
+    calls: Heard = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: calls.append(number))
+    yield calls
+    signal.signal(signal.SIGTERM, before)
+
+
+def told_at(step: int | None) -> Callable[[int, int, str], None]:
+    """Sends SIGTERM while the training reports that step."""
+    return lambda done, *_: os.kill(os.getpid(), signal.SIGTERM) if done == step else None
+
+
+def run(folder: Path, model: torch.nn.Module, *, every: int | None, at: int | None = None) -> TrainingReport:
+    return train(
+        model, ROWS, RECIPE, pad_id=0, checkpoint_dir=folder, checkpoint_steps=every, resume=True, progress=told_at(at)
+    )
+
+
+@pytest.mark.parametrize("every", [None, 2, 100])
+@pytest.mark.parametrize("step", [1, 3, 4, 6])
+def test_a_training_that_is_terminated_goes_on_bit_equal(
+    step: int, every: int | None, tmp_path: Path, heard: Heard
+) -> None:
+    handler = signal.getsignal(signal.SIGTERM)
+    whole, model = tiny_qwen2(), tiny_qwen2()
+    expected = run(tmp_path / "whole", whole, every=every)
+    with pytest.raises(
+        TrainingError, match=rf"told to stop at step {step + 1} of 8\. Its checkpoint is whole"
+    ) as caught:
+        run(tmp_path / "cut", model, every=every, at=step)
+    assert "\n" not in str(caught.value)
+    assert len(heard) == 1
+    assert signal.getsignal(signal.SIGTERM) is handler
+    assert is_complete(tmp_path / "cut" / f"checkpoint-{step + 1}")
+    resumed = tiny_qwen2()
+    report = run(tmp_path / "cut", resumed, every=every)
+    assert report.resumed_from == tmp_path / "cut" / f"checkpoint-{step + 1}"
+    assert report.losses == expected.losses
+    assert all(torch.equal(a, b) for a, b in zip(resumed.parameters(), whole.parameters(), strict=True))
+
+
+def test_a_training_that_ends_with_the_step_is_done_before_the_signal_is_heard(tmp_path: Path, heard: Heard) -> None:
+    assert run(tmp_path, tiny_qwen2(), every=2, at=8).num_steps == 8
+    assert len(heard) == 1
+
+
+def test_without_checkpoints_and_in_a_thread_the_signal_comes_at_once(tmp_path: Path, heard: Heard) -> None:
+    def note(done: int, total: int, _: str) -> None:
+        if done == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        elif done == 4:
+            assert len(heard) == 1
+
+    assert train(tiny_qwen2(), ROWS, RECIPE, pad_id=0, progress=note).num_steps == 8
+    in_a_thread: list[int] = []
+    thread = threading.Thread(
+        target=lambda: in_a_thread.append(run(tmp_path, tiny_qwen2(), every=100).num_steps), daemon=True
+    )
+    thread.start()
+    thread.join()
+    assert in_a_thread == [8]
+
+
+def tune(out: Path, *words: str) -> list[str]:
+    return [
+        "tune", "--model", str(pocket_model_path()), "--task", "pocket-sentiment", "--output", str(out), "--rank", "4",
+        "--batch-size", "8", "--accumulation", "1", "--num-train", "64", "--num-evaluation", "16", "--epochs", "12",
+        "--dtype", "float32", *words,
+    ]  # fmt: skip
+
+
+def finished(words: list[str], said: Path) -> None:
+    process = start(words, said)
+    process.join()
+    assert process.exitcode == 0, (said / "err").read_text()
+
+
+def terminated(words: list[str], said: Path, begun: Callable[[], bool]) -> None:
+    """Tell a command to end once it has begun: it says so in one line."""
+    process = start(words, said)
+    while not begun():
+        assert process.is_alive(), (said / "err").read_text()
+        time.sleep(0.005)
+    process.terminate()
+    process.join(60)
+    assert process.exitcode == TERMINATED, (said / "err").read_text()
+    (line,) = (said / "err").read_text().splitlines()
+    assert line.startswith("frozencore: terminated; run the same command again and it goes on")
+
+
+def newest(folder: Path) -> Path:
+    return max(checkpoints(folder), key=lambda path: int(path.name.split("-")[1]))
+
+
+def test_a_run_that_is_terminated_goes_on_to_the_same_end(tmp_path: Path) -> None:
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    second_epoch = cut / "checkpoints" / "checkpoint-8" / "complete.json"
+    terminated(tune(cut), tmp_path, second_epoch.exists)
+    assert is_complete(newest(cut / "checkpoints"))
+    assert not (cut / "result.json").exists()
+    finished(tune(cut, "--resume"), tmp_path)
+    finished(tune(whole), tmp_path)
+    one, other = (json.loads((folder / "result.json").read_text()) for folder in (whole, cut))
+    assert one["training"] == other["training"]
+    assert one["accuracy"] == other["accuracy"]
+    for name in ("adapter/adapter_model.safetensors", "predictions.jsonl"):
+        assert (whole / name).read_bytes() == (cut / name).read_bytes()
+
+
+def test_a_run_that_is_terminated_before_it_trains_ends_at_once(tmp_path: Path) -> None:
+    said = tmp_path / "out"
+    terminated(tune(tmp_path / "run"), tmp_path, lambda: said.is_file() and said.stat().st_size > 0)
+    assert not (tmp_path / "run").exists()
+
+
+def campaign(folder: Path, num_workers: int) -> list[str]:
+    spec = specification(folder.parent, TWO_RUNS)
+    return ["campaign", "run", str(spec), "--output", str(folder), "--workers", str(num_workers)]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    finished(campaign(folder / "whole", 0), folder)
+    return results_of(folder / "whole")
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_campaign_that_is_terminated_keeps_the_step_of_every_run(
+    num_workers: int, undisturbed: dict[str, Any], tmp_path: Path
+) -> None:
+    cut, num_runs = tmp_path / "cut", max(1, num_workers)
+
+    def all_train() -> bool:
+        logs = [log.read_text() for log in cut.glob("runs/.*.partial/log.txt")]
+        return len(logs) == num_runs and all("train 6/" in log for log in logs)
+
+    terminated(campaign(cut, num_workers), tmp_path, all_train)
+    trained = list(cut.glob("runs/.*.partial"))
+    assert len(trained) == num_runs
+    for folder in trained:
+        last = newest(folder / "checkpoints")
+        assert is_complete(last)
+        told = [line for line in (folder / "log.txt").read_text().splitlines() if line.startswith("train ")]
+        assert told[-1].startswith(f"train {last.name.split('-')[1]}/")
+    finished(campaign(cut, 0), tmp_path)
+    assert results_of(cut) == undisturbed

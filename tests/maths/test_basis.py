@@ -1,0 +1,101 @@
+"""Coordinates of a basis: what they keep, what they change, and how missing directions are filled."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import references as ref
+from frozencore.errors import CalibrationError, ConfigError
+from frozencore.maths.basis import COORDINATES, Basis, basis_from_factors
+from references import numpy_of
+
+
+def anisotropic(m: int, r: int, seed: int) -> torch.Tensor:
+    rng = np.random.default_rng(seed)
+    return torch.tensor(rng.normal(size=(m, r)) * 10 ** rng.uniform(-2, 2, size=(1, r)))
+
+
+def made(coordinates: str, k: int = 4, rank: int = 4, **options: int) -> tuple[torch.Tensor, torch.Tensor, Basis]:
+    P0, Q0 = anisotropic(12, k, 0), anisotropic(9, k, 1)
+    basis = basis_from_factors(P0, Q0, rank=rank, spectrum=torch.ones(k), coordinates=coordinates, **options)
+    return P0, Q0, basis
+
+
+@pytest.mark.parametrize("coordinates", COORDINATES)
+def test_coordinates_keep_the_spans(coordinates: str) -> None:
+    P0, Q0, basis = made(coordinates)
+    assert ref.span_distance(numpy_of(P0), numpy_of(basis.P)) < 1e-5
+    assert ref.span_distance(numpy_of(Q0), numpy_of(basis.Q)) < 1e-5
+
+
+@pytest.mark.parametrize("coordinates", COORDINATES)
+def test_every_update_in_raw_factors_is_an_update_in_any_coordinates(coordinates: str) -> None:
+    """P₀ Z Q₀ᵀ = P (T_P Z T_Qᵀ) Qᵀ (paper, section 3.3)."""
+    P0, Q0, basis = made(coordinates)
+    P, Q, Z = numpy_of(basis.P), numpy_of(basis.Q), np.random.default_rng(2).normal(size=(4, 4))
+    update = numpy_of(P0) @ Z @ numpy_of(Q0).T
+    core = np.linalg.pinv(P) @ update @ np.linalg.pinv(Q).T
+    np.testing.assert_allclose(P @ core @ Q.T, update, rtol=1e-4, atol=1e-5 * np.abs(update).max())
+
+
+@pytest.mark.parametrize("coordinates", ["qr", "polar"])
+def test_qr_and_polar_are_orthonormal(coordinates: str) -> None:
+    assert made(coordinates)[2].orthonormality_error() < 1e-6
+
+
+def test_qr_has_a_positive_diagonal() -> None:
+    P0, _, basis = made("qr")
+    T = numpy_of(basis.P).T @ numpy_of(P0)
+    assert (np.diag(T) > 0).all()
+    np.testing.assert_allclose(np.tril(T, -1), 0, atol=1e-5 * np.abs(T).max())
+
+
+def test_raw_is_the_factor_itself_and_scaled_raw_differs_by_one_scalar() -> None:
+    P0, Q0, raw = made("raw")
+    scaled = made("scaled_raw")[2]
+    torch.testing.assert_close(raw.P, P0.float(), rtol=0, atol=0)
+    torch.testing.assert_close(raw.Q, Q0.float(), rtol=0, atol=0)
+    for X0, X in ((P0, scaled.P), (Q0, scaled.Q)):
+        ratio = X.double() / X0
+        torch.testing.assert_close(ratio, ratio[:1, :1].expand_as(ratio), rtol=1e-6, atol=0)
+        assert float(X.norm()) == pytest.approx(2.0, rel=1e-6)  # of four orthonormal columns
+
+
+@pytest.mark.parametrize("coordinates", COORDINATES)
+@pytest.mark.parametrize("k", [0, 1, 3])
+def test_missing_directions_are_orthonormal_to_the_rest_in_every_coordinates(coordinates: str, k: int) -> None:
+    P0, Q0, basis = made(coordinates, k=k, rank=6, seed=5)
+    assert basis.rank == 6
+    assert basis.effective_rank == k
+    for X0, X in ((P0, basis.P), (Q0, basis.Q)):
+        extra = numpy_of(X)[:, k:]
+        np.testing.assert_allclose(extra.T @ extra, np.eye(6 - k), atol=1e-6)
+        if k:
+            kept = numpy_of(X)[:, :k]
+            np.testing.assert_allclose(extra.T @ kept / np.linalg.norm(kept, axis=0), 0, atol=1e-6)
+            assert ref.span_distance(kept, numpy_of(X0)) < 1e-5
+
+
+def test_completion_depends_on_the_seed_alone() -> None:
+    one, same, other = (made("qr", k=2, rank=5, seed=seed)[2] for seed in (1, 1, 2))
+    assert torch.equal(one.P, same.P)
+    assert torch.equal(one.Q, same.Q)
+    assert not torch.allclose(one.P, other.P)
+    torch.testing.assert_close(one.P[:, :2], other.P[:, :2], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("side", ["P", "Q"])
+def test_a_factor_that_is_not_finite_is_refused(bad: float, side: str) -> None:
+    P0, Q0 = torch.ones(4, 2), torch.ones(3, 2)
+    (P0 if side == "P" else Q0)[1, 1] = bad
+    with pytest.raises(CalibrationError, match=f"Raw basis {side} holds NaN or Inf"):
+        basis_from_factors(P0, Q0, rank=2, spectrum=torch.ones(2))
+
+
+@pytest.mark.usefixtures("as_a_user")
+def test_unknown_coordinates_are_refused() -> None:
+    with pytest.raises(ConfigError, match="coordinates must be one of qr, raw, scaled_raw, polar, but 'lu' came"):
+        made("lu")

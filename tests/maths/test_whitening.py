@@ -1,0 +1,147 @@
+"""The Fisher metric: damping, sides, dense factors, shrinkage, and what it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import references as ref
+from drawn import drawn_layer
+from frozencore.errors import CalibrationError, ConfigError
+from frozencore.maths.moments import LayerMoments
+from frozencore.maths.whitening import SIDES, Whitening, damped, damped_inverse_root
+from references import numpy_of
+
+
+def whitened(whitening: Whitening, moments: LayerMoments) -> np.ndarray:
+    """T as the code under test makes it."""
+    A_root, D_root = whitening.input_root(moments), whitening.output_root(moments)
+    return numpy_of(A_root(D_root(moments.G).mT).mT)
+
+
+@pytest.mark.parametrize("sides", SIDES)
+@pytest.mark.parametrize(("fisher", "shrinkage"), [("diagonal", 0.0), ("dense", 0.0), ("dense", 0.3)])
+def test_whitening_equals_the_reference_metric(sides: str, fisher: str, shrinkage: float) -> None:
+    layer = drawn_layer()
+    e = layer.reference()
+    A = ref.damped_matrix(e.A if fisher == "dense" else np.diag(e.A), 1e-2, shrinkage)
+    D = ref.damped_matrix(e.D if fisher == "dense" else np.diag(e.D), 1e-1, shrinkage)
+    A = A if sides in ("both", "input") else np.eye(len(A))
+    D = D if sides in ("both", "output") else np.eye(len(D))
+    whitening = Whitening(sides=sides, fisher=fisher, shrinkage=shrinkage, damping=(1e-2, 1e-1))
+    np.testing.assert_allclose(
+        whitened(whitening, layer.moments()), ref.whitened(e.G, A, D), rtol=1e-8, atol=1e-10 * np.abs(e.G).max()
+    )
+
+
+def test_a_dense_metric_is_not_shrunk_unless_asked() -> None:
+    A = drawn_layer().moments().A
+    expected = ref.damped_matrix(numpy_of(A), 1e-2)
+    np.testing.assert_allclose(numpy_of(damped(A, 1e-2)), expected, rtol=1e-12)
+    root = damped_inverse_root(A, 1e-2)(torch.eye(len(A), dtype=torch.float64))
+    np.testing.assert_allclose(numpy_of(root), ref.power(expected, -0.5), rtol=1e-8, atol=1e-8 * float(root.max()))
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 10_000), num_tokens=st.integers(1, 30), spread=st.floats(0, 4))
+def test_no_entry_of_t_exceeds_one_without_damping(seed: int, num_tokens: int, spread: float) -> None:
+    """T_ij is an uncentred correlation: Cauchy-Schwarz."""
+    layer = drawn_layer(m=6, n=5, num_tokens=num_tokens, seed=seed, spread=spread)
+    T = whitened(Whitening(damping=1e-12), layer.moments())
+    assert np.abs(T).max() <= 1 + 1e-9
+
+
+def test_t_reaches_one_where_error_and_input_are_proportional() -> None:
+    layer = drawn_layer(m=4, n=3)
+    layer = dataclasses.replace(layer, E=np.column_stack([-2.0 * layer.X[:, 1], layer.E[:, 1:]]))
+    T = whitened(Whitening(damping=1e-12), layer.moments())
+    assert T[0, 1] == pytest.approx(-1.0, abs=1e-9)
+
+
+def test_dense_factors_shrunk_all_the_way_are_the_diagonal_ones() -> None:
+    moments = drawn_layer().moments()
+    dense = whitened(Whitening(fisher="dense", shrinkage=1.0), moments)
+    np.testing.assert_allclose(dense, whitened(Whitening(), moments), rtol=1e-10)
+
+
+@pytest.mark.parametrize("fisher", ["diagonal", "dense"])
+def test_t_ignores_loss_scale_and_sums_against_means(fisher: str) -> None:
+    """ε is relative to the mean of each diagonal (MATHS.md, Damping)."""
+    layer = drawn_layer()
+    expected = whitened(Whitening(fisher=fisher), layer.moments())
+    louder = dataclasses.replace(layer, E=1e4 * layer.E).moments()
+    np.testing.assert_allclose(whitened(Whitening(fisher=fisher), louder), expected, rtol=1e-9)
+    moments = layer.moments()
+    sums = dataclasses.replace(moments, num_tokens=1)
+    np.testing.assert_allclose(whitened(Whitening(fisher=fisher), sums), expected, rtol=1e-9)
+
+
+@pytest.mark.parametrize("fisher", ["diagonal", "dense"])
+def test_a_root_is_computed_in_float64_and_keeps_the_dtype_of_what_it_multiplies(fisher: str) -> None:
+    """A float32 product of a root would be off by more than the rounding of its result."""
+    moments = drawn_layer(spread=4).moments(torch.float32)
+    root = Whitening(fisher=fisher).input_root(moments)
+    X = torch.eye(10) if fisher == "diagonal" else moments.A
+    assert root(X).dtype == torch.float32
+    assert torch.equal(root(X), root(X.double()).float())
+
+
+def test_needs_are_what_the_metric_reads_and_no_more() -> None:
+    moments = drawn_layer().moments()
+    for sides in SIDES:
+        for fisher in ("diagonal", "dense"):
+            whitening = Whitening(sides=sides, fisher=fisher)
+            only = LayerMoments(
+                num_tokens=moments.num_tokens,
+                **{name: getattr(moments, name) for name in whitening.needs() | {"cross"}},
+            )
+            np.testing.assert_array_equal(whitened(whitening, only), whitened(whitening, moments))
+
+
+@pytest.mark.parametrize("zeros", [torch.zeros(4), torch.zeros(4, 4)])
+def test_a_second_moment_of_zeros_is_refused(zeros: torch.Tensor) -> None:
+    with pytest.raises(CalibrationError, match="zero in every coordinate"):
+        damped_inverse_root(zeros, 1e-3)
+
+
+@pytest.mark.usefixtures("as_a_user")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sides": "left"}, "whiten must be one of both, input, output, none, but 'left' came"),
+        ({"fisher": "block"}, "fisher must be one of diagonal, dense, but 'block' came"),
+        ({"fisher": "dense", "shrinkage": 1.5}, r"shrinkage must lie in \[0, 1\], but 1.5 came"),
+        ({"fisher": "dense", "shrinkage": float("nan")}, r"shrinkage must lie in \[0, 1\]"),
+        ({"shrinkage": 0.5}, "needs fisher='dense'"),
+        ({"damping": 0.0}, "damping must be positive and finite"),
+        ({"damping": -1e-3}, "damping must be positive and finite"),
+        ({"damping": float("inf")}, "damping must be positive and finite"),
+        ({"damping": float("nan")}, "damping must be positive and finite"),
+        ({"damping": (1e-3, 0.0)}, "damping must be positive and finite"),
+        ({"damping": (1e-3,)}, "damping"),
+        ({"damping": (1e-3, 1e-3, 1e-3)}, "damping"),
+        ({"damping": "1e-3"}, "damping"),
+        ({"damping": None}, "damping"),
+        ({"fisher": "dense", "shrinkage": "much"}, "shrinkage"),
+    ],
+)
+def test_bad_options_are_refused_in_one_line(options: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        Whitening(**options)
+    assert "\n" not in str(caught.value)
+
+
+def test_rounding_below_the_damping_does_not_blow_up() -> None:
+    """A dense moment of fewer tokens than inputs has zero eigenvalues; float32 sums put them beside zero."""
+    X = torch.randn(20, 60, generator=torch.Generator().manual_seed(1)) * torch.logspace(-3, 1, 60)
+    A = (X.mT @ X / 20).float()
+    assert torch.linalg.eigvalsh(A.double())[0] < 0
+    for damping in (1e-3, 1e-9, 1e-12):
+        epsilon = damping * float(A.double().diagonal().mean())
+        root = damped_inverse_root(A, damping)(torch.eye(60, dtype=torch.float64))
+        assert torch.linalg.matrix_norm(root, 2) <= epsilon**-0.5 * (1 + 1e-9)

@@ -1,0 +1,10 @@
+"""Where things lie: this checkout, its tests' data, and the folder that may be beside it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+TESTS = Path(__file__).parent
+ROOT = TESTS.parent
+DATA = TESTS / "data"
+SHARED = ROOT.parent / "shared"

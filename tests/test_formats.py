@@ -1,0 +1,182 @@
+"""Properties of what is read from files and options: any value is taken and kept, or refused in our words."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from adapted import adapted
+from frozencore import FrozenCoreConfig, export_lora
+from frozencore.calibration.store import MomentsFingerprint, load_moments, save_moments
+from frozencore.errors import ArtifactError, ConfigError, FrozenCoreError
+from frozencore.lab.run.config import METHODS, RunConfig, make_config
+from frozencore.lab.tasks.answers import find_answer, parse_answer, parse_number
+from frozencore.maths.moments import LayerMoments
+from frozencore.strict_yaml import read_yaml
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inside: st.lists(inside, max_size=3) | st.dictionaries(st.text(), inside, max_size=3),
+    max_leaves=6,
+)
+NAMES = st.text(st.characters(codec="utf-8", exclude_characters="/\x00"), min_size=1, max_size=12)
+
+
+def attempt(call: Callable[[], Any], refusal: type[FrozenCoreError]) -> Any:
+    """What a call gives; None if it refuses, in one line."""
+    found, caught = None, None
+    try:
+        found = call()
+    except refusal as error:
+        caught = str(error)
+    assert caught is None or len(caught.splitlines()) == 1
+    return found
+
+
+# --------------------------------------------------------------------------------------------------------- the answer
+
+
+@given(st.text())
+@settings(max_examples=500, deadline=None)
+def test_any_text_is_a_number_or_no_answer(text: str) -> None:
+    value = parse_answer(text)
+    assert value is None or find_answer(text) is not None
+    number = parse_number(text)
+    assert number is None or parse_number(str(number)) == number
+
+
+@given(st.text(st.sampled_from("0123456789.,/-+ e^x×$%()'\u00a0\u2212½²\\frac{}"), max_size=40))
+@settings(max_examples=500, deadline=None)
+def test_what_looks_like_a_number_is_read_without_an_error_and_quickly(text: str) -> None:
+    parse_number(text * 20)
+
+
+@given(st.integers(-(10**30), 10**30), st.text(max_size=20), st.text(max_size=20))
+def test_the_number_after_the_marker_counts_whatever_stands_around_it(number: int, before: str, after: str) -> None:
+    before = before.replace("####", "").replace("The answer is:", "").rstrip("#")
+    assert parse_answer(f"{before} The answer is: {number}\n{after}") == number
+
+
+# ---------------------------------------------------------------------------------------------------------- RunConfig
+
+
+@given(st.sampled_from(sorted(RunConfig.model_fields)), JSON)
+@settings(max_examples=400, deadline=None)
+def test_any_value_of_any_option_is_taken_or_refused_in_one_line(option: str, value: Any) -> None:
+    config = attempt(lambda: make_config(**{"model": "pocket", "task": "pocket-math", option: value}), ConfigError)
+    assert config is None or RunConfig.model_validate_json(config.model_dump_json()) == config
+
+
+@given(
+    method=st.sampled_from(METHODS),
+    rank=st.integers(1, 512),
+    learning_rate=st.none() | st.floats(1e-8, 1),
+    warmup=st.floats(0, 1),
+    seed=st.integers(0, 2**32 - 1),
+    targets=st.none() | st.just("all-linear") | st.lists(NAMES, min_size=1, max_size=3).map(tuple),
+)
+@settings(max_examples=200, deadline=None)
+def test_a_configuration_survives_its_record(**options: Any) -> None:
+    config = make_config(model="pocket", task="pocket-math", **options)
+    assert RunConfig.model_validate_json(json.dumps(config.model_dump(mode="json"))) == config
+    with pytest.raises(ValidationError):
+        config.rank = 3  # type: ignore[misc]
+
+
+@given(JSON)
+@settings(max_examples=200, deadline=None)
+def test_json_as_we_write_it_is_yaml_and_means_the_same(value: Any) -> None:
+    text = json.dumps(value, ensure_ascii=False) if _is_json(value) else "1"
+    assume(not set(text) & set("\x85\u2028\u2029\ufeff"))  # to YAML these are line breaks and byte order marks
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "a.yaml"
+        path.write_text(text, encoding="utf-8")
+        try:
+            read = read_yaml(path)
+        except FrozenCoreError:
+            return  # YAML has no \ud800 and no control characters
+        assert read == json.loads(text)
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
+    except ValueError:
+        return False
+    return True
+
+
+# ----------------------------------------------------------------------------------------------------------- the files
+
+
+@given(
+    st.dictionaries(
+        NAMES,
+        st.tuples(st.integers(0, 2**40), st.lists(st.floats(-(2.0**90), 2.0**90, width=32), min_size=1)),
+        max_size=4,
+    ),
+    NAMES,
+)
+@settings(max_examples=100, deadline=None)
+def test_moments_come_back_as_they_were_under_any_layer_names(layers: dict[str, Any], data: str) -> None:
+    moments = {
+        name: LayerMoments(count, input_square=torch.tensor(values, dtype=torch.float32))
+        for name, (count, values) in layers.items()
+    }
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "m.safetensors"
+        fingerprint = MomentsFingerprint("model", data, {"tokens": "all"})
+        save_moments(path, moments, fingerprint)
+        loaded = load_moments(path, fingerprint)
+    assert list(loaded) == list(moments)
+    for name, layer in moments.items():
+        assert loaded[name].num_tokens == layer.num_tokens
+        assert torch.equal(loaded[name].input_square, layer.input_square)
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("adapter")
+    adapted("random", trained=True).save_pretrained(str(folder))
+    return folder
+
+
+@pytest.mark.usefixtures("as_a_user")
+@given(st.sampled_from(sorted(field.name for field in fields(FrozenCoreConfig))), JSON)
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_value_in_an_adapters_configuration_is_exported_or_refused_in_one_line(
+    adapter: Path, option: str, value: Any
+) -> None:
+    with TemporaryDirectory() as folder:
+        changed = Path(shutil.copytree(adapter, Path(folder) / "adapter"))
+        values = json.loads((changed / "adapter_config.json").read_text())
+        (changed / "adapter_config.json").write_text(json.dumps(values | {"seal": None} | {option: value}))
+        attempt(lambda: export_lora(changed, Path(folder) / "lora"), FrozenCoreError)
+
+
+@given(st.integers(0, 10_000), st.integers(1, 255))
+@settings(max_examples=200, deadline=None)
+def test_one_changed_byte_anywhere_in_a_moments_file_is_found(place: int, change: int) -> None:
+    moments = {"a.b": LayerMoments(5, input_square=torch.arange(1.0, 9.0), cross=torch.ones(2, 8))}
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "m.safetensors"
+        save_moments(path, moments, MomentsFingerprint("model", "data", {}))
+        content = bytearray(path.read_bytes())
+        content[place % len(content)] ^= change
+        path.write_bytes(content)
+        loaded = attempt(lambda: load_moments(path), ArtifactError)
+    if loaded is not None:  # white space of the header, for instance
+        assert loaded["a.b"].num_tokens == 5
+        assert torch.equal(loaded["a.b"].input_square, moments["a.b"].input_square)
+        assert torch.equal(loaded["a.b"].cross, moments["a.b"].cross)
