@@ -1,4 +1,4 @@
-"""linalg against NumPy in float64, and against the table of MATHS.md."""
+"""linalg against NumPy in float64, and against the table of SVD methods in the test below."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Capture: what flows through a layer, summed while the model runs (paper, Algorithm 1; MATHS.md, "Moments").
+"""Capture: what flows through a layer, summed while the model runs (paper, Algorithm 1; docs/maths.md).
 
 An identity autograd function sits on the layer's output. Its forward saves the input x, its backward receives the
 output error δ and adds ``δᵀx``, ``Σ x²``, ``Σ δ²``. That counts each call once with and without gradient

@@ -1,4 +1,4 @@
-"""What a calibration pass may be told, and the defaults that MATHS settles."""
+"""What a calibration pass may be told, and the defaults (docs/maths.md says why)."""
 
 from __future__ import annotations
 

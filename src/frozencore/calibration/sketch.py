@@ -1,4 +1,4 @@
-"""Streaming: the leading singular triples of ``T = D^-1/2 G A^-1/2`` without ever holding G (MATHS.md, "Streaming").
+"""Streaming: the leading singular triples of ``T = D^-1/2 G A^-1/2`` without ever holding G (docs/maths.md).
 
     pass 1:  Y = Σ δ (Ωᵀx)ᵀ, a, d            Q₁ = orth(D^-1/2 Y)
     pass 2:  B₁ = [Σ (Q₁ᵀ D^-1/2 δ) xᵀ] A^-1/2 = Q₁ᵀT          V₁ = orth(B₁ᵀ)

@@ -1,7 +1,7 @@
 """The local Fisher metric of a layer: ``A^-1/2`` and ``D^-1/2`` (paper, section 3.1 and appendix A.4).
 
 ``A = diag(a) + ε_A I`` with ``ε_A = c·mean(a)``, and D alike from d: damping relative to the mean, so that whitening
-depends neither on sums or means nor on the loss scale (MATHS.md, "Damping").
+depends neither on sums or means nor on the loss scale (docs/maths.md).
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class PassOptions(_Strict):
 
 
 class RunConfig(_Strict):
-    """One run of the training recipe (MATHS.md, "Training and evaluation protocol").
+    """One run of the training recipe (paper, section 4 and appendix B).
 
     Attributes:
         model: Hub id or local folder of a causal language model; ``pocket`` is the one shipped here.

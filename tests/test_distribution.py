@@ -1,0 +1,68 @@
+"""The wheel and the source distribution, as a user gets them: built here, installed in an environment of their own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from places import ROOT
+
+pytestmark = pytest.mark.slow
+CONSTRAINTS = ROOT / "constraints.txt"
+
+
+def run(*words: str | Path, cwd: Path) -> str:
+    done = subprocess.run([str(word) for word in words], cwd=cwd, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with both, made from what git would clone: nothing that lies about in this checkout."""
+    folder = tmp_path_factory.mktemp("distribution")
+    run("git", "clone", "--quiet", ROOT, folder / "clone", cwd=folder)
+    run(sys.executable, "-m", "venv", folder / "builder", cwd=folder)
+    run(folder / "builder/bin/pip", "install", "--quiet", "build", cwd=folder)
+    run(folder / "builder/bin/python", "-m", "build", "--outdir", folder, folder / "clone", cwd=folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def environment(built: Path) -> Path:
+    """An environment of its own with the wheel and what it asks for."""
+    run(sys.executable, "-m", "venv", built / "environment", cwd=built)
+    wheel = next(built.glob("*.whl"))
+    run(built / "environment/bin/pip", "install", "--quiet", "-c", CONSTRAINTS, wheel, cwd=built)
+    return built / "environment/bin"
+
+
+def test_both_hold_the_package_and_its_model_and_no_test(built: Path) -> None:
+    wheel = zipfile.ZipFile(next(built.glob("*.whl"))).namelist()
+    source = tarfile.open(next(built.glob("*.tar.gz"))).getnames()
+    for names in (wheel, source):
+        for file in ("frozencore/py.typed", "frozencore/lab/pocket/model/model.safetensors", "frozencore/cli/app.py"):
+            assert any(name.endswith(file) for name in names), file
+    assert not [name for name in wheel if not name.startswith("frozencore")]
+
+
+def test_the_wheel_runs_without_what_only_tests_need(environment: Path, tmp_path: Path) -> None:
+    assert "svamp" in run(environment / "frozencore", "tasks", "list", cwd=tmp_path)
+    assert "tune" in run(environment / "python", "-m", "frozencore", "--help", cwd=tmp_path)
+    out = run(
+        environment / "frozencore", "tune", "--model", "pocket", "--task", "pocket-sentiment", "--num-train", "16",
+        "--num-evaluation", "8", "--calibration-size", "8", "--output", "run", cwd=tmp_path,
+    )  # fmt: skip
+    assert "trained values" in out
+    assert (tmp_path / "run" / "adapter" / "adapter_model.safetensors").is_file()
+
+
+def test_the_source_distribution_installs_over_it(built: Path, environment: Path, tmp_path: Path) -> None:
+    source = next(built.glob("*.tar.gz"))
+    run(environment / "pip", "install", "--quiet", "--no-deps", "--force-reinstall", source, cwd=tmp_path)
+    assert "tune" in run(environment / "frozencore", "--help", cwd=tmp_path)
