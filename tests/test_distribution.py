@@ -44,7 +44,8 @@ def environment(built: Path) -> Path:
 
 def test_both_hold_the_package_and_its_model_and_no_test(built: Path) -> None:
     wheel = zipfile.ZipFile(next(built.glob("*.whl"))).namelist()
-    source = tarfile.open(next(built.glob("*.tar.gz"))).getnames()
+    with tarfile.open(next(built.glob("*.tar.gz"))) as archive:
+        source = archive.getnames()
     for names in (wheel, source):
         for file in ("frozencore/py.typed", "frozencore/lab/pocket/model/model.safetensors", "frozencore/cli/app.py"):
             assert any(name.endswith(file) for name in names), file

@@ -41,7 +41,7 @@ CLAIMS: dict[str, str] = {
         f"{ADAPTER}/test_compile.py::test_gradient_checkpointing_stays_one_graph",
     "calibration on a loader, dataset, list, stream":
         f"{CALIBRATION}/test_examples.py::test_every_form_of_the_same_examples_gives_the_same_bases",
-    "bases as a state dict": f"{ADAPTER}/test_bases.py::test_bases_of_a_file_make_the_same_adapter",
+    "bases as a state dict": f"{ADAPTER}/bases/test_carried.py::test_bases_of_a_file_make_the_same_adapter",
     "quantised bases: bitsandbytes 8-bit and 4-bit, torchao":
         f"{ADAPTER}/test_quantised.py::test_training_changes_the_cores_only",
     "several processes: bases equal to one process's":
@@ -63,10 +63,11 @@ CLAIMS: dict[str, str] = {
         f"{ADAPTER}/test_peft_surface.py::test_loading_rounds_no_factor_of_a_bf16_model",
     "`modules_to_save`": f"{ADAPTER}/test_peft.py::test_modules_to_save_are_trained_and_saved_with_the_adapter",
     "new tokens": f"{ADAPTER}/test_peft_surface.py::test_new_tokens_train_beside_the_cores_and_are_saved_with_them",
-    "GPT-2 (Conv1D)": f"{ADAPTER}/test_calibrate.py::test_conv1d_layers_are_calibrated_with_their_transposed_weight",
+    "GPT-2 (Conv1D)":
+        f"{ADAPTER}/bases/test_calibrate.py::test_conv1d_layers_are_calibrated_with_their_transposed_weight",
     "encoder-decoder models":
         f"{CALIBRATION}/test_encoder_decoder.py::test_an_encoder_decoder_adapter_calibrates_trains_and_reloads",
-    "exact LoRA export": f"{ADAPTER}/test_lora_export.py::test_stock_peft_gives_the_same_logits",
+    "exact LoRA export": f"{ADAPTER}/export/test_lora.py::test_stock_peft_gives_the_same_logits",
     "PEFT's `convert_to_lora`": f"{ADAPTER}/test_peft.py::test_an_adapter_converts_to_an_equal_lora",
 }  # fmt: skip
 

@@ -200,12 +200,12 @@ def test_what_a_run_warned_of_is_shown_and_kept_in_its_record(command, tmp_path:
     assert f"Warning: {warning}" in " ".join(out.split())
 
 
-@pytest.mark.filterwarnings("ignore:'frozencore.cli.app' found in sys.modules")
+@pytest.mark.filterwarnings("ignore:'frozencore.cli.console' found in sys.modules")
 def test_tables_are_as_wide_as_the_terminal_and_wide_in_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "70")
     for forced, width in (("1", 70), ("", 160)):
         monkeypatch.setenv("FORCE_COLOR", forced)
-        assert runpy.run_module("frozencore.cli.app")["console"].width == width
+        assert runpy.run_module("frozencore.cli.console")["console"].width == width
 
 
 @pytest.mark.filterwarnings("ignore:'frozencore.cli.app' found in sys.modules")

@@ -12,7 +12,8 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from frozencore import FrozenCoreConfig, accounting
+from frozencore import FrozenCoreConfig
+from frozencore.lab.run import accounting
 from frozencore.lab.run.accounting import (
     basis_bytes,
     core_parameters,
