@@ -46,7 +46,7 @@ from frozencore.errors import FrozenCoreError
 from frozencore.lab.campaign.plan import Outcome, plan
 from frozencore.lab.campaign.results import load_results
 from frozencore.lab.campaign.spec import read_campaign
-from frozencore.lab.reports.task_means import read_task_means
+from frozencore.lab.reports.tables.task_means import read_task_means
 from frozencore.lab.rows.own_rows import read_file
 from frozencore.lab.rows.own_task import read_own_task
 from frozencore.lab.run.provenance import provenance

@@ -15,7 +15,7 @@ from frozencore.cli.demo_runs import DEMO_METHODS, demo_configs, run_demo
 from frozencore.constructors import CONSTRUCTORS
 from frozencore.errors import ConfigError
 from frozencore.lab.pocket import POCKET_TASKS
-from frozencore.lab.reports.figures import mean_accuracy
+from frozencore.lab.reports.figures.demo import mean_accuracy
 
 TASKS, METHODS = ("pocket-sentiment", "pocket-math"), ("random", "lora")
 FEW = {"rank": 4, "calibration_size": 8, "epochs": 1, "num_train": 16, "num_evaluation": 10}

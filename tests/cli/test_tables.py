@@ -11,8 +11,8 @@ from rich.text import Text
 
 from frozencore.adapter.inspection import AngleReport, BasisReport, CaptureReport, LayerReport
 from frozencore.cli.tables import inspection_table, run_summary, verdict
-from frozencore.lab.reports.render import rich_table
-from frozencore.lab.reports.sheet import Sheet, SheetCell, label
+from frozencore.lab.reports.sheets.render import rich_table
+from frozencore.lab.reports.sheets.sheet import Sheet, SheetCell, label
 
 BASIS = BasisReport((8, 6), 2, 4, 112, 3e-8, 1.25, 2.5, 0.75)
 CAPTURE = CaptureReport(3.0, 0.4, 5.0, 0.9, (2.0, 1.5), 2, 7.0, 9.0)

@@ -186,9 +186,9 @@ def write_campaign_report(folder: Path, output: Path) -> Iterator[RenderableType
 
 def report_on_table(table: Path, reference: str, json_file: Path | None) -> RenderableType:
     """Compare the columns of a table of task means with one of them."""
-    from frozencore.lab.reports.comparison import analyse, comparison_json
-    from frozencore.lab.reports.significance import comparison_view
-    from frozencore.lab.reports.task_means import read_task_means
+    from frozencore.lab.reports.tables.comparison import analyse, comparison_json
+    from frozencore.lab.reports.tables.significance import comparison_view
+    from frozencore.lab.reports.tables.task_means import read_task_means
     from frozencore.whole_file import write_json
 
     comparison = analyse(read_task_means(table), reference)

@@ -26,8 +26,8 @@ from rich.table import Table
 from frozencore.cli.tables import comparison_table, percent
 from frozencore.constructors import CONSTRUCTORS
 from frozencore.lab.pocket import POCKET_TASKS, pocket_model_path
-from frozencore.lab.reports.figures import accuracy_figure, mean_accuracy
-from frozencore.lab.reports.page import write_page
+from frozencore.lab.reports.figures.demo import accuracy_figure, mean_accuracy
+from frozencore.lab.reports.pages.demo import write_page
 from frozencore.lab.run.config import RunConfig, make_config
 from frozencore.whole_file import write_json
 

@@ -16,9 +16,10 @@ import pytest
 from frozencore.lab.campaign.plan import Choice
 from frozencore.lab.campaign.results import CampaignResults
 from frozencore.lab.reports.campaign import write_report
-from frozencore.lab.reports.page import write_page
-from frozencore.lab.reports.protocol import studies_axes
-from frozencore.lab.reports.study_report import study_report, tally
+from frozencore.lab.reports.document import tally
+from frozencore.lab.reports.pages.demo import write_page
+from frozencore.lab.reports.pages.protocol import studies_axes
+from frozencore.lab.reports.study import study_section
 
 STUDIES = """
   budget:
@@ -156,7 +157,7 @@ def test_what_the_search_chose_is_shown_with_every_trial(study, make_record):
 """
     choice = Choice({"warmup": 0.1}, (({"warmup": 0.03}, None), ({"warmup": 0.1}, 0.815)))
     group = {"model": "small", "task": "svamp", "method": "fcca"}
-    table = study_report(study(yaml, make_record, ((group, choice),))).tables[-1].sheet
+    table = study_section(study(yaml, make_record, ((group, choice),))).tables[-1].sheet
     assert table.name == "a-search"
     assert [cell.text for cell in table.rows[0]] == [
         "FCCA",

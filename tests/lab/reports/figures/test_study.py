@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 from matplotlib import pyplot as plt
 
-from frozencore.lab.reports import study_figures
-from frozencore.lab.reports.measures import ACCURACY
-from frozencore.lab.reports.pivot import pivots
-from frozencore.lab.reports.study_figures import draw_study, trained_values
+from frozencore.lab.reports.figures.study import study_drawings, trained_values
+from frozencore.lab.reports.tables.measures import ACCURACY
+from frozencore.lab.reports.tables.pivot import pivots
 
 BY_RANK = """
   ranks:
@@ -25,19 +24,14 @@ STATE = """
 
 
 @pytest.fixture
-def drawn(monkeypatch, tmp_path):
+def drawn():
     """The axes of a study's figures by file name."""
 
     def draw(results):
-        found = {}
-
-        def keep(figure, path):
-            found[path.stem] = figure.axes[0]
+        found = {drawing.name: drawing.draw() for drawing in study_drawings(results)}
+        for figure in found.values():
             plt.close(figure)
-
-        monkeypatch.setattr(study_figures, "save_figure", keep)
-        draw_study(results, tmp_path, set())
-        return found
+        return {name: figure.axes[0] for name, figure in found.items()}
 
     return draw
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from frozencore.errors import DataError
-from frozencore.lab.reports.statistics import (
+from frozencore.lab.reports.statistics.over_tasks import (
     bootstrap_interval,
     differences,
     holm,

@@ -6,13 +6,14 @@ from statistics import mean, stdev
 
 import pytest
 
-from frozencore.lab.reports.averages import averages
-from frozencore.lab.reports.measures import ACCURACY, COSINES, LOSS, measures_of
-from frozencore.lab.reports.pivot import pivots
-from frozencore.lab.reports.render import latex, markdown, means_csv, runs_csv
-from frozencore.lab.reports.sheet import pivot_sheet
-from frozencore.lab.reports.significance import compare
-from frozencore.lab.reports.task_means import read_task_means
+from frozencore.lab.reports.sheets.render import latex, markdown
+from frozencore.lab.reports.tables.averages import averages
+from frozencore.lab.reports.tables.measures import ACCURACY, COSINES, LOSS, measures_of
+from frozencore.lab.reports.tables.pivot import pivots
+from frozencore.lab.reports.tables.pivot_csv import means_csv, runs_csv
+from frozencore.lab.reports.tables.pivot_sheet import pivot_sheet
+from frozencore.lab.reports.tables.significance import compare
+from frozencore.lab.reports.tables.task_means import read_task_means
 
 BUDGET = """
   budget:

@@ -9,10 +9,10 @@ import pytest
 from rich.console import Console
 
 from frozencore.errors import DataError
-from frozencore.lab.reports.comparison import TaskTable, analyse, comparison_json
-from frozencore.lab.reports.significance import comparison_view, family_sheet
-from frozencore.lab.reports.statistics import differences, wins_ties_losses
-from frozencore.lab.reports.task_means import read_task_means
+from frozencore.lab.reports.statistics.over_tasks import differences, wins_ties_losses
+from frozencore.lab.reports.tables.comparison import TaskTable, analyse, comparison_json
+from frozencore.lab.reports.tables.significance import comparison_view, family_sheet
+from frozencore.lab.reports.tables.task_means import read_task_means
 from places import DATA
 
 PAPER = DATA

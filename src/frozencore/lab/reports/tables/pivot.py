@@ -6,35 +6,18 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
-from typing import Literal
 
 from frozencore.lab.campaign.plan import Axes, Record
 from frozencore.lab.campaign.results import Cell, StudyResults
 from frozencore.lab.campaign.spec import Value
 from frozencore.lab.reports.labels import full_name, slug
-from frozencore.lab.reports.measures import Measure
-from frozencore.lab.reports.statistics import mean, sample_std
+from frozencore.lab.reports.sheets.sheet import SeedValue, Status
+from frozencore.lab.reports.statistics.over_tasks import mean, sample_std
+from frozencore.lab.reports.tables.measures import Measure
 
 Key = tuple[Value, ...]
-Status = Literal["done", "missing", "diverged", "failed", "absent"]
 
 SHOWN: dict[Status, str] = {"missing": "-", "diverged": "div.", "failed": "failed", "absent": "n/a"}
-
-
-@dataclass(frozen=True)
-class SeedValue:
-    """One run in a cell: its value as shown, or why there is none.
-
-    Attributes:
-        hashes: Of the run's model, rows and basis, as its record has them.
-    """
-
-    seed: Value
-    run_id: str | None
-    value: float | None
-    status: Status
-    message: str
-    hashes: Mapping[str, str]
 
 
 @dataclass(frozen=True)

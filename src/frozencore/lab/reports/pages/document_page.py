@@ -1,4 +1,4 @@
-"""The page of a campaign: status, tables that sort and whose cells tell their runs, figures, protocol, provenance."""
+"""The page of a report: status, tables that sort and whose cells tell their runs, figures, protocol, provenance."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from frozencore.lab.campaign.results import CampaignResults, Cell
-from frozencore.lab.reports.html_parts import document, image
+from frozencore.lab.campaign.results import Cell
+from frozencore.lab.campaign.spec import Campaign
+from frozencore.lab.reports.document import Document, Section, Table, tally
 from frozencore.lab.reports.labels import axis_name, full_name, value_name
-from frozencore.lab.reports.protocol import protocol_yaml, studies_axes
-from frozencore.lab.reports.sheet import Line, Sheet, SheetCell
-from frozencore.lab.reports.study_report import StudyReport, Table, tally
+from frozencore.lab.reports.pages.html_parts import html_document, image
+from frozencore.lab.reports.pages.protocol import protocol_yaml, studies_axes
+from frozencore.lab.reports.sheets.html_table import html_table
 
 STYLE = """
 body { max-width: 96rem; } th, td { padding: .3rem .5rem; }
@@ -62,39 +63,35 @@ box.addEventListener('click', (event) => { if (event.target === box) box.close()
 HASH_DIGITS = 16
 
 
-def campaign_page(
-    results: CampaignResults, reports: Sequence[StudyReport], figures: Mapping[str, Sequence[tuple[Path, str]]]
-) -> str:
+def document_page(document: Document, figures: Mapping[str, Path]) -> str:
     """The page's HTML.
 
     Args:
-        figures: Of each study by name: files and what they show.
+        figures: The file of each drawing by its name.
     """
-    campaign = results.campaign
-    cells = tuple(cell for study in results.studies for cell in study.cells)
-    links = "".join(f'<a href="#{_e(report.results.name)}">{_e(report.results.study.title)}</a>' for report in reports)
-    about = f"<p>{_e(campaign.about)}</p>" if campaign.about else ""
+    links = "".join(f'<a href="#{_e(one.name)}">{_e(one.title)}</a>' for one in document.sections)
+    about = f"<p>{_e(document.about)}</p>" if document.about else ""
     body = (
-        f"<h1>{_e(campaign.name)}</h1>{about}{_status(cells)}"
+        f"<h1>{_e(document.name)}</h1>{about}{_status(document.cells)}"
         f'<nav>{links}<a href="#protocol">Protocol</a><a href="#provenance">Provenance</a></nav>'
         "<p class=note>Headings sort. A cell opens to its runs: seeds, values, options, hashes.</p>"
-        + "".join(_study(report, figures.get(report.results.name, ())) for report in reports)
-        + _protocol(results)
-        + _provenance(cells)
+        + "".join(_section(section, figures) for section in document.sections)
+        + _protocol([results.campaign for results in document.campaigns])
+        + _provenance(document.cells)
         + '<dialog><form method="dialog"><button>Close</button></form><div></div></dialog>'
-        + f'<script type="application/json" id="runs">{_json(_facts(cells))}</script>'
+        + f'<script type="application/json" id="runs">{_json(_facts(document.cells))}</script>'
     )
-    return document(campaign.name, body, style=STYLE, script=SCRIPT)
+    return html_document(document.name, body, style=STYLE, script=SCRIPT)
 
 
-def _study(report: StudyReport, figures: Sequence[tuple[Path, str]]) -> str:
-    study = report.results.study
-    note = f"<p>{_e(study.note)}</p>" if study.note else ""
-    details = "".join(map(_table, report.details))
+def _section(section: Section, figures: Mapping[str, Path]) -> str:
+    note = f"<p>{_e(section.note)}</p>" if section.note else ""
+    details = "".join(map(_table, section.details))
+    images = "".join(image(figures[one.name], one.alt) for one in section.drawings)
     return (
-        f'<section><h2 id="{_e(report.results.name)}">{_e(study.title)}</h2>{note}{_status(report.results.cells)}'
-        + f"<div class=figures>{''.join(image(path, alt) for path, alt in figures)}</div>"
-        + "".join(map(_table, report.main))
+        f'<section><h2 id="{_e(section.name)}">{_e(section.title)}</h2>{note}{_status(section.cells)}'
+        + f"<div class=figures>{images}</div>"
+        + "".join(map(_table, section.main))
         + (f"<details><summary>Further tables: losses, costs, search</summary>{details}</details>" if details else "")
         + "</section>"
     )
@@ -108,56 +105,28 @@ def _status(cells: tuple[Cell, ...]) -> str:
 
 def _table(table: Table) -> str:
     sheet, remark = table.sheet, f"<p class=note>{_e(table.remark)}</p>" if table.remark else ""
-    head = "".join(
-        f'<th{_label(sheet, i)} scope="col"><button type="button">{_e(heading)}</button></th>'
-        for i, heading in enumerate(sheet.headings)
-    )
-    foot = "".join(_line(sheet, line) for line in sheet.foot)
     return (
-        f"<h3>{_e(sheet.title)}</h3><p class=note>{_e(sheet.note)}</p><div class=scroll tabindex=0><table><thead><tr>"
-        f"{head}</tr></thead><tbody>{''.join(_line(sheet, line) for line in sheet.rows)}</tbody>"
-        f"{f'<tfoot>{foot}</tfoot>' if foot else ''}</table></div>{remark}"
+        f"<h3>{_e(sheet.title)}</h3><p class=note>{_e(sheet.note)}</p>"
+        f"<div class=scroll tabindex=0>{html_table(sheet)}</div>{remark}"
     )
 
 
-def _line(sheet: Sheet, line: Line) -> str:
-    name = ", ".join(cell.text for cell in line[: sheet.num_labels])
-    return f"<tr>{''.join(_cell(sheet, i, cell, name) for i, cell in enumerate(line))}</tr>"
+def _protocol(campaigns: Sequence[Campaign]) -> str:
+    parts = "".join(map(_protocol_of, campaigns))
+    return f'<section><h2 id="protocol">Protocol</h2>{parts}</section>'
 
 
-def _cell(sheet: Sheet, place: int, cell: SheetCell, row: str) -> str:
-    classes = [*(["label"] if place < sheet.num_labels or isinstance(cell.value, str) else [])]
-    classes += [*(["best"] if cell.best else []), *(["long"] if len(cell.text) > 60 else [])]
-    value = "" if cell.value is None else str(cell.value).replace("inf", "Infinity")
-    shown = _e(cell.text) + (f" <small>± {_e(cell.spread)}</small>" if cell.spread else "")
-    if cell.runs:
-        runs = json.dumps([[run.seed, run.run_id, _shown(run.value, run.message)] for run in cell.runs])
-        title = f"{sheet.headings[place]}, {row}"
-        shown = f'<button type="button" data-title="{_e(title)}" data-runs="{_e(runs)}">{shown}</button>'
-    hint = f' title="{_e(cell.hint)}"' if cell.hint else ""
-    return f'<td class="{" ".join(classes)}" data-value="{_e(value)}"{hint}>{shown}</td>'
-
-
-def _shown(value: float | None, message: str) -> str:
-    return message if value is None else f"{value:.6g}"
-
-
-def _label(sheet: Sheet, place: int) -> str:
-    words = place < sheet.num_labels or any(isinstance(line[place].value, str) for line in sheet.rows)
-    return " class=label" if words else ""
-
-
-def _protocol(results: CampaignResults) -> str:
+def _protocol_of(campaign: Campaign) -> str:
     rows = "".join(
         f"<tr><td class=label>{_e(study)}</td><td class=label>{_e(name)}</td>"
         f"<td class='label long'>{_e(values)}</td></tr>"
-        for study, name, values in studies_axes(results.campaign)
+        for study, name, values in studies_axes(campaign)
     )
     head = "".join(f"<th class=label>{name}</th>" for name in ("study", "option", "values"))
     return (
-        f'<section><h2 id="protocol">Protocol</h2><div class=scroll tabindex=0><table><thead><tr>{head}</tr></thead>'
+        f"<div class=scroll tabindex=0><table><thead><tr>{head}</tr></thead>"
         f"<tbody>{rows}</tbody></table></div><details><summary>The whole specification</summary>"
-        f"<pre>{_e(protocol_yaml(results.campaign))}</pre></details></section>"
+        f"<pre>{_e(protocol_yaml(campaign))}</pre></details>"
     )
 
 

@@ -1,66 +1,11 @@
-"""A table as it is shown, before it is Markdown, LaTeX, HTML or lines on a screen; and a pivot made into one."""
+"""A pivot as a sheet: means over seeds with their spread, the best marked, macro-averages beside or below."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from frozencore.lab.reports.averages import Average, averages, over_rows
 from frozencore.lab.reports.labels import axis_name, value_name
-from frozencore.lab.reports.pivot import SHOWN, Key, Pivot, PivotCell, SeedValue
-
-
-@dataclass(frozen=True)
-class SheetCell:
-    """One cell.
-
-    Attributes:
-        spread: Shown small after ``±``.
-        value: Unrounded, to sort by and for CSV; None where there is none.
-        hint: Why it is as it is, in words.
-        runs: Those behind it.
-    """
-
-    text: str
-    spread: str = ""
-    value: float | str | None = None
-    best: bool = False
-    hint: str = ""
-    runs: tuple[SeedValue, ...] = ()
-
-
-Line = tuple[SheetCell, ...]
-
-
-@dataclass(frozen=True)
-class Sheet:
-    """A table with a heading line; ``foot`` lines (averages) stay below when it is sorted.
-
-    Attributes:
-        name: Of its files, without an ending.
-        num_labels: Leading columns that say what a line is.
-    """
-
-    name: str
-    title: str
-    note: str
-    headings: tuple[str, ...]
-    rows: tuple[Line, ...]
-    foot: tuple[Line, ...] = ()
-    num_labels: int = 1
-
-
-def label(text: str) -> SheetCell:
-    return SheetCell(text, value=text)
-
-
-def number(value: float | None, decimals: int, *, reason: str = "") -> SheetCell:
-    """A number with so many decimals and thousands apart; ``n/a`` and why for None."""
-    return SheetCell("n/a", hint=reason) if value is None else SheetCell(f"{value:,.{decimals}f}", value=value)
-
-
-def sentence(text: str) -> str:
-    """With a capital at the start."""
-    return text[:1].upper() + text[1:]
+from frozencore.lab.reports.sheets.sheet import SeedValue, Sheet, SheetCell, label, number, sentence
+from frozencore.lab.reports.tables.averages import Average, averages, over_rows
+from frozencore.lab.reports.tables.pivot import SHOWN, Key, Pivot, PivotCell
 
 
 def pivot_sheet(pivot: Pivot, name: str) -> Sheet:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 from frozencore.lab.reports.labels import full_name
-from frozencore.lab.reports.resources import Cost, Costs, ahead
-from frozencore.lab.reports.sheet import Sheet, SheetCell, label, number
+from frozencore.lab.reports.sheets.sheet import Sheet, SheetCell, label, number
+from frozencore.lab.reports.tables.resources import Cost, Costs, ahead
 
 
 def state_sheet(costs: Costs, name: str, title: str) -> Sheet:

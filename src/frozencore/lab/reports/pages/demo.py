@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from frozencore.lab.reports.html_parts import document, image
+from frozencore.lab.reports.pages.html_parts import html_document, image
 from frozencore.lab.run.provenance import provenance
 from frozencore.whole_file import write_text
 
@@ -41,7 +41,7 @@ def write_page(
     versions = ", ".join(f"{name} {version}" for name, version in source["versions"].items())
     write_text(
         path,
-        document(
+        html_document(
             title,
             f"<h1>{html.escape(title)}</h1><p class=note>{html.escape(note)}</p>{images}"
             f"<div class=scroll><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"

@@ -10,8 +10,7 @@ from collections.abc import Iterable, Sequence
 from rich.table import Table
 from rich.text import Text
 
-from frozencore.lab.reports.pivot import Pivot, column_key
-from frozencore.lab.reports.sheet import Line, Sheet, SheetCell
+from frozencore.lab.reports.sheets.sheet import Line, Sheet, SheetCell
 
 LATEX = {
     "\\": r"\textbackslash{}", "{": r"\{", "}": r"\}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_",
@@ -83,7 +82,7 @@ def _latex(text: str) -> str:
 
 def csv_text(sheet: Sheet) -> str:
     """Unrounded values; nothing where there is none."""
-    return _csv(
+    return csv_lines(
         [
             sheet.headings,
             *(["" if cell.value is None else cell.value for cell in line] for line in (*sheet.rows, *sheet.foot)),
@@ -91,35 +90,8 @@ def csv_text(sheet: Sheet) -> str:
     )
 
 
-def means_csv(pivot: Pivot) -> str:
-    """Unrounded means as ``campaign report --table`` reads them: the row, then each column by its own name."""
-    head = ["/".join(pivot.row_axes), *map(column_key, pivot.columns)]
-    lines = [
-        [
-            column_key(row),
-            *("" if (mean := pivot.cells[row, column].mean) is None else mean for column in pivot.columns),
-        ]
-        for row in pivot.rows
-    ]
-    return _csv([head, *lines])
-
-
-def runs_csv(pivot: Pivot) -> str:
-    """Every run of a table on a line of its own."""
-    lines = [
-        [*row, *column, run.seed, "" if run.value is None else run.value, run.status, run.run_id or "", run.message]
-        for (row, column), cell in pivot.cells.items()
-        for run in cell.runs
-    ]
-    head = [*pivot.row_axes, *pivot.column_axes, "seed", pivot.measure.key, "status", "run", "message"]
-    return _csv([head, *([_plain(value) for value in line] for line in lines)])
-
-
-def _plain(value: object) -> object:
-    return "/".join(value) if isinstance(value, tuple) else value
-
-
-def _csv(lines: Iterable[Iterable[object]]) -> str:
+def csv_lines(lines: Iterable[Iterable[object]]) -> str:
+    """Values as CSV."""
     out = io.StringIO()
     csv.writer(out, lineterminator="\n").writerows(lines)
     return out.getvalue()

@@ -6,20 +6,20 @@ Nothing is told by colour alone: bars and points carry names, lines have markers
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import cycle
-from pathlib import Path
 
-from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from frozencore.lab.campaign.results import StudyResults
-from frozencore.lab.reports.averages import column_averages, over_rows
-from frozencore.lab.reports.figures import BLACK, BLUE, COLOURS, GREY, NAVY, ORANGE, save_figure
-from frozencore.lab.reports.labels import axis_name, free_name, value_name
-from frozencore.lab.reports.measures import COSINES, measures_of
-from frozencore.lab.reports.pivot import Key, Pivot, PivotCell, column_key, pivots
+from frozencore.lab.reports.document import Drawing
+from frozencore.lab.reports.figures.style import BLACK, BLUE, COLOURS, GREY, NAVY, ORANGE, plt
+from frozencore.lab.reports.labels import axis_name, value_name
+from frozencore.lab.reports.tables.averages import column_averages, over_rows
+from frozencore.lab.reports.tables.measures import COSINES, measures_of
+from frozencore.lab.reports.tables.pivot import Key, Pivot, PivotCell, column_key, pivots
 
 GREEN, VERMILION, PURPLE = "#009E73", "#D55E00", "#CC79A7"
 CYCLE = (ORANGE, BLUE, GREEN, VERMILION, NAVY, PURPLE, BLACK, GREY)
@@ -28,25 +28,18 @@ Draw = Callable[[Axes, Pivot], None]
 HATCHES = ("", "//", "..", "xx", "\\\\", "++")
 
 
-def draw_study(results: StudyResults, folder: Path, taken: set[str]) -> list[tuple[Path, str]]:
-    """Draw the figure that the study asks for, one file for each of its tables; with what each shows.
+def study_drawings(results: StudyResults) -> Iterator[Drawing]:
+    """The figure that the study asks for, one for each of its tables that has something to show yet.
 
-    None where it asks for none, and for tables that have nothing to show yet. A stability study always has one.
-
-    Args:
-        taken: Names of files that other studies have; those drawn here are added.
+    None where it asks for none. A stability study always has one.
     """
-    found = []
     for pivot, draw, name, what in _figures_of(results):
         if draw in (_ranking, _state):
             values = [average.value for average in column_averages(pivot).values()]
         else:
             values = [cell.mean for cell in pivot.cells.values()]
         if any(value is not None for value in values):
-            path = folder / f"{free_name(name, taken)}.png"
-            _draw(pivot, draw, path)
-            found.append((path, f"{pivot.title}: {what}"))
-    return found
+            yield Drawing(name, f"{pivot.title}: {what}", partial(_figure, pivot, draw))
 
 
 def _figures_of(results: StudyResults) -> list[tuple[Pivot, Draw, str, str]]:
@@ -63,14 +56,14 @@ def _figures_of(results: StudyResults) -> list[tuple[Pivot, Draw, str, str]]:
     ]
 
 
-def _draw(pivot: Pivot, draw: Draw, path: Path) -> None:
+def _figure(pivot: Pivot, draw: Draw) -> Figure:
     figure, axis = plt.subplots(figsize=(4.6, max(2.6, 0.9 + 0.27 * len(pivot.columns))))
     draw(axis, pivot)
     axis.set_title(pivot.title, fontsize=9, loc="left", wrap=True, parse_math=False)
     axis.tick_params(labelsize=8)
     axis.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
-    save_figure(figure, path)
+    return figure
 
 
 def _ranking(axis: Axes, pivot: Pivot) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from frozencore.errors import DataError
-from frozencore.lab.reports.comparison import TaskTable
+from frozencore.lab.reports.tables.comparison import TaskTable
 
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 SUMMARIES = ("mean", "average", "avg", "macro-average", "total")

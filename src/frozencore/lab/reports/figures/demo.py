@@ -1,4 +1,4 @@
-"""Figures, in colours that colour-blind readers can tell apart (Okabe and Ito)."""
+"""The figure of the demo: every method on every task, beside the base model and chance."""
 
 from __future__ import annotations
 
@@ -6,17 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
-
-from frozencore.lab.run.baselines import BASELINES
-
-mpl.use("Agg")
-from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
-ORANGE, BLUE, NAVY, GREY, BLACK = "#E69F00", "#56B4E9", "#0072B2", "#999999", "#222222"
-COLOURS = {"fcca": ORANGE, "rawgrad": BLUE, "eva": NAVY} | dict.fromkeys(BASELINES, BLACK)
+from frozencore.lab.reports.figures.style import BLACK, COLOURS, GREY, plt, save_figure
 
 
 def accuracy_figure(records: Sequence[Mapping[str, Any]], path: Path, title: str) -> None:
@@ -50,13 +42,6 @@ def mean_accuracy(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
             raise ValueError(f"{method} lacks the tasks {sorted(tasks - own.keys())}.")
         means[method] = sum(own.values()) / len(own)
     return dict(sorted(means.items(), key=lambda item: -item[1]))
-
-
-def save_figure(figure: Figure, path: Path) -> None:
-    """Write a figure, the same bytes each time, and close it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=160, metadata={"Software": None} if path.suffix == ".png" else None)
-    plt.close(figure)
 
 
 def _panel(axis: Axes, by_method: Mapping[str, Mapping[str, Any]], order: Sequence[str]) -> None:

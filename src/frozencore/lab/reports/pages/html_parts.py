@@ -38,7 +38,7 @@ document.querySelectorAll('th button').forEach((button) => button.addEventListen
 """
 
 
-def document(title: str, body: str, *, style: str = "", script: str = "") -> str:
+def html_document(title: str, body: str, *, style: str = "", script: str = "") -> str:
     """A whole page from the HTML of its body; nothing in it is loaded from elsewhere."""
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8">'

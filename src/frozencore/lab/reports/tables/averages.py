@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from frozencore.errors import DataError
 from frozencore.lab.reports.labels import FAMILIES, family_of, full_name
-from frozencore.lab.reports.pivot import Key, Pivot, PivotCell, mean_of
-from frozencore.lab.reports.statistics import sample_std
+from frozencore.lab.reports.statistics.over_tasks import sample_std
+from frozencore.lab.reports.tables.pivot import Key, Pivot, PivotCell, mean_of
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 from frozencore.errors import DataError
 from frozencore.lab.reports.labels import FAMILIES, family_of
-from frozencore.lab.reports.statistics import (
+from frozencore.lab.reports.statistics.over_tasks import (
     bootstrap_interval,
     differences,
     holm,

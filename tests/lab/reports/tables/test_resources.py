@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from frozencore.lab.reports.resource_sheets import state_sheet, time_sheet
-from frozencore.lab.reports.resources import Cost, ahead, study_costs
+from frozencore.lab.reports.tables.resource_sheets import state_sheet, time_sheet
+from frozencore.lab.reports.tables.resources import Cost, ahead, study_costs
 
 PAPER = {  # initialisation s, step s, peak GB, trained values
     "fcca": (35, 0.81, 6.92, 36_864),

@@ -1,0 +1,25 @@
+"""Figures, in colours that colour-blind readers can tell apart (Okabe and Ito)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import matplotlib as mpl
+
+from frozencore.lab.run.baselines import BASELINES
+
+mpl.use("Agg")
+from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
+
+__all__ = ["BLACK", "BLUE", "COLOURS", "GREY", "NAVY", "ORANGE", "plt", "save_figure"]
+
+ORANGE, BLUE, NAVY, GREY, BLACK = "#E69F00", "#56B4E9", "#0072B2", "#999999", "#222222"
+COLOURS = {"fcca": ORANGE, "rawgrad": BLUE, "eva": NAVY} | dict.fromkeys(BASELINES, BLACK)
+
+
+def save_figure(figure: Figure, path: Path) -> None:
+    """Write a figure, the same bytes each time, and close it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=160, metadata={"Software": None} if path.suffix == ".png" else None)
+    plt.close(figure)

@@ -1,0 +1,79 @@
+"""A table as it is shown, before it is Markdown, LaTeX, CSV, HTML or lines on a screen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Status = Literal["done", "missing", "diverged", "failed", "absent"]
+
+
+@dataclass(frozen=True)
+class SeedValue:
+    """One run behind a cell: its value as shown, or why there is none.
+
+    Attributes:
+        hashes: Of the run's model, rows and basis, as its record has them.
+    """
+
+    seed: Any
+    run_id: str | None
+    value: float | None
+    status: Status
+    message: str
+    hashes: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class SheetCell:
+    """One cell.
+
+    Attributes:
+        spread: Shown small after ``±``.
+        value: Unrounded, to sort by and for CSV; None where there is none.
+        hint: Why it is as it is, in words.
+        runs: Those behind it.
+    """
+
+    text: str
+    spread: str = ""
+    value: float | str | None = None
+    best: bool = False
+    hint: str = ""
+    runs: tuple[SeedValue, ...] = ()
+
+
+Line = tuple[SheetCell, ...]
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """A table with a heading line; ``foot`` lines (averages) stay below when it is sorted.
+
+    Attributes:
+        name: Of its files, without an ending.
+        num_labels: Leading columns that say what a line is.
+    """
+
+    name: str
+    title: str
+    note: str
+    headings: tuple[str, ...]
+    rows: tuple[Line, ...]
+    foot: tuple[Line, ...] = ()
+    num_labels: int = 1
+
+
+def label(text: str) -> SheetCell:
+    return SheetCell(text, value=text)
+
+
+def number(value: float | None, decimals: int, *, reason: str = "") -> SheetCell:
+    """A number with so many decimals and thousands apart; ``n/a`` and why for None."""
+    return SheetCell("n/a", hint=reason) if value is None else SheetCell(f"{value:,.{decimals}f}", value=value)
+
+
+def sentence(text: str) -> str:
+    """With a capital at the start."""
+    return text[:1].upper() + text[1:]

@@ -1,0 +1,50 @@
+"""Everything that a study shows, from its results: tables, comparisons, costs, what its search chose, its figure."""
+
+from __future__ import annotations
+
+from frozencore.lab.campaign.results import StudyResults
+from frozencore.lab.reports.document import Section, Table
+from frozencore.lab.reports.figures.study import study_drawings
+from frozencore.lab.reports.labels import slug
+from frozencore.lab.reports.sheets.sheet import Sheet
+from frozencore.lab.reports.tables.comparison import Comparison
+from frozencore.lab.reports.tables.means_across import means_across
+from frozencore.lab.reports.tables.measures import measures_of
+from frozencore.lab.reports.tables.pivot import Pivot, column_key, pivots
+from frozencore.lab.reports.tables.pivot_sheet import pivot_sheet
+from frozencore.lab.reports.tables.resource_sheets import state_sheet, time_sheet
+from frozencore.lab.reports.tables.resources import study_costs
+from frozencore.lab.reports.tables.search import search_sheet
+from frozencore.lab.reports.tables.significance import compare, comparison_sheet
+
+
+def study_section(results: StudyResults) -> Section:
+    """Every table and figure of a study."""
+    main: list[Table] = []
+    details: list[Table] = []
+    for i, measure in enumerate(measures_of(results)):
+        first = main if i == 0 or results.study.kind == "stability" else details
+        tables = pivots(results, measure)
+        for pivot in tables:
+            name = pivot.name + measure.suffix
+            comparison, remark = compare(pivot)
+            first.append(Table(pivot_sheet(pivot, name), pivot, "" if comparison else remark))
+            if comparison is not None:
+                first.append(Table(_significance(pivot, comparison, f"{name}-significance", remark)))
+        if (across := means_across(tables, f"{results.name}-means{measure.suffix}")) is not None:
+            first.append(Table(across))
+    for costs in study_costs(results):
+        name, title, alone = f"{results.name}{slug(costs.group)}", results.study.title, results.study.kind == "profile"
+        sheets = state_sheet(costs, f"{name}-state", title), time_sheet(costs, f"{name}-time", title, alone=alone)
+        (main if alone else details).extend(map(Table, sheets))
+    if results.choices:
+        details.append(Table(search_sheet(results)))
+    drawings = tuple(study_drawings(results))
+    study = results.study
+    return Section(results.name, study.title, study.note, results.cells, tuple(main), tuple(details), drawings)
+
+
+def _significance(pivot: Pivot, comparison: Comparison, name: str, remark: str) -> Sheet:
+    names = {column_key(column): pivot.column_name(column) for column in pivot.columns}
+    title, decimals = f"{pivot.title}: significance", pivot.measure.decimals + 1
+    return comparison_sheet(comparison, name=name, title=title, note=remark, decimals=decimals, names=names)

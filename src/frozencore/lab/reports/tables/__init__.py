@@ -1,0 +1,1 @@
+"""From the results of studies to sheets."""
