@@ -1,77 +1,36 @@
 """frozencore: fine-tune large language models by training only r x r cores between frozen, calibrated bases.
 
 Importing this package registers the method with PEFT, so that ``peft.get_peft_model`` and ``PeftModel.from_pretrained``
-know :class:`FrozenCoreConfig`.
+know :class:`FrozenCoreConfig`. PEFT and torch take seconds to import; the command line alone starts without them, and
+each of its verbs imports what it uses.
 """
 
-from frozencore.adapter.bases.calibrate import Calibration, calibrate
-from frozencore.adapter.bases.carried import get_bases, set_bases
-from frozencore.adapter.config import FrozenCoreConfig
-from frozencore.adapter.export.lora import export_lora
-from frozencore.adapter.export.merged import export_merged
-from frozencore.adapter.export.serving import check_lora_directory
-from frozencore.adapter.model import FrozenCoreModel, frozen_core_layers, register_with_peft
-from frozencore.adapter.seal.card import write_model_card
-from frozencore.adapter.swap import prepare_swap, swap_core
-from frozencore.calibration.collect import collect_moments
-from frozencore.calibration.options import CalibrationOptions
-from frozencore.calibration.store import load_moments, save_moments
-from frozencore.constructors import (
-    CONSTRUCTORS,
-    BasisOptions,
-    LayerEvidence,
-    build_basis,
-    eva_basis,
-    fcca_basis,
-    filora_basis,
-    lora_xs_basis,
-    milora_basis,
-    random_basis,
-    rawgrad_basis,
-    signgrad_basis,
-    vera_basis,
-)
-from frozencore.errors import FrozenCoreError
-from frozencore.maths.basis import Basis
-from frozencore.maths.moments import LayerMoments
-from frozencore.maths.whitening import Whitening
+from __future__ import annotations
 
-register_with_peft()
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = [
-    "CONSTRUCTORS",
-    "Basis",
-    "BasisOptions",
-    "Calibration",
-    "CalibrationOptions",
-    "FrozenCoreConfig",
-    "FrozenCoreError",
-    "FrozenCoreModel",
-    "LayerEvidence",
-    "LayerMoments",
-    "Whitening",
-    "build_basis",
-    "calibrate",
-    "check_lora_directory",
-    "collect_moments",
-    "eva_basis",
-    "export_lora",
-    "export_merged",
-    "fcca_basis",
-    "filora_basis",
-    "frozen_core_layers",
-    "get_bases",
-    "load_moments",
-    "lora_xs_basis",
-    "milora_basis",
-    "prepare_swap",
-    "random_basis",
-    "rawgrad_basis",
-    "save_moments",
-    "set_bases",
-    "signgrad_basis",
-    "swap_core",
-    "vera_basis",
-    "write_model_card",
-]
+
+
+def _is_the_command() -> bool:
+    """Whether this process runs ``frozencore ...`` or ``python -m frozencore ...``, and no program of a user's."""
+    started = sys.argv[0] if getattr(sys, "argv", None) else ""
+    if started != "-m":  # what it is while Python still looks for the module to run
+        return Path(started).stem == __name__
+    words = sys.orig_argv
+    return "-m" in words and words[words.index("-m") + 1 :][:1] == [__name__]
+
+
+if TYPE_CHECKING or not _is_the_command():
+    from frozencore.public import *  # noqa: F403
+    from frozencore.public import __all__ as __all__
+else:
+
+    def __getattr__(name: str) -> Any:
+        if find_spec(f"{__name__}.{name}") is not None or (name.startswith("__") and name != "__all__"):
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module(f"{__name__}.public"), name)

@@ -1,6 +1,11 @@
-"""Frozen cores as a PEFT method: config, layer, tuner, and the calibration that fixes their bases."""
+"""Frozen cores as a PEFT method: config, layer, tuner, and the calibration that fixes their bases.
+
+Whatever is imported from here, PEFT knows the method.
+"""
 
 from importlib.metadata import version
+
+from frozencore.quiet import quiet_imports
 
 OLDEST_PEFT = (0, 21)  # the tuner overrides methods that earlier versions do not have
 
@@ -10,3 +15,8 @@ if tuple(int(part) for part in _installed.split(".")[:2]) < OLDEST_PEFT:
         f"frozencore needs peft {'.'.join(map(str, OLDEST_PEFT))} or newer, but {_installed} is installed. "
         "Run: pip install -U peft"
     )
+
+with quiet_imports():
+    from frozencore.adapter.model import register_with_peft
+
+register_with_peft()

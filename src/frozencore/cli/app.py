@@ -9,43 +9,44 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from frozencore.cli.calibrate import calibrate
-from frozencore.cli.campaign import campaign_app, schema
-from frozencore.cli.check import check
+from frozencore import __version__
 from frozencore.cli.console import console
-from frozencore.cli.demo import demo
-from frozencore.cli.doctor import doctor
-from frozencore.cli.evaluate import evaluate, tasks_app
-from frozencore.cli.export import export
-from frozencore.cli.inspect import inspect
-from frozencore.cli.tune import tune
+from frozencore.cli.verbs import add_verbs
 from frozencore.errors import FrozenCoreError
 from frozencore.quiet import ignore_known_warnings
 
 INTERRUPTED, TERMINATED = 130, 143  # the exit status of Ctrl-C, and of SIGTERM
 
-app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    help="Fine-tune language models by training only r x r cores between frozen, calibrated bases.",
-)
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        sys.stdout.write(f"frozencore {__version__}\n")
+        raise typer.Exit()
 
 
-for verb in (tune, calibrate, evaluate, inspect, export, check, demo, schema, doctor):
-    app.command()(verb)
-app.add_typer(tasks_app, name="tasks")
-app.add_typer(campaign_app, name="campaign")
-
-
-@app.callback()
 def _common(
     context: typer.Context,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    _version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
+    ] = False,
 ) -> None:
     context.obj = console
     if debug:
         os.environ["FROZENCORE_DEBUG"] = "1"
+
+
+def app() -> None:
+    """Do what the words of the command line ask for; only the verbs among them are imported."""
+    verbs = typer.Typer(
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        help="Fine-tune language models by training only r x r cores between frozen, calibrated bases.",
+    )
+    verbs.callback()(_common)
+    add_verbs(verbs, sys.argv[1:])
+    verbs()
 
 
 def _ended_early(status: int) -> NoReturn:

@@ -50,7 +50,6 @@ def calibrate(
     dtype: Dtype = "auto",
     device: Device = "auto",
 ) -> None:
-    """Collect moments and fix the bases, without training: a moments file and an adapter with zero cores."""
     from frozencore.cli.display import StageDisplay
     from frozencore.cli.tables import calibration_summary
     from frozencore.lab.run.calibrating import execute_calibration

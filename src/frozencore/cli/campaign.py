@@ -12,7 +12,7 @@ import typer
 from frozencore.cli.console import console
 from frozencore.errors import ConfigError
 
-campaign_app = typer.Typer(no_args_is_help=True, help="Many runs from one specification: plan, run, look, report.")
+campaign_app = typer.Typer(no_args_is_help=True)
 
 Spec = Annotated[Path, typer.Argument(help="YAML file of a campaign; see `frozencore schema` and campaigns/.")]
 Folder = Annotated[Path, typer.Argument(help="Folder of a campaign.")]
@@ -133,7 +133,6 @@ def report(
 
 
 def schema() -> None:
-    """Print the JSON schema of a campaign's YAML file."""
     from frozencore.cli.campaign_lines import campaign_schema
 
     sys.stdout.write(json.dumps(campaign_schema(), indent=2) + "\n")

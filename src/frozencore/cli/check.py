@@ -13,7 +13,6 @@ from frozencore.cli.console import console
 def check(
     directory: Annotated[Path, typer.Argument(help="Any LoRA directory: adapter_config.json and its weights.")],
 ) -> None:
-    """Say which serving engines take a LoRA directory; exit status 1 if one of them does not."""
     from frozencore.adapter.export.serving import ENGINES, check_lora_directory
     from frozencore.cli.exporting import serving_lines
 

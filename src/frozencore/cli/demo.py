@@ -18,7 +18,6 @@ def demo(
     workers: Annotated[int | None, typer.Option(help="Runs at a time. Default: one per core, at most eight.")] = None,
     seed: Seed = 42,
 ) -> None:
-    """Adapt the shipped pocket model to its four tasks with every constructor and LoRA; show what each was worth."""
     from frozencore.cli.demo_runs import run_demo
 
     run_demo(output, console, num_workers=workers, seed=seed)

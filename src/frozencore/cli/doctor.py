@@ -18,7 +18,6 @@ def doctor(
         Path, typer.Argument(help="An adapter, a moments file, a LoRA, a run, an evaluation or a campaign.")
     ],
 ) -> None:
-    """Say what a path is, what is wrong with it and what to do. Exit status 0: sound, 1: not, 2: not one of ours."""
     from frozencore.cli.findings import diagnose
 
     found = diagnose(path)

@@ -19,7 +19,7 @@ DataRoot = Annotated[Path | None, typer.Option(help="Folder that holds the data 
 PromptStyleName = Annotated[str, typer.Option(help="auto, chat or plain.")]
 NumRows = Annotated[int | None, typer.Option("--num-evaluation", help="Rows of a task. Default: the protocol's.")]
 
-tasks_app = typer.Typer(no_args_is_help=True, help="List the tasks, show one as a model sees it, or export them.")
+tasks_app = typer.Typer(no_args_is_help=True)
 
 
 def evaluate(
@@ -52,7 +52,6 @@ def evaluate(
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
 ) -> None:
-    """Score a model, or several adapters on it, on many tasks. Exit status 1 if a task could not be scored."""
     from frozencore.cli.display import StageDisplay
     from frozencore.cli.evaluation_tables import evaluation_table
     from frozencore.lab.evaluation.evaluate import Evaluation

@@ -20,7 +20,6 @@ def export(
     dtype: Annotated[str, typer.Option(help="auto (lora: float32, merged: as the base), float32, ...")] = "auto",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an export that is there.")] = False,
 ) -> None:
-    """Write an adapter in a form that is served without frozencore."""
     from frozencore.cli.exporting import export_adapter
 
     for line in export_adapter(adapter, output, to=to, base=base, dtype=dtype, overwrite=overwrite):

@@ -23,7 +23,6 @@ def inspect(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Show what a basis is: per layer its size, coherence and core, what it captured, its angles to another."""
     from frozencore.adapter.directory import read_adapter
     from frozencore.adapter.inspection import inspect_adapter
     from frozencore.calibration.store import load_moments

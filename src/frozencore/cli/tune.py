@@ -76,7 +76,6 @@ def tune(
     dtype: Dtype = "auto",
     device: Device = "auto",
 ) -> None:
-    """Calibrate, train, score and save an adapter: one run of the recipe."""
     from frozencore.cli.display import StageDisplay
     from frozencore.cli.tables import run_summary
     from frozencore.lab.run.config import make_config

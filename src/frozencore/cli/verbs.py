@@ -1,0 +1,66 @@
+"""What ``frozencore`` can be asked for. A verb is a row below and a file, imported when it is named."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from importlib import import_module
+
+import typer
+
+
+@dataclass(frozen=True)
+class Verb:
+    """A verb of the command line: where its function, or its own verbs, are, and what it does."""
+
+    name: str
+    place: str
+    help: str
+
+
+VERBS = (
+    Verb("tune", "tune:tune", "Calibrate, train, score and save an adapter: one run of the recipe."),
+    Verb(
+        "calibrate", "calibrate:calibrate",
+        "Collect moments and fix the bases, without training: a moments file and an adapter with zero cores.",
+    ),
+    Verb(
+        "evaluate", "evaluate:evaluate",
+        "Score a model, or several adapters on it, on many tasks. Exit status 1 if a task could not be scored.",
+    ),
+    Verb(
+        "inspect", "inspect:inspect",
+        "Show what a basis is: per layer its size, coherence and core, what it captured, its angles to another.",
+    ),
+    Verb("export", "export:export", "Write an adapter in a form that is served without frozencore."),
+    Verb(
+        "check", "check:check",
+        "Say which serving engines take a LoRA directory; exit status 1 if one of them does not.",
+    ),
+    Verb(
+        "demo", "demo:demo",
+        "Adapt the shipped pocket model to its four tasks with every constructor and LoRA; show what each was worth.",
+    ),
+    Verb("schema", "campaign:schema", "Print the JSON schema of a campaign's YAML file."),
+    Verb(
+        "doctor", "doctor:doctor",
+        "Say what a path is, what is wrong with it and what to do. Exit status 0: sound, 1: not, 2: not one of ours.",
+    ),
+    Verb("tasks", "evaluate:tasks_app", "List the tasks, show one as a model sees it, or export them."),
+    Verb("campaign", "campaign:campaign_app", "Many runs from one specification: plan, run, look, report."),
+)  # fmt: skip
+
+
+def add_verbs(app: typer.Typer, words: Collection[str]) -> None:
+    """Add every verb: those among the words of the command line as they are, of the others only name and help."""
+    for verb in VERBS:
+        module, _, attribute = verb.place.partition(":")
+        found = getattr(import_module(f"frozencore.cli.{module}"), attribute) if verb.name in words else _not_named
+        if isinstance(found, typer.Typer):
+            app.add_typer(found, name=verb.name, help=verb.help)
+        else:
+            app.command(verb.name, help=verb.help)(found)
+
+
+def _not_named() -> None:
+    raise AssertionError("a verb that is called stands among the words of the command line")

@@ -1,0 +1,72 @@
+"""The public names: what ``frozencore`` itself offers. Importing them registers the method with PEFT."""
+
+from __future__ import annotations
+
+from frozencore.adapter.bases.calibrate import Calibration, calibrate
+from frozencore.adapter.bases.carried import get_bases, set_bases
+from frozencore.adapter.config import FrozenCoreConfig
+from frozencore.adapter.export.lora import export_lora
+from frozencore.adapter.export.merged import export_merged
+from frozencore.adapter.export.serving import check_lora_directory
+from frozencore.adapter.model import FrozenCoreModel, frozen_core_layers
+from frozencore.adapter.seal.card import write_model_card
+from frozencore.adapter.swap import prepare_swap, swap_core
+from frozencore.calibration.collect import collect_moments
+from frozencore.calibration.options import CalibrationOptions
+from frozencore.calibration.store import load_moments, save_moments
+from frozencore.constructors import (
+    CONSTRUCTORS,
+    BasisOptions,
+    LayerEvidence,
+    build_basis,
+    eva_basis,
+    fcca_basis,
+    filora_basis,
+    lora_xs_basis,
+    milora_basis,
+    random_basis,
+    rawgrad_basis,
+    signgrad_basis,
+    vera_basis,
+)
+from frozencore.errors import FrozenCoreError
+from frozencore.maths.basis import Basis
+from frozencore.maths.moments import LayerMoments
+from frozencore.maths.whitening import Whitening
+
+__all__ = [
+    "CONSTRUCTORS",
+    "Basis",
+    "BasisOptions",
+    "Calibration",
+    "CalibrationOptions",
+    "FrozenCoreConfig",
+    "FrozenCoreError",
+    "FrozenCoreModel",
+    "LayerEvidence",
+    "LayerMoments",
+    "Whitening",
+    "build_basis",
+    "calibrate",
+    "check_lora_directory",
+    "collect_moments",
+    "eva_basis",
+    "export_lora",
+    "export_merged",
+    "fcca_basis",
+    "filora_basis",
+    "frozen_core_layers",
+    "get_bases",
+    "load_moments",
+    "lora_xs_basis",
+    "milora_basis",
+    "prepare_swap",
+    "random_basis",
+    "rawgrad_basis",
+    "save_moments",
+    "set_bases",
+    "signgrad_basis",
+    "swap_core",
+    "vera_basis",
+    "write_model_card",
+]

@@ -1,0 +1,92 @@
+"""What a fresh process imports: the command line starts without torch, and a user's program gets the method anyway."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from importlib.util import find_spec, module_from_spec
+from pathlib import Path
+
+import pytest
+
+from frozencore import __version__, naming, public
+from frozencore.cli.verbs import VERBS
+
+HEAVY = {"torch", "transformers", "peft", "datasets", "accelerate", "matplotlib", "scipy", "torchao", "bitsandbytes"}
+
+
+def imported(*words: str, script: Path | None = None) -> tuple[set[str], str, str]:
+    """Heavy packages that ``frozencore`` imports with those words, what it prints, and its other lines on stderr."""
+    program = ["-m", "frozencore"] if script is None else [str(script)]
+    done = subprocess.run([sys.executable, "-X", "importtime", *program, *words], capture_output=True, text=True)
+    lines = done.stderr.splitlines()
+    times = [line for line in lines if line.startswith("import time:")]
+    assert len(times) > 100
+    packages = {line.rpartition("|")[2].strip().partition(".")[0] for line in times}
+    return packages & HEAVY, done.stdout, "\n".join(line for line in lines if line not in times)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--help",), "calibrate"),
+        (("--version",), f"frozencore {__version__}"),
+        (("tasks", "list"), "pocket-math"),
+        (("campaign", "--help"), "Many runs from one specification"),
+    ],
+)
+def test_what_only_tells_imports_no_torch_and_prints_nothing_else(words: tuple[str, ...], said: str) -> None:
+    heavy, out, err = imported(*words)
+    assert said in out
+    assert (heavy, err) == (set(), "")
+
+
+def test_the_installed_script_starts_as_light_as_the_module(tmp_path: Path) -> None:
+    script = tmp_path / "frozencore"  # as pip writes it
+    script.write_text("import sys\nfrom frozencore.cli.app import main\nsys.exit(main())\n")
+    assert imported("--version", script=script) == (set(), f"frozencore {__version__}\n", "")
+
+
+def test_a_program_that_is_no_command_may_use_peft_after_the_bare_import_and_sees_no_others_warnings(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "__init__.py").write_text("import frozencore\n")  # while Python looks for the module to run
+    (tmp_path / "mine" / "__main__.py").write_text(
+        "from peft import PeftConfig, TaskType\n"
+        "from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING\n"
+        "print(PEFT_TYPE_TO_CONFIG_MAPPING['FROZENCORE'].__name__, PEFT_TYPE_TO_TUNER_MAPPING['FROZENCORE'].__name__)\n"
+    )
+    place = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    done = subprocess.run([sys.executable, "-m", "mine"], capture_output=True, text=True, env=place)
+    assert (done.stdout, done.stderr) == ("FrozenCoreConfig FrozenCoreModel\n", "")
+
+
+def test_in_the_commands_own_process_every_public_name_is_there_when_it_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["bin/frozencore"])
+    spec = find_spec("frozencore")
+    assert spec is not None
+    assert spec.loader is not None
+    package = module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "frozencore", package)
+    spec.loader.exec_module(package)
+    assert not {"calibrate", "public", "adapter"} & set(vars(package))
+    assert not hasattr(package, "no_such_name")
+    assert not hasattr(package, "__wrapped__")
+    names: dict[str, object] = {}
+    exec("from frozencore import *; from frozencore import naming", names)
+    assert {name: names[name] for name in public.__all__} == {name: getattr(public, name) for name in public.__all__}
+    assert names["naming"] is naming
+
+
+def test_the_list_of_verbs_shows_every_verb_and_each_shows_the_same_line(command) -> None:  # type: ignore[no-untyped-def]
+    listed = re.findall(r"^│ ([a-z]+) {2,}", command("--help")[1], flags=re.MULTILINE)
+    assert listed == [verb.name for verb in VERBS]
+    for verb in VERBS:
+        text = " ".join(command(verb.name, "--help")[1].split())
+        assert verb.help in text
+        assert f"frozencore {verb.name} " in text
