@@ -6,7 +6,7 @@ With g = ∂loss/∂y and h = Pᵀ g a token's gradients are
 
     ∂loss/∂R = s·h zᵀ,    ∂loss/∂x = Wᵀ g + s·Q Rᵀ h.
 
-Shapes: inputs x (..., n), outputs (..., m), P m x r, Q n x r, R r x r.
+Shapes: inputs x (..., n), outputs (..., m), P m x r, Q n x r, R r x r; or rows x r x r, a core for each row of x.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backwa
 def core_output(x: Tensor, P: Tensor, Q: Tensor, R: Tensor, scale: float) -> Tensor:
     """``s·P R Qᵀ x`` by autograd, in the dtype of P; the core's own product in that of R."""
     z = (x @ Q).to(R.dtype)
-    return linear(z, R * scale).to(P.dtype) @ P.mT
+    core_z = linear(z, R * scale) if R.ndim == 2 else _through_rows(z, R * scale)
+    return core_z.to(P.dtype) @ P.mT
 
 
 def adapted_linear(x: Tensor, base: nn.Linear, P: Tensor, Q: Tensor, R: Tensor, scale: float) -> Tensor:
@@ -83,7 +84,9 @@ def _forward(
 
 
 def _add_core(y: Tensor, z: Tensor, R: Tensor, P: Tensor, scale: float) -> Tensor:
-    """``y += s·z Rᵀ Pᵀ``: y tokens x m, z tokens x r."""
+    """``y += s·z Rᵀ Pᵀ``: y tokens x m, z tokens x r, the tokens of a row one after the other."""
+    if R.ndim == 3:
+        return y.addmm_(_through_rows(z.to(R.dtype), R).to(P.dtype), P.mT, alpha=scale)
     if _fits_kernel(z, R):
         from frozencore.adapter.core_kernel import add_core
 
@@ -91,8 +94,16 @@ def _add_core(y: Tensor, z: Tensor, R: Tensor, P: Tensor, scale: float) -> Tenso
     return y.addmm_((z.to(R.dtype) @ R.mT).to(P.dtype), P.mT, alpha=scale)
 
 
+def _through_rows(z: Tensor, R: Tensor) -> Tensor:
+    """``z Rᵀ`` with the core of each row: z (..., r) with all tokens of a row together, R rows x r x r."""
+    return (z.reshape(len(R), -1, z.shape[-1]) @ R.mT).view(z.shape)
+
+
 def _core_gradient(h: Tensor, z: Tensor, R: Tensor, scale: float) -> Tensor:
     """``s·hᵀ z`` in the dtype of R: h and z tokens x r."""
+    if R.ndim == 3:
+        h, z = (X.to(R.dtype).view(len(R), -1, X.shape[-1]) for X in (h, z))
+        return h.mT @ z * scale
     if _fits_kernel(z, R):
         return torch.addmm(R, h.mT, z, beta=0, alpha=scale, out_dtype=R.dtype)
     return h.to(R.dtype).mT @ z.to(R.dtype) * scale

@@ -7,10 +7,10 @@ is set P and Q are zero, so the layer is its base layer.
 from __future__ import annotations
 
 import warnings
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from peft.tuners._buffer_dict import BufferDict
 from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
 from peft.utils import resolve_quantization_backend
 from torch import Tensor, nn
@@ -18,8 +18,24 @@ from transformers.pytorch_utils import Conv1D
 
 from frozencore.adapter.core_product import core_output
 from frozencore.adapter.seal.same_base import sample_weight
+from frozencore.adapter.shared_factors import SharedFactors
 from frozencore.errors import CalibrationError
 from frozencore.maths.basis import Basis
+
+
+@dataclass(frozen=True)
+class RowCores:
+    """The cores that the rows of a batch go through in one layer.
+
+    Attributes:
+        basis: Name of an adapter whose P, Q and scale are those of every core; None where no row has a core here.
+        cores: slots x r x r; a core of zeros is none.
+        slots: The slot of each row, int64; its values may change between two calls of a compiled model.
+    """
+
+    basis: str | None
+    cores: Tensor
+    slots: Tensor
 
 
 class FrozenCoreLayer(BaseTunerLayer):
@@ -42,11 +58,12 @@ class FrozenCoreLayer(BaseTunerLayer):
         self.name = name
         self.model_dtype = dtype
         self.quantization_backend = resolve_quantization_backend(self.get_base_layer(), **kwargs)
-        self.frozencore_P = BufferDict({}, persistent=True)
-        self.frozencore_Q = BufferDict({}, persistent=True)
+        self.frozencore_P = SharedFactors()
+        self.frozencore_Q = SharedFactors()
         self.frozencore_R = nn.ModuleDict()
         self.frozencore_scale: dict[str, float] = {}
         self.frozencore_ready: dict[str, bool] = {}
+        self.row_cores: RowCores | None = None
         self._disable_adapters = False
         self.merged_adapters: list[str] = []
         self.out_features, self.in_features = layer_shape(self.get_base_layer())
@@ -70,14 +87,14 @@ class FrozenCoreLayer(BaseTunerLayer):
     def set_basis(
         self, adapter_name: str, basis: Basis, *, initial_step: float = 0.0, random_core: bool = False
     ) -> None:
-        """Fix P and Q in place and reset the core: to zero, to a step along the basis's own initial core, or as
+        """Fix P and Q and reset the core: to zero, to a step along the basis's own initial core, or as
         torch draws a linear layer.
         """
         self.require_fit(adapter_name, basis)
-        P, Q, R = self.factors(adapter_name)
+        R = self.factors(adapter_name)[2]
         with torch.no_grad():
-            P.copy_(basis.P)
-            Q.copy_(basis.Q)
+            self.frozencore_P.fill(adapter_name, basis.P)
+            self.frozencore_Q.fill(adapter_name, basis.Q)
             R.zero_()
             if random_core:
                 nn.init.kaiming_uniform_(R, a=5**0.5)
@@ -177,8 +194,9 @@ class FrozenCoreLayer(BaseTunerLayer):
             return
         own_device, dtype = self._device_and_dtype()
         target = own_device if device is None else device
-        self.frozencore_P[adapter_name] = P.to(target, dtype)
-        self.frozencore_Q[adapter_name] = Q.to(target, dtype)
+        for factors, X in ((self.frozencore_P, P), (self.frozencore_Q, Q)):
+            factors[adapter_name] = X.to(target, dtype)
+            factors.share(adapter_name)
         self.frozencore_R[adapter_name].to(target)
 
     def _device_and_dtype(self) -> tuple[torch.device, torch.dtype]:

@@ -8,8 +8,8 @@ import torch
 from peft.utils import quantization_extra_repr
 from torch import Tensor, nn
 
-from frozencore.adapter.core_product import adapted_linear, is_plain
-from frozencore.adapter.layer import FrozenCoreLayer
+from frozencore.adapter.core_product import adapted_linear, core_output, is_plain
+from frozencore.adapter.layer import FrozenCoreLayer, RowCores
 
 
 class FrozenCoreLinear(nn.Module, FrozenCoreLayer):
@@ -33,6 +33,8 @@ class FrozenCoreLinear(nn.Module, FrozenCoreLayer):
             return self.base_layer(x, *args, **kwargs)
         if adapter_names is not None:
             return self._add_rows(self.base_layer(x, *args, **kwargs), x, adapter_names)
+        if self.row_cores is not None:
+            return self._forward_rows(self.row_cores, x, *args, **kwargs)
         active: Any = self.active_adapters
         active = [adapter_name for adapter_name in active if adapter_name in self.frozencore_R]
         if len(active) == 1 and not args and not kwargs:
@@ -43,6 +45,22 @@ class FrozenCoreLinear(nn.Module, FrozenCoreLayer):
         for adapter_name in active:
             result = result + self._core_output(adapter_name, x).to(result.dtype)
         return result
+
+    def _forward_rows(self, rows: RowCores, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Each row through its own core, on the one basis of them all."""
+        if len(x) != len(rows.slots):
+            raise ValueError(
+                "Length of `adapter_names` should be the same as the number of inputs, but got "
+                f"{len(rows.slots)} and {len(x)} respectively."
+            )
+        if rows.basis is None:
+            return self.base_layer(x, *args, **kwargs)
+        P, Q, _ = self._trained_factors(rows.basis)
+        R, scale = rows.cores.index_select(0, rows.slots), self.frozencore_scale[rows.basis]
+        if not args and not kwargs and is_plain(self.base_layer, x, P):
+            return adapted_linear(x, self.base_layer, P, Q, R, scale)
+        result = self.base_layer(x, *args, **kwargs)
+        return result + core_output(self._cast_input_dtype(x, Q.dtype), P, Q, R, scale).to(result.dtype)
 
     def _check_forward_args(self, x: Tensor, adapter_names: list[str]) -> None:
         if len(x) != len(adapter_names):

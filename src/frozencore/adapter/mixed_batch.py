@@ -1,18 +1,21 @@
 """One batch, several adapters: each row goes through the adapter that ``adapter_names`` gives it.
 
-PEFT hands the names to the tuner and drops them before the model runs; forward hooks carry them to the layers.
+Where the named adapters share a basis, each layer reads P and Q once and multiplies every row with its own core, also
+in training. Otherwise each adapter computes its rows by itself. PEFT hands the names to the tuner and
+drops them before the model runs; forward hooks carry them to the layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 from peft.utils import AuxiliaryTrainingWrapper
 from torch import nn
 
-from frozencore.adapter.layer import FrozenCoreLayer
+from frozencore.adapter.layer import FrozenCoreLayer, RowCores
 
 BASE_ROW = "__base__"  # PEFT's name for "no adapter"
 
@@ -26,26 +29,73 @@ def adapter_of_each_row(model: nn.Module, names: Sequence[str], *, num_beams: in
         num_beams: Rows are repeated that often behind the encoder, if there is one, else from the start.
 
     Raises:
-        ValueError: The model is in training mode, or no layer has an adapter of that name.
+        ValueError: No layer has an adapter of that name, one is merged, or the model is in training mode and the
+            adapters do not share a basis.
     """
-    if model.training:
-        raise ValueError("Cannot pass `adapter_names` when the model is in training mode. Call model.eval() first.")
     layers = [m for m in model.modules() if isinstance(m, FrozenCoreLayer | AuxiliaryTrainingWrapper)]
-    known = {name for layer in layers if isinstance(layer, FrozenCoreLayer) for name in layer.frozencore_R}
+    frozen = [layer for layer in layers if isinstance(layer, FrozenCoreLayer)]
+    known = {name for layer in frozen for name in layer.frozencore_R}
     unknown = sorted(set(names) - known - {BASE_ROW})
     if unknown:
         raise ValueError(
             f"Trying to infer with non-existing adapter(s): {', '.join(unknown)}. "
             f"The model has {', '.join(sorted(known))}, and {BASE_ROW} for the base model."
         )
+    wanted = [name for name in dict.fromkeys(names) if name != BASE_ROW]
+    together = all(_on_one_basis(layer, wanted) for layer in frozen)
+    if model.training and (not together or len(layers) > len(frozen)):
+        raise ValueError(
+            "Cannot pass `adapter_names` in training mode unless all of them share a basis and train nothing but cores. "
+            "Call model.eval() first, or load cores of one basis."
+        )
     of_each_beam = [name for name in names for _ in range(num_beams)]
     in_encoder = {id(module) for module in _encoder_modules(model)}
     with ExitStack() as undo:
         for layer in layers:
             names_here = list(names) if id(layer) in in_encoder else of_each_beam
-            handle = layer.register_forward_pre_hook(_passes_names(names_here), with_kwargs=True)
-            undo.callback(handle.remove)
+            if together and isinstance(layer, FrozenCoreLayer):
+                undo.enter_context(rows_through(layer, _row_cores(layer, wanted, names_here)))
+            else:
+                handle = layer.register_forward_pre_hook(_passes_names(names_here), with_kwargs=True)
+                undo.callback(handle.remove)
         yield
+
+
+@contextmanager
+def rows_through(layer: FrozenCoreLayer, rows: RowCores) -> Iterator[None]:
+    """Let a layer take the rows of every batch inside through their own cores instead of its active adapters.
+
+    Raises:
+        ValueError: An adapter is merged into its weight.
+    """
+    if layer.merged:
+        raise ValueError(
+            "Cannot pass `adapter_names` when there are merged adapters, please call `unmerge_adapter` first."
+        )
+    layer.row_cores = rows
+    try:
+        yield
+    finally:
+        layer.row_cores = None
+
+
+def _on_one_basis(layer: FrozenCoreLayer, names: Sequence[str]) -> bool:
+    here = [name for name in names if name in layer.frozencore_R]
+    kinds = {
+        (id(layer.frozencore_P[name]), id(layer.frozencore_Q[name]), layer.frozencore_scale[name]) for name in here
+    }
+    return len(kinds) <= 1
+
+
+def _row_cores(layer: FrozenCoreLayer, wanted: Sequence[str], names: Sequence[str]) -> RowCores:
+    """The cores of the named adapters behind one of zeros, for rows without an adapter in this layer."""
+    here = [name for name in wanted if name in layer.frozencore_R]
+    if not here:
+        return RowCores(None, torch.empty(0), torch.zeros(len(names), dtype=torch.int64))
+    cores = [layer.factors(name)[2] for name in here]
+    slot: Mapping[str, int] = {name: i for i, name in enumerate(here, start=1)}
+    slots = torch.tensor([slot.get(name, 0) for name in names], device=cores[0].device)
+    return RowCores(here[0], torch.stack([torch.zeros_like(cores[0]), *cores]), slots)
 
 
 def _passes_names(names: list[str]) -> Any:
