@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from frozencore.adapter.bank import CoreBank
 from frozencore.adapter.bases.calibrate import Calibration, calibrate
 from frozencore.adapter.bases.carried import get_bases, set_bases
 from frozencore.adapter.config import FrozenCoreConfig
@@ -40,6 +41,7 @@ __all__ = [
     "BasisOptions",
     "Calibration",
     "CalibrationOptions",
+    "CoreBank",
     "FrozenCoreConfig",
     "FrozenCoreError",
     "FrozenCoreModel",

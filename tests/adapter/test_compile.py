@@ -12,9 +12,10 @@ import pytest
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 
 from adapted import BATCHES, adapted, cores_of
-from frozencore import FrozenCoreModel, swap_core
+from frozencore import CoreBank, FrozenCoreModel, frozen_core_layers, swap_core
 from tiny import tiny_qwen2
 
 pytestmark = pytest.mark.usefixtures("as_a_user")  # type checks break the graph
@@ -104,3 +105,22 @@ def test_inductor_gives_eagers_numbers_to_rounding(tmp_path: Path) -> None:
     compiled = torch.compile(model, fullgraph=True)
     for one, other in zip(logits_and_gradients(model, compiled), logits_and_gradients(model, model), strict=True):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+
+
+def test_other_tenants_of_a_bank_need_no_new_graph() -> None:
+    model = adapted("fcca", trained=True).eval()
+    trained = {
+        name: layer.factors("default")[2].detach().clone()
+        for name, layer in frozen_core_layers(model, "default").items()
+    }
+    bank = CoreBank(model, 3)
+    bank.put("a", trained)
+    bank.put("b", {name: 2 * R for name, R in trained.items()})
+    counter = CompileCounter()
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    batch = {key: BATCHES[0][key] for key in ("input_ids", "attention_mask")}
+    for names in (["a", None, "b", "a"], ["b", "b", None, "a"]):
+        with torch.no_grad(), bank.rows(names):
+            torch.testing.assert_close(compiled(**batch).logits, model(**batch).logits, atol=1e-6, rtol=1e-5)
+        bank.put("b", {name: -R for name, R in trained.items()})
+    assert counter.frame_count == 1

@@ -164,7 +164,7 @@ class FrozenCoreLayer(BaseTunerLayer):
 
     def _trained_factors(self, adapter_name: str) -> tuple[Tensor, Tensor, Tensor]:
         if self.training and not self.frozencore_ready[adapter_name]:
-            self._require_basis(adapter_name)
+            self.require_basis(adapter_name)
         return self.factors(adapter_name)
 
     def _core_output(self, adapter_name: str, x: Tensor) -> Tensor:
@@ -173,7 +173,7 @@ class FrozenCoreLayer(BaseTunerLayer):
         return core_output(self._cast_input_dtype(x, Q.dtype), P, Q, R, self.frozencore_scale[adapter_name])
 
     @torch.compiler.assume_constant_result  # it looks at values, which would break a compiled graph
-    def _require_basis(self, adapter_name: str) -> None:
+    def require_basis(self, adapter_name: str) -> None:
         """A loaded basis is not zero; one that was never set is, and must not be trained."""
         if not bool(self.frozencore_P[adapter_name].any()):
             raise CalibrationError(

@@ -55,8 +55,8 @@ class FrozenCoreLinear(nn.Module, FrozenCoreLayer):
             )
         if rows.basis is None:
             return self.base_layer(x, *args, **kwargs)
-        P, Q, _ = self._trained_factors(rows.basis)
-        R, scale = rows.cores.index_select(0, rows.slots), self.frozencore_scale[rows.basis]
+        P, Q, own = self._trained_factors(rows.basis)
+        R, scale = rows.cores.index_select(0, rows.slots).to(own.dtype), self.frozencore_scale[rows.basis]
         if not args and not kwargs and is_plain(self.base_layer, x, P):
             return adapted_linear(x, self.base_layer, P, Q, R, scale)
         result = self.base_layer(x, *args, **kwargs)

@@ -45,11 +45,11 @@ def adapter_of_each_row(model: nn.Module, names: Sequence[str], *, num_beams: in
     together = all(_on_one_basis(layer, wanted) for layer in frozen)
     if model.training and (not together or len(layers) > len(frozen)):
         raise ValueError(
-            "Cannot pass `adapter_names` in training mode unless all of them share a basis and train nothing but cores. "
+            "Cannot pass `adapter_names` in training mode unless all share a basis and train nothing but cores. "
             "Call model.eval() first, or load cores of one basis."
         )
     of_each_beam = [name for name in names for _ in range(num_beams)]
-    in_encoder = {id(module) for module in _encoder_modules(model)}
+    in_encoder = {id(module) for module in encoder_modules(model)}
     with ExitStack() as undo:
         for layer in layers:
             names_here = list(names) if id(layer) in in_encoder else of_each_beam
@@ -102,7 +102,7 @@ def _passes_names(names: list[str]) -> Any:
     return lambda _, args, kwargs: (args, {**kwargs, "adapter_names": names})
 
 
-def _encoder_modules(model: Any) -> Iterator[nn.Module]:
+def encoder_modules(model: Any) -> Iterator[nn.Module]:
     """The modules of an encoder that runs once, before beams multiply the rows."""
     base = getattr(model, "model", model)
     if getattr(getattr(base, "config", None), "is_encoder_decoder", False):

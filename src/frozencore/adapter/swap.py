@@ -78,20 +78,54 @@ def prepare_swap(
     layers = frozen_core_layers(model, adapter_name)
     if not layers:
         raise ConfigError(f"swap_core needs a frozen-core adapter, but the model has none called {adapter_name!r}.")
-    new = _read_folder(source, layers, adapter_name) if isinstance(source, str | Path) else _read_state(source)
-    if new.keys() != layers.keys():
-        odd = sorted(new.keys() ^ layers.keys())
+    new = cores_of(source, layers, adapter_name)
+    bases, cores = [], []
+    for name, layer in layers.items():
+        P, Q, R = layer.factors(adapter_name)
+        bases.append((P, P._version, Q, Q._version))
+        cores.append(new[name].detach().to(R.device, R.dtype, copy=True))
+    return ReadyCore(adapter_name, tuple(layers.values()), tuple(bases), tuple(cores))
+
+
+def cores_of(
+    source: str | Path | Mapping[str, Tensor], layers: Mapping[str, FrozenCoreLayer], adapter_name: str
+) -> dict[str, Tensor]:
+    """R of each layer from a saved adapter, a state dict of PEFT's, or by layer name; on the basis of a loaded adapter.
+
+    Raises:
+        ConfigError: The loaded adapter is merged into the weights.
+        ArtifactError: Other layers, ranks, scales or bases, or trained modules besides cores.
+    """
+    for layer in layers.values():
+        if layer.merged:
+            raise ConfigError(
+                f"Layer {layer.name!r} has merged adapters. Call unmerge_adapter() before swapping cores."
+            )
+    if isinstance(source, Mapping) and source.keys() & layers.keys():
+        found = dict(source)
+        _require_same_layers(found, layers)
+        for name, layer in layers.items():
+            r = layer.rank(adapter_name)
+            if found[name].shape != (r, r) or not torch.isfinite(found[name]).all():
+                raise ArtifactError(
+                    f"The core of layer {name!r} is {r} x {r} and finite here, but one of shape "
+                    f"{tuple(found[name].shape)} came, or one with NaN or Inf."
+                )
+        return found
+    factors = _read_folder(source, layers, adapter_name) if isinstance(source, str | Path) else _read_state(source)
+    _require_same_layers(factors, layers)
+    for name, layer in layers.items():
+        _require_same_basis(layer, adapter_name, factors[name])
+    return {name: factors[name].R for name in layers}
+
+
+def _require_same_layers(came: Mapping[str, object], layers: Mapping[str, FrozenCoreLayer]) -> None:
+    if came.keys() != layers.keys():
+        odd = sorted(came.keys() ^ layers.keys())
         raise ArtifactError(
             f"Cores can be swapped between adapters of the same layers, but {odd[0]!r} ({len(odd)} in all) has a core "
             "on one side only. Load the adapter with model.load_adapter instead."
         )
-    bases, cores = [], []
-    for name, layer in layers.items():
-        _require_same_basis(layer, adapter_name, new[name])
-        P, Q, R = layer.factors(adapter_name)
-        bases.append((P, P._version, Q, Q._version))
-        cores.append(new[name].R.detach().to(R.device, R.dtype, copy=True))
-    return ReadyCore(adapter_name, tuple(layers.values()), tuple(bases), tuple(cores))
 
 
 def _read_folder(folder: str | Path, layers: Mapping[str, FrozenCoreLayer], adapter_name: str) -> dict[str, Factors]:
@@ -123,8 +157,6 @@ def _read_state(state: Mapping[str, Tensor]) -> dict[str, Factors]:
 
 def _require_same_basis(layer: FrozenCoreLayer, adapter_name: str, new: Factors) -> None:
     P, Q, _ = layer.factors(adapter_name)
-    if layer.merged:
-        raise ConfigError(f"Layer {layer.name!r} has merged adapters. Call unmerge_adapter() before swapping cores.")
     for mine, theirs in ((P, new.P), (Q, new.Q)):
         if mine.shape != theirs.shape or not torch.equal(mine, theirs.to(mine.device, mine.dtype)):
             raise ArtifactError(

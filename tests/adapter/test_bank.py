@@ -1,0 +1,206 @@
+"""The bank of cores against adapters that are loaded alone."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+
+from adapted import BATCHES, adapted, logits, train_at_random
+from frozencore import CoreBank
+from frozencore.adapter.model import frozen_core_layers
+from frozencore.errors import ArtifactError, ConfigError
+
+PROMPT = {key: BATCHES[0][key] for key in ("input_ids", "attention_mask")}
+ROWS = ["a", None, "b", "a"]
+Cores = dict[str, torch.Tensor]
+
+
+def trained_cores(model: PeftModel, seed: int) -> Cores:
+    """Cores as a tenant would train them; the model's own become these."""
+    train_at_random(model, "default", seed=seed)
+    return {name: layer.factors("default")[2].detach().clone() for name, layer in own_layers(model).items()}
+
+
+def own_layers(model: PeftModel):  # type: ignore[no-untyped-def]
+    return frozen_core_layers(model, "default")
+
+
+def with_core(model: PeftModel, cores: Cores | None) -> torch.Tensor:
+    """Logits of the whole batch with one core."""
+    with torch.no_grad():
+        for name, layer in own_layers(model).items():
+            R = layer.factors("default")[2]
+            R.copy_(cores[name]) if cores else R.zero_()
+    return logits(model)
+
+
+@pytest.fixture
+def model() -> PeftModel:
+    return adapted("fcca").eval()
+
+
+@pytest.fixture
+def tenants(model: PeftModel) -> dict[str, Cores]:
+    return {name: trained_cores(model, seed) for seed, name in enumerate(("a", "b", "c"))}
+
+
+def filled(model: PeftModel, tenants: dict[str, Cores], capacity: int = 4) -> CoreBank:
+    bank = CoreBank(model, capacity)
+    for name, cores in tenants.items():
+        bank.put(name, cores)
+    return bank
+
+
+def test_each_row_is_its_tenants_own(model: PeftModel, tenants: dict[str, Cores]) -> None:
+    bank = filled(model, tenants)
+    with bank.rows(ROWS):
+        mixed = logits(model)
+    for row, name in enumerate(ROWS):
+        alone = with_core(model, tenants[name] if name else None)
+        torch.testing.assert_close(mixed[row], alone[row], rtol=1e-5, atol=1e-5)
+
+
+def test_after_the_batch_the_active_adapter_is_back(model: PeftModel, tenants: dict[str, Cores]) -> None:
+    before = logits(model)
+    with filled(model, tenants).rows(ROWS):
+        pass
+    assert torch.equal(logits(model), before)
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_generation_and_beams_keep_the_rows_apart(num_beams: int, model: PeftModel, tenants: dict[str, Cores]) -> None:
+    options = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "num_beams": num_beams}
+    bank = filled(model, tenants)
+    with bank.rows(ROWS, num_beams=num_beams):
+        mixed = model.generate(**PROMPT, **options)
+    for name in ("a", "b"):
+        with_core(model, tenants[name])
+        rows = [row for row, own in enumerate(ROWS) if own == name]
+        assert torch.equal(model.generate(**PROMPT, **options)[rows], mixed[rows])
+
+
+def test_a_saved_adapter_a_state_dict_and_cores_by_layer_are_the_same(
+    model: PeftModel, tenants: dict[str, Cores], tmp_path: Path
+) -> None:
+    from peft import get_peft_model_state_dict
+
+    with_core(model, tenants["b"])
+    model.save_pretrained(str(tmp_path))
+    bank = CoreBank(model, 3)
+    for name, source in (("folder", tmp_path), ("state", get_peft_model_state_dict(model)), ("cores", tenants["b"])):
+        bank.put(name, source)
+    for name in bank:
+        assert all(torch.equal(core, tenants["b"][layer]) for layer, core in bank.get(name).items())
+
+
+def test_a_core_is_replaced_evicted_and_its_slot_used_again(model: PeftModel, tenants: dict[str, Cores]) -> None:
+    bank = filled(model, {"a": tenants["a"], "b": tenants["b"]}, capacity=2)
+    bank.put("a", tenants["c"])
+    assert all(torch.equal(core, tenants["c"][layer]) for layer, core in bank.get("a").items())
+    bank.evict("b")
+    assert ("b" in bank, len(bank)) == (False, 1)
+    bank.put("d", tenants["b"])
+    assert sorted(bank) == ["a", "d"]
+
+
+def test_nothing_is_allocated_after_the_bank_is_made(model: PeftModel, tenants: dict[str, Cores]) -> None:
+    bank = filled(model, tenants)
+    before = {name: cores.data_ptr() for name, cores in bank._cores.items()}
+    with bank.rows(ROWS):
+        first = [layer.row_cores for layer in own_layers(model).values()]
+    bank.evict("b")
+    bank.put("e", tenants["a"])
+    with bank.rows(["e", "c", None, None]):
+        assert all(layer.row_cores is rows for layer, rows in zip(own_layers(model).values(), first, strict=True))
+    assert {name: cores.data_ptr() for name, cores in bank._cores.items()} == before
+
+
+def test_a_batch_that_runs_keeps_the_cores_it_began_with(model: PeftModel, tenants: dict[str, Cores]) -> None:
+    bank = filled(model, {"a": tenants["a"]}, capacity=2)
+    with bank.rows(["a"] * 4):
+        bank.put("a", tenants["b"])
+        inside = logits(model)
+        with pytest.raises(ConfigError, match=r"The bank is full: it holds 1 of 2 cores"):
+            bank.put("c", tenants["c"])  # the old slot of "a" is still in use
+    assert torch.equal(inside, _rows(model, bank, tenants["a"]))
+    with bank.rows(["a"] * 4):
+        after = logits(model)
+    assert torch.equal(after, _rows(model, bank, tenants["b"]))
+    bank.put("c", tenants["c"])
+
+
+def _rows(model: PeftModel, bank: CoreBank, cores: Cores) -> torch.Tensor:
+    fresh = CoreBank(model, 1)
+    fresh.put("x", cores)
+    with fresh.rows(["x"] * 4):
+        return logits(model)
+
+
+def test_threads_put_and_evict_while_batches_run(model: PeftModel, tenants: dict[str, Cores]) -> None:
+    bank = filled(model, {"a": tenants["a"]}, capacity=6)
+    wanted = _rows(model, bank, tenants["a"])
+    failures: list[BaseException] = []
+
+    def change(number: int) -> None:
+        try:
+            for _ in range(40):
+                bank.put(f"other-{number}", tenants["bc"[number % 2]])
+                bank.evict(f"other-{number}")
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=change, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for _ in range(5):
+        with bank.rows(["a"] * 4):
+            assert torch.equal(logits(model), wanted)
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert list(bank) == ["a"]
+
+
+def test_cores_in_16_bits_take_half_the_memory_and_multiply_in_float32(
+    model: PeftModel, tenants: dict[str, Cores]
+) -> None:
+    full, half = CoreBank(model, 8), CoreBank(model, 8, dtype=torch.bfloat16)
+    sizes = [sum(values.nbytes for values in bank._values.values()) for bank in (full, half)]
+    assert sizes[0] == 2 * sizes[1] == 9 * 4 * sum(len(R) ** 2 for R in tenants["a"].values())
+    half.put("a", tenants["a"])
+    rounded = {name: R.bfloat16().float() for name, R in tenants["a"].items()}
+    with half.rows(["a"] * 4):
+        torch.testing.assert_close(logits(model), with_core(model, rounded), rtol=1e-5, atol=1e-5)
+
+
+def test_what_cannot_be_put_is_one_line_and_leaves_the_bank_as_it_was(
+    model: PeftModel, tenants: dict[str, Cores], tmp_path: Path
+) -> None:
+    bank = filled(model, {"a": tenants["a"]}, capacity=1)
+    other = adapted("random", trained=True)
+    other.save_pretrained(str(tmp_path / "other"))
+    narrow = {name: R[:1, :1] for name, R in tenants["a"].items()}
+    sick = {name: R * float("nan") for name, R in tenants["a"].items()}
+    some = dict(list(tenants["a"].items())[:-1])
+    for source, message in (
+        (tmp_path / "other", "basis only"), (narrow, "shape"), (sick, "NaN"), (some, "on one side only"),
+    ):  # fmt: skip
+        with pytest.raises(ArtifactError, match=message):
+            bank.put("a", source)
+    with pytest.raises(ConfigError, match="full: it holds 1 of 1"):
+        bank.put("b", tenants["b"])
+    with pytest.raises(ConfigError, match="no core 'b'"), bank.rows(["b"]):
+        pass
+    assert list(bank) == ["a"]
+    assert all(torch.equal(core, tenants["a"][layer]) for layer, core in bank.get("a").items())
+
+
+def test_a_bank_needs_a_basis_and_room() -> None:
+    with pytest.raises(ConfigError, match="at least one core"):
+        CoreBank(adapted("random"), 0)
+    with pytest.raises(ConfigError, match="none called 'other'"):
+        CoreBank(adapted("random"), 1, adapter_name="other")
