@@ -200,7 +200,8 @@ def _allocate(
     for name, layer in layers.items():
         R = layer.factors(adapter_name)[2]
         ranks.setdefault(R.device, []).append((name, len(R)))
-    values, cores = {}, {}
+    values: dict[torch.device, Tensor] = {}
+    cores: dict[str, Tensor] = {}
     for device, here in ranks.items():
         values[device] = torch.zeros(num_slots, sum(r * r for _, r in here), device=device, dtype=dtype)
         parts = values[device].split([r * r for _, r in here], dim=1)

@@ -167,9 +167,10 @@ class FrozenCoreLayer(BaseTunerLayer):
             self.require_basis(adapter_name)
         return self.factors(adapter_name)
 
-    def _core_output(self, adapter_name: str, x: Tensor) -> Tensor:
-        """``s·P R Qᵀ x`` for inputs (..., n)."""
+    def _core_output(self, adapter_name: str, x: Tensor, core: Tensor | None = None) -> Tensor:
+        """``s·P R Qᵀ x`` for inputs (..., n); with another core, or one for each row, on the adapter's basis."""
         P, Q, R = self._trained_factors(adapter_name)
+        R = R if core is None else core
         return core_output(self._cast_input_dtype(x, Q.dtype), P, Q, R, self.frozencore_scale[adapter_name])
 
     @torch.compiler.assume_constant_result  # it looks at values, which would break a compiled graph

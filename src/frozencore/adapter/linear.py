@@ -8,7 +8,7 @@ import torch
 from peft.utils import quantization_extra_repr
 from torch import Tensor, nn
 
-from frozencore.adapter.core_product import adapted_linear, core_output, is_plain
+from frozencore.adapter.core_product import adapted_linear, is_plain
 from frozencore.adapter.layer import FrozenCoreLayer, RowCores
 
 
@@ -56,11 +56,11 @@ class FrozenCoreLinear(nn.Module, FrozenCoreLayer):
         if rows.basis is None:
             return self.base_layer(x, *args, **kwargs)
         P, Q, own = self._trained_factors(rows.basis)
-        R, scale = rows.cores.index_select(0, rows.slots).to(own.dtype), self.frozencore_scale[rows.basis]
+        R = rows.cores.index_select(0, rows.slots).to(own.dtype)
         if not args and not kwargs and is_plain(self.base_layer, x, P):
-            return adapted_linear(x, self.base_layer, P, Q, R, scale)
+            return adapted_linear(x, self.base_layer, P, Q, R, self.frozencore_scale[rows.basis])
         result = self.base_layer(x, *args, **kwargs)
-        return result + core_output(self._cast_input_dtype(x, Q.dtype), P, Q, R, scale).to(result.dtype)
+        return result + self._core_output(rows.basis, x, R).to(result.dtype)
 
     def _check_forward_args(self, x: Tensor, adapter_names: list[str]) -> None:
         if len(x) != len(adapter_names):
