@@ -17,6 +17,10 @@ class DataError(FrozenCoreError, ValueError):
     """Rows are missing, malformed, unlabeled or too long."""
 
 
+class NoRowsError(DataError):
+    """The rows can be read, but none is left where one is needed."""
+
+
 class ModelError(FrozenCoreError):
     """A model or tokenizer cannot be found, read, or adapted."""
 

@@ -38,11 +38,11 @@ def plan_(
     data_root: DataRoot = None,
     model_path: ModelPath = None,
 ) -> None:
-    """Print the runs, their number, and what they are estimated to take; nothing is started."""
+    """Print the runs, where the searches' rows come from, and what it is estimated to take; nothing is started."""
     from frozencore.cli.campaign_lines import plan_lines, ready_ids, run_lines
 
     if ids:
-        sys.stdout.write("".join(f"{run_id}\n" for run_id in ready_ids(spec, output)))
+        sys.stdout.write("".join(f"{run_id}\n" for run_id in ready_ids(spec, output, data_root=data_root)))
         return
     for line in run_lines(spec, output) if runs else ():
         console.print(line, highlight=False, markup=False, soft_wrap=True)

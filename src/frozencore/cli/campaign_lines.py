@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,8 @@ from frozencore.cli.board import Board
 from frozencore.errors import ConfigError, TrainingError
 from frozencore.lab.campaign.crew import Crew, LocalCrew, OwnProcess
 from frozencore.lab.campaign.drive import Tally, drive, tally
-from frozencore.lab.campaign.plan import plan
+from frozencore.lab.campaign.plan import Planned, plan
+from frozencore.lab.campaign.search_rows import SearchRows, search_rows
 from frozencore.lab.campaign.shared import SharedWork, needs_of
 from frozencore.lab.campaign.spec import Campaign, read_campaign
 from frozencore.lab.campaign.store import Store
@@ -46,8 +47,8 @@ def run_campaign(
     """
     campaign = read_campaign(spec)
     store = Store(output or default_folder(campaign))
-    plan(campaign, store.outcome)  # every error of the specification shows before the folder is made
     place = Place(data_root, device, _by_location(campaign, models))
+    search_rows(_left(plan(campaign, store.outcome), store), place)  # every error shows before the folder is made
     store.require_own(campaign)
     crew = _crew(store, place, campaign, num_workers, device, ray_address)
     with closing(crew), Board(console, store) as board:
@@ -95,11 +96,12 @@ def run_one(
     return f"{run_id} finished: {store.runs / run_id}"
 
 
-def ready_ids(spec: Path, output: Path | None) -> list[str]:
+def ready_ids(spec: Path, output: Path | None, *, data_root: Path | None) -> list[str]:
     """Ids of the runs that could be made now, searches first; the folder is there for ``campaign one`` afterwards."""
     campaign = read_campaign(spec)
     store = Store(output or default_folder(campaign))
     runs = sorted(plan(campaign, store.outcome), key=lambda run: run.phase == "final")
+    search_rows(_left(runs, store), Place(data_root))
     store.open(campaign)
     ids = dict.fromkeys(run.job.id for run in runs if run.job)
     return [run_id for run_id in ids if store.outcome(run_id) is None]
@@ -141,7 +143,28 @@ def plan_lines(
         f"{standing.finished} finished, {standing.failed} failed, {standing.ready} ready, "
         f"{standing.waiting} wait for their search. Folder: {store.folder}"
     )
-    yield from estimate_lines(planned, store, Place(data_root, device, _by_location(campaign, models)))
+    place = Place(data_root, device, _by_location(campaign, models))
+    rows = search_rows(planned, place)
+    if rows:
+        yield _search_table(rows)
+    yield from (f"Rows of {found.task}: could not look. {found.unseen}" for found in rows if found.unseen)
+    yield from estimate_lines(planned, store, place)
+
+
+def _left(planned: Sequence[Planned], store: Store) -> Iterator[Planned]:
+    """The runs that have neither finished nor failed."""
+    return (run for run in planned if run.job is None or store.outcome(run.job.id) is None)
+
+
+def _search_table(rows: Sequence[SearchRows]) -> Table:
+    """Where each task's search is scored."""
+    table = Table(title="Rows of the searches", title_justify="left")
+    for heading in ("task", "trained on", "scored on", "which are", "studies"):
+        table.add_column(heading, justify="right" if heading in ("trained on", "scored on") else "left")
+    for found in rows:
+        counts = ("?", "?") if found.unseen else (str(found.trained), str(found.scored))
+        table.add_row(found.task, *counts, found.source or "could not look", ", ".join(found.studies))
+    return table
 
 
 def status_lines(folder: Path) -> Iterator[RenderableType]:

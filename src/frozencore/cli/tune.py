@@ -59,7 +59,11 @@ def tune(
     num_train: Annotated[int | None, typer.Option(help="Training rows. Default: the protocol's.")] = None,
     num_evaluation: Annotated[int | None, typer.Option(help="Evaluation rows. Default: the protocol's.")] = None,
     paper_steps: Annotated[
-        bool, typer.Option("--paper-steps", help="Train on all rows, as the paper; validation comes from elsewhere.")
+        bool,
+        typer.Option(
+            "--paper-steps",
+            help="Train on all rows, as the paper: where a task has no others, no tenth is held out to validate on.",
+        ),
     ] = False,
     max_length: MaxLength = None,
     truncate: Truncate = False,

@@ -21,8 +21,10 @@ from frozencore.lab.campaign.estimate import (
 )
 from frozencore.lab.campaign.job import make_job
 from frozencore.lab.campaign.plan import Outcome, choices, plan
+from frozencore.lab.campaign.results import load_results
 from frozencore.lab.campaign.shared import moments_key, needs_of
 from frozencore.lab.campaign.spec import Campaign, read_campaign
+from frozencore.lab.campaign.store import Store
 from frozencore.lab.campaign.worker import Place
 from small_campaign import write_spec
 
@@ -62,6 +64,33 @@ studies:
     runs = plan(read_campaign(write_spec(tmp_path, text)), unknown)
     assert len(runs) == 4
     assert len({run.job.id for run in runs if run.job}) == 3
+
+
+def test_a_task_calibrated_on_itself_is_the_plain_run_and_stands_under_its_axis_value(tmp_path: Path) -> None:
+    text = """
+name: mismatched
+models: {pocket: pocket}
+studies:
+  plain: {title: a, axes: {model: [pocket], task: [pocket-math], method: [fcca], seed: [42]}}
+  mismatch:
+    title: b
+    axes: {model: [pocket], task: [pocket-math], calibration_task: [pocket-math, pocket-sentiment], seed: [42]}
+    report: {columns: [calibration_task]}
+"""
+    campaign = read_campaign(write_spec(tmp_path, text))
+    plain, matched, other = (run.job for run in plan(campaign, unknown))
+    assert plain is not None
+    assert plain == matched
+    assert plain != other
+    store = Store(tmp_path / "out")
+    store.open(campaign)
+    with store.running(plain.id) as folder:
+        assert folder is not None
+        (folder / "result.json").write_text('{"accuracy": 0.25}')
+    found = {cell.axes["calibration_task"]: cell.record for cell in load_results(store.folder).studies[1].cells}
+    assert found["pocket-math"] is not None
+    assert found["pocket-math"]["accuracy"] == 0.25
+    assert found["pocket-sentiment"] is None
 
 
 def test_final_runs_wait_for_their_search_and_take_what_it_chose(campaign: Campaign) -> None:

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from frozencore.errors import DataError
+from frozencore.errors import NoRowsError
 from frozencore.lab.rows.prompts import PromptEncoder
 from frozencore.lab.run.config import RunConfig, make_config
 from frozencore.lab.run.rows import prepare_rows
+from small_task import write_task
 
 
 @pytest.fixture
@@ -24,10 +25,46 @@ def config_of(**options: Any) -> RunConfig:
     return make_config(**{"model": "any", "calibration_size": 5, **options})
 
 
-def test_a_task_that_is_trained_on_whole_leaves_no_row_to_validate_on_and_says_so(encoder: PromptEncoder) -> None:
-    whole = {"task": "pocket-sentiment", "paper_steps": True, "num_train": 10_000, "num_evaluation": 10_000}
-    with pytest.raises(DataError, match=r"'pocket-sentiment' leaves no validation rows\. Train on fewer"):
-        prepare_rows(config_of(**whole, evaluate_on="validation"), encoder)
+def counts(config: RunConfig, encoder: PromptEncoder) -> tuple[int, int, str]:
+    rows = prepare_rows(config, encoder)
+    return len(rows.train), len(rows.held_out), rows.validation_from
+
+
+def test_trials_hold_out_a_tenth_where_final_runs_train_on_all_rows(encoder: PromptEncoder, tmp_path: Path) -> None:
+    final = config_of(task=write_task(tmp_path, num_train=20), paper_steps=True)
+    trial = final.model_copy(update={"evaluate_on": "validation"})
+    assert counts(final, encoder) == (20, 3, "none")
+    assert counts(trial, encoder) == (18, 2, "10% of train")
+    plain = trial.model_copy(update={"paper_steps": False})
+    assert prepare_rows(trial, encoder).fingerprints() == prepare_rows(plain, encoder).fingerprints()
+
+
+def test_a_task_without_a_row_to_validate_on_says_so(encoder: PromptEncoder, tmp_path: Path) -> None:
+    one_row = config_of(task=write_task(tmp_path, num_train=1), evaluate_on="validation")
+    with pytest.raises(NoRowsError, match=r"leaves no validation rows beside its 1 to train on\. Give it more"):
+        prepare_rows(one_row, encoder)
+
+
+def test_own_rows_to_validate_on_are_neither_trained_on_nor_evaluated(encoder: PromptEncoder, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"text": f"Tom has {i} cats."}) + "\n" for i in range(50)))
+    final = prepare_rows(config_of(data=path), encoder)
+    trial = prepare_rows(config_of(data=path, evaluate_on="validation"), encoder)
+    evaluated, trained, scored = ({row.id for row in rows} for rows in (final.held_out, trial.train, trial.held_out))
+    assert (len(evaluated), len(trained), len(scored)) == (5, 41, 4)
+    assert evaluated | trained | scored == {row.id for row in (*final.train, *final.held_out)}
+    assert (final.validation_from, trial.validation_from) == ("none", "10% of train")
+
+
+@pytest.mark.parametrize("evaluate_on", ["evaluation", "validation"])
+def test_another_tasks_rows_are_those_that_its_own_run_calibrates_on(
+    evaluate_on: str, encoder: PromptEncoder, tmp_path: Path
+) -> None:
+    sums = write_task(tmp_path, num_train=20)
+    same = {"paper_steps": True, "evaluate_on": evaluate_on, "calibration_size": 16}
+    own = prepare_rows(config_of(task=sums, **same), encoder)
+    across = prepare_rows(config_of(task="pocket-sentiment", calibration_task=sums, num_train=8, **same), encoder)
+    assert across.calibration == own.calibration
 
 
 def test_rows_of_another_task_calibrate_and_only_calibrate(encoder: PromptEncoder, tmp_path: Path) -> None:

@@ -63,13 +63,25 @@ def test_without_either_a_tenth_of_train_is_held_out() -> None:
     assert splits.validation_from == "10% of train"
 
 
-def test_paper_steps_train_on_all_rows_and_validate_elsewhere_or_nowhere() -> None:
-    splits = split_task(task(train=texts("t", 20), evaluation=texts("e", 9)), paper_steps=True)
-    assert (len(splits.train), len(splits.validation)) == (20, 4)
-    assert splits.validation_from == "unused evaluation rows"
-    assert not set(ids(splits.validation)) & set(ids(splits.evaluation))
-    splits = split_task(task(train=texts("t", 20), evaluation=texts("e", 5)), paper_steps=True)
+def test_who_trains_on_all_rows_validates_elsewhere_or_nowhere() -> None:
+    official = task(train=texts("t", 20), evaluation=texts("e", 9), validation=texts("v", 3))
+    splits = split_task(official, train_on_all=True)
+    assert (len(splits.train), len(splits.validation), splits.validation_from) == (20, 3, "official validation")
+    splits = split_task(task(train=texts("t", 20), evaluation=texts("e", 9)), train_on_all=True)
     assert (len(splits.train), splits.validation, splits.validation_from) == (20, (), "none")
+
+
+def test_the_tenth_that_is_held_out_reads_like_nothing_that_is_trained_on() -> None:
+    splits = split_task(task(train=[*texts("t", 10), *texts("T.", 10)], evaluation=texts("e", 9)))
+    assert splits.validation_from == "10% of train"
+    validated = {normalised_text(example) for example in splits.validation}
+    assert not validated & {normalised_text(example) for example in splits.train}
+
+
+@pytest.mark.parametrize("train", [["t"], ["t", "T!"]])
+def test_rows_that_cannot_be_divided_are_all_trained_on(train: list[str]) -> None:
+    splits = split_task(task(train=train, evaluation=texts("e", 9)))
+    assert (len(splits.train), splits.validation, splits.validation_from) == (len(train), (), "none")
 
 
 def test_no_evaluated_text_is_trained_on_however_it_is_spelled() -> None:
@@ -130,7 +142,7 @@ def test_real_splits_have_the_protocols_sizes(name: str, shared_data: Path) -> N
     splits = split_task(real, shared_data)
     assert len(splits.evaluation) == real.num_evaluation
     assert len(splits.train) == REAL_TRAIN[name]
-    assert len(split_task(real, shared_data, paper_steps=True).train) == real.num_train
+    assert len(split_task(real, shared_data, train_on_all=True).train) == real.num_train
     evaluated = {normalised_text(example) for example in splits.evaluation}
     assert not evaluated & {normalised_text(example) for example in splits.train + splits.validation}
 

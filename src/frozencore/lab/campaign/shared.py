@@ -22,6 +22,7 @@ from frozencore.lab.run.calibrating import collect_for
 from frozencore.lab.run.config import RunConfig, Targets
 from frozencore.lab.run.execute import Adapted, adapt_from_data
 from frozencore.lab.run.methods import add_method, core_config, moments_needed
+from frozencore.lab.run.rows import RunRows
 from frozencore.maths.moments import LayerMoments, MomentName
 from frozencore.whole_file import remove_left, whole_file
 
@@ -38,11 +39,20 @@ Needs = Mapping[str, frozenset[MomentName]]
 
 
 def moments_key(config: RunConfig) -> str:
-    """Names the moments that a run calibrates on."""
+    """Names the moments that runs share as far as options tell; see :func:`moments_file`."""
     values = config.model_dump(mode="json", include=set(_DECIDES_MOMENTS))
     if config.calibration_task is not None:  # its rows do not depend on the task that is learned
         values |= {"task": config.calibration_task, "data": None, "num_train": None, "num_evaluation": None}
     return fingerprint_options({name: values[name] for name in values if name != "calibration_task"})[:16]
+
+
+def moments_file(config: RunConfig, rows: RunRows) -> str:
+    """Names the file of a run's moments, by the rows that it calibrates on.
+
+    A trial draws them from fewer rows than a final run that trains on all, where its validation rows are a part of
+    those; elsewhere both draw the same ones and share the file.
+    """
+    return f"{moments_key(config)}-{rows.fingerprints()['calibration'][:16]}.safetensors"
 
 
 def needs_of(jobs: Iterable[Job]) -> Needs:
@@ -85,12 +95,11 @@ class SharedWork:
 
     def moments(self, config: RunConfig, model: PeftModel, bench: Bench, stages: Stages) -> dict[str, LayerMoments]:
         """The moments of a run's calibration rows: from the file, or collected for all runs that want them."""
-        key = moments_key(config)
-        needs = self.needs.get(key, frozenset()) | moments_needed(config)
-        file = self.store.shared / "moments" / f"{key}.safetensors"
+        needs = self.needs.get(moments_key(config), frozenset()) | moments_needed(config)
+        file = self.store.shared / "moments" / moments_file(config, bench.rows)
         batches = calibration_batches(bench.rows, bench.encoder.pad_id)
         fingerprint = MomentsFingerprint.of(model, batches, config.calibration_options)
-        with self.store.locked(f"moments-{key}"):
+        with self.store.locked(f"moments-{file.stem}"):
             if file.exists():
                 there = load_moments(file, fingerprint)
                 has = frozenset(next(iter(there.values())).names())

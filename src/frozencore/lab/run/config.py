@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from frozencore.calibration.budget import memory_bytes
 from frozencore.calibration.options import CalibrationOptions, FisherLabels, Tokens, Weighting
@@ -69,13 +69,15 @@ class RunConfig(_Strict):
         data_root: Folder that holds the task's data set under its hub id; the hub otherwise.
         method: A basis constructor, or ``lora``, ``dora``, ``pissa``.
         memory_budget: What calibration may take beyond a forward and backward pass, ``"8GiB"`` for instance.
-        calibration_task: Task that the calibration rows are of, where it is not the one to learn.
+        calibration_task: Task that the calibration rows are of, where it is not the one to learn; the latter's own
+            name is the same as None.
         targets: Module names or ``"all-linear"``; None is the model's attention projections.
         learning_rate: None is 5e-3 for cores and each baseline's own rate.
         epochs: None is the task's number, or 1 for own data.
         max_length: Tokens of a row; None is 512 or the model's context, whichever is less.
         evaluate_on: ``validation`` scores on the held-out validation rows instead, to choose options with.
-        paper_steps: Train on all rows even where none are left for validation, as the paper's step counts imply.
+        paper_steps: A run that is evaluated trains on all rows even where none are left for validation, as the paper's
+            step counts imply; one that is scored on validation rows has them held out as ever.
         num_train, num_evaluation: None are the task's sizes; own data holds out a tenth, at most 500 rows.
     """
 
@@ -106,6 +108,12 @@ class RunConfig(_Strict):
     paper_steps: bool = False
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = "auto"
+
+    @field_validator("calibration_task")
+    @classmethod
+    def _is_another(cls, name: str | None, before: ValidationInfo) -> str | None:
+        """A task calibrated on itself is the plain run, of the same id."""
+        return None if name == before.data.get("task") else name
 
     @model_validator(mode="after")
     def _names_are_known(self) -> RunConfig:

@@ -18,6 +18,7 @@ from frozencore.lab.run.accounting import FLOAT32_BYTES, peak_memory_bytes, trai
 from frozencore.lab.run.bench import Bench, Score
 from frozencore.lab.run.config import RunConfig
 from frozencore.lab.run.provenance import provenance
+from frozencore.lab.run.rows import RunRows
 from frozencore.lab.training.recipe import TrainingReport
 
 RECORD_FORMAT = 1
@@ -61,6 +62,7 @@ def make_record(
         "task": config.task,
         "method": config.method,
         "seed": config.seed,
+        "rows": _rows(config, bench.rows),
         **_scores(bench.before, outcome.score),
         **{name: resources[name] for name in ("trainable_parameters", "adapter_bytes", "calibration_s")},
         "training_s": report.time_s,
@@ -89,6 +91,16 @@ def calibrated_on(config: RunConfig, bench: Bench, calibration: Calibration | No
     source = config.task or (config.data.name if config.data else "rows of the user")
     num_tokens = next(iter(calibration.layers.values())).num_tokens
     return f"{len(bench.rows.calibration)} rows of {source}, {num_tokens:,} tokens"
+
+
+def _rows(config: RunConfig, rows: RunRows) -> dict[str, Any]:
+    """How many rows were trained and scored on, and which."""
+    return {
+        "trained": len(rows.train),
+        "scored": len(rows.held_out),
+        "scored_on": config.evaluate_on,
+        "validation_from": rows.validation_from,
+    }
 
 
 def _scores(before: Score, after: Score) -> Mapping[str, Any]:

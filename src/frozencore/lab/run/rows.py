@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from frozencore.errors import DataError
+from frozencore.errors import NoRowsError
 from frozencore.fingerprint import fingerprint_options
 from frozencore.lab.rows.own_rows import read_rows
 from frozencore.lab.rows.prompts import PromptEncoder, TextRow, TokenRow
 from frozencore.lab.rows.suite import find_task
 from frozencore.lab.run.config import RunConfig
-from frozencore.lab.tasks.splits import calibration_rows, normalised, split_task
+from frozencore.lab.tasks.splits import TaskSplits, ValidationSource, calibration_rows, normalised, split_task
 from frozencore.lab.tasks.task import Example, Task
 
 HELD_OUT_SHARE, HELD_OUT_MOST = 0.1, 500
@@ -26,7 +26,8 @@ class RunRows:
     Attributes:
         task, evaluation: None and empty for own data, which is scored by held-out loss alone.
         train, calibration, held_out: Token rows; calibration rows are drawn by the run's seed from the training rows,
-            of ``calibration_task`` where one is named.
+            of ``calibration_task`` where one is named. The held-out ones are scored.
+        validation_from: Where rows to validate on come from, whether or not they are the scored ones.
     """
 
     task: Task | None
@@ -34,6 +35,7 @@ class RunRows:
     train: list[TokenRow]
     calibration: list[TokenRow]
     held_out: list[TokenRow]
+    validation_from: ValidationSource
 
     def fingerprints(self) -> dict[str, str]:
         """A hash of each set of rows."""
@@ -53,24 +55,47 @@ def prepare_rows(config: RunConfig, encoder: PromptEncoder) -> RunRows:
     return _own_rows(config, config.data, encoder)
 
 
-def _task_rows(config: RunConfig, task: Task, encoder: PromptEncoder) -> RunRows:
-    splits = split_task(
-        task,
+def task_splits(config: RunConfig) -> TaskSplits:
+    """The splits of the run's task. Who trains on all of it (``paper_steps``) does so only to be evaluated.
+
+    Raises:
+        DataError: The task's rows cannot be read.
+        NoRowsError: No row is left to train on, or to score on.
+    """
+    assert config.task is not None
+    splits = _splits_like(config, config.task, config.num_train, config.num_evaluation)
+    if config.evaluate_on == "validation" and not splits.validation:
+        raise NoRowsError(
+            f"Task {config.task!r} leaves no validation rows beside its {len(splits.train)} to train on. "
+            "Give it more rows, or leave out what is to be chosen on them."
+        )
+    return splits
+
+
+def _splits_like(
+    config: RunConfig, task: str, num_train: int | None = None, num_evaluation: int | None = None
+) -> TaskSplits:
+    return split_task(
+        find_task(task),
         config.data_root,
-        num_train=config.num_train,
-        num_evaluation=config.num_evaluation,
-        paper_steps=config.paper_steps,
+        num_train=num_train,
+        num_evaluation=num_evaluation,
+        train_on_all=config.paper_steps and config.evaluate_on == "evaluation",
     )
+
+
+def _task_rows(config: RunConfig, task: Task, encoder: PromptEncoder) -> RunRows:
+    splits = task_splits(config)
     evaluation = splits.evaluation if config.evaluate_on == "evaluation" else splits.validation
-    if not evaluation:
-        raise DataError(f"Task {task.name!r} leaves no validation rows. Train on fewer with --num-train.")
     train, held_out = (_tokens(examples, encoder) for examples in (splits.train, evaluation))
-    return RunRows(task, evaluation, train, _calibration_rows(config, splits.train, encoder), held_out)
+    calibration = _calibration_rows(config, splits.train, encoder)
+    return RunRows(task, evaluation, train, calibration, held_out, splits.validation_from)
 
 
 def _calibration_rows(config: RunConfig, train: Sequence[Example], encoder: PromptEncoder) -> list[TokenRow]:
+    """Of another task they are the rows that a run of that task would calibrate on."""
     if config.calibration_task is not None:
-        train = split_task(find_task(config.calibration_task), config.data_root).train
+        train = _splits_like(config, config.calibration_task).train
     return _tokens(calibration_rows(train, config.calibration_size, seed=config.seed), encoder)
 
 
@@ -80,17 +105,25 @@ def _tokens(examples: Sequence[Example], encoder: PromptEncoder) -> list[TokenRo
 
 def _own_rows(config: RunConfig, path: Path, encoder: PromptEncoder) -> RunRows:
     texts = read_rows(path, encoder)
-    wanted = config.num_evaluation or min(HELD_OUT_MOST, max(1, round(HELD_OUT_SHARE * len(texts))))
-    train, held_out = _hold_out(texts, wanted)
+    train, held_out = _hold_out(texts, config.num_evaluation or _share_of(texts))
+    validation_from: ValidationSource = "none"
+    if config.evaluate_on == "validation":
+        train, held_out = _hold_out(train, _share_of(train))
+        validation_from = "10% of train"
     if not train:
-        raise DataError(f"{path} needs rows to train on beside those held out, but its {len(texts)} rows read alike.")
+        raise NoRowsError(f"{path} needs rows to train on beside those held out, but its {len(texts)} rows read alike.")
     train = train[: config.num_train]
     if config.calibration_task is not None:
         calibrate = _calibration_rows(config, (), encoder)
     else:
         chosen = sorted(train, key=lambda row: _rank(row, config.seed + 1))[: config.calibration_size]
         calibrate = encoder.training_rows(chosen)
-    return RunRows(None, (), encoder.training_rows(train), calibrate, encoder.training_rows(held_out))
+    rows, scored = encoder.training_rows(train), encoder.training_rows(held_out)
+    return RunRows(None, (), rows, calibrate, scored, validation_from)
+
+
+def _share_of(rows: Sequence[TextRow]) -> int:
+    return min(HELD_OUT_MOST, max(1, round(HELD_OUT_SHARE * len(rows))))
 
 
 def _hold_out(texts: Sequence[TextRow], num_held_out: int) -> tuple[list[TextRow], list[TextRow]]:

@@ -9,18 +9,19 @@ from __future__ import annotations
 import hashlib
 import re
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Literal
 
-from frozencore.errors import ConfigError, DataError
+from frozencore.errors import ConfigError, NoRowsError
 from frozencore.lab.tasks.task import Example, Split, Task
 
 SPLIT_SEED = 0
 VALIDATION_SHARE = 0.1
 
-ValidationSource = Literal["unused train rows", "official validation", "unused evaluation rows", "10% of train", "none"]
+ValidationSource = Literal["unused train rows", "official validation", "10% of train", "none"]
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class TaskSplits:
 
     Attributes:
         validation_from: Where the validation rows come from; ``"none"`` when there are none.
-        num_leaked: Train rows set aside because their text is also an evaluation row.
+        num_leaked: Train rows passed over because their text is also an evaluation row.
     """
 
     train: tuple[Example, ...]
@@ -45,7 +46,7 @@ def split_task(
     *,
     num_train: int | None = None,
     num_evaluation: int | None = None,
-    paper_steps: bool = False,
+    train_on_all: bool = False,
     seed: int = SPLIT_SEED,
 ) -> TaskSplits:
     """Draw a task's rows by the protocol.
@@ -55,49 +56,48 @@ def split_task(
 
     Args:
         num_train, num_evaluation: Sizes other than the protocol's; a split that has fewer gives all it has.
-        paper_steps: Train on all ``num_train`` rows even if none are left (the paper's step counts); validation
-            then falls back to evaluation rows outside the evaluated subset, and to nothing.
+        train_on_all: Hold out no tenth: train on all ``num_train`` rows even where that leaves none to validate on.
         seed: Of the subsets. Results under different seeds are not comparable: leave it alone.
 
     Raises:
         ConfigError: A size is not positive.
-        DataError: From the task's source, or no row is left to train or evaluate on.
+        DataError: From the task's source.
+        NoRowsError: No row is left to train or evaluate on.
     """
     num_train = task.num_train if num_train is None else num_train
     num_evaluation = task.num_evaluation if num_evaluation is None else num_evaluation
     _require_positive(num_train=num_train, num_evaluation=num_evaluation)
 
-    official_evaluation = _draw(_examples(task, "evaluation", data_root), seed)
-    evaluation, unevaluated = official_evaluation[:num_evaluation], official_evaluation[num_evaluation:]
+    evaluation = list(islice(_drawn(task, "evaluation", data_root, seed), num_evaluation))
     evaluated_texts = {normalised_text(example) for example in evaluation}
 
-    official_train = _draw(_examples(task, "train", data_root), seed)
-    usable = _without(official_train, evaluated_texts)
-    train, unused = usable[:num_train], usable[num_train:]
+    leaked: list[Example] = []
+    usable = _without(_drawn(task, "train", data_root, seed), evaluated_texts, passed_over=leaked)
+    train = list(islice(usable, num_train))
     if not train or not evaluation:
-        raise DataError(
+        raise NoRowsError(
             f"Task {task.name!r} needs rows to train and to evaluate on, but has {len(train)} and {len(evaluation)} "
-            f"({len(official_train) - len(usable)} train rows are also evaluation rows)."
+            f"({len(leaked)} train rows are also evaluation rows)."
         )
 
     seen_texts = evaluated_texts | {normalised_text(example) for example in train}
-    validation = _without(unused, seen_texts)[:num_evaluation]
+    validation = list(islice(_without(usable, seen_texts), num_evaluation))
     source: ValidationSource = "unused train rows"
     if not validation:
-        official = _draw(_examples(task, "validation", data_root), seed)
-        validation, source = _without(official, seen_texts)[:num_evaluation], "official validation"
-    if not validation and paper_steps:
-        validation, source = _without(unevaluated, seen_texts)[:num_evaluation], "unused evaluation rows"
-    elif not validation:
+        official = _drawn(task, "validation", data_root, seed)
+        validation, source = list(islice(_without(official, seen_texts), num_evaluation)), "official validation"
+    if not validation and not train_on_all and len(train) > 1:
         held_out = max(1, round(VALIDATION_SHARE * len(train)))
-        validation, train, source = train[:held_out], train[held_out:], "10% of train"
+        rest = list(_without(train[held_out:], {normalised_text(example) for example in train[:held_out]}))
+        if rest:
+            validation, train, source = train[:held_out], rest, "10% of train"
 
     return TaskSplits(
         train=tuple(train),
         validation=tuple(validation),
         evaluation=tuple(evaluation),
         validation_from=source if validation else "none",
-        num_leaked=len(official_train) - len(usable),
+        num_leaked=len(leaked),
     )
 
 
@@ -108,19 +108,20 @@ def evaluation_rows(
 
     Raises:
         ConfigError: ``num_evaluation`` is not positive.
-        DataError: From the task's source, or it has no evaluation rows.
+        DataError: From the task's source.
+        NoRowsError: It has no evaluation rows.
     """
     num_evaluation = task.num_evaluation if num_evaluation is None else num_evaluation
     _require_positive(num_evaluation=num_evaluation)
-    drawn = _draw(_examples(task, "evaluation", data_root), seed)
+    drawn = tuple(islice(_drawn(task, "evaluation", data_root, seed), num_evaluation))
     if not drawn:
-        raise DataError(f"Task {task.name!r} needs rows to evaluate on, but has none.")
-    return tuple(drawn[:num_evaluation])
+        raise NoRowsError(f"Task {task.name!r} needs rows to evaluate on, but has none.")
+    return drawn
 
 
 def calibration_rows(train: Sequence[Example], num_rows: int, *, seed: int = SPLIT_SEED) -> tuple[Example, ...]:
     """Draw calibration rows from the training rows; all of them when there are fewer than asked for."""
-    return tuple(_draw(train, seed + 1)[:num_rows])
+    return tuple(sorted(train, key=lambda example: _rank(example.id, seed + 1))[:num_rows])
 
 
 def normalised_text(example: Example) -> str:
@@ -139,17 +140,23 @@ def _require_positive(**counts: int) -> None:
         raise ConfigError(f"Row counts must be positive, got {came}.")
 
 
-def _examples(task: Task, split: Split, data_root: Path | None) -> list[Example]:
+def _drawn(task: Task, split: Split, data_root: Path | None, seed: int) -> Iterator[Example]:
+    """The examples of a split in the order of their ids' hashes; a row is not read before it is asked for."""
     rows = task.source.rows(split, data_root)
-    return [task.to_example(row, f"{split}-{index}") for index, row in enumerate(rows)]
+    for index in sorted(range(len(rows)), key=lambda index: _rank(f"{split}-{index}", seed)):
+        yield task.to_example(rows[index], f"{split}-{index}")
 
 
-def _draw(examples: Sequence[Example], seed: int) -> list[Example]:
-    def rank(example: Example) -> bytes:
-        return hashlib.sha256(f"{seed}:{example.id}".encode()).digest()
-
-    return sorted(examples, key=rank)
+def _rank(row_id: str, seed: int) -> bytes:
+    return hashlib.sha256(f"{seed}:{row_id}".encode()).digest()
 
 
-def _without(examples: Sequence[Example], texts: set[str]) -> list[Example]:
-    return [example for example in examples if normalised_text(example) not in texts]
+def _without(
+    examples: Iterable[Example], texts: set[str], *, passed_over: list[Example] | None = None
+) -> Iterator[Example]:
+    """The examples that read like none of the texts; the others go into ``passed_over``."""
+    for example in examples:
+        if normalised_text(example) not in texts:
+            yield example
+        elif passed_over is not None:
+            passed_over.append(example)
