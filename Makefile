@@ -15,7 +15,7 @@ test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n 2
 
 test-slow: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -m slow tests conformance
+	$(BIN)/python -m pytest -m "slow or hypothesis" --hypothesis-profile search tests conformance
 
 # Lines and branches of the library that the fast tests run, with what they miss; below 95 % it fails.
 coverage: $(VENV)/.installed-dev

@@ -21,14 +21,17 @@ from typing import Any  # noqa: E402
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
+from hypothesis import settings  # noqa: E402
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors  # noqa: E402
 from torch import nn  # noqa: E402
 from transformers import PreTrainedTokenizerFast  # noqa: E402
 
 from places import SHARED  # noqa: E402
 from tiny import Example, draw_examples, tiny_gpt2, tiny_llama, tiny_qwen2  # noqa: E402
+from trials import FIXED  # noqa: E402
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+settings.load_profile(FIXED)
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<s>{{ m.role }}\n{{ m.content }}</s>\n{% endfor %}"

@@ -1,8 +1,13 @@
 """One family of errors. Each message says the rule, what came, and the way out."""
 
+from frozencore.one_line import one_line
+
 
 class FrozenCoreError(Exception):
-    """Whatever frozencore refuses. The command line prints its message as one line and exits non-zero."""
+    """Whatever frozencore refuses. Its message is one line that shows every character of what it quotes."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(one_line(message))
 
 
 class ConfigError(FrozenCoreError, ValueError):

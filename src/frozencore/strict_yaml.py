@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from frozencore.errors import ConfigError
+from frozencore.one_line import one_line
 
 
 class _Loader(yaml.SafeLoader):
@@ -78,7 +79,7 @@ def read_yaml(path: Path) -> Any:
         raise
     except (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError, OverflowError) as error:
         # PyYAML meets `!!bool maybe` with a KeyError, 2020-13-45 with a ValueError, and so on
-        raise ConfigError(f"{path} is not YAML in UTF-8: {' '.join(str(error).split())[:200]}") from error
+        raise ConfigError(f"{path} is not YAML in UTF-8: {one_line(error, 200)}") from error
 
 
 def line_of(path: Path, keys: Sequence[int | str]) -> int:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -17,6 +17,7 @@ from frozencore.calibration.options import CalibrationOptions
 from frozencore.maths.moments import MOMENT_NAMES
 from references import numpy_of
 from tiny import Example, batches_of, tiny_qwen2, with_positions
+from trials import tried
 
 EVERYTHING = frozenset(MOMENT_NAMES)
 ROUNDING = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 1e-5, torch.float16: 1e-5}
@@ -58,7 +59,7 @@ def masks(draw: st.DrawFn) -> Tensor:
     bias=st.booleans(),
     seed=st.integers(0, 2**32 - 1),
 )
-@settings(max_examples=300, deadline=None)
+@tried(2)
 def test_the_sums_of_any_layer_are_those_of_its_counted_tokens(
     mask: Tensor, m: int, n: int, dtype: torch.dtype, num_calls: int, bias: bool, seed: int
 ) -> None:
@@ -107,7 +108,7 @@ def examples(draw: st.DrawFn) -> Example:
     batch_size=st.integers(1, 5),
     group_size=st.sampled_from((3, 99)),
 )
-@settings(max_examples=60, deadline=None)
+@tried(0.5)
 def test_the_moments_of_any_model_and_padding_are_those_of_its_rows_alone(
     model: nn.Module, rows: list[Example], side: str, batch_size: int, group_size: int
 ) -> None:

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import references as ref
@@ -47,7 +47,6 @@ def test_a_dense_metric_is_not_shrunk_unless_asked() -> None:
     np.testing.assert_allclose(numpy_of(root), ref.power(expected, -0.5), rtol=1e-8, atol=1e-8 * float(root.max()))
 
 
-@settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 10_000), num_tokens=st.integers(1, 30), spread=st.floats(0, 4))
 def test_no_entry_of_t_exceeds_one_without_damping(seed: int, num_tokens: int, spread: float) -> None:
     """T_ij is an uncentred correlation: Cauchy-Schwarz."""

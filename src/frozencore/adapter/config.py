@@ -33,6 +33,7 @@ from frozencore.adapter.seal.integrity import (
 from frozencore.constructors import BasisOptions, Constructor, find_constructor
 from frozencore.errors import ArtifactError, ConfigError, FrozenCoreError
 from frozencore.maths.whitening import Whitening
+from frozencore.one_line import one_line
 
 
 class FrozenCoreType(str, Enum):  # noqa: UP042 - PEFT formats the type with str(), which StrEnum changes
@@ -181,7 +182,7 @@ class FrozenCoreConfig(PeftConfig):
         except (TypeError, AttributeError, KeyError, ValueError) as error:
             if isinstance(error, FrozenCoreError) or not ours:
                 raise
-            reason = " ".join(str(error).split())[:200]
+            reason = one_line(error, 200)
             raise ArtifactError(
                 f"{folder / CONFIG_FILE} holds a value of a wrong type ({reason}). Save or download it again."
             ) from error

@@ -9,6 +9,7 @@ from frozencore.adapter.config import FrozenCoreConfig, require_types
 from frozencore.adapter.seal.factors import Factors, layer_factors
 from frozencore.adapter.seal.integrity import CONFIG_FILE, PEFT_TYPE, WEIGHTS_FILE, read_config, read_folder
 from frozencore.errors import ArtifactError, FrozenCoreError
+from frozencore.one_line import one_line
 
 __all__ = ["CONFIG_FILE", "WEIGHTS_FILE", "Factors", "layer_factors", "read_adapter"]
 
@@ -22,7 +23,7 @@ def read_adapter(directory: str | Path) -> tuple[FrozenCoreConfig, dict[str, Fac
     directory = Path(directory)
     kind = read_config(directory).get("peft_type")
     if kind != PEFT_TYPE:
-        kind = " ".join(str(kind).split())[:40]
+        kind = one_line(kind, 40)
         raise ArtifactError(f"{directory} holds a {kind} adapter, not a frozen core. Read it with PEFT.")
     values, tensors = read_folder(directory)
     require_types(directory, values)

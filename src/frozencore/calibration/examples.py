@@ -12,6 +12,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from frozencore.calibration.collect import Batch, is_batch, take_examples
 from frozencore.errors import ConfigError, DataError
+from frozencore.one_line import one_line
 from frozencore.randomness import own_random_state
 
 Collator = Callable[[list[Any]], Batch]
@@ -46,7 +47,7 @@ class CollatedRows:
                 raise
             raise DataError(
                 f"calibrate needs tokenised rows, but these have {_keys(rows[0])} and the collator cannot read them "
-                f"({str(error).splitlines()[0]}). Tokenise them first, with 'input_ids' and 'labels'."
+                f"({one_line(error, 200)}). Tokenise them first, with 'input_ids' and 'labels'."
             ) from error
         return batch
 

@@ -18,6 +18,7 @@ from frozencore.errors import CalibrationError
 from frozencore.fingerprint import fingerprint_tensors
 from frozencore.maths.basis import Basis
 from frozencore.maths.moments import LayerMoments
+from frozencore.one_line import one_line
 from frozencore.out_of_memory import is_out_of_memory
 
 Shape = tuple[int, int]
@@ -181,7 +182,7 @@ def _together(collective: Callable[[], object]) -> None:
     try:
         collective()
     except RuntimeError as error:  # a peer is gone, or the group's timeout ran out
-        reason = str(error).splitlines()[0].partition(". ")[0]
+        reason = one_line(error).partition(". ")[0]
         raise CalibrationError(f"A rank died or stopped answering ({reason}). Start all ranks again.") from error
 
 

@@ -26,6 +26,7 @@ from frozencore.errors import ArtifactError
 from frozencore.fingerprint import fingerprint_batches, fingerprint_model, fingerprint_tensors
 from frozencore.maths.linalg import all_finite
 from frozencore.maths.moments import MOMENT_NAMES, LayerMoments
+from frozencore.one_line import one_line
 from frozencore.whole_file import whole_file
 
 FORMAT, KEY = 2, "frozencore-moments"
@@ -96,7 +97,7 @@ def load_moments(path: str | Path, expected: MomentsFingerprint | None = None) -
                 _require_same(path, fingerprint, asdict(expected))
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a mapping
     except (SafetensorError, KeyError, TypeError, ValueError, OSError, RecursionError, RuntimeError) as error:
-        reason = " ".join(str(error).split())[:200]
+        reason = one_line(error, 200)
         raise ArtifactError(f"The moments file {path} is damaged ({reason}). Calibrate again.") from error
     said = {"fingerprint": fingerprint, "num_tokens": num_tokens}
     if header.get("content_sha256") not in (None, _hash_of(said, tensors)):

@@ -13,6 +13,7 @@ from frozencore import __version__
 from frozencore.cli.console import console
 from frozencore.cli.verbs import add_verbs
 from frozencore.errors import FrozenCoreError
+from frozencore.one_line import one_line
 from frozencore.quiet import ignore_known_warnings
 
 INTERRUPTED, TERMINATED = 130, 143  # the exit status of Ctrl-C, and of SIGTERM
@@ -66,12 +67,13 @@ def main() -> None:
     except FrozenCoreError as error:
         if os.environ.get("FROZENCORE_DEBUG"):
             raise
-        sys.stderr.write(f"frozencore: {' '.join(str(error).split())}\n")
+        sys.stderr.write(f"frozencore: {error}\n")
         sys.exit(2)
     except OSError as error:
         if os.environ.get("FROZENCORE_DEBUG"):
             raise
-        sys.stderr.write(f"frozencore: {error.strerror or error}: {error.filename or ''}\n")
+        refused = one_line(f"{error.strerror or error}: {error.filename or ''}")
+        sys.stderr.write(f"frozencore: {refused}\n")
         sys.exit(2)
     except KeyboardInterrupt:
         _ended_early(INTERRUPTED)
@@ -85,7 +87,7 @@ def main() -> None:
         if os.environ.get("FROZENCORE_DEBUG") or not is_out_of_memory(error):
             raise
         sys.stderr.write(
-            f"frozencore: out of memory ({' '.join(str(error).split())[:200]}): use a smaller --batch-size or "
+            f"frozencore: out of memory ({one_line(error, 200)}): use a smaller --batch-size or "
             "--max-length, --memory-budget for the calibration, or --dtype bfloat16\n"
         )
         sys.exit(2)

@@ -9,6 +9,8 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from frozencore.one_line import one_line
+
 HEALTHY, WRONG, NOT_OURS = 0, 1, 2
 
 
@@ -28,11 +30,11 @@ def doctor(
             markup=False, highlight=False, soft_wrap=True,
         )  # fmt: skip
         raise typer.Exit(NOT_OURS)
-    table = Table(title=Text(f"{path}: {found.kind}"), title_justify="left")
+    table = Table(title=Text(one_line(f"{path}: {found.kind}")), title_justify="left")
     for heading in ("", "part", "found"):
         table.add_column(heading)
     for finding in found.findings:
         mark = Text("sound", style="green") if finding.sound else Text("wrong", style="red")
-        table.add_row(mark, Text(finding.part), Text(finding.found))
+        table.add_row(mark, Text(one_line(finding.part)), Text(one_line(finding.found)))
     context.obj.print(table)
     raise typer.Exit(HEALTHY if found.healthy else WRONG)

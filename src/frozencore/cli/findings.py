@@ -30,6 +30,7 @@ from frozencore.lab.campaign.results import load_results
 from frozencore.lab.campaign.store import INDEX, RECORD, Store
 from frozencore.lab.run.calibrating import MOMENTS_FILE
 from frozencore.lab.training.checkpoints import checkpoints, is_complete
+from frozencore.one_line import one_line
 
 ACCURACY_ROUNDING = 1e-9
 PREDICTIONS = "predictions.jsonl"
@@ -275,7 +276,7 @@ def _read_record(path: Path) -> Any:
 
 
 def _line(error: Exception) -> str:
-    return " ".join(str(error).split())
+    return one_line(error)
 
 
 _EXAMINERS: Mapping[str, Callable[[Path], Iterator[Finding]]] = {

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
@@ -370,7 +370,6 @@ def test_the_same_base_model_in_another_dtype_is_the_same(
 
 
 @given(st.lists(st.floats(-1e4, 1e4, width=32), min_size=8, max_size=8))
-@settings(max_examples=60, deadline=None)
 def test_no_rounding_between_two_dtypes_makes_another_base(values: list[float]) -> None:
     weight = torch.tensor(values)
     dtypes = (torch.float32, torch.bfloat16, torch.float16)

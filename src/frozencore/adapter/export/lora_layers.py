@@ -22,6 +22,7 @@ from transformers.pytorch_utils import Conv1D
 from frozencore.adapter.layer import layer_shape
 from frozencore.errors import ArtifactError, ModelError
 from frozencore.hub import safe_loading
+from frozencore.one_line import one_line
 
 PACKS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _SAME_SHAPE = {"k_proj": "v_proj", "v_proj": "k_proj", "gate_proj": "up_proj", "up_proj": "gate_proj"}
@@ -125,5 +126,5 @@ def _architecture(folder: str | Path) -> nn.Module:
         with torch.device("meta"):
             return getattr(transformers, (config.architectures or [""])[0])(config)
     except (OSError, ValueError, AttributeError) as error:
-        reason = " ".join(str(error).split())[:200]
+        reason = one_line(error, 200)
         raise ModelError(f"The base model {folder} cannot be read: {reason} Give its folder or hub id.") from error

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoTokenizer
 from frozencore.adapter.directory import read_adapter
 from frozencore.errors import ConfigError, FrozenCoreError, ModelError
 from frozencore.hub import safe_loading
+from frozencore.one_line import one_line
 from frozencore.whole_file import whole_folder
 
 _TOKENIZER = "tokenizer_config.json"
@@ -52,7 +53,7 @@ def export_merged(
         except FrozenCoreError:
             raise
         except Exception as error:  # PEFT raises a dozen kinds for names, shapes and options that fit no layer
-            reason = " ".join(str(error).split())[:200]
+            reason = one_line(error, 200)
             raise ModelError(
                 f"The adapter in {directory} does not fit the base model {base}: {reason} "
                 "Name the base model that it was trained on with base= (--base)."
@@ -77,7 +78,7 @@ def _load(base: str, dtype: str, safely: dict[str, bool]) -> Any:
             )
         return getattr(transformers, architecture).from_pretrained(base, dtype=dtype, **safely)
     except (OSError, ValueError, AttributeError) as error:
-        reason = " ".join(str(error).split())[:200]
+        reason = one_line(error, 200)
         raise ModelError(f"The base model {base} cannot be read: {reason} Give its folder or hub id.") from error
 
 

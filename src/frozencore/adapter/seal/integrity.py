@@ -31,6 +31,7 @@ from frozencore.errors import ArtifactError
 from frozencore.fingerprint import fingerprint_tensors
 from frozencore.maths.basis import ORTHONORMAL_COORDINATES, Basis
 from frozencore.maths.linalg import all_finite
+from frozencore.one_line import one_line
 
 CONFIG_FILE, WEIGHTS_FILE, PICKLE_FILE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 PEFT_TYPE = "FROZENCORE"
@@ -250,5 +251,5 @@ def _missing(directory: Path, name: str) -> str:
 
 
 def _damaged(directory: Path, error: Exception) -> ArtifactError:
-    reason = " ".join(str(error).split())[:200]
+    reason = one_line(error, 200)
     return ArtifactError(f"The adapter in {directory} is damaged ({reason}). Save or download it again.")

@@ -22,6 +22,7 @@ from frozencore.lab.campaign.job import Job
 from frozencore.lab.campaign.shared import Needs, SharedWork
 from frozencore.lab.campaign.store import SPECIFICATION, Store
 from frozencore.lab.campaign.worker import Place, Worker
+from frozencore.one_line import one_line
 from frozencore.quiet import ignore_known_warnings
 
 ANSWER_S = 5.0  # until a port that does not answer counts as unreachable; Ray alone would wait 70 s
@@ -190,5 +191,7 @@ def _require_answer(address: str) -> None:
 
 
 def _no_cluster(address: str, reason: str) -> str:
-    known = " ".join(reason.split())[:200]
-    return f"No Ray cluster answers at {address} ({known}). Start one with `ray start --head`, or give its HOST:PORT."
+    return (
+        f"No Ray cluster answers at {address} ({one_line(reason, 200)}). Start one with `ray start --head`, or give "
+        "its HOST:PORT."
+    )

@@ -24,6 +24,7 @@ from frozencore.lab.run.execute import Adapted, adapt_from_data, execute
 from frozencore.lab.run.loading import load_model
 from frozencore.lab.run.provenance import provenance
 from frozencore.lab.run.record import RECORD_FORMAT
+from frozencore.one_line import one_line
 from frozencore.out_of_memory import is_out_of_memory
 from frozencore.whole_file import write_json
 
@@ -77,12 +78,12 @@ class Worker:
             self._base = None  # it may hold half an adapter
             if _cannot_write(error):
                 raise ArtifactError(
-                    f"{self.store.folder} cannot be written: {_in_one_line(error)} Make room and give the same command "
+                    f"{self.store.folder} cannot be written: {_message(error)} Make room and give the same command "
                     "again: finished runs are kept."
                 ) from error
             failure = {
                 "reason": _reason(error),
-                "message": _in_one_line(error),
+                "message": _message(error),
                 "config": job.resolved,
                 "provenance": provenance(),
             }
@@ -170,5 +171,5 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
         cause = cause.__cause__ or cause.__context__
 
 
-def _in_one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+def _message(error: Exception) -> str:
+    return one_line(error) or type(error).__name__

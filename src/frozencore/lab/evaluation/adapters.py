@@ -12,6 +12,7 @@ from torch import nn
 
 from frozencore.adapter.seal.integrity import read_folder
 from frozencore.errors import ArtifactError
+from frozencore.one_line import one_line
 
 BASE = "base"
 
@@ -54,7 +55,7 @@ class AdapterStand:
         except ArtifactError:
             raise
         except Exception as error:  # PEFT and safetensors raise a dozen kinds for a folder that does not fit
-            reason = " ".join(str(error).split())[:200]
+            reason = one_line(error, 200)
             raise ArtifactError(f"--adapter {folder} does not go on this base model: {reason}") from error
         odd = [*found.missing_keys, *found.unexpected_keys]
         if odd:

@@ -165,7 +165,7 @@ def _score_subject(
             try:
                 summary, predictions = job.score(model, _told(stages, f"{subject}: {job.name}"))
             except DataError as error:
-                failed[job.name] = " ".join(str(error).split())
+                failed[job.name] = str(error)
                 continue
             write_lines(place / "predictions.jsonl", predictions)
             score = {"subject": subject, **summary, "identity": wanted}

@@ -52,7 +52,7 @@ def suite_jobs(
         try:
             examples = evaluation_rows(task, data_root, num_evaluation=num_evaluation)
         except DataError as error:
-            failed[task.name] = " ".join(str(error).split())
+            failed[task.name] = str(error)
         else:
             jobs.append(_suite_job(task, examples, encoder, length_normalised=length_normalised))
     return jobs, failed

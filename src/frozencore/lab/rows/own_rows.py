@@ -18,6 +18,7 @@ from frozencore.errors import DataError
 from frozencore.lab.rows.prompts import PromptEncoder, TextRow
 from frozencore.lab.tasks.fields import text_field
 from frozencore.lab.tasks.task import Example
+from frozencore.one_line import one_line
 
 Row = Mapping[str, Any]
 
@@ -79,7 +80,7 @@ def _read_parquet(path: Path) -> Sequence[Row]:
     try:
         rows: list[Row] = parquet.read_table(path).to_pylist()
     except (ArrowException, OSError, ValueError) as error:  # Thrift's are OSError, text that is no UTF-8 a ValueError
-        reason = " ".join(str(error).split())[:200]
+        reason = one_line(error, 200)
         raise DataError(f"{path} cannot be read as Parquet: {reason} Write it again.") from error
     return rows
 

@@ -11,6 +11,7 @@ from transformers.utils import logging
 from frozencore.errors import ConfigError, ModelError
 from frozencore.hub import safe_loading
 from frozencore.lab.pocket import POCKET_MODEL, pocket_model_path
+from frozencore.one_line import one_line
 
 
 def load_model(name: str, *, dtype: str = "auto", device: str = "auto") -> tuple[PreTrainedModel, Any]:
@@ -36,7 +37,7 @@ def load_model(name: str, *, dtype: str = "auto", device: str = "auto") -> tuple
         beside = {"local_files_only": safely["local_files_only"]}  # it looks for an adapter there
         model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, adapter_kwargs=beside, **safely)
     except Exception as error:  # transformers raises a dozen kinds for a folder that is not a model
-        reason = " ".join(str(error).split())[:200]
+        reason = one_line(error, 200)
         raise ModelError(
             f"--model {name} cannot be read as a causal language model with its tokenizer: {reason} "
             "Give a folder that save_pretrained wrote, or a hub id."
@@ -59,7 +60,7 @@ def load_config(name: str) -> PretrainedConfig:
     try:
         return AutoConfig.from_pretrained(name, **safely)
     except (OSError, ValueError) as error:
-        raise ModelError(f"--model {name} has no configuration: {' '.join(str(error).split())[:200]}") from error
+        raise ModelError(f"--model {name} has no configuration: {one_line(error, 200)}") from error
 
 
 def model_location(name: str) -> str:
@@ -78,7 +79,7 @@ def load_tokenizer(name: str) -> Any:
     try:
         return _tokenizer(name, safely)
     except (OSError, ValueError) as error:
-        reason = " ".join(str(error).split())[:200]
+        reason = one_line(error, 200)
         raise ModelError(
             f"--model {name} cannot be read as a tokenizer: {reason} "
             "Give a folder that save_pretrained wrote, or a hub id."

@@ -12,6 +12,7 @@ from typing import Any
 from frozencore.errors import DataError
 from frozencore.hub import hub_answers
 from frozencore.lab.tasks.task import Split
+from frozencore.one_line import one_line
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class HubDataset:
             with _no_bars(), _offline(offline):
                 return load_dataset(place, self.config, split=name, cache_dir=_cache_of(place, data_root))
         except Exception as error:  # datasets raises a dozen kinds, each for a state of the data that we only report
-            reason = " ".join(str(error).split())[:200]
+            reason = one_line(error, 200)
             raise DataError(
                 f"{self._title} could not be read from {'the hub or its cache' if data_root is None else place}: "
                 f"{reason} The way out: --data-root DIR with the same schema, or a network."

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from frozencore.errors import TrainingError
+from frozencore.one_line import one_line
 
 SEAL = "complete.json"
 
@@ -73,7 +74,7 @@ def _read_seal(folder: Path) -> dict[str, Any] | None:
 
 
 def _short(value: Any, longest: int = 12) -> str:
-    return " ".join(str(value).split())[:longest]
+    return one_line(value, longest)
 
 
 def _num_steps(folder: Path) -> int:

@@ -39,6 +39,7 @@ from frozencore.lab.training.trainer import (
     own_use_cache,
     without_dropout,
 )
+from frozencore.one_line import one_line
 from frozencore.progress import Progress
 from frozencore.randomness import own_random_state
 
@@ -244,7 +245,7 @@ def _disk_errors_told(checkpoint_dir: Path | None) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError, RuntimeError) as error:
-        reason = " ".join(str(error).split())[:200]
+        reason = one_line(error, 200)
         if checkpoint_dir is None or (isinstance(error, RuntimeError) and "PytorchStreamWriter" not in reason):
             raise
         raise TrainingError(

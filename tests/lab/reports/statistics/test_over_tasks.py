@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
@@ -28,7 +28,6 @@ DISTINCT = st.lists(st.integers(1, 1000), min_size=1, max_size=14, unique=True)
 
 
 @given(DISTINCT, st.randoms(use_true_random=False))
-@settings(max_examples=40, deadline=None)
 def test_wilcoxon_without_ties_is_scipys_exact_test(sizes, draw):
     signed = [float(size * draw.choice((-1, 1))) for size in sizes]
     found, theirs = signed_rank(signed), stats.wilcoxon(signed, method="exact")
@@ -37,7 +36,6 @@ def test_wilcoxon_without_ties_is_scipys_exact_test(sizes, draw):
 
 
 @given(st.lists(st.integers(-3, 3), min_size=1, max_size=10))
-@settings(max_examples=60, deadline=None)
 def test_wilcoxon_with_ties_and_zeros_counts_every_assignment_of_signs(values):
     nonzero = [abs(value) for value in values if value]
     observed = _rank_sum_distance(nonzero, [value > 0 for value in values if value])
@@ -82,7 +80,6 @@ def test_holm_is_the_textbooks_example():
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=8))
-@settings(deadline=None)
 def test_holm_keeps_order_and_lies_between_the_p_and_bonferroni(p_values):
     adjusted = [value for value in holm(p_values) if value is not None]
     by_p = [value for _, value in sorted(zip(p_values, adjusted, strict=True))]

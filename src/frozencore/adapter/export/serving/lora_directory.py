@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from frozencore.adapter.directory import CONFIG_FILE, WEIGHTS_FILE
 from frozencore.errors import ArtifactError
+from frozencore.one_line import one_line
 
 _SIDES = {
     ".lora_A.weight": "A", ".lora_B.weight": "B", ".lora_embedding_A": "A", ".lora_embedding_B": "B"
@@ -70,7 +71,7 @@ def read_lora_directory(directory: str | Path) -> LoraDirectory:
         with safe_open(directory / WEIGHTS_FILE, framework="pt") as file:
             tensors = {key: _facts(file.get_tensor(key)) for key in file.keys()}  # noqa: SIM118 - not a mapping
     except (ValueError, OSError, SafetensorError, RecursionError, RuntimeError) as error:
-        reason = " ".join(str(error).split())[:200]
+        reason = one_line(error, 200)
         raise ArtifactError(f"{directory} is damaged ({reason}). Save or download it again.") from error
     if not isinstance(config, dict):
         raise ArtifactError(f"{directory / CONFIG_FILE} holds no JSON object. Save or download it again.")

@@ -14,6 +14,7 @@ from torch import nn
 
 from frozencore.errors import ConfigError, DataError, ModelError
 from frozencore.lab.rows.prompts import PromptEncoder
+from frozencore.one_line import one_line
 from frozencore.randomness import own_random_state
 
 _FIRST_METRICS = ("acc", "exact_match", "f1")
@@ -80,7 +81,7 @@ def harness_score(
                 apply_chat_template=encoder.is_chat,
             )
         except (OSError, ValueError, KeyError, AssertionError) as error:
-            reason = " ".join(str(error).split())[:200]
+            reason = one_line(error, 200)
             raise DataError(f"The harness could not run {task!r}: {reason}") from error
     metrics = results["results"].get(task) or results["groups"][task]
     metric = _headline(metrics)

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from frozencore.lab.reports.sheets.sheet import Line, Sheet, SheetCell
+from frozencore.one_line import one_line
 
 LATEX = {
     "\\": r"\textbackslash{}", "{": r"\{", "}": r"\}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_",
@@ -45,7 +46,7 @@ def _markdown_cell(cell: SheetCell) -> str:
 
 
 def _markdown(text: str) -> str:
-    return MARKDOWN.sub(r"\\\1", " ".join(text.split()))
+    return MARKDOWN.sub(r"\\\1", one_line(text))
 
 
 def latex(sheet: Sheet) -> str:
@@ -77,7 +78,7 @@ def _latex_cell(cell: SheetCell) -> str:
 
 
 def _latex(text: str) -> str:
-    return "".join(LATEX.get(letter, letter) for letter in " ".join(text.split()))
+    return "".join(LATEX.get(letter, letter) for letter in one_line(text))
 
 
 def csv_text(sheet: Sheet) -> str:

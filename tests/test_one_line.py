@@ -1,0 +1,58 @@
+"""Whatever a message quotes, it is one line, and every character of it can be seen."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+import frozencore
+from frozencore import errors
+from frozencore.errors import FrozenCoreError
+from frozencore.one_line import one_line
+
+ERRORS = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, FrozenCoreError)]
+FAULTS = re.compile(r"""["'] ["']\.join\([^()]*(\([^()]*\))?[^()]*\.split\(\)\)|splitlines\(\)\[0\]""")
+
+
+@given(st.text())
+@example("a\r\nb\rc\u2028d\x85e\x1b[2Jf\u202eg\ud800h")
+def test_any_text_is_one_printable_line_and_stays_it(text: str) -> None:
+    line = one_line(text)
+    assert line.isprintable()
+    assert len(line.splitlines()) <= 1
+    assert one_line(line) == line
+
+
+@given(st.text(st.characters(exclude_categories=("C", "Z"))), st.text(" \t\n\xa0\u3000", min_size=1, max_size=3))
+def test_what_can_be_seen_stays_as_it_is_and_layout_is_one_space(word: str, layout: str) -> None:
+    assert one_line(f"{layout}{word}{layout}-{layout}") == f"{word} -".strip()
+
+
+@pytest.mark.parametrize("code", [*range(32), 127, 0x85, 0x9B, 0x200B, 0x2028, 0x202E, 0x2066, 0xFEFF, 0xD800])
+def test_a_character_that_no_screen_shows_stands_there_as_python_writes_it(code: int) -> None:
+    character = chr(code)
+    assert unicodedata.category(character) in {"Cc", "Cf", "Cs", "Zl"}
+    assert one_line(f"<{character}>") == ("< >" if character in "\t\n" else f"<{character!r:.8}>".replace("'", ""))
+
+
+def test_no_more_is_kept_than_was_asked_for() -> None:
+    assert one_line("ab\x1bcd", 4) == "ab\\x"
+    assert one_line(ValueError("two\nlines")) == "two lines"
+
+
+@pytest.mark.parametrize("kind", ERRORS)
+def test_every_error_of_ours_is_one_line_whatever_it_quotes(kind: type[FrozenCoreError]) -> None:
+    assert len(ERRORS) > 5
+    assert str(kind("No layer 'a\r', 'b\nc'.\x1b[31m")) == "No layer 'a\\r', 'b c'.\\x1b[31m"
+
+
+def test_the_source_has_no_other_way_to_put_a_text_on_one_line() -> None:
+    assert FAULTS.search('" ".join(str(error).split())')
+    assert FAULTS.search("' '.join(text.split())")
+    for path in Path(frozencore.__file__).parent.rglob("*.py"):
+        assert not FAULTS.search(path.read_text(encoding="utf-8")), path
