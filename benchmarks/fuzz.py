@@ -50,6 +50,7 @@ from frozencore.lab.reports.tables.task_means import read_task_means
 from frozencore.lab.rows.own_rows import read_file
 from frozencore.lab.rows.own_task import read_own_task
 from frozencore.lab.run.provenance import provenance
+from frozencore.lab.run.record import read_record
 from frozencore.lab.training.checkpoints import newest_complete_checkpoint, seal_checkpoint
 from frozencore.maths.moments import LayerMoments
 from frozencore.strict_yaml import read_yaml
@@ -74,9 +75,10 @@ studies:
     report: {reference: fcca}
 """
 RECORD = {
-    "format": 1, "config": {"task": "x"}, "method": "fcca", "task": "x", "accuracy": 0.5, "held_out_loss": 1.5,
-    "accuracy_before": 0.25, "hashes": {"model": "0" * 64}, "total_s": 2.0, "trainable_parameters": 8,
-    "calibration_s": 0.5, "training_s": 1.0, "peak_memory_bytes": 1000, "training": {"num_steps": 4, "losses": [2.0]},
+    "format": 1, "config": {"task": "x"}, "method": "fcca", "task": "x", "seed": 42, "accuracy": 0.5,
+    "accuracy_before": 0.25, "held_out_loss": 1.5, "held_out_loss_before": 2.5, "hashes": {"model": "0" * 64},
+    "total_s": 2.0, "trainable_parameters": 8, "calibration_s": 0.5, "training_s": 1.0, "peak_memory_bytes": 1000,
+    "training": {"num_steps": 4, "losses": [2.0]},
 }  # fmt: skip
 PREDICTIONS = """{"id": "a", "prediction": "1", "gold": "1", "correct": true}
 {"id": "b", "prediction": null, "gold": "2", "correct": false}
@@ -252,7 +254,7 @@ def make_targets(folder: Path) -> list[Target]:
 def _finish_campaign(folder: Path) -> str:
     """A campaign by its index in ``results``, and by its runs in ``driven``; the file of one of those."""
     campaign = read_campaign(folder / "campaign" / "a.yaml")
-    jobs = plan(campaign, lambda _: Outcome(RECORD))
+    jobs = plan(campaign, lambda _: Outcome(read_record(json.dumps(RECORD))))
     files = [f"runs/{run.job.id}/result.json" for run in jobs if run.job]
     for name in ("results", "driven"):
         write_json(folder / name / "campaign.json", campaign.model_dump(mode="json"))

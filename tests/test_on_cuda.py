@@ -72,10 +72,10 @@ def test_a_run_on_the_gpu_scores_as_on_the_cpu(method: str, task: str, tmp_path:
         pytest.skip("one method on each kind of task")
     records = {device: execute(run_on(device, method, task), tmp_path / device, _silent) for device in ("cpu", "cuda")}
     cpu, cuda = records["cpu"], records["cuda"]
-    assert cuda["held_out_loss_before"] == pytest.approx(cpu["held_out_loss_before"], abs=1e-4)
-    assert cuda["accuracy_before"] == cpu["accuracy_before"]
-    assert cuda["held_out_loss"] == pytest.approx(cpu["held_out_loss"], rel=0.05)
-    assert cuda["resources"]["trainable_parameters"] == cpu["resources"]["trainable_parameters"]
+    assert cuda.held_out_loss_before == pytest.approx(cpu.held_out_loss_before, abs=1e-4)
+    assert cuda.accuracy_before == cpu.accuracy_before
+    assert cuda.held_out_loss == pytest.approx(cpu.held_out_loss, rel=0.05)
+    assert cuda.trainable_parameters == cpu.trainable_parameters
 
 
 def run_on(device: str, method: str, task: str) -> RunConfig:

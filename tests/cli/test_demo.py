@@ -16,6 +16,7 @@ from frozencore.constructors import CONSTRUCTORS
 from frozencore.errors import ConfigError
 from frozencore.lab.pocket import POCKET_TASKS
 from frozencore.lab.reports.figures.demo import mean_accuracy
+from made_up import made_up_record
 
 TASKS, METHODS = ("pocket-sentiment", "pocket-math"), ("random", "lora")
 FEW = {"rank": 4, "calibration_size": 8, "epochs": 1, "num_train": 16, "num_evaluation": 10}
@@ -84,7 +85,7 @@ def test_a_terminal_sees_a_grid_of_stages_that_turn_into_accuracies() -> None:
     with demo._Board(console, cells) as board:
         board.show((TASKS[0], "lora"), "training", 3, 4)
         board.show((TASKS[1], "lora"), "loading", 0, None)
-        board.finish((TASKS[0], "random"), {"accuracy_before": 0.5, "accuracy": 0.75})
+        board.finish((TASKS[0], "random"), made_up_record({"task": TASKS[0]}, accuracy_before=0.5, accuracy=0.75))
         board.show((TASKS[0], "random"), "training", 1, 4)  # news that comes late changes nothing
         console.print(board._render())
     grid = printed.getvalue()

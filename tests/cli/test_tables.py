@@ -13,6 +13,8 @@ from frozencore.adapter.inspection import AngleReport, BasisReport, CaptureRepor
 from frozencore.cli.tables import inspection_table, run_summary, verdict
 from frozencore.lab.reports.sheets.render import rich_table
 from frozencore.lab.reports.sheets.sheet import Sheet, SheetCell, label
+from frozencore.lab.run.record import AccuracyDetails
+from made_up import made_up_record
 
 BASIS = BasisReport((8, 6), 2, 4, 112, 3e-8, 1.25, 2.5, 0.75)
 CAPTURE = CaptureReport(3.0, 0.4, 5.0, 0.9, (2.0, 1.5), 2, 7.0, 9.0)
@@ -55,19 +57,15 @@ def test_the_worst_layer_decides_what_is_said_of_orthonormality() -> None:
 def test_a_run_is_measured_by_the_majority_class_or_else_by_its_base(
     accuracy: float, majority: float | None, said: str
 ) -> None:
-    score = {"standard_error": 0.02, "majority_class": majority}
-    assert verdict({"accuracy": accuracy, "accuracy_before": 0.25, "score": score}) == said
+    assert verdict(accuracy, 0.25, AccuracyDetails(standard_error=0.02, majority_class=majority)) == said
 
 
 def test_a_run_on_ones_own_rows_shows_its_loss_and_no_verdict() -> None:
-    record = {
-        "method": "fcca", "task": None, "config": {"data": "rows.jsonl"}, "held_out_loss_before": 1.8,
-        "held_out_loss": 1.275, "trainable_parameters": 256, "calibration_s": 3.5, "training_s": 26.2,
-        "peak_memory_bytes": 2**30,
-    }  # fmt: skip
+    config = {"model": "somewhere/model", "data": "rows.jsonl"}
+    record = made_up_record({"task": None}, config=config, accuracy=..., accuracy_before=..., score=...)
     text = shown(run_summary(record))
     assert "fcca on rows.jsonl" in text
-    assert "1.800 │ 1.275" in text
+    assert f"1.800 │ {record.held_out_loss:.3f}" in text
     assert "accuracy" not in text
     assert "beat" not in text.lower()
 

@@ -90,7 +90,7 @@ def run_one(
         assert failure is not None
         assert failure.failure is not None
         raise TrainingError(
-            f"Run {run_id} failed ({failure.failure['reason']}): {failure.failure['message']} "
+            f"Run {run_id} failed ({failure.failure.reason}): {failure.failure.message} "
             f"Its log: {store.failed / run_id / 'log.txt'}"
         )
     return f"{run_id} finished: {store.runs / run_id}"
@@ -190,7 +190,7 @@ def failure_lines(campaign: Campaign, store: Store) -> Iterator[str]:
         if run.job and outcome and outcome.failure:
             axes = ", ".join(f"{name} {value}" for name, value in run.axes.items())
             yield (
-                f"{run.study} ({axes}), run {run.job.id}: {outcome.failure['reason']}: {outcome.failure['message']} "
+                f"{run.study} ({axes}), run {run.job.id}: {outcome.failure.reason}: {outcome.failure.message} "
                 f"Log: {store.failed / run.job.id / 'log.txt'}"
             )
 

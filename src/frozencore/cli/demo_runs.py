@@ -29,6 +29,7 @@ from frozencore.lab.pocket import POCKET_TASKS, pocket_model_path
 from frozencore.lab.reports.figures.demo import accuracy_figure, mean_accuracy
 from frozencore.lab.reports.pages.demo import write_page
 from frozencore.lab.run.config import RunConfig, make_config
+from frozencore.lab.run.record import TunedRecord
 from frozencore.whole_file import write_json
 
 DEMO_METHODS = (*CONSTRUCTORS, "lora")
@@ -86,15 +87,16 @@ def run_demo(out: Path, console: Console, *, num_workers: int | None = None, see
     return results
 
 
-def _result(record: Mapping[str, Any]) -> dict[str, Any]:
+def _result(record: TunedRecord) -> dict[str, Any]:
     """The line of ``results.json`` for one run."""
-    keys = (
+    assert record.score is not None  # the tasks of the demo have an accuracy
+    keys = {
         "task", "method", "seed", "trainable_parameters", "accuracy_before", "accuracy", "held_out_loss_before",
         "held_out_loss", "calibration_s", "training_s", "adapter_bytes", "peak_memory_bytes",
-    )  # fmt: skip
-    return {key: record[key] for key in keys} | {
-        "standard_error": record["score"]["standard_error"],
-        "chance": record["score"]["chance"],
+    }  # fmt: skip
+    return record.model_dump(include=keys) | {
+        "standard_error": record.score.standard_error,
+        "chance": record.score.chance,
     }
 
 
@@ -109,7 +111,7 @@ def _means(results: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
-def _run_all(configs: Mapping[Cell, RunConfig], runs: Path, board: _Board, num_workers: int) -> list[dict[str, Any]]:
+def _run_all(configs: Mapping[Cell, RunConfig], runs: Path, board: _Board, num_workers: int) -> list[TunedRecord]:
     context = multiprocessing.get_context("spawn")
     events: Queue[Event] = context.Queue()
     with ProcessPoolExecutor(num_workers, context, _start_worker, (events,)) as pool, board:
@@ -124,7 +126,7 @@ def _run_all(configs: Mapping[Cell, RunConfig], runs: Path, board: _Board, num_w
     return [future.result() for future in futures]
 
 
-def _follow(futures: Mapping[Future[dict[str, Any]], Cell], events: Queue[Event], board: _Board) -> None:
+def _follow(futures: Mapping[Future[TunedRecord], Cell], events: Queue[Event], board: _Board) -> None:
     waiting = set(futures)
     while waiting:
         try:
@@ -148,7 +150,7 @@ def _start_worker(events: Queue[Event]) -> None:
     torch.set_num_threads(1)
 
 
-def _run_cell(cell: Cell, config: RunConfig, out: Path) -> dict[str, Any]:
+def _run_cell(cell: Cell, config: RunConfig, out: Path) -> TunedRecord:
     from frozencore.lab.run.execute import execute
 
     events = _events
@@ -187,8 +189,10 @@ class _Board:
             return
         self.cells[cell] = f"{stage} {done / total:.0%}" if total else stage
 
-    def finish(self, cell: Cell, record: Mapping[str, Any]) -> None:
-        before, after = percent(record["accuracy_before"]), percent(record["accuracy"])
+    def finish(self, cell: Cell, record: TunedRecord) -> None:
+        assert record.accuracy_before is not None
+        assert record.accuracy is not None
+        before, after = percent(record.accuracy_before), percent(record.accuracy)
         self.cells[cell] = f"[bold]{before} → {after}"
         self.progress.advance(self.task)
         if not self.console.is_terminal:

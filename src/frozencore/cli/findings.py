@@ -29,6 +29,7 @@ from frozencore.errors import ArtifactError, FrozenCoreError
 from frozencore.lab.campaign.results import load_results
 from frozencore.lab.campaign.store import INDEX, RECORD, Store
 from frozencore.lab.run.calibrating import MOMENTS_FILE
+from frozencore.lab.run.record import TunedRecord, read_record
 from frozencore.lab.training.checkpoints import checkpoints, is_complete
 from frozencore.one_line import one_line
 
@@ -165,20 +166,25 @@ def _lora(path: Path) -> Iterator[Finding]:
 
 
 def _run(path: Path) -> Iterator[Finding]:
-    record = _read_record(path / RECORD)
-    if record is None:
+    if not (path / RECORD).exists():
         whole = [folder.name for folder in checkpoints(path / "checkpoints") if is_complete(folder)]
         way_on = f"go on from {sorted(whole, key=len)[-1]} with --resume" if whole else "run it again"
         yield Finding(RECORD, f"missing: the run was interrupted; {way_on}.", sound=False)
         return
-    if not (isinstance(record, dict) and isinstance(record.get("config"), dict)):
-        yield Finding(RECORD, "damaged: it is no record of a run. Remove the folder and run it again.", sound=False)
+    try:
+        record = read_record((path / RECORD).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        damage = f"damaged ({_line(error)}): it is no record of a run. Remove the folder and run it again."
+        yield Finding(RECORD, damage, sound=False)
         return
-    yield Finding(RECORD, f"{record.get('method')} on {record.get('task') or record['config'].get('data')}")
-    if "accuracy" in record:
-        yield _rescored(path / PREDICTIONS, record.get("accuracy"))
+    if not isinstance(record, TunedRecord):
+        yield Finding(RECORD, "how near two bases are")
+        return
+    yield Finding(RECORD, f"{record.method} on {record.task or record.config.data}")
+    if record.has("accuracy"):
+        yield _rescored(path / PREDICTIONS, record.accuracy)
     if (path / "adapter").exists():
-        of_baseline = not isinstance(record.get("hashes"), dict) or "basis" not in record["hashes"]
+        of_baseline = record.hashes is None or record.hashes.basis is None
         yield from _inside(path / "adapter", "adapter", _baseline if of_baseline else _adapter)
 
 
@@ -224,7 +230,7 @@ def _campaign(path: Path) -> Iterator[Finding]:
     failed, missing = [c for c in cells if c.failure is not None], [c for c in cells if c.record is None]
     yield Finding("campaign", f"{campaign.name}: {len(cells) - len(missing)} of {len(cells)} final runs are there")
     if failed:
-        reasons = sorted({str(cell.failure.get("reason")) for cell in failed if cell.failure is not None})
+        reasons = sorted({cell.failure.reason for cell in failed if cell.failure is not None})
         yield Finding(
             "failed runs",
             f"{len(failed)} ({', '.join(reasons)}): see {path}/failed, then `frozencore campaign run --retry-failed`.",

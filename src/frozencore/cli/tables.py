@@ -11,37 +11,36 @@ from rich.text import Text
 
 from frozencore.adapter.bases.calibrate import Calibration
 from frozencore.adapter.inspection import LayerReport
+from frozencore.lab.run.record import AccuracyDetails, TunedRecord
 
-Record = Mapping[str, Any]
 
-
-def run_summary(record: Record) -> Group:
+def run_summary(record: TunedRecord) -> Group:
     """One run: what it was worth, and what it cost."""
-    table = Table(title=f"{record['method']} on {record['task'] or record['config']['data']}", title_justify="left")
+    table = Table(title=f"{record.method} on {record.task or record.config.data}", title_justify="left")
     table.add_column("")
     table.add_column("before", justify="right")
     table.add_column("after", justify="right")
-    if "accuracy" in record:
-        error = record["score"]["standard_error"]
-        after = f"{percent(record['accuracy'])} ± {100 * error:.1f}"
-        table.add_row("accuracy, %", percent(record["accuracy_before"]), after)
-    table.add_row("held-out loss, nats/token", *(f"{record[k]:.3f}" for k in ("held_out_loss_before", "held_out_loss")))
+    words = []
+    if record.accuracy is not None and record.accuracy_before is not None and record.score is not None:
+        after = f"{percent(record.accuracy)} ± {100 * record.score.standard_error:.1f}"
+        table.add_row("accuracy, %", percent(record.accuracy_before), after)
+        words = [Text(verdict(record.accuracy, record.accuracy_before, record.score))]
+    losses = (record.held_out_loss_before, record.held_out_loss)
+    table.add_row("held-out loss, nats/token", *("" if loss is None else f"{loss:.3f}" for loss in losses))
     cost = Text(
-        f"{record['trainable_parameters']:,} trained values; calibration {record['calibration_s']:.1f} s, "
-        f"training {record['training_s']:.1f} s, peak memory {record['peak_memory_bytes'] / 2**30:.2f} GiB"
+        f"{record.trainable_parameters:,} trained values; calibration {record.calibration_s:.1f} s, "
+        f"training {record.training_s:.1f} s, peak memory {record.peak_memory_bytes / 2**30:.2f} GiB"
     )
-    return Group(table, *([Text(verdict(record))] if "accuracy" in record else []), cost)
+    return Group(table, *words, cost)
 
 
-def verdict(record: Record) -> str:
-    """In words: whether the run beats the majority class, or the base model where there are no classes."""
-    accuracy, majority = record["accuracy"], record["score"]["majority_class"]
-    floor, name = (
-        (majority, "the majority class") if majority is not None else (record["accuracy_before"], "the base model")
-    )
+def verdict(accuracy: float, before: float, details: AccuracyDetails) -> str:
+    """In words: whether a run beats the majority class, or the base model where there are no classes."""
+    majority = details.majority_class
+    floor, name = (majority, "the majority class") if majority is not None else (before, "the base model")
     if accuracy <= floor:
         return f"Does not beat {name} ({percent(floor)} %)."
-    sure = "clearly" if accuracy - 2 * record["score"]["standard_error"] > floor else "within two standard errors"
+    sure = "clearly" if accuracy - 2 * details.standard_error > floor else "within two standard errors"
     return f"Beats {name} ({percent(floor)} %), {sure}."
 
 
@@ -102,7 +101,7 @@ def _layer_cells(report: LayerReport) -> list[str]:
     return cells
 
 
-def comparison_table(records: Sequence[Record]) -> Table:
+def comparison_table(records: Sequence[Mapping[str, Any]]) -> Table:
     """Many runs, grouped by task, best accuracy first."""
     table = Table(title="Task x method", title_justify="left")
     for heading in ("task", "method", "trained", "before %", "after %", "± se", "loss", "calibration s", "training s"):

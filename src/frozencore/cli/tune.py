@@ -97,7 +97,7 @@ def tune(
     )  # fmt: skip
     with StageDisplay(console) as stages:
         record = execute(config, output, stages, resume=resume, adapt=partial(adapt_from_data, moments_file=moments))
-    for warning in record["warnings"]:
+    for warning in record.warnings:
         console.print(f"Warning: {warning}", style="yellow", markup=False, highlight=False)
     console.print(run_summary(record))
     console.print(f"Adapter: {output / 'adapter'}   Record: {output / 'result.json'}", highlight=False)

@@ -20,6 +20,8 @@ from frozencore.lab.campaign.store import Store
 from frozencore.lab.campaign.worker import Place, Worker
 from frozencore.lab.run.config import RunConfig
 from frozencore.lab.run.execute import execute
+from frozencore.lab.run.record import StabilityRecord, TunedRecord
+from made_up import record_content
 from small_campaign import write_spec
 
 
@@ -54,12 +56,12 @@ def test_everything_is_run_once_and_search_goes_first(done: tuple[Path, Tally], 
 def test_a_campaigns_run_is_the_run_that_tune_makes(results: CampaignResults, tmp_path: Path) -> None:
     """Shared moments, a base model that other runs have used, and shared weight bases change nothing."""
     for cell in results.studies[0].cells[1::2]:
-        assert cell.record is not None
-        config = RunConfig.model_validate(cell.record["config"])
+        assert isinstance(cell.record, TunedRecord)
+        config = RunConfig.model_validate(cell.record.config.content())
         alone = execute(config, tmp_path / config.method, lambda *_: None)
         for key in ("hashes", "accuracy", "held_out_loss", "held_out_loss_before"):
-            assert cell.record[key] == alone[key], (config.method, key)
-        assert cell.record["training"]["losses"] == list(alone["training"]["losses"])
+            assert getattr(cell.record, key) == getattr(alone, key), (config.method, key)
+        assert cell.record.training.losses == alone.training.losses
 
 
 def test_what_runs_share_is_computed_once(done: tuple[Path, Tally]) -> None:
@@ -71,12 +73,14 @@ def test_what_runs_share_is_computed_once(done: tuple[Path, Tally]) -> None:
 
 def test_stability_compares_with_the_reference(results: CampaignResults) -> None:
     few, all_of_them = (cell.record for cell in results.studies[1].cells)
-    assert few is not None
-    assert all_of_them is not None
-    assert 0.3 < few["cosine_P"] < 0.999
-    assert 0.3 < few["cosine_Q"] < 0.999
-    assert all_of_them["cosine_P"] == pytest.approx(1.0, abs=1e-6)
-    assert all_of_them["cosine_Q"] == pytest.approx(1.0, abs=1e-6)
+    assert isinstance(few, StabilityRecord)
+    assert isinstance(all_of_them, StabilityRecord)
+    assert few.cosine_P is not None
+    assert few.cosine_Q is not None
+    assert 0.3 < few.cosine_P < 0.999
+    assert 0.3 < few.cosine_Q < 0.999
+    assert all_of_them.cosine_P == pytest.approx(1.0, abs=1e-6)
+    assert all_of_them.cosine_Q == pytest.approx(1.0, abs=1e-6)
 
 
 def test_a_second_driver_finds_nothing_to_do(done: tuple[Path, Tally], tmp_path: Path) -> None:
@@ -178,7 +182,7 @@ class NotedCrew:
         if self._end == "finished":
             with self._store.running(job.id) as folder:
                 assert folder is not None
-                (folder / "result.json").write_text("{}")
+                (folder / "result.json").write_text(json.dumps(record_content({"task": "pocket-math"})))
         return [Event(worker, self._end, message="the disk is full")]  # type: ignore[arg-type]
 
     def close(self) -> None:

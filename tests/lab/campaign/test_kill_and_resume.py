@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import random
@@ -23,6 +24,7 @@ from frozencore.lab.campaign.shared import needs_of
 from frozencore.lab.campaign.spec import read_campaign
 from frozencore.lab.campaign.store import Store
 from frozencore.lab.campaign.worker import Place
+from made_up import record_content
 from undisturbed import FOUR_METHODS, TWO_METHODS, index_of, results_of, specification
 
 FORK = multiprocessing.get_context("fork")  # without the seconds that a new process needs for its imports
@@ -159,14 +161,16 @@ def test_a_result_that_was_written_before_the_kill_is_kept(tmp_path: Path) -> No
     store = Store(tmp_path)
     aside = tmp_path / "runs" / f".{'0' * 16}.partial"
     aside.mkdir(parents=True)
-    (aside / "result.json").write_text('{"accuracy": 1.0}')
+    record = record_content({"task": "svamp"})
+    (aside / "result.json").write_text(json.dumps(record))
     (aside / ".result.json.1.tmp").write_text("half of")
     assert store.outcome("0" * 16) is None
     with store.running("0" * 16) as folder:
         assert folder is None
     outcome = store.outcome("0" * 16)
     assert outcome is not None
-    assert outcome.record == {"accuracy": 1.0, "run_id": "0" * 16}
+    assert outcome.record is not None
+    assert outcome.record.content() == record | {"run_id": "0" * 16}
     assert [path.name for path in (tmp_path / "runs" / ("0" * 16)).iterdir()] == ["result.json"]
 
 
@@ -195,7 +199,7 @@ def test_a_run_that_kills_three_workers_has_failed_and_keeps_its_log(tmp_path: P
     outcome = store.outcome(run.job.id)
     assert outcome is not None
     assert outcome.failure is not None
-    assert outcome.failure["reason"] == "worker died"
+    assert outcome.failure.reason == "worker died"
     assert "train" in (store.failed / run.job.id / "log.txt").read_text()
     assert not list(store.folder.glob("runs/.*"))
 

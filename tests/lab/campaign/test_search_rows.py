@@ -152,4 +152,4 @@ def test_a_trials_record_says_which_rows_were_used(tmp_path: Path) -> None:
     options = {**OPTIONS, "task": write_task(tmp_path, num_train=20), "evaluate_on": "validation"}
     config = make_job("tune", {**options, "method": "random", "rank": 4, "batch_size": 8, "epochs": 1}).config
     record = execute(config, tmp_path / "run", lambda *_: None)
-    assert record["rows"] == {"trained": 18, "scored": 2, "scored_on": "validation", "validation_from": TENTH}
+    assert record.rows.content() == {"trained": 18, "scored": 2, "scored_on": "validation", "validation_from": TENTH}

@@ -9,14 +9,16 @@ import pytest
 
 from frozencore.errors import ArtifactError
 from frozencore.lab.campaign.store import Store
+from made_up import record_content
 
 RUN = "0123456789abcdef"
+RECORD = record_content({"task": "svamp"})
 
 
 def finish(store: Store, run_id: str = RUN) -> Path:
     with store.running(run_id) as folder:
         assert folder is not None
-        (folder / "result.json").write_text(json.dumps({"accuracy": 0.5}))
+        (folder / "result.json").write_text(json.dumps(RECORD))
     return store.runs / run_id
 
 
@@ -64,12 +66,13 @@ def test_a_run_that_ends_without_a_result_keeps_its_folder_for_the_next_try(tmp_
 def test_a_result_whose_process_was_killed_before_the_renaming_counts(tmp_path: Path) -> None:
     partial = tmp_path / "runs" / f".{RUN}.partial"
     partial.mkdir(parents=True)
-    (partial / "result.json").write_text(json.dumps({"accuracy": 0.5}))
+    (partial / "result.json").write_text(json.dumps(RECORD))
     with Store(tmp_path).running(RUN) as folder:
         assert folder is None
     outcome = Store(tmp_path).outcome(RUN)
     assert outcome is not None
-    assert outcome.record == {"accuracy": 0.5, "run_id": RUN}
+    assert outcome.record is not None
+    assert outcome.record.content() == RECORD | {"run_id": RUN}
     assert not partial.exists()
 
 

@@ -16,6 +16,7 @@ from frozencore.lab.campaign.shared import SharedWork
 from frozencore.lab.campaign.store import Store
 from frozencore.lab.campaign.worker import Place, Worker
 from frozencore.lab.run.execute import execute
+from made_up import record_content
 
 OPTIONS: dict[str, Any] = {
     "model": "pocket", "task": "pocket-sentiment", "dtype": "float32", "seed": 42, "batch_size": 8, "accumulation": 1,
@@ -47,10 +48,10 @@ def test_a_run_that_another_worker_has_finished_is_done_without_a_stage(store: S
     job, stages = job_of("random"), []
     with store.running(job.id) as folder:
         assert folder is not None
-        (folder / "result.json").write_text(json.dumps({"accuracy": 0.5}))
+        (folder / "result.json").write_text(json.dumps(record_content({"task": "svamp"}, accuracy=0.5)))
     assert Worker(store, Place()).run(job, SharedWork(store), lambda *words: stages.append(words))
     assert stages == []
-    assert record_of(store, job)["accuracy"] == 0.5
+    assert record_of(store, job).accuracy == 0.5
 
 
 @pytest.mark.parametrize(
@@ -77,9 +78,9 @@ def test_a_failure_says_what_kind_it_is_also_where_another_error_hides_it(
     outcome = store.outcome(job.id)
     assert outcome is not None
     assert outcome.failure is not None
-    assert outcome.failure["reason"] == reason
-    assert outcome.failure["config"] == job.resolved
-    assert outcome.failure["message"]
+    assert outcome.failure.reason == reason
+    assert outcome.failure.config == job.resolved
+    assert outcome.failure.message
 
 
 def test_after_pissa_which_changes_the_base_model_the_next_run_is_as_if_alone(store: Store, tmp_path: Path) -> None:
@@ -89,7 +90,7 @@ def test_after_pissa_which_changes_the_base_model_the_next_run_is_as_if_alone(st
     assert worker.run(second, SharedWork(store), silent)
     alone = execute(second.config, tmp_path / "alone", silent)
     for key in ("hashes", "held_out_loss_before", "held_out_loss", "accuracy"):
-        assert record_of(store, second)[key] == alone[key], key
+        assert getattr(record_of(store, second), key) == getattr(alone, key), key
 
 
 def test_moments_that_lack_what_a_later_method_wants_are_collected_again_for_both(store: Store) -> None:
@@ -108,5 +109,5 @@ def test_moments_that_lack_what_a_later_method_wants_are_collected_again_for_bot
 def test_a_run_with_a_memory_budget_shares_no_sums(store: Store) -> None:
     job = job_of("fcca", memory_budget="1GiB")
     assert Worker(store, Place()).run(job, SharedWork(store), silent)
-    assert record_of(store, job)["config"]["memory_budget"] == "1GiB"
+    assert record_of(store, job).config.content()["memory_budget"] == "1GiB"
     assert not store.shared.exists()

@@ -3,52 +3,27 @@
 from __future__ import annotations
 
 import hashlib
-import random
+import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 
-from frozencore.lab.campaign.plan import Choice, Record
+from frozencore.lab.campaign.plan import Choice
 from frozencore.lab.campaign.results import CampaignResults, Cell, StudyResults
 from frozencore.lab.campaign.spec import Campaign, read_campaign
+from frozencore.lab.run.record import Failure, read_record
+from made_up import record_content
 
 MakeCampaign = Callable[[str], Campaign]
 MakeStudy = Callable[..., StudyResults]
-TRAINED = {"lora": 7_372_800, "dora": 7_538_688, "pissa": 7_372_800}
-
-
-def made_up_record(axes: Mapping[str, Any], **values: Any) -> dict[str, Any]:
-    """A record as ``frozencore.lab.run.execute.execute`` returns it; its values depend on the axes alone."""
-    draw = random.Random(repr(sorted(axes.items(), key=str)))
-    method = str(axes.get("method", "fcca"))
-    accuracy, trained = 0.6 + 0.3 * draw.random(), TRAINED.get(method, 36_864)
-    return {
-        "config": {"model": "somewhere/model", "task": axes["task"], "method": method, "rank": 16, "core": {}},
-        "task": axes["task"],
-        "method": method,
-        "seed": axes["seed"],
-        "accuracy": accuracy,
-        "accuracy_before": 0.5,
-        "score": {"standard_error": 0.02, "chance": 0.5},
-        "held_out_loss": 2 - accuracy,
-        "held_out_loss_before": 1.8,
-        "trainable_parameters": trained,
-        "adapter_bytes": 29_638_656,
-        "calibration_s": 3.5,
-        "training_s": 26.2,
-        "total_s": 40.0,
-        "peak_memory_bytes": 700_000_000,
-        "training": {"num_steps": 262, "final_loss": 1.1},
-        "hashes": {"model": "a1" * 32, "basis": "b2" * 32},
-        "provenance": {"commit": "c3" * 20, "versions": {"torch": "2.13.0"}, "device": "a CPU", "platform": "Linux"},
-        **values,
-    }
+Content = dict[str, Any]
+"""The JSON of a record, or of a failure, which has a reason."""
 
 
 @pytest.fixture(scope="session")
-def make_record() -> Callable[..., dict[str, Any]]:
-    return made_up_record
+def make_record() -> Callable[..., Content]:
+    return record_content
 
 
 @pytest.fixture(scope="session")
@@ -69,7 +44,7 @@ def study(campaign: MakeCampaign) -> MakeStudy:
 
     def make(
         yaml: str,
-        record: Callable[[Mapping[str, Any]], Record | None] = made_up_record,
+        record: Callable[[Mapping[str, Any]], Content | None] = record_content,
         choices: tuple[tuple[dict[str, Any], Choice], ...] = (),
     ) -> StudyResults:
         made = campaign(yaml)
@@ -79,7 +54,7 @@ def study(campaign: MakeCampaign) -> MakeStudy:
     return make
 
 
-def cells_of(study: str, axes: Mapping[str, Any], record: Callable[[Mapping[str, Any]], Record | None]) -> list[Cell]:
+def cells_of(study: str, axes: Mapping[str, Any], record: Callable[[Mapping[str, Any]], Content | None]) -> list[Cell]:
     """The cells of a study; every run has an id of its own."""
     found: list[dict[str, Any]] = [{}]
     for name, values in axes.items():
@@ -87,9 +62,13 @@ def cells_of(study: str, axes: Mapping[str, Any], record: Callable[[Mapping[str,
     cells = []
     for values in found:
         came = record(values)
-        failed = came is not None and "reason" in came
         run_id = hashlib.sha256(f"{study} {values}".encode()).hexdigest()[:16]
-        cells.append(Cell(values, run_id, None if failed else came, came if failed else None))
+        if came is None:
+            cells.append(Cell(values, run_id, None, None))
+        elif "reason" in came:
+            cells.append(Cell(values, run_id, None, Failure(**came)))
+        else:
+            cells.append(Cell(values, run_id, read_record(json.dumps({"format": 1, **came})), None))
     return cells
 
 
@@ -97,7 +76,7 @@ def cells_of(study: str, axes: Mapping[str, Any], record: Callable[[Mapping[str,
 def results(campaign: MakeCampaign) -> Callable[..., CampaignResults]:
     """The results of a campaign from the YAML of its studies."""
 
-    def make(yaml: str, record: Callable[[Mapping[str, Any]], Record | None] = made_up_record) -> CampaignResults:
+    def make(yaml: str, record: Callable[[Mapping[str, Any]], Content | None] = record_content) -> CampaignResults:
         made = campaign(yaml)
         studies = (
             StudyResults(name, one, tuple(cells_of(name, one.axes, record)), ()) for name, one in made.studies.items()

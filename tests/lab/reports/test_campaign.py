@@ -20,6 +20,7 @@ from frozencore.lab.reports.document import tally
 from frozencore.lab.reports.pages.demo import write_page
 from frozencore.lab.reports.pages.protocol import studies_axes
 from frozencore.lab.reports.study import study_section
+from frozencore.lab.run.record import Failure
 
 STUDIES = """
   budget:
@@ -102,7 +103,7 @@ def test_a_run_that_waits_for_its_search_is_in_the_table_and_says_why_but_has_no
     yaml = STUDIES.split("  sides:")[0]
     made = study(yaml)
     *others, last = made.cells
-    waits = replace(last, run_id=None, record=None, failure={"reason": "search", "message": "no trial finished"})
+    waits = replace(last, run_id=None, record=None, failure=Failure(reason="search", message="no trial finished"))
     write_report(CampaignResults(campaign(yaml), (replace(made, cells=(*others, waits)),)), tmp_path)
     page = (tmp_path / "index.html").read_text()
     facts = json.loads(re.search(r'<script type="application/json" id="runs">(.*?)</script>', page).group(1))

@@ -53,45 +53,45 @@ def config_of(**overrides: Any) -> RunConfig:
 def test_every_method_runs_and_its_adapter_reloads_to_the_same_score(method: str, tmp_path: Path) -> None:
     config = config_of(method=method)
     record = execute(config, tmp_path / "run", silent)
-    assert json.loads((tmp_path / "run" / "result.json").read_text())["accuracy"] == record["accuracy"]
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["accuracy"] == record.accuracy
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["adapter", "predictions.jsonl", "result.json"]
 
     bench = prepare(config, silent)
-    assert fingerprint_model(bench.model) == record["hashes"]["model"]
+    assert fingerprint_model(bench.model) == record.hashes.model
     assert bench.rows.task is not None
     model = PeftModel.from_pretrained(bench.model, tmp_path / "run" / "adapter")
     score = score_task(model, bench.encoder, bench.rows.task, bench.rows.evaluation)
-    assert score.accuracy == record["accuracy"]
-    assert score.held_out_loss == pytest.approx(record["held_out_loss"], abs=0 if method != "pissa" else 1e-5)
+    assert score.accuracy == record.accuracy
+    assert score.held_out_loss == pytest.approx(record.held_out_loss, abs=0 if method != "pissa" else 1e-5)
     lines = [json.loads(line) for line in (tmp_path / "run" / "predictions.jsonl").read_text().splitlines()]
     assert [line["prediction"] for line in lines] == [p.prediction for p in score.predictions]
 
 
 def test_the_record_holds_what_is_needed_to_trust_it(tmp_path: Path) -> None:
     record = execute(config_of(), tmp_path / "run", silent)
-    assert record["trainable_parameters"] == 16 * 4**2
-    assert record["config"]["calibration_size"] == 16
-    assert record["resolved"]["recipe"]["learning_rate"] == 5e-3
-    assert record["resolved"]["targets"] == ("q_proj", "k_proj", "v_proj", "o_proj")
-    assert {"model", "train", "calibration", "evaluation", "basis"} == record["hashes"].keys()
-    assert record["training"]["num_steps"] == len(record["training"]["losses"]) == 4
-    assert record["calibration"]["smallest_effective_rank"] == 4
-    assert torch.__version__.startswith(record["provenance"]["versions"]["torch"].split("+")[0])
-    assert record["peak_memory_bytes"] > 0
-    assert record["calibration_s"] > 0
-    assert record["training_s"] > 0
+    assert record.trainable_parameters == 16 * 4**2
+    assert record.config.content()["calibration_size"] == 16
+    assert record.resolved.recipe["learning_rate"] == 5e-3
+    assert record.resolved.targets == ("q_proj", "k_proj", "v_proj", "o_proj")
+    assert {"model", "train", "calibration", "evaluation", "basis"} == record.hashes.content().keys()
+    assert record.training.num_steps == len(record.training.losses) == 4
+    assert record.calibration.smallest_effective_rank == 4
+    assert torch.__version__.startswith(record.provenance.versions["torch"].split("+")[0])
+    assert record.peak_memory_bytes > 0
+    assert record.calibration_s > 0
+    assert record.training_s > 0
 
 
 def test_the_same_seed_gives_the_same_numbers_and_another_seed_others(tmp_path: Path) -> None:
     first, again, other = (
         execute(config_of(seed=seed), tmp_path / name, silent) for seed, name in ((1, "a"), (1, "b"), (2, "c"))
     )
-    assert first["training"] == again["training"]
-    assert first["hashes"] == again["hashes"]
+    assert first.training == again.training
+    assert first.hashes == again.hashes
     weights = [(tmp_path / name / "adapter" / "adapter_model.safetensors").read_bytes() for name in "abc"]
     assert weights[0] == weights[1]
-    assert other["hashes"]["calibration"] != first["hashes"]["calibration"]
-    assert other["hashes"]["evaluation"] == first["hashes"]["evaluation"]
+    assert other.hashes.calibration != first.hashes.calibration
+    assert other.hashes.evaluation == first.hashes.evaluation
 
 
 def test_a_moments_file_gives_the_run_its_own_pass_would_have(tmp_path: Path) -> None:
@@ -100,8 +100,8 @@ def test_a_moments_file_gives_the_run_its_own_pass_would_have(tmp_path: Path) ->
     own = execute(config_of(), tmp_path / "own", silent)
     from_file = partial(adapt_from_data, moments_file=moments)
     read = execute(config_of(), tmp_path / "read", silent, adapt=from_file)
-    assert own["hashes"] == read["hashes"]
-    assert own["training"]["losses"] == read["training"]["losses"]
+    assert own.hashes == read.hashes
+    assert own.training.losses == read.training.losses
     with pytest.raises(ArtifactError, match="other calibration data"):
         execute(config_of(seed=7), tmp_path / "stale", silent, adapt=from_file)
     with pytest.raises(CalibrationError, match="'input_outer' is needed"):
@@ -132,8 +132,8 @@ def test_an_interrupted_run_goes_on_to_the_same_end(tmp_path: Path) -> None:
     with pytest.raises(FrozenCoreError, match="holds some"):
         execute(config, tmp_path / "cut", silent)
     resumed = execute(config, tmp_path / "cut", silent, resume=True)
-    assert resumed["training"]["losses"] == whole["training"]["losses"]
-    assert resumed["accuracy"] == whole["accuracy"]
+    assert resumed.training.losses == whole.training.losses
+    assert resumed.accuracy == whole.accuracy
     first, second = (tmp_path / name / "adapter" / "adapter_model.safetensors" for name in ("whole", "cut"))
     assert first.read_bytes() == second.read_bytes()
 
@@ -164,7 +164,7 @@ def test_a_run_is_not_resumed_with_other_options_and_the_difference_is_shown(
     with pytest.raises(TrainingError, match=difference) as caught:
         execute(config_of(epochs=2, **changed), tmp_path, silent, resume=True)
     assert "\n" not in str(caught.value)
-    assert execute(config_of(epochs=2), tmp_path, silent, resume=True)["training"]["num_steps"] == 8
+    assert execute(config_of(epochs=2), tmp_path, silent, resume=True).training.num_steps == 8
 
 
 def test_a_run_that_diverges_keeps_its_last_good_core(tmp_path: Path) -> None:
@@ -191,8 +191,9 @@ def test_own_rows_are_scored_by_held_out_loss(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     record = execute(config_of(task=None, data=path, num_train=None, num_evaluation=None), tmp_path / "run", silent)
-    assert record["held_out_loss"] < record["held_out_loss_before"]
-    assert "accuracy" not in record
+    assert record.held_out_loss < record.held_out_loss_before
+    assert not record.has("accuracy")
+    assert "accuracy" not in json.loads((tmp_path / "run" / "result.json").read_text())
     assert not (tmp_path / "run" / "predictions.jsonl").exists()
 
 
@@ -267,7 +268,7 @@ def test_the_library_alone_gives_the_basis_of_the_run(tmp_path: Path) -> None:
     model = get_peft_model(bench.model, FrozenCoreConfig(r=4, seed=42, task_type="CAUSAL_LM"))
     batches = calibration_batches(bench.rows, bench.encoder.pad_id)
     calibrate(model, batches, progress=False)
-    assert basis_fingerprint(model) == record["hashes"]["basis"]
+    assert basis_fingerprint(model) == record.hashes.basis
     layers = {name: layer.get_base_layer() for name, layer in frozen_core_layers(model, "default").items()}
     moments = collect_moments(model.get_base_model(), batches, layers)
     assert asdict(next(iter(moments.values())))["num_tokens"] > 16

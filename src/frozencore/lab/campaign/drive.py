@@ -13,6 +13,7 @@ from frozencore.lab.campaign.plan import Planned, plan
 from frozencore.lab.campaign.shared import Needs, needs_of
 from frozencore.lab.campaign.spec import Campaign
 from frozencore.lab.campaign.store import Store
+from frozencore.lab.run.record import Failure
 
 MOST_DEATHS = 3  # of workers on one run, before it counts as failed
 WAIT_S = 0.5
@@ -131,7 +132,7 @@ class _Driver:
         self.deaths[job.id] += 1
         if self.deaths[job.id] >= MOST_DEATHS:
             message = f"{MOST_DEATHS} workers died of it: killed from outside, or out of memory"
-            self.store.fail(job.id, {"reason": "worker died", "message": message, "config": job.resolved}, known)
+            self.store.fail(job.id, Failure(reason="worker died", message=message, config=job.resolved), known)
 
 
 def _order(run: Planned) -> tuple[bool, bool]:

@@ -29,6 +29,7 @@ from frozencore.lab.run.accounting import basis_bytes
 from frozencore.lab.run.config import RunConfig
 from frozencore.lab.run.loading import load_config, load_tokenizer
 from frozencore.lab.run.methods import attention_shapes, moments_needed
+from frozencore.lab.run.record import TunedRecord
 
 TOKENS_A_ROW = 128  # where the rows cannot be read
 SAMPLED_ROWS = 32
@@ -165,8 +166,8 @@ def _moment_bytes(config: RunConfig, size: ModelSize) -> int:
 
 def _measured(planned: Sequence[Planned], store: Store) -> list[float]:
     outcomes = [store.outcome(run.job.id) for run in planned if run.job]
-    times = [outcome.record.get("total_s") for outcome in outcomes if outcome and outcome.record]
-    return [float(time_s) for time_s in times if time_s is not None]
+    records = [outcome.record for outcome in outcomes if outcome and isinstance(outcome.record, TunedRecord)]
+    return [record.total_s for record in records if record.total_s is not None]
 
 
 def _time(seconds: float) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
@@ -12,18 +11,18 @@ from frozencore.errors import ConfigError
 from frozencore.lab.campaign.job import Job, make_job
 from frozencore.lab.campaign.spec import MOST_RUNS, Campaign, Study, Value
 from frozencore.lab.run.config import RunConfig
+from frozencore.lab.run.record import Failure, RunRecord, TunedRecord
 
-Record = Mapping[str, Any]
 Phase = Literal["search", "final"]
 Axes = dict[str, Value]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a run: a record, or a failure with its reason and message."""
+    """What became of a run: a record, or why there is none."""
 
-    record: Record | None = None
-    failure: Record | None = None
+    record: RunRecord | None = None
+    failure: Failure | None = None
 
 
 Outcomes = Callable[[str], Outcome | None]
@@ -119,15 +118,15 @@ def choose(trials: list[Axes], outcomes: list[Outcome], study: Study) -> Choice 
     best: tuple[tuple[float, float], Axes] | None = None
     scores: list[float | None] = []
     for trial, found in zip(trials, outcomes, strict=True):
-        if found.record is None:
+        record = found.record
+        if not isinstance(record, TunedRecord):
             scores.append(None)
             continue
-        if by_accuracy and "accuracy" not in found.record:
+        if by_accuracy and not record.has("accuracy"):
             raise ConfigError("its search selects by accuracy, but the task has none. Use select: held_out_loss.")
-        loss = _number(found.record, "held_out_loss")
-        accuracy = _number(found.record, "accuracy") if by_accuracy else 0.0
+        loss, accuracy = record.held_out_loss, record.accuracy if by_accuracy else 0.0
         scores.append(accuracy if by_accuracy else loss)
-        if loss is None or accuracy is None:  # a NaN would win or lose by where it stands
+        if loss is None or accuracy is None:
             continue
         key = (accuracy, -loss)
         if best is None or key > best[0]:
@@ -153,11 +152,6 @@ def _all_ended(jobs: list[Job], outcome: Outcomes) -> list[Outcome] | None:
     """What became of every trial; None while one has neither finished nor failed."""
     found = [ended for job in jobs if (ended := outcome(job.id))]
     return found if len(found) == len(jobs) else None
-
-
-def _number(record: Record, name: str) -> float | None:
-    value = record.get(name)
-    return value if value is not None and math.isfinite(value) else None
 
 
 def _trial(study: Study, group: _Group, trial: Axes) -> Job:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from frozencore.errors import ArtifactError
-from frozencore.lab.campaign.plan import Axes, Choice, Outcome, Planned, Record, choices, plan
+from frozencore.lab.campaign.plan import Axes, Choice, Outcome, Planned, choices, plan
 from frozencore.lab.campaign.spec import Campaign, Study
 from frozencore.lab.campaign.store import Store
+from frozencore.lab.run.record import Failure, RunRecord
 
 
 @dataclass(frozen=True)
@@ -18,8 +18,8 @@ class Cell:
 
     axes: Axes
     run_id: str | None
-    record: Record | None
-    failure: Record | None
+    record: RunRecord | None
+    failure: Failure | None
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,8 @@ def _require_one_base(planned: list[Planned], store: Store) -> None:
     found: dict[str, dict[str, str]] = {}
     for run in planned:
         outcome = store.outcome(run.job.id) if run.job else None
-        if run.job and outcome and outcome.record and "hashes" in outcome.record:
-            found.setdefault(run.job.config.model, {}).setdefault(outcome.record["hashes"]["model"], run.job.id)
+        if run.job and outcome and outcome.record and outcome.record.hashes:
+            found.setdefault(run.job.config.model, {}).setdefault(outcome.record.hashes.model, run.job.id)
     for model, runs in found.items():
         if len(runs) > 1:
             first, other = list(runs.values())[:2]
@@ -85,5 +85,5 @@ def _require_one_base(planned: list[Planned], store: Store) -> None:
 
 def _cell(run: Planned, store: Store) -> Cell:
     outcome = (store.outcome(run.job.id) if run.job else None) or Outcome()
-    failure: Any = outcome.failure or ({"reason": "search", "message": run.blocked} if run.blocked else None)
+    failure = outcome.failure or (Failure(reason="search", message=run.blocked) if run.blocked else None)
     return Cell(run.axes, run.job.id if run.job else None, outcome.record, failure)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from frozencore.adapter.bases.carried import get_bases
@@ -11,12 +9,13 @@ from frozencore.lab.campaign.shared import SharedWork, replace_size
 from frozencore.lab.run.bench import Bench, Stages
 from frozencore.lab.run.config import RunConfig
 from frozencore.lab.run.methods import resolve_targets
+from frozencore.lab.run.record import RECORD_FORMAT, Provenance, RecordedConfig, StabilityRecord
 from frozencore.maths.linalg import principal_cosines
 
 
 def compare_bases(
     config: RunConfig, bench: Bench, reference: Bench, reference_size: int, shared: SharedWork, stages: Stages
-) -> dict[str, Any]:
+) -> StabilityRecord:
     """Mean principal-angle cosines of P and of Q to the reference's, over directions and then over layers.
 
     Args:
@@ -28,12 +27,16 @@ def compare_bases(
     for name, basis in small.items():
         layer, _, side = name.rpartition(".")
         cosines[side][layer] = float(principal_cosines(basis, large[name]).mean())
-    return {
-        "cosine_P": sum(cosines["P"].values()) / len(cosines["P"]),
-        "cosine_Q": sum(cosines["Q"].values()) / len(cosines["Q"]),
-        "layers": cosines,
-        "num_calibration": {"basis": len(bench.rows.calibration), "reference": len(reference.rows.calibration)},
-    }
+    return StabilityRecord(
+        format=RECORD_FORMAT,
+        config=RecordedConfig.of(config),
+        cosine_P=sum(cosines["P"].values()) / len(cosines["P"]),
+        cosine_Q=sum(cosines["Q"].values()) / len(cosines["Q"]),
+        layers=cosines,
+        num_calibration={"basis": len(bench.rows.calibration), "reference": len(reference.rows.calibration)},
+        reference_size=reference_size,
+        provenance=Provenance.here(),
+    )
 
 
 def _bases(config: RunConfig, bench: Bench, shared: SharedWork, stages: Stages) -> dict[str, Tensor]:

@@ -16,22 +16,23 @@ import fcntl
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from frozencore.errors import ArtifactError
 from frozencore.lab.campaign.plan import Outcome
 from frozencore.lab.campaign.spec import Campaign, read_campaign
-from frozencore.lab.run.shapes import is_failure, is_record
+from frozencore.lab.run.record import Failure, RunRecord, read_failure, read_record
 from frozencore.whole_file import remove_left, require_writable, write_json, write_lines, write_text
 
 RECORD = "result.json"
 INDEX = "records.jsonl"
 LOG = "log.txt"
 SPECIFICATION = "campaign.json"
+T = TypeVar("T")
 _ID = re.compile(r"[0-9a-f]{16}")
 
 
@@ -43,7 +44,7 @@ class Store:
         self.runs = folder / "runs"
         self.failed = folder / "failed"
         self.shared = folder / "shared"
-        self._records: dict[str, Mapping[str, Any]] = {}
+        self._records: dict[str, RunRecord] = {}
 
     def require_own(self, campaign: Campaign) -> None:
         """Refuse a folder that this campaign cannot have; nothing is written.
@@ -85,7 +86,7 @@ class Store:
         if record is not None:
             return Outcome(record=record)
         failure = self.failed / run_id / "failure.json"
-        return Outcome(failure=_read(failure, is_failure)) if failure.exists() else None
+        return Outcome(failure=_read(failure, read_failure)) if failure.exists() else None
 
     @contextmanager
     def running(self, run_id: str) -> Iterator[Path | None]:
@@ -112,7 +113,7 @@ class Store:
                 aside.replace(folder)
                 shutil.rmtree(self.failed / run_id, ignore_errors=True)
 
-    def fail(self, run_id: str, failure: Mapping[str, Any], last_words: str) -> None:
+    def fail(self, run_id: str, failure: Failure, last_words: str) -> None:
         """Note why a run has no result, and keep its log; what else it had begun is removed.
 
         Raises:
@@ -121,7 +122,7 @@ class Store:
         log = self._partial(run_id) / LOG
         told = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
         write_text(self.failed / run_id / LOG, told + last_words)
-        write_json(self.failed / run_id / "failure.json", failure)
+        write_json(self.failed / run_id / "failure.json", failure.content())
         shutil.rmtree(self._partial(run_id), ignore_errors=True)
 
     def forget_failures(self) -> int:
@@ -169,27 +170,26 @@ class Store:
         """Write ``records.jsonl`` anew from what lies in ``runs/`` and what it knew besides."""
         made = {file.parent.name for file in self.runs.glob(f"*/{RECORD}") if _ID.fullmatch(file.parent.name)}
         records = {run_id: self._record(run_id) for run_id in sorted(made | self._index.keys())}
-        lines = ({**record, "run_id": run_id} for run_id, record in records.items() if record is not None)
-        write_lines(self.folder / INDEX, lines)
+        write_lines(self.folder / INDEX, (record.content() for record in records.values() if record is not None))
 
     def _partial(self, run_id: str) -> Path:
         return self.runs / f".{run_id}.partial"
 
-    def _record(self, run_id: str) -> Mapping[str, Any] | None:
+    def _record(self, run_id: str) -> RunRecord | None:
         file = self.runs / run_id / RECORD
         if run_id not in self._records and file.exists():
-            self._records[run_id] = _read(file, is_record)
+            self._records[run_id] = _read(file, read_record).model_copy(update={"run_id": run_id})
         return self._records.get(run_id) or self._index.get(run_id)
 
     @cached_property
-    def _index(self) -> dict[str, Mapping[str, Any]]:
+    def _index(self) -> dict[str, RunRecord]:
         file = self.folder / INDEX
         lines = file.read_text(encoding="utf-8", errors="replace").splitlines() if file.is_file() else []
-        records: dict[str, Mapping[str, Any]] = {}
+        records: dict[str, RunRecord] = {}
         for number, line in enumerate(lines, start=1):
             record = _parsed(line)
-            if record is not None:
-                records[record["run_id"]] = record
+            if record is not None and record.run_id is not None:
+                records[record.run_id] = record
             elif not self.runs.is_dir():  # elsewhere it is rebuilt from the runs
                 raise ArtifactError(
                     f"{file}, line {number} is damaged, and there are no runs/ to rebuild it from. Restore the file."
@@ -197,22 +197,18 @@ class Store:
         return records
 
 
-def _read(file: Path, is_whole: Callable[[Any], bool]) -> Mapping[str, Any]:
+def _read(file: Path, reader: Callable[[str], T]) -> T:
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-        if not is_whole(content):
-            raise ValueError("a part is missing or has a wrong type")
-    except (OSError, ValueError, RecursionError) as error:
+        return reader(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         raise ArtifactError(
             f"{file} is damaged ({error}). Remove its folder and {INDEX}: the run is made again, the index rebuilt."
         ) from error
-    return {**content, "run_id": file.parent.name}
 
 
-def _parsed(line: str) -> Mapping[str, Any] | None:
+def _parsed(line: str) -> RunRecord | None:
     try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):  # brackets in brackets without end
+        record = read_record(line)
+    except ValueError:
         return None
-    good = is_record(record) and isinstance(record.get("run_id"), str) and _ID.fullmatch(record["run_id"])
-    return record if good else None
+    return record if record.run_id is not None and _ID.fullmatch(record.run_id) else None

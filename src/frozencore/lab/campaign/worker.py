@@ -22,8 +22,7 @@ from frozencore.lab.run.bench import Base, Bench, Score, Stages, prepare
 from frozencore.lab.run.config import RunConfig, Targets
 from frozencore.lab.run.execute import Adapted, adapt_from_data, execute
 from frozencore.lab.run.loading import load_model
-from frozencore.lab.run.provenance import provenance
-from frozencore.lab.run.record import RECORD_FORMAT
+from frozencore.lab.run.record import Failure, Provenance
 from frozencore.one_line import one_line
 from frozencore.out_of_memory import is_out_of_memory
 from frozencore.whole_file import write_json
@@ -81,12 +80,12 @@ class Worker:
                     f"{self.store.folder} cannot be written: {_message(error)} Make room and give the same command "
                     "again: finished runs are kept."
                 ) from error
-            failure = {
-                "reason": _reason(error),
-                "message": _message(error),
-                "config": job.resolved,
-                "provenance": provenance(),
-            }
+            failure = Failure(
+                reason=_reason(error),
+                message=_message(error),
+                config=job.resolved,
+                provenance=Provenance.here(),
+            )
             self.store.fail(job.id, failure, traceback.format_exc())
             return False
         return True
@@ -120,9 +119,8 @@ class Worker:
     ) -> None:
         assert job.reference_size is not None
         larger = prepare(replace_size(config, job.reference_size), stages, self._base_of(config))
-        found = compare_bases(config, bench, larger, job.reference_size, shared, stages)
-        record = {"format": RECORD_FORMAT, "config": config.model_dump(mode="json"), **found}
-        write_json(folder / RECORD, {**record, "reference_size": job.reference_size, "provenance": provenance()})
+        record = compare_bases(config, bench, larger, job.reference_size, shared, stages)
+        write_json(folder / RECORD, record.content())
 
     def _base_of(self, config: RunConfig) -> Base:
         key = (config.model, config.dtype, config.device)

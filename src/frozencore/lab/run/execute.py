@@ -29,7 +29,8 @@ from frozencore.lab.run.methods import (
     resolve_targets,
     save_adapter,
 )
-from frozencore.lab.run.record import Outcome, calibrated_on, headline, make_record
+from frozencore.lab.run.record import Resolved, TunedRecord
+from frozencore.lab.run.recording import TrainedRun, calibrated_on, headline, make_record
 from frozencore.lab.run.rows import RunRows
 from frozencore.lab.scoring.heldout import held_out_loss
 from frozencore.lab.scoring.task_score import score_task
@@ -51,7 +52,7 @@ def execute(
     bench: Bench | None = None,
     resume: bool = False,
     adapt: Adapt | None = None,
-) -> dict[str, Any]:
+) -> TunedRecord:
     """Run a configuration and write ``out/``: the adapter, predictions, and last of all ``result.json``.
 
     Args:
@@ -103,12 +104,10 @@ def execute(
     record = make_record(
         config,
         bench,
-        Outcome(model, out / "adapter", calibration, calibration_s, report, after),
-        resolved={
-            "targets": targets,
-            "recipe": asdict(_recipe(config, bench.rows)),
-            "max_length": bench.encoder.max_length,
-        },
+        TrainedRun(model, out / "adapter", calibration, calibration_s, report, after),
+        resolved=Resolved(
+            targets=targets, recipe=asdict(_recipe(config, bench.rows)), max_length=bench.encoder.max_length
+        ),
         hashes=hashes,
         warned=[entry for entry in caught if entry.category is UserWarning],
         started=started,
@@ -119,7 +118,7 @@ def execute(
         write_lines(out / "predictions.jsonl", map(asdict, after.task.predictions))
     shutil.rmtree(out / "checkpoints", ignore_errors=True)
     shutil.rmtree(out / "start", ignore_errors=True)
-    write_json(out / "result.json", record)
+    write_json(out / "result.json", record.content())
     return record
 
 

@@ -1,150 +1,284 @@
-"""The record of a finished run: its configuration, scores, costs, hashes, and where it was made."""
+"""The record of a run: one typed model, written when a run ends and checked whenever it is read again.
+
+``result.json`` of a run and each line of a campaign's ``records.jsonl`` hold one; ``failure.json`` holds why there is
+none. A key that is not named here (of a later version) is kept as it came.
+"""
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from statistics import median
-from typing import Any
-from warnings import WarningMessage
+from typing import Annotated, Any, Final, Literal, Self, TypeVar
 
-from torch import nn
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import from_json
 
-from frozencore.adapter.bases.calibrate import Calibration
-from frozencore.lab.run.accounting import FLOAT32_BYTES, peak_memory_bytes, trainable_parameters, training_state_bytes
-from frozencore.lab.run.bench import Bench, Score
 from frozencore.lab.run.config import RunConfig
 from frozencore.lab.run.provenance import provenance
-from frozencore.lab.run.rows import RunRows
-from frozencore.lab.training.recipe import TrainingReport
+from frozencore.one_line import one_line
 
-RECORD_FORMAT = 1
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a run has made: the trained model, its saved adapter, what calibration found (if data were read), and the
-    score."""
-
-    model: nn.Module
-    adapter: Path
-    calibration: Calibration | None
-    calibration_s: float
-    training: TrainingReport
-    score: Score
+RECORD_FORMAT: Final = 1
+Count = Annotated[int, Field(ge=0, lt=2**63)]
 
 
-def make_record(
-    config: RunConfig,
-    bench: Bench,
-    outcome: Outcome,
-    *,
-    resolved: Mapping[str, Any],
-    hashes: Mapping[str, str],
-    warned: Sequence[WarningMessage],
-    started: float,
-) -> dict[str, Any]:
-    """What ``result.json`` holds.
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="allow", frozen=True, strict=True, allow_inf_nan=False)
 
-    Args:
-        resolved: What the configuration left open, as it was decided.
-        started: ``time.perf_counter()`` when the run began.
+    def content(self) -> dict[str, Any]:
+        """JSON values by key: what was given, and nothing for what was not."""
+        return self.model_dump(mode="json", exclude_unset=True)
+
+
+P = TypeVar("P", bound=_Part)
+
+
+class RecordedConfig(_Part):
+    """The options of a run, under the names that they had when it was made; those read here have types."""
+
+    rank: Count | None = None
+    targets: tuple[str, ...] | str | None = None
+    data: str | None = None
+    core: dict[str, Any] = {}
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Self:
+        return cls.model_validate_json(config.model_dump_json())
+
+
+class Provenance(_Part):
+    """As :func:`frozencore.lab.run.provenance.provenance` tells it."""
+
+    versions: dict[str, str] = {}
+    python: str | None = None
+    commit: str | None = None
+    platform: str | None = None
+    device: str | None = None
+    num_threads: Count | None = None
+
+    @classmethod
+    def here(cls) -> Self:
+        return cls(**provenance())
+
+
+class Hashes(_Part):
+    """SHA-256 of the base weights, of each set of rows, and of the bases, which only frozen cores have."""
+
+    model: str
+    train: str | None = None
+    calibration: str | None = None
+    evaluation: str | None = None
+    basis: str | None = None
+
+
+class UsedRows(_Part):
+    """How many rows were trained and scored on, and which: those to evaluate on, or those to validate on."""
+
+    trained: Count
+    scored: Count
+    scored_on: str
+    validation_from: str
+
+
+class AccuracyDetails(_Part):
+    """What belongs to an accuracy, as :class:`frozencore.lab.scoring.score.TaskScore` has it."""
+
+    standard_error: float
+    chance: float | None = None
+    majority_class: float | None = None
+
+
+class Training(_Part):
+    """Optimiser steps, and their losses in nats per completion token."""
+
+    num_steps: Count
+    final_loss: float | None = None
+    losses: tuple[float | None, ...] = ()
+
+
+class Resources(_Part):
+    """What the method cost, in the terms of the paper's tables.
+
+    Attributes:
+        magnitude_parameters: Those of the trainable ones that are DoRA's magnitudes.
+        optimizer_bytes: Gradients and states of AdamW beside the values themselves.
+        adapter_bytes_without_bases: With bases that can be made again.
+        step_s: Median; None for a single step.
     """
-    assert bench.before is not None
-    resources = _resources(config, outcome)
-    report = outcome.training
-    return {
-        "format": RECORD_FORMAT,
-        "config": config.model_dump(mode="json"),
-        "task": config.task,
-        "method": config.method,
-        "seed": config.seed,
-        "rows": _rows(config, bench.rows),
-        **_scores(bench.before, outcome.score),
-        **{name: resources[name] for name in ("trainable_parameters", "adapter_bytes", "calibration_s")},
-        "training_s": report.time_s,
-        "total_s": time.perf_counter() - started,
-        "peak_memory_bytes": resources["peak_memory_bytes"],
-        "resources": resources,
-        "training": {"num_steps": report.num_steps, "final_loss": report.final_loss, "losses": report.losses},
-        "resolved": resolved,
-        "calibration": _calibration_summary(outcome.calibration),
-        "hashes": hashes,
-        "warnings": sorted({str(warning.message) for warning in warned}),
-        "provenance": provenance(),
-    }
+
+    trainable_parameters: Count | None = None
+    magnitude_parameters: Count | None = None
+    optimizer_bytes: Count | None = None
+    adapter_bytes: Count | None = None
+    adapter_bytes_without_bases: Count | None = None
+    calibration_s: float | None = None
+    step_s: float | None = None
+    num_steps: Count | None = None
+    peak_memory_bytes: Count | None = None
 
 
-def headline(score: Score) -> dict[str, float]:
-    """The scores that the model card shows."""
-    accuracy = {"accuracy": score.task.accuracy} if score.task else {}
-    return {**accuracy, "held-out nats per token": score.held_out_loss}
+class Resolved(_Part):
+    """What the configuration left open, as it was decided."""
+
+    targets: tuple[str, ...] | str
+    recipe: dict[str, Any]
+    max_length: Count
 
 
-def calibrated_on(config: RunConfig, bench: Bench, calibration: Calibration | None) -> str | None:
-    """What the model card says of the calibration data; None where none were read."""
-    if calibration is None:
-        return None
-    source = config.task or (config.data.name if config.data else "rows of the user")
-    num_tokens = next(iter(calibration.layers.values())).num_tokens
-    return f"{len(bench.rows.calibration)} rows of {source}, {num_tokens:,} tokens"
+class CalibrationSummary(_Part):
+    """The calibration pass over all layers; a median is None where it is not finite."""
+
+    collect_s: float
+    build_s: float
+    num_layers: Count
+    num_tokens: Count
+    smallest_effective_rank: Count
+    median_spread: dict[str, float | None]
 
 
-def _rows(config: RunConfig, rows: RunRows) -> dict[str, Any]:
-    """How many rows were trained and scored on, and which."""
-    return {
-        "trained": len(rows.train),
-        "scored": len(rows.held_out),
-        "scored_on": config.evaluate_on,
-        "validation_from": rows.validation_from,
-    }
+class LayerCriteria(_Part):
+    """The criterion layer by layer: one entry of every tuple a layer, in the order of ``name``.
+
+    Attributes:
+        J: Squared whitened gradient inside the span, ``‖(PᵀDP)^-1/2 PᵀGQ (QᵀAQ)^-1/2‖²_F``.
+        energy: ``‖T‖²_F`` of ``T = D^-1/2 G A^-1/2``: what J is a share of.
+        gradient, gradient_total: ``‖PᵀGQ‖_F`` and ``‖G‖_F``.
+        leading: The first four singular values of what J is the squared norm of; for ``fcca`` they are Σ.
+        last: The r-th of them.
+        effective_rank: How many of them stand above rounding.
+        participation: ``(Σσ²)² / Σσ⁴``: over how many of them J is spread.
+        input_spread, error_spread: Maximum over median of a and of d; None where the median is zero.
+    """
+
+    name: tuple[str, ...]
+    J: tuple[float, ...]
+    energy: tuple[float, ...]
+    gradient: tuple[float, ...]
+    gradient_total: tuple[float, ...]
+    leading: tuple[tuple[float, ...], ...]
+    last: tuple[float, ...]
+    effective_rank: tuple[Count, ...]
+    participation: tuple[float, ...]
+    input_spread: tuple[float | None, ...]
+    error_spread: tuple[float | None, ...]
 
 
-def _scores(before: Score, after: Score) -> Mapping[str, Any]:
-    scores: dict[str, Any] = {"held_out_loss_before": before.held_out_loss, "held_out_loss": after.held_out_loss}
-    if before.task and after.task:
-        details = {key: value for key, value in vars(after.task).items() if key != "predictions"}
-        scores |= {"accuracy_before": before.task.accuracy, "accuracy": after.task.accuracy, "score": details}
-    return scores
+class Criterion(_Part):
+    """What the bases capture of the moments G, a, d of the run's calibration rows, before any training.
+
+    The metric is one for all runs, both sides in diagonal moments with this relative ``damping``, whatever the bases
+    were chosen by: so runs compare.
+
+    Attributes:
+        J: Sum over the layers; η/2 of it is the decrease of the loss that the local model promises for a step η.
+        J_share: Of the sum of all energy.
+        gradient: ``‖PᵀGQ‖_F`` of all layers together, and ``gradient_share`` of ``‖G‖_F``.
+        leading, last, effective_rank, participation, input_spread, error_spread: Medians over the layers.
+    """
+
+    damping: float
+    J: float
+    J_share: float
+    gradient: float
+    gradient_share: float
+    leading: tuple[float, ...]
+    last: float
+    effective_rank: float
+    participation: float
+    input_spread: float | None
+    error_spread: float | None
+    layers: LayerCriteria
 
 
-def _resources(config: RunConfig, outcome: Outcome) -> dict[str, Any]:
-    """What the method cost, in the terms of the paper's tables."""
-    trained = trainable_parameters(outcome.model)
-    stored = sum(file.stat().st_size for file in outcome.adapter.glob("*.safetensors"))
-    return {
-        "trainable_parameters": trained,
-        "magnitude_parameters": sum(p.numel() for name, p in outcome.model.named_parameters() if "magnitude" in name),
-        "optimizer_bytes": training_state_bytes(trained),
-        "adapter_bytes": stored,
-        "adapter_bytes_without_bases": stored if config.is_baseline else FLOAT32_BYTES * trained,
-        "calibration_s": outcome.calibration_s,
-        "step_s": outcome.training.step_s,
-        "num_steps": outcome.training.num_steps,
-        "peak_memory_bytes": peak_memory_bytes(),
-    }
+class RunRecord(_Part):
+    """Of any run; ``run_id`` names it in a campaign."""
+
+    format: Literal[1]
+    config: RecordedConfig
+    hashes: Hashes | None = None
+    provenance: Provenance = Provenance()
+    run_id: str | None = None
+
+    def has(self, name: str) -> bool:
+        """Whether the record holds this key: null there is a number that was not finite."""
+        return name in self.model_fields_set
 
 
-def _calibration_summary(calibration: Calibration | None) -> dict[str, Any] | None:
-    if calibration is None:
-        return None
-    layers = list(calibration.layers.values())
-    spreads = {
-        name: median(values)
-        if (values := [v for v in (getattr(layer, name) for layer in layers) if v is not None])
-        else None
-        for name in ("input_spread", "error_spread")
-    }
-    return {
-        "collect_s": calibration.collect_s,
-        "build_s": calibration.build_s,
-        "num_layers": len(layers),
-        "num_tokens": layers[0].num_tokens,
-        "smallest_effective_rank": min(layer.effective_rank for layer in layers),
-        "median_spread": {
-            name: value if value is None or math.isfinite(value) else None for name, value in spreads.items()
-        },
-    }
+class TunedRecord(RunRecord):
+    """Of a run that trained.
+
+    Attributes:
+        accuracy, score: Missing where plain text was learned.
+        held_out_loss: Nats per completion token.
+        criterion: Missing for methods without bases, and where G, a and d were not at hand.
+    """
+
+    task: str | None
+    method: str
+    seed: Count
+    rows: UsedRows | None = None
+    held_out_loss_before: float | None
+    held_out_loss: float | None
+    accuracy_before: float | None = None
+    accuracy: float | None = None
+    score: AccuracyDetails | None = None
+    trainable_parameters: Count
+    adapter_bytes: Count | None = None
+    calibration_s: float
+    training_s: float
+    total_s: float | None = None
+    peak_memory_bytes: Count
+    resources: Resources | None = None
+    training: Training
+    resolved: Resolved | None = None
+    calibration: CalibrationSummary | None = None
+    criterion: Criterion | None = None
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def step_s(self) -> float | None:
+        """Seconds of a step: the median, or the mean in records that are older than it."""
+        if self.resources is not None:
+            return self.resources.step_s
+        return self.training_s / self.training.num_steps if self.training.num_steps else None
+
+
+class StabilityRecord(RunRecord):
+    """Of a run that compared the bases of two calibration sets: mean principal-angle cosines, in all and by layer."""
+
+    cosine_P: float | None
+    cosine_Q: float | None
+    layers: dict[str, dict[str, float]] = {}
+    num_calibration: dict[str, Count] = {}
+    reference_size: Count | None = None
+
+
+class Failure(_Part):
+    """Why a run has no record."""
+
+    reason: str
+    message: str
+    config: dict[str, Any] = {}
+    provenance: Provenance | None = None
+
+
+def read_record(text: str) -> RunRecord:
+    """The record that a JSON text holds.
+
+    Raises:
+        ValueError: In one line, what is damaged.
+    """
+    content = from_json(text)
+    compared = isinstance(content, dict) and "cosine_P" in content
+    return _read(StabilityRecord if compared else TunedRecord, text)
+
+
+def read_failure(text: str) -> Failure:
+    """The failure that a JSON text holds; as :func:`read_record`."""
+    return _read(Failure, text)
+
+
+def _read(kind: type[P], text: str) -> P:
+    try:
+        return kind.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(map(str, first["loc"])) or "it"
+        raise ValueError(one_line(f"{place}: {first['msg'].lower()}", 200)) from error

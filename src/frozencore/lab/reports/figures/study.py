@@ -20,6 +20,7 @@ from frozencore.lab.reports.labels import axis_name, value_name
 from frozencore.lab.reports.tables.averages import column_averages, over_rows
 from frozencore.lab.reports.tables.measures import COSINES, measures_of
 from frozencore.lab.reports.tables.pivot import Key, Pivot, PivotCell, column_key, pivots
+from frozencore.lab.run.record import TunedRecord
 
 GREEN, VERMILION, PURPLE = "#009E73", "#D55E00", "#CC79A7"
 CYCLE = (ORANGE, BLUE, GREEN, VERMILION, NAVY, PURPLE, BLACK, GREY)
@@ -191,9 +192,9 @@ def trained_values(pivot: Pivot) -> dict[Key, int]:
     found = {}
     for cell in pivot.study.cells:
         inside = all(cell.axes[axis] == value for axis, value in pivot.group.items())
-        if cell.record is not None and inside:
+        if isinstance(cell.record, TunedRecord) and inside:
             column = tuple(cell.axes[axis] for axis in pivot.column_axes)
-            found[column] = int(cell.record["trainable_parameters"])
+            found[column] = cell.record.trainable_parameters
     return found
 
 

@@ -16,6 +16,7 @@ from frozencore.lab.reports.labels import axis_name, full_name, value_name
 from frozencore.lab.reports.pages.html_parts import html_document, image
 from frozencore.lab.reports.pages.protocol import protocol_yaml, studies_axes
 from frozencore.lab.reports.sheets.html_table import html_table
+from frozencore.lab.run.record import Provenance
 
 STYLE = """
 body { max-width: 96rem; } th, td { padding: .3rem .5rem; }
@@ -131,15 +132,15 @@ def _protocol_of(campaign: Campaign) -> str:
 
 
 def _provenance(cells: tuple[Cell, ...]) -> str:
-    counted = Counter(_source(cell.record) for cell in {c.run_id: c for c in cells}.values() if cell.record is not None)
+    records = {cell.run_id: cell.record for cell in cells}.values()
+    counted = Counter(_source(record.provenance) for record in records if record is not None)
     lines = "".join(f"<li>{count} runs: {_e(source)}</li>" for source, count in sorted(counted.items()))
     return f'<section><h2 id="provenance">Provenance</h2><ul>{lines or "<li>No run is done.</li>"}</ul></section>'
 
 
-def _source(record: Mapping[str, Any]) -> str:
-    source = record.get("provenance", {})
-    versions = ", ".join(f"{name} {version}" for name, version in source.get("versions", {}).items())
-    return f"commit {source.get('commit')}; {versions}; {source.get('device')}, {source.get('platform')}"
+def _source(source: Provenance) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in source.versions.items())
+    return f"commit {source.commit}; {versions}; {source.device}, {source.platform}"
 
 
 def _facts(cells: tuple[Cell, ...]) -> dict[str, dict[str, str]]:
@@ -150,11 +151,11 @@ def _facts(cells: tuple[Cell, ...]) -> dict[str, dict[str, str]]:
             continue
         facts = {"run": cell.run_id, "axes": ", ".join(full_name(*item) for item in cell.axes.items())}
         if cell.record is not None:
-            facts |= {"options": _options(cell.record.get("config", {})), "source": _source(cell.record)}
-            hashes = cell.record.get("hashes", {})
+            facts |= {"options": _options(cell.record.config.content()), "source": _source(cell.record.provenance)}
+            hashes = cell.record.hashes.content() if cell.record.hashes is not None else {}
             facts |= {f"{name} hash": str(value)[:HASH_DIGITS] for name, value in hashes.items()}
         elif cell.failure is not None:
-            facts["failure"] = f"{cell.failure.get('reason')}: {cell.failure.get('message')}"
+            facts["failure"] = f"{cell.failure.reason}: {cell.failure.message}"
         found[cell.run_id] = facts
     return found
 

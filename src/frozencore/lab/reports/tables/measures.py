@@ -49,5 +49,5 @@ def measures_of(results: StudyResults) -> tuple[Measure, ...]:
     if results.study.kind == "stability":
         return COSINES
     records = [cell.record for cell in results.cells if cell.record is not None]
-    has_accuracy = not records or any("accuracy" in record for record in records)
+    has_accuracy = not records or any(record.has("accuracy") for record in records)
     return (ACCURACY, LOSS) if has_accuracy else (LOSS,)

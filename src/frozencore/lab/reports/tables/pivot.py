@@ -7,13 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
 
-from frozencore.lab.campaign.plan import Axes, Record
+from frozencore.lab.campaign.plan import Axes
 from frozencore.lab.campaign.results import Cell, StudyResults
 from frozencore.lab.campaign.spec import Value
 from frozencore.lab.reports.labels import full_name, slug
 from frozencore.lab.reports.sheets.sheet import SeedValue, Status
 from frozencore.lab.reports.statistics.over_tasks import mean, sample_std
 from frozencore.lab.reports.tables.measures import Measure
+from frozencore.lab.run.record import Failure, RunRecord
 
 Key = tuple[Value, ...]
 
@@ -133,7 +134,7 @@ def _pivot(
         if (row, column) not in runs:
             continue
         runs[row, column].append(_seed_value(cell, measure))
-        start = cell.record.get(measure.before) if cell.record is not None and measure.before else None
+        start = getattr(cell.record, measure.before, None) if measure.before else None
         if start is not None:
             before[row].add(round(measure.scale * start, 9))
     return Pivot(
@@ -149,26 +150,25 @@ def _pivot(
 
 def _seed_value(cell: Cell, measure: Measure) -> SeedValue:
     value, status, message = _reading(cell.record, cell.failure, measure)
-    hashes = cell.record.get("hashes", {}) if cell.record is not None else {}
-    return SeedValue(cell.axes["seed"], cell.run_id, value, status, message, dict(hashes))
+    hashes = cell.record.hashes.content() if cell.record is not None and cell.record.hashes is not None else {}
+    return SeedValue(cell.axes["seed"], cell.run_id, value, status, message, hashes)
 
 
-def _reading(record: Record | None, failure: Record | None, measure: Measure) -> tuple[float | None, Status, str]:
+def _reading(record: RunRecord | None, failure: Failure | None, measure: Measure) -> tuple[float | None, Status, str]:
     if record is None:
         if failure is None:
             return None, "missing", "not run"
-        message = f"{failure.get('reason', 'failed')}: {failure.get('message', '')}"
-        return None, "diverged" if failure.get("reason") == "diverged" else "failed", message
-    if measure.key not in record:
+        return None, "diverged" if failure.reason == "diverged" else "failed", f"{failure.reason}: {failure.message}"
+    if not record.has(measure.key):
         return None, "absent", f"the record has no {measure.key}"
-    value = record[measure.key]
-    if value is None or not math.isfinite(value):
+    value: float | None = getattr(record, measure.key)
+    if value is None:
         return None, "diverged", f"{measure.key} is not finite"
     return measure.scale * value, "done", ""
 
 
 def _tasks_without(results: StudyResults, measure: Measure) -> set[Value]:
-    having = {cell.axes["task"] for cell in results.cells if cell.record is not None and measure.key in cell.record}
+    having = {cell.axes["task"] for cell in results.cells if cell.record is not None and cell.record.has(measure.key)}
     lacking = {cell.axes["task"] for cell in results.cells if cell.record is not None}
     return lacking - having if having else set()
 

@@ -9,13 +9,16 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
 
-from frozencore.lab.campaign.plan import Axes, Record
+from frozencore.lab.campaign.plan import Axes
 from frozencore.lab.campaign.results import StudyResults
 from frozencore.lab.campaign.spec import Value
 from frozencore.lab.reports.labels import full_name
 from frozencore.lab.run.baselines import BASELINES
+from frozencore.lab.run.record import Resources, TunedRecord
+
+Shape = tuple[int | None, str]
+"""Rank and targets of a run."""
 
 
 @dataclass(frozen=True)
@@ -94,9 +97,9 @@ def study_costs(results: StudyResults) -> list[Costs]:
     apart = ("model", "task") if results.study.kind == "profile" else ("model",)
     several = [axis for axis, values in results.study.axes.items() if len(values) > 1]
     names = [axis for axis in several if axis not in ("model", "task", "seed")]
-    groups: dict[tuple[Value, ...], dict[tuple[Value, ...], list[Record]]] = {}
+    groups: dict[tuple[Value, ...], dict[tuple[Value, ...], list[TunedRecord]]] = {}
     for cell in results.cells:
-        if cell.record is not None:
+        if isinstance(cell.record, TunedRecord):
             group = tuple(cell.axes[axis] for axis in apart)
             line = tuple(cell.axes[axis] for axis in names)
             groups.setdefault(group, {}).setdefault(line, []).append(cell.record)
@@ -112,13 +115,13 @@ def _costs(
     results: StudyResults,
     group: Axes,
     names: Sequence[str],
-    lines: Mapping[tuple[Value, ...], Sequence[Record]],
+    lines: Mapping[tuple[Value, ...], Sequence[TunedRecord]],
 ) -> Costs:
     factors = _factor_parameters([record for records in lines.values() for record in records])
     found = {}
     for line, records in lines.items():
         shown = ", ".join(full_name(axis, value) for axis, value in zip(names, line, strict=True))
-        found[line] = _cost(shown or str(records[0]["method"]), records, factors)
+        found[line] = _cost(shown or records[0].method, records, factors)
     report = results.study.report
     wanted = report.reference or "fcca"
     reference = None
@@ -127,59 +130,48 @@ def _costs(
     return Costs(group, tuple(found.values()), reference)
 
 
-def _cost(name: str, records: Sequence[Record], factors: Mapping[tuple[Any, Any], int]) -> Cost:
-    first, resources = records[0], [{**record, **record.get("resources", {})} for record in records]
-    trained = int(resources[0]["trainable_parameters"])
-    core, factor, magnitude = _kinds(first, trained, factors.get(_shape(first)))
-    steps = [found for record in resources if (found := _step_s(record)) is not None]
+def _cost(name: str, records: Sequence[TunedRecord], factors: Mapping[Shape, int]) -> Cost:
+    first, resources = records[0], records[0].resources or Resources()
+    core, factor, magnitude = _kinds(first, factors.get(_shape(first)))
+    steps = [record.step_s for record in records if record.step_s is not None]
     return Cost(
         name,
-        trained,
+        first.trainable_parameters,
         core,
         factor,
         magnitude,
-        resources[0].get("optimizer_bytes"),
-        resources[0].get("adapter_bytes"),
-        resources[0].get("adapter_bytes_without_bases"),
-        median(record["calibration_s"] for record in resources),
+        resources.optimizer_bytes,
+        first.adapter_bytes,
+        resources.adapter_bytes_without_bases,
+        median(record.calibration_s for record in records),
         median(steps) if steps else None,
-        round(median(_num_steps(record) for record in resources)),
-        max(record["peak_memory_bytes"] for record in resources),
+        round(median(record.training.num_steps for record in records)),
+        max(record.peak_memory_bytes for record in records),
         len(records),
     )
 
 
-def _num_steps(record: Mapping[str, Any]) -> int:
-    return int(record["num_steps"] if "num_steps" in record else record["training"]["num_steps"])
-
-
-def _step_s(record: Mapping[str, Any]) -> float | None:
-    if "resources" in record:
-        return record.get("step_s")
-    return record["training_s"] / _num_steps(record) if _num_steps(record) else None
-
-
-def _kinds(record: Record, trained: int, factors: int | None) -> tuple[int | None, int | None, int | None]:
+def _kinds(record: TunedRecord, factors: int | None) -> tuple[int | None, int | None, int | None]:
     """Trained values of cores, of factors and of magnitudes."""
-    if record["method"] not in BASELINES:
+    trained = record.trainable_parameters
+    if record.method not in BASELINES:
         return trained, 0, 0
-    if not BASELINES[record["method"]].use_dora:
+    if not BASELINES[record.method].use_dora:
         return 0, trained, 0
-    magnitudes = record.get("resources", {}).get("magnitude_parameters")
+    magnitudes = record.resources.magnitude_parameters if record.resources is not None else None
     if magnitudes is not None:
         return 0, trained - magnitudes, magnitudes
     return (0, factors, trained - factors) if factors is not None else (0, None, None)
 
 
-def _factor_parameters(records: Sequence[Record]) -> dict[tuple[Any, Any], int]:
+def _factor_parameters(records: Sequence[TunedRecord]) -> dict[Shape, int]:
     """What LoRA or PiSSA train at each rank and targets: DoRA's factors are as many."""
     return {
-        _shape(record): int(record["trainable_parameters"])
+        _shape(record): record.trainable_parameters
         for record in records
-        if record["method"] in BASELINES and not BASELINES[record["method"]].use_dora
+        if record.method in BASELINES and not BASELINES[record.method].use_dora
     }
 
 
-def _shape(record: Record) -> tuple[Any, Any]:
-    config = record["config"]
-    return config.get("rank"), str(config.get("targets"))
+def _shape(record: TunedRecord) -> Shape:
+    return record.config.rank, str(record.config.targets)

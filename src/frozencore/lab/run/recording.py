@@ -1,0 +1,160 @@
+"""What a finished run was worth and cost, as its record and its model card say it."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+from warnings import WarningMessage
+
+from torch import nn
+
+from frozencore.adapter.bases.calibrate import Calibration
+from frozencore.lab.run.accounting import FLOAT32_BYTES, peak_memory_bytes, trainable_parameters, training_state_bytes
+from frozencore.lab.run.bench import Bench, Score
+from frozencore.lab.run.config import RunConfig
+from frozencore.lab.run.record import (
+    RECORD_FORMAT,
+    AccuracyDetails,
+    CalibrationSummary,
+    Hashes,
+    Provenance,
+    RecordedConfig,
+    Resolved,
+    Resources,
+    Training,
+    TunedRecord,
+    UsedRows,
+)
+from frozencore.lab.training.recipe import TrainingReport
+
+
+@dataclass(frozen=True)
+class TrainedRun:
+    """What a run has made: the trained model, its saved adapter, what calibration found (if data were read), and the
+    score."""
+
+    model: nn.Module
+    adapter: Path
+    calibration: Calibration | None
+    calibration_s: float
+    training: TrainingReport
+    score: Score
+
+
+def make_record(
+    config: RunConfig,
+    bench: Bench,
+    run: TrainedRun,
+    *,
+    resolved: Resolved,
+    hashes: Mapping[str, str],
+    warned: Sequence[WarningMessage],
+    started: float,
+) -> TunedRecord:
+    """What ``result.json`` holds.
+
+    Args:
+        started: ``time.perf_counter()`` when the run began.
+    """
+    assert bench.before is not None
+    report, trained = run.training, trainable_parameters(run.model)
+    stored = sum(file.stat().st_size for file in run.adapter.glob("*.safetensors"))
+    peak = peak_memory_bytes()
+    return TunedRecord(
+        format=RECORD_FORMAT,
+        config=RecordedConfig.of(config),
+        task=config.task,
+        method=config.method,
+        seed=config.seed,
+        rows=UsedRows(
+            trained=len(bench.rows.train),
+            scored=len(bench.rows.held_out),
+            scored_on=config.evaluate_on,
+            validation_from=bench.rows.validation_from,
+        ),
+        held_out_loss_before=_finite(bench.before.held_out_loss),
+        held_out_loss=_finite(run.score.held_out_loss),
+        **_accuracies(bench.before, run.score),
+        trainable_parameters=trained,
+        adapter_bytes=stored,
+        calibration_s=run.calibration_s,
+        training_s=report.time_s,
+        total_s=time.perf_counter() - started,
+        peak_memory_bytes=peak,
+        resources=Resources(
+            trainable_parameters=trained,
+            magnitude_parameters=sum(p.numel() for name, p in run.model.named_parameters() if "magnitude" in name),
+            optimizer_bytes=training_state_bytes(trained),
+            adapter_bytes=stored,
+            adapter_bytes_without_bases=stored if config.is_baseline else FLOAT32_BYTES * trained,
+            calibration_s=run.calibration_s,
+            step_s=report.step_s,
+            num_steps=report.num_steps,
+            peak_memory_bytes=peak,
+        ),
+        training=Training(num_steps=report.num_steps, final_loss=report.final_loss, losses=report.losses),
+        resolved=resolved,
+        calibration=_calibration_summary(run.calibration),
+        hashes=Hashes(**hashes),
+        warnings=tuple(sorted({str(warning.message) for warning in warned})),
+        provenance=Provenance.here(),
+    )
+
+
+def headline(score: Score) -> dict[str, float]:
+    """The scores that the model card shows."""
+    accuracy = {"accuracy": score.task.accuracy} if score.task else {}
+    return {**accuracy, "held-out nats per token": score.held_out_loss}
+
+
+def calibrated_on(config: RunConfig, bench: Bench, calibration: Calibration | None) -> str | None:
+    """What the model card says of the calibration data; None where none were read."""
+    if calibration is None:
+        return None
+    source = config.task or (config.data.name if config.data else "rows of the user")
+    num_tokens = next(iter(calibration.layers.values())).num_tokens
+    return f"{len(bench.rows.calibration)} rows of {source}, {num_tokens:,} tokens"
+
+
+def _accuracies(before: Score, after: Score) -> dict[str, Any]:
+    """By key of the record; nothing where the task has none."""
+    if not (before.task and after.task):
+        return {}
+    details = {name: value for name, value in vars(after.task).items() if name != "predictions"}
+    details["held_out_loss"] = _finite(after.task.held_out_loss)
+    return {
+        "accuracy_before": before.task.accuracy,
+        "accuracy": after.task.accuracy,
+        "score": AccuracyDetails(**details),
+    }
+
+
+def _calibration_summary(calibration: Calibration | None) -> CalibrationSummary | None:
+    if calibration is None:
+        return None
+    layers = list(calibration.layers.values())
+    return CalibrationSummary(
+        collect_s=calibration.collect_s,
+        build_s=calibration.build_s,
+        num_layers=len(layers),
+        num_tokens=layers[0].num_tokens,
+        smallest_effective_rank=min(layer.effective_rank for layer in layers),
+        median_spread={
+            "input_spread": _median(layer.input_spread for layer in layers),
+            "error_spread": _median(layer.error_spread for layer in layers),
+        },
+    )
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return _finite(median(known)) if known else None
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -1,0 +1,48 @@
+"""Records of runs that never were: every number is known."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping
+from typing import Any
+
+from frozencore.lab.run.record import RunRecord, read_record
+
+TRAINED = {"lora": 7_372_800, "dora": 7_538_688, "pissa": 7_372_800}
+
+
+def record_content(axes: Mapping[str, Any], **values: Any) -> dict[str, Any]:
+    """The JSON of a record; its numbers depend on the axes alone. A value of ``...`` leaves its key out."""
+    draw = random.Random(repr(sorted(axes.items(), key=str)))
+    method = str(axes.get("method", "fcca"))
+    accuracy, trained = 0.6 + 0.3 * draw.random(), TRAINED.get(method, 36_864)
+    content = {
+        "format": 1,
+        "config": {"model": "somewhere/model", "task": axes["task"], "method": method, "rank": 16, "core": {}},
+        "task": axes["task"],
+        "method": method,
+        "seed": axes.get("seed", 42),
+        "accuracy": accuracy,
+        "accuracy_before": 0.5,
+        "score": {"standard_error": 0.02, "chance": 0.5},
+        "held_out_loss": 2 - accuracy,
+        "held_out_loss_before": 1.8,
+        "trainable_parameters": trained,
+        "adapter_bytes": 29_638_656,
+        "calibration_s": 3.5,
+        "training_s": 26.2,
+        "total_s": 40.0,
+        "peak_memory_bytes": 700_000_000,
+        "training": {"num_steps": 262, "final_loss": 1.1},
+        "hashes": {"model": "a1" * 32, "basis": "b2" * 32},
+        "provenance": {"commit": "c3" * 20, "versions": {"torch": "2.13.0"}, "device": "a CPU", "platform": "Linux"},
+        **values,
+    }
+    return {key: value for key, value in content.items() if value is not ...}
+
+
+def made_up_record(axes: Mapping[str, Any], **values: Any) -> Any:
+    """What is read of :func:`record_content`: a :class:`TunedRecord`, but for ``cosine_P`` among the values."""
+    record: RunRecord = read_record(json.dumps(record_content(axes, **values)))
+    return record
