@@ -9,6 +9,7 @@ import typer
 
 from frozencore.cli.console import console
 from frozencore.cli.options import (
+    TODAY,
     CalibrationSize,
     Coordinates,
     Damping,
@@ -20,12 +21,14 @@ from frozencore.cli.options import (
     MaxLength,
     Method,
     Model,
+    PromptDate,
     Rank,
     Seed,
     Targets,
     TaskName,
     Truncate,
     Whiten,
+    read_date,
     read_targets,
 )
 
@@ -43,6 +46,7 @@ def calibrate(
     seed: Seed = 42,
     max_length: MaxLength = None,
     truncate: Truncate = False,
+    prompt_date: PromptDate = TODAY,
     whiten: Whiten = "both",
     fisher: Fisher = "diagonal",
     damping: Damping = 1e-3,
@@ -58,6 +62,7 @@ def calibrate(
     config = make_config(
         model=model, task=task, data=data, data_root=data_root, method=method, rank=rank, targets=read_targets(targets),
         calibration_size=calibration_size, seed=seed, max_length=max_length, truncate=truncate,
+        prompt_date=read_date(prompt_date),
         core={"whiten": whiten, "fisher": fisher, "damping": damping, "coordinates": coordinates},
         dtype=dtype, device=device,
     )  # fmt: skip

@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from frozencore.cli.options import TODAY, PromptDate, read_date
 from frozencore.errors import ConfigError
 from frozencore.naming import unknown_name
 
@@ -43,6 +44,7 @@ def evaluate(
         bool, typer.Option("--length-normalised", help="Compare choices by log-likelihood per character.")
     ] = False,
     prompt_style: PromptStyleName = "auto",
+    prompt_date: PromptDate = TODAY,
     max_length: Annotated[
         int | None, typer.Option(min=2, help="Tokens of a row. Default: the model's context.")
     ] = None,
@@ -71,6 +73,7 @@ def evaluate(
         with_base=with_base,
         data_root=data_root,
         prompt_style=cast(Any, prompt_style),
+        prompt_date=read_date(prompt_date),
         max_length=max_length,
         truncate=truncate,
         length_normalised=length_normalised,

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from datetime import date
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from frozencore.errors import ConfigError
+from frozencore.lab.rows.prompt_date import PROMPT_DATE
 
 Model = Annotated[str, typer.Option(help="Hub id or local folder of a causal language model.")]
 TaskName = Annotated[str | None, typer.Option("--task", help="A task by name, for instance svamp or sst2.")]
@@ -25,12 +29,21 @@ CalibrationSize = Annotated[int, typer.Option(help="Training rows that the calib
 Seed = Annotated[int, typer.Option(help="Of calibration rows, row order and random directions.")]
 MaxLength = Annotated[int | None, typer.Option(help="Tokens of a row. Default: 512, or the model's context if less.")]
 Truncate = Annotated[bool, typer.Option("--truncate", help="Cut long prompts at their beginning instead of refusing.")]
+PromptDate = Annotated[str, typer.Option(metavar="YYYY-MM-DD", help="Today, to a chat template that asks for it.")]
+TODAY = PROMPT_DATE.isoformat()
 Whiten = Annotated[str, typer.Option(help="fcca: both, input, output or none.")]
 Fisher = Annotated[str, typer.Option(help="fcca: diagonal, or dense (K-FAC).")]
 Damping = Annotated[float, typer.Option(help="fcca: damping relative to the mean second moment.")]
 Coordinates = Annotated[str, typer.Option(help="qr, polar, or the ablations raw and scaled_raw.")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
+
+
+def read_date(text: str) -> date:
+    try:
+        return date.fromisoformat(text)
+    except ValueError as error:
+        raise ConfigError(f"--prompt-date takes a day as YYYY-MM-DD, got {text!r}.") from error
 
 
 def read_targets(text: str | None) -> Any:

@@ -10,6 +10,7 @@ import typer
 
 from frozencore.cli.console import console
 from frozencore.cli.options import (
+    TODAY,
     CalibrationSize,
     Coordinates,
     Damping,
@@ -21,12 +22,14 @@ from frozencore.cli.options import (
     MaxLength,
     Method,
     Model,
+    PromptDate,
     Rank,
     Seed,
     Targets,
     TaskName,
     Truncate,
     Whiten,
+    read_date,
     read_targets,
 )
 
@@ -68,6 +71,7 @@ def tune(
     max_length: MaxLength = None,
     truncate: Truncate = False,
     prompt_style: Annotated[str, typer.Option(help="auto, chat or plain.")] = "auto",
+    prompt_date: PromptDate = TODAY,
     alpha: Annotated[float | None, typer.Option(help="Scale s = alpha / r of the cores. Default: s = 1.")] = None,
     whiten: Whiten = "both",
     fisher: Fisher = "diagonal",
@@ -91,7 +95,7 @@ def tune(
         learning_rate=learning_rate, warmup=warmup,
         epochs=epochs, batch_size=batch_size, accumulation=accumulation, seed=seed, evaluate_on=evaluate_on,
         num_train=num_train, num_evaluation=num_evaluation, paper_steps=paper_steps, max_length=max_length,
-        truncate=truncate, prompt_style=prompt_style,
+        truncate=truncate, prompt_style=prompt_style, prompt_date=read_date(prompt_date),
         core={"alpha": alpha, "whiten": whiten, "fisher": fisher, "damping": damping, "coordinates": coordinates},
         dtype=dtype, device=device,
     )  # fmt: skip

@@ -115,7 +115,8 @@ def operations_per_s(device: str) -> float:
 def tokens_a_row(config: RunConfig) -> float:
     """Mean tokens of a task's first training rows; ``TOKENS_A_ROW`` where they cannot be read from here."""
     try:
-        encoder = PromptEncoder(load_tokenizer(config.model), style=config.prompt_style, too_long="truncate")
+        tokenizer = load_tokenizer(config.model)
+        encoder = PromptEncoder(tokenizer, style=config.prompt_style, too_long="truncate", today=config.prompt_date)
         task = find_task(config.task or "")
         rows = islice(iter(task.source.rows("train", config.data_root)), SAMPLED_ROWS)
         texts = [encoder.render(task.to_example(row, str(index))) for index, row in enumerate(rows)]

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from frozencore.errors import ArtifactError, ConfigError, DataError
 from frozencore.fingerprint import fingerprint_model
 from frozencore.lab.evaluation.adapters import BASE, AdapterStand, adapter_names
 from frozencore.lab.evaluation.jobs import Job, harness_job, suite_jobs
+from frozencore.lab.rows.prompt_date import PROMPT_DATE, asks_for_today
 from frozencore.lab.rows.prompts import PromptEncoder, PromptStyle, context_limit
 from frozencore.lab.run.bench import Stages
 from frozencore.lab.run.loading import load_model
@@ -37,6 +39,7 @@ class Evaluation:
     Attributes:
         harness_tasks: Names of tasks of lm-evaluation-harness, or of the task files in ``include_path``.
         adapters: Folders of saved adapters; the bare model where there are none, or with ``with_base``.
+        prompt_date: Today, to a chat template that asks for it.
         max_length: Tokens of a prompt with its answer; None is the model's context.
         num_evaluation: Rows of each task; None is the protocol's number.
     """
@@ -49,6 +52,7 @@ class Evaluation:
     with_base: bool = False
     data_root: Path | None = None
     prompt_style: PromptStyle = "auto"
+    prompt_date: date = PROMPT_DATE
     max_length: int | None = None
     truncate: bool = False
     length_normalised: bool = False
@@ -85,6 +89,8 @@ def evaluate(evaluation: Evaluation, out: Path, stages: Stages) -> dict[str, Any
         "max_length": encoder.max_length,
         "truncate": evaluation.truncate,
     }
+    if encoder.is_chat and asks_for_today(tokenizer):
+        common["prompt_date"] = evaluation.prompt_date.isoformat()
     stand = AdapterStand(model)
     scores: list[dict[str, Any]] = []
     for subject, folder in subjects.items():
@@ -122,6 +128,7 @@ def _encoder(evaluation: Evaluation, model: Any, tokenizer: Any) -> PromptEncode
     return PromptEncoder(
         tokenizer,
         style=evaluation.prompt_style,
+        today=evaluation.prompt_date,
         max_length=evaluation.max_length or limit,
         too_long="truncate" if evaluation.truncate else "refuse",
     )

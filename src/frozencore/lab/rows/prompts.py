@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import date
 from typing import Any, Literal
 
 from frozencore.errors import ConfigError, DataError, ModelError
+from frozencore.lab.rows.prompt_date import PROMPT_DATE, with_fixed_date
 from frozencore.lab.tasks.task import Example
 
 PromptStyle = Literal["auto", "chat", "plain"]
@@ -56,6 +58,7 @@ class PromptEncoder:
         style: ``chat`` renders prompts through the tokenizer's chat template, ``plain`` leaves them as they are;
             ``auto`` is ``chat`` where there is a template.
         max_length: The limit in tokens, end token included.
+        today: What a chat template is told that asks for the date.
         too_long: What to do with longer rows: ``refuse`` (an error that counts them), or ``truncate`` (the oldest
             tokens of the prompt go; a text without prompt loses its end).
 
@@ -71,6 +74,7 @@ class PromptEncoder:
         style: PromptStyle = "auto",
         max_length: int = PROTOCOL_MAX_LENGTH,
         too_long: TooLong = "refuse",
+        today: date = PROMPT_DATE,
     ) -> None:
         if style == "chat" and not tokenizer.chat_template:
             raise ConfigError(
@@ -80,7 +84,7 @@ class PromptEncoder:
             raise ConfigError(f"A row needs room for two tokens, got max_length={max_length}.")
         if tokenizer.eos_token_id is None:
             raise ModelError("Training and scoring need an end token, but this tokenizer has none. Set eos_token.")
-        self.tokenizer = tokenizer
+        self.tokenizer = with_fixed_date(tokenizer, today)
         self.is_chat = style == "chat" or (style == "auto" and bool(tokenizer.chat_template))
         self.max_length = max_length
         self.too_long = too_long

@@ -61,6 +61,7 @@ def prepare(config: RunConfig, stages: Stages, base: Base | None = None) -> Benc
     encoder = PromptEncoder(
         base.tokenizer,
         style=config.prompt_style,
+        today=config.prompt_date,
         max_length=config.max_length or min(PROTOCOL_MAX_LENGTH, limit),
         too_long="truncate" if config.truncate else "refuse",
     )

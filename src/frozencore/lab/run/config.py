@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import date
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -12,6 +13,7 @@ from frozencore.calibration.options import CalibrationOptions, FisherLabels, Tok
 from frozencore.constructors import CONSTRUCTORS
 from frozencore.constructors.eva import EvaOutput
 from frozencore.errors import ConfigError
+from frozencore.lab.rows.prompt_date import PROMPT_DATE
 from frozencore.lab.rows.prompts import PromptStyle
 from frozencore.lab.rows.suite import find_task
 from frozencore.lab.run.baselines import BASELINES
@@ -75,6 +77,7 @@ class RunConfig(_Strict):
         learning_rate: None is 5e-3 for cores and each baseline's own rate.
         epochs: None is the task's number, or 1 for own data.
         max_length: Tokens of a row; None is 512 or the model's context, whichever is less.
+        prompt_date: Today, to a chat template that asks for it.
         evaluate_on: ``validation`` scores on the held-out validation rows instead, to choose options with.
         paper_steps: A run that is evaluated trains on all rows even where none are left for validation, as the paper's
             step counts imply; one that is scored on validation rows has them held out as ever.
@@ -102,6 +105,7 @@ class RunConfig(_Strict):
     max_length: int | None = Field(default=None, ge=2)
     truncate: bool = False
     prompt_style: PromptStyle = "auto"
+    prompt_date: date = PROMPT_DATE
     evaluate_on: Literal["evaluation", "validation"] = "evaluation"
     num_train: int | None = Field(default=None, ge=1)
     num_evaluation: int | None = Field(default=None, ge=1)
