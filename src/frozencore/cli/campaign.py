@@ -103,9 +103,16 @@ def status(folder: Folder) -> None:
 
 @campaign_app.command()
 def report(
-    folder: Annotated[Path | None, typer.Argument(help="Folder of a campaign.")] = None,
+    folders: Annotated[
+        list[Path] | None, typer.Argument(help="Folder of a campaign; of several, for one report over all of them.")
+    ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "--out", help="Folder of the report. Default: report/ in the campaign's.")
+        Path | None,
+        typer.Option(
+            "--output",
+            "--out",
+            help="Folder of the report. Default: report/ in the campaign's; for several, across/ beside them.",
+        ),
     ] = None,
     table: Annotated[
         Path | None,
@@ -118,18 +125,19 @@ def report(
         Path | None, typer.Option("--json", help="With --table: write the analysis there too.")
     ] = None,
 ) -> None:
-    """Write every table and figure and one HTML page from a campaign's records; or analyse a table of task means."""
+    """Write every table and figure and one HTML page from a campaign's records; or what several campaigns share, model
+    beside model; or analyse a table of task means."""
     from frozencore.cli.campaign_lines import report_on_table, write_campaign_report
 
-    if folder is not None and table is None:
-        for part in write_campaign_report(folder, output or folder / "report"):
+    if folders and table is None:
+        for part in write_campaign_report(folders, output):
             console.print(part, highlight=False)
-    elif table is not None and folder is None:
+    elif table is not None and not folders:
         if reference is None:
             raise ConfigError("--table needs --reference NAME: the method that the others are compared with.")
         console.print(report_on_table(table, reference, json_file))
     else:
-        raise ConfigError("A report is of a campaign's folder or of --table FILE.csv: give one of them.")
+        raise ConfigError("A report is of campaigns' folders or of --table FILE.csv: give one of them.")
 
 
 def schema() -> None:

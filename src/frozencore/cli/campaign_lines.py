@@ -195,15 +195,26 @@ def failure_lines(campaign: Campaign, store: Store) -> Iterator[str]:
             )
 
 
-def write_campaign_report(folder: Path, output: Path) -> Iterator[RenderableType]:
-    """Write every table, figure and the page; say what there is."""
+def write_campaign_report(folders: Sequence[Path], output: Path | None) -> Iterator[RenderableType]:
+    """Write every table, figure and the page of a campaign, or of several together; say what there is.
+
+    Args:
+        output: ``report/`` in the campaign's folder where it is None; ``across/`` beside the folders of several.
+    """
     from frozencore.lab.campaign.results import load_results
+    from frozencore.lab.reports.across import write_across
     from frozencore.lab.reports.campaign import write_report
 
-    results = load_results(folder)
-    files = write_report(results, output)
-    missing = sum(len(study.missing) for study in results.studies)
-    cells = sum(len(study.cells) for study in results.studies)
+    campaigns = [load_results(folder) for folder in folders]
+    if len(campaigns) == 1:
+        output = output or folders[0] / "report"
+        files = write_report(campaigns[0], output)
+    else:
+        output = output or Path(os.path.commonpath([folder.absolute().parent for folder in folders])) / "across"
+        files = write_across(campaigns, output)
+    studies = [study for results in campaigns for study in results.studies]
+    missing = sum(len(study.missing) for study in studies)
+    cells = sum(len(study.cells) for study in studies)
     yield f"{cells - missing} of {cells} cells have a result; {len(files)} files. Open {output / 'index.html'}"
 
 

@@ -73,6 +73,11 @@ def cells_of(study: str, axes: Mapping[str, Any], record: Callable[[Mapping[str,
 
 
 @pytest.fixture(scope="session")
+def made_cells() -> Callable[..., list[Cell]]:
+    return cells_of
+
+
+@pytest.fixture(scope="session")
 def results(campaign: MakeCampaign) -> Callable[..., CampaignResults]:
     """The results of a campaign from the YAML of its studies."""
 

@@ -29,11 +29,13 @@ class Drawing:
     Attributes:
         name: Of its file, without an ending.
         alt: What it shows, in words.
+        wide: It takes a page's whole width.
     """
 
     name: str
     alt: str
     draw: Callable[[], Figure]
+    wide: bool = False
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 METHODS = {
@@ -53,6 +53,11 @@ def full_name(axis: str, value: Any) -> str:
     """A value with its axis where it does not speak for itself: ``r 16``."""
     shown = value_name(axis, value)
     return shown if axis in NO_NAME and value is not None else f"{axis_name(axis)} {shown}"
+
+
+def column_name(axes: Sequence[str], values: Sequence[Any]) -> str:
+    """A row or a column of a table by the values of its axes: ``FCCA, r 16``."""
+    return ", ".join(full_name(axis, value) for axis, value in zip(axes, values, strict=True))
 
 
 def family_of(task: str) -> str | None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from frozencore.lab.campaign.results import StudyResults
 from frozencore.lab.reports.document import Section, Table
 from frozencore.lab.reports.figures.study import study_drawings
-from frozencore.lab.reports.labels import slug
+from frozencore.lab.reports.labels import axis_name, slug, value_name
 from frozencore.lab.reports.sheets.sheet import Sheet
 from frozencore.lab.reports.tables.comparison import Comparison
-from frozencore.lab.reports.tables.means_across import means_across
+from frozencore.lab.reports.tables.means_across import NamedPivot, means_across
 from frozencore.lab.reports.tables.measures import measures_of
 from frozencore.lab.reports.tables.pivot import Pivot, column_key, pivots
 from frozencore.lab.reports.tables.pivot_sheet import pivot_sheet
@@ -31,7 +31,10 @@ def study_section(results: StudyResults) -> Section:
             first.append(Table(pivot_sheet(pivot, name), pivot, "" if comparison else remark))
             if comparison is not None:
                 first.append(Table(_significance(pivot, comparison, f"{name}-significance", remark)))
-        if (across := means_across(tables, f"{results.name}-means{measure.suffix}")) is not None:
+        named = [NamedPivot(tuple(value_name(*item) for item in pivot.group.items()), pivot) for pivot in tables]
+        headings = [axis_name(axis) for axis in tables[0].group]
+        across = means_across(named, headings, f"{results.name}-means{measure.suffix}", results.study.title)
+        if across is not None:
             first.append(Table(across))
     for costs in study_costs(results):
         name, title, alone = f"{results.name}{slug(costs.group)}", results.study.title, results.study.kind == "profile"

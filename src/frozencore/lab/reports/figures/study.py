@@ -35,7 +35,7 @@ def study_drawings(results: StudyResults) -> Iterator[Drawing]:
     None where it asks for none. A stability study always has one.
     """
     for pivot, draw, name, what in _figures_of(results):
-        if draw in (_ranking, _state):
+        if draw in (draw_ranking, _state):
             values = [average.value for average in column_averages(pivot).values()]
         else:
             values = [cell.mean for cell in pivot.cells.values()]
@@ -49,7 +49,7 @@ def _figures_of(results: StudyResults) -> list[tuple[Pivot, Draw, str, str]]:
         return [(P, partial(_convergence, input_=Q), P.name, "basis convergence") for P, Q in sides]
     if results.study.report.figure is None:
         return []
-    draw = {"ranking": _ranking, "gains": _gains, "lines": _lines, "state": _state}[results.study.report.figure]
+    draw = {"ranking": draw_ranking, "gains": _gains, "lines": _lines, "state": _state}[results.study.report.figure]
     return [
         (pivot, draw, pivot.name + measure.suffix, measure.title)
         for measure in measures_of(results)
@@ -67,7 +67,7 @@ def _figure(pivot: Pivot, draw: Draw) -> Figure:
     return figure
 
 
-def _ranking(axis: Axes, pivot: Pivot) -> None:
+def draw_ranking(axis: Axes, pivot: Pivot) -> None:
     """Columns by their mean over the rows, best first, with the standard deviation of the seeds' own means."""
     averages = column_averages(pivot)
     found = {column: average.value for column, average in averages.items() if average.value is not None}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,14 @@ from frozencore.lab.reports.labels import axis_name, full_name, value_name
 from frozencore.lab.reports.pages.html_parts import html_document, image
 from frozencore.lab.reports.pages.protocol import protocol_yaml, studies_axes
 from frozencore.lab.reports.sheets.html_table import html_table
+from frozencore.lab.reports.sheets.sheet import SeedValue
 from frozencore.lab.run.record import Provenance
 
 STYLE = """
 body { max-width: 96rem; } th, td { padding: .3rem .5rem; }
 table { border-collapse: separate; border-spacing: 0; } .figures { display: flex; flex-wrap: wrap; gap: 0 1rem; }
 .figures figure { flex: 0 1 34rem; margin: .5rem 0; } .figures img { width: 100%; }
+.figures figure.wide { flex-basis: 100%; }
 h2 { margin-top: 3rem; border-top: 1px solid var(--line); padding-top: 1rem; } h3 { margin-bottom: .2rem; }
 li, p, h1, h2, h3, summary { overflow-wrap: anywhere; }
 nav { display: flex; flex-wrap: wrap; gap: .3rem 1rem; } .status { font-weight: 600; }
@@ -29,7 +31,8 @@ nav { display: flex; flex-wrap: wrap; gap: .3rem 1rem; } .status { font-weight: 
 thead th { white-space: normal; vertical-align: bottom; } tbody tr:hover { background: var(--tint); }
 tfoot td { background: var(--tint); } tfoot tr:first-child td { border-top: 2px solid var(--line); }
 td.label { max-width: 40rem; } td.long { white-space: normal; min-width: 18rem; }
-td.best { font-weight: 700; } td small { color: var(--soft); font-weight: 400; }
+td.best { font-weight: 700; } td.second { text-decoration: underline; }
+td small { color: var(--soft); font-weight: 400; }
 td button { all: unset; cursor: pointer; } td button:hover { text-decoration: underline dotted; }
 td button:focus-visible { outline: 2px solid; } summary { cursor: pointer; font-weight: 600; margin: .6rem 0; }
 pre { overflow-x: auto; background: var(--tint); padding: .8rem; font-size: .85rem; }
@@ -80,7 +83,7 @@ def document_page(document: Document, figures: Mapping[str, Path]) -> str:
         + _protocol([results.campaign for results in document.campaigns])
         + _provenance(document.cells)
         + '<dialog><form method="dialog"><button>Close</button></form><div></div></dialog>'
-        + f'<script type="application/json" id="runs">{_json(_facts(document.cells))}</script>'
+        + f'<script type="application/json" id="runs">{_json(_facts(document))}</script>'
     )
     return html_document(document.name, body, style=STYLE, script=SCRIPT)
 
@@ -88,7 +91,7 @@ def document_page(document: Document, figures: Mapping[str, Path]) -> str:
 def _section(section: Section, figures: Mapping[str, Path]) -> str:
     note = f"<p>{_e(section.note)}</p>" if section.note else ""
     details = "".join(map(_table, section.details))
-    images = "".join(image(figures[one.name], one.alt) for one in section.drawings)
+    images = "".join(image(figures[one.name], one.alt, wide=one.wide) for one in section.drawings)
     return (
         f'<section><h2 id="{_e(section.name)}">{_e(section.title)}</h2>{note}{_status(section.cells)}'
         + f"<div class=figures>{images}</div>"
@@ -113,7 +116,11 @@ def _table(table: Table) -> str:
 
 
 def _protocol(campaigns: Sequence[Campaign]) -> str:
-    parts = "".join(map(_protocol_of, campaigns))
+    alone = len(campaigns) == 1
+    parts = "".join(
+        ("" if alone else f"<h3>Protocol of {_e(campaign.name)}</h3>") + _protocol_of(campaign)
+        for campaign in campaigns
+    )
     return f'<section><h2 id="protocol">Protocol</h2>{parts}</section>'
 
 
@@ -143,11 +150,12 @@ def _source(source: Provenance) -> str:
     return f"commit {source.commit}; {versions}; {source.device}, {source.platform}"
 
 
-def _facts(cells: tuple[Cell, ...]) -> dict[str, dict[str, str]]:
-    """What each run's dialog says beside its value."""
+def _facts(document: Document) -> dict[str, dict[str, str]]:
+    """What the dialog of each run that a table shows says beside its value."""
+    shown = {run.run_id for section in document.sections for table in section.tables for run in _runs(table)}
     found: dict[str, dict[str, str]] = {}
-    for cell in cells:
-        if cell.run_id is None or cell.run_id in found:
+    for cell in document.cells:
+        if cell.run_id is None or cell.run_id in found or cell.run_id not in shown:
             continue
         facts = {"run": cell.run_id, "axes": ", ".join(full_name(*item) for item in cell.axes.items())}
         if cell.record is not None:
@@ -158,6 +166,12 @@ def _facts(cells: tuple[Cell, ...]) -> dict[str, dict[str, str]]:
             facts["failure"] = f"{cell.failure.reason}: {cell.failure.message}"
         found[cell.run_id] = facts
     return found
+
+
+def _runs(table: Table) -> Iterator[SeedValue]:
+    for line in (*table.sheet.rows, *table.sheet.foot):
+        for cell in line:
+            yield from cell.runs
 
 
 def _options(config: Mapping[str, Any]) -> str:

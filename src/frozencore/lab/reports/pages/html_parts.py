@@ -47,7 +47,8 @@ def html_document(title: str, body: str, *, style: str = "", script: str = "") -
     )
 
 
-def image(path: Path, alt: str) -> str:
+def image(path: Path, alt: str, *, wide: bool = False) -> str:
     """A PNG as part of the page."""
     content = base64.b64encode(path.read_bytes()).decode()
-    return f'<figure><img alt="{html.escape(alt)}" src="data:image/png;base64,{content}"></figure>'
+    kind = " class=wide" if wide else ""
+    return f'<figure{kind}><img alt="{html.escape(alt)}" src="data:image/png;base64,{content}"></figure>'

@@ -28,7 +28,10 @@ def _line(sheet: Sheet, line: Line) -> str:
 
 def _cell(sheet: Sheet, place: int, cell: SheetCell, row: str) -> str:
     classes = [*(["label"] if place < sheet.num_labels or isinstance(cell.value, str) else [])]
-    classes += [*(["best"] if cell.best else []), *(["long"] if len(cell.text) > 60 else [])]
+    classes += [
+        *(["best"] if cell.best else ["second"] if cell.second else []),
+        *(["long"] if len(cell.text) > 60 else []),
+    ]
     value = "" if cell.value is None else str(cell.value).replace("inf", "Infinity")
     shown = _e(cell.text) + (f" <small>± {_e(cell.spread)}</small>" if cell.spread else "")
     if cell.runs:

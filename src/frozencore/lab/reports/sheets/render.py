@@ -23,7 +23,7 @@ MARKDOWN = re.compile(r"([\\`*_|<>\[\]#])")
 
 
 def markdown(sheet: Sheet) -> str:
-    """The title, the note and a pipe table; the best bold."""
+    """The title, the note and a pipe table; the best bold, the second best underlined."""
     aligned = ["---" if i < sheet.num_labels else "---:" for i in range(len(sheet.headings))]
     lines = [
         [_markdown(heading) for heading in sheet.headings],
@@ -42,6 +42,8 @@ def _reasons(sheet: Sheet) -> str:
 
 def _markdown_cell(cell: SheetCell) -> str:
     text = _markdown(_joined(cell))
+    if cell.second:
+        return f"<ins>{text}</ins>"
     return f"**{text}**" if cell.best else text
 
 
@@ -50,7 +52,10 @@ def _markdown(text: str) -> str:
 
 
 def latex(sheet: Sheet) -> str:
-    """A table environment for the packages booktabs and, where it is wide, graphicx; the best bold."""
+    """A table environment for the packages booktabs and, where it is wide, graphicx.
+
+    The best is bold, the second best underlined.
+    """
     columns = "l" * sheet.num_labels + "r" * (len(sheet.headings) - sheet.num_labels)
     body = [_latex_line([_latex(heading) for heading in sheet.headings]), r"\midrule"]
     body += [_latex_line([_latex_cell(cell) for cell in line]) for line in sheet.rows]
@@ -74,6 +79,8 @@ def _latex_line(cells: Sequence[str]) -> str:
 def _latex_cell(cell: SheetCell) -> str:
     spread = rf"{{\scriptsize$\pm${_latex(cell.spread)}}}" if cell.spread else ""
     text = _latex(cell.text) + spread
+    if cell.second:
+        return rf"\underline{{{text}}}"
     return rf"\textbf{{{text}}}" if cell.best else text
 
 
@@ -99,7 +106,7 @@ def csv_lines(lines: Iterable[Iterable[object]]) -> str:
 
 
 def rich_table(sheet: Sheet) -> Table:
-    """The sheet on a screen; the best bold."""
+    """The sheet on a screen; the best bold, the second best underlined."""
     table = Table(title=Text(sheet.title), caption=Text(sheet.note) if sheet.note else None, title_justify="left")
     for i, heading in enumerate(sheet.headings):
         table.add_column(Text(heading), justify="left" if i < sheet.num_labels else "right")
@@ -111,7 +118,7 @@ def rich_table(sheet: Sheet) -> Table:
 
 
 def _texts(line: Line) -> list[Text]:
-    return [Text(_joined(cell), style="bold" if cell.best else "") for cell in line]
+    return [Text(_joined(cell), style="bold" if cell.best else "underline" if cell.second else "") for cell in line]
 
 
 def _joined(cell: SheetCell) -> str:

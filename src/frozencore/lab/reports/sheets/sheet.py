@@ -32,6 +32,7 @@ class SheetCell:
     Attributes:
         spread: Shown small after ``±``.
         value: Unrounded, to sort by and for CSV; None where there is none.
+        best, second: Of those that it is compared with; the one is bold, the other underlined.
         hint: Why it is as it is, in words.
         runs: Those behind it.
     """
@@ -40,6 +41,7 @@ class SheetCell:
     spread: str = ""
     value: float | str | None = None
     best: bool = False
+    second: bool = False
     hint: str = ""
     runs: tuple[SeedValue, ...] = ()
 

@@ -10,7 +10,7 @@ from itertools import product
 from frozencore.lab.campaign.plan import Axes
 from frozencore.lab.campaign.results import Cell, StudyResults
 from frozencore.lab.campaign.spec import Value
-from frozencore.lab.reports.labels import full_name, slug
+from frozencore.lab.reports.labels import column_name, full_name, slug
 from frozencore.lab.reports.sheets.sheet import SeedValue, Status
 from frozencore.lab.reports.statistics.over_tasks import mean, sample_std
 from frozencore.lab.reports.tables.measures import Measure
@@ -85,10 +85,10 @@ class Pivot:
         return f"{self.study.name}{slug(self.group)}"
 
     def row_name(self, row: Key) -> str:
-        return ", ".join(full_name(axis, value) for axis, value in zip(self.row_axes, row, strict=True))
+        return column_name(self.row_axes, row)
 
     def column_name(self, column: Key) -> str:
-        return ", ".join(full_name(axis, value) for axis, value in zip(self.column_axes, column, strict=True))
+        return column_name(self.column_axes, column)
 
 
 def column_key(column: Key) -> str:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from frozencore.lab.reports.labels import axis_name, value_name
 from frozencore.lab.reports.sheets.sheet import SeedValue, Sheet, SheetCell, label, number, sentence
 from frozencore.lab.reports.tables.averages import Average, averages, over_rows
+from frozencore.lab.reports.tables.measures import Measure
 from frozencore.lab.reports.tables.pivot import SHOWN, Key, Pivot, PivotCell
 
 
@@ -65,18 +68,18 @@ def _cell(cell: PivotCell, decimals: int, best: bool) -> SheetCell:
         counted = f" {cell.num_done}/{len(cell.runs)}" if cell.num_done else ""
         return SheetCell(SHOWN[cell.status] + counted, hint=hint, runs=cell.runs)
     spread = "" if cell.std is None else f"{cell.std:.{decimals}f}"
-    return SheetCell(f"{cell.mean:.{decimals}f}", spread, cell.mean, best, hint, cell.runs)
+    return SheetCell(f"{cell.mean:.{decimals}f}", spread, cell.mean, best, hint=hint, runs=cell.runs)
 
 
 def _run_hint(run: SeedValue, decimals: int) -> str:
     return f"seed {run.seed}: {run.message if run.value is None else f'{run.value:.{decimals}f}'}"
 
 
-def average_cell(average: Average, decimals: int, *, best: bool = False) -> SheetCell:
+def average_cell(average: Average, decimals: int, *, best: bool = False, second: bool = False) -> SheetCell:
     if average.value is None:
         return SheetCell("n/a", hint=average.reason)
     spread = "" if average.std is None else f"{average.std:.{decimals}f}"
-    return SheetCell(f"{average.value:.{decimals}f}", spread, average.value, best)
+    return SheetCell(f"{average.value:.{decimals}f}", spread, average.value, best, second)
 
 
 def _best(pivot: Pivot) -> set[tuple[Key, Key]]:
@@ -93,10 +96,16 @@ def _best(pivot: Pivot) -> set[tuple[Key, Key]]:
     return found
 
 
-def best_printed(values: dict[Key, float | None], pivot: Pivot) -> set[Key]:
+def best_printed(values: Mapping[Key, float | None], pivot: Pivot) -> set[Key]:
     """What prints the best value; none where there is nothing to choose from."""
-    shown = {key: round(value, pivot.measure.decimals) for key, value in values.items() if value is not None}
-    if len(shown) < 2 or not pivot.measure.ranked:
-        return set()
-    best = (min if pivot.measure.lower_is_better else max)(shown.values())
-    return {key for key, value in shown.items() if value == best}
+    return ranked_printed(values, pivot.measure)[0]
+
+
+def ranked_printed(values: Mapping[Key, float | None], measure: Measure) -> tuple[set[Key], set[Key]]:
+    """What prints the best value, and what prints the second best one where a single one is the best."""
+    shown = {key: round(value, measure.decimals) for key, value in values.items() if value is not None}
+    if len(shown) < 2 or not measure.ranked:
+        return set(), set()
+    places = sorted(set(shown.values()), reverse=not measure.lower_is_better)
+    best, second = ({key for key, value in shown.items() if value == place} for place in (places[0], places[:2][-1]))
+    return best, second if len(best) == 1 else set()
