@@ -6,5 +6,6 @@ from pathlib import Path
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
+SOURCES = ROOT / "src"
 DATA = TESTS / "data"
 SHARED = ROOT.parent / "shared"

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,10 +17,11 @@ from frozencore import CalibrationOptions, calibrate
 from frozencore.adapter.bases.passes import BasisWork
 from frozencore.calibration.budget import LayerCost, PassPlan, layer_cost, memory_bytes, plan_passes, smallest_budget
 from frozencore.errors import ConfigError, DataError
-from places import TESTS
+from places import SOURCES, TESTS
 from tiny import tiny_qwen2
 
 FCCA = frozenset({"cross", "input_square", "error_square"})
+EMPIRICAL = CalibrationOptions()
 
 
 @pytest.mark.parametrize(
@@ -73,6 +75,28 @@ def test_sketches_are_taken_only_where_they_need_fewer_passes() -> None:
     assert plan_passes(costs, 4).num_passes == 12  # no layer fits exactly, two sketches do
 
 
+def test_a_second_backward_pass_makes_exact_groups_dearer_than_a_sketch_whose_first_pass_alone_takes_one() -> None:
+    """Runs of the model, forward or backward: four exact groups 8 against 8, then 12 against 9."""
+    costs = {str(i): exact(10, sketch=2) for i in range(8)}
+    one, two = (plan_passes(costs, 20, num_backward=number) for number in (1, 2))
+    assert (one.streaming, one.num_passes, one.num_runs(1)) == (False, 4, 8)
+    assert (two.streaming, two.num_passes, two.num_runs(2)) == (True, 4, 9)
+    three_groups = plan_passes({name: costs[name] for name in "012345"}, 20, num_backward=2)
+    assert (three_groups.streaming, three_groups.num_runs(2)) == (False, 9)
+
+
+@pytest.mark.parametrize(
+    ("constructor", "options", "keeps"),
+    [("fcca", {}, True), ("fcca", {"whiten": "input"}, False), ("rawgrad", {}, False), ("filora", {}, False)],
+)
+def test_a_graph_that_is_kept_for_a_second_backward_pass_counts(constructor: str, options: dict, keeps: bool) -> None:
+    model = adapted(constructor, calibrated=False, **options)
+    one, two = (costs_of(model, CalibrationOptions(fisher_labels=labels)) for labels in ("empirical", "mc"))
+    for name in one:
+        assert (two[name].passing > one[name].passing) == keeps
+        assert replace(two[name], passing=one[name].passing) == one[name]
+
+
 @pytest.mark.parametrize("sketch", [None, 300 * 2**20])
 def test_an_impossible_budget_names_the_smallest_that_works(sketch: int | None) -> None:
     costs = {"a": exact(5), "b": exact(400 * 2**20, sketch=sketch), "c": exact(7, sketch=sketch)}
@@ -107,9 +131,11 @@ def test_all_linear_layers_of_a_7b_model_fit_in_two_gib_in_four_passes() -> None
     assert not plan_passes(costs, 64 * 2**30).streaming
 
 
-def costs_of(model: PeftModel) -> dict[str, LayerCost]:
+def costs_of(model: PeftModel, options: CalibrationOptions = EMPIRICAL) -> dict[str, LayerCost]:
     layers = {layer.name: layer for layer in cores_of(model)}
-    return BasisWork(model, "default", model.peft_config["default"], layers, {}, lambda *_: None).costs(BATCHES)
+    return BasisWork(model, "default", model.peft_config["default"], layers, {}, lambda *_: None).costs(
+        BATCHES, options
+    )
 
 
 @pytest.mark.parametrize("constructor", DATA_DRIVEN)
@@ -158,13 +184,14 @@ def test_a_budget_below_one_layer_is_refused_and_the_named_one_works(constructor
     calibrate(model, BATCHES, memory_budget="1MiB", progress=False)
 
 
-def peak_of(constructor: str, budget: str, *sizes: int) -> dict[str, int]:
+def peak_of(constructor: str, budget: str, *sizes: int, labels: str = "empirical") -> dict[str, int]:
     """Resident memory over what it was before, in a process whose allocator gives all of it back."""
     environment = os.environ | {
-        "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536",
+        "PYTHONPATH": f"{SOURCES}{os.pathsep}{TESTS}", "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536",
         "MALLOC_TRIM_THRESHOLD_": "0", "CUDA_VISIBLE_DEVICES": "",
     }  # fmt: skip
-    words = [sys.executable, str(TESTS / "calibration" / "peak_memory.py"), constructor, budget, *map(str, sizes)]
+    words = [sys.executable, str(TESTS / "calibration" / "peak_memory.py"), constructor, budget, labels]
+    words += map(str, sizes)
     done = subprocess.run(words, capture_output=True, text=True, env=environment, timeout=1500, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])
@@ -179,6 +206,12 @@ def test_a_block_of_a_7b_model_stays_within_its_budget(budget: str, passes: int,
     found = peak_of("fcca", budget, 3584, 18944, 1)
     assert (found["passes"], found["streaming"]) == (passes, streaming)
     assert found["taken"] <= 1.05 * memory_bytes(budget)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("budget", ["13MiB", "40MiB"])
+def test_a_second_backward_pass_stays_within_its_budget(budget: str) -> None:
+    assert peak_of("fcca", budget, 896, 1792, 2, labels="mc")["taken"] <= 1.05 * memory_bytes(budget)
 
 
 @pytest.mark.slow

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import frozencore.calibration.capture
-from frozencore.calibration.capture import CountedTokens, capturing
+import frozencore.calibration.recorder
+from frozencore.calibration.capture import Taps, capturing
 from frozencore.calibration.collect import collect_moments
+from frozencore.calibration.counted import CountedTokens
 from frozencore.calibration.options import CalibrationOptions
 from frozencore.errors import CalibrationError
 from frozencore.maths.moments import MOMENT_NAMES, LayerMoments
@@ -92,9 +93,9 @@ def test_bf16_squares_are_not_rounded_before_they_are_summed() -> None:
 def test_shared_inputs_are_squared_once_per_block(monkeypatch: pytest.MonkeyPatch) -> None:
     """q, k and v read one tensor: with o that is two input squares and four error squares a block."""
     calls: list[int] = []
-    square_sum = frozencore.calibration.capture.square_sum
+    square_sum = frozencore.calibration.recorder.square_sum
     monkeypatch.setattr(
-        frozencore.calibration.capture, "square_sum", lambda values: calls.append(1) or square_sum(values)
+        frozencore.calibration.recorder, "square_sum", lambda values: calls.append(1) or square_sum(values)
     )
     model = tiny_qwen2()
     collect_moments(model, [batch_of(draw_examples(3, seed=0))], attention_names(model))
@@ -128,7 +129,7 @@ def test_a_layer_that_sees_other_rows_than_tokens_is_refused() -> None:
 def test_outputs_are_unchanged_by_the_capture() -> None:
     model, batch = tiny_qwen2(), batch_of(draw_examples(3, seed=0))
     plain = model(**batch)
-    with capturing({"model.layers.0.self_attn.q_proj": model.model.layers[0].self_attn.q_proj}, EVERYTHING) as capture:
+    with capturing(Taps({"q": model.model.layers[0].self_attn.q_proj}, EVERYTHING)) as capture:
         capture.tokens = CountedTokens.from_mask(batch["attention_mask"].bool())
         captured = model(**batch)
     assert torch.equal(plain.logits, captured.logits)
@@ -140,7 +141,7 @@ def test_weight_gradients_are_the_same_with_and_without_the_capture() -> None:
     model(**batch).loss.backward()
     plain = layer.weight.grad.clone()
     model.zero_grad()
-    with capturing({"q": layer}, EVERYTHING) as capture:
+    with capturing(Taps({"q": layer}, EVERYTHING)) as capture:
         capture.tokens = CountedTokens.from_mask(batch["attention_mask"].bool())
         model(**batch).loss.backward()
     assert torch.equal(plain, layer.weight.grad)
@@ -149,7 +150,7 @@ def test_weight_gradients_are_the_same_with_and_without_the_capture() -> None:
 def test_sums_are_held_where_asked() -> None:
     model = tiny_qwen2()
     layer = model.model.layers[0].self_attn.q_proj
-    with capturing({"q": layer}, EVERYTHING, torch.device("cpu")) as capture:
+    with capturing(Taps({"q": layer}, EVERYTHING, CalibrationOptions(stats_device="cpu"))) as capture:
         batch = batch_of(draw_examples(3, seed=0))
         capture.tokens = CountedTokens.from_mask(batch["attention_mask"].bool())
         model(**batch).loss.backward()
@@ -173,7 +174,7 @@ def test_sums_that_are_held_elsewhere_are_added_strip_by_strip_to_the_same(
     strip: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """``cpu:0`` is another name for where the layers are: nothing else is needed to go through the strips."""
-    monkeypatch.setattr(frozencore.calibration.capture, "STRIP", strip)
+    monkeypatch.setattr(frozencore.calibration.recorder, "STRIP", strip)
     model, batches = tiny_qwen2().double(), [batch_of(draw_examples(num_examples=4, seed=2))]
     here, elsewhere = (
         collect_moments(

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import references as ref
-from frozencore.calibration.capture import CountedTokens, capturing
+from frozencore.calibration.capture import Taps, capturing
 from frozencore.calibration.collect import collect_moments
+from frozencore.calibration.counted import CountedTokens
 from frozencore.calibration.options import CalibrationOptions
 from frozencore.maths.moments import MOMENT_NAMES
 from references import numpy_of
@@ -66,7 +67,7 @@ def test_the_sums_of_any_layer_are_those_of_its_counted_tokens(
     generator = torch.Generator().manual_seed(seed)
     layer = nn.Linear(n, m, bias=bias).to(dtype)
     calls = []
-    with capturing({"layer": layer}, EVERYTHING) as capture:
+    with capturing(Taps({"layer": layer}, EVERYTHING)) as capture:
         capture.tokens = CountedTokens.from_mask(mask)
         for _ in range(num_calls):
             x, delta = (torch.randn(*mask.shape, k, generator=generator, dtype=dtype) for k in (n, m))

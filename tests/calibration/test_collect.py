@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from transformers import OPTConfig, OPTForCausalLM
 
 import references as ref
-from frozencore.calibration.collect import collect_moments, take_examples
+from frozencore.calibration.batches import take_examples
+from frozencore.calibration.collect import collect_moments
 from frozencore.calibration.options import CalibrationOptions
 from frozencore.errors import CalibrationError, ConfigError
 from frozencore.maths.moments import MOMENT_NAMES, LayerMoments
@@ -228,55 +229,6 @@ def test_token_sum_weighs_tokens_equally() -> None:
         options=CalibrationOptions(weighting="token_sum"),
     )  # fmt: skip
     assert_equal(found, expected_moments("qwen2", token_sum=True), 1e-12)
-
-
-def test_sampled_labels_repeat_with_their_seed_and_differ_from_true_ones(qwen2: nn.Module) -> None:
-    name = attention_names(qwen2)[0]
-
-    def gradient(batches: Iterable[dict[str, Tensor]] | None = None, **options: object) -> Tensor:
-        data = batches or batches_of(EXAMPLES, 3)
-        return collect_moments(qwen2, data, [name], options=CalibrationOptions(**options))[name].cross
-
-    one = gradient(fisher_labels="mc", seed=1)
-    assert torch.equal(one, gradient(fisher_labels="mc", seed=1))
-    assert not torch.allclose(one, gradient(fisher_labels="mc", seed=2))
-    assert not torch.allclose(one, gradient(fisher_labels="empirical", seed=1))
-    # Which tokens were true does not enter: only where the completion is.
-    other = [{**b, "labels": b["labels"].where(b["labels"].eq(-100), 5)} for b in batches_of(EXAMPLES, 3)]
-    assert torch.equal(one, gradient(other, fisher_labels="mc", seed=1))
-
-
-def test_every_group_sees_the_same_sampled_labels(qwen2: nn.Module) -> None:
-    names = attention_names(qwen2)
-    one, grouped = (
-        collect_moments(
-            qwen2, batches_of(EXAMPLES, 3), names, options=CalibrationOptions(fisher_labels="mc", group_size=size)
-        )
-        for size in (999, 3)
-    )
-    assert all(torch.equal(one[name].cross, grouped[name].cross) for name in names)
-
-
-def test_sampled_labels_estimate_the_fisher_matrix_of_the_softmax() -> None:
-    """At the logits E[δ] = 0 and E[δδᵀ] = diag(p) - ppᵀ, summed over completion tokens (token_sum)."""
-    model = tiny_qwen2(tie_word_embeddings=False)
-    num_draws = 1000
-    moments = collect_moments(
-        model, [batch_of(EXAMPLES * num_draws)], ["lm_head"], needs=frozenset({"cross", "error_outer"}),
-        options=CalibrationOptions(fisher_labels="mc", weighting="token_sum"),
-    )["lm_head"]  # fmt: skip
-    total, outer = moments.cross / num_draws, moments.error_outer / num_draws
-    expected = np.zeros((40, 40))
-    for example in EXAMPLES:
-        with torch.no_grad():
-            p = model(input_ids=torch.tensor([example.ids])).logits[0].double().softmax(-1).numpy()
-        for t in range(example.num_prompt - 1, len(example.ids) - 1):
-            expected += np.diag(p[t]) - np.outer(p[t], p[t])
-    np.testing.assert_allclose(outer.numpy(), expected, atol=0.08 * np.abs(expected).max())
-    empirical = collect_moments(
-        model, [batch_of(EXAMPLES)], ["lm_head"], options=CalibrationOptions(weighting="token_sum")
-    )["lm_head"]
-    assert float(total.norm()) < 0.2 * float(empirical.cross.norm())
 
 
 @pytest.mark.parametrize("needs", [frozenset({"input_outer"}), frozenset({"input_total", "output_outer"})])

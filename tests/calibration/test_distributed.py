@@ -7,6 +7,8 @@ import os
 import re
 import subprocess
 import sys
+from functools import reduce
+from operator import add
 from pathlib import Path
 from signal import SIGKILL, SIGSTOP, Signals
 from typing import Any
@@ -14,14 +16,28 @@ from typing import Any
 import pytest
 import torch
 
-from calibration.two_ranks import CONSTRUCTORS, EXAMPLES, adapted, bases, cores_after_a_step, costs, streamed_bases
-from frozencore import calibrate
+from calibration.two_ranks import (
+    CONSTRUCTORS,
+    DRAWN,
+    EXAMPLES,
+    adapted,
+    bases,
+    cores_after_a_step,
+    costs,
+    streamed_bases,
+)
+from frozencore import calibrate, collect_moments
+from frozencore.calibration import run_pass
 from frozencore.calibration.shards import assign_owners
 from frozencore.maths.linalg import principal_cosines
-from places import TESTS
-from tiny import batches_of
+from places import SOURCES, TESTS
+from tiny import attention_names, batches_of, tiny_qwen2
 
-ENVIRONMENT = os.environ | {"PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+ENVIRONMENT = os.environ | {
+    "PYTHONPATH": f"{SOURCES}{os.pathsep}{TESTS}",
+    "OMP_NUM_THREADS": "1",
+    "CUDA_VISIBLE_DEVICES": "",
+}
 TIMEOUT_S = 10  # of the process group, where a rank is lost
 
 
@@ -59,6 +75,22 @@ def test_the_bases_are_those_of_one_process_on_all_examples(constructor: str, re
         assert principal_cosines(shared, single).min() > 0.9999
     tokens = {name: layer.num_tokens for name, layer in calibration.layers.items()}
     assert reports[0][f"{constructor} tokens"] == tokens
+
+
+def test_each_rank_draws_labels_of_its_own_and_true_ones_give_the_cross_moment(
+    reports: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against the sums of the shares, one after the other in one process that says it is that rank."""
+    size, names = len(reports), attention_names(tiny_qwen2())
+    shares = []
+    for rank in range(size):
+        monkeypatch.setattr(run_pass, "own_rank", lambda rank=rank: rank)
+        shares.append(collect_moments(tiny_qwen2(), batches_of(EXAMPLES[rank::size], 2), names, options=DRAWN))
+    model = adapted("fcca")
+    calibrate(model, moments={name: reduce(add, (s[name] for s in shares)) for name in names}, progress=False)
+    for name, single in bases(model).items():
+        assert all(torch.equal(reports[0]["drawn"][name], report["drawn"][name]) for report in reports)
+        torch.testing.assert_close(reports[0]["drawn"][name], single, rtol=0, atol=2e-4)
 
 
 def test_sketches_are_added_up_over_the_ranks(reports: list[dict[str, Any]]) -> None:

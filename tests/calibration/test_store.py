@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from frozencore.maths.moments import MOMENT_NAMES, LayerMoments
 from tiny import attention_names, batches_of, draw_examples, tiny_qwen2
 
 BATCHES = batches_of(draw_examples(4, seed=1), 2)
+WEIGHTINGS = ("token", "token_sum")
 
 
 @pytest.fixture
@@ -75,6 +77,24 @@ def test_moments_of_something_else_are_refused(part: str, message: str, written:
     with pytest.raises(ArtifactError, match=message) as caught:
         load_moments(path, MomentsFingerprint.of(model, batches, options))
     assert "\n" not in str(caught.value)
+
+
+def test_moments_whose_g_was_of_drawn_labels_are_refused(written: tuple) -> None:
+    """Their file says ``mc``, as it would today if nothing had been done about it."""
+    path, moments, _ = written
+    model, options = tiny_qwen2(), CalibrationOptions(fisher_labels="mc")
+    today = MomentsFingerprint.of(model, BATCHES, options)
+    save_moments(path, moments, replace(today, options={**today.options, "fisher_labels": "mc"}))
+    with pytest.raises(ArtifactError, match=r"other options \(fisher_labels\)"):
+        load_moments(path, today)
+    save_moments(path, moments, today)
+    assert list(load_moments(path, MomentsFingerprint.of(model, BATCHES, options))) == list(moments)
+
+
+def test_a_weighting_by_its_short_name_is_the_same_moments() -> None:
+    one, other = (MomentsFingerprint.of(tiny_qwen2(), BATCHES, CalibrationOptions(weighting=w)) for w in WEIGHTINGS)
+    assert one == other
+    assert one.options["weighting"] == "token_sum"
 
 
 @pytest.mark.parametrize("keep", [0, 3, 8, 200, -1])

@@ -15,16 +15,19 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from frozencore import FrozenCoreConfig, calibrate, frozen_core_layers
+from frozencore import CalibrationOptions, FrozenCoreConfig, calibrate, frozen_core_layers
 from frozencore.adapter.bases.passes import BasisWork
 from frozencore.calibration.budget import PassPlan
-from frozencore.calibration.capture import LayerRecorder
+from frozencore.calibration.capture import Capture
 from frozencore.calibration.shards import assign_owners, own_rank
 from frozencore.errors import CalibrationError
 from tiny import Example, batches_of, draw_examples, tiny_qwen2
 
 EXAMPLES = draw_examples(num_examples=12, seed=5)
 CONSTRUCTORS = ("fcca", "rawgrad", "signgrad", "filora", "eva", "lora_xs", "random")
+
+
+DRAWN = CalibrationOptions(fisher_labels="mc", seed=3)
 
 
 def adapted(constructor: str, **options: Any) -> torch.nn.Module:
@@ -72,19 +75,19 @@ def fsdp_step(batch: dict[str, torch.Tensor], calibration: list[dict[str, torch.
 
 def bases_where_one_rank_has_little_room(share: list[Example]) -> dict[str, torch.Tensor]:
     """The second rank has none for the sums of more than three layers."""
-    record = LayerRecorder.record
+    record = Capture.record
 
-    def with_room(recorder: LayerRecorder, *words: Any) -> None:
-        record(recorder, *words)
-        if dist.get_rank() == 1 and sum(bool(other.totals) for other in recorder.capture.recorders.values()) > 3:
+    def with_room(capture: Capture, *words: Any, **more: Any) -> None:
+        record(capture, *words, **more)
+        if dist.get_rank() == 1 and sum(bool(recorder.totals) for recorder in capture.recorders.values()) > 3:
             raise torch.OutOfMemoryError("injected")
 
-    LayerRecorder.record = with_room  # type: ignore[method-assign]
+    Capture.record = with_room  # type: ignore[method-assign]
     try:
         model = adapted("fcca")
         calibrate(model, batches_of(share, 2), progress=False)
     finally:
-        LayerRecorder.record = record  # type: ignore[method-assign]
+        Capture.record = record  # type: ignore[method-assign]
     return bases(model)
 
 
@@ -93,7 +96,7 @@ def costs(batches: list[dict[str, torch.Tensor]]) -> dict[str, tuple[Any, ...]]:
     model = adapted("fcca")
     layers = frozen_core_layers(model, "default")
     work = BasisWork(model, "default", model.peft_config["default"], layers, {}, lambda *_: None)
-    return {name: astuple(cost) for name, cost in work.costs(batches).items()}
+    return {name: astuple(cost) for name, cost in work.costs(batches, CalibrationOptions()).items()}
 
 
 def failure(work: Any) -> str:
@@ -115,6 +118,10 @@ def main(out: Path) -> None:
         calibration = calibrate(model, batches_of(share, 2), progress=False)
         report[constructor] = bases(model) | {n: p.detach() for n, p in model.named_parameters() if "frozencore_R" in n}
         report[f"{constructor} tokens"] = {name: layer.num_tokens for name, layer in calibration.layers.items()}
+
+    model = adapted("fcca")
+    calibrate(model, batches_of(share, 2), options=DRAWN, progress=False)
+    report["drawn"] = bases(model)
 
     report["costs"] = costs(batches_of(share, 1 + rank))
     report["streamed"] = streamed_bases(share)

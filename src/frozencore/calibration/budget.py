@@ -86,13 +86,25 @@ class PassPlan:
     def num_passes(self) -> int:
         return len(self.groups) * (SKETCH_PASSES if self.streaming else 1)
 
+    def num_runs(self, num_backward: int) -> int:
+        """Times that the model runs over the data, forward or backward.
 
-def plan_passes(costs: Mapping[str, LayerCost], budget: int, *, group_size: int = 999) -> PassPlan:
-    """The fewest passes over the data that a budget allows; exact sums unless sketches need fewer.
+        Args:
+            num_backward: Backward passes that all moments of a batch take; a sketch takes as many in its first pass
+                and one in each of the others.
+        """
+        return 2 * self.num_passes + len(self.groups) * (num_backward - 1)
+
+
+def plan_passes(
+    costs: Mapping[str, LayerCost], budget: int, *, group_size: int = 999, num_backward: int = 1
+) -> PassPlan:
+    """The fewest runs over the data that a budget allows; exact sums unless sketches need fewer.
 
     Args:
         costs: By layer name, in the order in which layers run: neighbours share inputs.
         group_size: Layers in a group at most.
+        num_backward: Backward passes that all moments of a batch take.
 
     Raises:
         ConfigError: Some layer does not fit; the smallest budget that works is named.
@@ -109,7 +121,7 @@ def plan_passes(costs: Mapping[str, LayerCost], budget: int, *, group_size: int 
             f"A memory budget of {_readable(budget)} is too small for these layers, even one at a time: the smallest "
             f'that works is "{-(-smallest // 2**20)}MiB". Smaller batches or fewer target modules need less.'
         )
-    return min(possible, key=lambda plan: plan.num_passes)  # the exact one if they are equal
+    return min(possible, key=lambda plan: plan.num_runs(num_backward))  # the exact one if they are equal
 
 
 def smallest_budget(costs: Mapping[str, LayerCost]) -> int:
@@ -122,7 +134,14 @@ def smallest_budget(costs: Mapping[str, LayerCost]) -> int:
 
 
 def layer_cost(
-    shape: Shape, needs: frozenset[MomentName], rank: int, *, num_rows: int, itemsize: int = 4, streams: bool = False
+    shape: Shape,
+    needs: frozenset[MomentName],
+    rank: int,
+    *,
+    num_rows: int,
+    itemsize: int = 4,
+    streams: bool = False,
+    keeps_graph: bool = False,
 ) -> LayerCost:
     """Upper bounds for one layer.
 
@@ -131,6 +150,8 @@ def layer_cost(
         num_rows: Tokens of the largest batch, padding included.
         itemsize: Bytes of a number in the model; sums have four at least.
         streams: A sketch of its cross moment will do.
+        keeps_graph: A second backward pass follows the first. Then nothing is freed in the first: gradients on their
+            way, of the block's residual and of the layer's siblings, come on top of all that a plain pass holds.
     """
     m, n = shape
     r, e = min(rank, m, n), max(4, itemsize)
@@ -142,7 +163,7 @@ def layer_cost(
     return LayerCost(
         sums=e * (sum(matrices.values()) + vectors),
         waiting=num_rows * n * itemsize,
-        passing=2 * e * num_rows * (m + n) + e * matrices.get("input_outer", 0),
+        passing=2 * (e + itemsize * keeps_graph) * num_rows * (m + n) + e * matrices.get("input_outer", 0),
         building=_building(shape, matrices, r, e) + (0 if streams else e * m * n) + 64 * r * (m + n),
         basis=4 * r * (m + n),
         sketch=e * ((k + kept) * (m + n) + vectors) if streams else None,

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.utils.data import Dataset, IterableDataset
 
-from frozencore.calibration.collect import Batch, is_batch, take_examples
+from frozencore.calibration.batches import Batch, is_batch, take_examples
 from frozencore.errors import ConfigError, DataError
 from frozencore.one_line import one_line
 from frozencore.randomness import own_random_state

@@ -25,10 +25,12 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from frozencore.calibration.budget import KEPT_WIDTH, SKETCH_PASSES, SKETCH_WIDTH
-from frozencore.calibration.capture import LayerRecorder, Projection
-from frozencore.calibration.collect import Progress, Taps, refuse_unreached, run_pass, share_of
+from frozencore.calibration.capture import Taps
+from frozencore.calibration.collect import refuse_unreached, share_of
 from frozencore.calibration.options import CalibrationOptions
 from frozencore.calibration.preserve import preserved
+from frozencore.calibration.recorder import LayerRecorder, Projection
+from frozencore.calibration.run_pass import Progress, run_pass
 from frozencore.calibration.shards import all_ranks_or_none, sum_over_ranks
 from frozencore.errors import CalibrationError
 from frozencore.maths.linalg import TruncatedSVD, canonical_signs, require_finite, seeded_generator
@@ -83,8 +85,8 @@ def stream_whitened_svds(
     for number in range(SKETCH_PASSES):
         projections = {name: stream.projection for name, stream in streams.items()}
         with all_ranks_or_none(), preserved(model):
-            taps = Taps(layers, whitening.needs() | CROSS if number == 0 else CROSS, projections)
-            recorders = run_pass(model, batches, taps, options, share_of(progress, number, SKETCH_PASSES))
+            taps = Taps(layers, whitening.needs() | CROSS if number == 0 else CROSS, options, projections)
+            recorders = run_pass(model, batches, taps, share_of(progress, number, SKETCH_PASSES))
             refuse_unreached({name: recorder.num_tokens for name, recorder in recorders.items()})
         del projections, taps
         with all_ranks_or_none():

@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from frozencore.calibration.options import CalibrationOptions
+from frozencore.calibration.options import CalibrationOptions, as_hashed
 from frozencore.errors import ArtifactError
 from frozencore.fingerprint import fingerprint_batches, fingerprint_model, fingerprint_tensors
 from frozencore.maths.linalg import all_finite
@@ -49,7 +49,7 @@ class MomentsFingerprint:
         values = asdict(options or CalibrationOptions())
         for how in ("group_size", "memory_budget", "stats_device"):  # they change where sums are made, not the sums
             values.pop(how)
-        return cls(model=fingerprint_model(model), data=fingerprint_batches(batches), options=values)
+        return cls(model=fingerprint_model(model), data=fingerprint_batches(batches), options=as_hashed(values))
 
 
 def save_moments(path: str | Path, moments: Mapping[str, LayerMoments], fingerprint: MomentsFingerprint) -> None:

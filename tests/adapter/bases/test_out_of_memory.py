@@ -15,7 +15,7 @@ from frozencore import CalibrationOptions, calibrate
 from frozencore.adapter.bases import passes
 from frozencore.adapter.bases.passes import BasisWork
 from frozencore.calibration.budget import PassPlan
-from frozencore.calibration.capture import LayerRecorder
+from frozencore.calibration.capture import Capture
 from frozencore.errors import CalibrationError
 from tiny import batch_of
 
@@ -36,17 +36,17 @@ def room(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
 
     def make(most: int, refuse: Callable[[], None] = refuse_by_device) -> list[int]:
         tried: list[int] = []
-        record = LayerRecorder.record
+        record = Capture.record
 
-        def with_room(recorder: LayerRecorder, *words: Any) -> None:
-            record(recorder, *words)
-            group = recorder.capture.recorders
+        def with_room(capture: Capture, *words: Any, **more: Any) -> None:
+            record(capture, *words, **more)
+            group = capture.recorders
             if tried[-1:] != [len(group)]:
                 tried.append(len(group))
-            if sum(bool(other.totals) for other in group.values()) > most:
+            if sum(bool(recorder.totals) for recorder in group.values()) > most:
                 refuse()
 
-        monkeypatch.setattr(LayerRecorder, "record", with_room)
+        monkeypatch.setattr(Capture, "record", with_room)
         return tried
 
     return make

@@ -16,16 +16,19 @@ from torch import Tensor, nn
 
 from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.adapter.layer import FrozenCoreLayer
+from frozencore.calibration.batches import Batch, is_batch
 from frozencore.calibration.budget import LayerCost, PassPlan, layer_cost, memory_bytes, plan_passes
-from frozencore.calibration.collect import Batch, Progress, collect_moments, is_batch, share_of
+from frozencore.calibration.collect import collect_moments, share_of
 from frozencore.calibration.examples import KeptBatches
+from frozencore.calibration.fisher_labels import backward_passes
 from frozencore.calibration.options import CalibrationOptions
+from frozencore.calibration.run_pass import Progress
 from frozencore.calibration.shards import all_ranks_or_none, largest_over_ranks, own_rank, reduce_moments
 from frozencore.calibration.sketch import SketchTarget, stream_whitened_svds
 from frozencore.constructors import BasisOptions, LayerEvidence, build_basis, build_streamed_basis
 from frozencore.errors import CalibrationError
 from frozencore.maths.basis import Basis
-from frozencore.maths.moments import LayerMoments
+from frozencore.maths.moments import LayerMoments, MomentName
 from frozencore.out_of_memory import fits
 
 Report = Callable[[str, int, int | None], None]
@@ -90,9 +93,14 @@ class BasisWork:
         if options.memory_budget is None:
             size = options.group_size
             return PassPlan(tuple(tuple(names[i : i + size]) for i in range(0, len(names), size)))
-        return plan_passes(self.costs(batches), memory_bytes(options.memory_budget), group_size=options.group_size)
+        return plan_passes(
+            self.costs(batches, options),
+            memory_bytes(options.memory_budget),
+            group_size=options.group_size,
+            num_backward=len(backward_passes(self._needs, options)),
+        )
 
-    def costs(self, batches: Iterable[Batch]) -> dict[str, LayerCost]:
+    def costs(self, batches: Iterable[Batch], of_the_pass: CalibrationOptions) -> dict[str, LayerCost]:
         """Bytes of each layer, the same on all ranks."""
         options, entry = self.config.basis_options(), self.config.constructor_entry
         num_rows = largest_over_ranks(max(map(_num_rows, batches), default=0))
@@ -100,11 +108,12 @@ class BasisWork:
         costs = {
             name: layer_cost(
                 (layer.out_features, layer.in_features),
-                entry.needs(options),
+                self._needs,
                 self._rank(name),
                 num_rows=num_rows,
                 itemsize=itemsize,
                 streams=entry.metric(options) is not None,
+                keeps_graph=len(backward_passes(self._needs, of_the_pass)) > 1,
             )
             for name, layer in self.layers.items()
         }
@@ -135,7 +144,7 @@ class BasisWork:
                 self.model,
                 batches,
                 {name: self.layers[name].get_base_layer() for name in group},
-                needs=self.config.constructor_entry.needs(self.config.basis_options()),
+                needs=self._needs,
                 options=options,
                 progress=progress,
             )
@@ -173,6 +182,10 @@ class BasisWork:
                     self._keep(name, basis)
         self.collect_s += collected - started
         self.build_s += time.perf_counter() - collected
+
+    @property
+    def _needs(self) -> frozenset[MomentName]:
+        return self.config.constructor_entry.needs(self.config.basis_options())
 
     def _rank(self, name: str) -> int:
         return self.layers[name].factors(self.adapter_name)[2].shape[0]

@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from frozencore.calibration.options import as_hashed
 from frozencore.errors import ConfigError
 from frozencore.fingerprint import fingerprint_options
 from frozencore.lab.campaign.spec import NESTED, PLACES, Kind
@@ -49,7 +50,9 @@ class Job:
     @cached_property
     def id(self) -> str:
         """Hash of the resolved configuration, 16 hexadecimal digits."""
-        return fingerprint_options(self.resolved)[:ID_DIGITS]
+        values = self.resolved
+        hashed = {"calibration": as_hashed(values["calibration"])} if "calibration" in values else {}
+        return fingerprint_options(values | hashed)[:ID_DIGITS]
 
 
 def make_job(kind: Kind, options: dict[str, Any], reference_size: int | None = None) -> Job:

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from frozencore.calibration.collect import Batch
+from frozencore.calibration.batches import Batch
 from frozencore.errors import ConfigError
 from frozencore.lab.rows.batches import make_batches
 from frozencore.lab.rows.prompts import PROTOCOL_MAX_LENGTH, PromptEncoder, context_limit

@@ -8,7 +8,8 @@ from peft import PeftModel
 
 from frozencore.adapter.bases.calibrate import Calibration, calibrate
 from frozencore.adapter.model import frozen_core_layers
-from frozencore.calibration.collect import FCCA_NEEDS, Batch, collect_moments
+from frozencore.calibration.batches import Batch
+from frozencore.calibration.collect import FCCA_NEEDS, collect_moments
 from frozencore.calibration.store import MomentsFingerprint, save_moments
 from frozencore.errors import ArtifactError, ConfigError
 from frozencore.lab.run.bench import Stages, calibration_batches, prepare

@@ -61,6 +61,12 @@ class PassOptions(_Strict):
     weighting: Weighting = "example_mean"
     fisher_labels: FisherLabels = "empirical"
 
+    @field_validator("weighting")
+    @classmethod
+    def _by_its_full_name(cls, weighting: Weighting) -> Weighting:
+        """A run has one id, whichever name was written."""
+        return CalibrationOptions(weighting=weighting).weighting
+
 
 class RunConfig(_Strict):
     """One run of the training recipe (paper, section 4 and appendix B).

@@ -14,6 +14,7 @@ from transformers.pytorch_utils import Conv1D
 from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.adapter.layer import layer_shape
 from frozencore.adapter.model import FrozenCoreModel, frozen_core_layers
+from frozencore.calibration.options import as_hashed
 from frozencore.errors import ConfigError
 from frozencore.fingerprint import fingerprint_tensors
 from frozencore.lab.run.baselines import add_baseline, save_baseline
@@ -54,7 +55,7 @@ def options_of_method(config: RunConfig, targets: Targets) -> dict[str, Any]:
         "targets": targets if isinstance(targets, str) else list(targets),
         "memory_budget": config.memory_budget,
         **config.core.model_dump(),
-        **config.calibration.model_dump(),
+        **as_hashed(config.calibration.model_dump()),
     }
 
 

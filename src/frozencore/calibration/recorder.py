@@ -1,0 +1,124 @@
+"""The sums of one layer over everything that it saw, in float32 at least.
+
+Products are added where the sum lies (``addmm``), so no second m x n matrix exists.
+
+Shapes: a call's counted tokens N, m out features, n in features, k columns of a projection.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from frozencore.calibration.sums import add_outer, finite, outer, projected, square_sum, sum_dtype
+from frozencore.maths.moments import LayerMoments, MomentName
+
+INPUT_SIDE: frozenset[MomentName] = frozenset({"input_square", "input_outer", "input_total"})
+STRIP = 2**24  # entries of a product that are moved at once to sums on another device
+
+Needs = frozenset[MomentName]
+
+
+@dataclass(frozen=True)
+class Projection:
+    """What δ (by ``left``, m x k) and x (by ``right``, n x k) are multiplied with before their cross product is summed:
+    ``leftᵀ (Σ δxᵀ) right``, without the m x n matrix in the middle. None is the identity."""
+
+    left: Tensor | None = None
+    right: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class ReadInput:
+    """What one call adds on the input side.
+
+    Attributes:
+        values: The counted rows of x.
+    """
+
+    values: Float[Tensor, "N n"]
+    sums: dict[MomentName, Tensor]
+    finite: Tensor
+
+    @classmethod
+    def of(cls, values: Float[Tensor, "N n"], needs: Needs) -> ReadInput:
+        sums: dict[MomentName, Tensor] = {}
+        if "input_square" in needs:
+            sums["input_square"] = square_sum(values)
+        if "input_outer" in needs:
+            sums["input_outer"] = outer(values, values)
+        if "input_total" in needs:
+            sums["input_total"] = values.sum(0, dtype=sum_dtype(values))
+        return cls(values, sums, finite(values))
+
+
+class LayerRecorder:
+    """Sums of one layer, and whether what it saw since :meth:`forget_flags` was finite (None: it saw nothing)."""
+
+    def __init__(self, name: str, projection: Projection | None, stats_device: torch.device | None) -> None:
+        self.name = name
+        self.num_tokens = 0
+        self.totals: dict[MomentName, Tensor] = {}
+        self.input_finite: Tensor | None = None
+        self.error_finite: Tensor | None = None
+        self._projection = projection or Projection()
+        self._stats_device = stats_device
+
+    def add_input(self, read: ReadInput) -> None:
+        """Count its tokens and add its sums."""
+        self.input_finite = read.finite if self.input_finite is None else self.input_finite & read.finite
+        self.num_tokens += len(read.values)
+        for name, value in read.sums.items():
+            self._add(name, value)
+
+    def add_error(self, error: Float[Tensor, "N m"], values: Float[Tensor, "N n"] | None, needs: Needs) -> None:
+        """Add output errors; ``values`` are the inputs of the same tokens, for the cross moment."""
+        is_finite = finite(error)
+        self.error_finite = is_finite if self.error_finite is None else self.error_finite & is_finite
+        if "cross" in needs:
+            assert values is not None
+            self._add_product(
+                "cross", projected(error, self._projection.left), projected(values, self._projection.right)
+            )
+        if "error_square" in needs:
+            self._add("error_square", square_sum(error))
+        if "error_outer" in needs:
+            self._add_product("error_outer", error, error)
+
+    def add_output(self, output: Float[Tensor, "N m"], needs: Needs) -> None:
+        if "output_outer" in needs:
+            self._add_product("output_outer", output, output)
+        if "output_total" in needs:
+            self._add("output_total", output.sum(0, dtype=sum_dtype(output)))
+
+    def forget_flags(self) -> None:
+        self.input_finite = self.error_finite = None
+
+    def moments(self) -> LayerMoments:
+        """The sums, handed over: nothing of them stays here."""
+        totals, self.totals = self.totals, {}
+        return LayerMoments(num_tokens=self.num_tokens, **totals)
+
+    def _add(self, name: MomentName, value: Tensor) -> None:
+        value = value.to(self._stats_device or value.device)
+        if name in self.totals:
+            self.totals[name].add_(value)
+        else:
+            self.totals[name] = value.clone() if name in INPUT_SIDE else value
+
+    def _add_product(self, name: MomentName, left: Tensor, right: Tensor) -> None:
+        """Add ``leftᵀ right`` (p x q, from N x p and N x q) without a p x q matrix beside the sum."""
+        device = self._stats_device or left.device
+        if name not in self.totals:
+            shape = left.shape[1], right.shape[1]
+            self.totals[name] = torch.zeros(shape, dtype=sum_dtype(left), device=device)
+        total = self.totals[name]
+        if device == left.device:
+            add_outer(total, left, right)
+            return
+        rows = max(1, STRIP // total.shape[1])  # strips: the device that the model runs on may have little room left
+        for strip, part in zip(total.split(rows), left.split(rows, dim=1), strict=True):
+            strip.add_(outer(part, right).to(device))

@@ -1,0 +1,154 @@
+"""One pass: the model runs once over all batches, and the tapped layers are summed.
+
+A batch takes one forward pass and as many backward passes as its moments have kinds of labels: none, one, or two.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from peft import PeftModel
+from torch import Tensor, nn
+
+from frozencore.calibration.batches import Batch, num_examples_of, require_batch, total_examples
+from frozencore.calibration.capture import Capture, Taps, capturing
+from frozencore.calibration.counted import (
+    CountedTokens,
+    counted_source_tokens,
+    counted_target_tokens,
+    counted_tokens,
+)
+from frozencore.calibration.encoder_side import is_encoder_decoder, watching_encoder
+from frozencore.calibration.loss import (
+    IGNORED,
+    Predictions,
+    calibration_loss,
+    labels_of,
+    predicted,
+)
+from frozencore.calibration.options import CalibrationOptions, FisherLabels
+from frozencore.calibration.recorder import LayerRecorder
+from frozencore.calibration.shards import own_rank
+from frozencore.errors import CalibrationError, ConfigError
+from frozencore.maths.linalg import seeded_generator
+
+Progress = Callable[[int, int | None], None]
+"""Called with the examples done so far and their total, which is None while it is unknown."""
+
+
+def run_pass(
+    model: nn.Module, batches: Iterable[Batch], taps: Taps, progress: Progress | None
+) -> dict[str, LayerRecorder]:
+    """The sums over all batches, of a model prepared by :func:`frozencore.calibration.preserve.preserved`."""
+    # Each rank draws labels for its own examples; each pass draws the same, so that groups of layers agree.
+    generator = seeded_generator(taps.options.seed, "fisher labels", own_rank())
+    num_examples, total = 0, total_examples(batches)
+    with watching_encoder(model) as encoder, capturing(taps, encoder) as capture:
+        for index, batch in enumerate(batches):
+            require_batch(batch, index)
+            _run_batch(model, batch, capture, generator)
+            capture.finish_batch(index)
+            num_examples += num_examples_of(batch)
+            if progress:
+                progress(num_examples, total)
+        if num_examples == 0:
+            raise CalibrationError("Calibration needs examples, but the data gave none. Check the dataloader.")
+        return capture.recorders
+
+
+def _run_batch(model: nn.Module, batch: Batch, capture: Capture, generator: torch.Generator) -> None:
+    device = next(model.parameters()).device
+    batch = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in batch.items()}
+    _count_tokens(batch, capture)
+    taps = capture.taps
+    if not taps.backward_passes:
+        with torch.no_grad():  # a decoder that shifts its labels cannot run without them
+            model(**{key: value for key, value in batch.items() if key != "labels" or capture.encoder is not None})
+        return
+    losses = _losses(model, batch, taps, generator)
+    for number, backward in enumerate(taps.backward_passes, start=1):
+        capture.backward = backward
+        _run_backward(next(losses), taps, keep_graph=number < len(taps.backward_passes))
+
+
+def _run_backward(loss: Tensor, taps: Taps, *, keep_graph: bool) -> None:
+    if not loss.requires_grad:
+        unused = list(taps.layers)
+        raise CalibrationError(
+            f"The loss does not depend on layer {unused[0]!r} ({len(unused)} in all): the model does not use it."
+        )
+    loss.backward(retain_graph=keep_graph)
+
+
+def _count_tokens(batch: Batch, capture: Capture) -> None:
+    options = capture.taps.options
+    only_nonzero = options.tokens == "nonzero_delta"
+    if capture.encoder is None:
+        counted = counted_tokens(batch, options)
+    else:
+        counted = counted_target_tokens(batch, options)
+        source = counted_source_tokens(batch, options)
+        capture.source_tokens = CountedTokens.from_mask(source, only_nonzero_delta=only_nonzero)
+    capture.tokens = CountedTokens.from_mask(counted, only_nonzero_delta=only_nonzero)
+
+
+def _losses(model: nn.Module, batch: Batch, taps: Taps, generator: torch.Generator) -> Iterator[Tensor]:
+    """One forward pass over a batch, and the loss of each backward pass; nothing is kept beside the last."""
+    if not _is_language_model(model):
+        yield _own_loss(model, batch, taps.options)
+        return
+    predictions = _predictions(model, batch, taps)
+    for backward in taps.backward_passes[:-1]:
+        yield _loss(predictions, backward.labels, taps.options, generator)
+    last = _loss(predictions, taps.backward_passes[-1].labels, taps.options, generator)
+    del predictions
+    yield last
+
+
+def _loss(
+    predictions: Predictions, whose: FisherLabels, options: CalibrationOptions, generator: torch.Generator
+) -> Tensor:
+    labels = predictions.sampled_labels(generator) if whose == "mc" else predictions.labels
+    return calibration_loss(predictions, labels, options.weighting)
+
+
+def _predictions(model: nn.Module, batch: Batch, taps: Taps) -> Predictions:
+    labels = labels_of(batch)
+    if is_encoder_decoder(model):
+        return Predictions.of(model(**batch).logits, labels)
+    targets = predicted(labels)
+    inputs = {key: value for key, value in batch.items() if key != "labels"}
+    if not _reads_logits(model, taps):
+        kept = targets.ne(IGNORED).any(0).nonzero().squeeze(1)
+        inputs["logits_to_keep"], targets = kept, targets[:, kept]
+    return Predictions.of(model(**inputs).logits, targets)
+
+
+def _is_language_model(model: Any) -> bool:
+    can_generate = getattr(model, "can_generate", None)
+    return can_generate is not None and can_generate()
+
+
+def _own_loss(model: nn.Module, batch: Batch, options: CalibrationOptions) -> Tensor:
+    if (options.tokens, options.weighting, options.fisher_labels) != ("nonpad", "example_mean", "empirical"):
+        raise ConfigError(
+            "The calibration options tokens, weighting and fisher_labels are about completion tokens, and this "
+            f"{type(model).__name__} is no language model: its own loss is used. Leave them at their defaults."
+        )
+    labels_of(batch)  # refused in our words where there are none
+    return model(**batch).loss * num_examples_of(batch)
+
+
+def _reads_logits(model: nn.Module, taps: Taps) -> bool:
+    """Whether all positions need logits: a captured output layer sees them, or the model cannot leave any out.
+
+    Logits of completion columns alone save a seventh of the pass in benchmarks/calibration.py.
+    """
+    base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+    output_layer = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
+    return "logits_to_keep" not in inspect.signature(base.forward).parameters or any(
+        layer is output_layer for layer in taps.layers.values()
+    )
