@@ -66,12 +66,15 @@ def run(
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Try failed runs again.")] = False,
 ) -> None:
     """Run what has not been run yet. Stop it at any time; the same command goes on from there."""
-    from frozencore.cli.campaign_lines import run_campaign
+    from frozencore.cli.campaign_lines import default_folder, run_campaign
+    from frozencore.lab.campaign.spec import read_campaign
 
+    campaign = read_campaign(spec)
     standing = run_campaign(
-        spec, output, console, data_root=data_root, models=_models(model_path), num_workers=workers, device=device,
+        campaign, output, console, data_root=data_root, models=_models(model_path), num_workers=workers, device=device,
         ray_address=ray, retry_failed=retry_failed,
     )  # fmt: skip
+    console.print(f"Next: frozencore campaign report {output or default_folder(campaign)}", highlight=False)
     raise typer.Exit(0 if not standing.failed and not standing.left else 1)
 
 

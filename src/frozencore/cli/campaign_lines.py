@@ -28,7 +28,7 @@ MOST_WORKERS = 8  # by default, on a machine without GPUs
 
 
 def run_campaign(
-    spec: Path,
+    campaign: Campaign,
     output: Path | None,
     console: Console,
     *,
@@ -45,7 +45,6 @@ def run_campaign(
         ConfigError: The specification, or what it asks for, is wrong.
         ArtifactError: The folder is not writable, of another campaign, or driven by another process.
     """
-    campaign = read_campaign(spec)
     store = Store(output or default_folder(campaign))
     place = Place(data_root, device, _by_location(campaign, models))
     search_rows(_left(plan(campaign, store.outcome), store), place)  # every error shows before the folder is made
@@ -54,9 +53,7 @@ def run_campaign(
     with closing(crew), Board(console, store) as board:
         standing = drive(campaign, store, crew, board, retry_failed=retry_failed)
     console.print(
-        f"{standing.finished} runs finished, {standing.failed} failed, {standing.left} left. "
-        f"Next: frozencore campaign report {store.folder}",
-        highlight=False,
+        f"{standing.finished} runs finished, {standing.failed} failed, {standing.left} left.", highlight=False
     )
     for line in failure_lines(campaign, store):
         console.print(line, markup=False, highlight=False, style="yellow")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
 
 from rich.console import Group
 from rich.table import Table
@@ -99,23 +98,6 @@ def _layer_cells(report: LayerReport) -> list[str]:
     if angles:
         cells += [f"{angles.output_cosine:.3f}", f"{angles.input_cosine:.3f}"]
     return cells
-
-
-def comparison_table(records: Sequence[Mapping[str, Any]]) -> Table:
-    """Many runs, grouped by task, best accuracy first."""
-    table = Table(title="Task x method", title_justify="left")
-    for heading in ("task", "method", "trained", "before %", "after %", "± se", "loss", "calibration s", "training s"):
-        table.add_column(heading, justify="left" if heading in ("task", "method") else "right")
-    for task in dict.fromkeys(record["task"] for record in records):
-        rows = sorted((r for r in records if r["task"] == task), key=lambda r: -r["accuracy"])
-        for i, row in enumerate(rows):
-            table.add_row(
-                task if i == 0 else "", row["method"], f"{row['trainable_parameters']:,}",
-                percent(row["accuracy_before"]), percent(row["accuracy"]), f"{100 * row['standard_error']:.1f}",
-                f"{row['held_out_loss']:.3f}", f"{row['calibration_s']:.2f}", f"{row['training_s']:.1f}",
-                end_section=i == len(rows) - 1,
-            )  # fmt: skip
-    return table
 
 
 def percent(share: float) -> str:

@@ -17,7 +17,6 @@ from frozencore.lab.campaign.plan import Choice
 from frozencore.lab.campaign.results import CampaignResults
 from frozencore.lab.reports.campaign import write_report
 from frozencore.lab.reports.document import tally
-from frozencore.lab.reports.pages.demo import write_page
 from frozencore.lab.reports.pages.protocol import studies_axes
 from frozencore.lab.reports.study import study_section
 from frozencore.lab.run.record import Failure
@@ -200,14 +199,6 @@ def test_a_ranking_waits_for_a_whole_column(results, make_record, tmp_path):
     yaml = STUDIES.split("  sides:")[0]
     begun = results(yaml, lambda axes: make_record(axes) if axes["task"] == "svamp" else None)
     assert not [path for path in write_report(begun, tmp_path) if path.suffix == ".png"]
-
-
-def test_the_demos_page_shows_its_rows_and_sorts(tmp_path, make_record):
-    record = make_record({"task": "svamp", "seed": 42, "method": "fcca"}) | {"standard_error": 0.1}
-    write_page(tmp_path / "index.html", "demo", "note", [record], [])
-    page = (tmp_path / "index.html").read_text()
-    assert "36,864" in page
-    assert "aria-sort" in page
 
 
 def in_browser(page: Path, script: str, *, width: int = 1400, scheme: str = "light") -> dict:

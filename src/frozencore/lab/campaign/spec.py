@@ -40,7 +40,7 @@ Value = bool | int | float | str | tuple[str, ...] | None
 Values = Annotated[tuple[Value, ...], Field(min_length=1)]
 Kind = Literal["tune", "stability", "profile"]
 Measure = Literal["accuracy", "held_out_loss"]
-Figure = Literal["ranking", "gains", "lines", "state"]
+Figure = Literal["ranking", "gains", "lines", "state", "panels", "curves"]
 
 NESTED = {"core": tuple(CoreOptions.model_fields), "calibration": tuple(PassOptions.model_fields)}
 """Groups of options in a run's configuration; a campaign names their options without the group."""
@@ -91,21 +91,29 @@ class Search(_Strict):
 
 
 class Report(_Strict):
-    """How a study is shown: a table of means over seeds, and a figure.
+    """How a study is shown: a table of means over seeds, and figures.
 
     Attributes:
         rows, columns: Axes; further axes but the seed give one table each.
         reference: The column that the others are compared with.
         mean: Add the macro-average over the rows.
         figure: ``ranking`` (means by column, best first), ``gains`` (over the reference), ``lines`` (against the
-            column axis), ``state`` (accuracy against trained values).
+            column axis), ``state`` (accuracy against trained values), ``panels`` (every column of each row, beside the
+            untouched model), ``curves`` (training loss against steps); one, or several.
     """
 
     rows: Annotated[tuple[str, ...], Field(min_length=1)] = ("task",)
     columns: Annotated[tuple[str, ...], Field(min_length=1)] = ("method",)
     reference: str | None = None
     mean: bool = True
-    figure: Figure | None = None
+    figure: Figure | tuple[Figure, ...] | None = None
+
+    @property
+    def figures(self) -> tuple[Figure, ...]:
+        """Those that are asked for, in order."""
+        if self.figure is None:
+            return ()
+        return self.figure if isinstance(self.figure, tuple) else (self.figure,)
 
 
 class Study(_Strict):

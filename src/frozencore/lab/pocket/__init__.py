@@ -10,6 +10,9 @@ from frozencore.lab.tasks.task import Task
 POCKET_MODEL = "pocket"
 """The name that stands for the shipped model where a hub id is asked for."""
 
+DEMO = Path(__file__).parent / "demo.yaml"
+"""The campaign of ``frozencore demo``."""
+
 POCKET_TASKS: dict[str, Task] = {
     task.name: task for task in (word_problems.TASK, sentiment.TASK, entailment.TASK, comparison.TASK)
 }

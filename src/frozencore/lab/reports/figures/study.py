@@ -1,4 +1,4 @@
-"""The figure that a study asks for, in the colours of the paper's: FCCA orange, RawGrad blue, EVA navy, others grey.
+"""The figures that a study asks for, in the colours of the paper's: FCCA orange, RawGrad blue, EVA navy, others grey.
 
 Nothing is told by colour alone: bars and points carry names, lines have markers and dashes of their own.
 """
@@ -14,7 +14,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from frozencore.lab.campaign.results import StudyResults
+from frozencore.lab.campaign.spec import Figure as FigureKind
 from frozencore.lab.reports.document import Drawing
+from frozencore.lab.reports.figures.curves import learning_curves
+from frozencore.lab.reports.figures.rows import row_panels
 from frozencore.lab.reports.figures.style import BLACK, BLUE, COLOURS, GREY, NAVY, ORANGE, plt
 from frozencore.lab.reports.labels import axis_name, value_name
 from frozencore.lab.reports.tables.averages import column_averages, over_rows
@@ -25,39 +28,42 @@ from frozencore.lab.run.record import TunedRecord
 GREEN, VERMILION, PURPLE = "#009E73", "#D55E00", "#CC79A7"
 CYCLE = (ORANGE, BLUE, GREEN, VERMILION, NAVY, PURPLE, BLACK, GREY)
 MARKERS, DASHES = "osD^vPX*", ("-", "--", "-.", ":")
-Draw = Callable[[Axes, Pivot], None]
+Draw = Callable[[Pivot], Figure]
+DrawOn = Callable[[Axes, Pivot], None]
 HATCHES = ("", "//", "..", "xx", "\\\\", "++")
 
 
 def study_drawings(results: StudyResults) -> Iterator[Drawing]:
-    """The figure that the study asks for, one for each of its tables that has something to show yet.
+    """The figures that the study asks for, one for each of its tables that has something to show yet.
 
     None where it asks for none. A stability study always has one.
     """
-    for pivot, draw, name, what in _figures_of(results):
-        if draw in (draw_ranking, _state):
+    for pivot, kind, draw, name, what in _figures_of(results):
+        if kind in ("ranking", "state"):
             values = [average.value for average in column_averages(pivot).values()]
         else:
             values = [cell.mean for cell in pivot.cells.values()]
         if any(value is not None for value in values):
-            yield Drawing(name, f"{pivot.title}: {what}", partial(_figure, pivot, draw))
+            yield Drawing(name, f"{pivot.title}: {what}", partial(draw, pivot))
 
 
-def _figures_of(results: StudyResults) -> list[tuple[Pivot, Draw, str, str]]:
+def _figures_of(results: StudyResults) -> Iterator[tuple[Pivot, str, Draw, str, str]]:
     if results.study.kind == "stability":
-        sides = zip(*(pivots(results, measure) for measure in COSINES), strict=True)
-        return [(P, partial(_convergence, input_=Q), P.name, "basis convergence") for P, Q in sides]
-    if results.study.report.figure is None:
-        return []
-    draw = {"ranking": draw_ranking, "gains": _gains, "lines": _lines, "state": _state}[results.study.report.figure]
-    return [
-        (pivot, draw, pivot.name + measure.suffix, measure.title)
-        for measure in measures_of(results)
-        for pivot in pivots(results, measure)
-    ]
+        for P, Q in zip(*(pivots(results, measure) for measure in COSINES), strict=True):
+            yield P, "convergence", partial(_figure, draw=partial(_convergence, input_=Q)), P.name, "basis convergence"
+        return
+    wanted = results.study.report.figures
+    for i, measure in enumerate(measures_of(results)):
+        for pivot in pivots(results, measure):
+            for kind in wanted:
+                suffix = "" if kind == wanted[0] else f"-{kind}"
+                if kind != "curves":
+                    yield pivot, kind, DRAWN[kind], pivot.name + measure.suffix + suffix, measure.title
+                elif i == 0:  # they are of the training rows: the same whatever is measured afterwards
+                    yield pivot, kind, DRAWN[kind], pivot.name + suffix, "learning curves"
 
 
-def _figure(pivot: Pivot, draw: Draw) -> Figure:
+def _figure(pivot: Pivot, draw: DrawOn) -> Figure:
     figure, axis = plt.subplots(figsize=(4.6, max(2.6, 0.9 + 0.27 * len(pivot.columns))))
     draw(axis, pivot)
     axis.set_title(pivot.title, fontsize=9, loc="left", wrap=True, parse_math=False)
@@ -220,3 +226,17 @@ def _top_of(block: Sequence[float], gap: float) -> float:
 def _colour(pivot: Pivot, column: Key) -> str:
     method = next((value for axis, value in zip(pivot.column_axes, column, strict=True) if axis == "method"), None)
     return COLOURS.get(str(method), GREY)
+
+
+def _coloured(draw: Callable[[Pivot, Callable[[Key], str]], Figure]) -> Draw:
+    return lambda pivot: draw(pivot, partial(_colour, pivot))
+
+
+DRAWN: dict[FigureKind, Draw] = {
+    "ranking": partial(_figure, draw=draw_ranking),
+    "gains": partial(_figure, draw=_gains),
+    "lines": partial(_figure, draw=_lines),
+    "state": partial(_figure, draw=_state),
+    "panels": _coloured(row_panels),
+    "curves": _coloured(learning_curves),
+}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 Status = Literal["done", "missing", "diverged", "failed", "absent"]
@@ -74,6 +74,15 @@ def label(text: str) -> SheetCell:
 def number(value: float | None, decimals: int, *, reason: str = "") -> SheetCell:
     """A number with so many decimals and thousands apart; ``n/a`` and why for None."""
     return SheetCell("n/a", hint=reason) if value is None else SheetCell(f"{value:,.{decimals}f}", value=value)
+
+
+def transposed(sheet: Sheet) -> Sheet:
+    """Columns as lines, for a screen that is narrower than the sheet; averages become the last columns."""
+    assert sheet.num_labels == 1
+    lines = (*sheet.rows, *sheet.foot)
+    headings = ("", *(line[0].text for line in lines))
+    rows = tuple((label(heading), *(line[i] for line in lines)) for i, heading in enumerate(sheet.headings) if i)
+    return replace(sheet, headings=headings, rows=rows, foot=())
 
 
 def sentence(text: str) -> str:
