@@ -14,7 +14,7 @@ from peft import get_peft_model
 from torch import Tensor, nn
 
 from frozencore import FrozenCoreConfig, calibrate
-from frozencore.lab.run.baselines import add_baseline
+from frozencore.lab.methods import METHODS, AdapterOptions
 from operations import (
     Architecture,
     core_operations,
@@ -144,7 +144,7 @@ class StepPoint:
         if contestant == "floor":
             model.requires_grad_(False).enable_input_require_grads()
         elif contestant == "lora":
-            model = add_baseline(model, "lora", rank=self.job.rank, target_modules=modules, seed=0)
+            model = METHODS["lora"].add(model, AdapterOptions(self.job.rank, tuple(modules), seed=0, core={}))
         else:
             config = FrozenCoreConfig(r=self.job.rank, target_modules=modules, constructor="random")
             model = get_peft_model(model, config)

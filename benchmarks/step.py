@@ -46,8 +46,8 @@ from torch import Tensor, nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from frozencore import FrozenCoreConfig, prepare_swap, swap_core
+from frozencore.lab.methods import METHODS, AdapterOptions
 from frozencore.lab.run.accounting import optimizer_state_bytes, trainable_parameters
-from frozencore.lab.run.baselines import add_baseline
 from frozencore.lab.run.provenance import provenance
 from frozencore.whole_file import write_json
 
@@ -111,7 +111,8 @@ def adapt(base: nn.Module, contestant: str, targets: str, rank: int) -> nn.Modul
     elif contestant == "frozencore":
         model = get_peft_model(model, FrozenCoreConfig(r=rank, target_modules=modules, constructor="random"))
     else:
-        model = add_baseline(model, contestant, rank=rank, target_modules=modules, seed=0)
+        names = modules if isinstance(modules, str) else tuple(modules)
+        model = METHODS[contestant].add(model, AdapterOptions(rank, names, seed=0, core={}))
     if contestant != "pissa":
         weights = dict(base.named_parameters())
         for name, parameter in model.named_parameters():

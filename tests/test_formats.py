@@ -20,7 +20,8 @@ from adapted import adapted
 from frozencore import FrozenCoreConfig, export_lora
 from frozencore.calibration.store import MomentsFingerprint, load_moments, save_moments
 from frozencore.errors import ArtifactError, ConfigError, FrozenCoreError
-from frozencore.lab.run.config import METHODS, RunConfig, make_config
+from frozencore.lab.methods import METHODS
+from frozencore.lab.run.config import RunConfig, make_config
 from frozencore.lab.tasks.answers import find_answer, parse_answer, parse_number
 from frozencore.maths.moments import LayerMoments
 from frozencore.strict_yaml import read_yaml
@@ -80,10 +81,10 @@ def test_any_value_of_any_option_is_taken_or_refused_in_one_line(option: str, va
 
 
 @given(
-    method=st.sampled_from(METHODS),
+    method=st.sampled_from(list(METHODS)),
     rank=st.integers(1, 512),
     learning_rate=st.none() | st.floats(1e-8, 1),
-    warmup=st.floats(0, 1),
+    warmup=st.none() | st.floats(0, 1),
     seed=st.integers(0, 2**32 - 1),
     targets=st.none() | st.just("all-linear") | st.lists(NAMES, min_size=1, max_size=3).map(tuple),
 )

@@ -13,8 +13,9 @@ from peft import PeftModel, get_peft_model
 from adapted import cores_of
 from frozencore import CalibrationOptions, FrozenCoreConfig, calibrate
 from frozencore.adapter.core_product import adapted_linear, core_output
+from frozencore.lab.methods import METHODS
 from frozencore.lab.pocket import pocket_model_path
-from frozencore.lab.run.config import METHODS, RunConfig, make_config
+from frozencore.lab.run.config import RunConfig, make_config
 from frozencore.lab.run.execute import execute
 from tiny import ATTENTION, batches_of, draw_examples, tiny_qwen2
 

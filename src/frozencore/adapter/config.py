@@ -30,7 +30,7 @@ from frozencore.adapter.seal.integrity import (
     require_sealed,
     seal_tensors,
 )
-from frozencore.constructors import BasisOptions, Constructor, find_constructor
+from frozencore.constructors import CONSTRUCTORS, BasisOptions, Constructor, find_constructor
 from frozencore.errors import ArtifactError, ConfigError, FrozenCoreError
 from frozencore.maths.whitening import Whitening
 from frozencore.one_line import one_line
@@ -125,8 +125,9 @@ class FrozenCoreConfig(PeftConfig):
                 "When `layers_pattern` is specified, `layers_to_transform` must also be specified. "
                 "It says which of the layers that the pattern counts are adapted."
             )
-        if self.initial_step and self.constructor != "signgrad":
-            raise ConfigError(f"initial_step belongs to the constructor 'signgrad', but {self.constructor!r} came.")
+        if self.initial_step and not self.constructor_entry.initial_core:
+            own = ", ".join(repr(name) for name, row in CONSTRUCTORS.items() if row.initial_core)
+            raise ConfigError(f"initial_step belongs to the constructor {own}, but {self.constructor!r} came.")
         for alpha in (self.alpha, *self.alpha_pattern.values()):
             if alpha is not None and not (isinstance(alpha, int | float) and 0 < alpha < float("inf")):
                 raise ConfigError(f"alpha must be positive and finite, but {alpha!r} came.")

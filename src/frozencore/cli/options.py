@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from frozencore.errors import ConfigError
 from frozencore.lab.rows.prompt_date import PROMPT_DATE
@@ -17,10 +18,7 @@ Data = Annotated[
     Path | None, typer.Option(help="Your own JSONL or Parquet rows: prompt and completion, messages, or text.")
 ]
 DataRoot = Annotated[Path | None, typer.Option(help="Folder that holds the task's data set under its hub id.")]
-Method = Annotated[
-    str,
-    typer.Option(help="fcca, rawgrad, signgrad, filora, eva, lora_xs, milora, random, vera; or lora, dora, pissa."),
-]
+Method = Annotated[str, typer.Option(help="What to train:")]  # NamesMethods adds which there are
 Rank = Annotated[int, typer.Option(help="Rank r of the bases; a core holds r x r values.")]
 Targets = Annotated[
     str | None, typer.Option(help="Layer names, comma-separated, or all-linear. Default: the attention projections.")
@@ -44,6 +42,18 @@ def read_date(text: str) -> date:
         return date.fromisoformat(text)
     except ValueError as error:
         raise ConfigError(f"--prompt-date takes a day as YYYY-MM-DD, got {text!r}.") from error
+
+
+class NamesMethods(TyperCommand):
+    """A verb whose help lists the method table, if it takes a method; the table is imported only then."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        for option in self.params:
+            if option.name == "method":
+                from frozencore.lab.methods import METHODS
+
+                option.help = f"{option.help} {', '.join(METHODS)}."  # type: ignore[attr-defined]
+        super().format_help(ctx, formatter)
 
 
 def read_targets(text: str | None) -> Any:

@@ -49,9 +49,11 @@ def tune(
     ] = None,
     learning_rate: Annotated[
         float | None,
-        typer.Option("--lr", "--learning-rate", help="Default: 5e-3 for cores, each baseline's own otherwise."),
+        typer.Option("--lr", "--learning-rate", help="The peak. Default: the method's own, 5e-3 for cores."),
     ] = None,
-    warmup: Annotated[float, typer.Option(help="Share of the steps in which the learning rate rises.")] = 0.03,
+    warmup: Annotated[
+        float | None, typer.Option(help="Share of the steps in which the rate rises. Default: the method's own.")
+    ] = None,
     epochs: Annotated[int | None, typer.Option(help="Default: the task's number; 1 for --data.")] = None,
     batch_size: Annotated[int, typer.Option(help="Rows in one forward pass.")] = 1,
     accumulation: Annotated[int, typer.Option(help="Forward passes in one optimiser step.")] = 8,

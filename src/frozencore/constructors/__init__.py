@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Literal
 
 from torch import Tensor
 
@@ -27,11 +28,12 @@ from frozencore.maths.whitening import FISHERS, Fisher, Whitening
 from frozencore.naming import unknown_name
 
 __all__ = [
-    "CONSTRUCTORS", "BasisOptions", "Constructor", "LayerEvidence", "build_basis", "eva_basis", "fcca_basis",
+    "CONSTRUCTORS", "BasisOptions", "Colour", "Constructor", "LayerEvidence", "build_basis", "eva_basis", "fcca_basis",
     "filora_basis", "find_constructor", "lora_xs_basis", "milora_basis", "random_basis", "rawgrad_basis",
     "signgrad_basis", "vera_basis",
 ]  # fmt: skip
 
+Colour = Literal["orange", "blue", "navy", "grey", "black"]
 WEIGHT_SEED = 0  # directions of the weight alone are the same under every seed
 
 
@@ -106,11 +108,18 @@ class Constructor:
     Attributes:
         metric: The diagonal metric under which the leading singular triples of the whitened cross moment are all it
             reads, so that a sketch will do; None if it reads more.
+        weights_only: The bases are a function of the layer's weight: the same for all data and seeds.
+        initial_core: The basis brings a core to start from (``FrozenCoreConfig.initial_step``).
+        label, colour: How reports call and draw it; by default by its name, in grey.
     """
 
     needs: Callable[[BasisOptions], frozenset[MomentName]]
     build: Callable[[LayerEvidence, BasisOptions], Basis]
     metric: Callable[[BasisOptions], Whitening | None] = lambda _: None
+    weights_only: bool = False
+    initial_core: bool = False
+    label: str = ""
+    colour: Colour = "grey"
 
     def needs_data(self, options: BasisOptions) -> bool:
         return bool(self.needs(options))
@@ -132,6 +141,7 @@ CONSTRUCTORS: dict[str, Constructor] = {
             seed=layer.seed(o.seed),
         ),
         lambda o: o.whitening if o.whitening.fisher == "diagonal" else None,
+        label="FCCA", colour="orange",
     ),
     "rawgrad": Constructor(
         _only_cross,
@@ -139,18 +149,21 @@ CONSTRUCTORS: dict[str, Constructor] = {
             layer.data, o.rank, coordinates=o.coordinates, svd_method=o.svd_method, seed=layer.seed(o.seed)
         ),
         lambda _: Whitening(sides="none"),
+        label="RawGrad", colour="blue",
     ),
     "signgrad": Constructor(
         _only_cross,
         lambda layer, o: signgrad_basis(
             layer.data, o.rank, coordinates=o.coordinates, svd_method=o.svd_method, seed=layer.seed(o.seed)
         ),
+        label="SignGrad", initial_core=True,
     ),
     "filora": Constructor(
         lambda o: filora_needs(o.filora_fisher),
         lambda layer, o: filora_basis(
             layer.data, o.rank, fisher=o.filora_fisher, coordinates=o.coordinates, seed=layer.seed(o.seed)
         ),
+        label="FiLoRA-core",
     ),
     "eva": Constructor(
         lambda o: eva_needs(center=o.eva_center, output=o.eva_output),
@@ -158,27 +171,32 @@ CONSTRUCTORS: dict[str, Constructor] = {
             layer.data, layer.weight(), o.rank, center=o.eva_center, output=o.eva_output,
             coordinates=o.coordinates, seed=layer.seed(o.seed),
         ),
+        label="EVA-core", colour="navy",
     ),
     "lora_xs": Constructor(
         _nothing,
         lambda layer, o: lora_xs_basis(
             layer.weight(), o.rank, coordinates=o.coordinates, svd_method=o.svd_method, seed=layer.seed(WEIGHT_SEED)
         ),
+        label="LoRA-XS-core", weights_only=True,
     ),
     "milora": Constructor(
         _nothing,
         lambda layer, o: milora_basis(layer.weight(), o.rank, coordinates=o.coordinates),
+        label="MiLoRA-core", weights_only=True,
     ),
     "random": Constructor(
         _nothing,
         lambda layer, o: random_basis(
             layer.shape, o.rank, coordinates=o.coordinates, seed=layer.seed(o.seed)
         ),
+        label="Random",
     ),
     # The seed is not the layer's own: VeRA shares one pair among all layers.
     "vera": Constructor(
         _nothing,
         lambda layer, o: vera_basis(layer.shape, o.rank, coordinates=o.coordinates, seed=o.seed),
+        label="VeRA-core",
     ),
 }  # fmt: skip
 

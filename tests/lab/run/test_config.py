@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from frozencore.errors import ConfigError
-from frozencore.lab.run.baselines import BASELINES
-from frozencore.lab.run.config import METHODS, make_config
+from frozencore.lab.methods import METHODS
+from frozencore.lab.run.config import make_config
 
 GOOD: dict[str, Any] = {"model": "somewhere", "task": "svamp"}
 
@@ -45,8 +45,9 @@ def test_what_cannot_run_is_refused_in_one_line(values: dict[str, Any], message:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_every_method_has_a_learning_rate(method: str) -> None:
-    config = make_config(**GOOD, method=method)
-    assert config.is_baseline == (method in BASELINES)
-    assert config.resolved_learning_rate == (BASELINES[method].learning_rate if config.is_baseline else 5e-3)
-    assert make_config(**GOOD, method=method, learning_rate=1e-4).resolved_learning_rate == 1e-4
+def test_a_recipe_is_the_methods_own_where_a_run_does_not_say(method: str) -> None:
+    own, said = make_config(**GOOD, method=method), make_config(**GOOD, method=method, learning_rate=1e-4, warmup=0.0)
+    assert (own.learning_rate, own.warmup) == (None, None)
+    assert own.resolved_learning_rate == METHODS[method].learning_rate > 0
+    assert own.resolved_warmup == METHODS[method].warmup == 0.1
+    assert (said.resolved_learning_rate, said.resolved_warmup) == (1e-4, 0.0)

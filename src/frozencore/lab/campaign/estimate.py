@@ -20,7 +20,7 @@ from frozencore.errors import FrozenCoreError, ModelError
 from frozencore.lab.campaign.drive import tally
 from frozencore.lab.campaign.job import Job
 from frozencore.lab.campaign.plan import Planned
-from frozencore.lab.campaign.shared import OF_THE_WEIGHT, moments_key
+from frozencore.lab.campaign.shared import moments_key
 from frozencore.lab.campaign.store import Store
 from frozencore.lab.campaign.worker import Place
 from frozencore.lab.rows.prompts import PromptEncoder
@@ -28,8 +28,8 @@ from frozencore.lab.rows.suite import find_task
 from frozencore.lab.run.accounting import basis_bytes
 from frozencore.lab.run.config import RunConfig
 from frozencore.lab.run.loading import load_config, load_tokenizer
-from frozencore.lab.run.methods import attention_shapes, moments_needed
 from frozencore.lab.run.record import TunedRecord
+from frozencore.lab.run.targets import attention_shapes
 
 TOKENS_A_ROW = 128  # where the rows cannot be read
 SAMPLED_ROWS = 32
@@ -132,7 +132,7 @@ def run_seconds(job: Job, size: ModelSize, row_tokens: float, speed: float) -> f
     trained, scored = rows["num_train"] * rows["epochs"], 2 * rows["num_evaluation"]
     if job.kind == "stability":
         trained = scored = 0
-    calibrated = config.calibration_size if moments_needed(config) else 0
+    calibrated = config.calibration_size if config.moments_needed else 0
     operations = row_tokens * size.num_parameters * (4 * (trained + calibrated) + 2 * scored)
     return OVERHEAD_S + operations / (speed * EFFICIENCY)
 
@@ -149,16 +149,16 @@ def shared_bytes(jobs: Iterable[Job], sizes: dict[str, ModelSize | None]) -> int
     files: dict[str, int] = {}
     for job in jobs:
         size = sizes[job.config.model]
-        if size is not None and moments_needed(job.config):
+        if size is not None and job.config.moments_needed:
             key = moments_key(job.config)
             files[key] = max(files.get(key, 0), _moment_bytes(job.config, size))
-        elif size is not None and job.config.method in OF_THE_WEIGHT:
+        elif size is not None and job.config.method_entry.weights_only:
             files[f"{job.config.model} {job.config.method}"] = basis_bytes(size.shapes, job.config.rank, torch.float32)
     return sum(files.values())
 
 
 def _moment_bytes(config: RunConfig, size: ModelSize) -> int:
-    needs = moments_needed(config)
+    needs = config.moments_needed
     values = 0
     for m, n in size.shapes:
         values += m * n * ("cross" in needs) + n * n * ("input_outer" in needs) + m * m * ("error_outer" in needs)

@@ -17,6 +17,7 @@ from frozencore.lab.rows.suite import find_task
 from frozencore.lab.run.config import RunConfig
 
 ID_DIGITS = 16
+FORMER_DEFAULTS = {"warmup": 0.03}  # of every method, until each had its own
 
 
 @dataclass(frozen=True)
@@ -35,16 +36,21 @@ class Job:
     def resolved(self) -> dict[str, Any]:
         """What decides the run: options that are not at their defaults, and numbers that a task or method fills in.
 
-        An option that is new to a later version does not change it.
+        An option that is new to a later version does not change it, nor does a default that is another one today: its
+        former value is what is left out.
         """
         values = self.config.model_dump(mode="json", exclude=set(PLACES), exclude_defaults=True)
         values["learning_rate"] = self.config.resolved_learning_rate
+        values["warmup"] = self.config.resolved_warmup
         if self.config.task is not None:
             task = find_task(self.config.task)
             for name, default in (
                 ("epochs", task.epochs), ("num_train", task.num_train), ("num_evaluation", task.num_evaluation)
             ):  # fmt: skip
                 values.setdefault(name, default)
+        for name, former in FORMER_DEFAULTS.items():
+            if values[name] == former:
+                del values[name]
         return {"kind": self.kind, "reference_size": self.reference_size, **values}
 
     @cached_property

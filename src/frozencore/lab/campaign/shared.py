@@ -8,27 +8,25 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from peft import PeftModel, get_peft_model
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
 from frozencore.adapter.bases.calibrate import calibrate
-from frozencore.adapter.bases.carried import get_bases, set_bases
+from frozencore.adapter.bases.carried import get_bases
 from frozencore.calibration.options import as_hashed
 from frozencore.calibration.store import MomentsFingerprint, load_moments, save_moments
 from frozencore.fingerprint import fingerprint_model, fingerprint_options
 from frozencore.lab.campaign.job import Job
 from frozencore.lab.campaign.store import Store
+from frozencore.lab.methods import Targets
 from frozencore.lab.run.bench import Bench, Stages, calibration_batches
 from frozencore.lab.run.calibrating import collect_for
-from frozencore.lab.run.config import RunConfig, Targets
+from frozencore.lab.run.config import RunConfig
 from frozencore.lab.run.execute import Adapted, adapt_from_data
-from frozencore.lab.run.methods import add_method, core_config, moments_needed
 from frozencore.lab.run.rows import RunRows
 from frozencore.maths.moments import LayerMoments, MomentName
 from frozencore.whole_file import remove_left, whole_file
 
-OF_THE_WEIGHT = ("lora_xs", "milora")
-"""Constructors that look at nothing but the weight: their bases are the same for every task and seed."""
 _DECIDES_MOMENTS = (
     "model", "task", "data", "calibration_task", "calibration_size", "seed", "num_train", "num_evaluation", "targets",
     "max_length", "truncate", "prompt_style", "dtype", "paper_steps", "calibration",
@@ -61,7 +59,7 @@ def needs_of(jobs: Iterable[Job]) -> Needs:
     """What the jobs want of each moments file; what ``profile`` jobs want they collect themselves."""
     needs: dict[str, frozenset[MomentName]] = {}
     for job in jobs:
-        wanted = moments_needed(job.config) if job.kind != "profile" else frozenset[MomentName]()
+        wanted = job.config.moments_needed if job.kind != "profile" else frozenset[MomentName]()
         sizes = (job.config.calibration_size, job.reference_size or job.config.calibration_size)
         for config in {replace_size(job.config, size) for size in sizes} if wanted else ():
             key = moments_key(config)
@@ -85,10 +83,10 @@ class SharedWork:
         """As :func:`frozencore.lab.run.execute.adapt_from_data`, with shared moments and weight bases."""
         if config.memory_budget is not None:  # the sums that are shared are those that a budget is to avoid
             return adapt_from_data(config, bench, targets, stages)
-        if config.method in OF_THE_WEIGHT:
+        if config.method_entry.weights_only:
             return self._with_weight_bases(config, bench, targets), None
-        model = add_method(config, bench.model, targets)
-        if not moments_needed(config):
+        model = config.method_entry.add(bench.model, config.adapter_options(targets))
+        if not config.moments_needed:
             return model, None
         moments = self.moments(config, model, bench, stages)
         return model, calibrate(
@@ -97,7 +95,7 @@ class SharedWork:
 
     def moments(self, config: RunConfig, model: PeftModel, bench: Bench, stages: Stages) -> dict[str, LayerMoments]:
         """The moments of a run's calibration rows: from the file, or collected for all runs that want them."""
-        needs = self.needs.get(moments_key(config), frozenset()) | moments_needed(config)
+        needs = self.needs.get(moments_key(config), frozenset()) | config.moments_needed
         file = self.store.shared / "moments" / moments_file(config, bench.rows)
         batches = calibration_batches(bench.rows, bench.encoder.pad_id)
         fingerprint = MomentsFingerprint.of(model, batches, config.calibration_options)
@@ -117,13 +115,11 @@ class SharedWork:
         decides = config.model_dump(mode="json", include=set(_DECIDES_WEIGHT_BASES))
         key = fingerprint_options({**decides, "weights": fingerprint_model(bench.model)})[:16]
         file = self.store.shared / "weight-bases" / f"{key}.safetensors"
+        method, options = config.method_entry, config.adapter_options(targets)
         with self.store.locked(f"weight-{key}"):
             if file.exists():
-                model = get_peft_model(bench.model, core_config(config, targets, load_bases=True))
-                set_bases(model, load_file(file))
-                model.peft_config["default"].load_bases = False
-                return model
-            model = get_peft_model(bench.model, core_config(config, targets))
+                return method.add(bench.model, options, load_file(file))
+            model = method.add(bench.model, options)
             remove_left(file.parent, file.name)
             with whole_file(file) as aside:
                 save_file(get_bases(model), aside)

@@ -8,8 +8,8 @@ from frozencore.adapter.bases.carried import get_bases
 from frozencore.lab.campaign.shared import SharedWork, replace_size
 from frozencore.lab.run.bench import Bench, Stages
 from frozencore.lab.run.config import RunConfig
-from frozencore.lab.run.methods import resolve_targets
 from frozencore.lab.run.record import RECORD_FORMAT, Provenance, RecordedConfig, StabilityRecord
+from frozencore.lab.run.targets import resolve_targets
 from frozencore.maths.linalg import principal_cosines
 
 

@@ -18,8 +18,9 @@ from frozencore.lab.campaign.job import Job
 from frozencore.lab.campaign.shared import SharedWork, replace_size
 from frozencore.lab.campaign.stability import compare_bases
 from frozencore.lab.campaign.store import LOG, RECORD, Store
+from frozencore.lab.methods import Targets
 from frozencore.lab.run.bench import Base, Bench, Score, Stages, prepare
-from frozencore.lab.run.config import RunConfig, Targets
+from frozencore.lab.run.config import RunConfig
 from frozencore.lab.run.execute import Adapted, adapt_from_data, execute
 from frozencore.lab.run.loading import load_model
 from frozencore.lab.run.record import Failure, Provenance
@@ -130,8 +131,8 @@ class Worker:
         return self._base[1]
 
     def _release(self, config: RunConfig, model: PeftModel) -> None:
-        """Take the adapter off the base again; PiSSA's base is no longer what it was."""
-        if config.method == "pissa":
+        """Take the adapter off the base again, unless the method has made another model of it."""
+        if config.method_entry.changes_base:
             self._base = None
         else:
             model.unload()

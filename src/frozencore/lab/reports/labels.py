@@ -6,11 +6,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-METHODS = {
-    "fcca": "FCCA", "rawgrad": "RawGrad", "signgrad": "SignGrad", "filora": "FiLoRA-core", "milora": "MiLoRA-core",
-    "lora_xs": "LoRA-XS-core", "vera": "VeRA-core", "eva": "EVA-core", "random": "Random",
-    "lora": "LoRA", "dora": "DoRA", "pissa": "PiSSA",
-}  # fmt: skip
+from frozencore.lab.methods import METHODS
+
 TASKS = {
     "svamp": "SVAMP", "gsm8k": "GSM8K", "sst2": "SST-2", "qnli": "QNLI", "cola": "CoLA", "rte": "RTE", "mrpc": "MRPC",
     "arc_challenge": "ARC-C", "openbookqa": "OBQA", "hellaswag": "HellaSwag", "winogrande": "WinoG",
@@ -35,6 +32,11 @@ def axis_name(axis: str) -> str:
     return AXES.get(axis, axis.replace("_", " "))
 
 
+def method_name(name: str) -> str:
+    """A method's label; the name itself of one that is not in the table, as in records of another version."""
+    return METHODS[name].label if name in METHODS else name
+
+
 def value_name(axis: str, value: Any) -> str:
     """A value as it is shown beside others of its axis: ``("q_proj", "v_proj")`` as ``q/v``."""
     if value is None:
@@ -45,7 +47,9 @@ def value_name(axis: str, value: Any) -> str:
         return "/".join(str(part).removesuffix("_proj") for part in value)
     if isinstance(value, float):
         return f"{value:g}"
-    known = {"method": METHODS, "task": TASKS, "calibration_task": TASKS, "whiten": WHITENING}.get(axis, {})
+    if axis == "method":
+        return method_name(str(value))
+    known = {"task": TASKS, "calibration_task": TASKS, "whiten": WHITENING}.get(axis, {})
     return known.get(str(value), str(value))
 
 

@@ -14,7 +14,7 @@ from frozencore.calibration.store import MomentsFingerprint, save_moments
 from frozencore.errors import ArtifactError, ConfigError
 from frozencore.lab.run.bench import Stages, calibration_batches, prepare
 from frozencore.lab.run.config import RunConfig
-from frozencore.lab.run.methods import add_method, moments_needed, resolve_targets, save_adapter
+from frozencore.lab.run.targets import resolve_targets
 from frozencore.maths.moments import LayerMoments, MomentName
 from frozencore.whole_file import require_writable
 
@@ -43,7 +43,7 @@ def execute_calibration(config: RunConfig, out: Path, stages: Stages) -> Calibra
         ConfigError: The method reads no data.
         ArtifactError: ``out`` holds moments already.
     """
-    if not moments_needed(config):
+    if not config.moments_needed:
         raise ConfigError(f"The method {config.method!r} reads no calibration data: `frozencore tune` is all it needs.")
     if (out / MOMENTS_FILE).exists():
         raise ArtifactError(f"{out} already holds moments. Choose another --output, or remove that folder.")
@@ -52,11 +52,11 @@ def execute_calibration(config: RunConfig, out: Path, stages: Stages) -> Calibra
     targets = resolve_targets(config, bench.model)
     batches = calibration_batches(bench.rows, bench.encoder.pad_id)
     fingerprint = MomentsFingerprint.of(bench.model, batches, config.calibration_options)
-    model = add_method(config, bench.model, targets)
-    needs = moments_needed(config) | FCCA_NEEDS  # inspect reads G, a and d
+    model = config.method_entry.add(bench.model, config.adapter_options(targets))
+    needs = config.moments_needed | FCCA_NEEDS  # inspect reads G, a and d
     moments = collect_for(config, model, batches, needs, stages)
     calibration = calibrate(model, moments=moments, progress=lambda stage, done, total: stages(stage, done, total, ""))
     out.mkdir(parents=True, exist_ok=True)
-    save_adapter(model, out / "adapter", out)
+    config.method_entry.save(model, out / "adapter", out)
     save_moments(out / MOMENTS_FILE, moments, fingerprint)  # last: it says that the folder is whole
     return calibration

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import date
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
@@ -13,19 +13,15 @@ from frozencore.calibration.options import CalibrationOptions, FisherLabels, Tok
 from frozencore.constructors import CONSTRUCTORS
 from frozencore.constructors.eva import EvaOutput
 from frozencore.errors import ConfigError
+from frozencore.lab.methods import AdapterOptions, Method, Targets, find_method
 from frozencore.lab.rows.prompt_date import PROMPT_DATE
 from frozencore.lab.rows.prompts import PromptStyle
 from frozencore.lab.rows.suite import find_task
-from frozencore.lab.run.baselines import BASELINES
 from frozencore.maths.basis import Coordinates
 from frozencore.maths.linalg import SvdMethod
+from frozencore.maths.moments import MomentName
 from frozencore.maths.whitening import Fisher, Sides
-from frozencore.naming import unknown_name
 
-METHODS: tuple[str, ...] = (*CONSTRUCTORS, *BASELINES)
-CORE_LEARNING_RATE = 5e-3
-
-Targets = Annotated[tuple[str, ...], Field(min_length=1)] | Literal["all-linear"]
 READ_BY = {
     "whiten": ("fcca",), "fisher": ("fcca",), "shrinkage": ("fcca",), "damping": ("fcca",),
     "filora_fisher": ("filora",), "eva_center": ("eva",), "eva_output": ("eva",), "initial_step": ("signgrad",),
@@ -75,12 +71,12 @@ class RunConfig(_Strict):
         model: Hub id or local folder of a causal language model; ``pocket`` is the one shipped here.
         task, data: A task by name, or a file of the user's own rows; exactly one of them.
         data_root: Folder that holds the task's data set under its hub id; the hub otherwise.
-        method: A basis constructor, or ``lora``, ``dora``, ``pissa``.
+        method: A name of :data:`frozencore.lab.methods.METHODS`.
         memory_budget: What calibration may take beyond a forward and backward pass, ``"8GiB"`` for instance.
         calibration_task: Task that the calibration rows are of, where it is not the one to learn; the latter's own
             name is the same as None.
         targets: Module names or ``"all-linear"``; None is the model's attention projections.
-        learning_rate: None is 5e-3 for cores and each baseline's own rate.
+        learning_rate, warmup: None are those of the method's row.
         epochs: None is the task's number, or 1 for own data.
         max_length: Tokens of a row; None is 512 or the model's context, whichever is less.
         prompt_date: Today, to a chat template that asks for it.
@@ -103,7 +99,7 @@ class RunConfig(_Strict):
     memory_budget: str | None = None
     calibration_task: str | None = None
     learning_rate: float | None = Field(default=None, gt=0)
-    warmup: float = Field(default=0.03, ge=0, le=1)
+    warmup: float | None = Field(default=None, ge=0, le=1)
     epochs: int | None = Field(default=None, ge=1)
     batch_size: int = Field(default=1, ge=1)
     accumulation: int = Field(default=8, ge=1)
@@ -135,8 +131,7 @@ class RunConfig(_Strict):
             find_task(self.calibration_task)
         if self.memory_budget is not None:
             memory_bytes(self.memory_budget)
-        if self.method not in METHODS:
-            raise ConfigError(unknown_name("method", self.method, METHODS))
+        find_method(self.method)
         for option in self.core.model_dump(exclude_defaults=True):
             readers = READ_BY.get(option, tuple(CONSTRUCTORS))
             if self.method not in readers:
@@ -151,15 +146,26 @@ class RunConfig(_Strict):
         return CalibrationOptions(**self.calibration.model_dump(), seed=self.seed, memory_budget=self.memory_budget)
 
     @property
-    def is_baseline(self) -> bool:
-        """Whether the method trains its factors (LoRA, DoRA, PiSSA) instead of a core between frozen ones."""
-        return self.method in BASELINES
+    def method_entry(self) -> Method:
+        """The row of the method table."""
+        return find_method(self.method)
+
+    @property
+    def moments_needed(self) -> frozenset[MomentName]:
+        """What the method reads of the calibration data; nothing for one that needs none."""
+        return self.method_entry.needs(self.adapter_options(()))
 
     @property
     def resolved_learning_rate(self) -> float:
-        if self.learning_rate is not None:
-            return self.learning_rate
-        return BASELINES[self.method].learning_rate if self.is_baseline else CORE_LEARNING_RATE
+        return self.method_entry.learning_rate if self.learning_rate is None else self.learning_rate
+
+    @property
+    def resolved_warmup(self) -> float:
+        return self.method_entry.warmup if self.warmup is None else self.warmup
+
+    def adapter_options(self, targets: Targets) -> AdapterOptions:
+        """What the method builds its adapter by, on the layers that the model turned out to have."""
+        return AdapterOptions(self.rank, targets, self.seed, self.core.model_dump())
 
 
 def make_config(**values: Any) -> RunConfig:

@@ -15,23 +15,17 @@ from torch import nn
 
 from frozencore.adapter.bases.calibrate import Calibration, calibrate
 from frozencore.adapter.seal.card import write_model_card
+from frozencore.calibration.options import as_hashed
 from frozencore.calibration.store import MomentsFingerprint, load_moments
 from frozencore.errors import ArtifactError, ConfigError, DivergenceError, ModelError
 from frozencore.fingerprint import fingerprint_model
-from frozencore.lab.run.baselines import save_start
+from frozencore.lab.methods import Targets, basis_fingerprint
 from frozencore.lab.run.bench import Bench, Score, Stages, calibration_batches, prepare
-from frozencore.lab.run.config import RunConfig, Targets
-from frozencore.lab.run.methods import (
-    add_method,
-    basis_fingerprint,
-    moments_needed,
-    options_of_method,
-    resolve_targets,
-    save_adapter,
-)
+from frozencore.lab.run.config import RunConfig
 from frozencore.lab.run.record import Resolved, TunedRecord
 from frozencore.lab.run.recording import TrainedRun, calibrated_on, headline, make_record
 from frozencore.lab.run.rows import RunRows
+from frozencore.lab.run.targets import resolve_targets
 from frozencore.lab.scoring.heldout import held_out_loss
 from frozencore.lab.scoring.task_score import score_task
 from frozencore.lab.training.recipe import Recipe, TrainingReport, train
@@ -67,7 +61,7 @@ def execute(
         FrozenCoreError: Bad input, a folder that holds a finished run, or training that diverged.
     """
     _refuse_finished(out)
-    started = time.perf_counter()
+    method, started = config.method_entry, time.perf_counter()
     bench = bench or prepare(config, stages)
     targets = resolve_targets(config, bench.model)
     hashes = {"model": fingerprint_model(bench.model), **bench.rows.fingerprints()}
@@ -78,19 +72,14 @@ def execute(
         model, calibration = (adapt or adapt_from_data)(config, bench, targets, stages)
         calibration_s = time.perf_counter() - adapting
     out.mkdir(parents=True, exist_ok=True)
-    if config.is_baseline:
-        save_start(model, out / "start")
-    identity = {
-        "base model": hashes["model"],
-        "calibration rows": hashes["calibration"],
-        **options_of_method(config, targets),
-    }
+    method.keep_start(model, out / "start")
+    identity = {"base model": hashes["model"], "calibration rows": hashes["calibration"], **_options(config, targets)}
     try:
         report = _train(config, model, bench, out, stages, resume=resume, identity=identity)
     except DivergenceError as error:
-        if config.is_baseline:
+        if not method.has_bases:
             raise
-        save_adapter(model, out / LAST_GOOD, out / "start")
+        method.save(model, out / LAST_GOOD, out / "start")
         raise DivergenceError(f"{error} The last good core is in {out / LAST_GOOD}.") from error
     try:
         after = _score(model, bench, stages, "score")
@@ -98,8 +87,8 @@ def execute(
         raise DivergenceError(
             f"Training diverged: {error} Lower the learning rate ({config.resolved_learning_rate})."
         ) from error
-    save_adapter(model, out / "adapter", out / "start")
-    if not config.is_baseline:
+    method.save(model, out / "adapter", out / "start")
+    if method.has_bases:
         hashes["basis"] = basis_fingerprint(model)
     record = make_record(
         config,
@@ -112,7 +101,7 @@ def execute(
         warned=[entry for entry in caught if entry.category is UserWarning],
         started=started,
     )
-    if not config.is_baseline:
+    if method.has_bases:
         write_model_card(out / "adapter", calibration=calibrated_on(config, bench, calibration), scores=headline(after))
     if after.task is not None:
         write_lines(out / "predictions.jsonl", map(asdict, after.task.predictions))
@@ -130,8 +119,8 @@ def adapt_from_data(
     Args:
         moments_file: Moments of ``frozencore calibrate`` instead of a new pass; refused if they are of anything else.
     """
-    model = add_method(config, bench.model, targets)
-    if not moments_needed(config):
+    model = config.method_entry.add(bench.model, config.adapter_options(targets))
+    if not config.moments_needed:
         if moments_file:
             raise ConfigError(
                 f"--moments is of no use to the method {config.method!r}, which reads no data: leave it out."
@@ -149,10 +138,22 @@ def adapt_from_data(
     )
 
 
+def _options(config: RunConfig, targets: Targets) -> dict[str, Any]:
+    """What an adapter is chosen and built by, beside the data: JSON values by name."""
+    return {
+        "method": config.method,
+        "rank": config.rank,
+        "targets": targets if isinstance(targets, str) else list(targets),
+        "memory_budget": config.memory_budget,
+        **config.core.model_dump(),
+        **as_hashed(config.calibration.model_dump()),
+    }
+
+
 def _recipe(config: RunConfig, rows: RunRows) -> Recipe:
     return Recipe(
         learning_rate=config.resolved_learning_rate,
-        warmup=config.warmup,
+        warmup=config.resolved_warmup,
         epochs=config.epochs or (rows.task.epochs if rows.task else 1),
         batch_size=config.batch_size,
         accumulation=config.accumulation,

@@ -91,7 +91,7 @@ def make_record(
             magnitude_parameters=sum(p.numel() for name, p in run.model.named_parameters() if "magnitude" in name),
             optimizer_bytes=training_state_bytes(trained),
             adapter_bytes=stored,
-            adapter_bytes_without_bases=stored if config.is_baseline else FLOAT32_BYTES * trained,
+            adapter_bytes_without_bases=FLOAT32_BYTES * trained if config.method_entry.has_bases else stored,
             calibration_s=run.calibration_s,
             step_s=report.step_s,
             num_steps=report.num_steps,

@@ -45,7 +45,7 @@ def paper(study, make_record):
 
 
 def cost(initialisation_s: float, step_s: float | None) -> Cost:
-    return Cost("x", 1, 1, 0, 0, None, None, None, initialisation_s, step_s, 262, 0)
+    return Cost("x", 1, {"core": 1}, None, None, None, initialisation_s, step_s, 262, 0)
 
 
 def test_break_even_is_at_the_papers_70_and_318_steps():
@@ -85,7 +85,7 @@ def test_trained_values_are_told_apart_as_cores_factors_and_magnitudes(paper):
 def test_doras_magnitudes_are_unknown_without_a_lora_to_subtract(study, make_record):
     alone = study(PROFILE.replace("fcca, lora, dora, pissa", "dora").replace(", reference: fcca", ""), make_record)
     (costs,) = study_costs(alone)
-    assert (costs.costs[0].factors, costs.costs[0].magnitudes) == (None, None)
+    assert costs.costs[0].kinds == {"factors": None, "magnitudes": None}
     assert [cell.text for cell in state_sheet(costs, "s", "t").rows[0][2:5]] == ["0", "n/a", "n/a"]
 
 
@@ -137,4 +137,4 @@ def test_doras_magnitudes_are_those_that_its_own_record_counts(study, make_recor
     alone = PROFILE.replace("fcca, lora, dora, pissa", "dora").replace(", reference: fcca", "")
     counted = {"magnitude_parameters": 165_888, "num_steps": 262}
     (costs,) = study_costs(study(alone, lambda axes: make_record(axes, resources=counted)))
-    assert (costs.costs[0].core, costs.costs[0].factors, costs.costs[0].magnitudes) == (0, 7_372_800, 165_888)
+    assert costs.costs[0].kinds == {"factors": 7_372_800, "magnitudes": 165_888}

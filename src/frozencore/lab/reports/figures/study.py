@@ -18,7 +18,7 @@ from frozencore.lab.campaign.spec import Figure as FigureKind
 from frozencore.lab.reports.document import Drawing
 from frozencore.lab.reports.figures.curves import learning_curves
 from frozencore.lab.reports.figures.rows import row_panels
-from frozencore.lab.reports.figures.style import BLACK, BLUE, COLOURS, GREY, NAVY, ORANGE, plt
+from frozencore.lab.reports.figures.style import BLACK, BLUE, GREY, NAVY, ORANGE, method_colour, plt
 from frozencore.lab.reports.labels import axis_name, value_name
 from frozencore.lab.reports.tables.averages import column_averages, over_rows
 from frozencore.lab.reports.tables.measures import COSINES, measures_of
@@ -225,7 +225,7 @@ def _top_of(block: Sequence[float], gap: float) -> float:
 
 def _colour(pivot: Pivot, column: Key) -> str:
     method = next((value for axis, value in zip(pivot.column_axes, column, strict=True) if axis == "method"), None)
-    return COLOURS.get(str(method), GREY)
+    return method_colour(str(method))
 
 
 def _coloured(draw: Callable[[Pivot, Callable[[Key], str]], Figure]) -> Draw:

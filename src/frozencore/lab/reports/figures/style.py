@@ -6,16 +6,22 @@ from pathlib import Path
 
 import matplotlib as mpl
 
-from frozencore.lab.run.baselines import BASELINES
+from frozencore.constructors import Colour
+from frozencore.lab.methods import METHODS
 
 mpl.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 
-__all__ = ["BLACK", "BLUE", "COLOURS", "GREY", "NAVY", "ORANGE", "plt", "save_figure"]
+__all__ = ["BLACK", "BLUE", "GREY", "NAVY", "ORANGE", "method_colour", "plt", "save_figure"]
 
 ORANGE, BLUE, NAVY, GREY, BLACK = "#E69F00", "#56B4E9", "#0072B2", "#999999", "#222222"
-COLOURS = {"fcca": ORANGE, "rawgrad": BLUE, "eva": NAVY} | dict.fromkeys(BASELINES, BLACK)
+COLOURS: dict[Colour, str] = {"orange": ORANGE, "blue": BLUE, "navy": NAVY, "grey": GREY, "black": BLACK}
+
+
+def method_colour(name: str) -> str:
+    """A method's own colour; grey for one that is not in the table."""
+    return COLOURS[METHODS[name].colour] if name in METHODS else GREY
 
 
 def save_figure(figure: Figure, path: Path) -> None:

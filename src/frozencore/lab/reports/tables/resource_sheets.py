@@ -11,9 +11,10 @@ from frozencore.lab.reports.tables.resources import Cost, Costs, ahead
 
 def state_sheet(costs: Costs, name: str, title: str) -> Sheet:
     """Trained values by kind, optimiser bytes, and adapter bytes with and without bases."""
+    kinds = dict.fromkeys(("core", "factors", "magnitudes", *(kind for cost in costs.costs for kind in cost.kinds)))
     rows = tuple(
         (
-            label(cost.name), number(cost.trained, 0), _kind(cost.core), _kind(cost.factors), _kind(cost.magnitudes),
+            label(cost.name), number(cost.trained, 0), *(_kind(cost.kinds.get(kind, 0)) for kind in kinds),
             _bytes(cost.optimizer_bytes), _bytes(cost.adapter_bytes), _bytes(cost.adapter_bytes_without_bases),
         )
         for cost in costs.costs
@@ -22,7 +23,7 @@ def state_sheet(costs: Costs, name: str, title: str) -> Sheet:
         name, f"{_titled(title, costs)}: trained and stored",
         "Trained values by kind; gradients and AdamW states; the adapter as stored, and without bases that can be made "
         "again from the base model and the calibration rows.",
-        ("method", "trained", "core", "factors", "magnitudes", "optimiser", "adapter", "without bases"), rows,
+        ("method", "trained", *kinds, "optimiser", "adapter", "without bases"), rows,
     )  # fmt: skip
 
 

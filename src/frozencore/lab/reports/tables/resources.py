@@ -13,12 +13,13 @@ from statistics import median
 from frozencore.lab.campaign.plan import Axes
 from frozencore.lab.campaign.results import StudyResults
 from frozencore.lab.campaign.spec import Value
+from frozencore.lab.methods import METHODS
 from frozencore.lab.reports.labels import full_name
-from frozencore.lab.run.baselines import BASELINES
 from frozencore.lab.run.record import Resources, TunedRecord
 
 Shape = tuple[int | None, str]
 """Rank and targets of a run."""
+FACTORS = ("factors",)
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Cost:
     """What one method needs, over the runs of a group.
 
     Attributes:
-        core, factors, magnitudes: Trained values by kind; None where a record does not tell DoRA's apart.
+        kinds: Trained values by kind (``Method.trains``); None where a record does not tell them apart.
         optimizer_bytes: Gradients and states of AdamW beside the values themselves.
         adapter_bytes, adapter_bytes_without_bases: As stored; the latter with bases that can be made again.
         initialisation_s: Calibration, or a weight SVD.
@@ -36,9 +37,7 @@ class Cost:
 
     name: str
     trained: int
-    core: int | None
-    factors: int | None
-    magnitudes: int | None
+    kinds: Mapping[str, int | None]
     optimizer_bytes: int | None
     adapter_bytes: int | None
     adapter_bytes_without_bases: int | None
@@ -132,14 +131,11 @@ def _costs(
 
 def _cost(name: str, records: Sequence[TunedRecord], factors: Mapping[Shape, int]) -> Cost:
     first, resources = records[0], records[0].resources or Resources()
-    core, factor, magnitude = _kinds(first, factors.get(_shape(first)))
     steps = [record.step_s for record in records if record.step_s is not None]
     return Cost(
         name,
         first.trainable_parameters,
-        core,
-        factor,
-        magnitude,
+        _kinds(first, factors.get(_shape(first))),
         resources.optimizer_bytes,
         first.adapter_bytes,
         resources.adapter_bytes_without_bases,
@@ -151,26 +147,29 @@ def _cost(name: str, records: Sequence[TunedRecord], factors: Mapping[Shape, int
     )
 
 
-def _kinds(record: TunedRecord, factors: int | None) -> tuple[int | None, int | None, int | None]:
-    """Trained values of cores, of factors and of magnitudes."""
-    trained = record.trainable_parameters
-    if record.method not in BASELINES:
-        return trained, 0, 0
-    if not BASELINES[record.method].use_dora:
-        return 0, trained, 0
-    magnitudes = record.resources.magnitude_parameters if record.resources is not None else None
-    if magnitudes is not None:
-        return 0, trained - magnitudes, magnitudes
-    return (0, factors, trained - factors) if factors is not None else (0, None, None)
+def _kinds(record: TunedRecord, factors: int | None) -> dict[str, int | None]:
+    """Trained values by kind, where the record's method has one kind, or magnitudes beside factors."""
+    kinds, trained = _trained_by(record), record.trainable_parameters
+    if len(kinds) == 1:
+        return {kinds[0]: trained}
+    found: dict[str, int | None] = dict.fromkeys(kinds)
+    if set(kinds) == {"factors", "magnitudes"}:
+        magnitudes = record.resources.magnitude_parameters if record.resources is not None else None
+        if magnitudes is None and factors is not None:
+            magnitudes = trained - factors
+        if magnitudes is not None:
+            found |= {"factors": trained - magnitudes, "magnitudes": magnitudes}
+    return found
 
 
 def _factor_parameters(records: Sequence[TunedRecord]) -> dict[Shape, int]:
     """What LoRA or PiSSA train at each rank and targets: DoRA's factors are as many."""
-    return {
-        _shape(record): record.trainable_parameters
-        for record in records
-        if record.method in BASELINES and not BASELINES[record.method].use_dora
-    }
+    return {_shape(record): record.trainable_parameters for record in records if _trained_by(record) == FACTORS}
+
+
+def _trained_by(record: TunedRecord) -> tuple[str, ...]:
+    method = METHODS.get(record.method)
+    return method.trains if method else ()
 
 
 def _shape(record: TunedRecord) -> Shape:

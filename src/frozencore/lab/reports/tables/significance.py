@@ -8,7 +8,7 @@ from dataclasses import replace
 from rich.console import Group
 
 from frozencore.errors import DataError
-from frozencore.lab.reports.labels import METHODS
+from frozencore.lab.reports.labels import method_name
 from frozencore.lab.reports.sheets.render import rich_table
 from frozencore.lab.reports.sheets.sheet import Sheet, SheetCell, label, number
 from frozencore.lab.reports.tables.comparison import Comparison, TaskTable, analyse
@@ -55,23 +55,24 @@ def comparison_sheet(
     title: str = "",
     note: str = "",
     decimals: int = 2,
-    names: Mapping[str, str] = METHODS,
+    names: Mapping[str, str] | None = None,
 ) -> Sheet:
     """Each pair with the reference on a line; the reference's own mean and rank first.
 
     Wins are tasks on which the reference is better, and a difference above 0 is in its favour.
 
     Args:
-        names: How columns are shown.
+        names: How columns are shown; by default as the methods that they are.
     """
-    reference = names.get(comparison.reference, comparison.reference)
+    names = names or {column: method_name(column) for column in comparison.means}
+    reference = names[comparison.reference]
     own = comparison.means[comparison.reference], comparison.mean_ranks[comparison.reference]
     first = (label(reference), *[SheetCell("")] * 9, number(own[0], decimals), number(own[1], 2))
     rows = []
     for pair in comparison.pairs:
         low, high = pair.interval
         rows.append((
-            label(names.get(pair.other, pair.other)),
+            label(names[pair.other]),
             SheetCell(f"{pair.mean_difference:+.{decimals}f}", value=pair.mean_difference),
             SheetCell(f"{low:+.{decimals}f} to {high:+.{decimals}f}", value=low),
             number(pair.wins, 0), number(pair.ties, 0), number(pair.losses, 0),
@@ -97,7 +98,7 @@ def family_sheet(comparison: Comparison, *, name: str = "families", decimals: in
     if not families:
         return None
     rows = tuple(
-        (label(METHODS.get(column, column)), *(number(means[family], decimals) for family in families))
+        (label(method_name(column)), *(number(means[family], decimals) for family in families))
         for column, means in comparison.family_means.items()
     )
     return Sheet(name, "Means of the task families", "", ("column", *families), rows)

@@ -12,12 +12,13 @@ from torch import nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from frozencore.errors import ConfigError
+from frozencore.lab.methods import METHODS, AdapterOptions
 from frozencore.lab.rows.prompts import TokenRow
-from frozencore.lab.run.baselines import BASELINES, add_baseline, save_baseline, save_start
 from frozencore.lab.training.recipe import Recipe, train
 from tiny import ATTENTION, VOCABULARY, draw_examples, tiny_qwen2
 
 ROWS = [TokenRow(f"row-{i}", list(e.ids), e.num_prompt) for i, e in enumerate(draw_examples(8, seed=5))]
+NAMES = ("lora", "dora", "pissa")
 TOKENS = torch.arange(3, 15).reshape(2, 6) % VOCABULARY
 
 
@@ -27,21 +28,21 @@ def logits(model: nn.Module) -> torch.Tensor:
 
 
 def adapted(name: str, model: nn.Module | None = None) -> PeftModel:
-    return add_baseline(model or tiny_qwen2(), name, rank=4, target_modules=ATTENTION, seed=3)
+    return METHODS[name].add(model or tiny_qwen2(), AdapterOptions(rank=4, targets=ATTENTION, seed=3, core={}))
 
 
-@pytest.mark.parametrize("name", BASELINES)
-def test_an_untrained_baseline_is_the_base_model(name: str) -> None:
+@pytest.mark.parametrize("name", NAMES)
+def test_untrained_it_is_the_base_model(name: str) -> None:
     torch.testing.assert_close(logits(adapted(name)), logits(tiny_qwen2()), atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", BASELINES)
-def test_a_trained_baseline_reloads_on_the_original_base(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", NAMES)
+def test_trained_it_reloads_on_the_original_base(name: str, tmp_path: Path) -> None:
     model = adapted(name)
-    save_start(model, tmp_path / "start")
+    METHODS[name].keep_start(model, tmp_path / "start")
     train(model, ROWS, Recipe(learning_rate=3e-2, epochs=4), pad_id=0)
     trained = logits(model)
-    save_baseline(model, tmp_path / "adapter", tmp_path / "start")
+    METHODS[name].save(model, tmp_path / "adapter", tmp_path / "start")
     torch.testing.assert_close(logits(model), trained, atol=0, rtol=0)
 
     base = tiny_qwen2()
@@ -67,17 +68,25 @@ def test_trainable_values_on_the_qwen_3b_shapes_are_the_papers() -> None:
     )  # fmt: skip
     for name, expected in (("lora", 7_372_800), ("dora", 7_538_688)):
         with torch.device("meta"):
-            model = add_baseline(Qwen2ForCausalLM(config), name, rank=16, target_modules=ATTENTION, seed=0)
+            options = AdapterOptions(rank=16, targets=ATTENTION, seed=0, core={})
+            model = METHODS[name].add(Qwen2ForCausalLM(config), options)
         assert sum(p.numel() for p in model.parameters() if p.requires_grad) == expected
 
 
-def test_wrong_names_ranks_and_targets_are_one_line() -> None:
-    for arguments, reason in (
-        ({"name": "qlora"}, "no baseline 'qlora'. Known baselines: lora, dora, pissa"),
+def test_wrong_ranks_and_targets_are_one_line() -> None:
+    for wrong, reason in (
         ({"rank": 0}, "at least 1, got 0"),
-        ({"target_modules": ["nowhere"]}, "targets .*nowhere"),
+        ({"targets": ("nowhere",)}, "targets .*nowhere.* cannot carry LoRA"),
     ):
+        options = AdapterOptions(**({"rank": 4, "targets": ATTENTION, "seed": 0, "core": {}} | wrong))
         with pytest.raises(ConfigError, match=reason):
-            add_baseline(
-                tiny_qwen2(), **({"name": "lora", "rank": 4, "target_modules": ATTENTION, "seed": 0} | arguments)
-            )
+            METHODS["lora"].add(tiny_qwen2(), options)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_weights_of_the_base_are_changed_by_the_method_that_says_so(name: str) -> None:
+    model = tiny_qwen2()
+    weights = dict(model.named_parameters())
+    before = {key: parameter.clone() for key, parameter in weights.items()}
+    adapted(name, model)
+    assert all(torch.equal(weights[key], before[key]) for key in before) != METHODS[name].changes_base

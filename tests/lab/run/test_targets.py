@@ -6,8 +6,9 @@ import pytest
 from torch import nn
 
 from frozencore.errors import ConfigError
-from frozencore.lab.run.config import Targets, make_config
-from frozencore.lab.run.methods import resolve_targets
+from frozencore.lab.methods import Targets
+from frozencore.lab.run.config import make_config
+from frozencore.lab.run.targets import resolve_targets
 
 
 @pytest.mark.parametrize("targets", ["all-linear", ("q_proj", "down_proj"), ("model.layers.1.mlp.up_proj",)])

@@ -1,0 +1,39 @@
+"""The table of what can be trained: every basis constructor's frozen core, LoRA, DoRA and PiSSA.
+
+Adding a method is one file here and one row below; a constructor has its row already. The recipes are the middle of
+what is customary for each, to be searched around: the paper's own defaults where it gives any (warm-up 0.1; 5e-3 for
+cores).
+"""
+
+from __future__ import annotations
+
+from collections import ChainMap
+
+from frozencore.errors import ConfigError
+from frozencore.lab.methods.frozen_core import FrozenCores, basis_fingerprint
+from frozencore.lab.methods.lora import LoRA
+from frozencore.lab.methods.method import AdapterOptions, Method, Targets
+from frozencore.lab.methods.pissa import PiSSA
+from frozencore.naming import unknown_name
+
+__all__ = ["METHODS", "AdapterOptions", "Method", "Targets", "basis_fingerprint", "find_method"]
+
+METHODS: ChainMap[str, Method] = ChainMap(
+    {
+        "lora": LoRA(label="LoRA", trains=("factors",), learning_rate=1e-3),
+        "dora": LoRA(label="DoRA", trains=("factors", "magnitudes"), learning_rate=1e-3, use_dora=True),
+        "pissa": PiSSA(label="PiSSA", trains=("factors",), learning_rate=2e-4),
+    },
+    FrozenCores(),  # type: ignore[arg-type]  # only read
+)
+
+
+def find_method(name: str) -> Method:
+    """The table's row of that name.
+
+    Raises:
+        ConfigError: No such method; the nearest name is offered.
+    """
+    if name not in METHODS:
+        raise ConfigError(unknown_name("method", name, METHODS))
+    return METHODS[name]
