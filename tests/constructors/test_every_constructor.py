@@ -147,6 +147,23 @@ def test_only_random_bases_depend_on_the_seed(constructor: str) -> None:
     assert torch.equal(one.P, two.P) == (constructor not in ("random", "vera"))
 
 
+@EVERY
+def test_weights_alone_decide_a_basis_whose_row_says_so(constructor: str) -> None:
+    one, other = drawn_layer(seed=1), drawn_layer(seed=2)
+    of_the_same_weight = dataclasses.replace(other, W=one.W)
+    found = [
+        build_basis(constructor, layer.evidence(), BasisOptions(rank=4, seed=seed))
+        for layer, seed in ((one, 1), (of_the_same_weight, 2))
+    ]
+    assert torch.equal(found[0].P, found[1].P) == CONSTRUCTORS[constructor].weights_only
+
+
+@EVERY
+def test_a_core_to_start_from_comes_from_the_constructors_whose_row_says_so(constructor: str) -> None:
+    basis = build_basis(constructor, drawn_layer().evidence(), BasisOptions(rank=4))
+    assert (basis.initial_core is not None) == CONSTRUCTORS[constructor].initial_core
+
+
 @pytest.mark.parametrize("constructor", ref.REFERENCE_FACTORS)
 def test_signs_do_not_depend_on_the_sign_of_the_errors_or_of_the_svd(constructor: str) -> None:
     """δ → -δ turns G around: P keeps its canonical signs, and Q turns at most by whole columns."""

@@ -1,0 +1,53 @@
+"""Committed results belong to the campaigns that lie in ``campaigns/``: no id has moved, no record is orphaned."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from frozencore.lab.campaign.job import make_job
+from frozencore.lab.campaign.plan import plan
+from frozencore.lab.campaign.spec import read_campaign
+from frozencore.lab.campaign.store import Store
+
+ROOT = Path(__file__).parents[3]
+RESULTS = sorted(folder.name for folder in (ROOT / "results").iterdir())
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_the_specification_asks_for_the_very_runs_that_were_made(name: str) -> None:
+    store, campaign = Store(ROOT / "results" / name), read_campaign(ROOT / "campaigns" / f"{name}.yaml")
+    assert store.campaign() == campaign
+    runs = plan(campaign, store.outcome)
+    made = {json.loads(line)["run_id"] for line in (store.folder / "records.jsonl").read_text().splitlines()}
+    assert {run.job.id if run.job else run.blocked for run in runs} == made
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_a_record_says_what_its_run_was_asked_for(name: str) -> None:
+    """The recipe that was trained with, beside the id that its configuration has today."""
+    store = Store(ROOT / "results" / name)
+    for run in plan(store.campaign(), store.outcome):
+        assert run.job is not None
+        outcome = store.outcome(run.job.id)
+        assert outcome is not None
+        assert outcome.record is not None
+        recipe = outcome.record.get("resolved", {}).get("recipe")
+        if recipe is not None:  # a stability run trains nothing
+            config = run.job.config
+            assert (recipe["learning_rate"], recipe["warmup"]) == (
+                config.resolved_learning_rate,
+                config.resolved_warmup,
+            )
+
+
+def test_a_warm_up_of_before_it_was_the_methods_own_keeps_its_id() -> None:
+    """Ids of version 0.1.0, where 0.03 was the default of every method."""
+    options = {"model": "pocket", "task": "pocket-math", "seed": 42}
+    before = {("fcca", 0.03): "a95b3872990e6d0d", ("fcca", 0.1): "6b902d5293dc8321"}
+    before |= {("lora", 0.03): "ca2e9b1af23b44e5", ("lora", 0.1): "ced8d6fbabf52ad9"}
+    for (method, warmup), run_id in before.items():
+        assert make_job("tune", {**options, "method": method, "warmup": warmup}).id == run_id
+        assert make_job("tune", {**options, "method": method}).id == before[method, 0.1]
