@@ -20,7 +20,7 @@ from frozencore.lab.training.recipe import Recipe, train
 from tiny import draw_examples, tiny_qwen2
 
 ROWS = [TokenRow(f"row-{i}", list(e.ids), e.num_prompt) for i, e in enumerate(draw_examples(4, seed=5))]
-RECIPE = Recipe(batch_size=2, accumulation=1)
+RECIPE = Recipe(learning_rate=5e-3, warmup=0.03, batch_size=2, accumulation=1)
 
 
 def unfreeze_a_weight(model: PeftModel) -> None:

@@ -12,7 +12,7 @@ from peft import IA3Config, PeftModel, get_peft_model
 from torch import Tensor, nn
 
 from frozencore.lab.methods import METHODS, AdapterOptions, Method
-from frozencore.lab.reports.figures import ORANGE, method_colour
+from frozencore.lab.reports.figures.style import ORANGE, method_colour
 from small_campaign import write_spec
 
 Command = Callable[..., tuple[int, str, str]]

@@ -88,7 +88,8 @@ def test_what_was_learnt_is_generated_and_compared_as_numbers(
     encoder = PromptEncoder(byte_tokenizer())
     learnt = [Example(f"row-{i}", f"{i}?", f" The answer is: {said}") for i, said in enumerate(["1,000", "7.0", "x"])]
     rows = encoder.training_rows([encoder.render(example) for example in learnt])
-    train(byte_model, rows, Recipe(learning_rate=1e-2, epochs=60, batch_size=3, accumulation=1), pad_id=encoder.pad_id)
+    recipe = Recipe(learning_rate=1e-2, warmup=0.03, epochs=60, batch_size=3, accumulation=1)
+    train(byte_model, rows, recipe, pad_id=encoder.pad_id)
     asked = [replace(e, completion=f" The answer is: {gold}") for e, gold in zip(learnt, (1000, 8, 9), strict=True)]
     predictions, num_truncated = predict_numbers(byte_model, encoder, asked, max_new_tokens=30)
     assert [(p.prediction, p.gold, p.correct) for p in predictions] == [

@@ -24,7 +24,7 @@ from frozencore.lab.training.trainer import Seal
 from tiny import draw_examples, tiny_qwen2
 
 ROWS = [TokenRow(f"row-{i}", list(e.ids), e.num_prompt) for i, e in enumerate(draw_examples(12, seed=5))]
-RECIPE = Recipe(learning_rate=1e-2, epochs=1, batch_size=2, accumulation=1)
+RECIPE = Recipe(learning_rate=1e-2, warmup=0.03, epochs=1, batch_size=2, accumulation=1)
 WRITES = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "shutil.rmtree", "os.listdir"}
 
 

@@ -82,7 +82,7 @@ def test_cutting_a_step_into_batches_does_not_change_it() -> None:
 
 
 def test_dropout_is_off_and_comes_back() -> None:
-    rows, recipe = ROWS[:4], Recipe(batch_size=4, accumulation=1)
+    rows, recipe = ROWS[:4], Recipe(learning_rate=5e-3, warmup=0.03, batch_size=4, accumulation=1)
     model = with_lora(tiny_gpt2())
     with torch.no_grad():
         expected = float(model.eval()(**Collator(pad_id=0)(rows)).loss)

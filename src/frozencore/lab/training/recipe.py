@@ -49,14 +49,15 @@ class Recipe:
     """How to train.
 
     Attributes:
+        learning_rate: The peak.
         warmup: Share of the optimiser steps in which the learning rate rises from zero.
         batch_size: Examples in one forward pass.
         accumulation: Forward passes in one optimiser step.
         seed: Of the order of the rows.
     """
 
-    learning_rate: float = 5e-3
-    warmup: float = 0.03
+    learning_rate: float
+    warmup: float
     epochs: int = 1
     batch_size: int = 1
     accumulation: int = 8
