@@ -11,6 +11,7 @@ from frozencore.lab.campaign.job import make_job
 from frozencore.lab.campaign.plan import plan
 from frozencore.lab.campaign.spec import read_campaign
 from frozencore.lab.campaign.store import Store
+from frozencore.lab.run.record import TunedRecord
 
 ROOT = Path(__file__).parents[3]
 RESULTS = sorted(folder.name for folder in (ROOT / "results").iterdir())
@@ -37,13 +38,11 @@ def test_a_record_says_what_its_run_was_asked_for(name: str) -> None:
         outcome = store.outcome(run.job.id)
         assert outcome is not None
         assert outcome.record is not None
-        recipe = outcome.record.get("resolved", {}).get("recipe")
-        if recipe is not None:  # a stability run trains nothing
-            config = run.job.config
-            assert (recipe["learning_rate"], recipe["warmup"]) == (
-                config.resolved_learning_rate,
-                config.resolved_warmup,
-            )
+        if isinstance(outcome.record, TunedRecord):  # a stability run trains nothing
+            assert outcome.record.resolved is not None
+            recipe, config = outcome.record.resolved.recipe, run.job.config
+            said = recipe["learning_rate"], recipe["warmup"]
+            assert said == (config.resolved_learning_rate, config.resolved_warmup)
 
 
 def test_a_warm_up_of_before_it_was_the_methods_own_keeps_its_id() -> None:
