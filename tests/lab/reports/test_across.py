@@ -10,7 +10,7 @@ from matplotlib import pyplot as plt
 from frozencore.errors import ArtifactError, ConfigError
 from frozencore.lab.campaign.results import CampaignResults, StudyResults
 from frozencore.lab.reports.across import across_document, write_across
-from frozencore.lab.reports.labels import METHODS, TASKS
+from frozencore.lab.reports.labels import TASKS, method_name
 from frozencore.lab.reports.sheets.render import latex, markdown
 from frozencore.lab.reports.tables.task_means import read_task_means
 from places import DATA
@@ -65,7 +65,7 @@ def tables(document):
 def test_the_means_the_best_and_the_second_best_are_those_of_the_papers_cross_scale_table(four):
     sheet = tables(across_document(four))["matched-budget-means"].sheet
     assert sheet.headings[1:] == tuple(
-        METHODS[BY_PRINT[name]] for name in read_task_means(DATA / "paper_q3.csv").columns
+        method_name(BY_PRINT[name]) for name in read_task_means(DATA / "paper_q3.csv").columns
     )
     printed = {
         "qwen2.5-1.5b": "*77.2* 75.3 75.2 74.9 74.8 74.8 _76.7_ 73.8",
