@@ -1,13 +1,19 @@
-"""Commands in forked processes: without the seconds that a new one needs for its imports."""
+"""Commands and scripts in forked processes: without the seconds that a new one needs for its imports."""
 
 from __future__ import annotations
 
 import multiprocessing
+import os
+import runpy
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+
+import frozencore  # noqa: F401 - so that no forked process imports it anew
 
 FORK = multiprocessing.get_context("fork")
 
@@ -16,6 +22,49 @@ def forget_cuda() -> None:
     """In a forked process: where its parent has used a GPU, it cannot; it computes on the CPU."""
     torch.cuda.is_available = lambda: False
     torch.cuda.device_count = lambda: 0
+
+
+@dataclass(frozen=True)
+class Ended:
+    """Exit status of a process, and what it said."""
+
+    status: int
+    out: str
+    err: str
+
+
+def ended(call: Callable[[], object], said: Path, *, timeout_s: float = 280) -> Ended:
+    """Call it in a forked process, to its end.
+
+    Args:
+        said: A folder, for what it says: ``out`` and ``err``.
+    """
+    process = FORK.Process(target=_call, args=(call, said))
+    process.start()
+    process.join(timeout_s)
+    assert process.exitcode is not None, f"not at its end after {timeout_s:.0f} s"
+    return Ended(process.exitcode, (said / "out").read_text(), (said / "err").read_text())
+
+
+def script(path: Path, *words: object) -> Callable[[], object]:
+    """What ``python path words`` does."""
+
+    def run() -> None:
+        sys.argv = [str(path), *map(str, words)]
+        sys.path.insert(0, str(path.parent))
+        runpy.run_path(str(path), run_name="__main__")
+
+    return run
+
+
+def _call(call: Callable[[], object], said: Path) -> None:
+    forget_cuda()
+    torch.set_num_threads(1)
+    for descriptor, name in ((1, "out"), (2, "err")):
+        with (said / name).open("w") as file:
+            os.dup2(file.fileno(), descriptor)
+    sys.stdout, sys.stderr = (open(descriptor, "w", buffering=1, closefd=False) for descriptor in (1, 2))  # noqa: SIM115
+    call()
 
 
 def start(words: list[str], said: Path) -> Any:
