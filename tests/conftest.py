@@ -13,6 +13,7 @@ SHAPE_CHECKED = [
 ]  # fmt: skip
 jaxtyping.install_import_hook(SHAPE_CHECKED, "beartype.beartype")  # must come before the first import of frozencore
 
+import gc  # noqa: E402
 import os  # noqa: E402
 import sys  # noqa: E402
 from collections.abc import Callable, Iterator  # noqa: E402
@@ -37,6 +38,12 @@ CHAT_TEMPLATE = (
     "{% for m in messages %}<s>{{ m.role }}\n{{ m.content }}</s>\n{% endfor %}"
     "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
 )
+
+
+def pytest_collection_finish() -> None:
+    """What has been imported stays: a collection of garbage, for which every Trainer asks, need not look at it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

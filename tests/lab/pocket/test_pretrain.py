@@ -6,7 +6,7 @@ import io
 import re
 import runpy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -16,10 +16,11 @@ import pytest
 import torch
 from rich.console import Console
 from rich.progress import Progress
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config
 
 from frozencore.errors import TrainingError
-from frozencore.lab.pocket.pretrain import Recipe, batches, new_model, pretrain, save, train, train_step
+from frozencore.lab.pocket import pocket_model_path
+from frozencore.lab.pocket.pretrain import Recipe, batches, new_model, pocket_config, pretrain, save, train, train_step
 from tiny import tiny_qwen2
 
 TINY = replace(Recipe(), window=32, batch=4, num_corpus_tokens=20_000, num_tokenizer_documents=500)
@@ -29,12 +30,31 @@ SMALLEST = {
 }  # fmt: skip
 
 
+def smallest(tokenizer: PreTrainedTokenizerFast) -> Qwen2Config:
+    return Qwen2Config(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, **SMALLEST)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _smallest_model() -> Iterator[None]:
+    """A step of the shipped model's size takes a second."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("frozencore.lab.pocket.pretrain.pocket_config", smallest)
+        yield
+
+
 @pytest.fixture(scope="module")
-def two_runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def two_runs(_smallest_model: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     outs = tuple(tmp_path_factory.mktemp("pretrain") / name for name in ("first", "second"))
     for out in outs:
         pretrain(out, recipe=TINY, num_steps=8, minutes=None)
     return outs[0], outs[1]
+
+
+def test_the_script_makes_a_model_of_the_shipped_ones_sizes() -> None:
+    made = pocket_config(AutoTokenizer.from_pretrained(pocket_model_path())).to_dict()
+    shipped = AutoConfig.from_pretrained(pocket_model_path()).to_dict()
+    told = {"_name_or_path", "architectures", "dtype", "transformers_version"}  # by saving
+    assert {name: made[name] for name in made.keys() - told} == {name: shipped[name] for name in made.keys() - told}
 
 
 def test_the_same_seed_gives_the_same_weights(two_runs: tuple[Path, Path]) -> None:

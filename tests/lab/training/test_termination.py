@@ -52,14 +52,18 @@ def run(folder: Path, model: torch.nn.Module, *, every: int | None, at: int | No
     )
 
 
-@pytest.mark.parametrize("every", [None, 2, 100])
-@pytest.mark.parametrize("step", [1, 3, 4, 6])
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[torch.nn.Module, TrainingReport]:
+    model = tiny_qwen2()
+    return model, run(tmp_path_factory.mktemp("whole"), model, every=None)
+
+
+@pytest.mark.parametrize(("step", "every"), [(1, 100), (3, None), (3, 2), (4, None), (4, 2), (6, 100)])
 def test_a_training_that_is_terminated_goes_on_bit_equal(
-    step: int, every: int | None, tmp_path: Path, heard: Heard
+    step: int, every: int | None, tmp_path: Path, heard: Heard, uninterrupted: tuple[torch.nn.Module, TrainingReport]
 ) -> None:
     handler = signal.getsignal(signal.SIGTERM)
-    whole, model = tiny_qwen2(), tiny_qwen2()
-    expected = run(tmp_path / "whole", whole, every=every)
+    model, (whole, expected) = tiny_qwen2(), uninterrupted
     with pytest.raises(
         TrainingError, match=rf"told to stop at step {step + 1} of 8\. Its checkpoint is whole"
     ) as caught:

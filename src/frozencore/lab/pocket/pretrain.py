@@ -26,6 +26,7 @@ from frozencore.lab.pocket.recipe import Pretraining, Recipe
 from frozencore.lab.pocket.tokens import train_tokenizer
 
 _STEPS_TIMED = 20
+_TEXTS_AT_ONCE = 1_000
 _LOSSES_AVERAGED = 100
 
 
@@ -51,7 +52,7 @@ def corpus_windows(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> Tensor
     stream: list[int] = []
     texts = documents(recipe.seed)
     while len(stream) < recipe.num_corpus_tokens:
-        for ids in tokenizer(list(islice(texts, 10_000)))["input_ids"]:
+        for ids in tokenizer(list(islice(texts, _TEXTS_AT_ONCE)))["input_ids"]:
             stream.extend(ids)
             stream.append(tokenizer.eos_token_id)
     num_windows = recipe.num_corpus_tokens // recipe.window
