@@ -237,7 +237,7 @@ def test_in_a_browser_a_heading_sorts_and_a_cell_opens_to_its_runs(report):
     found = in_browser(report / "index.html", script)
     assert found["up"] == sorted(found["up"], key=float)
     assert found["down"] == found["up"][::-1]
-    assert found["foot"] == 1
+    assert found["foot"] == 2
     assert found["open"]
     assert "seed 42" in found["text"]
     assert "a1a1a1a1a1a1a1a1" in found["text"]

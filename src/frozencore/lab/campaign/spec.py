@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -51,6 +52,8 @@ AXES = (
     *(name for names in NESTED.values() for name in names),
 )
 METHODS_OF_GRID = "for"
+MATCHED = "matched"
+"""As a reference: on each task the calibration on that task."""
 MOST_RUNS = 100_000
 
 
@@ -95,8 +98,13 @@ class Report(_Strict):
 
     Attributes:
         rows, columns: Axes; further axes but the seed give one table each.
-        reference: The column that the others are compared with.
+        reference: The column that the others are compared with, or the row where the tasks are columns. ``matched``:
+            of ``calibration_task``, on each task the task itself.
+        differences: Columns whose difference from the reference stands beside the table. A table of one row of tasks
+            shows all of them below, one with the tasks as columns all of them beside.
         mean: Add the macro-average over the rows.
+        best: Add a table of each row's best column and of how the runs ended.
+        diverged_as_zero: A run that diverged counts as accuracy 0 and is marked; elsewhere it leaves its cell empty.
         figure: ``ranking`` (means by column, best first), ``gains`` (over the reference), ``lines`` (against the
             column axis), ``state`` (accuracy against trained values), ``panels`` (every column of each row, beside the
             untouched model), ``curves`` (training loss against steps); one, or several.
@@ -105,7 +113,10 @@ class Report(_Strict):
     rows: Annotated[tuple[str, ...], Field(min_length=1)] = ("task",)
     columns: Annotated[tuple[str, ...], Field(min_length=1)] = ("method",)
     reference: str | None = None
+    differences: tuple[str, ...] = ()
     mean: bool = True
+    best: bool = False
+    diverged_as_zero: bool = False
     figure: Figure | tuple[Figure, ...] | None = None
 
     @property
@@ -114,6 +125,11 @@ class Report(_Strict):
         if self.figure is None:
             return ()
         return self.figure if isinstance(self.figure, tuple) else (self.figure,)
+
+
+def column_key(column: tuple[Value, ...]) -> str:
+    """A column (or row) as ``reference``, ``differences`` and the CSV files name it: its values, as they stand here."""
+    return "/".join("/".join(value) if isinstance(value, tuple) else str(value) for value in column)
 
 
 class Study(_Strict):
@@ -146,11 +162,23 @@ class Study(_Strict):
         for name in (*self.report.rows, *self.report.columns):
             if name not in self.axes:
                 raise ConfigError(unknown_name("axis of this study", name, tuple(self.axes)))
+        self._require_differences()
         if (self.kind == "stability") != (self.reference_size is not None):
             raise ConfigError("reference_size belongs to 'kind: stability', and that kind needs it.")
         if self.kind == "stability" and self.search is not None:
             raise ConfigError("A stability study trains nothing: it takes no search.")
         return self
+
+    def _require_differences(self) -> None:
+        report = self.report
+        if not report.differences:
+            return
+        columns = [column_key(key) for key in product(*(self.axes[axis] for axis in report.columns))]
+        for name in report.differences:
+            if name not in columns:
+                raise ConfigError(unknown_name("column to show the difference of", name, columns))
+        if report.reference not in columns:
+            raise ConfigError(f"differences need a reference: one of the columns {', '.join(columns)}.")
 
 
 class Campaign(_Strict):

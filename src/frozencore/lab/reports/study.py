@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from frozencore.lab.campaign.results import StudyResults
+from frozencore.lab.campaign.spec import column_key
 from frozencore.lab.reports.document import Section, Table
 from frozencore.lab.reports.figures.study import study_drawings
 from frozencore.lab.reports.labels import axis_name, slug, value_name
 from frozencore.lab.reports.sheets.sheet import Sheet
+from frozencore.lab.reports.tables.best_of_grid import best_sheet
 from frozencore.lab.reports.tables.comparison import Comparison
 from frozencore.lab.reports.tables.means_across import NamedPivot, means_across
 from frozencore.lab.reports.tables.measures import measures_of
-from frozencore.lab.reports.tables.pivot import Pivot, column_key, pivots
+from frozencore.lab.reports.tables.pivot import Pivot, pivots
 from frozencore.lab.reports.tables.pivot_sheet import pivot_sheet
 from frozencore.lab.reports.tables.resource_sheets import state_sheet, time_sheet
 from frozencore.lab.reports.tables.resources import study_costs
@@ -29,6 +31,8 @@ def study_section(results: StudyResults) -> Section:
             name = pivot.name + measure.suffix
             comparison, remark = compare(pivot)
             first.append(Table(pivot_sheet(pivot, name), pivot, "" if comparison else remark))
+            if results.study.report.best:
+                first.append(Table(best_sheet(pivot, f"{name}-best")))
             if comparison is not None:
                 first.append(Table(_significance(pivot, comparison, f"{name}-significance", remark)))
         named = [NamedPivot(tuple(value_name(*item) for item in pivot.group.items()), pivot) for pivot in tables]

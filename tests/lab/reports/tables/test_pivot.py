@@ -76,11 +76,25 @@ def test_lower_loss_is_better(study, scored):
 
 def test_the_macro_average_is_over_unrounded_means(study, scored):
     (pivot,) = pivots(study(BUDGET, scored()), ACCURACY)
-    (line,) = averages(pivot)
+    line, _ = averages(pivot)
     fcca = line.cells[("fcca",)]
     assert fcca.value == pytest.approx(100 * (mean(SCORES["svamp", "fcca"]) + mean(SCORES["gsm8k", "fcca"])) / 2)
     by_seed = [mean(pair) for pair in zip(SCORES["svamp", "fcca"], SCORES["gsm8k", "fcca"], strict=True)]
     assert fcca.std == pytest.approx(100 * stdev(by_seed))
+
+
+def test_the_median_over_tasks_of_the_deviation_over_seeds_stands_below_and_none_is_best(study, make_record):
+    spreads = {"svamp": 1.0, "gsm8k": 2.0, "sst2": 6.0}  # of three seeds at -s, 0, +s the sample deviation is s
+
+    def record(axes):
+        return make_record(axes, accuracy=0.5 + spreads[axes["task"]] / 100 * (axes["seed"] - 43))
+
+    three = BUDGET.replace("[svamp, gsm8k]", "[svamp, gsm8k, sst2]")
+    foot = {line[0].text: line[1:3] for line in sheet_of(study(three, record)).foot}
+    assert [cell.text for cell in foot["Median std"]] == ["2.0", "2.0"]
+    assert not any(cell.best for cell in foot["Median std"])
+    single = sheet_of(study(three.replace("[42, 43, 44]", "[42]"), record))
+    assert "Median std" not in [line[0].text for line in single.foot]
 
 
 @pytest.mark.parametrize(
@@ -96,7 +110,7 @@ def test_a_cell_that_lacks_a_seed_is_not_averaged_nor_is_its_column(study, score
     sheet = sheet_of(results)
     assert sheet.rows[0][2].text == shown
     assert sheet.rows[0][2].value is None
-    assert [cell.text for cell in sheet.foot[0]][2] == "n/a"
+    assert [line[2].text for line in sheet.foot] == ["n/a", "n/a"]
     assert sheet.foot[0][2].hint == "no average without RawGrad on SVAMP"
     assert "no average without RawGrad on SVAMP" in markdown(sheet)
     assert means_csv(pivots(results, ACCURACY)[0]).splitlines()[1].endswith(",")
@@ -231,7 +245,7 @@ def test_a_family_that_is_whole_has_a_mean_of_its_own_below_the_mean_of_all(stud
     three = BUDGET.replace("[svamp, gsm8k]", "[svamp, gsm8k, sst2]")
     shares = {"svamp": 0.5, "gsm8k": 0.7, "sst2": 0.9}
     (pivot,) = pivots(study(three, lambda axes: make_record(axes, accuracy=shares[axes["task"]])), ACCURACY)
-    lines = {line.name: line.cells[("fcca",)].value for line in averages(pivot)}
+    lines = {line.name: line.cells[("fcca",)].value for line in averages(pivot) if line.ranked}
     assert lines == pytest.approx({"Mean": 70, "Mean, math": 60})  # of the five of GLUE there is one
 
 

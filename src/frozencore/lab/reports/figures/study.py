@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 
 from frozencore.lab.campaign.results import StudyResults
 from frozencore.lab.campaign.spec import Figure as FigureKind
+from frozencore.lab.campaign.spec import column_key
 from frozencore.lab.reports.document import Drawing
 from frozencore.lab.reports.figures.curves import learning_curves
 from frozencore.lab.reports.figures.rows import row_panels
@@ -22,7 +23,7 @@ from frozencore.lab.reports.figures.style import BLACK, BLUE, GREY, NAVY, ORANGE
 from frozencore.lab.reports.labels import axis_name, value_name
 from frozencore.lab.reports.tables.averages import column_averages, over_rows
 from frozencore.lab.reports.tables.measures import COSINES, measures_of
-from frozencore.lab.reports.tables.pivot import Key, Pivot, PivotCell, column_key, pivots
+from frozencore.lab.reports.tables.pivot import Key, Pivot, PivotCell, pivots
 from frozencore.lab.run.record import TunedRecord
 
 GREEN, VERMILION, PURPLE = "#009E73", "#D55E00", "#CC79A7"

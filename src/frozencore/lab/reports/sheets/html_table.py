@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import json
 
-from frozencore.lab.reports.sheets.sheet import Line, Sheet, SheetCell
+from frozencore.lab.reports.sheets.sheet import Line, SeedValue, Sheet, SheetCell
 
 
 def html_table(sheet: Sheet) -> str:
@@ -35,15 +35,17 @@ def _cell(sheet: Sheet, place: int, cell: SheetCell, row: str) -> str:
     value = "" if cell.value is None else str(cell.value).replace("inf", "Infinity")
     shown = _e(cell.text) + (f" <small>± {_e(cell.spread)}</small>" if cell.spread else "")
     if cell.runs:
-        runs = json.dumps([[run.seed, run.run_id, _shown(run.value, run.message)] for run in cell.runs])
+        runs = json.dumps([[run.seed, run.run_id, _shown(run)] for run in cell.runs])
         title = f"{sheet.headings[place]}, {row}"
         shown = f'<button type="button" data-title="{_e(title)}" data-runs="{_e(runs)}">{shown}</button>'
     hint = f' title="{_e(cell.hint)}"' if cell.hint else ""
     return f'<td class="{" ".join(classes)}" data-value="{_e(value)}"{hint}>{shown}</td>'
 
 
-def _shown(value: float | None, message: str) -> str:
-    return message if value is None else f"{value:.6g}"
+def _shown(run: SeedValue) -> str:
+    if run.value is None:
+        return run.message
+    return f"{run.value:.6g}" + (f" ({run.message})" if run.message else "")
 
 
 def _label(sheet: Sheet, place: int) -> str:

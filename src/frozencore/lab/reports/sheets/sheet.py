@@ -85,6 +85,12 @@ def transposed(sheet: Sheet) -> Sheet:
     return replace(sheet, headings=headings, rows=rows, foot=())
 
 
+def signed(value: float, decimals: int, *, hint: str = "") -> SheetCell:
+    """A difference with its sign; what prints as nought has none."""
+    shown = f"{value:+.{decimals}f}"
+    return SheetCell(shown if float(shown) else f"{0:.{decimals}f}", value=value, hint=hint)
+
+
 def sentence(text: str) -> str:
     """With a capital at the start."""
     return text[:1].upper() + text[1:]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from statistics import median
 
 from frozencore.errors import DataError
 from frozencore.lab.reports.labels import FAMILIES, family_of, full_name
@@ -22,10 +23,15 @@ class Average:
 
 @dataclass(frozen=True)
 class AverageLine:
-    """One line of averages beside a table's rows (or columns, where those are the tasks)."""
+    """One line of averages beside a table's rows (or columns, where those are the tasks).
+
+    Attributes:
+        ranked: Whether one of them is better than another.
+    """
 
     name: str
     cells: Mapping[Key, Average]
+    ranked: bool = True
 
 
 def over_rows(pivot: Pivot) -> bool:
@@ -34,7 +40,8 @@ def over_rows(pivot: Pivot) -> bool:
 
 
 def averages(pivot: Pivot) -> tuple[AverageLine, ...]:
-    """Mean over the tasks of each column, for every value of the other row axes, and of the paper's task families.
+    """Mean over the tasks of each column, for every value of the other row axes, and of the paper's task families; and
+    the median over the tasks of the standard deviation over seeds.
 
     Where the tasks are columns, the same of each row. Empty for a table with fewer than two tasks, or without a mean.
     """
@@ -56,6 +63,8 @@ def averages(pivot: Pivot) -> tuple[AverageLine, ...]:
             own = [key for key in keys if family_of(str(key[place])) == family]
             if len(own) == len(tasks) < len(keys):
                 lines.append(_line(pivot, f"{name}, {family}", own))
+        if len(pivot.study.study.axes["seed"]) > 1:
+            lines.append(_spread_line(pivot, name.replace("Mean", "Median std", 1), keys))
     return tuple(lines)
 
 
@@ -79,6 +88,17 @@ def _line(pivot: Pivot, name: str, keys: list[Key]) -> AverageLine:
         }
         cells[other] = _average(named)
     return AverageLine(name, cells)
+
+
+def _spread_line(pivot: Pivot, name: str, keys: list[Key]) -> AverageLine:
+    cells = {}
+    for other in pivot.columns if over_rows(pivot) else pivot.rows:
+        places = [(key, other) if over_rows(pivot) else (other, key) for key in keys]
+        spreads = [pivot.cells[place].std for place in places]
+        known = [std for std in spreads if std is not None]
+        whole = len(known) == len(spreads)
+        cells[other] = Average(median(known) if whole else None, reason="" if whole else "no median without every task")
+    return AverageLine(name, cells, ranked=False)
 
 
 def _average(named: Mapping[str, PivotCell]) -> Average:

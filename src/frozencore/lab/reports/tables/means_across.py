@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from frozencore.lab.campaign.spec import column_key
 from frozencore.lab.reports.labels import column_name
 from frozencore.lab.reports.sheets.sheet import Line, Sheet, SheetCell, label, number, sentence
 from frozencore.lab.reports.statistics.over_tasks import differences, wins_ties_losses
 from frozencore.lab.reports.tables.averages import averages, over_rows
-from frozencore.lab.reports.tables.pivot import Key, Pivot, column_key
+from frozencore.lab.reports.tables.pivot import Key, Pivot
 from frozencore.lab.reports.tables.pivot_sheet import average_cell, ranked_printed
 
 

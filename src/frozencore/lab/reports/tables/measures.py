@@ -15,6 +15,7 @@ class Measure:
         key: In a record; ``scale`` times it is shown.
         before: In a record, the same of the untouched model.
         ranked: Whether one value is better than another.
+        diverged: What a run that diverged counts as where a study counts it.
         suffix: Of the names of its files.
     """
 
@@ -25,10 +26,11 @@ class Measure:
     lower_is_better: bool = False
     before: str | None = None
     ranked: bool = True
+    diverged: float | None = None
     suffix: str = ""
 
 
-ACCURACY = Measure("accuracy", "accuracy, %", 1, scale=100.0, before="accuracy_before")
+ACCURACY = Measure("accuracy", "accuracy, %", 1, scale=100.0, before="accuracy_before", diverged=0.0)
 LOSS = Measure(
     "held_out_loss",
     "held-out loss, nats per token",

@@ -91,11 +91,6 @@ class Pivot:
         return column_name(self.column_axes, column)
 
 
-def column_key(column: Key) -> str:
-    """A column as ``report.reference`` and the CSV files name it: the values as the campaign has them."""
-    return "/".join("/".join(value) if isinstance(value, tuple) else str(value) for value in column)
-
-
 def pivots(results: StudyResults, measure: Measure) -> list[Pivot]:
     """A study's tables of one measure: one for each combination of the axes that are neither rows, columns nor seed.
 
@@ -133,7 +128,7 @@ def _pivot(
         row, column = (tuple(cell.axes[axis] for axis in side) for side in (report.rows, report.columns))
         if (row, column) not in runs:
             continue
-        runs[row, column].append(_seed_value(cell, measure))
+        runs[row, column].append(_seed_value(cell, measure, zero=report.diverged_as_zero))
         start = getattr(cell.record, measure.before, None) if measure.before else None
         if start is not None:
             before[row].add(round(measure.scale * start, 9))
@@ -148,8 +143,10 @@ def _pivot(
     )
 
 
-def _seed_value(cell: Cell, measure: Measure) -> SeedValue:
+def _seed_value(cell: Cell, measure: Measure, *, zero: bool) -> SeedValue:
     value, status, message = _reading(cell.record, cell.failure, measure)
+    if status == "diverged" and zero:
+        value = measure.diverged
     hashes = cell.record.hashes.content() if cell.record is not None and cell.record.hashes is not None else {}
     return SeedValue(cell.axes["seed"], cell.run_id, value, status, message, hashes)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from frozencore.lab.campaign.spec import column_key
 from frozencore.lab.reports.sheets.render import csv_lines
-from frozencore.lab.reports.tables.pivot import Pivot, column_key
+from frozencore.lab.reports.tables.pivot import Pivot
 
 
 def means_csv(pivot: Pivot) -> str:

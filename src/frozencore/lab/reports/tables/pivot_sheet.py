@@ -7,52 +7,85 @@ from collections.abc import Mapping
 from frozencore.lab.reports.labels import axis_name, value_name
 from frozencore.lab.reports.sheets.sheet import SeedValue, Sheet, SheetCell, label, number, sentence
 from frozencore.lab.reports.tables.averages import Average, averages, over_rows
+from frozencore.lab.reports.tables.differences import ExtraLine, differences_below, differences_beside
 from frozencore.lab.reports.tables.measures import Measure
 from frozencore.lab.reports.tables.pivot import SHOWN, Key, Pivot, PivotCell
 
 
 def pivot_sheet(pivot: Pivot, name: str) -> Sheet:
-    """Mean ± sample standard deviation over seeds, the best of each row bold, macro-averages below.
+    """Mean ± sample standard deviation over seeds, the best of each row bold, averages and differences below or beside.
 
     Where the tasks are columns, the best of each column is bold and the averages stand at the right.
     """
-    decimals, lines = pivot.measure.decimals, averages(pivot)
-    best = _best(pivot)
-    aside = () if over_rows(pivot) else lines
-    below = lines if over_rows(pivot) else ()
-    shows_before = bool(pivot.before) and "task" in pivot.row_axes
-    tops = [best_printed({row: cell.value for row, cell in line.cells.items()}, pivot) for line in aside]
+    best, beside, below = _best(pivot), _beside(pivot), _below(pivot)
     rows = []
     for row in pivot.rows:
-        cells = [label(value_name(axis, value)) for axis, value in zip(pivot.row_axes, row, strict=True)]
-        cells += [_cell(pivot.cells[row, column], decimals, (row, column) in best) for column in pivot.columns]
-        cells += [
-            average_cell(line.cells[row], decimals, best=row in top) for line, top in zip(aside, tops, strict=True)
+        labels = [label(value_name(axis, value)) for axis, value in zip(pivot.row_axes, row, strict=True)]
+        cells = [
+            pivot_cell(pivot.cells[row, column], pivot.measure.decimals, best=(row, column) in best)
+            for column in pivot.columns
         ]
-        cells += (
-            [number(pivot.before[row], decimals) if row in pivot.before else SheetCell("-")] if shows_before else []
+        rows.append((*labels, *cells, *(line.cells[row] for line in beside)))
+    foot = [
+        (
+            *[label(line.name), *[label("")] * (len(pivot.row_axes) - 1)],
+            *(line.cells[column] for column in pivot.columns),
+            *[SheetCell("")] * len(beside),
         )
-        rows.append(tuple(cells))
-    foot = []
-    for line in below:
-        first = [label(line.name), *[label("")] * (len(pivot.row_axes) - 1)]
-        top = best_printed({column: cell.value for column, cell in line.cells.items()}, pivot)
-        cells = [average_cell(line.cells[column], decimals, best=column in top) for column in pivot.columns]
-        foot.append((*first, *cells, *([SheetCell("")] if shows_before else [])))
+        for line in below
+    ]
     return Sheet(
         name,
         pivot.title,
-        f"{sentence(pivot.measure.title)}; {_what(pivot)}.",
+        _note(pivot, differs=any("Δ" in line.name or "−" in line.name for line in (*beside, *below))),
         (
             *(axis_name(axis) for axis in pivot.row_axes),
             *(pivot.column_name(column) for column in pivot.columns),
-            *(line.name for line in aside),
-            *(["base model"] if shows_before else []),
+            *(line.name for line in beside),
         ),
         tuple(rows),
         tuple(foot),
         len(pivot.row_axes),
     )
+
+
+def _beside(pivot: Pivot) -> list[ExtraLine]:
+    """Averages where the tasks are columns, differences, and the untouched model's values."""
+    lines = [] if over_rows(pivot) else _average_lines(pivot)
+    lines += differences_beside(pivot)
+    if pivot.before and "task" in pivot.row_axes:
+        known = {row: number(value, pivot.measure.decimals) for row, value in pivot.before.items()}
+        lines.append(ExtraLine("base model", {row: known.get(row, SheetCell("-")) for row in pivot.rows}))
+    return lines
+
+
+def _below(pivot: Pivot) -> list[ExtraLine]:
+    """Averages where the tasks are rows, and the differences of a single one."""
+    lines = _average_lines(pivot) if over_rows(pivot) else []
+    single = differences_below(pivot)
+    return lines if single is None else [*lines, single]
+
+
+def _average_lines(pivot: Pivot) -> list[ExtraLine]:
+    lines = []
+    for line in averages(pivot):
+        values = {key: cell.value for key, cell in line.cells.items()}
+        top = best_printed(values, pivot) if line.ranked else set()
+        cells = {key: average_cell(cell, pivot.measure.decimals, best=key in top) for key, cell in line.cells.items()}
+        lines.append(ExtraLine(line.name, cells))
+    return lines
+
+
+def _note(pivot: Pivot, *, differs: bool) -> str:
+    found = [f"{sentence(pivot.measure.title)}; {_what(pivot)}."]
+    if differs:
+        found.append("Differences are of unrounded means: the value less the reference's.")
+    runs = [run for cell in pivot.cells.values() for run in cell.runs]
+    zero = sum(run.status == "diverged" and run.value is not None for run in runs)
+    if zero:
+        counted = f"{pivot.measure.diverged:.{pivot.measure.decimals}f}"
+        found.append(f"† {zero} of {len(runs)} runs diverged and count as {counted}.")
+    return " ".join(found)
 
 
 def _what(pivot: Pivot) -> str:
@@ -62,17 +95,21 @@ def _what(pivot: Pivot) -> str:
     return shown + better
 
 
-def _cell(cell: PivotCell, decimals: int, best: bool) -> SheetCell:
+def pivot_cell(cell: PivotCell, decimals: int, *, best: bool = False) -> SheetCell:
+    """Mean ± standard deviation, or why there is none; a dagger where a run that diverged is counted."""
     hint = "; ".join(_run_hint(run, decimals) for run in cell.runs)
     if cell.mean is None:
         counted = f" {cell.num_done}/{len(cell.runs)}" if cell.num_done else ""
         return SheetCell(SHOWN[cell.status] + counted, hint=hint, runs=cell.runs)
     spread = "" if cell.std is None else f"{cell.std:.{decimals}f}"
-    return SheetCell(f"{cell.mean:.{decimals}f}", spread, cell.mean, best, hint=hint, runs=cell.runs)
+    mark = "†" if cell.status == "diverged" else ""
+    return SheetCell(f"{cell.mean:.{decimals}f}{mark}", spread, cell.mean, best, hint=hint, runs=cell.runs)
 
 
 def _run_hint(run: SeedValue, decimals: int) -> str:
-    return f"seed {run.seed}: {run.message if run.value is None else f'{run.value:.{decimals}f}'}"
+    if run.value is None:
+        return f"seed {run.seed}: {run.message}"
+    return f"seed {run.seed}: {run.value:.{decimals}f}" + (f" ({run.message})" if run.message else "")
 
 
 def average_cell(average: Average, decimals: int, *, best: bool = False, second: bool = False) -> SheetCell:

@@ -8,11 +8,12 @@ from dataclasses import replace
 from rich.console import Group
 
 from frozencore.errors import DataError
+from frozencore.lab.campaign.spec import column_key
 from frozencore.lab.reports.labels import method_name
 from frozencore.lab.reports.sheets.render import rich_table
 from frozencore.lab.reports.sheets.sheet import Sheet, SheetCell, label, number
 from frozencore.lab.reports.tables.comparison import Comparison, TaskTable, analyse
-from frozencore.lab.reports.tables.pivot import Pivot, column_key
+from frozencore.lab.reports.tables.pivot import Pivot
 
 HEADINGS = (
     "column", "mean Δ", "95 % interval", "wins", "ties", "losses",
