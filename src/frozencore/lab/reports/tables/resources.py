@@ -15,6 +15,7 @@ from frozencore.lab.campaign.results import StudyResults
 from frozencore.lab.campaign.spec import Value
 from frozencore.lab.methods import METHODS
 from frozencore.lab.reports.labels import full_name
+from frozencore.lab.run.config import RunConfig
 from frozencore.lab.run.record import Resources, TunedRecord
 
 Shape = tuple[int | None, str]
@@ -122,7 +123,7 @@ def _costs(
         shown = ", ".join(full_name(axis, value) for axis, value in zip(names, line, strict=True))
         found[line] = _cost(shown or records[0].method, records, factors)
     report = results.study.report
-    wanted = report.reference or "fcca"
+    wanted = report.reference or str(RunConfig.model_fields["method"].default)
     reference = None
     if report.columns == ("method",) and names == ["method"]:
         reference = found.get((wanted,))
