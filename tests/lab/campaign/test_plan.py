@@ -66,7 +66,7 @@ OF_OLD = {
     ("tokens", "completion"): ("d11aa4f3c00ca818", "8449f8b932ff7af3"),
     ("fisher_labels", "mc"): ("11fd217f47576c50", "ed83319fe936b4d1"),
 }
-"""Run id and key of the moments when G was of drawn labels under ``mc`` (and 0.03 the warm-up of whoever named none)."""
+"""Run id and key of the moments when G was of drawn labels under ``mc``, and 0.03 the warm-up that nothing set."""
 
 
 @pytest.mark.parametrize("option", OF_OLD)
