@@ -63,6 +63,11 @@ class Method(ABC):
     changes_base: ClassVar[bool] = False
     has_bases: ClassVar[bool] = False
 
+    @property
+    def initialises(self) -> bool:
+        """Whether there is a phase before training that the data or the weights are looked at in."""
+        return self.has_bases or self.changes_base
+
     @abstractmethod
     def add(self, model: nn.Module, options: AdapterOptions, bases: Mapping[str, Tensor] | None = None) -> PeftModel:
         """The model with the adapter on it, not yet calibrated: it gives what the model gives.

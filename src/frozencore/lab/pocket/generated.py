@@ -10,7 +10,7 @@ from random import Random
 from typing import Any
 
 from frozencore.errors import DataError
-from frozencore.lab.tasks.task import Split
+from frozencore.lab.tasks.task import Origin, Split
 
 Row = dict[str, str]
 _DRAWS_PER_ROW = 200
@@ -33,6 +33,11 @@ class GeneratedSource:
     seed: int
     num_train: int = 2000
     num_evaluation: int = 500
+
+    @property
+    def origin(self) -> Origin:
+        """The generator's seed; its two splits have no names."""
+        return Origin("generated", f"seed {self.seed}", {"train": "rest", "evaluation": "first rows"})
 
     def rows(self, split: Split, data_root: Path | None = None) -> Sequence[Mapping[str, Any]]:
         """The rows of a split; ``data_root`` is not read.

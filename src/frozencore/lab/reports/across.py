@@ -42,7 +42,7 @@ def across_document(campaigns: Sequence[CampaignResults]) -> Document:
             f"The campaigns {', '.join(names)} share no study of tasks by columns with a mean. "
             "Report on each of them alone."
         )
-    return make_document("Across campaigns", ", ".join(names), tuple(campaigns), iter(sections))
+    return make_document("Across campaigns", ", ".join(names), tuple(campaigns), sections)
 
 
 def write_across(campaigns: Sequence[CampaignResults], folder: Path) -> list[Path]:

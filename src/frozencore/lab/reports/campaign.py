@@ -5,15 +5,29 @@ from __future__ import annotations
 from pathlib import Path
 
 from frozencore.lab.campaign.results import CampaignResults
-from frozencore.lab.reports.document import Document, make_document
+from frozencore.lab.reports.document import Document, Section, Table, make_document
 from frozencore.lab.reports.study import study_section
+from frozencore.lab.reports.tables.data_sets import data_sheet
+from frozencore.lab.reports.tables.hyper_parameters import hyper_parameter_sheet
+from frozencore.lab.reports.tables.information import information_sheet
 from frozencore.lab.reports.writing import write_document
 
 
 def campaign_document(results: CampaignResults) -> Document:
-    """The report before it is files: a section a study."""
+    """The report before it is files: a section a study, and one of what they are made of."""
     campaign = results.campaign
-    return make_document(campaign.name, campaign.about, (results,), map(study_section, results.studies))
+    sections = [*map(study_section, results.studies), setup_section(results)]
+    return make_document(campaign.name, campaign.about, (results,), sections)
+
+
+def setup_section(results: CampaignResults) -> Section:
+    """What the runs are made of, from the code: data sets, options, what constructors look at."""
+    sheets = (
+        data_sheet(results.campaign),
+        hyper_parameter_sheet(results),
+        information_sheet(results.campaign),
+    )
+    return Section("set-up", "Set-up", "", (), tuple(Table(sheet) for sheet in sheets if sheet is not None))
 
 
 def write_report(results: CampaignResults, folder: Path) -> list[Path]:

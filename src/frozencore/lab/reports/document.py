@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from matplotlib.figure import Figure
@@ -96,7 +96,7 @@ def tally(cells: tuple[Cell, ...]) -> Tally:
 
 
 def make_document(
-    name: str, about: str, campaigns: tuple[CampaignResults, ...], sections: Iterator[Section]
+    name: str, about: str, campaigns: tuple[CampaignResults, ...], sections: Iterable[Section]
 ) -> Document:
     """A document whose tables and figures have names of their own: a later one of a taken name gets a longer one."""
     tables: set[str] = set()

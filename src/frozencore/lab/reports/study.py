@@ -18,6 +18,7 @@ from frozencore.lab.reports.tables.resource_sheets import state_sheet, time_shee
 from frozencore.lab.reports.tables.resources import study_costs
 from frozencore.lab.reports.tables.search import search_sheet
 from frozencore.lab.reports.tables.significance import compare, comparison_sheet
+from frozencore.lab.reports.tables.tradeoff import tradeoff_sheet
 
 
 def study_section(results: StudyResults) -> Section:
@@ -31,6 +32,8 @@ def study_section(results: StudyResults) -> Section:
             name = pivot.name + measure.suffix
             comparison, remark = compare(pivot)
             first.append(Table(pivot_sheet(pivot, name), pivot, "" if comparison else remark))
+            if "state" in results.study.report.figures:
+                first.append(Table(tradeoff_sheet(pivot, f"{name}-tradeoff")))
             if results.study.report.best:
                 first.append(Table(best_sheet(pivot, f"{name}-best")))
             if comparison is not None:

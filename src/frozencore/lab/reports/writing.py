@@ -58,7 +58,8 @@ def _table_files(table: Table) -> Mapping[str, str]:
 def _markdown(document: Document) -> str:
     parts = [f"# {document.name}", *([document.about] if document.about else []), f"**{tally(document.cells)}.**"]
     for section in document.sections:
-        parts += [f"## {section.title}", *([section.note] if section.note else []), f"{tally(section.cells)}."]
+        parts += [f"## {section.title}", *([section.note] if section.note else [])]
+        parts += [f"{tally(section.cells)}."] if section.cells else []
         parts += [f"![{drawing.alt}](figures/{drawing.name}.png)" for drawing in section.drawings]
         for table in section.tables:
             parts += [markdown(table.sheet).rstrip("\n"), *([table.remark] if table.remark else [])]

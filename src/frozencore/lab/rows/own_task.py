@@ -27,7 +27,7 @@ from frozencore.errors import ConfigError, DataError
 from frozencore.lab.rows.own_rows import read_file
 from frozencore.lab.tasks.answers import parse_number
 from frozencore.lab.tasks.fields import position_of, texts_field
-from frozencore.lab.tasks.task import Example, Split, Task
+from frozencore.lab.tasks.task import Example, Origin, Split, Task
 from frozencore.strict_yaml import read_yaml
 
 _COLUMN = re.compile(r"\{(\w+)\}")
@@ -71,6 +71,11 @@ class FileSource:
     """Splits that are files."""
 
     files: Mapping[Split, Path]
+
+    @property
+    def origin(self) -> Origin:
+        """The files' names."""
+        return Origin("own files", "", {split: file.name for split, file in self.files.items()})
 
     def rows(self, split: Split, data_root: Path | None) -> Sequence[Mapping[str, Any]]:
         """The rows of a split, none where no file is named; ``data_root`` is not read."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from frozencore.errors import DataError
 from frozencore.hub import hub_answers
-from frozencore.lab.tasks.task import Split
+from frozencore.lab.tasks.task import Origin, Split
 from frozencore.one_line import one_line
 
 
@@ -31,6 +31,13 @@ class HubDataset:
     columns: tuple[str, ...]
     config: str | None = None
     validation_split: str | None = None
+
+    @property
+    def origin(self) -> Origin:
+        """The hub id and its splits."""
+        named = {"train": self.train_split, "validation": self.validation_split, "evaluation": self.evaluation_split}
+        splits = {split: name for split, name in named.items() if name is not None}
+        return Origin(self.path, self.config or "default", splits)  # type: ignore[arg-type]
 
     def rows(self, split: Split, data_root: Path | None) -> Sequence[Mapping[str, Any]]:
         """Every row of a split, in its official order; none for a validation split that does not exist.

@@ -30,11 +30,27 @@ class Example:
     choices: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class Origin:
+    """Where rows come from, in words.
+
+    Attributes:
+        splits: What each split is called there; without those that do not exist.
+    """
+
+    name: str
+    configuration: str
+    splits: Mapping[Split, str]
+
+
 class Source(Protocol):
     """Where a task's rows come from: a hub data set, a local folder of the same schema, or a generator.
 
     ``rows`` gives an empty sequence for ``"validation"`` where no such split exists beside the evaluation rows.
     """
+
+    @property
+    def origin(self) -> Origin: ...
 
     def rows(self, split: Split, data_root: Path | None) -> Sequence[Mapping[str, Any]]: ...
 

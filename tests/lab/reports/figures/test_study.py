@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 from matplotlib import pyplot as plt
 
-from frozencore.lab.reports.figures.study import study_drawings, trained_values
+from frozencore.lab.reports.figures.study import study_drawings
 from frozencore.lab.reports.tables.measures import ACCURACY
 from frozencore.lab.reports.tables.pivot import pivots
+from frozencore.lab.reports.tables.tradeoff import trained_values
 
 BY_RANK = """
   ranks:

@@ -68,8 +68,8 @@ def test_the_papers_profile_projects_to_the_papers_totals(paper):
     shown = {line[0].text: [cell.text for cell in line[1:]] for line in sheet.rows}
     assert shown == {
         "FCCA": ["35.0 s", "0.81 s", "262", "3.5 min", "4.1 min", "14 %", "6.92 GB", "reference"],
-        "LoRA": ["none", "0.92 s", "262", "4.0 min", "4.0 min", "0 %", "7.19 GB", "318"],
-        "DoRA": ["none", "1.31 s", "262", "5.7 min", "5.7 min", "0 %", "7.27 GB", "70"],
+        "LoRA": ["none", "0.92 s", "262", "4.0 min", "4.0 min", "n/a", "7.19 GB", "318"],
+        "DoRA": ["none", "1.31 s", "262", "5.7 min", "5.7 min", "n/a", "7.27 GB", "70"],
         "PiSSA": ["41.0 s", "1.76 s", "262", "7.7 min", "8.4 min", "8 %", "7.20 GB", "always"],
     }
 
@@ -127,7 +127,7 @@ def test_what_was_not_measured_is_not_available_and_never_nought(study, make_rec
 
     (costs,) = study_costs(study(PROFILE, record))
     rows = {line[0].text: line[1:] for line in time_sheet(costs, "t", "t", alone=False).rows}
-    assert [cell.text for cell in rows["LoRA"]] == ["50.0 ms", "n/a", "1", "n/a", "n/a", "n/a", "1.50 kB", "n/a"]
+    assert [cell.text for cell in rows["LoRA"]] == ["none", "n/a", "1", "n/a", "n/a", "n/a", "1.50 kB", "n/a"]
     assert (rows["LoRA"][1].hint, rows["LoRA"][-1].hint) == ("not measured", "no step was measured")
     assert rows["LoRA"][1].value is None
     assert rows["FCCA"][1].text == "2.00 s"
@@ -138,3 +138,10 @@ def test_doras_magnitudes_are_those_that_its_own_record_counts(study, make_recor
     counted = {"magnitude_parameters": 165_888, "num_steps": 262}
     (costs,) = study_costs(study(alone, lambda axes: make_record(axes, resources=counted)))
     assert costs.costs[0].kinds == {"factors": 7_372_800, "magnitudes": 165_888}
+
+
+def test_methods_without_a_phase_before_training_have_none_however_long_they_took_to_attach(study, make_record):
+    (costs,) = study_costs(study(PROFILE, lambda axes: make_record(axes, calibration_s=0.4)))
+    shown = {line[0].text: [cell.text for cell in line[1:]] for line in time_sheet(costs, "t", "t", alone=True).rows}
+    assert [shown[name][0] for name in ("FCCA", "LoRA", "DoRA", "PiSSA")] == ["0.40 s", "none", "none", "0.40 s"]
+    assert (shown["LoRA"][5], shown["LoRA"][3] == shown["LoRA"][4]) == ("n/a", True)

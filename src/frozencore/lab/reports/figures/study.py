@@ -24,7 +24,7 @@ from frozencore.lab.reports.labels import axis_name, value_name
 from frozencore.lab.reports.tables.averages import column_averages, over_rows
 from frozencore.lab.reports.tables.measures import COSINES, measures_of
 from frozencore.lab.reports.tables.pivot import Key, Pivot, PivotCell, pivots
-from frozencore.lab.run.record import TunedRecord
+from frozencore.lab.reports.tables.tradeoff import trained_values
 
 GREEN, VERMILION, PURPLE = "#009E73", "#D55E00", "#CC79A7"
 CYCLE = (ORANGE, BLUE, GREEN, VERMILION, NAVY, PURPLE, BLACK, GREY)
@@ -192,17 +192,6 @@ def _state(axis: Axes, pivot: Pivot) -> None:
     axis.margins(x=0.3)
     axis.set_xlabel("trained values", fontsize=8)
     axis.set_ylabel(f"mean {pivot.measure.title}", fontsize=8)
-
-
-def trained_values(pivot: Pivot) -> dict[Key, int]:
-    """What each column trains."""
-    found = {}
-    for cell in pivot.study.cells:
-        inside = all(cell.axes[axis] == value for axis, value in pivot.group.items())
-        if isinstance(cell.record, TunedRecord) and inside:
-            column = tuple(cell.axes[axis] for axis in pivot.column_axes)
-            found[column] = cell.record.trainable_parameters
-    return found
 
 
 def _magnitude(count: int) -> int:

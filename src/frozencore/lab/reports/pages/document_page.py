@@ -92,8 +92,9 @@ def _section(section: Section, figures: Mapping[str, Path]) -> str:
     note = f"<p>{_e(section.note)}</p>" if section.note else ""
     details = "".join(map(_table, section.details))
     images = "".join(image(figures[one.name], one.alt, wide=one.wide) for one in section.drawings)
+    status = _status(section.cells) if section.cells else ""
     return (
-        f'<section><h2 id="{_e(section.name)}">{_e(section.title)}</h2>{note}{_status(section.cells)}'
+        f'<section><h2 id="{_e(section.name)}">{_e(section.title)}</h2>{note}{status}'
         + f"<div class=figures>{images}</div>"
         + "".join(map(_table, section.main))
         + (f"<details><summary>Further tables: losses, costs, search</summary>{details}</details>" if details else "")

@@ -16,7 +16,8 @@ from frozencore.one_line import one_line
 LATEX = {
     "\\": r"\textbackslash{}", "{": r"\{", "}": r"\}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_",
     "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$", "Δ": r"$\Delta$", "×": r"$\times$",
-    "<": r"$<$", ">": r"$>$", "–": "--", "−": "$-$", "†": r"$^\dagger$", "‖": r"$\|$", "ρ": r"$\rho$", "²": "$^2$",
+    "<": r"$<$", ">": r"$>$", "–": "--", "−": "$-$", "†": r"$^\dagger$", "²": "$^2$",
+    "‖": r"$\|$", "ρ": r"$\rho$", "·": r"$\cdot$", "ᵀ": r"$^\top$",
 }  # fmt: skip
 WIDE = 9
 MARKDOWN = re.compile(r"([\\`*_|<>\[\]#])")

@@ -31,7 +31,7 @@ class Cost:
         kinds: Trained values by kind (``Method.trains``); None where a record does not tell them apart.
         optimizer_bytes: Gradients and states of AdamW beside the values themselves.
         adapter_bytes, adapter_bytes_without_bases: As stored; the latter with bases that can be made again.
-        initialisation_s: Calibration, or a weight SVD.
+        initialisation_s: Calibration, or a weight SVD; 0 for methods that have no such phase.
         step_s, num_steps: Medians over the runs.
         peak_memory_bytes: The largest of the runs'.
     """
@@ -58,7 +58,7 @@ class Cost:
 
     @property
     def initialisation_share(self) -> float | None:
-        return self.initialisation_s / self.total_s if self.total_s else None
+        return self.initialisation_s / self.total_s if self.total_s and self.initialisation_s else None
 
 
 @dataclass(frozen=True)
@@ -140,12 +140,17 @@ def _cost(name: str, records: Sequence[TunedRecord], factors: Mapping[Shape, int
         resources.optimizer_bytes,
         first.adapter_bytes,
         resources.adapter_bytes_without_bases,
-        median(record.calibration_s for record in records),
+        median(record.calibration_s for record in records) if _initialises(first) else 0.0,
         median(steps) if steps else None,
         round(median(record.training.num_steps for record in records)),
         max(record.peak_memory_bytes for record in records),
         len(records),
     )
+
+
+def _initialises(record: TunedRecord) -> bool:
+    method = METHODS.get(record.method)
+    return method is None or method.initialises
 
 
 def _kinds(record: TunedRecord, factors: int | None) -> dict[str, int | None]:

@@ -1,0 +1,57 @@
+"""Accuracy beside the number of trained values (paper, table "efficiency-state")."""
+
+from __future__ import annotations
+
+from frozencore.lab.campaign.spec import column_key
+from frozencore.lab.reports.labels import axis_name
+from frozencore.lab.reports.sheets.sheet import Sheet, SheetCell, label, number, sentence, signed
+from frozencore.lab.reports.statistics.over_tasks import differences
+from frozencore.lab.reports.tables.averages import Average, column_averages
+from frozencore.lab.reports.tables.pivot import Key, Pivot
+from frozencore.lab.reports.tables.pivot_sheet import average_cell, best_printed
+from frozencore.lab.run.record import TunedRecord
+
+
+def tradeoff_sheet(pivot: Pivot, name: str) -> Sheet:
+    """Each column's macro-average, what it trains, and how far its average is from the reference's."""
+    means, trained, decimals = column_averages(pivot), trained_values(pivot), pivot.measure.decimals
+    wanted = pivot.study.study.report.reference
+    reference = next((column for column in pivot.columns if column_key(column) == wanted), None)
+    best = best_printed({column: mean.value for column, mean in means.items()}, pivot)
+    rows = []
+    for column in pivot.columns:
+        line = [
+            label(pivot.column_name(column)),
+            average_cell(means[column], decimals, best=column in best),
+            number(trained.get(column), 0, reason="no run is done"),
+        ]
+        if reference is not None:
+            line.append(
+                SheetCell("reference") if column == reference else _gap(means[column], means[reference], decimals + 1)
+            )
+        rows.append(tuple(line))
+    headings = (", ".join(map(axis_name, pivot.column_axes)), "mean", "trained values")
+    return Sheet(
+        name,
+        f"{pivot.title}: {pivot.measure.title.split(',')[0]} and trained values",
+        f"{sentence(pivot.measure.title)}, macro-average of unrounded task means ± its standard deviation over seeds.",
+        headings if reference is None else (*headings, f"Δ vs. {pivot.column_name(reference)}"),
+        tuple(rows),
+    )
+
+
+def _gap(own: Average, reference: Average, decimals: int) -> SheetCell:
+    if own.value is None or reference.value is None:
+        return SheetCell("n/a", hint=own.reason or reference.reason)
+    return signed(differences([own.value], [reference.value])[0], decimals)
+
+
+def trained_values(pivot: Pivot) -> dict[Key, int]:
+    """What each column trains."""
+    found = {}
+    for cell in pivot.study.cells:
+        inside = all(cell.axes[axis] == value for axis, value in pivot.group.items())
+        if isinstance(cell.record, TunedRecord) and inside:
+            column = tuple(cell.axes[axis] for axis in pivot.column_axes)
+            found[column] = cell.record.trainable_parameters
+    return found
