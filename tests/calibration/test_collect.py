@@ -222,11 +222,12 @@ def test_nonzero_delta_counts_the_tokens_that_an_error_reaches(needs: frozenset)
     assert counted["model.layers.1.self_attn.o_proj"] < counted["model.layers.0.self_attn.q_proj"]
 
 
-def test_token_sum_weighs_tokens_equally() -> None:
+@pytest.mark.parametrize("weighting", ["token_sum", "token"])
+def test_token_sum_weighs_tokens_equally(weighting: str) -> None:
     model = tiny_qwen2().double()
     found = collect_moments(
         model, batches_of(EXAMPLES, 3), layer_names(model), needs=EVERYTHING,
-        options=CalibrationOptions(weighting="token_sum"),
+        options=CalibrationOptions(weighting=weighting),
     )  # fmt: skip
     assert_equal(found, expected_moments("qwen2", token_sum=True), 1e-12)
 

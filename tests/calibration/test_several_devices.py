@@ -59,7 +59,12 @@ def test_bases_are_those_of_one_device(
 
 @pytest.mark.parametrize("device", ["cpu", ON_CUDA])
 @pytest.mark.parametrize(
-    "make", [lambda: {"memory_budget": "1MiB"}, lambda: {"options": CalibrationOptions("completion")}]
+    "make",
+    [
+        lambda: {"memory_budget": "1MiB"},
+        lambda: {"options": CalibrationOptions("completion")},
+        lambda: {"options": CalibrationOptions(fisher_labels="mc")},
+    ],
 )
 def test_budgets_and_options_work_on_several_devices(make: Callable[[], dict], device: str) -> None:
     models = [adapted("fcca", model=base, dtype=None, calibrated=False) for base in (tiny_qwen2(), spread_out(device))]
