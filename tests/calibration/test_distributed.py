@@ -73,6 +73,9 @@ def test_the_bases_are_those_of_one_process_on_all_examples(constructor: str, re
         if constructor != "signgrad":  # equal singular values of a sign matrix leave no single basis to agree on
             torch.testing.assert_close(shared, single, rtol=0, atol=2e-4)
         assert principal_cosines(shared, single).min() > 0.9999
+    captured = {name: layer.capture.J for name, layer in calibration.layers.items() if layer.capture}
+    for report in reports:  # each layer's from its owner
+        assert {name: J for name, J in report[f"{constructor} J"].items() if J} == pytest.approx(captured, rel=1e-4)
     tokens = {name: layer.num_tokens for name, layer in calibration.layers.items()}
     assert reports[0][f"{constructor} tokens"] == tokens
 

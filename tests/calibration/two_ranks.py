@@ -118,6 +118,8 @@ def main(out: Path) -> None:
         calibration = calibrate(model, batches_of(share, 2), progress=False)
         report[constructor] = bases(model) | {n: p.detach() for n, p in model.named_parameters() if "frozencore_R" in n}
         report[f"{constructor} tokens"] = {name: layer.num_tokens for name, layer in calibration.layers.items()}
+        captured = {name: layer.capture for name, layer in calibration.layers.items()}
+        report[f"{constructor} J"] = {name: found and found.J for name, found in captured.items()}
 
     model = adapted("fcca")
     calibrate(model, batches_of(share, 2), options=DRAWN, progress=False)

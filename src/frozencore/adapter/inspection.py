@@ -13,10 +13,11 @@ from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.adapter.directory import Factors
 from frozencore.errors import ArtifactError
 from frozencore.maths.basis import Basis
+from frozencore.maths.capture import capture
 from frozencore.maths.linalg import effective_rank, principal_cosines, truncated_svd
-from frozencore.maths.moments import LayerMoments, spread
-from frozencore.maths.objective import captured_correlation, coherence, projected_gradient_norm
-from frozencore.maths.whitening import Whitening, damped
+from frozencore.maths.moments import LayerMoments
+from frozencore.maths.objective import coherence
+from frozencore.maths.whitening import Whitening
 
 T = TypeVar("T")
 
@@ -125,30 +126,23 @@ def report_basis(P: Tensor, Q: Tensor, R: Tensor) -> BasisReport:
 
 def report_capture(P: Tensor, Q: Tensor, moments: LayerMoments, damping: tuple[float, float]) -> CaptureReport:
     """The basis against moments G, a, d in the diagonal metric with that relative damping (input, output)."""
-    basis, G = _basis(P, Q), moments.G
+    basis, G, metric = _basis(P, Q), moments.G, Whitening(damping=damping)
     if G.shape != (P.shape[0], Q.shape[0]):
         raise ArtifactError(f"A basis of shape {(P.shape[0], Q.shape[0])} met moments of shape {tuple(G.shape)}.")
-    if not G.any():
-        return _report_zero_gradient(basis, moments)
-    A, D = damped(moments.a, damping[0]), damped(moments.d, damping[1])
-    metric = Whitening(damping=damping)
-    whitened = metric.input_root(moments)(metric.output_root(moments)(G).mT).mT
-    S = truncated_svd(whitened, basis.rank).S
-    gradient, correlation = projected_gradient_norm(G, basis), captured_correlation(G, A, D, basis)
+    found = capture(moments, basis, metric)
+    S = torch.zeros(basis.rank)
+    if found.energy:
+        S = truncated_svd(metric.input_root(moments)(metric.output_root(moments)(G).mT).mT, basis.rank).S
     return CaptureReport(
-        gradient_norm=gradient,
-        gradient_share=gradient / float(G.norm()),
-        correlation=correlation,
-        correlation_share=correlation / float(S.double().square().sum()),
+        gradient_norm=found.gradient,
+        gradient_share=found.gradient / found.gradient_total if found.gradient_total else 0.0,
+        correlation=found.J,
+        correlation_share=found.J / float(S.double().square().sum()) if found.J else 0.0,
         singular_values=tuple(S.tolist()),
         effective_rank=effective_rank(S),
-        input_spread=spread(moments.a),
-        error_spread=spread(moments.d),
+        input_spread=found.input_spread,
+        error_spread=found.error_spread,
     )
-
-
-def _report_zero_gradient(basis: Basis, moments: LayerMoments) -> CaptureReport:
-    return CaptureReport(0.0, 0.0, 0.0, 0.0, (0.0,) * basis.rank, 0, spread(moments.a), spread(moments.d))
 
 
 def report_angles(P: Tensor, Q: Tensor, other_P: Tensor, other_Q: Tensor) -> AngleReport:

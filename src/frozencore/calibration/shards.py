@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from frozencore.maths.moments import LayerMoments
 from frozencore.one_line import one_line
 from frozencore.out_of_memory import is_out_of_memory
 
+T = TypeVar("T")
 Shape = tuple[int, int]
 FINE, NO_ROOM, FAILED = 0, 1, 2  # how a rank's work ended
 
@@ -140,9 +142,7 @@ def require_same_bases(factors: Mapping[str, tuple[Tensor, Tensor]]) -> None:
     """
     if num_ranks() == 1:
         return
-    own = {name: fingerprint_tensors(zip("PQ", pair, strict=True)) for name, pair in factors.items()}
-    held: list[dict[str, str]] = [{}] * num_ranks()
-    _together(partial(dist.all_gather_object, held, own))
+    held = _of_every_rank({name: fingerprint_tensors(zip("PQ", pair, strict=True)) for name, pair in factors.items()})
     for rank, theirs in enumerate(held):
         odd = [name for name in held[0] | theirs if held[0].get(name) != theirs.get(name)]
         if odd:
@@ -150,6 +150,19 @@ def require_same_bases(factors: Mapping[str, tuple[Tensor, Tensor]]) -> None:
                 f"All ranks train one core between the same bases, but layer {odd[0]!r} ({len(odd)} in all) has others "
                 f"on rank {rank} than on rank 0. Call calibrate on every rank, or load the same adapter on all."
             )
+
+
+def gathered(own: Mapping[str, T]) -> dict[str, T]:
+    """By name, what every rank has of its own layers: small plain objects, on all ranks."""
+    if num_ranks() == 1:
+        return dict(own)
+    return {name: found for theirs in _of_every_rank(own) for name, found in theirs.items()}
+
+
+def _of_every_rank(own: Mapping[str, T]) -> list[dict[str, T]]:
+    held: list[dict[str, T]] = [{}] * num_ranks()
+    _together(partial(dist.all_gather_object, held, dict(own)))
+    return held
 
 
 def _share(basis: Basis | None, owner: int, P_shape: torch.Size, Q_shape: torch.Size) -> Basis:

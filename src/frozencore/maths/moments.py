@@ -80,6 +80,10 @@ class LayerMoments:
         Raises:
             CalibrationError: It was not collected, no token was counted, or it is not finite.
         """
+        return self.total(name) / self.num_tokens
+
+    def total(self, name: MomentName) -> Tensor:
+        """The named sum itself, not copied; raises as :meth:`mean`."""
         total: Tensor | None = getattr(self, name)
         if total is None:
             raise CalibrationError(
@@ -90,7 +94,7 @@ class LayerMoments:
             raise CalibrationError("Moments need at least one counted token, but none was counted.")
         if not all_finite(total):
             raise CalibrationError(f"The moment {name!r} holds NaN or Inf. Check the model and the calibration data.")
-        return total / self.num_tokens
+        return total
 
     def names(self) -> tuple[MomentName, ...]:
         """The moments that were collected."""

@@ -8,11 +8,15 @@ adapter scale. A and D are given as vectors (diagonal) or matrices (dense).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from frozencore.maths.basis import Basis
+
+BLOCK_VALUES = 2**20
 
 
 def local_objective(G: Float[Tensor, "m n"], A: Tensor, D: Tensor, delta_W: Float[Tensor, "m n"], step: float) -> float:
@@ -22,9 +26,28 @@ def local_objective(G: Float[Tensor, "m n"], A: Tensor, D: Tensor, delta_W: Floa
     return float(linear + metric / (2 * step))
 
 
+def core_gradient(G: Float[Tensor, "m n"], basis: Basis) -> Float[Tensor, "r r"]:
+    """``PᵀGQ`` in float64, without a second G: the gradient of a zero core."""
+    columns = torch.zeros(G.shape[1], basis.rank, dtype=torch.float64, device=G.device)
+    start = 0
+    for rows in float64_blocks(G):
+        columns += rows.mT @ basis.P[start : start + len(rows)].double()
+        start += len(rows)
+    return columns.mT @ basis.Q.double()
+
+
 def projected_gradient_norm(G: Float[Tensor, "m n"], basis: Basis) -> float:
     """``‖PᵀGQ‖_F``: the gradient that reaches a zero core (paper, section 3.1)."""
-    return float((basis.P.double().mT @ G.double() @ basis.Q.double()).norm())
+    return float(core_gradient(G, basis).norm())
+
+
+def whitened_core(core: Float[Tensor, "r r"], A: Tensor, D: Tensor, basis: Basis) -> Float[Tensor, "r r"]:
+    """``(PᵀDP)^-1/2 C (QᵀAQ)^-1/2`` of a core's gradient C, up to a rotation on each side (Cholesky roots)."""
+    P, Q = basis.P.double(), basis.Q.double()
+    left = torch.linalg.cholesky(P.mT @ _times(D, P))
+    right = torch.linalg.cholesky(Q.mT @ _times(A, Q))
+    half = torch.linalg.solve_triangular(left, core, upper=False)
+    return torch.linalg.solve_triangular(right, half.mT, upper=False).mT
 
 
 def captured_correlation(G: Float[Tensor, "m n"], A: Tensor, D: Tensor, basis: Basis) -> float:
@@ -32,12 +55,7 @@ def captured_correlation(G: Float[Tensor, "m n"], A: Tensor, D: Tensor, basis: B
 
     It depends on the spans only, and no basis of rank r exceeds ``Σ_{i≤r} σ_i(T)²``, which FCCA reaches.
     """
-    P, Q = basis.P.double(), basis.Q.double()
-    left = torch.linalg.cholesky(P.mT @ _times(D, P))
-    right = torch.linalg.cholesky(Q.mT @ _times(A, Q))
-    half = torch.linalg.solve_triangular(left, P.mT @ G.double() @ Q, upper=False)
-    whole = torch.linalg.solve_triangular(right, half.mT, upper=False)
-    return float(whole.square().sum())
+    return float(whitened_core(core_gradient(G, basis), A, D, basis).square().sum())
 
 
 def closed_form_core(
@@ -45,7 +63,7 @@ def closed_form_core(
 ) -> Float[Tensor, "r r"]:
     """The core that minimises the local objective: ``R* = -(η/s) (PᵀDP)^-1 PᵀGQ (QᵀAQ)^-1``."""
     P, Q = basis.P.double(), basis.Q.double()
-    half = torch.linalg.solve(P.mT @ _times(D, P), P.mT @ G.double() @ Q)
+    half = torch.linalg.solve(P.mT @ _times(D, P), core_gradient(G, basis))
     return -(step / scale) * torch.linalg.solve(Q.mT @ _times(A, Q), half.mT).mT
 
 
@@ -53,6 +71,12 @@ def coherence(X: Float[Tensor, "m r"]) -> float:
     """Largest leverage score of the rows of an orthonormal basis over its mean ``r/m``; 1 is spread evenly."""
     num_rows, rank = X.shape
     return float(X.double().square().sum(1).max()) * num_rows / rank
+
+
+def float64_blocks(G: Float[Tensor, "m n"]) -> Iterator[Float[Tensor, "k n"]]:
+    """The rows of a matrix, some at a time, in float64."""
+    for rows in G.split(max(1, BLOCK_VALUES // max(1, G.shape[1]))):
+        yield rows.double()
 
 
 def _times(second_moment: Tensor, X: Tensor) -> Tensor:

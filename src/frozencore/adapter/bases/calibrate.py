@@ -17,9 +17,10 @@ from frozencore.adapter.bases.calibratable import adapter_for_new_bases
 from frozencore.adapter.bases.passes import BasisWork, Report
 from frozencore.calibration.examples import Collator, batches_from
 from frozencore.calibration.options import CalibrationOptions
-from frozencore.calibration.shards import all_ranks_or_none, assign_owners, require_same_bases, share_bases
+from frozencore.calibration.shards import all_ranks_or_none, assign_owners, gathered, require_same_bases, share_bases
 from frozencore.errors import CalibrationError
 from frozencore.maths.basis import Basis
+from frozencore.maths.capture import Capture
 from frozencore.maths.moments import LayerMoments, spread
 
 
@@ -30,6 +31,7 @@ class LayerCalibration:
     Attributes:
         spectrum: The constructor's singular values, largest first.
         input_spread, error_spread: Maximum over median of a and of d; None where they were not collected.
+        capture: What the basis captures of G, a and d; None where they were not all summed for it.
     """
 
     rank: int
@@ -38,6 +40,7 @@ class LayerCalibration:
     spectrum: tuple[float, ...]
     input_spread: float | None
     error_spread: float | None
+    capture: Capture | None = None
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,7 @@ def calibrate(
             work.build(layers, dict(moments or {}))
     bases = share_bases(work.bases, owners, {name: layer.factors(adapter_name)[:2] for name, layer in layers.items()})
     require_same_bases({name: (basis.P, basis.Q) for name, basis in bases.items()})
+    captures = gathered(work.captures)
     for name, layer in layers.items():
         layer.set_basis(
             adapter_name, bases[name], initial_step=config.initial_step, random_core=not config.init_weights
@@ -123,7 +127,7 @@ def calibrate(
         config.calibration_tokens = max(layer.num_tokens for layer in work.diagonals.values())
     _warn_of_weak_layers(bases)
     return Calibration(
-        layers={name: _describe(bases[name], work.diagonals.get(name)) for name in layers},
+        layers={name: _describe(bases[name], work.diagonals.get(name), captures.get(name)) for name in layers},
         collect_s=work.collect_s,
         build_s=time.perf_counter() - started - work.collect_s,
     )
@@ -140,7 +144,7 @@ def _warn_of_weak_layers(bases: Mapping[str, Basis]) -> None:
             warnings.warn(f"{len(names)} of {len(bases)} layers {what} (first: {names[0]}).", stacklevel=3)
 
 
-def _describe(basis: Basis, moments: LayerMoments | None) -> LayerCalibration:
+def _describe(basis: Basis, moments: LayerMoments | None, capture: Capture | None) -> LayerCalibration:
     collected = moments.names() if moments else ()
     return LayerCalibration(
         rank=basis.rank,
@@ -149,6 +153,7 @@ def _describe(basis: Basis, moments: LayerMoments | None) -> LayerCalibration:
         spectrum=tuple(basis.spectrum.tolist()),
         input_spread=spread(moments.a) if moments and "input_square" in collected else None,
         error_spread=spread(moments.d) if moments and "error_square" in collected else None,
+        capture=capture,
     )
 
 

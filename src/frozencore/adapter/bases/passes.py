@@ -28,6 +28,7 @@ from frozencore.calibration.sketch import SketchTarget, stream_whitened_svds
 from frozencore.constructors import BasisOptions, LayerEvidence, build_basis, build_streamed_basis
 from frozencore.errors import CalibrationError
 from frozencore.maths.basis import Basis
+from frozencore.maths.capture import Capture, capture_if_whole
 from frozencore.maths.moments import LayerMoments, MomentName
 from frozencore.out_of_memory import fits
 
@@ -45,6 +46,7 @@ class BasisWork:
         owners: The rank that builds each layer's basis.
         bases: Finished ones, of the layers that this rank owns.
         diagonals: Token count, a and d of every layer that data were read for.
+        captures: What each of those bases captures, where G, a and d were all at hand.
         collect_s, build_s: Seconds in passes over the data, and in bases.
     """
 
@@ -56,6 +58,7 @@ class BasisWork:
     report: Report
     bases: dict[str, Basis] = field(default_factory=dict)
     diagonals: dict[str, LayerMoments] = field(default_factory=dict)
+    captures: dict[str, Capture] = field(default_factory=dict)
     collect_s: float = 0.0
     build_s: float = 0.0
 
@@ -133,6 +136,8 @@ class BasisWork:
                 if self.owners[name] == own_rank():
                     basis = build_basis(self.config.constructor, evidence, self._options_of(name))
                     self._keep(name, basis)
+                    if (found := capture_if_whole(evidence.moments, basis)) is not None:
+                        self.captures[name] = found
         self.build_s += time.perf_counter() - started
 
     def _sum(

@@ -1,0 +1,103 @@
+"""What a basis captures of one layer's moments G, a, d, before any training (paper, sections 3.1 and 3.2).
+
+    T = D^-1/2 G A^-1/2,   C = (PᵀDP)^-1/2 PᵀGQ (QᵀAQ)^-1/2,   J = ‖C‖²_F ≤ ‖T‖²_F
+
+Shapes: G m x n, a n, d m, P m x r, Q n x r, C r x r; A and D are the damped diagonals. G is read in blocks of rows, so
+that next to a basis's own making this costs little time and no memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from frozencore.errors import CalibrationError
+from frozencore.maths.basis import Basis
+from frozencore.maths.linalg import effective_rank
+from frozencore.maths.moments import LayerMoments, MomentName, spread
+from frozencore.maths.objective import core_gradient, float64_blocks, whitened_core
+from frozencore.maths.whitening import Whitening, damped
+
+CAPTURE_NEEDS: frozenset[MomentName] = frozenset({"cross", "input_square", "error_square"})
+METRIC = Whitening()
+"""Both sides, diagonal, the default damping: one metric whatever a basis was chosen by, so that bases compare."""
+
+
+@dataclass(frozen=True)
+class Capture:
+    """One layer's basis against its moments.
+
+    Attributes:
+        gradient, gradient_total: ``‖PᵀGQ‖_F``, the gradient that reaches a zero core, and ``‖G‖_F``.
+        values: Singular values of C, largest first; for FCCA in this metric they are those of T.
+        energy: ``‖T‖²_F``, which J is a share of.
+        input_spread, error_spread: Maximum over median of a and of d.
+    """
+
+    gradient: float
+    gradient_total: float
+    values: tuple[float, ...]
+    energy: float
+    input_spread: float
+    error_spread: float
+
+    @property
+    def J(self) -> float:
+        """The squared whitened gradient inside the spans: ``Σ σ_i(C)²``."""
+        return sum(value**2 for value in self.values)
+
+    @property
+    def effective_rank(self) -> int:
+        """How many directions of C stand above rounding."""
+        return effective_rank(torch.tensor(self.values, dtype=torch.float64))
+
+    @property
+    def participation(self) -> float:
+        """``(Σσ²)² / Σσ⁴``: over how many directions J is spread, from 1 to r; 0 without a gradient."""
+        fourth = sum(value**4 for value in self.values)
+        return self.J**2 / fourth if fourth else 0.0
+
+
+def capture(moments: LayerMoments, basis: Basis, metric: Whitening = METRIC) -> Capture:
+    """Measure a basis in the diagonal metric with the damping of ``metric``.
+
+    Raises:
+        CalibrationError: A moment is missing or not finite.
+        torch.linalg.LinAlgError: The columns of P or Q depend on one another.
+    """
+    G, count = moments.total("cross"), moments.num_tokens
+    spreads = spread(moments.a), spread(moments.d)
+    if not G.any():
+        return Capture(0.0, 0.0, (0.0,) * basis.rank, 0.0, *spreads)
+    A, D = (damped(moment, c) for moment, c in zip((moments.a, moments.d), metric.damping_by_side, strict=True))
+    basis = replace(basis, P=basis.P.to(G.device), Q=basis.Q.to(G.device))
+    core = core_gradient(G, basis) / count
+    square, energy = _squares(G, A, D)
+    return Capture(
+        gradient=float(core.norm()),
+        gradient_total=square**0.5 / count,
+        values=tuple(torch.linalg.svdvals(whitened_core(core, A, D, basis)).tolist()),
+        energy=energy / count**2,
+        input_spread=spreads[0],
+        error_spread=spreads[1],
+    )
+
+
+def capture_if_whole(moments: LayerMoments | None, basis: Basis) -> Capture | None:
+    """The same for whom it is no more than a remark: None where a moment is missing or cannot be computed with."""
+    if moments is None or not set(moments.names()) >= CAPTURE_NEEDS:
+        return None
+    try:
+        return capture(moments, basis)
+    except (CalibrationError, torch.linalg.LinAlgError):
+        return None
+
+
+def _squares(G: Float[Tensor, "m n"], A: Float[Tensor, " n"], D: Float[Tensor, " m"]) -> tuple[float, float]:
+    """``‖G‖²_F`` and ``‖T‖²_F``."""
+    weights = torch.stack([torch.ones_like(A), A.reciprocal()], dim=1)
+    by_row = torch.cat([rows.square() @ weights for rows in float64_blocks(G)])
+    return float(by_row[:, 0].sum()), float(by_row[:, 1] @ D.reciprocal())
