@@ -12,7 +12,7 @@ from torch import Tensor
 from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.adapter.directory import Factors
 from frozencore.errors import ArtifactError
-from frozencore.maths.basis import Basis
+from frozencore.maths.basis import known_basis
 from frozencore.maths.capture import capture
 from frozencore.maths.linalg import effective_rank, principal_cosines, truncated_svd
 from frozencore.maths.moments import LayerMoments
@@ -110,7 +110,7 @@ def inspect_adapter(
 
 def report_basis(P: Tensor, Q: Tensor, R: Tensor) -> BasisReport:
     """The basis on its own: P (m x r), Q (n x r), core R (r x r)."""
-    basis = _basis(P, Q)
+    basis = known_basis(P.float(), Q.float())
     orthonormal = [torch.linalg.qr(X.float()).Q for X in (P, Q)]
     return BasisReport(
         shape=(P.shape[0], Q.shape[0]),
@@ -126,7 +126,7 @@ def report_basis(P: Tensor, Q: Tensor, R: Tensor) -> BasisReport:
 
 def report_capture(P: Tensor, Q: Tensor, moments: LayerMoments, damping: tuple[float, float]) -> CaptureReport:
     """The basis against moments G, a, d in the diagonal metric with that relative damping (input, output)."""
-    basis, G, metric = _basis(P, Q), moments.G, Whitening(damping=damping)
+    basis, G, metric = known_basis(P.float(), Q.float()), moments.G, Whitening(damping=damping)
     if G.shape != (P.shape[0], Q.shape[0]):
         raise ArtifactError(f"A basis of shape {(P.shape[0], Q.shape[0])} met moments of shape {tuple(G.shape)}.")
     found = capture(moments, basis, metric)
@@ -166,7 +166,3 @@ def _same_layer(layers: Mapping[str, T] | None, name: str, what: str) -> T | Non
     if layers is not None and name not in layers:
         raise ArtifactError(f"The {what} has no layer {name!r}: it was made for other targets or another model.")
     return None if layers is None else layers[name]
-
-
-def _basis(P: Tensor, Q: Tensor) -> Basis:
-    return Basis(P=P.float(), Q=Q.float(), spectrum=torch.empty(0), effective_rank=P.shape[1])

@@ -49,6 +49,11 @@ class Basis:
         return max(float((X.double().mT @ X.double() - identity).abs().max()) for X in (self.P, self.Q))
 
 
+def known_basis(P: Float[Tensor, "m r"], Q: Float[Tensor, "n r"]) -> Basis:
+    """A basis of which no more than its factors is known, as of one that was saved."""
+    return Basis(P, Q, spectrum=torch.empty(0), effective_rank=P.shape[1])
+
+
 def basis_from_factors(
     P0: Float[Tensor, "m p"],
     Q0: Float[Tensor, "n q"],

@@ -18,12 +18,13 @@ from frozencore.errors import CalibrationError
 from frozencore.maths.basis import Basis
 from frozencore.maths.linalg import effective_rank
 from frozencore.maths.moments import LayerMoments, MomentName, spread
-from frozencore.maths.objective import core_gradient, float64_blocks, whitened_core
+from frozencore.maths.objective import core_gradient, whitened_core
 from frozencore.maths.whitening import Whitening, damped
 
-CAPTURE_NEEDS: frozenset[MomentName] = frozenset({"cross", "input_square", "error_square"})
 METRIC = Whitening()
 """Both sides, diagonal, the default damping: one metric whatever a basis was chosen by, so that bases compare."""
+BLOCK_VALUES = 2**16  # of G in the making at a time: they stay in a cache
+CAPTURE_NEEDS: frozenset[MomentName] = METRIC.needs() | {"cross"}
 
 
 @dataclass(frozen=True)
@@ -70,17 +71,18 @@ def capture(moments: LayerMoments, basis: Basis, metric: Whitening = METRIC) -> 
     """
     G, count = moments.total("cross"), moments.num_tokens
     spreads = spread(moments.a), spread(moments.d)
-    if not G.any():
+    largest = float(torch.stack(torch.aminmax(G)).abs().max())
+    if largest == 0:
         return Capture(0.0, 0.0, (0.0,) * basis.rank, 0.0, *spreads)
     A, D = (damped(moment, c) for moment, c in zip((moments.a, moments.d), metric.damping_by_side, strict=True))
     basis = replace(basis, P=basis.P.to(G.device), Q=basis.Q.to(G.device))
     core = core_gradient(G, basis) / count
-    square, energy = _squares(G, A, D)
+    square, energy = _squares(G, A, D, largest)
     return Capture(
         gradient=float(core.norm()),
-        gradient_total=square**0.5 / count,
+        gradient_total=largest * square**0.5 / count,
         values=tuple(torch.linalg.svdvals(whitened_core(core, A, D, basis)).tolist()),
-        energy=energy / count**2,
+        energy=energy * (largest / count) ** 2,
         input_spread=spreads[0],
         error_spread=spreads[1],
     )
@@ -96,8 +98,12 @@ def capture_if_whole(moments: LayerMoments | None, basis: Basis) -> Capture | No
         return None
 
 
-def _squares(G: Float[Tensor, "m n"], A: Float[Tensor, " n"], D: Float[Tensor, " m"]) -> tuple[float, float]:
-    """``‖G‖²_F`` and ``‖T‖²_F``."""
-    weights = torch.stack([torch.ones_like(A), A.reciprocal()], dim=1)
-    by_row = torch.cat([rows.square() @ weights for rows in float64_blocks(G)])
-    return float(by_row[:, 0].sum()), float(by_row[:, 1] @ D.reciprocal())
+def _squares(
+    G: Float[Tensor, "m n"], A: Float[Tensor, " n"], D: Float[Tensor, " m"], unit: float
+) -> tuple[float, float]:
+    """``‖G‖²_F`` and ``‖D^-1/2 G A^-1/2‖²_F``, both over ``unit²``, so that no square leaves float32."""
+    least = A.min()
+    weights = torch.stack([torch.ones_like(A), least / A], dim=1).to(G.dtype)
+    blocks = G.split(max(1, BLOCK_VALUES // G.shape[1]))
+    by_row = torch.cat([(rows / unit).square_() @ weights for rows in blocks]).double()
+    return float(by_row[:, 0].sum()), float(by_row[:, 1] @ D.reciprocal() / least)

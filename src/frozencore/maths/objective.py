@@ -8,15 +8,11 @@ adapter scale. A and D are given as vectors (diagonal) or matrices (dense).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from frozencore.maths.basis import Basis
-
-BLOCK_VALUES = 2**20
 
 
 def local_objective(G: Float[Tensor, "m n"], A: Tensor, D: Tensor, delta_W: Float[Tensor, "m n"], step: float) -> float:
@@ -27,13 +23,8 @@ def local_objective(G: Float[Tensor, "m n"], A: Tensor, D: Tensor, delta_W: Floa
 
 
 def core_gradient(G: Float[Tensor, "m n"], basis: Basis) -> Float[Tensor, "r r"]:
-    """``PᵀGQ`` in float64, without a second G: the gradient of a zero core."""
-    columns = torch.zeros(G.shape[1], basis.rank, dtype=torch.float64, device=G.device)
-    start = 0
-    for rows in float64_blocks(G):
-        columns += rows.mT @ basis.P[start : start + len(rows)].double()
-        start += len(rows)
-    return columns.mT @ basis.Q.double()
+    """``PᵀGQ``, the gradient of a zero core, in float64; G itself is multiplied as it lies, in its own precision."""
+    return (basis.P.to(G.dtype).mT @ G).double() @ basis.Q.double()
 
 
 def projected_gradient_norm(G: Float[Tensor, "m n"], basis: Basis) -> float:
@@ -71,12 +62,6 @@ def coherence(X: Float[Tensor, "m r"]) -> float:
     """Largest leverage score of the rows of an orthonormal basis over its mean ``r/m``; 1 is spread evenly."""
     num_rows, rank = X.shape
     return float(X.double().square().sum(1).max()) * num_rows / rank
-
-
-def float64_blocks(G: Float[Tensor, "m n"]) -> Iterator[Float[Tensor, "k n"]]:
-    """The rows of a matrix, some at a time, in float64."""
-    for rows in G.split(max(1, BLOCK_VALUES // max(1, G.shape[1]))):
-        yield rows.double()
 
 
 def _times(second_moment: Tensor, X: Tensor) -> Tensor:

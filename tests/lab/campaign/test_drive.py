@@ -64,6 +64,16 @@ def test_a_campaigns_run_is_the_run_that_tune_makes(results: CampaignResults, tm
         assert cell.record.training.losses == alone.training.losses
 
 
+def test_every_run_says_what_its_bases_capture_and_fcca_captures_most(results: CampaignResults) -> None:
+    found: dict[Any, dict[Any, float]] = {}
+    for cell in results.studies[0].cells:
+        assert isinstance(cell.record, TunedRecord)
+        assert cell.record.criterion is not None
+        assert len(cell.record.criterion.layers.name) == 16
+        found.setdefault(cell.axes["seed"], {})[cell.axes["method"]] = cell.record.criterion.J
+    assert {seed: max(J, key=J.__getitem__) for seed, J in found.items()} == {42: "fcca", 43: "fcca"}
+
+
 def test_what_runs_share_is_computed_once(done: tuple[Path, Tally]) -> None:
     shared = done[0] / "shared"
     # 16 rows under seeds 42 and 43; 8 and 24 rows of the stability study

@@ -20,7 +20,7 @@ from frozencore.lab.campaign.estimate import (
     shared_bytes,
     time_to_go,
 )
-from frozencore.lab.campaign.job import make_job
+from frozencore.lab.campaign.job import Job, make_job
 from frozencore.lab.campaign.plan import Outcome, choices, plan
 from frozencore.lab.campaign.results import load_results
 from frozencore.lab.campaign.shared import moments_key, needs_of
@@ -220,6 +220,26 @@ def test_one_pass_collects_what_all_methods_want() -> None:
     jobs = [make_job("tune", {**OPTIONS, "method": method}) for method in ("fcca", "filora", "random")]
     ((_, needs),) = needs_of(jobs).items()
     assert needs == {"cross", "input_square", "error_square", "input_outer", "error_outer"}
+
+
+def test_where_one_method_reads_g_every_run_with_bases_on_that_model_is_measured_on_g_a_and_d() -> None:
+    def wanted(jobs: list[Job]) -> set[frozenset[str]]:
+        return set(needs_of(jobs).values())
+
+    eva, free, lora = (make_job("tune", {**OPTIONS, "method": method}) for method in ("eva", "milora", "lora"))
+    assert wanted([eva, free, lora]) == {frozenset({"input_outer"})}
+    reads = make_job("tune", {**OPTIONS, "method": "signgrad", "seed": 43})  # another seed: other rows
+    gad = frozenset({"cross", "input_square", "error_square"})
+    assert wanted([eva, reads]) == {gad | {"input_outer"}, gad}
+    assert needs_of([lora, free, reads]) == needs_of([reads, free]) == dict.fromkeys(needs_of([free, reads]), gad)
+    assert moments_key(free.config) in needs_of([free, reads])
+    assert moments_key(lora.config) not in needs_of([lora, reads])
+    for elsewhere in (
+        make_job("profile", {**OPTIONS, "method": "fcca"}),
+        make_job("tune", {**OPTIONS, "method": "fcca", "memory_budget": "1GiB"}),
+        make_job("tune", {**OPTIONS, "method": "fcca", "model": "another"}),
+    ):
+        assert not needs_of([free, elsewhere]).get(moments_key(free.config))
 
 
 def test_the_time_to_go_is_the_mean_of_the_finished_runs_shared_by_the_workers(campaign: Campaign) -> None:

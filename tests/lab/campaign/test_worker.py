@@ -8,14 +8,22 @@ from typing import Any
 
 import pytest
 import torch
+from peft import get_peft_model
 
+from frozencore import FrozenCoreConfig
+from frozencore.adapter.model import frozen_core_layers
+from frozencore.calibration.collect import collect_moments
 from frozencore.calibration.store import load_moments
 from frozencore.errors import ArtifactError
 from frozencore.lab.campaign.job import Job, make_job
-from frozencore.lab.campaign.shared import SharedWork
+from frozencore.lab.campaign.shared import SharedWork, needs_of
 from frozencore.lab.campaign.store import Store
 from frozencore.lab.campaign.worker import Place, Worker
+from frozencore.lab.run.bench import calibration_batches, prepare
 from frozencore.lab.run.execute import execute
+from frozencore.maths.basis import known_basis
+from frozencore.maths.objective import captured_correlation
+from frozencore.maths.whitening import damped
 from made_up import record_content
 
 OPTIONS: dict[str, Any] = {
@@ -104,6 +112,35 @@ def test_moments_that_lack_what_a_later_method_wants_are_collected_again_for_bot
     own, both, unchanged = names
     assert own < both
     assert both == unchanged
+
+
+def test_a_run_that_reads_no_data_is_measured_on_the_moments_that_others_share(store: Store) -> None:
+    free, reader = job_of("lora_xs", rank=4), job_of("rawgrad", rank=4)
+    worker = Worker(store, Place())
+    assert worker.run(free, SharedWork(store, needs_of([free, reader])), silent)
+    assert worker.run(reader, SharedWork(store, needs_of([free, reader])), silent)
+    assert len(list((store.shared / "moments").glob("*.safetensors"))) == 1
+
+    bench = prepare(free.config, silent)
+    options = FrozenCoreConfig(r=4, constructor="lora_xs", seed=42, task_type="CAUSAL_LM")
+    layers = frozen_core_layers(get_peft_model(bench.model, options), "default")
+    batches = calibration_batches(bench.rows, bench.encoder.pad_id)
+    moments = collect_moments(bench.model, batches, {name: layer.get_base_layer() for name, layer in layers.items()})
+    J = {}
+    for name, layer in layers.items():
+        A, D = damped(moments[name].a, 1e-3), damped(moments[name].d, 1e-3)
+        J[name] = captured_correlation(moments[name].G, A, D, known_basis(*layer.factors("default")[:2]))
+    criterion = record_of(store, free).criterion
+    assert dict(zip(criterion.layers.name, criterion.layers.J, strict=True)) == pytest.approx(J, rel=1e-4)
+    assert pytest.approx(sum(J.values()), rel=1e-4) == criterion.J
+    assert record_of(store, reader).criterion.gradient > criterion.gradient
+
+
+def test_a_run_that_nobody_shares_moments_with_collects_none_for_a_remark(store: Store) -> None:
+    job = job_of("lora_xs")
+    assert Worker(store, Place()).run(job, SharedWork(store, needs_of([job])), silent)
+    assert record_of(store, job).criterion is None
+    assert not (store.shared / "moments").exists()
 
 
 def test_a_run_with_a_memory_budget_shares_no_sums(store: Store) -> None:

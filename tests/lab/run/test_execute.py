@@ -78,6 +78,8 @@ def test_the_record_holds_what_is_needed_to_trust_it(tmp_path: Path) -> None:
     assert {"model", "train", "calibration", "evaluation", "basis"} == record.hashes.content().keys()
     assert record.training.num_steps == len(record.training.losses) == 4
     assert record.calibration.smallest_effective_rank == 4
+    assert len(record.criterion.layers.J) == record.calibration.num_layers == 16
+    assert 0 < record.criterion.J_share < 1
     assert torch.__version__.startswith(record.provenance.versions["torch"].split("+")[0])
     assert record.peak_memory_bytes > 0
     assert record.calibration_s > 0

@@ -55,6 +55,11 @@ class Calibration:
     def time_s(self) -> float:
         return self.collect_s + self.build_s
 
+    @property
+    def captures(self) -> dict[str, Capture]:
+        """What the layers' bases capture, of those that say it."""
+        return {name: layer.capture for name, layer in self.layers.items() if layer.capture is not None}
+
 
 def calibrate(
     model: nn.Module,

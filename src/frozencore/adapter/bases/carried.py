@@ -13,7 +13,7 @@ from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.adapter.layer import FrozenCoreLayer
 from frozencore.adapter.model import frozen_core_layers
 from frozencore.errors import CalibrationError, ConfigError
-from frozencore.maths.basis import ORTHONORMAL_COORDINATES, Basis
+from frozencore.maths.basis import ORTHONORMAL_COORDINATES, Basis, known_basis
 
 
 def get_bases(model: nn.Module, adapter_name: str | None = None) -> dict[str, Tensor]:
@@ -86,7 +86,7 @@ def _checked(
             raise CalibrationError(f"A basis is a matrix of floats, but layer {name!r} was given {what}.")
         if not torch.isfinite(X).all():
             raise CalibrationError(f"A basis of layer {name!r} holds NaN or Inf. Take the bases out again.")
-    basis = Basis(P, Q, spectrum=torch.empty(0), effective_rank=P.shape[1])
+    basis = known_basis(P, Q)
     layer.require_fit(adapter_name, basis)
     rounding = max(1e-4, 2 * torch.finfo(P.dtype).eps)
     if config.coordinates in ORTHONORMAL_COORDINATES and basis.orthonormality_error() > rounding:

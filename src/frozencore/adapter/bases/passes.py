@@ -28,7 +28,7 @@ from frozencore.calibration.sketch import SketchTarget, stream_whitened_svds
 from frozencore.constructors import BasisOptions, LayerEvidence, build_basis, build_streamed_basis
 from frozencore.errors import CalibrationError
 from frozencore.maths.basis import Basis
-from frozencore.maths.capture import Capture, capture_if_whole
+from frozencore.maths.capture import CAPTURE_NEEDS, Capture, capture_if_whole
 from frozencore.maths.moments import LayerMoments, MomentName
 from frozencore.out_of_memory import fits
 
@@ -100,7 +100,7 @@ class BasisWork:
             self.costs(batches, options),
             memory_bytes(options.memory_budget),
             group_size=options.group_size,
-            num_backward=len(backward_passes(self._needs, options)),
+            num_backward=len(backward_passes(self._needs(options), options)),
         )
 
     def costs(self, batches: Iterable[Batch], of_the_pass: CalibrationOptions) -> dict[str, LayerCost]:
@@ -111,12 +111,12 @@ class BasisWork:
         costs = {
             name: layer_cost(
                 (layer.out_features, layer.in_features),
-                self._needs,
+                self._needs(of_the_pass),
                 self._rank(name),
                 num_rows=num_rows,
                 itemsize=itemsize,
                 streams=entry.metric(options) is not None,
-                keeps_graph=len(backward_passes(self._needs, of_the_pass)) > 1,
+                keeps_graph=len(backward_passes(self._needs(of_the_pass), of_the_pass)) > 1,
             )
             for name, layer in self.layers.items()
         }
@@ -149,7 +149,7 @@ class BasisWork:
                 self.model,
                 batches,
                 {name: self.layers[name].get_base_layer() for name in group},
-                needs=self._needs,
+                needs=self._needs(options),
                 options=options,
                 progress=progress,
             )
@@ -188,9 +188,12 @@ class BasisWork:
         self.collect_s += collected - started
         self.build_s += time.perf_counter() - collected
 
-    @property
-    def _needs(self) -> frozenset[MomentName]:
-        return self.config.constructor_entry.needs(self.config.basis_options())
+    def _needs(self, options: CalibrationOptions) -> frozenset[MomentName]:
+        """What the constructor reads; with G come a and d, two vectors, by which it is told what a basis captures."""
+        needs = self.config.constructor_entry.needs(self.config.basis_options())
+        whole = needs | CAPTURE_NEEDS
+        as_many = len(backward_passes(needs, options)) == len(backward_passes(whole, options))
+        return whole if "cross" in needs and as_many else needs
 
     def _rank(self, name: str) -> int:
         return self.layers[name].factors(self.adapter_name)[2].shape[0]

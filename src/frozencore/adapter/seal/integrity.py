@@ -29,7 +29,7 @@ from torch import Tensor
 from frozencore.adapter.seal.factors import PREFIX, Factors, layer_factors
 from frozencore.errors import ArtifactError
 from frozencore.fingerprint import fingerprint_tensors
-from frozencore.maths.basis import ORTHONORMAL_COORDINATES, Basis
+from frozencore.maths.basis import ORTHONORMAL_COORDINATES, known_basis
 from frozencore.maths.linalg import all_finite
 from frozencore.one_line import one_line
 
@@ -168,7 +168,7 @@ def require_sound(origin: str, tensors: Mapping[str, Tensor], coordinates: Any) 
     promised = isinstance(coordinates, str) and coordinates in ORTHONORMAL_COORDINATES
     if promised and any(bool(f.P.any()) or bool(f.Q.any()) for f in factors.values()):
         for layer, f in factors.items():
-            error = Basis(f.P, f.Q, spectrum=torch.empty(0), effective_rank=f.P.shape[1]).orthonormality_error()
+            error = known_basis(f.P, f.Q).orthonormality_error()
             if not error <= ORTHONORMALITY:
                 raise ArtifactError(
                     f"With coordinates={coordinates!r} a basis is orthonormal, but that of layer {layer!r} of {origin} "

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from frozencore.adapter.bases.calibrate import calibrate
 from frozencore.adapter.bases.carried import get_bases
+from frozencore.adapter.model import frozen_core_layers
 from frozencore.calibration.options import as_hashed
 from frozencore.calibration.store import MomentsFingerprint, load_moments, save_moments
 from frozencore.fingerprint import fingerprint_model, fingerprint_options
@@ -24,6 +25,8 @@ from frozencore.lab.run.calibrating import collect_for
 from frozencore.lab.run.config import RunConfig
 from frozencore.lab.run.execute import Adapted, adapt_from_data
 from frozencore.lab.run.rows import RunRows
+from frozencore.maths.basis import known_basis
+from frozencore.maths.capture import CAPTURE_NEEDS, Capture, capture_if_whole
 from frozencore.maths.moments import LayerMoments, MomentName
 from frozencore.whole_file import remove_left, whole_file
 
@@ -56,10 +59,18 @@ def moments_file(config: RunConfig, rows: RunRows) -> str:
 
 
 def needs_of(jobs: Iterable[Job]) -> Needs:
-    """What the jobs want of each moments file; what ``profile`` jobs want they collect themselves."""
+    """What the jobs want of each moments file; what ``profile`` jobs want they collect themselves.
+
+    Where one method of a campaign reads the gradient G of a model, all runs with bases on that model want G, a and d:
+    so that each records what its bases capture, whether or not it reads them, in whatever order the runs are made.
+    """
+    sharing = [job for job in jobs if job.kind != "profile" and job.config.memory_budget is None]
+    measured = {job.config.model for job in sharing if "cross" in job.config.moments_needed}
     needs: dict[str, frozenset[MomentName]] = {}
-    for job in jobs:
-        wanted = job.config.moments_needed if job.kind != "profile" else frozenset[MomentName]()
+    for job in sharing:
+        wanted = job.config.moments_needed
+        if job.kind == "tune" and job.config.model in measured and job.config.method_entry.has_bases:
+            wanted |= CAPTURE_NEEDS
         sizes = (job.config.calibration_size, job.reference_size or job.config.calibration_size)
         for config in {replace_size(job.config, size) for size in sizes} if wanted else ():
             key = moments_key(config)
@@ -110,6 +121,17 @@ class SharedWork:
             found = collect_for(config, model, batches, needs, stages)
             save_moments(file, found, fingerprint)
         return found
+
+    def measure(self, config: RunConfig, bench: Bench, model: PeftModel, stages: Stages) -> dict[str, Capture]:
+        """What a run's bases capture of the moments that others share; nothing if the campaign wants no G, a and d."""
+        shared = config.memory_budget is None and self.needs.get(moments_key(config), frozenset()) >= CAPTURE_NEEDS
+        if not (shared and config.method_entry.has_bases):
+            return {}
+        moments = self.moments(config, model, bench, stages)
+        layers = frozen_core_layers(model, "default")
+        bases = {name: known_basis(*layer.factors("default")[:2]) for name, layer in layers.items()}
+        found = {name: capture_if_whole(moments[name], basis) for name, basis in bases.items()}
+        return {name: captured for name, captured in found.items() if captured is not None}
 
     def _with_weight_bases(self, config: RunConfig, bench: Bench, targets: Targets) -> PeftModel:
         decides = config.model_dump(mode="json", include=set(_DECIDES_WEIGHT_BASES))

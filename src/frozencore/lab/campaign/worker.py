@@ -108,7 +108,8 @@ class Worker:
             adapted.append(model)
             return model, calibration
 
-        execute(config, folder, stages, bench=bench, resume=True, adapt=adapt)
+        measure = shared.measure if job.kind != "profile" else None
+        execute(config, folder, stages, bench=bench, resume=True, adapt=adapt, measure=measure)
         assert bench.before is not None
         self._before[rows] = bench.before
         self._release(config, adapted[-1])

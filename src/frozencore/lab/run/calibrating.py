@@ -9,12 +9,13 @@ from peft import PeftModel
 from frozencore.adapter.bases.calibrate import Calibration, calibrate
 from frozencore.adapter.model import frozen_core_layers
 from frozencore.calibration.batches import Batch
-from frozencore.calibration.collect import FCCA_NEEDS, collect_moments
+from frozencore.calibration.collect import collect_moments
 from frozencore.calibration.store import MomentsFingerprint, save_moments
 from frozencore.errors import ArtifactError, ConfigError
 from frozencore.lab.run.bench import Stages, calibration_batches, prepare
 from frozencore.lab.run.config import RunConfig
 from frozencore.lab.run.targets import resolve_targets
+from frozencore.maths.capture import CAPTURE_NEEDS
 from frozencore.maths.moments import LayerMoments, MomentName
 from frozencore.whole_file import require_writable
 
@@ -53,7 +54,7 @@ def execute_calibration(config: RunConfig, out: Path, stages: Stages) -> Calibra
     batches = calibration_batches(bench.rows, bench.encoder.pad_id)
     fingerprint = MomentsFingerprint.of(bench.model, batches, config.calibration_options)
     model = config.method_entry.add(bench.model, config.adapter_options(targets))
-    needs = config.moments_needed | FCCA_NEEDS  # inspect reads G, a and d
+    needs = config.moments_needed | CAPTURE_NEEDS  # inspect reads G, a and d
     moments = collect_for(config, model, batches, needs, stages)
     calibration = calibrate(model, moments=moments, progress=lambda stage, done, total: stages(stage, done, total, ""))
     out.mkdir(parents=True, exist_ok=True)

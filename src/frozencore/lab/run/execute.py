@@ -29,6 +29,7 @@ from frozencore.lab.run.targets import resolve_targets
 from frozencore.lab.scoring.heldout import held_out_loss
 from frozencore.lab.scoring.task_score import score_task
 from frozencore.lab.training.recipe import Recipe, TrainingReport, train
+from frozencore.maths.capture import Capture
 from frozencore.whole_file import require_writable, write_json, write_lines
 
 LAST_GOOD = "last-good-adapter"  # beside the checkpoints of a training that diverged
@@ -36,6 +37,8 @@ LAST_GOOD = "last-good-adapter"  # beside the checkpoints of a training that div
 Adapted = tuple[PeftModel, Calibration | None]
 Adapt = Callable[[RunConfig, Bench, Targets, Stages], Adapted]
 """Puts the configured adapter on a bench's model, calibrated; what was found is None where no data were read."""
+Measure = Callable[[RunConfig, Bench, PeftModel, Stages], Mapping[str, Capture]]
+"""What bases capture, by layer, that were made without looking at the data; nothing where that is not known."""
 
 
 def execute(
@@ -46,6 +49,7 @@ def execute(
     bench: Bench | None = None,
     resume: bool = False,
     adapt: Adapt | None = None,
+    measure: Measure | None = None,
 ) -> TunedRecord:
     """Run a configuration and write ``out/``: the adapter, predictions, and last of all ``result.json``.
 
@@ -53,6 +57,7 @@ def execute(
         bench: Loaded before by :func:`prepare`; its model is used up by the run.
         resume: Go on from the newest complete checkpoint in ``out``.
         adapt: Where the adapter and its bases come from; :func:`adapt_from_data` by default.
+        measure: What the bases capture, for a method that has read no data; its time counts as nobody's.
 
     Returns:
         The record that was written.
@@ -71,6 +76,7 @@ def execute(
         adapting = time.perf_counter()
         model, calibration = (adapt or adapt_from_data)(config, bench, targets, stages)
         calibration_s = time.perf_counter() - adapting
+        captures = calibration.captures if calibration else measure(config, bench, model, stages) if measure else {}
     out.mkdir(parents=True, exist_ok=True)
     method.keep_start(model, out / "start")
     identity = {"base model": hashes["model"], "calibration rows": hashes["calibration"], **_options(config, targets)}
@@ -93,7 +99,7 @@ def execute(
     record = make_record(
         config,
         bench,
-        TrainedRun(model, out / "adapter", calibration, calibration_s, report, after),
+        TrainedRun(model, out / "adapter", calibration, calibration_s, captures, report, after),
         resolved=Resolved(
             targets=targets, recipe=asdict(_recipe(config, bench.rows)), max_length=bench.encoder.max_length
         ),

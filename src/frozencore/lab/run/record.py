@@ -207,7 +207,7 @@ class TunedRecord(RunRecord):
     Attributes:
         accuracy, score: Missing where plain text was learned.
         held_out_loss: Nats per completion token.
-        criterion: Missing for methods without bases, and where G, a and d were not at hand.
+        criterion: None for methods without bases, and where G, a and d were not at hand.
     """
 
     task: str | None

@@ -17,6 +17,7 @@ from frozencore.adapter.bases.calibrate import Calibration
 from frozencore.lab.run.accounting import FLOAT32_BYTES, peak_memory_bytes, trainable_parameters, training_state_bytes
 from frozencore.lab.run.bench import Bench, Score
 from frozencore.lab.run.config import RunConfig
+from frozencore.lab.run.criterion import criterion_of
 from frozencore.lab.run.record import (
     RECORD_FORMAT,
     AccuracyDetails,
@@ -31,17 +32,19 @@ from frozencore.lab.run.record import (
     UsedRows,
 )
 from frozencore.lab.training.recipe import TrainingReport
+from frozencore.maths.capture import Capture
 
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """What a run has made: the trained model, its saved adapter, what calibration found (if data were read), and the
-    score."""
+    """What a run has made: the trained model, its saved adapter, what calibration found (if data were read), what the
+    bases capture, and the score."""
 
     model: nn.Module
     adapter: Path
     calibration: Calibration | None
     calibration_s: float
+    captures: Mapping[str, Capture]
     training: TrainingReport
     score: Score
 
@@ -100,6 +103,7 @@ def make_record(
         training=Training(num_steps=report.num_steps, final_loss=report.final_loss, losses=report.losses),
         resolved=resolved,
         calibration=_calibration_summary(run.calibration),
+        criterion=criterion_of(run.captures),
         hashes=Hashes(**hashes),
         warnings=tuple(sorted({str(warning.message) for warning in warned})),
         provenance=Provenance.here(),
