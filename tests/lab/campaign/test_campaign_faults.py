@@ -229,7 +229,7 @@ def test_a_failed_run_keeps_its_reason_and_is_retried_on_request_only(command: C
         assert outcome.failure is not None
         assert outcome.failure.reason == study.replace("-", " ")
         assert "Traceback" in (store.failed / run_id / "log.txt").read_text()
-    assert ready_ids(spec, out) == []
+    assert ready_ids(spec, out, data_root=None) == []
     status, printed, _ = command("campaign", "status", out)
     assert status == 0
     assert all(run_id in printed for run_id in failures.values())
