@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import runpy
+import socket
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -44,6 +45,31 @@ def ended(call: Callable[[], object], said: Path, *, timeout_s: float = 280) -> 
     process.join(timeout_s)
     assert process.exitcode is not None, f"not at its end after {timeout_s:.0f} s"
     return Ended(process.exitcode, (said / "out").read_text(), (said / "err").read_text())
+
+
+def as_ranks(size: int, call: Callable[[int], object]) -> None:
+    """Call it with its rank in so many forked processes, whose environments are those of ``torchrun``.
+
+    Raises:
+        RuntimeError: Not all of them ended well.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = []
+    for rank in range(size):
+        values = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        ranks.append(FORK.Process(target=_be_rank, args=(call, rank, {name: str(v) for name, v in values.items()})))
+        ranks[-1].start()
+    for process in ranks:
+        process.join()
+    if any(process.exitcode for process in ranks):
+        raise RuntimeError(f"exit status of the ranks: {[process.exitcode for process in ranks]}")
+
+
+def _be_rank(call: Callable[[int], object], rank: int, environment: dict[str, str]) -> None:
+    os.environ.update(environment)
+    call(rank)
 
 
 def script(path: Path, *words: object) -> Callable[[], object]:

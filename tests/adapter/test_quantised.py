@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
-import subprocess
-import sys
 import warnings
 import weakref
 from collections.abc import Callable
@@ -21,6 +18,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
 
 from adapted import BATCHES, DATA_DRIVEN, EXAMPLES, adapted, cores_of, logits, train_at_random
+from forked import ended
 from frozencore import CONSTRUCTORS, FrozenCoreConfig, calibrate, export_lora, export_merged
 from frozencore.adapter.layer import FrozenCoreLayer
 from frozencore.calibration.collect import collect_moments
@@ -274,27 +272,20 @@ def test_evaluation_between_steps_changes_no_gradient(folder: Path, quantiser: s
     assert all(torch.equal(plain, other) for plain, other in zip(*gradients, strict=True))
 
 
-FRESH_PROCESS = """
-import sys; sys.path[:0] = sys.argv[3:]
-from pathlib import Path
-import torch
-from test_quantised import PeftModel, QUANTISERS, load, logits
-folder, adapters = map(Path, sys.argv[1:3])
-torch.save({name: logits(PeftModel.from_pretrained(load(folder, name), adapters / name)) for name in QUANTISERS},
-           adapters / "logits.pt")
-"""
-
-
-def test_adapters_reload_in_a_fresh_process_with_bit_equal_logits(folder: Path, tmp_path: Path) -> None:
+def test_adapters_reload_in_another_process_with_bit_equal_logits(folder: Path, tmp_path: Path) -> None:
     expected = {}
     for name in QUANTISERS:
         model = adapted("fcca", model=load(folder, name), dtype=None)
         train(model, steps=2)
         model.save_pretrained(tmp_path / name)
         expected[name] = logits(model)
-    here = Path(__file__).parent
-    arguments = [str(folder), str(tmp_path), str(here), str(here.parent)]
-    subprocess.run([sys.executable, "-W", "ignore", "-c", FRESH_PROCESS, *arguments], check=True, env=os.environ)
+
+    def reload() -> None:
+        models = {name: PeftModel.from_pretrained(load(folder, name), tmp_path / name) for name in QUANTISERS}
+        torch.save({name: logits(model) for name, model in models.items()}, tmp_path / "logits.pt")
+
+    done = ended(reload, tmp_path)
+    assert done.status == 0, done.err[-2000:]
     found = torch.load(tmp_path / "logits.pt")
     for name in QUANTISERS:
         assert torch.equal(found[name], expected[name]), name

@@ -1,11 +1,10 @@
-"""For test_distributed: processes that calibrate together, the last of which is lost in the middle of a stage."""
+"""For test_distributed: ranks that calibrate together, the last of which is lost in the middle of a stage."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
-import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -45,8 +44,8 @@ def be_rank(rank: int, size: int, out: Path, stage: str, signal_number: int, tim
     (out / f"rank{rank}.json").write_text(json.dumps(report))
 
 
-def main(size: int, out: Path, stage: str, signal_number: int, timeout_s: int) -> None:
-    """Ranks are forked: one import serves all of them."""
+def lose_a_rank(size: int, out: Path, stage: str, signal_number: int, timeout_s: int) -> None:
+    """Fork the ranks and wait for all but the last."""
     ranks = []
     for rank in range(size):
         child = os.fork()
@@ -60,7 +59,3 @@ def main(size: int, out: Path, stage: str, signal_number: int, timeout_s: int) -
         os.waitpid(child, 0)
     os.kill(ranks[-1], signal.SIGKILL)
     os.waitpid(ranks[-1], 0)
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], int(sys.argv[4]), int(sys.argv[5]))

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from calibration.lost_rank import lose_a_rank
 from calibration.two_ranks import (
     CONSTRUCTORS,
     DRAWN,
@@ -24,8 +25,10 @@ from calibration.two_ranks import (
     bases,
     cores_after_a_step,
     costs,
+    main,
     streamed_bases,
 )
+from forked import as_ranks, ended
 from frozencore import calibrate, collect_moments
 from frozencore.calibration import run_pass
 from frozencore.calibration.shards import assign_owners
@@ -41,17 +44,28 @@ ENVIRONMENT = os.environ | {
 TIMEOUT_S = 10  # of the process group, where a rank is lost
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[2, 4, pytest.param("torchrun", marks=pytest.mark.slow)])
 def reports(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank found; one launch for the whole file."""
     out = tmp_path_factory.mktemp("ranks")
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(request.param)]
+    if request.param == "torchrun":
+        size, status, said = 2, *launched(out)
+    else:
+        size = request.param
+        done = ended(lambda: as_ranks(size, lambda rank: main(out)), out)
+        status, said = done.status, done.err
+    assert status == 0, said[-2000:]
+    return [torch.load(out / f"rank{rank}.pt", weights_only=True) for rank in range(size)]
+
+
+def launched(out: Path) -> tuple[int, str]:
+    """As a user starts two ranks."""
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
         [*words, str(TESTS / "calibration" / "two_ranks.py"), str(out)],
         capture_output=True, text=True, env=ENVIRONMENT, timeout=300, check=False,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    return [torch.load(out / f"rank{rank}.pt", weights_only=True) for rank in range(request.param)]
+    return done.returncode, done.stderr
 
 
 @pytest.mark.parametrize("constructor", CONSTRUCTORS)
@@ -155,12 +169,8 @@ def test_a_rank_that_is_lost_ends_the_others_within_the_timeout(
     num_ranks: int, stage: str, how: Signals, tmp_path: Path
 ) -> None:
     """Killed, its connections close; stopped, it only stays silent."""
-    words = [num_ranks, tmp_path, stage, how.value, TIMEOUT_S]
-    done = subprocess.run(
-        [sys.executable, str(TESTS / "calibration" / "lost_rank.py"), *map(str, words)],
-        capture_output=True, text=True, env=ENVIRONMENT, timeout=120, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
+    done = ended(lambda: lose_a_rank(num_ranks, tmp_path, stage, how, TIMEOUT_S), tmp_path, timeout_s=120)
+    assert done.status == 0, done.err[-2000:]
     for rank in range(num_ranks - 1):
         report = json.loads((tmp_path / f"rank{rank}.json").read_text())
         assert re.match(r"A rank died or stopped answering \(.+\)\. Start all ranks again\.$", report["error"])

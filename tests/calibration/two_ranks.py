@@ -1,4 +1,4 @@
-"""What each process of ``torchrun`` does in test_distributed: calibrate, train a step, save, fail; one report each."""
+"""What each rank does in test_distributed: calibrate, train a step, save, fail; one report each."""
 
 from __future__ import annotations
 
@@ -108,6 +108,7 @@ def failure(work: Any) -> str:
 
 
 def main(out: Path) -> None:
+    """As a process of ``torchrun``, whose environment says which rank it is."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     rank, size = dist.get_rank(), dist.get_world_size()
     share = EXAMPLES[rank::size]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from frozencore import __version__, naming, public
+from frozencore import __version__, _is_the_command, naming, public
 from frozencore.cli.verbs import VERBS
 
 HEAVY = {"torch", "transformers", "peft", "datasets", "accelerate", "matplotlib", "scipy", "torchao", "bitsandbytes"}
@@ -49,19 +48,26 @@ def test_the_installed_script_starts_as_light_as_the_module(tmp_path: Path) -> N
     assert imported("--version", script=script) == (set(), f"frozencore {__version__}\n", "")
 
 
-def test_a_program_that_is_no_command_may_use_peft_after_the_bare_import_and_sees_no_others_warnings(
-    tmp_path: Path,
+@pytest.mark.parametrize(
+    ("started", "words", "is_the_command"),
+    [
+        ("/venv/bin/frozencore", ["python", "/venv/bin/frozencore", "tune"], True),
+        ("frozencore.exe", ["frozencore.exe"], True),
+        ("-m", ["python", "-X", "dev", "-m", "frozencore", "tune"], True),
+        ("-m", ["python", "-m", "mine", "-m", "frozencore"], False),  # its __init__ may import frozencore
+        ("-m", ["python", "-m", "frozencore.lab.pocket.pretrain"], False),
+        ("-m", ["python", "-mfrozencore"], False),  # slower, never wrong
+        ("-c", ["python", "-c", "import frozencore"], False),
+        ("", ["python"], False),
+        ("train.py", ["python", "train.py", "frozencore"], False),
+    ],
+)
+def test_only_the_command_itself_leaves_the_registration_to_its_verbs(
+    started: str, words: list[str], is_the_command: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "__init__.py").write_text("import frozencore\n")  # while Python looks for the module to run
-    (tmp_path / "mine" / "__main__.py").write_text(
-        "from peft import PeftConfig, TaskType\n"
-        "from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING\n"
-        "print(PEFT_TYPE_TO_CONFIG_MAPPING['FROZENCORE'].__name__, PEFT_TYPE_TO_TUNER_MAPPING['FROZENCORE'].__name__)\n"
-    )
-    place = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
-    done = subprocess.run([sys.executable, "-m", "mine"], capture_output=True, text=True, env=place)
-    assert (done.stdout, done.stderr) == ("FrozenCoreConfig FrozenCoreModel\n", "")
+    monkeypatch.setattr(sys, "argv", [started])
+    monkeypatch.setattr(sys, "orig_argv", words)
+    assert _is_the_command() is is_the_command
 
 
 def test_in_the_commands_own_process_every_public_name_is_there_when_it_is_asked_for(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import resource
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +10,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
+from forked import ended
 from frozencore import FrozenCoreConfig
 from frozencore.lab.run import accounting
 from frozencore.lab.run.accounting import (
@@ -59,16 +58,18 @@ def test_basis_bytes_are_those_of_the_buffers() -> None:
     assert basis_bytes(target_shapes(tiny_qwen2()), 4, torch.float32) == stored
 
 
-def test_peak_memory_sees_what_was_held_and_let_go() -> None:
+def test_peak_memory_sees_what_was_held_and_let_go(tmp_path: Path) -> None:
     """In a process of its own: this one's peak may lie far above what a test can add."""
-    program = (
-        "import torch; from frozencore.lab.run.accounting import peak_memory_bytes; before = peak_memory_bytes(); "
-        "block = torch.ones(2**26); del block; grown = peak_memory_bytes() - before; "
-        "assert 0.5 * 2**28 < grown < 2 * 2**28, grown"
-    )
-    without_gpu = os.environ | {"CUDA_VISIBLE_DEVICES": ""}  # where there is one, its memory would be looked at
-    done = subprocess.run([sys.executable, "-c", program], env=without_gpu, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-500:]
+
+    def hold_a_quarter_of_a_gibibyte() -> None:
+        before = peak_memory_bytes()
+        block = torch.ones(2**26)
+        del block
+        grown = peak_memory_bytes() - before
+        assert 0.5 * 2**28 < grown < 2 * 2**28, grown
+
+    done = ended(hold_a_quarter_of_a_gibibyte, tmp_path)
+    assert done.status == 0, done.err[-500:]
 
 
 def test_with_gpus_the_fullest_of_them_counts(monkeypatch: pytest.MonkeyPatch) -> None:
