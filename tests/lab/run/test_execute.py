@@ -67,6 +67,8 @@ def test_every_method_runs_and_its_adapter_reloads_to_the_same_score(method: str
     assert score.held_out_loss == pytest.approx(record.held_out_loss, abs=rounding)
     lines = [json.loads(line) for line in (tmp_path / "run" / "predictions.jsonl").read_text().splitlines()]
     assert [line["prediction"] for line in lines] == [p.prediction for p in score.predictions]
+    assert record.score is not None
+    assert record.score.correct == "".join(str(int(line["correct"])) for line in lines)
 
 
 def test_the_record_holds_what_is_needed_to_trust_it(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from frozencore.lab.reports.labels import axis_name, slug, value_name
 from frozencore.lab.reports.sheets.sheet import Sheet
 from frozencore.lab.reports.tables.best_of_grid import best_sheet
 from frozencore.lab.reports.tables.comparison import Comparison
+from frozencore.lab.reports.tables.items import item_gains, item_sheet, items_by_task_sheet
 from frozencore.lab.reports.tables.means_across import NamedPivot, means_across
 from frozencore.lab.reports.tables.measures import measures_of
 from frozencore.lab.reports.tables.pivot import Pivot, pivots
@@ -36,8 +37,13 @@ def study_section(results: StudyResults) -> Section:
                 first.append(Table(tradeoff_sheet(pivot, f"{name}-tradeoff")))
             if results.study.report.best:
                 first.append(Table(best_sheet(pivot, f"{name}-best")))
+            gains, absent = item_gains(pivot)
             if comparison is not None:
-                first.append(Table(_significance(pivot, comparison, f"{name}-significance", remark)))
+                sheet = _significance(pivot, comparison, f"{name}-significance", remark)
+                first.append(Table(sheet, remark=absent))
+            if gains is not None:
+                first.append(Table(item_sheet(pivot, gains, comparison, f"{name}-items")))
+                details.append(Table(items_by_task_sheet(pivot, gains, f"{name}-items-by-task")))
         named = [NamedPivot(tuple(value_name(*item) for item in pivot.group.items()), pivot) for pivot in tables]
         headings = [axis_name(axis) for axis in tables[0].group]
         across = means_across(named, headings, f"{results.name}-means{measure.suffix}", results.study.title)

@@ -78,11 +78,16 @@ class UsedRows(_Part):
 
 
 class AccuracyDetails(_Part):
-    """What belongs to an accuracy, as :class:`frozencore.lab.scoring.score.TaskScore` has it."""
+    """What belongs to an accuracy, as :class:`frozencore.lab.scoring.score.TaskScore` has it.
+
+    Attributes:
+        correct: A letter for each scored row, in their order: 1 where the run was right, else 0.
+    """
 
     standard_error: float
     chance: float | None = None
     majority_class: float | None = None
+    correct: Annotated[str, Field(pattern="^[01]+$")] | None = None
 
 
 class Training(_Part):

@@ -131,6 +131,7 @@ def _accuracies(before: Score, after: Score) -> dict[str, Any]:
         return {}
     details = {name: value for name, value in vars(after.task).items() if name != "predictions"}
     details["held_out_loss"] = _finite(after.task.held_out_loss)
+    details["correct"] = "".join("01"[prediction.correct] for prediction in after.task.predictions)
     return {
         "accuracy_before": before.task.accuracy,
         "accuracy": after.task.accuracy,

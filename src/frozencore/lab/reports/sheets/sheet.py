@@ -15,6 +15,7 @@ class SeedValue:
 
     Attributes:
         hashes: Of the run's model, rows and basis, as its record has them.
+        correct: A letter for each scored row, 1 where the run was right; None where its record does not say.
     """
 
     seed: Any
@@ -23,6 +24,7 @@ class SeedValue:
     status: Status
     message: str
     hashes: Mapping[str, str]
+    correct: str | None = None
 
 
 @dataclass(frozen=True)

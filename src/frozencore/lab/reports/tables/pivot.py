@@ -14,7 +14,7 @@ from frozencore.lab.reports.labels import column_name, full_name, slug
 from frozencore.lab.reports.sheets.sheet import SeedValue, Status
 from frozencore.lab.reports.statistics.over_tasks import mean, sample_std
 from frozencore.lab.reports.tables.measures import Measure
-from frozencore.lab.run.record import Failure, RunRecord
+from frozencore.lab.run.record import Failure, RunRecord, TunedRecord
 
 Key = tuple[Value, ...]
 
@@ -148,7 +148,9 @@ def _seed_value(cell: Cell, measure: Measure, *, zero: bool) -> SeedValue:
     if status == "diverged" and zero:
         value = measure.diverged
     hashes = cell.record.hashes.content() if cell.record is not None and cell.record.hashes is not None else {}
-    return SeedValue(cell.axes["seed"], cell.run_id, value, status, message, hashes)
+    score = cell.record.score if isinstance(cell.record, TunedRecord) else None
+    correct = score.correct if score is not None else None
+    return SeedValue(cell.axes["seed"], cell.run_id, value, status, message, hashes, correct)
 
 
 def _reading(record: RunRecord | None, failure: Failure | None, measure: Measure) -> tuple[float | None, Status, str]:

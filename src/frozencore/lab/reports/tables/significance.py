@@ -77,7 +77,7 @@ def comparison_sheet(
             SheetCell(f"{pair.mean_difference:+.{decimals}f}", value=pair.mean_difference),
             SheetCell(f"{low:+.{decimals}f} to {high:+.{decimals}f}", value=low),
             number(pair.wins, 0), number(pair.ties, 0), number(pair.losses, 0),
-            _p(pair.wilcoxon_p), _p(pair.wilcoxon_holm), _p(pair.t_p), _p(pair.t_holm),
+            p_cell(pair.wilcoxon_p), p_cell(pair.wilcoxon_holm), p_cell(pair.t_p), p_cell(pair.t_holm),
             number(comparison.means[pair.other], decimals), number(comparison.mean_ranks[pair.other], 2),
         ))  # fmt: skip
     how = "exact" if all(pair.exact for pair in comparison.pairs) else "normal approximation beyond 100 tasks"
@@ -121,7 +121,8 @@ def comparison_view(comparison: Comparison) -> Group:
     return Group(*(rich_table(sheet) for sheet in sheets if sheet is not None))
 
 
-def _p(value: float | None) -> SheetCell:
+def p_cell(value: float | None) -> SheetCell:
+    """A p-value as the paper prints it: ``.0137``."""
     if value is None:
         return SheetCell("n/a", hint="the differences have no spread")
     return SheetCell("< .0001" if value < 1e-4 else f"{value:.4f}".removeprefix("0"), value=value)
