@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from frozencore.errors import TrainingError
+from frozencore.errors import ConfigError, TrainingError
 from frozencore.one_line import one_line
 
 SEAL = "complete.json"
@@ -25,6 +25,27 @@ def seal_checkpoint(folder: Path, identity: Mapping[str, Any]) -> None:
     unsealed = folder / f"{SEAL}.part"
     unsealed.write_text(json.dumps({"identity": dict(identity), "files": files}, indent=1))
     os.replace(unsealed, folder / SEAL)
+
+
+def starting_point(checkpoint_dir: Path | None, resume: bool, identity: Mapping[str, Any]) -> Path | None:
+    """The checkpoint that a training goes on from; None for one that starts at its start.
+
+    Raises:
+        ConfigError: There is no folder to resume from.
+        TrainingError: The folder holds checkpoints that are not resumed, or of another run.
+    """
+    if checkpoint_dir is None:
+        if resume:
+            raise ConfigError("To resume, training needs the folder of its checkpoints: give checkpoint_dir.")
+        return None
+    if resume:
+        return newest_complete_checkpoint(checkpoint_dir, identity)
+    if checkpoints(checkpoint_dir):
+        raise TrainingError(
+            f"A new training needs a folder without checkpoints, but {checkpoint_dir} holds some. "
+            f"Resume from them, remove them, or choose another folder."
+        )
+    return None
 
 
 def newest_complete_checkpoint(out_dir: Path, identity: Mapping[str, Any]) -> Path | None:

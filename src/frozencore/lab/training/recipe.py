@@ -29,7 +29,8 @@ from frozencore.adapter.trainable import require_own_parameters
 from frozencore.errors import ConfigError, DataError, TrainingError
 from frozencore.lab.rows.batches import Collator
 from frozencore.lab.rows.prompts import TokenRow
-from frozencore.lab.training.checkpoints import checkpoints, newest_complete_checkpoint
+from frozencore.lab.training.checkpoints import starting_point
+from frozencore.lab.training.selection import Selected, Selection, Selector
 from frozencore.lab.training.termination import sigterm_held_back
 from frozencore.lab.training.trainer import (
     CompletionTrainer,
@@ -91,9 +92,10 @@ class TrainingReport:
         num_steps: Optimiser steps, those before a resumed checkpoint included.
         losses: The loss of each step, in nats per completion token.
         final_loss: Mean over the last tenth of the steps.
-        time_s: Wall time of this call.
+        time_s: Wall time of this call, without the scoring of validation rows.
         step_s: Median seconds from one step's end to the next; None for a single step.
         resumed_from: The checkpoint it went on from.
+        selected: The step whose values were kept, and what chose it; None where the last one was kept unasked.
     """
 
     num_steps: int
@@ -102,6 +104,7 @@ class TrainingReport:
     time_s: float
     step_s: float | None
     resumed_from: Path | None
+    selected: Selected | None = None
 
 
 def train(
@@ -114,6 +117,7 @@ def train(
     checkpoint_steps: int | None = None,
     resume: bool = False,
     identity: Mapping[str, Any] | None = None,
+    selection: Selection | None = None,
     progress: Progress | None = None,
 ) -> TrainingReport:
     """Train the trainable parameters of a model in place, on the device it is on.
@@ -128,6 +132,7 @@ def train(
             the start when there is none.
         identity: What a checkpoint must share with the run that resumes it beside recipe, rows and the shapes of
             what trains; JSON values by name.
+        selection: Keep what trained best by validation rows; the last step's values otherwise.
 
     Raises:
         ConfigError: Nothing is trainable, trainable parameters are below float32, or others than the cores of a
@@ -146,21 +151,27 @@ def train(
             f"Between checkpoints there must be at least one step, got checkpoint_steps={checkpoint_steps}."
         )
     identity = {**(identity or {}), **_identity(model, recipe, rows)}
-    resumed_from = _starting_point(checkpoint_dir, resume, identity)
+    if selection is not None:
+        identity |= {"scored every": selection.every, "validation rows": selection.identity}
+    resumed_from = starting_point(checkpoint_dir, resume, identity)
     start = time.perf_counter()
-    watch = Watch(progress, kept)
+    selector: Selector | None = None
     with ExitStack() as restored:
         asked = restored.enter_context(sigterm_held_back()) if checkpoint_dir else lambda: False
         restored.enter_context(own_random_state())
         restored.enter_context(without_dropout(model))
         restored.enter_context(own_use_cache(model))
         folder = checkpoint_dir or Path(restored.enter_context(TemporaryDirectory()))
+        if selection is not None:
+            steps_an_epoch = recipe.num_steps(len(rows)) // recipe.epochs
+            selector = Selector(selection, model, steps_an_epoch=steps_an_epoch, asked=asked, resumed_from=resumed_from)
+        watch = Watch(progress, kept, paused_s=lambda: selector.time_s if selector else 0.0)
         trainer = CompletionTrainer(
             model=model,
             args=_arguments(model, recipe, len(rows), folder, checkpoint_dir is not None, checkpoint_steps),
             data_collator=Collator(pad_id),
             train_dataset=list(rows),
-            callbacks=[watch, Seal(identity), StopWhenAsked(asked)],
+            callbacks=[watch, *([selector] if selector else []), Seal(identity), StopWhenAsked(asked)],
         )
         trainer.remove_callback(PrinterCallback)
         with _disk_errors_told(checkpoint_dir):
@@ -171,15 +182,17 @@ def train(
             "Its checkpoint is whole: resume it."
         )
     model.eval()
+    selected = selector.put_back() if selector else None
     losses = tuple(entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
     tail = losses[-math.ceil(len(losses) / 10) :]
     return TrainingReport(
         num_steps=trainer.state.global_step,
         losses=losses,
         final_loss=sum(tail) / len(tail),
-        time_s=time.perf_counter() - start,
+        time_s=time.perf_counter() - start - (selected.time_s if selected else 0.0),
         step_s=median(b - a for a, b in pairwise(watch.step_ends)) if len(watch.step_ends) > 1 else None,
         resumed_from=resumed_from,
+        selected=selected,
     )
 
 
@@ -253,18 +266,3 @@ def _disk_errors_told(checkpoint_dir: Path | None) -> Iterator[None]:
             f"A checkpoint could not be written to {checkpoint_dir}: {reason}. "
             "Free some space and resume: the last whole checkpoint is kept."
         ) from error
-
-
-def _starting_point(checkpoint_dir: Path | None, resume: bool, identity: Mapping[str, Any]) -> Path | None:
-    if checkpoint_dir is None:
-        if resume:
-            raise ConfigError("To resume, training needs the folder of its checkpoints: give checkpoint_dir.")
-        return None
-    if resume:
-        return newest_complete_checkpoint(checkpoint_dir, identity)
-    if checkpoints(checkpoint_dir):
-        raise TrainingError(
-            f"A new training needs a folder without checkpoints, but {checkpoint_dir} holds some. "
-            f"Resume from them, remove them, or choose another folder."
-        )
-    return None

@@ -52,10 +52,14 @@ class Watch(TrainerCallback):
 
     Args:
         kept: Parameters that then get back the last values whose loss and gradient were finite.
+        paused_s: Seconds so far that were not spent on steps.
     """
 
-    def __init__(self, progress: Progress | None, kept: Sequence[Tensor] = ()) -> None:
+    def __init__(
+        self, progress: Progress | None, kept: Sequence[Tensor] = (), paused_s: Callable[[], float] = lambda: 0.0
+    ) -> None:
         self.progress = progress
+        self.paused_s = paused_s
         self.step_ends: list[float] = []
         self._parameters = kept
 
@@ -82,7 +86,7 @@ class Watch(TrainerCallback):
     ) -> None:
         if "loss" not in logs:
             return
-        self.step_ends.append(time.perf_counter())
+        self.step_ends.append(time.perf_counter() - self.paused_s())
         loss, gradient_norm = logs["loss"], logs.get("grad_norm", 0.0)
         if not math.isfinite(loss) or not math.isfinite(gradient_norm):
             way_out = f"Lower the learning rate ({args.learning_rate}) or lengthen the warm-up."

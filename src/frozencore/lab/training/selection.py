@@ -1,0 +1,161 @@
+"""Which step of a training is kept: validation rows are scored now and then, and what trained best is put back.
+
+A step is scored once its checkpoint is written, if it has one: a kill meanwhile loses no step. Each checkpoint holds,
+under its seal, the scores of the steps before it and the best values so far: a training that goes on from it chooses as
+if it had never been interrupted.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from frozencore.errors import ConfigError, DivergenceError, ModelError, TrainingError
+from frozencore.progress import Progress
+from frozencore.randomness import own_random_state
+
+Every = Literal["epoch"] | int
+SCORES, VALUES = "selection.json", "selection.safetensors"
+
+
+@dataclass(frozen=True)
+class StepScore:
+    """What the values after a step scored on the validation rows: nats per completion token, and a share of rows."""
+
+    step: int
+    held_out_loss: float
+    accuracy: float | None = None
+
+    @property
+    def worth(self) -> tuple[float, float]:
+        """More of it is better: accuracy if there is one, then a lower loss."""
+        return self.accuracy or 0.0, -self.held_out_loss
+
+
+@dataclass(frozen=True)
+class Selection:
+    """How validation rows choose among the steps.
+
+    Attributes:
+        every: Steps between two scores, or ``epoch``; the last step is scored in any case.
+        score: Held-out loss and accuracy (None: the loss alone chooses) of a model; leaves it as it was.
+        identity: What the scores are of; a checkpoint that is resumed must share it.
+    """
+
+    every: Every
+    score: Callable[[nn.Module, Progress], tuple[float, float | None]]
+    identity: str
+
+    def __post_init__(self) -> None:
+        if self.every != "epoch" and self.every < 1:
+            raise ConfigError(f"Between two scores there must be at least one step, got {self.every}.")
+
+    def due(self, step: int, num_steps: int, steps_an_epoch: int) -> bool:
+        """Whether a step is one of those to score."""
+        every = steps_an_epoch if self.every == "epoch" else self.every
+        return step > 0 and (step % every == 0 or step == num_steps)
+
+
+@dataclass(frozen=True)
+class Selected:
+    """Every score in the order of the steps, the step that was kept, and the seconds that scoring took in this call."""
+
+    scores: tuple[StepScore, ...]
+    step: int
+    time_s: float
+
+
+class Selector(TrainerCallback):
+    """Scores the steps that are due and keeps the values of the best, the first of equal ones.
+
+    Args:
+        steps_an_epoch: Optimiser steps.
+        asked: Whether the training was told to stop.
+        resumed_from: The checkpoint that it goes on from.
+    """
+
+    def __init__(
+        self,
+        selection: Selection,
+        model: nn.Module,
+        *,
+        steps_an_epoch: int,
+        asked: Callable[[], bool],
+        resumed_from: Path | None,
+    ) -> None:
+        self.selection = selection
+        self.model = model
+        self.steps_an_epoch = steps_an_epoch
+        self.asked = asked
+        self.time_s = 0.0
+        self._parameters: dict[str, Tensor] = {}
+        self._scores: list[StepScore] = []
+        self._best: dict[str, Tensor] = {}
+        self._saved_step = 0
+        if resumed_from is not None:
+            self._scores = [StepScore(**score) for score in json.loads((resumed_from / SCORES).read_text())]
+            self._best = load_file(resumed_from / VALUES) if self._scores else {}
+            self._saved_step = int(resumed_from.name.rpartition("-")[2])
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """The parameters are where they train."""
+        self._parameters = {name: p.detach() for name, p in self.model.named_parameters() if p.requires_grad}
+
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """The step before is over, and its checkpoint written."""
+        self._score_if_due(state)
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if state.global_step == state.max_steps:
+            self._score_if_due(state)
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Add to the checkpoint what it takes to go on choosing; its seal comes after."""
+        self._saved_step = state.global_step
+        if state.is_world_process_zero:
+            folder = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
+            (folder / SCORES).write_text(json.dumps([asdict(score) for score in self._scores]))
+            if self._best:
+                save_file({name: value.cpu().contiguous() for name, value in self._best.items()}, folder / VALUES)
+
+    def put_back(self) -> Selected:
+        """Give the parameters the best step's values."""
+        for name, value in self._best.items():
+            self._parameters[name].copy_(value)
+        return Selected(tuple(self._scores), self._leader().step, self.time_s)
+
+    def _score_if_due(self, state: TrainerState) -> None:
+        step, started = state.global_step, time.perf_counter()
+        if step in {score.step for score in self._scores} or not self.selection.due(
+            step, state.max_steps, self.steps_an_epoch
+        ):
+            return
+
+        def go_on(done: int = 0, total: int = 0, note: str = "") -> None:
+            if self.asked() and self._saved_step == step:
+                raise TrainingError(
+                    f"Training was told to stop while step {step} of {state.max_steps} was scored. "
+                    "Its checkpoint is whole: resume it."
+                )
+
+        go_on()
+        try:
+            with own_random_state():
+                loss, accuracy = self.selection.score(self.model, go_on)
+        except ModelError as error:
+            raise DivergenceError(f"Training diverged at step {step} of {state.max_steps}: {error}") from error
+        self._scores.append(StepScore(step, loss, accuracy))
+        if self._leader().step == step:
+            self._best = {name: value.clone() for name, value in self._parameters.items()}
+        self.time_s += time.perf_counter() - started
+
+    def _leader(self) -> StepScore:
+        return max(self._scores, key=lambda score: score.worth)
