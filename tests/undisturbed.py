@@ -15,7 +15,9 @@ TWO_METHODS = """
 name: small
 models: {pocket: pocket}
 keep_adapters: true
-base: {batch_size: 8, accumulation: 1, dtype: float32, num_train: 32, num_evaluation: 16, epochs: 3}
+base:
+  {batch_size: 8, accumulation: 1, dtype: float32, num_train: 32, num_evaluation: 16, epochs: 3,
+   select_checkpoint: epoch}
 studies:
   main:
     title: Small
@@ -24,7 +26,7 @@ studies:
 """  # four runs: two of a search, and one a method
 FOUR_METHODS = TWO_METHODS.replace("[fcca, lora_xs]", "[fcca, eva, milora, pissa]").replace("[42]", "[42, 43]")
 NOTHING_ELSE_COUNTS = (
-    "accuracy", "accuracy_before", "held_out_loss", "held_out_loss_before", "score", "hashes", "training",
+    "accuracy", "accuracy_before", "held_out_loss", "held_out_loss_before", "score", "hashes", "training", "selection",
     "trainable_parameters", "adapter_bytes", "warnings", "criterion",
 )  # fmt: skip
 ENVIRONMENT = {
@@ -40,7 +42,8 @@ def results_of(folder: Path) -> dict[str, Any]:
     found = {}
     for file in sorted(folder.glob("runs/[0-9a-f]*/result.json")):
         record = json.loads(file.read_text())
-        record.get("score", {}).pop("time_s", None)
+        for part in ("score", "selection"):
+            record.get(part, {}).pop("time_s", None)
         final = record["config"]["evaluate_on"] == "evaluation"  # what a search trained is not kept
         weights = sorted(file.parent.glob("adapter/*.safetensors")) if final else []
         found[file.parent.name] = {

@@ -70,6 +70,25 @@ def test_a_run_on_ones_own_rows_shows_its_loss_and_no_verdict() -> None:
     assert "beat" not in text.lower()
 
 
+def test_a_run_says_which_step_it_kept_and_why() -> None:
+    scores = [
+        {"step": 88, "held_out_loss": 0.5, "accuracy": 0.75},
+        {"step": 176, "held_out_loss": 0.4, "accuracy": 0.7},
+    ]
+    kept = {"every": "epoch", "rows": 70, "kept_step": 88, "by": "accuracy", "scores": scores, "time_s": 2.5}
+    text = shown(run_summary(made_up_record({"task": "svamp"}, selection=kept)))
+    assert "Kept step 88 of 262: accuracy 75.0 % on 70 validation rows, the best of 2 scores, which took 2.5 s." in text
+    by_loss = [{"step": 262, "held_out_loss": 0.25}]
+    kept = {"every": 300, "rows": 4, "kept_step": 262, "by": "held_out_loss", "scores": by_loss, "time_s": 1.0}
+    assert "Kept step 262 of 262: loss 0.250 on 4" in shown(
+        run_summary(made_up_record({"task": "svamp"}, selection=kept))
+    )
+    none = {"every": "epoch", "rows": 0, "kept_step": 262}
+    text = shown(run_summary(made_up_record({"task": "svamp"}, selection=none)))
+    assert "No rows to validate on beside those trained on: the last of 262 steps is kept." in text
+    assert "step" not in shown(run_summary(made_up_record({"task": "svamp"})))
+
+
 def test_on_a_screen_averages_stand_below_the_rows_and_what_is_best_is_bold() -> None:
     rows = ((label("a"), SheetCell("79.7", "1.5", best=True)), (label("b"), SheetCell("68.1")))
     sheet = Sheet("t", "A title", "", ("task", "FCCA"), rows, foot=((label("Mean"), SheetCell("73.9")),))

@@ -14,6 +14,7 @@ LABELS = {
     "calibration": "Calibrate",
     "bases": "Build the bases",
     "train": "Train",
+    "validate": "Score validation rows",
     "score": "Score",
 }
 

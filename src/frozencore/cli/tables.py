@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from rich.console import Group
 from rich.table import Table
@@ -30,7 +30,23 @@ def run_summary(record: TunedRecord) -> Group:
         f"{record.trainable_parameters:,} trained values; calibration {record.calibration_s:.1f} s, "
         f"training {record.training_s:.1f} s, peak memory {record.peak_memory_bytes / 2**30:.2f} GiB"
     )
-    return Group(table, *words, cost)
+    return Group(table, *words, *map(Text, _kept_step(record)), cost)
+
+
+def _kept_step(record: TunedRecord) -> Iterator[str]:
+    """Which step's values were kept, where that was to be chosen."""
+    chosen, last = record.selection, record.training.num_steps
+    if chosen is None:
+        return
+    if chosen.by is None:
+        yield f"No rows to validate on beside those trained on: the last of {last} steps is kept."
+        return
+    best = next(score for score in chosen.scores if score.step == chosen.kept_step)
+    value = f"loss {best.held_out_loss:.3f}" if best.accuracy is None else f"accuracy {percent(best.accuracy)} %"
+    yield (
+        f"Kept step {chosen.kept_step} of {last}: {value} on {chosen.rows} validation rows, the best of "
+        f"{len(chosen.scores)} scores, which took {chosen.time_s:.1f} s."
+    )
 
 
 def verdict(accuracy: float, before: float, details: AccuracyDetails) -> str:

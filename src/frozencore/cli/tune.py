@@ -70,6 +70,16 @@ def tune(
             help="Train on all rows, as the paper: where a task has no others, no tenth is held out to validate on.",
         ),
     ] = False,
+    select_checkpoint: Annotated[
+        str,
+        typer.Option(
+            metavar="none|epoch|STEPS",
+            help="Keep the best of the steps that validation rows are scored at: each epoch's last, or every so many.",
+        ),
+    ] = "none",
+    select_by: Annotated[
+        str, typer.Option(help="What the best step is: accuracy (ties by held-out loss), or held_out_loss.")
+    ] = "accuracy",
     max_length: MaxLength = None,
     truncate: Truncate = False,
     prompt_style: Annotated[str, typer.Option(help="auto, chat or plain.")] = "auto",
@@ -96,7 +106,9 @@ def tune(
         targets=read_targets(targets), calibration_size=calibration_size, memory_budget=memory_budget,
         learning_rate=learning_rate, warmup=warmup,
         epochs=epochs, batch_size=batch_size, accumulation=accumulation, seed=seed, evaluate_on=evaluate_on,
-        num_train=num_train, num_evaluation=num_evaluation, paper_steps=paper_steps, max_length=max_length,
+        num_train=num_train, num_evaluation=num_evaluation, paper_steps=paper_steps,
+        select_checkpoint=int(select_checkpoint) if select_checkpoint.isdecimal() else select_checkpoint,
+        select_by=select_by, max_length=max_length,
         truncate=truncate, prompt_style=prompt_style, prompt_date=read_date(prompt_date),
         core={"alpha": alpha, "whiten": whiten, "fisher": fisher, "damping": damping, "coordinates": coordinates},
         dtype=dtype, device=device,

@@ -16,6 +16,7 @@ from frozencore.lab.campaign.estimate import (
     OVERHEAD_S,
     ModelSize,
     estimate_lines,
+    num_choices,
     run_seconds,
     shared_bytes,
     time_to_go,
@@ -281,6 +282,20 @@ def test_a_stability_run_is_estimated_at_its_calibration_alone() -> None:
     operations = row_tokens * size.num_parameters
     assert stability == pytest.approx(OVERHEAD_S + operations * 4 * 30 / (speed * EFFICIENCY))
     assert tuned - stability == pytest.approx(operations * (4 * 50 + 2 * 2 * 20) / (speed * EFFICIENCY))
+
+
+def test_scores_that_choose_a_step_are_estimated_as_well() -> None:
+    options = {**OPTIONS, "num_train": 50, "num_evaluation": 20, "epochs": 3, "batch_size": 2, "accumulation": 4}
+    choices = {"none": 0, "epoch": 3, 10: 3, 21: 1, 4: 6}  # of 3 epochs of 7 steps
+    for every, scores in choices.items():
+        assert num_choices(make_job("tune", {**options, "select_checkpoint": every})) == scores
+    size, speed, row_tokens = ModelSize(1_000_000, ((8, 8),)), 1e9, 10.0
+    seconds = [
+        run_seconds(make_job("tune", {**options, "select_checkpoint": every}), size, row_tokens, speed)
+        for every in ("none", "epoch")
+    ]
+    scored = row_tokens * size.num_parameters * 2 * 3 * 20
+    assert seconds[1] - seconds[0] == pytest.approx(scored / (speed * EFFICIENCY))
 
 
 def test_the_disk_holds_the_bases_of_a_weight_once_for_all_tasks_and_seeds() -> None:

@@ -7,6 +7,7 @@ that are there already give the time of the others of their kind. It is an estim
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -129,12 +130,21 @@ def run_seconds(job: Job, size: ModelSize, row_tokens: float, speed: float) -> f
     """Seconds of one run from its operations."""
     config = job.config
     rows = OWN_DATA | job.resolved
-    trained, scored = rows["num_train"] * rows["epochs"], 2 * rows["num_evaluation"]
+    trained, scored = rows["num_train"] * rows["epochs"], (2 + num_choices(job)) * rows["num_evaluation"]
     if job.kind == "stability":
         trained = scored = 0
     calibrated = config.calibration_size if config.moments_needed else 0
     operations = row_tokens * size.num_parameters * (4 * (trained + calibrated) + 2 * scored)
     return OVERHEAD_S + operations / (speed * EFFICIENCY)
+
+
+def num_choices(job: Job) -> int:
+    """How often validation rows are scored to choose a step: about as many as are evaluated."""
+    every, rows = job.config.select_checkpoint, OWN_DATA | job.resolved
+    if every in ("none", "epoch"):
+        return rows["epochs"] if every == "epoch" else 0
+    steps_an_epoch = math.ceil(rows["num_train"] / (job.config.batch_size * job.config.accumulation))
+    return math.ceil(rows["epochs"] * steps_an_epoch / int(every))
 
 
 def memory_bytes(config: RunConfig, size: ModelSize) -> int:

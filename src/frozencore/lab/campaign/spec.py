@@ -32,7 +32,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from pydantic_core import ErrorDetails
 
 from frozencore.errors import ConfigError
-from frozencore.lab.run.config import CoreOptions, PassOptions, RunConfig
+from frozencore.lab.run.config import CoreOptions, Measure, PassOptions, RunConfig
 from frozencore.naming import unknown_name
 from frozencore.strict_yaml import line_of, read_yaml
 
@@ -40,7 +40,6 @@ Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")]
 Value = bool | int | float | str | tuple[str, ...] | None
 Values = Annotated[tuple[Value, ...], Field(min_length=1)]
 Kind = Literal["tune", "stability", "profile"]
-Measure = Literal["accuracy", "held_out_loss"]
 Figure = Literal["ranking", "gains", "lines", "state", "panels", "curves"]
 
 NESTED = {"core": tuple(CoreOptions.model_fields), "calibration": tuple(PassOptions.model_fields)}

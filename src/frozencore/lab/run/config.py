@@ -6,7 +6,16 @@ from datetime import date
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveInt,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from frozencore.calibration.budget import memory_bytes
 from frozencore.calibration.options import CalibrationOptions, FisherLabels, Tokens, Weighting
@@ -22,6 +31,7 @@ from frozencore.maths.linalg import SvdMethod
 from frozencore.maths.moments import MomentName
 from frozencore.maths.whitening import Fisher, Sides
 
+Measure = Literal["accuracy", "held_out_loss"]
 READ_BY = {
     "whiten": ("fcca",), "fisher": ("fcca",), "shrinkage": ("fcca",), "damping": ("fcca",),
     "filora_fisher": ("filora",), "eva_center": ("eva",), "eva_output": ("eva",), "initial_step": ("signgrad",),
@@ -83,6 +93,10 @@ class RunConfig(_Strict):
         evaluate_on: ``validation`` scores on the held-out validation rows instead, to choose options with.
         paper_steps: A run that is evaluated trains on all rows even where none are left for validation, as the paper's
             step counts imply; one that is scored on validation rows has them held out as ever.
+        select_checkpoint: When validation rows are scored (``epoch``, or steps between two scores), of which the best
+            step's values are kept; ``none`` keeps the last step's, as does a run without validation rows.
+        select_by: What a step must have most of (accuracy; ties go to the lower held-out loss) or least of (loss, which
+            also decides where the task has no accuracy).
         num_train, num_evaluation: None are the task's sizes; own data holds out a tenth, at most 500 rows.
     """
 
@@ -112,6 +126,8 @@ class RunConfig(_Strict):
     num_train: int | None = Field(default=None, ge=1)
     num_evaluation: int | None = Field(default=None, ge=1)
     paper_steps: bool = False
+    select_checkpoint: Literal["none", "epoch"] | PositiveInt = "none"
+    select_by: Measure = "accuracy"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = "auto"
 
@@ -120,6 +136,15 @@ class RunConfig(_Strict):
     def _is_another(cls, name: str | None, before: ValidationInfo) -> str | None:
         """A task calibrated on itself is the plain run, of the same id."""
         return None if name == before.data.get("task") else name
+
+    @field_validator("select_checkpoint", mode="before")
+    @classmethod
+    def _is_a_choice(cls, came: Any) -> Any:
+        if came not in ("none", "epoch") and (type(came) is not int or came < 1):
+            raise ConfigError(
+                f"select_checkpoint is none, epoch, or a number of steps from 1 up, but {came!r:.50} came."
+            )
+        return came
 
     @model_validator(mode="after")
     def _names_are_known(self) -> RunConfig:

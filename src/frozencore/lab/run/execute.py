@@ -20,16 +20,16 @@ from frozencore.calibration.store import MomentsFingerprint, load_moments
 from frozencore.errors import ArtifactError, ConfigError, DivergenceError, ModelError
 from frozencore.fingerprint import fingerprint_model
 from frozencore.lab.methods import Targets, basis_fingerprint
-from frozencore.lab.run.bench import Bench, Score, Stages, calibration_batches, prepare
+from frozencore.lab.run.bench import Bench, Stages, calibration_batches, prepare
 from frozencore.lab.run.config import RunConfig
 from frozencore.lab.run.record import Resolved, TunedRecord
 from frozencore.lab.run.recording import TrainedRun, calibrated_on, headline, make_record
 from frozencore.lab.run.rows import RunRows
+from frozencore.lab.run.selecting import score_rows, selection_of
 from frozencore.lab.run.targets import resolve_targets
-from frozencore.lab.scoring.heldout import held_out_loss
-from frozencore.lab.scoring.task_score import score_task
 from frozencore.lab.training.recipe import Recipe, TrainingReport, train
 from frozencore.maths.capture import Capture
+from frozencore.progress import Progress
 from frozencore.whole_file import require_writable, write_json, write_lines
 
 LAST_GOOD = "last-good-adapter"  # beside the checkpoints of a training that diverged
@@ -70,7 +70,7 @@ def execute(
     bench = bench or prepare(config, stages)
     targets = resolve_targets(config, bench.model)
     hashes = {"model": fingerprint_model(bench.model), **bench.rows.fingerprints()}
-    bench.before = bench.before or _score(bench.model, bench, stages, "score base")
+    bench.before = bench.before or score_rows(bench.model, bench, bench.rows.scored, _told(stages, "score base"))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         adapting = time.perf_counter()
@@ -88,7 +88,7 @@ def execute(
         method.save(model, out / LAST_GOOD, out / "start")
         raise DivergenceError(f"{error} The last good core is in {out / LAST_GOOD}.") from error
     try:
-        after = _score(model, bench, stages, "score")
+        after = score_rows(model, bench, bench.rows.scored, _told(stages, "score"))
     except ModelError as error:  # the same rows were scored before training
         raise DivergenceError(
             f"Training diverged: {error} Lower the learning rate ({config.resolved_learning_rate})."
@@ -185,19 +185,13 @@ def _train(
         checkpoint_dir=out / "checkpoints",
         resume=resume,
         identity=identity,
-        progress=lambda done, total, note: stages("train", done, total, note),
+        selection=selection_of(config, bench, _told(stages, "validate")),
+        progress=_told(stages, "train"),
     )
 
 
-def _score(model: nn.Module, bench: Bench, stages: Stages, stage: str) -> Score:
-    def progress(done: int, total: int, note: str) -> None:
-        stages(stage, done, total, note)
-
-    if bench.rows.task is None or bench.rows.task.scoring == "text":
-        loss = held_out_loss(model, bench.rows.held_out, pad_id=bench.encoder.pad_id, progress=progress)
-        return Score(held_out_loss=loss)
-    score = score_task(model, bench.encoder, bench.rows.task, bench.rows.evaluation, progress=progress)
-    return Score(held_out_loss=score.held_out_loss, task=score)
+def _told(stages: Stages, stage: str) -> Progress:
+    return lambda done, total, note: stages(stage, done, total, note)
 
 
 def _refuse_finished(out: Path) -> None:

@@ -65,6 +65,7 @@ class Hashes(_Part):
     train: str | None = None
     calibration: str | None = None
     evaluation: str | None = None
+    validation: str | None = None
     basis: str | None = None
 
 
@@ -96,6 +97,33 @@ class Training(_Part):
     num_steps: Count
     final_loss: float | None = None
     losses: tuple[float | None, ...] = ()
+
+
+class StepScored(_Part):
+    """What validation rows said of the values after a step; no accuracy where the loss alone was asked for."""
+
+    step: Count
+    held_out_loss: float
+    accuracy: float | None = None
+
+
+class SelectedCheckpoint(_Part):
+    """Which step's values a run kept, and how that was chosen.
+
+    Attributes:
+        every: Steps between two scores, or ``epoch``.
+        by: ``accuracy`` (ties go to the lower held-out loss, then to the earlier step) or ``held_out_loss``; missing
+            where there were no validation rows, and the last step was kept.
+        rows: How many validation rows were scored; where they come from stands under the run's ``rows``.
+        time_s: Seconds of scoring, which are no part of ``training_s``.
+    """
+
+    every: Literal["epoch"] | Count
+    rows: Count
+    kept_step: Count
+    by: Literal["accuracy", "held_out_loss"] | None = None
+    scores: tuple[StepScored, ...] = ()
+    time_s: float = 0.0
 
 
 class Resources(_Part):
@@ -212,6 +240,7 @@ class TunedRecord(RunRecord):
     Attributes:
         accuracy, score: Missing where plain text was learned.
         held_out_loss: Nats per completion token.
+        selection: Missing where the last step was kept unasked.
         criterion: None for methods without bases, and where G, a and d were not at hand.
     """
 
@@ -232,6 +261,7 @@ class TunedRecord(RunRecord):
     peak_memory_bytes: Count
     resources: Resources | None = None
     training: Training
+    selection: SelectedCheckpoint | None = None
     resolved: Resolved | None = None
     calibration: CalibrationSummary | None = None
     criterion: Criterion | None = None

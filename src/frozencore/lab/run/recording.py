@@ -31,6 +31,7 @@ from frozencore.lab.run.record import (
     TunedRecord,
     UsedRows,
 )
+from frozencore.lab.run.selecting import selected_checkpoint
 from frozencore.lab.training.recipe import TrainingReport
 from frozencore.maths.capture import Capture
 
@@ -101,6 +102,7 @@ def make_record(
             peak_memory_bytes=peak,
         ),
         training=Training(num_steps=report.num_steps, final_loss=report.final_loss, losses=report.losses),
+        **_if_any(selection=selected_checkpoint(config, bench, run.training)),
         resolved=resolved,
         calibration=_calibration_summary(run.calibration),
         criterion=criterion_of(run.captures),
@@ -108,6 +110,11 @@ def make_record(
         warnings=tuple(sorted({str(warning.message) for warning in warned})),
         provenance=Provenance.here(),
     )
+
+
+def _if_any(**parts: Any) -> dict[str, Any]:
+    """By key of the record, without those that are None."""
+    return {name: part for name, part in parts.items() if part is not None}
 
 
 def headline(score: Score) -> dict[str, float]:

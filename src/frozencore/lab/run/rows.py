@@ -20,6 +20,14 @@ HELD_OUT_SHARE, HELD_OUT_MOST = 0.1, 500
 
 
 @dataclass(frozen=True)
+class ScoredRows:
+    """Rows to score a model on, as the task's examples (none of own data) and as tokens."""
+
+    examples: tuple[Example, ...]
+    tokens: list[TokenRow]
+
+
+@dataclass(frozen=True)
 class RunRows:
     """Rows of a task, or of the user's own file.
 
@@ -27,7 +35,9 @@ class RunRows:
         task, evaluation: None and empty for own data, which is scored by held-out loss alone.
         train, calibration, held_out: Token rows; calibration rows are drawn by the run's seed from the training rows,
             of ``calibration_task`` where one is named. The held-out ones are scored.
-        validation_from: Where rows to validate on come from, whether or not they are the scored ones.
+        validation_from: Where rows to validate on come from, whether or not they are used.
+        validation: Those that choose among the steps of the training; None where nothing is to be chosen, or no row is
+            left for it.
     """
 
     task: Task | None
@@ -36,10 +46,18 @@ class RunRows:
     calibration: list[TokenRow]
     held_out: list[TokenRow]
     validation_from: ValidationSource
+    validation: ScoredRows | None = None
+
+    @property
+    def scored(self) -> ScoredRows:
+        """Those that say what the run was worth."""
+        return ScoredRows(self.evaluation, self.held_out)
 
     def fingerprints(self) -> dict[str, str]:
         """A hash of each set of rows."""
         sets = {"train": self.train, "calibration": self.calibration, "evaluation": self.held_out}
+        if self.validation is not None:
+            sets["validation"] = self.validation.tokens
         return {name: fingerprint_options({"rows": [asdict(row) for row in rows]}) for name, rows in sets.items()}
 
 
@@ -89,7 +107,10 @@ def _task_rows(config: RunConfig, task: Task, encoder: PromptEncoder) -> RunRows
     evaluation = splits.evaluation if config.evaluate_on == "evaluation" else splits.validation
     train, held_out = (_tokens(examples, encoder) for examples in (splits.train, evaluation))
     calibration = _calibration_rows(config, splits.train, encoder)
-    return RunRows(task, evaluation, train, calibration, held_out, splits.validation_from)
+    validation = None
+    if config.select_checkpoint != "none" and splits.validation:
+        validation = ScoredRows(splits.validation, _tokens(splits.validation, encoder))
+    return RunRows(task, evaluation, train, calibration, held_out, splits.validation_from, validation)
 
 
 def _calibration_rows(config: RunConfig, train: Sequence[Example], encoder: PromptEncoder) -> list[TokenRow]:
@@ -106,10 +127,11 @@ def _tokens(examples: Sequence[Example], encoder: PromptEncoder) -> list[TokenRo
 def _own_rows(config: RunConfig, path: Path, encoder: PromptEncoder) -> RunRows:
     texts = read_rows(path, encoder)
     train, held_out = _hold_out(texts, config.num_evaluation or _share_of(texts))
-    validation_from: ValidationSource = "none"
+    validated: list[TextRow] = []
+    if config.evaluate_on == "validation" or config.select_checkpoint != "none":
+        train, validated = _hold_out(train, _share_of(train))
     if config.evaluate_on == "validation":
-        train, held_out = _hold_out(train, _share_of(train))
-        validation_from = "10% of train"
+        held_out = validated
     if not train:
         raise NoRowsError(f"{path} needs rows to train on beside those held out, but its {len(texts)} rows read alike.")
     train = train[: config.num_train]
@@ -119,7 +141,9 @@ def _own_rows(config: RunConfig, path: Path, encoder: PromptEncoder) -> RunRows:
         chosen = sorted(train, key=lambda row: _rank(row, config.seed + 1))[: config.calibration_size]
         calibrate = encoder.training_rows(chosen)
     rows, scored = encoder.training_rows(train), encoder.training_rows(held_out)
-    return RunRows(None, (), rows, calibrate, scored, validation_from)
+    chooses = config.select_checkpoint != "none"
+    validation = ScoredRows((), encoder.training_rows(validated)) if chooses else None
+    return RunRows(None, (), rows, calibrate, scored, "10% of train" if validated else "none", validation)
 
 
 def _share_of(rows: Sequence[TextRow]) -> int:
