@@ -5,7 +5,7 @@ from __future__ import annotations
 from frozencore.adapter.bank import CoreBank
 from frozencore.adapter.bases.calibrate import Calibration, calibrate
 from frozencore.adapter.bases.carried import get_bases, set_bases
-from frozencore.adapter.config import FrozenCoreConfig
+from frozencore.adapter.config import FrozenCoreConfig, register_constructor
 from frozencore.adapter.export.lora import export_lora
 from frozencore.adapter.export.merged import export_merged
 from frozencore.adapter.export.serving import check_lora_directory
@@ -65,6 +65,7 @@ __all__ = [
     "prepare_swap",
     "random_basis",
     "rawgrad_basis",
+    "register_constructor",
     "save_moments",
     "set_bases",
     "signgrad_basis",

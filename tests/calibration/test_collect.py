@@ -250,8 +250,9 @@ def test_forward_moments_take_neither_labels_nor_a_backward_pass(needs: frozense
         ({"tokens": "all"}, "tokens must be one of nonpad, completion, nonzero_delta, but 'all' came"),
         ({"weighting": "sum"}, "weighting must be one of"),
         ({"fisher_labels": "true"}, "fisher_labels must be one of"),
-        ({"skip_first": -1}, "skip_first"),
-        ({"group_size": 0}, "calib_group_size"),
+        ({"skip_first": -1}, "skip_first must be a whole number of at least 0, but -1 came"),
+        ({"group_size": 0}, "group_size must be a whole number of at least 1, but 0 came"),
+        ({"stats_device": "abacus"}, "stats_device must be a device such as cpu or cuda:1, but 'abacus' came"),
     ],
 )
 def test_bad_options_are_refused_in_one_line(options: dict, message: str) -> None:

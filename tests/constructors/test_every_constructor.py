@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import re
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -14,6 +16,9 @@ from drawn import DrawnLayer, drawn_layer, layer_of_rank
 from frozencore.constructors import (
     CONSTRUCTORS,
     BasisOptions,
+    EvaOptions,
+    FCCAOptions,
+    FiLoRAOptions,
     LayerEvidence,
     build_basis,
     build_streamed_basis,
@@ -24,7 +29,8 @@ from frozencore.errors import CalibrationError, ConfigError
 from frozencore.maths.basis import COORDINATES, Basis
 from frozencore.maths.linalg import SVD_METHODS, SvdMethod, TruncatedSVD, truncated_svd
 from frozencore.maths.moments import LayerMoments, MomentName
-from frozencore.maths.whitening import FISHERS, SIDES, Whitening
+from frozencore.maths.whitening import Fisher, Sides
+from frozencore.options import options_of
 from references import numpy_of
 
 READS_DATA = ("fcca", "rawgrad", "signgrad", "filora", "eva")
@@ -40,7 +46,8 @@ def test_the_table_holds_the_nine_constructors() -> None:
 
 @EVERY
 def test_data_is_needed_exactly_where_the_paper_says(constructor: str) -> None:
-    assert CONSTRUCTORS[constructor].needs_data(BasisOptions()) == (constructor in READS_DATA)
+    row = CONSTRUCTORS[constructor]
+    assert row.needs_data(row.options()) == (constructor in READS_DATA)
 
 
 @pytest.mark.parametrize("shape", [(12, 10), (9, 14), (11, 11)])
@@ -99,8 +106,9 @@ def test_every_constructor_writes_its_raw_factors_in_the_chosen_coordinates(cons
 def test_the_chosen_svd_runs_under_the_layers_own_seed(constructor: str, method: SvdMethod) -> None:
     """To the bit, so that neither another method nor another seed passes for it."""
     layer = drawn_layer(300, 280).evidence(torch.float32)
-    options = BasisOptions(
-        rank=4, coordinates="raw", svd_method=method, whitening=Whitening(sides="none"), seed=0
+    own = {"whiten": "none"} if constructor == "fcca" else {}
+    options = CONSTRUCTORS[constructor].options(
+        rank=4, coordinates="raw", svd_method=method, seed=0, **own
     )  # the seed of directions of the weight is 0 under every seed
     M = {"signgrad": layer.data.G.sign(), "lora_xs": layer.weight()}.get(constructor, layer.data.G)
     expected = truncated_svd(M, 4, method=method, seed=layer.seed(0))
@@ -159,9 +167,9 @@ def test_weights_alone_decide_a_basis_whose_row_says_so(constructor: str) -> Non
 
 
 @EVERY
-def test_a_core_to_start_from_comes_from_the_constructors_whose_row_says_so(constructor: str) -> None:
+def test_a_core_to_start_from_comes_from_the_constructors_that_are_told_its_size(constructor: str) -> None:
     basis = build_basis(constructor, drawn_layer().evidence(), BasisOptions(rank=4))
-    assert (basis.initial_core is not None) == CONSTRUCTORS[constructor].initial_core
+    assert (basis.initial_core is not None) == ("initial_step" in options_of(CONSTRUCTORS[constructor].options))
 
 
 @pytest.mark.parametrize("constructor", ref.REFERENCE_FACTORS)
@@ -263,7 +271,7 @@ def test_equal_singular_values_give_a_valid_deterministic_basis(constructor: str
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_moments_that_are_not_finite_are_refused_by_layer_and_moment(constructor: str, bad: float) -> None:
     layer = drawn_layer().evidence()
-    needed = sorted(CONSTRUCTORS[constructor].needs(BasisOptions()))
+    needed = sorted(CONSTRUCTORS[constructor].needs(CONSTRUCTORS[constructor].options()))
     for name in needed:
         broken = getattr(layer.moments, name).clone()
         broken.view(-1)[3] = bad
@@ -281,15 +289,15 @@ def test_a_weight_that_is_not_finite_is_refused_by_layer(constructor: str) -> No
 
 
 VARIANTS = [
-    *((constructor, BasisOptions(rank=3)) for constructor in READS_DATA),
+    *((constructor, CONSTRUCTORS[constructor].options(rank=3)) for constructor in READS_DATA),
     *(
-        ("fcca", BasisOptions(rank=3, whitening=Whitening(sides=sides, fisher=fisher)))
-        for sides in SIDES
-        for fisher in FISHERS
+        ("fcca", FCCAOptions(rank=3, whiten=sides, fisher=fisher))
+        for sides in get_args(Sides)
+        for fisher in get_args(Fisher)
     ),
-    ("filora", BasisOptions(rank=3, filora_fisher="diagonal")),
+    ("filora", FiLoRAOptions(rank=3, filora_fisher="diagonal")),
     *(
-        ("eva", BasisOptions(rank=3, eva_center=center, eva_output=output))
+        ("eva", EvaOptions(rank=3, eva_center=center, eva_output=output))
         for center in (False, True)
         for output in EVA_OUTPUTS
     ),
@@ -321,7 +329,9 @@ def test_a_streamed_basis_is_that_of_the_whole_moment(constructor: str, drawn: D
     e = drawn.reference()
     A, D = (ref.damped_matrix(np.diag(M), 1e-2) for M in (e.A, e.D))
     T = torch.tensor(ref.whitened(e.G, A, D) if constructor == "fcca" else e.G)
-    layer, options = drawn.evidence(), BasisOptions(4, Whitening(damping=1e-2), coordinates, seed=3)
+    own = {"damping": 1e-2} if constructor == "fcca" else {}
+    layer = drawn.evidence()
+    options = CONSTRUCTORS[constructor].options(4, coordinates, seed=3, **own)
     slim = dataclasses.replace(layer, moments=layer.data.without_matrices())
     found = build_streamed_basis(constructor, slim, truncated_svd(T, 4), options)
     expected = build_basis(constructor, layer, options)
@@ -336,7 +346,7 @@ def test_a_streamed_basis_is_that_of_the_whole_moment(constructor: str, drawn: D
 def test_a_streamed_layer_without_gradient_gets_the_basis_of_a_whole_one(
     constructor: str, shape: tuple[int, int]
 ) -> None:
-    layer, options = drawn_layer(*shape), BasisOptions(rank=4, seed=3)
+    layer, options = drawn_layer(*shape), CONSTRUCTORS[constructor].options(rank=4, seed=3)
     silent = dataclasses.replace(layer, E=0 * layer.E).evidence()
     nothing = TruncatedSVD(torch.zeros(shape[0], 0), torch.zeros(0), torch.zeros(shape[1], 0))
     found, expected = (
@@ -369,11 +379,12 @@ def test_an_unknown_constructor_is_refused_with_the_nearest_name(name: str, hint
     "options",
     [
         {"rank": 0}, {"rank": -1}, {"rank": 2.0}, {"rank": True}, {"rank": "16"}, {"coordinates": "lu"},
-        {"svd_method": "fast"}, {"filora_fisher": "block"}, {"eva_output": "nothing"},
+        {"svd_method": "fast"}, {"filora_fisher": "block"}, {"eva_output": "nothing"}, {"eva_center": 1},
+        {"initial_step": float("nan")}, {"whiten": "left"}, {"damping": (1e-3,)},
     ],
 )  # fmt: skip
 def test_bad_options_are_refused_in_one_line_that_says_what_came(options: dict) -> None:
     ((name, value),) = options.items()
-    with pytest.raises(ConfigError, match=rf"\b{name} must be .*{value!r} came") as caught:
-        BasisOptions(**options)
+    with pytest.raises(ConfigError, match=rf"\b{name} must be .*{re.escape(repr(value))} came") as caught:
+        next(row for row in CONSTRUCTORS.values() if name in options_of(row.options)).options(**options)
     assert "\n" not in str(caught.value)

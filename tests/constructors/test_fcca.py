@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +12,7 @@ import references as ref
 from drawn import drawn_layer
 from frozencore.constructors import fcca_basis, rawgrad_basis
 from frozencore.maths.basis import Basis
-from frozencore.maths.whitening import SIDES, Whitening
+from frozencore.maths.whitening import Sides, Whitening
 from references import numpy_of
 
 HUGE = 1e9
@@ -21,7 +23,7 @@ def assert_same_spans(one: Basis, other: Basis, tolerance: float = 1e-5) -> None
     assert ref.span_distance(numpy_of(one.Q), numpy_of(other.Q)) < tolerance
 
 
-@pytest.mark.parametrize("sides", SIDES)
+@pytest.mark.parametrize("sides", get_args(Sides))
 @pytest.mark.parametrize(("dense", "shrinkage"), [(False, 0.0), (True, 0.0), (True, 0.5)])
 @pytest.mark.parametrize("c", [1e-3, 1.0])
 def test_every_metric_equals_the_reference(sides: str, dense: bool, shrinkage: float, c: float) -> None:

@@ -12,6 +12,9 @@ import references as ref
 from drawn import drawn_layer, layer_of_rank
 from frozencore.constructors import (
     BasisOptions,
+    EvaOptions,
+    FCCAOptions,
+    FiLoRAOptions,
     LayerEvidence,
     build_basis,
     eva_basis,
@@ -75,7 +78,7 @@ def test_filora_with_diagonal_factors_selects_coordinates() -> None:
 def test_filora_reads_dense_or_diagonal_moments() -> None:
     layer = drawn_layer().evidence()
     for fisher in ("dense", "diagonal"):
-        one = build_basis("filora", layer, BasisOptions(rank=3, filora_fisher=fisher))
+        one = build_basis("filora", layer, FiLoRAOptions(rank=3, filora_fisher=fisher))
         assert torch.equal(one.P, filora_basis(layer.data, 3, fisher=fisher).P)
 
 
@@ -135,7 +138,7 @@ def test_the_table_hands_evas_options_on() -> None:
     layer = drawn_layer(mean=3.0).evidence()
     for center in (False, True):
         for output in EVA_OUTPUTS:
-            options = BasisOptions(rank=3, eva_center=center, eva_output=output, seed=4)
+            options = EvaOptions(rank=3, eva_center=center, eva_output=output, seed=4)
             expected = eva_basis(layer.data, layer.weight(), 3, center=center, output=output, seed=layer.seed(4))
             found = build_basis("eva", layer, options)
             assert torch.equal(found.P, expected.P)
@@ -269,16 +272,16 @@ def test_a_direction_a_thousandth_as_strong_as_the_first_still_counts(constructo
 
 def test_the_functions_have_the_defaults_of_the_options() -> None:
     layer, o = layer_of_rank(2).evidence(), BasisOptions()
-    moments, W, shape = layer.data, layer.weight(), layer.shape
+    moments, W, shape, eva = layer.data, layer.weight(), layer.shape, EvaOptions()
     written = {"coordinates": o.coordinates}
     seeded = written | {"seed": o.seed}
     factored = seeded | {"svd_method": o.svd_method}
     calls = [
-        (fcca_basis, (moments, 5), factored | {"whitening": o.whitening}),
+        (fcca_basis, (moments, 5), factored | {"whitening": FCCAOptions().whitening}),
         (rawgrad_basis, (moments, 5), factored),
         (signgrad_basis, (moments, 5), factored),
-        (filora_basis, (moments, 5), seeded | {"fisher": o.filora_fisher}),
-        (eva_basis, (moments, W, 5), seeded | {"center": o.eva_center, "output": o.eva_output}),
+        (filora_basis, (moments, 5), seeded | {"fisher": FiLoRAOptions().filora_fisher}),
+        (eva_basis, (moments, W, 5), seeded | {"center": eva.eva_center, "output": eva.eva_output}),
         (lora_xs_basis, (W, 5), factored),
         (milora_basis, (W, 5), written),
         (random_basis, (shape, 5), seeded),

@@ -92,7 +92,7 @@ def test_a_factor_that_is_not_finite_is_refused(bad: float, side: str) -> None:
     P0, Q0 = torch.ones(4, 2), torch.ones(3, 2)
     (P0 if side == "P" else Q0)[1, 1] = bad
     with pytest.raises(CalibrationError, match=f"Raw basis {side} holds NaN or Inf"):
-        basis_from_factors(P0, Q0, rank=2, spectrum=torch.ones(2))
+        basis_from_factors(P0, Q0, rank=2, spectrum=torch.ones(2), coordinates="qr")
 
 
 @pytest.mark.usefixtures("as_a_user")

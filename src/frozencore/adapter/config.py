@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 from peft import PeftConfig
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 from safetensors.torch import load
 from torch import Tensor
 
+from frozencore.adapter.option_fields import add_option_fields
 from frozencore.adapter.seal.card import CARD_FILE, write_model_card
 from frozencore.adapter.seal.factors import PREFIX
 from frozencore.adapter.seal.integrity import (
@@ -30,10 +31,19 @@ from frozencore.adapter.seal.integrity import (
     require_sealed,
     seal_tensors,
 )
-from frozencore.constructors import CONSTRUCTORS, BasisOptions, Constructor, find_constructor
+from frozencore.constructors import (
+    CONSTRUCTORS,
+    BasisOptions,
+    Constructor,
+    EveryOption,
+    constructor_options,
+    find_constructor,
+    refuse_unread,
+)
 from frozencore.errors import ArtifactError, ConfigError, FrozenCoreError
-from frozencore.maths.whitening import Whitening
+from frozencore.maths.whitening import Positive
 from frozencore.one_line import one_line
+from frozencore.options import options_of, without_lists
 
 
 class FrozenCoreType(str, Enum):  # noqa: UP042 - PEFT formats the type with str(), which StrEnum changes
@@ -42,22 +52,18 @@ class FrozenCoreType(str, Enum):  # noqa: UP042 - PEFT formats the type with str
     FROZENCORE = PEFT_TYPE
 
 
+Alpha = Annotated[Positive | None, Field(description="Scale s = alpha / r of what the cores add. Default: s = 1.")]
+
+
 @dataclass
-class FrozenCoreConfig(PeftConfig):
+class FrozenCoreConfig(PeftConfig, EveryOption):  # type: ignore[misc]  # frozen it is for type checkers alone
     """Configuration of a frozen-core adapter: ``y = (W + s·P R Qᵀ) x`` with only R (r x r) trained.
 
     Args:
         r: Rank; a layer with fewer inputs or outputs gets ``min(r, m, n)``.
         target_modules: Module names, a regular expression, or ``"all-linear"``; by default the attention projections.
-        constructor: How P and Q are chosen: ``fcca``, ``rawgrad``, ``filora``, ``milora``, ``lora_xs``, ``vera``,
-            ``eva``, ``random`` or ``signgrad``.
+        constructor: How P and Q are chosen: a name of :data:`frozencore.CONSTRUCTORS`.
         alpha: The scale is ``s = alpha / r``; None means ``s = 1``.
-        whiten, fisher, shrinkage, damping: Metric of ``fcca``, see :class:`frozencore.maths.whitening.Whitening`.
-        coordinates: ``qr`` (default), ``polar``, or the ablations ``raw`` and ``scaled_raw``.
-        svd_method: ``auto``, ``gram``, ``randomized`` or ``full``.
-        filora_fisher: ``dense`` eigenvectors or ``diagonal`` coordinate selection.
-        eva_center, eva_output: Variants of ``eva``.
-        initial_step: With ``signgrad``: start from the core of one sign step of this size; 0 starts from zero.
         seed: Seed of random directions.
         rank_pattern, alpha_pattern: Ranks and alphas of layers whose name matches a key.
         exclude_modules, layers_to_transform, layers_pattern, modules_to_save: As in ``LoraConfig``.
@@ -70,24 +76,17 @@ class FrozenCoreConfig(PeftConfig):
             checks (:mod:`frozencore.adapter.seal.integrity`).
         allow_other_base: Load onto a base model whose weights are not those that the adapter was made on. Never saved:
             ``PeftModel.from_pretrained(base, folder, allow_other_base=True)``.
+
+        Every option of a constructor is a field too, flat and under its own name (:mod:`frozencore.constructors`); one
+        that the chosen constructor does not read is refused.
     """
 
-    r: int = 16
+    r: int = BasisOptions.rank
     target_modules: list[str] | str | None = None
     exclude_modules: list[str] | str | None = None
     constructor: str = "fcca"
-    alpha: float | None = None
-    whiten: str = "both"
-    fisher: str = "diagonal"
-    shrinkage: float = 0.0
-    damping: float | list[float] = 1e-3
-    coordinates: str = "qr"
-    svd_method: str = "auto"
-    filora_fisher: str = "dense"
-    eva_center: bool = False
-    eva_output: str = "weight_times_input"
-    initial_step: float = 0.0
-    seed: int = 0
+    alpha: Alpha = None
+    seed: int = BasisOptions.seed
     rank_pattern: dict[str, int] = field(default_factory=dict)
     alpha_pattern: dict[str, float] = field(default_factory=dict)
     layers_to_transform: list[int] | int | None = None
@@ -125,12 +124,11 @@ class FrozenCoreConfig(PeftConfig):
                 "When `layers_pattern` is specified, `layers_to_transform` must also be specified. "
                 "It says which of the layers that the pattern counts are adapted."
             )
-        if self.initial_step and not self.constructor_entry.initial_core:
-            own = ", ".join(repr(name) for name, row in CONSTRUCTORS.items() if row.initial_core)
-            raise ConfigError(f"initial_step belongs to the constructor {own}, but {self.constructor!r} came.")
         for alpha in (self.alpha, *self.alpha_pattern.values()):
-            if alpha is not None and not (isinstance(alpha, int | float) and 0 < alpha < float("inf")):
-                raise ConfigError(f"alpha must be positive and finite, but {alpha!r} came.")
+            options_of(FrozenCoreConfig)["alpha"].check(alpha)
+        find_constructor(self.constructor)
+        if not self.load_bases:  # what does not decide bases that are there is of no harm
+            refuse_unread(self.constructor, {name: getattr(self, name) for name in constructor_options()})
         for rank in (self.r, *self.rank_pattern.values()):
             self.basis_options(rank)  # refuses bad values now, not in the middle of a calibration
 
@@ -146,23 +144,9 @@ class FrozenCoreConfig(PeftConfig):
 
     def basis_options(self, rank: int | None = None) -> BasisOptions:
         """The options of the constructors, checked; ``rank`` overrides r for one layer."""
-        find_constructor(self.constructor)
-        damping = tuple(self.damping) if isinstance(self.damping, list) else self.damping
-        return BasisOptions(
-            rank=self.r if rank is None else rank,
-            whitening=Whitening(
-                sides=self.whiten,  # type: ignore[arg-type]  # a user's string, checked there
-                fisher=self.fisher,  # type: ignore[arg-type]
-                shrinkage=self.shrinkage,
-                damping=damping,  # type: ignore[arg-type]
-            ),
-            coordinates=self.coordinates,  # type: ignore[arg-type]
-            svd_method=self.svd_method,  # type: ignore[arg-type]
-            filora_fisher=self.filora_fisher,  # type: ignore[arg-type]
-            eva_center=self.eva_center,
-            eva_output=self.eva_output,  # type: ignore[arg-type]
-            seed=self.seed,
-        )
+        row = self.constructor_entry
+        given = {name: without_lists(getattr(self, name)) for name in options_of(row.options) if name != "rank"}
+        return row.options(rank=self.r if rank is None else rank, **given)
 
     @classmethod
     def from_pretrained(
@@ -249,26 +233,47 @@ class FrozenCoreConfig(PeftConfig):
         return tensors
 
 
+add_option_fields(FrozenCoreConfig)
+
+
+def register_constructor(name: str, row: Constructor) -> None:
+    """Enter a basis constructor of your own into the table: it is then as those that are in it.
+
+    Its options are fields of :class:`FrozenCoreConfig`, and with the lab keys of campaigns and flags of ``tune``.
+
+    Raises:
+        ConfigError: The name is taken, or that of an option means something else already.
+    """
+    held, known = FrozenCoreConfig.__dataclass_fields__, constructor_options()
+    taken = [
+        own
+        for own, option in options_of(row.options).items()
+        if own not in options_of(BasisOptions) and own in held
+        if own not in known or known[own].meaning != option.meaning
+    ]
+    if name in CONSTRUCTORS or taken:
+        raise ConfigError(
+            f"A constructor and its options have names of their own, but {(taken or [name])[0]!r} is taken. Rename it."
+        )
+    CONSTRUCTORS[name] = row
+    add_option_fields(FrozenCoreConfig)
+
+
 def require_types(folder: Path, values: Mapping[str, Any]) -> None:
     """Refuse options of a file that are not of their type: PEFT and we would stumble over them much later.
 
     Raises:
         ArtifactError: The first of them.
     """
-    for name, wanted in _types().items():
+    for name, wanted in get_type_hints(FrozenCoreConfig).items():
         try:
             if name in values:
-                wanted.validate_python(values[name], strict=True)
+                TypeAdapter(wanted).validate_json(json.dumps(values[name]), strict=True)
         except ValidationError as error:
             raise ArtifactError(
                 f"{folder / CONFIG_FILE} holds a value of a wrong type ({name}: {error.errors()[0]['msg'].lower()}). "
                 "Save or download it again."
             ) from error
-
-
-@cache
-def _types() -> dict[str, Any]:
-    return {name: TypeAdapter(wanted) for name, wanted in get_type_hints(FrozenCoreConfig).items()}
 
 
 def _holds_no_basis(tensors: Mapping[str, Tensor]) -> bool:

@@ -18,6 +18,7 @@ from frozencore.maths.linalg import effective_rank, principal_cosines, truncated
 from frozencore.maths.moments import LayerMoments
 from frozencore.maths.objective import coherence
 from frozencore.maths.whitening import Whitening
+from frozencore.options import without_lists
 
 T = TypeVar("T")
 
@@ -96,7 +97,7 @@ def inspect_adapter(
     Raises:
         ArtifactError: Moments or the other adapter lack a layer or have other shapes.
     """
-    damping = config.basis_options().whitening.damping_by_side
+    damping = Whitening(damping=without_lists(config.damping)).damping_by_side
     reports = {}
     for name, own in layers.items():
         measured, peer = _same_layer(moments, name, "moments file"), _same_layer(other, name, "other adapter")

@@ -26,6 +26,7 @@ from frozencore.calibration.fisher_labels import Backward, backward_passes
 from frozencore.calibration.options import CalibrationOptions
 from frozencore.calibration.recorder import LayerRecorder, Projection, ReadInput
 from frozencore.calibration.sums import select
+from frozencore.device import find_device
 from frozencore.errors import CalibrationError
 from frozencore.maths.moments import MomentName
 
@@ -51,7 +52,7 @@ class Taps:
 
     def recorders(self) -> dict[str, LayerRecorder]:
         """New ones, without sums."""
-        device = torch.device(self.options.stats_device) if self.options.stats_device else None
+        device = find_device(self.options.stats_device) if self.options.stats_device else None
         return {name: LayerRecorder(name, self.projections.get(name), device) for name in self.layers}
 
 

@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from frozencore.calibration.options import CalibrationOptions, as_hashed
+from frozencore.calibration.options import CalibrationOptions, of_the_sums
 from frozencore.errors import ArtifactError
 from frozencore.fingerprint import fingerprint_batches, fingerprint_model, fingerprint_tensors
 from frozencore.maths.linalg import all_finite
@@ -46,10 +46,11 @@ class MomentsFingerprint:
         cls, model: nn.Module, batches: Iterable[Mapping[str, Any]], options: CalibrationOptions | None = None
     ) -> MomentsFingerprint:
         """The fingerprint of moments that would be collected from these."""
-        values = asdict(options or CalibrationOptions())
-        for how in ("group_size", "memory_budget", "stats_device"):  # they change where sums are made, not the sums
-            values.pop(how)
-        return cls(model=fingerprint_model(model), data=fingerprint_batches(batches), options=as_hashed(values))
+        return cls(
+            model=fingerprint_model(model),
+            data=fingerprint_batches(batches),
+            options=of_the_sums(asdict(options or CalibrationOptions())),
+        )
 
 
 def save_moments(path: str | Path, moments: Mapping[str, LayerMoments], fingerprint: MomentsFingerprint) -> None:

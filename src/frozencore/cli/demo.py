@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from frozencore.cli.console import console
-from frozencore.cli.options import Seed
 
 if TYPE_CHECKING:
     from frozencore.lab.campaign.spec import Campaign
@@ -21,7 +20,7 @@ def demo(
     workers: Annotated[
         int | None, typer.Option(min=0, help="Runs at a time. Default: one per core, at most eight.")
     ] = None,
-    seed: Seed = 42,
+    seed: Annotated[int, typer.Option(help="Of calibration rows, row order and random directions.")] = 42,
 ) -> None:
     """Adapt the shipped pocket model to its four tasks with every constructor and LoRA; show what each was worth."""
     from frozencore.cli.campaign_lines import run_campaign, write_campaign_report

@@ -8,8 +8,6 @@ from importlib import import_module
 
 import typer
 
-from frozencore.cli.options import NamesMethods
-
 
 @dataclass(frozen=True)
 class Verb:
@@ -61,7 +59,7 @@ def add_verbs(app: typer.Typer, words: Collection[str]) -> None:
         if isinstance(found, typer.Typer):
             app.add_typer(found, name=verb.name, help=verb.help)
         else:
-            app.command(verb.name, help=verb.help, cls=NamesMethods)(found)
+            app.command(verb.name, help=verb.help)(found)
 
 
 def _not_named() -> None:

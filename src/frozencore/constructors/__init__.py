@@ -1,74 +1,44 @@
 """The table of basis constructors. Adding one is one file here and one row below.
 
-A constructor file holds a pure function on tensors; the row says what it reads and how the options reach it.
+A constructor file holds a pure function on tensors, and its options if it has any of its own; the row says what it
+reads and how the options reach it. Whatever else knows options (configurations, campaigns, flags) reads this table.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
-from frozencore.constructors.eva import EVA_OUTPUTS, EvaOutput, eva_basis, eva_needs
-from frozencore.constructors.fcca import fcca_basis, fcca_basis_of_svd
-from frozencore.constructors.filora import filora_basis, filora_needs
+from frozencore.constructors.eva import EvaOptions, eva_basis, eva_needs
+from frozencore.constructors.fcca import FCCAOptions, fcca_basis, fcca_basis_of_svd
+from frozencore.constructors.filora import FiLoRAOptions, filora_basis, filora_needs
 from frozencore.constructors.lora_xs import lora_xs_basis
 from frozencore.constructors.milora import milora_basis
+from frozencore.constructors.options import BasisOptions
 from frozencore.constructors.random import random_basis
 from frozencore.constructors.rawgrad import rawgrad_basis
-from frozencore.constructors.signgrad import signgrad_basis
+from frozencore.constructors.signgrad import SignGradOptions, signgrad_basis
 from frozencore.constructors.vera import vera_basis
 from frozencore.errors import CalibrationError, ConfigError
-from frozencore.maths.basis import COORDINATES, Basis, Coordinates
-from frozencore.maths.linalg import SVD_METHODS, SvdMethod, TruncatedSVD, seeded_generator
+from frozencore.maths.basis import Basis
+from frozencore.maths.linalg import TruncatedSVD, seeded_generator
 from frozencore.maths.moments import LayerMoments, MomentName
-from frozencore.maths.whitening import FISHERS, Fisher, Whitening
+from frozencore.maths.whitening import Whitening
 from frozencore.naming import unknown_name
+from frozencore.options import Option, options_of
 
 __all__ = [
-    "CONSTRUCTORS", "BasisOptions", "Colour", "Constructor", "LayerEvidence", "build_basis", "eva_basis", "fcca_basis",
-    "filora_basis", "find_constructor", "lora_xs_basis", "milora_basis", "random_basis", "rawgrad_basis",
-    "signgrad_basis", "vera_basis",
+    "CONSTRUCTORS", "BasisOptions", "Colour", "Constructor", "EvaOptions", "FCCAOptions", "FiLoRAOptions",
+    "LayerEvidence", "SignGradOptions", "build_basis", "constructor_options", "described", "eva_basis", "fcca_basis",
+    "filora_basis", "find_constructor", "lora_xs_basis", "milora_basis", "random_basis", "rawgrad_basis", "readers",
+    "refuse_unread", "signgrad_basis", "vera_basis",
 ]  # fmt: skip
 
 Colour = Literal["orange", "blue", "navy", "grey", "black"]
 WEIGHT_SEED = 0  # directions of the weight alone are the same under every seed
-
-
-@dataclass(frozen=True)
-class BasisOptions:
-    """Everything that decides a basis beside the evidence; checked when made.
-
-    Attributes:
-        rank: r; a layer with fewer inputs or outputs gets ``min(r, m, n)``.
-        whitening: Metric of ``fcca``.
-        filora_fisher: Dense eigenvectors (the original method) or coordinate selection.
-        eva_center, eva_output: Variants of ``eva``.
-        seed: Seed of random directions and of randomised SVDs.
-    """
-
-    rank: int = 16
-    whitening: Whitening = field(default_factory=Whitening)
-    coordinates: Coordinates = "qr"
-    svd_method: SvdMethod = "auto"
-    filora_fisher: Fisher = "dense"
-    eva_center: bool = False
-    eva_output: EvaOutput = "weight_times_input"
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.rank, int) or isinstance(self.rank, bool) or self.rank < 1:
-            raise ConfigError(f"The rank must be a positive integer, but {self.rank!r} came.")
-        for name, value, allowed in (
-            ("coordinates", self.coordinates, COORDINATES),
-            ("svd_method", self.svd_method, SVD_METHODS),
-            ("filora_fisher", self.filora_fisher, FISHERS),
-            ("eva_output", self.eva_output, EVA_OUTPUTS),
-        ):
-            if value not in allowed:
-                raise ConfigError(f"{name} must be one of {', '.join(allowed)}, but {value!r} came.")
 
 
 @dataclass(frozen=True)
@@ -106,18 +76,18 @@ class Constructor:
     """One way to choose a basis: the moments it needs under given options, and how it builds.
 
     Attributes:
+        options: What it is told.
         metric: The diagonal metric under which the leading singular triples of the whitened cross moment are all it
             reads, so that a sketch will do; None if it reads more.
         weights_only: The bases are a function of the layer's weight: the same for all data and seeds.
-        initial_core: The basis brings a core to start from (``FrozenCoreConfig.initial_step``).
         label, colour: How reports call and draw it; by default by its name, in grey.
     """
 
-    needs: Callable[[BasisOptions], frozenset[MomentName]]
-    build: Callable[[LayerEvidence, BasisOptions], Basis]
-    metric: Callable[[BasisOptions], Whitening | None] = lambda _: None
+    needs: Callable[[Any], frozenset[MomentName]]
+    build: Callable[[LayerEvidence, Any], Basis]
+    metric: Callable[[Any], Whitening | None] = lambda _: None
+    options: type[BasisOptions] = BasisOptions
     weights_only: bool = False
-    initial_core: bool = False
     label: str = ""
     colour: Colour = "grey"
 
@@ -141,7 +111,7 @@ CONSTRUCTORS: dict[str, Constructor] = {
             seed=layer.seed(o.seed),
         ),
         lambda o: o.whitening if o.whitening.fisher == "diagonal" else None,
-        label="FCCA", colour="orange",
+        label="FCCA", colour="orange", options=FCCAOptions,
     ),
     "rawgrad": Constructor(
         _only_cross,
@@ -156,14 +126,14 @@ CONSTRUCTORS: dict[str, Constructor] = {
         lambda layer, o: signgrad_basis(
             layer.data, o.rank, coordinates=o.coordinates, svd_method=o.svd_method, seed=layer.seed(o.seed)
         ),
-        label="SignGrad", initial_core=True,
+        label="SignGrad", options=SignGradOptions,
     ),
     "filora": Constructor(
         lambda o: filora_needs(o.filora_fisher),
         lambda layer, o: filora_basis(
             layer.data, o.rank, fisher=o.filora_fisher, coordinates=o.coordinates, seed=layer.seed(o.seed)
         ),
-        label="FiLoRA-core",
+        label="FiLoRA-core", options=FiLoRAOptions,
     ),
     "eva": Constructor(
         lambda o: eva_needs(center=o.eva_center, output=o.eva_output),
@@ -171,7 +141,7 @@ CONSTRUCTORS: dict[str, Constructor] = {
             layer.data, layer.weight(), o.rank, center=o.eva_center, output=o.eva_output,
             coordinates=o.coordinates, seed=layer.seed(o.seed),
         ),
-        label="EVA-core", colour="navy",
+        label="EVA-core", colour="navy", options=EvaOptions,
     ),
     "lora_xs": Constructor(
         _nothing,
@@ -200,6 +170,15 @@ CONSTRUCTORS: dict[str, Constructor] = {
     ),
 }  # fmt: skip
 
+if TYPE_CHECKING:  # editors cannot see fields that are made from a table: of ours they are told here
+
+    @dataclass(frozen=True)
+    class EveryOption(FCCAOptions, FiLoRAOptions, EvaOptions, SignGradOptions):
+        rank: int = field(init=False)
+
+else:
+    EveryOption = object
+
 
 def find_constructor(name: str) -> Constructor:
     """The table's row of that name.
@@ -212,6 +191,45 @@ def find_constructor(name: str) -> Constructor:
     return CONSTRUCTORS[name]
 
 
+def constructor_options() -> dict[str, Option]:
+    """The options of all constructors by name; rank and seed are those of the adapter or the run."""
+    return {
+        name: option
+        for row in CONSTRUCTORS.values()
+        for name, option in options_of(row.options).items()
+        if name not in ("rank", "seed")
+    }
+
+
+def readers(option: str) -> tuple[str, ...]:
+    """The constructors that read an option; all of them for one that is not theirs, such as a scale."""
+    found = tuple(name for name, row in CONSTRUCTORS.items() if option in options_of(row.options))
+    return found or tuple(CONSTRUCTORS)
+
+
+def described(option: Option) -> str:
+    """The help of an option, and whose it is if not every constructor reads it."""
+    own = readers(option.name)
+    return option.help if len(own) == len(CONSTRUCTORS) else f"{', '.join(own)}: {option.help}"
+
+
+def refuse_unread(constructor: str, given: Mapping[str, Any]) -> None:
+    """Refuse options that say something to another constructor: they would change nothing, unseen.
+
+    Args:
+        constructor: One of the table, or any other method, which reads none of them.
+
+    Raises:
+        ConfigError: The first that is not at its default.
+    """
+    known = constructor_options()
+    for name, value in given.items():
+        if constructor not in readers(name) and not (name in known and value == known[name].default):
+            raise ConfigError(
+                f"The method {constructor!r} does not read {name} (it is for {', '.join(readers(name))}). Leave it out."
+            )
+
+
 def build_streamed_basis(constructor: str, layer: LayerEvidence, svd: TruncatedSVD, options: BasisOptions) -> Basis:
     """The basis of a constructor with a ``metric``, from singular triples and from moments without matrices."""
     metric = find_constructor(constructor).metric(options)
@@ -222,9 +240,14 @@ def build_streamed_basis(constructor: str, layer: LayerEvidence, svd: TruncatedS
 
 
 def build_basis(constructor: str, layer: LayerEvidence, options: BasisOptions) -> Basis:
-    """The named constructor's basis of one layer; errors carry the layer's name."""
+    """The named constructor's basis of one layer; errors carry the layer's name.
+
+    Args:
+        options: Of the class in the constructor's row; plain ones mean its defaults for the rest.
+    """
+    row = find_constructor(constructor)
     try:
-        return find_constructor(constructor).build(layer, options)
+        return row.build(layer, row.options(**vars(options)) if type(options) is BasisOptions else options)
     except CalibrationError as error:
         if layer.name in str(error):
             raise

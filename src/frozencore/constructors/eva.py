@@ -8,12 +8,15 @@ leading left singular directions of W.
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from dataclasses import dataclass
+from typing import Annotated, Literal, get_args
 
 import torch
 from jaxtyping import Float
+from pydantic import Field
 from torch import Tensor
 
+from frozencore.constructors.options import BasisOptions
 from frozencore.errors import ConfigError
 from frozencore.maths.basis import Basis, Coordinates, basis_from_factors
 from frozencore.maths.linalg import effective_rank, energy_rank, seeded_generator, top_eigenvectors, truncated_svd
@@ -21,6 +24,14 @@ from frozencore.maths.moments import LayerMoments, MomentName
 
 EvaOutput = Literal["weight_times_input", "output_pca", "random", "weight_svd"]
 EVA_OUTPUTS: tuple[str, ...] = get_args(EvaOutput)
+
+
+@dataclass(frozen=True)
+class EvaOptions(BasisOptions):
+    """Variants of EVA."""
+
+    eva_center: Annotated[bool, Field(description="Subtract the mean first: variance instead of energy.")] = False
+    eva_output: Annotated[EvaOutput, Field(description="Where the output side comes from.")] = "weight_times_input"
 
 
 def eva_needs(*, center: bool, output: EvaOutput) -> frozenset[MomentName]:
@@ -40,9 +51,9 @@ def eva_basis(
     W: Float[Tensor, "m n"],
     rank: int,
     *,
-    center: bool = False,
-    output: EvaOutput = "weight_times_input",
-    coordinates: Coordinates = "qr",
+    center: bool = EvaOptions.eva_center,
+    output: EvaOutput = EvaOptions.eva_output,
+    coordinates: Coordinates = EvaOptions.coordinates,
     seed: int = 0,
 ) -> Basis:
     """Leading input directions, and an output side that follows from them or stands for itself.

@@ -7,12 +7,37 @@ Shapes: G m x n, A n x n, D m x m (diagonal by default), r the rank.
 
 from __future__ import annotations
 
-import torch
+from dataclasses import dataclass
+from typing import Annotated
 
+import torch
+from pydantic import Field
+
+from frozencore.constructors.options import BasisOptions
 from frozencore.maths.basis import Basis, Coordinates, basis_from_factors
 from frozencore.maths.linalg import SvdMethod, TruncatedSVD, effective_rank, truncated_svd
 from frozencore.maths.moments import LayerMoments
-from frozencore.maths.whitening import InverseRoot, Whitening
+from frozencore.maths.whitening import Damping, Fisher, InverseRoot, Share, Sides, Whitening
+
+
+@dataclass(frozen=True)
+class FCCAOptions(BasisOptions):
+    """The metric in which the rank is cut; see :class:`frozencore.maths.whitening.Whitening`."""
+
+    whiten: Annotated[Sides, Field(description="Sides that are whitened.")] = Whitening.sides
+    fisher: Annotated[Fisher, Field(description="Diagonal moments, or dense factors (K-FAC).")] = Whitening.fisher
+    shrinkage: Annotated[Share, Field(description="Share of the diagonal in dense factors.")] = Whitening.shrinkage
+    damping: Annotated[
+        Damping, Field(description="Damping relative to the mean second moment; two for the input and the output side.")
+    ] = Whitening.damping
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.whitening  # noqa: B018  # refuses what does not go together
+
+    @property
+    def whitening(self) -> Whitening:
+        return Whitening(self.whiten, self.fisher, self.shrinkage, self.damping)
 
 
 def fcca_basis(
@@ -20,8 +45,8 @@ def fcca_basis(
     rank: int,
     *,
     whitening: Whitening | None = None,
-    coordinates: Coordinates = "qr",
-    svd_method: SvdMethod = "auto",
+    coordinates: Coordinates = BasisOptions.coordinates,
+    svd_method: SvdMethod = BasisOptions.svd_method,
     seed: int = 0,
 ) -> Basis:
     """Directions with the largest correlation between input and output error.
@@ -59,7 +84,7 @@ def fcca_basis_of_svd(
     rank: int,
     *,
     whitening: Whitening,
-    coordinates: Coordinates = "qr",
+    coordinates: Coordinates = BasisOptions.coordinates,
     seed: int = 0,
 ) -> Basis:
     """The basis of :func:`fcca_basis` from the leading singular triples of T instead of G.

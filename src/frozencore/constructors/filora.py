@@ -8,13 +8,28 @@ largest a.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import one_hot
 
+from frozencore.constructors.options import BasisOptions
 from frozencore.maths.basis import Basis, Coordinates, basis_from_factors
 from frozencore.maths.linalg import energy_rank, top_eigenvectors
 from frozencore.maths.moments import LayerMoments, MomentName
 from frozencore.maths.whitening import Fisher
+
+
+@dataclass(frozen=True)
+class FiLoRAOptions(BasisOptions):
+    """The original method, or its diagonal variant."""
+
+    filora_fisher: Annotated[
+        Fisher,
+        Field(description="Eigenvectors of dense factors (the original method), or coordinates of diagonal ones."),
+    ] = "dense"
 
 
 def filora_needs(fisher: Fisher) -> frozenset[MomentName]:
@@ -26,8 +41,8 @@ def filora_basis(
     moments: LayerMoments,
     rank: int,
     *,
-    fisher: Fisher = "dense",
-    coordinates: Coordinates = "qr",
+    fisher: Fisher = FiLoRAOptions.filora_fisher,
+    coordinates: Coordinates = FiLoRAOptions.coordinates,
     seed: int = 0,
 ) -> Basis:
     """Directions in which inputs and output errors have the most energy, chosen separately.

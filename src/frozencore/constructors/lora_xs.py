@@ -10,6 +10,7 @@ from __future__ import annotations
 from jaxtyping import Float
 from torch import Tensor
 
+from frozencore.constructors.options import BasisOptions
 from frozencore.maths.basis import Basis, Coordinates, basis_from_factors
 from frozencore.maths.linalg import SvdMethod, effective_rank, truncated_svd
 
@@ -18,8 +19,8 @@ def lora_xs_basis(
     W: Float[Tensor, "m n"],
     rank: int,
     *,
-    coordinates: Coordinates = "qr",
-    svd_method: SvdMethod = "auto",
+    coordinates: Coordinates = BasisOptions.coordinates,
+    svd_method: SvdMethod = BasisOptions.svd_method,
     seed: int = 0,
 ) -> Basis:
     """Directions that pretraining used most; the task is not looked at."""

@@ -6,6 +6,7 @@ G = U Σ Vᵀ,   P = U_r,   Q = V_r
 from __future__ import annotations
 
 from frozencore.constructors.fcca import fcca_basis
+from frozencore.constructors.options import BasisOptions
 from frozencore.maths.basis import Basis, Coordinates
 from frozencore.maths.linalg import SvdMethod
 from frozencore.maths.moments import LayerMoments
@@ -16,8 +17,8 @@ def rawgrad_basis(
     moments: LayerMoments,
     rank: int,
     *,
-    coordinates: Coordinates = "qr",
-    svd_method: SvdMethod = "auto",
+    coordinates: Coordinates = BasisOptions.coordinates,
+    svd_method: SvdMethod = BasisOptions.svd_method,
     seed: int = 0,
 ) -> Basis:
     """Leading singular directions of the loss gradient: no basis of rank r has a larger ``‖PᵀGQ‖_F``."""

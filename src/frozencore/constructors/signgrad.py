@@ -7,21 +7,33 @@ The sign is the first step of AdamW in full fine-tuning. Not in the paper: the s
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Annotated
 
 import torch
+from pydantic import Field
 
+from frozencore.constructors.options import BasisOptions
 from frozencore.maths.basis import Basis, Coordinates, basis_from_factors
 from frozencore.maths.linalg import SvdMethod, effective_rank, truncated_svd
 from frozencore.maths.moments import LayerMoments
+
+
+@dataclass(frozen=True)
+class SignGradOptions(BasisOptions):
+    """Where training starts."""
+
+    initial_step: Annotated[
+        float, Field(allow_inf_nan=False, description="Start from the core of one sign step of this size; 0 is zero.")
+    ] = 0.0
 
 
 def signgrad_basis(
     moments: LayerMoments,
     rank: int,
     *,
-    coordinates: Coordinates = "qr",
-    svd_method: SvdMethod = "auto",
+    coordinates: Coordinates = BasisOptions.coordinates,
+    svd_method: SvdMethod = BasisOptions.svd_method,
     seed: int = 0,
 ) -> Basis:
     """Leading singular directions of ``sign(G)``; ``initial_core`` is the best rank-r copy of one sign step.

@@ -60,7 +60,7 @@ def basis_from_factors(
     *,
     rank: int,
     spectrum: Float[Tensor, " k"],
-    coordinates: Coordinates = "qr",
+    coordinates: Coordinates,
     seed: int = 0,
 ) -> Basis:
     """Write the spans of two raw factors in the chosen coordinates and fill missing directions.

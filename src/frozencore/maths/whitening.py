@@ -8,20 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Annotated, Literal
 
 import torch
 from jaxtyping import Float
+from pydantic import Field
 from torch import Tensor
 
 from frozencore.errors import CalibrationError, ConfigError
 from frozencore.maths.linalg import inverse_root
 from frozencore.maths.moments import LayerMoments, MomentName
+from frozencore.options import check_options
 
 Sides = Literal["both", "input", "output", "none"]
 Fisher = Literal["diagonal", "dense"]
-SIDES: tuple[str, ...] = get_args(Sides)
-FISHERS: tuple[str, ...] = get_args(Fisher)
+Share = Annotated[float, Field(ge=0, le=1)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Damping = Positive | tuple[Positive, Positive]
 
 InverseRoot = Callable[[Tensor], Tensor]
 """Multiplies a matrix from the left by an inverse square root: ``X -> A^-1/2 X``."""
@@ -40,24 +43,13 @@ class Whitening:
 
     sides: Sides = "both"
     fisher: Fisher = "diagonal"
-    shrinkage: float = 0.0
-    damping: float | tuple[float, float] = 1e-3
+    shrinkage: Share = 0.0
+    damping: Damping = 1e-3
 
     def __post_init__(self) -> None:
-        if self.sides not in SIDES:
-            raise ConfigError(f"whiten must be one of {', '.join(SIDES)}, but {self.sides!r} came.")
-        if self.fisher not in FISHERS:
-            raise ConfigError(f"fisher must be one of {', '.join(FISHERS)}, but {self.fisher!r} came.")
-        if not (isinstance(self.shrinkage, int | float) and 0 <= self.shrinkage <= 1):
-            raise ConfigError(f"shrinkage must lie in [0, 1], but {self.shrinkage!r} came.")
+        check_options(self)
         if self.shrinkage and self.fisher != "dense":
             raise ConfigError("shrinkage mixes dense factors with their diagonal: it needs fisher='dense'.")
-        by_side = self.damping_by_side
-        if len(by_side) != 2 or not all(isinstance(c, int | float) and 0 < c < float("inf") for c in by_side):
-            raise ConfigError(
-                "damping must be positive and finite: one number, or a pair for input and output side, but "
-                f"{self.damping!r} came."
-            )
 
     @property
     def damping_by_side(self) -> tuple[float, float]:

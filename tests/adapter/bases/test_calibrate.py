@@ -16,7 +16,6 @@ import references as ref
 from adapted import BATCHES, DATA_DRIVEN, EXAMPLES, adapted, cores_of, logits
 from frozencore import CONSTRUCTORS, CalibrationOptions, FrozenCoreConfig, calibrate
 from frozencore.calibration.collect import collect_moments
-from frozencore.constructors import BasisOptions
 from frozencore.errors import CalibrationError, ConfigError
 from frozencore.maths.moments import MOMENT_NAMES, LayerMoments
 from frozencore.maths.objective import captured_correlation, projected_gradient_norm
@@ -130,7 +129,7 @@ def test_what_was_found_is_reported_per_layer(evidence: dict) -> None:
 
 @pytest.mark.parametrize("constructor", DATA_DRIVEN)
 def test_moments_collected_before_give_the_same_bytes(constructor: str) -> None:
-    needs = CONSTRUCTORS[constructor].needs(BasisOptions())
+    needs = CONSTRUCTORS[constructor].needs(CONSTRUCTORS[constructor].options())
     moments = collect_moments(tiny_qwen2(), BATCHES, NAMES, needs=needs)
     model = adapted(constructor, calibrated=False)
     calibrate(model, moments=moments, progress=False)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from frozencore.lab.campaign.job import make_job
 from frozencore.lab.campaign.plan import plan
+from frozencore.lab.campaign.shared import moments_key
 from frozencore.lab.campaign.spec import read_campaign
 from frozencore.lab.campaign.store import Store
 from frozencore.lab.run.record import TunedRecord
@@ -53,3 +55,28 @@ def test_a_warm_up_of_before_it_was_the_methods_own_keeps_its_id() -> None:
     for (method, warmup), run_id in before.items():
         assert make_job("tune", {**options, "method": method, "warmup": warmup}).id == run_id
         assert make_job("tune", {**options, "method": method}).id == before[method, 0.1]
+
+
+@pytest.mark.parametrize(
+    ("options", "run_id", "moments"),
+    [
+        ({"damping": 0.1}, "03f51bfc66f6b6ab", "1fe4883d9213237a"),
+        ({"damping": 1}, "7e8cc8be1024ca24", "1fe4883d9213237a"),
+        ({"memory_budget": "8GiB"}, "6020b5848a2c1c55", "1fe4883d9213237a"),
+        ({"skip_first": 2}, "2122d67b0dcfb3ea", "244bb9df6696de21"),
+        ({"alpha": 3}, "00afe8c6990cd19c", "1fe4883d9213237a"),
+        ({"targets": ["q_proj", "v_proj"]}, "1be7e3719d8d67c4", "94de18949473f5f5"),
+        ({"coordinates": "raw", "svd_method": "full"}, "15432dd44ba491b7", "1fe4883d9213237a"),
+        ({"fisher": "dense", "shrinkage": 1, "whiten": "input"}, "7a34b3c5ffdf56e0", "1fe4883d9213237a"),
+        ({"method": "eva", "eva_center": True, "eva_output": "random"}, "628b03b6313fc918", "1fe4883d9213237a"),
+        ({"method": "signgrad", "initial_step": 0.1}, "e1d9176e2e19d4db", "1fe4883d9213237a"),
+        ({"method": "filora", "filora_fisher": "diagonal"}, "2022aba97a4af641", "1fe4883d9213237a"),
+        ({"tokens": "nonzero_delta"}, "e76cf08ba765a4bc", "0498d6e155b88510"),
+    ],
+)
+def test_every_option_keeps_the_ids_and_the_moments_of_its_runs(
+    options: dict[str, Any], run_id: str, moments: str
+) -> None:
+    """Those of version 0.1.0, in which options stood in a list of the lab's own."""
+    job = make_job("tune", {"model": "pocket", "task": "pocket-math", "seed": 42, "warmup": 0.03, **options})
+    assert (job.id, moments_key(job.config)) == (run_id, moments)

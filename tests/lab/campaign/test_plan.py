@@ -25,7 +25,7 @@ from frozencore.lab.campaign.job import Job, make_job
 from frozencore.lab.campaign.plan import Outcome, choices, plan
 from frozencore.lab.campaign.results import load_results
 from frozencore.lab.campaign.shared import moments_key, needs_of
-from frozencore.lab.campaign.spec import Campaign, read_campaign
+from frozencore.lab.campaign.spec import Campaign, column_key, read_campaign
 from frozencore.lab.campaign.store import Store
 from frozencore.lab.campaign.worker import Place
 from frozencore.lab.run.record import Failure
@@ -59,6 +59,33 @@ def test_the_id_is_the_configuration_and_nothing_else() -> None:
     others = ({"rank": 8}, {"seed": 43}, {"damping": 0.1}, {"tokens": "completion"}, {"evaluate_on": "validation"})
     ids = {make_job("tune", {**OPTIONS, **other}).id for other in others} | {make_job("profile", OPTIONS).id, job.id}
     assert len(ids) == len(others) + 2
+
+
+def test_where_and_how_much_at_a_time_sums_are_made_decides_neither_them_nor_at_its_default_a_run() -> None:
+    plain = make_job("tune", OPTIONS)
+    assert make_job("tune", {**OPTIONS, "group_size": 999, "stats_device": None, "memory_budget": None}).id == plain.id
+    for option in ({"group_size": 4}, {"stats_device": "cpu"}):
+        job = make_job("tune", OPTIONS | option)
+        assert job.id != plain.id  # a study may compare them
+        assert job.resolved["calibration"] == option
+        assert moments_key(job.config) == moments_key(plain.config)
+
+
+def test_damping_is_a_number_or_a_pair_for_the_two_sides(tmp_path: Path) -> None:
+    file = write_spec(
+        tmp_path,
+        "name: x\nmodels: {pocket: pocket}\nstudies:\n  main:\n    title: t\n"
+        "    axes: {model: [pocket], task: [pocket-math], damping: [0.1, [0.1, 0.01]], seed: [42]}\n"
+        "    report: {columns: [damping]}\n",
+    )
+    one, pair = (run.job for run in plan(read_campaign(file), unknown))
+    assert (one, pair) == tuple(make_job("tune", {**OPTIONS, "damping": damping}) for damping in (0.1, [0.1, 0.01]))
+    assert one.id != pair.id
+    damping = pair.config.core.model_dump()["damping"]
+    assert damping == pair.config.adapter_options(()).core["damping"] == (0.1, 0.01)
+    assert column_key((damping,)) == "0.1/0.01"
+    with pytest.raises(ConfigError, match="damping: .*tuple should have at most 2 items"):
+        make_job("tune", {**OPTIONS, "damping": [0.1, 0.1, 0.1]})
 
 
 OF_OLD = {

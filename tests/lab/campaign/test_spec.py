@@ -6,10 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from frozencore.calibration.options import CalibrationOptions
 from frozencore.cli.campaign_lines import campaign_schema
+from frozencore.constructors import CONSTRUCTORS
 from frozencore.errors import ConfigError
 from frozencore.lab.campaign.plan import plan
-from frozencore.lab.campaign.spec import read_campaign
+from frozencore.lab.campaign.spec import PLACES, read_campaign
+from frozencore.lab.run.config import run_options
+from frozencore.options import options_of
 from places import ROOT
 
 HEAD = "name: x\nmodels: {pocket: pocket}\nstudies:\n  main:\n    title: t\n"
@@ -116,3 +120,26 @@ def test_the_schema_names_what_a_specification_may_hold() -> None:
     schema = campaign_schema()
     assert {"name", "models", "studies", "base"} <= schema["properties"].keys()
     assert schema["additionalProperties"] is False
+
+
+def test_the_schema_says_of_every_option_what_it_allows_its_default_and_its_help() -> None:
+    schema = campaign_schema()
+    base = schema["properties"]["base"]["properties"]
+    expected = {name for name in run_options() if name not in PLACES}
+    holders = [CalibrationOptions, *(row.options for row in CONSTRUCTORS.values())]
+    assert expected >= {name for holder in holders for name in options_of(holder)}
+    assert base.keys() == expected
+    assert all(option["description"] for option in base.values())
+    assert base["whiten"] == {
+        "enum": ["both", "input", "output", "none"], "type": "string", "default": "both",
+        "description": "fcca: Sides that are whitened.",
+    }  # fmt: skip
+    assert [kind["type"] for kind in base["damping"]["anyOf"]] == ["number", "array"]
+    assert base["damping"]["anyOf"][1]["minItems"] == base["damping"]["anyOf"][1]["maxItems"] == 2
+    assert (base["group_size"]["minimum"], base["group_size"]["default"]) == (1, 999)
+    study = schema["$defs"]["Study"]["properties"]
+    assert study["fixed"]["properties"] == base
+    lists = {name: {"type": "array", "items": option, "minItems": 1} for name, option in base.items()}
+    grid = schema["$defs"]["Search"]["properties"]["grids"]["items"]["properties"]
+    assert study["axes"]["properties"] == lists
+    assert grid == lists | {"for": {"type": "array", "items": {"type": "string"}, "minItems": 1}}

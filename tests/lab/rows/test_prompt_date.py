@@ -158,6 +158,6 @@ def test_a_date_that_is_none_is_one_line(command: Callable[..., Any], tmp_path: 
     words = ("--model", "pocket", "--task", "pocket-math", "--out", tmp_path / "out", "--prompt-date", "26 Jul 2024")
     for verb in ("tune", "evaluate", "calibrate"):
         status, _, error = command(verb, *words)
-        assert (status, "--prompt-date takes a day as YYYY-MM-DD, got '26 Jul 2024'" in error) == (2, True)
+        assert (status, "--prompt-date must be a day as YYYY-MM-DD, but '26 Jul 2024' came" in error) == (2, True)
     with pytest.raises(ConfigError, match="--prompt-date: "):
         make_config(model="pocket", task="pocket-math", prompt_date="tomorrow")

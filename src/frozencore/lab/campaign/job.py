@@ -12,9 +12,10 @@ from pydantic import ValidationError
 from frozencore.calibration.options import as_hashed
 from frozencore.errors import ConfigError
 from frozencore.fingerprint import fingerprint_options
-from frozencore.lab.campaign.spec import NESTED, PLACES, Kind
+from frozencore.lab.campaign.spec import PLACES, Kind
 from frozencore.lab.rows.suite import find_task
-from frozencore.lab.run.config import RunConfig
+from frozencore.lab.run.config import GROUPS, RunConfig, in_groups
+from frozencore.options import own_refusal
 
 ID_DIGITS = 16
 FORMER_DEFAULTS = {"warmup": 0.03}  # of every method, until each had its own
@@ -67,16 +68,11 @@ def make_job(kind: Kind, options: dict[str, Any], reference_size: int | None = N
     Raises:
         ConfigError: In one line, what is wrong with which option.
     """
-    nested = {name for names in NESTED.values() for name in names}
-    values = {name: value for name, value in options.items() if name not in nested}
-    for group, names in NESTED.items():
-        values[group] = {name: options[name] for name in names if name in options}
     try:  # through JSON, in which a list may become a tuple and text never becomes a number
-        return Job(kind, RunConfig.model_validate_json(json.dumps(values), strict=True), reference_size)
+        return Job(kind, RunConfig.model_validate_json(json.dumps(in_groups(options)), strict=True), reference_size)
     except ValidationError as error:
         first = error.errors()[0]
-        refused = first.get("ctx", {}).get("error")
-        if isinstance(refused, ConfigError):
+        if (refused := own_refusal(first)) is not None:
             raise refused from error
-        name = next((str(part) for part in first["loc"] if part not in NESTED), "a run")
+        name = next((str(part) for part in first["loc"] if part not in GROUPS), "a run")
         raise ConfigError(f"{name}: {first['msg'].lower()}, but {first['input']!r} came.") from error

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from frozencore.adapter.bases.calibrate import calibrate
 from frozencore.adapter.bases.carried import get_bases
 from frozencore.adapter.model import frozen_core_layers
-from frozencore.calibration.options import as_hashed
+from frozencore.calibration.options import of_the_sums
 from frozencore.calibration.store import MomentsFingerprint, load_moments, save_moments
 from frozencore.fingerprint import fingerprint_model, fingerprint_options
 from frozencore.lab.campaign.job import Job
@@ -43,7 +43,7 @@ Needs = Mapping[str, frozenset[MomentName]]
 def moments_key(config: RunConfig) -> str:
     """Names the moments that runs share as far as options tell; see :func:`moments_file`."""
     values = config.model_dump(mode="json", include=set(_DECIDES_MOMENTS))
-    values["calibration"] = as_hashed(values["calibration"])
+    values["calibration"] = of_the_sums(values["calibration"])
     if config.calibration_task is not None:  # its rows do not depend on the task that is learned
         values |= {"task": config.calibration_task, "data": None, "num_train": None, "num_evaluation": None}
     return fingerprint_options({name: values[name] for name in values if name != "calibration_task"})[:16]

@@ -24,41 +24,51 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import MISSING, dataclass
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
-from pydantic_core import ErrorDetails
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import CoreSchema, ErrorDetails
 
+from frozencore.constructors import described
 from frozencore.errors import ConfigError
-from frozencore.lab.run.config import CoreOptions, Measure, PassOptions, RunConfig
+from frozencore.lab.run.config import Measure, run_options
 from frozencore.naming import unknown_name
+from frozencore.options import Option as RunOption
+from frozencore.options import own_refusal
 from frozencore.strict_yaml import line_of, read_yaml
 
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")]
-Value = bool | int | float | str | tuple[str, ...] | None
+Value = bool | int | float | str | tuple[str, ...] | tuple[float, ...] | None
 Values = Annotated[tuple[Value, ...], Field(min_length=1)]
 Kind = Literal["tune", "stability", "profile"]
 Figure = Literal["ranking", "gains", "lines", "state", "panels", "curves"]
 
-NESTED = {"core": tuple(CoreOptions.model_fields), "calibration": tuple(PassOptions.model_fields)}
-"""Groups of options in a run's configuration; a campaign names their options without the group."""
 PLACES = ("data_root", "device")
 """Options that say where a run happens, not what it is: the command line's."""
-AXES = (
-    *(name for name in RunConfig.model_fields if name not in (*NESTED, *PLACES)),
-    *(name for names in NESTED.values() for name in names),
-)
 METHODS_OF_GRID = "for"
 MATCHED = "matched"
 """As a reference: on each task the calibration on that task."""
 MOST_RUNS = 100_000
 
 
+def _options() -> dict[str, RunOption]:
+    return {name: option for name, option in run_options().items() if name not in PLACES}
+
+
 def _option(name: str) -> str:
-    if name not in AXES:
-        raise ConfigError(unknown_name("option", name, AXES))
+    if name not in (known := _options()):
+        raise ConfigError(unknown_name("option", name, known))
     return name
 
 
@@ -67,6 +77,36 @@ def _option_or_for(name: str) -> str:
 
 
 Option = Annotated[str, AfterValidator(_option)]
+
+
+@dataclass(frozen=True)
+class _Described:
+    """Lets the JSON schema of a mapping from options say what each of them is: its values, its default and its help.
+
+    Attributes:
+        listed: It maps each to a list of values.
+        also: A further key, with a list of texts.
+    """
+
+    listed: bool = False
+    also: str | None = None
+
+    def __get_pydantic_json_schema__(self, _: CoreSchema, __: GetJsonSchemaHandler) -> dict[str, Any]:
+        known = {name: _schema(option) for name, option in _options().items()}
+        if self.listed:
+            known |= {} if self.also is None else {self.also: {"type": "string"}}
+            known = {name: {"type": "array", "items": one, "minItems": 1} for name, one in known.items()}
+        return {"type": "object", "properties": known, "additionalProperties": False}
+
+
+def _schema(option: RunOption) -> dict[str, Any]:
+    default = {} if option.default is MISSING else {"default": option.adapter.dump_python(option.default, mode="json")}
+    return {**option.adapter.json_schema(), "description": described(option), **default}
+
+
+Fixed = Annotated[dict[Option, Value], _Described()]
+Axes = Annotated[dict[Option, Values], _Described(listed=True)]
+Grid = Annotated[dict[Annotated[str, AfterValidator(_option_or_for)], Values], _Described(True, METHODS_OF_GRID)]
 
 
 class _Strict(BaseModel):
@@ -82,7 +122,7 @@ class Search(_Strict):
         select: What the best trial has most of (accuracy; ties go to the lower held-out loss) or least of (loss).
     """
 
-    grids: Annotated[tuple[dict[Annotated[str, AfterValidator(_option_or_for)], Values], ...], Field(min_length=1)]
+    grids: Annotated[tuple[Grid, ...], Field(min_length=1)]
     seed: int = Field(default=42, ge=0, lt=2**32)
     select: Measure = "accuracy"
 
@@ -128,7 +168,7 @@ class Report(_Strict):
 
 def column_key(column: tuple[Value, ...]) -> str:
     """A column (or row) as ``reference``, ``differences`` and the CSV files name it: its values, as they stand here."""
-    return "/".join("/".join(value) if isinstance(value, tuple) else str(value) for value in column)
+    return "/".join("/".join(map(str, value)) if isinstance(value, tuple) else str(value) for value in column)
 
 
 class Study(_Strict):
@@ -143,8 +183,8 @@ class Study(_Strict):
 
     title: str
     kind: Kind = "tune"
-    axes: dict[Option, Values]
-    fixed: dict[Option, Value] = {}
+    axes: Axes
+    fixed: Fixed = {}
     search: Search | None = None
     reference_size: int | None = Field(default=None, ge=1)
     report: Report = Report()
@@ -186,7 +226,7 @@ class Campaign(_Strict):
     name: Name
     about: str = ""
     models: Annotated[dict[Name, str], Field(min_length=1)]
-    base: dict[Option, Value] = {}
+    base: Fixed = {}
     keep_adapters: bool = False
     studies: Annotated[dict[Name, Study], Field(min_length=1)]
 
@@ -214,8 +254,7 @@ def read_campaign(path: Path) -> Campaign:
         first = _most_telling(error)
         loc = [part for part in first["loc"] if part in _keys_on_the_way(content, first["loc"])]
         where = f"{path}, line {line_of(path, loc)}: {'.'.join(map(str, loc))}"
-        refused = first.get("ctx", {}).get("error")
-        if isinstance(refused, ConfigError):
+        if (refused := own_refusal(first)) is not None:
             raise ConfigError(f"{where}: {refused}") from error
         came = "" if first["type"] == "missing" else f", but {first['input']!r} came"
         raise ConfigError(f"{where}: {first['msg'].lower()}{came}. See `frozencore schema`.") from error

@@ -19,7 +19,7 @@ from frozencore.maths.capture import CAPTURE_NEEDS
 from frozencore.maths.moments import LayerMoments, MomentName
 from frozencore.whole_file import require_writable
 
-MOMENTS_FILE = "moments.safetensors"
+MOMENTS_FILE, ADAPTER = "moments.safetensors", "adapter"
 
 
 def collect_for(
@@ -40,14 +40,16 @@ def collect_for(
 def execute_calibration(config: RunConfig, out: Path, stages: Stages) -> Calibration:
     """Write ``out/moments.safetensors`` and ``out/adapter`` with zero cores.
 
+    With a memory budget there is no file of moments: the sums of all layers are what the budget is to avoid.
+
     Raises:
         ConfigError: The method reads no data.
-        ArtifactError: ``out`` holds moments already.
+        ArtifactError: ``out`` holds moments or an adapter already.
     """
     if not config.moments_needed:
         raise ConfigError(f"The method {config.method!r} reads no calibration data: `frozencore tune` is all it needs.")
-    if (out / MOMENTS_FILE).exists():
-        raise ArtifactError(f"{out} already holds moments. Choose another --output, or remove that folder.")
+    if (out / MOMENTS_FILE).exists() or (config.memory_budget is not None and (out / ADAPTER).exists()):
+        raise ArtifactError(f"{out} already holds a calibration. Choose another --output, or remove that folder.")
     require_writable(out)
     bench = prepare(config, stages)
     targets = resolve_targets(config, bench.model)
@@ -55,9 +57,16 @@ def execute_calibration(config: RunConfig, out: Path, stages: Stages) -> Calibra
     fingerprint = MomentsFingerprint.of(bench.model, batches, config.calibration_options)
     model = config.method_entry.add(bench.model, config.adapter_options(targets))
     needs = config.moments_needed | CAPTURE_NEEDS  # inspect reads G, a and d
-    moments = collect_for(config, model, batches, needs, stages)
-    calibration = calibrate(model, moments=moments, progress=lambda stage, done, total: stages(stage, done, total, ""))
+    moments = collect_for(config, model, batches, needs, stages) if config.memory_budget is None else None
+    calibration = calibrate(
+        model,
+        batches,
+        options=config.calibration_options,
+        moments=moments,
+        progress=lambda stage, done, total: stages(stage, done, total, ""),
+    )
     out.mkdir(parents=True, exist_ok=True)
-    config.method_entry.save(model, out / "adapter", out)
-    save_moments(out / MOMENTS_FILE, moments, fingerprint)  # last: it says that the folder is whole
+    config.method_entry.save(model, out / ADAPTER, out)
+    if moments is not None:
+        save_moments(out / MOMENTS_FILE, moments, fingerprint)  # last: it says that the folder is whole
     return calibration

@@ -2,134 +2,155 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING
 from datetime import date
+from functools import cache, partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, get_type_hints
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     PositiveInt,
+    SerializeAsAny,
     ValidationError,
     ValidationInfo,
+    create_model,
     field_validator,
     model_validator,
 )
 
-from frozencore.calibration.budget import memory_bytes
-from frozencore.calibration.options import CalibrationOptions, FisherLabels, Tokens, Weighting
-from frozencore.constructors import CONSTRUCTORS
-from frozencore.constructors.eva import EvaOutput
+from frozencore.adapter.config import FrozenCoreConfig
+from frozencore.calibration.options import CalibrationOptions, MemoryBudget
+from frozencore.constructors import CONSTRUCTORS, BasisOptions, constructor_options, refuse_unread
+from frozencore.constructors.options import Rank
 from frozencore.errors import ConfigError
 from frozencore.lab.methods import AdapterOptions, Method, Targets, find_method
 from frozencore.lab.rows.prompt_date import PROMPT_DATE
 from frozencore.lab.rows.prompts import PromptStyle
 from frozencore.lab.rows.suite import find_task
-from frozencore.maths.basis import Coordinates
-from frozencore.maths.linalg import SvdMethod
 from frozencore.maths.moments import MomentName
-from frozencore.maths.whitening import Fisher, Sides
+from frozencore.options import Option, options_of, own_refusal
 
 Measure = Literal["accuracy", "held_out_loss"]
-READ_BY = {
-    "whiten": ("fcca",), "fisher": ("fcca",), "shrinkage": ("fcca",), "damping": ("fcca",),
-    "filora_fisher": ("filora",), "eva_center": ("eva",), "eva_output": ("eva",), "initial_step": ("signgrad",),
-}  # fmt: skip
-"""Which constructors read an option of the cores; the others are read by all."""
 
 
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-class CoreOptions(_Strict):
-    """Options of the frozen cores, named as in :class:`frozencore.FrozenCoreConfig`; LoRA and its kin ignore them."""
-
-    alpha: float | None = None
-    whiten: Sides = "both"
-    fisher: Fisher = "diagonal"
-    shrinkage: float = Field(default=0.0, ge=0, le=1)
-    damping: float = Field(default=1e-3, gt=0)
-    coordinates: Coordinates = "qr"
-    svd_method: SvdMethod = "auto"
-    filora_fisher: Fisher = "dense"
-    eva_center: bool = False
-    eva_output: EvaOutput = "weight_times_input"
-    initial_step: float = 0.0
+def _core_options() -> dict[str, Option]:
+    return {"alpha": options_of(FrozenCoreConfig)["alpha"], **constructor_options()}
 
 
-class PassOptions(_Strict):
-    """Options of the calibration pass, named as in :class:`frozencore.calibration.options.CalibrationOptions`."""
+def _pass_options() -> dict[str, Option]:
+    own = RunConfig.model_fields  # the seed and the budget are the run's
+    return {name: option for name, option in options_of(CalibrationOptions).items() if name not in own}
 
-    tokens: Tokens = "nonpad"
-    skip_first: int = Field(default=0, ge=0)
-    weighting: Weighting = "example_mean"
-    fisher_labels: FisherLabels = "empirical"
 
-    @field_validator("weighting")
-    @classmethod
-    def _by_its_full_name(cls, weighting: Weighting) -> Weighting:
-        """A run has one id, whichever name was written."""
-        return CalibrationOptions(weighting=weighting).weighting
+GROUPS: dict[str, Callable[[], dict[str, Option]]] = {"core": _core_options, "calibration": _pass_options}
+"""Options that a configuration holds in a group: those of the cores, as the table of constructors has them at the time,
+and those of the calibration pass. Who names one of them does so without its group."""
+
+
+@cache
+def _model(group: str, _table: tuple[type, ...]) -> type[BaseModel]:
+    fields: dict[str, Any] = {name: (option.type, option.default) for name, option in GROUPS[group]().items()}
+    return create_model(group, __base__=_Strict, **fields)
+
+
+def _read(given: Any, group: str) -> BaseModel:
+    if isinstance(given, BaseModel):
+        return given
+    model = _model(group, tuple(row.options for row in CONSTRUCTORS.values()))
+    # through JSON, in which a list may become a tuple and text never becomes a number
+    return model.model_validate_json(json.dumps(given, default=str), strict=True)
 
 
 class RunConfig(_Strict):
-    """One run of the training recipe (paper, section 4 and appendix B).
+    """One run of the training recipe (paper, section 4 and appendix B); each field says what it is in its help."""
 
-    Attributes:
-        model: Hub id or local folder of a causal language model; ``pocket`` is the one shipped here.
-        task, data: A task by name, or a file of the user's own rows; exactly one of them.
-        data_root: Folder that holds the task's data set under its hub id; the hub otherwise.
-        method: A name of :data:`frozencore.lab.methods.METHODS`.
-        memory_budget: What calibration may take beyond a forward and backward pass, ``"8GiB"`` for instance.
-        calibration_task: Task that the calibration rows are of, where it is not the one to learn; the latter's own
-            name is the same as None.
-        targets: Module names or ``"all-linear"``; None is the model's attention projections.
-        learning_rate, warmup: None are those of the method's row.
-        epochs: None is the task's number, or 1 for own data.
-        max_length: Tokens of a row; None is 512 or the model's context, whichever is less.
-        prompt_date: Today, to a chat template that asks for it.
-        evaluate_on: ``validation`` scores on the held-out validation rows instead, to choose options with.
-        paper_steps: A run that is evaluated trains on all rows even where none are left for validation, as the paper's
-            step counts imply; one that is scored on validation rows has them held out as ever.
-        select_checkpoint: When validation rows are scored (``epoch``, or steps between two scores), of which the best
-            step's values are kept; ``none`` keeps the last step's, as does a run without validation rows.
-        select_by: What a step must have most of (accuracy; ties go to the lower held-out loss) or least of (loss, which
-            also decides where the task has no accuracy).
-        num_train, num_evaluation: None are the task's sizes; own data holds out a tenth, at most 500 rows.
-    """
-
-    model: str
-    task: str | None = None
-    data: Path | None = None
-    data_root: Path | None = None
-    method: str = "fcca"
-    rank: int = Field(default=16, ge=1)
-    targets: Targets | None = None
-    core: CoreOptions = CoreOptions()
-    calibration: PassOptions = PassOptions()
-    calibration_size: int = Field(default=128, ge=1)
-    memory_budget: str | None = None
-    calibration_task: str | None = None
-    learning_rate: float | None = Field(default=None, gt=0)
-    warmup: float | None = Field(default=None, ge=0, le=1)
-    epochs: int | None = Field(default=None, ge=1)
-    batch_size: int = Field(default=1, ge=1)
-    accumulation: int = Field(default=8, ge=1)
-    seed: int = Field(default=42, ge=0, lt=2**32)
-    max_length: int | None = Field(default=None, ge=2)
-    truncate: bool = False
-    prompt_style: PromptStyle = "auto"
-    prompt_date: date = PROMPT_DATE
-    evaluate_on: Literal["evaluation", "validation"] = "evaluation"
-    num_train: int | None = Field(default=None, ge=1)
-    num_evaluation: int | None = Field(default=None, ge=1)
-    paper_steps: bool = False
-    select_checkpoint: Literal["none", "epoch"] | PositiveInt = "none"
-    select_by: Measure = "accuracy"
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    device: str = "auto"
+    model: Annotated[
+        str, Field(description="Hub id or local folder of a causal language model; pocket is the one shipped here.")
+    ]
+    task: Annotated[str | None, Field(description="A task by name, for instance svamp or sst2.")] = None
+    data: Annotated[
+        Path | None, Field(description="Your own JSONL or Parquet rows: prompt and completion, messages, or text.")
+    ] = None
+    data_root: Annotated[
+        Path | None, Field(description="Folder that holds the task's data set under its hub id. Default: the hub.")
+    ] = None
+    method: Annotated[str, Field(description="What to train.")] = "fcca"
+    rank: Rank = BasisOptions.rank
+    targets: Annotated[
+        Targets | None, Field(description="Layer names, or all-linear. Default: the attention projections.")
+    ] = None
+    core: Annotated[SerializeAsAny[BaseModel], BeforeValidator(partial(_read, group="core"))] = Field(
+        default_factory=partial(_read, {}, "core")
+    )
+    calibration: Annotated[SerializeAsAny[BaseModel], BeforeValidator(partial(_read, group="calibration"))] = Field(
+        default_factory=partial(_read, {}, "calibration")
+    )
+    calibration_size: Annotated[int, Field(ge=1, description="Training rows that the calibration pass reads.")] = 128
+    memory_budget: MemoryBudget = None
+    calibration_task: Annotated[
+        str | None, Field(description="Task that the calibration rows are of. Default: the one to learn.")
+    ] = None
+    learning_rate: Annotated[
+        float | None, Field(gt=0, description="The peak. Default: the method's own, 5e-3 for cores.")
+    ] = None
+    warmup: Annotated[
+        float | None,
+        Field(ge=0, le=1, description="Share of the steps in which the rate rises. Default: the method's own."),
+    ] = None
+    epochs: Annotated[int | None, Field(ge=1, description="Default: the task's number; 1 for own data.")] = None
+    batch_size: Annotated[int, Field(ge=1, description="Rows in one forward pass.")] = 1
+    accumulation: Annotated[int, Field(ge=1, description="Forward passes in one optimiser step.")] = 8
+    seed: Annotated[
+        int, Field(ge=0, lt=2**32, description="Of calibration rows, row order, drawn labels and random directions.")
+    ] = 42
+    max_length: Annotated[
+        int | None, Field(ge=2, description="Tokens of a row. Default: 512, or the model's context if less.")
+    ] = None
+    truncate: Annotated[bool, Field(description="Cut long prompts at their beginning instead of refusing.")] = False
+    prompt_style: Annotated[PromptStyle, Field(description="How a task's prompts are written.")] = "auto"
+    prompt_date: Annotated[date, Field(description="Today, to a chat template that asks for it.")] = PROMPT_DATE
+    evaluate_on: Annotated[
+        Literal["evaluation", "validation"],
+        Field(description="Rows to score on; validation: rows to choose options with, never evaluated."),
+    ] = "evaluation"
+    num_train: Annotated[int | None, Field(ge=1, description="Training rows. Default: the protocol's.")] = None
+    num_evaluation: Annotated[
+        int | None,
+        Field(
+            ge=1, description="Evaluation rows. Default: the protocol's; of own data a tenth, at most 500, is held out."
+        ),
+    ] = None
+    paper_steps: Annotated[
+        bool,
+        Field(
+            description="Train on all rows, as the paper's step counts imply: where a task has no others, no tenth is "
+            "held out to validate on, but in a run that is scored on validation rows."
+        ),
+    ] = False
+    select_checkpoint: Annotated[
+        Literal["none", "epoch"] | PositiveInt,
+        Field(
+            description="Keep the best of the steps that validation rows are scored at: each epoch's last, or every so "
+            "many steps; none keeps the last step, as does a run without validation rows."
+        ),
+    ] = "none"
+    select_by: Annotated[
+        Measure, Field(description="What the best step is: accuracy (ties by held-out loss), or held_out_loss.")
+    ] = "accuracy"
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"], Field(description="Of the base model's weights.")
+    ] = "auto"
+    device: Annotated[str, Field(description="auto, cpu, cuda, cuda:1, ...")] = "auto"
 
     @field_validator("calibration_task")
     @classmethod
@@ -154,15 +175,8 @@ class RunConfig(_Strict):
             find_task(self.task)
         if self.calibration_task is not None:
             find_task(self.calibration_task)
-        if self.memory_budget is not None:
-            memory_bytes(self.memory_budget)
         find_method(self.method)
-        for option in self.core.model_dump(exclude_defaults=True):
-            readers = READ_BY.get(option, tuple(CONSTRUCTORS))
-            if self.method not in readers:
-                raise ConfigError(
-                    f"The method {self.method!r} does not read {option} (it is for {', '.join(readers)}). Leave it out."
-                )
+        refuse_unread(self.method, self.core.model_dump(exclude_defaults=True))
         return self
 
     @property
@@ -193,6 +207,27 @@ class RunConfig(_Strict):
         return AdapterOptions(self.rank, targets, self.seed, self.core.model_dump())
 
 
+def run_options() -> dict[str, Option]:
+    """Every option of a run by its name, those of the groups among them."""
+    full, plain = get_type_hints(RunConfig, include_extras=True), get_type_hints(RunConfig)
+    found: dict[str, Option] = {}
+    for name, field in RunConfig.model_fields.items():
+        default = MISSING if field.is_required() else field.get_default()
+        own = GROUPS[name]() if name in GROUPS else {name: Option(name, full[name], plain[name], default)}
+        if twice := found.keys() & own.keys():
+            raise ConfigError(f"An option has one meaning, but {min(twice)!r} has two. Rename that of the constructor.")
+        found |= own
+    return found
+
+
+def in_groups(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a run by name as its configuration holds them: some in their group."""
+    values = dict(options)
+    for group, own in GROUPS.items():
+        values[group] = {name: values.pop(name) for name in own() if name in values}
+    return values
+
+
 def make_config(**values: Any) -> RunConfig:
     """A checked configuration.
 
@@ -203,9 +238,8 @@ def make_config(**values: Any) -> RunConfig:
         return RunConfig(**values)
     except ValidationError as error:
         first = error.errors()[0]
-        refused = first.get("ctx", {}).get("error")
-        if isinstance(refused, ConfigError):
+        if (refused := own_refusal(first)) is not None:
             raise refused from error
-        place = [part for part in first["loc"] if part not in ("core", "calibration")] or first["loc"]
+        place = [part for part in first["loc"] if part not in GROUPS] or first["loc"]
         option = "--" + " ".join(str(place[0]).replace("_", "-").split())
         raise ConfigError(f"{option}: {first['msg'].lower()}, but {first['input']!r:.200} came.") from error

@@ -15,7 +15,7 @@ from torch import nn
 
 from frozencore.adapter.bases.calibrate import Calibration, calibrate
 from frozencore.adapter.seal.card import write_model_card
-from frozencore.calibration.options import as_hashed
+from frozencore.calibration.options import of_the_sums
 from frozencore.calibration.store import MomentsFingerprint, load_moments
 from frozencore.errors import ArtifactError, ConfigError, DivergenceError, ModelError
 from frozencore.fingerprint import fingerprint_model
@@ -151,8 +151,8 @@ def _options(config: RunConfig, targets: Targets) -> dict[str, Any]:
         "rank": config.rank,
         "targets": targets if isinstance(targets, str) else list(targets),
         "memory_budget": config.memory_budget,
-        **config.core.model_dump(),
-        **as_hashed(config.calibration.model_dump()),
+        **config.core.model_dump(mode="json"),
+        **of_the_sums(config.calibration.model_dump()),
     }
 
 

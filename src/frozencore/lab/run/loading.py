@@ -8,7 +8,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from frozencore.errors import ConfigError, ModelError
+from frozencore.device import find_device
+from frozencore.errors import ModelError
 from frozencore.hub import safe_loading
 from frozencore.lab.pocket import POCKET_MODEL, pocket_model_path
 from frozencore.one_line import one_line
@@ -97,7 +98,4 @@ def _tokenizer(name: str, safely: dict[str, bool]) -> Any:
 def _device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        return torch.empty(0, device=name).device
-    except (RuntimeError, AssertionError) as error:
-        raise ConfigError(f"There is no device {name!r} here. Use 'auto', 'cpu' or 'cuda'.") from error
+    return find_device(name)

@@ -1,0 +1,126 @@
+"""The flags of a verb that takes a run's configuration: one for each option, with its default and its help."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import MISSING
+from datetime import date
+from inspect import Parameter, Signature, signature
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import typer
+from pydantic import ValidationError
+
+from frozencore.constructors import described
+from frozencore.errors import ConfigError
+from frozencore.lab.methods import METHODS
+from frozencore.lab.run.config import GROUPS, in_groups, make_config, run_options
+from frozencore.options import Option, own_refusal
+
+SPELLED = {"learning_rate": ("--lr", "--learning-rate")}
+PANELS = {"core": "Options of the bases", "calibration": "Options of the calibration pass"}
+_AS_TYPER_READS = (bool, int, float, str, Path)
+
+
+class TakesRun:
+    """A verb as typer is to see it: in place of its first parameter, the configuration, it has the latter's flags.
+
+    They are those of the options that there are when it is asked for them.
+
+    Args:
+        without: Options that are of no use to the verb.
+    """
+
+    def __init__(self, verb: Callable[..., None], *, without: Collection[str] = ()) -> None:
+        self._verb, self._without = verb, without
+        self.__name__, self.__annotations__ = verb.__name__, {}
+
+    @property
+    def __signature__(self) -> Signature:
+        of_group = {name: group for group, own in GROUPS.items() for name in own()}
+        flags = [
+            _flag(option, PANELS.get(of_group.get(name, "")))
+            for name, option in run_options().items()
+            if name not in self._without
+        ]
+        return Signature([*flags, *self._own()])
+
+    def __call__(self, **given: Any) -> None:
+        own = {parameter.name: given.pop(parameter.name) for parameter in self._own()}
+        known = run_options()
+        config = make_config(**in_groups({name: _value(known[name], value) for name, value in given.items()}))
+        self._verb(config, **own)
+
+    def _own(self) -> list[Parameter]:
+        _, *own = signature(self._verb, eval_str=True).parameters.values()
+        return [parameter.replace(kind=Parameter.KEYWORD_ONLY) for parameter in own]
+
+
+def _flag(option: Option, panel: str | None) -> Parameter:
+    """What typer needs to know of it; a value that typer does not know is text."""
+    kinds = _kinds(option)
+    kind = kinds[0] if len(kinds) == 1 and kinds[0] in _AS_TYPER_READS else str
+    missing, optional = option.default is MISSING, NoneType in _parts(option.plain)
+    default = option.default if missing or option.default is None or kind is not str else str(option.default)
+    return Parameter(
+        option.name,
+        Parameter.KEYWORD_ONLY,
+        default=Parameter.empty if missing else default,
+        annotation=Annotated[
+            kind | None if optional else kind,
+            typer.Option(
+                *SPELLED.get(option.name, [_spelled(option)]),
+                help=_help(option),
+                metavar="YYYY-MM-DD" if kinds == [date] else None,
+                rich_help_panel=panel,
+            ),
+        ],
+    )
+
+
+def _help(option: Option) -> str:
+    said = described(option)
+    if option.name == "method":
+        said += f" One of {', '.join(METHODS)}."
+    if any(get_origin(kind) is Literal for kind in _kinds(option)[:1]):
+        said += f" {option.rule.capitalize()}."
+    if _takes_several(option):
+        said += " Several are separated by commas."
+    return said
+
+
+def _value(option: Option, given: Any) -> Any:
+    """What was meant by the text of a flag; anything else as typer has read it.
+
+    Raises:
+        ConfigError: In one line, which flag, what is allowed and what came.
+    """
+    kinds = _kinds(option)
+    if not isinstance(given, str) or (len(kinds) == 1 and (kinds[0] is str or get_origin(kinds[0]) is Literal)):
+        return given
+    several = [part.strip() for part in given.split(",") if part.strip()]
+    for meant in (given, several) if _takes_several(option) else (given,):
+        try:
+            return option.adapter.validate_python(meant)
+        except ValidationError as error:
+            refused = own_refusal(error.errors()[0])
+    raise refused or ConfigError(f"{_spelled(option)} must be {option.rule}, but {given!r} came.")
+
+
+def _takes_several(option: Option) -> bool:
+    return any(get_origin(kind) is tuple for kind in _kinds(option))
+
+
+def _spelled(option: Option) -> str:
+    return "--" + option.name.replace("_", "-")
+
+
+def _kinds(option: Option) -> list[Any]:
+    """The types of its values but None."""
+    return [kind for kind in _parts(option.plain) if kind is not NoneType]
+
+
+def _parts(kind: Any) -> tuple[Any, ...]:
+    return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)

@@ -1,0 +1,37 @@
+"""What decides a basis beside the evidence. A constructor with options of its own adds them in a subclass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import Field
+
+from frozencore.maths.basis import Coordinates
+from frozencore.maths.linalg import SvdMethod
+from frozencore.options import check_options
+
+Rank = Annotated[int, Field(ge=1, description="Rank r of the bases; a core holds r x r values.")]
+
+
+@dataclass(frozen=True)
+class BasisOptions:
+    """What every constructor is told; checked when made.
+
+    The fields are options: what a subclass adds is a field of ``FrozenCoreConfig``, a key of a campaign and a flag of
+    the command line, each under the name that it has here.
+
+    Attributes:
+        rank: r; a layer with fewer inputs or outputs gets ``min(r, m, n)``.
+        seed: Seed of random directions and of randomised SVDs.
+    """
+
+    rank: Rank = 16
+    coordinates: Annotated[
+        Coordinates, Field(description="How P and Q are written in their spans; raw and scaled_raw are ablations.")
+    ] = "qr"
+    svd_method: Annotated[SvdMethod, Field(description="How truncated SVDs are computed.")] = "auto"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_options(self)

@@ -1,0 +1,129 @@
+"""An option: a dataclass field whose type says what is allowed, and whose description is its help.
+
+    damping: Annotated[Damping, Field(description="Damping relative to the mean second moment.")] = 1e-3
+
+It stands once, in the dataclass of what reads it. Configurations, schemas, flags and their help are made from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
+from datetime import date
+from functools import cache, cached_property
+from types import MappingProxyType, NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from frozencore.errors import ConfigError
+
+
+@dataclass(frozen=True, eq=False)
+class Option:
+    """One option.
+
+    Attributes:
+        type: Its type with what is annotated: bounds, and the description that is its help.
+        plain: Its type alone.
+        default: ``dataclasses.MISSING`` for one that must be given.
+    """
+
+    name: str
+    type: Any
+    plain: Any
+    default: Any = MISSING
+
+    @property
+    def help(self) -> str:
+        """What it does, in one line."""
+        return next((info.description for info in _infos(self.type) if info.description), "")
+
+    @property
+    def rule(self) -> str:
+        """What is allowed, in words."""
+        return _in_words(self.type)
+
+    @property
+    def meaning(self) -> tuple[Any, ...]:
+        """What two options of one name must have in common to be one option."""
+        return self.plain, self.default, self.help, self.rule
+
+    @cached_property
+    def adapter(self) -> TypeAdapter[Any]:
+        """Validates values and describes them as JSON schema."""
+        return TypeAdapter(self.type)
+
+    def check(self, value: Any) -> None:
+        """Refuse a value that is not allowed.
+
+        Raises:
+            ConfigError: In one line, what is allowed and what came.
+        """
+        try:
+            self.adapter.validate_python(value, strict=True)
+        except ValidationError as error:
+            raise own_refusal(error.errors()[0]) or ConfigError(
+                f"{self.name} must be {self.rule}, but {value!r} came."
+            ) from error
+
+
+def options_of(holder: type) -> Mapping[str, Option]:
+    """The options that a dataclass holds, by name, in its order."""
+    return _read(holder)
+
+
+@cache
+def _read(holder: type) -> Mapping[str, Option]:
+    full, plain = get_type_hints(holder, include_extras=True), get_type_hints(holder)
+    return MappingProxyType({f.name: Option(f.name, full[f.name], plain[f.name], f.default) for f in fields(holder)})
+
+
+def check_options(holder: Any) -> None:
+    """Refuse the first value of a dataclass that its type does not allow.
+
+    Raises:
+        ConfigError: In one line, which option, what is allowed and what came.
+    """
+    for name, option in options_of(type(holder)).items():
+        option.check(getattr(holder, name))
+
+
+def without_lists(value: Any) -> Any:
+    """A pair as options hold it, of one as JSON and YAML give it."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+def own_refusal(error: ErrorDetails) -> ConfigError | None:
+    """The error of ours that made pydantic refuse, where it was one."""
+    refused = error.get("ctx", {}).get("error")
+    return refused if isinstance(refused, ConfigError) else None
+
+
+_NAMES = {
+    bool: "true or false", int: "a whole number", float: "a number", str: "text", date: "a day as YYYY-MM-DD",
+    NoneType: "none",
+}  # fmt: skip
+
+
+def _infos(kind: Any) -> list[FieldInfo]:
+    return [extra for extra in getattr(kind, "__metadata__", ()) if isinstance(extra, FieldInfo)]
+
+
+def _in_words(kind: Any, bounds: Sequence[Any] = ()) -> str:
+    if get_origin(kind) is Annotated:
+        return _in_words(get_args(kind)[0], [bound for info in _infos(kind) for bound in info.metadata])
+    if get_origin(kind) in (Union, UnionType):
+        return " or ".join(_in_words(part, bounds) for part in get_args(kind))
+    if get_origin(kind) is Literal:
+        return f"one of {', '.join(map(str, get_args(kind)))}"
+    if get_origin(kind) is tuple:
+        first, *others = get_args(kind)
+        size = "" if others == [Ellipsis] else f" of {1 + len(others)}"
+        return f"a list{size}, each {_in_words(first)}"
+    limits = {name: getattr(bound, name) for bound in bounds for name in ("gt", "ge", "le") if hasattr(bound, name)}
+    words = {"gt": "above", "ge": "from", "le": "to"} if "le" in limits else {"gt": "above", "ge": "of at least"}
+    said = [f"{words[name]} {limits[name]:g}" for name in words if name in limits and kind in (int, float)]
+    return " ".join([_NAMES.get(kind, str(kind)), *said])

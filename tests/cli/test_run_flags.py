@@ -1,0 +1,163 @@
+"""Every option of a run is a flag of ``tune``, with the default, help and bounds that it has where it stands."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from inspect import signature
+from pathlib import Path
+from typing import Annotated, Any, get_args, get_origin
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from frozencore.adapter.seal.integrity import WEIGHTS_FILE
+from frozencore.calibration.options import CalibrationOptions
+from frozencore.cli.calibrate import OF_TRAINING, calibrate
+from frozencore.cli.run_flags import TakesRun
+from frozencore.cli.tune import tune
+from frozencore.constructors import CONSTRUCTORS
+from frozencore.lab.methods import METHODS
+from frozencore.lab.run.config import RunConfig, make_config
+from frozencore.options import options_of
+
+Command = Callable[..., tuple[int, str, str]]
+RUN = ("--model", "pocket", "--task", "pocket-sentiment", "--rank", "4", "--calibration-size", "16")
+
+
+@pytest.fixture
+def given(monkeypatch: pytest.MonkeyPatch) -> Callable[..., RunConfig]:
+    """The configuration that ``tune`` makes of some flags."""
+
+    def parse(command: Command, *words: str) -> RunConfig:
+        found: list[RunConfig] = []
+        monkeypatch.setattr("frozencore.cli.tune.tune", TakesRun(lambda config: found.append(config)))
+        status, _, errors = command("tune", *RUN, *words)
+        assert (status, errors) == (0, "")
+        return found[0]
+
+    return parse
+
+
+def help_of(command: Command, verb: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("COLUMNS", "400")
+    status, out, _ = command(verb, "--help")
+    assert status == 0
+    return out
+
+
+def test_without_flags_a_run_is_the_run_of_the_defaults(command: Command, given: Callable[..., RunConfig]) -> None:
+    expected = make_config(model="pocket", task="pocket-sentiment", rank=4, calibration_size=16)
+    assert given(command) == expected
+    assert given(command).model_dump(exclude_defaults=True) == expected.model_dump(exclude_defaults=True)
+
+
+@pytest.mark.parametrize(
+    ("words", "group", "options"),
+    [
+        (["--damping", "0.1"], "core", {"damping": 0.1}),
+        (["--damping", "0.1,0.01"], "core", {"damping": (0.1, 0.01)}),
+        (["--damping", " 0.1 , 1 "], "core", {"damping": (0.1, 1.0)}),
+        (["--fisher", "dense", "--shrinkage", "0.5"], "core", {"fisher": "dense", "shrinkage": 0.5}),
+        (["--alpha", "8", "--svd-method", "full"], "core", {"alpha": 8.0, "svd_method": "full"}),
+        (["--whiten", "input", "--coordinates", "polar"], "core", {"whiten": "input", "coordinates": "polar"}),
+        (["--method", "eva", "--eva-center"], "core", {"eva_center": True}),
+        (["--method", "eva", "--eva-output", "random"], "core", {"eva_output": "random"}),
+        (["--method", "filora", "--filora-fisher", "diagonal"], "core", {"filora_fisher": "diagonal"}),
+        (["--method", "signgrad", "--initial-step", "0.5"], "core", {"initial_step": 0.5}),
+        (["--tokens", "completion", "--skip-first", "2"], "calibration", {"tokens": "completion", "skip_first": 2}),
+        (["--weighting", "token"], "calibration", {"weighting": "token_sum"}),
+        (["--fisher-labels", "mc"], "calibration", {"fisher_labels": "mc"}),
+        (["--group-size", "5", "--stats-device", "cpu"], "calibration", {"group_size": 5, "stats_device": "cpu"}),
+    ],
+)  # fmt: skip
+def test_a_flag_is_the_option_of_that_name(
+    command: Command, given: Callable[..., RunConfig], words: list[str], group: str, options: dict[str, Any]
+) -> None:
+    assert getattr(given(command, *words), group).model_dump(exclude_defaults=True) == options
+
+
+def test_a_memory_budget_and_targets_are_read_as_they_are_meant(
+    command: Command, given: Callable[..., RunConfig]
+) -> None:
+    config = given(command, "--memory-budget", "8GiB", "--targets", "q_proj, v_proj", "--lr", "1e-3")
+    assert (config.memory_budget, config.targets, config.learning_rate) == ("8GiB", ("q_proj", "v_proj"), 1e-3)
+    assert given(command, "--targets", "all-linear").targets == "all-linear"
+
+
+def test_every_option_of_a_constructor_and_of_the_pass_is_a_flag_with_its_help(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    holders = [CalibrationOptions, *(row.options for row in CONSTRUCTORS.values())]
+    options = {name: option for holder in holders for name, option in options_of(holder).items()}
+    for verb in ("tune", "calibrate"):
+        shown = " ".join(re.sub(r"[│\s]+", " ", help_of(command, verb, monkeypatch)).split())
+        for name, option in options.items():
+            line = shown[shown.index(f"--{name.replace('_', '-')} ") :][:900]
+            assert option.help in line, name
+        assert ", ".join(METHODS) in shown
+
+
+def test_defaults_are_those_of_the_dataclasses() -> None:
+    parameters = signature(tune).parameters  # type: ignore[arg-type]  # callable as typer sees it
+    for holder in (CalibrationOptions, *(row.options for row in CONSTRUCTORS.values())):
+        for name, option in options_of(holder).items():
+            if name != "seed":  # a run has its own
+                assert str(parameters[name].default) == str(option.default), name
+    assert all(get_origin(parameter.annotation) is Annotated for parameter in parameters.values())
+    assert get_args(parameters["eva_center"].annotation)[0] is bool
+
+
+def test_calibrate_takes_what_tune_takes_but_the_recipe() -> None:
+    of_tune, of_calibrate = (set(signature(verb).parameters) for verb in (tune, calibrate))  # type: ignore[arg-type]
+    assert of_tune - of_calibrate == {*OF_TRAINING, "moments", "resume"}
+    assert of_calibrate <= of_tune
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["--damping", "-1"],
+            "--damping must be a number above 0 or a list of 2, each a number above 0, but '-1' came",
+        ),
+        (["--damping", "1,2,3"], "--damping must be"),
+        (["--damping", "much"], "--damping must be"),
+        (["--memory-budget", "lots"], 'a positive size such as "8GiB"'),
+        (["--stats-device", "abacus"], "stats_device must be a device"),
+        (["--group-size", "0"], "--group-size: input should be greater than or equal to 1"),
+        (["--tokens", "all"], "--tokens: input should be 'nonpad', 'completion' or 'nonzero_delta'"),
+        (["--shrinkage", "2"], "--shrinkage: input should be less than or equal to 1"),
+        (["--eva-center"], "The method 'fcca' does not read eva_center .it is for eva."),
+        (["--prompt-date", "yesterday"], "--prompt-date must be a day as YYYY-MM-DD, but 'yesterday' came"),
+    ],
+)
+def test_what_an_option_does_not_allow_is_one_line(
+    command: Command, words: list[str], message: str, tmp_path: Path
+) -> None:
+    for verb in ("tune", "calibrate"):
+        status, _, errors = command(verb, *RUN, *words, "--out", tmp_path / "out")
+        assert (status, errors.count("\n")) == (2, 1)
+        assert re.search(message, errors)
+    assert not (tmp_path / "out").exists()
+
+
+def test_calibrate_with_a_budget_leaves_the_bases_of_one_without_and_no_sums(command: Command, tmp_path: Path) -> None:
+    calibrated = ("calibrate", *RUN, "--damping", "0.1,0.01", "--num-train", "40")
+    assert command(*calibrated, "--out", tmp_path / "plain", "--group-size", "3", "--stats-device", "cpu")[0] == 0
+    status, out, _ = command(*calibrated, "--out", tmp_path / "thrifty", "--memory-budget", "1GiB")
+    assert (status, "Moments:" in out) == (0, False)
+    assert {path.name for path in (tmp_path / "thrifty").iterdir()} == {"adapter"}
+    for folder in ("plain", "thrifty"):
+        said = json.loads((tmp_path / folder / "adapter" / "adapter_config.json").read_text())
+        assert said["damping"] == [0.1, 0.01]
+    plain, thrifty = (load_file(tmp_path / folder / "adapter" / WEIGHTS_FILE) for folder in ("plain", "thrifty"))
+    assert plain.keys() == thrifty.keys()
+    for key, X in plain.items():
+        torch.testing.assert_close(X, thrifty[key], atol=1e-3, rtol=0)
+    assert (
+        "already holds a calibration"
+        in command(*calibrated, "--out", tmp_path / "thrifty", "--memory-budget", "1GiB")[2]
+    )

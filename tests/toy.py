@@ -1,0 +1,42 @@
+"""A basis constructor from outside of the package, with an option of its own: coordinates in a row, from an offset."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import pytest
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from frozencore import FrozenCoreConfig, register_constructor
+from frozencore.constructors import CONSTRUCTORS, BasisOptions, Constructor, LayerEvidence
+from frozencore.maths.basis import Basis, basis_from_factors
+
+
+@dataclass(frozen=True)
+class ToyOptions(BasisOptions):
+    toy_offset: Annotated[int, Field(ge=0, le=8, description="The coordinate that comes first.")] = 0
+
+
+def toy_basis(layer: LayerEvidence, options: ToyOptions) -> Basis:
+    P0, Q0 = (coordinates_from(options.toy_offset, width, options.rank) for width in layer.shape)
+    return basis_from_factors(P0, Q0, rank=options.rank, spectrum=torch.empty(0), coordinates=options.coordinates)
+
+
+def coordinates_from(offset: int, width: int, rank: int) -> Tensor:
+    return torch.eye(width)[:, offset : offset + rank]
+
+
+TOY = Constructor(lambda _: frozenset(), toy_basis, options=ToyOptions)
+
+
+def register_toy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a user would; forgotten when the test ends."""
+    for part in ("__dataclass_fields__", "__init__", "__repr__", "__eq__", "__annotations__", "__doc__"):
+        monkeypatch.setattr(FrozenCoreConfig, part, getattr(FrozenCoreConfig, part))
+    monkeypatch.setattr(FrozenCoreConfig, "toy_offset", None, raising=False)
+    monkeypatch.setitem(CONSTRUCTORS, "toy", TOY)
+    del CONSTRUCTORS["toy"]
+    register_constructor("toy", TOY)
