@@ -14,10 +14,12 @@ split.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from random import Random
 from typing import Any
 
 from frozencore.lab.tasks.fields import keyed_options, listed_question, text_field
 from frozencore.lab.tasks.hub import HubDataset
+from frozencore.lab.tasks.made_up import phrases, question
 from frozencore.lab.tasks.task import Example, Task
 
 
@@ -31,6 +33,13 @@ def to_example(row: Mapping[str, Any], row_id: str) -> Example:
     )
 
 
+def made_up(rng: Random, number: int) -> dict[str, Any]:
+    """A row of the hub's schema about nothing; keys take turns, and so do letters and numbers for labels."""
+    labels = ["A", "B", "C", "D"] if number % 5 else ["1", "2", "3", "4"]
+    options = {"text": phrases(rng, len(labels)), "label": labels}
+    return {"id": f"made-up-{number}", "question": question(rng), "choices": options, "answerKey": labels[number % 4]}
+
+
 TASK = Task(
     name="arc_challenge",
     scoring="choice",
@@ -41,6 +50,8 @@ TASK = Task(
         evaluation_split="test",
         validation_split="validation",
         columns=("question", "choices", "answerKey"),
+        num_rows={"train": 1119, "validation": 299, "test": 1172},
+        made_up=made_up,
     ),
     to_example=to_example,
     num_train=1119,

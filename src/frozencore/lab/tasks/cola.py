@@ -8,10 +8,12 @@ Label 1 is acceptable. The paper reports accuracy of the choice, not the Matthew
 from __future__ import annotations
 
 from collections.abc import Mapping
+from random import Random
 from typing import Any
 
 from frozencore.lab.tasks.fields import label_field, text_field
 from frozencore.lab.tasks.hub import HubDataset
+from frozencore.lab.tasks.made_up import sentence
 from frozencore.lab.tasks.task import Example, Task
 
 CHOICES = (" no", " yes")
@@ -28,6 +30,11 @@ def to_example(row: Mapping[str, Any], row_id: str) -> Example:
     )
 
 
+def made_up(rng: Random, number: int) -> dict[str, Any]:
+    """A row of the hub's schema about nothing; labels take turns."""
+    return {"sentence": sentence(rng), "label": number % 2, "idx": number}
+
+
 TASK = Task(
     name="cola",
     scoring="choice",
@@ -37,6 +44,8 @@ TASK = Task(
         train_split="train",
         evaluation_split="validation",
         columns=("sentence", "label"),
+        num_rows={"train": 8551, "validation": 1043},
+        made_up=made_up,
     ),
     to_example=to_example,
     num_train=2000,

@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from random import Random
 from typing import Any
 
 from frozencore.errors import DataError
 from frozencore.lab.tasks.answers import parse_answer
 from frozencore.lab.tasks.fields import text_field
 from frozencore.lab.tasks.hub import HubDataset
+from frozencore.lab.tasks.made_up import sentence
 from frozencore.lab.tasks.task import Example, Task
 
 
@@ -34,6 +36,16 @@ def to_example(row: Mapping[str, Any], row_id: str) -> Example:
     )
 
 
+def made_up(rng: Random, number: int) -> dict[str, Any]:
+    """A row of the hub's schema about nothing."""
+    first, second = rng.randint(2, 90), rng.randint(2, 90)
+    total = first + second
+    return {
+        "question": f"{sentence(rng)} {first} stones came to {second} coins. How many are there together?",
+        "answer": f"There are {first}+{second} = <<{first}+{second}={total}>>{total} things.\n#### {total}",
+    }
+
+
 TASK = Task(
     name="gsm8k",
     scoring="exact_match",
@@ -43,6 +55,8 @@ TASK = Task(
         train_split="train",
         evaluation_split="test",
         columns=("question", "answer"),
+        num_rows={"train": 7473, "test": 1319},
+        made_up=made_up,
     ),
     to_example=to_example,
     num_train=1500,

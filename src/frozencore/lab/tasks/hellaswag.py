@@ -16,11 +16,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from random import Random
 from typing import Any
 
 from frozencore.errors import DataError
 from frozencore.lab.tasks.fields import position_of, text_field, texts_field
 from frozencore.lab.tasks.hub import HubDataset
+from frozencore.lab.tasks.made_up import phrases, sentence
 from frozencore.lab.tasks.task import Example, Task
 
 
@@ -44,6 +46,16 @@ def without_tags(text: str) -> str:
     return re.sub(r" {2,}", " ", re.sub(r"\[.*?\]", "", text)).strip()
 
 
+def made_up(rng: Random, number: int) -> dict[str, Any]:
+    """A row of the hub's schema about nothing, of WikiHow's kind with its tags; labels take turns."""
+    advice = f"[header] How to make things up [title] {sentence(rng)} [step] Then"
+    return {
+        "ind": number, "activity_label": "Making things up", "ctx_a": advice, "ctx_b": "", "ctx": advice,
+        "endings": [f"{phrase}." for phrase in phrases(rng, 4)], "source_id": f"wikihow~{number}", "split": "train",
+        "split_type": "indomain", "label": str(number % 4),
+    }  # fmt: skip
+
+
 TASK = Task(
     name="hellaswag",
     scoring="choice",
@@ -52,6 +64,8 @@ TASK = Task(
         train_split="train",
         evaluation_split="validation",
         columns=("activity_label", "ctx", "endings", "label"),
+        num_rows={"train": 39905, "validation": 10042},
+        made_up=made_up,
     ),
     to_example=to_example,
     num_train=2000,

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from random import Random
 from typing import Any
 
 from frozencore.errors import DataError
@@ -23,6 +24,8 @@ class HubDataset:
         path: The hub id, ``org/name``; also where it lies under a data root.
         validation_split: A labeled split that is neither trained nor evaluated on, where the data set has one.
         columns: What every split must have.
+        num_rows: Of each official split.
+        made_up: Draws a row of the schema, by its number in the split, where the data set is not at hand.
     """
 
     path: str
@@ -31,6 +34,8 @@ class HubDataset:
     columns: tuple[str, ...]
     config: str | None = None
     validation_split: str | None = None
+    num_rows: Mapping[str, int] = field(default_factory=dict, hash=False)
+    made_up: Callable[[Random, int], dict[str, Any]] | None = None
 
     @property
     def origin(self) -> Origin:
@@ -48,11 +53,7 @@ class HubDataset:
         Raises:
             DataError: The data cannot be had, lack a column, or are empty.
         """
-        name = {
-            "train": self.train_split,
-            "validation": self.validation_split,
-            "evaluation": self.evaluation_split,
-        }[split]
+        name = self.splits[split]
         if name is None:
             return ()
         rows = self._load(name, data_root)
@@ -67,8 +68,18 @@ class HubDataset:
         return result
 
     @property
+    def splits(self) -> dict[Split, str | None]:
+        """The official name of each split; None for a validation split that does not exist."""
+        return {"train": self.train_split, "validation": self.validation_split, "evaluation": self.evaluation_split}
+
+    @property
+    def name(self) -> str:
+        """Hub id and configuration."""
+        return self.path + (f" ({self.config})" if self.config else "")
+
+    @property
     def _title(self) -> str:
-        return f"Data set {self.path}" + (f" ({self.config})" if self.config else "")
+        return f"Data set {self.name}"
 
     def _load(self, name: str, data_root: Path | None) -> Any:
         from datasets import load_dataset  # a second of import that other tasks need not pay
@@ -81,7 +92,7 @@ class HubDataset:
                 f"Give the folder that holds {self.path} as --data-root, or leave it out to use the hub."
             )
         try:
-            with _no_bars(), _offline(offline):
+            with without_bars(), _offline(offline):
                 return load_dataset(place, self.config, split=name, cache_dir=_cache_of(place, data_root))
         except Exception as error:  # datasets raises a dozen kinds, each for a state of the data that we only report
             reason = one_line(error, 200)
@@ -122,7 +133,8 @@ def _cache_of(place: str, data_root: Path | None) -> str | None:
 
 
 @contextmanager
-def _no_bars() -> Iterator[None]:
+def without_bars() -> Iterator[None]:
+    """Inside, ``datasets`` shows no progress bars of its own."""
     from datasets.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
     were_disabled = are_progress_bars_disabled()

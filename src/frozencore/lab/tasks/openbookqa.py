@@ -10,10 +10,12 @@ The book's fact is not shown. Evaluation rows are the test split.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from random import Random
 from typing import Any
 
 from frozencore.lab.tasks.fields import keyed_options, listed_question, text_field
 from frozencore.lab.tasks.hub import HubDataset
+from frozencore.lab.tasks.made_up import phrases, sentence
 from frozencore.lab.tasks.task import Example, Task
 
 
@@ -27,6 +29,14 @@ def to_example(row: Mapping[str, Any], row_id: str) -> Example:
     )
 
 
+def made_up(rng: Random, number: int) -> dict[str, Any]:
+    """A row of the hub's schema about nothing; keys take turns."""
+    labels = ["A", "B", "C", "D"]
+    options = {"text": phrases(rng, len(labels)), "label": labels}
+    stem = sentence(rng)[:-1]
+    return {"id": f"made-up-{number}", "question_stem": stem, "choices": options, "answerKey": labels[number % 4]}
+
+
 TASK = Task(
     name="openbookqa",
     scoring="choice",
@@ -37,6 +47,8 @@ TASK = Task(
         evaluation_split="test",
         validation_split="validation",
         columns=("question_stem", "choices", "answerKey"),
+        num_rows={"train": 4957, "validation": 500, "test": 500},
+        made_up=made_up,
     ),
     to_example=to_example,
     num_train=2000,

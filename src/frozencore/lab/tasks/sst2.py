@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from random import Random
 from typing import Any
 
 from frozencore.lab.tasks.fields import label_field, text_field
 from frozencore.lab.tasks.hub import HubDataset
+from frozencore.lab.tasks.made_up import sentence
 from frozencore.lab.tasks.task import Example, Task
 
 CHOICES = (" negative", " positive")
@@ -26,6 +28,11 @@ def to_example(row: Mapping[str, Any], row_id: str) -> Example:
     )
 
 
+def made_up(rng: Random, number: int) -> dict[str, Any]:
+    """A row of the hub's schema about nothing; labels take turns."""
+    return {"sentence": f"{sentence(rng)} ", "label": number % 2, "idx": number}
+
+
 TASK = Task(
     name="sst2",
     scoring="choice",
@@ -35,6 +42,8 @@ TASK = Task(
         train_split="train",
         evaluation_split="validation",
         columns=("sentence", "label"),
+        num_rows={"train": 67349, "validation": 872},
+        made_up=made_up,
     ),
     to_example=to_example,
     num_train=2000,

@@ -9,12 +9,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from random import Random
 from typing import Any
 
 from frozencore.errors import DataError
 from frozencore.lab.tasks.answers import parse_number
 from frozencore.lab.tasks.fields import text_field
 from frozencore.lab.tasks.hub import HubDataset
+from frozencore.lab.tasks.made_up import sentence
 from frozencore.lab.tasks.task import Example, Task
 
 
@@ -31,6 +33,16 @@ def to_example(row: Mapping[str, Any], row_id: str) -> Example:
     )
 
 
+def made_up(rng: Random, number: int) -> dict[str, Any]:
+    """A row of the hub's schema about nothing."""
+    first, second = rng.randint(2, 90), rng.randint(2, 90)
+    body, question = f"{sentence(rng)[:-1]} with {first} stones and {second} coins", "How many are there together?"
+    return {
+        "ID": f"chal-{number}", "Type": "Addition", "Equation": f"( {first}.0 + {second}.0 )",
+        "Answer": str(first + second), "Body": body, "Question": question, "question_concat": f"{body}. {question}",
+    }  # fmt: skip
+
+
 TASK = Task(
     name="svamp",
     scoring="exact_match",
@@ -39,6 +51,8 @@ TASK = Task(
         train_split="train",
         evaluation_split="test",
         columns=("Body", "Question", "Answer"),
+        num_rows={"train": 700, "test": 300},
+        made_up=made_up,
     ),
     to_example=to_example,
     num_train=700,

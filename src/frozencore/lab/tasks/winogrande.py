@@ -11,11 +11,13 @@ stands for. Evaluation rows are the validation split: the test answers are not p
 from __future__ import annotations
 
 from collections.abc import Mapping
+from random import Random
 from typing import Any
 
 from frozencore.errors import DataError
 from frozencore.lab.tasks.fields import position_of, text_field
 from frozencore.lab.tasks.hub import HubDataset
+from frozencore.lab.tasks.made_up import phrases, sentence
 from frozencore.lab.tasks.task import Example, Task
 
 
@@ -33,6 +35,13 @@ def to_example(row: Mapping[str, Any], row_id: str) -> Example:
     )
 
 
+def made_up(rng: Random, number: int) -> dict[str, Any]:
+    """A row of the hub's schema about nothing; answers take turns."""
+    first, second = phrases(rng, 2)
+    text = f"{sentence(rng)} {sentence(rng)[:-1]} as the _ was there."
+    return {"sentence": text, "option1": first, "option2": second, "answer": str(number % 2 + 1)}
+
+
 TASK = Task(
     name="winogrande",
     scoring="choice",
@@ -42,6 +51,8 @@ TASK = Task(
         train_split="train",
         evaluation_split="validation",
         columns=("sentence", "option1", "option2", "answer"),
+        num_rows={"train": 40398, "validation": 1267},
+        made_up=made_up,
     ),
     to_example=to_example,
     num_train=2000,
