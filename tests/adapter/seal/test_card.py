@@ -14,6 +14,7 @@ from peft import PeftModel
 
 from adapted import adapted
 from frozencore import export_lora, write_model_card
+from frozencore.adapter.seal.card import begin_model_card
 from frozencore.errors import ArtifactError
 
 
@@ -44,6 +45,17 @@ def test_the_card_counts_the_tokens_of_the_calibration_also_after_reloading(name
     again = PeftModel.from_pretrained(named.unload(), tmp_path / "a")
     again.save_pretrained(tmp_path / "b")
     assert f"- Calibrated on: {count:,} tokens" in (tmp_path / "b" / "README.md").read_text()
+
+
+def test_a_card_that_was_begun_before_is_the_same_in_the_end(named: PeftModel, tmp_path: Path) -> None:
+    begin_model_card(tmp_path / "begun")
+    cards = []
+    for folder in (tmp_path / "begun", tmp_path / "not"):
+        named.save_pretrained(folder)
+        cards.append((folder / "README.md").read_bytes())
+    assert cards[0] == cards[1]
+    begin_model_card(tmp_path / "begun")
+    assert (tmp_path / "begun" / "README.md").read_bytes() == cards[0]
 
 
 def test_scores_data_and_licence_are_filled_in_when_known(named: PeftModel, tmp_path: Path) -> None:

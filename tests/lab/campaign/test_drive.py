@@ -11,8 +11,9 @@ import pytest
 
 from frozencore.errors import ArtifactError
 from frozencore.lab.campaign.crew import Event, OwnProcess
-from frozencore.lab.campaign.drive import MOST_DEATHS, Tally, drive
+from frozencore.lab.campaign.drive import MOST_DEATHS, Tally, _Driver, drive
 from frozencore.lab.campaign.job import Job
+from frozencore.lab.campaign.plan import plan
 from frozencore.lab.campaign.results import CampaignResults, load_results
 from frozencore.lab.campaign.shared import Needs
 from frozencore.lab.campaign.spec import read_campaign
@@ -207,6 +208,28 @@ def test_what_is_profiled_runs_alone_and_after_the_others(tmp_path: Path) -> Non
     assert {"tune", "2 at once"} in crew.beside
     assert crew.beside[-2:] == [{"profile", "1 at once"}] * 2
     assert not any("profile" in beside for beside in crew.beside[:-2])
+
+
+def test_a_driver_plans_when_a_search_hides_what_could_run_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The order of runs is that of a driver which plans after every run, at three plans instead of twelve."""
+    campaign = read_campaign(write_spec(tmp_path))
+    orders, counts = [], []
+    for eager in (True, False):
+        plans: list[int] = []
+        monkeypatch.setattr("frozencore.lab.campaign.drive.plan", lambda *args, p=plans: p.append(0) or plan(*args))
+        store = Store(tmp_path / str(eager))
+        crew = NotedCrew(store, size=1)
+        if eager:
+            monkeypatch.setattr(_Driver, "_count", lambda self, *_, **__: self._plan())
+        standing = drive(campaign, store, crew, lambda *_: None)
+        monkeypatch.undo()
+        assert standing == Tally(finished=12, failed=0, ready=0, waiting=0)
+        orders.append(crew.started)
+        counts.append(len(plans))
+    assert orders[0] == orders[1]
+    assert counts == [13, 2]
 
 
 def test_a_worker_that_cannot_write_ends_the_campaign_and_every_worker(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from frozencore.lab.campaign.shared import SharedWork, needs_of
 from frozencore.lab.campaign.store import Store
 from frozencore.lab.campaign.worker import Place, Worker
 from frozencore.lab.run.bench import calibration_batches, prepare
+from frozencore.lab.pocket import pocket_model_path
 from frozencore.lab.run.execute import execute
 from frozencore.maths.basis import known_basis
 from frozencore.maths.objective import captured_correlation
@@ -141,6 +142,18 @@ def test_a_run_that_nobody_shares_moments_with_collects_none_for_a_remark(store:
     assert Worker(store, Place()).run(job, SharedWork(store, needs_of([job])), silent)
     assert record_of(store, job).criterion is None
     assert not (store.shared / "moments").exists()
+
+
+def test_a_first_run_collects_for_all_also_where_the_model_lies_elsewhere(store: Store) -> None:
+    place = Place(models={"somewhere": str(pocket_model_path())})
+    jobs = [job_of(method, model="somewhere") for method in ("signgrad", "eva")]
+    worker, shared = Worker(store, place), SharedWork(store, needs_of(jobs))
+    files = []
+    for job in jobs:
+        assert worker.run(job, shared, silent)
+        (file,) = (store.shared / "moments").glob("*.safetensors")
+        files.append((file.stat().st_ino, file.stat().st_mtime_ns))
+    assert files[0] == files[1]
 
 
 def test_a_run_with_a_memory_budget_shares_no_sums(store: Store) -> None:

@@ -12,6 +12,7 @@ import pytest
 from frozencore.errors import NoRowsError
 from frozencore.lab.rows.prompts import PromptEncoder
 from frozencore.lab.run.config import RunConfig, make_config
+from frozencore.lab.run.kept_rows import KeptRows
 from frozencore.lab.run.rows import prepare_rows
 from small_task import write_task
 
@@ -80,3 +81,37 @@ def test_rows_of_another_task_calibrate_and_only_calibrate(encoder: PromptEncode
     of_file = prepare_rows(config_of(data=path, calibration_task="pocket-comparison"), encoder)
     assert of_file.calibration == other.calibration
     assert len(of_file.train) == 8
+
+
+def test_rows_that_are_kept_are_those_that_would_be_read_and_are_read_once(
+    encoder: PromptEncoder, tmp_path: Path
+) -> None:
+    final = config_of(task=write_task(tmp_path, num_train=20), paper_steps=True)
+    runs = [
+        final.model_copy(update=changes)
+        for changes in ({}, {"evaluate_on": "validation"}, {"seed": 7}, {"calibration_size": 3}, {"num_train": 10})
+    ]
+
+    def rows_of(kept: KeptRows | None) -> list[Any]:
+        found = [prepare_rows(run, encoder, kept) for run in runs]
+        return [(rows.evaluation, rows.train, rows.calibration, rows.held_out, rows.validation_from) for rows in found]
+
+    fresh, kept = rows_of(None), KeptRows()
+    assert rows_of(kept) == fresh
+    (tmp_path / "train.jsonl").unlink()
+    assert rows_of(kept) == fresh
+
+
+def test_what_was_not_asked_for_the_longest_makes_room() -> None:
+    kept, made = KeptRows(most_rows=5), []
+
+    def ask(key: str) -> str:
+        def make() -> str:
+            made.append(key)
+            return key
+
+        return kept.get(key, make, len)
+
+    for key in ("aa", "bb", "aa", "cc", "aa", "bb", "tooo long", "bb"):
+        assert ask(key) == key
+    assert made == ["aa", "bb", "cc", "bb", "tooo long", "bb"]

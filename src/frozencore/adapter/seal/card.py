@@ -55,6 +55,15 @@ def write_model_card(
     card.save(path)
 
 
+def begin_model_card(directory: Path) -> None:
+    """Leave a card to be filled, where there is none: PEFT would render its long template, which takes more time than
+    to save a core."""
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / CARD_FILE
+    if not path.exists():
+        path.write_text(f"---\nbase_model: null\nlibrary_name: peft\n---\n{_UNFILLED}\n", encoding="utf-8")
+
+
 def _describe(data: ModelCardData, config: Mapping[str, Any], license: str | None) -> None:
     data["library_name"] = "peft"
     lora = ["lora"] if config["peft_type"] == "LORA" else []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -170,6 +171,7 @@ def _work(
 
     ignore_known_warnings()
     torch.set_num_threads(num_threads)
+    gc.freeze()  # every training looks for garbage: not among all that was imported, then
     store = Store(folder)
     worker = Worker(store, place, keep_adapters=keep_adapters)
     told_at = 0.0

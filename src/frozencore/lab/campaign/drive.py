@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from frozencore.errors import ArtifactError
 from frozencore.lab.campaign.crew import Crew, Event
@@ -77,6 +77,8 @@ class _Driver:
     deaths: Counter[str] = field(default_factory=Counter)
     last_model: dict[int, str] = field(default_factory=dict)
     standing: Tally = field(default_factory=lambda: Tally(0, 0, 0, 0))
+    trials: set[str] = field(default_factory=set)
+    is_stale: bool = False
 
     def run(self) -> Tally:
         self._plan()
@@ -89,10 +91,12 @@ class _Driver:
                 self._take(event)
 
     def _plan(self) -> None:
+        self.is_stale = False
         planned = plan(self.campaign, self.store.outcome)
         self.needs = needs_of(run.job for run in planned if run.job)
         self.standing = tally(planned, self.store)
         busy = {job.id for job in self.running.values()}
+        self.trials = {run.job.id for run in planned if run.job and run.phase == "search"}
         jobs = {run.job.id: run.job for run in sorted(planned, key=_order) if run.job}
         self.queue = [job for job in jobs.values() if job.id not in busy and self.store.outcome(job.id) is None]
 
@@ -101,6 +105,9 @@ class _Driver:
             if worker in self.running:
                 continue
             job = self._next(worker)
+            if self.is_stale and (job is None or job.id not in self.trials):  # what searches hid comes before others
+                self._plan()
+                job = self._next(worker)
             if job is not None:
                 self.queue.remove(job)
                 self.running[worker] = job
@@ -125,8 +132,17 @@ class _Driver:
                 raise ArtifactError(event.message)
             if event.kind == "died":
                 self._bury(job, event.message)
-            self._plan()
+                self._plan()
+            else:
+                self._count(job, failed=event.kind == "failed")
         self.watch(self.standing, self.running, event)
+
+    def _count(self, job: Job, *, failed: bool) -> None:
+        """What an ended run changes; what it reveals is planned when it is needed: planning takes its time."""
+        now = self.standing
+        ended = {"failed": now.failed + 1} if failed else {"finished": now.finished + 1}
+        self.standing = replace(now, ready=now.ready - 1, **ended)
+        self.is_stale |= job.id in self.trials
 
     def _bury(self, job: Job, known: str) -> None:
         self.deaths[job.id] += 1

@@ -71,11 +71,16 @@ def needs_of(jobs: Iterable[Job]) -> Needs:
         wanted = job.config.moments_needed
         if job.kind == "tune" and job.config.model in measured and job.config.method_entry.has_bases:
             wanted |= CAPTURE_NEEDS
-        sizes = (job.config.calibration_size, job.reference_size or job.config.calibration_size)
-        for config in {replace_size(job.config, size) for size in sizes} if wanted else ():
+        for config in calibrating(job) if wanted else ():
             key = moments_key(config)
             needs[key] = needs.get(key, frozenset()) | wanted
     return needs
+
+
+def calibrating(job: Job) -> set[RunConfig]:
+    """The run of a job, and the same with as many examples as it compares with."""
+    sizes = (job.config.calibration_size, job.reference_size or job.config.calibration_size)
+    return {replace_size(job.config, size) for size in sizes}
 
 
 def replace_size(config: RunConfig, size: int) -> RunConfig:

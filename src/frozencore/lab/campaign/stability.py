@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import Tensor
 
 from frozencore.adapter.bases.carried import get_bases
-from frozencore.lab.campaign.shared import SharedWork, replace_size
+from frozencore.lab.campaign.shared import SharedWork
 from frozencore.lab.run.bench import Bench, Stages
 from frozencore.lab.run.config import RunConfig
 from frozencore.lab.run.record import RECORD_FORMAT, Provenance, RecordedConfig, StabilityRecord
@@ -13,34 +15,44 @@ from frozencore.lab.run.targets import resolve_targets
 from frozencore.maths.linalg import principal_cosines
 
 
+@dataclass(frozen=True)
+class Calibrated:
+    """A run as far as its bases: its configuration, and model and rows."""
+
+    config: RunConfig
+    bench: Bench
+
+
 def compare_bases(
-    config: RunConfig, bench: Bench, reference: Bench, reference_size: int, shared: SharedWork, stages: Stages
+    run: Calibrated, reference: Calibrated, reference_size: int, shared: SharedWork, stages: Stages
 ) -> StabilityRecord:
     """Mean principal-angle cosines of P and of Q to the reference's, over directions and then over layers.
 
     Args:
-        bench, reference: One model with two sets of calibration rows.
+        run, reference: On one model, with two sets of calibration rows.
     """
-    small = _bases(config, bench, shared, stages)
-    large = _bases(replace_size(config, reference_size), reference, shared, stages)
+    small, large = (_bases(one, shared, stages) for one in (run, reference))
     cosines: dict[str, dict[str, float]] = {side: {} for side in "PQ"}
     for name, basis in small.items():
         layer, _, side = name.rpartition(".")
         cosines[side][layer] = float(principal_cosines(basis, large[name]).mean())
     return StabilityRecord(
         format=RECORD_FORMAT,
-        config=RecordedConfig.of(config),
+        config=RecordedConfig.of(run.config),
         cosine_P=sum(cosines["P"].values()) / len(cosines["P"]),
         cosine_Q=sum(cosines["Q"].values()) / len(cosines["Q"]),
         layers=cosines,
-        num_calibration={"basis": len(bench.rows.calibration), "reference": len(reference.rows.calibration)},
+        num_calibration={
+            "basis": len(run.bench.rows.calibration),
+            "reference": len(reference.bench.rows.calibration),
+        },  # fmt: skip
         reference_size=reference_size,
         provenance=Provenance.here(),
     )
 
 
-def _bases(config: RunConfig, bench: Bench, shared: SharedWork, stages: Stages) -> dict[str, Tensor]:
-    model, _ = shared.adapt(config, bench, resolve_targets(config, bench.model), stages)
+def _bases(run: Calibrated, shared: SharedWork, stages: Stages) -> dict[str, Tensor]:
+    model, _ = shared.adapt(run.config, run.bench, resolve_targets(run.config, run.bench.model), stages)
     bases = get_bases(model)
     model.unload()
     return bases

@@ -7,7 +7,7 @@ import os
 import shutil
 import traceback
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, TextIO
 
@@ -15,15 +15,17 @@ from peft import PeftModel
 
 from frozencore.errors import ArtifactError, DivergenceError, FrozenCoreError
 from frozencore.lab.campaign.job import Job
-from frozencore.lab.campaign.shared import SharedWork, replace_size
-from frozencore.lab.campaign.stability import compare_bases
+from frozencore.lab.campaign.shared import SharedWork, calibrating, moments_key, replace_size
+from frozencore.lab.campaign.stability import Calibrated, compare_bases
 from frozencore.lab.campaign.store import LOG, RECORD, Store
 from frozencore.lab.methods import Targets
 from frozencore.lab.run.bench import Base, Bench, Score, Stages, prepare
 from frozencore.lab.run.config import RunConfig
 from frozencore.lab.run.execute import Adapted, adapt_from_data, execute
+from frozencore.lab.run.kept_rows import KeptRows
 from frozencore.lab.run.loading import load_model
-from frozencore.lab.run.record import Failure, Provenance
+from frozencore.lab.run.record import Failure, Provenance, StabilityRecord
+from frozencore.maths.moments import MomentName
 from frozencore.one_line import one_line
 from frozencore.out_of_memory import is_out_of_memory
 from frozencore.whole_file import write_json
@@ -59,6 +61,7 @@ class Worker:
         self.keep_adapters = keep_adapters
         self._base: tuple[tuple[str, str, str], Base] | None = None
         self._before: dict[str, Score] = {}
+        self._rows = KeptRows()
 
     def run(self, job: Job, shared: SharedWork, stages: Stages) -> bool:
         """Make a run's result, or note why there is none; False for the latter.
@@ -93,10 +96,12 @@ class Worker:
 
     def _make(self, job: Job, folder: Path, shared: SharedWork, stages: Stages) -> None:
         config = self.place.put(job.config)
-        bench = prepare(config, stages, self._base_of(config))
+        bench = prepare(config, stages, self._base_of(config), kept_rows=self._rows)
+        shared = self._placed(job, shared)
         if job.kind == "stability":
             assert job.reference_size is not None
-            self._compare(job, config, bench, folder, shared, stages)
+            record = self._compare(job, Calibrated(config, bench), shared, stages)
+            write_json(folder / RECORD, record.content())
             return
         rows = f"{config.model} {config.dtype} {bench.rows.fingerprints()['evaluation']}"
         bench.before = self._before.get(rows)
@@ -116,13 +121,19 @@ class Worker:
         if not self.keep_adapters or config.evaluate_on == "validation":
             shutil.rmtree(folder / "adapter", ignore_errors=True)
 
-    def _compare(
-        self, job: Job, config: RunConfig, bench: Bench, folder: Path, shared: SharedWork, stages: Stages
-    ) -> None:
+    def _compare(self, job: Job, run: Calibrated, shared: SharedWork, stages: Stages) -> StabilityRecord:
         assert job.reference_size is not None
-        larger = prepare(replace_size(config, job.reference_size), stages, self._base_of(config))
-        record = compare_bases(config, bench, larger, job.reference_size, shared, stages)
-        write_json(folder / RECORD, record.content())
+        config = self.place.put(replace_size(job.config, job.reference_size))
+        bench = prepare(config, stages, self._base_of(config), kept_rows=self._rows)
+        return compare_bases(run, Calibrated(config, bench), job.reference_size, shared, stages)
+
+    def _placed(self, job: Job, shared: SharedWork) -> SharedWork:
+        """What other runs want of this one's moments, under the names that moments have here."""
+        needs: dict[str, frozenset[MomentName]] = {}
+        for config in calibrating(job):
+            key = moments_key(self.place.put(config))
+            needs[key] = needs.get(key, frozenset()) | shared.needs.get(moments_key(config), frozenset())
+        return replace(shared, needs=needs)
 
     def _base_of(self, config: RunConfig) -> Base:
         key = (config.model, config.dtype, config.device)

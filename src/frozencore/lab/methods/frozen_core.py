@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 from peft import PeftModel, get_peft_model
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from frozencore.adapter.bases.carried import set_bases
 from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.adapter.model import frozen_core_layers
+from frozencore.adapter.seal.card import begin_model_card
 from frozencore.constructors import CONSTRUCTORS
 from frozencore.fingerprint import fingerprint_tensors
 from frozencore.lab.methods.method import AdapterOptions, Method
@@ -37,6 +39,10 @@ class FrozenCore(Method):
     def needs(self, options: AdapterOptions) -> frozenset[MomentName]:
         config = self._config(options)
         return config.constructor_entry.needs(config.basis_options())
+
+    def _write(self, model: PeftModel, folder: Path, start: Path) -> None:
+        begin_model_card(folder)
+        super()._write(model, folder, start)
 
     def _config(self, options: AdapterOptions, *, load_bases: bool = False) -> FrozenCoreConfig:
         return FrozenCoreConfig(

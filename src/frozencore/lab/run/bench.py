@@ -13,6 +13,7 @@ from frozencore.errors import ConfigError
 from frozencore.lab.rows.batches import make_batches
 from frozencore.lab.rows.prompts import PROTOCOL_MAX_LENGTH, PromptEncoder, context_limit
 from frozencore.lab.run.config import RunConfig
+from frozencore.lab.run.kept_rows import KeptRows
 from frozencore.lab.run.loading import load_model
 from frozencore.lab.run.rows import RunRows, prepare_rows
 from frozencore.lab.scoring.score import TaskScore
@@ -49,11 +50,12 @@ class Bench:
     before: Score | None = None
 
 
-def prepare(config: RunConfig, stages: Stages, base: Base | None = None) -> Bench:
+def prepare(config: RunConfig, stages: Stages, base: Base | None = None, *, kept_rows: KeptRows | None = None) -> Bench:
     """Load what a run needs. Every error in the input shows here, before anything is written.
 
     Args:
         base: The configured model, loaded before.
+        kept_rows: What earlier runs have read and tokenised.
     """
     stages("load", 0, None, config.model)
     base = base or Base(*load_model(config.model, dtype=config.dtype, device=config.device))
@@ -67,7 +69,7 @@ def prepare(config: RunConfig, stages: Stages, base: Base | None = None) -> Benc
     )
     if encoder.max_length > limit:
         raise ConfigError(f"--max-length {encoder.max_length} is beyond the model's context of {limit} tokens.")
-    rows = prepare_rows(config, encoder)
+    rows = prepare_rows(config, encoder, kept_rows)
     stages("load", 1, 1, f"{len(rows.train)} training rows")
     return Bench(base.model, encoder, rows)
 

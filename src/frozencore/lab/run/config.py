@@ -130,6 +130,9 @@ class RunConfig(_Strict):
             ge=1, description="Evaluation rows. Default: the protocol's; of own data a tenth, at most 500, is held out."
         ),
     ] = None
+    max_new_tokens: Annotated[
+        int | None, Field(ge=1, description="Tokens of a generated answer. Default: the task's number.")
+    ] = None
     paper_steps: Annotated[
         bool,
         Field(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import platform
 import subprocess
+from collections.abc import Mapping
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ def provenance() -> dict[str, Any]:
     """Versions, source commit and machine of this process."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
     return {
-        "versions": {name: version(name) for name in PACKAGES},
+        "versions": dict(_versions()),
         "python": platform.python_version(),
         "commit": source_commit(),
         "platform": platform.platform(),
@@ -28,6 +30,12 @@ def provenance() -> dict[str, Any]:
     }
 
 
+@cache
+def _versions() -> Mapping[str, str]:
+    return {name: version(name) for name in PACKAGES}
+
+
+@cache  # a process runs what it has loaded, whatever is changed beside it
 def source_commit() -> str | None:
     """The git commit of the source tree that runs, marked ``-dirty`` with uncommitted changes; None outside of git."""
     folder = Path(frozencore.__file__).parent

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 from frozencore.errors import NoRowsError
@@ -13,6 +14,7 @@ from frozencore.lab.rows.own_rows import read_rows
 from frozencore.lab.rows.prompts import PromptEncoder, TextRow, TokenRow
 from frozencore.lab.rows.suite import find_task
 from frozencore.lab.run.config import RunConfig
+from frozencore.lab.run.kept_rows import KeptRows
 from frozencore.lab.tasks.splits import TaskSplits, ValidationSource, calibration_rows, normalised, split_task
 from frozencore.lab.tasks.task import Example, Task
 
@@ -55,25 +57,35 @@ class RunRows:
 
     def fingerprints(self) -> dict[str, str]:
         """A hash of each set of rows."""
+        return self._fingerprints
+
+    @cached_property
+    def _fingerprints(self) -> dict[str, str]:
         sets = {"train": self.train, "calibration": self.calibration, "evaluation": self.held_out}
         if self.validation is not None:
             sets["validation"] = self.validation.tokens
-        return {name: fingerprint_options({"rows": [asdict(row) for row in rows]}) for name, rows in sets.items()}
+        return {name: fingerprint_options({"rows": [vars(row) for row in rows]}) for name, rows in sets.items()}
 
 
-def prepare_rows(config: RunConfig, encoder: PromptEncoder) -> RunRows:
+def prepare_rows(config: RunConfig, encoder: PromptEncoder, kept: KeptRows | None = None) -> RunRows:
     """Load, split and tokenise what the configuration names.
+
+    Args:
+        kept: What earlier runs have read and tokenised.
 
     Raises:
         DataError, ConfigError: Missing, malformed, empty or overlong rows.
     """
     if config.task is not None:
-        return _task_rows(config, find_task(config.task), encoder)
+        task = find_task(config.task)
+        if config.max_new_tokens is not None:
+            task = replace(task, max_new_tokens=config.max_new_tokens)
+        return _task_rows(config, task, encoder, kept or KeptRows())
     assert config.data is not None
     return _own_rows(config, config.data, encoder)
 
 
-def task_splits(config: RunConfig) -> TaskSplits:
+def task_splits(config: RunConfig, kept: KeptRows | None = None) -> TaskSplits:
     """The splits of the run's task. Who trains on all of it (``paper_steps``) does so only to be evaluated.
 
     Raises:
@@ -81,7 +93,7 @@ def task_splits(config: RunConfig) -> TaskSplits:
         NoRowsError: No row is left to train on, or to score on.
     """
     assert config.task is not None
-    splits = _splits_like(config, config.task, config.num_train, config.num_evaluation)
+    splits = _splits_like(config, _Drawn.of(config), kept or KeptRows())
     if config.evaluate_on == "validation" and not splits.validation:
         raise NoRowsError(
             f"Task {config.task!r} leaves no validation rows beside its {len(splits.train)} to train on. "
@@ -90,20 +102,36 @@ def task_splits(config: RunConfig) -> TaskSplits:
     return splits
 
 
-def _splits_like(
-    config: RunConfig, task: str, num_train: int | None = None, num_evaluation: int | None = None
-) -> TaskSplits:
-    return split_task(
-        find_task(task),
-        config.data_root,
-        num_train=num_train,
-        num_evaluation=num_evaluation,
-        train_on_all=config.paper_steps and config.evaluate_on == "evaluation",
+@dataclass(frozen=True)
+class _Drawn:
+    """The rows of a task as a run draws them."""
+
+    task: str
+    num_train: int | None = None
+    num_evaluation: int | None = None
+
+    @classmethod
+    def of(cls, config: RunConfig) -> _Drawn:
+        return cls(str(config.task), config.num_train, config.num_evaluation)
+
+
+def _splits_like(config: RunConfig, drawn: _Drawn, kept: KeptRows) -> TaskSplits:
+    train_on_all = config.paper_steps and config.evaluate_on == "evaluation"
+    return kept.get(
+        (drawn, config.data_root, train_on_all),
+        lambda: split_task(
+            find_task(drawn.task),
+            config.data_root,
+            num_train=drawn.num_train,
+            num_evaluation=drawn.num_evaluation,
+            train_on_all=train_on_all,
+        ),
+        lambda splits: len(splits.train) + len(splits.validation) + len(splits.evaluation),
     )
 
 
-def _task_rows(config: RunConfig, task: Task, encoder: PromptEncoder) -> RunRows:
-    splits = task_splits(config)
+def _task_rows(config: RunConfig, task: Task, encoder: PromptEncoder, kept: KeptRows) -> RunRows:
+    splits = task_splits(config, kept)
     evaluation = splits.evaluation if config.evaluate_on == "evaluation" else splits.validation
     train, held_out = (_tokens(examples, encoder) for examples in (splits.train, evaluation))
     calibration = _calibration_rows(config, splits.train, encoder)
@@ -113,15 +141,22 @@ def _task_rows(config: RunConfig, task: Task, encoder: PromptEncoder) -> RunRows
     return RunRows(task, evaluation, train, calibration, held_out, splits.validation_from, validation)
 
 
-def _calibration_rows(config: RunConfig, train: Sequence[Example], encoder: PromptEncoder) -> list[TokenRow]:
+def _calibration_rows(
+    config: RunConfig, train: Sequence[Example], encoder: PromptEncoder, kept: KeptRows
+) -> list[TokenRow]:
     """Of another task they are the rows that a run of that task would calibrate on."""
     if config.calibration_task is not None:
-        train = _splits_like(config, config.calibration_task).train
-    return _tokens(calibration_rows(train, config.calibration_size, seed=config.seed), encoder)
+        train = _splits_like(config, _Drawn(config.calibration_task), kept).train
+    return _tokens(config, calibration_rows(train, config.calibration_size, seed=config.seed), encoder, kept)
 
 
-def _tokens(examples: Sequence[Example], encoder: PromptEncoder) -> list[TokenRow]:
-    return encoder.training_rows([encoder.render(example) for example in examples])
+def _tokens(config: RunConfig, examples: Sequence[Example], encoder: PromptEncoder, kept: KeptRows) -> list[TokenRow]:
+    encoded_by = (config.model, config.max_length, config.truncate, config.prompt_style, config.prompt_date)
+    return kept.get(
+        (tuple(examples), encoded_by),
+        lambda: encoder.training_rows([encoder.render(example) for example in examples]),
+        len,
+    )
 
 
 def _own_rows(config: RunConfig, path: Path, encoder: PromptEncoder) -> RunRows:
@@ -136,7 +171,7 @@ def _own_rows(config: RunConfig, path: Path, encoder: PromptEncoder) -> RunRows:
         raise NoRowsError(f"{path} needs rows to train on beside those held out, but its {len(texts)} rows read alike.")
     train = train[: config.num_train]
     if config.calibration_task is not None:
-        calibrate = _calibration_rows(config, (), encoder)
+        calibrate = _calibration_rows(config, (), encoder, KeptRows())
     else:
         chosen = sorted(train, key=lambda row: _rank(row, config.seed + 1))[: config.calibration_size]
         calibrate = encoder.training_rows(chosen)

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import PeftModel
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from frozencore.adapter.seal.card import begin_model_card
 from frozencore.calibration.shards import largest_over_ranks
 from frozencore.errors import DivergenceError
 from frozencore.lab.rows.batches import IGNORED
@@ -41,6 +43,12 @@ class CompletionTrainer(Trainer):
     @cached_property
     def _can_skip_logits(self) -> bool:
         return bool(self.model_accepts_loss_kwargs) and forward_accepts(self.model, "logits_to_keep")
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """A checkpoint, whose model card nobody reads."""
+        if output_dir is not None and isinstance(self.model, PeftModel):
+            begin_model_card(Path(output_dir))
+        super()._save(output_dir, state_dict)
 
     def floating_point_ops(self, inputs: dict[str, Tensor]) -> int:
         """Not counted: counting walks over all parameters at every batch, a tenth of a small model's step."""
