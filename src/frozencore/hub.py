@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Literal
 
@@ -11,13 +14,26 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from frozencore.errors import ModelError
 
 HUB_TIMEOUT_S = 10.0
+_left_alone: ContextVar[bool] = ContextVar("hub_left_alone", default=False)
 
 
-def hub_answers(kind: Literal["model", "dataset"], name: str) -> bool:
+@contextmanager
+def without_hub() -> Iterator[None]:
+    """Inside, the hub is not asked: models and data sets are taken from folders and the offline cache alone."""
+    token = _left_alone.set(True)
+    try:
+        yield
+    finally:
+        _left_alone.reset(token)
+
+
+def hub_answers(kind: Literal["model", "dataset"], name: str, *, timeout_s: float = HUB_TIMEOUT_S) -> bool:
     """Whether the hub answers when asked about a repository; what it says is for the loader to report."""
+    if _left_alone.get():
+        return False
     api = HfApi()
     try:
-        (api.model_info if kind == "model" else api.dataset_info)(name, timeout=HUB_TIMEOUT_S)
+        (api.model_info if kind == "model" else api.dataset_info)(name, timeout=timeout_s)
     except HfHubHTTPError:
         return True
     except Exception:  # every way in which a network can fail

@@ -22,9 +22,10 @@ LINE_EVERY = 10  # runs between two lines where there is no terminal
 class Board:
     """Shows a campaign as it goes on: a live view on a terminal, a plain line now and then elsewhere."""
 
-    def __init__(self, console: Console, store: Store) -> None:
+    def __init__(self, console: Console, store: Store, *, line_every: int = LINE_EVERY) -> None:
         self.console = console
         self.store = store
+        self.line_every = line_every
         self.stages: dict[int, str] = {}
         self.started = time.monotonic()
         self.done_at_start: int | None = None
@@ -61,7 +62,7 @@ class Board:
             self.stages[event.worker] = LABELS.get(event.stage, event.stage) + share
             return
         self.stages.pop(event.worker, None)
-        if not self.console.is_terminal and (over >= self.told + LINE_EVERY or not standing.left):
+        if not self.console.is_terminal and (over >= self.told + self.line_every or not standing.left):
             self.told = over
             self.console.print(f"[{over}/{over + standing.left}] {note}", markup=False, highlight=False)
 

@@ -78,6 +78,34 @@ def run(
     raise typer.Exit(0 if not standing.failed and not standing.left else 1)
 
 
+@campaign_app.command(name="rehearse")
+def rehearse_(
+    spec: Spec,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "--out", help="A folder of its own. Default: runs/<name>-rehearsal; it is made anew."),
+    ] = None,
+    data_root: DataRoot = None,
+    model_path: Annotated[
+        list[str] | None,
+        typer.Option("--model-path", help="NAME=FOLDER: a small model to use for one of the campaign."),
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=0, help="Processes. 0: in this one. Default: one per core, at most 4.")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="One axis at a time, instead of all combinations.")] = False,
+) -> None:
+    """Run a whole campaign on tiny models and a few rows; say what its report holds. Status 1 if a cell is empty."""
+    from frozencore.cli.rehearsal_lines import rehearsal_screen, run_rehearsal
+
+    found = run_rehearsal(
+        spec, output, console, data_root=data_root, models=_models(model_path), num_workers=workers, quick=quick
+    )
+    for part in rehearsal_screen(found):
+        console.print(part, highlight=False)
+    raise typer.Exit(1 if found.lacks else 0)
+
+
 @campaign_app.command()
 def one(
     run_id: Annotated[str, typer.Argument(help="Id of a run, from `frozencore campaign plan --ids`.")],

@@ -46,7 +46,7 @@ def run_campaign(
         ArtifactError: The folder is not writable, of another campaign, or driven by another process.
     """
     store = Store(output or default_folder(campaign))
-    place = Place(data_root, device, _by_location(campaign, models))
+    place = Place(data_root, device, by_location(campaign, models))
     search_rows(_left(plan(campaign, store.outcome), store), place)  # every error shows before the folder is made
     store.require_own(campaign)
     crew = _crew(store, place, campaign, num_workers, device, ray_address)
@@ -80,7 +80,7 @@ def run_one(
     known = store.outcome(run_id)
     if known is not None and known.record is not None:
         return f"{run_id} is finished already: {store.runs / run_id}"
-    place = Place(data_root, device, _by_location(campaign, models))
+    place = Place(data_root, device, by_location(campaign, models))
     worker = Worker(store, place, keep_adapters=campaign.keep_adapters)
     if not worker.run(jobs[run_id], SharedWork(store, needs_of(jobs.values())), stages):
         failure = Store(folder).outcome(run_id)
@@ -140,7 +140,7 @@ def plan_lines(
         f"{standing.finished} finished, {standing.failed} failed, {standing.ready} ready, "
         f"{standing.waiting} wait for their search. Folder: {store.folder}"
     )
-    place = Place(data_root, device, _by_location(campaign, models))
+    place = Place(data_root, device, by_location(campaign, models))
     rows = search_rows(planned, place)
     if rows:
         yield _search_table(rows)
@@ -238,7 +238,7 @@ def default_folder(campaign: Campaign) -> Path:
     return Path("runs") / campaign.name
 
 
-def _by_location(campaign: Campaign, models: dict[str, str]) -> dict[str, str]:
+def by_location(campaign: Campaign, models: dict[str, str]) -> dict[str, str]:
     """Folders by what the specification says of a model."""
     for name in models:
         if name not in campaign.models:

@@ -115,3 +115,10 @@ def test_what_was_not_asked_for_the_longest_makes_room() -> None:
     for key in ("aa", "bb", "aa", "cc", "aa", "bb", "tooo long", "bb"):
         assert ask(key) == key
     assert made == ["aa", "bb", "cc", "bb", "tooo long", "bb"]
+
+
+def test_a_run_may_answer_in_fewer_tokens_than_its_task_allows(encoder: PromptEncoder, tmp_path: Path) -> None:
+    config = config_of(task=write_task(tmp_path, num_train=5))
+    few = config.model_copy(update={"max_new_tokens": 2})
+    tokens = [rows.task.max_new_tokens for rows in (prepare_rows(run, encoder) for run in (config, few)) if rows.task]
+    assert tokens == [8, 2]

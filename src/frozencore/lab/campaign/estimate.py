@@ -15,7 +15,7 @@ from itertools import islice
 from statistics import mean
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from frozencore.errors import FrozenCoreError, ModelError
 from frozencore.lab.campaign.drive import tally
@@ -92,9 +92,13 @@ def time_to_go(planned: Sequence[Planned], store: Store, num_running: int) -> st
 def model_size(location: str) -> ModelSize | None:
     """The size of a model from its configuration alone; None where that cannot be read."""
     try:
-        config = load_config(location)
+        return size_of(load_config(location))
     except ModelError:
         return None
+
+
+def size_of(config: PretrainedConfig) -> ModelSize:
+    """The size of a model with that configuration."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     return ModelSize(sum(p.numel() for p in model.parameters()), attention_shapes(model))

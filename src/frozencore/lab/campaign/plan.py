@@ -107,8 +107,14 @@ def _of_study(campaign: Campaign, name: str, study: Study, outcome: Outcomes) ->
         if choice is not None:
             yield [_final(name, study, group, seed, choice.options) for seed in seeds]
             continue
-        blocked = "no trial of the search succeeded" if outcomes else ""
+        blocked = _why_blocked(outcomes) if outcomes else ""
         yield [Planned(name, "final", {**group.axes, "seed": seed}, None, blocked) for seed in seeds]
+
+
+def _why_blocked(outcomes: list[Outcome]) -> str:
+    failures = [outcome.failure for outcome in outcomes if outcome.failure]
+    first = f" ({failures[0].reason}: {failures[0].message})" if failures else ""
+    return f"no trial of the search succeeded{first}"
 
 
 def choose(trials: list[Axes], outcomes: list[Outcome], study: Study) -> Choice | None:

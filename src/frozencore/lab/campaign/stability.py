@@ -45,7 +45,7 @@ def compare_bases(
         num_calibration={
             "basis": len(run.bench.rows.calibration),
             "reference": len(reference.bench.rows.calibration),
-        },  # fmt: skip
+        },
         reference_size=reference_size,
         provenance=Provenance.here(),
     )

@@ -9,6 +9,11 @@ from typing import Any, Literal
 Status = Literal["done", "missing", "diverged", "failed", "absent"]
 
 
+SHOWN: dict[Status, str] = {"missing": "-", "diverged": "div.", "failed": "failed", "absent": "n/a"}
+"""What stands in a cell without a number."""
+EMPTY = frozenset(SHOWN.values())
+
+
 @dataclass(frozen=True)
 class SeedValue:
     """One run behind a cell: its value as shown, or why there is none.
@@ -37,6 +42,7 @@ class SheetCell:
         best, second: Of those that it is compared with; the one is bold, the other underlined.
         hint: Why it is as it is, in words.
         runs: Those behind it.
+        is_undefined: All that it is computed from is there, but these numbers have no such statistic.
     """
 
     text: str
@@ -46,6 +52,12 @@ class SheetCell:
     second: bool = False
     hint: str = ""
     runs: tuple[SeedValue, ...] = ()
+    is_undefined: bool = False
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether a number belongs here that could not be had."""
+        return self.value is None and not self.is_undefined and self.text.split(" ")[0] in EMPTY
 
 
 Line = tuple[SheetCell, ...]

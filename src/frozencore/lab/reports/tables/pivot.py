@@ -18,8 +18,6 @@ from frozencore.lab.run.record import Failure, RunRecord, TunedRecord
 
 Key = tuple[Value, ...]
 
-SHOWN: dict[Status, str] = {"missing": "-", "diverged": "div.", "failed": "failed", "absent": "n/a"}
-
 
 @dataclass(frozen=True)
 class PivotCell:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from frozencore.lab.reports.labels import axis_name, value_name
-from frozencore.lab.reports.sheets.sheet import SeedValue, Sheet, SheetCell, label, number, sentence
+from frozencore.lab.reports.sheets.sheet import SHOWN, SeedValue, Sheet, SheetCell, label, number, sentence
 from frozencore.lab.reports.tables.averages import Average, averages, over_rows
 from frozencore.lab.reports.tables.differences import ExtraLine, differences_below, differences_beside
 from frozencore.lab.reports.tables.measures import Measure
-from frozencore.lab.reports.tables.pivot import SHOWN, Key, Pivot, PivotCell
+from frozencore.lab.reports.tables.pivot import Key, Pivot, PivotCell
 
 
 def pivot_sheet(pivot: Pivot, name: str) -> Sheet:

@@ -124,5 +124,5 @@ def comparison_view(comparison: Comparison) -> Group:
 def p_cell(value: float | None) -> SheetCell:
     """A p-value as the paper prints it: ``.0137``."""
     if value is None:
-        return SheetCell("n/a", hint="the differences have no spread")
+        return SheetCell("n/a", hint="the differences have no spread", is_undefined=True)
     return SheetCell("< .0001" if value < 1e-4 else f"{value:.4f}".removeprefix("0"), value=value)

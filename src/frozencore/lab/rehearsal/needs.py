@@ -1,0 +1,103 @@
+"""What a real run of a campaign needs, beside what is here: models and data sets, the hub, memory, disk."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+from frozencore.hub import hub_answers
+from frozencore.lab.campaign.estimate import RECORD_BYTES, ModelSize, memory_bytes, shared_bytes, size_of
+from frozencore.lab.campaign.job import Job
+from frozencore.lab.rehearsal.models import Original
+from frozencore.lab.run.loading import model_location
+
+HUB_TIMEOUT_S = 3.0
+STORED_BYTES = 2  # of a value, as hub models are mostly stored
+WEIGHTS = ("*.safetensors", "*.bin")
+
+
+@dataclass(frozen=True)
+class Need:
+    """Something that a real run needs."""
+
+    what: str
+    here: str
+    is_missing: bool
+
+
+def needs_of_models(originals: Mapping[str, Original]) -> list[Need]:
+    """The models that a campaign names, by what it says of them."""
+    found = []
+    for location, original in originals.items():
+        size = _size(size_of(original.config).num_parameters * STORED_BYTES)
+        here = has_weights(location)
+        found.append(
+            Need(f"model {location}, {size}", "here" if here else "neither a folder nor in the cache", not here)
+        )
+    return found
+
+
+def needs_of_data(at_hand: Sequence[str], made_up: Mapping[str, str]) -> list[Need]:
+    """The data sets of a campaign's tasks.
+
+    Args:
+        made_up: Why each of the others is not at hand.
+    """
+    needs = [Need(f"data set {name}", "here", is_missing=False) for name in at_hand]
+    return needs + [Need(f"data set {name}", why, is_missing=True) for name, why in made_up.items()]
+
+
+def need_of_hub(models: Sequence[str], data_sets: Sequence[str]) -> Need:
+    """Whether the hub answers, asked once, for no longer than a few seconds, about the first thing that is missing."""
+    kind, name = ("model", models[0]) if models else ("dataset", data_sets[0].split(" ")[0])
+    answers = hub_answers(kind, name, timeout_s=HUB_TIMEOUT_S)  # type: ignore[arg-type]
+    return Need("the hub, for what is missing", "it answers" if answers else "it cannot be reached", not answers)
+
+
+def needs_of_machine(jobs: Sequence[Job], originals: Mapping[str, Original], folder: Path) -> list[Need]:
+    """Memory of a worker and disk, as `campaign plan` estimates them, against this machine.
+
+    Args:
+        folder: Where the real campaign might lie: its disk is looked at.
+    """
+    sizes: dict[str, ModelSize | None] = {name: size_of(original.config) for name, original in originals.items()}
+    memory = max(memory_bytes(job.config, size) for job in jobs if (size := sizes[job.config.model]))
+    there, where = machine_memory()
+    weights = sum(size.num_parameters * STORED_BYTES for name, size in sizes.items() if size and not has_weights(name))
+    disk = weights + shared_bytes(jobs, sizes) + len(jobs) * RECORD_BYTES
+    nearest = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    free = shutil.disk_usage(nearest).free
+    return [
+        Need(f"memory of a worker, {_size(memory)}", f"{_size(there)} {where}", memory > there),
+        Need(f"disk, {_size(disk)} with the models", f"{_size(free)} free", disk > free),
+    ]
+
+
+def machine_memory() -> tuple[int, str]:
+    """Bytes of the first GPU, or of the machine without one; and which."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_properties(0).total_memory, "on the first GPU"
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "in this machine"
+
+
+def has_weights(location: str) -> bool:
+    """Whether a model lies in a folder or, whole, in the offline cache."""
+    location = model_location(location)
+    folder = Path(location)
+    if not folder.is_dir():
+        try:
+            folder = Path(snapshot_download(location, local_files_only=True))
+        except (LocalEntryNotFoundError, HFValidationError, OSError):
+            return False
+    return any(any(folder.glob(pattern)) for pattern in WEIGHTS)
+
+
+def _size(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**28 else f"{num_bytes / 2**20:.1f} MiB"

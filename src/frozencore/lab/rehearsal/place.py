@@ -1,0 +1,54 @@
+"""Where a rehearsal happens: every run as the campaign has it, put on stand-ins and few rows.
+
+A run keeps its identity, so that plan, store and report are those of the real campaign.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from frozencore.lab.campaign.worker import Place
+from frozencore.lab.rehearsal.sizes import Shares, epochs_of, scaled
+from frozencore.lab.rows.prompts import PROTOCOL_MAX_LENGTH
+from frozencore.lab.rows.suite import find_task
+from frozencore.lab.run.config import RunConfig
+
+MOST_NEW_TOKENS = 3  # a random model does not end its answers
+LONGER = 4  # a stand-in's tokenizer knows few words
+
+
+@dataclass(frozen=True)
+class RehearsalPlace(Place):
+    """Puts runs on stand-ins.
+
+    Attributes:
+        shares: Of the rows, by task as the campaign names it.
+        own_tasks: Copies of users' YAML tasks with few rows.
+        stand_ins: Names of the models whose stand-ins' tokenizers are ours.
+        calibration_share: Of the calibration examples.
+        dtype: Instead of the campaign's, where it is given.
+    """
+
+    shares: dict[str, Shares] = field(default_factory=dict)
+    own_tasks: dict[str, str] = field(default_factory=dict)
+    stand_ins: tuple[str, ...] = ()
+    calibration_share: float = 1.0
+    dtype: str | None = None
+
+    def put(self, config: RunConfig) -> RunConfig:
+        """The run with fewer rows, epochs, calibration examples and tokens to generate, in the same proportions."""
+        assert config.task is not None
+        task, shares = find_task(config.task), self.shares[config.task]
+        changes = {
+            "task": self.own_tasks.get(config.task, config.task),
+            "calibration_task": self.own_tasks.get(str(config.calibration_task), config.calibration_task),
+            "num_train": scaled(config.num_train or task.num_train, shares.train),
+            "num_evaluation": scaled(config.num_evaluation or task.num_evaluation, shares.evaluation),
+            "calibration_size": scaled(config.calibration_size, self.calibration_share),
+            "epochs": epochs_of(task, config),
+            "max_new_tokens": min(MOST_NEW_TOKENS, config.max_new_tokens or task.max_new_tokens),
+            "dtype": self.dtype or config.dtype,
+        }
+        if config.model in self.stand_ins and not config.truncate:
+            changes["max_length"] = LONGER * (config.max_length or PROTOCOL_MAX_LENGTH)
+        return super().put(config.model_copy(update=changes))
