@@ -19,8 +19,8 @@ from frozencore.lab.campaign.job import Job, make_job
 from frozencore.lab.campaign.shared import SharedWork, needs_of
 from frozencore.lab.campaign.store import Store
 from frozencore.lab.campaign.worker import Place, Worker
-from frozencore.lab.run.bench import calibration_batches, prepare
 from frozencore.lab.pocket import pocket_model_path
+from frozencore.lab.run.bench import calibration_batches, prepare
 from frozencore.lab.run.execute import execute
 from frozencore.maths.basis import known_basis
 from frozencore.maths.objective import captured_correlation

@@ -155,6 +155,10 @@ class RunConfig(_Strict):
     ] = "auto"
     device: Annotated[str, Field(description="auto, cpu, cuda, cuda:1, ...")] = "auto"
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Through JSON: the groups' types are made from the tables of each process."""
+        return RunConfig.model_validate_json, (self.model_dump_json(),)
+
     @field_validator("calibration_task")
     @classmethod
     def _is_another(cls, name: str | None, before: ValidationInfo) -> str | None:

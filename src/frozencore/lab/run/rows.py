@@ -133,11 +133,11 @@ def _splits_like(config: RunConfig, drawn: _Drawn, kept: KeptRows) -> TaskSplits
 def _task_rows(config: RunConfig, task: Task, encoder: PromptEncoder, kept: KeptRows) -> RunRows:
     splits = task_splits(config, kept)
     evaluation = splits.evaluation if config.evaluate_on == "evaluation" else splits.validation
-    train, held_out = (_tokens(examples, encoder) for examples in (splits.train, evaluation))
-    calibration = _calibration_rows(config, splits.train, encoder)
+    train, held_out = (_tokens(config, examples, encoder, kept) for examples in (splits.train, evaluation))
+    calibration = _calibration_rows(config, splits.train, encoder, kept)
     validation = None
     if config.select_checkpoint != "none" and splits.validation:
-        validation = ScoredRows(splits.validation, _tokens(splits.validation, encoder))
+        validation = ScoredRows(splits.validation, _tokens(config, splits.validation, encoder, kept))
     return RunRows(task, evaluation, train, calibration, held_out, splits.validation_from, validation)
 
 

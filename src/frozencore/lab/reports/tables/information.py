@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from frozencore.constructors import CONSTRUCTORS, BasisOptions
+from frozencore.constructors import CONSTRUCTORS
 from frozencore.lab.campaign.spec import Campaign
 from frozencore.lab.reports.labels import method_name
 from frozencore.lab.reports.sheets.sheet import Sheet, label
@@ -37,7 +37,7 @@ def information_sheet(campaign: Campaign) -> Sheet | None:
 def _information(name: str) -> tuple[str, str, str]:
     """Task signal, geometry and source."""
     row = CONSTRUCTORS[name]
-    needs = row.needs(BasisOptions())
+    needs = row.needs(row.options())
     if not needs:
         return ("no", "weight", "spectrum of W") if row.weights_only else ("no", "no", "random draw")
     sides = [side for side, moments in (("input", INPUT), ("output", OUTPUT)) if needs & moments]
