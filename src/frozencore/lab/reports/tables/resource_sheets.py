@@ -53,11 +53,13 @@ def _titled(title: str, costs: Costs) -> str:
 
 def _time_row(cost: Cost) -> tuple[SheetCell, ...]:
     share = cost.initialisation_share
-    first = _seconds(cost.initialisation_s) if cost.initialisation_s else SheetCell("none", value=0.0)
+    none = SheetCell("none", value=0.0)  # nothing to make before the first step
+    first = _seconds(cost.initialisation_s) if cost.initialisation_s else none
+    known = SheetCell("n/a", hint="no total") if share is None else SheetCell(f"{100 * share:.0f} %", value=share)
     return (
         label(cost.name), first, _seconds(cost.step_s), number(cost.num_steps, 0),
         _seconds(cost.training_s), _seconds(cost.total_s),
-        SheetCell("n/a") if share is None else SheetCell(f"{100 * share:.0f} %", value=share),
+        known if cost.initialisation_s else none,
         _bytes(cost.peak_memory_bytes),
     )  # fmt: skip
 
