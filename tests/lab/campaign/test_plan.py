@@ -183,9 +183,9 @@ def test_equally_accurate_trials_are_told_apart_by_their_loss(campaign: Campaign
 
 
 def test_a_search_without_a_good_trial_blocks_its_final_runs(campaign: Campaign) -> None:
-    runs = plan(campaign, lambda _: Outcome(failure=Failure(reason="diverged", message="")))
+    runs = plan(campaign, lambda _: Outcome(failure=Failure(reason="diverged", message="loss nan.")))
     blocked = [run for run in runs if run.phase == "final" and run.study == "main" and run.axes["method"] == "eva"]
-    assert [run.blocked for run in blocked] == ["no trial of the search succeeded"] * 2
+    assert [run.blocked for run in blocked] == ["no trial of the search succeeded (diverged: loss nan.)"] * 2
 
 
 @pytest.mark.parametrize("name", ["accuracy", "held_out_loss"])

@@ -71,7 +71,8 @@ def make_job(kind: Kind, options: dict[str, Any], reference_size: int | None = N
     try:  # through JSON, in which a list may become a tuple and text never becomes a number
         return Job(kind, RunConfig.model_validate_json(json.dumps(in_groups(options)), strict=True), reference_size)
     except ValidationError as error:
-        first = error.errors()[0]
+        errors = error.errors()
+        first = next((one for one in errors if not one["type"].endswith("_type")), errors[0])  # of a union
         if (refused := own_refusal(first)) is not None:
             raise refused from error
         name = next((str(part) for part in first["loc"] if part not in GROUPS), "a run")

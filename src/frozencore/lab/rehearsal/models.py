@@ -16,6 +16,7 @@ from frozencore.errors import ModelError
 from frozencore.hub import without_hub
 from frozencore.lab.rehearsal.architectures import known_model
 from frozencore.lab.run.loading import load_config, load_tokenizer
+from frozencore.one_line import one_line
 
 WIDTH, HEAD_WIDTH, LAYERS, HEADS = 64, 32, 2, 4  # no projection is narrower than the largest rank of the paper
 PIECES = 2000
@@ -85,7 +86,7 @@ def make_stand_in(original: Original, texts: Sequence[str], folder: Path) -> Non
             model = AutoModelForCausalLM.from_config(small_config(original.config, tokenizer), dtype=torch.float32)
         model.save_pretrained(folder)
     except Exception as error:  # architectures check their numbers each in its own way
-        reason = " ".join(str(error).split())[:200]
+        reason = one_line(error, 200)
         raise ModelError(
             f"No small {original.config.model_type!r} model could be made: {reason} Give one: --model-path NAME=DIR."
         ) from error

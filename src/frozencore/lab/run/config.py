@@ -34,6 +34,7 @@ from frozencore.lab.rows.prompt_date import PROMPT_DATE
 from frozencore.lab.rows.prompts import PromptStyle
 from frozencore.lab.rows.suite import find_task
 from frozencore.maths.moments import MomentName
+from frozencore.one_line import one_line
 from frozencore.options import Option, options_of, own_refusal
 
 Measure = Literal["accuracy", "held_out_loss"]
@@ -248,5 +249,5 @@ def make_config(**values: Any) -> RunConfig:
         if (refused := own_refusal(first)) is not None:
             raise refused from error
         place = [part for part in first["loc"] if part not in GROUPS] or first["loc"]
-        option = "--" + " ".join(str(place[0]).replace("_", "-").split())
+        option = "--" + one_line(str(place[0]).replace("_", "-"))
         raise ConfigError(f"{option}: {first['msg'].lower()}, but {first['input']!r:.200} came.") from error

@@ -115,5 +115,5 @@ def _trained(study: StudyResults, methods: list[str]) -> SheetCell:
     records = [cell.record for cell in study.cells if isinstance(cell.record, TunedRecord)]
     counts = sorted({record.trainable_parameters for record in records if record.method in methods})
     if not counts:
-        return SheetCell("-", hint="nothing was trained")
+        return SheetCell("-", hint="nothing was trained", is_undefined=True)
     return SheetCell(f"{counts[0]:,}" + (f" to {counts[-1]:,}" if len(counts) > 1 else ""), value=counts[0])
