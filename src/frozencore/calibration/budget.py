@@ -26,7 +26,7 @@ SKETCH_WIDTH, KEPT_WIDTH = 8, 2  # times the rank: columns of a sketch, and of w
 SKETCH_PASSES = 4
 
 
-def memory_bytes(size: int | str) -> int:
+def memory_bytes(size: object) -> int:
     """A size in bytes: a number of them, or text such as ``"8GiB"`` or ``"512 MB"`` (1 GB = 1000³, 1 GiB = 1024³).
 
     Raises:

@@ -22,8 +22,6 @@ WHERE_AND_HOW = ("group_size", "memory_budget", "stats_device")
 
 
 def _size(size: Any) -> Any:
-    if not isinstance(size, int | str) or isinstance(size, bool):
-        raise ConfigError(f"memory_budget must be a size such as 8GiB, or a number of bytes, but {size!r:.200} came.")
     memory_bytes(size)
     return size
 

@@ -53,13 +53,12 @@ def _titled(title: str, costs: Costs) -> str:
 
 def _time_row(cost: Cost) -> tuple[SheetCell, ...]:
     share = cost.initialisation_share
-    none = SheetCell("none", value=0.0)  # nothing to make before the first step
-    first = _seconds(cost.initialisation_s) if cost.initialisation_s else none
-    known = SheetCell("n/a", hint="no total") if share is None else SheetCell(f"{100 * share:.0f} %", value=share)
+    first = _seconds(cost.initialisation_s) if cost.initialisation_s else SheetCell("none", value=0.0)
+    none = SheetCell("n/a", hint="nothing is made before the first step", is_undefined=not cost.initialisation_s)
     return (
         label(cost.name), first, _seconds(cost.step_s), number(cost.num_steps, 0),
         _seconds(cost.training_s), _seconds(cost.total_s),
-        known if cost.initialisation_s else none,
+        none if share is None else SheetCell(f"{100 * share:.0f} %", value=share),
         _bytes(cost.peak_memory_bytes),
     )  # fmt: skip
 
