@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import time
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FrameType
@@ -105,3 +106,20 @@ def test_a_worker_ends_itself_when_its_driver_is_gone(monkeypatch: pytest.Monkey
     crew_module._end_with(driver)
     assert ended == [1]
     assert parents == []
+
+
+def test_what_is_profiled_has_a_process_of_its_own(
+    make_crew: type[LocalCrew], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(crew_module, "_work", finishes_at_once)
+    monkeypatch.setattr(crew_module, "GOOD_BYE_S", 0.1)
+    crew = make_crew(1, tmp_path, Place())
+    made_in = []
+    for kind in ("tune", "tune", "profile", "profile", "tune"):
+        crew.start(0, replace(JOB, kind=kind), {})
+        assert events_of(crew) == [Event(0, "finished")]
+        made_in.append(crew._process_of(0).pid)
+    crew.close()
+    shared, again, first, second, _ = made_in
+    assert shared == again
+    assert len({again, first, second}) == 3

@@ -45,7 +45,8 @@ class Event:
 
 
 class Crew(Protocol):
-    """Workers that make one run at a time. A worker that died is replaced by itself at its next run."""
+    """Workers that make one run at a time. A worker that died is replaced by itself at its next run. One
+    with processes of its own makes each ``profile`` run in a new one."""
 
     @property
     def size(self) -> int:
@@ -103,6 +104,8 @@ class LocalCrew:
         self._busy: set[int] = set()
 
     def start(self, worker: int, job: Job, needs: Needs) -> None:
+        if job.kind == "profile" and worker in self._connections:
+            self._dismiss(worker)  # what earlier runs left in a process would count as this one's memory
         if worker not in self._connections:
             self._hire(worker)
         try:

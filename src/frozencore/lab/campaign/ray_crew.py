@@ -69,6 +69,8 @@ class RayCrew:
         return offered if self._num_workers is None else min(offered, self._num_workers)
 
     def start(self, worker: int, job: Job, needs: Needs) -> None:
+        if job.kind == "profile" and worker in self._actors:
+            self._dismiss(worker)  # what earlier runs left in a process would count as this one's memory
         if worker not in self._actors:
             self._actors[worker] = self._hire()
         self._runs[self._actors[worker].run.remote(job, needs)] = worker
@@ -92,8 +94,7 @@ class RayCrew:
             if not over:
                 self._listen_to(worker)
             elif len(self._actors) > self.size:  # a node is gone: another worker waits for this one's room
-                self._ray.kill(self._actors[worker])
-                self._bury(worker)
+                self._dismiss(worker)
         return told
 
     def close(self) -> None:
@@ -108,6 +109,10 @@ class RayCrew:
         room = {"num_gpus": 1} if self._resource == "GPU" else {"num_cpus": 1}
         actor = self._ray.remote(_Actor).options(max_concurrency=2, scheduling_strategy="SPREAD", **room)
         return actor.remote(*self._hired_with)
+
+    def _dismiss(self, worker: int) -> None:
+        self._ray.kill(self._actors[worker])
+        self._bury(worker)
 
     def _bury(self, worker: int) -> None:
         del self._actors[worker]

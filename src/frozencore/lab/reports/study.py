@@ -15,7 +15,7 @@ from frozencore.lab.reports.tables.means_across import NamedPivot, means_across
 from frozencore.lab.reports.tables.measures import measures_of
 from frozencore.lab.reports.tables.pivot import Pivot, pivots
 from frozencore.lab.reports.tables.pivot_sheet import pivot_sheet
-from frozencore.lab.reports.tables.resource_sheets import state_sheet, time_sheet
+from frozencore.lab.reports.tables.resource_sheets import memory_sheet, state_sheet, time_sheet
 from frozencore.lab.reports.tables.resources import study_costs
 from frozencore.lab.reports.tables.search import search_sheet
 from frozencore.lab.reports.tables.significance import compare, comparison_sheet
@@ -51,7 +51,9 @@ def study_section(results: StudyResults) -> Section:
             first.append(Table(across))
     for costs in study_costs(results):
         name, title, alone = f"{results.name}{slug(costs.group)}", results.study.title, results.study.kind == "profile"
-        sheets = state_sheet(costs, f"{name}-state", title), time_sheet(costs, f"{name}-time", title, alone=alone)
+        sheets = [state_sheet(costs, f"{name}-state", title), time_sheet(costs, f"{name}-time", title, alone=alone)]
+        if alone and (memory := memory_sheet(costs, f"{name}-memory", title)) is not None:
+            sheets.append(memory)
         (main if alone else details).extend(map(Table, sheets))
     if results.choices:
         details.append(Table(search_sheet(results)))

@@ -1,14 +1,11 @@
-"""What an adapter costs: trainable values, optimiser state, stored bytes. Formulas from shapes, and measurements.
+"""What an adapter costs: trainable values, optimiser state, stored bytes. Formulas from shapes, and counts of a model.
 
 Shapes: a target matrix is (m, n), outputs and inputs; r is the rank.
 """
 
 from __future__ import annotations
 
-import resource
-import sys
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -57,15 +54,3 @@ def optimizer_state_bytes(optimizer: torch.optim.Optimizer) -> int:
         for value in state.values()
         if isinstance(value, torch.Tensor) and value.ndim
     )
-
-
-def peak_memory_bytes() -> int:
-    """The largest memory this process has held so far: on the GPU where there is one, else resident memory."""
-    if torch.cuda.is_available():
-        return max(torch.cuda.max_memory_allocated(device) for device in range(torch.cuda.device_count()))
-    status = Path("/proc/self/status")
-    if status.exists():  # rusage would report the peak of the process that started this one, if that was larger
-        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
-        return int(line.split()[1]) * 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024

@@ -22,6 +22,7 @@ from frozencore.fingerprint import fingerprint_model
 from frozencore.lab.methods import Targets, basis_fingerprint
 from frozencore.lab.run.bench import Bench, Stages, calibration_batches, prepare
 from frozencore.lab.run.config import RunConfig
+from frozencore.lab.run.peak_memory import PeakMemory
 from frozencore.lab.run.record import Resolved, TunedRecord
 from frozencore.lab.run.recording import TrainedRun, calibrated_on, headline, make_record
 from frozencore.lab.run.rows import RunRows
@@ -71,24 +72,28 @@ def execute(
     targets = resolve_targets(config, bench.model)
     hashes = {"model": fingerprint_model(bench.model), **bench.rows.fingerprints()}
     bench.before = bench.before or score_rows(bench.model, bench, bench.rows.scored, _told(stages, "score base"))
+    memory = PeakMemory(bench.model)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        adapting = time.perf_counter()
-        model, calibration = (adapt or adapt_from_data)(config, bench, targets, stages)
-        calibration_s = time.perf_counter() - adapting
+        with memory.phase("calibration"):
+            adapting = time.perf_counter()
+            model, calibration = (adapt or adapt_from_data)(config, bench, targets, stages)
+            calibration_s = time.perf_counter() - adapting
         captures = calibration.captures if calibration else measure(config, bench, model, stages) if measure else {}
     out.mkdir(parents=True, exist_ok=True)
     method.keep_start(model, out / "start")
     identity = {"base model": hashes["model"], "calibration rows": hashes["calibration"], **_options(config, targets)}
     try:
-        report = _train(config, model, bench, out, stages, resume=resume, identity=identity)
+        with memory.phase("training"):
+            report = _train(config, model, bench, out, stages, resume=resume, identity=identity)
     except DivergenceError as error:
         if not method.has_bases:
             raise
         method.save(model, out / LAST_GOOD, out / "start")
         raise DivergenceError(f"{error} The last good core is in {out / LAST_GOOD}.") from error
     try:
-        after = score_rows(model, bench, bench.rows.scored, _told(stages, "score"))
+        with memory.phase("scoring"):
+            after = score_rows(model, bench, bench.rows.scored, _told(stages, "score"))
     except ModelError as error:  # the same rows were scored before training
         raise DivergenceError(
             f"Training diverged: {error} Lower the learning rate ({config.resolved_learning_rate})."
@@ -99,7 +104,7 @@ def execute(
     record = make_record(
         config,
         bench,
-        TrainedRun(model, out / "adapter", calibration, calibration_s, captures, report, after),
+        TrainedRun(model, out / "adapter", calibration, calibration_s, captures, memory, report, after),
         resolved=Resolved(
             targets=targets, recipe=asdict(_recipe(config, bench.rows)), max_length=bench.encoder.max_length
         ),

@@ -126,6 +126,21 @@ class SelectedCheckpoint(_Part):
     time_s: float = 0.0
 
 
+class PhasePeaks(_Part):
+    """The largest memory of each phase (``frozencore.lab.run.peak_memory``), what was held before it included.
+
+    Attributes:
+        measured: On the GPUs of the model (``device``), or resident in the ``process``, Python and libraries included.
+        held_bytes: With the base model loaded and scored, before the adapter was put on it.
+    """
+
+    measured: Literal["device", "process"]
+    held_bytes: Count
+    calibration_bytes: Count
+    training_bytes: Count
+    scoring_bytes: Count
+
+
 class Resources(_Part):
     """What the method cost, in the terms of the paper's tables.
 
@@ -134,6 +149,7 @@ class Resources(_Part):
         optimizer_bytes: Gradients and states of AdamW beside the values themselves.
         adapter_bytes_without_bases: With bases that can be made again.
         step_s: Median; None for a single step.
+        peaks: None where the system does not tell phases apart.
     """
 
     trainable_parameters: Count | None = None
@@ -145,6 +161,7 @@ class Resources(_Part):
     step_s: float | None = None
     num_steps: Count | None = None
     peak_memory_bytes: Count | None = None
+    peaks: PhasePeaks | None = None
 
 
 class Resolved(_Part):

@@ -14,10 +14,11 @@ from warnings import WarningMessage
 from torch import nn
 
 from frozencore.adapter.bases.calibrate import Calibration
-from frozencore.lab.run.accounting import FLOAT32_BYTES, peak_memory_bytes, trainable_parameters, training_state_bytes
+from frozencore.lab.run.accounting import FLOAT32_BYTES, trainable_parameters, training_state_bytes
 from frozencore.lab.run.bench import Bench, Score
 from frozencore.lab.run.config import RunConfig
 from frozencore.lab.run.criterion import criterion_of
+from frozencore.lab.run.peak_memory import PeakMemory
 from frozencore.lab.run.record import (
     RECORD_FORMAT,
     AccuracyDetails,
@@ -39,13 +40,14 @@ from frozencore.maths.capture import Capture
 @dataclass(frozen=True)
 class TrainedRun:
     """What a run has made: the trained model, its saved adapter, what calibration found (if data were read), what the
-    bases capture, and the score."""
+    bases capture, how much memory each phase took, and the score."""
 
     model: nn.Module
     adapter: Path
     calibration: Calibration | None
     calibration_s: float
     captures: Mapping[str, Capture]
+    memory: PeakMemory
     training: TrainingReport
     score: Score
 
@@ -68,7 +70,6 @@ def make_record(
     assert bench.before is not None
     report, trained = run.training, trainable_parameters(run.model)
     stored = sum(file.stat().st_size for file in run.adapter.glob("*.safetensors"))
-    peak = peak_memory_bytes()
     return TunedRecord(
         format=RECORD_FORMAT,
         config=RecordedConfig.of(config),
@@ -89,7 +90,7 @@ def make_record(
         calibration_s=run.calibration_s,
         training_s=report.time_s,
         total_s=time.perf_counter() - started,
-        peak_memory_bytes=peak,
+        peak_memory_bytes=run.memory.largest,
         resources=Resources(
             trainable_parameters=trained,
             magnitude_parameters=sum(p.numel() for name, p in run.model.named_parameters() if "magnitude" in name),
@@ -99,7 +100,8 @@ def make_record(
             calibration_s=run.calibration_s,
             step_s=report.step_s,
             num_steps=report.num_steps,
-            peak_memory_bytes=peak,
+            peak_memory_bytes=run.memory.largest,
+            peaks=run.memory.peaks,
         ),
         training=Training(num_steps=report.num_steps, final_loss=report.final_loss, losses=report.losses),
         **_if_any(selection=selected_checkpoint(config, bench, run.training)),

@@ -6,7 +6,8 @@ import math
 
 import pytest
 
-from frozencore.lab.reports.tables.resource_sheets import state_sheet, time_sheet
+from frozencore.lab.reports.study import study_section
+from frozencore.lab.reports.tables.resource_sheets import memory_sheet, state_sheet, time_sheet
 from frozencore.lab.reports.tables.resources import Cost, ahead, study_costs
 
 PAPER = {  # initialisation s, step s, peak GB, trained values
@@ -145,3 +146,43 @@ def test_methods_without_a_phase_before_training_have_none_however_long_they_too
     shown = {line[0].text: [cell.text for cell in line[1:]] for line in time_sheet(costs, "t", "t", alone=True).rows}
     assert [shown[name][0] for name in ("FCCA", "LoRA", "DoRA", "PiSSA")] == ["0.40 s", "none", "none", "0.40 s"]
     assert (shown["LoRA"][5], shown["LoRA"][3] == shown["LoRA"][4]) == ("n/a", True)
+
+
+def with_peaks(make_record, axes, **changed):
+    more = {"fcca": 40_000_000, "lora": 0}[axes["method"]] + (axes["seed"] - 42) * 1_000_000
+    peaks = {
+        "measured": "process", "held_bytes": 500_000_000, "calibration_bytes": 501_000_000 + more,
+        "training_bytes": 530_000_000, "scoring_bytes": 499_000_000, **changed,
+    }  # fmt: skip
+    largest = max(peaks["calibration_bytes"], peaks["training_bytes"])
+    return make_record(axes, resources={"peaks": peaks}, peak_memory_bytes=largest)
+
+
+TWO_SEEDS = PROFILE.replace("[fcca, lora, dora, pissa]", "[fcca, lora]").replace("seed: [42]", "seed: [42, 43]")
+
+
+def test_each_phase_shows_the_most_that_a_run_took_beyond_what_was_held(study, make_record):
+    (costs,) = study_costs(study(TWO_SEEDS, lambda axes: with_peaks(make_record, axes)))
+    sheet = memory_sheet(costs, "m", "Phase profile")
+    assert sheet.headings == ("method", "held", "calibration", "training", "scoring", "peak")
+    assert [[cell.text for cell in line] for line in sheet.rows] == [
+        ["FCCA", "500.00 MB", "42.00 MB", "30.00 MB", "0 B", "542.00 MB"],
+        ["LoRA", "500.00 MB", "2.00 MB", "30.00 MB", "0 B", "530.00 MB"],
+    ]
+    assert "whole life" not in time_sheet(costs, "t", "t", alone=True).note
+
+
+def test_a_profile_of_records_that_tell_no_phases_apart_has_no_such_table_and_says_so(study, make_record):
+    plain = study(TWO_SEEDS, make_record)
+    (costs,) = study_costs(plain)
+    assert memory_sheet(costs, "m", "t") is None
+    assert "of a process's whole life" in time_sheet(costs, "t", "t", alone=True).note
+    assert [table.sheet.name for table in study_section(plain).main] == ["profile", "profile-state", "profile-time"]
+    measured = study_section(study(TWO_SEEDS, lambda axes: with_peaks(make_record, axes)))
+    assert measured.main[-1].sheet.name == "profile-memory"
+
+    def half(axes):
+        return with_peaks(make_record, axes) if axes["seed"] == 42 else make_record(axes, peak_memory_bytes=6)
+
+    (costs,) = study_costs(study(TWO_SEEDS, half))
+    assert memory_sheet(costs, "m", "t") is None

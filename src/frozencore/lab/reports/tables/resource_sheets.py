@@ -42,9 +42,33 @@ def time_sheet(costs: Costs, name: str, title: str, *, alone: bool) -> Sheet:
         note += f" Break-even: steps after which {costs.reference.name}'s total is the lower one."
     runs = sorted({cost.num_runs for cost in costs.costs})
     note += f" Runs each: {runs[0]}." if len(runs) == 1 else f" Runs each: {runs[0]} to {runs[-1]}."
+    if any(cost.memory is None for cost in costs.costs):
+        note += " Memory is the largest of a process's whole life, other runs in it included."
     if not alone:
         note += " These runs shared calibration passes and the machine with others: a profile study measures alone."
     return Sheet(name, f"{_titled(title, costs)}: phases and projected time", note, tuple(headings), tuple(rows))
+
+
+def memory_sheet(costs: Costs, name: str, title: str) -> Sheet | None:
+    """What each phase takes beyond what was held before it; None where no record tells phases apart."""
+    if all(cost.memory is None for cost in costs.costs):
+        return None
+    return Sheet(
+        name,
+        f"{_titled(title, costs)}: peak memory by phase",
+        "Held: with the base model loaded and scored, before there was an adapter. Calibration, training, scoring: the "
+        "peak of each phase beyond that. Peak: the largest of them, with what was held. The largest over runs.",
+        ("method", "held", "calibration", "training", "scoring", "peak"),
+        tuple(_memory_row(cost) for cost in costs.costs),
+    )
+
+
+def _memory_row(cost: Cost) -> tuple[SheetCell, ...]:
+    memory = cost.memory
+    if memory is None:
+        return label(cost.name), *[_bytes(None)] * 4, _bytes(cost.peak_memory_bytes)
+    phases = (memory.held, memory.calibration, memory.training, memory.scoring)
+    return label(cost.name), *map(_bytes, phases), _bytes(cost.peak_memory_bytes)
 
 
 def _titled(title: str, costs: Costs) -> str:

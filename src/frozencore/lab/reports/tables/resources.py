@@ -24,6 +24,16 @@ FACTORS = ("factors",)
 
 
 @dataclass(frozen=True)
+class PhaseMemory:
+    """Bytes, the largest of some runs: held before there was an adapter, and what each phase took beyond that."""
+
+    held: int
+    calibration: int
+    training: int
+    scoring: int
+
+
+@dataclass(frozen=True)
 class Cost:
     """What one method needs, over the runs of a group.
 
@@ -34,6 +44,7 @@ class Cost:
         initialisation_s: Calibration, or a weight SVD; 0 for methods that have no such phase.
         step_s, num_steps: Medians over the runs.
         peak_memory_bytes: The largest of the runs'.
+        memory: By phase; None where a record does not tell phases apart.
     """
 
     name: str
@@ -47,6 +58,7 @@ class Cost:
     num_steps: int
     peak_memory_bytes: int
     num_runs: int = 1
+    memory: PhaseMemory | None = None
 
     @property
     def training_s(self) -> float | None:
@@ -145,6 +157,7 @@ def _cost(name: str, records: Sequence[TunedRecord], factors: Mapping[Shape, int
         round(median(record.training.num_steps for record in records)),
         max(record.peak_memory_bytes for record in records),
         len(records),
+        _phase_memory(records),
     )
 
 
@@ -180,3 +193,15 @@ def _trained_by(record: TunedRecord) -> tuple[str, ...]:
 
 def _shape(record: TunedRecord) -> Shape:
     return record.config.rank, str(record.config.targets)
+
+
+def _phase_memory(records: Sequence[TunedRecord]) -> PhaseMemory | None:
+    peaks = [record.resources.peaks for record in records if record.resources and record.resources.peaks]
+    if len(peaks) < len(records):
+        return None
+    return PhaseMemory(
+        held=max(one.held_bytes for one in peaks),
+        calibration=max(max(0, one.calibration_bytes - one.held_bytes) for one in peaks),
+        training=max(max(0, one.training_bytes - one.held_bytes) for one in peaks),
+        scoring=max(max(0, one.scoring_bytes - one.held_bytes) for one in peaks),
+    )
