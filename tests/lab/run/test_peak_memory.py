@@ -114,11 +114,16 @@ def test_where_peaks_cannot_be_forgotten_there_is_one_of_the_process(
     assert memory.largest == pytest.approx(process_peak_bytes(), abs=MIB)
 
 
-@pytest.mark.parametrize(("platform", "unit"), [("linux", 1024), ("darwin", 1)])
-def test_without_proc_the_peak_is_the_systems_own_count_in_its_unit(
-    platform: str, unit: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize(
+    ("status", "platform", "unit"),
+    [(None, "linux", 1024), (None, "darwin", 1), ("VmSize:\t  300 kB\nVmRSS:\t  200 kB\n", "linux", 1024)],
+)
+def test_where_status_has_no_peak_it_is_the_systems_own_count_in_its_unit(
+    status: str | None, platform: str, unit: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(peak_memory, "STATUS", tmp_path / "nothing")
+    monkeypatch.setattr(peak_memory, "STATUS", tmp_path / "status")
+    if status is not None:
+        peak_memory.STATUS.write_text(status)
     monkeypatch.setattr(sys, "platform", platform)
     assert process_peak_bytes() == unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > 0
 
@@ -129,7 +134,7 @@ def test_methods_and_phases_of_real_runs_differ_as_they_must(memory: PeakMemory,
     for method in ("fcca", "random"):
         config = make_config(
             model=str(pocket_model_path()), task="pocket-sentiment", method=method, batch_size=8, accumulation=1,
-            epochs=1, num_train=32, num_evaluation=16, calibration_size=32, device="cpu",
+            epochs=1, num_train=8, num_evaluation=8, calibration_size=8, device="cpu",
         )  # fmt: skip
         record = execute(config, tmp_path / method, lambda *_: None)
         assert record.resources is not None

@@ -98,12 +98,12 @@ def process_peak_bytes() -> int:
 
 
 def _status(field: str) -> int | None:
-    """Bytes of a field of this process's status; None where there is no such file."""
+    """Bytes of a field of this process's status; None where there is no such file or it lacks the field."""
     try:
         lines = STATUS.read_text().splitlines()
     except OSError:
         return None
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(field)), None)
 
 
 def _give_back_what_is_free() -> None:
