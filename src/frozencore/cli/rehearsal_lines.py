@@ -17,7 +17,7 @@ from frozencore.lab.campaign.crew import Crew, LocalCrew, OwnProcess
 from frozencore.lab.campaign.spec import read_campaign
 from frozencore.lab.campaign.store import Store
 from frozencore.lab.campaign.worker import Place, Worker
-from frozencore.lab.rehearsal.rehearse import Rehearsal, rehearse
+from frozencore.lab.rehearsal.rehearse import Means, Rehearsal, rehearse
 from frozencore.lab.rehearsal.sample import quick_sample, whole_sample
 
 MOST_WORKERS = 4
@@ -52,15 +52,10 @@ def run_rehearsal(
         gc.freeze()  # as its workers would
         return OwnProcess(Worker(store, place))
 
-    return rehearse(
-        campaign,
-        quick_sample(campaign) if quick else whole_sample(campaign),
-        output or default_folder(campaign).with_name(f"{campaign.name}-rehearsal"),
-        data_root=data_root,
-        models=models,
-        hire=hire,
-        watch=lambda store: Board(console, store, line_every=LINE_EVERY),
-    )
+    sample = quick_sample(campaign) if quick else whole_sample(campaign)
+    folder = output or default_folder(campaign).with_name(f"{campaign.name}-rehearsal")
+    means = Means(data_root, models, hire, lambda store: Board(console, store, line_every=LINE_EVERY))
+    return rehearse(campaign, sample, folder, means)
 
 
 def rehearsal_screen(found: Rehearsal) -> Iterator[RenderableType]:

@@ -33,6 +33,7 @@ class StandInData:
         own_tasks: By a user's YAML file, its copy with few rows.
         at_hand: Data sets whose real rows were taken.
         made_up: By data set that is not at hand, why not.
+        sources: What lies under ``root``.
         texts: Some of the rows as text, to learn a tokenizer from.
     """
 
@@ -41,7 +42,13 @@ class StandInData:
     own_tasks: dict[str, str] = field(default_factory=dict)
     at_hand: list[str] = field(default_factory=list)
     made_up: dict[str, str] = field(default_factory=dict)
+    sources: list[HubDataset] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
+
+    def forget(self) -> None:
+        """Remove what ``datasets`` has kept of these rows beside them."""
+        for source in self.sources:
+            source.forget(self.root)
 
 
 def lay_out(configs: Sequence[RunConfig], root: Path, data_root: Path | None) -> StandInData:
@@ -70,6 +77,7 @@ def lay_out(configs: Sequence[RunConfig], root: Path, data_root: Path | None) ->
         }
         if hub:
             contents[hub.source] = hub.few(few)
+            data.sources.append(hub.source)
             if hub.missing:
                 data.made_up[hub.source.name] = hub.missing
             else:

@@ -15,7 +15,10 @@ from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from frozencore.hub import hub_answers
 from frozencore.lab.campaign.estimate import RECORD_BYTES, ModelSize, memory_bytes, shared_bytes, size_of
 from frozencore.lab.campaign.job import Job
+from frozencore.lab.campaign.plan import plan
+from frozencore.lab.campaign.spec import Campaign
 from frozencore.lab.rehearsal.models import Original
+from frozencore.lab.rehearsal.stand_ins import StandIns
 from frozencore.lab.run.loading import model_location
 
 HUB_TIMEOUT_S = 3.0
@@ -101,3 +104,21 @@ def has_weights(location: str) -> bool:
 
 def _size(num_bytes: float) -> str:
     return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**28 else f"{num_bytes / 2**20:.1f} MiB"
+
+
+def real_needs(campaign: Campaign, stand_ins: StandIns, folder: Path) -> list[Need]:
+    """All that a real run needs.
+
+    Args:
+        folder: The rehearsal's: the disk that the real campaign is supposed to be on.
+    """
+    originals, data = stand_ins.originals, stand_ins.data
+    absent = [location for location in originals if not has_weights(location)]
+    hub = [need_of_hub(absent, list(data.made_up))] if absent or data.made_up else []
+    jobs = [run.job for run in plan(campaign, lambda _: None) if run.job]
+    return [
+        *needs_of_models(originals),
+        *needs_of_data(data.at_hand, data.made_up),
+        *hub,
+        *needs_of_machine(jobs, originals, folder),
+    ]

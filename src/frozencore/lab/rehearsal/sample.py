@@ -6,6 +6,7 @@ seventh task, and shows with neither of them elsewhere, is not looked for.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from frozencore.lab.campaign.spec import MATCHED, METHODS_OF_GRID, Campaign, Study, Value, column_key
@@ -13,16 +14,24 @@ from frozencore.lab.campaign.spec import MATCHED, METHODS_OF_GRID, Campaign, Stu
 SEEDS = 2  # the fewest that have a standard deviation
 FEW = 2
 MODEL_AND_SEED = ("model", "seed")
+FASTER = "float32, all examples of an optimiser step at once"
 
 Values = tuple[Value, ...]
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Parts of a campaign that together stand for it, each a campaign of the same name; and what was left out."""
+    """Parts of a campaign that together stand for it.
+
+    Attributes:
+        parts: Campaigns of the same name.
+        left_out: What was left out or done otherwise, in words.
+        is_quick: Whether runs are made faster, too.
+    """
 
     parts: tuple[Campaign, ...]
     left_out: tuple[str, ...]
+    is_quick: bool = False
 
 
 def whole_sample(campaign: Campaign) -> Sample:
@@ -31,12 +40,20 @@ def whole_sample(campaign: Campaign) -> Sample:
     return Sample((_with(campaign, studies),), _seeds_left_out(campaign))
 
 
-def quick_sample(campaign: Campaign) -> Sample:
+def quick_sample(campaign: Campaign, seen: Sequence[Campaign] = ()) -> Sample:
     """Each study with one axis after the other: all its values, beside two of every other axis.
 
-    Tasks that an earlier study has gone through are left at two; so are seeds, in the studies that come first, at one
-    in the others. Searches have two trials.
+    Tasks that an earlier study has gone through are left at two. The first study has two seeds, the others one, and a
+    search two trials.
+
+    Args:
+        seen: Campaigns rehearsed before: one that differs from any of them in its models alone is left at two values of
+            every axis.
     """
+    if any(_but_for_the_models(campaign) == _but_for_the_models(other) for other in seen):
+        studies = {name: _few_trials(_one_axis(study, None, 1)) for name, study in campaign.studies.items()}
+        few = "two values of each axis, two trials a search, one seed: another campaign differs in its models alone"
+        return Sample((_with(campaign, studies),), (few, FASTER), is_quick=True)
     passed: set[Value] = set()
     long: dict[str, list[str]] = {}
     for name, study in campaign.studies.items():
@@ -58,8 +75,9 @@ def quick_sample(campaign: Campaign) -> Sample:
         *_seeds_left_out(campaign),
         "one axis at a time: all its values beside two of each other axis, tasks in the first study that has them",
         "two trials a search, one seed but in the first study",
+        FASTER,
     )
-    return Sample(tuple(parts), said)
+    return Sample(tuple(parts), said, is_quick=True)
 
 
 def _one_axis(study: Study, whole: str | None, num_seeds: int) -> Study:
@@ -115,3 +133,20 @@ def _with(campaign: Campaign, studies: dict[str, Study]) -> Campaign:
 def _seeds_left_out(campaign: Campaign) -> tuple[str, ...]:
     most = max(len(study.axes["seed"]) for study in campaign.studies.values())
     return (f"{SEEDS} of {most} seeds",) if most > SEEDS else ()
+
+
+def _but_for_the_models(campaign: Campaign) -> tuple[object, ...]:
+    """What decides a campaign's runs beside its models."""
+    studies = [
+        (
+            name,
+            study.kind,
+            [axis for axis in study.axes.items() if axis[0] != "model"],
+            study.fixed,
+            study.search,
+            study.reference_size,
+            study.report,
+        )
+        for name, study in campaign.studies.items()
+    ]
+    return campaign.base, studies

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -66,6 +67,12 @@ class HubDataset:
             )
         result: Sequence[Mapping[str, Any]] = rows
         return result
+
+    def forget(self, data_root: Path) -> None:
+        """Remove what ``datasets`` has kept of the rows in a local folder, beside that folder."""
+        kept = _cache_of(str(Path(data_root) / self.path), data_root)
+        if kept is not None:
+            shutil.rmtree(kept, ignore_errors=True)
 
     @property
     def splits(self) -> dict[Split, str | None]:

@@ -59,6 +59,7 @@ def test_the_mean_differences_are_those_of_the_comparison_over_tasks(answered):
         assert line[1].value == pytest.approx(pair.mean_difference)
         assert line[2].text == f"{pair.interval[0]:+.2f} to {pair.interval[1]:+.2f}"
         assert line[3].value == pair.wilcoxon_p
+    assert sheet.headings[2:] == ("over tasks", "Wilcoxon p", "over items", "over tasks, seeds and items")
     assert "paired on 100 scored items of 2 tasks under 2 seeds" in sheet.note
 
 
@@ -67,11 +68,11 @@ def test_the_interval_over_items_is_what_the_items_of_each_task_alone_say(answer
     (pivot,) = pivots(answered(), ACCURACY)
     gains, _ = item_gains(pivot)
     line = item_sheet(pivot, gains, None, "t").rows[0]
-    low, high = (float(part) for part in line[4].text.split(" to "))
+    low, high = (float(part) for part in line[2].text.split(" to "))
     variance = sum(gain[:, :, 0].mean(axis=0).var() / gain.shape[1] for gain in gains.by_task.values()) / 4
     assert 0 < low < line[1].value < high
     assert high - low == pytest.approx(2 * 196 * variance**0.5, rel=0.1)
-    low_all, high_all = (float(part) for part in line[5].text.split(" to "))
+    low_all, high_all = (float(part) for part in line[3].text.split(" to "))
     assert high_all - low_all > high - low
 
 
@@ -79,14 +80,16 @@ def test_equal_answers_are_no_difference_with_no_interval_to_speak_of(answered):
     same = answered(lambda axes, correct: answers({"task": axes["task"], "seed": axes["seed"]}, 0.7))
     (pivot,) = pivots(same, ACCURACY)
     line = item_sheet(pivot, item_gains(pivot)[0], None, "t").rows[0]
-    assert [cell.text for cell in line[1:]] == ["0.00", "n/a", "n/a", "+0.00 to +0.00", "+0.00 to +0.00"]
+    assert [cell.text for cell in line[1:]] == ["0.00", "+0.00 to +0.00", "+0.00 to +0.00"]
 
 
 def test_a_study_of_a_single_task_has_items_but_no_tasks_to_draw(answered):
     (pivot,) = pivots(answered(yaml=STUDY.replace("[svamp, gsm8k]", "[svamp]")), ACCURACY)
-    line = item_sheet(pivot, item_gains(pivot)[0], None, "t").rows[0]
-    assert " to " in line[4].text
-    assert (line[5].text, line[5].hint) == ("n/a", "a single task")
+    sheet = item_sheet(pivot, item_gains(pivot)[0], None, "t")
+    assert sheet.headings == ("column", "mean Δ", "over items")
+    assert [" to " in line[2].text for line in sheet.rows] == [True, True]
+    assert "scored items of 1 task under 2 seeds" in sheet.note
+    assert sheet.note.endswith("draws: of items.")
 
 
 def test_the_differences_by_task_stand_among_the_details(answered):

@@ -91,7 +91,7 @@ def _answers(correct: str) -> NDArray[np.int8]:
 
 
 def item_sheet(pivot: Pivot, gains: ItemGains, comparison: Comparison | None, name: str) -> Sheet:
-    """Each mean difference with its test over tasks, and with its intervals over items and over all at once.
+    """Each mean difference with its interval over items; where there are several tasks, over tasks and all at once too.
 
     Args:
         comparison: Of the same table over its tasks, where there is one.
@@ -99,30 +99,35 @@ def item_sheet(pivot: Pivot, gains: ItemGains, comparison: Comparison | None, na
     by_task = list(gains.by_task.values())
     scale, decimals = pivot.measure.scale, pivot.measure.decimals + 1
     means = scale * np.mean([gain.mean(axis=(0, 1)) for gain in by_task], axis=0)
-    items = interval(scale * item_means(by_task))
-    all_at_once = interval(scale * hierarchical_means(by_task)) if len(by_task) > 1 else None
-    pairs = {pair.other: pair for pair in comparison.pairs} if comparison else {}
-    rows = []
-    for i, column in enumerate(gains.others):
-        pair = pairs.get(column_key(column))
-        over_tasks = (_interval(pair.interval, decimals), p_cell(pair.wilcoxon_p)) if pair else (SheetCell("n/a"),) * 2
-        rows.append((
-            label(pivot.column_name(column)), signed(float(means[i]), decimals), *over_tasks,
-            _interval(items[i], decimals),
-            _interval(all_at_once[i], decimals) if all_at_once else SheetCell("n/a", hint="a single task"),
-        ))  # fmt: skip
+    columns = {"mean Δ": [signed(float(mean), decimals) for mean in means]}
+    drawn = []
+    if comparison:
+        pairs = {pair.other: pair for pair in comparison.pairs}
+        found = [pairs.get(column_key(column)) for column in gains.others]
+        unknown = SheetCell("n/a")
+        columns["over tasks"] = [_interval(pair.interval, decimals) if pair else unknown for pair in found]
+        columns["Wilcoxon p"] = [p_cell(pair.wilcoxon_p) if pair else unknown for pair in found]
+        drawn.append("of tasks")
+    columns["over items"] = [_interval(ends, decimals) for ends in interval(scale * item_means(by_task))]
+    drawn.append("of items within the tasks" if len(by_task) > 1 else "of items")
+    if len(by_task) > 1:
+        ends_of_all = interval(scale * hierarchical_means(by_task))
+        columns["over tasks, seeds and items"] = [_interval(ends, decimals) for ends in ends_of_all]
+        drawn.append("of tasks, of each one's seeds and of each one's items")
     shown = pivot.column_name(gains.reference)
     num_items, num_seeds = sum(gain.shape[1] for gain in by_task), by_task[0].shape[0]
     left_out = ", ".join(map(pivot.column_name, gains.left_out))
     return Sheet(
         name,
         f"{pivot.title}: how sure the differences are",
-        f"{shown} less each other column, paired on {num_items:,} scored items of {len(by_task)} tasks under "
-        f"{num_seeds} seeds; Δ > 0 is {shown}'s. 95 % intervals by {NUM_ITEM_RESAMPLES:,} draws: of tasks; of items "
-        "within the tasks; of tasks, of each one's seeds and of each one's items."
-        + (f" Left out, as their records lack answers: {left_out}." if left_out else ""),
-        ("column", "mean Δ", "over tasks", "Wilcoxon p", "over items", "over tasks, seeds and items"),
-        tuple(rows),
+        f"{shown} less each other column, paired on {num_items:,} scored items of {_many(len(by_task), 'task')} under "
+        f"{_many(num_seeds, 'seed')}; Δ > 0 is {shown}'s. 95 % intervals by {NUM_ITEM_RESAMPLES:,} draws: "
+        f"{'; '.join(drawn)}." + (f" Left out, as their records lack answers: {left_out}." if left_out else ""),
+        ("column", *columns),
+        tuple(
+            (label(pivot.column_name(column)), *cells)
+            for column, *cells in zip(gains.others, *columns.values(), strict=True)
+        ),
     )
 
 
@@ -154,3 +159,7 @@ def items_by_task_sheet(pivot: Pivot, gains: ItemGains, name: str) -> Sheet:
 def _interval(ends: tuple[float, float], decimals: int) -> SheetCell:
     low, high = ends
     return SheetCell(f"{low:+.{decimals}f} to {high:+.{decimals}f}", value=low)
+
+
+def _many(number: int, what: str) -> str:
+    return f"{number} {what}" + ("" if number == 1 else "s")
