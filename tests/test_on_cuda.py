@@ -142,5 +142,5 @@ def test_out_of_memory_scores_in_smaller_groups(little_memory: None) -> None:
     assert max(map(len, seen)) <= 2
 
 
-def _silent(stage: str, done: int, total: int | None, note: str) -> None:
+def _silent(stage: str, done: int, total: int | None, note: str = "") -> None:
     pass

@@ -1,8 +1,17 @@
-"""How a long step tells where it is."""
+"""How a long step tells where it is: one signature, from the calibration pass to the board of a campaign."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Protocol, runtime_checkable
 
-Progress = Callable[[int, int, str], None]
-"""Called with what is done, what there is to do, and a short note (``"loss 0.412"``; often empty)."""
+
+@runtime_checkable
+class Progress(Protocol):
+    """Called with a stage's name, the steps done, their total if it is known, and a short note (``"loss 0.412"``)."""
+
+    def __call__(self, stage: str, done: int, total: int | None, note: str = "", /) -> None: ...
+
+
+def as_stage(progress: Progress, name: str) -> Progress:
+    """Whatever is told becomes a stage of that name."""
+    return lambda _, done, total, note="": progress(name, done, total, note)

@@ -291,7 +291,7 @@ def test_progress_counts_examples_over_all_groups(group_size: int, qwen2: nn.Mod
     told: list[tuple[int, int | None]] = []
     collect_moments(
         qwen2, batches_of(EXAMPLES, 3), names, options=CalibrationOptions(group_size=group_size),
-        progress=lambda done, total: told.append((done, total)),
+        progress=lambda stage, done, total: told.append((done, total)),
     )  # fmt: skip
     passes = -(-6 // min(group_size, 6))
     assert told == [(done + 7 * p, 7 * passes) for p in range(passes) for done in (3, 6, 7)]

@@ -28,7 +28,7 @@ from places import ROOT
 MODEL = str(pocket_model_path())
 
 
-def silent(stage: str, done: int, total: int | None, note: str) -> None:
+def silent(stage: str, done: int, total: int | None, note: str = "") -> None:
     pass
 
 

@@ -10,9 +10,10 @@ from frozencore.calibration.batches import Batch
 from frozencore.calibration.capture import Taps
 from frozencore.calibration.options import CalibrationOptions
 from frozencore.calibration.preserve import preserved
-from frozencore.calibration.run_pass import Progress, run_pass
+from frozencore.calibration.run_pass import run_pass
 from frozencore.errors import CalibrationError
 from frozencore.maths.moments import LayerMoments, MomentName
+from frozencore.progress import Progress
 
 FCCA_NEEDS: frozenset[MomentName] = frozenset({"cross", "input_square", "error_square"})
 
@@ -82,4 +83,8 @@ def share_of(progress: Progress | None, index: int, num_passes: int) -> Progress
     """Progress of one pass among several, as if all were one."""
     if progress is None or num_passes == 1:
         return progress
-    return lambda done, total: progress(done + index * (total or 0), total * num_passes if total is not None else None)
+
+    def tell(stage: str, done: int, total: int | None, _: str = "") -> None:
+        progress(stage, done + index * (total or 0), total * num_passes if total is not None else None)
+
+    return tell

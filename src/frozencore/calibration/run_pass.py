@@ -6,7 +6,7 @@ A batch takes one forward pass and as many backward passes as its moments have k
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -34,9 +34,7 @@ from frozencore.calibration.recorder import LayerRecorder
 from frozencore.calibration.shards import own_rank
 from frozencore.errors import CalibrationError, ConfigError
 from frozencore.maths.linalg import seeded_generator
-
-Progress = Callable[[int, int | None], None]
-"""Called with the examples done so far and their total, which is None while it is unknown."""
+from frozencore.progress import Progress
 
 
 def run_pass(
@@ -53,7 +51,7 @@ def run_pass(
             capture.finish_batch(index)
             num_examples += num_examples_of(batch)
             if progress:
-                progress(num_examples, total)
+                progress("calibration", num_examples, total)
         if num_examples == 0:
             raise CalibrationError("Calibration needs examples, but the data gave none. Check the dataloader.")
         return capture.recorders

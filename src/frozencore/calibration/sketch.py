@@ -30,12 +30,13 @@ from frozencore.calibration.collect import refuse_unreached, share_of
 from frozencore.calibration.options import CalibrationOptions
 from frozencore.calibration.preserve import preserved
 from frozencore.calibration.recorder import LayerRecorder, Projection
-from frozencore.calibration.run_pass import Progress, run_pass
+from frozencore.calibration.run_pass import run_pass
 from frozencore.calibration.shards import all_ranks_or_none, sum_over_ranks
 from frozencore.errors import CalibrationError
 from frozencore.maths.linalg import TruncatedSVD, canonical_signs, require_finite, seeded_generator
 from frozencore.maths.moments import LayerMoments, MomentName
 from frozencore.maths.whitening import Whitening
+from frozencore.progress import Progress
 
 CROSS: frozenset[MomentName] = frozenset({"cross"})
 LEAST_SINE = 1e-2  # a kept direction nearer than this to the span of Q₂ is round-off

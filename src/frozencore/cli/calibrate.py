@@ -29,8 +29,8 @@ def _calibrate(
     from frozencore.cli.tables import calibration_summary
     from frozencore.lab.run.calibrating import ADAPTER, MOMENTS_FILE, execute_calibration
 
-    with StageDisplay(console) as stages:
-        calibration = execute_calibration(config, output, stages)
+    with StageDisplay(console) as progress:
+        calibration = execute_calibration(config, output, progress)
     console.print(calibration_summary(calibration))
     moments = f"   Moments: {output / MOMENTS_FILE}" if config.memory_budget is None else ""
     console.print(f"Adapter: {output / ADAPTER}{moments}", highlight=False)

@@ -118,8 +118,8 @@ def one(
     from frozencore.cli.campaign_lines import run_one
     from frozencore.cli.display import StageDisplay
 
-    with StageDisplay(console) as stages:
-        message = run_one(output, run_id, stages, data_root=data_root, models=_models(model_path), device=device)
+    with StageDisplay(console) as progress:
+        message = run_one(output, run_id, progress, data_root=data_root, models=_models(model_path), device=device)
     console.print(message, highlight=False)
 
 

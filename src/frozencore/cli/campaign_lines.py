@@ -22,7 +22,7 @@ from frozencore.lab.campaign.shared import SharedWork, needs_of
 from frozencore.lab.campaign.spec import Campaign, read_campaign
 from frozencore.lab.campaign.store import Store
 from frozencore.lab.campaign.worker import Place, Worker
-from frozencore.lab.run.bench import Stages
+from frozencore.progress import Progress
 
 MOST_WORKERS = 8  # by default, on a machine without GPUs
 
@@ -61,7 +61,7 @@ def run_campaign(
 
 
 def run_one(
-    folder: Path, run_id: str, stages: Stages, *, data_root: Path | None, models: dict[str, str], device: str
+    folder: Path, run_id: str, progress: Progress, *, data_root: Path | None, models: dict[str, str], device: str
 ) -> str:
     """Make one run of a campaign's folder, and say what became of it.
 
@@ -82,7 +82,7 @@ def run_one(
         return f"{run_id} is finished already: {store.runs / run_id}"
     place = Place(data_root, device, by_location(campaign, models))
     worker = Worker(store, place, keep_adapters=campaign.keep_adapters)
-    if not worker.run(jobs[run_id], SharedWork(store, needs_of(jobs.values())), stages):
+    if not worker.run(jobs[run_id], SharedWork(store, needs_of(jobs.values())), progress):
         failure = Store(folder).outcome(run_id)
         assert failure is not None
         assert failure.failure is not None

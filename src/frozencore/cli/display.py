@@ -47,7 +47,7 @@ class StageDisplay:
     ) -> None:
         self.progress.stop()
 
-    def __call__(self, stage: str, done: int, total: int | None, note: str) -> None:
+    def __call__(self, stage: str, done: int, total: int | None, note: str = "") -> None:
         label = LABELS.get(stage, stage)
         if not self.console.is_terminal:
             self._line(stage, label, done, total, note)

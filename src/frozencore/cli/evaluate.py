@@ -82,8 +82,8 @@ def evaluate(
         device=device,
     )
     console: Console = context.obj
-    with StageDisplay(console) as stages:
-        record = run_evaluation(evaluation, output, stages)
+    with StageDisplay(console) as progress:
+        record = run_evaluation(evaluation, output, progress)
     console.print(evaluation_table(record))
     console.print(f"Predictions and scores: {output}", highlight=False)
     raise typer.Exit(1 if record["failed"] else 0)

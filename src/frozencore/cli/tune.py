@@ -25,8 +25,8 @@ def _tune(
     from frozencore.cli.tables import run_summary
     from frozencore.lab.run.execute import adapt_from_data, execute
 
-    with StageDisplay(console) as stages:
-        record = execute(config, output, stages, resume=resume, adapt=partial(adapt_from_data, moments_file=moments))
+    with StageDisplay(console) as progress:
+        record = execute(config, output, progress, resume=resume, adapt=partial(adapt_from_data, moments_file=moments))
     for warning in record.warnings:
         console.print(f"Warning: {warning}", style="yellow", markup=False, highlight=False)
     console.print(run_summary(record))

@@ -27,7 +27,7 @@ POCKET = str(pocket_model_path())
 TASKS = tuple(find_task(name) for name in ("pocket-entailment", "pocket-math"))
 
 
-def silent(stage: str, done: int, total: int | None, note: str) -> None:
+def silent(stage: str, done: int, total: int | None, note: str = "") -> None:
     pass
 
 

@@ -38,7 +38,7 @@ from frozencore.lab.run.loading import load_model
 from frozencore.lab.scoring.task_score import score_task
 
 
-def silent(stage: str, done: int, total: int | None, note: str) -> None:
+def silent(stage: str, done: int, total: int | None, note: str = "") -> None:
     pass
 
 
@@ -126,7 +126,7 @@ def test_an_interrupted_run_goes_on_to_the_same_end(tmp_path: Path) -> None:
     class StoppedError(Exception):
         pass
 
-    def stop_in_the_second_epoch(stage: str, done: int, total: int | None, note: str) -> None:
+    def stop_in_the_second_epoch(stage: str, done: int, total: int | None, note: str = "") -> None:
         if stage == "train" and done == 6:
             raise StoppedError
 
@@ -144,7 +144,7 @@ def test_an_interrupted_run_goes_on_to_the_same_end(tmp_path: Path) -> None:
     assert first.read_bytes() == second.read_bytes()
 
 
-def stop_at_the_second_step(stage: str, done: int, total: int | None, note: str) -> None:
+def stop_at_the_second_step(stage: str, done: int, total: int | None, note: str = "") -> None:
     if stage == "train" and done == 6:
         raise KeyboardInterrupt
 

@@ -76,7 +76,7 @@ def test_a_run_that_was_killed_chooses_as_if_it_had_not_been(
 
     seen = 0
 
-    def kill(came: str, done: int, total: int | None, note: str) -> None:
+    def kill(came: str, done: int, total: int | None, note: str = "") -> None:
         nonlocal seen
         seen += came == stage and (came == "train" or done == total)
         if seen == at:

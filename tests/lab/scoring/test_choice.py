@@ -196,12 +196,12 @@ def test_out_of_memory_halves_the_batch_and_gives_the_same_scores() -> None:
             raise torch.OutOfMemoryError("injected")
 
     model.register_forward_pre_hook(refuse, with_kwargs=True)
-    notes: list[tuple[int, int, str]] = []
+    notes: list[tuple[str, int, int, str]] = []
     actual = choice_logprobs(model, rows, pad_id=0, progress=lambda *step: notes.append(step))
     assert max(fed) > most
     assert_close(actual, expected)
-    assert notes[-1][:2] == (12, 12)
-    assert notes[-1][2].startswith("out of memory: 1/")
+    assert notes[-1][:3] == ("score", 12, 12)
+    assert notes[-1][3].startswith("out of memory: 1/")
 
 
 def test_a_row_that_fits_nowhere_is_one_line() -> None:

@@ -30,14 +30,14 @@ def refusing(most: int, done: list[int]) -> Callable[[list[int]], None]:
 @pytest.mark.parametrize("most", [1, 3, 100])
 def test_every_row_is_scored_once_whatever_fits(size: tuple[int, int], most: int) -> None:
     done: list[int] = []
-    steps: list[tuple[int, int, str]] = []
+    steps: list[tuple[str, int, int, str]] = []
     score_in_groups(
         refusing(most, done), [size] * 100, CPU, tokens_per_batch=640, progress=lambda *step: steps.append(step)
     )
     assert sorted(done) == list(range(100))
-    assert [done for done, _, _ in steps] == sorted(done for done, _, _ in steps)
-    assert steps[-1][:2] == (100, 100)
-    assert bool(steps[-1][2]) == (most < 64)
+    assert [done for _, done, _, _ in steps] == sorted(done for _, done, _, _ in steps)
+    assert steps[-1][:3] == ("score", 100, 100)
+    assert bool(steps[-1][3]) == (most < 64)
 
 
 def test_a_row_that_fits_nowhere_is_an_error() -> None:

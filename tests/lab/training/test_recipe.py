@@ -118,8 +118,8 @@ class StoppedError(Exception):
 
 
 def train_until(step: int | None, model: nn.Module, folder: Path | None, *, resume: bool = False) -> TrainingReport:
-    def progress(done: int, total: int, note: str) -> None:
-        assert total == 8
+    def progress(stage: str, done: int, total: int | None, note: str = "") -> None:
+        assert (stage, total) == ("train", 8)
         assert note.startswith("loss ")
         if done == step:
             raise StoppedError
@@ -193,7 +193,7 @@ def test_after_divergence_the_cores_are_those_whose_loss_was_last_finite() -> No
     def trained(until: int, fault: Callable[[nn.Module], None], kind: type[Exception]) -> dict[str, torch.Tensor]:
         model = adapted("random")
 
-        def progress(done: int, *_: object) -> None:
+        def progress(_: str, done: int, *__: object) -> None:
             if done == until:
                 fault(model)
 

@@ -70,7 +70,7 @@ def run(
     resume: bool = False,
     stop_after: int | None = None,
 ) -> tuple[TrainingReport, nn.Module]:
-    def progress(done: int, total: int, note: str) -> None:
+    def progress(stage: str, done: int, total: int | None, note: str = "") -> None:
         if done == stop_after:
             raise StoppedError
 

@@ -41,9 +41,9 @@ def heard() -> Iterator[Heard]:
     signal.signal(signal.SIGTERM, before)
 
 
-def told_at(step: int | None) -> Callable[[int, int, str], None]:
+def told_at(step: int | None) -> Callable[[str, int, int, str], None]:
     """Sends SIGTERM while the training reports that step."""
-    return lambda done, *_: os.kill(os.getpid(), signal.SIGTERM) if done == step else None
+    return lambda _, done, *__: os.kill(os.getpid(), signal.SIGTERM) if done == step else None
 
 
 def run(folder: Path, model: torch.nn.Module, *, every: int | None, at: int | None = None) -> TrainingReport:
@@ -85,7 +85,7 @@ def test_a_training_that_ends_with_the_step_is_done_before_the_signal_is_heard(t
 
 
 def test_without_checkpoints_and_in_a_thread_the_signal_comes_at_once(tmp_path: Path, heard: Heard) -> None:
-    def note(done: int, total: int, _: str) -> None:
+    def note(_: str, done: int, *__: object) -> None:
         if done == 3:
             os.kill(os.getpid(), signal.SIGTERM)
         elif done == 4:

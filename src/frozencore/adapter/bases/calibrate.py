@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 from tqdm.auto import tqdm
 
 from frozencore.adapter.bases.calibratable import adapter_for_new_bases
-from frozencore.adapter.bases.passes import BasisWork, Report
+from frozencore.adapter.bases.passes import BasisWork
 from frozencore.calibration.examples import Collator, batches_from
 from frozencore.calibration.options import CalibrationOptions
 from frozencore.calibration.shards import all_ranks_or_none, assign_owners, gathered, require_same_bases, share_bases
@@ -22,6 +22,7 @@ from frozencore.errors import CalibrationError
 from frozencore.maths.basis import Basis
 from frozencore.maths.capture import Capture
 from frozencore.maths.moments import LayerMoments, spread
+from frozencore.progress import Progress
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ def calibrate(
     memory_budget: int | str | None = None,
     moments: Mapping[str, LayerMoments] | None = None,
     reset: bool = False,
-    progress: bool | Report = True,
+    progress: bool | Progress = True,
 ) -> Calibration:
     """Choose the bases of a frozen-core adapter from calibration examples and reset its cores to zero.
 
@@ -91,7 +92,7 @@ def calibrate(
             they are sketches (see docs/memory.md). Also an option of ``options``.
         moments: Moments collected before, by layer name, instead of ``data``.
         reset: Allow a new basis under a core that has been trained (the core is lost).
-        progress: Show a bar, stay silent, or call a function of your own.
+        progress: Show a bar, stay silent, or call a function of your own: ``(stage, done, total, note="")``.
 
     In a process group (``torchrun``, ``accelerate launch``) every rank calls this with its own share of the examples,
     before the model is wrapped; all ranks then hold the same bases.
@@ -111,8 +112,8 @@ def calibrate(
         options = replace(options, memory_budget=memory_budget)
     owners = assign_owners({name: (layer.out_features, layer.in_features) for name, layer in layers.items()})
     started = time.perf_counter()
-    with _reporting(progress) as report:
-        work = BasisWork(model, adapter_name, config, layers, owners, report)
+    with _reporting(progress) as tell:
+        work = BasisWork(model, adapter_name, config, layers, owners, tell)
         if config.constructor_entry.needs(config.basis_options()) and moments is None:
             if data is None:
                 raise CalibrationError(f"{config.constructor} reads data: call calibrate(model, dataloader).")
@@ -163,13 +164,13 @@ def _describe(basis: Basis, moments: LayerMoments | None, capture: Capture | Non
 
 
 @contextmanager
-def _reporting(progress: bool | Report) -> Iterator[Report]:
+def _reporting(progress: bool | Progress) -> Iterator[Progress]:
     if callable(progress):
         yield progress
         return
     bars: dict[str, tqdm] = {}
 
-    def show(stage: str, done: int, total: int | None) -> None:
+    def show(stage: str, done: int, total: int | None, note: str = "") -> None:
         if stage not in bars:
             bars[stage] = tqdm(desc=stage, disable=not progress)
         bars[stage].total = total  # it grows when memory runs out

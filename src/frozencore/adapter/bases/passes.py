@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -22,7 +22,6 @@ from frozencore.calibration.collect import collect_moments, share_of
 from frozencore.calibration.examples import KeptBatches
 from frozencore.calibration.fisher_labels import backward_passes
 from frozencore.calibration.options import CalibrationOptions
-from frozencore.calibration.run_pass import Progress
 from frozencore.calibration.shards import all_ranks_or_none, largest_over_ranks, own_rank, reduce_moments
 from frozencore.calibration.sketch import SketchTarget, stream_whitened_svds
 from frozencore.constructors import BasisOptions, LayerEvidence, build_basis, build_streamed_basis
@@ -31,9 +30,7 @@ from frozencore.maths.basis import Basis
 from frozencore.maths.capture import CAPTURE_NEEDS, Capture, capture_if_whole
 from frozencore.maths.moments import LayerMoments, MomentName
 from frozencore.out_of_memory import fits
-
-Report = Callable[[str, int, int | None], None]
-"""Called with the stage (``"calibration"`` or ``"bases"``), the steps done, and their total if it is known."""
+from frozencore.progress import Progress
 
 LAYERS_OF_A_BLOCK = 8  # target modules in a decoder block, at most
 
@@ -55,7 +52,7 @@ class BasisWork:
     config: FrozenCoreConfig
     layers: Mapping[str, FrozenCoreLayer]
     owners: Mapping[str, int]
-    report: Report
+    progress: Progress
     bases: dict[str, Basis] = field(default_factory=dict)
     diagonals: dict[str, LayerMoments] = field(default_factory=dict)
     captures: dict[str, Capture] = field(default_factory=dict)
@@ -84,7 +81,7 @@ class BasisWork:
         make = self._stream if plan.streaming else self._sum
         done, left = 0, list(plan.groups)
         while left:
-            progress = share_of(lambda *steps: self.report("calibration", *steps), done, done + len(left))
+            progress = share_of(self.progress, done, done + len(left))
             if fits(partial(make, left[0], batches, options, progress)):
                 done, left = done + 1, left[1:]
             else:
@@ -212,7 +209,7 @@ class BasisWork:
     def _keep(self, name: str, basis: Basis) -> None:
         self.layers[name].require_fit(self.adapter_name, basis)
         self.bases[name] = basis
-        self.report("bases", len(self.bases), sum(owner == own_rank() for owner in self.owners.values()))
+        self.progress("bases", len(self.bases), sum(owner == own_rank() for owner in self.owners.values()))
 
 
 def _halved(groups: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:

@@ -179,7 +179,7 @@ def _work(
     worker = Worker(store, place, keep_adapters=keep_adapters)
     told_at = 0.0
 
-    def tell(stage: str, done: int, total: int | None, _: str) -> None:
+    def tell(stage: str, done: int, total: int | None, _: str = "") -> None:
         nonlocal told_at
         if time.monotonic() - told_at > TELL_EVERY_S:
             told_at = time.monotonic()

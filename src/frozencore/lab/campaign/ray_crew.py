@@ -161,7 +161,7 @@ class _Actor:
         self._changed.clear()
         return [self._words] if self._words else []
 
-    def _tell(self, stage: str, done: int, total: int | None, _: str) -> None:
+    def _tell(self, stage: str, done: int, total: int | None, _: str = "") -> None:
         self._words = ("stage", stage, done, total)
         self._changed.set()
 

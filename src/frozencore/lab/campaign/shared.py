@@ -20,7 +20,7 @@ from frozencore.fingerprint import fingerprint_model, fingerprint_options
 from frozencore.lab.campaign.job import Job
 from frozencore.lab.campaign.store import Store
 from frozencore.lab.methods import Targets
-from frozencore.lab.run.bench import Bench, Stages, calibration_batches
+from frozencore.lab.run.bench import Bench, calibration_batches
 from frozencore.lab.run.calibrating import collect_for
 from frozencore.lab.run.config import RunConfig
 from frozencore.lab.run.execute import Adapted, adapt_from_data
@@ -28,6 +28,7 @@ from frozencore.lab.run.rows import RunRows
 from frozencore.maths.basis import known_basis
 from frozencore.maths.capture import CAPTURE_NEEDS, Capture, capture_if_whole
 from frozencore.maths.moments import LayerMoments, MomentName
+from frozencore.progress import Progress
 from frozencore.whole_file import remove_left, whole_file
 
 _DECIDES_MOMENTS = (
@@ -95,21 +96,19 @@ class SharedWork:
     store: Store
     needs: Needs = field(default_factory=dict)
 
-    def adapt(self, config: RunConfig, bench: Bench, targets: Targets, stages: Stages) -> Adapted:
+    def adapt(self, config: RunConfig, bench: Bench, targets: Targets, progress: Progress) -> Adapted:
         """As :func:`frozencore.lab.run.execute.adapt_from_data`, with shared moments and weight bases."""
         if config.memory_budget is not None:  # the sums that are shared are those that a budget is to avoid
-            return adapt_from_data(config, bench, targets, stages)
+            return adapt_from_data(config, bench, targets, progress)
         if config.method_entry.weights_only:
             return self._with_weight_bases(config, bench, targets), None
         model = config.method_entry.add(bench.model, config.adapter_options(targets))
         if not config.moments_needed:
             return model, None
-        moments = self.moments(config, model, bench, stages)
-        return model, calibrate(
-            model, moments=moments, progress=lambda stage, done, total: stages(stage, done, total, "")
-        )
+        moments = self.moments(config, model, bench, progress)
+        return model, calibrate(model, moments=moments, progress=progress)
 
-    def moments(self, config: RunConfig, model: PeftModel, bench: Bench, stages: Stages) -> dict[str, LayerMoments]:
+    def moments(self, config: RunConfig, model: PeftModel, bench: Bench, progress: Progress) -> dict[str, LayerMoments]:
         """The moments of a run's calibration rows: from the file, or collected for all runs that want them."""
         needs = self.needs.get(moments_key(config), frozenset()) | config.moments_needed
         file = self.store.shared / "moments" / moments_file(config, bench.rows)
@@ -123,16 +122,16 @@ class SharedWork:
                     return there
                 needs |= has
             remove_left(file.parent, file.name)
-            found = collect_for(config, model, batches, needs, stages)
+            found = collect_for(config, model, batches, needs, progress)
             save_moments(file, found, fingerprint)
         return found
 
-    def measure(self, config: RunConfig, bench: Bench, model: PeftModel, stages: Stages) -> dict[str, Capture]:
+    def measure(self, config: RunConfig, bench: Bench, model: PeftModel, progress: Progress) -> dict[str, Capture]:
         """What a run's bases capture of the moments that others share; nothing if the campaign wants no G, a and d."""
         shared = config.memory_budget is None and self.needs.get(moments_key(config), frozenset()) >= CAPTURE_NEEDS
         if not (shared and config.method_entry.has_bases):
             return {}
-        moments = self.moments(config, model, bench, stages)
+        moments = self.moments(config, model, bench, progress)
         layers = frozen_core_layers(model, "default")
         bases = {name: known_basis(*layer.factors("default")[:2]) for name, layer in layers.items()}
         found = {name: capture_if_whole(moments[name], basis) for name, basis in bases.items()}

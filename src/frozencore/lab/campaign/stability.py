@@ -8,11 +8,12 @@ from torch import Tensor
 
 from frozencore.adapter.bases.carried import get_bases
 from frozencore.lab.campaign.shared import SharedWork
-from frozencore.lab.run.bench import Bench, Stages
+from frozencore.lab.run.bench import Bench
 from frozencore.lab.run.config import RunConfig
 from frozencore.lab.run.record import RECORD_FORMAT, Provenance, RecordedConfig, StabilityRecord
 from frozencore.lab.run.targets import resolve_targets
 from frozencore.maths.linalg import principal_cosines
+from frozencore.progress import Progress
 
 
 @dataclass(frozen=True)
@@ -24,14 +25,14 @@ class Calibrated:
 
 
 def compare_bases(
-    run: Calibrated, reference: Calibrated, reference_size: int, shared: SharedWork, stages: Stages
+    run: Calibrated, reference: Calibrated, reference_size: int, shared: SharedWork, progress: Progress
 ) -> StabilityRecord:
     """Mean principal-angle cosines of P and of Q to the reference's, over directions and then over layers.
 
     Args:
         run, reference: On one model, with two sets of calibration rows.
     """
-    small, large = (_bases(one, shared, stages) for one in (run, reference))
+    small, large = (_bases(one, shared, progress) for one in (run, reference))
     cosines: dict[str, dict[str, float]] = {side: {} for side in "PQ"}
     for name, basis in small.items():
         layer, _, side = name.rpartition(".")
@@ -51,8 +52,8 @@ def compare_bases(
     )
 
 
-def _bases(run: Calibrated, shared: SharedWork, stages: Stages) -> dict[str, Tensor]:
-    model, _ = shared.adapt(run.config, run.bench, resolve_targets(run.config, run.bench.model), stages)
+def _bases(run: Calibrated, shared: SharedWork, progress: Progress) -> dict[str, Tensor]:
+    model, _ = shared.adapt(run.config, run.bench, resolve_targets(run.config, run.bench.model), progress)
     bases = get_bases(model)
     model.unload()
     return bases

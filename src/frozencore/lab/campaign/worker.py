@@ -19,7 +19,7 @@ from frozencore.lab.campaign.shared import SharedWork, calibrating, moments_key,
 from frozencore.lab.campaign.stability import Calibrated, compare_bases
 from frozencore.lab.campaign.store import LOG, RECORD, Store
 from frozencore.lab.methods import Targets
-from frozencore.lab.run.bench import Base, Bench, Score, Stages, prepare
+from frozencore.lab.run.bench import Base, Bench, Score, prepare
 from frozencore.lab.run.config import RunConfig
 from frozencore.lab.run.execute import Adapted, adapt_from_data, execute
 from frozencore.lab.run.kept_rows import KeptRows
@@ -28,6 +28,7 @@ from frozencore.lab.run.record import Failure, Provenance, StabilityRecord
 from frozencore.maths.moments import MomentName
 from frozencore.one_line import one_line
 from frozencore.out_of_memory import is_out_of_memory
+from frozencore.progress import Progress
 from frozencore.whole_file import write_json
 
 Reason = Literal["diverged", "out of memory", "bad input", "error"]
@@ -63,7 +64,7 @@ class Worker:
         self._before: dict[str, Score] = {}
         self._rows = KeptRows()
 
-    def run(self, job: Job, shared: SharedWork, stages: Stages) -> bool:
+    def run(self, job: Job, shared: SharedWork, progress: Progress) -> bool:
         """Make a run's result, or note why there is none; False for the latter.
 
         What is not an error of the run (Ctrl-C, a kill, a full disk) leaves it as if it had never begun, with its log
@@ -76,7 +77,7 @@ class Worker:
             with self.store.running(job.id) as folder:
                 if folder is not None:
                     with (folder / LOG).open("a", encoding="utf-8", buffering=1) as log:  # by line: outlives a kill
-                        self._make(job, folder, shared, _logged(log, stages))
+                        self._make(job, folder, shared, _logged(log, progress))
         except Exception as error:
             self._base = None  # it may hold half an adapter
             if _cannot_write(error):
@@ -94,38 +95,38 @@ class Worker:
             return False
         return True
 
-    def _make(self, job: Job, folder: Path, shared: SharedWork, stages: Stages) -> None:
+    def _make(self, job: Job, folder: Path, shared: SharedWork, progress: Progress) -> None:
         config = self.place.put(job.config)
-        bench = prepare(config, stages, self._base_of(config), kept_rows=self._rows)
+        bench = prepare(config, progress, self._base_of(config), kept_rows=self._rows)
         shared = self._placed(job, shared)
         if job.kind == "stability":
             assert job.reference_size is not None
-            record = self._compare(job, Calibrated(config, bench), shared, stages)
+            record = self._compare(job, Calibrated(config, bench), shared, progress)
             write_json(folder / RECORD, record.content())
             return
         rows = f"{config.model} {config.dtype} {bench.rows.fingerprints()['evaluation']}"
         bench.before = self._before.get(rows)
         adapted: list[PeftModel] = []
 
-        def adapt(config: RunConfig, bench: Bench, targets: Targets, stages: Stages) -> Adapted:
+        def adapt(config: RunConfig, bench: Bench, targets: Targets, progress: Progress) -> Adapted:
             source = adapt_from_data if job.kind == "profile" else shared.adapt
-            model, calibration = source(config, bench, targets, stages)
+            model, calibration = source(config, bench, targets, progress)
             adapted.append(model)
             return model, calibration
 
         measure = shared.measure if job.kind != "profile" else None
-        execute(config, folder, stages, bench=bench, resume=True, adapt=adapt, measure=measure)
+        execute(config, folder, progress, bench=bench, resume=True, adapt=adapt, measure=measure)
         assert bench.before is not None
         self._before[rows] = bench.before
         self._release(config, adapted[-1])
         if not self.keep_adapters or config.evaluate_on == "validation":
             shutil.rmtree(folder / "adapter", ignore_errors=True)
 
-    def _compare(self, job: Job, run: Calibrated, shared: SharedWork, stages: Stages) -> StabilityRecord:
+    def _compare(self, job: Job, run: Calibrated, shared: SharedWork, progress: Progress) -> StabilityRecord:
         assert job.reference_size is not None
         config = self.place.put(replace_size(job.config, job.reference_size))
-        bench = prepare(config, stages, self._base_of(config), kept_rows=self._rows)
-        return compare_bases(run, Calibrated(config, bench), job.reference_size, shared, stages)
+        bench = prepare(config, progress, self._base_of(config), kept_rows=self._rows)
+        return compare_bases(run, Calibrated(config, bench), job.reference_size, shared, progress)
 
     def _placed(self, job: Job, shared: SharedWork) -> SharedWork:
         """What other runs want of this one's moments, under the names that moments have here."""
@@ -150,10 +151,10 @@ class Worker:
             model.unload()
 
 
-def _logged(log: TextIO, stages: Stages) -> Stages:
-    def tell(stage: str, done: int, total: int | None, note: str) -> None:
+def _logged(log: TextIO, progress: Progress) -> Progress:
+    def tell(stage: str, done: int, total: int | None, note: str = "") -> None:
         log.write(f"{stage} {done}/{total} {note}".rstrip() + "\n")
-        stages(stage, done, total, note)
+        progress(stage, done, total, note)
 
     return tell
 

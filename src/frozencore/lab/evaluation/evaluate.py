@@ -22,11 +22,10 @@ from frozencore.lab.evaluation.adapters import BASE, AdapterStand, adapter_names
 from frozencore.lab.evaluation.jobs import Job, harness_job, suite_jobs
 from frozencore.lab.rows.prompt_date import PROMPT_DATE, asks_for_today
 from frozencore.lab.rows.prompts import PromptEncoder, PromptStyle, context_limit
-from frozencore.lab.run.bench import Stages
 from frozencore.lab.run.loading import load_model
 from frozencore.lab.run.provenance import provenance
 from frozencore.lab.tasks.task import Task
-from frozencore.progress import Progress
+from frozencore.progress import Progress, as_stage
 from frozencore.whole_file import require_writable, write_json, write_lines
 
 RECORD_FORMAT = 1
@@ -61,7 +60,7 @@ class Evaluation:
     device: str = "auto"
 
 
-def evaluate(evaluation: Evaluation, out: Path, stages: Stages) -> dict[str, Any]:
+def evaluate(evaluation: Evaluation, out: Path, progress: Progress) -> dict[str, Any]:
     """Score every subject on every task and write ``out``.
 
     A task whose data are missing, malformed or too long is reported under ``"failed"``, and the others go on.
@@ -76,11 +75,11 @@ def evaluate(evaluation: Evaluation, out: Path, stages: Stages) -> dict[str, Any
     """
     require_writable(out)
     subjects = _subjects(evaluation)
-    stages("load", 0, None, evaluation.model)
+    progress("load", 0, None, evaluation.model)
     model, tokenizer = load_model(evaluation.model, dtype=evaluation.dtype, device=evaluation.device)
     encoder = _encoder(evaluation, model, tokenizer)
     jobs, failed = _jobs(evaluation, encoder)
-    stages("load", 1, 1, f"{len(jobs)} tasks")
+    progress("load", 1, 1, f"{len(jobs)} tasks")
 
     common = {
         "model": fingerprint_model(model),
@@ -95,7 +94,7 @@ def evaluate(evaluation: Evaluation, out: Path, stages: Stages) -> dict[str, Any
     scores: list[dict[str, Any]] = []
     for subject, folder in subjects.items():
         identity = {**common, "adapter": None if folder is None else _fingerprint_folder(folder)}
-        found, reasons = _score_subject(subject, folder, stand, jobs, identity, out, stages)
+        found, reasons = _score_subject(subject, folder, stand, jobs, identity, out, progress)
         scores += found
         failed |= reasons
     if not scores:
@@ -156,7 +155,7 @@ def _score_subject(
     jobs: list[Job],
     identity: dict[str, Any],
     out: Path,
-    stages: Stages,
+    progress: Progress,
 ) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """The scores of one adapter, and why a task has none. It is loaded only if a task is left to score."""
     scores: list[dict[str, Any]] = []
@@ -170,7 +169,7 @@ def _score_subject(
             if model is None:
                 model = stand.bare() if folder is None else stand.wear(folder)
             try:
-                summary, predictions = job.score(model, _told(stages, f"{subject}: {job.name}"))
+                summary, predictions = job.score(model, as_stage(progress, f"{subject}: {job.name}"))
             except DataError as error:
                 failed[job.name] = str(error)
                 continue
@@ -179,10 +178,6 @@ def _score_subject(
             write_json(place / "result.json", score)
         scores.append(score)
     return scores, failed
-
-
-def _told(stages: Stages, stage: str) -> Progress:
-    return lambda done, total, note: stages(stage, done, total, note)
 
 
 def _fingerprint_folder(folder: Path) -> str:

@@ -66,9 +66,9 @@ def harness_job(name: str, encoder: PromptEncoder, *, include_path: Path | None,
     """
 
     def score(model: nn.Module, progress: Progress) -> Scored:
-        progress(0, 1, "lm-evaluation-harness")
+        progress("score", 0, 1, "lm-evaluation-harness")
         found = harness_score(model, encoder, name, include_path=include_path, limit=limit)
-        progress(1, 1, found.metric)
+        progress("score", 1, 1, found.metric)
         summary = {
             "task": name,
             "accuracy": found.value,

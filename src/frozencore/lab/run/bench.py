@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +16,9 @@ from frozencore.lab.run.kept_rows import KeptRows
 from frozencore.lab.run.loading import load_model
 from frozencore.lab.run.rows import RunRows, prepare_rows
 from frozencore.lab.scoring.score import TaskScore
+from frozencore.progress import Progress
 
 CALIBRATION_BATCH = 8
-
-Stages = Callable[[str, int, int | None, str], None]
-"""Called with a stage's name, the steps done, their total if it is known, and a short note."""
 
 
 @dataclass(frozen=True)
@@ -50,14 +47,16 @@ class Bench:
     before: Score | None = None
 
 
-def prepare(config: RunConfig, stages: Stages, base: Base | None = None, *, kept_rows: KeptRows | None = None) -> Bench:
+def prepare(
+    config: RunConfig, progress: Progress, base: Base | None = None, *, kept_rows: KeptRows | None = None
+) -> Bench:
     """Load what a run needs. Every error in the input shows here, before anything is written.
 
     Args:
         base: The configured model, loaded before.
         kept_rows: What earlier runs have read and tokenised.
     """
-    stages("load", 0, None, config.model)
+    progress("load", 0, None, config.model)
     base = base or Base(*load_model(config.model, dtype=config.dtype, device=config.device))
     limit = context_limit(base.model, base.tokenizer)
     encoder = PromptEncoder(
@@ -70,7 +69,7 @@ def prepare(config: RunConfig, stages: Stages, base: Base | None = None, *, kept
     if encoder.max_length > limit:
         raise ConfigError(f"--max-length {encoder.max_length} is beyond the model's context of {limit} tokens.")
     rows = prepare_rows(config, encoder, kept_rows)
-    stages("load", 1, 1, f"{len(rows.train)} training rows")
+    progress("load", 1, 1, f"{len(rows.train)} training rows")
     return Bench(base.model, encoder, rows)
 
 

@@ -12,18 +12,19 @@ from frozencore.calibration.batches import Batch
 from frozencore.calibration.collect import collect_moments
 from frozencore.calibration.store import MomentsFingerprint, save_moments
 from frozencore.errors import ArtifactError, ConfigError
-from frozencore.lab.run.bench import Stages, calibration_batches, prepare
+from frozencore.lab.run.bench import calibration_batches, prepare
 from frozencore.lab.run.config import RunConfig
 from frozencore.lab.run.targets import resolve_targets
 from frozencore.maths.capture import CAPTURE_NEEDS
 from frozencore.maths.moments import LayerMoments, MomentName
+from frozencore.progress import Progress
 from frozencore.whole_file import require_writable
 
 MOMENTS_FILE, ADAPTER = "moments.safetensors", "adapter"
 
 
 def collect_for(
-    config: RunConfig, model: PeftModel, batches: list[Batch], needs: frozenset[MomentName], stages: Stages
+    config: RunConfig, model: PeftModel, batches: list[Batch], needs: frozenset[MomentName], progress: Progress
 ) -> dict[str, LayerMoments]:
     """Moments of the layers that carry the adapter, which is still zero."""
     layers = {name: layer.get_base_layer() for name, layer in frozen_core_layers(model, "default").items()}
@@ -33,11 +34,11 @@ def collect_for(
         layers,
         needs=needs,
         options=config.calibration_options,
-        progress=lambda done, total: stages("calibration", done, total, ""),
+        progress=progress,
     )
 
 
-def execute_calibration(config: RunConfig, out: Path, stages: Stages) -> Calibration:
+def execute_calibration(config: RunConfig, out: Path, progress: Progress) -> Calibration:
     """Write ``out/moments.safetensors`` and ``out/adapter`` with zero cores.
 
     With a memory budget there is no file of moments: the sums of all layers are what the budget is to avoid.
@@ -51,19 +52,19 @@ def execute_calibration(config: RunConfig, out: Path, stages: Stages) -> Calibra
     if (out / MOMENTS_FILE).exists() or (config.memory_budget is not None and (out / ADAPTER).exists()):
         raise ArtifactError(f"{out} already holds a calibration. Choose another --output, or remove that folder.")
     require_writable(out)
-    bench = prepare(config, stages)
+    bench = prepare(config, progress)
     targets = resolve_targets(config, bench.model)
     batches = calibration_batches(bench.rows, bench.encoder.pad_id)
     fingerprint = MomentsFingerprint.of(bench.model, batches, config.calibration_options)
     model = config.method_entry.add(bench.model, config.adapter_options(targets))
     needs = config.moments_needed | CAPTURE_NEEDS  # inspect reads G, a and d
-    moments = collect_for(config, model, batches, needs, stages) if config.memory_budget is None else None
+    moments = collect_for(config, model, batches, needs, progress) if config.memory_budget is None else None
     calibration = calibrate(
         model,
         batches,
         options=config.calibration_options,
         moments=moments,
-        progress=lambda stage, done, total: stages(stage, done, total, ""),
+        progress=progress,
     )
     out.mkdir(parents=True, exist_ok=True)
     config.method_entry.save(model, out / ADAPTER, out)

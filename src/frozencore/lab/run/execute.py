@@ -20,7 +20,7 @@ from frozencore.calibration.store import MomentsFingerprint, load_moments
 from frozencore.errors import ArtifactError, ConfigError, DivergenceError, ModelError
 from frozencore.fingerprint import fingerprint_model
 from frozencore.lab.methods import Targets, basis_fingerprint
-from frozencore.lab.run.bench import Bench, Stages, calibration_batches, prepare
+from frozencore.lab.run.bench import Bench, calibration_batches, prepare
 from frozencore.lab.run.config import RunConfig
 from frozencore.lab.run.peak_memory import PeakMemory
 from frozencore.lab.run.record import Resolved, TunedRecord
@@ -30,22 +30,22 @@ from frozencore.lab.run.selecting import score_rows, selection_of
 from frozencore.lab.run.targets import resolve_targets
 from frozencore.lab.training.recipe import Recipe, TrainingReport, train
 from frozencore.maths.capture import Capture
-from frozencore.progress import Progress
+from frozencore.progress import Progress, as_stage
 from frozencore.whole_file import require_writable, write_json, write_lines
 
 LAST_GOOD = "last-good-adapter"  # beside the checkpoints of a training that diverged
 
 Adapted = tuple[PeftModel, Calibration | None]
-Adapt = Callable[[RunConfig, Bench, Targets, Stages], Adapted]
+Adapt = Callable[[RunConfig, Bench, Targets, Progress], Adapted]
 """Puts the configured adapter on a bench's model, calibrated; what was found is None where no data were read."""
-Measure = Callable[[RunConfig, Bench, PeftModel, Stages], Mapping[str, Capture]]
+Measure = Callable[[RunConfig, Bench, PeftModel, Progress], Mapping[str, Capture]]
 """What bases capture, by layer, that were made without looking at the data; nothing where that is not known."""
 
 
 def execute(
     config: RunConfig,
     out: Path,
-    stages: Stages,
+    progress: Progress,
     *,
     bench: Bench | None = None,
     resume: bool = False,
@@ -68,24 +68,24 @@ def execute(
     """
     _refuse_finished(out)
     method, started = config.method_entry, time.perf_counter()
-    bench = bench or prepare(config, stages)
+    bench = bench or prepare(config, progress)
     targets = resolve_targets(config, bench.model)
     hashes = {"model": fingerprint_model(bench.model), **bench.rows.fingerprints()}
-    bench.before = bench.before or score_rows(bench.model, bench, bench.rows.scored, _told(stages, "score base"))
+    bench.before = bench.before or score_rows(bench.model, bench, bench.rows.scored, as_stage(progress, "score base"))
     memory = PeakMemory(bench.model)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with memory.phase("calibration"):
             adapting = time.perf_counter()
-            model, calibration = (adapt or adapt_from_data)(config, bench, targets, stages)
+            model, calibration = (adapt or adapt_from_data)(config, bench, targets, progress)
             calibration_s = time.perf_counter() - adapting
-        captures = calibration.captures if calibration else measure(config, bench, model, stages) if measure else {}
+        captures = calibration.captures if calibration else measure(config, bench, model, progress) if measure else {}
     out.mkdir(parents=True, exist_ok=True)
     method.keep_start(model, out / "start")
     identity = {"base model": hashes["model"], "calibration rows": hashes["calibration"], **_options(config, targets)}
     try:
         with memory.phase("training"):
-            report = _train(config, model, bench, out, stages, resume=resume, identity=identity)
+            report = _train(config, model, bench, out, progress, resume=resume, identity=identity)
     except DivergenceError as error:
         if not method.has_bases:
             raise
@@ -93,7 +93,7 @@ def execute(
         raise DivergenceError(f"{error} The last good core is in {out / LAST_GOOD}.") from error
     try:
         with memory.phase("scoring"):
-            after = score_rows(model, bench, bench.rows.scored, _told(stages, "score"))
+            after = score_rows(model, bench, bench.rows.scored, as_stage(progress, "score"))
     except ModelError as error:  # the same rows were scored before training
         raise DivergenceError(
             f"Training diverged: {error} Lower the learning rate ({config.resolved_learning_rate})."
@@ -123,7 +123,7 @@ def execute(
 
 
 def adapt_from_data(
-    config: RunConfig, bench: Bench, targets: Targets, stages: Stages, moments_file: Path | None = None
+    config: RunConfig, bench: Bench, targets: Targets, progress: Progress, moments_file: Path | None = None
 ) -> Adapted:
     """The adapter, its bases computed from the run's calibration rows.
 
@@ -145,7 +145,7 @@ def adapt_from_data(
         batches,
         options=config.calibration_options,
         moments=moments,
-        progress=lambda stage, done, total: stages(stage, done, total, ""),
+        progress=progress,
     )
 
 
@@ -177,7 +177,7 @@ def _train(
     model: nn.Module,
     bench: Bench,
     out: Path,
-    stages: Stages,
+    progress: Progress,
     *,
     resume: bool,
     identity: Mapping[str, Any],
@@ -190,13 +190,9 @@ def _train(
         checkpoint_dir=out / "checkpoints",
         resume=resume,
         identity=identity,
-        selection=selection_of(config, bench, _told(stages, "validate")),
-        progress=_told(stages, "train"),
+        selection=selection_of(config, bench, progress),
+        progress=progress,
     )
-
-
-def _told(stages: Stages, stage: str) -> Progress:
-    return lambda done, total, note: stages(stage, done, total, note)
 
 
 def _refuse_finished(out: Path) -> None:

@@ -37,9 +37,9 @@ def selection_of(config: RunConfig, bench: Bench, progress: Progress) -> Selecti
         return None
 
     def score(model: nn.Module, go_on: Progress) -> tuple[float, float | None]:
-        def told(done: int, total: int, note: str) -> None:
-            go_on(done, total, note)
-            progress(done, total, note)
+        def told(stage: str, done: int, total: int | None, note: str = "") -> None:
+            go_on(stage, done, total, note)
+            progress("validate", done, total, note)
 
         found = score_rows(model, bench, rows, told, by=config.select_by)
         return found.held_out_loss, found.task.accuracy if found.task else None

@@ -47,7 +47,7 @@ def score_in_groups(
                 break
             done.update(rows)
             if progress is not None:
-                progress(len(sizes) - len(pending) + len(done), len(sizes), _note(shrink))
+                progress("score", len(sizes) - len(pending) + len(done), len(sizes), _note(shrink))
         pending = [i for i in pending if i not in done]
 
 

@@ -139,7 +139,7 @@ class Selector(TrainerCallback):
         ):
             return
 
-        def go_on(done: int = 0, total: int = 0, note: str = "") -> None:
+        def go_on(*_: object) -> None:
             if self.asked() and self._saved_step == step:
                 raise TrainingError(
                     f"Training was told to stop while step {step} of {state.max_steps} was scored. "

@@ -108,7 +108,7 @@ class Watch(TrainerCallback):
             )
         self._good, self._tried = self._tried, self._good
         if self.progress is not None:
-            self.progress(state.global_step, state.max_steps, f"loss {loss:.3f}")
+            self.progress("train", state.global_step, state.max_steps, f"loss {loss:.3f}")
 
 
 class Seal(TrainerCallback):
