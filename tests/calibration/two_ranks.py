@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from frozencore import CalibrationOptions, FrozenCoreConfig, calibrate, frozen_core_layers
 from frozencore.adapter.bases.passes import BasisWork
 from frozencore.calibration.budget import PassPlan
-from frozencore.calibration.capture import Capture
 from frozencore.calibration.shards import assign_owners, own_rank
+from frozencore.calibration.taps import CalibrationPass
 from frozencore.errors import CalibrationError
 from tiny import Example, batches_of, draw_examples, tiny_qwen2
 
@@ -75,19 +75,19 @@ def fsdp_step(batch: dict[str, torch.Tensor], calibration: list[dict[str, torch.
 
 def bases_where_one_rank_has_little_room(share: list[Example]) -> dict[str, torch.Tensor]:
     """The second rank has none for the sums of more than three layers."""
-    record = Capture.record
+    record = CalibrationPass.record
 
-    def with_room(capture: Capture, *words: Any, **more: Any) -> None:
+    def with_room(capture: CalibrationPass, *words: Any, **more: Any) -> None:
         record(capture, *words, **more)
         if dist.get_rank() == 1 and sum(bool(recorder.totals) for recorder in capture.recorders.values()) > 3:
             raise torch.OutOfMemoryError("injected")
 
-    Capture.record = with_room  # type: ignore[method-assign]
+    CalibrationPass.record = with_room  # type: ignore[method-assign]
     try:
         model = adapted("fcca")
         calibrate(model, batches_of(share, 2), progress=False)
     finally:
-        Capture.record = record  # type: ignore[method-assign]
+        CalibrationPass.record = record  # type: ignore[method-assign]
     return bases(model)
 
 

@@ -58,11 +58,11 @@ def test_plan_run_status_and_report(call: Call, tmp_path: Path) -> None:
 
     assert "one-study: 8 done, 0 running, 0 failed, 0 left" in call("status", folder)
     assert "is finished already" in call("one", ids[0], "--out", folder)
-    assert "8 of 8 cells have a result" in call("report", folder)
+    assert "8 of 8 final runs have a result" in call("report", folder)
     copy = Path(shutil.copytree(folder, tmp_path / "copy"))
     specification = copy / "campaign.json"
     specification.write_text(specification.read_text().replace('"name": "one-study"', '"name": "copied"'))
-    assert "16 of 16 cells have a result" in call("report", folder, str(copy))
+    assert "16 of 16 final runs have a result" in call("report", folder, str(copy))
     means = (tmp_path / "across" / "tables" / "main-means.md").read_text()
     assert "| pocket (one-study) |" in means
     assert "| pocket (copied) |" in means

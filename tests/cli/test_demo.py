@@ -71,4 +71,4 @@ def test_a_demo_that_is_given_again_runs_nothing_again(command: Any, tmp_path: P
 def test_the_demo_as_it_is_shipped_fills_its_table(command: Any, tmp_path: Path) -> None:
     status, printed, _ = command("demo", "--output", tmp_path / "out", "--workers", "2")
     assert status == 0
-    assert "40 of 40 cells have a result" in printed
+    assert "40 of 40 final runs have a result" in printed

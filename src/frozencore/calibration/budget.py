@@ -12,10 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from frozencore.errors import ConfigError
-from frozencore.maths.linalg import GRAM_LIMIT, KRYLOV_BLOCKS, KRYLOV_WIDTH
+from frozencore.maths.linalg import GRAM_LIMIT, KRYLOV_BLOCKS, KRYLOV_WIDTH, Shape
 from frozencore.maths.moments import MomentName
-
-Shape = tuple[int, int]
 
 UNITS = {"": 1, "b": 1} | {
     f"{prefix}{infix}b": base**power

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from torch import nn
 
 from frozencore.calibration.batches import Batch
-from frozencore.calibration.capture import Taps
 from frozencore.calibration.options import CalibrationOptions
 from frozencore.calibration.preserve import preserved
 from frozencore.calibration.run_pass import run_pass
+from frozencore.calibration.taps import Taps
 from frozencore.errors import CalibrationError
 from frozencore.maths.moments import LayerMoments, MomentName
 from frozencore.progress import Progress

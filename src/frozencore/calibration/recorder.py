@@ -19,8 +19,6 @@ from frozencore.maths.moments import LayerMoments, MomentName
 INPUT_SIDE: frozenset[MomentName] = frozenset({"input_square", "input_outer", "input_total"})
 STRIP = 2**24  # entries of a product that are moved at once to sums on another device
 
-Needs = frozenset[MomentName]
-
 
 @dataclass(frozen=True)
 class Projection:
@@ -44,7 +42,7 @@ class ReadInput:
     finite: Tensor
 
     @classmethod
-    def of(cls, values: Float[Tensor, "N n"], needs: Needs) -> ReadInput:
+    def of(cls, values: Float[Tensor, "N n"], needs: frozenset[MomentName]) -> ReadInput:
         sums: dict[MomentName, Tensor] = {}
         if "input_square" in needs:
             sums["input_square"] = square_sum(values)
@@ -74,7 +72,9 @@ class LayerRecorder:
         for name, value in read.sums.items():
             self._add(name, value)
 
-    def add_error(self, error: Float[Tensor, "N m"], values: Float[Tensor, "N n"] | None, needs: Needs) -> None:
+    def add_error(
+        self, error: Float[Tensor, "N m"], values: Float[Tensor, "N n"] | None, needs: frozenset[MomentName]
+    ) -> None:
         """Add output errors; ``values`` are the inputs of the same tokens, for the cross moment."""
         is_finite = finite(error)
         self.error_finite = is_finite if self.error_finite is None else self.error_finite & is_finite
@@ -88,7 +88,7 @@ class LayerRecorder:
         if "error_outer" in needs:
             self._add_product("error_outer", error, error)
 
-    def add_output(self, output: Float[Tensor, "N m"], needs: Needs) -> None:
+    def add_output(self, output: Float[Tensor, "N m"], needs: frozenset[MomentName]) -> None:
         if "output_outer" in needs:
             self._add_product("output_outer", output, output)
         if "output_total" in needs:

@@ -14,7 +14,6 @@ from peft import PeftModel
 from torch import Tensor, nn
 
 from frozencore.calibration.batches import Batch, num_examples_of, require_batch, total_examples
-from frozencore.calibration.capture import Capture, Taps, capturing
 from frozencore.calibration.counted import (
     CountedTokens,
     counted_source_tokens,
@@ -32,6 +31,7 @@ from frozencore.calibration.loss import (
 from frozencore.calibration.options import CalibrationOptions, FisherLabels
 from frozencore.calibration.recorder import LayerRecorder
 from frozencore.calibration.shards import own_rank
+from frozencore.calibration.taps import CalibrationPass, Taps, capturing
 from frozencore.errors import CalibrationError, ConfigError
 from frozencore.maths.linalg import seeded_generator
 from frozencore.progress import Progress
@@ -57,7 +57,7 @@ def run_pass(
         return capture.recorders
 
 
-def _run_batch(model: nn.Module, batch: Batch, capture: Capture, generator: torch.Generator) -> None:
+def _run_batch(model: nn.Module, batch: Batch, capture: CalibrationPass, generator: torch.Generator) -> None:
     device = next(model.parameters()).device
     batch = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in batch.items()}
     _count_tokens(batch, capture)
@@ -81,7 +81,7 @@ def _run_backward(loss: Tensor, taps: Taps, *, keep_graph: bool) -> None:
     loss.backward(retain_graph=keep_graph)
 
 
-def _count_tokens(batch: Batch, capture: Capture) -> None:
+def _count_tokens(batch: Batch, capture: CalibrationPass) -> None:
     options = capture.taps.options
     only_nonzero = options.tokens == "nonzero_delta"
     if capture.encoder is None:

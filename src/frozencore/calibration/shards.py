@@ -18,12 +18,12 @@ from torch import Tensor
 from frozencore.errors import CalibrationError
 from frozencore.fingerprint import fingerprint_tensors
 from frozencore.maths.basis import Basis
+from frozencore.maths.linalg import Shape
 from frozencore.maths.moments import LayerMoments
 from frozencore.one_line import one_line
 from frozencore.out_of_memory import is_out_of_memory
 
 T = TypeVar("T")
-Shape = tuple[int, int]
 FINE, NO_ROOM, FAILED = 0, 1, 2  # how a rank's work ended
 
 

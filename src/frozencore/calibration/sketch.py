@@ -25,13 +25,13 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from frozencore.calibration.budget import KEPT_WIDTH, SKETCH_PASSES, SKETCH_WIDTH
-from frozencore.calibration.capture import Taps
 from frozencore.calibration.collect import refuse_unreached, share_of
 from frozencore.calibration.options import CalibrationOptions
 from frozencore.calibration.preserve import preserved
 from frozencore.calibration.recorder import LayerRecorder, Projection
 from frozencore.calibration.run_pass import run_pass
 from frozencore.calibration.shards import all_ranks_or_none, sum_over_ranks
+from frozencore.calibration.taps import Taps
 from frozencore.errors import CalibrationError
 from frozencore.maths.linalg import TruncatedSVD, canonical_signs, require_finite, seeded_generator
 from frozencore.maths.moments import LayerMoments, MomentName

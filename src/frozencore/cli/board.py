@@ -7,7 +7,8 @@ from types import TracebackType
 
 from rich.console import Console, Group
 from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bars
 from rich.table import Table
 
 from frozencore.cli.display import LABELS
@@ -31,7 +32,7 @@ class Board:
         self.done_at_start: int | None = None
         self.told = 0
         self.running: dict[int, Job] = {}
-        self.progress = Progress(
+        self.progress = Bars(
             TextColumn("runs"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
             TextColumn("{task.fields[note]}"), console=console,
         )  # fmt: skip

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from frozencore.cli.console import console
+from frozencore.cli.options import DataRoot
 from frozencore.errors import ConfigError
 
 campaign_app = typer.Typer(no_args_is_help=True)
@@ -19,7 +20,6 @@ Folder = Annotated[Path, typer.Argument(help="Folder of a campaign.")]
 Output = Annotated[
     Path | None, typer.Option("--output", "--out", help="The campaign's folder. Default: runs/<name>; it is resumed.")
 ]
-DataRoot = Annotated[Path | None, typer.Option(help="Folder that holds the data sets under their hub ids.")]
 ModelPath = Annotated[
     list[str] | None, typer.Option("--model-path", help="NAME=FOLDER: where a model of the campaign lies.")
 ]

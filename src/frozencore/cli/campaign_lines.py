@@ -211,8 +211,9 @@ def write_campaign_report(folders: Sequence[Path], output: Path | None) -> Itera
         files = write_across(campaigns, output)
     studies = [study for results in campaigns for study in results.studies]
     missing = sum(len(study.missing) for study in studies)
-    cells = sum(len(study.cells) for study in studies)
-    yield f"{cells - missing} of {cells} cells have a result; {len(files)} files. Open {output / 'index.html'}"
+    num_runs = sum(len(study.runs) for study in studies)
+    has = f"{num_runs - missing} of {num_runs} final runs have a result"
+    yield f"{has}; {len(files)} files. Open {output / 'index.html'}"
 
 
 def report_on_table(table: Path, reference: str, json_file: Path | None) -> RenderableType:

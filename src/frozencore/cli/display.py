@@ -6,7 +6,8 @@ import time
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bars
 
 LABELS = {
     "load": "Load model and rows",
@@ -27,7 +28,7 @@ class StageDisplay:
         self.tasks: dict[str, TaskID] = {}
         self.started: dict[str, float] = {}
         self.finished: set[str] = set()
-        self.progress = Progress(
+        self.progress = Bars(
             SpinnerColumn(finished_text="✓"),
             TextColumn("{task.description:<22}"),
             BarColumn(bar_width=30),

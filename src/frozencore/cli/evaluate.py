@@ -9,14 +9,13 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from frozencore.cli.options import TODAY, PromptDate, read_date
+from frozencore.cli.options import TODAY, DataRoot, PromptDate, read_date
 from frozencore.errors import ConfigError
 from frozencore.naming import unknown_name
 
 STYLES = ("auto", "chat", "plain")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
-DataRoot = Annotated[Path | None, typer.Option(help="Folder that holds the data sets under their hub ids.")]
 PromptStyleName = Annotated[str, typer.Option(help="auto, chat or plain.")]
 NumRows = Annotated[int | None, typer.Option("--num-evaluation", help="Rows of a task. Default: the protocol's.")]
 

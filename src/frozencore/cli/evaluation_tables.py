@@ -11,8 +11,6 @@ from rich.text import Text
 
 from frozencore.cli.tables import percent
 
-Score = Mapping[str, Any]
-
 COUNTS = {"num_truncated": "truncated", "num_unanswered": "no answer", "num_ties": "ties"}
 RARE_COUNTS = {"num_duplicate_choices": "duplicates", "num_cut": "cut prompts"}  # shown where there is one
 
@@ -33,7 +31,7 @@ def evaluation_table(record: Mapping[str, Any]) -> Group:
     return Group(table, *_means(record["scores"]), *_notes(record))
 
 
-def _cells(score: Score, counts: Mapping[str, str]) -> list[str]:
+def _cells(score: Mapping[str, Any], counts: Mapping[str, str]) -> list[str]:
     shares = [score.get("standard_error"), score.get("chance"), score.get("majority_class")]
     loss = score.get("held_out_loss")
     return [
@@ -46,7 +44,7 @@ def _cells(score: Score, counts: Mapping[str, str]) -> list[str]:
     ]
 
 
-def _means(scores: Sequence[Score]) -> list[Text]:
+def _means(scores: Sequence[Mapping[str, Any]]) -> list[Text]:
     """Unweighted means, where every subject has the same two tasks or more."""
     by_subject: dict[str, dict[str, float]] = {}
     for score in scores:

@@ -226,11 +226,11 @@ def _campaign(path: Path) -> Iterator[Finding]:
     except (FrozenCoreError, RecursionError) as error:
         yield Finding("campaign", _line(error), sound=False)
         return
-    cells = [cell for study in results.studies for cell in study.cells]
-    failed, missing = [c for c in cells if c.failure is not None], [c for c in cells if c.record is None]
-    yield Finding("campaign", f"{campaign.name}: {len(cells) - len(missing)} of {len(cells)} final runs are there")
+    runs = [run for study in results.studies for run in study.runs]
+    failed, missing = [run for run in runs if run.failure is not None], [run for run in runs if run.record is None]
+    yield Finding("campaign", f"{campaign.name}: {len(runs) - len(missing)} of {len(runs)} final runs are there")
     if failed:
-        reasons = sorted({cell.failure.reason for cell in failed if cell.failure is not None})
+        reasons = sorted({run.failure.reason for run in failed if run.failure is not None})
         yield Finding(
             "failed runs",
             f"{len(failed)} ({', '.join(reasons)}): see {path}/failed, then `frozencore campaign run --retry-failed`.",

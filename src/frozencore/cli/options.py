@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import date
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -10,6 +11,7 @@ import typer
 from frozencore.errors import ConfigError
 from frozencore.lab.rows.prompt_date import PROMPT_DATE
 
+DataRoot = Annotated[Path | None, typer.Option(help="Folder that holds the data sets under their hub ids.")]
 PromptDate = Annotated[str, typer.Option(metavar="YYYY-MM-DD", help="Today, to a chat template that asks for it.")]
 TODAY = PROMPT_DATE.isoformat()
 

@@ -17,6 +17,8 @@ from frozencore.errors import CalibrationError, ConfigError
 
 SvdMethod = Literal["auto", "gram", "randomized", "full"]
 SVD_METHODS: tuple[str, ...] = get_args(SvdMethod)
+Shape = tuple[int, int]
+"""Of a matrix: (m, n)."""
 
 GRAM_LIMIT = 256  # up to this min(m, n) the exact Gram eigenproblem is the faster one; at 384 it takes twice as long
 KRYLOV_WIDTH, KRYLOV_BLOCKS = 2, 6  # the randomised SVD's block is 2r wide; six blocks span its space

@@ -15,7 +15,7 @@ from frozencore import CalibrationOptions, calibrate
 from frozencore.adapter.bases import passes
 from frozencore.adapter.bases.passes import BasisWork
 from frozencore.calibration.budget import PassPlan
-from frozencore.calibration.capture import Capture
+from frozencore.calibration.taps import CalibrationPass
 from frozencore.errors import CalibrationError
 from tiny import batch_of
 
@@ -36,9 +36,9 @@ def room(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
 
     def make(most: int, refuse: Callable[[], None] = refuse_by_device) -> list[int]:
         tried: list[int] = []
-        record = Capture.record
+        record = CalibrationPass.record
 
-        def with_room(capture: Capture, *words: Any, **more: Any) -> None:
+        def with_room(capture: CalibrationPass, *words: Any, **more: Any) -> None:
             record(capture, *words, **more)
             group = capture.recorders
             if tried[-1:] != [len(group)]:
@@ -46,7 +46,7 @@ def room(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
             if sum(bool(recorder.totals) for recorder in group.values()) > most:
                 refuse()
 
-        monkeypatch.setattr(Capture, "record", with_room)
+        monkeypatch.setattr(CalibrationPass, "record", with_room)
         return tried
 
     return make

@@ -49,29 +49,29 @@ def test_everything_is_run_once_and_search_goes_first(done: tuple[Path, Tally], 
     assert standing == Tally(finished=4 + 6 + 2, failed=0, ready=0, waiting=0)
     assert len(list((folder / "runs").glob("*/result.json"))) == standing.finished
     main, _ = results.studies
-    assert [cell.axes["method"] for cell in main.cells] == ["fcca"] * 2 + ["eva"] * 2 + ["milora"] * 2
+    assert [run.axes["method"] for run in main.runs] == ["fcca"] * 2 + ["eva"] * 2 + ["milora"] * 2
     assert not main.missing
     assert len(main.choices) == 2
 
 
 def test_a_campaigns_run_is_the_run_that_tune_makes(results: CampaignResults, tmp_path: Path) -> None:
     """Shared moments, a base model that other runs have used, and shared weight bases change nothing."""
-    for cell in results.studies[0].cells[1::2]:
-        assert isinstance(cell.record, TunedRecord)
-        config = RunConfig.model_validate(cell.record.config.content())
+    for run in results.studies[0].runs[1::2]:
+        assert isinstance(run.record, TunedRecord)
+        config = RunConfig.model_validate(run.record.config.content())
         alone = execute(config, tmp_path / config.method, lambda *_: None)
         for key in ("hashes", "accuracy", "held_out_loss", "held_out_loss_before"):
-            assert getattr(cell.record, key) == getattr(alone, key), (config.method, key)
-        assert cell.record.training.losses == alone.training.losses
+            assert getattr(run.record, key) == getattr(alone, key), (config.method, key)
+        assert run.record.training.losses == alone.training.losses
 
 
 def test_every_run_says_what_its_bases_capture_and_fcca_captures_most(results: CampaignResults) -> None:
     found: dict[Any, dict[Any, float]] = {}
-    for cell in results.studies[0].cells:
-        assert isinstance(cell.record, TunedRecord)
-        assert cell.record.criterion is not None
-        assert len(cell.record.criterion.layers.name) == 16
-        found.setdefault(cell.axes["seed"], {})[cell.axes["method"]] = cell.record.criterion.J
+    for run in results.studies[0].runs:
+        assert isinstance(run.record, TunedRecord)
+        assert run.record.criterion is not None
+        assert len(run.record.criterion.layers.name) == 16
+        found.setdefault(run.axes["seed"], {})[run.axes["method"]] = run.record.criterion.J
     assert {seed: max(J, key=J.__getitem__) for seed, J in found.items()} == {42: "fcca", 43: "fcca"}
 
 
@@ -83,7 +83,7 @@ def test_what_runs_share_is_computed_once(done: tuple[Path, Tally]) -> None:
 
 
 def test_stability_compares_with_the_reference(results: CampaignResults) -> None:
-    few, all_of_them = (cell.record for cell in results.studies[1].cells)
+    few, all_of_them = (run.record for run in results.studies[1].runs)
     assert isinstance(few, StabilityRecord)
     assert isinstance(all_of_them, StabilityRecord)
     assert few.cosine_P is not None

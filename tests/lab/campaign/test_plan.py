@@ -148,7 +148,7 @@ studies:
     with store.running(plain.id) as folder:
         assert folder is not None
         (folder / "result.json").write_text(json.dumps(record_content({"task": "pocket-math"}, accuracy=0.25)))
-    found = {cell.axes["calibration_task"]: cell.record for cell in load_results(store.folder).studies[1].cells}
+    found = {run.axes["calibration_task"]: run.record for run in load_results(store.folder).studies[1].runs}
     assert found["pocket-math"] is not None
     assert found["pocket-math"].accuracy == 0.25
     assert found["pocket-sentiment"] is None

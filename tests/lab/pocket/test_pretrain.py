@@ -20,10 +20,19 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from frozencore.errors import TrainingError
 from frozencore.lab.pocket import pocket_model_path
-from frozencore.lab.pocket.pretrain import Recipe, batches, new_model, pocket_config, pretrain, save, train, train_step
+from frozencore.lab.pocket.pretrain import (
+    PretrainingRecipe,
+    batches,
+    new_model,
+    pocket_config,
+    pretrain,
+    save,
+    train,
+    train_step,
+)
 from tiny import tiny_qwen2
 
-TINY = replace(Recipe(), window=32, batch=4, num_corpus_tokens=20_000, num_tokenizer_documents=500)
+TINY = replace(PretrainingRecipe(), window=32, batch=4, num_corpus_tokens=20_000, num_tokenizer_documents=500)
 SMALLEST = {
     "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1,
     "num_key_value_heads": 1, "tie_word_embeddings": True,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from frozencore.lab.campaign.plan import Choice
-from frozencore.lab.campaign.results import CampaignResults, Cell, StudyResults
+from frozencore.lab.campaign.results import CampaignResults, FinalRun, StudyResults
 from frozencore.lab.campaign.spec import Campaign, read_campaign
 from frozencore.lab.run.record import Failure, read_record
 from made_up import record_content
@@ -49,32 +49,34 @@ def study(campaign: MakeCampaign) -> MakeStudy:
     ) -> StudyResults:
         made = campaign(yaml)
         name, only = next(iter(made.studies.items()))
-        return StudyResults(name, only, tuple(cells_of(name, only.axes, record)), choices)
+        return StudyResults(name, only, tuple(runs_of(name, only.axes, record)), choices)
 
     return make
 
 
-def cells_of(study: str, axes: Mapping[str, Any], record: Callable[[Mapping[str, Any]], Content | None]) -> list[Cell]:
-    """The cells of a study; every run has an id of its own."""
+def runs_of(
+    study: str, axes: Mapping[str, Any], record: Callable[[Mapping[str, Any]], Content | None]
+) -> list[FinalRun]:
+    """The runs of a study; every run has an id of its own."""
     found: list[dict[str, Any]] = [{}]
     for name, values in axes.items():
         found = [{**before, name: value} for before in found for value in values]
-    cells = []
+    runs = []
     for values in found:
         came = record(values)
         run_id = hashlib.sha256(f"{study} {values}".encode()).hexdigest()[:16]
         if came is None:
-            cells.append(Cell(values, run_id, None, None))
+            runs.append(FinalRun(values, run_id, None, None))
         elif "reason" in came:
-            cells.append(Cell(values, run_id, None, Failure(**came)))
+            runs.append(FinalRun(values, run_id, None, Failure(**came)))
         else:
-            cells.append(Cell(values, run_id, read_record(json.dumps({"format": 1, **came})), None))
-    return cells
+            runs.append(FinalRun(values, run_id, read_record(json.dumps({"format": 1, **came})), None))
+    return runs
 
 
 @pytest.fixture(scope="session")
-def made_cells() -> Callable[..., list[Cell]]:
-    return cells_of
+def made_runs() -> Callable[..., list[FinalRun]]:
+    return runs_of
 
 
 @pytest.fixture(scope="session")
@@ -84,7 +86,7 @@ def results(campaign: MakeCampaign) -> Callable[..., CampaignResults]:
     def make(yaml: str, record: Callable[[Mapping[str, Any]], Content | None] = record_content) -> CampaignResults:
         made = campaign(yaml)
         studies = (
-            StudyResults(name, one, tuple(cells_of(name, one.axes, record)), ()) for name, one in made.studies.items()
+            StudyResults(name, one, tuple(runs_of(name, one.axes, record)), ()) for name, one in made.studies.items()
         )
         return CampaignResults(made, tuple(studies))
 

@@ -27,7 +27,7 @@ STUDY = """
 
 
 @pytest.fixture(scope="module")
-def paper(tmp_path_factory, made_cells, make_record):
+def paper(tmp_path_factory, made_runs, make_record):
     """A campaign whose task means are a table of the paper's."""
     from frozencore.lab.campaign.spec import read_campaign
 
@@ -46,7 +46,7 @@ def paper(tmp_path_factory, made_cells, make_record):
             return make_record(axes, accuracy=accuracy, held_out_loss=1 - accuracy)
 
         studies = (
-            StudyResults(name, one, tuple(made_cells(name, one.axes, record)), ()) for name, one in made.studies.items()
+            StudyResults(name, one, tuple(made_runs(name, one.axes, record)), ()) for name, one in made.studies.items()
         )
         return CampaignResults(made, tuple(studies))
 

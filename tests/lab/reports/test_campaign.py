@@ -16,7 +16,7 @@ import pytest
 from frozencore.lab.campaign.plan import Choice
 from frozencore.lab.campaign.results import CampaignResults
 from frozencore.lab.reports.campaign import write_report
-from frozencore.lab.reports.document import tally
+from frozencore.lab.reports.document import count_runs
 from frozencore.lab.reports.pages.protocol import studies_axes
 from frozencore.lab.reports.study import study_section
 from frozencore.lab.run.record import Failure
@@ -101,19 +101,19 @@ def test_what_is_missing_is_counted_on_top_of_the_page_and_of_the_text(report):
 def test_a_run_that_waits_for_its_search_is_in_the_table_and_says_why_but_has_no_dialog(study, campaign, tmp_path):
     yaml = STUDIES.split("  sides:")[0]
     made = study(yaml)
-    *others, last = made.cells
+    *others, last = made.runs
     waits = replace(last, run_id=None, record=None, failure=Failure(reason="search", message="no trial finished"))
-    write_report(CampaignResults(campaign(yaml), (replace(made, cells=(*others, waits)),)), tmp_path)
+    write_report(CampaignResults(campaign(yaml), (replace(made, runs=(*others, waits)),)), tmp_path)
     page = (tmp_path / "index.html").read_text()
     facts = json.loads(re.search(r'<script type="application/json" id="runs">(.*?)</script>', page).group(1))
-    assert set(facts) == {cell.run_id for cell in others}
+    assert set(facts) == {run.run_id for run in others}
     assert "seed 43: search: no trial finished" in unescape(page)
 
 
 def test_a_run_that_two_studies_share_counts_once(study, make_record):
     axes = "{model: [small], task: [svamp], method: [fcca], seed: [42, 43]}"
     made = study(f"  a:\n    title: A\n    axes: {axes}\n", make_record)
-    assert tally(made.cells + made.cells).done == 2
+    assert count_runs(made.runs + made.runs).done == 2
 
 
 def test_the_page_is_well_formed_loads_nothing_and_escapes_what_it_is_told(report):
@@ -140,12 +140,12 @@ def test_the_page_is_well_formed_loads_nothing_and_escapes_what_it_is_told(repor
 def test_each_cell_carries_its_runs(report, sample):
     page = (report / "index.html").read_text()
     facts = json.loads(re.search(r'<script type="application/json" id="runs">(.*?)</script>', page).group(1))
-    cells = [cell for study in sample.studies for cell in study.cells]
-    assert set(facts) == {cell.run_id for cell in cells}
-    some = facts[cells[0].run_id]
+    runs = [run for study in sample.studies for run in study.runs]
+    assert set(facts) == {run.run_id for run in runs}
+    some = facts[runs[0].run_id]
     assert some["model hash"] == "a1" * 8
     assert "commit c3c3" in some["source"]
-    assert all(cell.run_id in page.split('id="runs"')[0] for cell in cells)
+    assert all(run.run_id in page.split('id="runs"')[0] for run in runs)
 
 
 def test_what_the_search_chose_is_shown_with_every_trial(study, make_record):

@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from frozencore.errors import ConfigError, DataError, ModelError
-from frozencore.lab.rows.batches import Collator, group_rows, make_batches
+from frozencore.lab.rows.batches import PaddingCollator, group_rows, make_batches
 from frozencore.lab.rows.prompts import PromptEncoder, TextRow, TokenRow
 from frozencore.lab.rows.suite import find_task
 from frozencore.lab.tasks.splits import split_task
@@ -148,7 +148,7 @@ def test_real_rows_spell_their_text_and_no_boundary_merges(tiny1m: Path, shared_
 
 def test_labels_mark_completions_only_also_where_padding_is_the_end_token() -> None:
     rows = [TokenRow("a", [5, 6, 7, 2], 2), TokenRow("b", [5, 2], 1)]
-    batch = Collator(pad_id=2)(rows)
+    batch = PaddingCollator(pad_id=2)(rows)
     assert batch["input_ids"].tolist() == [[5, 6, 7, 2], [5, 2, 2, 2]]
     assert batch["attention_mask"].tolist() == [[1, 1, 1, 1], [1, 1, 0, 0]]
     assert batch["labels"].tolist() == [[-100, -100, 7, 2], [-100, 2, -100, -100]]

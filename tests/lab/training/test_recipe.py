@@ -19,7 +19,7 @@ from torch import nn
 from adapted import adapted
 from all_logits import tiny_all_logits
 from frozencore.errors import ConfigError, DataError, DivergenceError, TrainingError
-from frozencore.lab.rows.batches import Collator
+from frozencore.lab.rows.batches import PaddingCollator
 from frozencore.lab.rows.prompts import TokenRow
 from frozencore.lab.training.recipe import Recipe, TrainingReport, train
 from tiny import draw_examples, tiny_gpt2, tiny_qwen2
@@ -50,7 +50,7 @@ def test_training_is_the_written_out_loop(adapted: bool) -> None:
     recipe = Recipe(learning_rate=3e-3, epochs=10, batch_size=len(ROWS), accumulation=1, warmup=0.2)
     report = train(model, ROWS, recipe, pad_id=0)
 
-    batch = Collator(pad_id=0)(ROWS)
+    batch = PaddingCollator(pad_id=0)(ROWS)
     parameters = [parameter for parameter in by_hand.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, weight_decay=0.0)
     losses = []
@@ -85,7 +85,7 @@ def test_dropout_is_off_and_comes_back() -> None:
     rows, recipe = ROWS[:4], Recipe(learning_rate=5e-3, warmup=0.03, batch_size=4, accumulation=1)
     model = with_lora(tiny_gpt2())
     with torch.no_grad():
-        expected = float(model.eval()(**Collator(pad_id=0)(rows)).loss)
+        expected = float(model.eval()(**PaddingCollator(pad_id=0)(rows)).loss)
     assert train(model, rows, recipe, pad_id=0).losses[0] == pytest.approx(expected, abs=1e-5)
     assert {m.p for m in model.modules() if isinstance(m, nn.Dropout)} == {0.3}
 

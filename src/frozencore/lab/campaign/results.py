@@ -13,7 +13,7 @@ from frozencore.lab.run.record import Failure, RunRecord
 
 
 @dataclass(frozen=True)
-class Cell:
+class FinalRun:
     """One final run of a study: the values of the study's axes, and its record or its failure."""
 
     axes: Axes
@@ -28,12 +28,12 @@ class StudyResults:
 
     name: str
     study: Study
-    cells: tuple[Cell, ...]
+    runs: tuple[FinalRun, ...]
     choices: tuple[tuple[Axes, Choice], ...]
 
     @property
-    def missing(self) -> tuple[Cell, ...]:
-        return tuple(cell for cell in self.cells if cell.record is None)
+    def missing(self) -> tuple[FinalRun, ...]:
+        return tuple(run for run in self.runs if run.record is None)
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def load_results(folder: Path) -> CampaignResults:
             StudyResults(
                 name,
                 study,
-                tuple(_cell(run, store) for run in planned if run.study == name and run.phase == "final"),
+                tuple(_final(run, store) for run in planned if run.study == name and run.phase == "final"),
                 tuple((group, choice) for other, group, choice in chosen if other == name),
             )
             for name, study in campaign.studies.items()
@@ -83,7 +83,7 @@ def _require_one_base(planned: list[Planned], store: Store) -> None:
             )
 
 
-def _cell(run: Planned, store: Store) -> Cell:
+def _final(run: Planned, store: Store) -> FinalRun:
     outcome = (store.outcome(run.job.id) if run.job else None) or Outcome()
     failure = outcome.failure or (Failure(reason="search", message=run.blocked) if run.blocked else None)
-    return Cell(run.axes, run.job.id if run.job else None, outcome.record, failure)
+    return FinalRun(run.axes, run.job.id if run.job else None, outcome.record, failure)

@@ -42,10 +42,9 @@ from pydantic_core import CoreSchema, ErrorDetails
 
 from frozencore.constructors import described
 from frozencore.errors import ConfigError
-from frozencore.lab.run.config import Measure, run_options
+from frozencore.lab.run.config import SelectionMetric, run_options
 from frozencore.naming import unknown_name
-from frozencore.options import Option as RunOption
-from frozencore.options import own_refusal
+from frozencore.options import Option, own_refusal
 from frozencore.strict_yaml import line_of, read_yaml
 
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")]
@@ -62,7 +61,7 @@ MATCHED = "matched"
 MOST_RUNS = 100_000
 
 
-def _options() -> dict[str, RunOption]:
+def _options() -> dict[str, Option]:
     return {name: option for name, option in run_options().items() if name not in PLACES}
 
 
@@ -76,7 +75,7 @@ def _option_or_for(name: str) -> str:
     return name if name == METHODS_OF_GRID else _option(name)
 
 
-Option = Annotated[str, AfterValidator(_option)]
+OptionName = Annotated[str, AfterValidator(_option)]
 
 
 @dataclass(frozen=True)
@@ -99,13 +98,13 @@ class _Described:
         return {"type": "object", "properties": known, "additionalProperties": False}
 
 
-def _schema(option: RunOption) -> dict[str, Any]:
+def _schema(option: Option) -> dict[str, Any]:
     default = {} if option.default is MISSING else {"default": option.adapter.dump_python(option.default, mode="json")}
     return {**option.adapter.json_schema(), "description": described(option), **default}
 
 
-Fixed = Annotated[dict[Option, Value], _Described()]
-Axes = Annotated[dict[Option, Values], _Described(listed=True)]
+Fixed = Annotated[dict[OptionName, Value], _Described()]
+StudyAxes = Annotated[dict[OptionName, Values], _Described(listed=True)]
 Grid = Annotated[dict[Annotated[str, AfterValidator(_option_or_for)], Values], _Described(True, METHODS_OF_GRID)]
 
 
@@ -124,7 +123,7 @@ class Search(_Strict):
 
     grids: Annotated[tuple[Grid, ...], Field(min_length=1)]
     seed: int = Field(default=42, ge=0, lt=2**32)
-    select: Measure = "accuracy"
+    select: SelectionMetric = "accuracy"
 
     def grid(self, method: str) -> Mapping[str, tuple[Value, ...]]:
         """The options tried for a method, without ``for``; one empty trial where no grid names it."""
@@ -183,7 +182,7 @@ class Study(_Strict):
 
     title: str
     kind: Kind = "tune"
-    axes: Axes
+    axes: StudyAxes
     fixed: Fixed = {}
     search: Search | None = None
     reference_size: int | None = Field(default=None, ge=1)

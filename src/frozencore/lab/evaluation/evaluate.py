@@ -19,7 +19,7 @@ from typing import Any
 from frozencore.errors import ArtifactError, ConfigError, DataError
 from frozencore.fingerprint import fingerprint_model
 from frozencore.lab.evaluation.adapters import BASE, AdapterStand, adapter_names
-from frozencore.lab.evaluation.jobs import Job, harness_job, suite_jobs
+from frozencore.lab.evaluation.scorers import TaskScorer, harness_scorer, suite_scorers
 from frozencore.lab.rows.prompt_date import PROMPT_DATE, asks_for_today
 from frozencore.lab.rows.prompts import PromptEncoder, PromptStyle, context_limit
 from frozencore.lab.run.loading import load_model
@@ -78,8 +78,8 @@ def evaluate(evaluation: Evaluation, out: Path, progress: Progress) -> dict[str,
     progress("load", 0, None, evaluation.model)
     model, tokenizer = load_model(evaluation.model, dtype=evaluation.dtype, device=evaluation.device)
     encoder = _encoder(evaluation, model, tokenizer)
-    jobs, failed = _jobs(evaluation, encoder)
-    progress("load", 1, 1, f"{len(jobs)} tasks")
+    scorers, failed = _scorers(evaluation, encoder)
+    progress("load", 1, 1, f"{len(scorers)} tasks")
 
     common = {
         "model": fingerprint_model(model),
@@ -94,7 +94,7 @@ def evaluate(evaluation: Evaluation, out: Path, progress: Progress) -> dict[str,
     scores: list[dict[str, Any]] = []
     for subject, folder in subjects.items():
         identity = {**common, "adapter": None if folder is None else _fingerprint_folder(folder)}
-        found, reasons = _score_subject(subject, folder, stand, jobs, identity, out, progress)
+        found, reasons = _score_subject(subject, folder, stand, scorers, identity, out, progress)
         scores += found
         failed |= reasons
     if not scores:
@@ -133,26 +133,26 @@ def _encoder(evaluation: Evaluation, model: Any, tokenizer: Any) -> PromptEncode
     )
 
 
-def _jobs(evaluation: Evaluation, encoder: PromptEncoder) -> tuple[list[Job], dict[str, str]]:
-    jobs, failed = suite_jobs(
+def _scorers(evaluation: Evaluation, encoder: PromptEncoder) -> tuple[list[TaskScorer], dict[str, str]]:
+    scorers, failed = suite_scorers(
         evaluation.tasks,
         encoder,
         data_root=evaluation.data_root,
         num_evaluation=evaluation.num_evaluation,
         length_normalised=evaluation.length_normalised,
     )
-    jobs += [
-        harness_job(name, encoder, include_path=evaluation.include_path, limit=evaluation.num_evaluation)
+    scorers += [
+        harness_scorer(name, encoder, include_path=evaluation.include_path, limit=evaluation.num_evaluation)
         for name in evaluation.harness_tasks
     ]
-    return jobs, failed
+    return scorers, failed
 
 
 def _score_subject(
     subject: str,
     folder: Path | None,
     stand: AdapterStand,
-    jobs: list[Job],
+    scorers: list[TaskScorer],
     identity: dict[str, Any],
     out: Path,
     progress: Progress,
@@ -161,17 +161,17 @@ def _score_subject(
     scores: list[dict[str, Any]] = []
     failed: dict[str, str] = {}
     model = None
-    for job in jobs:
-        place = out / subject / job.name
-        wanted = {**identity, **job.identity}
+    for scorer in scorers:
+        place = out / subject / scorer.name
+        wanted = {**identity, **scorer.identity}
         score = _finished(place, wanted)
         if score is None:
             if model is None:
                 model = stand.bare() if folder is None else stand.wear(folder)
             try:
-                summary, predictions = job.score(model, as_stage(progress, f"{subject}: {job.name}"))
+                summary, predictions = scorer.score(model, as_stage(progress, f"{subject}: {scorer.name}"))
             except DataError as error:
-                failed[job.name] = str(error)
+                failed[scorer.name] = str(error)
                 continue
             write_lines(place / "predictions.jsonl", predictions)
             score = {"subject": subject, **summary, "identity": wanted}

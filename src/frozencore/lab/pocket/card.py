@@ -7,7 +7,7 @@ from dataclasses import asdict
 import torch
 import transformers
 
-from frozencore.lab.pocket.recipe import Pretraining, Recipe
+from frozencore.lab.pocket.recipe import Pretraining, PretrainingRecipe
 
 _CARD = """\
 ---
@@ -49,7 +49,7 @@ Licence: Apache-2.0.
 """
 
 
-def model_card(recipe: Recipe, report: Pretraining) -> str:
+def model_card(recipe: PretrainingRecipe, report: Pretraining) -> str:
     """The card of a model made by ``recipe``, in Markdown."""
     return _CARD.format(
         **asdict(recipe),

@@ -12,7 +12,7 @@ from random import Random
 from typing import Any
 
 from frozencore.errors import DataError
-from frozencore.lab.pocket.generated import GeneratedSource, Row
+from frozencore.lab.pocket.generated import GeneratedRow, GeneratedSource
 from frozencore.lab.pocket.numbers import LARGEST_COMPARED
 from frozencore.lab.pocket.words import COUNTED, two_people
 from frozencore.lab.tasks.task import Example, Task
@@ -21,7 +21,7 @@ PROMPT = "Count of {things}: {first} {first_count}, {second} {second_count}. {fi
 LABELS = ("more", "fewer")
 
 
-def draw(rng: Random, kind: int) -> Row:
+def draw(rng: Random, kind: int) -> GeneratedRow:
     """One pair in which the first has ``LABELS[kind]`` than the second."""
     first, second = (person.name for person in two_people(rng))
     low, high = sorted(rng.sample(range(2, LARGEST_COMPARED + 1), 2))

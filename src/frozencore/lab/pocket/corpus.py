@@ -11,7 +11,7 @@ from random import Random
 from frozencore.lab.pocket import numbers, stories
 from frozencore.lab.pocket.words import DISLIKE, GAINS, LIKE, LOSES, PEOPLE
 
-Document = Callable[[Random], str]
+DocumentWriter = Callable[[Random], str]
 
 
 def talk(rng: Random) -> str:
@@ -31,7 +31,7 @@ def talk(rng: Random) -> str:
     )
 
 
-MIXTURE: tuple[tuple[Document, float], ...] = (
+MIXTURE: tuple[tuple[DocumentWriter, float], ...] = (
     (numbers.sums, 0.12),
     (numbers.counting, 0.16),
     (numbers.comparing, 0.13),

@@ -13,7 +13,7 @@ from random import Random
 from typing import Any
 
 from frozencore.errors import DataError
-from frozencore.lab.pocket.generated import GeneratedSource, Row
+from frozencore.lab.pocket.generated import GeneratedRow, GeneratedSource
 from frozencore.lab.pocket.words import BAD, GOOD, HAPPY, JUDGED, PEOPLE, SAD, polar_action
 from frozencore.lab.tasks.task import Example, Task
 
@@ -21,7 +21,7 @@ PROMPT = "Fact: {fact}. Verdict: Was {guess}?"
 LABELS = ("true", "false")
 
 
-def draw(rng: Random, kind: int) -> Row:
+def draw(rng: Random, kind: int) -> GeneratedRow:
     """A fact and a guess about its person or its thing; the guess's truth is ``LABELS[kind]``."""
     name, thing = rng.choice(PEOPLE).name, rng.choice(JUDGED)
     good, negated = rng.random() < 0.5, rng.random() < 0.3

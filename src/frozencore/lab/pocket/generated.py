@@ -12,7 +12,7 @@ from typing import Any
 from frozencore.errors import DataError
 from frozencore.lab.tasks.task import Origin, Split
 
-Row = dict[str, str]
+GeneratedRow = dict[str, str]
 _DRAWS_PER_ROW = 200
 
 
@@ -27,7 +27,7 @@ class GeneratedSource:
         num_train: More than a task trains on: the rest is there for validation.
     """
 
-    draw: Callable[[Random, int], Row]
+    draw: Callable[[Random, int], GeneratedRow]
     num_kinds: int
     text_fields: tuple[str, ...]
     seed: int
@@ -52,10 +52,10 @@ class GeneratedSource:
 
 
 @cache
-def _draw_rows(source: GeneratedSource) -> list[Row]:
+def _draw_rows(source: GeneratedSource) -> list[GeneratedRow]:
     rng = Random(source.seed)
     total = source.num_evaluation + source.num_train
-    rows: list[Row] = []
+    rows: list[GeneratedRow] = []
     seen: set[tuple[str, ...]] = set()
     while len(rows) < total:
         for kind in rng.sample(range(source.num_kinds), source.num_kinds):
@@ -65,11 +65,11 @@ def _draw_rows(source: GeneratedSource) -> list[Row]:
     return rows[:total]
 
 
-def _text(source: GeneratedSource, row: Row) -> tuple[str, ...]:
+def _text(source: GeneratedSource, row: GeneratedRow) -> tuple[str, ...]:
     return tuple(row[field] for field in source.text_fields)
 
 
-def _draw_unseen(source: GeneratedSource, rng: Random, kind: int, seen: set[tuple[str, ...]]) -> Row:
+def _draw_unseen(source: GeneratedSource, rng: Random, kind: int, seen: set[tuple[str, ...]]) -> GeneratedRow:
     for _ in range(_DRAWS_PER_ROW):
         row = source.draw(rng, kind)
         if _text(source, row) not in seen:

@@ -15,14 +15,15 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as Bars
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from frozencore.errors import TrainingError
 from frozencore.lab.pocket.card import model_card
 from frozencore.lab.pocket.corpus import documents
-from frozencore.lab.pocket.recipe import Pretraining, Recipe
+from frozencore.lab.pocket.recipe import Pretraining, PretrainingRecipe
 from frozencore.lab.pocket.tokens import train_tokenizer
 
 _STEPS_TIMED = 20
@@ -47,7 +48,7 @@ def pocket_config(tokenizer: PreTrainedTokenizerFast) -> Qwen2Config:
     )
 
 
-def corpus_windows(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> Tensor:
+def corpus_windows(recipe: PretrainingRecipe, tokenizer: PreTrainedTokenizerFast) -> Tensor:
     """Packed documents, each closed by the end-of-text token: (windows, window) token ids."""
     stream: list[int] = []
     texts = documents(recipe.seed)
@@ -59,7 +60,7 @@ def corpus_windows(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> Tensor
     return torch.tensor(stream[: num_windows * recipe.window]).view(num_windows, recipe.window)
 
 
-def batches(windows: Tensor, recipe: Recipe) -> Iterator[Tensor]:
+def batches(windows: Tensor, recipe: PretrainingRecipe) -> Iterator[Tensor]:
     """Batches without end, a fresh order in every pass."""
     generator = torch.Generator().manual_seed(recipe.seed)
     while True:
@@ -85,7 +86,9 @@ def train_step(model: Qwen2ForCausalLM, optimizers: Sequence[torch.optim.Optimiz
     return loss.item()
 
 
-def new_model(recipe: Recipe, config: Qwen2Config) -> tuple[Qwen2ForCausalLM, tuple[torch.optim.Optimizer, ...]]:
+def new_model(
+    recipe: PretrainingRecipe, config: Qwen2Config
+) -> tuple[Qwen2ForCausalLM, tuple[torch.optim.Optimizer, ...]]:
     """An untrained model and its optimisers, decided by the seed alone.
 
     Muon reached in two minutes what AdamW alone reached in eight.
@@ -102,7 +105,7 @@ def new_model(recipe: Recipe, config: Qwen2Config) -> tuple[Qwen2ForCausalLM, tu
     )
 
 
-def steps_in(minutes: float, recipe: Recipe, config: Qwen2Config, windows: Tensor) -> int:
+def steps_in(minutes: float, recipe: PretrainingRecipe, config: Qwen2Config, windows: Tensor) -> int:
     """How many steps this machine does in ``minutes``, measured on a model that is then thrown away."""
     model, optimizers = new_model(recipe, config)
     supply = batches(windows, recipe)
@@ -114,7 +117,7 @@ def steps_in(minutes: float, recipe: Recipe, config: Qwen2Config, windows: Tenso
 
 
 def train(
-    recipe: Recipe, config: Qwen2Config, windows: Tensor, num_steps: int, progress: Progress
+    recipe: PretrainingRecipe, config: Qwen2Config, windows: Tensor, num_steps: int, progress: Bars
 ) -> tuple[Qwen2ForCausalLM, Pretraining]:
     """Warm-up, then a cosine to zero over ``num_steps``."""
     model, optimizers = new_model(recipe, config)
@@ -161,7 +164,7 @@ def save(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, card: str,
     shutil.rmtree(old, ignore_errors=True)
 
 
-def pretrain(out: Path, *, recipe: Recipe, num_steps: int | None, minutes: float | None) -> Pretraining:
+def pretrain(out: Path, *, recipe: PretrainingRecipe, num_steps: int | None, minutes: float | None) -> Pretraining:
     """Generate, train and save; exactly one of ``num_steps`` and ``minutes`` sets the length."""
     console = Console()
     console.print("training the tokenizer")
@@ -172,7 +175,7 @@ def pretrain(out: Path, *, recipe: Recipe, num_steps: int | None, minutes: float
     if num_steps is None:
         num_steps = steps_in(minutes or 0.0, recipe, config, windows)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console) as progress:
+    with Bars(*columns, console=console) as progress:
         model, report = train(recipe, config, windows, num_steps, progress)
     save(model, tokenizer, model_card(recipe, report), out)
     console.print(f"wrote {out}: {report}")
@@ -186,13 +189,13 @@ def main() -> None:
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--steps", type=int, default=3300, help="updates (the shipped model's number by default)")
     length.add_argument("--minutes", type=float, help="instead of --steps: what fits this time on this machine")
-    parser.add_argument("--seed", type=int, default=Recipe.seed)
+    parser.add_argument("--seed", type=int, default=PretrainingRecipe.seed)
     parser.add_argument("--threads", type=int, default=1, help="CPU threads; the shipped model used one")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     pretrain(
         arguments.out,
-        recipe=Recipe(seed=arguments.seed),
+        recipe=PretrainingRecipe(seed=arguments.seed),
         num_steps=None if arguments.minutes is not None else arguments.steps,
         minutes=arguments.minutes,
     )

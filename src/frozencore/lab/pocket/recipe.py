@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Recipe:
+class PretrainingRecipe:
     """Everything that decides the weights, apart from the number of steps.
 
     Attributes:

@@ -13,7 +13,7 @@ from random import Random
 from typing import Any
 
 from frozencore.errors import DataError
-from frozencore.lab.pocket.generated import GeneratedSource, Row
+from frozencore.lab.pocket.generated import GeneratedRow, GeneratedSource
 from frozencore.lab.pocket.words import JUDGED, PEOPLE, PLACES, polar_action, polar_clause
 from frozencore.lab.tasks.task import Example, Task
 
@@ -21,7 +21,7 @@ PROMPT = "Review: {review} Sentiment:"
 LABELS = ("positive", "negative")
 
 
-def draw(rng: Random, kind: int) -> Row:
+def draw(rng: Random, kind: int) -> GeneratedRow:
     """One review whose label is ``LABELS[kind]``."""
     good = kind == 0
     thing = rng.choice(JUDGED)

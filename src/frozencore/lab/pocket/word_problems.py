@@ -12,7 +12,7 @@ from random import Random
 from typing import Any
 
 from frozencore.errors import DataError
-from frozencore.lab.pocket.generated import GeneratedSource, Row
+from frozencore.lab.pocket.generated import GeneratedRow, GeneratedSource
 from frozencore.lab.pocket.numbers import LARGEST_OPERAND
 from frozencore.lab.pocket.words import COUNTED, GAINED, LOST, two_people
 from frozencore.lab.tasks.task import Example, Task
@@ -22,7 +22,7 @@ COMPLETION = " The answer is: {answer}"
 NUM_KINDS = 4
 
 
-def draw(rng: Random, kind: int) -> Row:
+def draw(rng: Random, kind: int) -> GeneratedRow:
     """One problem: 0 a gain, 1 a loss, 2 a total, 3 a difference."""
     person, friend = two_people(rng)
     name, other, things = person.name, friend.name, rng.choice(COUNTED)

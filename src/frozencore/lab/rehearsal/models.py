@@ -23,8 +23,6 @@ PIECES = 2000
 SHORTEST_CONTEXT = 4096  # its tokenizer knows few words, so that rows are longer than the real model's
 SEED = 0
 
-Source = Literal["folder or cache", "known"]
-
 
 @dataclass(frozen=True)
 class Original:
@@ -36,7 +34,7 @@ class Original:
     """
 
     config: PretrainedConfig
-    source: Source
+    source: Literal["folder or cache", "known"]
     tokenizer: Callable[[], Any]
 
 

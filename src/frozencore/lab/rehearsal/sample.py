@@ -16,8 +16,6 @@ FEW = 2
 MODEL_AND_SEED = ("model", "seed")
 FASTER = "float32, all examples of an optimiser step at once"
 
-Values = tuple[Value, ...]
-
 
 @dataclass(frozen=True)
 class Sample:
@@ -89,7 +87,7 @@ def _one_axis(study: Study, whole: str | None, num_seeds: int) -> Study:
     return _changed(study, {**changes, "seed": study.axes["seed"][:num_seeds]})
 
 
-def _few(study: Study, axis: str, values: Values) -> Values:
+def _few(study: Study, axis: str, values: tuple[Value, ...]) -> tuple[Value, ...]:
     """What the report names, or the first; and the last of the others."""
     report = study.report
     if axis == "calibration_task" and report.reference == MATCHED:
@@ -109,7 +107,7 @@ def _few_trials(study: Study) -> Study:
     if study.search is None:
         return study
     methods = [str(method) for method in study.axes.get("method", ())]
-    grids: list[dict[str, Values]] = []
+    grids: list[dict[str, tuple[Value, ...]]] = []
     for grid in study.search.grids:
         own = [str(name) for name in grid.get(METHODS_OF_GRID, ())] or methods or [""]
         options = {name: values for name, values in grid.items() if name != METHODS_OF_GRID}
@@ -121,7 +119,7 @@ def _few_trials(study: Study) -> Study:
     return study.model_copy(update={"search": study.search.model_copy(update={"grids": tuple(grids)})})
 
 
-def _changed(study: Study, axes: dict[str, Values]) -> Study:
+def _changed(study: Study, axes: dict[str, tuple[Value, ...]]) -> Study:
     """The study with other values of its axes, in its own order."""
     return study.model_copy(update={"axes": {axis: axes.get(axis, values) for axis, values in study.axes.items()}})
 

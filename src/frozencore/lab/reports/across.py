@@ -83,9 +83,9 @@ def _section(name: str, members: Sequence[Member]) -> Section | None:
             drawings.append(Drawing(f"{name}{measure.suffix}", alt, draw, wide=len(shown) > 2))
     if not main:
         return None
-    cells = tuple(cell for _, study in members for cell in study.cells)
+    runs = tuple(run for _, study in members for run in study.runs)
     note = notes.pop() if len(notes) == 1 else ""
-    return Section(name, title, note, cells, tuple(main), tuple(details), tuple(drawings))
+    return Section(name, title, note, runs, tuple(main), tuple(details), tuple(drawings))
 
 
 def _named(members: Sequence[Member], measure: Measure) -> list[NamedPivot]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from matplotlib.figure import Figure
 
-from frozencore.lab.campaign.results import CampaignResults, Cell
+from frozencore.lab.campaign.results import CampaignResults, FinalRun
 from frozencore.lab.reports.labels import free_name
 from frozencore.lab.reports.sheets.sheet import Sheet
 from frozencore.lab.reports.tables.pivot import Pivot
@@ -43,14 +43,14 @@ class Section:
     """One heading with what belongs below it.
 
     Attributes:
-        cells: The final runs that it shows.
+        runs: The final runs that it shows.
         main, details: Tables in the order of reading; the page folds the details away.
     """
 
     name: str
     title: str
     note: str
-    cells: tuple[Cell, ...]
+    runs: tuple[FinalRun, ...]
     main: tuple[Table, ...]
     details: tuple[Table, ...] = ()
     drawings: tuple[Drawing, ...] = ()
@@ -70,12 +70,12 @@ class Document:
     sections: tuple[Section, ...]
 
     @property
-    def cells(self) -> tuple[Cell, ...]:
-        return tuple(cell for campaign in self.campaigns for study in campaign.studies for cell in study.cells)
+    def runs(self) -> tuple[FinalRun, ...]:
+        return tuple(run for campaign in self.campaigns for study in campaign.studies for run in study.runs)
 
 
 @dataclass(frozen=True)
-class Tally:
+class RunCounts:
     """Runs that are done, failed, and missing; a run that several studies ask for counts once."""
 
     done: int
@@ -87,12 +87,12 @@ class Tally:
         return f"{self.done} of {total} final runs done, {self.failed} failed, {self.missing} missing"
 
 
-def tally(cells: tuple[Cell, ...]) -> Tally:
-    """Count the runs of some cells."""
-    runs = {cell.run_id or f"none {i}": cell for i, cell in enumerate(cells)}.values()
-    done = sum(cell.record is not None for cell in runs)
-    failed = sum(cell.record is None and cell.failure is not None for cell in runs)
-    return Tally(done, failed, len(runs) - done - failed)
+def count_runs(runs: tuple[FinalRun, ...]) -> RunCounts:
+    """What became of them."""
+    different = {run.run_id or f"none {i}": run for i, run in enumerate(runs)}.values()
+    done = sum(run.record is not None for run in different)
+    failed = sum(run.record is None and run.failure is not None for run in different)
+    return RunCounts(done, failed, len(different) - done - failed)
 
 
 def make_document(

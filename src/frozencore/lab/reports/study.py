@@ -59,7 +59,7 @@ def study_section(results: StudyResults) -> Section:
         details.append(Table(search_sheet(results)))
     drawings = tuple(study_drawings(results))
     study = results.study
-    return Section(results.name, study.title, study.note, results.cells, tuple(main), tuple(details), drawings)
+    return Section(results.name, study.title, study.note, results.runs, tuple(main), tuple(details), drawings)
 
 
 def _significance(pivot: Pivot, comparison: Comparison, name: str, remark: str) -> Sheet:

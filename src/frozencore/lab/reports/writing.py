@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from frozencore.lab.reports.document import Document, Table, tally
+from frozencore.lab.reports.document import Document, Table, count_runs
 from frozencore.lab.reports.figures.style import save_figure
 from frozencore.lab.reports.pages.document_page import document_page
 from frozencore.lab.reports.pages.protocol import protocol_yaml
@@ -56,10 +56,10 @@ def _table_files(table: Table) -> Mapping[str, str]:
 
 
 def _markdown(document: Document) -> str:
-    parts = [f"# {document.name}", *([document.about] if document.about else []), f"**{tally(document.cells)}.**"]
+    parts = [f"# {document.name}", *([document.about] if document.about else []), f"**{count_runs(document.runs)}.**"]
     for section in document.sections:
         parts += [f"## {section.title}", *([section.note] if section.note else [])]
-        parts += [f"{tally(section.cells)}."] if section.cells else []
+        parts += [f"{count_runs(section.runs)}."] if section.runs else []
         parts += [f"![{drawing.alt}](figures/{drawing.name}.png)" for drawing in section.drawings]
         for table in section.tables:
             parts += [markdown(table.sheet).rstrip("\n"), *([table.remark] if table.remark else [])]

@@ -16,7 +16,7 @@ LOGITS_BUDGET = 2**26  # values held at once: 256 MiB of float32
 
 
 @dataclass(frozen=True)
-class Collator:
+class PaddingCollator:
     """Stacks token rows: ``input_ids``, ``attention_mask``, ``labels``, each (rows, longest row), padded right.
 
     Labels are -100 on prompts and padding, also where the padding token is the end token.
@@ -34,7 +34,7 @@ class Collator:
 
 def make_batches(rows: Sequence[TokenRow], *, pad_id: int, batch_size: int) -> list[dict[str, Tensor]]:
     """Consecutive rows as batches, in order; the last one may be smaller."""
-    collate = Collator(pad_id)
+    collate = PaddingCollator(pad_id)
     return [collate(rows[start : start + batch_size]) for start in range(0, len(rows), batch_size)]
 
 

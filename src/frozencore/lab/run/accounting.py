@@ -10,7 +10,8 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import nn
 
-Shape = tuple[int, int]
+from frozencore.maths.linalg import Shape
+
 ADAM_STATES = 2  # first and second moment
 FLOAT32_BYTES = 4
 

@@ -37,10 +37,10 @@ from frozencore.maths.moments import MomentName
 from frozencore.one_line import one_line
 from frozencore.options import Option, options_of, own_refusal
 
-Measure = Literal["accuracy", "held_out_loss"]
+SelectionMetric = Literal["accuracy", "held_out_loss"]
 
 
-class _Strict(BaseModel):
+class _Frozen(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
@@ -61,7 +61,7 @@ and those of the calibration pass. Who names one of them does so without its gro
 @cache
 def _model(group: str, _table: tuple[type, ...]) -> type[BaseModel]:
     fields: dict[str, Any] = {name: (option.type, option.default) for name, option in GROUPS[group]().items()}
-    return create_model(group, __base__=_Strict, **fields)
+    return create_model(group, __base__=_Frozen, **fields)
 
 
 def _read(given: Any, group: str) -> BaseModel:
@@ -72,7 +72,7 @@ def _read(given: Any, group: str) -> BaseModel:
     return model.model_validate_json(json.dumps(given, default=str), strict=True)
 
 
-class RunConfig(_Strict):
+class RunConfig(_Frozen):
     """One run of the training recipe (paper, section 4 and appendix B); each field says what it is in its help."""
 
     model: Annotated[
@@ -149,7 +149,7 @@ class RunConfig(_Strict):
         ),
     ] = "none"
     select_by: Annotated[
-        Measure, Field(description="What the best step is: accuracy (ties by held-out loss), or held_out_loss.")
+        SelectionMetric, Field(description="What the best step is: accuracy (ties by held-out loss), or held_out_loss.")
     ] = "accuracy"
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"], Field(description="Of the base model's weights.")

@@ -38,7 +38,7 @@ LAST_GOOD = "last-good-adapter"  # beside the checkpoints of a training that div
 Adapted = tuple[PeftModel, Calibration | None]
 Adapt = Callable[[RunConfig, Bench, Targets, Progress], Adapted]
 """Puts the configured adapter on a bench's model, calibrated; what was found is None where no data were read."""
-Measure = Callable[[RunConfig, Bench, PeftModel, Progress], Mapping[str, Capture]]
+MeasureBases = Callable[[RunConfig, Bench, PeftModel, Progress], Mapping[str, Capture]]
 """What bases capture, by layer, that were made without looking at the data; nothing where that is not known."""
 
 
@@ -50,7 +50,7 @@ def execute(
     bench: Bench | None = None,
     resume: bool = False,
     adapt: Adapt | None = None,
-    measure: Measure | None = None,
+    measure: MeasureBases | None = None,
 ) -> TunedRecord:
     """Run a configuration and write ``out/``: the adapter, predictions, and last of all ``result.json``.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from frozencore.lab.run.bench import Bench, Score
-from frozencore.lab.run.config import Measure, RunConfig
+from frozencore.lab.run.config import RunConfig, SelectionMetric
 from frozencore.lab.run.record import SelectedCheckpoint, StepScored
 from frozencore.lab.run.rows import ScoredRows
 from frozencore.lab.scoring.heldout import held_out_loss
@@ -16,7 +16,7 @@ from frozencore.progress import Progress
 
 
 def score_rows(
-    model: nn.Module, bench: Bench, rows: ScoredRows, progress: Progress, *, by: Measure = "accuracy"
+    model: nn.Module, bench: Bench, rows: ScoredRows, progress: Progress, *, by: SelectionMetric = "accuracy"
 ) -> Score:
     """Score a model on rows of the bench's task or file.
 

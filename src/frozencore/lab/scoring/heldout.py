@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from frozencore.errors import DataError, ModelError
-from frozencore.lab.rows.batches import IGNORED, Collator
+from frozencore.lab.rows.batches import IGNORED, PaddingCollator
 from frozencore.lab.rows.prompts import TokenRow
 from frozencore.lab.scoring.logits import token_logprobs
 from frozencore.lab.scoring.memory import score_in_groups
@@ -31,7 +31,7 @@ def held_out_loss(
         ModelError: The loss is not finite.
     """
     device = next(model.parameters()).device
-    collate = Collator(pad_id)
+    collate = PaddingCollator(pad_id)
     vocabulary = vocabulary_of(model)
     sizes = [(len(row.input_ids), (len(row.input_ids) - row.num_context) * vocabulary) for row in rows]
     losses: list[tuple[float, int]] = []

@@ -27,16 +27,16 @@ from transformers import PrinterCallback, TrainingArguments
 
 from frozencore.adapter.trainable import require_own_parameters
 from frozencore.errors import ConfigError, DataError, TrainingError
-from frozencore.lab.rows.batches import Collator
+from frozencore.lab.rows.batches import PaddingCollator
 from frozencore.lab.rows.prompts import TokenRow
 from frozencore.lab.training.checkpoints import starting_point
 from frozencore.lab.training.selection import Selected, Selection, Selector
 from frozencore.lab.training.termination import sigterm_held_back
 from frozencore.lab.training.trainer import (
     CompletionTrainer,
+    LossMonitor,
     Seal,
     StopWhenAsked,
-    Watch,
     own_use_cache,
     without_dropout,
 )
@@ -165,13 +165,13 @@ def train(
         if selection is not None:
             steps_an_epoch = recipe.num_steps(len(rows)) // recipe.epochs
             selector = Selector(selection, model, steps_an_epoch=steps_an_epoch, asked=asked, resumed_from=resumed_from)
-        watch = Watch(progress, kept, paused_s=lambda: selector.time_s if selector else 0.0)
+        monitor = LossMonitor(progress, kept, paused_s=lambda: selector.time_s if selector else 0.0)
         trainer = CompletionTrainer(
             model=model,
             args=_arguments(model, recipe, len(rows), folder, checkpoint_dir is not None, checkpoint_steps),
-            data_collator=Collator(pad_id),
+            data_collator=PaddingCollator(pad_id),
             train_dataset=list(rows),
-            callbacks=[watch, *([selector] if selector else []), Seal(identity), StopWhenAsked(asked)],
+            callbacks=[monitor, *([selector] if selector else []), Seal(identity), StopWhenAsked(asked)],
         )
         trainer.remove_callback(PrinterCallback)
         with _disk_errors_told(checkpoint_dir):
@@ -190,7 +190,7 @@ def train(
         losses=losses,
         final_loss=sum(tail) / len(tail),
         time_s=time.perf_counter() - start - (selected.time_s if selected else 0.0),
-        step_s=median(b - a for a, b in pairwise(watch.step_ends)) if len(watch.step_ends) > 1 else None,
+        step_s=median(b - a for a, b in pairwise(monitor.step_ends)) if len(monitor.step_ends) > 1 else None,
         resumed_from=resumed_from,
         selected=selected,
     )

@@ -55,7 +55,7 @@ class CompletionTrainer(Trainer):
         return 0
 
 
-class Watch(TrainerCallback):
+class LossMonitor(TrainerCallback):
     """Reports each step's loss, and stops at the first that is not finite, before it can be saved.
 
     Args:

@@ -66,9 +66,9 @@ def _standard_error(pivot: Pivot, record: TunedRecord | None) -> float | None:
 def records_of_row(pivot: Pivot, row: Key) -> dict[Key, TunedRecord]:
     """The record of the first seed of each column."""
     found: dict[Key, TunedRecord] = {}
-    for cell in pivot.study.cells:
-        here = tuple(cell.axes[axis] for axis in pivot.row_axes) == row
-        inside = all(cell.axes[axis] == value for axis, value in pivot.group.items())
-        if here and inside and isinstance(cell.record, TunedRecord):
-            found.setdefault(tuple(cell.axes[axis] for axis in pivot.column_axes), cell.record)
+    for run in pivot.study.runs:
+        here = tuple(run.axes[axis] for axis in pivot.row_axes) == row
+        inside = all(run.axes[axis] == value for axis, value in pivot.group.items())
+        if here and inside and isinstance(run.record, TunedRecord):
+            found.setdefault(tuple(run.axes[axis] for axis in pivot.column_axes), run.record)
     return found

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from frozencore.lab.campaign.results import Cell
+from frozencore.lab.campaign.results import FinalRun
 from frozencore.lab.campaign.spec import Campaign
-from frozencore.lab.reports.document import Document, Section, Table, tally
+from frozencore.lab.reports.document import Document, Section, Table, count_runs
 from frozencore.lab.reports.labels import axis_name, full_name, value_name
 from frozencore.lab.reports.pages.html_parts import html_document, image
 from frozencore.lab.reports.pages.protocol import protocol_yaml, studies_axes
@@ -76,12 +76,12 @@ def document_page(document: Document, figures: Mapping[str, Path]) -> str:
     links = "".join(f'<a href="#{_e(one.name)}">{_e(one.title)}</a>' for one in document.sections)
     about = f"<p>{_e(document.about)}</p>" if document.about else ""
     body = (
-        f"<h1>{_e(document.name)}</h1>{about}{_status(document.cells)}"
+        f"<h1>{_e(document.name)}</h1>{about}{_status(document.runs)}"
         f'<nav>{links}<a href="#protocol">Protocol</a><a href="#provenance">Provenance</a></nav>'
         "<p class=note>Headings sort. A cell opens to its runs: seeds, values, options, hashes.</p>"
         + "".join(_section(section, figures) for section in document.sections)
         + _protocol([results.campaign for results in document.campaigns])
-        + _provenance(document.cells)
+        + _provenance(document.runs)
         + '<dialog><form method="dialog"><button>Close</button></form><div></div></dialog>'
         + f'<script type="application/json" id="runs">{_json(_facts(document))}</script>'
     )
@@ -92,7 +92,7 @@ def _section(section: Section, figures: Mapping[str, Path]) -> str:
     note = f"<p>{_e(section.note)}</p>" if section.note else ""
     details = "".join(map(_table, section.details))
     images = "".join(image(figures[one.name], one.alt, wide=one.wide) for one in section.drawings)
-    status = _status(section.cells) if section.cells else ""
+    status = _status(section.runs) if section.runs else ""
     return (
         f'<section><h2 id="{_e(section.name)}">{_e(section.title)}</h2>{note}{status}'
         + f"<div class=figures>{images}</div>"
@@ -102,8 +102,8 @@ def _section(section: Section, figures: Mapping[str, Path]) -> str:
     )
 
 
-def _status(cells: tuple[Cell, ...]) -> str:
-    counted = tally(cells)
+def _status(runs: tuple[FinalRun, ...]) -> str:
+    counted = count_runs(runs)
     partial = "" if counted.failed == counted.missing == 0 else " partial"
     return f'<p class="status{partial}">{_e(str(counted))}.</p>'
 
@@ -139,8 +139,8 @@ def _protocol_of(campaign: Campaign) -> str:
     )
 
 
-def _provenance(cells: tuple[Cell, ...]) -> str:
-    records = {cell.run_id: cell.record for cell in cells}.values()
+def _provenance(runs: tuple[FinalRun, ...]) -> str:
+    records = {run.run_id: run.record for run in runs}.values()
     counted = Counter(_source(record.provenance) for record in records if record is not None)
     lines = "".join(f"<li>{count} runs: {_e(source)}</li>" for source, count in sorted(counted.items()))
     return f'<section><h2 id="provenance">Provenance</h2><ul>{lines or "<li>No run is done.</li>"}</ul></section>'
@@ -155,17 +155,17 @@ def _facts(document: Document) -> dict[str, dict[str, str]]:
     """What the dialog of each run that a table shows says beside its value."""
     shown = {run.run_id for section in document.sections for table in section.tables for run in _runs(table)}
     found: dict[str, dict[str, str]] = {}
-    for cell in document.cells:
-        if cell.run_id is None or cell.run_id in found or cell.run_id not in shown:
+    for run in document.runs:
+        if run.run_id is None or run.run_id in found or run.run_id not in shown:
             continue
-        facts = {"run": cell.run_id, "axes": ", ".join(full_name(*item) for item in cell.axes.items())}
-        if cell.record is not None:
-            facts |= {"options": _options(cell.record.config.content()), "source": _source(cell.record.provenance)}
-            hashes = cell.record.hashes.content() if cell.record.hashes is not None else {}
+        facts = {"run": run.run_id, "axes": ", ".join(full_name(*item) for item in run.axes.items())}
+        if run.record is not None:
+            facts |= {"options": _options(run.record.config.content()), "source": _source(run.record.provenance)}
+            hashes = run.record.hashes.content() if run.record.hashes is not None else {}
             facts |= {f"{name} hash": str(value)[:HASH_DIGITS] for name, value in hashes.items()}
-        elif cell.failure is not None:
-            facts["failure"] = f"{cell.failure.reason}: {cell.failure.message}"
-        found[cell.run_id] = facts
+        elif run.failure is not None:
+            facts["failure"] = f"{run.failure.reason}: {run.failure.message}"
+        found[run.run_id] = facts
     return found
 
 

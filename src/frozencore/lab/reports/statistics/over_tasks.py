@@ -15,8 +15,6 @@ from scipy import stats
 
 from frozencore.errors import DataError
 
-Values = Sequence[float]
-
 DIGITS = 12
 MOST_EXACT = 100
 """Nonzero differences up to which the signed-rank distribution is counted out; beyond, it is taken as normal."""
@@ -65,12 +63,12 @@ def whole(values: Mapping[str, float | None]) -> list[float]:
     return found
 
 
-def sample_std(values: Values) -> float | None:
+def sample_std(values: Sequence[float]) -> float | None:
     """Sample standard deviation (divisor n - 1); None of a single value."""
     return float(np.std(values, ddof=1)) if len(values) > 1 else None
 
 
-def differences(reference: Values, other: Values) -> list[float]:
+def differences(reference: Sequence[float], other: Sequence[float]) -> list[float]:
     """``reference - other`` by task."""
     return [_difference(x, y) for x, y in zip(reference, other, strict=True)]
 
@@ -80,12 +78,12 @@ def _difference(x: float, y: float) -> float:
     return round(x - y, DIGITS - 1 - math.floor(math.log10(larger))) if larger > 0 else 0.0
 
 
-def wins_ties_losses(differences: Values) -> tuple[int, int, int]:
+def wins_ties_losses(differences: Sequence[float]) -> tuple[int, int, int]:
     """How many differences are above, at and below 0."""
     return sum(d > 0 for d in differences), sum(d == 0 for d in differences), sum(d < 0 for d in differences)
 
 
-def signed_rank(differences: Values) -> SignedRank:
+def signed_rank(differences: Sequence[float]) -> SignedRank:
     """Two-sided Wilcoxon signed-rank test of differences whose median is 0 under the hypothesis.
 
     Zeros are dropped and ties share their mean rank, as Wilcoxon did. The distribution of the rank sum, given those
@@ -113,14 +111,14 @@ def _exact_p(doubled: Sequence[int], smaller: int) -> float:
     return min(1.0, 2 * tail / 2 ** len(doubled))
 
 
-def paired_t(differences: Values) -> float | None:
+def paired_t(differences: Sequence[float]) -> float | None:
     """Two-sided p of the paired t-test; None where the differences have no spread to compare their mean with."""
     if len(differences) < 2 or np.ptp(differences) == 0:
         return None
     return float(stats.ttest_1samp(differences, 0.0).pvalue)
 
 
-def bootstrap_interval(differences: Values, *, seed: int = 0) -> tuple[float, float]:
+def bootstrap_interval(differences: Sequence[float], *, seed: int = 0) -> tuple[float, float]:
     """Percentile interval (95 %) of the mean difference, over 10,000 draws of tasks with replacement."""
     drawn = np.random.default_rng(seed).choice(np.asarray(differences), size=(NUM_RESAMPLES, len(differences)))
     low, high = np.quantile(drawn.mean(axis=1), [(1 - COVERAGE) / 2, (1 + COVERAGE) / 2])
@@ -138,7 +136,7 @@ def holm(p_values: Sequence[float | None]) -> list[float | None]:
     return adjusted
 
 
-def mean_ranks(columns: Mapping[str, Values], *, lower_is_better: bool = False) -> dict[str, float]:
+def mean_ranks(columns: Mapping[str, Sequence[float]], *, lower_is_better: bool = False) -> dict[str, float]:
     """Mean over tasks of each column's rank, 1 the best; ties share their mean rank."""
     sign = 1 if lower_is_better else -1
     ranks = stats.rankdata(sign * np.array(list(columns.values())), axis=0)

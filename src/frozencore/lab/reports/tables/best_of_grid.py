@@ -56,7 +56,7 @@ def _outcome(pivot: Pivot, row: Key, best: Key | None) -> str:
 def _no_better_than_chance(pivot: Pivot, cell: PivotCell) -> float | None:
     """Chance, where the accuracy of runs that trained is within two standard errors above it, or below."""
     ids = {run.run_id for run in cell.runs}
-    records = [one.record for one in pivot.study.cells if one.run_id in ids and isinstance(one.record, TunedRecord)]
+    records = [one.record for one in pivot.study.runs if one.run_id in ids and isinstance(one.record, TunedRecord)]
     details = [record.score for record in records if record.score is not None and record.score.chance is not None]
     if pivot.measure.key != "accuracy" or not details or cell.mean is None:
         return None

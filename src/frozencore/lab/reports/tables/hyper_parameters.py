@@ -112,7 +112,7 @@ class _Options:
 
 def _trained(study: StudyResults, methods: list[str]) -> SheetCell:
     """What the runs of these methods train, as their records have it."""
-    records = [cell.record for cell in study.cells if isinstance(cell.record, TunedRecord)]
+    records = [run.record for run in study.runs if isinstance(run.record, TunedRecord)]
     counts = sorted({record.trainable_parameters for record in records if record.method in methods})
     if not counts:
         return SheetCell("-", hint="nothing was trained", is_undefined=True)

@@ -50,6 +50,6 @@ def measures_of(results: StudyResults) -> tuple[Measure, ...]:
     """What a study's tables show: cosines of a stability study; else accuracy, if tasks have it, and held-out loss."""
     if results.study.kind == "stability":
         return COSINES
-    records = [cell.record for cell in results.cells if cell.record is not None]
+    records = [run.record for run in results.runs if run.record is not None]
     has_accuracy = not records or any(record.has("accuracy") for record in records)
     return (ACCURACY, LOSS) if has_accuracy else (LOSS,)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from frozencore.lab.campaign.plan import Axes
-from frozencore.lab.campaign.results import Cell, StudyResults
+from frozencore.lab.campaign.results import FinalRun, StudyResults
 from frozencore.lab.campaign.spec import Value
 from frozencore.lab.reports.labels import column_name, full_name, slug
 from frozencore.lab.reports.sheets.sheet import SeedValue, Status
@@ -104,10 +104,10 @@ def pivots(results: StudyResults, measure: Measure) -> list[Pivot]:
     found = []
     for values in product(*(axes[axis] for axis in further)):
         group = dict(zip(further, values, strict=True))
-        cells = [cell for cell in results.cells if all(cell.axes[axis] == value for axis, value in group.items())]
+        members = [run for run in results.runs if all(run.axes[axis] == value for axis, value in group.items())]
         shown = {axis: value for axis, value in group.items() if len(axes[axis]) > 1}
         rows, columns = (tuple(product(*(axes[axis] for axis in side))) for side in (report.rows, report.columns))
-        found.append(_pivot(results, measure, shown, rows, columns, cells))
+        found.append(_pivot(results, measure, shown, rows, columns, members))
     return found
 
 
@@ -117,17 +117,17 @@ def _pivot(
     group: Axes,
     rows: tuple[Key, ...],
     columns: tuple[Key, ...],
-    cells: list[Cell],
+    members: list[FinalRun],
 ) -> Pivot:
     report = results.study.report
     runs: dict[tuple[Key, Key], list[SeedValue]] = {(row, column): [] for row in rows for column in columns}
     before: dict[Key, set[float]] = {row: set() for row in rows}
-    for cell in cells:
-        row, column = (tuple(cell.axes[axis] for axis in side) for side in (report.rows, report.columns))
+    for run in members:
+        row, column = (tuple(run.axes[axis] for axis in side) for side in (report.rows, report.columns))
         if (row, column) not in runs:
             continue
-        runs[row, column].append(_seed_value(cell, measure, zero=report.diverged_as_zero))
-        start = getattr(cell.record, measure.before, None) if measure.before else None
+        runs[row, column].append(_seed_value(run, measure, zero=report.diverged_as_zero))
+        start = getattr(run.record, measure.before, None) if measure.before else None
         if start is not None:
             before[row].add(round(measure.scale * start, 9))
     return Pivot(
@@ -141,14 +141,14 @@ def _pivot(
     )
 
 
-def _seed_value(cell: Cell, measure: Measure, *, zero: bool) -> SeedValue:
-    value, status, message = _reading(cell.record, cell.failure, measure)
+def _seed_value(run: FinalRun, measure: Measure, *, zero: bool) -> SeedValue:
+    value, status, message = _reading(run.record, run.failure, measure)
     if status == "diverged" and zero:
         value = measure.diverged
-    hashes = cell.record.hashes.content() if cell.record is not None and cell.record.hashes is not None else {}
-    score = cell.record.score if isinstance(cell.record, TunedRecord) else None
+    hashes = run.record.hashes.content() if run.record is not None and run.record.hashes is not None else {}
+    score = run.record.score if isinstance(run.record, TunedRecord) else None
     correct = score.correct if score is not None else None
-    return SeedValue(cell.axes["seed"], cell.run_id, value, status, message, hashes, correct)
+    return SeedValue(run.axes["seed"], run.run_id, value, status, message, hashes, correct)
 
 
 def _reading(record: RunRecord | None, failure: Failure | None, measure: Measure) -> tuple[float | None, Status, str]:
@@ -165,8 +165,8 @@ def _reading(record: RunRecord | None, failure: Failure | None, measure: Measure
 
 
 def _tasks_without(results: StudyResults, measure: Measure) -> set[Value]:
-    having = {cell.axes["task"] for cell in results.cells if cell.record is not None and cell.record.has(measure.key)}
-    lacking = {cell.axes["task"] for cell in results.cells if cell.record is not None}
+    having = {run.axes["task"] for run in results.runs if run.record is not None and run.record.has(measure.key)}
+    lacking = {run.axes["task"] for run in results.runs if run.record is not None}
     return lacking - having if having else set()
 
 

@@ -18,7 +18,7 @@ from frozencore.lab.reports.labels import full_name
 from frozencore.lab.run.config import RunConfig
 from frozencore.lab.run.record import Resources, TunedRecord
 
-Shape = tuple[int | None, str]
+RankAndTargets = tuple[int | None, str]
 """Rank and targets of a run."""
 FACTORS = ("factors",)
 
@@ -110,11 +110,11 @@ def study_costs(results: StudyResults) -> list[Costs]:
     several = [axis for axis, values in results.study.axes.items() if len(values) > 1]
     names = [axis for axis in several if axis not in ("model", "task", "seed")]
     groups: dict[tuple[Value, ...], dict[tuple[Value, ...], list[TunedRecord]]] = {}
-    for cell in results.cells:
-        if isinstance(cell.record, TunedRecord):
-            group = tuple(cell.axes[axis] for axis in apart)
-            line = tuple(cell.axes[axis] for axis in names)
-            groups.setdefault(group, {}).setdefault(line, []).append(cell.record)
+    for run in results.runs:
+        if isinstance(run.record, TunedRecord):
+            group = tuple(run.axes[axis] for axis in apart)
+            line = tuple(run.axes[axis] for axis in names)
+            groups.setdefault(group, {}).setdefault(line, []).append(run.record)
     return [
         _costs(
             results, {axis: value for axis, value in zip(apart, group, strict=True) if axis in several}, names, lines
@@ -142,7 +142,7 @@ def _costs(
     return Costs(group, tuple(found.values()), reference)
 
 
-def _cost(name: str, records: Sequence[TunedRecord], factors: Mapping[Shape, int]) -> Cost:
+def _cost(name: str, records: Sequence[TunedRecord], factors: Mapping[RankAndTargets, int]) -> Cost:
     first, resources = records[0], records[0].resources or Resources()
     steps = [record.step_s for record in records if record.step_s is not None]
     return Cost(
@@ -181,7 +181,7 @@ def _kinds(record: TunedRecord, factors: int | None) -> dict[str, int | None]:
     return found
 
 
-def _factor_parameters(records: Sequence[TunedRecord]) -> dict[Shape, int]:
+def _factor_parameters(records: Sequence[TunedRecord]) -> dict[RankAndTargets, int]:
     """What LoRA or PiSSA train at each rank and targets: DoRA's factors are as many."""
     return {_shape(record): record.trainable_parameters for record in records if _trained_by(record) == FACTORS}
 
@@ -191,7 +191,7 @@ def _trained_by(record: TunedRecord) -> tuple[str, ...]:
     return method.trains if method else ()
 
 
-def _shape(record: TunedRecord) -> Shape:
+def _shape(record: TunedRecord) -> RankAndTargets:
     return record.config.rank, str(record.config.targets)
 
 

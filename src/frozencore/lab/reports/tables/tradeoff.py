@@ -49,9 +49,9 @@ def _gap(own: Average, reference: Average, decimals: int) -> SheetCell:
 def trained_values(pivot: Pivot) -> dict[Key, int]:
     """What each column trains."""
     found = {}
-    for cell in pivot.study.cells:
-        inside = all(cell.axes[axis] == value for axis, value in pivot.group.items())
-        if isinstance(cell.record, TunedRecord) and inside:
-            column = tuple(cell.axes[axis] for axis in pivot.column_axes)
-            found[column] = cell.record.trainable_parameters
+    for run in pivot.study.runs:
+        inside = all(run.axes[axis] == value for axis, value in pivot.group.items())
+        if isinstance(run.record, TunedRecord) and inside:
+            column = tuple(run.axes[axis] for axis in pivot.column_axes)
+            found[column] = run.record.trainable_parameters
     return found

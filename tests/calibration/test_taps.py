@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import frozencore.calibration.recorder
-from frozencore.calibration.capture import Taps, capturing
 from frozencore.calibration.collect import collect_moments
 from frozencore.calibration.counted import CountedTokens
 from frozencore.calibration.options import CalibrationOptions
+from frozencore.calibration.taps import Taps, capturing
 from frozencore.errors import CalibrationError
 from frozencore.maths.moments import MOMENT_NAMES, LayerMoments
 from references import numpy_of

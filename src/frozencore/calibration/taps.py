@@ -1,11 +1,11 @@
-"""Capture: what flows through a layer, summed while the model runs (paper, Algorithm 1; docs/maths.md).
+"""What flows through a layer, summed while the model runs (paper, Algorithm 1; docs/maths.md).
 
 An identity autograd function sits on the layer's output. Its forward saves the input x, its backward receives the
 output error δ and adds ``δᵀx``, ``Σ x²``, ``Σ δ²``. That counts each call once with and without gradient
 checkpointing, is indifferent to how the weights are stored, and costs one extra product.
 
-A pass is described by frozen :class:`Taps`. While it runs, a :class:`Capture` knows the batch and the backward pass
-that are on, and tells each layer's recorder what to add; recorders know of nothing but their own sums.
+A pass is described by frozen :class:`Taps`. While it runs, a :class:`CalibrationPass` knows the batch and the
+backward pass that are on, and tells each layer's recorder what to add; recorders know of nothing but their own sums.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class _Latest:
         return same_place and mine._version == x._version
 
 
-class Capture:
+class CalibrationPass:
     """A pass that is on.
 
     Attributes:
@@ -165,9 +165,9 @@ class Capture:
 
 
 @contextmanager
-def capturing(taps: Taps, encoder: EncoderSide | None = None) -> Iterator[Capture]:
+def capturing(taps: Taps, encoder: EncoderSide | None = None) -> Iterator[CalibrationPass]:
     """Record the tapped layers of a model while it runs; the hooks are gone afterwards, whatever happened."""
-    capture = Capture(taps, encoder)
+    capture = CalibrationPass(taps, encoder)
     handles: list[RemovableHandle] = []
     anchors: dict[torch.device, Tensor] = {}
     keeps_output = not taps.needs.isdisjoint(OUTPUT_SIDE)

@@ -23,7 +23,7 @@ Scored = tuple[dict[str, Any], Iterable[Mapping[str, Any]]]
 
 
 @dataclass(frozen=True)
-class Job:
+class TaskScorer:
     """One task, ready to score a model on.
 
     Attributes:
@@ -37,16 +37,16 @@ class Job:
     score: Callable[[nn.Module, Progress], Scored]
 
 
-def suite_jobs(
+def suite_scorers(
     tasks: Iterable[Task],
     encoder: PromptEncoder,
     *,
     data_root: Path | None,
     num_evaluation: int | None,
     length_normalised: bool,
-) -> tuple[list[Job], dict[str, str]]:
-    """A job for every task whose rows can be read, and one line of reason for every other."""
-    jobs: list[Job] = []
+) -> tuple[list[TaskScorer], dict[str, str]]:
+    """A scorer for every task whose rows can be read, and one line of reason for every other."""
+    scorers: list[TaskScorer] = []
     failed: dict[str, str] = {}
     for task in tasks:
         try:
@@ -54,11 +54,11 @@ def suite_jobs(
         except DataError as error:
             failed[task.name] = str(error)
         else:
-            jobs.append(_suite_job(task, examples, encoder, length_normalised=length_normalised))
-    return jobs, failed
+            scorers.append(_suite_scorer(task, examples, encoder, length_normalised=length_normalised))
+    return scorers, failed
 
 
-def harness_job(name: str, encoder: PromptEncoder, *, include_path: Path | None, limit: int | None) -> Job:
+def harness_scorer(name: str, encoder: PromptEncoder, *, include_path: Path | None, limit: int | None) -> TaskScorer:
     """A task of the harness; its name and data are looked up when it is scored.
 
     Raises:
@@ -80,10 +80,12 @@ def harness_job(name: str, encoder: PromptEncoder, *, include_path: Path | None,
         return summary, found.samples
 
     identity = {"harness": harness_version(), "include_path": str(include_path), "limit": limit}
-    return Job(name, None, identity, score)
+    return TaskScorer(name, None, identity, score)
 
 
-def _suite_job(task: Task, examples: tuple[Example, ...], encoder: PromptEncoder, *, length_normalised: bool) -> Job:
+def _suite_scorer(
+    task: Task, examples: tuple[Example, ...], encoder: PromptEncoder, *, length_normalised: bool
+) -> TaskScorer:
     def score(model: nn.Module, progress: Progress) -> Scored:
         found = score_task(model, encoder, task, examples, length_normalised=length_normalised, progress=progress)
         summary = {key: value for key, value in vars(found).items() if key != "predictions"}
@@ -94,4 +96,4 @@ def _suite_job(task: Task, examples: tuple[Example, ...], encoder: PromptEncoder
         "max_new_tokens": task.max_new_tokens,
         "length_normalised": length_normalised,
     }
-    return Job(task.name, len(examples), identity, score)
+    return TaskScorer(task.name, len(examples), identity, score)
