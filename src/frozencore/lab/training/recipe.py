@@ -174,7 +174,7 @@ def train(
             callbacks=[monitor, *([selector] if selector else []), Seal(identity), StopWhenAsked(asked)],
         )
         trainer.remove_callback(PrinterCallback)
-        with _disk_errors_told(checkpoint_dir):
+        with disk_errors_told(checkpoint_dir):
             trainer.train(resume_from_checkpoint=None if resumed_from is None else str(resumed_from))
     if trainer.state.global_step < trainer.state.max_steps:  # and what SIGTERM calls has come back
         raise TrainingError(
@@ -255,7 +255,8 @@ def _hash_of(content: Any) -> str:
 
 
 @contextmanager
-def _disk_errors_told(checkpoint_dir: Path | None) -> Iterator[None]:
+def disk_errors_told(checkpoint_dir: Path | None) -> Iterator[None]:
+    """An error in writing a checkpoint becomes a line that says so, and what to do."""
     try:
         yield
     except (OSError, SafetensorError, RuntimeError) as error:

@@ -97,18 +97,22 @@ class LossMonitor(TrainerCallback):
         self.step_ends.append(time.perf_counter() - self.paused_s())
         loss, gradient_norm = logs["loss"], logs.get("grad_norm", 0.0)
         if not math.isfinite(loss) or not math.isfinite(gradient_norm):
-            way_out = f"Lower the learning rate ({args.learning_rate}) or lengthen the warm-up."
-            if state.global_step == 1:
-                way_out = "Nothing was updated yet: check the model's weights and dtype for NaN."
             if self._kept:
                 torch._foreach_copy_(self._kept, self._good)
             raise DivergenceError(
-                f"Training diverged at step {state.global_step} of {state.max_steps}: "
-                f"loss {loss}, gradient norm {gradient_norm}. {way_out}"
+                divergence(state.global_step, state.max_steps, loss, gradient_norm, args.learning_rate)
             )
         self._good, self._tried = self._tried, self._good
         if self.progress is not None:
             self.progress("train", state.global_step, state.max_steps, f"loss {loss:.3f}")
+
+
+def divergence(step: int, num_steps: int, loss: float, gradient_norm: float, learning_rate: float) -> str:
+    """What is said of a step whose loss or gradient is not finite; steps count from 1."""
+    way_out = f"Lower the learning rate ({learning_rate}) or lengthen the warm-up."
+    if step == 1:
+        way_out = "Nothing was updated yet: check the model's weights and dtype for NaN."
+    return f"Training diverged at step {step} of {num_steps}: loss {loss}, gradient norm {gradient_norm}. {way_out}"
 
 
 class Seal(TrainerCallback):

@@ -1,0 +1,141 @@
+"""Many tenants in one training: each step's batches hold the next rows of every tenant that has a slot.
+
+Nothing of one tenant reaches another: its rows go through its own core, its loss is the mean over its own tokens of
+the step, and clipping, rate and moments are its slot's. A tenant in company is the tenant alone, to rounding. One that
+has come to its end, stopped early or diverged gives its slot to the next.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from peft.utils.other import AuxiliaryTrainingWrapper
+from torch import Tensor, nn
+
+from frozencore.errors import ConfigError, TrainingError
+from frozencore.lab.scoring.mode import base_of
+from frozencore.lab.training.checkpoints import starting_point
+from frozencore.lab.training.many.checkpoint import Checkpoints, identity_of
+from frozencore.lab.training.many.company import Company
+from frozencore.lab.training.many.seat import Seat, Trained
+from frozencore.lab.training.many.slots import TrainedSlots
+from frozencore.lab.training.many.tenant import Tenant
+from frozencore.lab.training.recipe import disk_errors_told
+from frozencore.lab.training.termination import sigterm_held_back
+from frozencore.lab.training.trainer import own_use_cache, without_dropout
+from frozencore.progress import Progress
+from frozencore.randomness import own_random_state
+
+SLOTS = 64
+CHECKPOINT_S = 60.0
+
+OnEnd = Callable[[Mapping[str, Trained]], None]
+
+
+def train_many(
+    model: nn.Module,
+    tenants: Mapping[str, Tenant],
+    *,
+    pad_id: int,
+    adapter_name: str = "default",
+    num_slots: int = SLOTS,
+    tokens_per_batch: int | None = None,
+    checkpoint_dir: Path | None = None,
+    checkpoint_s: float = CHECKPOINT_S,
+    resume: bool = False,
+    identity: Mapping[str, Any] | None = None,
+    on_end: OnEnd | None = None,
+    progress: Progress | None = None,
+) -> dict[str, Trained]:
+    """Train a core for each tenant on the basis of one adapter, all from that adapter's own core, which stays.
+
+    The model is left in evaluation mode; the global random state is left as it was. With ``checkpoint_dir``, SIGTERM
+    takes effect at the end of the running step, whose checkpoint is then written.
+
+    Args:
+        num_slots: Tenants that train at once, those with the most steps first: ``16·Σr²`` bytes each and ``4·Σr²`` for
+            the gradient.
+        tokens_per_batch: Of one forward pass; None for what fills the device.
+        checkpoint_dir, resume, identity: As for :func:`frozencore.lab.training.recipe.train`.
+        checkpoint_s: Seconds between checkpoints.
+        on_end: Called with the tenants that ended in a step, some of them again after a kill.
+
+    Returns:
+        What became of each, in the order of ``tenants``; one that diverged says so and ends no other's training.
+
+    Raises:
+        ConfigError: No adapter of that name, no basis, or the adapter trains more than cores.
+        TrainingError: A checkpoint cannot be written, or the folder holds checkpoints that are not resumed or of
+            another training.
+    """
+    if num_slots < 1:
+        raise ConfigError(f"Tenants train in at least one slot, got {num_slots}.")
+    if not tenants:
+        return {}
+    if any(isinstance(module, AuxiliaryTrainingWrapper) for module in model.modules()):
+        raise ConfigError(
+            "Tenants share all but their cores, so an adapter with modules_to_save or trainable_token_indices "
+            "trains alone: leave these out of its configuration."
+        )
+    slots = TrainedSlots(model, min(num_slots, len(tenants)), adapter_name=adapter_name)
+    company = Company(model, tenants, slots, pad_id=pad_id, tokens_per_batch=tokens_per_batch)
+    identity = {**(identity or {}), **identity_of(tenants, slots)}
+    resumed_from = starting_point(checkpoint_dir, resume, identity)
+    ended: dict[str, Trained] = {}
+
+    def take(these: dict[str, Trained]) -> None:
+        ended.update(these)
+        if these and on_end is not None:
+            on_end(these)
+
+    with ExitStack() as restored:
+        asked = restored.enter_context(sigterm_held_back()) if checkpoint_dir else lambda: False
+        restored.enter_context(own_random_state())
+        restored.enter_context(without_dropout(model))
+        restored.enter_context(own_use_cache(model))
+        base_of(model).config.use_cache = False
+        restored.callback(model.eval)
+        model.train()
+        kept = Checkpoints(checkpoint_dir, identity, list(tenants)) if checkpoint_dir else None
+        if kept is not None and resumed_from is not None:
+            take(kept.read(resumed_from, company))
+        saved = time.perf_counter()
+        while company.fill():
+            these = {seat.name: _trained(slots, seat, values, resumed_from) for seat, values in company.step()}
+            with disk_errors_told(checkpoint_dir):
+                if kept is not None:
+                    kept.write_ended(these)
+                    is_over = not company.seats and not company.waiting
+                    if is_over or asked() or time.perf_counter() - saved >= checkpoint_s:
+                        kept.write(company)
+                        saved = time.perf_counter()
+            take(these)
+            if progress is not None:
+                progress("train", *_standing(company, tenants, len(ended)))
+            if asked():
+                break
+    if len(ended) < len(tenants):  # and what SIGTERM calls has come back
+        raise TrainingError(
+            f"Training was told to stop with {len(ended)} of {len(tenants)} tenants at their end. "
+            "Its checkpoint is whole: resume it."
+        )
+    return {name: ended[name] for name in tenants}
+
+
+def _trained(slots: TrainedSlots, seat: Seat, values: Tensor, resumed_from: Path | None) -> Trained:
+    return Trained(slots.by_layer(values.cpu()), seat.report(resumed_from), seat.diverged)
+
+
+def _standing(company: Company, tenants: Mapping[str, Tenant], num_ended: int) -> tuple[int, int, str]:
+    """Steps done and to do of all tenants together, and in words what the losses are."""
+    to_do = {name: tenants[name].num_steps for name in company.waiting}
+    to_do |= {seat.name: seat.tenant.num_steps - seat.step for seat in company.seats}
+    total = sum(tenant.num_steps for tenant in tenants.values())
+    note = f"{num_ended} of {len(tenants)} tenants ended"
+    if losses := [seat.losses[-1] for seat in company.seats if seat.losses]:
+        note += f", {len(company.seats)} train at loss {sum(losses) / len(losses):.3f}"
+    return total - sum(to_do.values()), total, note

@@ -1,0 +1,252 @@
+"""A tenant trained in company against the same tenant trained alone by the existing recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from adapted import adapted, cores_of
+from frozencore.errors import CalibrationError, ConfigError, DataError, DivergenceError, TrainingError
+from frozencore.lab.rows.prompts import TokenRow
+from frozencore.lab.scoring.heldout import held_out_loss
+from frozencore.lab.training.many.seat import Trained
+from frozencore.lab.training.many.tenant import Tenant, Validation
+from frozencore.lab.training.many.train import train_many
+from frozencore.lab.training.recipe import Recipe, train
+from frozencore.lab.training.selection import Selection
+from tiny import draw_examples, tiny_gpt2, tiny_qwen2
+
+RECIPE = Recipe(learning_rate=2e-2, warmup=0.2, epochs=2, batch_size=2, accumulation=2)
+
+
+def rows_of(num_rows: int, seed: int, longest: int = 9) -> list[TokenRow]:
+    examples = draw_examples(num_rows, seed=seed, longest=longest)
+    return [TokenRow(f"row-{i}", list(e.ids), e.num_prompt) for i, e in enumerate(examples)]
+
+
+TENANTS = {
+    "anna": Tenant(rows_of(13, seed=1), RECIPE),
+    "ben": Tenant(rows_of(4, seed=2, longest=20), replace(RECIPE, seed=7, learning_rate=5e-3)),
+    "cleo": Tenant(rows_of(1, seed=3), replace(RECIPE, epochs=3)),
+    "dora": Tenant(rows_of(16, seed=4, longest=30), replace(RECIPE, batch_size=1, accumulation=1, warmup=0.0)),
+    "emil": Tenant(rows_of(9, seed=5), replace(RECIPE, max_grad_norm=0.01, weight_decay=0.1)),
+}
+
+
+def company_of(model: nn.Module, tenants: Mapping[str, Tenant] = TENANTS, **options: object) -> dict[str, Trained]:
+    return train_many(model, tenants, pad_id=0, **options)
+
+
+def alone(model: nn.Module, tenant: Tenant) -> tuple[dict[str, Tensor], tuple[float, ...]]:
+    report = train(model, tenant.rows, tenant.recipe, pad_id=0)
+    return cores_by_name(model), report.losses
+
+
+def cores_by_name(model: nn.Module) -> dict[str, Tensor]:
+    return {layer.name: layer.factors("default")[2].detach().clone() for layer in cores_of(model)}
+
+
+def difference(cores: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    """Of all layers together, relative."""
+    assert cores.keys() == expected.keys()
+    distance = sum(float((cores[name] - R).norm() ** 2) for name, R in expected.items())
+    return (distance / sum(float(R.norm() ** 2) for R in expected.values())) ** 0.5
+
+
+@pytest.mark.parametrize(("base", "num_slots"), [(tiny_qwen2, 2), (tiny_qwen2, 5), (tiny_gpt2, 3)])
+def test_a_tenant_in_company_is_the_tenant_alone(base: type, num_slots: int) -> None:
+    trained = company_of(adapted(model=base()), num_slots=num_slots, tokens_per_batch=64)
+    assert list(trained) == list(TENANTS)
+    for name, tenant in TENANTS.items():
+        cores, losses = alone(adapted(model=base()), tenant)
+        assert difference(trained[name].cores, cores) < 1e-5
+        assert trained[name].report.losses == pytest.approx(losses, rel=1e-5)
+        assert trained[name].report.num_steps == tenant.num_steps == len(losses)
+
+
+def test_what_is_not_of_a_tenant_does_not_reach_it() -> None:
+    """The same tenant beside others, beside one that diverges, and in another slot: bit for bit where batches agree."""
+    lone = company_of(adapted(), {"anna": TENANTS["anna"]}, tokens_per_batch=1)
+    wild = {"wild": Tenant(rows_of(30, seed=9), replace(RECIPE, learning_rate=1e38)), "anna": TENANTS["anna"]}
+    beside = company_of(adapted(), wild, tokens_per_batch=1)
+    assert "diverged at step" in str(beside["wild"].diverged)
+    assert beside["anna"].diverged is None
+    assert beside["anna"].report.losses == lone["anna"].report.losses
+    assert all(torch.equal(R, lone["anna"].cores[name]) for name, R in beside["anna"].cores.items())
+
+
+def with_nan_from(step: int) -> nn.Module:
+    """Of one batch a step; in its first row."""
+    model, num_passes = adapted(), 0
+
+    def spoil(_: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        nonlocal num_passes
+        num_passes += 1
+        if num_passes >= step:
+            output[0] = torch.nan
+
+    model.model.model.embed_tokens.register_forward_hook(spoil)
+    return model
+
+
+def test_a_tenant_that_diverged_has_the_cores_that_it_would_have_alone() -> None:
+    one = Tenant(TENANTS["anna"].rows, replace(RECIPE, batch_size=4, accumulation=1))
+    trained = company_of(with_nan_from(5), {"anna": one}, tokens_per_batch=1000)["anna"]
+    model = with_nan_from(5)
+    with pytest.raises(DivergenceError) as told:
+        train(model, one.rows, one.recipe, pad_id=0)
+    assert str(told.value).split(": ")[0] == str(trained.diverged).split(": ")[0] == "Training diverged at step 5 of 8"
+    assert difference(trained.cores, cores_by_name(model)) < 1e-5
+    assert trained.report.num_steps == len(trained.report.losses) == 4
+
+
+def test_each_tenant_starts_from_the_core_of_the_adapter_which_stays() -> None:
+    model, expected = adapted(trained=True), adapted(trained=True)
+    before = cores_by_name(model)
+    trained = company_of(model, num_slots=2)
+    assert all(torch.equal(R, before[name]) for name, R in cores_by_name(model).items())
+    cores, _ = alone(expected, TENANTS["anna"])
+    assert difference(trained["anna"].cores, cores) < 1e-5
+
+
+def test_a_16_bit_base_trains_float32_cores() -> None:
+    trained = company_of(adapted(dtype=torch.bfloat16), num_slots=3)
+    assert {R.dtype for one in trained.values() for R in one.cores.values()} == {torch.float32}
+    _, losses = alone(adapted(dtype=torch.bfloat16), TENANTS["anna"])
+    assert trained["anna"].report.losses == pytest.approx(losses, rel=0.02)
+
+
+class StoppedError(Exception):
+    pass
+
+
+def until(step: int, folder: Path) -> None:
+    """Stop after so many steps of the company, each with its checkpoint."""
+    calls = iter(range(1, 1000))
+
+    def stop(stage: str, done: int, total: int | None, note: str = "") -> None:
+        assert stage == "train"
+        assert done <= total
+        if next(calls) == step:
+            raise StoppedError
+
+    with pytest.raises(StoppedError):
+        company_of(adapted(), VALIDATED, num_slots=2, checkpoint_dir=folder, checkpoint_s=0, progress=stop)
+
+
+VALIDATED = TENANTS | {
+    "anna": replace(TENANTS["anna"], validation=Validation(rows_of(6, seed=11), every=2)),
+    "dora": replace(TENANTS["dora"], validation=Validation(rows_of(3, seed=12), every=3, patience=2)),
+}
+
+
+def assert_same(left: dict[str, Trained], right: dict[str, Trained]) -> None:
+    assert list(left) == list(right)
+    for name, one in left.items():
+        assert all(torch.equal(R, right[name].cores[layer]) for layer, R in one.cores.items())
+        assert one.report.losses == right[name].report.losses
+        scores = [
+            report.selected and (report.selected.scores, report.selected.step)
+            for report in (one.report, right[name].report)
+        ]
+        assert scores[0] == scores[1]
+
+
+@pytest.mark.parametrize("step", [4, 9, 14])
+def test_a_resumed_training_is_bit_equal_to_an_uninterrupted_one(tmp_path: Path, step: int) -> None:
+    whole = company_of(adapted(), VALIDATED, num_slots=2)
+    until(step, tmp_path)
+    newest = tmp_path / f"checkpoint-{step}"
+    (newest / "values.safetensors").write_bytes((newest / "values.safetensors").read_bytes()[:-9])  # half-written
+    told: list[str] = []
+    resumed = company_of(
+        adapted(), VALIDATED, num_slots=2, checkpoint_dir=tmp_path, resume=True, on_end=lambda these: told.extend(these)
+    )
+    assert {one.report.resumed_from for one in resumed.values()} == {tmp_path / f"checkpoint-{step - 1}"}
+    assert_same(resumed, whole)
+    assert sorted(told) == sorted(VALIDATED)
+    again = company_of(adapted(), VALIDATED, num_slots=2, checkpoint_dir=tmp_path, resume=True)  # at its end
+    assert_same(again, whole)
+
+
+def test_a_checkpoint_of_other_tenants_is_refused(tmp_path: Path) -> None:
+    until(3, tmp_path)
+    for others in (TENANTS, VALIDATED | {"ben": replace(TENANTS["ben"], rows=rows_of(4, seed=8))}):
+        with pytest.raises(TrainingError, match=r"made with others: tenants \w{12} \(now \w{12}\)"):
+            company_of(adapted(), others, num_slots=2, checkpoint_dir=tmp_path, resume=True)
+    with pytest.raises(TrainingError, match=r"made with others: slots 2 \(now 3\)"):
+        company_of(adapted(), VALIDATED, num_slots=3, checkpoint_dir=tmp_path, resume=True)
+    with pytest.raises(TrainingError, match="folder without checkpoints"):
+        company_of(adapted(), VALIDATED, num_slots=2, checkpoint_dir=tmp_path)
+
+
+def test_validation_rows_choose_the_step_that_they_would_choose_alone() -> None:
+    tenant = VALIDATED["anna"]
+    validation = tenant.validation
+    assert validation is not None
+    chosen = company_of(adapted(), VALIDATED, num_slots=3)["anna"]
+    model = adapted()
+
+    def score(scored: nn.Module, *_: object) -> tuple[float, None]:
+        return held_out_loss(scored, validation.rows, pad_id=0), None
+
+    report = train(model, tenant.rows, tenant.recipe, pad_id=0, selection=Selection(2, score, "these"))
+    mine, theirs = chosen.report.selected, report.selected
+    assert mine is not None
+    assert theirs is not None
+    assert [score.step for score in mine.scores] == [score.step for score in theirs.scores] == [2, 4, 6, 8]
+    losses = [[score.held_out_loss for score in selected.scores] for selected in (mine, theirs)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert mine.step == theirs.step
+    assert difference(chosen.cores, cores_by_name(model)) < 1e-5
+
+
+def test_a_tenant_whose_validation_loss_rises_stops_early_and_keeps_its_best() -> None:
+    tenant = replace(TENANTS["anna"], recipe=replace(RECIPE, epochs=6, learning_rate=0.5))
+    rows = rows_of(6, seed=11)
+    patient = replace(tenant, validation=Validation(rows, every=1))
+    stopped, whole = (
+        company_of(adapted(), TENANTS | {"anna": replace(patient, validation=Validation(rows, every=1, patience=k))})
+        for k in (3, None)
+    )
+    scores = whole["anna"].report.selected.scores
+    best = [
+        i for i in range(len(scores)) if scores[i].held_out_loss < min([9.9, *(s.held_out_loss for s in scores[:i])])
+    ]
+    ends = next(i for i in range(len(scores)) if i - max(b for b in best if b <= i) == 3)
+    report = stopped["anna"].report
+    assert report.num_steps == ends + 1 < whole["anna"].report.num_steps
+    assert report.selected.scores == scores[: ends + 1]
+    assert {name: one.report.num_steps for name, one in stopped.items() if name != "anna"} == {
+        name: tenant.num_steps for name, tenant in TENANTS.items() if name != "anna"
+    }
+
+
+def test_what_cannot_train_together_is_refused_in_one_line() -> None:
+    with pytest.raises(DataError, match="at least one row"):
+        Tenant([], RECIPE)
+    with pytest.raises(DataError, match="rows to validate on"):
+        Validation([])
+    for wrong, rule in ((0, "at least one step"), (None, "from 1 up")):
+        with pytest.raises(ConfigError, match=rule):
+            Validation(rows_of(1, seed=1), every=1 if wrong is None else wrong, patience=0)
+    with pytest.raises(ConfigError, match="at least one slot, got 0"):
+        company_of(adapted(), num_slots=0)
+    with pytest.raises(ConfigError, match="none called 'other'"):
+        company_of(adapted(), adapter_name="other")
+    with pytest.raises(CalibrationError, match=r"Call frozencore\.calibrate"):
+        company_of(adapted(calibrated=False))
+    with pytest.raises(ConfigError, match="modules_to_save"):
+        company_of(adapted(modules_to_save=["lm_head"]))
+    merged = adapted(trained=True)
+    merged.merge_adapter()
+    with pytest.raises(ConfigError, match="unmerge_adapter"):
+        company_of(merged)
+    with pytest.raises(ConfigError, match="float32 and on one device, but these are torch.float64"):
+        company_of(adapted(dtype=torch.float64))
+    assert company_of(adapted(), {}) == {}
