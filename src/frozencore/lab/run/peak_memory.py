@@ -21,7 +21,7 @@ from torch import nn
 
 from frozencore.lab.run.record import PhasePeaks
 
-Phase = Literal["calibration", "training", "scoring"]
+RunPhase = Literal["calibration", "training", "scoring"]
 STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 FORGET_THE_PEAK = "5"
 
@@ -37,10 +37,10 @@ class PeakMemory:
         self._devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
         self._forgets = self._begin_anew()
         self._held = self._now()
-        self._peaks: dict[Phase, int] = {}
+        self._peaks: dict[RunPhase, int] = {}
 
     @contextmanager
-    def phase(self, name: Phase) -> Iterator[None]:
+    def phase(self, name: RunPhase) -> Iterator[None]:
         """Measure what happens in the block; nothing is noted of one that fails."""
         self._begin_anew()
         yield
