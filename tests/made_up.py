@@ -42,6 +42,20 @@ def record_content(axes: Mapping[str, Any], **values: Any) -> dict[str, Any]:
     return {key: value for key, value in content.items() if value is not ...}
 
 
+def criterion_content(share: float) -> dict[str, Any]:
+    """The JSON of a record's criterion, of one layer, whose bases capture this share of the gradient."""
+    layers = {
+        "name": ["a"], "J": [share], "energy": [1.0], "gradient": [share], "gradient_total": [1.0],
+        "leading": [[share]], "last": [share / 2], "effective_rank": [4], "participation": [2.0],
+        "input_spread": [3.0], "error_spread": [None],
+    }  # fmt: skip
+    return {
+        "damping": 1e-3, "J": 100 * share, "J_share": share, "gradient": 7 * share, "gradient_share": share,
+        "leading": [share], "last": share / 2, "effective_rank": 4.0, "participation": 2.0, "input_spread": 3.0,
+        "error_spread": None, "layers": layers,
+    }  # fmt: skip
+
+
 def made_up_record(axes: Mapping[str, Any], **values: Any) -> Any:
     """What is read of :func:`record_content`: a :class:`TunedRecord`, but for ``cosine_P`` among the values."""
     record: RunRecord = read_record(json.dumps(record_content(axes, **values)))

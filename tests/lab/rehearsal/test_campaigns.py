@@ -5,15 +5,20 @@ from __future__ import annotations
 import resource
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import cache
 from pathlib import Path
 
 import pytest
 
+from counterparts import counterparts
 from frozencore.lab.campaign.crew import OwnProcess
-from frozencore.lab.campaign.spec import Campaign, read_campaign
+from frozencore.lab.campaign.results import load_results
+from frozencore.lab.campaign.spec import read_campaign
 from frozencore.lab.campaign.worker import Worker
 from frozencore.lab.rehearsal.rehearse import Means, Rehearsal, rehearse
-from frozencore.lab.rehearsal.sample import Sample, quick_sample
+from frozencore.lab.rehearsal.sample import quick_sample
+from frozencore.lab.reports.across import across_document
+from frozencore.lab.reports.writing import file_names
 from places import ROOT
 
 CAMPAIGNS = sorted((ROOT / "campaigns").glob("*.yaml"))
@@ -28,19 +33,44 @@ MEANS = Means(
 )
 
 
-def rehearsed(campaign: Campaign, sample: Sample, folder: Path) -> Rehearsal:
-    return rehearse(campaign, sample, folder / "out", MEANS)
+@pytest.fixture(scope="module")
+def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Rehearsal]:
+    """A quick rehearsal of a campaign, each made once."""
+
+    @cache
+    def made(name: str) -> Rehearsal:
+        campaign = read_campaign(ROOT / "campaigns" / f"{name}.yaml")
+        seen = [read_campaign(ROOT / "campaigns" / f"{WITH_ALL_TASKS}.yaml")] if name != WITH_ALL_TASKS else []
+        return rehearse(campaign, quick_sample(campaign, seen), tmp_path_factory.mktemp(name) / "out", MEANS)
+
+    return made
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", CAMPAIGNS, ids=lambda path: path.stem)
-def test_every_campaign_fills_every_cell_of_its_report(path: Path, tmp_path: Path) -> None:
+def test_every_campaign_fills_every_cell_of_its_report_and_writes_the_papers_tables(
+    path: Path, rehearsed: Callable[[str], Rehearsal]
+) -> None:
     campaign = read_campaign(path)
-    seen = [read_campaign(ROOT / "campaigns" / f"{WITH_ALL_TASKS}.yaml")] if path.stem != WITH_ALL_TASKS else []
-    found = rehearsed(campaign, quick_sample(campaign, seen), tmp_path)
+    found = rehearsed(path.stem)
     assert not found.lacks, [f"{lack.study}, {lack.where}: {lack.why}" for lack in found.lacks[:5]]
-    assert (found.num_failed, {account.name for part in found.parts for account in part}) == (0, set(campaign.studies))
+    assert found.num_failed == 0
+    assert {account.name for part in found.parts for account in part} >= set(campaign.studies)
     assert sum(account.filled for part in found.parts for account in part) > 20
+    written = {file.partition("/")[2] for file in found.files}
+    for line in counterparts():
+        assert set(line.files) <= written or line.campaigns != (path.stem,), line.label
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("names", sorted({line.campaigns for line in counterparts() if len(line.campaigns) > 1}))
+def test_campaigns_together_write_the_papers_tables(
+    names: tuple[str, ...], rehearsed: Callable[[str], Rehearsal]
+) -> None:
+    together = across_document([load_results(Path(rehearsed(name).folder)) for name in names])
+    written = set(file_names(together))
+    for line in counterparts():
+        assert set(line.files) <= written or line.campaigns != names, line.label
 
 
 def test_the_papers_campaigns_differ_in_their_models_alone() -> None:

@@ -97,7 +97,7 @@ def _section(section: Section, figures: Mapping[str, Path]) -> str:
         f'<section><h2 id="{_e(section.name)}">{_e(section.title)}</h2>{note}{status}'
         + f"<div class=figures>{images}</div>"
         + "".join(map(_table, section.main))
-        + (f"<details><summary>Further tables: losses, costs, search</summary>{details}</details>" if details else "")
+        + (f"<details><summary>Further tables</summary>{details}</details>" if details else "")
         + "</section>"
     )
 
