@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from frozencore.lab.reports.statistics.draws import draw_counts
 from frozencore.lab.reports.statistics.rank_correlation import NUM_RANK_RESAMPLES, correlations, rank_correlation
 
 POINTS = st.lists(st.tuples(st.integers(-4, 4), st.integers(-4, 4)), min_size=6, max_size=15)
@@ -29,14 +28,15 @@ def test_one_group_is_spearmans_rho_ties_and_all(points):
         assert measured == pytest.approx(stats.spearmanr(x, y).statistic, abs=1e-9)
 
 
-def spearman(x, y, parts):
-    """The mean of SciPy's ρ, weighted by degrees of freedom; parts without a ρ left out."""
+def spearman(x, y, parts, sizes):
+    """The mean of SciPy's ρ, weighted by degrees of freedom as often as a part is drawn; those without a ρ left out."""
     total = weight = 0
-    for part in parts:
+    for part, size in zip(parts, sizes, strict=True):
         u, v = [x[i] for i in part], [y[i] for i in part]
         if len(set(u)) > 1 and len(set(v)) > 1:
-            total += (len(part) - 1) * stats.spearmanr(u, v).statistic
-            weight += len(part) - 1
+            times = len(part) / size
+            total += times * (size - 1) * stats.spearmanr(u, v).statistic
+            weight += times * (size - 1)
     return total / weight if weight else float("nan")
 
 
@@ -50,11 +50,15 @@ def test_each_resample_is_that_which_is_written_out(within):
     parts = members if within else [np.arange(26)]
     found = correlations(x, y, members, parts, seed=4)
     generator = np.random.default_rng(4)
-    counts = np.concatenate([draw_counts(generator, NUM_RANK_RESAMPLES, len(own)) for own in members], axis=1)
+    times = generator.multinomial(4, [1 / 4] * 4, size=NUM_RANK_RESAMPLES)
+    shares = [generator.multinomial(times[:, i] * len(own), [1 / len(own)] * len(own)) for i, own in enumerate(members)]
+    counts = np.concatenate(shares, axis=1)
     drawn = [[np.repeat(part, count[part]) for part in parts] for count in counts[:NUM_SLOW]]
-    np.testing.assert_allclose(found[1 : NUM_SLOW + 1], [spearman(x, y, one) for one in drawn], atol=1e-12)
+    sizes = [len(part) for part in parts]
+    expected = [spearman(x, y, one, sizes) for one in drawn]
+    np.testing.assert_allclose(found[1 : NUM_SLOW + 1], expected, atol=1e-12)
     told = rank_correlation(x, y, groups, within=within, seed=4)
-    assert told.rho == pytest.approx(spearman(x, y, parts))
+    assert told.rho == pytest.approx(spearman(x, y, parts, sizes))
     assert [told.low, told.high] == pytest.approx(np.nanquantile(found[1:], [0.025, 0.975]).tolist())
     assert told.low < told.rho < told.high
 
@@ -77,6 +81,20 @@ def test_the_interval_of_a_correlation_that_is_there_leaves_out_nought_and_cover
     half = 1.96 * math.sqrt((1 + found.rho**2 / 2) / 117)  # Bonett and Wright (2000)
     expected = math.tanh(math.atanh(found.rho) - half), math.tanh(math.atanh(found.rho) + half)
     assert (found.low, found.high) == pytest.approx(expected, abs=0.04)
+
+
+def test_what_differs_between_groups_alone_is_as_sure_as_there_are_groups():
+    """Two groups of twenty points each are drawn as one of them, half of the time: no correlation, and no interval."""
+    x, y, groups = [1] * 20 + [2] * 20, list(range(40)), [0] * 20 + [1] * 20
+    assert rank_correlation(x, y, groups, within=False) is None
+    many = [group for group in range(12) for _ in range(5)]
+    draw = np.random.default_rng(2)
+    level = draw.normal(size=12)
+    x, y = [level[g] for g in many], [level[g] + draw.normal() for g in many]
+    one = rank_correlation(x, y, [0] * 60, within=False)
+    clustered = rank_correlation(x, y, many, within=False)
+    assert clustered.rho == one.rho
+    assert clustered.high - clustered.low > 1.3 * (one.high - one.low)
 
 
 def test_what_is_too_little_has_no_correlation():

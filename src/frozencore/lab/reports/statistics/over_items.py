@@ -12,7 +12,6 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from frozencore.lab.reports.statistics.draws import draw_counts
 from frozencore.lab.reports.statistics.over_tasks import COVERAGE
 
 NUM_ITEM_RESAMPLES = 5_000
@@ -31,7 +30,7 @@ def item_means(
     total = np.zeros((num_resamples, gains[0].shape[2]))
     for gain in gains:
         by_item = gain.mean(axis=0)
-        total += draw_counts(generator, num_resamples, len(by_item)) / len(by_item) @ by_item
+        total += _draws(generator, num_resamples, len(by_item)) @ by_item
     return total / len(gains)
 
 
@@ -48,7 +47,8 @@ def hierarchical_means(
     total = np.zeros((num_resamples, gains[0].shape[2]))
     for task, gain in enumerate(gains):
         resample, _ = np.nonzero(drawn == task)  # once for each time that the task was drawn
-        seeds, items = (draw_counts(generator, len(resample), size) / size for size in gain.shape[:2])
+        seeds = _draws(generator, len(resample), gain.shape[0])
+        items = _draws(generator, len(resample), gain.shape[1])
         means = sum(seeds[:, s, None] * (items @ gain[s]) for s in range(gain.shape[0]))
         np.add.at(total, resample, means)
     return total / len(gains)
@@ -58,3 +58,10 @@ def interval(means: NDArray[np.float64]) -> list[tuple[float, float]]:
     """The percentile interval (95 %) of each column of resampled statistics."""
     low, high = np.quantile(means, [(1 - COVERAGE) / 2, (1 + COVERAGE) / 2], axis=0)
     return list(zip(low.tolist(), high.tolist(), strict=True))
+
+
+def _draws(generator: np.random.Generator, num_resamples: int, size: int) -> NDArray[np.float64]:
+    """(resamples, size): the share that each of ``size`` things has in a draw of as many with replacement."""
+    drawn = generator.integers(size, size=(num_resamples, size))
+    drawn += size * np.arange(num_resamples)[:, None]
+    return np.bincount(drawn.ravel(), minlength=num_resamples * size).reshape(num_resamples, size) / size

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from frozencore.lab.reports.statistics.draws import draw_counts
 from frozencore.lab.reports.statistics.over_tasks import COVERAGE
 
 NUM_RANK_RESAMPLES = 2_000
@@ -25,7 +24,7 @@ Places = NDArray[np.intp]
 
 @dataclass(frozen=True)
 class Correlation:
-    """ρ, its 95 % percentile interval over resampled points, and how many points there are."""
+    """ρ, its 95 % percentile interval over resampled groups and points, and how many points there are."""
 
     rho: float
     low: float
@@ -38,20 +37,21 @@ def rank_correlation(
 ) -> Correlation | None:
     """Correlate two values of each point.
 
-    Points are resampled with replacement within their groups. None where fewer than six points lie in groups that have
-    a ρ, and where so many resamples have none that the interval would be of the others alone.
+    Groups are resampled with replacement, and points within each. None where fewer than six points lie in groups that
+    have a ρ, and where so many resamples have none that the interval would be of the others alone.
 
     Args:
         groups: Of each point.
         within: Take ranks in each group; otherwise over all points.
     """
     members = [np.flatnonzero(np.asarray(groups) == group) for group in dict.fromkeys(groups)]
-    parts = members if within else [np.arange(len(x))]
     u, v = (np.asarray(values, dtype=float) for values in (x, y))
-    num_points = sum(len(part) for part in parts if len(set(u[part])) > 1 and len(set(v[part])) > 1)
+    if within:
+        members = [own for own in members if len(set(u[own])) > 1 and len(set(v[own])) > 1]
+    num_points = sum(map(len, members))
     if num_points < FEWEST_POINTS:
         return None
-    found = correlations(u, v, members, parts, seed=seed)
+    found = correlations(u, v, members, members if within else [np.arange(len(u))], seed=seed)
     if np.isnan(found).mean() > 1 - COVERAGE:
         return None
     low, high = np.nanquantile(found[1:], [(1 - COVERAGE) / 2, (1 + COVERAGE) / 2])
@@ -62,17 +62,23 @@ def correlations(x: Array, y: Array, groups: Sequence[Places], parts: Sequence[P
     """(1 + resamples): ρ as measured, then of each resample; NaN where no part has one.
 
     Args:
-        groups: Places of the points that are drawn from one another.
+        groups: Places of the points of each group, which are drawn together and from one another.
         parts: Places of the points that are ranked together.
     """
     generator = np.random.default_rng(seed)
+    times = np.ones((NUM_RANK_RESAMPLES + 1, len(groups)), dtype=int)
+    times[1:] = generator.multinomial(len(groups), _even(len(groups)), size=NUM_RANK_RESAMPLES)
     counts = np.ones((NUM_RANK_RESAMPLES + 1, len(x)))
-    for group in groups:
-        counts[1:, group] = draw_counts(generator, NUM_RANK_RESAMPLES, len(group))
+    for place, group in enumerate(groups):
+        counts[1:, group] = generator.multinomial(times[1:, place] * len(group), _even(len(group)))
     rho = np.stack([_spearman(x[part], y[part], counts[:, part]) for part in parts])
-    weights = np.array([[len(part) - 1] for part in parts]) * ~np.isnan(rho)
+    freedom = np.stack([counts[:, part].sum(axis=1) * (1 - 1 / len(part)) for part in parts]) * ~np.isnan(rho)
     with np.errstate(invalid="ignore"):
-        return np.asarray(np.nansum(weights * rho, axis=0) / weights.sum(axis=0))
+        return np.asarray(np.nansum(freedom * rho, axis=0) / freedom.sum(axis=0))
+
+
+def _even(size: int) -> Array:
+    return np.full(size, 1 / size)
 
 
 def _spearman(x: Array, y: Array, counts: Array) -> Array:

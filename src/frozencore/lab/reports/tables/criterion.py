@@ -153,7 +153,7 @@ def criterion_sheet(points: Sequence[Point]) -> Sheet:
     return Sheet(
         "criterion",
         "What the bases capture before training, and what comes of it",
-        f"Spearman's ρ with its 95 % interval ({NUM_RANK_RESAMPLES:,} draws of points within tasks) over {len(points)} "
+        f"Spearman's ρ with its 95 % interval ({NUM_RANK_RESAMPLES:,} draws of tasks and points) over {len(points)} "
         f"configurations on {num_tasks} tasks, means over seeds. A criterion that tells which basis is worth more has "
         "ρ < 0 with the loss and ρ > 0 with the accuracy. Within tasks is the mean of the tasks' ρ, weighted by their "
         "configurations less one. Statistics are medians over the layers, but for J and ‖PᵀGQ‖.",
