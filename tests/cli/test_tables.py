@@ -13,6 +13,7 @@ from frozencore.adapter.inspection import AngleReport, BasisReport, CaptureRepor
 from frozencore.cli.tables import inspection_table, run_summary, verdict
 from frozencore.lab.reports.sheets.render import rich_table
 from frozencore.lab.reports.sheets.sheet import Sheet, SheetCell, label
+from frozencore.lab.run.config import make_config
 from frozencore.lab.run.record import AccuracyDetails
 from made_up import made_up_record
 
@@ -68,6 +69,18 @@ def test_a_run_on_ones_own_rows_shows_its_loss_and_no_verdict() -> None:
     assert f"1.800 │ {record.held_out_loss:.3f}" in text
     assert "accuracy" not in text
     assert "beat" not in text.lower()
+
+
+@pytest.mark.parametrize("method", ["fcca", "pissa"])
+def test_a_run_says_the_recipe_that_its_method_chose(method: str) -> None:
+    recipe = make_config(model="pocket", task="svamp", method=method)
+    resolved = {
+        "targets": "all-linear", "max_length": 512,
+        "recipe": {"learning_rate": recipe.resolved_learning_rate, "warmup": recipe.resolved_warmup},
+    }  # fmt: skip
+    text = shown(run_summary(made_up_record({"task": "svamp"}, method=method, resolved=resolved)))
+    rate = {"fcca": "0.005", "pissa": "0.0002"}[method]
+    assert f"262 steps; learning rate {rate}, warm-up 0.1 of them." in text
 
 
 def test_a_run_says_which_step_it_kept_and_why() -> None:

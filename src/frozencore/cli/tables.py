@@ -30,7 +30,15 @@ def run_summary(record: TunedRecord) -> Group:
         f"{record.trainable_parameters:,} trained values; calibration {record.calibration_s:.1f} s, "
         f"training {record.training_s:.1f} s, peak memory {record.peak_memory_bytes / 2**30:.2f} GiB"
     )
-    return Group(table, *words, *map(Text, _kept_step(record)), cost)
+    return Group(table, *words, *map(Text, [*_recipe(record), *_kept_step(record)]), cost)
+
+
+def _recipe(record: TunedRecord) -> Iterator[str]:
+    """What the run was trained with, most of which its method chose where nobody did."""
+    if record.resolved is not None:
+        recipe = record.resolved.recipe
+        rate, warmup = recipe["learning_rate"], recipe["warmup"]
+        yield f"{record.training.num_steps} steps; learning rate {rate:g}, warm-up {warmup:g} of them."
 
 
 def _kept_step(record: TunedRecord) -> Iterator[str]:
