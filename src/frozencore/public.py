@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from frozencore.adapter.bank import CoreBank
 from frozencore.adapter.bases.calibrate import Calibration, calibrate
-from frozencore.adapter.bases.carried import get_bases, set_bases
+from frozencore.adapter.bases.carried import get_bases, save_basis, set_bases
 from frozencore.adapter.config import FrozenCoreConfig, register_constructor
 from frozencore.adapter.export.lora import export_lora
 from frozencore.adapter.export.merged import export_merged
 from frozencore.adapter.export.serving import check_lora_directory
 from frozencore.adapter.model import FrozenCoreModel, frozen_core_layers
 from frozencore.adapter.seal.card import write_model_card
+from frozencore.adapter.seal.saved_basis import SavedBasis, load_basis
 from frozencore.adapter.swap import prepare_swap, swap_core
 from frozencore.calibration.collect import collect_moments
 from frozencore.calibration.options import CalibrationOptions
@@ -47,6 +48,7 @@ __all__ = [
     "FrozenCoreModel",
     "LayerEvidence",
     "LayerMoments",
+    "SavedBasis",
     "Whitening",
     "build_basis",
     "calibrate",
@@ -59,6 +61,7 @@ __all__ = [
     "filora_basis",
     "frozen_core_layers",
     "get_bases",
+    "load_basis",
     "load_moments",
     "lora_xs_basis",
     "milora_basis",
@@ -66,6 +69,7 @@ __all__ = [
     "random_basis",
     "rawgrad_basis",
     "register_constructor",
+    "save_basis",
     "save_moments",
     "set_bases",
     "signgrad_basis",

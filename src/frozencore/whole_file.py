@@ -13,7 +13,7 @@ from typing import Any
 
 from frozencore.errors import ArtifactError
 
-_MARKS = ("adapter_config.json", "config.json")
+_MARKS = ("adapter_config.json", "config.json", "basis.json")
 
 
 @contextmanager
@@ -47,7 +47,7 @@ def whole_folder(out: Path, *, overwrite: bool, reads: Path | None = None) -> It
     """Yield a new folder beside ``out`` that takes its place when the block ends without an error.
 
     Args:
-        overwrite: Replace a model or adapter folder that is there; any other folder is never replaced.
+        overwrite: Replace a model, adapter or basis folder that is there; any other folder is never replaced.
         reads: A folder that the block reads from, which must not be replaced.
 
     Raises:
@@ -77,7 +77,7 @@ def _require_free(out: Path, *, overwrite: bool, reads: Path | None) -> None:
     if not overwrite:
         raise ArtifactError(f"{out} is there already. Choose another folder, or allow it to be overwritten.")
     if not any((out / mark).is_file() for mark in _MARKS):
-        raise ArtifactError(f"{out} holds no model and no adapter, so it is not overwritten. Choose another folder.")
+        raise ArtifactError(f"{out} holds no model, adapter or basis, so it is not overwritten. Choose another folder.")
 
 
 def require_writable(folder: Path) -> None:

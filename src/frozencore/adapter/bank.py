@@ -83,7 +83,7 @@ class CoreBank:
             ConfigError: The bank is full, or the adapter with the basis was merged or calibrated again.
             ArtifactError: Other layers, ranks, scales or bases. The bank is as it was.
         """
-        by_device = self._flat(cores_of(source, self.layers, self.adapter_name))
+        by_device = self._flat(cores_of(source, self.model, self.adapter_name))
         with self._names_lock:
             slot = self._slot_to_write(name)
             with torch.no_grad():

@@ -31,6 +31,7 @@ from frozencore.adapter.seal.integrity import (
     require_sealed,
     seal_tensors,
 )
+from frozencore.adapter.seal.saved_basis import SavedBasis, find_basis, read_header
 from frozencore.constructors import (
     CONSTRUCTORS,
     BasisOptions,
@@ -74,6 +75,10 @@ class FrozenCoreConfig(PeftConfig, EveryOption):  # type: ignore[misc]  # frozen
         load_bases: Written by ``save_pretrained``: P and Q are in the file, so none is built.
         seal: Written by ``save_pretrained``: hashes of the weights and some values of the base model, which loading
             checks (:mod:`frozencore.adapter.seal.integrity`).
+        basis: Use that basis instead of choosing one: the folder of :func:`frozencore.save_basis`, or a hub id (with
+            ``basis_revision``). Rank, targets, scale and constructor are the basis's. The adapter is saved as cores
+            alone.
+        basis_id: Written by ``save_pretrained``: the identity of the basis that the cores belong to.
         allow_other_base: Load onto a base model whose weights are not those that the adapter was made on. Never saved:
             ``PeftModel.from_pretrained(base, folder, allow_other_base=True)``.
 
@@ -98,11 +103,17 @@ class FrozenCoreConfig(PeftConfig, EveryOption):  # type: ignore[misc]  # frozen
     calibration_tokens: int | None = None
     load_bases: bool = False
     seal: dict[str, Any] | None = None
+    basis: str | None = None
+    basis_revision: str | None = None
+    basis_id: str | None = None
     allow_other_base: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._seal_to_write: dict[str, Any] | None = None
+        self._folder: Path | None = None
+        if self.basis is not None and self.basis_id is None:
+            self._take_from_basis(self.basis)
         if self.seal is not None:
             self.seal = read_seal("this configuration", self.seal)
         self.peft_type = FrozenCoreType.FROZENCORE
@@ -132,6 +143,27 @@ class FrozenCoreConfig(PeftConfig, EveryOption):  # type: ignore[misc]  # frozen
         for rank in (self.r, *self.rank_pattern.values()):
             self.basis_options(rank)  # refuses bad values now, not in the middle of a calibration
 
+    def _take_from_basis(self, place: str | Path) -> None:
+        """Rank, targets, scale and constructor are those of the basis, where they are left at their defaults."""
+        if self.load_bases:
+            raise ConfigError("The adapter holds a basis of its own: leave basis out, or `frozencore adapter pack` it.")
+        header = read_header(place, self.basis_revision)
+        known, fields = options_of_basis(FrozenCoreConfig), self.__dataclass_fields__
+        for name, value in header["options"].items():
+            if name not in known:
+                raise ArtifactError(
+                    f"The basis in {place} has an option {name!r:.50} that this frozencore does not know."
+                )
+            own = getattr(self, name)
+            if own != {} and own != fields[name].default and _plain(own) != value:
+                raise ConfigError(
+                    f"The basis in {place} has {name}={value!r:.100}, but {_plain(own)!r:.100} came. Leave {name} out."
+                )
+            setattr(self, name, value)
+        if self.initial_step:
+            raise ConfigError("initial_step starts from a core that a saved basis does not hold. Leave it out.")
+        self.basis, self.basis_id = str(place), header["identity"]
+
     @property
     def constructor_entry(self) -> Constructor:
         """The row of the constructor table."""
@@ -140,7 +172,7 @@ class FrozenCoreConfig(PeftConfig, EveryOption):  # type: ignore[misc]  # frozen
     @property
     def needs_calibration(self) -> bool:
         """Whether P and Q come from data, so that ``frozencore.calibrate`` must run before training."""
-        return self.constructor_entry.needs_data(self.basis_options())
+        return self.basis_id is None and self.constructor_entry.needs_data(self.basis_options())
 
     def basis_options(self, rank: int | None = None) -> BasisOptions:
         """The options of the constructors, checked; ``rank`` overrides r for one layer."""
@@ -163,7 +195,10 @@ class FrozenCoreConfig(PeftConfig, EveryOption):  # type: ignore[misc]  # frozen
             require_loadable(folder)
             require_types(folder, read_config(folder))
         try:
-            return super().from_pretrained(str(pretrained_model_name_or_path), subfolder=subfolder, **kwargs)
+            config = super().from_pretrained(str(pretrained_model_name_or_path), subfolder=subfolder, **kwargs)
+            if isinstance(config, FrozenCoreConfig) and ours:
+                config._folder = folder
+            return config
         except (TypeError, AttributeError, KeyError, ValueError) as error:
             if isinstance(error, FrozenCoreError) or not ours:
                 raise
@@ -178,19 +213,37 @@ class FrozenCoreConfig(PeftConfig, EveryOption):  # type: ignore[misc]  # frozen
         values = super().from_json_file(path_json_file, **kwargs)
         return {name: value for name, value in values.items() if name != "allow_other_base"}
 
+    def find_basis(self, origin: str) -> SavedBasis:
+        """The named basis: in or beside the folder that this was read from, or where ``basis`` says.
+
+        Raises:
+            ArtifactError: It is nowhere, another one, or damaged.
+        """
+        assert self.basis_id is not None
+        return find_basis(origin, self.basis_id, beside=self._folder, named=self.basis, revision=self.basis_revision)
+
+    def name_basis(self, identity: str | None, place: str | None = None, revision: str | None = None) -> None:
+        """The adapter is on that basis from now on, and is saved as cores alone; None: on one of its own."""
+        self.basis, self.basis_revision, self.basis_id, self._folder = place, revision, identity, None
+
     def take_seal(self) -> dict[str, Any]:
         """What the file said of the weights beside it; said once, since other weights may be loaded later."""
         seal, self.seal = self.seal, None
         return seal or {}
 
     def prepare_seal(self, tensors: Mapping[str, Tensor], base: Mapping[str, str] | None) -> None:
-        """Note what the tensors are that are about to be saved, and the base model they were made on."""
+        """Note what the tensors are that are about to be saved, and the base model they were made on, unless a basis
+        that has a name says it."""
         self._seal_to_write = {**seal_tensors(tensors), "base": None if base is None else dict(base)}
 
     def to_dict(self) -> dict[str, Any]:
         """What is saved: as PEFT does, with sets in order and the note that the bases are in the file beside it."""
         saved = {**super().to_dict(), "load_bases": True, "seal": self._seal_to_write or self.seal}
         del saved["allow_other_base"]  # whoever loads an adapter says so, not the adapter
+        if self.basis_id is None:
+            saved = {
+                name: value for name, value in saved.items() if name not in ("basis", "basis_revision", "basis_id")
+            }
         return {name: sorted(value) if isinstance(value, set) else value for name, value in saved.items()}
 
     def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:
@@ -274,6 +327,18 @@ def require_types(folder: Path, values: Mapping[str, Any]) -> None:
                 f"{folder / CONFIG_FILE} holds a value of a wrong type ({name}: {error.errors()[0]['msg'].lower()}). "
                 "Save or download it again."
             ) from error
+
+
+def options_of_basis(config: type[FrozenCoreConfig]) -> frozenset[str]:
+    """The fields that say how P and Q came about and which layers they are of: what a saved basis records."""
+    own = ("r", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "constructor", "alpha",
+           "seed", "rank_pattern", "alpha_pattern", "calibration_tokens")  # fmt: skip
+    return frozenset({*own, *constructor_options()}) - {"initial_step"}
+
+
+def _plain(value: Any) -> Any:
+    """A field as JSON gives it back."""
+    return sorted(value) if isinstance(value, set | list) else json.loads(json.dumps(value))
 
 
 def _holds_no_basis(tensors: Mapping[str, Tensor]) -> bool:

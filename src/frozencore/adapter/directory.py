@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import fields
 from pathlib import Path
 
+from torch import Tensor
+
 from frozencore.adapter.config import FrozenCoreConfig, require_types
 from frozencore.adapter.seal.factors import Factors, layer_factors
+from frozencore.adapter.seal.flat_cores import FLAT, with_factors
 from frozencore.adapter.seal.integrity import CONFIG_FILE, PEFT_TYPE, WEIGHTS_FILE, read_config, read_folder
 from frozencore.errors import ArtifactError, FrozenCoreError
 from frozencore.one_line import one_line
@@ -14,12 +17,26 @@ from frozencore.one_line import one_line
 __all__ = ["CONFIG_FILE", "WEIGHTS_FILE", "Factors", "layer_factors", "read_adapter"]
 
 
-def read_adapter(directory: str | Path) -> tuple[FrozenCoreConfig, dict[str, Factors]]:
+def read_adapter(
+    directory: str | Path, *, basis: str | Path | None = None
+) -> tuple[FrozenCoreConfig, dict[str, Factors]]:
     """Configuration and factors, by layer name, of a folder that ``save_pretrained`` wrote.
 
+    Args:
+        basis: Where the basis of an adapter of cores alone is, if not in the folder, beside it or where it says.
+
     Raises:
-        ArtifactError: Not a folder of ours, damaged, changed since it was saved, or incomplete.
+        ArtifactError: Not a folder of ours, damaged, changed since it was saved, or incomplete; or its basis is not
+            to be found, or is another.
     """
+    config, tensors = read_tensors(directory, basis=basis)
+    return config, layer_factors(str(directory), tensors)
+
+
+def read_tensors(
+    directory: str | Path, *, basis: str | Path | None = None
+) -> tuple[FrozenCoreConfig, dict[str, Tensor]]:
+    """As :func:`read_adapter`, with the tensors as a file of all factors names them, trained modules among them."""
     directory = Path(directory)
     kind = read_config(directory).get("peft_type")
     if kind != PEFT_TYPE:
@@ -36,4 +53,7 @@ def read_adapter(directory: str | Path) -> tuple[FrozenCoreConfig, dict[str, Fac
         raise ArtifactError(
             f"{directory / CONFIG_FILE} holds a value of a wrong type ({error}). Save or download it again."
         ) from error
-    return config, layer_factors(str(directory), tensors)
+    if FLAT not in tensors:
+        return config, tensors
+    config._folder, config.basis = directory, config.basis if basis is None else str(basis)
+    return config, with_factors(str(directory), tensors, config.find_basis(str(directory)).layers)

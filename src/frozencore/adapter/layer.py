@@ -19,7 +19,7 @@ from transformers.pytorch_utils import Conv1D
 from frozencore.adapter.core_product import core_output
 from frozencore.adapter.seal.same_base import sample_weight
 from frozencore.adapter.shared_factors import SharedFactors
-from frozencore.errors import CalibrationError
+from frozencore.errors import ArtifactError, CalibrationError
 from frozencore.maths.basis import Basis
 
 
@@ -43,7 +43,7 @@ class FrozenCoreLayer(BaseTunerLayer):
 
     ``frozencore_P``, ``frozencore_Q``: buffers m x r and n x r by adapter name. ``frozencore_R``: bias-free linear
     layers r -> r. ``frozencore_scale``: s. ``frozencore_ready``: whether a basis was set. ``base_samples``: some
-    values of the weight as it was when it was wrapped.
+    values of the weight as it was when it was wrapped. ``awaits_core``: adapters whose core is still to be loaded.
     """
 
     adapter_layer_names = ("frozencore_R",)
@@ -64,6 +64,7 @@ class FrozenCoreLayer(BaseTunerLayer):
         self.frozencore_scale: dict[str, float] = {}
         self.frozencore_ready: dict[str, bool] = {}
         self.row_cores: RowCores | None = None
+        self.awaits_core: set[str] = set()
         self._disable_adapters = False
         self.merged_adapters: list[str] = []
         self.out_features, self.in_features = layer_shape(self.get_base_layer())
@@ -163,6 +164,11 @@ class FrozenCoreLayer(BaseTunerLayer):
         self.set_base_weight(merged.to(weight.dtype))
 
     def _trained_factors(self, adapter_name: str) -> tuple[Tensor, Tensor, Tensor]:
+        if adapter_name in self.awaits_core:
+            raise ArtifactError(
+                f"The cores of the adapter {adapter_name!r} were not loaded: they stand alone in their file, and what "
+                "loads it cannot read that. Use PeftModel.from_pretrained, or `frozencore adapter unpack` the folder."
+            )
         if self.training and not self.frozencore_ready[adapter_name]:
             self.require_basis(adapter_name)
         return self.factors(adapter_name)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,8 @@ from frozencore.adapter.directory import Factors, layer_factors, read_adapter
 from frozencore.adapter.layer import FrozenCoreLayer
 from frozencore.adapter.model import frozen_core_layers, scale_of
 from frozencore.adapter.seal.factors import PREFIX
+from frozencore.adapter.seal.flat_cores import FLAT, split_cores
+from frozencore.adapter.seal.integrity import read_config, read_folder, require_finite
 from frozencore.errors import ArtifactError, ConfigError
 
 
@@ -78,7 +81,7 @@ def prepare_swap(
     layers = frozen_core_layers(model, adapter_name)
     if not layers:
         raise ConfigError(f"swap_core needs a frozen-core adapter, but the model has none called {adapter_name!r}.")
-    new = cores_of(source, layers, adapter_name)
+    new = cores_of(source, model, adapter_name)
     bases, cores = [], []
     for name, layer in layers.items():
         P, Q, R = layer.factors(adapter_name)
@@ -87,15 +90,16 @@ def prepare_swap(
     return ReadyCore(adapter_name, tuple(layers.values()), tuple(bases), tuple(cores))
 
 
-def cores_of(
-    source: str | Path | Mapping[str, Tensor], layers: Mapping[str, FrozenCoreLayer], adapter_name: str
-) -> dict[str, Tensor]:
+def cores_of(source: str | Path | Mapping[str, Tensor], model: nn.Module, adapter_name: str) -> dict[str, Tensor]:
     """R of each layer from a saved adapter, a state dict of PEFT's, or by layer name; on the basis of a loaded adapter.
+
+    Of an adapter of cores alone on the same named basis nothing else is read.
 
     Raises:
         ConfigError: The loaded adapter is merged into the weights.
         ArtifactError: Other layers, ranks, scales or bases, or trained modules besides cores.
     """
+    layers = frozen_core_layers(model, adapter_name)
     for layer in layers.values():
         if layer.merged:
             raise ConfigError(
@@ -112,11 +116,37 @@ def cores_of(
                     f"{tuple(found[name].shape)} came, or one with NaN or Inf."
                 )
         return found
+    ranks = {name: layer.rank(adapter_name) for name, layer in layers.items()}
+    configs: Any = model.peft_config
+    identity = configs[adapter_name].basis_id
+    if (
+        isinstance(source, str | Path)
+        and identity is not None
+        and read_config(Path(source)).get("basis_id") == identity
+    ):
+        return split_cores(str(source), _cores_alone(Path(source)), ranks)
+    if isinstance(source, Mapping) and source.keys() == {FLAT}:
+        require_finite("the state dict", source, "Train it again.")
+        return split_cores("the state dict", source[FLAT], ranks)
     factors = _read_folder(source, layers, adapter_name) if isinstance(source, str | Path) else _read_state(source)
     _require_same_layers(factors, layers)
     for name, layer in layers.items():
         _require_same_basis(layer, adapter_name, factors[name])
     return {name: factors[name].R for name in layers}
+
+
+def _cores_alone(folder: Path) -> Tensor:
+    _, tensors = read_folder(folder)
+    if tensors.keys() != {FLAT}:
+        raise _more_than_cores(folder)
+    return tensors[FLAT]
+
+
+def _more_than_cores(folder: str | Path) -> ArtifactError:
+    return ArtifactError(
+        f"The adapter in {folder} trained more than cores (modules_to_save or trainable_token_indices), which are "
+        "not swapped. Load it with model.load_adapter instead."
+    )
 
 
 def _require_same_layers(came: Mapping[str, object], layers: Mapping[str, FrozenCoreLayer]) -> None:
@@ -131,10 +161,7 @@ def _require_same_layers(came: Mapping[str, object], layers: Mapping[str, Frozen
 def _read_folder(folder: str | Path, layers: Mapping[str, FrozenCoreLayer], adapter_name: str) -> dict[str, Factors]:
     config, factors = read_adapter(folder)
     if config.modules_to_save or config.trainable_token_indices:
-        raise ArtifactError(
-            f"The adapter in {folder} trained more than cores (modules_to_save or trainable_token_indices), which are "
-            "not swapped. Load it with model.load_adapter instead."
-        )
+        raise _more_than_cores(folder)
     for name in factors.keys() & layers.keys():
         mine, theirs = layers[name].frozencore_scale[adapter_name], scale_of(config, name)
         if mine != theirs:

@@ -129,6 +129,7 @@ def calibrate(
         layer.set_basis(
             adapter_name, bases[name], initial_step=config.initial_step, random_core=not config.init_weights
         )
+    config.name_basis(None)
     if work.diagonals:
         config.calibration_tokens = max(layer.num_tokens for layer in work.diagonals.values())
     _warn_of_weak_layers(bases)

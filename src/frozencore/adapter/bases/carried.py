@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from frozencore.adapter.bases.calibratable import adapter_for_new_bases, find_adapter
-from frozencore.adapter.config import FrozenCoreConfig
+from frozencore.adapter.config import FrozenCoreConfig, options_of_basis
 from frozencore.adapter.layer import FrozenCoreLayer
-from frozencore.adapter.model import frozen_core_layers
+from frozencore.adapter.model import frozen_core_layers, require_basis_fits
+from frozencore.adapter.seal.card import num_tokens
+from frozencore.adapter.seal.same_base import record_base
+from frozencore.adapter.seal.saved_basis import SavedBasis, write_basis
 from frozencore.errors import CalibrationError, ConfigError
 from frozencore.maths.basis import ORTHONORMAL_COORDINATES, Basis, known_basis
 
@@ -39,17 +43,19 @@ def get_bases(model: nn.Module, adapter_name: str | None = None) -> dict[str, Te
 
 
 def set_bases(
-    model: nn.Module, bases: Mapping[str, Tensor], *, adapter_name: str | None = None, reset: bool = False
+    model: nn.Module, bases: Mapping[str, Tensor] | SavedBasis, *, adapter_name: str | None = None, reset: bool = False
 ) -> None:
     """Give an adapter the bases of :func:`get_bases` instead of calibrating it, and reset its cores to zero.
 
     Args:
         bases: Of the same layers, ranks and base model, which is not checked: on other weights they are as good as
-            random ones.
+            random ones. That of :func:`frozencore.load_basis` is checked, and the adapter is on it by name from then
+            on: it is saved as cores alone.
         reset: Allow a new basis under a core that has been trained (the core is lost).
 
     Raises:
         ConfigError: The model has no such frozen-core adapter, or its configuration asks for an initial step.
+        ArtifactError: A saved basis has other layers, ranks or scales, or is of another base model.
         CalibrationError: Layers or shapes differ, a basis is not finite or not orthonormal where the coordinates
             promise it, an adapter is merged, or a core is trained. No basis is changed then.
     """
@@ -59,11 +65,61 @@ def set_bases(
             f"initial_step={config.initial_step:g} starts from a core that bases alone do not hold. "
             "Call calibrate, with moments collected once, or leave initial_step out."
         )
+    saved = bases if isinstance(bases, SavedBasis) else None
+    if isinstance(bases, SavedBasis):
+        require_basis_fits(str(bases.place), bases, config, layers, adapter_name)
+        bases = bases.tensors
     _require_same_layers(bases, layers)
     checked = {name: _checked(name, bases, layer, adapter_name, config) for name, layer in layers.items()}
     for name, layer in layers.items():
         layer.set_basis(adapter_name, checked[name], random_core=not config.init_weights)
     config.calibration_tokens = None  # bases do not say how many they were computed from
+    config.name_basis(None)
+    if saved is not None:
+        config.calibration_tokens = saved.options.get("calibration_tokens")
+        config.name_basis(saved.identity, saved.place, saved.revision)
+
+
+def save_basis(
+    model: nn.Module,
+    folder: str | Path,
+    *,
+    adapter_name: str | None = None,
+    calibrated_on: str | None = None,
+    overwrite: bool = False,
+) -> str:
+    """Write an adapter's P and Q as a basis for many adapters; this one is on it by name from now on.
+
+    Args:
+        folder: New; of two files, ``basis.json`` and ``basis.safetensors``.
+        calibrated_on: What the bases were computed from, in words.
+        overwrite: Replace a basis that is there.
+
+    Returns:
+        Its identity, the hash of its content.
+
+    Raises:
+        ConfigError: The model has no such frozen-core adapter, or its cores start from an initial step.
+        CalibrationError: It has no bases yet.
+        ArtifactError: The folder is there already, or cannot be written.
+    """
+    adapter_name, config = find_adapter(model, adapter_name)
+    get_bases(model, adapter_name)
+    layers = frozen_core_layers(model, adapter_name)
+    known, default = options_of_basis(FrozenCoreConfig), FrozenCoreConfig().to_dict()
+    options = {name: value for name, value in config.to_dict().items() if name in known and value != default[name]}
+    identity = write_basis(
+        Path(folder),
+        {name: layer.factors(adapter_name)[:2] for name, layer in layers.items()},
+        scales={name: layer.frozencore_scale[adapter_name] for name, layer in layers.items()},
+        options=options,
+        calibrated_on=calibrated_on or num_tokens(config.calibration_tokens),
+        base=record_base({name: layer.base_samples for name, layer in layers.items()}),
+        base_model=config.base_model_name_or_path,
+        overwrite=overwrite,
+    )
+    config.name_basis(identity, str(folder))
+    return identity
 
 
 def _require_same_layers(bases: Mapping[str, Tensor], layers: Mapping[str, FrozenCoreLayer]) -> None:

@@ -11,7 +11,7 @@ from frozencore.errors import ArtifactError
 
 PREFIX = "frozencore_"
 """What the name of every tensor of ours begins with, below its layer."""
-_BASE = "base_model.model."
+BASE = "base_model.model."
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ def layer_factors(origin: str, tensors: Mapping[str, Tensor]) -> dict[str, Facto
     """
     layers: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
-        layer, found, rest = key.removeprefix(_BASE).partition(f".{PREFIX}")
+        layer, found, rest = key.removeprefix(BASE).partition(f".{PREFIX}")
         if found:
             layers.setdefault(layer, {})[rest.removesuffix(".weight")] = tensor
     for layer, parts in layers.items():

@@ -7,6 +7,8 @@
     bases_sha256     of the values of P and Q; cores_sha256: of R
     base             some values of the base model's weights (:mod:`frozencore.adapter.seal.same_base`)
 
+Of an adapter of cores alone, format 2, bases and base model are those of the basis that its configuration names.
+
 What a seal does not say is not checked, so adapters of earlier versions load. Where PEFT loads: a local folder is
 checked by ``FrozenCoreConfig.from_pretrained``, the tensors (from a hub id too) by ``FrozenCoreModel`` when they reach
 the model. transformers' own ``model.load_adapter`` passes by both; it checks format and base model only.
@@ -27,6 +29,7 @@ from safetensors.torch import load
 from torch import Tensor
 
 from frozencore.adapter.seal.factors import PREFIX, Factors, layer_factors
+from frozencore.adapter.seal.flat_cores import FLAT
 from frozencore.errors import ArtifactError
 from frozencore.fingerprint import fingerprint_tensors
 from frozencore.maths.basis import ORTHONORMAL_COORDINATES, known_basis
@@ -35,7 +38,7 @@ from frozencore.one_line import one_line
 
 CONFIG_FILE, WEIGHTS_FILE, PICKLE_FILE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 PEFT_TYPE = "FROZENCORE"
-FORMAT = 1
+FORMAT = 2
 LARGEST_CONFIG = 2**24
 ORTHONORMALITY = 2 * torch.finfo(torch.bfloat16).eps  # a basis may have been bfloat16 before it was widened
 _NAME = re.compile(r"[^/\\\x00-\x1f\x7f]+")
@@ -62,7 +65,10 @@ def read_folder(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         require_finite(str(directory), tensors, "Train it again, or load an earlier checkpoint.")
     else:
         seal = read_seal(str(directory), values.get("seal"))
-        require_sound(str(directory), tensors, values.get("coordinates", "qr"))
+        if FLAT in tensors:
+            require_sound_cores(str(directory), tensors, values.get("basis_id"))
+        else:
+            require_sound(str(directory), tensors, values.get("coordinates", "qr"))
         recorded = seal.get("weights_sha256")
         came = hashlib.sha256(content).hexdigest()
         if recorded not in (None, came):
@@ -126,13 +132,15 @@ def read_seal(origin: str, seal: Any) -> dict[str, Any]:
 
 def seal_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """The part of a seal that tensors give, whatever their keys' prefix and adapter name."""
+    if FLAT in tensors:
+        return {"format": FORMAT, "cores_sha256": fingerprint_tensors([("", tensors[FLAT])])}
     of_side: dict[str, list[Tensor]] = {"P": [], "Q": [], "R": []}
     for key, tensor in tensors.items():
         _, found, rest = key.partition(f".{PREFIX}")
         if found and rest[:1] in of_side:
             of_side[rest[0]].append(tensor)
     return {
-        "format": FORMAT,
+        "format": 1,
         "bases_sha256": _hash_of(*(_tensor_hashes(of_side[side]) for side in "PQ")),
         "cores_sha256": _hash_of(_tensor_hashes(of_side["R"])),
     }
@@ -147,9 +155,10 @@ def require_sealed(origin: str, seal: Mapping[str, Any], tensors: Mapping[str, T
     wanted = {name: seal[name] for name in ("bases_sha256", "cores_sha256") if seal.get(name) is not None}
     came = seal_tensors(tensors) if wanted else {}
     for name, recorded in wanted.items():
-        if came[name] != recorded:
+        if came.get(name) != recorded:
             raise ArtifactError(
-                f"The {name.partition('_')[0]} in {origin} are not those that were saved (hash {came[name][:12]}, "
+                f"The {name.partition('_')[0]} in {origin} are not those that were saved (hash "
+                f"{str(came.get(name))[:12]}, "
                 f"recorded {str(recorded)[:12]!r}): changed, damaged, or just being written. Load it again."
             )
 
@@ -160,9 +169,7 @@ def require_sound(origin: str, tensors: Mapping[str, Tensor], coordinates: Any) 
     Raises:
         ArtifactError: Otherwise. Bases that are all zero are those of an adapter that was never calibrated.
     """
-    odd = next((key for key in tensors if not _NAME.fullmatch(key) or ".." in key), None)
-    if odd is not None:
-        raise ArtifactError(f"A tensor is named like a module, but {origin} holds {odd[:80]!r}. Do not use this file.")
+    _require_names(origin, tensors)
     factors = layer_factors(origin, tensors)
     require_finite(origin, tensors, "Train it again, or load an earlier checkpoint.")
     promised = isinstance(coordinates, str) and coordinates in ORTHONORMAL_COORDINATES
@@ -175,6 +182,24 @@ def require_sound(origin: str, tensors: Mapping[str, Tensor], coordinates: Any) 
                     f"is off by {error:.2g}. Save or download it again."
                 )
     return factors
+
+
+def require_sound_cores(origin: str, tensors: Mapping[str, Tensor], basis_id: Any) -> None:
+    """The same of an adapter of cores alone, whose basis may be elsewhere.
+
+    Raises:
+        ArtifactError: A tensor is not finite or not named like a module, or no basis is named.
+    """
+    _require_names(origin, tensors)
+    if not isinstance(basis_id, str):
+        raise ArtifactError(f"{origin} holds cores alone and does not say on which basis. Save or download it again.")
+    require_finite(origin, tensors, "Train it again, or load an earlier checkpoint.")
+
+
+def _require_names(origin: str, tensors: Mapping[str, Tensor]) -> None:
+    odd = next((key for key in tensors if not _NAME.fullmatch(key) or ".." in key), None)
+    if odd is not None:
+        raise ArtifactError(f"A tensor is named like a module, but {origin} holds {odd[:80]!r}. Do not use this file.")
 
 
 def require_finite(origin: str, tensors: Mapping[str, Tensor], way_out: str) -> None:

@@ -1,0 +1,103 @@
+"""A saved adapter as cores alone beside a named basis, and back: the same numbers, bit for bit."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from frozencore.adapter.config import FrozenCoreConfig
+from frozencore.adapter.directory import read_tensors
+from frozencore.adapter.model import scale_of
+from frozencore.adapter.seal.card import CARD_FILE
+from frozencore.adapter.seal.factors import PREFIX, Factors, layer_factors
+from frozencore.adapter.seal.flat_cores import FLAT, flatten_cores
+from frozencore.adapter.seal.integrity import CONFIG_FILE, WEIGHTS_FILE, read_config, seal_tensors
+from frozencore.adapter.seal.saved_basis import SavedBasis, load_basis
+from frozencore.errors import ArtifactError
+from frozencore.whole_file import whole_folder
+
+OF_A_BASIS = ("basis", "basis_revision", "basis_id")
+
+
+def pack_adapter(adapter: str | Path, basis: str | Path, out: str | Path, *, dtype: torch.dtype | None = None) -> Path:
+    """Write an adapter that holds its basis as cores alone.
+
+    Args:
+        adapter: Folder of an adapter whose P and Q are those of the basis, bit for bit.
+        basis: Folder of the basis, or a hub id.
+        out: New folder.
+        dtype: Of the cores; by default that in which they are saved. Cores in 16 bits are rounded.
+
+    Raises:
+        ArtifactError: The adapter has another basis, is on a named one already, or a folder cannot be read or written.
+    """
+    config, tensors = read_tensors(adapter)
+    if config.basis_id is not None:
+        raise ArtifactError(f"{adapter} holds cores alone already, on the basis {config.basis_id[:12]}.")
+    saved, factors = load_basis(basis), layer_factors(str(adapter), tensors)
+    _require_same_basis(str(adapter), config, factors, str(basis), saved)
+    cores = flatten_cores({name: f.R for name, f in factors.items()})
+    others = {key: tensor for key, tensor in tensors.items() if f".{PREFIX}" not in key}
+    named = {"basis": str(basis), "basis_revision": None, "basis_id": saved.identity}
+    return _write(Path(adapter), Path(out), {FLAT: cores if dtype is None else cores.to(dtype), **others}, named, None)
+
+
+def unpack_adapter(adapter: str | Path, out: str | Path, *, basis: str | Path | None = None) -> Path:
+    """Write an adapter of cores alone as one that holds everything.
+
+    Args:
+        adapter: Folder of an adapter of cores alone.
+        out: New folder.
+        basis: Where its basis is, if not in the folder, beside it or where it says.
+
+    Raises:
+        ArtifactError: It holds its basis already, the basis is not to be found, or a folder cannot be read or written.
+    """
+    config, tensors = read_tensors(adapter, basis=basis)
+    if config.basis_id is None:
+        raise ArtifactError(f"{adapter} holds its basis already.")
+    found = config.find_basis(str(adapter))
+    return _write(Path(adapter), Path(out), tensors, dict.fromkeys(OF_A_BASIS), found.base)
+
+
+def _write(
+    adapter: Path, out: Path, tensors: Mapping[str, Tensor], named: Mapping[str, Any], base: Mapping[str, str] | None
+) -> Path:
+    values = {name: value for name, value in read_config(adapter).items() if name not in OF_A_BASIS}
+    values |= {name: value for name, value in named.items() if named["basis_id"] is not None}
+    with whole_folder(out, overwrite=False, reads=adapter) as aside:
+        save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, aside / WEIGHTS_FILE, {"format": "pt"})
+        seal = {**seal_tensors(tensors), "base": None if base is None else dict(base)}
+        seal["weights_sha256"] = hashlib.sha256((aside / WEIGHTS_FILE).read_bytes()).hexdigest()
+        text = json.dumps({**values, "seal": seal}, indent=2, sort_keys=True)  # as PEFT writes it
+        (aside / CONFIG_FILE).write_text(text, encoding="utf-8")
+        if (adapter / CARD_FILE).is_file():
+            shutil.copyfile(adapter / CARD_FILE, aside / CARD_FILE)
+    return out
+
+
+def _require_same_basis(
+    origin: str, config: FrozenCoreConfig, factors: Mapping[str, Factors], place: str, basis: SavedBasis
+) -> None:
+    if factors.keys() != basis.layers.keys():
+        odd = sorted(factors.keys() ^ basis.layers.keys())
+        raise ArtifactError(
+            f"An adapter is packed beside its own basis, but {odd[0]!r} ({len(odd)} layers in all) is in one of "
+            f"{origin} and {place} alone. Name the basis that it was trained on."
+        )
+    for name, own in factors.items():
+        theirs = basis.layers[name]
+        equal = all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip((own.P, own.Q), theirs, strict=True))
+        if not equal or scale_of(config, name) != basis.scales[name]:
+            raise ArtifactError(
+                f"An adapter is packed beside its own basis, but P, Q or the scale of layer {name!r} of {origin} are "
+                f"not those of {place}. Name the basis that it was trained on."
+            )

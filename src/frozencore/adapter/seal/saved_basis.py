@@ -1,0 +1,255 @@
+"""The basis of many adapters as a folder of its own: P and Q of every layer, and what they are.
+
+    basis.safetensors   ``<layer>.P`` (m x r) and ``<layer>.Q`` (n x r)
+    basis.json          options, scales, what it was calibrated on, values of the base model, and the identity
+
+The identity is the SHA-256 of everything else in the two files. Adapters of cores alone name it, so that a basis is
+found by what it holds, wherever it lies.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from safetensors import SafetensorError
+from safetensors.torch import load, save_file
+from torch import Tensor
+
+from frozencore.errors import ArtifactError
+from frozencore.fingerprint import fingerprint_options
+from frozencore.hub import hub_answers
+from frozencore.maths.linalg import all_finite
+from frozencore.one_line import one_line
+from frozencore.whole_file import whole_folder
+
+HEADER_FILE, FACTORS_FILE = "basis.json", "basis.safetensors"
+FORMAT = 1
+LARGEST_HEADER = 2**24
+
+
+@dataclass(frozen=True)
+class SavedBasis:
+    """P and Q of every layer, and what they are.
+
+    Attributes:
+        identity: SHA-256 of the content; 64 hexadecimal digits.
+        layers: P (m x r) and Q (n x r) by layer name.
+        scales: s by layer name.
+        options: Fields of :class:`frozencore.FrozenCoreConfig`: the constructor with its options, ranks, targets.
+        calibrated_on: In words; None where nobody said.
+        base: Values of the base model's weights (:mod:`frozencore.adapter.seal.same_base`); None where they could not
+            be read.
+        base_model: Its name.
+        place, revision: Where it was read: a folder, or a hub id.
+    """
+
+    identity: str
+    layers: dict[str, tuple[Tensor, Tensor]]
+    scales: dict[str, float]
+    options: dict[str, Any]
+    calibrated_on: str | None = None
+    base: dict[str, str] | None = None
+    base_model: str | None = None
+    place: str | None = None
+    revision: str | None = None
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """P and Q as :func:`frozencore.set_bases` takes them."""
+        return {
+            f"{name}.{side}": X for name, factors in self.layers.items() for side, X in zip("PQ", factors, strict=True)
+        }
+
+
+def write_basis(
+    folder: Path,
+    layers: Mapping[str, tuple[Tensor, Tensor]],
+    *,
+    scales: Mapping[str, float],
+    options: Mapping[str, Any],
+    calibrated_on: str | None,
+    base: Mapping[str, str] | None,
+    base_model: str | None,
+    overwrite: bool = False,
+) -> str:
+    """Write a folder, whole or not at all.
+
+    Returns:
+        The identity.
+
+    Raises:
+        ArtifactError: The folder is there already, or cannot be written.
+    """
+    with whole_folder(folder, overwrite=overwrite) as aside:
+        factors = {
+            f"{name}.{side}": X.detach().cpu().contiguous()
+            for name in sorted(layers)
+            for side, X in zip("PQ", layers[name], strict=True)
+        }
+        save_file(factors, aside / FACTORS_FILE, metadata={"format": "pt"})
+        header = {
+            "format": FORMAT,
+            "factors_sha256": hashlib.sha256((aside / FACTORS_FILE).read_bytes()).hexdigest(),
+            "options": dict(options),
+            "scales": {name: scales[name] for name in sorted(layers)},
+            "calibrated_on": calibrated_on,
+            "base": None if base is None else dict(base),
+            "base_model": base_model,
+        }
+        identity = fingerprint_options(header)
+        text = json.dumps({"identity": identity, **header}, indent=1, ensure_ascii=False)
+        (aside / HEADER_FILE).write_text(text + "\n", encoding="utf-8")
+    return identity
+
+
+def load_basis(place: str | Path, revision: str | None = None) -> SavedBasis:
+    """A basis that :func:`frozencore.save_basis` wrote.
+
+    Args:
+        place: A folder, or a hub id.
+        revision: Of the hub id.
+
+    Raises:
+        ArtifactError: There is none, it is damaged or changed since, or of a newer format.
+    """
+    header = read_header(place, revision)
+    path = _file(place, revision, FACTORS_FILE)
+    try:
+        content = path.read_bytes()
+        tensors = load(content)
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError, RuntimeError, OverflowError) as error:
+        raise _damaged(place, error) from error
+    if hashlib.sha256(content).hexdigest() != header["factors_sha256"]:
+        raise _damaged(place, f"{FACTORS_FILE} is not the file that {HEADER_FILE} was written for")
+    names = sorted(header["scales"])
+    if tensors.keys() != {f"{name}.{side}" for name in names for side in "PQ"}:
+        raise _damaged(place, f"{FACTORS_FILE} has other layers than {HEADER_FILE}")
+    layers = {name: (tensors[f"{name}.P"], tensors[f"{name}.Q"]) for name in names}
+    for name, (P, Q) in layers.items():
+        plain = (
+            P.is_floating_point() and Q.is_floating_point() and P.ndim == Q.ndim == 2 and P.shape[1] == Q.shape[1] > 0
+        )
+        if not plain or not all_finite(P) or not all_finite(Q):
+            raise _damaged(place, f"P and Q of layer {name!r} are not finite matrices of one rank")
+    kept = ("scales", "options", "calibrated_on", "base", "base_model")
+    said = {name: header[name] for name in kept}
+    return SavedBasis(header["identity"], layers, **said, place=str(place), revision=revision)
+
+
+def read_header(place: str | Path, revision: str | None = None) -> dict[str, Any]:
+    """What ``basis.json`` says, checked against the identity in it.
+
+    Raises:
+        ArtifactError: As :func:`load_basis`.
+    """
+    path = _file(place, revision, HEADER_FILE)
+    try:
+        if path.stat().st_size > LARGEST_HEADER:
+            raise ValueError(f"{HEADER_FILE} is larger than {LARGEST_HEADER:,} bytes")
+        header = json.loads(path.read_text(encoding="utf-8"))
+        rest = {key: value for key, value in header.items() if key != "identity"}
+        number = header["format"]
+        if isinstance(number, int) and number > FORMAT:
+            raise ArtifactError(
+                f"The basis in {place} has format {number}, and this frozencore reads up to {FORMAT}. "
+                "Run: pip install -U frozencore"
+            )
+        if fingerprint_options(rest) != header["identity"]:
+            raise ValueError(f"{HEADER_FILE} was changed since it was written")
+        _require_types(header)
+    except ArtifactError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise _damaged(place, error) from error
+    return dict(header)
+
+
+def find_basis(
+    origin: str, identity: str, *, beside: Path | None, named: str | None, revision: str | None
+) -> SavedBasis:
+    """The basis of that identity: in the adapter's folder, beside it, or where it is said to be.
+
+    Args:
+        beside: The adapter's folder, where it has one: there, and in the two folders above, as ``basis`` or itself.
+        named: A folder or hub id.
+
+    Raises:
+        ArtifactError: It is nowhere, or another one is there; or it is damaged.
+    """
+    for folder in _near(beside):
+        if (folder / HEADER_FILE).is_file() and read_header(folder)["identity"] == identity:
+            return load_basis(folder)
+    short = identity[:12]
+    if named is None:
+        raise ArtifactError(
+            f"{origin} holds cores alone, on the basis {short}, which is not beside it. Get that basis folder and put "
+            "it there as 'basis', or pass basis=FOLDER."
+        )
+    if not _is_there(named):
+        raise ArtifactError(
+            f"{origin} holds cores alone, on the basis {short}, which is neither beside it nor at {named}. Get that "
+            "basis folder and put it beside the adapter as 'basis', or pass basis=FOLDER."
+        )
+    found = load_basis(named, revision)
+    if found.identity != identity:
+        raise ArtifactError(
+            f"{origin} holds cores on the basis {short}, but {named} is the basis {found.identity[:12]}: on another "
+            "basis they mean nothing. Get the basis that they were trained on."
+        )
+    return found
+
+
+def _near(folder: Path | None) -> Iterator[Path]:
+    if folder is not None:
+        for place in (folder, *folder.absolute().parents[:2]):
+            yield from (place / "basis", place)
+
+
+def _is_there(place: str) -> bool:
+    """False for a folder that is gone; whether the hub has an id is found out by asking for it."""
+    is_path = place.count("/") != 1 or place.startswith((".", "/", "~"))
+    return Path(place).is_dir() or not is_path
+
+
+def _file(place: str | Path, revision: str | None, name: str) -> Path:
+    folder = Path(place)
+    if folder.is_dir() and (folder / name).is_file():
+        return folder / name
+    hub_id = str(place)
+    if folder.exists() or not _is_there(hub_id):
+        raise ArtifactError(
+            f"A basis is a folder with {HEADER_FILE} and {FACTORS_FILE}, but {place} has no {name}. Point at one that "
+            "save_basis or `frozencore calibrate` wrote, or at a hub id."
+        )
+    try:
+        only_here = not hub_answers("model", hub_id)
+        return Path(hf_hub_download(hub_id, name, revision=revision, local_files_only=only_here))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise ArtifactError(
+            f"No basis at {place}: it is neither a folder nor in the offline cache, and the hub does not give it "
+            f"({one_line(error, 120)}). Give the folder of a saved basis."
+        ) from error
+
+
+def _require_types(header: Mapping[str, Any]) -> None:
+    scales, base = header["scales"], header["base"]
+    fine = (
+        isinstance(scales, dict) and scales and isinstance(header["options"], dict)
+        and all(isinstance(s, int | float) and not isinstance(s, bool) and math.isfinite(s) for s in scales.values())
+        and (base is None or isinstance(base, dict))
+        and all(isinstance(header[name], str | None) for name in ("calibrated_on", "base_model"))
+    )  # fmt: skip
+    if not fine:
+        raise ValueError(f"{HEADER_FILE} holds a value of a wrong type")
+
+
+def _damaged(place: str | Path, error: Exception | str) -> ArtifactError:
+    return ArtifactError(f"The basis in {place} is damaged ({one_line(error, 200)}). Save or download it again.")

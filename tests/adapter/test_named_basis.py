@@ -1,0 +1,331 @@
+"""A basis as a folder of its own, and adapters of cores alone beside it."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from adapted import BATCHES, adapted, cores_of, logits, train_at_random
+from frozencore import (
+    CoreBank,
+    FrozenCoreConfig,
+    calibrate,
+    export_lora,
+    get_bases,
+    load_basis,
+    save_basis,
+    set_bases,
+    swap_core,
+)
+from frozencore.adapter.directory import read_adapter
+from frozencore.adapter.export.merged import export_merged
+from frozencore.adapter.packing import pack_adapter, unpack_adapter
+from frozencore.errors import ArtifactError, CalibrationError, ConfigError, FrozenCoreError
+from tiny import tiny_qwen2
+
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> PeftModel:
+    """A calibrated adapter whose basis was saved, with trained cores."""
+    model = adapted("fcca", alpha=6.0)
+    save_basis(model, tmp_path / "basis")
+    train_at_random(model)
+    return model
+
+
+@pytest.fixture
+def saved(model: PeftModel, tmp_path: Path) -> Path:
+    model.save_pretrained(str(tmp_path / "anna"))
+    return tmp_path / "anna"
+
+
+def test_a_saved_basis_holds_what_get_bases_gives(model: PeftModel, tmp_path: Path) -> None:
+    basis, bases = load_basis(tmp_path / "basis"), get_bases(model)
+    assert basis.tensors.keys() == bases.keys()
+    assert all(torch.equal(basis.tensors[name], bases[name]) for name in bases)
+    assert set(basis.scales.values()) == {2.0}
+    assert basis.options["constructor"] == "fcca" if "constructor" in basis.options else True
+    assert basis.calibrated_on == f"{model.peft_config['default'].calibration_tokens} tokens"
+
+
+def test_the_identity_is_that_of_the_content(model: PeftModel, tmp_path: Path) -> None:
+    here = load_basis(tmp_path / "basis").identity
+    again = adapted("fcca", alpha=6.0)
+    assert save_basis(again, tmp_path / "again") == here
+    assert save_basis(adapted("fcca", alpha=3.0), tmp_path / "other_scale") != here
+    assert save_basis(adapted("rawgrad", alpha=6.0), tmp_path / "other_basis") != here
+
+
+def test_cores_alone_are_small(saved: Path) -> None:
+    tensors = load_file(saved / WEIGHTS)
+    layers = len(cores_of(adapted("fcca")))
+    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {"frozencore_cores": (layers * 9,)}
+    assert sum(file.stat().st_size for file in saved.iterdir()) <= 4 * layers * 9 + 8192
+
+
+@pytest.mark.parametrize("low_memory", [False, True])
+def test_loading_finds_the_basis_beside_the_folder(model: PeftModel, saved: Path, low_memory: bool) -> None:
+    loaded = PeftModel.from_pretrained(tiny_qwen2(), str(saved), low_cpu_mem_usage=low_memory).eval()
+    assert torch.equal(logits(loaded), logits(model))
+
+
+def test_loading_finds_the_basis_in_the_model(model: PeftModel, saved: Path, tmp_path: Path) -> None:
+    expected = logits(model)
+    shutil.rmtree(tmp_path / "basis")
+    train_at_random(model, seed=1)
+    model.load_adapter(str(saved), "anna")
+    model.set_adapter("anna")
+    assert torch.equal(logits(model), expected)
+    first = cores_of(model)[0]
+    assert first.frozencore_P["anna"] is first.frozencore_P["default"]
+
+
+def test_loading_finds_the_basis_where_the_configuration_says(model: PeftModel, saved: Path, tmp_path: Path) -> None:
+    far = tmp_path / "a" / "b" / "c" / "anna"
+    shutil.copytree(saved, far)
+    assert torch.equal(logits(PeftModel.from_pretrained(tiny_qwen2(), str(far)).eval()), logits(model))
+
+
+def test_loading_finds_the_basis_where_the_caller_says(model: PeftModel, saved: Path, tmp_path: Path) -> None:
+    far = tmp_path / "a" / "b" / "c" / "anna"
+    shutil.copytree(saved, far)
+    shutil.move(tmp_path / "basis", tmp_path / "elsewhere")
+    loaded = PeftModel.from_pretrained(tiny_qwen2(), str(far), basis=str(tmp_path / "elsewhere"))
+    assert torch.equal(logits(loaded.eval()), logits(model))
+
+
+def test_without_the_basis_one_line_says_what_to_get(saved: Path, tmp_path: Path) -> None:
+    identity = load_basis(tmp_path / "basis").identity
+    shutil.rmtree(tmp_path / "basis")
+    base = tiny_qwen2()
+    before = {name for name, _ in base.named_modules()}
+    with pytest.raises(ArtifactError, match=f"on the basis {identity[:12]}.*Get that basis folder"):
+        PeftModel.from_pretrained(base, str(saved))
+    assert {name for name, _ in base.named_modules()} == before
+
+
+def test_another_basis_is_refused(saved: Path, tmp_path: Path) -> None:
+    shutil.rmtree(tmp_path / "basis")
+    save_basis(adapted("rawgrad", alpha=6.0), tmp_path / "basis")
+    with pytest.raises(ArtifactError, match="is the basis"):
+        PeftModel.from_pretrained(tiny_qwen2(), str(saved))
+
+
+def test_another_base_model_is_refused_unless_allowed(saved: Path) -> None:
+    with pytest.raises(ArtifactError, match="another base model"):
+        PeftModel.from_pretrained(tiny_qwen2(seed=1), str(saved))
+    PeftModel.from_pretrained(tiny_qwen2(seed=1), str(saved), allow_other_base=True)
+
+
+def test_a_new_adapter_takes_everything_from_the_basis(model: PeftModel, tmp_path: Path) -> None:
+    new = get_peft_model(tiny_qwen2(), FrozenCoreConfig(basis=str(tmp_path / "basis"))).eval()
+    assert torch.equal(logits(new), logits(tiny_qwen2().eval()))
+    assert all(torch.equal(get_bases(new)[name], X) for name, X in get_bases(model).items())
+    set_peft_model_state_dict(new, get_peft_model_state_dict(model))
+    assert torch.equal(logits(new), logits(model))
+    new.train()(**BATCHES[0]).loss.backward()
+
+
+def test_options_that_contradict_the_basis_are_refused(model: PeftModel, tmp_path: Path) -> None:
+    for options, name in (({"r": 4}, "r"), ({"constructor": "eva"}, "constructor"), ({"alpha": 1.0}, "alpha")):
+        with pytest.raises(ConfigError, match=f"Leave {name} out"):
+            FrozenCoreConfig(basis=str(tmp_path / "basis"), **options)
+
+
+def test_set_bases_takes_a_saved_basis_and_its_name(model: PeftModel, saved: Path, tmp_path: Path) -> None:
+    other = adapted("random", alpha=6.0)
+    set_bases(other, load_basis(tmp_path / "basis"))
+    swap_core(other, saved)
+    assert torch.equal(logits(other), logits(model))
+    with pytest.raises(ArtifactError, match="scale"):
+        set_bases(adapted("random"), load_basis(tmp_path / "basis"))
+    with pytest.raises(CalibrationError, match="reset=True"):
+        set_bases(other, load_basis(tmp_path / "basis"))
+
+
+@pytest.mark.parametrize(
+    "rebase",
+    [
+        lambda model: calibrate(model, BATCHES, progress=False, reset=True),
+        lambda model: set_bases(model, get_bases(adapted("rawgrad")), reset=True),
+    ],
+    ids=["calibrate", "set_bases"],
+)
+def test_a_new_basis_has_no_name(rebase: Callable[[nn.Module], object], model: PeftModel, tmp_path: Path) -> None:
+    rebase(model)
+    model.save_pretrained(str(tmp_path / "own"))
+    assert "basis_id" not in json.loads((tmp_path / "own" / CONFIG).read_text())
+    assert len(load_file(tmp_path / "own" / WEIGHTS)) == 3 * len(cores_of(model))
+
+
+def test_factors_of_another_basis_take_the_name_away(model: PeftModel, tmp_path: Path) -> None:
+    set_peft_model_state_dict(model, get_peft_model_state_dict(adapted("rawgrad", alpha=6.0)))
+    assert model.peft_config["default"].basis_id is None
+
+
+def test_packed_and_unpacked_is_the_same_folder(tmp_path: Path) -> None:
+    model = adapted("fcca")
+    train_at_random(model)
+    model.save_pretrained(str(tmp_path / "whole"))
+    save_basis(model, tmp_path / "basis")
+    pack_adapter(tmp_path / "whole", tmp_path / "basis", tmp_path / "packed")
+    unpack_adapter(tmp_path / "packed", tmp_path / "again")
+    for name in (WEIGHTS, CONFIG):
+        assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    model.save_pretrained(str(tmp_path / "saved"))
+    assert (tmp_path / "packed" / WEIGHTS).read_bytes() == (tmp_path / "saved" / WEIGHTS).read_bytes()
+    loaded = PeftModel.from_pretrained(tiny_qwen2(), str(tmp_path / "packed")).eval()
+    assert torch.equal(logits(loaded), logits(model))
+
+
+def test_cores_in_16_bits_are_half_the_size(model: PeftModel, tmp_path: Path) -> None:
+    unpack_adapter(saved_as(model, tmp_path / "named"), tmp_path / "whole")
+    pack_adapter(tmp_path / "whole", tmp_path / "basis", tmp_path / "half", dtype=torch.bfloat16)
+    flat = load_file(tmp_path / "half" / WEIGHTS)["frozencore_cores"]
+    assert flat.dtype == torch.bfloat16
+    loaded = PeftModel.from_pretrained(tiny_qwen2(), str(tmp_path / "half"))
+    R = cores_of(loaded)[0].factors("default")[2]
+    assert R.dtype == torch.float32
+    assert torch.equal(R, cores_of(model)[0].factors("default")[2].bfloat16().float())
+
+
+def saved_as(model: PeftModel, folder: Path) -> Path:
+    model.save_pretrained(str(folder))
+    return folder
+
+
+def test_another_basis_does_not_pack(tmp_path: Path) -> None:
+    model = adapted("fcca", trained=True)
+    model.save_pretrained(str(tmp_path / "whole"))
+    save_basis(adapted("rawgrad"), tmp_path / "basis")
+    with pytest.raises(ArtifactError, match="not those of"):
+        pack_adapter(tmp_path / "whole", tmp_path / "basis", tmp_path / "packed")
+    assert not (tmp_path / "packed").exists()
+
+
+def test_readers_of_folders_read_cores_alone(model: PeftModel, saved: Path, tmp_path: Path) -> None:
+    _, factors = read_adapter(saved)
+    for layer in cores_of(model):
+        P, Q, R = layer.factors("default")
+        own = factors[layer.name]
+        assert torch.equal(own.P, P) and torch.equal(own.Q, Q) and torch.equal(own.R, R)
+    export_lora(saved, tmp_path / "lora")
+    assert torch.allclose(
+        logits(PeftModel.from_pretrained(tiny_qwen2(), str(tmp_path / "lora"))), logits(model), atol=1e-4
+    )
+
+
+def test_a_merged_export_reads_cores_alone(tmp_path: Path) -> None:
+    tiny_qwen2().save_pretrained(tmp_path / "base")
+    model = adapted("fcca", model=AutoModelForCausalLM.from_pretrained(tmp_path / "base"))
+    save_basis(model, tmp_path / "basis")
+    train_at_random(model)
+    model.save_pretrained(str(tmp_path / "anna"))
+    export_merged(tmp_path / "anna", tmp_path / "merged", base=tmp_path / "base")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    assert torch.allclose(logits(merged), logits(model), atol=1e-4)
+
+
+def test_a_bank_reads_cores_alone(model: PeftModel, saved: Path, tmp_path: Path) -> None:
+    bank = CoreBank(model, 2)
+    bank.put("anna", saved)
+    for layer in cores_of(model):
+        assert torch.equal(bank.get("anna")[layer.name], layer.factors("default")[2])
+
+
+def test_modules_to_save_stand_beside_the_cores(tmp_path: Path) -> None:
+    model = adapted("fcca", modules_to_save=["lm_head"])
+    save_basis(model, tmp_path / "basis")
+    train_at_random(model)
+    with torch.no_grad():
+        model.base_model.model.lm_head.modules_to_save["default"].weight.add_(1)
+    model.save_pretrained(str(tmp_path / "anna"))
+    loaded = PeftModel.from_pretrained(tiny_qwen2(), str(tmp_path / "anna")).eval()
+    assert torch.equal(logits(loaded), logits(model))
+    with pytest.raises(ArtifactError, match="more than cores"):
+        swap_core(model, tmp_path / "anna")
+
+
+def test_transformers_own_loading_is_refused_before_it_computes(saved: Path, tmp_path: Path) -> None:
+    model = tiny_qwen2()
+    model.load_adapter(str(saved))
+    with pytest.raises(ArtifactError, match="were not loaded"):
+        logits(model)
+
+
+def damaged_header(folder: Path) -> None:
+    text = (folder / "basis.json").read_text()
+    (folder / "basis.json").write_text(text.replace('"scales"', '"scalez"'))
+
+
+def damaged_factors(folder: Path) -> None:
+    content = bytearray((folder / "basis.safetensors").read_bytes())
+    content[-3] ^= 1
+    (folder / "basis.safetensors").write_bytes(content)
+
+
+def no_factors(folder: Path) -> None:
+    (folder / "basis.safetensors").unlink()
+
+
+def cut_header(folder: Path) -> None:
+    (folder / "basis.json").write_text("{")
+
+
+@pytest.mark.parametrize("damage", [damaged_header, damaged_factors, no_factors, cut_header])
+def test_a_damaged_basis_meets_one_line(damage: Callable[[Path], None], saved: Path, tmp_path: Path) -> None:
+    damage(tmp_path / "basis")
+    for read in (
+        lambda: load_basis(tmp_path / "basis"),
+        lambda: PeftModel.from_pretrained(tiny_qwen2(), str(saved)),
+        lambda: read_adapter(saved),
+    ):
+        with pytest.raises(ArtifactError) as caught:
+            read()
+        assert "\n" not in str(caught.value)
+
+
+def nan_core(folder: Path) -> None:
+    flat = load_file(folder / WEIGHTS)
+    flat["frozencore_cores"][3] = float("nan")
+    save_file(flat, folder / WEIGHTS)
+
+
+def short_core(folder: Path) -> None:
+    flat = load_file(folder / WEIGHTS)
+    save_file({name: tensor[:-1].clone() for name, tensor in flat.items()}, folder / WEIGHTS)
+
+
+def no_identity(folder: Path) -> None:
+    values = json.loads((folder / CONFIG).read_text())
+    del values["basis_id"], values["basis"]
+    (folder / CONFIG).write_text(json.dumps(values))
+
+
+def another_identity(folder: Path) -> None:
+    values = json.loads((folder / CONFIG).read_text())
+    values["basis_id"] = "0" * 64
+    (folder / CONFIG).write_text(json.dumps(values))
+
+
+@pytest.mark.parametrize("damage", [nan_core, short_core, no_identity, another_identity])
+def test_damaged_cores_meet_one_line(damage: Callable[[Path], None], model: PeftModel, saved: Path) -> None:
+    damage(saved)
+    before = copy.deepcopy(get_peft_model_state_dict(model))
+    for read in (lambda: PeftModel.from_pretrained(tiny_qwen2(), str(saved)), lambda: swap_core(model, saved)):
+        with pytest.raises(FrozenCoreError) as caught:
+            read()
+        assert "\n" not in str(caught.value)
+    assert all(torch.equal(X, before[name]) for name, X in get_peft_model_state_dict(model).items())
