@@ -220,7 +220,7 @@ def test_readers_of_folders_read_cores_alone(model: PeftModel, saved: Path, tmp_
     for layer in cores_of(model):
         P, Q, R = layer.factors("default")
         own = factors[layer.name]
-        assert torch.equal(own.P, P) and torch.equal(own.Q, Q) and torch.equal(own.R, R)
+        assert all(torch.equal(X, Y) for X, Y in zip((own.P, own.Q, own.R), (P, Q, R), strict=True))
     export_lora(saved, tmp_path / "lora")
     assert torch.allclose(
         logits(PeftModel.from_pretrained(tiny_qwen2(), str(tmp_path / "lora"))), logits(model), atol=1e-4

@@ -148,7 +148,7 @@ class FrozenCoreConfig(PeftConfig, EveryOption):  # type: ignore[misc]  # frozen
         if self.load_bases:
             raise ConfigError("The adapter holds a basis of its own: leave basis out, or `frozencore adapter pack` it.")
         header = read_header(place, self.basis_revision)
-        known, fields = options_of_basis(FrozenCoreConfig), self.__dataclass_fields__
+        known, fields = options_of_basis(), self.__dataclass_fields__
         for name, value in header["options"].items():
             if name not in known:
                 raise ArtifactError(
@@ -196,8 +196,9 @@ class FrozenCoreConfig(PeftConfig, EveryOption):  # type: ignore[misc]  # frozen
             require_types(folder, read_config(folder))
         try:
             config = super().from_pretrained(str(pretrained_model_name_or_path), subfolder=subfolder, **kwargs)
-            if isinstance(config, FrozenCoreConfig) and ours:
-                config._folder = folder
+            if isinstance(config, FrozenCoreConfig) and config.basis_id is not None:
+                config._folder = folder if ours else None
+                config.basis = str(kwargs.get("basis") or config.basis or "") or None  # PEFT prefers the file's
             return config
         except (TypeError, AttributeError, KeyError, ValueError) as error:
             if isinstance(error, FrozenCoreError) or not ours:
@@ -329,7 +330,7 @@ def require_types(folder: Path, values: Mapping[str, Any]) -> None:
             ) from error
 
 
-def options_of_basis(config: type[FrozenCoreConfig]) -> frozenset[str]:
+def options_of_basis() -> frozenset[str]:
     """The fields that say how P and Q came about and which layers they are of: what a saved basis records."""
     own = ("r", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "constructor", "alpha",
            "seed", "rank_pattern", "alpha_pattern", "calibration_tokens")  # fmt: skip

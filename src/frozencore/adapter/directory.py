@@ -11,6 +11,7 @@ from frozencore.adapter.config import FrozenCoreConfig, require_types
 from frozencore.adapter.seal.factors import Factors, layer_factors
 from frozencore.adapter.seal.flat_cores import FLAT, with_factors
 from frozencore.adapter.seal.integrity import CONFIG_FILE, PEFT_TYPE, WEIGHTS_FILE, read_config, read_folder
+from frozencore.adapter.seal.saved_basis import HEADER_FILE, load_basis
 from frozencore.errors import ArtifactError, FrozenCoreError
 from frozencore.one_line import one_line
 
@@ -31,6 +32,15 @@ def read_adapter(
     """
     config, tensors = read_tensors(directory, basis=basis)
     return config, layer_factors(str(directory), tensors)
+
+
+def read_adapter_or_basis(directory: str | Path) -> tuple[FrozenCoreConfig, dict[str, Factors]]:
+    """As :func:`read_adapter`; of a saved basis, as an adapter on it with cores of zeros."""
+    if not (Path(directory) / HEADER_FILE).is_file():
+        return read_adapter(directory)
+    layers = load_basis(directory).layers
+    config = FrozenCoreConfig(basis=str(directory))
+    return config, {name: Factors(P, Q, P.new_zeros(P.shape[1], P.shape[1])) for name, (P, Q) in layers.items()}
 
 
 def read_tensors(

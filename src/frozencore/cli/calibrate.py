@@ -11,7 +11,7 @@ from frozencore.cli.console import console
 from frozencore.cli.run_flags import TakesRun
 from frozencore.lab.run.config import RunConfig
 
-OF_TRAINING = ("learning_rate", "warmup", "epochs", "batch_size", "accumulation")
+OF_TRAINING = ("basis", "learning_rate", "warmup", "epochs", "batch_size", "accumulation")
 
 
 def _calibrate(
@@ -21,19 +21,19 @@ def _calibrate(
         typer.Option(
             "--output",
             "--out",
-            help="New folder for the moments and the adapter; for the adapter alone with --memory-budget.",
+            help="New folder for the basis, the adapter and the moments; without moments with --memory-budget.",
         ),
     ],
 ) -> None:
     from frozencore.cli.display import StageDisplay
     from frozencore.cli.tables import calibration_summary
-    from frozencore.lab.run.calibrating import ADAPTER, MOMENTS_FILE, execute_calibration
+    from frozencore.lab.run.calibrating import ADAPTER, BASIS, MOMENTS_FILE, execute_calibration
 
     with StageDisplay(console) as progress:
         calibration = execute_calibration(config, output, progress)
     console.print(calibration_summary(calibration))
     moments = f"   Moments: {output / MOMENTS_FILE}" if config.memory_budget is None else ""
-    console.print(f"Adapter: {output / ADAPTER}{moments}", highlight=False)
+    console.print(f"Basis: {output / BASIS}   Adapter: {output / ADAPTER}{moments}", highlight=False)
 
 
 calibrate = TakesRun(_calibrate, without=OF_TRAINING)

@@ -21,10 +21,9 @@ def export_adapter(adapter: Path, output: Path, *, to: str, base: str | None, dt
     Raises:
         FrozenCoreError: An unknown form or dtype, a bad adapter or base model, or a folder in the way.
     """
-    if dtype != "auto" and dtype not in DTYPES:
-        raise ConfigError(unknown_name("dtype", dtype, ("auto", *DTYPES)))
+    own = read_dtype(dtype)
     if to == "lora":
-        found = export_lora(adapter, output, base=base, dtype=DTYPES.get(dtype, torch.float32), overwrite=overwrite)
+        found = export_lora(adapter, output, base=base, dtype=own or torch.float32, overwrite=overwrite)
         return [*_lora_lines(found), *serving_lines(check_lora_directory(output))]
     if to == "merged":
         folder = export_merged(adapter, output, base=base, dtype=dtype, overwrite=overwrite)
@@ -33,6 +32,17 @@ def export_adapter(adapter: Path, output: Path, *, to: str, base: str | None, dt
             "It is a plain model folder: transformers and every engine of its base take it.",
         ]
     raise ConfigError(unknown_name("export", to, ("lora", "merged")))
+
+
+def read_dtype(name: str) -> torch.dtype | None:
+    """The dtype of that name; None for ``auto``.
+
+    Raises:
+        ConfigError: There is none of that name.
+    """
+    if name != "auto" and name not in DTYPES:
+        raise ConfigError(unknown_name("dtype", name, ("auto", *DTYPES)))
+    return DTYPES.get(name)
 
 
 def serving_lines(report: LoraReport) -> list[str]:

@@ -14,24 +14,24 @@ from frozencore.cli.console import console
 
 
 def inspect(
-    adapter: Annotated[Path, typer.Argument(help="Folder of a saved frozen-core adapter.")],
+    adapter: Annotated[Path, typer.Argument(help="Folder of a saved frozen-core adapter, or of a basis.")],
     moments: Annotated[
         Path | None, typer.Option(help="Moments file: adds what the basis captured of the gradient.")
     ] = None,
     against: Annotated[
-        Path | None, typer.Option(help="Another adapter folder: adds the principal angles to its bases.")
+        Path | None, typer.Option(help="Another adapter or basis: adds the principal angles to its bases.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    from frozencore.adapter.directory import read_adapter
+    from frozencore.adapter.directory import read_adapter_or_basis
     from frozencore.adapter.inspection import inspect_adapter
     from frozencore.calibration.store import load_moments
     from frozencore.cli.tables import inspection_table
 
     reports = inspect_adapter(
-        *read_adapter(adapter),
+        *read_adapter_or_basis(adapter),
         moments=load_moments(moments) if moments else None,
-        other=read_adapter(against)[1] if against else None,
+        other=read_adapter_or_basis(against)[1] if against else None,
     )
     if as_json:
         sys.stdout.write(json.dumps({name: asdict(report) for name, report in reports.items()}, indent=2) + "\n")

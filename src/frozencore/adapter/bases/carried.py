@@ -106,8 +106,8 @@ def save_basis(
     adapter_name, config = find_adapter(model, adapter_name)
     get_bases(model, adapter_name)
     layers = frozen_core_layers(model, adapter_name)
-    known, default = options_of_basis(FrozenCoreConfig), FrozenCoreConfig().to_dict()
-    options = {name: value for name, value in config.to_dict().items() if name in known and value != default[name]}
+    known = options_of_basis()
+    options = {name: value for name, value in config.to_dict().items() if name in known}
     identity = write_basis(
         Path(folder),
         {name: layer.factors(adapter_name)[:2] for name, layer in layers.items()},

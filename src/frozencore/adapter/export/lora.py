@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from frozencore.adapter.config import FrozenCoreConfig
-from frozencore.adapter.directory import CONFIG_FILE, WEIGHTS_FILE, Factors, read_adapter
+from frozencore.adapter.directory import CONFIG_FILE, WEIGHTS_FILE, Factors, layer_factors, read_tensors
 from frozencore.adapter.export.lora_layers import BaseLayers, layers_of, layers_to_name, target_modules
 from frozencore.adapter.model import frozen_core_layers, scale_of
 from frozencore.adapter.seal.card import num_tokens, write_model_card
@@ -163,9 +162,9 @@ def _from_model(model: nn.Module, adapter_name: str | None) -> _Adapter:
 
 
 def _from_directory(folder: Path, base: nn.Module | str | Path | None) -> _Adapter:
-    config, factors = read_adapter(folder)
-    with safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
-        others = [key for key in file.keys() if f".{PREFIX}" not in key]  # noqa: SIM118 - not a mapping
+    config, tensors = read_tensors(folder)
+    factors = layer_factors(str(folder), tensors)
+    others = [key for key in tensors if f".{PREFIX}" not in key]
     if others:
         raise ConfigError(f"{folder} also holds {others[0]!r}, {_NOT_LORA}")
     said = config.base_model_name_or_path

@@ -30,6 +30,8 @@ class FrozenCore(Method):
     has_bases: ClassVar[bool] = True
 
     def add(self, model: nn.Module, options: AdapterOptions, bases: Mapping[str, Tensor] | None = None) -> PeftModel:
+        if options.basis is not None:
+            return get_peft_model(model, FrozenCoreConfig(basis=options.basis, task_type="CAUSAL_LM"))
         adapted = get_peft_model(model, self._config(options, load_bases=bases is not None))
         if bases is not None:
             set_bases(adapted, bases)
@@ -37,6 +39,8 @@ class FrozenCore(Method):
         return adapted
 
     def needs(self, options: AdapterOptions) -> frozenset[MomentName]:
+        if options.basis is not None:
+            return frozenset()
         config = self._config(options)
         return config.constructor_entry.needs(config.basis_options())
 

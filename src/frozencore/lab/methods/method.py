@@ -28,12 +28,14 @@ class AdapterOptions:
         targets: Names of the layers to adapt, or ``"all-linear"``.
         seed: Of whatever is drawn.
         core: Options of frozen cores by name, as :class:`frozencore.FrozenCoreConfig` takes them.
+        basis: Where a saved basis is, whose rank and targets then count.
     """
 
     rank: int
     targets: Targets
     seed: int
     core: Mapping[str, Any]
+    basis: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ from pathlib import Path
 from peft import PeftModel
 
 from frozencore.adapter.bases.calibrate import Calibration, calibrate
+from frozencore.adapter.bases.carried import save_basis
 from frozencore.adapter.model import frozen_core_layers
 from frozencore.calibration.batches import Batch
 from frozencore.calibration.collect import collect_moments
@@ -14,13 +15,14 @@ from frozencore.calibration.store import MomentsFingerprint, save_moments
 from frozencore.errors import ArtifactError, ConfigError
 from frozencore.lab.run.bench import calibration_batches, prepare
 from frozencore.lab.run.config import RunConfig
+from frozencore.lab.run.recording import calibrated_on
 from frozencore.lab.run.targets import resolve_targets
 from frozencore.maths.capture import CAPTURE_NEEDS
 from frozencore.maths.moments import LayerMoments, MomentName
 from frozencore.progress import Progress
 from frozencore.whole_file import require_writable
 
-MOMENTS_FILE, ADAPTER = "moments.safetensors", "adapter"
+MOMENTS_FILE, ADAPTER, BASIS = "moments.safetensors", "adapter", "basis"
 
 
 def collect_for(
@@ -39,7 +41,7 @@ def collect_for(
 
 
 def execute_calibration(config: RunConfig, out: Path, progress: Progress) -> Calibration:
-    """Write ``out/moments.safetensors`` and ``out/adapter`` with zero cores.
+    """Write ``out/moments.safetensors``, ``out/adapter`` with zero cores, and ``out/basis`` for many adapters.
 
     With a memory budget there is no file of moments: the sums of all layers are what the budget is to avoid.
 
@@ -68,6 +70,7 @@ def execute_calibration(config: RunConfig, out: Path, progress: Progress) -> Cal
     )
     out.mkdir(parents=True, exist_ok=True)
     config.method_entry.save(model, out / ADAPTER, out)
+    save_basis(model, out / BASIS, calibrated_on=calibrated_on(config, bench, calibration))
     if moments is not None:
         save_moments(out / MOMENTS_FILE, moments, fingerprint)  # last: it says that the folder is whole
     return calibration

@@ -90,6 +90,13 @@ class RunConfig(_Frozen):
     targets: Annotated[
         Targets | None, Field(description="Layer names, or all-linear. Default: the attention projections.")
     ] = None
+    basis: Annotated[
+        str | None,
+        Field(
+            description="Train on a saved basis instead of choosing one: its folder or hub id. Method, rank, targets "
+            "and scale are its own, and the adapter is saved as cores alone."
+        ),
+    ] = None
     core: Annotated[SerializeAsAny[BaseModel], BeforeValidator(partial(_read, group="core"))] = Field(
         default_factory=partial(_read, {}, "core")
     )
@@ -212,7 +219,7 @@ class RunConfig(_Frozen):
 
     def adapter_options(self, targets: Targets) -> AdapterOptions:
         """What the method builds its adapter by, on the layers that the model turned out to have."""
-        return AdapterOptions(self.rank, targets, self.seed, self.core.model_dump())
+        return AdapterOptions(self.rank, targets, self.seed, self.core.model_dump(), self.basis)
 
 
 def run_options() -> dict[str, Option]:

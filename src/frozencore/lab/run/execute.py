@@ -15,6 +15,7 @@ from torch import nn
 
 from frozencore.adapter.bases.calibrate import Calibration, calibrate
 from frozencore.adapter.seal.card import write_model_card
+from frozencore.adapter.seal.saved_basis import read_header
 from frozencore.calibration.options import of_the_sums
 from frozencore.calibration.store import MomentsFingerprint, load_moments
 from frozencore.errors import ArtifactError, ConfigError, DivergenceError, ModelError
@@ -22,6 +23,7 @@ from frozencore.fingerprint import fingerprint_model
 from frozencore.lab.methods import Targets, basis_fingerprint
 from frozencore.lab.run.bench import Bench, calibration_batches, prepare
 from frozencore.lab.run.config import RunConfig
+from frozencore.lab.run.named_basis import on_named_basis
 from frozencore.lab.run.peak_memory import PeakMemory
 from frozencore.lab.run.record import Resolved, TunedRecord
 from frozencore.lab.run.recording import TrainedRun, calibrated_on, headline, make_record
@@ -67,6 +69,7 @@ def execute(
         FrozenCoreError: Bad input, a folder that holds a finished run, or training that diverged.
     """
     _refuse_finished(out)
+    config = on_named_basis(config)
     method, started = config.method_entry, time.perf_counter()
     bench = bench or prepare(config, progress)
     targets = resolve_targets(config, bench.model)
@@ -133,9 +136,8 @@ def adapt_from_data(
     model = config.method_entry.add(bench.model, config.adapter_options(targets))
     if not config.moments_needed:
         if moments_file:
-            raise ConfigError(
-                f"--moments is of no use to the method {config.method!r}, which reads no data: leave it out."
-            )
+            what = f"the method {config.method!r}, which reads no data" if config.basis is None else "a saved basis"
+            raise ConfigError(f"--moments is of no use to {what}: leave it out.")
         return model, None
     batches = calibration_batches(bench.rows, bench.encoder.pad_id)
     fingerprint = MomentsFingerprint.of(model, batches, config.calibration_options)
@@ -158,6 +160,7 @@ def _options(config: RunConfig, targets: Targets) -> dict[str, Any]:
         "memory_budget": config.memory_budget,
         **config.core.model_dump(mode="json"),
         **of_the_sums(config.calibration.model_dump()),
+        **({} if config.basis is None else {"basis": read_header(config.basis)["identity"]}),
     }
 
 

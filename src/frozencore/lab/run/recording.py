@@ -14,6 +14,7 @@ from warnings import WarningMessage
 from torch import nn
 
 from frozencore.adapter.bases.calibrate import Calibration
+from frozencore.adapter.seal.saved_basis import read_header
 from frozencore.lab.run.accounting import FLOAT32_BYTES, trainable_parameters, training_state_bytes
 from frozencore.lab.run.bench import Bench, Score
 from frozencore.lab.run.config import RunConfig
@@ -127,6 +128,9 @@ def headline(score: Score) -> dict[str, float]:
 
 def calibrated_on(config: RunConfig, bench: Bench, calibration: Calibration | None) -> str | None:
     """What the model card says of the calibration data; None where none were read."""
+    if config.basis is not None:
+        said: str | None = read_header(config.basis)["calibrated_on"]
+        return said
     if calibration is None:
         return None
     source = config.task or (config.data.name if config.data else "rows of the user")

@@ -1,0 +1,49 @@
+"""``frozencore adapter``: parse, call, print."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from frozencore.cli.console import console
+
+adapter_app = typer.Typer(no_args_is_help=True)
+
+Adapter = Annotated[Path, typer.Argument(help="Folder of a saved frozen-core adapter.")]
+Output = Annotated[Path, typer.Option("--output", "--out", help="New folder.")]
+
+
+@adapter_app.command()
+def pack(
+    adapter: Adapter,
+    basis: Annotated[str, typer.Option(help="Folder or hub id of the basis that it was trained on.")],
+    output: Output,
+    dtype: Annotated[str, typer.Option(help="Of the cores: auto (as saved), float32, bfloat16 or float16.")] = "auto",
+) -> None:
+    """Write an adapter as its cores alone: it needs the basis beside it from then on."""
+    from frozencore.adapter.packing import pack_adapter
+    from frozencore.cli.exporting import read_dtype
+
+    pack_adapter(adapter, basis, output, dtype=read_dtype(dtype))
+    console.print(_told(output), highlight=False)
+
+
+@adapter_app.command()
+def unpack(
+    adapter: Adapter,
+    output: Output,
+    basis: Annotated[
+        str | None, typer.Option(help="Where its basis is. Default: in the folder, beside it, or where it says.")
+    ] = None,
+) -> None:
+    """Write an adapter of cores alone as one that holds its basis."""
+    from frozencore.adapter.packing import unpack_adapter
+
+    unpack_adapter(adapter, output, basis=basis)
+    console.print(_told(output), highlight=False)
+
+
+def _told(folder: Path) -> str:
+    return f"Adapter: {folder}   {sum(file.stat().st_size for file in folder.iterdir()):,} bytes"
