@@ -9,7 +9,7 @@ from torch import nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from frozencore import CONSTRUCTORS, FrozenCoreConfig
-from frozencore.adapter.model import frozen_core_layers, trainable_core_parameters
+from frozencore.adapter.layer import frozen_core_layers, trainable_core_parameters
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 

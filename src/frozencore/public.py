@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from frozencore.adapter.arithmetic import merge_adapters
 from frozencore.adapter.bank import CoreBank
 from frozencore.adapter.bases.calibrate import Calibration, calibrate
 from frozencore.adapter.bases.carried import get_bases, save_basis, set_bases
@@ -9,7 +10,9 @@ from frozencore.adapter.config import FrozenCoreConfig, register_constructor
 from frozencore.adapter.export.lora import export_lora
 from frozencore.adapter.export.merged import export_merged
 from frozencore.adapter.export.serving import check_lora_directory
-from frozencore.adapter.model import FrozenCoreModel, frozen_core_layers
+from frozencore.adapter.layer import frozen_core_layers
+from frozencore.adapter.model import FrozenCoreModel
+from frozencore.adapter.packing import pack_adapter, unpack_adapter
 from frozencore.adapter.seal.card import write_model_card
 from frozencore.adapter.seal.saved_basis import SavedBasis, load_basis
 from frozencore.adapter.swap import prepare_swap, swap_core
@@ -64,7 +67,9 @@ __all__ = [
     "load_basis",
     "load_moments",
     "lora_xs_basis",
+    "merge_adapters",
     "milora_basis",
+    "pack_adapter",
     "prepare_swap",
     "random_basis",
     "rawgrad_basis",
@@ -74,6 +79,7 @@ __all__ = [
     "set_bases",
     "signgrad_basis",
     "swap_core",
+    "unpack_adapter",
     "vera_basis",
     "write_model_card",
 ]

@@ -11,7 +11,7 @@ from peft import PeftModel
 
 from adapted import BATCHES, adapted, logits, train_at_random
 from frozencore import CoreBank
-from frozencore.adapter.model import frozen_core_layers
+from frozencore.adapter.layer import frozen_core_layers
 from frozencore.errors import ArtifactError, ConfigError
 
 PROMPT = {key: BATCHES[0][key] for key in ("input_ids", "attention_mask")}

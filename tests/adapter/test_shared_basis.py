@@ -12,7 +12,7 @@ from torch import nn
 
 from adapted import BATCHES, adapted, logits, train_at_random
 from frozencore import get_bases, set_bases
-from frozencore.adapter.model import frozen_core_layers
+from frozencore.adapter.layer import frozen_core_layers
 from tiny import tiny_qwen2
 
 PROMPT = {key: BATCHES[0][key] for key in ("input_ids", "attention_mask")}

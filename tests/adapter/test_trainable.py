@@ -11,7 +11,7 @@ from torch import nn
 
 from adapted import adapted
 from frozencore import FrozenCoreConfig
-from frozencore.adapter.model import trainable_core_parameters
+from frozencore.adapter.layer import trainable_core_parameters
 from frozencore.adapter.trainable import require_own_parameters
 from frozencore.errors import ConfigError
 from frozencore.lab.rows.prompts import TokenRow

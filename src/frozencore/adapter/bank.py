@@ -17,9 +17,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from frozencore.adapter.layer import FrozenCoreLayer, RowCores
+from frozencore.adapter.layer import FrozenCoreLayer, RowCores, frozen_core_layers
 from frozencore.adapter.mixed_batch import encoder_modules, rows_through
-from frozencore.adapter.model import frozen_core_layers
 from frozencore.adapter.swap import cores_of
 from frozencore.errors import ConfigError
 

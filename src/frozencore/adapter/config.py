@@ -14,6 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import Annotated, Any, get_type_hints
 
 from peft import PeftConfig
+from peft.utils.other import get_pattern_key
 from pydantic import Field, TypeAdapter, ValidationError
 from safetensors.torch import load
 from torch import Tensor
@@ -328,6 +329,17 @@ def require_types(folder: Path, values: Mapping[str, Any]) -> None:
                 f"{folder / CONFIG_FILE} holds a value of a wrong type ({name}: {error.errors()[0]['msg'].lower()}). "
                 "Save or download it again."
             ) from error
+
+
+def rank_of(config: FrozenCoreConfig, layer_name: str) -> int:
+    """The rank that was asked for in a layer."""
+    return config.rank_pattern.get(get_pattern_key(config.rank_pattern, layer_name), config.r)
+
+
+def scale_of(config: FrozenCoreConfig, layer_name: str) -> float:
+    """s of a layer: alpha over the rank that was asked for, or 1."""
+    alpha = config.alpha_pattern.get(get_pattern_key(config.alpha_pattern, layer_name), config.alpha)
+    return 1.0 if alpha is None else alpha / rank_of(config, layer_name)
 
 
 def options_of_basis() -> frozenset[str]:

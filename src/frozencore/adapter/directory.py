@@ -1,19 +1,34 @@
-"""A saved adapter read as what it is: a configuration and three factors per layer, without its base model."""
+"""A saved adapter read and written as what it is: a configuration and three factors per layer, without a model."""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import shutil
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
+from safetensors.torch import save_file
 from torch import Tensor
 
 from frozencore.adapter.config import FrozenCoreConfig, require_types
+from frozencore.adapter.seal.card import CARD_FILE
 from frozencore.adapter.seal.factors import Factors, layer_factors
 from frozencore.adapter.seal.flat_cores import FLAT, with_factors
-from frozencore.adapter.seal.integrity import CONFIG_FILE, PEFT_TYPE, WEIGHTS_FILE, read_config, read_folder
+from frozencore.adapter.seal.integrity import (
+    CONFIG_FILE,
+    PEFT_TYPE,
+    WEIGHTS_FILE,
+    read_config,
+    read_folder,
+    seal_tensors,
+)
 from frozencore.adapter.seal.saved_basis import HEADER_FILE, load_basis
 from frozencore.errors import ArtifactError, FrozenCoreError
 from frozencore.one_line import one_line
+from frozencore.whole_file import whole_folder
 
 __all__ = ["CONFIG_FILE", "WEIGHTS_FILE", "Factors", "layer_factors", "read_adapter"]
 
@@ -32,6 +47,37 @@ def read_adapter(
     """
     config, tensors = read_tensors(directory, basis=basis)
     return config, layer_factors(str(directory), tensors)
+
+
+def write_adapter(
+    out: Path, tensors: Mapping[str, Tensor], *, like: Path, changes: Mapping[str, Any] | None = None
+) -> Path:
+    """Write a new adapter folder with the configuration and the card of another.
+
+    Args:
+        tensors: As an adapter file names them.
+        like: The other's folder.
+        changes: What is different in its configuration; None takes a value out. ``base`` is what the seal says of the
+            base model.
+
+    Raises:
+        ArtifactError: The folder is there already, or cannot be written.
+    """
+    values = read_config(like)
+    changes = {"base": (values.get("seal") or {}).get("base"), **(changes or {})}
+    values |= {name: value for name, value in changes.items() if name != "base"}
+    for name in changes:
+        if values.get(name, ...) is None:
+            del values[name]
+    with whole_folder(out, overwrite=False, reads=like) as aside:
+        save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, aside / WEIGHTS_FILE, {"format": "pt"})
+        seal = {**seal_tensors(tensors), "base": changes["base"]}
+        seal["weights_sha256"] = hashlib.sha256((aside / WEIGHTS_FILE).read_bytes()).hexdigest()
+        text = json.dumps({**values, "seal": seal}, indent=2, sort_keys=True)  # as PEFT writes it
+        (aside / CONFIG_FILE).write_text(text, encoding="utf-8")
+        if (like / CARD_FILE).is_file():
+            shutil.copyfile(like / CARD_FILE, aside / CARD_FILE)
+    return out
 
 
 def read_adapter_or_basis(directory: str | Path) -> tuple[FrozenCoreConfig, dict[str, Factors]]:

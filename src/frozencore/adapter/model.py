@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,31 +17,23 @@ from peft.utils import (
     get_quantization_kwargs,
     resolve_quantization_backend,
 )
-from peft.utils.other import get_pattern_key
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from frozencore.adapter.config import FrozenCoreConfig, FrozenCoreType
-from frozencore.adapter.layer import FrozenCoreLayer
+from frozencore.adapter.config import FrozenCoreConfig, FrozenCoreType, rank_of, scale_of
+from frozencore.adapter.layer import FrozenCoreLayer, frozen_core_layers
 from frozencore.adapter.linear import FrozenCoreLinear
 from frozencore.adapter.mixed_batch import adapter_of_each_row
+from frozencore.adapter.named_basis import lay_named_basis, other_base
 from frozencore.adapter.quantised_linear import FrozenCoreQuantisedLinear
-from frozencore.adapter.seal.factors import BASE, PREFIX, Factors
-from frozencore.adapter.seal.flat_cores import FLAT, flatten_cores, with_factors
-from frozencore.adapter.seal.integrity import (
-    require_finite,
-    require_fit,
-    require_sealed,
-    require_sound,
-    require_sound_cores,
-)
-from frozencore.adapter.seal.same_base import differing_layer, record_base
-from frozencore.adapter.seal.saved_basis import SavedBasis
+from frozencore.adapter.saved_state import state_to_load, state_to_save
+from frozencore.adapter.seal.factors import PREFIX
+from frozencore.adapter.seal.same_base import differing_layer
+from frozencore.adapter.sum_in_model import add_weighted_sum
 from frozencore.calibration.quantised import keep_weights
 from frozencore.calibration.shards import require_same_bases
 from frozencore.constructors import LayerEvidence, build_basis
-from frozencore.errors import ArtifactError, ModelError
-from frozencore.maths.basis import known_basis
+from frozencore.errors import ArtifactError, ConfigError, ModelError
 
 ATTENTION_PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "out_proj"]
 
@@ -70,14 +62,18 @@ class FrozenCoreModel(BaseTuner):
         layers = frozen_core_layers(model, adapter_name)
         config = self.peft_config[adapter_name]
         if config.basis_id is None:
-            self._require_same_base(config, adapter_name, layers, (config.seal or {}).get("base"))
+            self._require_same_base(config, adapter_name, layers)
         else:
-            self._lay_basis(config, adapter_name, layers)
-        narrow = [name for name, layer in layers.items() if layer.rank(adapter_name) < _rank_of(config, name)]
+            try:
+                lay_named_basis(self.peft_config, adapter_name, self.model)
+            except ArtifactError:
+                self._take_back(adapter_name)
+                raise
+        narrow = [name for name, layer in layers.items() if layer.rank(adapter_name) < rank_of(config, name)]
         if narrow and not config.load_bases:
             warnings.warn(
                 f"{len(narrow)} of {len(layers)} layers are narrower than the rank and got the rank that fits (first: "
-                f"{narrow[0]}, {layers[narrow[0]].rank(adapter_name)} instead of {_rank_of(config, narrow[0])}).",
+                f"{narrow[0]}, {layers[narrow[0]].rank(adapter_name)} instead of {rank_of(config, narrow[0])}).",
                 stacklevel=2,
             )
 
@@ -91,7 +87,7 @@ class FrozenCoreModel(BaseTuner):
         current_key: str,
         parameter_name: str | None = None,
     ) -> None:
-        rank = _rank_of(peft_config, current_key)
+        rank = rank_of(peft_config, current_key)
         layer = target if isinstance(target, FrozenCoreLayer) else self._new_layer(target, adapter_name, current_key)
         layer.update_layer(
             adapter_name, rank, scale_of(peft_config, current_key), inference_mode=peft_config.inference_mode
@@ -123,34 +119,6 @@ class FrozenCoreModel(BaseTuner):
         else:
             super()._replace_module(parent, child_name, new_module, child)
 
-    def _lay_basis(self, config: FrozenCoreConfig, adapter_name: str, layers: dict[str, FrozenCoreLayer]) -> None:
-        """P and Q of the named basis: those of an adapter in this model that has it, or from its folder."""
-        origin = f"the adapter {adapter_name!r}"
-        try:
-            bases = self._held_basis(config, adapter_name)
-            if bases is None:
-                basis = config.find_basis(origin)
-                require_basis_fits(origin, basis, config, layers, adapter_name)
-                bases = basis.layers
-            elif bases.keys() != layers.keys():
-                raise ArtifactError(f"The basis of {origin} has other layers than its target_modules. Save it again.")
-        except ArtifactError:
-            self._take_back(adapter_name)
-            raise
-        for name, layer in layers.items():
-            if not layer.frozencore_P[adapter_name].is_meta:
-                layer.set_basis(adapter_name, known_basis(*bases[name]), random_core=not config.init_weights)
-            layer.awaits_core.update([adapter_name] if config.load_bases else [])
-
-    def _held_basis(self, config: FrozenCoreConfig, adapter_name: str) -> dict[str, tuple[Tensor, Tensor]] | None:
-        for other, theirs in self.peft_config.items():
-            if other != adapter_name and theirs.basis_id == config.basis_id:
-                held = frozen_core_layers(self, other)
-                bases = {name: layer.factors(other)[:2] for name, layer in held.items()}
-                if all(not P.is_meta and not Q.is_meta for P, Q in bases.values()):
-                    return bases
-        return None
-
     def _take_back(self, adapter_name: str) -> None:
         """The model as it was before an adapter came that does not fit."""
         if len(self.peft_config) == 1:
@@ -159,14 +127,15 @@ class FrozenCoreModel(BaseTuner):
             self.delete_adapter(adapter_name)
 
     def _require_same_base(
-        self, config: FrozenCoreConfig, adapter_name: str, layers: dict[str, FrozenCoreLayer], recorded: Any
+        self, config: FrozenCoreConfig, adapter_name: str, layers: dict[str, FrozenCoreLayer]
     ) -> None:
+        recorded = (config.seal or {}).get("base")
         if recorded is None or not config.load_bases or config.allow_other_base:
             return
         odd = differing_layer(recorded, {name: layer.base_samples for name, layer in layers.items()})
         if odd is not None:
             self._take_back(adapter_name)
-            raise _other_base("The adapter", odd)
+            raise other_base("The adapter", odd)
 
     @classmethod
     def _get_adapter_state_dict(
@@ -180,16 +149,7 @@ class FrozenCoreModel(BaseTuner):
         found = super()._get_adapter_state_dict(
             model=model, config=config, adapter_name=adapter_name, state_dict=state_dict, **kwargs
         )
-        if config.basis_id is not None:
-            found = {FLAT: flatten_cores(_cores_in(found))}
-        modules = {key: value for key, value in state_dict.items() if f".modules_to_save.{adapter_name}." in key}
-        plain = {key: value for key, value in (found | modules).items() if not value.is_meta}
-        require_finite(f"the adapter {adapter_name!r}", plain, "It is not saved. Lower the learning rate.")
-        if len(plain) == len(found | modules):
-            layers = frozen_core_layers(model, adapter_name)
-            samples = {name: layer.base_samples for name, layer in layers.items()}
-            config.prepare_seal(found, record_base(samples) if config.basis_id is None else None)
-        return found
+        return state_to_save(model, config, adapter_name, found, state_dict)
 
     @classmethod
     def _remap_adapter_state_dict_for_load(
@@ -200,23 +160,7 @@ class FrozenCoreModel(BaseTuner):
         Raises:
             ArtifactError: They are not sound, not those that were saved, or do not fit the model.
         """
-        origin, layers = f"the adapter {adapter_name!r}", frozen_core_layers(model, adapter_name)
-        own = {name: layer.factors(adapter_name) for name, layer in layers.items()}
-        seal = config.take_seal()
-        if FLAT in state_dict:
-            require_sound_cores(origin, state_dict, config.basis_id)
-            require_sealed(origin, seal, state_dict)
-            on_meta = any(P.is_meta or Q.is_meta for P, Q, _ in own.values())
-            bases = config.find_basis(origin).layers if on_meta else {name: own[name][:2] for name in own}
-            state_dict = with_factors(origin, state_dict, bases)
-        else:
-            require_sealed(origin, seal, state_dict)
-        factors = require_sound(origin, state_dict, config.coordinates)
-        require_fit(origin, own, factors)
-        if config.basis_id is not None and not _same_bases(own, factors):
-            config.name_basis(None)  # it has one of its own now
-        for layer in layers.values():
-            layer.awaits_core.discard(adapter_name)
+        state_dict = state_to_load(model, config, adapter_name, state_dict)
         return super()._remap_adapter_state_dict_for_load(
             model=model, config=config, adapter_name=adapter_name, state_dict=state_dict
         )
@@ -229,6 +173,27 @@ class FrozenCoreModel(BaseTuner):
         evidence = LayerEvidence(layer.name, (layer.out_features, layer.in_features), layer.dense_weight)
         basis = build_basis(config.constructor, evidence, config.basis_options(R.shape[0]))
         layer.set_basis(adapter_name, basis, random_core=not config.init_weights)
+
+    def add_weighted_adapter(
+        self, adapters: Sequence[str], weights: Sequence[float], adapter_name: str, combination_type: str = "linear"
+    ) -> None:
+        """Add an adapter whose core is the weighted sum of others' on the same basis: their updates' sum, exactly.
+
+        Args:
+            adapters, weights: As in PEFT's LoRA.
+            adapter_name: Of the new one; one of that name is left as it is.
+            combination_type: ``"linear"``: there is no need of another.
+
+        Raises:
+            ConfigError: No such adapter, another combination, not as many weights, trained modules besides cores.
+            ArtifactError: The adapters have other layers, bases, ranks or scales.
+        """
+        if combination_type != "linear":
+            raise ConfigError(
+                f"Cores on one basis are summed exactly by combination_type='linear', but {combination_type!r} came."
+            )
+        if adapter_name not in self.peft_config:
+            add_weighted_sum(self, adapters, weights, adapter_name)
 
     @contextmanager
     def _enable_peft_forward_hooks(self, *args: Any, **kwargs: Any) -> Iterator[None]:
@@ -266,82 +231,9 @@ class FrozenCoreModel(BaseTuner):
             layer.set_core_dtype(adapter_name, widened=autocast_adapter_dtype)
 
 
-def require_basis_fits(
-    origin: str, basis: SavedBasis, config: FrozenCoreConfig, layers: Mapping[str, FrozenCoreLayer], adapter_name: str
-) -> None:
-    """Refuse a basis of other layers, ranks, scales or another base model than an adapter's.
-
-    Raises:
-        ArtifactError: What differs.
-    """
-    if basis.layers.keys() != layers.keys():
-        odd = sorted(basis.layers.keys() ^ layers.keys())
-        raise ArtifactError(
-            f"The basis of {origin} has {len(basis.layers)} layers and the model {len(layers)} to adapt ({odd[0]!r} in "
-            "one of them alone). Load the base model that it was calibrated on."
-        )
-    for name, layer in layers.items():
-        (P, Q), scale, (m, n) = basis.layers[name], basis.scales[name], (layer.out_features, layer.in_features)
-        r, own_scale = layer.rank(adapter_name), layer.frozencore_scale[adapter_name]
-        if (P.shape, Q.shape, scale) != ((m, r), (n, r), own_scale):
-            raise ArtifactError(
-                f"Layer {name!r} is {m} x {n} at rank {r} and scale {own_scale:g} in this model, but the basis of "
-                f"{origin} has P {tuple(P.shape)}, Q {tuple(Q.shape)} and scale {scale:g} there. Leave rank, scale and "
-                "targets to the basis, and load the base model that it was calibrated on."
-            )
-    if basis.base is not None and not config.allow_other_base:
-        odd_one = differing_layer(basis.base, {name: layer.base_samples for name, layer in layers.items()})
-        if odd_one is not None:
-            raise _other_base(f"The basis of {origin}", odd_one)
-
-
-def _other_base(what: str, layer: str) -> ArtifactError:
-    return ArtifactError(
-        f"{what} was made on another base model: the weight of layer {layer!r} differs. Load that model, or "
-        "pass allow_other_base=True to PeftModel.from_pretrained to use it on this one."
-    )
-
-
-def _same_bases(own: Mapping[str, tuple[Tensor, Tensor, Tensor]], came: Mapping[str, Factors]) -> bool:
-    """Whether P and Q that came are the layers' own; those of a layer on the meta device are none."""
-    return all(
-        mine.is_meta or torch.equal(mine, theirs.to(mine.device, mine.dtype))
-        for name, factors in came.items()
-        for mine, theirs in zip(own[name], (factors.P, factors.Q), strict=False)
-    )
-
-
-def _cores_in(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """R by layer name, from PEFT's state dict of one adapter, with or without the adapter's name in the keys."""
-    parts = ((key.removeprefix(BASE).partition(f".{PREFIX}R"), tensor) for key, tensor in tensors.items())
-    return {layer: tensor for (layer, found, _), tensor in parts if found}
-
-
-def _rank_of(config: FrozenCoreConfig, layer_name: str) -> int:
-    """The rank that was asked for in a layer."""
-    return config.rank_pattern.get(get_pattern_key(config.rank_pattern, layer_name), config.r)
-
-
-def scale_of(config: FrozenCoreConfig, layer_name: str) -> float:
-    """s of a layer: alpha over the rank that was asked for, or 1."""
-    alpha = config.alpha_pattern.get(get_pattern_key(config.alpha_pattern, layer_name), config.alpha)
-    return 1.0 if alpha is None else alpha / _rank_of(config, layer_name)
-
-
 def register_with_peft() -> None:
     """Enter the method into PEFT's tables, which ``register_peft_method`` keeps for names of its own enum."""
     kind: Any = FrozenCoreType.FROZENCORE
     PEFT_TYPE_TO_CONFIG_MAPPING[kind] = FrozenCoreConfig
     PEFT_TYPE_TO_TUNER_MAPPING[kind] = FrozenCoreModel
     PEFT_TYPE_TO_PREFIX_MAPPING[kind] = PREFIX
-
-
-def frozen_core_layers(model: nn.Module, adapter_name: str) -> dict[str, FrozenCoreLayer]:
-    """The layers that carry an adapter, by their name in the base model."""
-    layers = (module for module in model.modules() if isinstance(module, FrozenCoreLayer))
-    return {layer.name: layer for layer in layers if adapter_name in layer.frozencore_R}
-
-
-def trainable_core_parameters(model: nn.Module, adapter_name: str) -> int:
-    """``Σ r²`` over the layers of an adapter."""
-    return sum(layer.factors(adapter_name)[2].numel() for layer in frozen_core_layers(model, adapter_name).values())

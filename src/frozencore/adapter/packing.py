@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors.torch import save_file
-from torch import Tensor
 
-from frozencore.adapter.config import FrozenCoreConfig
-from frozencore.adapter.directory import read_tensors
-from frozencore.adapter.model import scale_of
-from frozencore.adapter.seal.card import CARD_FILE
+from frozencore.adapter.config import FrozenCoreConfig, scale_of
+from frozencore.adapter.directory import read_tensors, write_adapter
 from frozencore.adapter.seal.factors import PREFIX, Factors, layer_factors
 from frozencore.adapter.seal.flat_cores import FLAT, flatten_cores
-from frozencore.adapter.seal.integrity import CONFIG_FILE, WEIGHTS_FILE, read_config, seal_tensors
 from frozencore.adapter.seal.saved_basis import SavedBasis, load_basis
 from frozencore.errors import ArtifactError
-from frozencore.whole_file import whole_folder
-
-OF_A_BASIS = ("basis", "basis_revision", "basis_id")
 
 
 def pack_adapter(adapter: str | Path, basis: str | Path, out: str | Path, *, dtype: torch.dtype | None = None) -> Path:
@@ -46,8 +34,9 @@ def pack_adapter(adapter: str | Path, basis: str | Path, out: str | Path, *, dty
     _require_same_basis(str(adapter), config, factors, str(basis), saved)
     cores = flatten_cores({name: f.R for name, f in factors.items()})
     others = {key: tensor for key, tensor in tensors.items() if f".{PREFIX}" not in key}
-    named = {"basis": str(basis), "basis_revision": None, "basis_id": saved.identity}
-    return _write(Path(adapter), Path(out), {FLAT: cores if dtype is None else cores.to(dtype), **others}, named, None)
+    changes = {"basis": str(basis), "basis_id": saved.identity, "base": None}
+    packed = {FLAT: cores if dtype is None else cores.to(dtype), **others}
+    return write_adapter(Path(out), packed, like=Path(adapter), changes=changes)
 
 
 def unpack_adapter(adapter: str | Path, out: str | Path, *, basis: str | Path | None = None) -> Path:
@@ -64,24 +53,9 @@ def unpack_adapter(adapter: str | Path, out: str | Path, *, basis: str | Path | 
     config, tensors = read_tensors(adapter, basis=basis)
     if config.basis_id is None:
         raise ArtifactError(f"{adapter} holds its basis already.")
-    found = config.find_basis(str(adapter))
-    return _write(Path(adapter), Path(out), tensors, dict.fromkeys(OF_A_BASIS), found.base)
-
-
-def _write(
-    adapter: Path, out: Path, tensors: Mapping[str, Tensor], named: Mapping[str, Any], base: Mapping[str, str] | None
-) -> Path:
-    values = {name: value for name, value in read_config(adapter).items() if name not in OF_A_BASIS}
-    values |= {name: value for name, value in named.items() if named["basis_id"] is not None}
-    with whole_folder(out, overwrite=False, reads=adapter) as aside:
-        save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, aside / WEIGHTS_FILE, {"format": "pt"})
-        seal = {**seal_tensors(tensors), "base": None if base is None else dict(base)}
-        seal["weights_sha256"] = hashlib.sha256((aside / WEIGHTS_FILE).read_bytes()).hexdigest()
-        text = json.dumps({**values, "seal": seal}, indent=2, sort_keys=True)  # as PEFT writes it
-        (aside / CONFIG_FILE).write_text(text, encoding="utf-8")
-        if (adapter / CARD_FILE).is_file():
-            shutil.copyfile(adapter / CARD_FILE, aside / CARD_FILE)
-    return out
+    changes = {"basis": None, "basis_revision": None, "basis_id": None}
+    base = config.find_basis(str(adapter)).base
+    return write_adapter(Path(out), tensors, like=Path(adapter), changes={**changes, "base": base})
 
 
 def _require_same_basis(

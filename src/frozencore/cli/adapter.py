@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from frozencore.cli.console import console
+from frozencore.errors import ConfigError
 
 adapter_app = typer.Typer(no_args_is_help=True)
 
@@ -43,6 +44,27 @@ def unpack(
 
     unpack_adapter(adapter, output, basis=basis)
     console.print(_told(output), highlight=False)
+
+
+def merge(
+    adapters: Annotated[list[Path], typer.Argument(help="Folders of adapters on one basis.")],
+    output: Output,
+    weights: Annotated[
+        str | None, typer.Option(help="One for each, separated by commas; may be negative. Default: their mean.")
+    ] = None,
+) -> None:
+    """Write the weighted sum of adapters on one basis: the sum of what they do, exactly."""
+    from frozencore.adapter.arithmetic import merge_adapters
+
+    merge_adapters(adapters, output, weights=None if weights is None else _numbers(weights))
+    console.print(_told(output), highlight=False)
+
+
+def _numbers(text: str) -> list[float]:
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError as error:
+        raise ConfigError(f"--weights are numbers separated by commas, but {text!r} came.") from error
 
 
 def _told(folder: Path) -> str:

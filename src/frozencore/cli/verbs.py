@@ -33,7 +33,8 @@ VERBS = (
         "Show what a basis is: per layer its size, coherence and core, what it captured, its angles to another.",
     ),
     Verb("export", "export:export", "Write an adapter in a form that is served without frozencore."),
-    Verb("adapter", "adapter:adapter_app", "Write a saved adapter as cores alone beside a basis, or whole again."),
+    Verb("adapter", "adapter:adapter_app", "Pack an adapter to cores alone beside a basis, or unpack it."),
+    Verb("merge", "adapter:merge", "Write the weighted sum of adapters on one basis: of what they do, exactly."),
     Verb(
         "check", "check:check",
         "Say which serving engines take a LoRA directory; exit status 1 if one of them does not.",

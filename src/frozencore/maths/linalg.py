@@ -214,3 +214,15 @@ def effective_rank(S: Float[Tensor, " r"]) -> int:
     if S.numel() == 0:
         return 0
     return int((RANK_TOLERANCE * S[0] < S).sum())
+
+
+def weighted_sum(cores: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """``Σ wᵢ Rᵢ`` of cores r x r, summed in float64, in the dtype of the first.
+
+    Raises:
+        ConfigError: Not as many weights as cores, or one that is not finite.
+    """
+    if len(weights) != len(cores) or not torch.tensor(weights, dtype=torch.float64).isfinite().all():
+        raise ConfigError(f"A sum of {len(cores)} adapters needs as many finite weights, but {list(weights)} came.")
+    total = torch.stack([weight * R.detach().double() for weight, R in zip(weights, cores, strict=True)]).sum(0)
+    return total.to(cores[0].dtype)

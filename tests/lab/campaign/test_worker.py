@@ -11,7 +11,7 @@ import torch
 from peft import get_peft_model
 
 from frozencore import FrozenCoreConfig
-from frozencore.adapter.model import frozen_core_layers
+from frozencore.adapter.layer import frozen_core_layers
 from frozencore.calibration.collect import collect_moments
 from frozencore.calibration.store import load_moments
 from frozencore.errors import ArtifactError

@@ -9,8 +9,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from frozencore.adapter.config import FrozenCoreConfig
-from frozencore.adapter.layer import FrozenCoreLayer
-from frozencore.adapter.model import frozen_core_layers
+from frozencore.adapter.layer import FrozenCoreLayer, frozen_core_layers
 from frozencore.errors import CalibrationError, ConfigError
 
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from frozencore.adapter.bases.calibratable import adapter_for_new_bases, find_adapter
 from frozencore.adapter.config import FrozenCoreConfig, options_of_basis
-from frozencore.adapter.layer import FrozenCoreLayer
-from frozencore.adapter.model import frozen_core_layers, require_basis_fits
+from frozencore.adapter.layer import FrozenCoreLayer, frozen_core_layers
+from frozencore.adapter.named_basis import require_basis_fits
 from frozencore.adapter.seal.card import num_tokens
 from frozencore.adapter.seal.same_base import record_base
 from frozencore.adapter.seal.saved_basis import SavedBasis, write_basis

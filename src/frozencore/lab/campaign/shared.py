@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from frozencore.adapter.bases.calibrate import calibrate
 from frozencore.adapter.bases.carried import get_bases
-from frozencore.adapter.model import frozen_core_layers
+from frozencore.adapter.layer import frozen_core_layers
 from frozencore.calibration.options import of_the_sums
 from frozencore.calibration.store import MomentsFingerprint, load_moments, save_moments
 from frozencore.fingerprint import fingerprint_model, fingerprint_options

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from frozencore.adapter.bases.carried import set_bases
 from frozencore.adapter.config import FrozenCoreConfig
-from frozencore.adapter.model import frozen_core_layers
+from frozencore.adapter.layer import frozen_core_layers
 from frozencore.adapter.seal.card import begin_model_card
 from frozencore.constructors import CONSTRUCTORS
 from frozencore.fingerprint import fingerprint_tensors

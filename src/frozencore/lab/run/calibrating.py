@@ -8,7 +8,7 @@ from peft import PeftModel
 
 from frozencore.adapter.bases.calibrate import Calibration, calibrate
 from frozencore.adapter.bases.carried import save_basis
-from frozencore.adapter.model import frozen_core_layers
+from frozencore.adapter.layer import frozen_core_layers
 from frozencore.calibration.batches import Batch
 from frozencore.calibration.collect import collect_moments
 from frozencore.calibration.store import MomentsFingerprint, save_moments
