@@ -7,6 +7,7 @@ random starts have their own generator, and the global RNG is never touched.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from typing import Literal, NamedTuple, get_args
 
 import torch

@@ -319,7 +319,7 @@ def test_a_folder_in_the_way_stays_as_it_is_unless_overwriting_is_allowed(tmp_pa
     assert (tmp_path / "lora" / "adapter_model.safetensors").read_bytes() != before
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years of work")
-    with pytest.raises(ArtifactError, match="holds no model and no adapter"):
+    with pytest.raises(ArtifactError, match="holds no model, adapter or basis"):
         export_lora(model, tmp_path / "mine", overwrite=True)
     model.save_pretrained(tmp_path / "saved")
     with pytest.raises(ArtifactError, match="folder of its own"):
