@@ -149,7 +149,7 @@ def test_calibrate_with_a_budget_leaves_the_bases_of_one_without_and_no_sums(com
     assert command(*calibrated, "--out", tmp_path / "plain", "--group-size", "3", "--stats-device", "cpu")[0] == 0
     status, out, _ = command(*calibrated, "--out", tmp_path / "thrifty", "--memory-budget", "1GiB")
     assert (status, "Moments:" in out) == (0, False)
-    assert {path.name for path in (tmp_path / "thrifty").iterdir()} == {"adapter"}
+    assert {path.name for path in (tmp_path / "thrifty").iterdir()} == {"adapter", "basis"}
     for folder in ("plain", "thrifty"):
         said = json.loads((tmp_path / folder / "adapter" / "adapter_config.json").read_text())
         assert said["damping"] == [0.1, 0.01]
