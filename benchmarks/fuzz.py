@@ -35,7 +35,7 @@ from torch import nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import logging
 
-from frozencore import FrozenCoreConfig, export_lora
+from frozencore import FrozenCoreConfig, export_lora, load_basis, save_basis
 from frozencore.adapter.directory import read_adapter
 from frozencore.adapter.export.merged import export_merged
 from frozencore.adapter.export.serving import check_lora_directory
@@ -181,6 +181,9 @@ def make_targets(folder: Path) -> list[Target]:
     config = FrozenCoreConfig(r=2, target_modules=["q_proj", "v_proj"], constructor="random")
     get_peft_model(tiny_base(), config).save_pretrained(str(folder / "adapter"))
     shutil.copytree(folder / "adapter", folder / "unsealed")
+    on_basis = get_peft_model(tiny_base(), config)
+    save_basis(on_basis, folder / "cores" / "basis")
+    on_basis.save_pretrained(str(folder / "cores"))
     values = json.loads((folder / "unsealed" / CONFIG).read_text())
     (folder / "unsealed" / CONFIG).write_text(json.dumps(values | {"seal": None}))
     export_lora(folder / "adapter", folder / "lora", base=base)
@@ -227,6 +230,13 @@ def make_targets(folder: Path) -> list[Target]:
         Target("adapter weights, as LoRA", folder / "unsealed", WEIGHTS, write_lora),
         Target("adapter configuration, as LoRA", folder / "unsealed", CONFIG, write_lora),
         Target("adapter configuration, merged", folder / "unsealed", CONFIG, write_merged),
+        Target("basis", folder / "cores" / "basis", "basis.safetensors", load_basis),
+        Target("basis header", folder / "cores" / "basis", "basis.json", load_basis),
+        Target("basis header, by doctor", folder / "cores" / "basis", "basis.json", diagnose),
+        Target("cores alone", folder / "cores", WEIGHTS, read_adapter),
+        Target("cores alone, configuration", folder / "cores", CONFIG, read_adapter),
+        Target("cores alone, through PEFT", folder / "cores", WEIGHTS, load_with_peft),
+        Target("cores alone, basis header", folder / "cores", "basis/basis.json", read_adapter),
         Target("moments", folder / "moments", "moments.safetensors", lambda p: load_moments(p / "moments.safetensors")),
         Target("LoRA weights", folder / "lora", WEIGHTS, check_lora_directory),
         Target("LoRA configuration", folder / "lora", CONFIG, check_lora_directory),

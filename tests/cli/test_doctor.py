@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from adapted import adapted
-from frozencore import export_lora
+from frozencore import export_lora, save_basis
 from frozencore.cli.findings import Diagnosis, diagnose
 from frozencore.lab.evaluation.evaluate import Evaluation, evaluate
 from frozencore.lab.pocket import pocket_model_path
@@ -43,7 +43,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     execute(config, folder / "run", silent)
     execute(config.model_copy(update={"method": "lora"}), folder / "baseline", silent)
     execute_calibration(config, folder / "calibration", silent)
-    adapted("fcca", trained=True).save_pretrained(str(folder / "adapter"))
+    model = adapted("fcca", trained=True)
+    model.save_pretrained(str(folder / "adapter"))
+    save_basis(model, folder / "cores" / "basis")
+    model.save_pretrained(str(folder / "cores"))
     export_lora(folder / "adapter", folder / "lora")
     tasks = tuple(find_tasks("pocket-sentiment"))
     evaluate(Evaluation(MODEL, tasks, num_evaluation=10, device="cpu"), folder / "evaluation", silent)
@@ -59,7 +62,7 @@ def copied(made: Path, tmp_path: Path) -> Path:
 SOUND = {
     "run": "run", "baseline": "run", "calibration": "moments", "calibration/moments.safetensors": "moments",
     "calibration/adapter": "adapter", "adapter": "adapter", "lora": "LoRA", "evaluation": "evaluation",
-    "campaign": "campaign",
+    "campaign": "campaign", "calibration/basis": "basis", "cores": "adapter",
 }  # fmt: skip
 
 
@@ -84,6 +87,11 @@ def edit(path: Path, **values: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
+def leave_alone(cores: Path) -> None:
+    shutil.rmtree(cores / "basis")
+    edit(cores / "adapter_config.json", basis=None)
+
+
 def interrupt(run: Path) -> None:
     (run / "result.json").unlink()
     (run / "checkpoints" / "checkpoint-3").mkdir(parents=True)
@@ -104,6 +112,12 @@ def contradict_an_answer(path: Path) -> None:
 
 DAMAGED: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "flipped adapter": ("adapter", lambda p: flip(p / "adapter_model.safetensors"), "is not the file that was saved"),
+    "flipped basis": ("calibration/basis", lambda p: flip(p / "basis.safetensors"), "is damaged"),
+    "edited basis": ("calibration/basis", lambda p: edit(p / "basis.json", calibrated_on="x"), "was changed since"),
+    "basis without factors": ("calibration/basis", lambda p: (p / "basis.safetensors").unlink(), "has no basis.safe"),
+    "calibration with a bad basis": ("calibration", lambda p: flip(p / "basis" / "basis.safetensors"), "basis: fact"),
+    "cores without their basis": ("cores", leave_alone, "Get that basis folder"),
+    "flipped cores": ("cores", lambda p: flip(p / "adapter_model.safetensors"), "is not the file that was saved"),
     "pickle": (
         "adapter",
         lambda p: (p / "adapter_model.safetensors").rename(p / "adapter_model.bin"),

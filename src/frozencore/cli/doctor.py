@@ -17,7 +17,7 @@ HEALTHY, WRONG, NOT_OURS = 0, 1, 2
 def doctor(
     context: typer.Context,
     path: Annotated[
-        Path, typer.Argument(help="An adapter, a moments file, a LoRA, a run, an evaluation or a campaign.")
+        Path, typer.Argument(help="An adapter, a basis, a moments file, a LoRA, a run, an evaluation or a campaign.")
     ],
 ) -> None:
     from frozencore.cli.findings import diagnose
@@ -26,7 +26,7 @@ def doctor(
     if found.kind is None:
         what = "holds nothing of ours" if path.exists() else "does not exist"
         context.obj.print(
-            f"{path} {what}. Name an adapter, a moments file, a LoRA, a run, an evaluation or a campaign.",
+            f"{path} {what}. Name an adapter, a basis, a moments file, a LoRA, a run, an evaluation or a campaign.",
             markup=False, highlight=False, soft_wrap=True,
         )  # fmt: skip
         raise typer.Exit(NOT_OURS)

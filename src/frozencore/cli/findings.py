@@ -1,7 +1,7 @@
 """What a path holds of ours, whether it is sound, and what to do where it is not. Nothing is changed.
 
-An adapter, a moments file, a LoRA export, a run, an evaluation, or a campaign. A folder of ``frozencore calibrate`` is
-the moments in it and the adapter beside them.
+An adapter, a basis, a moments file, a LoRA export, a run, an evaluation, or a campaign. A folder of ``frozencore
+calibrate`` is the moments in it, and the adapter and the basis beside them.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from frozencore.adapter.seal.integrity import (
     read_config,
     read_folder,
 )
+from frozencore.adapter.seal.saved_basis import FACTORS_FILE, HEADER_FILE, load_basis
 from frozencore.calibration.store import KEY, load_moments
 from frozencore.errors import ArtifactError, FrozenCoreError
 from frozencore.lab.campaign.results import load_results
@@ -51,8 +52,8 @@ class Diagnosis:
     """What a path is, and what was found there.
 
     Attributes:
-        kind: ``"adapter"``, ``"moments"``, ``"LoRA"``, ``"run"``, ``"evaluation"`` or ``"campaign"``; None if it is
-            not one of ours.
+        kind: ``"adapter"``, ``"basis"``, ``"moments"``, ``"LoRA"``, ``"run"``, ``"evaluation"`` or ``"campaign"``; None
+            if it is not one of ours.
     """
 
     path: Path
@@ -79,6 +80,8 @@ def _kind_of(path: Path) -> str | None:
         return "campaign"
     if any((path / name).exists() for name in (CONFIG_FILE, WEIGHTS_FILE, PICKLE_FILE)):
         return _kind_of_adapter(path)
+    if any((path / name).exists() for name in (HEADER_FILE, FACTORS_FILE)):
+        return "basis"
     if (path / MOMENTS_FILE).is_file():
         return "moments"
     record = _read_record(path / RECORD)
@@ -131,8 +134,24 @@ def _adapter(path: Path) -> Iterator[Finding]:
     yield Finding(
         "seal", "hashes agree" if seal.get("weights_sha256") else "none: changes since it was saved go unseen"
     )
+    if config.basis_id is not None:
+        yield Finding("basis", f"{config.basis_id[:12]}, found; it records the base model")
+        return
     base = f"made on {config.base_model_name_or_path or 'a model without a name'}"
     yield Finding("base model", f"{base}, {'recorded' if seal.get('base') else 'not recorded: any of its shape fits'}")
+
+
+def _basis(path: Path) -> Iterator[Finding]:
+    try:
+        basis = load_basis(path)
+    except FrozenCoreError as error:
+        yield Finding("factors and header", _line(error), sound=False)
+        return
+    yield Finding("factors and header", f"{len(basis.layers)} layers, all finite; hashes agree")
+    of = f", calibrated on {basis.calibrated_on}" if basis.calibrated_on else ""
+    yield Finding("identity", f"{basis.identity[:12]}, of {basis.options.get('constructor')}{of}")
+    base = f"made on {basis.base_model or 'a model without a name'}"
+    yield Finding("base model", f"{base}, {'recorded' if basis.base else 'not recorded: any of its shape fits'}")
 
 
 def _moments(path: Path) -> Iterator[Finding]:
@@ -149,6 +168,8 @@ def _moments(path: Path) -> Iterator[Finding]:
         yield Finding(file.name, said if counted else f"{said}: nothing was counted. Calibrate again.", counted)
     if path.is_dir():
         yield from _inside(path / "adapter", "adapter", _adapter)
+        if (path / "basis").is_dir():
+            yield from _inside(path / "basis", "basis", _basis)
 
 
 def _lora(path: Path) -> Iterator[Finding]:
@@ -286,6 +307,6 @@ def _line(error: Exception) -> str:
 
 
 _EXAMINERS: Mapping[str, Callable[[Path], Iterator[Finding]]] = {
-    "adapter": _adapter, "moments": _moments, "LoRA": _lora, "run": _run, "evaluation": _evaluation,
+    "adapter": _adapter, "basis": _basis, "moments": _moments, "LoRA": _lora, "run": _run, "evaluation": _evaluation,
     "campaign": _campaign,
 }  # fmt: skip
