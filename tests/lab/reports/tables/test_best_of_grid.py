@@ -79,6 +79,13 @@ def test_a_run_that_diverged_counts_as_0_is_marked_and_tells_why(swept):
     assert "svamp,0.005,42,0.0,diverged," in runs_csv(pivot)
 
 
+def test_where_all_runs_diverged_no_cell_is_the_best(swept, make_record):
+    (pivot,) = pivots(swept({("gsm8k", 5e-3, seed): make_record({"task": "gsm8k"}) for seed in (42, 43)}), ACCURACY)
+    svamp, _, gsm8k = pivot_sheet(pivot, "t").rows
+    assert not any(cell.best for cell in svamp)
+    assert [cell.best for cell in gsm8k[1:5]] == [True, False, False, False]
+
+
 def test_one_seed_that_diverged_is_in_the_mean_as_0(swept, make_record):
     half = {("svamp", 5e-3, 43): make_record({"task": "svamp", "seed": 43}, accuracy=0.5)}
     (pivot,) = pivots(swept(half), ACCURACY)

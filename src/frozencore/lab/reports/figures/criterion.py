@@ -65,6 +65,7 @@ def criterion_scatter(points: Sequence[Point]) -> Figure:
         found = correlate(own, SHOWN, "held-out loss")
         axis.set_title(task + (f", ρ = {found.rho:+.2f}" if found else ""), fontsize=9, loc="left", parse_math=False)
         axis.tick_params(labelsize=7)
+        axis.locator_params(axis="x", nbins=4)
         axis.spines[["top", "right"]].set_visible(False)
     for axis in axes.flat[len(tasks) :]:
         axis.set_visible(False)

@@ -105,6 +105,11 @@ def signed(value: float, decimals: int, *, hint: str = "") -> SheetCell:
     return SheetCell(shown if float(shown) else f"{0:.{decimals}f}", value=value, hint=hint)
 
 
+def many(number: int, what: str) -> str:
+    """``1 task``, ``11 tasks``."""
+    return f"{number} {what}" + ("" if number == 1 else "s")
+
+
 def sentence(text: str) -> str:
     """With a capital at the start."""
     return text[:1].upper() + text[1:]

@@ -15,8 +15,8 @@ from statistics import fmean
 from frozencore.lab.campaign.results import CampaignResults, FinalRun, StudyResults
 from frozencore.lab.campaign.spec import PLACES
 from frozencore.lab.methods import METHODS
-from frozencore.lab.reports.labels import value_name
-from frozencore.lab.reports.sheets.sheet import Sheet, SheetCell, label, number
+from frozencore.lab.reports.labels import axis_name, value_name
+from frozencore.lab.reports.sheets.sheet import Sheet, SheetCell, label, many, number
 from frozencore.lab.reports.statistics.rank_correlation import (
     FEWEST_POINTS,
     NUM_RANK_RESAMPLES,
@@ -153,10 +153,11 @@ def criterion_sheet(points: Sequence[Point]) -> Sheet:
     return Sheet(
         "criterion",
         "What the bases capture before training, and what comes of it",
-        f"Spearman's ρ with its 95 % interval ({NUM_RANK_RESAMPLES:,} draws of tasks and points) over {len(points)} "
-        f"configurations on {num_tasks} tasks, means over seeds. A criterion that tells which basis is worth more has "
-        "ρ < 0 with the loss and ρ > 0 with the accuracy. Within tasks is the mean of the tasks' ρ, weighted by their "
-        "configurations less one. Statistics are medians over the layers, but for J and ‖PᵀGQ‖.",
+        f"Spearman's ρ with its 95 % interval ({NUM_RANK_RESAMPLES:,} draws of tasks and points) over "
+        f"{many(len(points), 'configuration')} on {many(num_tasks, 'task')}, means over seeds. A criterion that tells "
+        "which basis is worth more has ρ < 0 with the loss and ρ > 0 with the accuracy. Within tasks is the mean of "
+        "the tasks' ρ, weighted by their configurations less one. Statistics are medians over the layers, but for J "
+        "and ‖PᵀGQ‖.",
         ("statistic", *headings, "points"),
         tuple(rows),
     )
@@ -198,7 +199,7 @@ def by_study_sheet(results: CampaignResults) -> Sheet:
 
 def _varied(study: StudyResults) -> str:
     several = [axis for axis, values in study.study.axes.items() if len(values) > 1]
-    return ", ".join(axis for axis in several if axis not in ("model", "task", "seed")) or "-"
+    return ", ".join(axis_name(axis) for axis in several if axis not in ("model", "task", "seed")) or "-"
 
 
 def _cell(found: Correlation | None) -> SheetCell:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from frozencore.lab.campaign.spec import column_key
-from frozencore.lab.reports.sheets.sheet import Sheet, SheetCell, label, number, signed
+from frozencore.lab.reports.sheets.sheet import Sheet, SheetCell, label, many, number, signed
 from frozencore.lab.reports.statistics.over_items import (
     NUM_ITEM_RESAMPLES,
     Gains,
@@ -120,8 +120,8 @@ def item_sheet(pivot: Pivot, gains: ItemGains, comparison: Comparison | None, na
     return Sheet(
         name,
         f"{pivot.title}: how sure the differences are",
-        f"{shown} less each other column, paired on {num_items:,} scored items of {_many(len(by_task), 'task')} under "
-        f"{_many(num_seeds, 'seed')}; Δ > 0 is {shown}'s. 95 % intervals by {NUM_ITEM_RESAMPLES:,} draws: "
+        f"{shown} less each other column, paired on {num_items:,} scored items of {many(len(by_task), 'task')} under "
+        f"{many(num_seeds, 'seed')}; Δ > 0 is {shown}'s. 95 % intervals by {NUM_ITEM_RESAMPLES:,} draws: "
         f"{'; '.join(drawn)}." + (f" Left out, as their records lack answers: {left_out}." if left_out else ""),
         ("column", *columns),
         tuple(
@@ -159,7 +159,3 @@ def items_by_task_sheet(pivot: Pivot, gains: ItemGains, name: str) -> Sheet:
 def _interval(ends: tuple[float, float], decimals: int) -> SheetCell:
     low, high = ends
     return SheetCell(f"{low:+.{decimals}f} to {high:+.{decimals}f}", value=low)
-
-
-def _many(number: int, what: str) -> str:
-    return f"{number} {what}" + ("" if number == 1 else "s")

@@ -120,7 +120,10 @@ def average_cell(average: Average, decimals: int, *, best: bool = False, second:
 
 
 def _best(pivot: Pivot) -> set[tuple[Key, Key]]:
-    """The cells that print the best mean of their row, or of their column where the tasks are columns."""
+    """The cells that print the best mean of their row, or of their column where the tasks are columns.
+
+    A cell all of whose runs diverged is never the best: its 0 is no accuracy.
+    """
     found = set()
     if over_rows(pivot):
         for row in pivot.rows:
@@ -130,7 +133,7 @@ def _best(pivot: Pivot) -> set[tuple[Key, Key]]:
         for column in pivot.columns:
             top = best_printed({row: pivot.cells[row, column].mean for row in pivot.rows}, pivot)
             found |= {(row, column) for row in top}
-    return found
+    return {place for place in found if any(run.status != "diverged" for run in pivot.cells[place].runs)}
 
 
 def best_printed(values: Mapping[Key, float | None], pivot: Pivot) -> set[Key]:
