@@ -13,14 +13,14 @@ from frozencore.errors import ConfigError
 adapter_app = typer.Typer(no_args_is_help=True)
 
 Adapter = Annotated[Path, typer.Argument(help="Folder of a saved frozen-core adapter.")]
-Output = Annotated[Path, typer.Option("--output", "--out", help="New folder.")]
+NewFolder = Annotated[Path, typer.Option("--output", "--out", help="New folder.")]
 
 
 @adapter_app.command()
 def pack(
     adapter: Adapter,
     basis: Annotated[str, typer.Option(help="Folder or hub id of the basis that it was trained on.")],
-    output: Output,
+    output: NewFolder,
     dtype: Annotated[str, typer.Option(help="Of the cores: auto (as saved), float32, bfloat16 or float16.")] = "auto",
 ) -> None:
     """Write an adapter as its cores alone: it needs the basis beside it from then on."""
@@ -34,7 +34,7 @@ def pack(
 @adapter_app.command()
 def unpack(
     adapter: Adapter,
-    output: Output,
+    output: NewFolder,
     basis: Annotated[
         str | None, typer.Option(help="Where its basis is. Default: in the folder, beside it, or where it says.")
     ] = None,
@@ -48,7 +48,7 @@ def unpack(
 
 def merge(
     adapters: Annotated[list[Path], typer.Argument(help="Folders of adapters on one basis.")],
-    output: Output,
+    output: NewFolder,
     weights: Annotated[
         str | None, typer.Option(help="One for each, separated by commas; may be negative. Default: their mean.")
     ] = None,
