@@ -174,8 +174,11 @@ def test_a_result_that_was_written_before_the_kill_is_kept(tmp_path: Path) -> No
     assert [path.name for path in (tmp_path / "runs" / ("0" * 16)).iterdir()] == ["result.json"]
 
 
-def test_a_run_that_kills_three_workers_has_failed_and_keeps_its_log(tmp_path: Path) -> None:
-    """Driven with real worker processes; every one that touches the first run is killed."""
+def test_a_run_that_kills_three_workers_has_failed_and_keeps_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Driven with worker processes; every one that touches the first run is killed."""
+    monkeypatch.setattr(multiprocessing, "get_context", lambda method=None: FORK)
     text = TWO_METHODS.replace("[fcca, lora_xs]", "[lora_xs]").replace("epochs: 3", "epochs: 300")
     campaign = read_campaign(specification(tmp_path, text))
     store = Store(tmp_path / "out")

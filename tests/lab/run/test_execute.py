@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -122,18 +123,23 @@ def test_a_moments_file_gives_the_run_its_own_pass_would_have(tmp_path: Path) ->
     assert {path.name for path in tmp_path.iterdir()} == {"calibration", "own", "read"}
 
 
-def test_an_interrupted_run_goes_on_to_the_same_end(tmp_path: Path) -> None:
-    class StoppedError(Exception):
-        pass
+def stop_in_the_second_epoch(stage: str, done: int, total: int | None, note: str = "") -> None:
+    if stage == "train" and done == 6:
+        raise KeyboardInterrupt
 
-    def stop_in_the_second_epoch(stage: str, done: int, total: int | None, note: str = "") -> None:
-        if stage == "train" and done == 6:
-            raise StoppedError
 
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("interrupted")
+    with pytest.raises(KeyboardInterrupt):
+        execute(config_of(epochs=2), folder, stop_in_the_second_epoch)
+    return folder
+
+
+def test_an_interrupted_run_goes_on_to_the_same_end(interrupted: Path, tmp_path: Path) -> None:
     config = config_of(epochs=2)
     whole = execute(config, tmp_path / "whole", silent)
-    with pytest.raises(StoppedError):
-        execute(config, tmp_path / "cut", stop_in_the_second_epoch)
+    shutil.copytree(interrupted, tmp_path / "cut")
     assert not (tmp_path / "cut" / "result.json").exists()
     with pytest.raises(FrozenCoreError, match="holds some"):
         execute(config, tmp_path / "cut", silent)
@@ -144,9 +150,8 @@ def test_an_interrupted_run_goes_on_to_the_same_end(tmp_path: Path) -> None:
     assert first.read_bytes() == second.read_bytes()
 
 
-def stop_at_the_second_step(stage: str, done: int, total: int | None, note: str = "") -> None:
-    if stage == "train" and done == 6:
-        raise KeyboardInterrupt
+def bytes_in(folder: Path) -> dict[Path, bytes]:
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.mark.parametrize(
@@ -163,14 +168,13 @@ def stop_at_the_second_step(stage: str, done: int, total: int | None, note: str 
     ],
 )
 def test_a_run_is_not_resumed_with_other_options_and_the_difference_is_shown(
-    changed: dict[str, Any], difference: str, tmp_path: Path
+    changed: dict[str, Any], difference: str, interrupted: Path
 ) -> None:
-    with pytest.raises(KeyboardInterrupt):
-        execute(config_of(epochs=2), tmp_path, stop_at_the_second_step)
+    before = bytes_in(interrupted)
     with pytest.raises(TrainingError, match=difference) as caught:
-        execute(config_of(epochs=2, **changed), tmp_path, silent, resume=True)
+        execute(config_of(epochs=2, **changed), interrupted, silent, resume=True)
     assert "\n" not in str(caught.value)
-    assert execute(config_of(epochs=2), tmp_path, silent, resume=True).training.num_steps == 8
+    assert bytes_in(interrupted) == before
 
 
 def test_a_run_that_diverges_keeps_its_last_good_core(tmp_path: Path) -> None:

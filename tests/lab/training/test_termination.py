@@ -104,7 +104,7 @@ def test_without_checkpoints_and_in_a_thread_the_signal_comes_at_once(tmp_path: 
 def tune(out: Path, *words: str) -> list[str]:
     return [
         "tune", "--model", str(pocket_model_path()), "--task", "pocket-sentiment", "--output", str(out), "--rank", "4",
-        "--batch-size", "8", "--accumulation", "1", "--num-train", "64", "--num-evaluation", "16", "--epochs", "12",
+        "--batch-size", "8", "--accumulation", "1", "--num-train", "32", "--num-evaluation", "16", "--epochs", "8",
         "--dtype", "float32", *words,
     ]  # fmt: skip
 
@@ -134,7 +134,7 @@ def newest(folder: Path) -> Path:
 
 def test_a_run_that_is_terminated_goes_on_to_the_same_end(tmp_path: Path) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    second_epoch = cut / "checkpoints" / "checkpoint-8" / "complete.json"
+    second_epoch = cut / "checkpoints" / "checkpoint-4" / "complete.json"
     terminated(tune(cut), tmp_path, second_epoch.exists)
     assert is_complete(newest(cut / "checkpoints"))
     assert not (cut / "result.json").exists()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
+from math import prod
 from typing import Any, Literal
 
 from frozencore.errors import ConfigError
@@ -63,13 +64,18 @@ def plan(campaign: Campaign, outcome: Outcomes) -> list[Planned]:
     planned: list[Planned] = []
     for name, study in campaign.studies.items():
         try:
+            _require_few(len(planned) + prod(map(len, study.axes.values())))  # before they are made
             for runs in _of_study(campaign, name, study, outcome):
                 planned += runs
-                if len(planned) > MOST_RUNS:
-                    raise ConfigError(f"a campaign may have at most {MOST_RUNS:,} runs. Split it.")
+                _require_few(len(planned))
         except ConfigError as error:
             raise ConfigError(f"Study {name!r}: {error}") from error
     return planned
+
+
+def _require_few(num_runs: int) -> None:
+    if num_runs > MOST_RUNS:
+        raise ConfigError(f"a campaign may have at most {MOST_RUNS:,} runs. Split it.")
 
 
 @dataclass(frozen=True)
