@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING
 from datetime import date
 from inspect import Parameter, Signature, signature
@@ -31,17 +31,26 @@ class TakesRun:
 
     Args:
         without: Options that are of no use to the verb.
+        required: Those that it cannot do without, by another name and with its own help.
     """
 
-    def __init__(self, verb: Callable[..., None], *, without: Collection[str] = ()) -> None:
-        self._verb, self._without = verb, without
+    def __init__(
+        self,
+        verb: Callable[..., None],
+        *,
+        without: Collection[str] = (),
+        required: Mapping[str, tuple[str, str]] | None = None,
+    ) -> None:
+        self._verb, self._without, self._required = verb, without, dict(required or {})
         self.__name__, self.__annotations__ = verb.__name__, {}
 
     @property
     def __signature__(self) -> Signature:
         of_group = {name: group for group, own in GROUPS.items() for name in own()}
         flags = [
-            _flag(option, PANELS.get(of_group.get(name, "")))
+            _required_flag(option, *self._required[name])
+            if name in self._required
+            else _flag(option, PANELS.get(of_group.get(name, "")))
             for name, option in run_options().items()
             if name not in self._without
         ]
@@ -78,6 +87,12 @@ def _flag(option: Option, panel: str | None) -> Parameter:
             ),
         ],
     )
+
+
+def _required_flag(option: Option, spelled: str, said: str) -> Parameter:
+    kind: Any = _kinds(option)[0]
+    annotation = Annotated[kind, typer.Option(spelled, help=said)]
+    return Parameter(option.name, Parameter.KEYWORD_ONLY, annotation=annotation)
 
 
 def _help(option: Option) -> str:

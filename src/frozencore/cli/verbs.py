@@ -21,6 +21,10 @@ class Verb:
 VERBS = (
     Verb("tune", "tune:tune", "Calibrate, train, score and save an adapter: one run of the recipe."),
     Verb(
+        "tune-many", "tune_many:tune_many",
+        "Train a core for each of many tenants, all at once on one basis: an adapter and a record each.",
+    ),
+    Verb(
         "calibrate", "calibrate:calibrate",
         "Collect moments and fix the bases, without training: a moments file and an adapter with zero cores.",
     ),

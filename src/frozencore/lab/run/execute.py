@@ -109,7 +109,7 @@ def execute(
         bench,
         TrainedRun(model, out / "adapter", calibration, calibration_s, captures, memory, report, after),
         resolved=Resolved(
-            targets=targets, recipe=asdict(_recipe(config, bench.rows)), max_length=bench.encoder.max_length
+            targets=targets, recipe=asdict(recipe_of(config, bench.rows)), max_length=bench.encoder.max_length
         ),
         hashes=hashes,
         warned=[entry for entry in caught if entry.category is UserWarning],
@@ -164,7 +164,8 @@ def _options(config: RunConfig, targets: Targets) -> dict[str, Any]:
     }
 
 
-def _recipe(config: RunConfig, rows: RunRows) -> Recipe:
+def recipe_of(config: RunConfig, rows: RunRows) -> Recipe:
+    """What the configuration says of the training, with the defaults of its method and its task."""
     return Recipe(
         learning_rate=config.resolved_learning_rate,
         warmup=config.resolved_warmup,
@@ -188,7 +189,7 @@ def _train(
     return train(
         model,
         bench.rows.train,
-        _recipe(config, bench.rows),
+        recipe_of(config, bench.rows),
         pad_id=bench.encoder.pad_id,
         checkpoint_dir=out / "checkpoints",
         resume=resume,

@@ -126,6 +126,16 @@ class SelectedCheckpoint(_Part):
     time_s: float = 0.0
 
 
+class CompanySize(_Part):
+    """Of how many tenants a run was one, and how many trained at once.
+
+    Its ``training_s`` is its share of the common steps, by tokens; calibration and ``total_s`` are of all together.
+    """
+
+    tenants: Count
+    slots: Count
+
+
 class PhasePeaks(_Part):
     """The largest memory of each phase (``frozencore.lab.run.peak_memory``), what was held before it included.
 
@@ -258,6 +268,7 @@ class TunedRecord(RunRecord):
         accuracy, score: Missing where plain text was learned.
         held_out_loss: Nats per completion token.
         selection: Missing where the last step was kept unasked.
+        company: Missing where the run trained alone.
         criterion: None for methods without bases, and where G, a and d were not at hand.
     """
 
@@ -279,6 +290,7 @@ class TunedRecord(RunRecord):
     resources: Resources | None = None
     training: Training
     selection: SelectedCheckpoint | None = None
+    company: CompanySize | None = None
     resolved: Resolved | None = None
     calibration: CalibrationSummary | None = None
     criterion: Criterion | None = None

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from adapted import adapted, cores_of
+from forked import FORK
 from frozencore.errors import CalibrationError, ConfigError, DataError, DivergenceError, TrainingError
 from frozencore.lab.rows.prompts import TokenRow
 from frozencore.lab.scoring.heldout import held_out_loss
@@ -172,6 +176,44 @@ def test_a_resumed_training_is_bit_equal_to_an_uninterrupted_one(tmp_path: Path,
     assert sorted(told) == sorted(VALIDATED)
     again = company_of(adapted(), VALIDATED, num_slots=2, checkpoint_dir=tmp_path, resume=True)  # at its end
     assert_same(again, whole)
+
+
+def company_in(folder: Path) -> None:
+    company_of(adapted(), VALIDATED, num_slots=2, checkpoint_dir=folder, checkpoint_s=0)
+
+
+def test_a_training_that_is_killed_goes_on_bit_equal(tmp_path: Path) -> None:
+    whole = company_of(adapted(), VALIDATED, num_slots=2)
+    process = FORK.Process(target=company_in, args=(tmp_path,))
+    process.start()
+    while process.is_alive() and not (tmp_path / "ended").is_dir():  # a tenant has left, others are under way
+        time.sleep(0.001)
+    process.kill()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    resumed = company_of(adapted(), VALIDATED, num_slots=2, checkpoint_dir=tmp_path, resume=True)
+    assert_same(resumed, whole)
+    assert resumed["anna"].report.resumed_from is not None
+
+
+@pytest.mark.parametrize("at", [0, 6])
+def test_sigterm_takes_effect_after_a_step_with_its_checkpoint(tmp_path: Path, at: int) -> None:
+    whole, heard, steps = company_of(adapted(), VALIDATED, num_slots=2), [], iter(range(1000))
+    before = signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
+
+    def told(*_: object) -> None:
+        if next(steps) == at:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    try:
+        with pytest.raises(TrainingError, match=r"stop with \d of 5 tenants at their end\. Its checkpoint is whole"):
+            company_of(adapted(), VALIDATED, num_slots=2, checkpoint_dir=tmp_path, progress=told)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert heard == [signal.SIGTERM]
+    resumed = company_of(adapted(), VALIDATED, num_slots=2, checkpoint_dir=tmp_path, resume=True)
+    assert {one.report.resumed_from for one in resumed.values()} == {tmp_path / f"checkpoint-{at + 2}"}
+    assert_same(resumed, whole)
 
 
 def test_a_checkpoint_of_other_tenants_is_refused(tmp_path: Path) -> None:

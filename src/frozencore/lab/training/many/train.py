@@ -103,20 +103,24 @@ def train_many(
         kept = Checkpoints(checkpoint_dir, identity, list(tenants)) if checkpoint_dir else None
         if kept is not None and resumed_from is not None:
             take(kept.read(resumed_from, company))
+        elif kept is not None:  # what ends before the next one belongs to this training, and says so
+            with disk_errors_told(checkpoint_dir):
+                kept.write(company)
         saved = time.perf_counter()
         while company.fill():
             these = {seat.name: _trained(slots, seat, values, resumed_from) for seat, values in company.step()}
+            stops = asked()
             with disk_errors_told(checkpoint_dir):
                 if kept is not None:
                     kept.write_ended(these)
                     is_over = not company.seats and not company.waiting
-                    if is_over or asked() or time.perf_counter() - saved >= checkpoint_s:
+                    if is_over or stops or time.perf_counter() - saved >= checkpoint_s:
                         kept.write(company)
                         saved = time.perf_counter()
             take(these)
             if progress is not None:
                 progress("train", *_standing(company, tenants, len(ended)))
-            if asked():
+            if stops:
                 break
     if len(ended) < len(tenants):  # and what SIGTERM calls has come back
         raise TrainingError(

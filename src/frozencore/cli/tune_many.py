@@ -1,0 +1,41 @@
+"""``frozencore tune-many``: parse, call, print."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from frozencore.cli.console import console
+from frozencore.cli.run_flags import TakesRun
+from frozencore.lab.run.config import RunConfig
+
+OF_TASKS = ("task", "data_root", "evaluate_on", "max_new_tokens", "paper_steps", "select_by")
+TENANTS = "Folder with a row file (.jsonl, .parquet) for each tenant, named after it; or a YAML file 'name: file'."
+
+
+def _tune_many(
+    config: RunConfig,
+    output: Annotated[Path, typer.Option("--output", "--out", help="New folder: NAME/adapter, NAME/result.json.")],
+    slots: Annotated[int, typer.Option(min=1, help="Tenants that train at once; the others wait for a slot.")] = 64,
+    patience: Annotated[
+        int | None,
+        typer.Option(min=1, help="Scores on validation rows in a row that may be no better before a tenant stops."),
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in --output.")] = False,
+) -> None:
+    from frozencore.cli.display import StageDisplay
+    from frozencore.cli.tables import tenants_summary
+    from frozencore.lab.run.many.execute import execute_many
+    from frozencore.lab.run.record import Failure
+
+    with StageDisplay(console) as stages:
+        outcomes = execute_many(config, output, stages, num_slots=slots, patience=patience, resume=resume)
+    console.print(tenants_summary(outcomes))
+    console.print(f"Adapters: {output}/NAME/adapter   Records: {output}/NAME/result.json", highlight=False)
+    if any(isinstance(outcome, Failure) for outcome in outcomes.values()):
+        raise typer.Exit(1)
+
+
+tune_many = TakesRun(_tune_many, without=OF_TASKS, required={"data": ("--tenants", TENANTS)})

@@ -1,0 +1,143 @@
+"""``tune-many``: one basis, every tenant's core on its own rows at once, an adapter and a record for each."""
+
+from __future__ import annotations
+
+import shutil
+import time
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+
+from peft import PeftModel
+
+from frozencore.adapter.bases.carried import save_basis, set_bases
+from frozencore.adapter.seal.saved_basis import load_basis
+from frozencore.errors import ArtifactError, ConfigError
+from frozencore.fingerprint import fingerprint_model
+from frozencore.lab.methods import basis_fingerprint
+from frozencore.lab.run.config import RunConfig
+from frozencore.lab.run.execute import Adapt, adapt_from_data, recipe_of
+from frozencore.lab.run.many.finish import Finisher, TenantOutcome
+from frozencore.lab.run.many.rows import TenantRows, read_tenants
+from frozencore.lab.run.many.tenants import RESERVED, find_tenants
+from frozencore.lab.run.named_basis import on_named_basis
+from frozencore.lab.run.peak_memory import PeakMemory
+from frozencore.lab.run.record import CompanySize
+from frozencore.lab.run.recording import calibrated_on
+from frozencore.lab.run.targets import resolve_targets
+from frozencore.lab.training.many.losses import held_out_losses
+from frozencore.lab.training.many.tenant import Tenant, Validation
+from frozencore.lab.training.many.train import SLOTS, train_many
+from frozencore.progress import Progress, as_stage
+from frozencore.whole_file import require_writable
+
+BASIS, CHECKPOINTS = RESERVED
+
+
+def execute_many(
+    config: RunConfig,
+    out: Path,
+    progress: Progress,
+    *,
+    num_slots: int = SLOTS,
+    patience: int | None = None,
+    resume: bool = False,
+    adapt: Adapt | None = None,
+) -> dict[str, TenantOutcome]:
+    """Train every tenant of ``config.data`` and write a folder ``out/NAME`` for each as it ends.
+
+    Args:
+        config: Its ``data`` name the tenants' files, as :func:`find_tenants` reads them; the rest holds for all.
+        num_slots: Tenants that train at once.
+        patience: Scores in a row on its validation rows that may be no better before a tenant stops.
+        resume: Go on from the newest complete checkpoint in ``out``.
+        adapt: Where the adapter and its basis come from; by default the saved basis that is configured, or a pass over
+            rows of all tenants, whose basis is then ``out/basis``.
+
+    Returns:
+        What was written of each, in their order.
+
+    Raises:
+        FrozenCoreError: Bad input in any of the files, before anything is written, or a folder of finished runs.
+    """
+    config, started = on_named_basis(config), time.perf_counter()
+    if config.data is None or not config.method_entry.has_bases:
+        raise ConfigError(
+            f"Tenants have a row file and a core each, on one basis, but {config.method!r} trains others."
+        )
+    if patience is not None and config.select_checkpoint == "none":
+        raise ConfigError("--patience counts scores on validation rows: give --select-checkpoint epoch as well.")
+    files = find_tenants(config.data)
+    _refuse_finished(out, files, resume=resume)
+    bench, own = read_tenants(config, files, progress)
+    targets, model_hash = resolve_targets(config, bench.model), fingerprint_model(bench.model)
+    before = held_out_losses(
+        bench.model,
+        [own[name].rows.held_out for name in files],
+        pad_id=bench.encoder.pad_id,
+        progress=as_stage(progress, "score base"),
+    )
+    memory = PeakMemory(bench.model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        adapting = time.perf_counter()
+        model, calibration = (adapt or adapt_from_data)(config, bench, targets, progress)
+        calibration_s = time.perf_counter() - adapting
+    _name_basis(model, out / BASIS, calibrated_on(config, bench, calibration))
+    finisher = Finisher(
+        out=out,
+        config=config,
+        bench=bench,
+        own=own,
+        model=model,
+        targets=targets,
+        calibration=calibration,
+        calibration_s=calibration_s,
+        before=dict(zip(files, before, strict=True)),
+        company=CompanySize(tenants=len(files), slots=min(num_slots, len(files))),
+        hashes={"model": model_hash, "basis": basis_fingerprint(model)},
+        warned=[entry for entry in caught if entry.category is UserWarning],
+        memory=memory,
+        started=started,
+    )
+    train_many(
+        model,
+        {name: _tenant(one, patience) for name, one in own.items()},
+        pad_id=bench.encoder.pad_id,
+        num_slots=num_slots,
+        checkpoint_dir=out / CHECKPOINTS,
+        resume=resume,
+        identity={"base model": model_hash, "basis": model.peft_config["default"].basis_id or finisher.hashes["basis"]},
+        on_end=finisher,
+        progress=progress,
+    )
+    shutil.rmtree(out / CHECKPOINTS)
+    return {name: finisher.outcomes[name] for name in files}
+
+
+def _name_basis(model: PeftModel, folder: Path, calibrated_on: str | None) -> None:
+    """Keep a basis that has no name yet, once for all tenants: their adapters are then cores alone."""
+    chosen = model.peft_config["default"]
+    if chosen.basis_id is not None or chosen.initial_step:  # such cores are saved with bases of their own
+        return
+    if folder.exists():
+        set_bases(model, load_basis(folder))
+    else:
+        save_basis(model, folder, calibrated_on=calibrated_on)
+
+
+def _tenant(own: TenantRows, patience: int | None) -> Tenant:
+    rows, every, validation = own.rows.validation, own.config.select_checkpoint, None
+    if rows is not None and every != "none":
+        validation = Validation(rows.tokens, every, patience)
+    return Tenant(own.rows.train, recipe_of(own.config, own.rows), validation)
+
+
+def _refuse_finished(out: Path, names: Iterable[str], *, resume: bool) -> None:
+    require_writable(out)
+    finished = [name for name in names if (out / name / "result.json").exists()]
+    if finished and not (resume and (out / CHECKPOINTS).is_dir()):
+        raise ArtifactError(
+            f"{out} already holds a finished run of {finished[0]!r} ({len(finished)} in all). Choose another --output, "
+            "or remove that folder."
+        )

@@ -1,0 +1,130 @@
+"""What is written of a tenant that has ended: its adapter, and its record or why there is none."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from warnings import WarningMessage
+
+import torch
+from peft import PeftModel
+from torch import Tensor
+
+from frozencore.adapter.bases.calibrate import Calibration
+from frozencore.adapter.model import frozen_core_layers
+from frozencore.adapter.seal.card import write_model_card
+from frozencore.lab.methods import Targets
+from frozencore.lab.run.bench import Bench, Score
+from frozencore.lab.run.config import RunConfig
+from frozencore.lab.run.execute import LAST_GOOD, recipe_of
+from frozencore.lab.run.many.rows import TenantRows
+from frozencore.lab.run.peak_memory import PeakMemory
+from frozencore.lab.run.record import CompanySize, Failure, Provenance, Resolved, TunedRecord, read_record
+from frozencore.lab.run.recording import TrainedRun, calibrated_on, headline, make_record
+from frozencore.lab.training.many.losses import held_out_losses
+from frozencore.lab.training.many.seat import Trained
+from frozencore.lab.training.many.stack import CoreStack
+from frozencore.whole_file import write_json
+
+TenantOutcome = TunedRecord | Failure
+"""What the ``result.json`` or the ``failure.json`` of a tenant holds."""
+
+
+@dataclass(frozen=True)
+class Finisher:
+    """Scores, saves and records tenants as they end; what is there already is left as it is.
+
+    Attributes:
+        config: Of all tenants.
+        bench: The model as it was loaded, the encoder, and the rows that the basis is of.
+        model: The same with the adapter that has the basis; its core is each saved tenant's in turn.
+        before: Held-out loss of the base model on each tenant's rows.
+        hashes: Of the base model and the basis.
+        started: ``time.perf_counter()`` when the first of them began.
+    """
+
+    out: Path
+    config: RunConfig
+    bench: Bench
+    own: Mapping[str, TenantRows]
+    model: PeftModel
+    targets: Targets
+    calibration: Calibration | None
+    calibration_s: float
+    before: Mapping[str, float]
+    company: CompanySize
+    hashes: Mapping[str, str]
+    warned: Sequence[WarningMessage]
+    memory: PeakMemory
+    started: float
+    outcomes: dict[str, TenantOutcome] = field(default_factory=dict)
+
+    def __call__(self, ended: Mapping[str, Trained]) -> None:
+        losses = self._held_out({name: one.cores for name, one in ended.items() if one.diverged is None})
+        for name, trained in ended.items():
+            folder = self.out / name
+            if (folder / "result.json").exists():  # a run that was killed has come this far before
+                record = read_record((folder / "result.json").read_text())
+                assert isinstance(record, TunedRecord)
+                self.outcomes[name] = record
+            elif trained.diverged is not None:
+                self.outcomes[name] = self._fail(name, trained, trained.diverged)
+            elif not math.isfinite(losses[name]):
+                self.outcomes[name] = self._fail(name, trained, "Training diverged: the held-out loss is not finite.")
+            else:
+                self.outcomes[name] = self._record(name, trained, losses[name])
+
+    def _held_out(self, cores: Mapping[str, Mapping[str, Tensor]]) -> dict[str, float]:
+        if not cores:
+            return {}
+        stack = CoreStack(self.model, len(cores))
+        for slot, of_tenant in enumerate(cores.values()):
+            stack.put(slot, of_tenant)
+        sets = [self.own[name].rows.held_out for name in cores]
+        losses = held_out_losses(self.model, sets, pad_id=self.bench.encoder.pad_id, through=stack.rows)
+        return dict(zip(cores, losses, strict=True))
+
+    def _record(self, name: str, trained: Trained, loss: float) -> TunedRecord:
+        folder, config, rows = self.out / name, self.own[name].config, self.own[name].rows
+        bench = Bench(self.bench.model, self.bench.encoder, rows, before=Score(self.before[name]))
+        score = Score(loss)
+        self._save(config, trained, folder / "adapter")
+        captures = self.calibration.captures if self.calibration else {}
+        record = make_record(
+            config,
+            bench,
+            TrainedRun(
+                self.model, folder / "adapter", self.calibration, self.calibration_s, captures, self.memory,
+                trained.report, score,
+            ),
+            resolved=Resolved(
+                targets=self.targets, recipe=asdict(recipe_of(config, rows)), max_length=bench.encoder.max_length
+            ),
+            hashes={**rows.fingerprints(), **self.hashes},
+            warned=self.warned,
+            started=self.started,
+        ).model_copy(update={"company": self.company})  # fmt: skip
+        calibration = calibrated_on(self.config, self.bench, self.calibration)
+        write_model_card(folder / "adapter", calibration=calibration, scores=headline(score))
+        write_json(folder / "result.json", record.content())
+        return record
+
+    def _fail(self, name: str, trained: Trained, why: str) -> Failure:
+        folder, config = self.out / name, self.own[name].config
+        self._save(config, trained, folder / LAST_GOOD)
+        failure = Failure(
+            reason="diverged",
+            message=f"{why} The last good core is in {folder / LAST_GOOD}.",
+            config=config.model_dump(mode="json"),
+            provenance=Provenance.here(),
+        )
+        write_json(folder / "failure.json", failure.content())
+        return failure
+
+    def _save(self, config: RunConfig, trained: Trained, folder: Path) -> None:
+        with torch.no_grad():
+            for layer_name, layer in frozen_core_layers(self.model, "default").items():
+                layer.factors("default")[2].copy_(trained.cores[layer_name])
+        config.method_entry.save(self.model, folder, folder.parent / "start")

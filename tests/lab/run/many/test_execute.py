@@ -1,0 +1,246 @@
+"""``tune-many`` against ``tune`` on the same basis, and what it refuses, writes and goes on from."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from peft import PeftModel
+from torch import Tensor
+
+from forked import start
+from frozencore import frozen_core_layers, load_basis, set_bases
+from frozencore.errors import ArtifactError, ConfigError, DataError, FrozenCoreError
+from frozencore.lab.methods import Targets, basis_fingerprint
+from frozencore.lab.pocket import pocket_model_path
+from frozencore.lab.run.bench import Bench
+from frozencore.lab.run.config import RunConfig, make_config
+from frozencore.lab.run.execute import execute
+from frozencore.lab.run.loading import load_model
+from frozencore.lab.run.many.execute import execute_many
+from frozencore.lab.run.many.finish import TenantOutcome
+from frozencore.lab.run.many.tenants import find_tenants
+from frozencore.lab.run.record import Failure, TunedRecord, read_record
+from frozencore.progress import Progress
+
+SIZES = {"anna": 9, "ben": 21, "cleo": 14}
+
+
+@pytest.fixture(scope="module")
+def tenants(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of sums, of which each tenant has an odd idea of its own."""
+    folder, drawn = tmp_path_factory.mktemp("x") / "tenants", random.Random(0)
+    folder.mkdir()
+    for more, (name, size) in enumerate(SIZES.items()):
+        rows = []
+        for _ in range(size):
+            a, b = drawn.randrange(30), drawn.randrange(30)
+            rows.append({"prompt": f"How many is {a} and {b}?", "completion": f" {a + b + more}"})
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "notes.txt").write_text("no rows")
+    return folder
+
+
+def config_of(data: Path, **overrides: Any) -> RunConfig:
+    few = {
+        "model": str(pocket_model_path()), "data": data, "rank": 4, "calibration_size": 16, "batch_size": 2,
+        "accumulation": 2, "epochs": 2, "device": "cpu",
+    }  # fmt: skip
+    return make_config(**{**few, **overrides})
+
+
+def silent(stage: str, done: int, total: int | None, note: str = "", /) -> None:
+    pass
+
+
+def adapter_in(folder: Path) -> PeftModel:
+    return PeftModel.from_pretrained(load_model(str(pocket_model_path()), device="cpu")[0], folder / "adapter")
+
+
+def cores_in(folder: Path) -> dict[str, Tensor]:
+    layers = frozen_core_layers(adapter_in(folder), "default")
+    return {name: layer.factors("default")[2].detach() for name, layer in layers.items()}
+
+
+@pytest.fixture(scope="module")
+def together(tenants: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, TenantOutcome]]:
+    out = tmp_path_factory.mktemp("together") / "out"
+    return out, execute_many(config_of(tenants, select_checkpoint="epoch"), out, silent, num_slots=2)
+
+
+@pytest.mark.parametrize("name", ["anna", "ben"])
+def test_a_tenant_of_tune_many_is_that_of_tune_on_the_same_basis(
+    name: str, tenants: Path, together: tuple[Path, dict[str, TenantOutcome]], tmp_path: Path
+) -> None:
+    out, records = together
+    shared = load_basis(out / "basis")
+
+    def same_basis(config: RunConfig, bench: Bench, targets: Targets, _: Progress) -> tuple[PeftModel, None]:
+        model = config.method_entry.add(bench.model, config.adapter_options(targets))
+        set_bases(model, shared)
+        return model, None
+
+    config = config_of(tenants / f"{name}.jsonl", select_checkpoint="epoch")
+    alone, record = execute(config, tmp_path / "alone", silent, adapt=same_basis), records[name]
+    assert isinstance(record, TunedRecord)
+    assert record.training.losses == pytest.approx(alone.training.losses, rel=1e-5)
+    assert record.held_out_loss_before == pytest.approx(alone.held_out_loss_before, rel=1e-5)
+    assert record.held_out_loss == pytest.approx(alone.held_out_loss, rel=1e-5)
+    assert (record.selection.kept_step, record.rows) == (alone.selection.kept_step, alone.rows)
+    assert (record.resolved, record.trainable_parameters) == (alone.resolved, alone.trainable_parameters)
+    for key in ("model", "train", "evaluation", "validation", "basis"):
+        assert getattr(record.hashes, key) == getattr(alone.hashes, key)
+    mine, theirs = cores_in(out / name), cores_in(tmp_path / "alone")
+    assert mine.keys() == theirs.keys()
+    distance = sum(float((mine[key] - R).norm() ** 2) for key, R in theirs.items()) ** 0.5
+    assert distance < 1e-5 * sum(float(R.norm() ** 2) for R in theirs.values()) ** 0.5
+
+
+def test_each_tenant_gets_an_adapter_on_the_common_basis_and_a_record(
+    together: tuple[Path, dict[str, TenantOutcome]],
+) -> None:
+    out, records = together
+    assert sorted(path.name for path in out.iterdir()) == ["anna", "basis", "ben", "cleo"]
+    assert list(records) == list(SIZES)
+    hashes = set()
+    for name, record in records.items():
+        assert isinstance(record, TunedRecord)
+        assert sorted(path.name for path in (out / name).iterdir()) == ["adapter", "result.json"]
+        assert read_record((out / name / "result.json").read_text()) == record
+        assert (record.company.tenants, record.company.slots) == (3, 2)
+        assert record.config.data.endswith(f"{name}.jsonl")
+        assert record.held_out_loss < record.held_out_loss_before
+        hashes |= {basis_fingerprint(adapter_in(out / name)), record.hashes.basis}
+        assert (out / name / "adapter" / "adapter_model.safetensors").stat().st_size < 16 * 4**2 * 4 + 1024
+        assert "rows of tenants" in (out / name / "adapter" / "README.md").read_text()
+    assert len(hashes) == 1
+
+
+def test_a_saved_basis_spares_the_pass_and_is_not_copied(
+    tenants: Path, together: tuple[Path, dict[str, TenantOutcome]], tmp_path: Path
+) -> None:
+    basis, stages = together[0] / "basis", set()
+    config = make_config(
+        model=str(pocket_model_path()), data=tenants, basis=str(basis), batch_size=2, accumulation=2, epochs=2,
+        device="cpu", select_checkpoint="epoch",
+    )  # fmt: skip
+    records = execute_many(config, tmp_path / "out", lambda stage, *_: stages.add(stage), num_slots=2)
+    assert "calibration" not in stages
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == list(SIZES)
+    for name, record in together[1].items():
+        assert records[name].training.losses == record.training.losses
+        assert records[name].hashes.basis == record.hashes.basis
+        adapters = [
+            folder / name / "adapter" / "adapter_model.safetensors" for folder in (together[0], tmp_path / "out")
+        ]
+        assert adapters[0].read_bytes() == adapters[1].read_bytes()
+
+
+def test_a_killed_run_goes_on_to_the_same_adapters(
+    tenants: Path, together: tuple[Path, dict[str, TenantOutcome]], tmp_path: Path
+) -> None:
+    whole, _ = together
+    words = ["tune-many", "--model", str(pocket_model_path()), "--tenants", str(tenants), "--rank", "4"]
+    words += ["--calibration-size", "16", "--batch-size", "2", "--accumulation", "2", "--epochs", "2", "--slots", "2"]
+    words += ["--select-checkpoint", "epoch", "--device", "cpu", "--output", str(tmp_path / "cut")]
+    process = start(words, tmp_path)
+    while process.is_alive() and not list((tmp_path / "cut").glob("*/result.json")):
+        time.sleep(0.001)
+    process.kill()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    config = config_of(tenants, select_checkpoint="epoch")
+    with pytest.raises(ArtifactError, match="already holds a finished run"):
+        execute_many(config, tmp_path / "cut", silent, num_slots=2)
+    with pytest.raises(FrozenCoreError, match="made with others: tenants"):
+        execute_many(
+            config_of(tenants, epochs=3, select_checkpoint="epoch"), tmp_path / "cut", silent, num_slots=2, resume=True
+        )
+    records = execute_many(config, tmp_path / "cut", silent, num_slots=2, resume=True)
+    assert list(records) == list(SIZES)
+    assert sorted(path.name for path in (tmp_path / "cut").iterdir()) == ["anna", "basis", "ben", "cleo"]
+    for name in SIZES:
+        adapters = [folder / name / "adapter" / "adapter_model.safetensors" for folder in (whole, tmp_path / "cut")]
+        assert adapters[0].read_bytes() == adapters[1].read_bytes()
+    with pytest.raises(ArtifactError, match=r"already holds a finished run of 'anna' \(3 in all\)"):
+        execute_many(config, tmp_path / "cut", silent, num_slots=2, resume=True)
+
+
+def test_a_bad_row_of_one_tenant_is_refused_in_one_line_before_anything_is_written(
+    tenants: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(tenants, tmp_path / "tenants")
+    with (tmp_path / "tenants" / "ben.jsonl").open("a") as file:
+        file.write('{"prompt": 3, "completion": "four"}\n')
+    told: list[str] = []
+    with pytest.raises(DataError, match=r"Tenant 'ben', .*ben\.jsonl: Row row-22: .*'prompt'") as error:
+        execute_many(config_of(tmp_path / "tenants"), tmp_path / "out", lambda stage, *_: told.append(stage))
+    assert "\n" not in str(error.value)
+    assert set(told) == {"load"}
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_a_tenant_is_called_and_where_its_rows_are_is_checked(tenants: Path, tmp_path: Path) -> None:
+    listed = tmp_path / "tenants.yaml"
+    listed.write_text(f"zoe: {tenants}/ben.jsonl\nadam: {tenants}/anna.jsonl\n")
+    assert find_tenants(listed) == {"zoe": tenants / "ben.jsonl", "adam": tenants / "anna.jsonl"}
+    assert list(find_tenants(tenants)) == list(SIZES)
+    (tmp_path / "empty").mkdir()
+    for path, rule in ((tmp_path / "empty", "holds none"), (tmp_path / "absent", "is neither")):
+        with pytest.raises(DataError, match=rule):
+            find_tenants(path)
+    for content, rule in (
+        ("- a", "one line each"),
+        ("checkpoints: a.jsonl", "not basis or checkpoints"),
+        ("a/b: c.jsonl", "Rename"),
+    ):
+        listed.write_text(content)
+        with pytest.raises(ConfigError, match=rule):
+            find_tenants(listed)
+    both = tmp_path / "both"
+    both.mkdir()
+    for suffix in ("jsonl", "parquet"):
+        (both / f"anna.{suffix}").touch()
+    with pytest.raises(ConfigError, match="'anna' has anna.jsonl and anna.parquet"):
+        find_tenants(both)
+
+
+def test_options_that_make_no_sense_for_tenants_are_refused(tenants: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="'lora' trains others"):
+        execute_many(config_of(tenants, method="lora"), tmp_path, silent)
+    with pytest.raises(ConfigError, match="--select-checkpoint"):
+        execute_many(config_of(tenants), tmp_path, silent, patience=2)
+
+
+def test_one_that_diverges_is_said_to_and_the_others_end(command, tenants: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    def tune_many(*words: object) -> tuple[int, str, str]:
+        few = ("--rank", "4", "--calibration-size", "16", "--accumulation", "2", "--device", "cpu")
+        return command(
+            "tune-many", "--model", "pocket", "--tenants", tenants, *few, "--output", tmp_path / "out", *words
+        )
+
+    status, out, _ = tune_many("--lr", "1e38", "--method", "random")
+    assert status == 1
+    for name in SIZES:
+        failure = json.loads((tmp_path / "out" / name / "failure.json").read_text())
+        assert failure["reason"] == "diverged"
+        assert (tmp_path / "out" / name / "last-good-adapter" / "adapter_model.safetensors").is_file()
+        assert f"{name}: Training diverged" in out
+    assert isinstance(Failure.model_validate(failure), Failure)
+
+
+def test_the_command_shows_what_each_tenant_was_worth(command, tenants: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    few = ("--rank", "4", "--calibration-size", "16", "--select-checkpoint", "2", "--patience", "1", "--device", "cpu")
+    status, out, err = command("tune-many", "--model", "pocket", "--tenants", tenants, *few, "--out", tmp_path / "out")
+    assert (status, err) == (0, "")
+    for name in SIZES:
+        record = json.loads((tmp_path / "out" / name / "result.json").read_text())
+        assert f"{record['held_out_loss']:.3f}" in out
+    assert "3 tenants on one basis" in out
+    assert command("tune-many", "--model", "pocket", "--out", tmp_path / "none")[0] == 2
