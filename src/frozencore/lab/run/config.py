@@ -224,7 +224,7 @@ class RunConfig(_Frozen):
 
 def run_options() -> dict[str, Option]:
     """Every option of a run by its name, those of the groups among them."""
-    full, plain = get_type_hints(RunConfig, include_extras=True), get_type_hints(RunConfig)
+    full, plain = _types_of_options()
     found: dict[str, Option] = {}
     for name, field in RunConfig.model_fields.items():
         default = MISSING if field.is_required() else field.get_default()
@@ -233,6 +233,12 @@ def run_options() -> dict[str, Option]:
             raise ConfigError(f"An option has one meaning, but {min(twice)!r} has two. Rename that of the constructor.")
         found |= own
     return found
+
+
+@cache  # evaluating them takes longer than all else that is done with a campaign's specification
+def _types_of_options() -> tuple[dict[str, Any], dict[str, Any]]:
+    """With what their annotations add, and plain."""
+    return get_type_hints(RunConfig, include_extras=True), get_type_hints(RunConfig)
 
 
 def in_groups(options: Mapping[str, Any]) -> dict[str, Any]:
