@@ -1,10 +1,10 @@
 """A bank of cores: thousands of tenants of one basis in one loaded model, each row of a batch through its own core.
 
-    y += s·P(R[slot] Qᵀ x)
+    y += s·P(R[slot] Qᵀx)
 
-The cores of a layer are one tensor, slots x r x r; slot 0 is zero and stands for the base model. All layers' cores of a
-slot lie side by side (Σr² values), so that a tenant enters with one copy. Nothing is allocated after the bank is
-made: compiled code and CUDA graphs stay valid, because a row's slot is a value in a tensor.
+All cores of a slot lie side by side (Σr² values), so that a tenant enters with one copy, and the cores of a batch's
+rows are brought together once, when it begins; slot 0 is zero and stands for the base model. Nothing is allocated
+after the first batch of a size: compiled code and CUDA graphs stay valid, because the rows' cores stay where they are.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class CoreBank:
     """Cores by name on the basis of one loaded adapter, up to a fixed number of them.
 
-    A batch that runs keeps the cores that it began with: a core that is replaced or evicted meanwhile gives its slot
-    back when the batch ends. ``put``, ``evict`` and look-ups may be called from any thread; batches take turns.
+    A batch that runs keeps the cores that it began with, whatever is replaced or evicted meanwhile. ``put``, ``evict``
+    and look-ups may be called from any thread; batches take turns.
 
     Args:
         model: A model with a frozen-core adapter, whose P, Q and scale are those of every core; its own core is not
@@ -58,9 +58,7 @@ class CoreBank:
         self._values, self._cores = _allocate(self.layers, adapter_name, capacity + 1, dtype)
         self._slot_of: dict[str, int] = {}
         self._free = list(range(capacity, 0, -1))
-        self._users = [0] * (capacity + 1)  # batches that run with a slot
-        self._retired: set[int] = set()  # slots without a name that a batch still runs with
-        self._rows: dict[tuple[int, int], dict[str, RowCores]] = {}
+        self._batches: dict[tuple[int, int], _Batch] = {}
         self._names_lock, self._batch_lock = threading.Lock(), threading.RLock()
 
     def __len__(self) -> int:
@@ -84,14 +82,17 @@ class CoreBank:
         """
         by_device = self._flat(cores_of(source, self.model, self.adapter_name))
         with self._names_lock:
-            slot = self._slot_to_write(name)
+            slot = self._slot_of.get(name)
+            if slot is None:
+                if not self._free:
+                    raise ConfigError(
+                        f"The bank is full: it holds {len(self)} of {self.capacity} cores. Evict one first."
+                    )
+                slot = self._free.pop()
             with torch.no_grad():
                 for device, flat in by_device.items():
                     self._values[device][slot].copy_(flat)
-            old = self._slot_of.get(name)
             self._slot_of[name] = slot
-            if old is not None and old != slot:
-                self._give_back(old)
 
     def evict(self, name: str) -> None:
         """Forget a core.
@@ -100,7 +101,7 @@ class CoreBank:
             ConfigError: There is none of that name.
         """
         with self._names_lock:
-            self._give_back(self._slot(name))
+            self._free.append(self._slot(name))
             del self._slot_of[name]
 
     def get(self, name: str) -> dict[str, Tensor]:
@@ -128,20 +129,12 @@ class CoreBank:
         with self._batch_lock:
             with self._names_lock:
                 slots = [0 if name is None else self._slot(name) for name in names]
-                for slot in slots:
-                    self._users[slot] += 1
-            try:
-                with ExitStack() as undo:
-                    for name, rows in self._rows_of(slots, num_beams).items():
-                        undo.enter_context(rows_through(self.layers[name], rows))
-                    yield
-            finally:
-                with self._names_lock:
-                    for slot in slots:
-                        self._users[slot] -= 1
-                        if not self._users[slot] and slot in self._retired:
-                            self._retired.discard(slot)
-                            self._free.append(slot)
+                batch = self._batch_of(len(slots), num_beams)
+                batch.gather(self._values, slots)
+            with ExitStack() as undo:
+                for name, rows in batch.rows.items():
+                    undo.enter_context(rows_through(self.layers[name], rows))
+                yield
 
     def _slot(self, name: str) -> int:
         if name not in self._slot_of:
@@ -150,21 +143,6 @@ class CoreBank:
             )
         return self._slot_of[name]
 
-    def _slot_to_write(self, name: str) -> int:
-        """A free slot; the one in use only where there is none other and no batch runs with it."""
-        if self._free:
-            return self._free.pop()
-        slot = self._slot_of.get(name)
-        if slot is not None and not self._users[slot]:
-            return slot
-        raise ConfigError(f"The bank is full: it holds {len(self)} of {self.capacity} cores. Evict one first.")
-
-    def _give_back(self, slot: int) -> None:
-        if self._users[slot]:
-            self._retired.add(slot)
-        else:
-            self._free.append(slot)
-
     def _flat(self, cores: Mapping[str, Tensor]) -> dict[torch.device, Tensor]:
         """Cores side by side, as a slot holds them."""
         by_device: dict[torch.device, list[Tensor]] = {}
@@ -172,37 +150,47 @@ class CoreBank:
             by_device.setdefault(bank.device, []).append(cores[name].reshape(-1))
         return {device: torch.cat(parts) for device, parts in by_device.items()}
 
-    def _rows_of(self, slots: Sequence[int], num_beams: int) -> dict[str, RowCores]:
-        """What each layer looks at: the same objects for every batch of a size, with other slots in them."""
-        found = self._rows.get((len(slots), num_beams))
-        if found is None:
+    def _batch_of(self, num_rows: int, num_beams: int) -> _Batch:
+        """The same one for every batch of a size."""
+        if (num_rows, num_beams) not in self._batches:
             in_encoder = {id(module) for module in encoder_modules(self.model)} if num_beams > 1 else set()
-            places: dict[tuple[torch.device, int], Tensor] = {}
-            found = {}
-            for name, layer in self.layers.items():
-                cores, times = self._cores[name], 1 if id(layer) in in_encoder else num_beams
-                own = torch.zeros(len(slots) * times, dtype=torch.int64, device=cores.device)
-                rows = places.setdefault((cores.device, times), own)
-                found[name] = RowCores(self.adapter_name, cores, rows)
-            self._rows[len(slots), num_beams] = found
-        came = torch.tensor(slots)
-        for rows in {id(rows.slots): rows.slots for rows in found.values()}.values():
-            rows.copy_(came.repeat_interleave(len(rows) // max(1, len(slots))))
-        return found
+            times = {name: 1 if id(layer) in in_encoder else num_beams for name, layer in self.layers.items()}
+            self._batches[num_rows, num_beams] = _Batch(self.layers, self.adapter_name, num_rows, times)
+        return self._batches[num_rows, num_beams]
+
+
+class _Batch:
+    """Where the cores of a batch's rows are brought together; each row is repeated so often in a layer."""
+
+    def __init__(
+        self, layers: Mapping[str, FrozenCoreLayer], adapter_name: str, num_rows: int, times: Mapping[str, int]
+    ) -> None:
+        self.rows: dict[str, RowCores] = {}
+        self._gathered: dict[tuple[torch.device, int], Tensor] = {}
+        for repeated in set(times.values()):
+            values, cores = _allocate(layers, adapter_name, num_rows * repeated, None)
+            self._gathered |= {(device, repeated): flat for device, flat in values.items()}
+            self.rows |= {name: RowCores(adapter_name, cores[name]) for name in layers if times[name] == repeated}
+
+    def gather(self, values: Mapping[torch.device, Tensor], slots: Sequence[int]) -> None:
+        for (device, repeated), gathered in self._gathered.items():
+            places = torch.tensor(slots, device=device).repeat_interleave(repeated)
+            gathered.copy_(values[device].index_select(0, places))
 
 
 def _allocate(
-    layers: Mapping[str, FrozenCoreLayer], adapter_name: str, num_slots: int, dtype: torch.dtype
+    layers: Mapping[str, FrozenCoreLayer], adapter_name: str, num_slots: int, dtype: torch.dtype | None
 ) -> tuple[dict[torch.device, Tensor], dict[str, Tensor]]:
-    """Slots x Σr² values on each device, and each layer's slots x r x r of them."""
-    ranks: dict[torch.device, list[tuple[str, int]]] = {}
+    """Slots x Σr² values on each device, and each layer's slots x r x r of them; by default in the cores' own dtype."""
+    cores_here: dict[torch.device, list[tuple[str, Tensor]]] = {}
     for name, layer in layers.items():
         R = layer.factors(adapter_name)[2]
-        ranks.setdefault(R.device, []).append((name, len(R)))
+        cores_here.setdefault(R.device, []).append((name, R))
     values: dict[torch.device, Tensor] = {}
     cores: dict[str, Tensor] = {}
-    for device, here in ranks.items():
-        values[device] = torch.zeros(num_slots, sum(r * r for _, r in here), device=device, dtype=dtype)
-        parts = values[device].split([r * r for _, r in here], dim=1)
-        cores |= {name: part.unflatten(1, (r, r)) for (name, r), part in zip(here, parts, strict=True)}
+    for device, here in cores_here.items():
+        sizes = [R.numel() for _, R in here]
+        values[device] = torch.zeros(num_slots, sum(sizes), device=device, dtype=dtype or here[0][1].dtype)
+        parts = values[device].split(sizes, dim=1)
+        cores |= {name: part.unflatten(1, R.shape) for (name, R), part in zip(here, parts, strict=True)}
     return values, cores

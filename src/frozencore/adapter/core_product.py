@@ -96,6 +96,8 @@ def _add_core(y: Tensor, z: Tensor, R: Tensor, P: Tensor, scale: float) -> Tenso
 
 def _through_rows(z: Tensor, R: Tensor) -> Tensor:
     """``z Rᵀ`` with the core of each row: z (..., r) with all tokens of a row together, R rows x r x r."""
+    if z.numel() == len(R) * z.shape[-1]:  # a token a row, as in generation: half the time of the general product
+        return (R @ z.reshape(len(R), -1, 1)).view(z.shape)
     return (z.reshape(len(R), -1, z.shape[-1]) @ R.mT).view(z.shape)
 
 

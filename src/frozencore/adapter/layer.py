@@ -29,13 +29,12 @@ class RowCores:
 
     Attributes:
         basis: Name of an adapter whose P, Q and scale are those of every core; None where no row has a core here.
-        cores: slots x r x r; a core of zeros is none.
-        slots: The slot of each row, int64; its values may change between two calls of a compiled model.
+        R: rows x r x r, the core of each row; zeros are none. Its values may change between two calls of a compiled
+            model.
     """
 
     basis: str | None
-    cores: Tensor
-    slots: Tensor
+    R: Tensor
 
 
 class FrozenCoreLayer(BaseTunerLayer):

@@ -48,19 +48,18 @@ class FrozenCoreLinear(nn.Module, FrozenCoreLayer):
 
     def _forward_rows(self, rows: RowCores, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Each row through its own core, on the one basis of them all."""
-        if len(x) != len(rows.slots):
+        if len(x) != len(rows.R):
             raise ValueError(
                 "Length of `adapter_names` should be the same as the number of inputs, but got "
-                f"{len(rows.slots)} and {len(x)} respectively."
+                f"{len(rows.R)} and {len(x)} respectively."
             )
         if rows.basis is None:
             return self.base_layer(x, *args, **kwargs)
-        P, Q, own = self._trained_factors(rows.basis)
-        R = rows.cores.index_select(0, rows.slots).to(own.dtype)
+        P, Q, _ = self._trained_factors(rows.basis)
         if not args and not kwargs and is_plain(self.base_layer, x, P):
-            return adapted_linear(x, self.base_layer, P, Q, R, self.frozencore_scale[rows.basis])
+            return adapted_linear(x, self.base_layer, P, Q, rows.R, self.frozencore_scale[rows.basis])
         result = self.base_layer(x, *args, **kwargs)
-        return result + self._core_output(rows.basis, x, R).to(result.dtype)
+        return result + self._core_output(rows.basis, x, rows.R).to(result.dtype)
 
     def _check_forward_args(self, x: Tensor, adapter_names: list[str]) -> None:
         if len(x) != len(adapter_names):

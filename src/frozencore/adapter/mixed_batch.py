@@ -91,11 +91,11 @@ def _row_cores(layer: FrozenCoreLayer, wanted: Sequence[str], names: Sequence[st
     """The cores of the named adapters behind one of zeros, for rows without an adapter in this layer."""
     here = [name for name in wanted if name in layer.frozencore_R]
     if not here:
-        return RowCores(None, torch.empty(0), torch.zeros(len(names), dtype=torch.int64))
+        return RowCores(None, torch.empty(len(names), 0, 0))
     cores = [layer.factors(name)[2] for name in here]
     slot: Mapping[str, int] = {name: i for i, name in enumerate(here, start=1)}
     slots = torch.tensor([slot.get(name, 0) for name in names], device=cores[0].device)
-    return RowCores(here[0], torch.stack([torch.zeros_like(cores[0]), *cores]), slots)
+    return RowCores(here[0], torch.stack([torch.zeros_like(cores[0]), *cores]).index_select(0, slots))
 
 
 def _passes_names(names: list[str]) -> Any:

@@ -63,5 +63,5 @@ class CoreStack:
         places = torch.tensor(slots, device=self.device)
         with ExitStack() as undo:
             for name, layer in self.layers.items():
-                undo.enter_context(rows_through(layer, RowCores(self.adapter_name, self.cores[name], places)))
+                undo.enter_context(rows_through(layer, RowCores(self.adapter_name, self.cores[name][places])))
             yield
