@@ -8,9 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from peft import PeftModel
-from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -42,6 +39,8 @@ def fingerprint_model(model: nn.Module) -> str:
     A model with adapters gives the hash of the plain one, so that an artefact finds its base again. Merged adapters
     change the weights and therefore the hash.
     """
+    from peft import PeftModel
+
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     inner_of = {name: inner for name, module in base.named_modules() if (inner := _wrapped_in(module))}
 
@@ -60,6 +59,9 @@ def fingerprint_model(model: nn.Module) -> str:
 
 def _wrapped_in(module: nn.Module) -> str | None:
     """Under which name PEFT keeps the plain module inside one of its own; None for any other module."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
     if isinstance(module, BaseTunerLayer):
         return "base_layer"
     return "original_module" if isinstance(module, AuxiliaryTrainingWrapper) else None

@@ -147,7 +147,7 @@ def test_ctrl_c_in_a_command_is_status_130_and_sigterm_143_and_each_is_one_line(
         (130, "interrupted", raising(KeyboardInterrupt())),
         (143, "terminated", lambda: signal.raise_signal(signal.SIGTERM)),
     ):
-        monkeypatch.setattr("frozencore.cli.campaign_lines.status_lines", lambda _, end=end: end())
+        monkeypatch.setattr("frozencore.cli.campaign_status.status_lines", lambda _, end=end: end())
         came, _, err = command("campaign", "status", tmp_path)
         assert came == status
         assert err.splitlines()[-1].startswith(f"frozencore: {how}; run the same command again and it goes on")

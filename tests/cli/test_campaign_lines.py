@@ -14,9 +14,9 @@ from frozencore.cli.board import Board
 from frozencore.cli.campaign_lines import plan_lines, report_on_table
 from frozencore.errors import ConfigError
 from frozencore.lab.campaign.crew import Event, LocalCrew
-from frozencore.lab.campaign.drive import Tally
 from frozencore.lab.campaign.job import make_job
 from frozencore.lab.campaign.spec import read_campaign
+from frozencore.lab.campaign.standing import Tally
 from frozencore.lab.campaign.store import Store
 from frozencore.lab.campaign.worker import Place
 from frozencore.lab.pocket import pocket_model_path

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any, get_type_hints
+from typing import Any, get_type_hints
 
 from peft import PeftConfig
 from peft.utils.other import get_pattern_key
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 from safetensors.torch import load
 from torch import Tensor
 
@@ -42,8 +42,8 @@ from frozencore.constructors import (
     find_constructor,
     refuse_unread,
 )
+from frozencore.constructors.options import Alpha
 from frozencore.errors import ArtifactError, ConfigError, FrozenCoreError
-from frozencore.maths.whitening import Positive
 from frozencore.one_line import one_line
 from frozencore.options import options_of, without_lists
 
@@ -52,9 +52,6 @@ class FrozenCoreType(str, Enum):  # noqa: UP042 - PEFT formats the type with str
     """PEFT's own enum of methods is closed; a str enum whose name equals its value passes for a member."""
 
     FROZENCORE = PEFT_TYPE
-
-
-Alpha = Annotated[Positive | None, Field(description="Scale s = alpha / r of what the cores add. Default: s = 1.")]
 
 
 @dataclass

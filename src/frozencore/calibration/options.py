@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-import torch
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from frozencore.calibration.budget import memory_bytes
@@ -27,6 +26,8 @@ def _size(size: Any) -> Any:
 
 
 def _device(name: str) -> str:
+    import torch
+
     try:
         torch.device(name)
     except RuntimeError as error:

@@ -13,8 +13,8 @@ from rich.table import Table
 
 from frozencore.cli.display import LABELS
 from frozencore.lab.campaign.crew import Event
-from frozencore.lab.campaign.drive import Tally
 from frozencore.lab.campaign.job import Job
+from frozencore.lab.campaign.standing import Tally
 from frozencore.lab.campaign.store import Store
 
 LINE_EVERY = 10  # runs between two lines where there is no terminal

@@ -126,7 +126,7 @@ def one(
 @campaign_app.command()
 def status(folder: Folder) -> None:
     """Show how many runs are done, running, failed and left, the time to go, and why runs failed."""
-    from frozencore.cli.campaign_lines import status_lines
+    from frozencore.cli.campaign_status import status_lines
 
     for part in status_lines(folder):
         console.print(part, highlight=False)

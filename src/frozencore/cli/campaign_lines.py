@@ -13,13 +13,15 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 
 from frozencore.cli.board import Board
+from frozencore.cli.campaign_status import failure_lines
 from frozencore.errors import ConfigError, TrainingError
 from frozencore.lab.campaign.crew import Crew, LocalCrew, OwnProcess
-from frozencore.lab.campaign.drive import Tally, drive, tally
+from frozencore.lab.campaign.drive import drive
 from frozencore.lab.campaign.plan import Planned, plan
 from frozencore.lab.campaign.search_rows import SearchRows, search_rows
 from frozencore.lab.campaign.shared import SharedWork, needs_of
 from frozencore.lab.campaign.spec import Campaign, read_campaign
+from frozencore.lab.campaign.standing import Tally, tally
 from frozencore.lab.campaign.store import Store
 from frozencore.lab.campaign.worker import Place, Worker
 from frozencore.progress import Progress
@@ -162,34 +164,6 @@ def _search_table(rows: Sequence[SearchRows]) -> Table:
         counts = ("?", "?") if found.unseen else (str(found.trained), str(found.scored))
         table.add_row(found.task, *counts, found.source or "could not look", ", ".join(found.studies))
     return table
-
-
-def status_lines(folder: Path) -> Iterator[RenderableType]:
-    """How a campaign stands, from its folder alone."""
-    from frozencore.lab.campaign.estimate import time_to_go
-
-    store = Store(folder)
-    campaign = store.campaign()
-    planned = plan(campaign, store.outcome)
-    standing = tally(planned, store)
-    running = store.running_now()
-    yield (
-        f"{campaign.name}: {standing.finished} done, {len(running)} running, {standing.failed} failed, "
-        f"{max(0, standing.left - len(running))} left{time_to_go(planned, store, len(running))}"
-    )
-    yield from failure_lines(campaign, store)
-
-
-def failure_lines(campaign: Campaign, store: Store) -> Iterator[str]:
-    """Why runs failed, a line each."""
-    for run in plan(campaign, store.outcome):
-        outcome = store.outcome(run.job.id) if run.job else None
-        if run.job and outcome and outcome.failure:
-            axes = ", ".join(f"{name} {value}" for name, value in run.axes.items())
-            yield (
-                f"{run.study} ({axes}), run {run.job.id}: {outcome.failure.reason}: {outcome.failure.message} "
-                f"Log: {store.failed / run.job.id / 'log.txt'}"
-            )
 
 
 def write_campaign_report(folders: Sequence[Path], output: Path | None) -> Iterator[RenderableType]:

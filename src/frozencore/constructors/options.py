@@ -9,9 +9,11 @@ from pydantic import Field
 
 from frozencore.maths.basis import Coordinates
 from frozencore.maths.linalg import SvdMethod
+from frozencore.maths.whitening import Positive
 from frozencore.options import check_options
 
 Rank = Annotated[int, Field(ge=1, description="Rank r of the bases; a core holds r x r values.")]
+Alpha = Annotated[Positive | None, Field(description="Scale s = alpha / r of what the cores add. Default: s = 1.")]
 
 
 @dataclass(frozen=True)
@@ -35,3 +37,10 @@ class BasisOptions:
 
     def __post_init__(self) -> None:
         check_options(self)
+
+
+@dataclass(frozen=True)
+class ScaleOptions:
+    """What no constructor reads: how much of what the cores add is added."""
+
+    alpha: Alpha = None

@@ -11,12 +11,13 @@ import pytest
 
 from frozencore.errors import ArtifactError
 from frozencore.lab.campaign.crew import Event, OwnProcess
-from frozencore.lab.campaign.drive import MOST_DEATHS, Tally, _Driver, drive
+from frozencore.lab.campaign.drive import MOST_DEATHS, _Driver, drive
 from frozencore.lab.campaign.job import Job
 from frozencore.lab.campaign.plan import plan
 from frozencore.lab.campaign.results import CampaignResults, load_results
 from frozencore.lab.campaign.shared import Needs
 from frozencore.lab.campaign.spec import read_campaign
+from frozencore.lab.campaign.standing import Tally
 from frozencore.lab.campaign.store import Store
 from frozencore.lab.campaign.worker import Place, Worker
 from frozencore.lab.run.config import RunConfig

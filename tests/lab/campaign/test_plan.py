@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from frozencore.errors import ConfigError
-from frozencore.lab.campaign.drive import tally
 from frozencore.lab.campaign.estimate import (
     EFFICIENCY,
     OVERHEAD_S,
@@ -19,13 +18,13 @@ from frozencore.lab.campaign.estimate import (
     num_choices,
     run_seconds,
     shared_bytes,
-    time_to_go,
 )
 from frozencore.lab.campaign.job import Job, make_job
 from frozencore.lab.campaign.plan import Outcome, choices, plan
 from frozencore.lab.campaign.results import load_results
 from frozencore.lab.campaign.shared import moments_key, needs_of
 from frozencore.lab.campaign.spec import Campaign, column_key, read_campaign
+from frozencore.lab.campaign.standing import tally, time_to_go
 from frozencore.lab.campaign.store import Store
 from frozencore.lab.campaign.worker import Place
 from frozencore.lab.run.record import Failure

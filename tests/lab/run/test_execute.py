@@ -16,6 +16,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from frozencore.adapter.bases.calibrate import calibrate
+from frozencore.adapter.bases.carried import basis_fingerprint
 from frozencore.calibration.collect import collect_moments
 from frozencore.errors import (
     ArtifactError,
@@ -28,7 +29,7 @@ from frozencore.errors import (
     TrainingError,
 )
 from frozencore.fingerprint import fingerprint_model
-from frozencore.lab.methods import METHODS, basis_fingerprint
+from frozencore.lab.methods import METHODS
 from frozencore.lab.pocket import pocket_model_path
 from frozencore.lab.rows.prompts import TokenRow
 from frozencore.lab.run.bench import prepare

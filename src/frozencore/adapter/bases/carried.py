@@ -17,6 +17,7 @@ from frozencore.adapter.seal.card import num_tokens
 from frozencore.adapter.seal.same_base import record_base
 from frozencore.adapter.seal.saved_basis import SavedBasis, write_basis
 from frozencore.errors import CalibrationError, ConfigError
+from frozencore.fingerprint import fingerprint_tensors
 from frozencore.maths.basis import ORTHONORMAL_COORDINATES, Basis, known_basis
 
 
@@ -151,3 +152,12 @@ def _checked(
             f"{basis.orthonormality_error():.2g}. Take bases from an adapter with the same coordinates."
         )
     return basis
+
+
+def basis_fingerprint(model: nn.Module) -> str:
+    """SHA-256 of every layer's P and Q."""
+    layers = frozen_core_layers(model, "default")
+    factors = {name: layer.factors("default")[:2] for name, layer in sorted(layers.items())}
+    return fingerprint_tensors(
+        (f"{name}.{side}", X) for name, pair in factors.items() for side, X in zip("PQ", pair, strict=True)
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from frozencore.errors import ArtifactError
@@ -12,25 +12,12 @@ from frozencore.lab.campaign.job import Job
 from frozencore.lab.campaign.plan import Planned, plan
 from frozencore.lab.campaign.shared import Needs, needs_of
 from frozencore.lab.campaign.spec import Campaign
+from frozencore.lab.campaign.standing import Tally, tally
 from frozencore.lab.campaign.store import Store
 from frozencore.lab.run.record import Failure
 
 MOST_DEATHS = 3  # of workers on one run, before it counts as failed
 WAIT_S = 0.5
-
-
-@dataclass(frozen=True)
-class Tally:
-    """How a campaign stands. A search that is not over still hides runs: they count as ``waiting``."""
-
-    finished: int
-    failed: int
-    ready: int
-    waiting: int
-
-    @property
-    def left(self) -> int:
-        return self.ready + self.waiting
 
 
 Watch = Callable[[Tally, dict[int, Job], Event | None], None]
@@ -52,17 +39,6 @@ def drive(campaign: Campaign, store: Store, crew: Crew, watch: Watch, *, retry_f
         finally:
             crew.close()
             store.write_index()
-
-
-def tally(planned: Sequence[Planned], store: Store) -> Tally:
-    """How many different runs have finished, failed, are ready, and wait for a search."""
-    jobs = {run.job.id: run for run in planned if run.job}
-    outcomes = [store.outcome(run_id) for run_id in jobs]
-    finished = sum(outcome is not None and outcome.record is not None for outcome in outcomes)
-    failed = sum(outcome is not None and outcome.failure is not None for outcome in outcomes)
-    hidden = [run for run in planned if run.job is None]
-    blocked = sum(bool(run.blocked) for run in hidden)
-    return Tally(finished, failed + blocked, len(jobs) - finished - failed, len(hidden) - blocked)
 
 
 @dataclass

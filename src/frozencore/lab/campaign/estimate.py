@@ -18,10 +18,10 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from frozencore.errors import FrozenCoreError, ModelError
-from frozencore.lab.campaign.drive import tally
 from frozencore.lab.campaign.job import Job
 from frozencore.lab.campaign.plan import Planned
 from frozencore.lab.campaign.shared import moments_key
+from frozencore.lab.campaign.standing import in_words, measured_seconds, tally
 from frozencore.lab.campaign.store import Store
 from frozencore.lab.campaign.worker import Place
 from frozencore.lab.rows.prompts import PromptEncoder
@@ -29,7 +29,6 @@ from frozencore.lab.rows.suite import find_task
 from frozencore.lab.run.accounting import basis_bytes
 from frozencore.lab.run.config import RunConfig
 from frozencore.lab.run.loading import load_config, load_tokenizer
-from frozencore.lab.run.record import TunedRecord
 from frozencore.lab.run.targets import attention_shapes
 
 TOKENS_A_ROW = 128  # where the rows cannot be read
@@ -68,25 +67,16 @@ def estimate_lines(planned: Sequence[Planned], store: Store, place: Place) -> It
         for job in jobs.values()
         if (size := sizes[job.config.model])
     ]
-    measured = _measured(planned, store)
+    measured = measured_seconds(planned, store)
     each = mean(measured) if measured else mean(seconds)
     basis = f"as {len(measured)} finished runs took" if measured else f"at {speed * EFFICIENCY / 1e9:.0f} Gop/s"
     memory = max(memory_bytes(job.config, size) for job in jobs.values() if (size := sizes[job.config.model]))
     disk = shared_bytes(jobs.values(), sizes) + left * RECORD_BYTES
     yield (
-        f"Estimate for the {left} runs left: {_time(each * left)} on one worker "
+        f"Estimate for the {left} runs left: {in_words(each * left)} on one worker "
         f"({basis}, {mean(tokens.values()):.0f} tokens a row), {memory / 2**30:.1f} GiB of memory a worker, "
         f"{disk / 2**30:.2f} GiB of disk."
     )
-
-
-def time_to_go(planned: Sequence[Planned], store: Store, num_running: int) -> str:
-    """Words for the time that is left at the pace of the finished runs; empty while there is nothing to go by."""
-    measured, left = _measured(planned, store), tally(planned, store).left
-    if not measured or not left:
-        return ""
-    seconds = mean(measured) * left / max(1, num_running)
-    return f", about {_time(seconds)} to go on {max(1, num_running)} workers"
 
 
 def model_size(location: str) -> ModelSize | None:
@@ -177,16 +167,3 @@ def _moment_bytes(config: RunConfig, size: ModelSize) -> int:
     for m, n in size.shapes:
         values += m * n * ("cross" in needs) + n * n * ("input_outer" in needs) + m * m * ("error_outer" in needs)
     return 4 * values
-
-
-def _measured(planned: Sequence[Planned], store: Store) -> list[float]:
-    outcomes = [store.outcome(run.job.id) for run in planned if run.job]
-    records = [outcome.record for outcome in outcomes if outcome and isinstance(outcome.record, TunedRecord)]
-    return [record.total_s for record in records if record.total_s is not None]
-
-
-def _time(seconds: float) -> str:
-    for unit, length in (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0)):
-        if seconds >= 2 * length:
-            return f"{seconds / length:.0f} {unit}"
-    return f"{seconds:.0f} seconds"

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections import ChainMap
 
 from frozencore.errors import ConfigError
-from frozencore.lab.methods.frozen_core import FrozenCores, basis_fingerprint
+from frozencore.lab.methods.frozen_core import FrozenCores
 from frozencore.lab.methods.lora import LoRA
 from frozencore.lab.methods.method import AdapterOptions, Method, Targets
 from frozencore.lab.methods.pissa import PiSSA
 from frozencore.naming import unknown_name
 
-__all__ = ["METHODS", "AdapterOptions", "Method", "Targets", "basis_fingerprint", "find_method"]
+__all__ = ["METHODS", "AdapterOptions", "Method", "Targets", "find_method"]
 
 METHODS: ChainMap[str, Method] = ChainMap(
     {

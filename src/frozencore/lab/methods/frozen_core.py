@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from peft import PeftModel, get_peft_model
-from torch import Tensor, nn
-
-from frozencore.adapter.bases.carried import set_bases
-from frozencore.adapter.config import FrozenCoreConfig
-from frozencore.adapter.layer import frozen_core_layers
-from frozencore.adapter.seal.card import begin_model_card
 from frozencore.constructors import CONSTRUCTORS
-from frozencore.fingerprint import fingerprint_tensors
 from frozencore.lab.methods.method import AdapterOptions, Method
 from frozencore.maths.moments import MomentName
+from frozencore.options import options_of
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from torch import Tensor, nn
+
+    from frozencore.adapter.config import FrozenCoreConfig
 
 CORE_LEARNING_RATE = 5e-3  # the paper's for FCCA, and of every constructor's grid
 
@@ -30,6 +29,11 @@ class FrozenCore(Method):
     has_bases: ClassVar[bool] = True
 
     def add(self, model: nn.Module, options: AdapterOptions, bases: Mapping[str, Tensor] | None = None) -> PeftModel:
+        from peft import get_peft_model
+
+        from frozencore.adapter.bases.carried import set_bases
+        from frozencore.adapter.model import FrozenCoreConfig
+
         if options.basis is not None:
             return get_peft_model(model, FrozenCoreConfig(basis=options.basis, task_type="CAUSAL_LM"))
         adapted = get_peft_model(model, self._config(options, load_bases=bases is not None))
@@ -41,14 +45,19 @@ class FrozenCore(Method):
     def needs(self, options: AdapterOptions) -> frozenset[MomentName]:
         if options.basis is not None:
             return frozenset()
-        config = self._config(options)
-        return config.constructor_entry.needs(config.basis_options())
+        row = CONSTRUCTORS[self.constructor]
+        read = {name: value for name, value in options.core.items() if name in options_of(row.options)}
+        return row.needs(row.options(rank=options.rank, seed=options.seed, **read))
 
     def _write(self, model: PeftModel, folder: Path, start: Path) -> None:
+        from frozencore.adapter.seal.card import begin_model_card
+
         begin_model_card(folder)
         super()._write(model, folder, start)
 
     def _config(self, options: AdapterOptions, *, load_bases: bool = False) -> FrozenCoreConfig:
+        from frozencore.adapter.model import FrozenCoreConfig  # with the tuner, which PEFT then knows
+
         return FrozenCoreConfig(
             r=options.rank,
             target_modules=options.targets if isinstance(options.targets, str) else list(options.targets),
@@ -75,12 +84,3 @@ class FrozenCores(Mapping[str, Method]):
 
     def __len__(self) -> int:
         return len(CONSTRUCTORS)
-
-
-def basis_fingerprint(model: nn.Module) -> str:
-    """SHA-256 of every layer's P and Q."""
-    layers = frozen_core_layers(model, "default")
-    factors = {name: layer.factors("default")[:2] for name, layer in sorted(layers.items())}
-    return fingerprint_tensors(
-        (f"{name}.{side}", X) for name, pair in factors.items() for side, X in zip("PQ", pair, strict=True)
-    )

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
-
-import torch
-from peft import LoraConfig, PeftModel, get_peft_model
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from frozencore.errors import ConfigError
 from frozencore.lab.methods.method import AdapterOptions, Method
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from torch import Tensor, nn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +27,9 @@ class LoRA(Method):
 
     def add(self, model: nn.Module, options: AdapterOptions, bases: Mapping[str, Tensor] | None = None) -> PeftModel:
         """The global random state is left as it was."""
+        import torch
+        from peft import LoraConfig, get_peft_model
+
         if options.rank < 1:
             raise ConfigError(f"A rank must be at least 1, got {options.rank}.")
         config = LoraConfig(

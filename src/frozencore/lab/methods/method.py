@@ -6,15 +6,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from peft import PeftModel
 from pydantic import Field
-from torch import Tensor, nn
 
 from frozencore.constructors import Colour
 from frozencore.maths.moments import MomentName
 from frozencore.whole_file import whole_folder
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from torch import Tensor, nn
 
 Targets = Annotated[tuple[str, ...], Field(min_length=1)] | Literal["all-linear"]
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
-
-from peft import PeftModel
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from frozencore.lab.methods.lora import LoRA
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,10 +24,9 @@ from pydantic import (
     model_validator,
 )
 
-from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.calibration.options import CalibrationOptions, MemoryBudget
 from frozencore.constructors import CONSTRUCTORS, BasisOptions, constructor_options, refuse_unread
-from frozencore.constructors.options import Rank
+from frozencore.constructors.options import Rank, ScaleOptions
 from frozencore.errors import ConfigError
 from frozencore.lab.methods import AdapterOptions, Method, Targets, find_method
 from frozencore.lab.rows.prompt_date import PROMPT_DATE
@@ -45,7 +44,7 @@ class _Frozen(BaseModel):
 
 
 def _core_options() -> dict[str, Option]:
-    return {"alpha": options_of(FrozenCoreConfig)["alpha"], **constructor_options()}
+    return {**options_of(ScaleOptions), **constructor_options()}
 
 
 def _pass_options() -> dict[str, Option]:

@@ -14,13 +14,14 @@ from peft import PeftModel
 from torch import nn
 
 from frozencore.adapter.bases.calibrate import Calibration, calibrate
+from frozencore.adapter.bases.carried import basis_fingerprint
 from frozencore.adapter.seal.card import write_model_card
 from frozencore.adapter.seal.saved_basis import read_header
 from frozencore.calibration.options import of_the_sums
 from frozencore.calibration.store import MomentsFingerprint, load_moments
 from frozencore.errors import ArtifactError, ConfigError, DivergenceError, ModelError
 from frozencore.fingerprint import fingerprint_model
-from frozencore.lab.methods import Targets, basis_fingerprint
+from frozencore.lab.methods import Targets
 from frozencore.lab.run.bench import Bench, calibration_batches, prepare
 from frozencore.lab.run.config import RunConfig
 from frozencore.lab.run.named_basis import on_named_basis

@@ -10,8 +10,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import frozencore
 
 PACKAGES = ("frozencore", "torch", "transformers", "peft", "accelerate", "datasets", "safetensors", "numpy")
@@ -19,6 +17,8 @@ PACKAGES = ("frozencore", "torch", "transformers", "peft", "accelerate", "datase
 
 def provenance() -> dict[str, Any]:
     """Versions, source commit and machine of this process."""
+    import torch
+
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
     return {
         "versions": dict(_versions()),
