@@ -8,11 +8,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
-def fingerprint_tensors(tensors: Iterable[tuple[str, Tensor]]) -> str:
+def fingerprint_tensors(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
     """SHA-256 over names, dtypes, shapes and bytes, in the order given; 64 hexadecimal digits."""
     digest = hashlib.sha256()
     for name, tensor in tensors:
@@ -24,8 +22,10 @@ def fingerprint_tensors(tensors: Iterable[tuple[str, Tensor]]) -> str:
     return digest.hexdigest()
 
 
-def _stored(tensor: Tensor) -> Iterator[Tensor]:
+def _stored(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """The plain tensors in which a tensor's values lie: itself, or codes and scales of a quantised one (torchao)."""
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
     if not is_traceable_wrapper_subclass(tensor):
         yield tensor
         return
@@ -33,7 +33,7 @@ def _stored(tensor: Tensor) -> Iterator[Tensor]:
         yield from _stored(getattr(tensor, attribute))
 
 
-def fingerprint_model(model: nn.Module) -> str:
+def fingerprint_model(model: torch.nn.Module) -> str:
     """SHA-256 of a base model's weights and buffers; adapters and ``modules_to_save`` copies on it do not count.
 
     A model with adapters gives the hash of the plain one, so that an artefact finds its base again. Merged adapters
@@ -57,7 +57,7 @@ def fingerprint_model(model: nn.Module) -> str:
     return fingerprint_tensors(sorted((plain(name), tensor) for name, tensor in tensors if belongs(name)))
 
 
-def _wrapped_in(module: nn.Module) -> str | None:
+def _wrapped_in(module: torch.nn.Module) -> str | None:
     """Under which name PEFT keeps the plain module inside one of its own; None for any other module."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
@@ -73,7 +73,7 @@ def fingerprint_batches(batches: Iterable[Mapping[str, Any]]) -> str:
         (f"{index}.{key}", batch[key])
         for index, batch in enumerate(batches)
         for key in sorted(batch)
-        if isinstance(batch[key], Tensor)
+        if isinstance(batch[key], torch.Tensor)
     )
 
 

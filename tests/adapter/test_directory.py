@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from frozencore import FrozenCoreConfig, frozen_core_layers
 from frozencore.adapter.directory import read_adapter
-from frozencore.adapter.seal.integrity import LARGEST_CONFIG
+from frozencore.adapter_folder import LARGEST_CONFIG
 from frozencore.errors import ArtifactError
 from tiny import tiny_qwen2
 

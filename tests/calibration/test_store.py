@@ -12,7 +12,6 @@ from peft import LoraConfig, get_peft_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-import frozencore.calibration.store
 from frozencore import FrozenCoreConfig
 from frozencore.calibration.collect import collect_moments
 from frozencore.calibration.options import CalibrationOptions
@@ -219,7 +218,7 @@ def test_an_interrupted_write_leaves_the_old_file_and_nothing_else(
         Path(aside).write_bytes(b"half")
         raise error
 
-    monkeypatch.setattr(frozencore.calibration.store, "save_file", half)
+    monkeypatch.setattr("safetensors.torch.save_file", half)
     with pytest.raises(error):
         save_moments(path, moments, fingerprint)
     assert path.read_bytes() == before

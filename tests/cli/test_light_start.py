@@ -11,8 +11,11 @@ from pathlib import Path
 import pytest
 
 from frozencore import __version__, _is_the_command, naming, public
+from frozencore.cli.on_demand import _OnDemand
 from frozencore.cli.verbs import VERBS
+from places import ROOT
 
+POCKET = ROOT / "results" / "pocket"
 HEAVY = {"torch", "transformers", "peft", "datasets", "accelerate", "matplotlib", "scipy", "torchao", "bitsandbytes"}
 
 
@@ -34,12 +37,29 @@ def imported(*words: str, script: Path | None = None) -> tuple[set[str], str, st
         (("--version",), f"frozencore {__version__}"),
         (("tasks", "list"), "pocket-math"),
         (("campaign", "--help"), "Many runs from one specification"),
+        (("campaign", "status", str(POCKET)), "pocket: "),
+        (("doctor", str(POCKET)), "final runs are there"),
+        (("doctor", str(ROOT / "src")), "holds nothing of ours"),
     ],
 )
 def test_what_only_tells_imports_no_torch_and_prints_nothing_else(words: tuple[str, ...], said: str) -> None:
     heavy, out, err = imported(*words)
     assert said in out
     assert (heavy, err) == (set(), "")
+
+
+def test_a_module_on_demand_is_imported_when_something_of_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in = _OnDemand("colorsys")
+    monkeypatch.setitem(sys.modules, "colorsys", stand_in)
+    import colorsys
+
+    assert colorsys is stand_in
+    assert not vars(stand_in).get("__file__")
+    from colorsys import rgb_to_hsv
+
+    assert sys.modules["colorsys"] is not stand_in
+    assert stand_in.rgb_to_hsv is rgb_to_hsv
+    assert rgb_to_hsv(1.0, 1.0, 1.0) == (0.0, 0.0, 1.0)
 
 
 def test_the_installed_script_starts_as_light_as_the_module(tmp_path: Path) -> None:

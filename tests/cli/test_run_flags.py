@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from frozencore.adapter.seal.integrity import WEIGHTS_FILE
+from frozencore.adapter_folder import WEIGHTS_FILE
 from frozencore.calibration.options import CalibrationOptions
 from frozencore.cli.calibrate import OF_TRAINING, calibrate
 from frozencore.cli.run_flags import TakesRun

@@ -22,17 +22,9 @@ from torch import Tensor
 from frozencore.adapter.option_fields import add_option_fields
 from frozencore.adapter.seal.card import CARD_FILE, write_model_card
 from frozencore.adapter.seal.factors import PREFIX
-from frozencore.adapter.seal.integrity import (
-    CONFIG_FILE,
-    PEFT_TYPE,
-    WEIGHTS_FILE,
-    read_config,
-    read_seal,
-    require_loadable,
-    require_sealed,
-    seal_tensors,
-)
+from frozencore.adapter.seal.integrity import read_seal, require_loadable, require_sealed, seal_tensors
 from frozencore.adapter.seal.saved_basis import SavedBasis, find_basis, read_header
+from frozencore.adapter_folder import CONFIG_FILE, PEFT_TYPE, WEIGHTS_FILE, read_config
 from frozencore.constructors import (
     CONSTRUCTORS,
     BasisOptions,

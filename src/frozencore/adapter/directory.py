@@ -17,15 +17,9 @@ from frozencore.adapter.config import FrozenCoreConfig, require_types
 from frozencore.adapter.seal.card import CARD_FILE
 from frozencore.adapter.seal.factors import Factors, layer_factors
 from frozencore.adapter.seal.flat_cores import FLAT, with_factors
-from frozencore.adapter.seal.integrity import (
-    CONFIG_FILE,
-    PEFT_TYPE,
-    WEIGHTS_FILE,
-    read_config,
-    read_folder,
-    seal_tensors,
-)
-from frozencore.adapter.seal.saved_basis import HEADER_FILE, load_basis
+from frozencore.adapter.seal.integrity import read_folder, seal_tensors
+from frozencore.adapter.seal.saved_basis import load_basis
+from frozencore.adapter_folder import CONFIG_FILE, HEADER_FILE, PEFT_TYPE, WEIGHTS_FILE, read_config
 from frozencore.errors import ArtifactError, FrozenCoreError
 from frozencore.one_line import one_line
 from frozencore.whole_file import whole_folder

@@ -18,8 +18,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import nn
 
 from frozencore.calibration.options import CalibrationOptions, of_the_sums
 from frozencore.errors import ArtifactError
@@ -43,7 +41,7 @@ class MomentsFingerprint:
 
     @classmethod
     def of(
-        cls, model: nn.Module, batches: Iterable[Mapping[str, Any]], options: CalibrationOptions | None = None
+        cls, model: torch.nn.Module, batches: Iterable[Mapping[str, Any]], options: CalibrationOptions | None = None
     ) -> MomentsFingerprint:
         """The fingerprint of moments that would be collected from these."""
         return cls(
@@ -75,6 +73,8 @@ def save_moments(path: str | Path, moments: Mapping[str, LayerMoments], fingerpr
     }
     header = {"format": FORMAT, **said, "content_sha256": _hash_of(said, tensors)}
     with whole_file(Path(path)) as aside:
+        from safetensors.torch import save_file
+
         save_file(tensors, aside, metadata={KEY: json.dumps(header)})
 
 

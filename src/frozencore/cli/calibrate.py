@@ -27,7 +27,8 @@ def _calibrate(
 ) -> None:
     from frozencore.cli.display import StageDisplay
     from frozencore.cli.tables import calibration_summary
-    from frozencore.lab.run.calibrating import ADAPTER, BASIS, MOMENTS_FILE, execute_calibration
+    from frozencore.lab.run.calibrating import execute_calibration
+    from frozencore.lab.run.files import ADAPTER, BASIS, MOMENTS_FILE
 
     with StageDisplay(console) as progress:
         calibration = execute_calibration(config, output, progress)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from torch import Tensor
+import torch
 
 from frozencore.constructors.eva import EvaOptions, eva_basis, eva_needs
 from frozencore.constructors.fcca import FCCAOptions, fcca_basis, fcca_basis_of_svd
@@ -54,7 +54,7 @@ class LayerEvidence:
 
     name: str
     shape: tuple[int, int]
-    weight: Callable[[], Tensor]
+    weight: Callable[[], torch.Tensor]
     moments: LayerMoments | None = None
 
     @property

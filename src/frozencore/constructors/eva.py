@@ -14,7 +14,6 @@ from typing import Annotated, Literal, get_args
 import torch
 from jaxtyping import Float
 from pydantic import Field
-from torch import Tensor
 
 from frozencore.constructors.options import BasisOptions
 from frozencore.errors import ConfigError
@@ -48,7 +47,7 @@ def eva_needs(*, center: bool, output: EvaOutput) -> frozenset[MomentName]:
 
 def eva_basis(
     moments: LayerMoments,
-    W: Float[Tensor, "m n"],
+    W: Float[torch.Tensor, "m n"],
     rank: int,
     *,
     center: bool = EvaOptions.eva_center,
@@ -83,7 +82,7 @@ def eva_basis(
     return basis_from_factors(P0, Q0, rank=rank, spectrum=energy, coordinates=coordinates, seed=seed)
 
 
-def _second_moment(moments: LayerMoments, outer: MomentName, total: MomentName, center: bool) -> Tensor:
+def _second_moment(moments: LayerMoments, outer: MomentName, total: MomentName, center: bool) -> torch.Tensor:
     second = moments.mean(outer)
     if not center:
         return second

@@ -11,9 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
+import torch
 from pydantic import Field
-from torch import Tensor
-from torch.nn.functional import one_hot
 
 from frozencore.constructors.options import BasisOptions
 from frozencore.maths.basis import Basis, Coordinates, basis_from_factors
@@ -63,8 +62,8 @@ def filora_basis(
     )
 
 
-def _leading(factor: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+def _leading(factor: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     if factor.ndim == 2:
         return top_eigenvectors(factor, rank)
     energy, index = factor.sort(descending=True, stable=True)
-    return one_hot(index[:rank], factor.shape[0]).mT.to(factor.dtype), energy[:rank]
+    return torch.nn.functional.one_hot(index[:rank], factor.shape[0]).mT.to(factor.dtype), energy[:rank]

@@ -7,8 +7,8 @@ The thin QR of U Σ is U up to sign, so Σ shows only with ``coordinates="raw"``
 
 from __future__ import annotations
 
+import torch
 from jaxtyping import Float
-from torch import Tensor
 
 from frozencore.constructors.options import BasisOptions
 from frozencore.maths.basis import Basis, Coordinates, basis_from_factors
@@ -16,7 +16,7 @@ from frozencore.maths.linalg import SvdMethod, effective_rank, truncated_svd
 
 
 def lora_xs_basis(
-    W: Float[Tensor, "m n"],
+    W: Float[torch.Tensor, "m n"],
     rank: int,
     *,
     coordinates: Coordinates = BasisOptions.coordinates,

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
 
 from frozencore.constructors.options import BasisOptions
 from frozencore.maths.basis import Basis, Coordinates, basis_from_factors
 from frozencore.maths.linalg import canonical_signs, require_finite
 
 
-def milora_basis(W: Float[Tensor, "m n"], rank: int, *, coordinates: Coordinates = BasisOptions.coordinates) -> Basis:
+def milora_basis(
+    W: Float[torch.Tensor, "m n"], rank: int, *, coordinates: Coordinates = BasisOptions.coordinates
+) -> Basis:
     """Directions that pretraining used least, in float64; singular vectors exist for zero singular values too."""
     rank = min(rank, *W.shape)
     require_finite(W)

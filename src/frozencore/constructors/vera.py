@@ -5,7 +5,6 @@ et al., 2024).
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from frozencore.constructors.options import BasisOptions
 from frozencore.maths.basis import Basis, Coordinates, basis_from_factors
@@ -28,7 +27,7 @@ def vera_basis(
     )
 
 
-def shared_rows(num_rows: int, rank: int, seed: int, side: str) -> Tensor:
+def shared_rows(num_rows: int, rank: int, seed: int, side: str) -> torch.Tensor:
     """Leading rows and columns of an endless Gaussian matrix; drawn in blocks, so that no slice depends on its size."""
     num_blocks = -(-num_rows // BLOCK_ROWS)
     columns = [

@@ -11,7 +11,6 @@ from typing import Literal, get_args
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
 
 from frozencore.errors import CalibrationError, ConfigError
 from frozencore.maths.linalg import complete_orthonormal, polar_factor, seeded_generator, thin_qr
@@ -33,11 +32,11 @@ class Basis:
         initial_core: Core to start from, r x r, for a unit step and unit scale; None means zero.
     """
 
-    P: Float[Tensor, "m r"]
-    Q: Float[Tensor, "n r"]
-    spectrum: Float[Tensor, " k"]
+    P: Float[torch.Tensor, "m r"]
+    Q: Float[torch.Tensor, "n r"]
+    spectrum: Float[torch.Tensor, " k"]
     effective_rank: int
-    initial_core: Float[Tensor, "r r"] | None = None
+    initial_core: Float[torch.Tensor, "r r"] | None = None
 
     @property
     def rank(self) -> int:
@@ -49,17 +48,17 @@ class Basis:
         return max(float((X.double().mT @ X.double() - identity).abs().max()) for X in (self.P, self.Q))
 
 
-def known_basis(P: Float[Tensor, "m r"], Q: Float[Tensor, "n r"]) -> Basis:
+def known_basis(P: Float[torch.Tensor, "m r"], Q: Float[torch.Tensor, "n r"]) -> Basis:
     """A basis of which no more than its factors is known, as of one that was saved."""
     return Basis(P, Q, spectrum=torch.empty(0), effective_rank=P.shape[1])
 
 
 def basis_from_factors(
-    P0: Float[Tensor, "m p"],
-    Q0: Float[Tensor, "n q"],
+    P0: Float[torch.Tensor, "m p"],
+    Q0: Float[torch.Tensor, "n q"],
     *,
     rank: int,
-    spectrum: Float[Tensor, " k"],
+    spectrum: Float[torch.Tensor, " k"],
     coordinates: Coordinates,
     seed: int = 0,
 ) -> Basis:
@@ -83,7 +82,7 @@ def basis_from_factors(
     return Basis(P=P.float(), Q=Q.float(), spectrum=spectrum.float(), effective_rank=min(P0.shape[1], Q0.shape[1]))
 
 
-def _write_in(X: Tensor, coordinates: Coordinates) -> Tensor:
+def _write_in(X: torch.Tensor, coordinates: Coordinates) -> torch.Tensor:
     if X.shape[1] == 0 or coordinates == "raw":
         return X
     if coordinates == "qr":

@@ -12,7 +12,6 @@ from typing import Literal, NamedTuple, get_args
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
 
 from frozencore.errors import CalibrationError, ConfigError
 
@@ -29,9 +28,9 @@ RANK_TOLERANCE = 1e-6  # a singular value below this share of the largest one is
 class TruncatedSVD(NamedTuple):
     """The r leading singular triples of an m x n matrix, largest first, with canonical signs."""
 
-    U: Float[Tensor, "m r"]
-    S: Float[Tensor, " r"]
-    V: Float[Tensor, "n r"]
+    U: Float[torch.Tensor, "m r"]
+    S: Float[torch.Tensor, " r"]
+    V: Float[torch.Tensor, "n r"]
 
 
 def seeded_generator(seed: int, *labels: str | int) -> torch.Generator:
@@ -40,7 +39,9 @@ def seeded_generator(seed: int, *labels: str | int) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
 
-def truncated_svd(M: Float[Tensor, "m n"], rank: int, *, method: SvdMethod = "auto", seed: int = 0) -> TruncatedSVD:
+def truncated_svd(
+    M: Float[torch.Tensor, "m n"], rank: int, *, method: SvdMethod = "auto", seed: int = 0
+) -> TruncatedSVD:
     """The ``min(rank, m, n)`` leading singular triples of ``M``.
 
     Args:
@@ -68,12 +69,12 @@ def truncated_svd(M: Float[Tensor, "m n"], rank: int, *, method: SvdMethod = "au
     return TruncatedSVD(*canonical_signs(U, S, V))
 
 
-def all_finite(M: Tensor) -> bool:
+def all_finite(M: torch.Tensor) -> bool:
     """Whether no entry is NaN or Inf; ``isfinite`` on every entry would hold another M and half of one."""
     return M.numel() == 0 or all(bool(end.isfinite()) for end in torch.aminmax(M))
 
 
-def require_finite(M: Tensor) -> None:
+def require_finite(M: torch.Tensor) -> None:
     """Factorisations of NaN fail in LAPACK's words or return something plausible: refuse before."""
     if not all_finite(M):
         raise CalibrationError(
@@ -81,7 +82,7 @@ def require_finite(M: Tensor) -> None:
         )
 
 
-def _gram_svd(M: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+def _gram_svd(M: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     if M.shape[0] > M.shape[1]:
         V, S, U = _gram_svd(M.mT, rank)
         return U, S, V
@@ -93,7 +94,7 @@ def _gram_svd(M: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     return (U @ W).to(M.dtype), S.to(M.dtype), Vh.mT.to(M.dtype)
 
 
-def _randomized_svd(M: Tensor, rank: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+def _randomized_svd(M: torch.Tensor, rank: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Block Golub-Kahan: the best of the Krylov space of ``MᵀM`` over a random start (Musco and Musco, 2015).
 
     Half the time of subspace iteration with twice the width and 17 products, at the same accuracy: it forgets no block.
@@ -118,39 +119,43 @@ def _randomized_svd(M: Tensor, rank: int, seed: int) -> tuple[Tensor, Tensor, Te
     return U @ left[:, :rank], S[:rank], V @ right[:rank].mT
 
 
-def _times(M: Tensor, X: Tensor) -> Tensor:
+def _times(M: torch.Tensor, X: torch.Tensor) -> torch.Tensor:
     """``Mᵀ X``; transposed twice, because BLAS is up to three times faster with M as it lies."""
     return (X.mT @ M).mT
 
 
-def _new_directions(X: Tensor, basis: Tensor) -> Tensor:
+def _new_directions(X: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
     """Orthonormal columns for what X has outside of the span of an orthonormal basis."""
     for _ in range(2):  # one pass of Gram-Schmidt leaves round-off along the basis, a second one removes it
         X = torch.linalg.qr(X - basis @ (basis.mT @ X)).Q
     return X
 
 
-def canonical_signs(U: Tensor, S: Tensor, V: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def canonical_signs(
+    U: torch.Tensor, S: torch.Tensor, V: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Flip singular pairs so that the largest-magnitude entry of each left vector is positive."""
     largest = U.gather(0, U.abs().argmax(0, keepdim=True))
     signs = torch.where(largest < 0, -1.0, 1.0).to(U.dtype)
     return U * signs, S, V * signs.to(V.dtype)
 
 
-def thin_qr(X: Float[Tensor, "m r"]) -> tuple[Float[Tensor, "m r"], Float[Tensor, "r r"]]:
+def thin_qr(X: Float[torch.Tensor, "m r"]) -> tuple[Float[torch.Tensor, "m r"], Float[torch.Tensor, "r r"]]:
     """Thin QR ``X = Q T`` with a positive diagonal of T, which makes it unique at full rank."""
     Q, T = torch.linalg.qr(X)
     signs = torch.where(T.diagonal() < 0, -1.0, 1.0).to(X.dtype)
     return Q * signs, T * signs[:, None]
 
 
-def polar_factor(X: Float[Tensor, "m r"]) -> Float[Tensor, "m r"]:
+def polar_factor(X: Float[torch.Tensor, "m r"]) -> Float[torch.Tensor, "m r"]:
     """The orthonormal matrix nearest to ``X``: ``X (XᵀX)^-1/2`` at full rank."""
     U, _, Vh = torch.linalg.svd(X, full_matrices=False)
     return U @ Vh
 
 
-def complete_orthonormal(X: Float[Tensor, "m k"], rank: int, generator: torch.Generator) -> Float[Tensor, "m r"]:
+def complete_orthonormal(
+    X: Float[torch.Tensor, "m k"], rank: int, generator: torch.Generator
+) -> Float[torch.Tensor, "m r"]:
     """Extend k independent columns to ``rank`` with seeded random orthonormal directions, orthogonal to their span."""
     missing = rank - X.shape[1]
     if missing <= 0:
@@ -162,7 +167,9 @@ def complete_orthonormal(X: Float[Tensor, "m k"], rank: int, generator: torch.Ge
     return torch.cat([X, extra.to(X.dtype)], dim=1)
 
 
-def top_eigenvectors(A: Float[Tensor, "n n"], rank: int) -> tuple[Float[Tensor, "n r"], Float[Tensor, " r"]]:
+def top_eigenvectors(
+    A: Float[torch.Tensor, "n n"], rank: int
+) -> tuple[Float[torch.Tensor, "n r"], Float[torch.Tensor, " r"]]:
     """Eigenvectors and eigenvalues of a symmetric PSD matrix, largest first, with canonical signs.
 
     Large ones take the randomised SVD, which is a third of the time at n = 512 and less above.
@@ -178,11 +185,11 @@ def top_eigenvectors(A: Float[Tensor, "n n"], rank: int) -> tuple[Float[Tensor, 
     return top.to(A.dtype), values.to(A.dtype)
 
 
-def _prefers_krylov(M: Tensor, rank: int) -> bool:
+def _prefers_krylov(M: torch.Tensor, rank: int) -> bool:
     return min(M.shape) > max(GRAM_LIMIT, KRYLOV_WIDTH * KRYLOV_BLOCKS * rank)
 
 
-def inverse_root(A: Float[Tensor, "n n"], smallest: float) -> Float[Tensor, "n n"]:
+def inverse_root(A: Float[torch.Tensor, "n n"], smallest: float) -> Float[torch.Tensor, "n n"]:
     """``A^-1/2`` of a symmetric positive definite matrix, in float64.
 
     Args:
@@ -193,14 +200,14 @@ def inverse_root(A: Float[Tensor, "n n"], smallest: float) -> Float[Tensor, "n n
     return (vectors * eigenvalues.clamp_min(smallest).rsqrt()) @ vectors.mT
 
 
-def principal_cosines(X: Float[Tensor, "m p"], Y: Float[Tensor, "m q"]) -> Float[Tensor, " k"]:
+def principal_cosines(X: Float[torch.Tensor, "m p"], Y: Float[torch.Tensor, "m q"]) -> Float[torch.Tensor, " k"]:
     """Cosines of the principal angles between two column spans, largest first, in [0, 1]."""
     QX, _ = torch.linalg.qr(X.double())
     QY, _ = torch.linalg.qr(Y.double())
     return torch.linalg.svdvals(QX.mT @ QY).clamp_max(1)
 
 
-def energy_rank(energy: Float[Tensor, " r"]) -> int:
+def energy_rank(energy: Float[torch.Tensor, " r"]) -> int:
     """The effective rank of a second moment from its eigenvalues, the squares of singular values.
 
     Below the rounding of the sums that it was made from, an eigenvalue says nothing.
@@ -210,14 +217,14 @@ def energy_rank(energy: Float[Tensor, " r"]) -> int:
     return int((max(RANK_TOLERANCE**2, torch.finfo(energy.dtype).eps) * energy[0] < energy).sum())
 
 
-def effective_rank(S: Float[Tensor, " r"]) -> int:
+def effective_rank(S: Float[torch.Tensor, " r"]) -> int:
     """How many singular values stand above ``1e-6`` of the largest one; zero for a zero matrix."""
     if S.numel() == 0:
         return 0
     return int((RANK_TOLERANCE * S[0] < S).sum())
 
 
-def weighted_sum(cores: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+def weighted_sum(cores: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
     """``Σ wᵢ Rᵢ`` of cores r x r, summed in float64, in the dtype of the first.
 
     Raises:

@@ -12,7 +12,6 @@ from typing import Literal, get_args
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
 
 from frozencore.errors import CalibrationError
 from frozencore.maths.linalg import all_finite
@@ -40,41 +39,41 @@ class LayerMoments:
     """
 
     num_tokens: int
-    cross: Float[Tensor, "m n"] | None = None
-    input_square: Float[Tensor, " n"] | None = None
-    error_square: Float[Tensor, " m"] | None = None
-    input_outer: Float[Tensor, "n n"] | None = None
-    error_outer: Float[Tensor, "m m"] | None = None
-    input_total: Float[Tensor, " n"] | None = None
-    output_outer: Float[Tensor, "m m"] | None = None
-    output_total: Float[Tensor, " m"] | None = None
+    cross: Float[torch.Tensor, "m n"] | None = None
+    input_square: Float[torch.Tensor, " n"] | None = None
+    error_square: Float[torch.Tensor, " m"] | None = None
+    input_outer: Float[torch.Tensor, "n n"] | None = None
+    error_outer: Float[torch.Tensor, "m m"] | None = None
+    input_total: Float[torch.Tensor, " n"] | None = None
+    output_outer: Float[torch.Tensor, "m m"] | None = None
+    output_total: Float[torch.Tensor, " m"] | None = None
 
     @property
-    def G(self) -> Float[Tensor, "m n"]:
+    def G(self) -> Float[torch.Tensor, "m n"]:
         """Cross moment ``E[δxᵀ]``: the loss gradient of the weight per counted token."""
         return self.mean("cross")
 
     @property
-    def a(self) -> Float[Tensor, " n"]:
+    def a(self) -> Float[torch.Tensor, " n"]:
         """Input second moment ``E[x⊙x]``."""
         return self.mean("input_square")
 
     @property
-    def d(self) -> Float[Tensor, " m"]:
+    def d(self) -> Float[torch.Tensor, " m"]:
         """Output-error second moment ``E[δ⊙δ]``."""
         return self.mean("error_square")
 
     @property
-    def A(self) -> Float[Tensor, "n n"]:
+    def A(self) -> Float[torch.Tensor, "n n"]:
         """Dense input second moment ``E[xxᵀ]``."""
         return self.mean("input_outer")
 
     @property
-    def D(self) -> Float[Tensor, "m m"]:
+    def D(self) -> Float[torch.Tensor, "m m"]:
         """Dense output-error second moment ``E[δδᵀ]``."""
         return self.mean("error_outer")
 
-    def mean(self, name: MomentName) -> Tensor:
+    def mean(self, name: MomentName) -> torch.Tensor:
         """The named sum divided by the token count.
 
         Raises:
@@ -82,9 +81,9 @@ class LayerMoments:
         """
         return self.total(name) / self.num_tokens
 
-    def total(self, name: MomentName) -> Tensor:
+    def total(self, name: MomentName) -> torch.Tensor:
         """The named sum itself, not copied; raises as :meth:`mean`."""
-        total: Tensor | None = getattr(self, name)
+        total: torch.Tensor | None = getattr(self, name)
         if total is None:
             raise CalibrationError(
                 f"The moment {name!r} is needed here but was not collected. "
@@ -119,7 +118,7 @@ class LayerMoments:
 assert {field.name for field in fields(LayerMoments)} == {"num_tokens", *MOMENT_NAMES}
 
 
-def spread(diagonal: Float[Tensor, " k"]) -> float:
+def spread(diagonal: Float[torch.Tensor, " k"]) -> float:
     """Maximum over median of a diagonal moment: how much whitening has to do (outlier channels)."""
     median = float(diagonal.median())
     return float(diagonal.max()) / median if median > 0 else float("inf")

@@ -13,7 +13,6 @@ from typing import Annotated, Literal
 import torch
 from jaxtyping import Float
 from pydantic import Field
-from torch import Tensor
 
 from frozencore.errors import CalibrationError, ConfigError
 from frozencore.maths.linalg import inverse_root
@@ -26,7 +25,7 @@ Share = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Damping = Positive | tuple[Positive, Positive]
 
-InverseRoot = Callable[[Tensor], Tensor]
+InverseRoot = Callable[["torch.Tensor"], "torch.Tensor"]
 """Multiplies a matrix from the left by an inverse square root: ``X -> A^-1/2 X``."""
 
 
@@ -81,7 +80,9 @@ class Whitening:
         return damped_inverse_root(second_moment, self.damping_by_side[1], self.shrinkage)
 
 
-def damped(second_moment: Float[Tensor, " n"] | Float[Tensor, "n n"], damping: float, shrinkage: float = 0.0) -> Tensor:
+def damped(
+    second_moment: Float[torch.Tensor, " n"] | Float[torch.Tensor, "n n"], damping: float, shrinkage: float = 0.0
+) -> torch.Tensor:
     """The metric itself, in float64: ``A + ε I`` as a vector (diagonal) or a matrix (dense, shrunk to its diagonal).
 
     Raises:
@@ -94,7 +95,7 @@ def damped(second_moment: Float[Tensor, " n"] | Float[Tensor, "n n"], damping: f
 
 
 def damped_inverse_root(
-    second_moment: Float[Tensor, " n"] | Float[Tensor, "n n"], damping: float, shrinkage: float = 0.0
+    second_moment: Float[torch.Tensor, " n"] | Float[torch.Tensor, "n n"], damping: float, shrinkage: float = 0.0
 ) -> InverseRoot:
     """The inverse square root of a damped diagonal (vector) or dense (matrix) second moment."""
     metric = damped(second_moment, damping, shrinkage)
@@ -105,7 +106,7 @@ def damped_inverse_root(
     return lambda X: (dense_root @ X.double()).to(X.dtype)
 
 
-def _epsilon(second_moment: Tensor, damping: float) -> float:
+def _epsilon(second_moment: torch.Tensor, damping: float) -> float:
     diagonal = second_moment.double() if second_moment.ndim == 1 else second_moment.double().diagonal()
     epsilon = damping * float(diagonal.mean())
     if epsilon <= 0:
@@ -116,5 +117,5 @@ def _epsilon(second_moment: Tensor, damping: float) -> float:
     return epsilon
 
 
-def _identity(X: Tensor) -> Tensor:
+def _identity(X: torch.Tensor) -> torch.Tensor:
     return X

@@ -30,16 +30,22 @@ from torch import Tensor
 
 from frozencore.adapter.seal.factors import PREFIX, Factors, layer_factors
 from frozencore.adapter.seal.flat_cores import FLAT
+from frozencore.adapter_folder import (
+    CONFIG_FILE,
+    PEFT_TYPE,
+    PICKLE_FILE,
+    WEIGHTS_FILE,
+    bytes_of,
+    damaged,
+    missing,
+    read_config,
+)
 from frozencore.errors import ArtifactError
 from frozencore.fingerprint import fingerprint_tensors
 from frozencore.maths.basis import ORTHONORMAL_COORDINATES, known_basis
 from frozencore.maths.linalg import all_finite
-from frozencore.one_line import one_line
 
-CONFIG_FILE, WEIGHTS_FILE, PICKLE_FILE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
-PEFT_TYPE = "FROZENCORE"
 FORMAT = 2
-LARGEST_CONFIG = 2**24
 ORTHONORMALITY = 2 * torch.finfo(torch.bfloat16).eps  # a basis may have been bfloat16 before it was widened
 _NAME = re.compile(r"[^/\\\x00-\x1f\x7f]+")
 
@@ -54,13 +60,13 @@ def read_folder(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """
     for name in (CONFIG_FILE, WEIGHTS_FILE):
         if not (directory / name).is_file():
-            raise ArtifactError(_missing(directory, name))
+            raise ArtifactError(missing(directory, name))
     values = read_config(directory)
-    content = _bytes_of(directory / WEIGHTS_FILE)
+    content = bytes_of(directory / WEIGHTS_FILE)
     try:
         tensors = load(content)
     except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError, OverflowError) as error:
-        raise _damaged(directory, error) from error
+        raise damaged(directory, error) from error
     if values.get("peft_type") != PEFT_TYPE:
         require_finite(str(directory), tensors, "Train it again, or load an earlier checkpoint.")
     else:
@@ -78,26 +84,6 @@ def read_folder(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             )
         require_sealed(str(directory), seal, tensors)
     return values, tensors
-
-
-def read_config(directory: Path) -> dict[str, Any]:
-    """``adapter_config.json`` as it is.
-
-    Raises:
-        ArtifactError: It is missing, damaged, too large, or no JSON object.
-    """
-    path = directory / CONFIG_FILE
-    if not path.is_file():
-        raise ArtifactError(_missing(directory, CONFIG_FILE))
-    try:
-        if path.stat().st_size > LARGEST_CONFIG:
-            raise ValueError(f"{CONFIG_FILE} is larger than {LARGEST_CONFIG:,} bytes")
-        values = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(values, dict):
-            raise ValueError(f"{CONFIG_FILE} is no JSON object")
-    except (ValueError, OSError, RecursionError) as error:
-        raise _damaged(directory, error) from error
-    return values
 
 
 def require_loadable(directory: Path) -> None:
@@ -254,27 +240,3 @@ def _tensor_hashes(tensors: Iterable[Tensor]) -> list[str]:
 
 def _hash_of(*parts: list[str]) -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
-
-
-def _bytes_of(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise _damaged(path.parent, error) from error
-
-
-def _missing(directory: Path, name: str) -> str:
-    if name == WEIGHTS_FILE and (directory / PICKLE_FILE).exists():
-        return (
-            f"Weights are read from {WEIGHTS_FILE}, but {directory} holds {PICKLE_FILE}: a pickle can run code and is "
-            "never opened. Ask for the adapter as safetensors."
-        )
-    return (
-        f"An adapter folder holds {CONFIG_FILE} and {WEIGHTS_FILE}, but {directory} has no {name}. "
-        "Point at the folder that save_pretrained or `frozencore tune` wrote."
-    )
-
-
-def _damaged(directory: Path, error: Exception) -> ArtifactError:
-    reason = one_line(error, 200)
-    return ArtifactError(f"The adapter in {directory} is damaged ({reason}). Save or download it again.")

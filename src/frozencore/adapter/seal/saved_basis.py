@@ -23,6 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save_file
 from torch import Tensor
 
+from frozencore.adapter_folder import FACTORS_FILE, HEADER_FILE
 from frozencore.errors import ArtifactError
 from frozencore.fingerprint import fingerprint_options
 from frozencore.hub import hub_answers
@@ -30,7 +31,6 @@ from frozencore.maths.linalg import all_finite
 from frozencore.one_line import one_line
 from frozencore.whole_file import whole_folder
 
-HEADER_FILE, FACTORS_FILE = "basis.json", "basis.safetensors"
 FORMAT = 1
 LARGEST_HEADER = 2**24
 

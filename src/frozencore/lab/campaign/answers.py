@@ -7,8 +7,6 @@ from pathlib import Path
 
 from frozencore.lab.run.record import RunRecord, TunedRecord
 
-PREDICTIONS = "predictions.jsonl"
-
 
 def with_answers(record: RunRecord, predictions: Path) -> RunRecord:
     """The record with ``score.correct``; as it came where it has that, or where nothing whole lies there."""

@@ -23,13 +23,13 @@ from pathlib import Path
 from typing import TypeVar
 
 from frozencore.errors import ArtifactError
-from frozencore.lab.campaign.answers import PREDICTIONS, with_answers
+from frozencore.lab.campaign.answers import with_answers
 from frozencore.lab.campaign.plan import Outcome
 from frozencore.lab.campaign.spec import Campaign, read_campaign
+from frozencore.lab.run.files import PREDICTIONS, RECORD
 from frozencore.lab.run.record import Failure, RunRecord, read_failure, read_record
 from frozencore.whole_file import remove_left, require_writable, write_json, write_lines, write_text
 
-RECORD = "result.json"
 INDEX = "records.jsonl"
 LOG = "log.txt"
 SPECIFICATION = "campaign.json"

@@ -17,11 +17,12 @@ from frozencore.errors import ArtifactError, DivergenceError, FrozenCoreError
 from frozencore.lab.campaign.job import Job
 from frozencore.lab.campaign.shared import SharedWork, calibrating, moments_key, replace_size
 from frozencore.lab.campaign.stability import Calibrated, compare_bases
-from frozencore.lab.campaign.store import LOG, RECORD, Store
+from frozencore.lab.campaign.store import LOG, Store
 from frozencore.lab.methods import Targets
 from frozencore.lab.run.bench import Base, Bench, Score, prepare
 from frozencore.lab.run.config import RunConfig
 from frozencore.lab.run.execute import Adapted, adapt_from_data, execute
+from frozencore.lab.run.files import ADAPTER, RECORD
 from frozencore.lab.run.kept_rows import KeptRows
 from frozencore.lab.run.loading import load_model
 from frozencore.lab.run.record import Failure, Provenance, StabilityRecord
@@ -120,7 +121,7 @@ class Worker:
         self._before[rows] = bench.before
         self._release(config, adapted[-1])
         if not self.keep_adapters or config.evaluate_on == "validation":
-            shutil.rmtree(folder / "adapter", ignore_errors=True)
+            shutil.rmtree(folder / ADAPTER, ignore_errors=True)
 
     def _compare(self, job: Job, run: Calibrated, shared: SharedWork, progress: Progress) -> StabilityRecord:
         assert job.reference_size is not None

@@ -22,6 +22,7 @@ from frozencore.lab.evaluation.adapters import BASE, AdapterStand, adapter_names
 from frozencore.lab.evaluation.scorers import TaskScorer, harness_scorer, suite_scorers
 from frozencore.lab.rows.prompt_date import PROMPT_DATE, asks_for_today
 from frozencore.lab.rows.prompts import PromptEncoder, PromptStyle, context_limit
+from frozencore.lab.run.files import PREDICTIONS, RECORD
 from frozencore.lab.run.loading import load_model
 from frozencore.lab.run.provenance import provenance
 from frozencore.lab.tasks.task import Task
@@ -110,7 +111,7 @@ def evaluate(evaluation: Evaluation, out: Path, progress: Progress) -> dict[str,
         "hashes": {"model": common["model"]},
         "provenance": provenance(),
     }
-    write_json(out / "result.json", record)
+    write_json(out / RECORD, record)
     return record
 
 
@@ -173,9 +174,9 @@ def _score_subject(
             except DataError as error:
                 failed[scorer.name] = str(error)
                 continue
-            write_lines(place / "predictions.jsonl", predictions)
+            write_lines(place / PREDICTIONS, predictions)
             score = {"subject": subject, **summary, "identity": wanted}
-            write_json(place / "result.json", score)
+            write_json(place / RECORD, score)
         scores.append(score)
     return scores, failed
 
@@ -192,7 +193,7 @@ def _fingerprint_folder(folder: Path) -> str:
 def _finished(place: Path, identity: dict[str, Any]) -> dict[str, Any] | None:
     """The score that lies there already, if it was finished."""
     try:
-        score: dict[str, Any] = json.loads((place / "result.json").read_text(encoding="utf-8"))
+        score: dict[str, Any] = json.loads((place / RECORD).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return None
     if not isinstance(score, dict):

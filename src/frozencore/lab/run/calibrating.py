@@ -15,14 +15,13 @@ from frozencore.calibration.store import MomentsFingerprint, save_moments
 from frozencore.errors import ArtifactError, ConfigError
 from frozencore.lab.run.bench import calibration_batches, prepare
 from frozencore.lab.run.config import RunConfig
+from frozencore.lab.run.files import ADAPTER, BASIS, MOMENTS_FILE
 from frozencore.lab.run.recording import calibrated_on
 from frozencore.lab.run.targets import resolve_targets
 from frozencore.maths.capture import CAPTURE_NEEDS
 from frozencore.maths.moments import LayerMoments, MomentName
 from frozencore.progress import Progress
 from frozencore.whole_file import require_writable
-
-MOMENTS_FILE, ADAPTER, BASIS = "moments.safetensors", "adapter", "basis"
 
 
 def collect_for(

@@ -24,6 +24,7 @@ from frozencore.fingerprint import fingerprint_model
 from frozencore.lab.methods import Targets
 from frozencore.lab.run.bench import Bench, calibration_batches, prepare
 from frozencore.lab.run.config import RunConfig
+from frozencore.lab.run.files import ADAPTER, PREDICTIONS, RECORD
 from frozencore.lab.run.named_basis import on_named_basis
 from frozencore.lab.run.peak_memory import PeakMemory
 from frozencore.lab.run.record import Resolved, TunedRecord
@@ -102,13 +103,13 @@ def execute(
         raise DivergenceError(
             f"Training diverged: {error} Lower the learning rate ({config.resolved_learning_rate})."
         ) from error
-    method.save(model, out / "adapter", out / "start")
+    method.save(model, out / ADAPTER, out / "start")
     if method.has_bases:
         hashes["basis"] = basis_fingerprint(model)
     record = make_record(
         config,
         bench,
-        TrainedRun(model, out / "adapter", calibration, calibration_s, captures, memory, report, after),
+        TrainedRun(model, out / ADAPTER, calibration, calibration_s, captures, memory, report, after),
         resolved=Resolved(
             targets=targets, recipe=asdict(recipe_of(config, bench.rows)), max_length=bench.encoder.max_length
         ),
@@ -117,12 +118,12 @@ def execute(
         started=started,
     )
     if method.has_bases:
-        write_model_card(out / "adapter", calibration=calibrated_on(config, bench, calibration), scores=headline(after))
+        write_model_card(out / ADAPTER, calibration=calibrated_on(config, bench, calibration), scores=headline(after))
     if after.task is not None:
-        write_lines(out / "predictions.jsonl", map(asdict, after.task.predictions))
+        write_lines(out / PREDICTIONS, map(asdict, after.task.predictions))
     shutil.rmtree(out / "checkpoints", ignore_errors=True)
     shutil.rmtree(out / "start", ignore_errors=True)
-    write_json(out / "result.json", record.content())
+    write_json(out / RECORD, record.content())
     return record
 
 
@@ -202,5 +203,5 @@ def _train(
 
 def _refuse_finished(out: Path) -> None:
     require_writable(out)
-    if (out / "result.json").exists():
+    if (out / RECORD).exists():
         raise ArtifactError(f"{out} already holds a finished run. Choose another --output, or remove that folder.")

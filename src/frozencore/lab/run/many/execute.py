@@ -10,11 +10,10 @@ from pathlib import Path
 
 from peft import PeftModel
 
-from frozencore.adapter.bases.carried import save_basis, set_bases
+from frozencore.adapter.bases.carried import basis_fingerprint, save_basis, set_bases
 from frozencore.adapter.seal.saved_basis import load_basis
 from frozencore.errors import ArtifactError, ConfigError
 from frozencore.fingerprint import fingerprint_model
-from frozencore.lab.methods import basis_fingerprint
 from frozencore.lab.run.config import RunConfig
 from frozencore.lab.run.execute import Adapt, adapt_from_data, recipe_of
 from frozencore.lab.run.many.finish import Finisher, TenantOutcome

@@ -1,0 +1,80 @@
+"""What is found in an adapter, in a basis and in a LoRA."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from frozencore.adapter.directory import read_adapter
+from frozencore.adapter.export.serving import check_lora_directory
+from frozencore.adapter.seal.integrity import read_folder
+from frozencore.adapter.seal.saved_basis import load_basis
+from frozencore.cli.findings import Finding
+from frozencore.errors import FrozenCoreError
+from frozencore.one_line import one_line
+
+
+def adapter(path: Path) -> Iterator[Finding]:
+    """Weights, bases, seal and base model of a frozen core."""
+    try:
+        config, factors = read_adapter(path)
+    except FrozenCoreError as error:
+        yield Finding("weights and configuration", one_line(error), sound=False)
+        return
+    num_values = sum(f.R.numel() for f in factors.values())
+    yield Finding("weights and configuration", f"{len(factors)} layers, {num_values:,} trained values, all finite")
+    calibrated = any(bool(f.P.any()) for f in factors.values())
+    yield Finding(
+        "bases",
+        f"of {config.constructor}, in {config.coordinates} coordinates"
+        if calibrated
+        else "zero: it was never calibrated and changes nothing. Call frozencore.calibrate and save it again.",
+        calibrated,
+    )
+    seal = config.seal or {}
+    yield Finding(
+        "seal", "hashes agree" if seal.get("weights_sha256") else "none: changes since it was saved go unseen"
+    )
+    if config.basis_id is not None:
+        yield Finding("basis", f"{config.basis_id[:12]}, found; it records the base model")
+        return
+    base = f"made on {config.base_model_name_or_path or 'a model without a name'}"
+    yield Finding("base model", f"{base}, {'recorded' if seal.get('base') else 'not recorded: any of its shape fits'}")
+
+
+def basis(path: Path) -> Iterator[Finding]:
+    """Factors, identity and base model of a basis in a folder of its own."""
+    try:
+        found = load_basis(path)
+    except FrozenCoreError as error:
+        yield Finding("factors and header", one_line(error), sound=False)
+        return
+    yield Finding("factors and header", f"{len(found.layers)} layers, all finite; hashes agree")
+    of = f", calibrated on {found.calibrated_on}" if found.calibrated_on else ""
+    yield Finding("identity", f"{found.identity[:12]}, of {found.options.get('constructor')}{of}")
+    base = f"made on {found.base_model or 'a model without a name'}"
+    yield Finding("base model", f"{base}, {'recorded' if found.base else 'not recorded: any of its shape fits'}")
+
+
+def lora(path: Path) -> Iterator[Finding]:
+    """A LoRA and who would serve it."""
+    try:
+        read_folder(path)
+        report = check_lora_directory(path)
+    except FrozenCoreError as error:
+        yield Finding("weights and configuration", one_line(error), sound=False)
+        return
+    yield Finding(
+        "weights and configuration", f"rank {report.rank}; taken by {', '.join(report.engines) or 'no engine'}"
+    )
+    for problem in report.problems:
+        yield Finding(problem.rule, str(problem), sound=False)
+
+
+def baseline(path: Path) -> Iterator[Finding]:
+    """The adapter of another method, as far as its file tells."""
+    try:
+        values, tensors = read_folder(path)
+        yield Finding("weights and configuration", f"{values.get('peft_type')}, {len(tensors)} tensors, all finite")
+    except FrozenCoreError as error:
+        yield Finding("weights and configuration", one_line(error), sound=False)

@@ -1,0 +1,117 @@
+"""What is found in a run, in an evaluation and in a campaign."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from frozencore.cli.findings import Finding, inside, read_json
+from frozencore.errors import FrozenCoreError
+from frozencore.lab.campaign.results import load_results
+from frozencore.lab.campaign.store import INDEX, Store
+from frozencore.lab.run.files import ADAPTER, PREDICTIONS, RECORD
+from frozencore.lab.run.record import TunedRecord, read_record
+from frozencore.lab.training.checkpoints import checkpoints, is_complete
+from frozencore.one_line import one_line
+
+ACCURACY_ROUNDING = 1e-9
+
+
+def run(path: Path) -> Iterator[Finding]:
+    """Its record, its predictions and its adapter."""
+    if not (path / RECORD).exists():
+        whole = [folder.name for folder in checkpoints(path / "checkpoints") if is_complete(folder)]
+        way_on = f"go on from {sorted(whole, key=len)[-1]} with --resume" if whole else "run it again"
+        yield Finding(RECORD, f"missing: the run was interrupted; {way_on}.", sound=False)
+        return
+    try:
+        record = read_record((path / RECORD).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        damage = f"damaged ({one_line(error)}): it is no record of a run. Remove the folder and run it again."
+        yield Finding(RECORD, damage, sound=False)
+        return
+    if not isinstance(record, TunedRecord):
+        yield Finding(RECORD, "how near two bases are")
+        return
+    yield Finding(RECORD, f"{record.method} on {record.task or record.config.data}")
+    if record.has("accuracy"):
+        yield _rescored(path / PREDICTIONS, record.accuracy)
+    if (path / ADAPTER).exists():
+        from frozencore.cli.adapter_findings import adapter, baseline
+
+        of_baseline = record.hashes is None or record.hashes.basis is None
+        yield from inside(path / ADAPTER, "adapter", baseline if of_baseline else adapter)
+
+
+def evaluation(path: Path) -> Iterator[Finding]:
+    """Its record and every score."""
+    total = read_json(path / RECORD)
+    if not (isinstance(total, dict) and isinstance(total.get("scores"), list)):
+        yield Finding(
+            RECORD,
+            "missing or damaged: run the same `frozencore evaluate` again, finished tasks are kept.",
+            sound=False,
+        )
+    elif total.get("failed"):
+        yield Finding(
+            RECORD, f"not scored: {', '.join(map(str, total['failed']))}. Its `failed` says why.", sound=False
+        )
+    for predictions in sorted(path.glob(f"*/*/{PREDICTIONS}")):
+        place = predictions.parent
+        name = str(place.relative_to(path))
+        score = read_json(place / RECORD)
+        if not isinstance(score, dict):
+            yield Finding(name, f"{RECORD} is missing or damaged: evaluate again, it is scored again.", sound=False)
+        elif "metric" not in score:  # of lm-evaluation-harness: its own averages
+            yield _rescored(predictions, score.get("accuracy"), name)
+
+
+def campaign(path: Path) -> Iterator[Finding]:
+    """Its runs, those that failed and those that are open."""
+    try:
+        store = Store(path)
+        results = load_results(path)
+        campaign = store.campaign()
+    except (FrozenCoreError, RecursionError) as error:
+        yield Finding("campaign", one_line(error), sound=False)
+        return
+    runs = [run for study in results.studies for run in study.runs]
+    failed, missing = [run for run in runs if run.failure is not None], [run for run in runs if run.record is None]
+    yield Finding("campaign", f"{campaign.name}: {len(runs) - len(missing)} of {len(runs)} final runs are there")
+    if failed:
+        reasons = sorted({run.failure.reason for run in failed if run.failure is not None})
+        yield Finding(
+            "failed runs",
+            f"{len(failed)} ({', '.join(reasons)}): see {path}/failed, then `frozencore campaign run --retry-failed`.",
+            sound=False,
+        )
+    left = len(missing) - len(failed)
+    if left > 0:
+        yield Finding("open runs", f"{left}: `frozencore campaign run` with the same file goes on.", sound=False)
+    for folder in sorted(p for p in (path / "runs").glob("*") if p.is_dir() and not p.name.startswith(".")):
+        if not isinstance(read_json(folder / RECORD), dict):
+            yield Finding(
+                folder.name,
+                f"{RECORD} is missing or damaged: remove {folder} and {INDEX}, it is made again.",
+                sound=False,
+            )
+
+
+def _rescored(path: Path, recorded: Any, part: str = PREDICTIONS) -> Finding:
+    """Whether the stored predictions give the stored accuracy."""
+    try:
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        correct = [row["prediction"] == row["gold"] for row in rows]
+        contradicted = [row["correct"] for row in rows] != correct
+        share = sum(correct) / len(correct)
+    except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError, RecursionError):
+        return Finding(part, f"{path.name} is missing or damaged. Score again.", sound=False)
+    is_share = isinstance(recorded, int | float) and 0 <= recorded <= 1
+    if not is_share or abs(share - recorded) > ACCURACY_ROUNDING:
+        said = f"{share:.4f} by the predictions, {recorded!r:.40} recorded: changed. Score again."
+        return Finding(part, said, sound=False)
+    if contradicted:
+        return Finding(part, "a row's `correct` is not what it predicts: changed. Score again.", sound=False)
+    return Finding(part, f"{len(rows)} rows give the recorded accuracy, {share:.4f}")

@@ -1,0 +1,8 @@
+"""The files of a run's folder, of an evaluation's, and of a calibration's."""
+
+from __future__ import annotations
+
+RECORD = "result.json"
+PREDICTIONS = "predictions.jsonl"
+ADAPTER, BASIS = "adapter", "basis"
+MOMENTS_FILE = "moments.safetensors"
