@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,16 +66,22 @@ def correlations(x: Array, y: Array, groups: Sequence[Places], parts: Sequence[P
         groups: Places of the points of each group, which are drawn together and from one another.
         parts: Places of the points that are ranked together.
     """
-    generator = np.random.default_rng(seed)
-    times = np.ones((NUM_RANK_RESAMPLES + 1, len(groups)), dtype=int)
-    times[1:] = generator.multinomial(len(groups), _even(len(groups)), size=NUM_RANK_RESAMPLES)
-    counts = np.ones((NUM_RANK_RESAMPLES + 1, len(x)))
-    for place, group in enumerate(groups):
-        counts[1:, group] = generator.multinomial(times[1:, place] * len(group), _even(len(group)))
+    counts = np.empty((NUM_RANK_RESAMPLES + 1, len(x)))
+    for group, own in zip(groups, _draws(tuple(map(len, groups)), seed), strict=True):
+        counts[:, group] = own
     rho = np.stack([_spearman(x[part], y[part], counts[:, part]) for part in parts])
     freedom = np.stack([counts[:, part].sum(axis=1) * (1 - 1 / len(part)) for part in parts]) * ~np.isnan(rho)
     with np.errstate(invalid="ignore"):
         return np.asarray(np.nansum(freedom * rho, axis=0) / freedom.sum(axis=0))
+
+
+@lru_cache(maxsize=16)  # many statistics of the same points
+def _draws(sizes: tuple[int, ...], seed: int) -> list[Array]:
+    """(1 + resamples, size) of each group: how often each of its points stands there, first as measured."""
+    generator = np.random.default_rng(seed)
+    times = generator.multinomial(len(sizes), _even(len(sizes)), size=NUM_RANK_RESAMPLES)
+    drawn = [generator.multinomial(times[:, i] * size, _even(size)) for i, size in enumerate(sizes)]
+    return [np.concatenate([np.ones((1, own.shape[1])), own]) for own in drawn]
 
 
 def _even(size: int) -> Array:
