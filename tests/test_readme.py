@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import random
 import re
 from pathlib import Path
 
 import pytest
-from peft import PeftModel
+import torch
+from peft import PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from frozencore import CoreBank, FrozenCoreConfig
 from frozencore.lab.pocket import POCKET_TASKS, pocket_model_path
 from frozencore.lab.rows.batches import make_batches
 from frozencore.lab.rows.prompts import PromptEncoder
@@ -21,7 +25,7 @@ HUB_ID = "Qwen/Qwen2.5-0.5B-Instruct"
 
 def test_the_ten_lines_train_save_and_reload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (code,) = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)
+    code, _ = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)
     assert HUB_ID in code
     splits = split_task(POCKET_TASKS["pocket-sentiment"], num_train=16, num_evaluation=4)
     encoder = PromptEncoder(AutoTokenizer.from_pretrained(pocket_model_path()))
@@ -36,3 +40,39 @@ def test_the_ten_lines_train_save_and_reload(tmp_path: Path, monkeypatch: pytest
     trained = names["model"].cpu().eval()  # Trainer takes it to a GPU where there is one
     assert (trained(**batches[0]).logits == reloaded(**batches[0]).logits).all()
     assert any(parameter.any() for parameter in trained.parameters() if parameter.requires_grad)
+
+
+def test_one_basis_and_32_tenants_in_ten_lines(command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.chdir(tmp_path)
+    (lines,) = re.findall(r"```\n(frozencore calibrate .*\nfrozencore tune-many .*\n)```", README.read_text())
+    code = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)[1]
+    drawn = random.Random(0)
+    names = ["anna", "ben", *(f"tenant-{i}" for i in range(30))]
+    Path("rows").mkdir()
+    for more, name in enumerate(names):
+        sums = ((drawn.randrange(30), drawn.randrange(30)) for _ in range(4))
+        rows = [{"prompt": f"How many is {a} and {b}?", "completion": f" {a + b + more}"} for a, b in sums]
+        Path("rows", f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Path("everybody.jsonl").write_text("".join(path.read_text() for path in sorted(Path("rows").iterdir())))
+    for line in lines.splitlines():
+        status, _, err = command(*line.replace("--model DIR", f"--model {pocket_model_path()}").split()[1:])
+        assert status == 0, err
+    values = 16 * 16 * 16
+    for name in names:
+        assert sum(file.stat().st_size for file in Path("tenants", name, "adapter").iterdir()) <= 4 * values + 8192
+    tokenizer = AutoTokenizer.from_pretrained(pocket_model_path())
+    tokenizer.pad_token, tokenizer.padding_side = tokenizer.pad_token or tokenizer.eos_token, "left"
+    batch = tokenizer(["How many is 1 and 2?"] * 3, return_tensors="pt", padding=True)
+    here = {
+        "AutoModelForCausalLM": AutoModelForCausalLM, "get_peft_model": get_peft_model, "Path": Path, "batch": batch,
+        "FrozenCoreConfig": FrozenCoreConfig, "CoreBank": CoreBank,
+    }  # fmt: skip
+    exec(compile(code.replace('"DIR"', repr(str(pocket_model_path()))), "README.md", "exec"), here)
+    assert set(here["bank"]) == set(names)
+    for row, name in enumerate(("anna", "ben", None)):
+        alone = AutoModelForCausalLM.from_pretrained(pocket_model_path())
+        if name is not None:
+            alone = PeftModel.from_pretrained(alone, str(Path("tenants", name, "adapter")))
+        with torch.no_grad():
+            tokens = alone.eval().generate(**{key: X[row : row + 1] for key, X in batch.items()}, max_new_tokens=8)
+        assert here["tokens"][row, : tokens.shape[1]].tolist() == tokens[0].tolist()
