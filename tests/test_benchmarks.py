@@ -25,12 +25,13 @@ PROMISED: dict[str, tuple[tuple[str, ...], set[str]]] = {
     "growth": (("--quick",), {"plan", "rates", "constants", "calibration", "step"}),
     "ranks": (("--quick",), {"scale", "rows"}),
     "memory": (("--quick",), {"rows"}),
+    "many_training": (("--quick",), {"rows", "growth", "rounds"}),
     "gpu": (
         ("--tiny", "--compile", "--models", "Qwen2.5-3B", "Llama-3.2-1B"),
         {"device", "job", "models", "budget_s", "used_s", "paper_h20"},
     ),
 }
-SLOW = {"calibration", "svd", "ranks", "memory", "gpu"}
+SLOW = {"calibration", "svd", "ranks", "memory", "many_training", "gpu"}
 EVERYWHERE = {"benchmark", "provenance"}
 
 

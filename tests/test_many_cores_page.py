@@ -7,13 +7,40 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import PeftModel, get_peft_model
 
 from adapted import BATCHES, adapted, cores_of, train_at_random
-from frozencore import frozen_core_layers
+from frozencore import FrozenCoreConfig, frozen_core_layers, save_basis
+from frozencore.lab.run.loading import load_model
 from places import ROOT
 from tiny import tiny_qwen2
 
 PAGE = (ROOT / "docs" / "many-cores.md").read_text(encoding="utf-8")
+
+BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+
+
+def test_the_lines_that_train_many_run_and_save_true_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    base, tokenizer = load_model("pocket", device="cpu")
+    on_basis = get_peft_model(base, FrozenCoreConfig(r=8, constructor="random", task_type="CAUSAL_LM"))
+    save_basis(on_basis, "shop/basis")
+    rows = {
+        name: [{"prompt": f"{name} and {number}", "completion": f" {number}"} for number in range(8)]
+        for name in ("anna", "ben", *(f"tenant-{i}" for i in range(30)))
+    }
+    batch = tokenizer(["anna and 3", "ben and 3x", "no one and"], padding=True, return_tensors="pt")
+    names = {"base": on_basis.unload(), "tokenizer": tokenizer, "rows_of_tenants": rows, "batch": batch}
+    exec(compile(BLOCKS[1], "many-cores.md", "exec"), names)
+    for name in rows:
+        folder = Path("shop") / name
+        assert (folder / "adapter_model.safetensors").stat().st_size < 4 * 16 * 8**2 + 1024
+    reloaded = PeftModel.from_pretrained(load_model("pocket", device="cpu")[0], "shop/ben")
+    layer = cores_of(reloaded)[0]
+    assert torch.equal(layer.factors("default")[2], names["trained"]["ben"].cores[layer.name])
+    assert names["tokens"].shape == (3, batch["input_ids"].shape[1] + 8)
+    losses = [names["trained"][name].report.losses for name in rows]
+    assert sum(last < first for first, *_, last in losses) > 16
 
 
 def test_the_code_of_the_page_runs_and_rows_are_their_tenants_own(
@@ -22,7 +49,7 @@ def test_the_code_of_the_page_runs_and_rows_are_their_tenants_own(
     monkeypatch.chdir(tmp_path)
     batch = {key: BATCHES[0][key] for key in ("input_ids", "attention_mask")}
     model = adapted("fcca").eval()
-    folder, sharing, serving, summing, federated = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+    folder, _, sharing, serving, summing, federated = BLOCKS
     rows = [[{key: X[i : i + 1] for key, X in BATCHES[0].items()} for i in of] for of in ((0, 1, 2), (3,))]
     names = {
         "model": model, "batch": batch, "frozen_core_layers": frozen_core_layers, "torch": torch,

@@ -30,8 +30,18 @@ def read_rows(path: Path, encoder: PromptEncoder) -> list[TextRow]:
         ConfigError: The rows are messages and the tokenizer has no chat template.
         DataError: The file is absent, empty, of another kind, or a row lacks its columns; with the row number.
     """
-    rows = read_file(path, option="--data")
-    render = _renderer(rows[0], Path(path))
+    return render_rows(read_file(path, option="--data"), str(path), encoder)
+
+
+def render_rows(rows: Sequence[Row], origin: str, encoder: PromptEncoder) -> list[TextRow]:
+    """As :func:`read_rows`, of rows that are at hand.
+
+    Args:
+        origin: What an error calls them.
+    """
+    if not rows:
+        raise DataError(f"{origin} holds no rows. Give at least one.")
+    render = _renderer(rows[0], origin)
     return [render(row, f"row-{number}", encoder) for number, row in enumerate(rows, start=1)]
 
 
@@ -91,12 +101,12 @@ _READERS: dict[str, Callable[[Path], Iterator[Row] | Sequence[Row]]] = {
 }
 
 
-def _renderer(first: Row, path: Path) -> Callable[[Row, str, PromptEncoder], TextRow]:
+def _renderer(first: Row, origin: str) -> Callable[[Row, str, PromptEncoder], TextRow]:
     for columns, render in _FORMATS.items():
         if all(column in first for column in columns):
             return render
     raise DataError(
-        f"{path} needs the columns prompt and completion, or messages, or text, "
+        f"{origin} needs the columns prompt and completion, or messages, or text, "
         f"but row 1 has {', '.join(first) or 'none'}."
     )
 

@@ -8,13 +8,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from warnings import WarningMessage
 
-import torch
 from peft import PeftModel
 from torch import Tensor
 
 from frozencore.adapter.bases.calibrate import Calibration
-from frozencore.adapter.model import frozen_core_layers
 from frozencore.adapter.seal.card import write_model_card
+from frozencore.adapter.swap import swap_core
 from frozencore.lab.methods import Targets
 from frozencore.lab.run.bench import Bench, Score
 from frozencore.lab.run.config import RunConfig
@@ -124,7 +123,5 @@ class Finisher:
         return failure
 
     def _save(self, config: RunConfig, trained: Trained, folder: Path) -> None:
-        with torch.no_grad():
-            for layer_name, layer in frozen_core_layers(self.model, "default").items():
-                layer.factors("default")[2].copy_(trained.cores[layer_name])
+        swap_core(self.model, trained.cores)
         config.method_entry.save(self.model, folder, folder.parent / "start")

@@ -8,9 +8,8 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor, nn
 
-from frozencore.adapter.layer import RowCores
+from frozencore.adapter.layer import RowCores, frozen_core_layers
 from frozencore.adapter.mixed_batch import rows_through
-from frozencore.adapter.model import frozen_core_layers
 from frozencore.errors import ConfigError
 
 
