@@ -78,7 +78,7 @@ def on_a_basis(base: nn.Module, folder: Path) -> PeftModel:
 
 
 def with_lora(base: nn.Module) -> PeftModel:
-    return get_peft_model(base, lora_config()).eval()
+    return get_peft_model(base, lora_config(), autocast_adapter_dtype=False).eval()
 
 
 def lora_config() -> LoraConfig:

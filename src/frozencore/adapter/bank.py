@@ -13,13 +13,14 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from frozencore.adapter.layer import FrozenCoreLayer, RowCores, frozen_core_layers
 from frozencore.adapter.mixed_batch import encoder_modules, rows_through
-from frozencore.adapter.swap import cores_of
+from frozencore.adapter.swap import flat_cores_of
 from frozencore.errors import ConfigError
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -80,7 +81,9 @@ class CoreBank:
             ConfigError: The bank is full, or the adapter with the basis was merged or calibrated again.
             ArtifactError: Other layers, ranks, scales or bases. The bank is as it was.
         """
-        by_device = self._flat(cores_of(source, self.model, self.adapter_name))
+        configs: Any = self.model.peft_config
+        flat = flat_cores_of(source, self.layers, self.adapter_name, configs[self.adapter_name].basis_id)
+        by_device = self._by_device(flat)
         with self._names_lock:
             slot = self._slot_of.get(name)
             if slot is None:
@@ -90,8 +93,8 @@ class CoreBank:
                     )
                 slot = self._free.pop()
             with torch.no_grad():
-                for device, flat in by_device.items():
-                    self._values[device][slot].copy_(flat)
+                for device, part in by_device.items():
+                    self._values[device][slot].copy_(part)
             self._slot_of[name] = slot
 
     def evict(self, name: str) -> None:
@@ -143,11 +146,14 @@ class CoreBank:
             )
         return self._slot_of[name]
 
-    def _flat(self, cores: Mapping[str, Tensor]) -> dict[torch.device, Tensor]:
-        """Cores side by side, as a slot holds them."""
-        by_device: dict[torch.device, list[Tensor]] = {}
-        for name, bank in self._cores.items():
-            by_device.setdefault(bank.device, []).append(cores[name].reshape(-1))
+    def _by_device(self, flat: Tensor) -> dict[torch.device, Tensor]:
+        """All cores as the slots of each device hold them."""
+        if len(self._values) == 1:
+            return dict.fromkeys(self._values, flat)
+        by_device: dict[torch.device, list[Tensor]] = {device: [] for device in self._values}
+        sizes = [bank[0].numel() for bank in self._cores.values()]
+        for bank, part in zip(self._cores.values(), flat.split(sizes), strict=True):
+            by_device[bank.device].append(part)
         return {device: torch.cat(parts) for device, parts in by_device.items()}
 
     def _batch_of(self, num_rows: int, num_beams: int) -> _Batch:
@@ -183,7 +189,7 @@ def _allocate(
 ) -> tuple[dict[torch.device, Tensor], dict[str, Tensor]]:
     """Slots x Σr² values on each device, and each layer's slots x r x r of them; by default in the cores' own dtype."""
     cores_here: dict[torch.device, list[tuple[str, Tensor]]] = {}
-    for name, layer in layers.items():
+    for name, layer in sorted(layers.items()):  # as flattened cores lie
         R = layer.factors(adapter_name)[2]
         cores_here.setdefault(R.device, []).append((name, R))
     values: dict[torch.device, Tensor] = {}
@@ -193,4 +199,4 @@ def _allocate(
         values[device] = torch.zeros(num_slots, sum(sizes), device=device, dtype=dtype or here[0][1].dtype)
         parts = values[device].split(sizes, dim=1)
         cores |= {name: part.unflatten(1, R.shape) for (name, R), part in zip(here, parts, strict=True)}
-    return values, cores
+    return values, {name: cores[name] for name in sorted(cores)}

@@ -18,7 +18,7 @@ from frozencore.adapter.config import scale_of
 from frozencore.adapter.directory import Factors, layer_factors, read_adapter
 from frozencore.adapter.layer import FrozenCoreLayer, frozen_core_layers
 from frozencore.adapter.seal.factors import PREFIX
-from frozencore.adapter.seal.flat_cores import FLAT, split_cores
+from frozencore.adapter.seal.flat_cores import FLAT, flatten_cores, require_size, split_cores
 from frozencore.adapter.seal.integrity import read_config, read_folder, require_finite
 from frozencore.errors import ArtifactError, ConfigError
 
@@ -81,7 +81,10 @@ def prepare_swap(
     layers = frozen_core_layers(model, adapter_name)
     if not layers:
         raise ConfigError(f"swap_core needs a frozen-core adapter, but the model has none called {adapter_name!r}.")
-    new = cores_of(source, model, adapter_name)
+    configs: Any = model.peft_config
+    ranks = {name: layer.rank(adapter_name) for name, layer in layers.items()}
+    flat = flat_cores_of(source, layers, adapter_name, configs[adapter_name].basis_id)
+    new = split_cores(str(source), flat, ranks)
     bases, cores = [], []
     for name, layer in layers.items():
         P, Q, R = layer.factors(adapter_name)
@@ -90,49 +93,63 @@ def prepare_swap(
     return ReadyCore(adapter_name, tuple(layers.values()), tuple(bases), tuple(cores))
 
 
-def cores_of(source: str | Path | Mapping[str, Tensor], model: nn.Module, adapter_name: str) -> dict[str, Tensor]:
-    """R of each layer from a saved adapter, a state dict of PEFT's, or by layer name; on the basis of a loaded adapter.
+def flat_cores_of(
+    source: str | Path | Mapping[str, Tensor],
+    layers: Mapping[str, FrozenCoreLayer],
+    adapter_name: str,
+    basis_id: str | None,
+) -> Tensor:
+    """All cores (Σr² values, layers by name) of a saved adapter, a state dict of PEFT's, or R by layer name.
 
     Of an adapter of cores alone on the same named basis nothing else is read.
+
+    Args:
+        layers: Of a loaded adapter, on whose basis the cores are to be.
+        basis_id: Of the loaded adapter.
 
     Raises:
         ConfigError: The loaded adapter is merged into the weights.
         ArtifactError: Other layers, ranks, scales or bases, or trained modules besides cores.
     """
-    layers = frozen_core_layers(model, adapter_name)
     for layer in layers.values():
         if layer.merged:
             raise ConfigError(
                 f"Layer {layer.name!r} has merged adapters. Call unmerge_adapter() before swapping cores."
             )
-    if isinstance(source, Mapping) and source.keys() & layers.keys():
-        found = dict(source)
-        _require_same_layers(found, layers)
-        for name, layer in layers.items():
-            r = layer.rank(adapter_name)
-            if found[name].shape != (r, r) or not torch.isfinite(found[name]).all():
-                raise ArtifactError(
-                    f"The core of layer {name!r} is {r} x {r} and finite here, but one of shape "
-                    f"{tuple(found[name].shape)} came, or one with NaN or Inf."
-                )
-        return found
-    ranks = {name: layer.rank(adapter_name) for name, layer in layers.items()}
-    configs: Any = model.peft_config
-    identity = configs[adapter_name].basis_id
-    if (
-        isinstance(source, str | Path)
-        and identity is not None
-        and read_config(Path(source)).get("basis_id") == identity
-    ):
-        return split_cores(str(source), _cores_alone(Path(source)), ranks)
-    if isinstance(source, Mapping) and source.keys() == {FLAT}:
+    if isinstance(source, str | Path):
+        if basis_id is not None and read_config(Path(source)).get("basis_id") == basis_id:
+            return _of_size(str(source), _cores_alone(Path(source)), layers, adapter_name)
+        factors = _read_folder(source, layers, adapter_name)
+    elif source.keys() == {FLAT}:
         require_finite("the state dict", source, "Train it again.")
-        return split_cores("the state dict", source[FLAT], ranks)
-    factors = _read_folder(source, layers, adapter_name) if isinstance(source, str | Path) else _read_state(source)
+        return _of_size("the state dict", source[FLAT], layers, adapter_name)
+    elif source.keys() & layers.keys():
+        return flatten_cores(_checked(source, layers, adapter_name))
+    else:
+        factors = _read_state(source)
     _require_same_layers(factors, layers)
     for name, layer in layers.items():
         _require_same_basis(layer, adapter_name, factors[name])
-    return {name: factors[name].R for name in layers}
+    return flatten_cores({name: factors[name].R for name in layers})
+
+
+def _of_size(origin: str, flat: Tensor, layers: Mapping[str, FrozenCoreLayer], adapter_name: str) -> Tensor:
+    require_size(origin, flat, sum(layer.rank(adapter_name) ** 2 for layer in layers.values()))
+    return flat
+
+
+def _checked(
+    cores: Mapping[str, Tensor], layers: Mapping[str, FrozenCoreLayer], adapter_name: str
+) -> Mapping[str, Tensor]:
+    _require_same_layers(cores, layers)
+    for name, layer in layers.items():
+        r = layer.rank(adapter_name)
+        if cores[name].shape != (r, r) or not torch.isfinite(cores[name]).all():
+            raise ArtifactError(
+                f"The core of layer {name!r} is {r} x {r} and finite here, but one of shape "
+                f"{tuple(cores[name].shape)} came, or one with NaN or Inf."
+            )
+    return cores
 
 
 def _cores_alone(folder: Path) -> Tensor:

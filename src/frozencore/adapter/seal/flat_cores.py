@@ -18,8 +18,22 @@ FLAT = f"{PREFIX}cores"
 
 
 def flatten_cores(cores: Mapping[str, Tensor]) -> Tensor:
-    """R (r x r) by layer name as one vector."""
-    return torch.cat([cores[name].detach().reshape(-1) for name in sorted(cores)])
+    """R (r x r) by layer name as one vector, where the first of them lies."""
+    values = [cores[name].detach().reshape(-1) for name in sorted(cores)]
+    return torch.cat([value.to(values[0].device) for value in values])
+
+
+def require_size(origin: str, flat: Tensor, size: int) -> None:
+    """Refuse cores of other ranks.
+
+    Raises:
+        ArtifactError: It is no vector of so many floats.
+    """
+    if flat.ndim != 1 or not flat.is_floating_point() or flat.numel() != size:
+        raise ArtifactError(
+            f"The cores of this basis are {size} numbers, but {origin} holds {flat.dtype} {tuple(flat.shape)}. They "
+            "are of another basis, or damaged: save or download them again."
+        )
 
 
 def split_cores(origin: str, flat: Tensor, ranks: Mapping[str, int]) -> dict[str, Tensor]:
@@ -28,12 +42,7 @@ def split_cores(origin: str, flat: Tensor, ranks: Mapping[str, int]) -> dict[str
     Raises:
         ArtifactError: It has not the Σr² values of those ranks.
     """
-    total = sum(r * r for r in ranks.values())
-    if flat.ndim != 1 or not flat.is_floating_point() or flat.numel() != total:
-        raise ArtifactError(
-            f"The cores of {len(ranks)} layers are {total} numbers, but {origin} holds {flat.dtype} "
-            f"{tuple(flat.shape)}. They are of another basis, or damaged: save or download them again."
-        )
+    require_size(origin, flat, sum(r * r for r in ranks.values()))
     names = sorted(ranks)
     parts = flat.split([ranks[name] ** 2 for name in names])
     return {name: part.view(ranks[name], ranks[name]) for name, part in zip(names, parts, strict=True)}
