@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, T5Config, T5ForConditionalGeneration
 
 from adapted import BATCHES, adapted, logits, train_at_random
-from frozencore import CoreBank
+from frozencore import CoreBank, FrozenCoreConfig
 from frozencore.adapter.layer import frozen_core_layers
 from frozencore.errors import ArtifactError, ConfigError
+from tiny import tiny_qwen2
 
 PROMPT = {key: BATCHES[0][key] for key in ("input_ids", "attention_mask")}
 ROWS = ["a", None, "b", "a"]
@@ -29,12 +31,16 @@ def own_layers(model: PeftModel):  # type: ignore[no-untyped-def]
     return frozen_core_layers(model, "default")
 
 
-def with_core(model: PeftModel, cores: Cores | None) -> torch.Tensor:
-    """Logits of the whole batch with one core."""
+def set_core(model: PeftModel, cores: Cores | None) -> None:
     with torch.no_grad():
         for name, layer in own_layers(model).items():
             R = layer.factors("default")[2]
             R.copy_(cores[name]) if cores else R.zero_()
+
+
+def with_core(model: PeftModel, cores: Cores | None) -> torch.Tensor:
+    """Logits of the whole batch with one core."""
+    set_core(model, cores)
     return logits(model)
 
 
@@ -204,3 +210,37 @@ def test_a_bank_needs_a_basis_and_room() -> None:
         CoreBank(adapted("random"), 0)
     with pytest.raises(ConfigError, match="none called 'other'"):
         CoreBank(adapted("random"), 1, adapter_name="other")
+
+
+@pytest.mark.parametrize("num_beams", [1, 2])
+def test_rows_of_an_encoder_decoder_model_generate_as_alone(num_beams: int) -> None:
+    config = T5Config(vocab_size=40, d_model=16, d_kv=8, d_ff=24, num_layers=1, num_heads=2, decoder_start_token_id=0)
+    torch.manual_seed(0)
+    base = T5ForConditionalGeneration(config).eval()
+    torch.nn.init.normal_(base.lm_head.weight)
+    model = get_peft_model(base, FrozenCoreConfig(r=3, constructor="random", target_modules=["q", "v"])).eval()
+    tenants = {name: trained_cores(model, seed) for seed, name in enumerate("ab")}
+    bank = filled(model, tenants)
+    options = {"max_new_tokens": 5, "num_beams": num_beams, "do_sample": False}
+    with torch.no_grad(), bank.rows(ROWS, num_beams=num_beams):
+        together = model.generate(**PROMPT, **options)
+    for row, name in enumerate(ROWS):
+        set_core(model, tenants.get(name or ""))
+        alone = model.generate(**{key: X[row : row + 1] for key, X in PROMPT.items()}, **options)
+        assert together[row, : alone.shape[1]].tolist() == alone[0].tolist()
+
+
+def test_rows_of_a_quantised_base_are_their_tenants_own(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    tiny_qwen2(hidden_size=64, intermediate_size=128).save_pretrained(tmp_path)
+    in_four_bits = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
+    )
+    base = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=in_four_bits)
+    model = adapted("random", model=base, dtype=None)
+    tenants = {name: trained_cores(model, seed) for seed, name in enumerate("ab")}
+    with filled(model, tenants).rows(ROWS):
+        together = logits(model)
+    for row, name in enumerate(ROWS):
+        alone = with_core(model, tenants.get(name or ""))
+        torch.testing.assert_close(together[row], alone[row], rtol=1e-4, atol=1e-4)
