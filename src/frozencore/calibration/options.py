@@ -72,7 +72,8 @@ class CalibrationOptions:
         Field(
             description="What weighs equally in the loss. example_mean: examples, each with the mean over its "
             "completion tokens, so that one of ten tokens has the say of one of a hundred. token_sum (token for "
-            "short): completion tokens, as in training, whose loss is the mean over those of a step."
+            "short): completion tokens, as in training, whose loss is the mean over those of a step. docs/maths.md has "
+            "both measured."
         ),
     ] = "example_mean"
     fisher_labels: Annotated[
