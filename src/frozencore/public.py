@@ -6,12 +6,13 @@ from frozencore.adapter.arithmetic import merge_adapters
 from frozencore.adapter.bank import CoreBank
 from frozencore.adapter.bases.calibrate import Calibration, calibrate
 from frozencore.adapter.bases.carried import get_bases, save_basis, set_bases
-from frozencore.adapter.config import FrozenCoreConfig, register_constructor
+from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.adapter.export.lora import export_lora
 from frozencore.adapter.export.merged import export_merged
 from frozencore.adapter.export.serving import check_lora_directory
 from frozencore.adapter.layer import frozen_core_layers
 from frozencore.adapter.model import FrozenCoreModel
+from frozencore.adapter.own_constructor import register_constructor
 from frozencore.adapter.packing import pack_adapter, unpack_adapter
 from frozencore.adapter.seal.card import write_model_card
 from frozencore.adapter.seal.saved_basis import SavedBasis, load_basis

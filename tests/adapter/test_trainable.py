@@ -11,7 +11,6 @@ from torch import nn
 
 from adapted import adapted
 from frozencore import FrozenCoreConfig
-from frozencore.adapter.layer import trainable_core_parameters
 from frozencore.adapter.trainable import require_own_parameters
 from frozencore.errors import ConfigError
 from frozencore.lab.rows.prompts import TokenRow
@@ -65,7 +64,6 @@ def test_what_the_configuration_names_may_train(options: dict) -> None:
     own = require_own_parameters(model)
     assert sum(parameter.numel() for parameter in own) == trainable_parameters(model)
     assert (len(own) > 8) == bool(options)
-    assert trainable_core_parameters(model, "default") == 72
     assert train(model, ROWS, RECIPE, pad_id=0).num_steps == 2
 
 

@@ -11,9 +11,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from frozencore.adapter.config import FrozenCoreConfig, scale_of
+from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.adapter.directory import read_tensors, write_adapter
 from frozencore.adapter.named_basis import not_one_basis
+from frozencore.adapter.patterns import scale_of
 from frozencore.adapter.seal.factors import Factors, layer_factors
 from frozencore.adapter.seal.flat_cores import FLAT, flatten_cores, with_factors
 from frozencore.errors import ArtifactError, ConfigError

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import warnings
@@ -14,19 +13,16 @@ from tempfile import TemporaryDirectory
 from typing import Any, get_type_hints
 
 from peft import PeftConfig
-from peft.utils.other import get_pattern_key
 from pydantic import TypeAdapter, ValidationError
-from safetensors.torch import load
 from torch import Tensor
 
 from frozencore.adapter.option_fields import add_option_fields
 from frozencore.adapter.seal.card import CARD_FILE, write_model_card
-from frozencore.adapter.seal.factors import PREFIX
-from frozencore.adapter.seal.integrity import read_seal, require_loadable, require_sealed, seal_tensors
+from frozencore.adapter.seal.integrity import read_seal, require_loadable, seal_tensors
 from frozencore.adapter.seal.saved_basis import SavedBasis, find_basis, read_header
+from frozencore.adapter.seal.written import holds_no_basis, seal_file
 from frozencore.adapter_folder import CONFIG_FILE, PEFT_TYPE, WEIGHTS_FILE, read_config
 from frozencore.constructors import (
-    CONSTRUCTORS,
     BasisOptions,
     Constructor,
     EveryOption,
@@ -247,11 +243,11 @@ class FrozenCoreConfig(PeftConfig, EveryOption):  # type: ignore[misc]  # frozen
         if folder.is_file():
             raise AssertionError(f"Provided path ({folder}) should be a directory, not a file")
         folder.mkdir(parents=True, exist_ok=True)
-        tensors = self._seal_file(folder / WEIGHTS_FILE)
+        tensors = seal_file(folder / WEIGHTS_FILE, self._seal_to_write)
         with TemporaryDirectory(prefix=f".{CONFIG_FILE}.", dir=folder) as aside:
             super().save_pretrained(aside, **kwargs)
             os.replace(Path(aside) / CONFIG_FILE, folder / CONFIG_FILE)
-        if _holds_no_basis(tensors):
+        if holds_no_basis(tensors):
             warnings.warn(
                 f"The adapter saved in {save_directory} was never calibrated: its bases are zero and it changes "
                 "nothing. Call frozencore.calibrate(model, dataloader) and save it again.",
@@ -260,47 +256,8 @@ class FrozenCoreConfig(PeftConfig, EveryOption):  # type: ignore[misc]  # frozen
         if (folder / CARD_FILE).exists():
             write_model_card(save_directory)
 
-    def _seal_file(self, path: Path) -> dict[str, Tensor]:
-        """Add the file's hash to the seal, unless it holds other tensors: those of an adapter about to be replaced."""
-        if not path.is_file():
-            return {}
-        content = path.read_bytes()
-        tensors = load(content)
-        seal = self._seal_to_write
-        if seal is not None:
-            seal["weights_sha256"] = None
-            try:
-                require_sealed(str(path), seal, tensors)
-            except ArtifactError:
-                return {}
-            seal["weights_sha256"] = hashlib.sha256(content).hexdigest()
-        return tensors
-
 
 add_option_fields(FrozenCoreConfig)
-
-
-def register_constructor(name: str, row: Constructor) -> None:
-    """Enter a basis constructor of your own into the table: it is then as those that are in it.
-
-    Its options are fields of :class:`FrozenCoreConfig`, and with the lab keys of campaigns and flags of ``tune``.
-
-    Raises:
-        ConfigError: The name is taken, or that of an option means something else already.
-    """
-    held, known = FrozenCoreConfig.__dataclass_fields__, constructor_options()
-    taken = [
-        own
-        for own, option in options_of(row.options).items()
-        if own not in options_of(BasisOptions) and own in held
-        if own not in known or known[own].meaning != option.meaning
-    ]
-    if name in CONSTRUCTORS or taken:
-        raise ConfigError(
-            f"A constructor and its options have names of their own, but {(taken or [name])[0]!r} is taken. Rename it."
-        )
-    CONSTRUCTORS[name] = row
-    add_option_fields(FrozenCoreConfig)
 
 
 def require_types(folder: Path, values: Mapping[str, Any]) -> None:
@@ -320,17 +277,6 @@ def require_types(folder: Path, values: Mapping[str, Any]) -> None:
             ) from error
 
 
-def rank_of(config: FrozenCoreConfig, layer_name: str) -> int:
-    """The rank that was asked for in a layer."""
-    return config.rank_pattern.get(get_pattern_key(config.rank_pattern, layer_name), config.r)
-
-
-def scale_of(config: FrozenCoreConfig, layer_name: str) -> float:
-    """s of a layer: alpha over the rank that was asked for, or 1."""
-    alpha = config.alpha_pattern.get(get_pattern_key(config.alpha_pattern, layer_name), config.alpha)
-    return 1.0 if alpha is None else alpha / rank_of(config, layer_name)
-
-
 def options_of_basis() -> frozenset[str]:
     """The fields that say how P and Q came about and which layers they are of: what a saved basis records."""
     own = ("r", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "constructor", "alpha",
@@ -341,9 +287,3 @@ def options_of_basis() -> frozenset[str]:
 def _plain(value: Any) -> Any:
     """A field as JSON gives it back."""
     return sorted(value) if isinstance(value, set | list) else json.loads(json.dumps(value))
-
-
-def _holds_no_basis(tensors: Mapping[str, Tensor]) -> bool:
-    """Whether factors are still zero; all layers get theirs at once, so one tells."""
-    first = next((tensor for key, tensor in tensors.items() if f".{PREFIX}P" in key), None)
-    return first is not None and not bool(first.any())

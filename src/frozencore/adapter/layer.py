@@ -220,8 +220,3 @@ def frozen_core_layers(model: nn.Module, adapter_name: str) -> dict[str, FrozenC
     """The layers that carry an adapter, by their name in the base model."""
     layers = (module for module in model.modules() if isinstance(module, FrozenCoreLayer))
     return {layer.name: layer for layer in layers if adapter_name in layer.frozencore_R}
-
-
-def trainable_core_parameters(model: nn.Module, adapter_name: str) -> int:
-    """``Σ r²`` over the layers of an adapter."""
-    return sum(layer.factors(adapter_name)[2].numel() for layer in frozen_core_layers(model, adapter_name).values())

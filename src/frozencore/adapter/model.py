@@ -20,11 +20,12 @@ from peft.utils import (
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from frozencore.adapter.config import FrozenCoreConfig, FrozenCoreType, rank_of, scale_of
+from frozencore.adapter.config import FrozenCoreConfig, FrozenCoreType
 from frozencore.adapter.layer import FrozenCoreLayer, frozen_core_layers
 from frozencore.adapter.linear import FrozenCoreLinear
 from frozencore.adapter.mixed_batch import adapter_of_each_row
 from frozencore.adapter.named_basis import lay_named_basis, other_base
+from frozencore.adapter.patterns import rank_of, scale_of
 from frozencore.adapter.quantised_linear import FrozenCoreQuantisedLinear
 from frozencore.adapter.saved_state import state_to_load, state_to_save
 from frozencore.adapter.seal.factors import PREFIX

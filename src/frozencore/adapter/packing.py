@@ -7,8 +7,9 @@ from pathlib import Path
 
 import torch
 
-from frozencore.adapter.config import FrozenCoreConfig, scale_of
+from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.adapter.directory import read_tensors, write_adapter
+from frozencore.adapter.patterns import scale_of
 from frozencore.adapter.seal.factors import PREFIX, Factors, layer_factors
 from frozencore.adapter.seal.flat_cores import FLAT, flatten_cores
 from frozencore.adapter.seal.saved_basis import SavedBasis, load_basis

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from frozencore.adapter.config import scale_of
 from frozencore.adapter.directory import Factors, layer_factors, read_adapter
 from frozencore.adapter.layer import FrozenCoreLayer, frozen_core_layers
+from frozencore.adapter.patterns import scale_of
 from frozencore.adapter.seal.factors import PREFIX
 from frozencore.adapter.seal.flat_cores import FLAT, flatten_cores, require_size, split_cores
 from frozencore.adapter.seal.integrity import read_config, read_folder, require_finite

@@ -10,7 +10,8 @@ from rich.text import Text
 
 from frozencore.adapter.bases.calibrate import Calibration
 from frozencore.adapter.inspection import LayerReport
-from frozencore.lab.run.record import AccuracyDetails, Failure, TunedRecord
+from frozencore.lab.run.record import Failure, TunedRecord
+from frozencore.lab.run.record_parts import AccuracyDetails
 
 
 def run_summary(record: TunedRecord) -> Group:

@@ -10,9 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-
 from frozencore.constructors.eva import EvaOptions, eva_basis, eva_needs
+from frozencore.constructors.evidence import LayerEvidence
 from frozencore.constructors.fcca import FCCAOptions, fcca_basis, fcca_basis_of_svd
 from frozencore.constructors.filora import FiLoRAOptions, filora_basis, filora_needs
 from frozencore.constructors.lora_xs import lora_xs_basis
@@ -24,8 +23,8 @@ from frozencore.constructors.signgrad import SignGradOptions, signgrad_basis
 from frozencore.constructors.vera import vera_basis
 from frozencore.errors import CalibrationError, ConfigError
 from frozencore.maths.basis import Basis
-from frozencore.maths.linalg import TruncatedSVD, seeded_generator
-from frozencore.maths.moments import LayerMoments, MomentName
+from frozencore.maths.linalg import TruncatedSVD
+from frozencore.maths.moments import MomentName
 from frozencore.maths.whitening import Whitening
 from frozencore.naming import unknown_name
 from frozencore.options import Option, options_of
@@ -39,36 +38,6 @@ __all__ = [
 
 Colour = Literal["orange", "blue", "navy", "grey", "black"]
 WEIGHT_SEED = 0  # directions of the weight alone are the same under every seed
-
-
-@dataclass(frozen=True)
-class LayerEvidence:
-    """What a constructor may look at in one layer.
-
-    Attributes:
-        name: The layer's name; together with the seed it fixes the layer's random directions.
-        shape: (m, n): outputs, inputs.
-        weight: Gives W (m x n, float) when asked, dequantised if need be.
-        moments: Calibration moments; None for a constructor that needs no data.
-    """
-
-    name: str
-    shape: tuple[int, int]
-    weight: Callable[[], torch.Tensor]
-    moments: LayerMoments | None = None
-
-    @property
-    def data(self) -> LayerMoments:
-        if self.moments is None:
-            raise CalibrationError(
-                f"This constructor needs calibration moments, but layer {self.name!r} has none. "
-                "Call frozencore.calibrate(model, dataloader) first."
-            )
-        return self.moments
-
-    def seed(self, seed: int) -> int:
-        """A seed of this layer's own, so that layers draw independently of their order."""
-        return seeded_generator(seed, "layer", self.name).initial_seed()
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ from frozencore.cli.campaign_lines import campaign_schema
 from frozencore.constructors import CONSTRUCTORS
 from frozencore.errors import ConfigError
 from frozencore.lab.campaign.plan import plan
-from frozencore.lab.campaign.spec import PLACES, read_campaign
+from frozencore.lab.campaign.spec import read_campaign
+from frozencore.lab.campaign.study_options import PLACES
 from frozencore.lab.run.config import run_options
 from frozencore.options import options_of
 from places import ROOT

@@ -17,7 +17,7 @@ from frozencore.lab.run import peak_memory
 from frozencore.lab.run.config import make_config
 from frozencore.lab.run.execute import execute
 from frozencore.lab.run.peak_memory import PeakMemory, process_peak_bytes
-from frozencore.lab.run.record import PhasePeaks
+from frozencore.lab.run.record_parts import PhasePeaks
 
 MIB = 2**20
 

@@ -11,7 +11,8 @@ import pytest
 
 from frozencore.errors import ArtifactError
 from frozencore.lab.run.provenance import provenance, source_commit
-from frozencore.lab.run.record import Failure, Provenance, StabilityRecord, read_failure, read_record
+from frozencore.lab.run.record import Failure, StabilityRecord, read_failure, read_record
+from frozencore.lab.run.record_parts import Provenance
 from frozencore.whole_file import require_writable, write_json, write_lines
 from made_up import made_up_record, record_content
 from places import ROOT

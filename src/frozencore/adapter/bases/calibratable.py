@@ -1,15 +1,19 @@
-"""The adapter that new bases go to, and what forbids them: merged weights, and cores that have learned."""
+"""The adapter that new bases go to, what forbids them (merged weights, cores that have learned, too few tokens), and
+the plain base model under all adapters."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 
 from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.adapter.layer import FrozenCoreLayer, frozen_core_layers
+from frozencore.constructors import LayerEvidence
 from frozencore.errors import CalibrationError, ConfigError
 
 
@@ -71,3 +75,30 @@ def _refuse_trained(layers: Mapping[str, FrozenCoreLayer], adapter_name: str) ->
                 f"The core of layer {name!r} is not zero: a new basis under it would change what it means. "
                 "Pass reset=True to give up what it learned."
             )
+
+
+def require_tokens(evidence: LayerEvidence, rank: int) -> None:
+    """Refuse a layer that too few tokens reached.
+
+    Raises:
+        CalibrationError: Fewer than the rank.
+    """
+    if evidence.moments is not None and evidence.moments.num_tokens < rank:
+        raise CalibrationError(
+            f"A basis of rank {rank} needs at least {rank} counted tokens, but layer {evidence.name!r} received "
+            f"{evidence.moments.num_tokens}. Calibrate on more text."
+        )
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """The plain base model, whatever adapters and ``modules_to_save`` are active on it."""
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper)]
+    before = [layer._disable_adapters for layer in layers]
+    try:
+        for layer in layers:
+            layer._disable_adapters = True
+        yield
+    finally:
+        for layer, disabled in zip(layers, before, strict=True):
+            layer._disable_adapters = disabled

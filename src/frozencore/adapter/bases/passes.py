@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
-from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 
+from frozencore.adapter.bases.calibratable import adapters_off, require_tokens
 from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.adapter.layer import FrozenCoreLayer
 from frozencore.calibration.batches import Batch, is_batch
@@ -141,7 +139,7 @@ class BasisWork:
         self, group: Iterable[str], batches: Iterable[Batch], options: CalibrationOptions, progress: Progress | None
     ) -> None:
         started = time.perf_counter()
-        with all_ranks_or_none(), _adapters_off(self.model):
+        with all_ranks_or_none(), adapters_off(self.model):
             moments = collect_moments(
                 self.model,
                 batches,
@@ -161,7 +159,7 @@ class BasisWork:
         started = time.perf_counter()
         metric = self.config.constructor_entry.metric(self.config.basis_options())
         assert metric is not None
-        with _adapters_off(self.model):
+        with adapters_off(self.model):
             sketches = stream_whitened_svds(
                 self.model,
                 batches,
@@ -203,7 +201,7 @@ class BasisWork:
         if moments is not None:
             self.diagonals[name] = moments.without_matrices()
         evidence = LayerEvidence(name, (layer.out_features, layer.in_features), layer.dense_weight, moments)
-        _require_tokens(evidence, self._rank(name))
+        require_tokens(evidence, self._rank(name))
         return evidence
 
     def _keep(self, name: str, basis: Basis) -> None:
@@ -229,14 +227,6 @@ def _halved(groups: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
     return [group[i : i + half] for group in groups for i in range(0, len(group), half)]
 
 
-def _require_tokens(evidence: LayerEvidence, rank: int) -> None:
-    if evidence.moments is not None and evidence.moments.num_tokens < rank:
-        raise CalibrationError(
-            f"A basis of rank {rank} needs at least {rank} counted tokens, but layer {evidence.name!r} received "
-            f"{evidence.moments.num_tokens}. Calibrate on more text."
-        )
-
-
 def _sums_device(model: nn.Module, plan: PassPlan, asked: str | None) -> str | None:
     """Where the sums go: as asked, else the model's device (None) unless the plan's share of it is taken."""
     device = next(model.parameters()).device
@@ -251,17 +241,3 @@ def _num_rows(batch: Batch) -> int:
     if not is_batch(batch):  # refused when it is read
         return 0
     return max((v.shape[0] * v.shape[1] for v in batch.values() if isinstance(v, Tensor) and v.ndim > 1), default=0)
-
-
-@contextmanager
-def _adapters_off(model: nn.Module) -> Iterator[None]:
-    """The plain base model, whatever adapters and ``modules_to_save`` are active on it."""
-    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper)]
-    before = [layer._disable_adapters for layer in layers]
-    try:
-        for layer in layers:
-            layer._disable_adapters = True
-        yield
-    finally:
-        for layer, disabled in zip(layers, before, strict=True):
-            layer._disable_adapters = disabled

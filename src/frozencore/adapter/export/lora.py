@@ -17,10 +17,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from frozencore.adapter.config import FrozenCoreConfig, scale_of
+from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.adapter.directory import CONFIG_FILE, WEIGHTS_FILE, Factors, layer_factors, read_tensors
 from frozencore.adapter.export.lora_layers import BaseLayers, layers_of, layers_to_name, target_modules
 from frozencore.adapter.layer import frozen_core_layers
+from frozencore.adapter.patterns import scale_of
 from frozencore.adapter.seal.card import num_tokens, write_model_card
 from frozencore.adapter.seal.factors import PREFIX
 from frozencore.errors import ArtifactError, ConfigError

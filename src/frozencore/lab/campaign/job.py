@@ -12,7 +12,8 @@ from pydantic import ValidationError
 from frozencore.calibration.options import as_hashed
 from frozencore.errors import ConfigError
 from frozencore.fingerprint import fingerprint_options
-from frozencore.lab.campaign.spec import PLACES, Kind
+from frozencore.lab.campaign.spec import Kind
+from frozencore.lab.campaign.study_options import PLACES
 from frozencore.lab.rows.suite import find_task
 from frozencore.lab.run.config import GROUPS, RunConfig, in_groups
 from frozencore.options import own_refusal

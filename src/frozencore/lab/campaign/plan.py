@@ -10,7 +10,8 @@ from typing import Any, Literal
 
 from frozencore.errors import ConfigError
 from frozencore.lab.campaign.job import Job, make_job
-from frozencore.lab.campaign.spec import MOST_RUNS, Campaign, Study, Value
+from frozencore.lab.campaign.spec import MOST_RUNS, Campaign, Study
+from frozencore.lab.campaign.study_options import Value
 from frozencore.lab.run.config import RunConfig
 from frozencore.lab.run.record import Failure, RunRecord, TunedRecord
 

@@ -24,88 +24,33 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
-    GetJsonSchemaHandler,
     ValidationError,
     model_validator,
 )
-from pydantic_core import CoreSchema, ErrorDetails
+from pydantic_core import ErrorDetails
 
-from frozencore.constructors import described
 from frozencore.errors import ConfigError
-from frozencore.lab.run.config import SelectionMetric, run_options
+from frozencore.lab.campaign.study_options import METHODS_OF_GRID, Fixed, Grid, StudyAxes, Value
+from frozencore.lab.run.config import SelectionMetric
 from frozencore.naming import unknown_name
-from frozencore.options import Option, own_refusal
+from frozencore.options import own_refusal
 from frozencore.strict_yaml import line_of, read_yaml
 
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")]
-Value = bool | int | float | str | tuple[str, ...] | tuple[float, ...] | None
-Values = Annotated[tuple[Value, ...], Field(min_length=1)]
 Kind = Literal["tune", "stability", "profile"]
 Figure = Literal["ranking", "gains", "lines", "state", "panels", "curves"]
 
-PLACES = ("data_root", "device")
-"""Options that say where a run happens, not what it is: the command line's."""
-METHODS_OF_GRID = "for"
 MATCHED = "matched"
 """As a reference: on each task the calibration on that task."""
 MOST_RUNS = 100_000
-
-
-def _options() -> dict[str, Option]:
-    return {name: option for name, option in run_options().items() if name not in PLACES}
-
-
-def _option(name: str) -> str:
-    if name not in (known := _options()):
-        raise ConfigError(unknown_name("option", name, known))
-    return name
-
-
-def _option_or_for(name: str) -> str:
-    return name if name == METHODS_OF_GRID else _option(name)
-
-
-OptionName = Annotated[str, AfterValidator(_option)]
-
-
-@dataclass(frozen=True)
-class _Described:
-    """Lets the JSON schema of a mapping from options say what each of them is: its values, its default and its help.
-
-    Attributes:
-        listed: It maps each to a list of values.
-        also: A further key, with a list of texts.
-    """
-
-    listed: bool = False
-    also: str | None = None
-
-    def __get_pydantic_json_schema__(self, _: CoreSchema, __: GetJsonSchemaHandler) -> dict[str, Any]:
-        known = {name: _schema(option) for name, option in _options().items()}
-        if self.listed:
-            known |= {} if self.also is None else {self.also: {"type": "string"}}
-            known = {name: {"type": "array", "items": one, "minItems": 1} for name, one in known.items()}
-        return {"type": "object", "properties": known, "additionalProperties": False}
-
-
-def _schema(option: Option) -> dict[str, Any]:
-    default = {} if option.default is MISSING else {"default": option.adapter.dump_python(option.default, mode="json")}
-    return {**option.adapter.json_schema(), "description": described(option), **default}
-
-
-Fixed = Annotated[dict[OptionName, Value], _Described()]
-StudyAxes = Annotated[dict[OptionName, Values], _Described(listed=True)]
-Grid = Annotated[dict[Annotated[str, AfterValidator(_option_or_for)], Values], _Described(True, METHODS_OF_GRID)]
 
 
 class _Strict(BaseModel):

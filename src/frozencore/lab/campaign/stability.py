@@ -10,7 +10,8 @@ from frozencore.adapter.bases.carried import get_bases
 from frozencore.lab.campaign.shared import SharedWork
 from frozencore.lab.run.bench import Bench
 from frozencore.lab.run.config import RunConfig
-from frozencore.lab.run.record import RECORD_FORMAT, Provenance, RecordedConfig, StabilityRecord
+from frozencore.lab.run.record import RECORD_FORMAT, StabilityRecord
+from frozencore.lab.run.record_parts import Provenance, RecordedConfig
 from frozencore.lab.run.targets import resolve_targets
 from frozencore.maths.linalg import principal_cosines
 from frozencore.progress import Progress

@@ -25,7 +25,8 @@ from frozencore.lab.run.execute import Adapted, adapt_from_data, execute
 from frozencore.lab.run.files import ADAPTER, RECORD
 from frozencore.lab.run.kept_rows import KeptRows
 from frozencore.lab.run.loading import load_model
-from frozencore.lab.run.record import Failure, Provenance, StabilityRecord
+from frozencore.lab.run.record import Failure, StabilityRecord
+from frozencore.lab.run.record_parts import Provenance
 from frozencore.maths.moments import MomentName
 from frozencore.one_line import one_line
 from frozencore.out_of_memory import is_out_of_memory

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from frozencore.lab.campaign.spec import MATCHED, METHODS_OF_GRID, Campaign, Study, Value, column_key
+from frozencore.lab.campaign.spec import MATCHED, Campaign, Study, column_key
+from frozencore.lab.campaign.study_options import METHODS_OF_GRID, Value
 
 SEEDS = 2  # the fewest that have a standard deviation
 FEW = 2

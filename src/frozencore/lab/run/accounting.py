@@ -1,4 +1,4 @@
-"""What an adapter costs: trainable values, optimiser state, stored bytes. Formulas from shapes, and counts of a model.
+"""What an adapter costs: trainable values, optimiser state, stored bytes.
 
 Shapes: a target matrix is (m, n), outputs and inputs; r is the rank.
 """
@@ -14,21 +14,6 @@ from frozencore.maths.linalg import Shape
 
 ADAM_STATES = 2  # first and second moment
 FLOAT32_BYTES = 4
-
-
-def core_parameters(shapes: Iterable[Shape], rank: int) -> int:
-    """Trainable values of frozen cores: ``Σ min(r, m, n)²``."""
-    return sum(min(rank, m, n) ** 2 for m, n in shapes)
-
-
-def lora_parameters(shapes: Iterable[Shape], rank: int) -> int:
-    """Trainable values of LoRA and PiSSA: ``Σ r (m + n)``."""
-    return sum(rank * (m + n) for m, n in shapes)
-
-
-def dora_parameters(shapes: Iterable[Shape], rank: int) -> int:
-    """Trainable values of DoRA: LoRA's and one magnitude per output, ``Σ r (m + n) + m``."""
-    return sum(rank * (m + n) + m for m, n in shapes)
 
 
 def basis_bytes(shapes: Iterable[Shape], rank: int, dtype: torch.dtype) -> int:

@@ -27,7 +27,8 @@ from frozencore.lab.run.config import RunConfig
 from frozencore.lab.run.files import ADAPTER, PREDICTIONS, RECORD
 from frozencore.lab.run.named_basis import on_named_basis
 from frozencore.lab.run.peak_memory import PeakMemory
-from frozencore.lab.run.record import Resolved, TunedRecord
+from frozencore.lab.run.record import TunedRecord
+from frozencore.lab.run.record_parts import Resolved
 from frozencore.lab.run.recording import TrainedRun, calibrated_on, headline, make_record
 from frozencore.lab.run.rows import RunRows
 from frozencore.lab.run.selecting import score_rows, selection_of

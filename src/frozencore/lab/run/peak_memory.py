@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from frozencore.lab.run.record import PhasePeaks
+from frozencore.lab.run.record_parts import PhasePeaks
 
 RunPhase = Literal["calibration", "training", "scoring"]
 STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")

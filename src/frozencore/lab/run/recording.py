@@ -20,8 +20,8 @@ from frozencore.lab.run.bench import Bench, Score
 from frozencore.lab.run.config import RunConfig
 from frozencore.lab.run.criterion import criterion_of
 from frozencore.lab.run.peak_memory import PeakMemory
-from frozencore.lab.run.record import (
-    RECORD_FORMAT,
+from frozencore.lab.run.record import RECORD_FORMAT, TunedRecord
+from frozencore.lab.run.record_parts import (
     AccuracyDetails,
     CalibrationSummary,
     Hashes,
@@ -30,7 +30,6 @@ from frozencore.lab.run.record import (
     Resolved,
     Resources,
     Training,
-    TunedRecord,
     UsedRows,
 )
 from frozencore.lab.run.selecting import selected_checkpoint

@@ -6,7 +6,7 @@ from torch import nn
 
 from frozencore.lab.run.bench import Bench, Score
 from frozencore.lab.run.config import RunConfig, SelectionMetric
-from frozencore.lab.run.record import SelectedCheckpoint, StepScored
+from frozencore.lab.run.record_parts import SelectedCheckpoint, StepScored
 from frozencore.lab.run.rows import ScoredRows
 from frozencore.lab.scoring.heldout import held_out_loss
 from frozencore.lab.scoring.task_score import score_task

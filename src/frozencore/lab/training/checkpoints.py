@@ -9,9 +9,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError
 
 from frozencore.errors import ConfigError, TrainingError
 from frozencore.one_line import one_line
@@ -105,3 +108,18 @@ def _num_steps(folder: Path) -> int:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextmanager
+def disk_errors_told(checkpoint_dir: Path | None) -> Iterator[None]:
+    """An error in writing a checkpoint becomes a line that says so, and what to do."""
+    try:
+        yield
+    except (OSError, SafetensorError, RuntimeError) as error:
+        reason = one_line(error, 200)
+        if checkpoint_dir is None or (isinstance(error, RuntimeError) and "PytorchStreamWriter" not in reason):
+            raise
+        raise TrainingError(
+            f"A checkpoint could not be written to {checkpoint_dir}: {reason}. "
+            "Free some space and resume: the last whole checkpoint is kept."
+        ) from error

@@ -11,8 +11,8 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -21,7 +21,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 from transformers import PrinterCallback, TrainingArguments
 
@@ -29,7 +28,7 @@ from frozencore.adapter.trainable import require_own_parameters
 from frozencore.errors import ConfigError, DataError, TrainingError
 from frozencore.lab.rows.batches import PaddingCollator
 from frozencore.lab.rows.prompts import TokenRow
-from frozencore.lab.training.checkpoints import starting_point
+from frozencore.lab.training.checkpoints import disk_errors_told, starting_point
 from frozencore.lab.training.selection import Selected, Selection, Selector
 from frozencore.lab.training.termination import sigterm_held_back
 from frozencore.lab.training.trainer import (
@@ -40,7 +39,6 @@ from frozencore.lab.training.trainer import (
     own_use_cache,
     without_dropout,
 )
-from frozencore.one_line import one_line
 from frozencore.progress import Progress
 from frozencore.randomness import own_random_state
 
@@ -252,18 +250,3 @@ def _identity(model: nn.Module, recipe: Recipe, rows: Sequence[TokenRow]) -> dic
 
 def _hash_of(content: Any) -> str:
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
-
-
-@contextmanager
-def disk_errors_told(checkpoint_dir: Path | None) -> Iterator[None]:
-    """An error in writing a checkpoint becomes a line that says so, and what to do."""
-    try:
-        yield
-    except (OSError, SafetensorError, RuntimeError) as error:
-        reason = one_line(error, 200)
-        if checkpoint_dir is None or (isinstance(error, RuntimeError) and "PytorchStreamWriter" not in reason):
-            raise
-        raise TrainingError(
-            f"A checkpoint could not be written to {checkpoint_dir}: {reason}. "
-            "Free some space and resume: the last whole checkpoint is kept."
-        ) from error

@@ -17,7 +17,7 @@ from frozencore.lab.reports.pages.html_parts import html_document, image
 from frozencore.lab.reports.pages.protocol import protocol_yaml, studies_axes
 from frozencore.lab.reports.sheets.html_table import html_table
 from frozencore.lab.reports.sheets.sheet import SeedValue
-from frozencore.lab.run.record import Provenance
+from frozencore.lab.run.record_parts import Provenance
 
 STYLE = """
 body { max-width: 96rem; } th, td { padding: .3rem .5rem; }

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from frozencore.lab.campaign.results import CampaignResults, FinalRun, StudyResults
-from frozencore.lab.campaign.spec import PLACES
+from frozencore.lab.campaign.study_options import PLACES
 from frozencore.lab.methods import METHODS
 from frozencore.lab.reports.labels import axis_name, value_name
 from frozencore.lab.reports.sheets.sheet import Sheet, SheetCell, label, many, number
@@ -23,7 +23,8 @@ from frozencore.lab.reports.statistics.rank_correlation import (
     Correlation,
     rank_correlation,
 )
-from frozencore.lab.run.record import Criterion, TunedRecord
+from frozencore.lab.run.record import TunedRecord
+from frozencore.lab.run.record_parts import Criterion
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,6 @@ COSINES = (
     Measure("cosine_P", "mean principal-angle cosine of P to the reference", 3, ranked=False, suffix="-cos-p"),
     Measure("cosine_Q", "mean principal-angle cosine of Q to the reference", 3, ranked=False, suffix="-cos-q"),
 )
-CALIBRATION = Measure("calibration_s", "calibration, s", 1, lower_is_better=True, suffix="-calibration")
 
 
 def measures_of(results: StudyResults) -> tuple[Measure, ...]:

@@ -9,7 +9,7 @@ from itertools import product
 
 from frozencore.lab.campaign.plan import Axes
 from frozencore.lab.campaign.results import FinalRun, StudyResults
-from frozencore.lab.campaign.spec import Value
+from frozencore.lab.campaign.study_options import Value
 from frozencore.lab.reports.labels import column_name, full_name, slug
 from frozencore.lab.reports.sheets.sheet import SeedValue, Status
 from frozencore.lab.reports.statistics.over_tasks import mean, sample_std

@@ -12,11 +12,12 @@ from statistics import median
 
 from frozencore.lab.campaign.plan import Axes
 from frozencore.lab.campaign.results import StudyResults
-from frozencore.lab.campaign.spec import Value
+from frozencore.lab.campaign.study_options import Value
 from frozencore.lab.methods import METHODS
 from frozencore.lab.reports.labels import full_name
 from frozencore.lab.run.config import RunConfig
-from frozencore.lab.run.record import Resources, TunedRecord
+from frozencore.lab.run.record import TunedRecord
+from frozencore.lab.run.record_parts import Resources
 
 RankAndTargets = tuple[int | None, str]
 """Rank and targets of a run."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from frozencore.lab.campaign.results import StudyResults
-from frozencore.lab.campaign.spec import Value
+from frozencore.lab.campaign.study_options import Value
 from frozencore.lab.reports.labels import axis_name, full_name, value_name
 from frozencore.lab.reports.sheets.sheet import Sheet, label, number
 

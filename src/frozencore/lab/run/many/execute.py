@@ -21,7 +21,7 @@ from frozencore.lab.run.many.rows import TenantRows, read_tenants
 from frozencore.lab.run.many.tenants import RESERVED, find_tenants
 from frozencore.lab.run.named_basis import on_named_basis
 from frozencore.lab.run.peak_memory import PeakMemory
-from frozencore.lab.run.record import CompanySize
+from frozencore.lab.run.record_parts import CompanySize
 from frozencore.lab.run.recording import calibrated_on
 from frozencore.lab.run.targets import resolve_targets
 from frozencore.lab.training.many.losses import held_out_losses

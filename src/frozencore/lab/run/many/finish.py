@@ -20,7 +20,8 @@ from frozencore.lab.run.config import RunConfig
 from frozencore.lab.run.execute import LAST_GOOD, recipe_of
 from frozencore.lab.run.many.rows import TenantRows
 from frozencore.lab.run.peak_memory import PeakMemory
-from frozencore.lab.run.record import CompanySize, Failure, Provenance, Resolved, TunedRecord, read_record
+from frozencore.lab.run.record import Failure, TunedRecord, read_record
+from frozencore.lab.run.record_parts import CompanySize, Provenance, Resolved
 from frozencore.lab.run.recording import TrainedRun, calibrated_on, headline, make_record
 from frozencore.lab.training.many.losses import held_out_losses
 from frozencore.lab.training.many.seat import Trained

@@ -18,13 +18,12 @@ from torch import Tensor, nn
 
 from frozencore.errors import ConfigError, TrainingError
 from frozencore.lab.scoring.mode import base_of
-from frozencore.lab.training.checkpoints import starting_point
+from frozencore.lab.training.checkpoints import disk_errors_told, starting_point
 from frozencore.lab.training.many.checkpoint import Checkpoints, identity_of
 from frozencore.lab.training.many.company import Company
 from frozencore.lab.training.many.seat import Seat, Trained
 from frozencore.lab.training.many.slots import TrainedSlots
 from frozencore.lab.training.many.tenant import Tenant
-from frozencore.lab.training.recipe import disk_errors_told
 from frozencore.lab.training.termination import sigterm_held_back
 from frozencore.lab.training.trainer import own_use_cache, without_dropout
 from frozencore.progress import Progress

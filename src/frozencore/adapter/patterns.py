@@ -1,0 +1,18 @@
+"""Rank and scale of one layer, which may have a pattern of its own."""
+
+from __future__ import annotations
+
+from peft.utils.other import get_pattern_key
+
+from frozencore.adapter.config import FrozenCoreConfig
+
+
+def rank_of(config: FrozenCoreConfig, layer_name: str) -> int:
+    """The rank that was asked for in a layer."""
+    return config.rank_pattern.get(get_pattern_key(config.rank_pattern, layer_name), config.r)
+
+
+def scale_of(config: FrozenCoreConfig, layer_name: str) -> float:
+    """s of a layer: alpha over the rank that was asked for, or 1."""
+    alpha = config.alpha_pattern.get(get_pattern_key(config.alpha_pattern, layer_name), config.alpha)
+    return 1.0 if alpha is None else alpha / rank_of(config, layer_name)

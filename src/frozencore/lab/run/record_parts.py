@@ -1,0 +1,239 @@
+"""What the record of a run is made of: options, rows, hashes, provenance, training, cost, calibration, criterion."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from frozencore.lab.run.config import RunConfig
+from frozencore.lab.run.provenance import provenance
+
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+
+
+class Part(BaseModel):
+    """Strict, frozen, and keeps a key that it does not know (of a later version) as it came."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, strict=True, allow_inf_nan=False)
+
+    def content(self) -> dict[str, Any]:
+        """JSON values by key: what was given, and nothing for what was not."""
+        return self.model_dump(mode="json", exclude_unset=True)
+
+
+class RecordedConfig(Part):
+    """The options of a run, under the names that they had when it was made; those read here have types."""
+
+    rank: Count | None = None
+    targets: tuple[str, ...] | str | None = None
+    data: str | None = None
+    core: dict[str, Any] = {}
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Self:
+        return cls.model_validate_json(config.model_dump_json())
+
+
+class Provenance(Part):
+    """As :func:`frozencore.lab.run.provenance.provenance` tells it."""
+
+    versions: dict[str, str] = {}
+    python: str | None = None
+    commit: str | None = None
+    platform: str | None = None
+    device: str | None = None
+    num_threads: Count | None = None
+
+    @classmethod
+    def here(cls) -> Self:
+        return cls(**provenance())
+
+
+class Hashes(Part):
+    """SHA-256 of the base weights, of each set of rows, and of the bases, which only frozen cores have."""
+
+    model: str
+    train: str | None = None
+    calibration: str | None = None
+    evaluation: str | None = None
+    validation: str | None = None
+    basis: str | None = None
+
+
+class UsedRows(Part):
+    """How many rows were trained and scored on, and which: those to evaluate on, or those to validate on."""
+
+    trained: Count
+    scored: Count
+    scored_on: str
+    validation_from: str
+
+
+class AccuracyDetails(Part):
+    """What belongs to an accuracy, as :class:`frozencore.lab.scoring.score.TaskScore` has it.
+
+    Attributes:
+        correct: A letter for each scored row, in their order: 1 where the run was right, else 0.
+    """
+
+    standard_error: float
+    chance: float | None = None
+    majority_class: float | None = None
+    correct: Annotated[str, Field(pattern="^[01]+$")] | None = None
+
+
+class Training(Part):
+    """Optimiser steps, and their losses in nats per completion token."""
+
+    num_steps: Count
+    final_loss: float | None = None
+    losses: tuple[float | None, ...] = ()
+
+
+class StepScored(Part):
+    """What validation rows said of the values after a step; no accuracy where the loss alone was asked for."""
+
+    step: Count
+    held_out_loss: float
+    accuracy: float | None = None
+
+
+class SelectedCheckpoint(Part):
+    """Which step's values a run kept, and how that was chosen.
+
+    Attributes:
+        every: Steps between two scores, or ``epoch``.
+        by: ``accuracy`` (ties go to the lower held-out loss, then to the earlier step) or ``held_out_loss``; missing
+            where there were no validation rows, and the last step was kept.
+        rows: How many validation rows were scored; where they come from stands under the run's ``rows``.
+        time_s: Seconds of scoring, which are no part of ``training_s``.
+    """
+
+    every: Literal["epoch"] | Count
+    rows: Count
+    kept_step: Count
+    by: Literal["accuracy", "held_out_loss"] | None = None
+    scores: tuple[StepScored, ...] = ()
+    time_s: float = 0.0
+
+
+class CompanySize(Part):
+    """Of how many tenants a run was one, and how many trained at once.
+
+    Its ``training_s`` is its share of the common steps, by tokens; calibration and ``total_s`` are of all together.
+    """
+
+    tenants: Count
+    slots: Count
+
+
+class PhasePeaks(Part):
+    """The largest memory of each phase (``frozencore.lab.run.peak_memory``), what was held before it included.
+
+    Attributes:
+        measured: On the GPUs of the model (``device``), or resident in the ``process``, Python and libraries included.
+        held_bytes: With the base model loaded and scored, before the adapter was put on it.
+    """
+
+    measured: Literal["device", "process"]
+    held_bytes: Count
+    calibration_bytes: Count
+    training_bytes: Count
+    scoring_bytes: Count
+
+
+class Resources(Part):
+    """What the method cost, in the terms of the paper's tables.
+
+    Attributes:
+        magnitude_parameters: Those of the trainable ones that are DoRA's magnitudes.
+        optimizer_bytes: Gradients and states of AdamW beside the values themselves.
+        adapter_bytes_without_bases: With bases that can be made again.
+        step_s: Median; None for a single step.
+        peaks: None where the system does not tell phases apart.
+    """
+
+    trainable_parameters: Count | None = None
+    magnitude_parameters: Count | None = None
+    optimizer_bytes: Count | None = None
+    adapter_bytes: Count | None = None
+    adapter_bytes_without_bases: Count | None = None
+    calibration_s: float | None = None
+    step_s: float | None = None
+    num_steps: Count | None = None
+    peak_memory_bytes: Count | None = None
+    peaks: PhasePeaks | None = None
+
+
+class Resolved(Part):
+    """What the configuration left open, as it was decided."""
+
+    targets: tuple[str, ...] | str
+    recipe: dict[str, Any]
+    max_length: Count
+
+
+class CalibrationSummary(Part):
+    """The calibration pass over all layers; a median is None where it is not finite."""
+
+    collect_s: float
+    build_s: float
+    num_layers: Count
+    num_tokens: Count
+    smallest_effective_rank: Count
+    median_spread: dict[str, float | None]
+
+
+class LayerCriteria(Part):
+    """The criterion layer by layer: one entry of every tuple a layer, in the order of ``name``.
+
+    Attributes:
+        J: Squared whitened gradient inside the span, ``‖(PᵀDP)^-1/2 PᵀGQ (QᵀAQ)^-1/2‖²_F``.
+        energy: ``‖T‖²_F`` of ``T = D^-1/2 G A^-1/2``: what J is a share of.
+        gradient, gradient_total: ``‖PᵀGQ‖_F`` and ``‖G‖_F``.
+        leading: The first four singular values of what J is the squared norm of; for ``fcca`` they are Σ.
+        last: The r-th of them.
+        effective_rank: How many of them stand above rounding.
+        participation: ``(Σσ²)² / Σσ⁴``: over how many of them J is spread.
+        input_spread, error_spread: Maximum over median of a and of d; None where the median is zero.
+    """
+
+    name: tuple[str, ...]
+    J: tuple[float, ...]
+    energy: tuple[float, ...]
+    gradient: tuple[float, ...]
+    gradient_total: tuple[float, ...]
+    leading: tuple[tuple[float, ...], ...]
+    last: tuple[float, ...]
+    effective_rank: tuple[Count, ...]
+    participation: tuple[float, ...]
+    input_spread: tuple[float | None, ...]
+    error_spread: tuple[float | None, ...]
+
+
+class Criterion(Part):
+    """What the bases capture of the moments G, a, d of the run's calibration rows, before any training.
+
+    The metric is one for all runs, both sides in diagonal moments with this relative ``damping``, whatever the bases
+    were chosen by: so runs compare.
+
+    Attributes:
+        J: Sum over the layers; η/2 of it is the decrease of the loss that the local model promises for a step η.
+        J_share: Of the sum of all energy.
+        gradient: ``‖PᵀGQ‖_F`` of all layers together, and ``gradient_share`` of ``‖G‖_F``.
+        leading, last, effective_rank, participation, input_spread, error_spread: Medians over the layers.
+    """
+
+    damping: float
+    J: float
+    J_share: float
+    gradient: float
+    gradient_share: float
+    leading: tuple[float, ...]
+    last: float
+    effective_rank: float
+    participation: float
+    input_spread: float | None
+    error_spread: float | None
+    layers: LayerCriteria
