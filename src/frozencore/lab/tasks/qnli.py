@@ -8,50 +8,15 @@ Label 0 is entailment: the answer is there. Evaluation rows are GLUE's validatio
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from random import Random
-from typing import Any
-
-from frozencore.lab.tasks.fields import label_field, text_field
-from frozencore.lab.tasks.hub import HubDataset
+from frozencore.lab.tasks.glue import glue_task
 from frozencore.lab.tasks.made_up import question, sentence
-from frozencore.lab.tasks.task import Example, Task
 
-CHOICES = (" yes", " no")
-
-
-def to_example(row: Mapping[str, Any], row_id: str) -> Example:
-    question = text_field(row, "question", row_id)
-    sentence = text_field(row, "sentence", row_id)
-    label = label_field(row, "label", row_id, num_labels=2)
-    return Example(
-        id=row_id,
-        prompt=f"Question: {question}\nSentence: {sentence}\nDoes the sentence answer the question?\nAnswer:",
-        completion=CHOICES[label],
-        choices=CHOICES,
-    )
-
-
-def made_up(rng: Random, number: int) -> dict[str, Any]:
-    """A row of the hub's schema about nothing; labels take turns."""
-    return {"question": question(rng), "sentence": sentence(rng), "label": number % 2, "idx": number}
-
-
-TASK = Task(
-    name="qnli",
-    scoring="choice",
-    source=HubDataset(
-        path="nyu-mll/glue",
-        config="qnli",
-        train_split="train",
-        evaluation_split="validation",
-        columns=("question", "sentence", "label"),
-        num_rows={"train": 104743, "validation": 5463},
-        made_up=made_up,
-    ),
-    to_example=to_example,
-    num_train=2000,
-    num_evaluation=500,
+TASK = glue_task(
+    "qnli",
+    prompt="Question: {question}\nSentence: {sentence}\nDoes the sentence answer the question?\nAnswer:",
+    choices=(" yes", " no"),
+    texts={"question": question, "sentence": sentence},
+    num_rows={"train": 104743, "validation": 5463},
     epochs=1,
     licence="CC BY-SA 4.0 (SQuAD, from which it was made)",
 )
