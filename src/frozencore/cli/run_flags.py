@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING
 from datetime import date
 from inspect import Parameter, Signature, signature
@@ -122,6 +122,33 @@ def _value(option: Option, given: Any) -> Any:
         except ValidationError as error:
             refused = own_refusal(error.errors()[0])
     raise refused or ConfigError(f"{_spelled(option)} must be {option.rule}, but {given!r} came.")
+
+
+def read_choices(words: Sequence[str], among: Sequence[str]) -> dict[str, tuple[Any, ...]]:
+    """Values of options to try, by option, from words like ``lr=1e-3,3e-3``.
+
+    Args:
+        among: The options that may be given.
+
+    Raises:
+        ConfigError: In one line, which word, what is allowed and what came.
+    """
+    known = run_options()
+    by_flag = {
+        flag.removeprefix("--"): name for name in among for flag in (*SPELLED.get(name, ()), _spelled(known[name]))
+    }
+    choices: dict[str, tuple[Any, ...]] = {}
+    for word in words:
+        flag, _, values = word.partition("=")
+        name = by_flag.get(flag.strip().replace("_", "-"))
+        given = [value.strip() for value in values.split(",") if value.strip()]
+        if name is None or not given or name in choices:
+            raise ConfigError(
+                f"A sweep is one of {', '.join(sorted(by_flag))} with its values, once each, such as lr=1e-3,3e-3, but "
+                f"{word!r} came."
+            )
+        choices[name] = tuple(dict.fromkeys(_value(known[name], value) for value in given))
+    return choices
 
 
 def _takes_several(option: Option) -> bool:

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from frozencore.adapter.bases.calibrate import Calibration
 from frozencore.adapter.inspection import LayerReport
-from frozencore.lab.run.record import Failure, TunedRecord
+from frozencore.lab.run.record import TunedRecord
 from frozencore.lab.run.record_parts import AccuracyDetails
 
 
@@ -128,34 +128,3 @@ def _layer_cells(report: LayerReport) -> list[str]:
 def percent(share: float) -> str:
     """A share as a percentage with one decimal."""
     return f"{100 * share:.1f}"
-
-
-def tenants_summary(outcomes: Mapping[str, TunedRecord | Failure]) -> Group:
-    """Many tenants: what each was worth, and what they cost together."""
-    table = Table(title=f"{len(outcomes)} tenants on one basis", title_justify="left")
-    for heading in ("tenant", "rows", "steps", "held-out loss before", "after", "share, s"):
-        table.add_column(heading, justify="left" if heading == "tenant" else "right")
-    failures = []
-    records = []
-    for name, outcome in outcomes.items():
-        if isinstance(outcome, Failure):
-            table.add_row(name, "", "", "", outcome.reason, "")
-            failures.append(Text(f"{name}: {outcome.message}"))
-            continue
-        records.append(outcome)
-        rows, steps = outcome.rows.trained if outcome.rows else 0, str(outcome.training.num_steps)
-        if outcome.selection is not None and outcome.selection.kept_step != outcome.training.num_steps:
-            steps = f"{outcome.selection.kept_step} of {steps}"
-        losses = (outcome.held_out_loss_before, outcome.held_out_loss)
-        table.add_row(
-            name, str(rows), steps, *("" if loss is None else f"{loss:.3f}" for loss in losses),
-            f"{outcome.training_s:.1f}",
-        )  # fmt: skip
-    if not records:
-        return Group(table, *failures)
-    cost = Text(
-        f"{records[0].trainable_parameters:,} trained values each; calibration {records[0].calibration_s:.1f} s, "
-        f"training {sum(record.training_s for record in records):.1f} s together, "
-        f"peak memory {max(record.peak_memory_bytes for record in records) / 2**30:.2f} GiB"
-    )
-    return Group(table, *failures, cost)

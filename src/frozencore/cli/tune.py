@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from frozencore.cli.console import console
-from frozencore.cli.run_flags import TakesRun
+from frozencore.cli.run_flags import TakesRun, read_choices
 from frozencore.lab.run.config import RunConfig
 
 
@@ -19,16 +19,34 @@ def _tune(
     moments: Annotated[
         Path | None, typer.Option(help="A moments file of `frozencore calibrate`, instead of a new pass.")
     ] = None,
+    sweep: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=V,V,...",
+            help="Train the run with each of these values side by side on one basis and keep the one that is best on "
+            "validation rows: lr, warmup, epochs, batch-size, accumulation, seed (of the order of rows). May be "
+            "given several times.",
+        ),
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in --output.")] = False,
 ) -> None:
     from frozencore.cli.display import StageDisplay
+    from frozencore.cli.many_tables import sweep_summary
     from frozencore.cli.tables import run_summary
     from frozencore.lab.run.execute import adapt_from_data, execute
+    from frozencore.lab.run.many.sweep import SWEPT, execute_sweep
 
+    choices = read_choices(sweep or [], SWEPT)
+    adapt = partial(adapt_from_data, moments_file=moments)
     with StageDisplay(console) as progress:
-        record = execute(config, output, progress, resume=resume, adapt=partial(adapt_from_data, moments_file=moments))
+        if choices:
+            record, swept = execute_sweep(config, choices, output, progress, resume=resume, adapt=adapt)
+        else:
+            record, swept = execute(config, output, progress, resume=resume, adapt=adapt), None
     for warning in record.warnings:
         console.print(f"Warning: {warning}", style="yellow", markup=False, highlight=False)
+    if swept is not None:
+        console.print(sweep_summary(swept))
     console.print(run_summary(record))
     console.print(f"Adapter: {output / 'adapter'}   Record: {output / 'result.json'}", highlight=False)
 

@@ -26,7 +26,7 @@ def _tune_many(
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in --output.")] = False,
 ) -> None:
     from frozencore.cli.display import StageDisplay
-    from frozencore.cli.tables import tenants_summary
+    from frozencore.cli.many_tables import tenants_summary
     from frozencore.lab.run.many.execute import execute_many
     from frozencore.lab.run.record import Failure
 

@@ -33,7 +33,8 @@ from frozencore.lab.run.recording import TrainedRun, calibrated_on, headline, ma
 from frozencore.lab.run.rows import RunRows
 from frozencore.lab.run.selecting import score_rows, selection_of
 from frozencore.lab.run.targets import resolve_targets
-from frozencore.lab.training.recipe import Recipe, TrainingReport, train
+from frozencore.lab.training.recipe import Recipe, TrainingReport
+from frozencore.lab.training.recipe import train as train_alone
 from frozencore.maths.capture import Capture
 from frozencore.progress import Progress, as_stage
 from frozencore.whole_file import require_writable, write_json, write_lines
@@ -43,6 +44,11 @@ LAST_GOOD = "last-good-adapter"  # beside the checkpoints of a training that div
 Adapted = tuple[PeftModel, Calibration | None]
 Adapt = Callable[[RunConfig, Bench, Targets, Progress], Adapted]
 """Puts the configured adapter on a bench's model, calibrated; what was found is None where no data were read."""
+Train = Callable[
+    [RunConfig, PeftModel, Bench, Path, bool, Mapping[str, Any], Progress], tuple[RunConfig, TrainingReport]
+]
+"""Trains the adapter on a bench's rows. Comes: configuration, model, bench, the run's folder, whether to resume, what a
+checkpoint must share. Goes: the configuration that it trained by, and what it did."""
 MeasureBases = Callable[[RunConfig, Bench, PeftModel, Progress], Mapping[str, Capture]]
 """What bases capture, by layer, that were made without looking at the data; nothing where that is not known."""
 
@@ -56,6 +62,7 @@ def execute(
     resume: bool = False,
     adapt: Adapt | None = None,
     measure: MeasureBases | None = None,
+    train: Train | None = None,
 ) -> TunedRecord:
     """Run a configuration and write ``out/``: the adapter, predictions, and last of all ``result.json``.
 
@@ -64,6 +71,7 @@ def execute(
         resume: Go on from the newest complete checkpoint in ``out``.
         adapt: Where the adapter and its bases come from; :func:`adapt_from_data` by default.
         measure: What the bases capture, for a method that has read no data; its time counts as nobody's.
+        train: How it trains; by default once, by the configured recipe.
 
     Returns:
         The record that was written.
@@ -91,7 +99,7 @@ def execute(
     identity = {"base model": hashes["model"], "calibration rows": hashes["calibration"], **_options(config, targets)}
     try:
         with memory.phase("training"):
-            report = _train(config, model, bench, out, progress, resume=resume, identity=identity)
+            config, report = (train or _train_once)(config, model, bench, out, resume, identity, progress)
     except DivergenceError as error:
         if not method.has_bases:
             raise
@@ -179,17 +187,16 @@ def recipe_of(config: RunConfig, rows: RunRows) -> Recipe:
     )
 
 
-def _train(
+def _train_once(
     config: RunConfig,
     model: nn.Module,
     bench: Bench,
     out: Path,
-    progress: Progress,
-    *,
     resume: bool,
     identity: Mapping[str, Any],
-) -> TrainingReport:
-    return train(
+    progress: Progress,
+) -> tuple[RunConfig, TrainingReport]:
+    report = train_alone(
         model,
         bench.rows.train,
         recipe_of(config, bench.rows),
@@ -200,6 +207,7 @@ def _train(
         selection=selection_of(config, bench, progress),
         progress=progress,
     )
+    return config, report
 
 
 def _refuse_finished(out: Path) -> None:

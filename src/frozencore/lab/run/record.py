@@ -100,6 +100,27 @@ class StabilityRecord(RunRecord):
     reference_size: Count | None = None
 
 
+class SweptRun(Part):
+    """One of the runs of a sweep: its options, and on validation rows the loss of the step that it kept.
+
+    Attributes:
+        diverged: Why it ended early; it has no loss then.
+    """
+
+    options: dict[str, float]
+    held_out_loss: float | None = None
+    kept_step: Count | None = None
+    diverged: str | None = None
+
+
+class Sweep(Part):
+    """What ``sweep.json`` holds: every run in its order, how many validation rows chose, and which was the best."""
+
+    rows: Count
+    runs: tuple[SweptRun, ...]
+    best: Count
+
+
 class Failure(Part):
     """Why a run has no record."""
 

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from forked import start
 from frozencore import frozen_core_layers, load_basis, set_bases
+from frozencore.adapter.bases.carried import basis_fingerprint
 from frozencore.errors import ArtifactError, ConfigError, DataError, FrozenCoreError
-from frozencore.lab.methods import Targets, basis_fingerprint
+from frozencore.lab.methods import Targets
 from frozencore.lab.pocket import pocket_model_path
 from frozencore.lab.run.bench import Bench
 from frozencore.lab.run.config import RunConfig, make_config

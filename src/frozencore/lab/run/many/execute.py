@@ -16,6 +16,7 @@ from frozencore.errors import ArtifactError, ConfigError
 from frozencore.fingerprint import fingerprint_model
 from frozencore.lab.run.config import RunConfig
 from frozencore.lab.run.execute import Adapt, adapt_from_data, recipe_of
+from frozencore.lab.run.files import RECORD
 from frozencore.lab.run.many.finish import Finisher, TenantOutcome
 from frozencore.lab.run.many.rows import TenantRows, read_tenants
 from frozencore.lab.run.many.tenants import RESERVED, find_tenants
@@ -134,7 +135,7 @@ def _tenant(own: TenantRows, patience: int | None) -> Tenant:
 
 def _refuse_finished(out: Path, names: Iterable[str], *, resume: bool) -> None:
     require_writable(out)
-    finished = [name for name in names if (out / name / "result.json").exists()]
+    finished = [name for name in names if (out / name / RECORD).exists()]
     if finished and not (resume and (out / CHECKPOINTS).is_dir()):
         raise ArtifactError(
             f"{out} already holds a finished run of {finished[0]!r} ({len(finished)} in all). Choose another --output, "

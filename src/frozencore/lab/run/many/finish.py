@@ -18,6 +18,7 @@ from frozencore.lab.methods import Targets
 from frozencore.lab.run.bench import Bench, Score
 from frozencore.lab.run.config import RunConfig
 from frozencore.lab.run.execute import LAST_GOOD, recipe_of
+from frozencore.lab.run.files import ADAPTER, RECORD
 from frozencore.lab.run.many.rows import TenantRows
 from frozencore.lab.run.peak_memory import PeakMemory
 from frozencore.lab.run.record import Failure, TunedRecord, read_record
@@ -65,8 +66,8 @@ class Finisher:
         losses = self._held_out({name: one.cores for name, one in ended.items() if one.diverged is None})
         for name, trained in ended.items():
             folder = self.out / name
-            if (folder / "result.json").exists():  # a run that was killed has come this far before
-                record = read_record((folder / "result.json").read_text())
+            if (folder / RECORD).exists():  # a run that was killed has come this far before
+                record = read_record((folder / RECORD).read_text())
                 assert isinstance(record, TunedRecord)
                 self.outcomes[name] = record
             elif trained.diverged is not None:
@@ -90,13 +91,13 @@ class Finisher:
         folder, config, rows = self.out / name, self.own[name].config, self.own[name].rows
         bench = Bench(self.bench.model, self.bench.encoder, rows, before=Score(self.before[name]))
         score = Score(loss)
-        self._save(config, trained, folder / "adapter")
+        self._save(config, trained, folder / ADAPTER)
         captures = self.calibration.captures if self.calibration else {}
         record = make_record(
             config,
             bench,
             TrainedRun(
-                self.model, folder / "adapter", self.calibration, self.calibration_s, captures, self.memory,
+                self.model, folder / ADAPTER, self.calibration, self.calibration_s, captures, self.memory,
                 trained.report, score,
             ),
             resolved=Resolved(
@@ -107,8 +108,8 @@ class Finisher:
             started=self.started,
         ).model_copy(update={"company": self.company})  # fmt: skip
         calibration = calibrated_on(self.config, self.bench, self.calibration)
-        write_model_card(folder / "adapter", calibration=calibration, scores=headline(score))
-        write_json(folder / "result.json", record.content())
+        write_model_card(folder / ADAPTER, calibration=calibration, scores=headline(score))
+        write_json(folder / RECORD, record.content())
         return record
 
     def _fail(self, name: str, trained: Trained, why: str) -> Failure:

@@ -138,7 +138,7 @@ def _standing(company: Company, tenants: Mapping[str, Tenant], num_ended: int) -
     to_do = {name: tenants[name].num_steps for name in company.waiting}
     to_do |= {seat.name: seat.tenant.num_steps - seat.step for seat in company.seats}
     total = sum(tenant.num_steps for tenant in tenants.values())
-    note = f"{num_ended} of {len(tenants)} tenants ended"
+    note = f"{num_ended} of {len(tenants)} have ended"
     if losses := [seat.losses[-1] for seat in company.seats if seat.losses]:
         note += f", {len(company.seats)} train at loss {sum(losses) / len(losses):.3f}"
     return total - sum(to_do.values()), total, note
