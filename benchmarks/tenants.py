@@ -5,7 +5,8 @@
 ``keep``: the attention shapes of Qwen2.5-3B (36 layers, 2048 wide, 256-wide keys and values, bfloat16; feed-forward
 and vocabulary, which hold no adapter, are left small), rank 16, all four projections. A tenant is a core in a bank, an
 adapter of cores alone, an adapter that holds its basis, or PEFT's LoRA of rank 16. The memory is what the process's
-resident set grows by. A bank is filled from a hundred files, over and over: what is read is in the system's cache.
+resident set grows by, times are processor seconds. A bank is filled from a hundred files, over and over: what is read
+is in the system's cache.
 
 ``batch``: 64 rows of 32 tokens, each of its own tenant: one forward pass, and 32 generated tokens. The base model
 without adapters, our bank, our ``adapter_names``, PEFT's LoRA with ``adapter_names``, and LoRA of one tenant merged
@@ -110,9 +111,9 @@ def keep(base: nn.Module, counts: list[int], num_loaded: int, place: Path) -> di
         bank = CoreBank(model, count)
         times = []
         for i in range(count):
-            started = time.perf_counter()
+            started = time.process_time()
             bank.put(f"tenant {i}", files[i % NUM_FILES])
-            times.append(time.perf_counter() - started)
+            times.append(time.process_time() - started)
         found["bank"].append(
             {
                 "tenants": count,
@@ -137,9 +138,9 @@ def loaded(model: PeftModel, folders: list[Path]) -> dict[str, float]:
     """PEFT's ``load_adapter``, one folder after the other; all are taken away again."""
     before, times = resident(), []
     for i, folder in enumerate(folders):
-        started = time.perf_counter()
+        started = time.process_time()
         model.load_adapter(str(folder), f"loaded-{i}", autocast_adapter_dtype=False)
-        times.append(time.perf_counter() - started)
+        times.append(time.process_time() - started)
     taken = resident() - before
     for i in range(len(folders)):
         model.delete_adapter(f"loaded-{i}")
