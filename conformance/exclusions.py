@@ -12,7 +12,7 @@ CONVOLUTION = "puts an adapter on a convolution; a frozen core sits on linear la
 MHA = "puts an adapter on nn.MultiheadAttention; a frozen core sits on linear layers"
 DORA = "tests DoRA, a LoRA variant"
 BIAS = "trains biases (bias='all'), which a frozen core does not"
-WEIGHTED = "add_weighted_adapter recombines LoRA factors; frozen cores do not offer it"
+WEIGHTED = "add_weighted_adapter of adapters on different bases, which cores do not offer"
 DISPATCH = "registers custom LoRA layer classes, a mechanism of LoraConfig"
 MIXED_MODEL = "PeftMixedModel admits only the tuner types on its own list"
 WIDER = "asks for ranks above the layer's width; a frozen core takes the rank that fits and says so"

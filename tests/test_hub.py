@@ -11,11 +11,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+import torch
+from peft import PeftModel, get_peft_model
 
 from adapted import adapted
-from frozencore import export_lora
+from frozencore import FrozenCoreConfig, export_lora, get_bases, load_basis, save_basis
 from frozencore.adapter.export.merged import export_merged
-from frozencore.errors import ModelError
+from frozencore.errors import ArtifactError, ModelError
 from frozencore.hub import HUB_TIMEOUT_S, hub_answers, safe_loading
 from frozencore.lab.pocket import pocket_model_path
 from frozencore.lab.run.loading import load_config, load_model, load_tokenizer
@@ -133,3 +135,26 @@ def test_code_in_a_hub_repository_is_never_run(load: Callable[[str], object], ca
         load("org/name")
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_basis_of_a_hub_id_is_taken_from_the_cache_and_its_cores_name_it(cache: Path, tmp_path: Path) -> None:
+    model = adapted("random")
+    identity = save_basis(model, tmp_path / "basis")
+    put_into_cache(cache, tmp_path / "basis")
+    assert load_basis("org/name").identity == identity
+    on_it = get_peft_model(tiny_qwen2(), FrozenCoreConfig(basis="org/name", basis_revision="main"))
+    on_it.save_pretrained(str(tmp_path / "cores"))
+    shutil.rmtree(tmp_path / "basis")
+    loaded = PeftModel.from_pretrained(tiny_qwen2(), str(tmp_path / "cores"))
+    assert (loaded.peft_config["default"].basis, loaded.peft_config["default"].basis_id) == ("org/name", identity)
+    for name, X in get_bases(model).items():
+        assert torch.equal(get_bases(loaded)[name], X)
+
+
+@pytest.mark.parametrize("name", ["org/name", "name", "a b", "x\ny", "-/-"])
+def test_a_basis_that_is_neither_here_nor_cached_is_one_line_at_once(name: str) -> None:
+    started = time.monotonic()
+    with pytest.raises(ArtifactError) as caught:
+        load_basis(name)
+    assert "\n" not in str(caught.value)
+    assert time.monotonic() - started < HUB_TIMEOUT_S
