@@ -28,6 +28,7 @@ def whole_file(path: Path) -> Iterator[Path]:
         yield aside
         with aside.open("rb") as written:
             os.fsync(written.fileno())
+        allow_as_umask(aside)
         aside.replace(path)
     finally:
         aside.unlink(missing_ok=True)
@@ -60,6 +61,9 @@ def whole_folder(out: Path, *, overwrite: bool, reads: Path | None = None) -> It
         aside.mkdir()
         try:
             yield aside
+            for file in aside.iterdir():
+                if file.is_file():
+                    allow_as_umask(file)
             if out.is_dir():
                 shutil.rmtree(out)
             aside.rename(out)
@@ -78,6 +82,13 @@ def _require_free(out: Path, *, overwrite: bool, reads: Path | None) -> None:
         raise ArtifactError(f"{out} is there already. Choose another folder, or allow it to be overwritten.")
     if not any((out / mark).is_file() for mark in _MARKS):
         raise ArtifactError(f"{out} holds no model, adapter or basis, so it is not overwritten. Choose another folder.")
+
+
+def allow_as_umask(file: Path) -> None:
+    """Who may read a file is the user's to say; safetensors makes its files for their owner alone."""
+    umask = os.umask(0o077)
+    os.umask(umask)
+    file.chmod(0o666 & ~umask)
 
 
 def require_writable(folder: Path) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from adapted import adapted, cores_of, logits, train_at_random
-from frozencore import FrozenCoreConfig, export_lora, swap_core
+from frozencore import FrozenCoreConfig, export_lora, save_basis, swap_core
 from frozencore.adapter.directory import read_adapter
 from frozencore.adapter.export.merged import export_merged
 from frozencore.adapter.seal.integrity import require_finite
@@ -457,3 +457,18 @@ def test_the_state_of_an_adapter_without_storage_has_names_and_shapes_but_no_sea
     assert {name: X.shape for name, X in state.items()} == {name: X.shape for name, X in expected.items()}
     assert all(X.is_meta for X in state.values())
     assert model.peft_config["default"].to_dict()["seal"] is None
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
+def test_who_may_read_an_adapter_is_the_users_umask(umask: int, mode: int, tmp_path: Path) -> None:
+    before = os.umask(umask)
+    try:
+        model = adapted("random", trained=True)
+        model.save_pretrained(str(tmp_path / "adapter"))
+        save_basis(model, tmp_path / "basis")
+        export_lora(tmp_path / "adapter", tmp_path / "lora")
+    finally:
+        os.umask(before)
+    for folder in ("adapter", "basis", "lora"):
+        modes = {file.name: file.stat().st_mode & 0o777 for file in (tmp_path / folder).iterdir()}
+        assert set(modes.values()) == {mode}, modes

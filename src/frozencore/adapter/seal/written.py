@@ -13,16 +13,19 @@ from torch import Tensor
 from frozencore.adapter.seal.factors import PREFIX
 from frozencore.adapter.seal.integrity import require_sealed
 from frozencore.errors import ArtifactError
+from frozencore.whole_file import allow_as_umask
 
 
 def seal_file(path: Path, seal: dict[str, Any] | None) -> dict[str, Tensor]:
-    """Add the file's hash to the seal, unless it holds other tensors: those of an adapter about to be replaced.
+    """Open the file to whom the umask allows, and add its hash to the seal, unless it holds other tensors: those of an adapter that is about to
+    be replaced.
 
     Returns:
         The tensors that were sealed.
     """
     if not path.is_file():
         return {}
+    allow_as_umask(path)
     content = path.read_bytes()
     tensors = load(content)
     if seal is not None:
