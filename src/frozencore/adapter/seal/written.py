@@ -17,8 +17,9 @@ from frozencore.whole_file import allow_as_umask
 
 
 def seal_file(path: Path, seal: dict[str, Any] | None) -> dict[str, Tensor]:
-    """Open the file to whom the umask allows, and add its hash to the seal, unless it holds other tensors: those of an adapter that is about to
-    be replaced.
+    """Open the file to whom the umask allows, and add its hash to the seal.
+
+    No hash is added where it holds other tensors: those of an adapter that is about to be replaced.
 
     Returns:
         The tensors that were sealed.
