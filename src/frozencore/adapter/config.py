@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import warnings
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any, get_type_hints
-
-from peft import PeftConfig
-from pydantic import TypeAdapter, ValidationError
-from torch import Tensor
+from typing import Any
 
 from frozencore.adapter.option_fields import add_option_fields
-from frozencore.adapter.seal.card import CARD_FILE, write_model_card
-from frozencore.adapter.seal.integrity import read_seal, require_loadable, seal_tensors
+from frozencore.adapter.saved_config import SavedConfig
+from frozencore.adapter.seal.integrity import read_seal
 from frozencore.adapter.seal.saved_basis import SavedBasis, find_basis, read_header
-from frozencore.adapter.seal.written import holds_no_basis, seal_file
-from frozencore.adapter_folder import CONFIG_FILE, PEFT_TYPE, WEIGHTS_FILE, read_config
+from frozencore.adapter_folder import PEFT_TYPE
 from frozencore.constructors import (
     BasisOptions,
     Constructor,
@@ -31,8 +22,7 @@ from frozencore.constructors import (
     refuse_unread,
 )
 from frozencore.constructors.options import Alpha
-from frozencore.errors import ArtifactError, ConfigError, FrozenCoreError
-from frozencore.one_line import one_line
+from frozencore.errors import ArtifactError, ConfigError
 from frozencore.options import options_of, without_lists
 
 
@@ -43,7 +33,7 @@ class FrozenCoreType(str, Enum):  # noqa: UP042 - PEFT formats the type with str
 
 
 @dataclass
-class FrozenCoreConfig(PeftConfig, EveryOption):  # type: ignore[misc]  # frozen it is for type checkers alone
+class FrozenCoreConfig(SavedConfig, EveryOption):  # type: ignore[misc]  # frozen it is for type checkers alone
     """Configuration of a frozen-core adapter: ``y = (W + s·P R Qᵀ) x`` with only R (r x r) trained.
 
     Args:
@@ -166,40 +156,6 @@ class FrozenCoreConfig(PeftConfig, EveryOption):  # type: ignore[misc]  # frozen
         given = {name: without_lists(getattr(self, name)) for name in options_of(row.options) if name != "rank"}
         return row.options(rank=self.r if rank is None else rank, **given)
 
-    @classmethod
-    def from_pretrained(
-        cls, pretrained_model_name_or_path: str | Path, subfolder: str | None = None, **kwargs: Any
-    ) -> PeftConfig:
-        """As PEFT does, after a look at the whole folder where it is a local one.
-
-        Raises:
-            ArtifactError: The adapter is damaged, changed since it was saved, or a pickle.
-        """
-        folder = Path(pretrained_model_name_or_path, subfolder or "")
-        ours = (folder / CONFIG_FILE).exists() and read_config(folder).get("peft_type") == PEFT_TYPE
-        if ours:
-            require_loadable(folder)
-            require_types(folder, read_config(folder))
-        try:
-            config = super().from_pretrained(str(pretrained_model_name_or_path), subfolder=subfolder, **kwargs)
-            if isinstance(config, FrozenCoreConfig) and config.basis_id is not None:
-                config._folder = folder if ours else None
-                config.basis = str(kwargs.get("basis") or config.basis or "") or None  # PEFT prefers the file's
-            return config
-        except (TypeError, AttributeError, KeyError, ValueError) as error:
-            if isinstance(error, FrozenCoreError) or not ours:
-                raise
-            reason = one_line(error, 200)
-            raise ArtifactError(
-                f"{folder / CONFIG_FILE} holds a value of a wrong type ({reason}). Save or download it again."
-            ) from error
-
-    @classmethod
-    def from_json_file(cls, path_json_file: str, **kwargs: Any) -> dict[str, Any]:
-        """As PEFT does, without what is not the adapter's to say."""
-        values = super().from_json_file(path_json_file, **kwargs)
-        return {name: value for name, value in values.items() if name != "allow_other_base"}
-
     def find_basis(self, origin: str) -> SavedBasis:
         """The named basis: in or beside the folder that this was read from, or where ``basis`` says.
 
@@ -213,68 +169,8 @@ class FrozenCoreConfig(PeftConfig, EveryOption):  # type: ignore[misc]  # frozen
         """The adapter is on that basis from now on, and is saved as cores alone; None: on one of its own."""
         self.basis, self.basis_revision, self.basis_id, self._folder = place, revision, identity, None
 
-    def take_seal(self) -> dict[str, Any]:
-        """What the file said of the weights beside it; said once, since other weights may be loaded later."""
-        seal, self.seal = self.seal, None
-        return seal or {}
-
-    def prepare_seal(self, tensors: Mapping[str, Tensor], base: Mapping[str, str] | None) -> None:
-        """Note what the tensors are that are about to be saved, and the base model they were made on, unless a basis
-        that has a name says it."""
-        self._seal_to_write = {**seal_tensors(tensors), "base": None if base is None else dict(base)}
-
-    def to_dict(self) -> dict[str, Any]:
-        """What is saved: as PEFT does, with sets in order and the note that the bases are in the file beside it."""
-        saved = {**super().to_dict(), "load_bases": True, "seal": self._seal_to_write or self.seal}
-        del saved["allow_other_base"]  # whoever loads an adapter says so, not the adapter
-        if self.basis_id is None:
-            saved = {
-                name: value for name, value in saved.items() if name not in ("basis", "basis_revision", "basis_id")
-            }
-        return {name: sorted(value) if isinstance(value, set) else value for name, value in saved.items()}
-
-    def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:
-        """As PEFT does, but whole or not at all, with the hash of the weights that were written before it.
-
-        Then fills in the card that PEFT has left empty, where there is one. Warns if the weights hold no basis: an
-        adapter that was never calibrated.
-        """
-        folder = Path(save_directory)
-        if folder.is_file():
-            raise AssertionError(f"Provided path ({folder}) should be a directory, not a file")
-        folder.mkdir(parents=True, exist_ok=True)
-        tensors = seal_file(folder / WEIGHTS_FILE, self._seal_to_write)
-        with TemporaryDirectory(prefix=f".{CONFIG_FILE}.", dir=folder) as aside:
-            super().save_pretrained(aside, **kwargs)
-            os.replace(Path(aside) / CONFIG_FILE, folder / CONFIG_FILE)
-        if holds_no_basis(tensors):
-            warnings.warn(
-                f"The adapter saved in {save_directory} was never calibrated: its bases are zero and it changes "
-                "nothing. Call frozencore.calibrate(model, dataloader) and save it again.",
-                stacklevel=3,
-            )
-        if (folder / CARD_FILE).exists():
-            write_model_card(save_directory)
-
 
 add_option_fields(FrozenCoreConfig)
-
-
-def require_types(folder: Path, values: Mapping[str, Any]) -> None:
-    """Refuse options of a file that are not of their type: PEFT and we would stumble over them much later.
-
-    Raises:
-        ArtifactError: The first of them.
-    """
-    for name, wanted in get_type_hints(FrozenCoreConfig).items():
-        try:
-            if name in values:
-                TypeAdapter(wanted).validate_json(json.dumps(values[name]), strict=True)
-        except ValidationError as error:
-            raise ArtifactError(
-                f"{folder / CONFIG_FILE} holds a value of a wrong type ({name}: {error.errors()[0]['msg'].lower()}). "
-                "Save or download it again."
-            ) from error
 
 
 def options_of_basis() -> frozenset[str]:

@@ -13,7 +13,7 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
-from frozencore.adapter.config import FrozenCoreConfig, require_types
+from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.adapter.seal.card import CARD_FILE
 from frozencore.adapter.seal.factors import Factors, layer_factors
 from frozencore.adapter.seal.flat_cores import FLAT, with_factors
@@ -93,7 +93,7 @@ def read_tensors(
         kind = one_line(kind, 40)
         raise ArtifactError(f"{directory} holds a {kind} adapter, not a frozen core. Read it with PEFT.")
     values, tensors = read_folder(directory)
-    require_types(directory, values)
+    FrozenCoreConfig.require_types(directory, values)
     known = {field.name for field in fields(FrozenCoreConfig)}
     try:
         config = FrozenCoreConfig(**{key: value for key, value in values.items() if key in known})

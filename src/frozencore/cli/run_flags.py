@@ -16,7 +16,8 @@ from pydantic import ValidationError
 from frozencore.constructors import described
 from frozencore.errors import ConfigError
 from frozencore.lab.methods import METHODS
-from frozencore.lab.run.config import GROUPS, in_groups, make_config, run_options
+from frozencore.lab.run.config import make_config, run_options
+from frozencore.lab.run.option_groups import GROUPS, in_groups
 from frozencore.options import Option, own_refusal
 
 SPELLED = {"learning_rate": ("--lr", "--learning-rate")}

@@ -15,7 +15,8 @@ from frozencore.fingerprint import fingerprint_options
 from frozencore.lab.campaign.spec import Kind
 from frozencore.lab.campaign.study_options import PLACES
 from frozencore.lab.rows.suite import find_task
-from frozencore.lab.run.config import GROUPS, RunConfig, in_groups
+from frozencore.lab.run.config import RunConfig
+from frozencore.lab.run.option_groups import GROUPS, in_groups
 from frozencore.options import own_refusal
 
 ID_DIGITS = 16

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
 from dataclasses import MISSING
 from datetime import date
 from functools import cache, partial
@@ -13,65 +11,32 @@ from typing import Annotated, Any, Literal, get_type_hints
 from pydantic import (
     BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     PositiveInt,
     SerializeAsAny,
     ValidationError,
     ValidationInfo,
-    create_model,
     field_validator,
     model_validator,
 )
 
 from frozencore.calibration.options import CalibrationOptions, MemoryBudget
-from frozencore.constructors import CONSTRUCTORS, BasisOptions, constructor_options, refuse_unread
-from frozencore.constructors.options import Rank, ScaleOptions
+from frozencore.constructors import BasisOptions, refuse_unread
+from frozencore.constructors.options import Rank
 from frozencore.errors import ConfigError
 from frozencore.lab.methods import AdapterOptions, Method, Targets, find_method
 from frozencore.lab.rows.prompt_date import PROMPT_DATE
 from frozencore.lab.rows.prompts import PromptStyle
 from frozencore.lab.rows.suite import find_task
+from frozencore.lab.run.option_groups import GROUPS, Frozen, read_group
 from frozencore.maths.moments import MomentName
 from frozencore.one_line import one_line
-from frozencore.options import Option, options_of, own_refusal
+from frozencore.options import Option, own_refusal
 
 SelectionMetric = Literal["accuracy", "held_out_loss"]
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-def _core_options() -> dict[str, Option]:
-    return {**options_of(ScaleOptions), **constructor_options()}
-
-
-def _pass_options() -> dict[str, Option]:
-    own = RunConfig.model_fields  # the seed and the budget are the run's
-    return {name: option for name, option in options_of(CalibrationOptions).items() if name not in own}
-
-
-GROUPS: dict[str, Callable[[], dict[str, Option]]] = {"core": _core_options, "calibration": _pass_options}
-"""Options that a configuration holds in a group: those of the cores, as the table of constructors has them at the time,
-and those of the calibration pass. Who names one of them does so without its group."""
-
-
-@cache
-def _model(group: str, _table: tuple[type, ...]) -> type[BaseModel]:
-    fields: dict[str, Any] = {name: (option.type, option.default) for name, option in GROUPS[group]().items()}
-    return create_model(group, __base__=_Frozen, **fields)
-
-
-def _read(given: Any, group: str) -> BaseModel:
-    if isinstance(given, BaseModel):
-        return given
-    model = _model(group, tuple(row.options for row in CONSTRUCTORS.values()))
-    # through JSON, in which a list may become a tuple and text never becomes a number
-    return model.model_validate_json(json.dumps(given, default=str), strict=True)
-
-
-class RunConfig(_Frozen):
+class RunConfig(Frozen):
     """One run of the training recipe (paper, section 4 and appendix B); each field says what it is in its help."""
 
     model: Annotated[
@@ -96,11 +61,11 @@ class RunConfig(_Frozen):
             "and scale are its own, and the adapter is saved as cores alone."
         ),
     ] = None
-    core: Annotated[SerializeAsAny[BaseModel], BeforeValidator(partial(_read, group="core"))] = Field(
-        default_factory=partial(_read, {}, "core")
+    core: Annotated[SerializeAsAny[BaseModel], BeforeValidator(partial(read_group, group="core"))] = Field(
+        default_factory=partial(read_group, {}, "core")
     )
-    calibration: Annotated[SerializeAsAny[BaseModel], BeforeValidator(partial(_read, group="calibration"))] = Field(
-        default_factory=partial(_read, {}, "calibration")
+    calibration: Annotated[SerializeAsAny[BaseModel], BeforeValidator(partial(read_group, group="calibration"))] = (
+        Field(default_factory=partial(read_group, {}, "calibration"))
     )
     calibration_size: Annotated[int, Field(ge=1, description="Training rows that the calibration pass reads.")] = 128
     memory_budget: MemoryBudget = None
@@ -238,14 +203,6 @@ def run_options() -> dict[str, Option]:
 def _types_of_options() -> tuple[dict[str, Any], dict[str, Any]]:
     """With what their annotations add, and plain."""
     return get_type_hints(RunConfig, include_extras=True), get_type_hints(RunConfig)
-
-
-def in_groups(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of a run by name as its configuration holds them: some in their group."""
-    values = dict(options)
-    for group, own in GROUPS.items():
-        values[group] = {name: values.pop(name) for name in own() if name in values}
-    return values
 
 
 def make_config(**values: Any) -> RunConfig:

@@ -1,0 +1,127 @@
+"""How the configuration of an adapter is saved and read: whole or not at all, checked with what lies beside it."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, get_type_hints
+
+from peft import PeftConfig
+from pydantic import TypeAdapter, ValidationError
+from torch import Tensor
+
+from frozencore.adapter.seal.card import CARD_FILE, write_model_card
+from frozencore.adapter.seal.integrity import require_loadable, seal_tensors
+from frozencore.adapter.seal.written import holds_no_basis, seal_file
+from frozencore.adapter_folder import CONFIG_FILE, PEFT_TYPE, WEIGHTS_FILE, read_config
+from frozencore.errors import ArtifactError, FrozenCoreError
+from frozencore.one_line import one_line
+
+
+class SavedConfig(PeftConfig):
+    """What :class:`frozencore.FrozenCoreConfig` does in a folder; what it says is its own."""
+
+    if TYPE_CHECKING:
+        seal: dict[str, Any] | None
+        basis: str | None
+        basis_id: str | None
+        _seal_to_write: dict[str, Any] | None
+        _folder: Path | None
+
+    @classmethod
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: str | Path, subfolder: str | None = None, **kwargs: Any
+    ) -> PeftConfig:
+        """As PEFT does, after a look at the whole folder where it is a local one.
+
+        Raises:
+            ArtifactError: The adapter is damaged, changed since it was saved, or a pickle.
+        """
+        folder = Path(pretrained_model_name_or_path, subfolder or "")
+        ours = (folder / CONFIG_FILE).exists() and read_config(folder).get("peft_type") == PEFT_TYPE
+        if ours:
+            require_loadable(folder)
+            cls.require_types(folder, read_config(folder))
+        try:
+            config = super().from_pretrained(str(pretrained_model_name_or_path), subfolder=subfolder, **kwargs)
+            if isinstance(config, SavedConfig) and config.basis_id is not None:
+                config._folder = folder if ours else None
+                config.basis = str(kwargs.get("basis") or config.basis or "") or None  # PEFT prefers the file's
+            return config
+        except (TypeError, AttributeError, KeyError, ValueError) as error:
+            if isinstance(error, FrozenCoreError) or not ours:
+                raise
+            reason = one_line(error, 200)
+            raise ArtifactError(
+                f"{folder / CONFIG_FILE} holds a value of a wrong type ({reason}). Save or download it again."
+            ) from error
+
+    @classmethod
+    def from_json_file(cls, path_json_file: str, **kwargs: Any) -> dict[str, Any]:
+        """As PEFT does, without what is not the adapter's to say."""
+        values = super().from_json_file(path_json_file, **kwargs)
+        return {name: value for name, value in values.items() if name != "allow_other_base"}
+
+    @classmethod
+    def require_types(cls, folder: Path, values: Mapping[str, Any]) -> None:
+        """Refuse options of a file that are not of their type: PEFT and we would stumble over them much later.
+
+        Raises:
+            ArtifactError: The first of them.
+        """
+        for name, wanted in get_type_hints(cls).items():
+            try:
+                if name in values:
+                    TypeAdapter(wanted).validate_json(json.dumps(values[name]), strict=True)
+            except ValidationError as error:
+                raise ArtifactError(
+                    f"{folder / CONFIG_FILE} holds a value of a wrong type "
+                    f"({name}: {error.errors()[0]['msg'].lower()}). Save or download it again."
+                ) from error
+
+    def take_seal(self) -> dict[str, Any]:
+        """What the file said of the weights beside it; said once, since other weights may be loaded later."""
+        seal, self.seal = self.seal, None
+        return seal or {}
+
+    def prepare_seal(self, tensors: Mapping[str, Tensor], base: Mapping[str, str] | None) -> None:
+        """Note what the tensors are that are about to be saved, and the base model they were made on, unless a basis
+        that has a name says it."""
+        self._seal_to_write = {**seal_tensors(tensors), "base": None if base is None else dict(base)}
+
+    def to_dict(self) -> dict[str, Any]:
+        """What is saved: as PEFT does, with sets in order and the note that the bases are in the file beside it."""
+        saved = {**super().to_dict(), "load_bases": True, "seal": self._seal_to_write or self.seal}
+        del saved["allow_other_base"]  # whoever loads an adapter says so, not the adapter
+        if self.basis_id is None:
+            saved = {
+                name: value for name, value in saved.items() if name not in ("basis", "basis_revision", "basis_id")
+            }
+        return {name: sorted(value) if isinstance(value, set) else value for name, value in saved.items()}
+
+    def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:
+        """As PEFT does, but whole or not at all, with the hash of the weights that were written before it.
+
+        Then fills in the card that PEFT has left empty, where there is one. Warns if the weights hold no basis: an
+        adapter that was never calibrated.
+        """
+        folder = Path(save_directory)
+        if folder.is_file():
+            raise AssertionError(f"Provided path ({folder}) should be a directory, not a file")
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors = seal_file(folder / WEIGHTS_FILE, self._seal_to_write)
+        with TemporaryDirectory(prefix=f".{CONFIG_FILE}.", dir=folder) as aside:
+            super().save_pretrained(aside, **kwargs)
+            os.replace(Path(aside) / CONFIG_FILE, folder / CONFIG_FILE)
+        if holds_no_basis(tensors):
+            warnings.warn(
+                f"The adapter saved in {save_directory} was never calibrated: its bases are zero and it changes "
+                "nothing. Call frozencore.calibrate(model, dataloader) and save it again.",
+                stacklevel=3,
+            )
+        if (folder / CARD_FILE).exists():
+            write_model_card(save_directory)
