@@ -104,7 +104,8 @@ def test_a_rehearsed_run_keeps_its_proportions(tmp_path: Path) -> None:
         data.root, "cpu", {"any": "elsewhere"}, shares=data.shares, stand_ins=("any",), calibration_share=5 / 512
     )
     put = [place.put(config) for config in configs]
-    assert [config.calibration_size for config in put] == [1, 1, 1, 2, 5]
+    assert [config.calibration_size for config in put] == [2, 2, 2, 2, 5]  # rank 16 needs as many tokens
+    assert place.put(configs[0].model_copy(update={"rank": 64})).calibration_size == 8
     assert {(c.num_train, c.num_evaluation, c.epochs, c.max_new_tokens, c.max_length, c.model) for c in put} == {
         (5, 6, 2, 3, 2048, "elsewhere")
     }

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from frozencore.lab.campaign.plan import plan
-from frozencore.lab.campaign.spec import Campaign, read_campaign
-from frozencore.lab.rehearsal.sample import quick_sample, whole_sample
+from frozencore.lab.campaign.spec import Campaign, Study, read_campaign
+from frozencore.lab.campaign.study_options import Value
+from frozencore.lab.rehearsal.sample import Sample, quick_sample, whole_sample
 from places import ROOT
 
 CAMPAIGNS = sorted((ROOT / "campaigns").glob("*.yaml"))
@@ -29,36 +30,84 @@ def test_a_whole_sample_is_the_specification_but_for_the_seeds(path: Path) -> No
         assert {**ours.axes, "seed": study.axes["seed"]} == study.axes
 
 
+def values_of(campaign: Campaign, *axes: str) -> set[tuple[str, Value]]:
+    """What axes go through anywhere in a campaign."""
+    return {
+        (axis, value)
+        for study in campaign.studies.values()
+        for axis, values in study.axes.items()
+        if axis in axes or (not axes and axis != "seed")
+        for value in values
+    }
+
+
+def all_values(sample: Sample) -> set[tuple[str, Value]]:
+    return set().union(*map(values_of, sample.parts))
+
+
 @pytest.mark.parametrize("path", CAMPAIGNS, ids=lambda path: path.stem)
-def test_a_quick_sample_has_every_value_of_every_axis_and_option(path: Path) -> None:
+def test_a_quick_sample_has_every_study_and_every_value_of_every_axis(path: Path) -> None:
     campaign = read_campaign(path)
     sample = quick_sample(campaign)
     for part in sample.parts:
         assert Campaign.model_validate_json(part.model_dump_json(), strict=True) == part
         assert {run.study for run in plan(part, lambda _: None)} == set(part.studies)
-    tasks = {task for study in campaign.studies.values() for task in study.axes["task"]}
-    assert {task for part in sample.parts for s in part.studies.values() for task in s.axes["task"]} == tasks
+    assert all_values(sample) == values_of(campaign)
     for name, study in campaign.studies.items():
-        ours = [part.studies[name] for part in sample.parts if name in part.studies]
-        for axis, values in study.axes.items():
-            covered = {value for one in ours for value in one.axes[axis]}
-            if axis not in ("task", "seed"):
-                assert covered == set(values), (name, axis)
-        for one in ours:
-            assert all(
-                len(one.axes[axis]) >= min(2, len(values)) for axis, values in study.axes.items() if axis != "seed"
-            )
-            if study.report.reference is not None and study.report.reference != "matched":
-                assert study.report.reference in {
-                    str(v) for axis in (*study.report.rows, *study.report.columns) for v in one.axes[axis]
-                }
-        if study.search is not None:
-            tried = [grid for one in ours if one.search for grid in one.search.grids]
-            for grid in study.search.grids:
-                for option, values in grid.items():
-                    some = {value for few in tried for value in few.get(option, ())}
-                    assert {values[0], values[-1]} & some, (name, option)
+        ours = sample.parts[-1].studies[name]
+        assert ours.report == study.report
+        for axis in study.report.columns:
+            assert len(ours.axes[axis]) >= min(2, len(study.axes[axis])) or axis == "task"
+        if study.report.reference not in (None, "matched"):
+            assert str(study.report.reference) in {
+                str(v) for axis in (*study.report.rows, *study.report.columns) for v in ours.axes[axis]
+            }
     whole, quick = num_runs(whole_sample(campaign).parts[0]), sum(map(num_runs, sample.parts))
     assert quick <= whole
     if path.stem.startswith("paper") and "ablations" not in path.stem:  # these have little to leave out
-        assert 3 * quick < whole
+        assert 10 * quick < whole
+
+
+@pytest.mark.parametrize("path", CAMPAIGNS, ids=lambda path: path.stem)
+def test_a_quick_sample_searches_each_study_and_each_task(path: Path) -> None:
+    campaign = read_campaign(path)
+    sample = quick_sample(campaign)
+    searched = {
+        (run.study, str(run.axes["task"]))
+        for part in sample.parts
+        for run in plan(part, lambda _: None)
+        if run.phase == "search"
+    }
+    with_search = {name: study for name, study in campaign.studies.items() if any_search(study)}
+    assert {study for study, _ in searched} == set(with_search)
+    assert {task for _, task in searched} == {task for study in with_search.values() for task in study.axes["task"]}
+
+
+def any_search(study: Study) -> bool:
+    grids = study.search.grids if study.search else ()
+    return any(len(values) > 1 for grid in grids for option, values in grid.items() if option != "for")
+
+
+@pytest.mark.parametrize("name", ["paper-1.5b", "paper-7b", "paper-llama-1b"])
+def test_what_differs_in_its_models_alone_goes_through_each_study_task_and_method_but_searches_nothing(
+    name: str,
+) -> None:
+    other, campaign = (read_campaign(ROOT / "campaigns" / f"{stem}.yaml") for stem in ("paper-3b", name))
+    sample = quick_sample(campaign, [other])
+    assert all_values(sample) >= values_of(campaign, "model", "task", "method")
+    assert set(sample.parts[-1].studies) == set(campaign.studies)
+    planned = [run for part in sample.parts for run in plan(part, lambda _: None)]
+    assert {run.phase for run in planned} == {"final"}
+    assert any(run.phase == "search" for part in quick_sample(other).parts for run in plan(part, lambda _: None))
+    assert "no search" in " ".join(sample.left_out)
+
+
+def test_what_another_campaign_went_through_comes_again_where_a_table_needs_it() -> None:
+    other, campaign = (read_campaign(ROOT / "campaigns" / f"{stem}-ablations.yaml") for stem in ("paper-3b", "pocket"))
+    sample = quick_sample(campaign, [other])
+    assert all_values(sample) >= values_of(campaign, "task", "method")
+    assert {part.studies.keys() >= campaign.studies.keys() for part in sample.parts[-1:]} == {True}
+    new = values_of(campaign) - values_of(other)
+    assert new
+    assert new <= all_values(sample)
+    assert len(all_values(sample)) < len(values_of(campaign))

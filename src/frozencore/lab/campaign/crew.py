@@ -139,7 +139,7 @@ class LocalCrew:
 
     def _hire(self, worker: int) -> None:
         ours, theirs = self._context.Pipe()
-        threads = max(1, (os.cpu_count() or 1) // self.size)
+        threads = max(1, torch.get_num_threads() // self.size)  # of those that the user leaves to torch
         process = self._context.Process(
             target=_work, args=(theirs, os.getpid(), self._folder, self._places[worker], self._keep_adapters, threads)
         )

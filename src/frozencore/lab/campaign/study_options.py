@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import MISSING, dataclass
+from functools import cache
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, GetJsonSchemaHandler
@@ -22,6 +23,7 @@ PLACES = ("data_root", "device")
 METHODS_OF_GRID = "for"
 
 
+@cache
 def _options() -> dict[str, Option]:
     return {name: option for name, option in run_options().items() if name not in PLACES}
 

@@ -18,7 +18,8 @@ from frozencore.lab.rehearsal.architectures import known_model
 from frozencore.lab.run.loading import load_config, load_tokenizer
 from frozencore.one_line import one_line
 
-WIDTH, HEAD_WIDTH, LAYERS, HEADS = 64, 32, 2, 4  # no projection is narrower than the largest rank of the paper
+WIDTH, HEAD_WIDTH, HEADS = 64, 32, 4  # no projection is narrower than the largest rank of the paper
+LAYERS = 2
 PIECES = 2000
 SHORTEST_CONTEXT = 4096  # its tokenizer knows few words, so that rows are longer than the real model's
 SEED = 0
@@ -61,7 +62,7 @@ def find_original(location: str) -> Original:
     return Original(config, "folder or cache", lambda: _cached_tokenizer(location))
 
 
-def make_stand_in(original: Original, texts: Sequence[str], folder: Path) -> None:
+def make_stand_in(original: Original, texts: Sequence[str], folder: Path, num_layers: int = LAYERS) -> None:
     """Write a model and tokenizer of the original's kind, as ``save_pretrained`` does; the same each time.
 
     Args:
@@ -81,7 +82,8 @@ def make_stand_in(original: Original, texts: Sequence[str], folder: Path) -> Non
     try:
         with torch.random.fork_rng():
             torch.manual_seed(SEED)
-            model = AutoModelForCausalLM.from_config(small_config(original.config, tokenizer), dtype=torch.float32)
+            small = small_config(original.config, tokenizer, num_layers)
+            model = AutoModelForCausalLM.from_config(small, dtype=torch.float32)
         model.save_pretrained(folder)
     except Exception as error:  # architectures check their numbers each in its own way
         reason = one_line(error, 200)
@@ -94,14 +96,14 @@ def make_stand_in(original: Original, texts: Sequence[str], folder: Path) -> Non
     tokenizer.save_pretrained(folder)
 
 
-def small_config(config: PretrainedConfig, tokenizer: Any) -> PretrainedConfig:
+def small_config(config: PretrainedConfig, tokenizer: Any, num_layers: int = LAYERS) -> PretrainedConfig:
     """The same architecture with few, narrow layers: tied as the real one, heads grouped where they are there."""
     small = copy.deepcopy(config)
     heads, shared = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
     changes = {
         "hidden_size": WIDTH,
         "intermediate_size": WIDTH,
-        "num_hidden_layers": LAYERS,
+        "num_hidden_layers": num_layers,
         "num_attention_heads": HEADS,
         "num_key_value_heads": HEADS if shared == heads else HEADS // 2,
         "max_position_embeddings": max(SHORTEST_CONTEXT, getattr(config, "max_position_embeddings", 0)),
@@ -116,7 +118,7 @@ def small_config(config: PretrainedConfig, tokenizer: Any) -> PretrainedConfig:
     if shared is not None:
         small.head_dim = HEAD_WIDTH
     if getattr(config, "layer_types", None):
-        small.layer_types = config.layer_types[:LAYERS]
+        small.layer_types = config.layer_types[:num_layers]
     return small
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from frozencore.lab.campaign.worker import Place
-from frozencore.lab.rehearsal.sizes import Shares, epochs_of, scaled
+from frozencore.lab.rehearsal.sizes import Shares, epochs_of, fewest_calibrated, scaled
 from frozencore.lab.rows.prompts import PROTOCOL_MAX_LENGTH
 from frozencore.lab.rows.suite import find_task
 from frozencore.lab.run.config import RunConfig
@@ -45,7 +45,7 @@ class RehearsalPlace(Place):
             "calibration_task": self.own_tasks.get(str(config.calibration_task), config.calibration_task),
             "num_train": scaled(config.num_train or task.num_train, shares.train),
             "num_evaluation": scaled(config.num_evaluation or task.num_evaluation, shares.evaluation),
-            "calibration_size": scaled(config.calibration_size, self.calibration_share),
+            "calibration_size": max(fewest_calibrated(config), scaled(config.calibration_size, self.calibration_share)),
             "epochs": epochs_of(task, config),
             "max_new_tokens": min(MOST_NEW_TOKENS, config.max_new_tokens or task.max_new_tokens),
         }

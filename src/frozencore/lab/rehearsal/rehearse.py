@@ -54,7 +54,7 @@ class Rehearsal:
         num_runs: That were made, and how many of them failed.
         left_out: What was sampled, in words.
         parts: The account of each part of the sample, by section.
-        files: Of the reports, in the rehearsal's folder.
+        files: Of the report, in the rehearsal's folder.
         stand_ins: By model as the campaign says it, the architecture that stood for it.
         made_up: Data sets whose rows were made up.
     """
@@ -121,14 +121,14 @@ def rehearse(campaign: Campaign, sample: Sample, folder: Path, means: Means) -> 
 def _perform(
     sample: Sample, folder: Path, stand_ins: StandIns, means: Means
 ) -> Iterator[tuple[list[StudyAccount], list[Path]]]:
-    """Run each part and write its report: the account, and the files."""
+    """Run each part and account for its report; that of the last is written: the account, and the files."""
     store = Store(folder)
     crew = means.hire(store, stand_ins.place)
-    for number, part in enumerate(sample.parts, start=1):
+    for part in sample.parts:
         with closing(crew), means.watch(store) as watcher:
             drive(part, store, crew, watcher)
         document = campaign_document(load_results(folder))
-        files = write_document(document, folder / ("report" if number == 1 else f"report-{number}"))
+        files = write_document(document, folder / "report") if part is sample.parts[-1] else []
         yield account_of(document, plan(part, store.outcome), store), files
 
 

@@ -1,21 +1,23 @@
-"""What of a campaign a rehearsal runs: all of it but the seeds, or quickly one axis at a time.
+"""What of a campaign a rehearsal runs: all of it but the seeds, or quickly each value of each axis once.
 
-An axis is left at a few of its values where the others are gone through: a fault that needs the eighth method on the
-seventh task, and shows with neither of them elsewhere, is not looked for.
+A value that comes once stands beside one value of every other axis: a fault that needs the eighth method on the seventh
+task, and shows with neither of them elsewhere, is not looked for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from frozencore.lab.campaign.spec import MATCHED, Campaign, Study, column_key
-from frozencore.lab.campaign.study_options import METHODS_OF_GRID, Value
+from frozencore.lab.campaign.study_options import METHODS_OF_GRID, Value, Values
 
 SEEDS = 2  # the fewest that have a standard deviation
 FEW = 2
 MODEL_AND_SEED = ("model", "seed")
-FASTER = "float32, all examples of an optimiser step at once"
+OF_EACH_FILE = ("task", "searched task", "method")  # that every campaign goes through, whatever others did
+
+Pair = tuple[str, Value]
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,7 @@ class Sample:
     """Parts of a campaign that together stand for it.
 
     Attributes:
-        parts: Campaigns of the same name.
+        parts: Campaigns of the same name; the report of the last is written.
         left_out: What was left out or done otherwise, in words.
         is_quick: Whether runs are made faster, too.
     """
@@ -40,68 +42,109 @@ def whole_sample(campaign: Campaign) -> Sample:
 
 
 def quick_sample(campaign: Campaign, seen: Sequence[Campaign] = ()) -> Sample:
-    """Each study with one axis after the other: all its values, beside two of every other axis.
+    """Each study with two columns of its table; then what has not come yet, each value once, in plain tables.
 
-    Tasks that an earlier study has gone through are left at two. The first study has two seeds, the others one, and a
-    search two trials.
+    Studies that compare columns over tasks have two of them, the first study two seeds. Searches have two trials in the
+    first part and for each task.
 
     Args:
-        seen: Campaigns rehearsed before: one that differs from any of them in its models alone is left at two values of
-            every axis.
+        seen: Campaigns rehearsed before: values of theirs come again only where a table needs them, tasks and methods
+            apart. One that differs from any of them in its models alone searches nothing, and compares over tasks in
+            its first study only.
     """
-    if any(_but_for_the_models(campaign) == _but_for_the_models(other) for other in seen):
-        studies = {name: _few_trials(_one_axis(study, None, 1)) for name, study in campaign.studies.items()}
-        few = "two values of each axis, two trials a search, one seed: another campaign differs in its models alone"
-        return Sample((_with(campaign, studies),), (few, FASTER), is_quick=True)
-    passed: set[Value] = set()
-    long: dict[str, list[str]] = {}
-    for name, study in campaign.studies.items():
-        tasks = set(study.axes["task"])
-        axes = [axis for axis, values in study.axes.items() if axis not in MODEL_AND_SEED and len(values) > FEW]
-        long[name] = [axis for axis in axes if axis != "task" or not tasks <= passed]
-        passed |= tasks
+    is_searched = all(_but_for_the_models(campaign) != _but_for_the_models(other) for other in seen)
     first = next(iter(campaign.studies))
-    parts = []
-    for part in range(max(1, *map(len, long.values()))):
-        studies = {}
+    parts: list[dict[str, Study]] = [{}]
+    for name, study in campaign.studies.items():
+        num_tasks = FEW if name == first or (is_searched and _compares_over_tasks(study)) else 1
+        part = _two_columns(study, num_tasks, SEEDS if name == first else 1)
+        parts[0][name] = _few_trials(part, FEW if is_searched else 1)
+    passed = {pair for other in seen for study in other.studies.values() for pair in _pairs(study)}
+    passed = {pair for pair in passed if pair[0] not in OF_EACH_FILE}
+    passed |= {pair for study in parts[0].values() for pair in _pairs(study)}
+    while parts[-1]:
+        parts.append({})
         for name, study in campaign.studies.items():
-            if part < max(1, len(long[name])):
-                whole = long[name][part] if long[name] else None
-                num_seeds = SEEDS if name == first else 1
-                studies[name] = _few_trials(_one_axis(study, whole, num_seeds))
-        parts.append(_with(campaign, studies))
+            values, axis = _most_lacking(study, passed)
+            if values:
+                part = _few_trials(_alone(study, axis, values), FEW if is_searched and axis == "task" else 1)
+                parts[-1][name] = part
+                passed |= set(_pairs(part))
     said = (
         *_seeds_left_out(campaign),
-        "one axis at a time: all its values beside two of each other axis, tasks in the first study that has them",
-        "two trials a search, one seed but in the first study",
-        FASTER,
+        "two columns of each table, then each value once beside one of every other axis",
+        f"{'two trials a search' if is_searched else 'no search'}, one seed but in the first study",
+        "float32, a layer, all examples of an optimiser step at once",
     )
-    return Sample(tuple(parts), said, is_quick=True)
+    return Sample(tuple(_with(campaign, part) for part in (*parts[1:], parts[0]) if part), said, is_quick=True)
 
 
-def _one_axis(study: Study, whole: str | None, num_seeds: int) -> Study:
-    changes = {
-        axis: values if axis in ("model", whole) else _few(study, axis, values)
+def _pairs(study: Study) -> Iterator[Pair]:
+    """An axis and a value of it: each. A task that is searched counts as a task, too."""
+    for axis, values in study.axes.items():
+        for key in {axis, _key(study, axis)} if axis not in MODEL_AND_SEED else ():
+            yield from ((key, value) for value in values)
+
+
+def _key(study: Study, axis: str) -> str:
+    return f"searched {axis}" if axis == "task" and study.search is not None else axis
+
+
+def _most_lacking(study: Study, passed: set[Pair]) -> tuple[Values, str]:
+    """The axis of which most values have not come yet, and these."""
+    lacking = [
+        (tuple(value for value in values if (_key(study, axis), value) not in passed), axis)
         for axis, values in study.axes.items()
-        if axis != "seed"
-    }
-    return _changed(study, {**changes, "seed": study.axes["seed"][:num_seeds]})
+        if axis not in MODEL_AND_SEED
+    ]
+    return max(lacking, key=lambda one: len(one[0]))
 
 
-def _few(study: Study, axis: str, values: tuple[Value, ...]) -> tuple[Value, ...]:
-    """What the report names, or the first; and the last of the others."""
+def _two_columns(study: Study, num_tasks: int, num_seeds: int) -> Study:
+    """What the report names, two columns where it names fewer, and the first value of every other axis."""
+    changes = {}
+    for axis, values in study.axes.items():
+        named = _named(study, axis, values)
+        num = num_tasks if axis == "task" else FEW if axis in study.report.columns or named else 1
+        kept = named or values[:1]
+        others = [value for value in values if value not in kept]
+        chosen = {*kept, *(others[-(num - len(kept)) :] if num > len(kept) else ())}
+        changes[axis] = tuple(value for value in values if value in chosen)
+    return _changed(study, {**changes, "model": study.axes["model"], "seed": study.axes["seed"][:num_seeds]})
+
+
+def _compares_over_tasks(study: Study) -> bool:
+    return study.report.reference is not None and "task" in study.report.rows
+
+
+def _named(study: Study, axis: str, values: Values) -> Values:
+    """The values of an axis that the report names."""
     report = study.report
     if axis == "calibration_task" and report.reference == MATCHED:
         return values  # each task is compared with its own
     named = {part for key in (report.reference, *report.differences) if key for part in (key, *key.split("/"))}
-    kept = [value for value in values if column_key((value,)) in named] or [values[0]]
-    others = [value for value in values if value not in kept]
-    kept += others[-max(0, FEW - len(kept)) :] if len(kept) < FEW else []
-    return tuple(value for value in values if value in kept)
+    return tuple(value for value in values if column_key((value,)) in named)
 
 
-def _few_trials(study: Study) -> Study:
-    """Two trials for each method: of one option the first and the last value, of the others the last.
+def _alone(study: Study, axis: str, values: Values) -> Study:
+    """Some values of an axis beside one of every other, as a table in which nothing is compared.
+
+    Beside tasks it is a method with a search, if there is one.
+    """
+    few = _two_columns(study, 1, 1)
+    axes = {name: kept if name == "model" else kept[:1] for name, kept in few.axes.items()}
+    if axis == "task" and "method" in few.axes:
+        axes["method"] = (max(few.axes["method"], key=lambda method: _is_searched(study, str(method))),)
+    report = study.report.model_copy(update={"reference": None, "differences": (), "figure": None})
+    return _changed(study, {**axes, axis: values}).model_copy(update={"report": report})
+
+
+def _is_searched(study: Study, method: str) -> bool:
+    return study.search is not None and any(len(values) > 1 for values in study.search.grid(method).values())
+
+
+def _few_trials(study: Study, num: int) -> Study:
+    """One or two trials for each method: of one option the first and the last value, of the others the last.
 
     Methods of one grid take its options in turn, so that every option is gone through by some method.
     """
@@ -114,7 +157,7 @@ def _few_trials(study: Study) -> Study:
         options = {name: values for name, values in grid.items() if name != METHODS_OF_GRID}
         several = [name for name, values in options.items() if len(values) > 1]
         for place, method in enumerate(own):
-            varied = several[place % len(several)] if several else None
+            varied = several[place % len(several)] if several and num > 1 else None
             few = {name: (values[0], values[-1]) if name == varied else values[-1:] for name, values in options.items()}
             grids.append(few | ({METHODS_OF_GRID: (method,)} if method else {}))
     return study.model_copy(update={"search": study.search.model_copy(update={"grids": tuple(grids)})})

@@ -18,6 +18,7 @@ EVALUATED = 6
 FEWEST_TRAINED = 4
 MOST_EPOCHS = 2
 STEPS = 2  # the fewest between which a step's time can be measured
+TOKENS_OF_A_ROW = 8  # that the shortest rows have at least
 
 
 @dataclass(frozen=True)
@@ -48,10 +49,15 @@ class Used:
 def used_by(name: str, task: Task, configs: Sequence[RunConfig]) -> Used:
     """What some runs use of a task's rows, to learn them or to calibrate on them."""
     learning = [config for config in configs if config.task == name]
+    calibrating = [config for config in configs if config.calibration_task == name]
     return Used(
         max((config.num_train or task.num_train for config in learning), default=task.num_train),
         max((config.num_evaluation or task.num_evaluation for config in learning), default=task.num_evaluation),
-        max((rows_to_train(task, config) for config in learning), default=FEWEST_TRAINED + 1),
+        max(
+            FEWEST_TRAINED + 1,
+            *(rows_to_train(task, config) for config in learning),
+            *(fewest_calibrated(config) for config in calibrating),
+        ),
     )
 
 
@@ -67,10 +73,17 @@ def shares_of(used: Used, num_official: Mapping[Split, int]) -> Shares:
 
 
 def rows_to_train(task: Task, config: RunConfig) -> int:
-    """The fewest rows that make ``STEPS`` optimiser steps when a tenth of them is held out for validation."""
+    """The fewest rows that make ``STEPS`` steps, and a calibration, when a tenth of them is held out for validation."""
     steps_an_epoch = math.ceil(STEPS / epochs_of(task, config))
-    trained = max(FEWEST_TRAINED, (steps_an_epoch - 1) * config.batch_size * config.accumulation + 1)
+    trained = max(
+        FEWEST_TRAINED, fewest_calibrated(config), (steps_an_epoch - 1) * config.batch_size * config.accumulation + 1
+    )
     return next(n for n in count(trained) if n - max(1, round(VALIDATION_SHARE * n)) >= trained)
+
+
+def fewest_calibrated(config: RunConfig) -> int:
+    """Calibration examples that have a token for each direction of a basis."""
+    return math.ceil(config.rank / TOKENS_OF_A_ROW)
 
 
 def epochs_of(task: Task, config: RunConfig) -> int:

@@ -11,7 +11,7 @@ from frozencore.lab.campaign.plan import plan
 from frozencore.lab.campaign.shared import calibrating
 from frozencore.lab.campaign.spec import Campaign
 from frozencore.lab.rehearsal.data import StandInData, lay_out
-from frozencore.lab.rehearsal.models import Original, find_original, make_stand_in
+from frozencore.lab.rehearsal.models import LAYERS, Original, find_original, make_stand_in
 from frozencore.lab.rehearsal.place import RehearsalPlace
 from frozencore.lab.rehearsal.sample import Sample
 
@@ -67,7 +67,7 @@ def set_up(
     ours = {location: name for name, location in campaign.models.items() if location not in places}
     for location, name in ours.items():
         places[location] = str(folder / "models" / name)
-        make_stand_in(originals[location], data.texts, Path(places[location]))
+        make_stand_in(originals[location], data.texts, Path(places[location]), 1 if sample.is_quick else LAYERS)
     place = RehearsalPlace(
         data.root,
         "cpu",
