@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from frozencore.lab.pocket import pocket_model_path
 from places import DATA
@@ -55,6 +56,8 @@ def test_plan_run_status_and_report(call: Call, tmp_path: Path) -> None:
     ran = call("run", spec, "--out", folder, "--workers", "1")  # a process started anew, as users have it
     assert "8 runs finished, 0 failed, 0 left" in ran
     assert {path.name for path in Path(folder, "runs").iterdir()} == set(ids)
+    records = [json.loads(path.read_text()) for path in Path(folder, "runs").glob("*/result.json")]
+    assert {record["provenance"]["num_threads"] for record in records} == {torch.get_num_threads()}
 
     assert "one-study: 8 done, 0 running, 0 failed, 0 left" in call("status", folder)
     assert "is finished already" in call("one", ids[0], "--out", folder)

@@ -14,6 +14,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Literal, Protocol
 
+import torch
+
 from frozencore.errors import ArtifactError
 from frozencore.lab.campaign.job import Job
 from frozencore.lab.campaign.shared import Needs, SharedWork
@@ -170,8 +172,6 @@ def _work(
     """A worker process: runs what it is sent, until its driver is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the driver ends its workers
     threading.Thread(target=_end_with, args=(driver,), daemon=True).start()
-    import torch
-
     ignore_known_warnings()
     torch.set_num_threads(num_threads)
     gc.freeze()  # every training looks for garbage: not among all that was imported, then
