@@ -191,8 +191,8 @@ def tables(result: dict[str, Any]) -> str:
 
 
 def write_page(result: dict[str, Any], page: Path) -> None:
-    between = re.compile(r"(?<=<!-- many-training:begin -->\n).*?(?=\n<!-- many-training:end -->)", re.DOTALL)
-    write_text(page, between.sub(lambda _: tables(result), page.read_text(encoding="utf-8")))
+    between = re.compile(r"(?<=<!-- many-training:begin -->\n).*?(?=<!-- many-training:end -->)", re.DOTALL)
+    write_text(page, between.sub(lambda _: tables(result) + "\n", page.read_text(encoding="utf-8")))
 
 
 def show(result: dict[str, Any]) -> None:

@@ -128,6 +128,14 @@ def test_the_pages_hold_the_numbers_of_their_files(tmp_path: Path) -> None:
     assert done.status == 0, done.out + done.err[-2000:]
 
 
+def test_the_page_of_many_cores_holds_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    (measured,) = RESULTS.glob("many-training-*.json")
+    tables = loaded("many_training", monkeypatch).tables(json.loads(measured.read_text()))
+    assert f"<!-- many-training:begin -->\n{tables}\n<!-- many-training:end -->" in (
+        ROOT / "docs" / "many-cores.md"
+    ).read_text(encoding="utf-8")
+
+
 def loaded(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A module of benchmarks/, which is no package."""
     monkeypatch.syspath_prepend(BENCHMARKS)

@@ -223,6 +223,8 @@ def test_a_checkpoint_of_other_tenants_is_refused(tmp_path: Path) -> None:
             company_of(adapted(), others, num_slots=2, checkpoint_dir=tmp_path, resume=True)
     with pytest.raises(TrainingError, match=r"made with others: slots 2 \(now 3\)"):
         company_of(adapted(), VALIDATED, num_slots=3, checkpoint_dir=tmp_path, resume=True)
+    with pytest.raises(TrainingError, match=r"made with others: basis \w{12} \(now \w{12}\)\. Resume"):
+        company_of(adapted("random"), VALIDATED, num_slots=2, checkpoint_dir=tmp_path, resume=True)
     with pytest.raises(TrainingError, match="folder without checkpoints"):
         company_of(adapted(), VALIDATED, num_slots=2, checkpoint_dir=tmp_path)
 

@@ -107,7 +107,7 @@ def execute_many(
         num_slots=num_slots,
         checkpoint_dir=out / CHECKPOINTS,
         resume=resume,
-        identity={"base model": model_hash, "basis": model.peft_config["default"].basis_id or finisher.hashes["basis"]},
+        identity={"base model": model_hash},
         on_end=finisher,
         progress=progress,
     )

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from frozencore.fingerprint import fingerprint_options, fingerprint_tensors
 from frozencore.lab.training.checkpoints import checkpoints, seal_checkpoint
@@ -36,9 +38,17 @@ def identity_of(tenants: Mapping[str, Tenant], slots: TrainedSlots) -> dict[str,
     return {
         "tenants": fingerprint_options({name: _content(tenant) for name, tenant in tenants.items()}),
         "slots": len(slots),
-        "ranks": fingerprint_options(slots.ranks),
+        "basis": fingerprint_tensors(_basis(slots)),
         "first core": fingerprint_tensors([("start", slots.start)]),
     }
+
+
+def _basis(slots: TrainedSlots) -> Iterator[tuple[str, Tensor]]:
+    """What the cores stand between in each layer: P, Q and the scale."""
+    for name, layer in slots.layers.items():
+        P, Q, _ = layer.factors(slots.adapter_name)
+        yield from ((f"{name}.P", P), (f"{name}.Q", Q))
+        yield f"{name}.scale", torch.tensor(layer.frozencore_scale[slots.adapter_name])
 
 
 def _content(tenant: Tenant) -> dict[str, Any]:
