@@ -1,9 +1,15 @@
-"""How an unknown name is answered: what is known, and the nearest of it."""
+"""Names as people read them: in what order, and what is said to one that is not known."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from difflib import get_close_matches
+
+
+def counted(name: str) -> list[str | int]:
+    """A key to sort by, in which layer 2 is before layer 10."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"([0-9]+)", name)]
 
 
 def unknown_name(kind: str, came: str, known: Iterable[str]) -> str:

@@ -17,6 +17,7 @@ from frozencore.cli import app as cli
 from frozencore.errors import ArtifactError
 from frozencore.lab.pocket import pocket_model_path
 from frozencore.lab.training.trainer import CompletionTrainer
+from frozencore.naming import counted
 
 FEW = ["--model", str(pocket_model_path()), "--task", "pocket-sentiment", "--rank", "4", "--calibration-size", "16"]
 SHORT = [
@@ -44,16 +45,20 @@ def test_tune_shows_the_score_and_writes_the_record(command, tmp_path: Path) -> 
 
 
 def test_calibrate_then_inspect_shows_what_the_basis_captured(command, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    assert command("calibrate", *FEW, "--out", tmp_path / "c")[0] == 0
+    status, out, _ = command("calibrate", *FEW, "--out", tmp_path / "c")
+    assert status == 0
+    assert float(re.search(r"Calibration, ([0-9.]+) s", out)[1]) > 0  # type: ignore[index]
     moments = tmp_path / "c" / "moments.safetensors"
     status, out, _ = command("inspect", tmp_path / "c" / "adapter", "--moments", moments, "--json")
     reports = json.loads(out)
     assert status == 0
     assert len(reports) == 16
+    assert list(reports) == sorted(reports, key=counted)
     assert all(layer["capture"]["correlation_share"] == pytest.approx(1, abs=1e-3) for layer in reports.values())
     status, out, _ = command("inspect", tmp_path / "c" / "adapter", "--against", tmp_path / "c" / "adapter")
     assert status == 0
     assert "1.000" in out
+    assert "coherence P: largest leverage of an output" in out
     assert "16 layers; 256 trained values" in out
 
 

@@ -15,6 +15,7 @@ from frozencore.lab.reports.sheets.render import rich_table
 from frozencore.lab.reports.sheets.sheet import Sheet, SheetCell, label
 from frozencore.lab.run.config import make_config
 from frozencore.lab.run.record_parts import AccuracyDetails
+from frozencore.naming import counted
 from made_up import made_up_record
 
 BASIS = BasisReport((8, 6), 2, 4, 112, 3e-8, 1.25, 2.5, 0.75)
@@ -113,3 +114,11 @@ def test_on_a_screen_averages_stand_below_the_rows_and_what_is_best_is_bold() ->
     assert "79.7 ± 1.5" in bold
     assert "68.1" not in bold
     assert "73.9" not in bold
+
+
+def test_layers_stand_in_the_order_of_their_numbers() -> None:
+    assert sorted(["layers.10.q", "layers.2.v", "layers.2.q"], key=counted) == [
+        "layers.2.q",
+        "layers.2.v",
+        "layers.10.q",
+    ]

@@ -18,6 +18,7 @@ from frozencore.maths.linalg import effective_rank, principal_cosines, truncated
 from frozencore.maths.moments import LayerMoments
 from frozencore.maths.objective import coherence
 from frozencore.maths.whitening import Whitening
+from frozencore.naming import counted
 from frozencore.options import without_lists
 
 T = TypeVar("T")
@@ -88,7 +89,7 @@ def inspect_adapter(
     moments: Mapping[str, LayerMoments] | None = None,
     other: Mapping[str, Factors] | None = None,
 ) -> dict[str, LayerReport]:
-    """Reports of every layer of a saved adapter.
+    """Reports of every layer of a saved adapter, in the order of their numbers.
 
     Args:
         moments: Must hold every layer's G, a and d.
@@ -99,7 +100,7 @@ def inspect_adapter(
     """
     damping = Whitening(damping=without_lists(config.damping)).damping_by_side
     reports = {}
-    for name, own in layers.items():
+    for name, own in sorted(layers.items(), key=lambda item: counted(item[0])):
         measured, peer = _same_layer(moments, name, "moments file"), _same_layer(other, name, "other adapter")
         reports[name] = LayerReport(
             basis=report_basis(own.P, own.Q, own.R),

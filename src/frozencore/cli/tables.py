@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from rich.console import Group
 from rich.table import Table
@@ -12,6 +12,26 @@ from frozencore.adapter.bases.calibrate import Calibration
 from frozencore.adapter.inspection import LayerReport
 from frozencore.lab.run.record import TunedRecord
 from frozencore.lab.run.record_parts import AccuracyDetails
+
+LEGEND = {
+    "m x n": "outputs by inputs of the layer",
+    "coherence P": "largest leverage of an output over its mean; 1 is spread evenly, m/r sits on single ones",
+    "coherence Q": "the same of the inputs",
+    "‖R‖": "how far the core was trained",
+    "effective": "independent directions that were found; the rest of the rank are seeded random ones",
+    "σ₁": "the constructor's largest singular value",
+    "σ_r": "the last that the rank keeps",
+    "σ₁(T)": "largest singular value of the whitened cross moment",
+    "σ_r(T)": "the last that the rank keeps",
+    "‖PᵀGQ‖": "norm of the gradient that the core sees",
+    "of ‖G‖": "its share of the whole gradient's",
+    "J": "squared correlation that the basis captures",
+    "of best": "its share of the largest that a basis of this rank could capture",
+    "max/med a": "largest over median second moment of the inputs: outlier channels",
+    "max/med d": "the same of the output errors",
+    "cos P": "mean cosine of the angles to the other basis, outputs; 1 is the same span",
+    "cos Q": "the same of the inputs",
+}
 
 
 def run_summary(record: TunedRecord) -> Group:
@@ -68,10 +88,11 @@ def verdict(accuracy: float, before: float, details: AccuracyDetails) -> str:
     return f"Beats {name} ({percent(floor)} %), {sure}."
 
 
-def calibration_summary(calibration: Calibration) -> Table:
+def calibration_summary(calibration: Calibration) -> Group:
     """What calibration found, layer by layer."""
     table = Table(title=f"Calibration, {calibration.time_s:.1f} s", title_justify="left")
-    for heading in ("layer", "tokens", "rank", "effective", "σ₁", "σ_r", "max/median a", "max/median d"):
+    columns = ("layer", "tokens", "rank", "effective", "σ₁", "σ_r", "max/med a", "max/med d")
+    for heading in columns:
         table.add_column(heading, justify="left" if heading == "layer" else "right", no_wrap=heading == "layer")
     for name, layer in calibration.layers.items():
         first, last = (layer.spectrum[0], layer.spectrum[-1]) if layer.spectrum else (None, None)
@@ -80,7 +101,7 @@ def calibration_summary(calibration: Calibration) -> Table:
             name, f"{layer.num_tokens:,}", str(layer.rank), str(layer.effective_rank),
             *("" if value is None else f"{value:.3g}" for value in numbers),
         )  # fmt: skip
-    return table
+    return Group(table, _legend(columns))
 
 
 def inspection_table(reports: Mapping[str, LayerReport]) -> Group:
@@ -101,11 +122,17 @@ def inspection_table(reports: Mapping[str, LayerReport]) -> Group:
     worst = max(report.basis.orthonormality_error for report in reports.values())
     return Group(
         table,
+        _legend(columns),
         Text(
             f"{len(reports)} layers; {parameters:,} trained values ({4 * parameters:,} bytes), "
             f"bases {basis_bytes:,} bytes; largest |PᵀP - I| {worst:.1e}"
         ),
     )
+
+
+def _legend(columns: Sequence[str]) -> Text:
+    """What the abbreviated headings mean."""
+    return Text("\n".join(f"{heading}: {LEGEND[heading]}" for heading in columns if heading in LEGEND), style="dim")
 
 
 def _layer_cells(report: LayerReport) -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
 from pathlib import Path
 
 from peft import PeftModel
@@ -59,14 +61,11 @@ def execute_calibration(config: RunConfig, out: Path, progress: Progress) -> Cal
     fingerprint = MomentsFingerprint.of(bench.model, batches, config.calibration_options)
     model = config.method_entry.add(bench.model, config.adapter_options(targets))
     needs = config.moments_needed | CAPTURE_NEEDS  # inspect reads G, a and d
+    started = time.perf_counter()
     moments = collect_for(config, model, batches, needs, progress) if config.memory_budget is None else None
-    calibration = calibrate(
-        model,
-        batches,
-        options=config.calibration_options,
-        moments=moments,
-        progress=progress,
-    )
+    collect_s = time.perf_counter() - started
+    calibration = calibrate(model, batches, options=config.calibration_options, moments=moments, progress=progress)
+    calibration = replace(calibration, collect_s=calibration.collect_s + collect_s)
     out.mkdir(parents=True, exist_ok=True)
     config.method_entry.save(model, out / ADAPTER, out)
     save_basis(model, out / BASIS, calibrated_on=calibrated_on(config, bench, calibration))
