@@ -36,6 +36,7 @@ def imported(*words: str, script: Path | None = None) -> tuple[set[str], str, st
         (("--help",), "calibrate"),
         (("--version",), f"frozencore {__version__}"),
         (("tasks", "list"), "pocket-math"),
+        (("schema",), "weighting"),
         (("campaign", "--help"), "Many runs from one specification"),
         (("campaign", "status", str(POCKET)), "pocket: "),
         (("doctor", str(POCKET)), "final runs are there"),

@@ -175,9 +175,10 @@ def report(
 
 
 def schema() -> None:
-    from frozencore.cli.campaign_lines import campaign_schema
+    torch_on_demand()
+    from frozencore.lab.campaign.spec import Campaign
 
-    sys.stdout.write(json.dumps(campaign_schema(), indent=2) + "\n")
+    sys.stdout.write(json.dumps(Campaign.model_json_schema(), indent=2) + "\n")
 
 
 def _models(pairs: list[str] | None) -> dict[str, str]:

@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console, RenderableType
@@ -201,11 +200,6 @@ def report_on_table(table: Path, reference: str, json_file: Path | None) -> Rend
     if json_file is not None:
         write_json(json_file, comparison_json(comparison))
     return comparison_view(comparison)
-
-
-def campaign_schema() -> dict[str, Any]:
-    """JSON schema of a specification."""
-    return Campaign.model_json_schema()
 
 
 def default_folder(campaign: Campaign) -> Path:

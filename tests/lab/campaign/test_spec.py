@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 
 from frozencore.calibration.options import CalibrationOptions
-from frozencore.cli.campaign_lines import campaign_schema
 from frozencore.constructors import CONSTRUCTORS
 from frozencore.errors import ConfigError
 from frozencore.lab.campaign.plan import plan
-from frozencore.lab.campaign.spec import read_campaign
+from frozencore.lab.campaign.spec import Campaign, read_campaign
 from frozencore.lab.campaign.study_options import PLACES
 from frozencore.lab.run.config import run_options
 from frozencore.options import options_of
@@ -118,13 +117,13 @@ def test_every_preset_can_be_planned(preset: Path) -> None:
 
 
 def test_the_schema_names_what_a_specification_may_hold() -> None:
-    schema = campaign_schema()
+    schema = Campaign.model_json_schema()
     assert {"name", "models", "studies", "base"} <= schema["properties"].keys()
     assert schema["additionalProperties"] is False
 
 
 def test_the_schema_says_of_every_option_what_it_allows_its_default_and_its_help() -> None:
-    schema = campaign_schema()
+    schema = Campaign.model_json_schema()
     base = schema["properties"]["base"]["properties"]
     expected = {name for name in run_options() if name not in PLACES}
     holders = [CalibrationOptions, *(row.options for row in CONSTRUCTORS.values())]
