@@ -17,7 +17,7 @@ FEW = 2
 MODEL_AND_SEED = ("model", "seed")
 OF_EACH_FILE = ("task", "searched task", "method")  # that every campaign goes through, whatever others did
 
-Pair = tuple[str, Value]
+AxisValue = tuple[str, Value]
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def quick_sample(campaign: Campaign, seen: Sequence[Campaign] = ()) -> Sample:
     return Sample(tuple(_with(campaign, part) for part in (*parts[1:], parts[0]) if part), said, is_quick=True)
 
 
-def _pairs(study: Study) -> Iterator[Pair]:
+def _pairs(study: Study) -> Iterator[AxisValue]:
     """An axis and a value of it: each. A task that is searched counts as a task, too."""
     for axis, values in study.axes.items():
         for key in {axis, _key(study, axis)} if axis not in MODEL_AND_SEED else ():
@@ -90,7 +90,7 @@ def _key(study: Study, axis: str) -> str:
     return f"searched {axis}" if axis == "task" and study.search is not None else axis
 
 
-def _most_lacking(study: Study, passed: set[Pair]) -> tuple[Values, str]:
+def _most_lacking(study: Study, passed: set[AxisValue]) -> tuple[Values, str]:
     """The axis of which most values have not come yet, and these."""
     lacking = [
         (tuple(value for value in values if (_key(study, axis), value) not in passed), axis)
