@@ -22,6 +22,7 @@ from frozencore.lab.rows.suite import find_tasks
 from frozencore.lab.run.calibrating import execute_calibration
 from frozencore.lab.run.config import make_config
 from frozencore.lab.run.execute import execute
+from frozencore.lab.run.many.execute import execute_many
 from frozencore.whole_file import write_json
 from places import ROOT
 
@@ -43,6 +44,15 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     execute(config, folder / "run", silent)
     execute(config.model_copy(update={"method": "lora"}), folder / "baseline", silent)
     execute_calibration(config, folder / "calibration", silent)
+    (folder / "rows").mkdir()
+    for name in ("anna", "ben"):
+        row = json.dumps({"prompt": f"Who is {name}?", "completion": f" {name}"}) + "\n"
+        (folder / "rows" / f"{name}.jsonl").write_text(row + row.replace("is", "was") + row.replace("Who", "And who"))
+    few = make_config(model=MODEL, data=folder / "rows", rank=4, device="cpu")
+    execute_many(few, folder / "tenants", silent)
+    execute_many(
+        few.model_copy(update={"learning_rate": 1e38, "epochs": 4, "accumulation": 1}), folder / "wild", silent
+    )
     model = adapted("fcca", trained=True)
     model.save_pretrained(str(folder / "adapter"))
     save_basis(model, folder / "cores" / "basis")
@@ -63,6 +73,7 @@ SOUND = {
     "run": "run", "baseline": "run", "calibration": "moments", "calibration/moments.safetensors": "moments",
     "calibration/adapter": "adapter", "adapter": "adapter", "lora": "LoRA", "evaluation": "evaluation",
     "campaign": "campaign", "calibration/basis": "basis", "cores": "adapter",
+    "tenants": "tenants", "tenants/anna": "run", "tenants/basis": "basis",
 }  # fmt: skip
 
 
@@ -132,6 +143,13 @@ DAMAGED: dict[str, tuple[str, Callable[[Path], object], str]] = {
     ),
     "LoRA without weights": ("lora", lambda p: (p / "adapter_model.safetensors").unlink(), "has no adapter_model"),
     "LoRA that engines refuse": ("lora", lambda p: edit(p / "adapter_config.json", use_dora=True), "SGLang"),
+    "tenants that diverged": ("wild", lambda p: None, "diverged: anna, ben"),
+    "a bad adapter of a tenant": (
+        "tenants",
+        lambda p: flip(p / "ben" / "adapter" / "adapter_model.safetensors"),
+        "ben: adapter: ",
+    ),
+    "interrupted tenants": ("tenants", lambda p: (p / "checkpoints").mkdir(), "not all have ended"),
     "interrupted run": ("run", interrupt, "result.json: missing: the run was interrupted; run it again"),
     "damaged record": ("run", lambda p: (p / "result.json").write_text("{"), "damaged"),
     "changed answer": ("run", lambda p: change_an_answer(p / "predictions.jsonl"), "by the predictions"),

@@ -1,7 +1,7 @@
 """What a path holds of ours, whether it is sound, and what to do where it is not. Nothing is changed.
 
-An adapter, a basis, a moments file, a LoRA export, a run, an evaluation, or a campaign. A folder of ``frozencore
-calibrate`` is the moments in it, and the adapter and the basis beside them.
+An adapter, a basis, a moments file, a LoRA export, a run, a run of many tenants, an evaluation, or a campaign. A folder
+of ``frozencore calibrate`` is the moments in it, and the adapter and the basis beside them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from frozencore.adapter_folder import (
 )
 from frozencore.calibration.store import KEY
 from frozencore.errors import ArtifactError
-from frozencore.lab.run.files import ADAPTER, MOMENTS_FILE, PREDICTIONS, RECORD
+from frozencore.lab.run.files import ADAPTER, FAILURE, MOMENTS_FILE, PREDICTIONS, RECORD
+from frozencore.lab.training.checkpoints import SEATS
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,8 @@ class Diagnosis:
     """What a path is, and what was found there.
 
     Attributes:
-        kind: ``"adapter"``, ``"basis"``, ``"moments"``, ``"LoRA"``, ``"run"``, ``"evaluation"`` or ``"campaign"``; None
-            if it is not one of ours.
+        kind: ``"adapter"``, ``"basis"``, ``"moments"``, ``"LoRA"``, ``"run"``, ``"tenants"``, ``"evaluation"`` or
+            ``"campaign"``; None if it is not one of ours.
     """
 
     path: Path
@@ -86,6 +87,8 @@ def _kind_of(path: Path) -> str | None:
     record = read_json(path / RECORD)
     if isinstance(record, dict) and "scores" in record:
         return "evaluation"
+    if record is None and _is_of_many(path):
+        return "tenants"
     if (isinstance(record, dict) and "config" in record) or (path / "checkpoints").is_dir():
         return "run"
     if (path / ADAPTER / CONFIG_FILE).is_file():
@@ -93,6 +96,16 @@ def _kind_of(path: Path) -> str | None:
     if any(path.glob(f"*/*/{PREDICTIONS}")):
         return "evaluation"
     return "run" if (path / RECORD).exists() and (path / PREDICTIONS).exists() else None
+
+
+def _is_of_many(path: Path) -> bool:
+    """Whether ``tune-many`` wrote it: tenants' records, failures alone, or checkpoints so far."""
+    records = map(read_json, path.glob(f"*/{RECORD}"))
+    return (
+        any(isinstance(record, dict) and "company" in record for record in records)
+        or any(path.glob(f"*/{FAILURE}"))
+        or any(path.glob(f"checkpoints/*/{SEATS}"))
+    )
 
 
 def _may_be_moments(path: Path) -> bool:

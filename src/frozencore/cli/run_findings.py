@@ -11,7 +11,7 @@ from frozencore.cli.findings import Finding, inside, read_json
 from frozencore.errors import FrozenCoreError
 from frozencore.lab.campaign.results import load_results
 from frozencore.lab.campaign.store import INDEX, Store
-from frozencore.lab.run.files import ADAPTER, PREDICTIONS, RECORD
+from frozencore.lab.run.files import ADAPTER, FAILURE, PREDICTIONS, RECORD
 from frozencore.lab.run.record import TunedRecord, read_record
 from frozencore.lab.training.checkpoints import checkpoints, is_complete
 from frozencore.one_line import one_line
@@ -43,6 +43,21 @@ def run(path: Path) -> Iterator[Finding]:
 
         of_baseline = record.hashes is None or record.hashes.basis is None
         yield from inside(path / ADAPTER, "adapter", baseline if of_baseline else adapter)
+
+
+def tenants(path: Path) -> Iterator[Finding]:
+    """Of ``tune-many``: how many tenants there are, those that diverged, and what is wrong with any of them."""
+    if (path / "checkpoints").is_dir():
+        said = "not all have ended: the run was interrupted; the same command goes on with --resume."
+        yield Finding("tenants", said, sound=False)
+    folders = sorted({file.parent for name in (RECORD, FAILURE) for file in path.glob(f"*/{name}")})
+    diverged = [folder.name for folder in folders if not (folder / RECORD).exists()]
+    yield Finding("tenants", f"{len(folders) - len(diverged)} with a record and an adapter")
+    if diverged:
+        yield Finding(FAILURE, f"diverged: {', '.join(diverged)}. Train them again at a lower rate.", sound=False)
+    for folder in folders:
+        if folder.name not in diverged:
+            yield from (finding for finding in inside(folder, folder.name, run) if not finding.sound)
 
 
 def evaluation(path: Path) -> Iterator[Finding]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-RECORD = "result.json"
+RECORD, FAILURE = "result.json", "failure.json"
 PREDICTIONS = "predictions.jsonl"
 ADAPTER, BASIS = "adapter", "basis"
 MOMENTS_FILE = "moments.safetensors"

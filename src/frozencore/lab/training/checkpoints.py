@@ -20,6 +20,7 @@ from frozencore.errors import ConfigError, TrainingError
 from frozencore.one_line import one_line
 
 SEAL = "complete.json"
+SEATS = "seats.json"  # in a checkpoint of many tenants: who has a slot
 
 
 def seal_checkpoint(folder: Path, identity: Mapping[str, Any]) -> None:

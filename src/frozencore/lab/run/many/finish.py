@@ -18,7 +18,7 @@ from frozencore.lab.methods import Targets
 from frozencore.lab.run.bench import Bench, Score
 from frozencore.lab.run.config import RunConfig
 from frozencore.lab.run.execute import LAST_GOOD, recipe_of
-from frozencore.lab.run.files import ADAPTER, RECORD
+from frozencore.lab.run.files import ADAPTER, FAILURE, RECORD
 from frozencore.lab.run.many.rows import TenantRows
 from frozencore.lab.run.peak_memory import PeakMemory
 from frozencore.lab.run.record import Failure, TunedRecord, read_record
@@ -121,7 +121,7 @@ class Finisher:
             config=config.model_dump(mode="json"),
             provenance=Provenance.here(),
         )
-        write_json(folder / "failure.json", failure.content())
+        write_json(folder / FAILURE, failure.content())
         return failure
 
     def _save(self, config: RunConfig, trained: Trained, folder: Path) -> None:

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from frozencore.fingerprint import fingerprint_options, fingerprint_tensors
-from frozencore.lab.training.checkpoints import checkpoints, seal_checkpoint
+from frozencore.lab.training.checkpoints import SEATS, checkpoints, seal_checkpoint
 from frozencore.lab.training.many.company import Company
 from frozencore.lab.training.many.seat import Seat, Trained
 from frozencore.lab.training.many.slots import TrainedSlots
@@ -29,7 +29,7 @@ from frozencore.lab.training.recipe import TrainingReport
 from frozencore.lab.training.selection import Selected, StepScore
 from frozencore.whole_file import whole_file
 
-SEATS, VALUES, ENDED = "seats.json", "values.safetensors", "ended"
+VALUES, ENDED = "values.safetensors", "ended"
 NUM_KEPT = 2  # the newest may be half-written
 
 
