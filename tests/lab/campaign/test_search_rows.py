@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from frozencore.errors import NoRowsError
 from frozencore.lab.campaign.job import Job, make_job
-from frozencore.lab.campaign.plan import plan
+from frozencore.lab.campaign.plan import Planned, plan
 from frozencore.lab.campaign.search_rows import search_rows
 from frozencore.lab.campaign.shared import moments_file
 from frozencore.lab.campaign.spec import read_campaign
@@ -52,10 +53,15 @@ def hub_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@cache
+def planned() -> list[Planned]:
+    """The runs of a paper campaign of which nothing is there."""
+    return plan(read_campaign(ROOT / "campaigns" / "paper-3b.yaml"), lambda _: None)
+
+
 def jobs_of(name: str) -> tuple[Job, Job]:
     """A trial of a paper campaign on that task, and a final run."""
-    campaign = read_campaign(ROOT / "campaigns" / "paper-3b.yaml")
-    trial = next(r.job for r in plan(campaign, lambda _: None) if r.job and r.axes["task"] == name)
+    trial = next(run.job for run in planned() if run.job and run.axes["task"] == name)
     return trial, Job(trial.kind, trial.config.model_copy(update={"evaluate_on": "evaluation"}))
 
 

@@ -55,6 +55,7 @@ def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Rehea
     return made
 
 
+@pytest.mark.usefixtures("as_a_user")
 @pytest.mark.parametrize("path", CAMPAIGNS, ids=lambda path: path.stem)
 def test_every_campaign_fills_every_cell_of_its_report_and_writes_the_papers_tables(
     path: Path, rehearsed: Callable[[str], Rehearsal]
