@@ -18,6 +18,8 @@ from forked import FORK
 from frozencore.errors import CalibrationError, ConfigError, DataError, DivergenceError, TrainingError
 from frozencore.lab.rows.prompts import TokenRow
 from frozencore.lab.scoring.heldout import held_out_loss
+from frozencore.lab.training.many import company
+from frozencore.lab.training.many.losses import row_losses
 from frozencore.lab.training.many.seat import Trained
 from frozencore.lab.training.many.tenant import Tenant, Validation
 from frozencore.lab.training.many.train import train_many
@@ -214,6 +216,48 @@ def test_sigterm_takes_effect_after_a_step_with_its_checkpoint(tmp_path: Path, a
     resumed = company_of(adapted(), VALIDATED, num_slots=2, checkpoint_dir=tmp_path, resume=True)
     assert {one.report.resumed_from for one in resumed.values()} == {tmp_path / f"checkpoint-{at + 2}"}
     assert_same(resumed, whole)
+
+
+@pytest.mark.parametrize("damage", ["cut", "gone", "other"])
+def test_a_damaged_file_of_a_tenant_that_had_ended_is_told_in_one_line(tmp_path: Path, damage: str) -> None:
+    until(14, tmp_path)
+    file = next((tmp_path / "ended").iterdir())
+    content = file.read_bytes()
+    file.unlink()
+    if damage != "gone":
+        file.write_bytes(content[:-9] if damage == "cut" else content.replace(b"report", b"retort"))
+    with pytest.raises(TrainingError, match=r"had ended, but .* is damaged .*Remove") as error:
+        company_of(adapted(), VALIDATED, num_slots=2, checkpoint_dir=tmp_path, resume=True)
+    assert "\n" not in str(error.value)
+
+
+def test_a_step_that_does_not_fit_in_memory_is_made_in_smaller_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, sizes = company_of(adapted()), []
+
+    def no_room_for_three(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        sizes.append(len(batch["labels"]))
+        losses = row_losses(model, batch)
+        if len(losses) > 2:
+            raise torch.OutOfMemoryError("no room")
+        return losses
+
+    monkeypatch.setattr(company, "row_losses", no_room_for_three)
+    narrow = company_of(adapted())
+    assert max(sizes) > 2
+    assert sum(size > 2 for size in sizes) < 12  # each halves the budget, from 1024 tokens, for good
+    for name, trained in narrow.items():
+        assert trained.report.losses == pytest.approx(whole[name].report.losses, rel=1e-5)
+        assert difference(trained.cores, whole[name].cores) < 1e-5
+
+
+def test_layers_whose_product_is_not_plain_train_the_same() -> None:
+    """With a hook on each base layer, as quantised ones, the product goes through autograd."""
+    model = adapted()
+    for layer in cores_of(model):
+        layer.get_base_layer().register_forward_hook(lambda *_: None)
+    hooked, plain = company_of(model, num_slots=3), company_of(adapted(), num_slots=3)
+    for name, trained in hooked.items():
+        assert difference(trained.cores, plain[name].cores) < 1e-5
 
 
 def test_a_checkpoint_of_other_tenants_is_refused(tmp_path: Path) -> None:

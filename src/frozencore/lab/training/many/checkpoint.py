@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from frozencore.errors import TrainingError
 from frozencore.fingerprint import fingerprint_options, fingerprint_tensors
 from frozencore.lab.training.checkpoints import SEATS, checkpoints, seal_checkpoint
 from frozencore.lab.training.many.company import Company
@@ -27,6 +28,7 @@ from frozencore.lab.training.many.slots import TrainedSlots
 from frozencore.lab.training.many.tenant import Tenant
 from frozencore.lab.training.recipe import TrainingReport
 from frozencore.lab.training.selection import Selected, StepScore
+from frozencore.one_line import one_line
 from frozencore.whole_file import whole_file
 
 VALUES, ENDED = "values.safetensors", "ended"
@@ -109,13 +111,20 @@ class Checkpoints:
                 save_file(cores, aside, metadata={"said": json.dumps(said)})
 
     def _read_ended(self, name: str, resumed_from: Path) -> Trained:
-        with safe_open(self._file(name), framework="pt") as file:
-            said = json.loads(file.metadata()["said"])
-        report = said["report"] | {"losses": tuple(said["report"]["losses"]), "resumed_from": resumed_from}
-        if (chosen := report["selected"]) is not None:
-            scores = tuple(StepScore(**score) for score in chosen["scores"])
-            report["selected"] = Selected(scores, chosen["step"], chosen["time_s"])
-        return Trained(load_file(self._file(name)), TrainingReport(**report), said["diverged"])
+        file = self._file(name)
+        try:
+            with safe_open(file, framework="pt") as opened:
+                said = json.loads(opened.metadata()["said"])
+            report = said["report"] | {"losses": tuple(said["report"]["losses"]), "resumed_from": resumed_from}
+            if (chosen := report["selected"]) is not None:
+                scores = tuple(StepScore(**score) for score in chosen["scores"])
+                report["selected"] = Selected(scores, chosen["step"], chosen["time_s"])
+            return Trained(load_file(file), TrainingReport(**report), said["diverged"])
+        except (OSError, SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
+            raise TrainingError(
+                f"The tenant {name!r} had ended, but {file} is damaged ({one_line(error, 120)}). Remove {self.out} and "
+                "train again."
+            ) from error
 
     def _file(self, name: str) -> Path:
         return self.out / ENDED / f"{self._number[name]}.safetensors"
