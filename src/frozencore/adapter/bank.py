@@ -133,7 +133,7 @@ class CoreBank:
             with self._names_lock:
                 slots = [0 if name is None else self._slot(name) for name in names]
                 batch = self._batch_of(len(slots), num_beams)
-                batch.gather(self._values, slots)
+                batch.gather(self._cores, slots)
             with ExitStack() as undo:
                 for name, rows in batch.rows.items():
                     undo.enter_context(rows_through(self.layers[name], rows))
@@ -166,28 +166,34 @@ class CoreBank:
 
 
 class _Batch:
-    """Where the cores of a batch's rows are brought together; each row is repeated so often in a layer."""
+    """Where the cores of a batch's rows are brought together, one after the other in each layer, where a row may be
+    repeated: beams.
+    """
 
     def __init__(
         self, layers: Mapping[str, FrozenCoreLayer], adapter_name: str, num_rows: int, times: Mapping[str, int]
     ) -> None:
-        self.rows: dict[str, RowCores] = {}
-        self._gathered: dict[tuple[torch.device, int], Tensor] = {}
-        for repeated in set(times.values()):
-            values, cores = _allocate(layers, adapter_name, num_rows * repeated, None)
-            self._gathered |= {(device, repeated): flat for device, flat in values.items()}
-            self.rows |= {name: RowCores(adapter_name, cores[name]) for name in layers if times[name] == repeated}
+        self._times = times
+        self.rows = {
+            name: RowCores(adapter_name, torch.zeros_like(R).repeat(num_rows * times[name], 1, 1))
+            for name, layer in layers.items()
+            for R in [layer.factors(adapter_name)[2].detach()]
+        }
 
-    def gather(self, values: Mapping[torch.device, Tensor], slots: Sequence[int]) -> None:
-        for (device, repeated), gathered in self._gathered.items():
-            places = torch.tensor(slots, device=device).repeat_interleave(repeated)
-            gathered.copy_(values[device].index_select(0, places))
+    def gather(self, cores: Mapping[str, Tensor], slots: Sequence[int]) -> None:
+        """Copy the cores of those slots, from slots x r x r of each layer."""
+        places: dict[tuple[torch.device, int], Tensor] = {}
+        for name, rows in self.rows.items():
+            kind = (rows.R.device, self._times[name])
+            if kind not in places:
+                places[kind] = torch.tensor(slots, device=kind[0]).repeat_interleave(kind[1])
+            rows.R.copy_(cores[name].index_select(0, places[kind]))
 
 
 def _allocate(
-    layers: Mapping[str, FrozenCoreLayer], adapter_name: str, num_slots: int, dtype: torch.dtype | None
+    layers: Mapping[str, FrozenCoreLayer], adapter_name: str, num_slots: int, dtype: torch.dtype
 ) -> tuple[dict[torch.device, Tensor], dict[str, Tensor]]:
-    """Slots x Σr² values on each device, and each layer's slots x r x r of them; by default in the cores' own dtype."""
+    """Slots x Σr² values on each device, and each layer's slots x r x r of them."""
     cores_here: dict[torch.device, list[tuple[str, Tensor]]] = {}
     for name, layer in sorted(layers.items()):  # as flattened cores lie
         R = layer.factors(adapter_name)[2]
@@ -196,7 +202,7 @@ def _allocate(
     cores: dict[str, Tensor] = {}
     for device, here in cores_here.items():
         sizes = [R.numel() for _, R in here]
-        values[device] = torch.zeros(num_slots, sum(sizes), device=device, dtype=dtype or here[0][1].dtype)
+        values[device] = torch.zeros(num_slots, sum(sizes), device=device, dtype=dtype)
         parts = values[device].split(sizes, dim=1)
         cores |= {name: part.unflatten(1, R.shape) for (name, R), part in zip(here, parts, strict=True)}
     return values, {name: cores[name] for name in sorted(cores)}

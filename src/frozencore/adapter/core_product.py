@@ -37,9 +37,10 @@ def core_output(x: Tensor, P: Tensor, Q: Tensor, R: Tensor, scale: float) -> Ten
 
 def adapted_linear(x: Tensor, base: nn.Linear, P: Tensor, Q: Tensor, R: Tensor, scale: float) -> Tensor:
     """The whole product by hand, for a base layer and an input that :func:`is_plain` accepts."""
+    weight, bias = base._parameters["weight"], base._parameters["bias"]
     if torch.is_grad_enabled() and (x.requires_grad or R.requires_grad):
-        return _AdaptedLinear.apply(x, base.weight, base.bias, P, Q, R, scale)[0]
-    return _forward(x, base.weight, base.bias, P, Q, R, scale)[0]
+        return _AdaptedLinear.apply(x, weight, bias, P, Q, R, scale)[0]
+    return _forward(x, weight, bias, P, Q, R, scale)[0]
 
 
 def is_plain(base: nn.Module, x: Tensor, P: Tensor) -> TypeGuard[nn.Linear]:
@@ -50,14 +51,15 @@ def is_plain(base: nn.Module, x: Tensor, P: Tensor) -> TypeGuard[nn.Linear]:
     """
     if torch.compiler.is_compiling() or type(base) is not nn.Linear or "forward" in vars(base) or _is_hooked(base):
         return False
-    for tensor in (x, P, base.weight, base.bias):  # a plain loop: this runs at every call of every layer
+    own, dtype, device = base._parameters, P.dtype, P.device  # not by attribute, and a plain loop:
+    for tensor in (x, P, own.get("weight"), own.get("bias")):  # this runs at every call of every layer
         if tensor is None:
             continue
-        if type(tensor) not in PLAIN or tensor.dtype != P.dtype or tensor.device != P.device:
+        if type(tensor) not in PLAIN or tensor.dtype != dtype or tensor.device != device:
             return False
         if tensor.requires_grad and tensor is not x:
             return False
-    return not _is_rewritten(P.device)
+    return own.get("weight") is not None and not _is_rewritten(device)
 
 
 def _is_hooked(base: nn.Module) -> bool:
@@ -80,7 +82,7 @@ def _forward(
     tokens = x.reshape(-1, x.shape[-1])
     z = tokens @ Q
     y = _add_core(linear(tokens, weight, bias), z, R, P, scale)
-    return y.view(*x.shape[:-1], y.shape[-1]), z
+    return y.view(*x.shape[:-1], -1), z
 
 
 def _add_core(y: Tensor, z: Tensor, R: Tensor, P: Tensor, scale: float) -> Tensor:
@@ -96,9 +98,10 @@ def _add_core(y: Tensor, z: Tensor, R: Tensor, P: Tensor, scale: float) -> Tenso
 
 def _through_rows(z: Tensor, R: Tensor) -> Tensor:
     """``z Rᵀ`` with the core of each row: z (..., r) with all tokens of a row together, R rows x r x r."""
-    if z.numel() == len(R) * z.shape[-1]:  # a token a row, as in generation: half the time of the general product
-        return (R @ z.reshape(len(R), -1, 1)).view(z.shape)
-    return (z.reshape(len(R), -1, z.shape[-1]) @ R.mT).view(z.shape)
+    rows, r = R.shape[:2]
+    if z.numel() == rows * r:  # a token a row, as in generation: half the time of the general product
+        return torch.bmm(R, z.reshape(rows, r, 1)).view(z.shape)
+    return torch.bmm(z.reshape(rows, -1, r), R.mT).view(z.shape)
 
 
 def _core_gradient(h: Tensor, z: Tensor, R: Tensor, scale: float) -> Tensor:

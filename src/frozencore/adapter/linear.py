@@ -37,11 +37,12 @@ class FrozenCoreLinear(nn.Module, FrozenCoreLayer):
             return self._forward_rows(self.row_cores, x, *args, **kwargs)
         active: Any = self.active_adapters
         active = [adapter_name for adapter_name in active if adapter_name in self.frozencore_R]
+        base = self.base_layer
         if len(active) == 1 and not args and not kwargs:
             P, Q, R = self._trained_factors(active[0])
-            if is_plain(self.base_layer, x, P):
-                return adapted_linear(x, self.base_layer, P, Q, R, self.frozencore_scale[active[0]])
-        result = self.base_layer(x, *args, **kwargs)
+            if is_plain(base, x, P):
+                return adapted_linear(x, base, P, Q, R, self.frozencore_scale[active[0]])
+        result = base(x, *args, **kwargs)
         for adapter_name in active:
             result = result + self._core_output(adapter_name, x).to(result.dtype)
         return result
@@ -55,10 +56,11 @@ class FrozenCoreLinear(nn.Module, FrozenCoreLayer):
             )
         if rows.basis is None:
             return self.base_layer(x, *args, **kwargs)
+        base = self.base_layer
         P, Q, _ = self._trained_factors(rows.basis)
-        if not args and not kwargs and is_plain(self.base_layer, x, P):
-            return adapted_linear(x, self.base_layer, P, Q, rows.R, self.frozencore_scale[rows.basis])
-        result = self.base_layer(x, *args, **kwargs)
+        if not args and not kwargs and is_plain(base, x, P):
+            return adapted_linear(x, base, P, Q, rows.R, self.frozencore_scale[rows.basis])
+        result = base(x, *args, **kwargs)
         return result + self._core_output(rows.basis, x, rows.R).to(result.dtype)
 
     def _check_forward_args(self, x: Tensor, adapter_names: list[str]) -> None:
