@@ -12,7 +12,7 @@ Shapes: inputs x (..., n), outputs (..., m), P m x r, Q n x r, R r x r; or rows 
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +37,7 @@ def core_output(x: Tensor, P: Tensor, Q: Tensor, R: Tensor, scale: float) -> Ten
 
 def adapted_linear(x: Tensor, base: nn.Linear, P: Tensor, Q: Tensor, R: Tensor, scale: float) -> Tensor:
     """The whole product by hand, for a base layer and an input that :func:`is_plain` accepts."""
-    weight, bias = base._parameters["weight"], base._parameters["bias"]
+    weight, bias = cast(Tensor, base._parameters["weight"]), base._parameters["bias"]
     if torch.is_grad_enabled() and (x.requires_grad or R.requires_grad):
         return _AdaptedLinear.apply(x, weight, bias, P, Q, R, scale)[0]
     return _forward(x, weight, bias, P, Q, R, scale)[0]
@@ -82,7 +82,7 @@ def _forward(
     tokens = x.reshape(-1, x.shape[-1])
     z = tokens @ Q
     y = _add_core(linear(tokens, weight, bias), z, R, P, scale)
-    return y.view(*x.shape[:-1], -1), z
+    return y.view(*x.shape[:-1], y.shape[-1]), z
 
 
 def _add_core(y: Tensor, z: Tensor, R: Tensor, P: Tensor, scale: float) -> Tensor:
