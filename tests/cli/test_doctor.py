@@ -55,6 +55,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     model = adapted("fcca", trained=True)
     model.save_pretrained(str(folder / "adapter"))
+    model.save_pretrained(str(folder / "above" / "adapter"))
     save_basis(model, folder / "cores" / "basis")
     model.save_pretrained(str(folder / "cores"))
     export_lora(folder / "adapter", folder / "lora")
@@ -73,7 +74,7 @@ SOUND = {
     "run": "run", "baseline": "run", "calibration": "moments", "calibration/moments.safetensors": "moments",
     "calibration/adapter": "adapter", "adapter": "adapter", "lora": "LoRA", "evaluation": "evaluation",
     "campaign": "campaign", "calibration/basis": "basis", "cores": "adapter",
-    "tenants": "tenants", "tenants/anna": "run", "tenants/basis": "basis",
+    "tenants": "tenants", "tenants/anna": "run", "tenants/basis": "basis", "above": "adapter",
 }  # fmt: skip
 
 

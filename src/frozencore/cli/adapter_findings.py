@@ -7,15 +7,19 @@ from pathlib import Path
 
 from frozencore.adapter.directory import read_adapter
 from frozencore.adapter.export.serving import check_lora_directory
-from frozencore.adapter.seal.integrity import read_folder
+from frozencore.adapter.seal.integrity import CONFIG_FILE, read_folder
 from frozencore.adapter.seal.saved_basis import load_basis
-from frozencore.cli.findings import Finding
+from frozencore.cli.findings import Finding, inside
 from frozencore.errors import FrozenCoreError
+from frozencore.lab.run.files import ADAPTER, BASIS
 from frozencore.one_line import one_line
 
 
 def adapter(path: Path) -> Iterator[Finding]:
-    """Weights, bases, seal and base model of a frozen core."""
+    """Weights, bases, seal and base model of a frozen core; of a folder with an adapter in it, that one."""
+    if not (path / CONFIG_FILE).exists() and (path / ADAPTER / CONFIG_FILE).is_file():
+        yield from beside(path)
+        return
     try:
         config, factors = read_adapter(path)
     except FrozenCoreError as error:
@@ -40,6 +44,13 @@ def adapter(path: Path) -> Iterator[Finding]:
         return
     base = f"made on {config.base_model_name_or_path or 'a model without a name'}"
     yield Finding("base model", f"{base}, {'recorded' if seal.get('base') else 'not recorded: any of its shape fits'}")
+
+
+def beside(path: Path) -> Iterator[Finding]:
+    """The adapter and the basis in a folder of ``frozencore calibrate``."""
+    yield from inside(path / ADAPTER, "adapter", adapter)
+    if (path / BASIS).is_dir():
+        yield from inside(path / BASIS, "basis", basis)
 
 
 def basis(path: Path) -> Iterator[Finding]:

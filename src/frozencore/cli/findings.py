@@ -91,8 +91,8 @@ def _kind_of(path: Path) -> str | None:
         return "tenants"
     if (isinstance(record, dict) and "config" in record) or (path / "checkpoints").is_dir():
         return "run"
-    if (path / ADAPTER / CONFIG_FILE).is_file():
-        return "run"
+    if record is None and (path / ADAPTER / CONFIG_FILE).is_file():
+        return "adapter"
     if any(path.glob(f"*/*/{PREDICTIONS}")):
         return "evaluation"
     return "run" if (path / RECORD).exists() and (path / PREDICTIONS).exists() else None

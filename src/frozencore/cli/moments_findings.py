@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from frozencore.calibration.store import load_moments
-from frozencore.cli.findings import Finding, inside
+from frozencore.cli.findings import Finding
 from frozencore.errors import FrozenCoreError
-from frozencore.lab.run.files import ADAPTER, BASIS, MOMENTS_FILE
+from frozencore.lab.run.files import MOMENTS_FILE
 from frozencore.one_line import one_line
 
 
@@ -26,8 +26,6 @@ def moments(path: Path) -> Iterator[Finding]:
         said = f"{len(moments)} layers, {', '.join(names)}; {min(counts, default=0):,} tokens"
         yield Finding(file.name, said if counted else f"{said}: nothing was counted. Calibrate again.", counted)
     if path.is_dir():
-        from frozencore.cli.adapter_findings import adapter, basis
+        from frozencore.cli.adapter_findings import beside
 
-        yield from inside(path / ADAPTER, "adapter", adapter)
-        if (path / BASIS).is_dir():
-            yield from inside(path / BASIS, "basis", basis)
+        yield from beside(path)
