@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import re
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -33,19 +34,31 @@ from tiny import tiny_qwen2
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
-@pytest.fixture
-def base(tmp_path: Path) -> Path:
-    tiny_qwen2().save_pretrained(tmp_path / "base")
-    return tmp_path / "base"
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base model and a trained adapter that names it."""
+    folder = tmp_path_factory.mktemp("made")
+    tiny_qwen2().save_pretrained(folder / "base")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+        model = AutoModelForCausalLM.from_pretrained(folder / "base")
+        adapted("random", model=model, trained=True, task_type="CAUSAL_LM").save_pretrained(str(folder / "adapter"))
+    return folder
 
 
 @pytest.fixture
-def saved(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def base(made: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made / "base", tmp_path / "base"))
+
+
+@pytest.fixture
+def saved(made: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A trained adapter that names its base model."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    model = AutoModelForCausalLM.from_pretrained(base)
-    adapted("random", model=model, trained=True, task_type="CAUSAL_LM").save_pretrained(str(tmp_path / "adapter"))
-    return tmp_path / "adapter"
+    adapter = Path(shutil.copytree(made / "adapter", tmp_path / "adapter"))
+    config = (adapter / CONFIG).read_text()
+    (adapter / CONFIG).write_text(config.replace(str(made / "base"), str(base)))
+    return adapter
 
 
 def loaded_beside(folder: Path) -> None:
