@@ -15,6 +15,7 @@ import matplotlib as mpl
 
 mpl.use("Agg")
 from matplotlib import pyplot as plt
+from matplotlib.ticker import NullFormatter
 
 from cost_page import rewritten
 from growth_figure import BLUE, GREY, ORANGE
@@ -85,17 +86,24 @@ def tenants_figure(found: dict[str, Any], many: dict[str, Any] | None, path: Pat
         own = [row["tenants"] for row in grown]
         axes[2].plot(own, [1e3 * row["tenant_step_s"] for row in grown], label="core, trained in company", **ours)
         alone = next(row for row in many["rows"] if row["model"] == "pocket" and row["rows_a_step"] == 1)
-        for name, style in (("LoRA one after the other", lora), ("floor", {"color": GREY, "ls": "--"})):
-            seconds = alone["tenant_step_s"][name]
-            axes[2].plot(own, [1e3 * seconds] * len(own), label=name, **style)
+        for name, label, style in (
+            ("LoRA one after the other", "LoRA one after the other", lora),
+            ("floor", "floor of 32 at once", {"color": GREY, "ls": "--"}),
+        ):
+            axes[2].plot(own, [1e3 * alone["tenant_step_s"][name]] * len(own), label=label, **style)
         axes[2].set_title("ms a tenant's training step (pocket)", fontsize=10)
+        axes[2].set_yticks([5, 10, 20], ["5", "10", "20"])
     for axis in axes:
         axis.set_xscale("log")
+        ticks = axis.get_yticks(), [label.get_text() for label in axis.get_yticklabels()]
         axis.set_yscale("log")
+        if axis is axes[-1] and many is not None:
+            axis.set_yticks(*ticks)
+            axis.yaxis.set_minor_formatter(NullFormatter())
         axis.set_xlabel("tenants", fontsize=8)
         axis.tick_params(labelsize=8)
         axis.spines[["top", "right"]].set_visible(False)
-        axis.legend(fontsize=8, frameon=False)
+        axis.legend(fontsize=8, frameon=False, loc="upper right", bbox_to_anchor=(1, 0.92))
     figure.tight_layout()
     figure.savefig(path, dpi=130, metadata={"Software": None})
     plt.close(figure)

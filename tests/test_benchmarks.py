@@ -26,12 +26,13 @@ PROMISED: dict[str, tuple[tuple[str, ...], set[str]]] = {
     "ranks": (("--quick",), {"scale", "rows"}),
     "memory": (("--quick",), {"rows"}),
     "many_training": (("--quick",), {"rows", "growth", "rounds"}),
+    "tenants": (("--quick",), {"keep", "batch"}),
     "gpu": (
         ("--tiny", "--compile", "--models", "Qwen2.5-3B", "Llama-3.2-1B"),
         {"device", "job", "models", "budget_s", "used_s", "paper_h20"},
     ),
 }
-SLOW = {"calibration", "svd", "ranks", "memory", "many_training", "gpu"}
+SLOW = {"calibration", "svd", "ranks", "memory", "many_training", "gpu", "tenants"}
 EVERYWHERE = {"benchmark", "provenance"}
 
 
@@ -134,6 +135,12 @@ def test_the_page_of_many_cores_holds_what_was_measured(monkeypatch: pytest.Monk
     assert f"<!-- many-training:begin -->\n{tables}\n<!-- many-training:end -->" in (
         ROOT / "docs" / "many-cores.md"
     ).read_text(encoding="utf-8")
+
+
+def test_the_page_on_tenants_holds_the_numbers_of_its_file(tmp_path: Path) -> None:
+    (measured,) = RESULTS.glob("tenants-*.json")
+    done = in_a_fork("tenants_page", tmp_path, "--check", "--results", measured)
+    assert done.status == 0, done.out + done.err[-2000:]
 
 
 def loaded(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
