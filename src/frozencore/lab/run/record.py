@@ -107,7 +107,7 @@ class SweptRun(Part):
         diverged: Why it ended early; it has no loss then.
     """
 
-    options: dict[str, float]
+    options: dict[str, int | float]
     held_out_loss: float | None = None
     kept_step: Count | None = None
     diverged: str | None = None

@@ -65,7 +65,9 @@ def test_the_best_on_validation_rows_is_written_as_a_run(
     assert record.seed == record.resolved.recipe["seed"] == options["seed"]
     assert sorted(path.name for path in out.iterdir()) == ["adapter", "predictions.jsonl", "result.json", "sweep.json"]
     assert read_record((out / "result.json").read_text()) == record
-    assert Sweep.model_validate_json((out / "sweep.json").read_text()) == sweep
+    written = (out / "sweep.json").read_text()
+    assert Sweep.model_validate_json(written) == sweep
+    assert {type(run["options"]["seed"]) for run in json.loads(written)["runs"]} == {int}
     if options["seed"] == 42:
         alone = execute(config_of(select_checkpoint=2, **options), tmp_path / "alone", silent)
         assert alone.held_out_loss == pytest.approx(record.held_out_loss, rel=1e-5)
