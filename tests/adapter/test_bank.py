@@ -201,6 +201,8 @@ def test_what_cannot_be_put_is_one_line_and_leaves_the_bank_as_it_was(
         bank.put("b", tenants["b"])
     with pytest.raises(ConfigError, match="no core 'b'"), bank.rows(["b"]):
         pass
+    with pytest.raises(ConfigError, match="for each of its rows, but none"), bank.rows([]):
+        pass
     assert list(bank) == ["a"]
     assert all(torch.equal(core, tenants["a"][layer]) for layer, core in bank.get("a").items())
 

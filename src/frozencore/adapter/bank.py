@@ -126,9 +126,11 @@ class CoreBank:
                 the start.
 
         Raises:
-            ConfigError: There is no core of a name.
+            ConfigError: There is no core of a name, or no name at all.
             ValueError: An adapter is merged into the weights.
         """
+        if not names:
+            raise ConfigError("A batch has a name (or None) for each of its rows, but none came. Name each row.")
         with self._batch_lock:
             with self._names_lock:
                 slots = [0 if name is None else self._slot(name) for name in names]
