@@ -200,6 +200,7 @@ def test_what_a_tenant_is_called_and_where_its_rows_are_is_checked(tenants: Path
         ("- a", "one line each"),
         ("checkpoints: a.jsonl", "not basis or checkpoints"),
         ("a/b: c.jsonl", "Rename"),
+        ("-rf: c.jsonl", "not '.' or '-' first"),
     ):
         listed.write_text(content)
         with pytest.raises(ConfigError, match=rule):

@@ -37,8 +37,8 @@ def find_tenants(path: Path) -> dict[str, Path]:
     for name, file in named:
         if not _NAME.fullmatch(name) or name in RESERVED:
             raise ConfigError(
-                f"A tenant's name becomes a folder's: letters, digits, '.', '_' and '-', and not "
-                f"{' or '.join(RESERVED)}, but {one_line(name, 60)!r} came. Rename {file.name}."
+                f"A tenant's name becomes a folder's: at most 100 letters, digits, '.', '_' and '-' (not '.' or '-' "
+                f"first), and not {' or '.join(RESERVED)}, but {one_line(name, 60)!r} came. Rename {file.name}."
             )
         if name in tenants:
             raise ConfigError(f"Each tenant has one row file, but {name!r} has {tenants[name].name} and {file.name}.")
