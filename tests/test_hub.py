@@ -158,3 +158,13 @@ def test_a_basis_that_is_neither_here_nor_cached_is_one_line_at_once(name: str) 
         load_basis(name)
     assert "\n" not in str(caught.value)
     assert time.monotonic() - started < HUB_TIMEOUT_S
+
+
+def test_what_the_hub_says_of_a_basis_is_told_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError("It is not there, " * 20 + "and that is all")
+
+    monkeypatch.setattr("frozencore.adapter.seal.saved_basis.hub_answers", lambda *_: False)
+    monkeypatch.setattr("frozencore.adapter.seal.saved_basis.hf_hub_download", refuse)
+    with pytest.raises(ArtifactError, match=r"and that is all\). Give the folder of a saved basis"):
+        load_basis("org/absent")

@@ -235,7 +235,7 @@ def _file(place: str | Path, revision: str | None, name: str) -> Path:
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise ArtifactError(
             f"No basis at {place}: it is neither a folder nor in the offline cache, and the hub does not give it "
-            f"({one_line(error, 120)}). Give the folder of a saved basis."
+            f"({one_line(error)}). Give the folder of a saved basis."
         ) from error
 
 
