@@ -156,6 +156,7 @@ def test_ctrl_c_in_a_command_is_status_130_and_sigterm_143_and_each_is_one_line(
         came, _, err = command("campaign", "status", tmp_path)
         assert came == status
         assert err.splitlines()[-1].startswith(f"frozencore: {how}; run the same command again and it goes on")
+        assert "`tune-many` with --resume" in err
     signal.signal(signal.SIGTERM, before)
 
 

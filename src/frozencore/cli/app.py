@@ -53,7 +53,8 @@ def app() -> None:
 def _ended_early(status: int) -> NoReturn:
     how = "interrupted" if status == INTERRUPTED else "terminated"
     sys.stderr.write(
-        f"frozencore: {how}; run the same command again and it goes on from what is there (`tune` with --resume)\n"
+        f"frozencore: {how}; run the same command again and it goes on from what is there "
+        "(`tune` and `tune-many` with --resume)\n"
     )
     sys.exit(status)
 
