@@ -144,6 +144,15 @@ def test_the_saved_folder_loads_as_any_other_model(corpus: Path, trained: Path) 
     )
 
 
+@pytest.mark.parametrize("readme", [None, "", "# Text\n\n## Cleaning\nNone.\n"])
+def test_text_whose_licences_are_unknown_is_not_read(pretrain: ModuleType, tmp_path: Path, readme: str | None) -> None:
+    if readme is not None:
+        (tmp_path / "README.md").write_text(readme)
+    with pytest.raises(SystemExit, match="licences"):
+        run_main(pretrain, tmp_path, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_cosine_ends_with_the_time(pretrain: ModuleType, corpus: Path, trained: Path) -> None:
     """A second for many passes: without the time in it, the cosine would still be near 1."""
     text = pretrain.packed_text(corpus, trained / "tokens", vocabulary=TINY["vocabulary"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,7 @@ def licences_of(corpus: Path) -> str:
     readme = corpus / "README.md"
     lines = readme.read_text(encoding="utf-8").split("\n") if readme.exists() else []
     heads = [i for i, line in enumerate(lines) if line.startswith("## ")]
-    for head, after in zip(heads, [*heads[1:], len(lines)], strict=True):
+    for head, after in pairwise([*heads, len(lines)]):
         if "licence" in lines[head]:
             return "\n".join(lines[head:after]).strip()
     raise SystemExit(f"{readme} needs a section on licences ('## ... licence ...'), which the model's card repeats.")
