@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field, GetJsonSchemaHandler
 from pydantic_core import CoreSchema
 
-from frozencore.constructors import described
+from frozencore.constructors import CONSTRUCTORS, described
 from frozencore.errors import ConfigError
 from frozencore.lab.run.config import run_options
 from frozencore.naming import unknown_name
@@ -23,8 +23,13 @@ PLACES = ("data_root", "device")
 METHODS_OF_GRID = "for"
 
 
-@cache
 def _options() -> dict[str, Option]:
+    return _of_table(tuple(row.options for row in CONSTRUCTORS.values()))
+
+
+@cache
+def _of_table(_table: tuple[type, ...]) -> dict[str, Option]:
+    """Those that there are with that table of constructors: they are asked for at every key of a specification."""
     return {name: option for name, option in run_options().items() if name not in PLACES}
 
 
