@@ -6,13 +6,17 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test test-slow coverage mutants bench conformance lint format pocket constraints clean
+.PHONY: demo test rehearse test-slow coverage mutants bench conformance lint format pocket constraints clean
 
 demo: $(VENV)/.installed
 	$(BIN)/frozencore demo --output runs/demo
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n 2
+
+# Every shipped campaign on a tiny model: no cell of its report may be empty.
+rehearse: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -m "rehearsal and not slow" tests/lab/rehearsal
 
 test-slow: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m "slow or hypothesis" --hypothesis-profile search tests conformance

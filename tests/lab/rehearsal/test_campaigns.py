@@ -55,6 +55,7 @@ def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Rehea
     return made
 
 
+@pytest.mark.rehearsal
 @pytest.mark.usefixtures("as_a_user")
 @pytest.mark.parametrize("path", CAMPAIGNS, ids=lambda path: path.stem)
 def test_every_campaign_fills_every_cell_of_its_report_and_writes_the_papers_tables(
@@ -72,6 +73,7 @@ def test_every_campaign_fills_every_cell_of_its_report_and_writes_the_papers_tab
         assert set(line.files) <= written or line.campaigns != (path.stem,), line.label
 
 
+@pytest.mark.rehearsal
 @pytest.mark.parametrize("names", sorted({line.campaigns for line in counterparts() if len(line.campaigns) > 1}))
 def test_campaigns_together_write_the_papers_tables(
     names: tuple[str, ...], rehearsed: Callable[[str], Rehearsal]
