@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import mmap
 import resource
 import sys
@@ -25,6 +26,7 @@ MIB = 2**20
 
 @pytest.fixture
 def memory() -> PeakMemory:
+    gc.collect()  # garbage of other tests, collected within a phase, would be counted as a shrinking of it
     found = PeakMemory(nn.Linear(2, 2))
     if not found._forgets:
         pytest.skip("this system counts over the whole life of a process")
@@ -69,7 +71,7 @@ def test_what_a_phase_has_freed_is_not_held_against_the_next(memory: PeakMemory)
     with memory.phase("scoring"):
         pass
     calibration, training, _ = beyond(memory.peaks)
-    assert calibration > 50
+    assert calibration - training > 50
     assert training < 16
     del last
 
