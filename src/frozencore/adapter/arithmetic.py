@@ -8,12 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
 from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.adapter.directory import read_tensors, write_adapter
-from frozencore.adapter.named_basis import not_one_basis
+from frozencore.adapter.named_basis import Placed, require_one_basis
 from frozencore.adapter.patterns import scale_of
 from frozencore.adapter.seal.factors import Factors, layer_factors
 from frozencore.adapter.seal.flat_cores import FLAT, flatten_cores, with_factors
@@ -39,8 +36,8 @@ def merge_adapters(adapters: Sequence[str | Path], out: str | Path, *, weights: 
     weights = [1 / len(adapters)] * len(adapters) if weights is None else weights
     read = [_read(Path(folder)) for folder in adapters]
     config, first = read[0]
-    for folder, (other, factors) in zip(adapters, read, strict=True):
-        _require_one_basis(str(adapters[0]), (config, first), str(folder), (other, factors))
+    for folder, other in zip(adapters, read, strict=True):
+        require_one_basis(str(adapters[0]), placed(*read[0]), str(folder), placed(*other))
     cores = {name: weighted_sum([factors[name].R for _, factors in read], weights) for name in first}
     tensors = {FLAT: flatten_cores(cores)}
     if config.basis_id is None:
@@ -50,7 +47,7 @@ def merge_adapters(adapters: Sequence[str | Path], out: str | Path, *, weights: 
 
 def _read(folder: Path) -> tuple[FrozenCoreConfig, Mapping[str, Factors]]:
     config, tensors = read_tensors(folder)
-    if config.modules_to_save or config.trainable_token_indices:
+    if config.trains_modules:
         raise ArtifactError(
             f"Only cores are summed, but the adapter in {folder} trained other modules too (modules_to_save or "
             "trainable_token_indices)."
@@ -58,23 +55,6 @@ def _read(folder: Path) -> tuple[FrozenCoreConfig, Mapping[str, Factors]]:
     return config, layer_factors(str(folder), tensors)
 
 
-def _require_one_basis(
-    origin: str,
-    one: tuple[FrozenCoreConfig, Mapping[str, Factors]],
-    other_origin: str,
-    other: tuple[FrozenCoreConfig, Mapping[str, Factors]],
-) -> None:
-    (config, mine), (other_config, theirs) = one, other
-    for name in sorted(mine.keys() | theirs.keys()):
-        if (
-            name not in mine
-            or name not in theirs
-            or scale_of(config, name) != scale_of(other_config, name)
-            or not _equal(mine[name].P, theirs[name].P)
-            or not _equal(mine[name].Q, theirs[name].Q)
-        ):
-            raise not_one_basis(origin, other_origin, name)
-
-
-def _equal(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
+def placed(config: FrozenCoreConfig, factors: Mapping[str, Factors]) -> dict[str, Placed]:
+    """P, Q and the scale of each layer of a saved adapter."""
+    return {name: (f.P, f.Q, scale_of(config, name)) for name, f in factors.items()}

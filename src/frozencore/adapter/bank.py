@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from frozencore.adapter.layer import FrozenCoreLayer, RowCores, frozen_core_layers
 from frozencore.adapter.mixed_batch import encoder_modules, rows_through
+from frozencore.adapter.seal.flat_cores import by_layer
 from frozencore.adapter.swap import flat_cores_of
 from frozencore.errors import ConfigError
 
@@ -196,15 +197,13 @@ def _allocate(
     layers: Mapping[str, FrozenCoreLayer], adapter_name: str, num_slots: int, dtype: torch.dtype
 ) -> tuple[dict[torch.device, Tensor], dict[str, Tensor]]:
     """Slots x Σr² values on each device, and each layer's slots x r x r of them."""
-    cores_here: dict[torch.device, list[tuple[str, Tensor]]] = {}
+    ranks: dict[torch.device, dict[str, int]] = {}
     for name, layer in sorted(layers.items()):  # as flattened cores lie
         R = layer.factors(adapter_name)[2]
-        cores_here.setdefault(R.device, []).append((name, R))
+        ranks.setdefault(R.device, {})[name] = len(R)
     values: dict[torch.device, Tensor] = {}
     cores: dict[str, Tensor] = {}
-    for device, here in cores_here.items():
-        sizes = [R.numel() for _, R in here]
-        values[device] = torch.zeros(num_slots, sum(sizes), device=device, dtype=dtype)
-        parts = values[device].split(sizes, dim=1)
-        cores |= {name: part.unflatten(1, R.shape) for (name, R), part in zip(here, parts, strict=True)}
+    for device, here in ranks.items():
+        values[device] = torch.zeros(num_slots, sum(r * r for r in here.values()), device=device, dtype=dtype)
+        cores |= by_layer(values[device], here)
     return values, {name: cores[name] for name in sorted(cores)}

@@ -141,6 +141,11 @@ class FrozenCoreConfig(SavedConfig, EveryOption):  # type: ignore[misc]  # froze
         self.basis, self.basis_id = str(place), header["identity"]
 
     @property
+    def trains_modules(self) -> bool:
+        """Whether more than cores is trained and saved."""
+        return bool(self.modules_to_save or self.trainable_token_indices)
+
+    @property
     def constructor_entry(self) -> Constructor:
         """The row of the constructor table."""
         return find_constructor(self.constructor)

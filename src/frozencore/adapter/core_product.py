@@ -51,15 +51,16 @@ def is_plain(base: nn.Module, x: Tensor, P: Tensor) -> TypeGuard[nn.Linear]:
     """
     if torch.compiler.is_compiling() or type(base) is not nn.Linear or "forward" in vars(base) or _is_hooked(base):
         return False
-    own, dtype, device = base._parameters, P.dtype, P.device  # not by attribute, and a plain loop:
-    for tensor in (x, P, own.get("weight"), own.get("bias")):  # this runs at every call of every layer
+    weight, bias = base._parameters.get("weight"), base._parameters.get("bias")  # not by attribute, and a plain loop:
+    dtype, device = P.dtype, P.device
+    for tensor in (x, P, weight, bias):  # this runs at every call of every layer
         if tensor is None:
             continue
         if type(tensor) not in PLAIN or tensor.dtype != dtype or tensor.device != device:
             return False
         if tensor.requires_grad and tensor is not x:
             return False
-    return own.get("weight") is not None and not _is_rewritten(device)
+    return weight is not None and not _is_rewritten(device)
 
 
 def _is_hooked(base: nn.Module) -> bool:

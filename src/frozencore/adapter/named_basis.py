@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor, nn
 
 from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.adapter.layer import FrozenCoreLayer, frozen_core_layers
+from frozencore.adapter.seal.integrity import require_orthonormal
 from frozencore.adapter.seal.same_base import differing_layer
 from frozencore.adapter.seal.saved_basis import SavedBasis
 from frozencore.errors import ArtifactError
@@ -37,6 +39,7 @@ def require_basis_fits(
                 f"{origin} has P {tuple(P.shape)}, Q {tuple(Q.shape)} and scale {scale:g} there. Leave rank, scale and "
                 "targets to the basis, and load the base model that it was calibrated on."
             )
+    require_orthonormal(f"the basis of {origin}", basis.layers, config.coordinates)
     if basis.base is not None and not config.allow_other_base:
         odd_one = differing_layer(basis.base, {name: layer.base_samples for name, layer in layers.items()})
         if odd_one is not None:
@@ -51,10 +54,33 @@ def other_base(what: str, layer: str) -> ArtifactError:
     )
 
 
-def not_one_basis(first: str, other: str, layer: str) -> ArtifactError:
-    """The error that cores cannot be summed."""
-    return ArtifactError(
-        f"Cores are summed on one basis, but the adapters {first} and {other} differ in basis, rank or scale at layer "
+Placed = tuple[Tensor, Tensor, float]
+"""P, Q and the scale of a layer."""
+
+
+def differing_basis(one: Mapping[str, Placed], other: Mapping[str, Placed]) -> str | None:
+    """The first layer, by name, that has another basis or scale in one of them, or none; None where all are equal."""
+    return next((name for name in sorted(one.keys() | other.keys()) if not _same(one.get(name), other.get(name))), None)
+
+
+def _same(one: Placed | None, other: Placed | None) -> bool:
+    if one is None or other is None:
+        return False
+    pairs = zip(one[:2], other[:2], strict=True)
+    return one[2] == other[2] and all(X.shape == Y.shape and X.dtype == Y.dtype and torch.equal(X, Y) for X, Y in pairs)
+
+
+def require_one_basis(first: str, one: Mapping[str, Placed], second: str, other: Mapping[str, Placed]) -> None:
+    """Refuse adapters whose cores cannot be summed.
+
+    Raises:
+        ArtifactError: The first layer in which they differ.
+    """
+    layer = differing_basis(one, other)
+    if layer is None:
+        return
+    raise ArtifactError(
+        f"Cores are summed on one basis, but the adapters {first} and {second} differ in basis, rank or scale at layer "
         f"{layer!r}. Sum adapters that were trained on the same saved basis."
     )
 

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import torch
 
+from frozencore.adapter.arithmetic import placed
 from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.adapter.directory import read_tensors, write_adapter
-from frozencore.adapter.patterns import scale_of
+from frozencore.adapter.named_basis import differing_basis
 from frozencore.adapter.seal.factors import PREFIX, Factors, layer_factors
 from frozencore.adapter.seal.flat_cores import FLAT, flatten_cores
 from frozencore.adapter.seal.saved_basis import SavedBasis, load_basis
@@ -68,11 +69,10 @@ def _require_same_basis(
             f"An adapter is packed beside its own basis, but {odd[0]!r} ({len(odd)} layers in all) is in one of "
             f"{origin} and {place} alone. Name the basis that it was trained on."
         )
-    for name, own in factors.items():
-        theirs = basis.layers[name]
-        equal = all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip((own.P, own.Q), theirs, strict=True))
-        if not equal or scale_of(config, name) != basis.scales[name]:
-            raise ArtifactError(
-                f"An adapter is packed beside its own basis, but P, Q or the scale of layer {name!r} of {origin} are "
-                f"not those of {place}. Name the basis that it was trained on."
-            )
+    of_basis = {name: (P, Q, basis.scales[name]) for name, (P, Q) in basis.layers.items()}
+    layer = differing_basis(placed(config, factors), of_basis)
+    if layer is not None:
+        raise ArtifactError(
+            f"An adapter is packed beside its own basis, but P, Q or the scale of layer {layer!r} of {origin} are "
+            f"not those of {place}. Name the basis that it was trained on."
+        )

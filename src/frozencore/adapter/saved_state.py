@@ -64,14 +64,13 @@ def state_to_load(
         require_sealed(origin, seal, state_dict)
         on_meta = any(P.is_meta or Q.is_meta for P, Q, _ in own.values())
         bases = config.find_basis(origin).layers if on_meta else {name: (P, Q) for name, (P, Q, _) in own.items()}
-        state_dict = with_factors(origin, state_dict, bases)
-        factors = require_sound(origin, state_dict, config.coordinates)
+        state_dict = with_factors(origin, state_dict, bases)  # which were checked when they were laid
     else:
         factors = require_sound(origin, state_dict, config.coordinates)
         require_sealed(origin, seal, state_dict)
-    require_fit(origin, own, factors)
-    if config.basis_id is not None and not _same_bases(own, factors):
-        config.name_basis(None)  # it has one of its own now
+        require_fit(origin, own, factors)
+        if config.basis_id is not None and not _same_bases(own, factors):
+            config.name_basis(None)  # it has one of its own now
     for layer in layers.values():
         layer.awaits_core.discard(adapter_name)
     return state_dict

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from frozencore.adapter.layer import FrozenCoreLayer, frozen_core_layers
-from frozencore.adapter.named_basis import not_one_basis
+from frozencore.adapter.named_basis import Placed, require_one_basis
 from frozencore.errors import ConfigError
 from frozencore.maths.basis import known_basis
 from frozencore.maths.linalg import weighted_sum
@@ -31,11 +31,11 @@ def add_weighted_sum(tuner: FrozenCoreModel, adapters: Sequence[str], weights: S
             f"A sum is of adapters that are there ({', '.join(tuner.peft_config)}), but {missing or 'none'} came."
         )
     for adapter in adapters:
-        if tuner.peft_config[adapter].modules_to_save or tuner.peft_config[adapter].trainable_token_indices:
+        if tuner.peft_config[adapter].trains_modules:
             raise ConfigError(f"Only cores are summed, but the adapter {adapter!r} trained other modules too.")
     layers, first = {adapter: frozen_core_layers(tuner, adapter) for adapter in adapters}, adapters[0]
     for other in adapters:
-        _require_one_basis(layers, first, other)
+        require_one_basis(repr(first), _placed(layers[first], first), repr(other), _placed(layers[other], other))
     sums = {
         layer_name: weighted_sum([layer.factors(adapter)[2] for adapter in adapters], weights)
         for layer_name, layer in layers[first].items()
@@ -50,23 +50,5 @@ def add_weighted_sum(tuner: FrozenCoreModel, adapters: Sequence[str], weights: S
         layer.awaits_core.discard(name)
 
 
-def _require_one_basis(layers: Mapping[str, Mapping[str, FrozenCoreLayer]], first: str, other: str) -> None:
-    """Refuse two adapters of a model that are not on one basis at one scale; their layers by adapter name.
-
-    Raises:
-        ArtifactError: The first layer in which they differ.
-    """
-    odd = sorted(layers[first].keys() ^ layers[other].keys())
-    differing = (
-        name
-        for name, layer in layers[first].items()
-        if name in layers[other]
-        if layer.frozencore_scale[first] != layer.frozencore_scale[other]
-        or not all(
-            mine.shape == theirs.shape and torch.equal(mine, theirs)
-            for mine, theirs in zip(layer.factors(first)[:2], layer.factors(other)[:2], strict=True)
-        )
-    )
-    name = odd[0] if odd else next(differing, None)
-    if name is not None:
-        raise not_one_basis(repr(first), repr(other), name)
+def _placed(layers: Mapping[str, FrozenCoreLayer], adapter: str) -> dict[str, Placed]:
+    return {name: (*layer.factors(adapter)[:2], layer.frozencore_scale[adapter]) for name, layer in layers.items()}

@@ -177,7 +177,7 @@ def _require_same_layers(came: Mapping[str, object], layers: Mapping[str, Frozen
 
 def _read_folder(folder: str | Path, layers: Mapping[str, FrozenCoreLayer], adapter_name: str) -> dict[str, Factors]:
     config, factors = read_adapter(folder)
-    if config.modules_to_save or config.trainable_token_indices:
+    if config.trains_modules:
         raise _more_than_cores(folder)
     for name in factors.keys() & layers.keys():
         mine, theirs = layers[name].frozencore_scale[adapter_name], scale_of(config, name)

@@ -105,13 +105,12 @@ def save_basis(
         ArtifactError: The folder is there already, or cannot be written.
     """
     adapter_name, config = find_adapter(model, adapter_name)
-    get_bases(model, adapter_name)
-    layers = frozen_core_layers(model, adapter_name)
+    factors, layers = get_bases(model, adapter_name), frozen_core_layers(model, adapter_name)
     known = options_of_basis()
     options = {name: value for name, value in config.to_dict().items() if name in known}
     identity = write_basis(
         Path(folder),
-        {name: layer.factors(adapter_name)[:2] for name, layer in layers.items()},
+        factors,
         scales={name: layer.frozencore_scale[adapter_name] for name, layer in layers.items()},
         options=options,
         calibrated_on=calibrated_on or num_tokens(config.calibration_tokens),

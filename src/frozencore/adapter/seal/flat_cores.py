@@ -43,9 +43,13 @@ def split_cores(origin: str, flat: Tensor, ranks: Mapping[str, int]) -> dict[str
         ArtifactError: It has not the Σr² values of those ranks.
     """
     require_size(origin, flat, sum(r * r for r in ranks.values()))
-    names = sorted(ranks)
-    parts = flat.split([ranks[name] ** 2 for name in names])
-    return {name: part.view(ranks[name], ranks[name]) for name, part in zip(names, parts, strict=True)}
+    return by_layer(flat, {name: ranks[name] for name in sorted(ranks)})
+
+
+def by_layer(flat: Tensor, ranks: Mapping[str, int]) -> dict[str, Tensor]:
+    """Views (..., r, r) of what lies side by side (..., Σr²), in the order of the ranks."""
+    parts = flat.split([r * r for r in ranks.values()], dim=-1)
+    return {name: part.unflatten(-1, (r, r)) for part, (name, r) in zip(parts, ranks.items(), strict=True)}
 
 
 def with_factors(

@@ -158,16 +158,25 @@ def require_sound(origin: str, tensors: Mapping[str, Tensor], coordinates: Any) 
     _require_names(origin, tensors)
     factors = layer_factors(origin, tensors)
     require_finite(origin, tensors, "Train it again, or load an earlier checkpoint.")
+    require_orthonormal(origin, {layer: (f.P, f.Q) for layer, f in factors.items()}, coordinates)
+    return factors
+
+
+def require_orthonormal(origin: str, bases: Mapping[str, tuple[Tensor, Tensor]], coordinates: Any) -> None:
+    """Refuse P and Q that are not orthonormal where their coordinates promise it; all of them zero are none yet.
+
+    Raises:
+        ArtifactError: The first layer.
+    """
     promised = isinstance(coordinates, str) and coordinates in ORTHONORMAL_COORDINATES
-    if promised and any(bool(f.P.any()) or bool(f.Q.any()) for f in factors.values()):
-        for layer, f in factors.items():
-            error = known_basis(f.P, f.Q).orthonormality_error()
+    if promised and any(bool(P.any()) or bool(Q.any()) for P, Q in bases.values()):
+        for layer, (P, Q) in bases.items():
+            error = known_basis(P, Q).orthonormality_error()
             if not error <= ORTHONORMALITY:
                 raise ArtifactError(
                     f"With coordinates={coordinates!r} a basis is orthonormal, but that of layer {layer!r} of {origin} "
                     f"is off by {error:.2g}. Save or download it again."
                 )
-    return factors
 
 
 def require_sound_cores(origin: str, tensors: Mapping[str, Tensor], basis_id: Any) -> None:

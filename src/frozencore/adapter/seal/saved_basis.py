@@ -71,7 +71,7 @@ class SavedBasis:
 
 def write_basis(
     folder: Path,
-    layers: Mapping[str, tuple[Tensor, Tensor]],
+    factors: Mapping[str, Tensor],
     *,
     scales: Mapping[str, float],
     options: Mapping[str, Any],
@@ -82,6 +82,9 @@ def write_basis(
 ) -> str:
     """Write a folder, whole or not at all.
 
+    Args:
+        factors: P and Q under ``<layer>.P`` and ``<layer>.Q``, on the CPU.
+
     Returns:
         The identity.
 
@@ -89,17 +92,14 @@ def write_basis(
         ArtifactError: The folder is there already, or cannot be written.
     """
     with whole_folder(folder, overwrite=overwrite) as aside:
-        factors = {
-            f"{name}.{side}": X.detach().cpu().contiguous()
-            for name in sorted(layers)
-            for side, X in zip("PQ", layers[name], strict=True)
-        }
-        save_file(factors, aside / FACTORS_FILE, metadata={"format": "pt"})
+        save_file(
+            {name: X.contiguous() for name, X in factors.items()}, aside / FACTORS_FILE, metadata={"format": "pt"}
+        )
         header = {
             "format": FORMAT,
             "factors_sha256": hashlib.sha256((aside / FACTORS_FILE).read_bytes()).hexdigest(),
             "options": dict(options),
-            "scales": {name: scales[name] for name in sorted(layers)},
+            "scales": {name: scales[name] for name in sorted(scales)},
             "calibrated_on": calibrated_on,
             "base": None if base is None else dict(base),
             "base_model": base_model,
@@ -120,7 +120,10 @@ def load_basis(place: str | Path, revision: str | None = None) -> SavedBasis:
     Raises:
         ArtifactError: There is none, it is damaged or changed since, or of a newer format.
     """
-    header = read_header(place, revision)
+    return _with_factors(place, revision, read_header(place, revision))
+
+
+def _with_factors(place: str | Path, revision: str | None, header: Mapping[str, Any]) -> SavedBasis:
     path = _file(place, revision, FACTORS_FILE)
     try:
         content = path.read_bytes()
@@ -185,8 +188,8 @@ def find_basis(
         ArtifactError: It is nowhere, or another one is there; or it is damaged.
     """
     for folder in _near(beside):
-        if (folder / HEADER_FILE).is_file() and read_header(folder)["identity"] == identity:
-            return load_basis(folder)
+        if (folder / HEADER_FILE).is_file() and (header := read_header(folder))["identity"] == identity:
+            return _with_factors(folder, None, header)
     short = identity[:12]
     if named is None:
         raise ArtifactError(
@@ -198,13 +201,13 @@ def find_basis(
             f"{origin} holds cores alone, on the basis {short}, which is neither beside it nor at {named}. Get that "
             "basis folder and put it beside the adapter as 'basis', or pass basis=FOLDER."
         )
-    found = load_basis(named, revision)
-    if found.identity != identity:
+    header = read_header(named, revision)
+    if header["identity"] != identity:
         raise ArtifactError(
-            f"{origin} holds cores on the basis {short}, but {named} is the basis {found.identity[:12]}: on another "
-            "basis they mean nothing. Get the basis that they were trained on."
+            f"{origin} holds cores on the basis {short}, but {named} is the basis {header['identity'][:12]}: on "
+            "another basis they mean nothing. Get the basis that they were trained on."
         )
-    return found
+    return _with_factors(named, revision, header)
 
 
 def _near(folder: Path | None) -> Iterator[Path]:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from frozencore.adapter.layer import RowCores, frozen_core_layers
 from frozencore.adapter.mixed_batch import rows_through
+from frozencore.adapter.seal.flat_cores import by_layer
 from frozencore.errors import ConfigError
 
 
@@ -49,8 +50,7 @@ class CoreStack:
 
     def by_layer(self, flat: Tensor) -> dict[str, Tensor]:
         """Views (..., r, r) of what lies side by side (..., Σr²)."""
-        parts = flat.split([r * r for r in self.ranks.values()], dim=-1)
-        return {name: part.unflatten(-1, (r, r)) for part, (name, r) in zip(parts, self.ranks.items(), strict=True)}
+        return by_layer(flat, self.ranks)
 
     def put(self, slot: int, cores: Mapping[str, Tensor]) -> None:
         """Fill a slot with R (r x r) of each layer."""
