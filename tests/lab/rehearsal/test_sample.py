@@ -6,10 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from frozencore.lab.campaign.job import make_job
 from frozencore.lab.campaign.plan import plan
 from frozencore.lab.campaign.spec import Campaign, Study, read_campaign
 from frozencore.lab.campaign.study_options import Value
+from frozencore.lab.rehearsal.place import RehearsalPlace
 from frozencore.lab.rehearsal.sample import Sample, quick_sample, whole_sample
+from frozencore.lab.rehearsal.sizes import Shares
 from places import ROOT
 
 CAMPAIGNS = sorted((ROOT / "campaigns").glob("*.yaml"))
@@ -28,6 +31,25 @@ def test_a_whole_sample_is_the_specification_but_for_the_seeds(path: Path) -> No
         assert ours.axes["seed"] == study.axes["seed"][:2]
         assert ours.model_copy(update={"axes": study.axes}) == study
         assert {**ours.axes, "seed": study.axes["seed"]} == study.axes
+
+
+def test_a_whole_sample_has_16_bits_on_one_task_of_each_kind_of_scoring() -> None:
+    campaign = read_campaign(ROOT / "campaigns" / "paper-3b.yaml")
+    sample = whole_sample(campaign)
+    assert sample.tasks_in_16_bits == ("svamp", "sst2")  # a generated number, and a choice
+    assert "bfloat16 on svamp and sst2, float32 elsewhere" in sample.left_out
+    shares = {task: Shares(0.01, 0.01) for task in ("svamp", "gsm8k", "sst2")}
+    for is_quick, dtypes in ((False, ["bfloat16", "float32", "bfloat16"]), (True, ["float32"] * 3)):
+        place = RehearsalPlace(shares=shares, tasks_in_16_bits=sample.tasks_in_16_bits, is_quick=is_quick)
+        configs = [make_job("tune", {**campaign.base, "model": "pocket", "task": task}).config for task in shares]
+        assert [place.put(config).dtype for config in configs] == dtypes
+
+
+@pytest.mark.parametrize("stem", ["pocket", "demo"])
+def test_a_campaign_in_32_bits_leaves_nothing_of_them_out(stem: str) -> None:
+    assert not any(
+        "elsewhere" in said for said in whole_sample(read_campaign(ROOT / f"campaigns/{stem}.yaml")).left_out
+    )
 
 
 def values_of(campaign: Campaign, *axes: str) -> set[tuple[str, Value]]:

@@ -16,6 +16,7 @@ from frozencore.lab.run.config import RunConfig
 
 MOST_NEW_TOKENS = 3  # a random model does not end its answers
 LONGER = 4  # a stand-in's tokenizer knows few words
+IN_16_BITS = ("bfloat16", "float16")
 
 
 @dataclass(frozen=True)
@@ -27,13 +28,15 @@ class RehearsalPlace(Place):
         own_tasks: Copies of users' YAML tasks with few rows.
         stand_ins: Models whose tokenizers are ours.
         calibration_share: Of the calibration examples.
-        is_quick: In float32, and all examples of an optimiser step at once: faster on a CPU.
+        tasks_in_16_bits: Runs of other tasks have 32 bits where the campaign has 16.
+        is_quick: All of them in 32 bits, and all examples of an optimiser step at once.
     """
 
     shares: dict[str, Shares] = field(default_factory=dict)
     own_tasks: dict[str, str] = field(default_factory=dict)
     stand_ins: tuple[str, ...] = ()
     calibration_share: float = 1.0
+    tasks_in_16_bits: tuple[str, ...] = ()
     is_quick: bool = False
 
     def put(self, config: RunConfig) -> RunConfig:
@@ -51,6 +54,8 @@ class RehearsalPlace(Place):
         }
         if config.model in self.stand_ins and not config.truncate:
             changes["max_length"] = LONGER * (config.max_length or PROTOCOL_MAX_LENGTH)
+        if self.is_quick or (config.dtype in IN_16_BITS and config.task not in self.tasks_in_16_bits):
+            changes["dtype"] = "float32"
         if self.is_quick:
-            changes |= {"dtype": "float32", "batch_size": config.batch_size * config.accumulation, "accumulation": 1}
+            changes |= {"batch_size": config.batch_size * config.accumulation, "accumulation": 1}
         return super().put(config.model_copy(update=changes))

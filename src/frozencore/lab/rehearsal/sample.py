@@ -1,7 +1,10 @@
 """What of a campaign a rehearsal runs: all of it but the seeds, or quickly each value of each axis once.
 
-A value that comes once stands beside one value of every other axis: a fault that needs the eighth method on the seventh
-task, and shows with neither of them elsewhere, is not looked for.
+All of it is in 16 bits, where the campaign is, on one task of each kind of scoring: a task gives rows and a way to
+score them, and neither knows the weights' dtype. A processor without such arithmetic takes fifteen times as long.
+
+In the quick form a value that comes once stands beside one value of every other axis: a fault that needs the eighth
+method on the seventh task, and shows with neither of them elsewhere, is not looked for.
 """
 
 from __future__ import annotations
@@ -11,6 +14,8 @@ from dataclasses import dataclass
 
 from frozencore.lab.campaign.spec import MATCHED, Campaign, Study, column_key
 from frozencore.lab.campaign.study_options import METHODS_OF_GRID, Value, Values
+from frozencore.lab.rehearsal.place import IN_16_BITS
+from frozencore.lab.rows.suite import find_task
 
 SEEDS = 2  # the fewest that have a standard deviation
 FEW = 2
@@ -27,18 +32,37 @@ class Sample:
     Attributes:
         parts: Campaigns of the same name; the report of the last is written.
         left_out: What was left out or done otherwise, in words.
+        tasks_in_16_bits: Whose runs have the dtype of the campaign; all others have 32 bits.
         is_quick: Whether runs are made faster, too.
     """
 
     parts: tuple[Campaign, ...]
     left_out: tuple[str, ...]
+    tasks_in_16_bits: tuple[str, ...] = ()
     is_quick: bool = False
 
 
 def whole_sample(campaign: Campaign) -> Sample:
-    """Everything, with two seeds."""
+    """Everything, with two seeds, and 16 bits on one task of each kind of scoring."""
     studies = {name: _changed(study, {"seed": study.axes["seed"][:SEEDS]}) for name, study in campaign.studies.items()}
-    return Sample((_with(campaign, studies),), _seeds_left_out(campaign))
+    kept, others = _by_scoring(campaign)
+    said = (f"{', '.join(_dtypes_of_16_bits(campaign))} on {' and '.join(kept)}, float32 elsewhere",) if others else ()
+    return Sample((_with(campaign, studies),), (*_seeds_left_out(campaign), *said), tasks_in_16_bits=kept)
+
+
+def _by_scoring(campaign: Campaign) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The first task of each kind of scoring, and those of the others that have 16 bits anywhere."""
+    tasks = dict.fromkeys(str(task) for study in campaign.studies.values() for task in study.axes["task"])
+    first = {find_task(task).scoring: task for task in reversed(tasks)}
+    kept = tuple(task for task in tasks if task in first.values())
+    return kept, tuple(task for task in tasks if task not in kept) if _dtypes_of_16_bits(campaign) else ()
+
+
+def _dtypes_of_16_bits(campaign: Campaign) -> list[str]:
+    options = [campaign.base, *(study.fixed for study in campaign.studies.values())]
+    named = [one["dtype"] for one in options if "dtype" in one]
+    named += [value for study in campaign.studies.values() for value in study.axes.get("dtype", ())]
+    return [str(dtype) for dtype in dict.fromkeys(named) if dtype in IN_16_BITS]
 
 
 def quick_sample(campaign: Campaign, seen: Sequence[Campaign] = ()) -> Sample:

@@ -76,6 +76,7 @@ def set_up(
         own_tasks=data.own_tasks,
         stand_ins=tuple(ours),
         calibration_share=CALIBRATED / max(config.calibration_size for job in jobs for config in calibrating(job)),
+        tasks_in_16_bits=sample.tasks_in_16_bits,
         is_quick=sample.is_quick,
     )
     return StandIns(originals, data, place)
