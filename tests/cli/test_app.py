@@ -134,7 +134,7 @@ def test_ctrl_c_is_status_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     with pytest.raises(SystemExit) as exit_:
         cli.main()
     assert exit_.value.code == 130
-    assert capsys.readouterr().err.startswith("frozencore: interrupted; ")
+    assert capsys.readouterr().err.startswith("frozencore: interrupted")
 
 
 def raising(error: BaseException) -> Callable[[], None]:
@@ -155,9 +155,22 @@ def test_ctrl_c_in_a_command_is_status_130_and_sigterm_143_and_each_is_one_line(
         monkeypatch.setattr("frozencore.cli.campaign_status.status_lines", lambda _, end=end: end())
         came, _, err = command("campaign", "status", tmp_path)
         assert came == status
-        assert err.splitlines()[-1].startswith(f"frozencore: {how}; run the same command again and it goes on")
-        assert "`tune-many` with --resume" in err
+        assert err.splitlines()[-1] == f"frozencore: {how}; the same command goes on from what is there"
     signal.signal(signal.SIGTERM, before)
+
+
+def test_ctrl_c_in_a_verb_that_keeps_nothing_does_not_say_that_it_goes_on(  # type: ignore[no-untyped-def]
+    command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("frozencore.adapter.arithmetic.merge_adapters", stop)
+    monkeypatch.setattr("frozencore.adapter.packing.unpack_adapter", stop)
+    for words in (("merge", "tune", "--output", "run"), ("adapter", "unpack", "tune", "--output", "run")):
+        status, _, err = command(*words)
+        assert status == 130
+        assert err.splitlines()[-1] == "frozencore: interrupted; the same command starts anew"
 
 
 def test_debug_shows_the_traceback_of_what_is_one_line_without_it(  # type: ignore[no-untyped-def]

@@ -11,7 +11,7 @@ import typer
 
 from frozencore import __version__
 from frozencore.cli.console import console
-from frozencore.cli.verbs import add_verbs
+from frozencore.cli.verbs import VERBS, add_verbs
 from frozencore.errors import FrozenCoreError
 from frozencore.one_line import one_line
 from frozencore.quiet import ignore_known_warnings
@@ -50,13 +50,23 @@ def app() -> None:
     verbs()
 
 
-def _ended_early(status: int) -> NoReturn:
+def _ended_early(status: int, end: BaseException) -> NoReturn:
+    """One line: what was saved, where a training says it, and how to go on."""
     how = "interrupted" if status == INTERRUPTED else "terminated"
-    sys.stderr.write(
-        f"frozencore: {how}; run the same command again and it goes on from what is there "
-        "(`tune` and `tune-many` with --resume)\n"
-    )
+    ways_on = {verb.name: verb.when_ended_early for verb in VERBS}
+    way_on = [ways_on[word] for word in sys.argv[1:] if word in ways_on][:1]
+    sys.stderr.write(f"frozencore: {'; '.join([how, *_notes(end), *way_on])}\n")
     sys.exit(status)
+
+
+def _notes(end: BaseException) -> list[str]:
+    """Of an exception and those that it came of: typer makes one of its own of Ctrl-C."""
+    cause: BaseException | None = end
+    notes: list[str] = []
+    while cause is not None:
+        notes += getattr(cause, "__notes__", [])
+        cause = cause.__cause__ or cause.__context__
+    return notes
 
 
 def main() -> None:
@@ -76,11 +86,11 @@ def main() -> None:
         refused = one_line(f"{error.strerror or error}: {error.filename or ''}")
         sys.stderr.write(f"frozencore: {refused}\n")
         sys.exit(2)
-    except KeyboardInterrupt:
-        _ended_early(INTERRUPTED)
+    except KeyboardInterrupt as end:
+        _ended_early(INTERRUPTED, end)
     except SystemExit as end:
         if end.code in (INTERRUPTED, TERMINATED):  # typer turns Ctrl-C into the first
-            _ended_early(end.code)
+            _ended_early(end.code, end)
         raise
     except (RuntimeError, MemoryError) as error:
         from frozencore.out_of_memory import is_out_of_memory

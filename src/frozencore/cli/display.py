@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
+
+from frozencore.lab.run.interrupted import kept_of
 
 LABELS = {
     "load": "Load model and rows",
@@ -18,6 +21,12 @@ LABELS = {
     "validate": "Score validation rows",
     "score": "Score",
 }
+
+
+def resume_line(out: Path) -> str:
+    """From where a run goes on that is to be resumed."""
+    kept = kept_of(out)
+    return f"Nothing to go on from in {out}: from the start" if kept is None else f"Goes on from {kept} in {out}"
 
 
 class StageDisplay:
@@ -46,7 +55,8 @@ class StageDisplay:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.progress.stop()
+        if self.console.is_terminal:
+            self.progress.stop()
 
     def __call__(self, stage: str, done: int, total: int | None, note: str = "") -> None:
         label = LABELS.get(stage, stage)

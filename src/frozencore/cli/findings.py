@@ -26,7 +26,7 @@ from frozencore.adapter_folder import (
 )
 from frozencore.calibration.store import KEY
 from frozencore.errors import ArtifactError
-from frozencore.lab.run.files import ADAPTER, FAILURE, MOMENTS_FILE, PREDICTIONS, RECORD
+from frozencore.lab.run.files import ADAPTER, CHECKPOINTS, FAILURE, FOUND, MOMENTS_FILE, PREDICTIONS, RECORD
 from frozencore.lab.training.checkpoints import SEATS
 
 
@@ -89,7 +89,7 @@ def _kind_of(path: Path) -> str | None:
         return "evaluation"
     if record is None and _is_of_many(path):
         return "tenants"
-    if (isinstance(record, dict) and "config" in record) or (path / "checkpoints").is_dir():
+    if (isinstance(record, dict) and "config" in record) or any((path / n).is_dir() for n in (CHECKPOINTS, FOUND)):
         return "run"
     if record is None and (path / ADAPTER / CONFIG_FILE).is_file():
         return "adapter"

@@ -11,9 +11,9 @@ from frozencore.cli.findings import Finding, inside, read_json
 from frozencore.errors import FrozenCoreError
 from frozencore.lab.campaign.results import load_results
 from frozencore.lab.campaign.store import INDEX, Store
-from frozencore.lab.run.files import ADAPTER, FAILURE, PREDICTIONS, RECORD
+from frozencore.lab.run.files import ADAPTER, CHECKPOINTS, FAILURE, PREDICTIONS, RECORD
+from frozencore.lab.run.interrupted import kept_of
 from frozencore.lab.run.record import TunedRecord, read_record
-from frozencore.lab.training.checkpoints import checkpoints, is_complete
 from frozencore.one_line import one_line
 
 ACCURACY_ROUNDING = 1e-9
@@ -22,8 +22,8 @@ ACCURACY_ROUNDING = 1e-9
 def run(path: Path) -> Iterator[Finding]:
     """Its record, its predictions and its adapter."""
     if not (path / RECORD).exists():
-        whole = [folder.name for folder in checkpoints(path / "checkpoints") if is_complete(folder)]
-        way_on = f"go on from {sorted(whole, key=len)[-1]} with --resume" if whole else "run it again"
+        kept = kept_of(path)
+        way_on = f"go on from {kept} with --resume" if kept else "run it again"
         yield Finding(RECORD, f"missing: the run was interrupted; {way_on}.", sound=False)
         return
     try:
@@ -47,7 +47,7 @@ def run(path: Path) -> Iterator[Finding]:
 
 def tenants(path: Path) -> Iterator[Finding]:
     """Of ``tune-many``: how many tenants there are, those that diverged, and what is wrong with any of them."""
-    if (path / "checkpoints").is_dir():
+    if (path / CHECKPOINTS).is_dir():
         said = "not all have ended: the run was interrupted; the same command goes on with --resume."
         yield Finding("tenants", said, sound=False)
     folders = sorted({file.parent for name in (RECORD, FAILURE) for file in path.glob(f"*/{name}")})

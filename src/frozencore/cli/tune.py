@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -28,21 +27,22 @@ def _tune(
             "given several times.",
         ),
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in --output.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from what is kept in --output.")] = False,
 ) -> None:
-    from frozencore.cli.display import StageDisplay
+    from frozencore.cli.display import StageDisplay, resume_line
     from frozencore.cli.many_tables import sweep_summary
     from frozencore.cli.tables import run_summary
-    from frozencore.lab.run.execute import adapt_from_data, execute
+    from frozencore.lab.run.execute import execute
     from frozencore.lab.run.many.sweep import SWEPT, execute_sweep
 
+    if resume:
+        console.print(resume_line(output), highlight=False, markup=False)
     choices = read_choices(sweep or [], SWEPT)
-    adapt = partial(adapt_from_data, moments_file=moments)
     with StageDisplay(console) as progress:
         if choices:
-            record, swept = execute_sweep(config, choices, output, progress, resume=resume, adapt=adapt)
+            record, swept = execute_sweep(config, choices, output, progress, resume=resume, moments_file=moments)
         else:
-            record, swept = execute(config, output, progress, resume=resume, adapt=adapt), None
+            record, swept = execute(config, output, progress, resume=resume, moments_file=moments), None
     for warning in record.warnings:
         console.print(f"Warning: {warning}", style="yellow", markup=False, highlight=False)
     if swept is not None:

@@ -11,7 +11,7 @@ from frozencore.cli.console import console
 from frozencore.cli.run_flags import TakesRun
 from frozencore.lab.run.config import RunConfig
 
-OF_TASKS = ("task", "data_root", "evaluate_on", "max_new_tokens", "paper_steps", "select_by")
+NOT_OF_MANY = ("task", "data_root", "evaluate_on", "max_new_tokens", "paper_steps", "select_by", "save_steps")
 TENANTS = "Folder with a row file (.jsonl, .parquet) for each tenant, named after it; or a YAML file 'name: file'."
 
 
@@ -23,13 +23,15 @@ def _tune_many(
         int | None,
         typer.Option(min=1, help="Scores on validation rows in a row that may be no better before a tenant stops."),
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in --output.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from what is kept in --output.")] = False,
 ) -> None:
-    from frozencore.cli.display import StageDisplay
+    from frozencore.cli.display import StageDisplay, resume_line
     from frozencore.cli.many_tables import tenants_summary
     from frozencore.lab.run.many.execute import execute_many
     from frozencore.lab.run.record import Failure
 
+    if resume:
+        console.print(resume_line(output), highlight=False, markup=False)
     with StageDisplay(console) as stages:
         outcomes = execute_many(config, output, stages, num_slots=slots, patience=patience, resume=resume)
     console.print(tenants_summary(outcomes))
@@ -38,4 +40,4 @@ def _tune_many(
         raise typer.Exit(1)
 
 
-tune_many = TakesRun(_tune_many, without=OF_TASKS, required={"data": ("--tenants", TENANTS)})
+tune_many = TakesRun(_tune_many, without=NOT_OF_MANY, required={"data": ("--tenants", TENANTS)})

@@ -11,18 +11,27 @@ import typer
 
 @dataclass(frozen=True)
 class Verb:
-    """A verb of the command line: where its function, or its own verbs, are, and what it does."""
+    """A verb of the command line: where its function, or its own verbs, are, and what it does.
+
+    Attributes:
+        when_ended_early: What is said after Ctrl-C.
+    """
 
     name: str
     place: str
     help: str
+    when_ended_early: str = "the same command starts anew"
 
+
+RESUMED = "the same command with --resume goes on from what is there"
+GOES_ON = "the same command goes on from what is there"
 
 VERBS = (
-    Verb("tune", "tune:tune", "Calibrate, train, score and save an adapter: one run of the recipe."),
+    Verb("tune", "tune:tune", "Calibrate, train, score and save an adapter: one run of the recipe.", RESUMED),
     Verb(
         "tune-many", "tune_many:tune_many",
         "Train a core for each of many tenants, all at once on one basis: an adapter and a record each.",
+        RESUMED,
     ),
     Verb(
         "calibrate", "calibrate:calibrate",
@@ -31,6 +40,7 @@ VERBS = (
     Verb(
         "evaluate", "evaluate:evaluate",
         "Score a model, or several adapters on it, on many tasks. Exit status 1 if a task could not be scored.",
+        GOES_ON,
     ),
     Verb(
         "inspect", "inspect:inspect",
@@ -46,6 +56,7 @@ VERBS = (
     Verb(
         "demo", "demo:demo",
         "Adapt the shipped pocket model to its four tasks with every constructor and LoRA; show what each was worth.",
+        GOES_ON,
     ),
     Verb("schema", "campaign:schema", "Print the JSON schema of a campaign's YAML file."),
     Verb(
@@ -53,7 +64,7 @@ VERBS = (
         "Say what a path is, what is wrong with it and what to do. Exit status 0: sound, 1: not, 2: not one of ours.",
     ),
     Verb("tasks", "evaluate:tasks_app", "List the tasks, show one as a model sees it, or export them."),
-    Verb("campaign", "campaign:campaign_app", "Many runs from one specification: plan, run, look, report."),
+    Verb("campaign", "campaign:campaign_app", "Many runs from one specification: plan, run, look, report.", GOES_ON),
 )  # fmt: skip
 
 

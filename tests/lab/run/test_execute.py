@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +34,17 @@ from frozencore.lab.rows.prompts import TokenRow
 from frozencore.lab.run.bench import prepare
 from frozencore.lab.run.calibrating import execute_calibration
 from frozencore.lab.run.config import RunConfig, make_config
-from frozencore.lab.run.execute import adapt_from_data, execute
+from frozencore.lab.run.execute import execute
 from frozencore.lab.run.loading import load_model
 from frozencore.lab.scoring.task_score import score_task
 
 
 def silent(stage: str, done: int, total: int | None, note: str = "") -> None:
     pass
+
+
+def fail(stage: str, *_: object) -> None:
+    raise AssertionError(f"{stage}: before any work is done it is clear that there is none")
 
 
 def config_of(**overrides: Any) -> RunConfig:
@@ -106,20 +109,19 @@ def test_a_moments_file_gives_the_run_its_own_pass_would_have(tmp_path: Path) ->
     execute_calibration(config_of(), tmp_path / "calibration", silent)
     moments = tmp_path / "calibration" / "moments.safetensors"
     own = execute(config_of(), tmp_path / "own", silent)
-    from_file = partial(adapt_from_data, moments_file=moments)
-    read = execute(config_of(), tmp_path / "read", silent, adapt=from_file)
+    read = execute(config_of(), tmp_path / "read", silent, moments_file=moments)
     assert own.hashes == read.hashes
     assert own.training.losses == read.training.losses
     with pytest.raises(ArtifactError, match="other calibration data"):
-        execute(config_of(seed=7), tmp_path / "stale", silent, adapt=from_file)
+        execute(config_of(seed=7), tmp_path / "stale", silent, moments_file=moments)
     with pytest.raises(CalibrationError, match="'input_outer' is needed"):
-        execute(config_of(method="eva"), tmp_path / "eva", silent, adapt=from_file)
+        execute(config_of(method="eva"), tmp_path / "eva", silent, moments_file=moments)
     with pytest.raises(ConfigError, match="reads no data"):
         execute(
             config_of(method="random"),
             tmp_path / "random",
             silent,
-            adapt=from_file,
+            moments_file=moments,
         )
     assert {path.name for path in tmp_path.iterdir()} == {"calibration", "own", "read"}
 
@@ -142,9 +144,12 @@ def test_an_interrupted_run_goes_on_to_the_same_end(interrupted: Path, tmp_path:
     whole = execute(config, tmp_path / "whole", silent)
     shutil.copytree(interrupted, tmp_path / "cut")
     assert not (tmp_path / "cut" / "result.json").exists()
-    with pytest.raises(FrozenCoreError, match="holds some"):
-        execute(config, tmp_path / "cut", silent)
-    resumed = execute(config, tmp_path / "cut", silent, resume=True)
+    with pytest.raises(TrainingError, match="cut holds an interrupted run, which has kept its step 4.* --resume"):
+        execute(config, tmp_path / "cut", fail)
+    stages: set[str] = set()
+    resumed = execute(config, tmp_path / "cut", lambda stage, *_: stages.add(stage), resume=True)
+    assert stages == {"load", "train", "score"}
+    assert resumed.criterion == whole.criterion
     assert resumed.training.losses == whole.training.losses
     assert resumed.accuracy == whole.accuracy
     first, second = (tmp_path / name / "adapter" / "adapter_model.safetensors" for name in ("whole", "cut"))

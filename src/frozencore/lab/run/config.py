@@ -82,6 +82,10 @@ class RunConfig(Frozen):
     epochs: Annotated[int | None, Field(ge=1, description="Default: the task's number; 1 for own data.")] = None
     batch_size: Annotated[int, Field(ge=1, description="Rows in one forward pass.")] = 1
     accumulation: Annotated[int, Field(ge=1, description="Forward passes in one optimiser step.")] = 8
+    save_steps: Annotated[
+        int | None,
+        Field(ge=1, description="Optimiser steps between checkpoints. Default: one an epoch, and one at Ctrl-C."),
+    ] = None
     seed: Annotated[
         int, Field(ge=0, lt=2**32, description="Of calibration rows, row order, drawn labels and random directions.")
     ] = 42

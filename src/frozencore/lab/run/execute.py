@@ -7,6 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,11 @@ from frozencore.calibration.store import MomentsFingerprint, load_moments
 from frozencore.errors import ArtifactError, ConfigError, DivergenceError, ModelError
 from frozencore.fingerprint import fingerprint_model
 from frozencore.lab.methods import Targets
-from frozencore.lab.run.bench import Bench, calibration_batches, prepare
+from frozencore.lab.run.bench import Bench, Score, calibration_batches, prepare
 from frozencore.lab.run.config import RunConfig
-from frozencore.lab.run.files import ADAPTER, PREDICTIONS, RECORD
+from frozencore.lab.run.files import ADAPTER, CHECKPOINTS, FOUND, PREDICTIONS, RECORD
+from frozencore.lab.run.found import Found
+from frozencore.lab.run.interrupted import refuse_interrupted
 from frozencore.lab.run.named_basis import on_named_basis
 from frozencore.lab.run.peak_memory import PeakMemory
 from frozencore.lab.run.record import TunedRecord
@@ -60,6 +63,7 @@ def execute(
     *,
     bench: Bench | None = None,
     resume: bool = False,
+    moments_file: Path | None = None,
     adapt: Adapt | None = None,
     measure: MeasureBases | None = None,
     train: Train | None = None,
@@ -68,8 +72,11 @@ def execute(
 
     Args:
         bench: Loaded before by :func:`prepare`; its model is used up by the run.
-        resume: Go on from the newest complete checkpoint in ``out``.
-        adapt: Where the adapter and its bases come from; :func:`adapt_from_data` by default.
+        resume: Go on from what an interrupted run has kept in ``out``: the base model's score, the bases, the newest
+            complete checkpoint.
+        moments_file: As for :func:`adapt_from_data`.
+        adapt: Where the adapter and its bases come from; by default :func:`adapt_from_data`, and what it found is kept
+            for a run that resumes.
         measure: What the bases capture, for a method that has read no data; its time counts as nobody's.
         train: How it trains; by default once, by the configured recipe.
 
@@ -77,26 +84,36 @@ def execute(
         The record that was written.
 
     Raises:
-        FrozenCoreError: Bad input, a folder that holds a finished run, or training that diverged.
+        FrozenCoreError: Bad input, a folder that holds a finished run, or one that is not resumed, or training that
+            diverged.
     """
-    _refuse_finished(out)
+    refuse_used(out, resume=resume)
     config = on_named_basis(config)
     method, started = config.method_entry, time.perf_counter()
     bench = bench or prepare(config, progress)
     targets = resolve_targets(config, bench.model)
     hashes = {"model": fingerprint_model(bench.model), **bench.rows.fingerprints()}
-    bench.before = bench.before or score_rows(bench.model, bench, bench.rows.scored, as_stage(progress, "score base"))
+    found = Found(out)
+    bench.before = bench.before or found.base_score(
+        Score,
+        scored_as(config, bench, hashes),
+        lambda: score_rows(bench.model, bench, bench.rows.scored, as_stage(progress, "score base")),
+    )
+    identity = adapter_of(config, targets, hashes)
     memory = PeakMemory(bench.model)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        with memory.phase("calibration"):
+        with memory.phase("calibration"), found.unless_refused():
             adapting = time.perf_counter()
-            model, calibration = (adapt or adapt_from_data)(config, bench, targets, progress)
-            calibration_s = time.perf_counter() - adapting
+            if adapt is not None:
+                model, calibration = adapt(config, bench, targets, progress)
+                calibration_s = time.perf_counter() - adapting
+            else:
+                own = partial(adapt_from_data, config, bench, targets, progress, moments_file)
+                model, calibration, calibration_s = found.adapter(identity, bench, method, own, caught)
         captures = calibration.captures if calibration else measure(config, bench, model, progress) if measure else {}
     out.mkdir(parents=True, exist_ok=True)
     method.keep_start(model, out / "start")
-    identity = {"base model": hashes["model"], "calibration rows": hashes["calibration"], **_options(config, targets)}
     try:
         with memory.phase("training"):
             config, report = (train or _train_once)(config, model, bench, out, resume, identity, progress)
@@ -130,8 +147,8 @@ def execute(
         write_model_card(out / ADAPTER, calibration=calibrated_on(config, bench, calibration), scores=headline(after))
     if after.task is not None:
         write_lines(out / PREDICTIONS, map(asdict, after.task.predictions))
-    shutil.rmtree(out / "checkpoints", ignore_errors=True)
-    shutil.rmtree(out / "start", ignore_errors=True)
+    for left in (CHECKPOINTS, FOUND, "start"):
+        shutil.rmtree(out / left, ignore_errors=True)
     write_json(out / RECORD, record.content())
     return record
 
@@ -162,9 +179,17 @@ def adapt_from_data(
     )
 
 
-def _options(config: RunConfig, targets: Targets) -> dict[str, Any]:
-    """What an adapter is chosen and built by, beside the data: JSON values by name."""
+def scored_as(config: RunConfig, bench: Bench, hashes: Mapping[str, str]) -> dict[str, Any]:
+    """What the score of a base model depends on: JSON values by name."""
+    own = {"task": config.task, "max_new_tokens": config.max_new_tokens, "max_length": bench.encoder.max_length}
+    return {"base model": hashes["model"], "evaluation rows": hashes["evaluation"], **own}
+
+
+def adapter_of(config: RunConfig, targets: Targets, hashes: Mapping[str, str]) -> dict[str, Any]:
+    """What an adapter is built by and computed from: JSON values by name."""
     return {
+        "base model": hashes["model"],
+        "calibration rows": hashes["calibration"],
         "method": config.method,
         "rank": config.rank,
         "targets": targets if isinstance(targets, str) else list(targets),
@@ -201,7 +226,8 @@ def _train_once(
         bench.rows.train,
         recipe_of(config, bench.rows),
         pad_id=bench.encoder.pad_id,
-        checkpoint_dir=out / "checkpoints",
+        checkpoint_dir=out / CHECKPOINTS,
+        checkpoint_steps=config.save_steps,
         resume=resume,
         identity=identity,
         selection=selection_of(config, bench, progress),
@@ -210,7 +236,15 @@ def _train_once(
     return config, report
 
 
-def _refuse_finished(out: Path) -> None:
+def refuse_used(out: Path, *, resume: bool) -> None:
+    """Before any work is done for a run.
+
+    Raises:
+        ArtifactError: The folder cannot be written, or holds a finished run.
+        TrainingError: It holds an interrupted one, which is not to be resumed.
+    """
     require_writable(out)
     if (out / RECORD).exists():
         raise ArtifactError(f"{out} already holds a finished run. Choose another --output, or remove that folder.")
+    if not resume:
+        refuse_interrupted(out)

@@ -6,3 +6,5 @@ RECORD, FAILURE = "result.json", "failure.json"
 PREDICTIONS = "predictions.jsonl"
 ADAPTER, BASIS = "adapter", "basis"
 MOMENTS_FILE = "moments.safetensors"
+CHECKPOINTS, FOUND = "checkpoints", ".found"  # of a run that has not ended
+BASE_SCORE, CALIBRATION = "base-score.json", "calibration.json"  # what it has found

@@ -61,21 +61,26 @@ def newest_complete_checkpoint(out_dir: Path, identity: Mapping[str, Any]) -> Pa
     Raises:
         TrainingError: It belongs to a run with another recipe, other rows or other parameters.
     """
-    for folder in sorted(checkpoints(out_dir), key=_num_steps, reverse=True):
-        seal = _read_seal(folder)
-        if seal is None:
-            continue
-        odd = [name for name in {**seal, **identity} if seal.get(name) != identity.get(name)]
-        if odd:
-            differences = ", ".join(
-                f"{_short(name, 40)} {_short(seal.get(name))} (now {_short(identity.get(name))})" for name in odd
-            )
-            raise TrainingError(
-                f"To resume, recipe, rows and adapter must be the checkpoint's, but {folder} was made with others: "
-                f"{differences}. Resume with the same options, or train into another folder."
-            )
-        return folder
-    return None
+    folder = newest_complete(out_dir)
+    seal = None if folder is None else _read_seal(folder)
+    if seal is None:
+        return None
+    odd = [name for name in {**seal, **identity} if seal.get(name) != identity.get(name)]
+    if odd:
+        differences = ", ".join(
+            f"{_short(name, 40)} {_short(seal.get(name))} (now {_short(identity.get(name))})" for name in odd
+        )
+        raise TrainingError(
+            f"To resume, recipe, rows and adapter must be the checkpoint's, but {folder} was made with others: "
+            f"{differences}. Resume with the same options, or train into another folder."
+        )
+    return folder
+
+
+def newest_complete(out_dir: Path) -> Path | None:
+    """The complete checkpoint with the most steps, whatever it is of; None where there is none."""
+    newest_first = sorted(checkpoints(out_dir), key=_num_steps, reverse=True)
+    return next((folder for folder in newest_first if is_complete(folder)), None)
 
 
 def checkpoints(out_dir: Path) -> list[Path]:

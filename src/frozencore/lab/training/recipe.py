@@ -30,7 +30,7 @@ from frozencore.lab.rows.batches import PaddingCollator
 from frozencore.lab.rows.prompts import TokenRow
 from frozencore.lab.training.checkpoints import disk_errors_told, starting_point
 from frozencore.lab.training.selection import Selected, Selection, Selector
-from frozencore.lab.training.termination import sigterm_held_back
+from frozencore.lab.training.termination import Stop, stop_held_back
 from frozencore.lab.training.trainer import (
     CompletionTrainer,
     LossMonitor,
@@ -121,7 +121,7 @@ def train(
     """Train the trainable parameters of a model in place, on the device it is on.
 
     The model is left in evaluation mode; the global random state is left as it was. With ``checkpoint_dir``, SIGTERM
-    takes effect at the end of the running step, whose checkpoint is then written.
+    and Ctrl-C take effect at the end of the running step, whose checkpoint is then written; a second Ctrl-C at once.
 
     Args:
         checkpoint_dir: Where checkpoints go; ``None`` for none.
@@ -154,8 +154,9 @@ def train(
     resumed_from = starting_point(checkpoint_dir, resume, identity)
     start = time.perf_counter()
     selector: Selector | None = None
+    monitor = LossMonitor(progress, kept, paused_s=lambda: selector.time_s if selector else 0.0)
     with ExitStack() as restored:
-        asked = restored.enter_context(sigterm_held_back()) if checkpoint_dir else lambda: False
+        asked = restored.enter_context(stop_held_back(monitor.say_it_stops)) if checkpoint_dir else Stop()
         restored.enter_context(own_random_state())
         restored.enter_context(without_dropout(model))
         restored.enter_context(own_use_cache(model))
@@ -163,18 +164,17 @@ def train(
         if selection is not None:
             steps_an_epoch = recipe.num_steps(len(rows)) // recipe.epochs
             selector = Selector(selection, model, steps_an_epoch=steps_an_epoch, asked=asked, resumed_from=resumed_from)
-        monitor = LossMonitor(progress, kept, paused_s=lambda: selector.time_s if selector else 0.0)
         trainer = CompletionTrainer(
             model=model,
             args=_arguments(model, recipe, len(rows), folder, checkpoint_dir is not None, checkpoint_steps),
             data_collator=PaddingCollator(pad_id),
             train_dataset=list(rows),
-            callbacks=[monitor, *([selector] if selector else []), Seal(identity), StopWhenAsked(asked)],
+            callbacks=[monitor, *([selector] if selector else []), Seal(identity, asked), StopWhenAsked(asked)],
         )
         trainer.remove_callback(PrinterCallback)
         with disk_errors_told(checkpoint_dir):
             trainer.train(resume_from_checkpoint=None if resumed_from is None else str(resumed_from))
-    if trainer.state.global_step < trainer.state.max_steps:  # and what SIGTERM calls has come back
+    if trainer.state.global_step < trainer.state.max_steps:  # and what the signal calls has come back
         raise TrainingError(
             f"Training was told to stop at step {trainer.state.global_step} of {trainer.state.max_steps}. "
             "Its checkpoint is whole: resume it."

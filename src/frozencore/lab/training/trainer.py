@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from frozencore.errors import DivergenceError
 from frozencore.lab.rows.batches import IGNORED
 from frozencore.lab.scoring.mode import base_of, forward_accepts
 from frozencore.lab.training.checkpoints import seal_checkpoint
+from frozencore.lab.training.termination import Stop
 from frozencore.progress import Progress
 
 
@@ -70,6 +71,7 @@ class LossMonitor(TrainerCallback):
         self.paused_s = paused_s
         self.step_ends: list[float] = []
         self._parameters = kept
+        self._told: tuple[int, int] | None = None
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """The parameters are where they train, as a checkpoint had them."""
@@ -104,7 +106,14 @@ class LossMonitor(TrainerCallback):
             )
         self._good, self._tried = self._tried, self._good
         if self.progress is not None:
-            self.progress("train", state.global_step, state.max_steps, f"loss {loss:.3f}")
+            self._told = state.global_step, state.max_steps
+            self.progress("train", *self._told, f"loss {loss:.3f}")
+
+    def say_it_stops(self) -> None:
+        """To who has just asked for it, while a step is running."""
+        if self.progress is not None and self._told is not None:
+            with suppress(RuntimeError):  # what is interrupted may be a write to the same screen
+                self.progress("train", *self._told, "stops after this step; Ctrl-C again ends it at once")
 
 
 def divergence(step: int, num_steps: int, loss: float, gradient_norm: float, learning_rate: float) -> str:
@@ -116,14 +125,16 @@ def divergence(step: int, num_steps: int, loss: float, gradient_norm: float, lea
 
 
 class Seal(TrainerCallback):
-    """Seals every checkpoint once it is written."""
+    """Seals every checkpoint once it is written; who stops the training is told which is the newest."""
 
-    def __init__(self, identity: Mapping[str, Any]) -> None:
+    def __init__(self, identity: Mapping[str, Any], stop: Stop) -> None:
         self.identity = identity
+        self.stop = stop
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if state.is_world_process_zero:
             seal_checkpoint(Path(str(args.output_dir)) / f"checkpoint-{state.global_step}", self.identity)
+            self.stop.saved = f"step {state.global_step} of {state.max_steps} is saved"
 
 
 class StopWhenAsked(TrainerCallback):

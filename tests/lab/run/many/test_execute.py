@@ -17,7 +17,7 @@ from torch import Tensor
 from forked import start
 from frozencore import frozen_core_layers, load_basis, set_bases
 from frozencore.adapter.bases.carried import basis_fingerprint
-from frozencore.errors import ArtifactError, ConfigError, DataError, FrozenCoreError
+from frozencore.errors import ArtifactError, ConfigError, DataError, FrozenCoreError, TrainingError
 from frozencore.lab.methods import Targets
 from frozencore.lab.pocket import pocket_model_path
 from frozencore.lab.run.bench import Bench
@@ -157,13 +157,15 @@ def test_a_killed_run_goes_on_to_the_same_adapters(
     process.join()
     assert process.exitcode == -signal.SIGKILL
     config = config_of(tenants, select_checkpoint="epoch")
-    with pytest.raises(ArtifactError, match="already holds a finished run"):
+    with pytest.raises(TrainingError, match="cut holds an interrupted run, which has kept .* with --resume"):
         execute_many(config, tmp_path / "cut", silent, num_slots=2)
     with pytest.raises(FrozenCoreError, match="made with others: tenants"):
         execute_many(
             config_of(tenants, epochs=3, select_checkpoint="epoch"), tmp_path / "cut", silent, num_slots=2, resume=True
         )
-    records = execute_many(config, tmp_path / "cut", silent, num_slots=2, resume=True)
+    stages: set[str] = set()
+    records = execute_many(config, tmp_path / "cut", lambda stage, *_: stages.add(stage), num_slots=2, resume=True)
+    assert stages == {"load", "train"}
     assert list(records) == list(SIZES)
     assert sorted(path.name for path in (tmp_path / "cut").iterdir()) == ["anna", "basis", "ben", "cleo"]
     for name in SIZES:

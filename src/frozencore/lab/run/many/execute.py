@@ -15,11 +15,13 @@ from frozencore.adapter.seal.saved_basis import load_basis
 from frozencore.errors import ArtifactError, ConfigError
 from frozencore.fingerprint import fingerprint_model
 from frozencore.lab.run.config import RunConfig
-from frozencore.lab.run.execute import Adapt, adapt_from_data, recipe_of
-from frozencore.lab.run.files import RECORD
+from frozencore.lab.run.execute import adapt_from_data, adapter_of, recipe_of
+from frozencore.lab.run.files import BASIS, CHECKPOINTS, FOUND, RECORD
+from frozencore.lab.run.found import Found
+from frozencore.lab.run.interrupted import refuse_interrupted
 from frozencore.lab.run.many.finish import Finisher, TenantOutcome
 from frozencore.lab.run.many.rows import TenantRows, read_tenants
-from frozencore.lab.run.many.tenants import RESERVED, find_tenants
+from frozencore.lab.run.many.tenants import find_tenants
 from frozencore.lab.run.named_basis import on_named_basis
 from frozencore.lab.run.peak_memory import PeakMemory
 from frozencore.lab.run.record_parts import CompanySize
@@ -31,8 +33,6 @@ from frozencore.lab.training.many.train import SLOTS, train_many
 from frozencore.progress import Progress, as_stage
 from frozencore.whole_file import require_writable
 
-BASIS, CHECKPOINTS = RESERVED
-
 
 def execute_many(
     config: RunConfig,
@@ -42,17 +42,16 @@ def execute_many(
     num_slots: int = SLOTS,
     patience: int | None = None,
     resume: bool = False,
-    adapt: Adapt | None = None,
 ) -> dict[str, TenantOutcome]:
     """Train every tenant of ``config.data`` and write a folder ``out/NAME`` for each as it ends.
+
+    Their basis is the saved one that is configured, or ``out/basis``, of a pass over rows of all tenants.
 
     Args:
         config: Its ``data`` name the tenants' files, as :func:`find_tenants` reads them; the rest holds for all.
         num_slots: Tenants that train at once.
         patience: Scores in a row on its validation rows that may be no better before a tenant stops.
         resume: Go on from the newest complete checkpoint in ``out``.
-        adapt: Where the adapter and its basis come from; by default the saved basis that is configured, or a pass over
-            rows of all tenants, whose basis is then ``out/basis``.
 
     Returns:
         What was written of each, in their order.
@@ -71,18 +70,24 @@ def execute_many(
     _refuse_finished(out, files, resume=resume)
     bench, own = read_tenants(config, files, progress)
     targets, model_hash = resolve_targets(config, bench.model), fingerprint_model(bench.model)
-    before = held_out_losses(
-        bench.model,
-        [own[name].rows.held_out for name in files],
-        pad_id=bench.encoder.pad_id,
-        progress=as_stage(progress, "score base"),
+    held_out, found = {name: own[name].rows.held_out for name in files}, Found(out)
+    before = found.base_score(
+        list[float],
+        {"base model": model_hash, "rows": {name: own[name].rows.fingerprints()["evaluation"] for name in files}},
+        lambda: held_out_losses(
+            bench.model, list(held_out.values()), pad_id=bench.encoder.pad_id, progress=as_stage(progress, "score base")
+        ),
     )
     memory = PeakMemory(bench.model)
-    with warnings.catch_warnings(record=True) as caught:
+    with warnings.catch_warnings(record=True) as caught, found.unless_refused():
         warnings.simplefilter("always")
-        adapting = time.perf_counter()
-        model, calibration = (adapt or adapt_from_data)(config, bench, targets, progress)
-        calibration_s = time.perf_counter() - adapting
+        model, calibration, calibration_s = found.adapter(
+            adapter_of(config, targets, {"model": model_hash, **bench.rows.fingerprints()}),
+            bench,
+            config.method_entry,
+            lambda: adapt_from_data(config, bench, targets, progress),
+            caught,
+        )
     _name_basis(model, out / BASIS, calibrated_on(config, bench, calibration))
     finisher = Finisher(
         out=out,
@@ -111,7 +116,8 @@ def execute_many(
         on_end=finisher,
         progress=progress,
     )
-    shutil.rmtree(out / CHECKPOINTS)
+    for left in (CHECKPOINTS, FOUND):
+        shutil.rmtree(out / left, ignore_errors=True)
     return {name: finisher.outcomes[name] for name in files}
 
 
@@ -135,6 +141,8 @@ def _tenant(own: TenantRows, patience: int | None) -> Tenant:
 
 def _refuse_finished(out: Path, names: Iterable[str], *, resume: bool) -> None:
     require_writable(out)
+    if not resume:
+        refuse_interrupted(out)
     finished = [name for name in names if (out / name / RECORD).exists()]
     if finished and not (resume and (out / CHECKPOINTS).is_dir()):
         raise ArtifactError(

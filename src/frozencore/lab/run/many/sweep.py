@@ -13,7 +13,8 @@ from frozencore.adapter.swap import swap_core
 from frozencore.errors import ConfigError, DivergenceError, NoRowsError
 from frozencore.lab.run.bench import Bench, prepare
 from frozencore.lab.run.config import RunConfig
-from frozencore.lab.run.execute import Adapt, execute, recipe_of
+from frozencore.lab.run.execute import execute, recipe_of, refuse_used
+from frozencore.lab.run.files import CHECKPOINTS
 from frozencore.lab.run.record import Sweep, SweptRun, TunedRecord
 from frozencore.lab.training.many.seat import Trained
 from frozencore.lab.training.many.tenant import Tenant, Validation
@@ -33,7 +34,7 @@ def execute_sweep(
     progress: Progress,
     *,
     resume: bool = False,
-    adapt: Adapt | None = None,
+    moments_file: Path | None = None,
 ) -> tuple[TunedRecord, Sweep]:
     """Train a run with every combination of the values at once, and keep the best as :func:`execute` writes a run.
 
@@ -51,6 +52,7 @@ def execute_sweep(
     if not config.method_entry.has_bases:
         raise ConfigError(f"A sweep trains cores side by side on one basis, but {config.method!r} has no cores.")
     chooses = config if config.select_checkpoint != "none" else config.model_copy(update={"select_checkpoint": "epoch"})
+    refuse_used(out, resume=resume)
     bench = prepare(chooses, progress)
     rows = bench.rows.validation
     if rows is None or not rows.tokens:
@@ -77,7 +79,7 @@ def execute_sweep(
             model,
             tenants,
             pad_id=bench.encoder.pad_id,
-            checkpoint_dir=out / "checkpoints",
+            checkpoint_dir=out / CHECKPOINTS,
             resume=resume,
             identity=identity,
             progress=progress,
@@ -92,7 +94,7 @@ def execute_sweep(
         swap_core(model, trained[str(best)].cores)
         return configs[best], trained[str(best)].report
 
-    record = execute(config, out, progress, bench=bench, resume=resume, adapt=adapt, train=train)
+    record = execute(config, out, progress, bench=bench, resume=resume, moments_file=moments_file, train=train)
     return record, swept[0]
 
 

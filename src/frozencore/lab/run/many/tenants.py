@@ -6,11 +6,12 @@ import re
 from pathlib import Path
 
 from frozencore.errors import ConfigError, DataError
+from frozencore.lab.run.files import BASIS, CHECKPOINTS
 from frozencore.one_line import one_line
 from frozencore.strict_yaml import read_yaml
 
 ROW_FILES = (".jsonl", ".parquet")
-RESERVED = ("basis", "checkpoints")  # folders of these names lie beside those of the tenants
+RESERVED = (BASIS, CHECKPOINTS)  # folders of these names lie beside those of the tenants
 _NAME = re.compile(r"\w[\w.-]{0,99}")
 
 

@@ -24,7 +24,7 @@ from frozencore.lab.training.many.company import Company
 from frozencore.lab.training.many.seat import Seat, Trained
 from frozencore.lab.training.many.slots import TrainedSlots
 from frozencore.lab.training.many.tenant import Tenant
-from frozencore.lab.training.termination import sigterm_held_back
+from frozencore.lab.training.termination import Stop, stop_held_back
 from frozencore.lab.training.trainer import own_use_cache, without_dropout
 from frozencore.progress import Progress
 from frozencore.randomness import own_random_state
@@ -53,7 +53,7 @@ def train_many(
     """Train a core for each tenant on the basis of one adapter, all from that adapter's own core, which stays.
 
     The model is left in evaluation mode; the global random state is left as it was. With ``checkpoint_dir``, SIGTERM
-    takes effect at the end of the running step, whose checkpoint is then written.
+    and Ctrl-C take effect at the end of the running step, whose checkpoint is then written; a second Ctrl-C at once.
 
     Args:
         num_slots: Tenants that train at once, those with the most steps first: ``16·Σr²`` bytes each and ``4·Σr²`` for
@@ -92,7 +92,7 @@ def train_many(
             on_end(these)
 
     with ExitStack() as restored:
-        asked = restored.enter_context(sigterm_held_back()) if checkpoint_dir else lambda: False
+        asked = restored.enter_context(stop_held_back()) if checkpoint_dir else Stop()
         restored.enter_context(own_random_state())
         restored.enter_context(without_dropout(model))
         restored.enter_context(own_use_cache(model))
@@ -116,12 +116,14 @@ def train_many(
                     if is_over or stops or time.perf_counter() - saved >= checkpoint_s:
                         kept.write(company)
                         saved = time.perf_counter()
+                        done, total, _ = _standing(company, tenants, len(ended))
+                        asked.saved = f"{done} of {total} steps of all are saved"
             take(these)
             if progress is not None:
                 progress("train", *_standing(company, tenants, len(ended)))
             if stops:
                 break
-    if len(ended) < len(tenants):  # and what SIGTERM calls has come back
+    if len(ended) < len(tenants):  # and what the signal calls has come back
         raise TrainingError(
             f"Training was told to stop with {len(ended)} of {len(tenants)} tenants at their end. "
             "Its checkpoint is whole: resume it."

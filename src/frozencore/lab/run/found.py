@@ -1,0 +1,119 @@
+"""What a run has found before it trains, kept in its folder until it ends: one that is resumed reads it.
+
+The base model's score and the calibrated adapter, each with what it is of. Of anything else it is found anew.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, TypeVar
+from warnings import WarningMessage
+
+from peft import PeftModel
+from pydantic import TypeAdapter, ValidationError
+
+from frozencore.adapter.bases.calibrate import Calibration
+from frozencore.errors import ArtifactError, FrozenCoreError
+from frozencore.lab.methods import Method
+from frozencore.lab.run.bench import Bench
+from frozencore.lab.run.files import ADAPTER, BASE_SCORE, CALIBRATION, CHECKPOINTS, FOUND
+from frozencore.lab.training.checkpoints import checkpoints
+from frozencore.whole_file import write_text
+
+T = TypeVar("T")
+
+
+class Found:
+    """Of the run in one folder.
+
+    Args:
+        out: The run's folder.
+    """
+
+    def __init__(self, out: Path) -> None:
+        self._out = out
+        self._folder = out / FOUND
+        self._was_empty = not self._folder.exists()
+        self._writes = not checkpoints(out / CHECKPOINTS)  # they are of what is there
+
+    def base_score(self, kind: Any, of: Mapping[str, Any], find: Callable[[], T]) -> T:
+        """What the untouched model scored: as it was kept, or found and kept.
+
+        Args:
+            kind: Of what ``find`` gives, as pydantic takes it.
+            of: What it depends on; JSON values by name.
+        """
+        known = TypeAdapter(kind)
+        with suppress(ValidationError):
+            if (kept := self._read(BASE_SCORE, of)) is not None:
+                score: T = known.validate_python(kept, strict=False)
+                return score
+        score = find()
+        self._write(BASE_SCORE, of, known.dump_python(score, mode="json"))
+        return score
+
+    def adapter(
+        self,
+        of: Mapping[str, Any],
+        bench: Bench,
+        method: Method,
+        find: Callable[[], tuple[PeftModel, Calibration | None]],
+        caught: list[WarningMessage],
+    ) -> tuple[PeftModel, Calibration | None, float]:
+        """The adapter with its bases, what calibration found, and its seconds.
+
+        Where the data were read for it, it is kept; what was warned of meanwhile is said again when it is read.
+
+        Args:
+            caught: The warnings so far.
+        """
+        known = TypeAdapter(Calibration)
+        with suppress(ValidationError, ArtifactError, KeyError, TypeError):
+            if (kept := self._read(CALIBRATION, of)) is not None:
+                read = known.validate_python(kept["calibration"], strict=False)
+                model = PeftModel.from_pretrained(bench.model, self._folder / ADAPTER, is_trainable=True)
+                for message in kept["warnings"]:
+                    warnings.warn(message, stacklevel=2)
+                return model, read, float(kept["time_s"])
+        started = time.perf_counter()
+        model, calibration = find()
+        time_s = time.perf_counter() - started
+        if calibration is not None and self._writes:
+            method.save(model, self._folder / ADAPTER, self._folder)
+            content = {
+                "calibration": known.dump_python(calibration, mode="json"),
+                "time_s": time_s,
+                "warnings": sorted({str(entry.message) for entry in caught if entry.category is UserWarning}),
+            }
+            self._write(CALIBRATION, of, content)
+        return model, calibration, time_s
+
+    @contextmanager
+    def unless_refused(self) -> Iterator[None]:
+        """Where bad input is refused inside, nothing is left of what was kept here before."""
+        try:
+            yield
+        except FrozenCoreError:
+            if self._was_empty:
+                shutil.rmtree(self._folder, ignore_errors=True)
+                with suppress(OSError):
+                    self._out.rmdir()
+            raise
+
+    def _read(self, name: str, of: Mapping[str, Any]) -> Any:
+        """What was kept under a name, if it is of the same; None otherwise."""
+        try:
+            content = json.loads((self._folder / name).read_text(encoding="utf-8"))
+            return content["found"] if content["of"] == json.loads(json.dumps(of)) else None
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            return None
+
+    def _write(self, name: str, of: Mapping[str, Any], content: Any) -> None:
+        if self._writes:
+            write_text(self._folder / name, json.dumps({"of": dict(of), "found": content}))
