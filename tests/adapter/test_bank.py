@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel, get_peft_model
+from torch import Tensor
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, T5Config, T5ForConditionalGeneration
 
 from adapted import BATCHES, adapted, logits, train_at_random
 from frozencore import CoreBank, FrozenCoreConfig
-from frozencore.adapter.layer import frozen_core_layers
+from frozencore.adapter.layer import FrozenCoreLayer, frozen_core_layers
 from frozencore.errors import ArtifactError, ConfigError
 from tiny import tiny_qwen2
 
@@ -113,15 +114,20 @@ def test_a_core_is_replaced_evicted_and_its_slot_used_again(model: PeftModel, te
     assert sorted(bank) == ["a", "d"]
 
 
+def cores_of_rows(layer: FrozenCoreLayer) -> Tensor:
+    assert layer.row_cores is not None
+    return layer.row_cores.R
+
+
 def test_nothing_is_allocated_after_the_first_batch_of_a_size(model: PeftModel, tenants: dict[str, Cores]) -> None:
     bank = filled(model, tenants)
     before = {name: cores.data_ptr() for name, cores in bank._cores.items()}
     with bank.rows(ROWS):
-        first = [layer.row_cores for layer in own_layers(model).values()]
+        first = [cores_of_rows(layer) for layer in own_layers(model).values()]
     bank.evict("b")
     bank.put("e", tenants["a"])
     with bank.rows(["e", "c", None, None]):
-        assert all(layer.row_cores is rows for layer, rows in zip(own_layers(model).values(), first, strict=True))
+        assert all(cores_of_rows(layer) is R for layer, R in zip(own_layers(model).values(), first, strict=True))
     assert {name: cores.data_ptr() for name, cores in bank._cores.items()} == before
 
 

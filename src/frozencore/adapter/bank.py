@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from frozencore.adapter.layer import FrozenCoreLayer, RowCores, frozen_core_layers
+from frozencore.adapter.layer import FrozenCoreLayer, frozen_core_layers
 from frozencore.adapter.mixed_batch import encoder_modules, rows_through
 from frozencore.adapter.seal.flat_cores import by_layer
 from frozencore.adapter.swap import flat_cores_of
@@ -138,8 +138,9 @@ class CoreBank:
                 batch = self._batch_of(len(slots), num_beams)
                 batch.gather(self._cores, slots)
             with ExitStack() as undo:
-                for name, rows in batch.rows.items():
-                    undo.enter_context(rows_through(self.layers[name], rows))
+                for name, R in batch.cores.items():
+                    layer = self.layers[name]
+                    undo.enter_context(rows_through(layer, layer.row_cores_of(self.adapter_name, R)))
                 yield
 
     def _slot(self, name: str) -> int:
@@ -177,8 +178,8 @@ class _Batch:
         self, layers: Mapping[str, FrozenCoreLayer], adapter_name: str, num_rows: int, times: Mapping[str, int]
     ) -> None:
         self._times = times
-        self.rows = {
-            name: RowCores(adapter_name, torch.zeros_like(R).repeat(num_rows * times[name], 1, 1))
+        self.cores = {
+            name: torch.zeros_like(R).repeat(num_rows * times[name], 1, 1).mT
             for name, layer in layers.items()
             for R in [layer.factors(adapter_name)[2].detach()]
         }
@@ -186,11 +187,11 @@ class _Batch:
     def gather(self, cores: Mapping[str, Tensor], slots: Sequence[int]) -> None:
         """Copy the cores of those slots, from slots x r x r of each layer."""
         places: dict[tuple[torch.device, int], Tensor] = {}
-        for name, rows in self.rows.items():
-            kind = (rows.R.device, self._times[name])
+        for name, R in self.cores.items():
+            kind = (R.device, self._times[name])
             if kind not in places:
                 places[kind] = torch.tensor(slots, device=kind[0]).repeat_interleave(kind[1])
-            rows.R.copy_(cores[name].index_select(0, places[kind]))
+            R.copy_(cores[name].index_select(0, places[kind]))
 
 
 def _allocate(

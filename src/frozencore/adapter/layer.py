@@ -28,12 +28,12 @@ class RowCores:
     """The cores that the rows of a batch go through in one layer.
 
     Attributes:
-        basis: Name of an adapter whose P, Q and scale are those of every core; None where no row has a core here.
+        basis: P, Q and s of every core; None where no row has a core here.
         R: rows x r x r, the core of each row; zeros are none. Its values may change between two calls of a compiled
-            model.
+            model. Rows of one token are fastest where the transposes lie contiguous.
     """
 
-    basis: str | None
+    basis: tuple[Tensor, Tensor, float] | None
     R: Tensor
 
 
@@ -117,6 +117,11 @@ class FrozenCoreLayer(BaseTunerLayer):
         core: Any = self.frozencore_R[adapter_name]
         return self.frozencore_P[adapter_name], self.frozencore_Q[adapter_name], core.weight
 
+    def row_cores_of(self, adapter_name: str, R: Tensor) -> RowCores:
+        """Cores rows x r x r on the basis of an adapter."""
+        P, Q, _ = self._trained_factors(adapter_name)
+        return RowCores((P, Q, self.frozencore_scale[adapter_name]), R)
+
     def rank(self, adapter_name: str) -> int:
         """r of an adapter in this layer."""
         return self.frozencore_P[adapter_name].shape[1]
@@ -172,11 +177,9 @@ class FrozenCoreLayer(BaseTunerLayer):
             self.require_basis(adapter_name)
         return self.factors(adapter_name)
 
-    def _core_output(self, adapter_name: str, x: Tensor, core: Tensor | None = None) -> Tensor:
-        """``s·P R Qᵀ x`` for inputs (..., n); with another core, or one for each row, on the adapter's basis."""
-        P, Q, R = self._trained_factors(adapter_name)
-        R = R if core is None else core
-        return core_output(self._cast_input_dtype(x, Q.dtype), P, Q, R, self.frozencore_scale[adapter_name])
+    def _core_output(self, x: Tensor, P: Tensor, Q: Tensor, R: Tensor, scale: float) -> Tensor:
+        """``s·P R Qᵀ x`` for inputs (..., n); R r x r, or rows x r x r."""
+        return core_output(self._cast_input_dtype(x, Q.dtype), P, Q, R, scale)
 
     @torch.compiler.assume_constant_result  # it looks at values, which would break a compiled graph
     def require_basis(self, adapter_name: str) -> None:

@@ -44,7 +44,8 @@ class FrozenCoreLinear(nn.Module, FrozenCoreLayer):
                 return adapted_linear(x, base, P, Q, R, self.frozencore_scale[active[0]])
         result = base(x, *args, **kwargs)
         for adapter_name in active:
-            result = result + self._core_output(adapter_name, x).to(result.dtype)
+            P, Q, R = self._trained_factors(adapter_name)
+            result = result + self._core_output(x, P, Q, R, self.frozencore_scale[adapter_name]).to(result.dtype)
         return result
 
     def _forward_rows(self, rows: RowCores, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -57,11 +58,11 @@ class FrozenCoreLinear(nn.Module, FrozenCoreLayer):
         if rows.basis is None:
             return self.base_layer(x, *args, **kwargs)
         base = self.base_layer
-        P, Q, _ = self._trained_factors(rows.basis)
+        P, Q, scale = rows.basis
         if not args and not kwargs and is_plain(base, x, P):
-            return adapted_linear(x, base, P, Q, rows.R, self.frozencore_scale[rows.basis])
+            return adapted_linear(x, base, P, Q, rows.R, scale)
         result = base(x, *args, **kwargs)
-        return result + self._core_output(rows.basis, x, rows.R).to(result.dtype)
+        return result + self._core_output(x, P, Q, rows.R, scale).to(result.dtype)
 
     def _check_forward_args(self, x: Tensor, adapter_names: list[str]) -> None:
         if len(x) != len(adapter_names):
@@ -79,7 +80,8 @@ class FrozenCoreLinear(nn.Module, FrozenCoreLayer):
         for adapter_name in dict.fromkeys(adapter_names):
             if adapter_name in self.frozencore_R:
                 mine = [row for row, name in enumerate(adapter_names) if name == adapter_name]
-                update = self._core_output(adapter_name, x[mine]).to(result.dtype)
+                P, Q, R = self._trained_factors(adapter_name)
+                update = self._core_output(x[mine], P, Q, R, self.frozencore_scale[adapter_name]).to(result.dtype)
                 result = result.index_add(0, torch.tensor(mine, device=x.device), update)
         return result
 

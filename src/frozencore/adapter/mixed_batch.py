@@ -95,7 +95,8 @@ def _row_cores(layer: FrozenCoreLayer, wanted: Sequence[str], names: Sequence[st
     cores = [layer.factors(name)[2] for name in here]
     slot: Mapping[str, int] = {name: i for i, name in enumerate(here, start=1)}
     slots = torch.tensor([slot.get(name, 0) for name in names], device=cores[0].device)
-    return RowCores(here[0], torch.stack([torch.zeros_like(cores[0]), *cores]).index_select(0, slots))
+    transposed = torch.stack([torch.zeros_like(cores[0]), *(R.mT for R in cores)]).index_select(0, slots)
+    return layer.row_cores_of(here[0], transposed.mT)
 
 
 def _passes_names(names: list[str]) -> Any:

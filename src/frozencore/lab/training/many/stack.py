@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor, nn
 
-from frozencore.adapter.layer import RowCores, frozen_core_layers
+from frozencore.adapter.layer import frozen_core_layers
 from frozencore.adapter.mixed_batch import rows_through
 from frozencore.adapter.seal.flat_cores import by_layer
 from frozencore.errors import ConfigError
@@ -62,5 +62,5 @@ class CoreStack:
         places = torch.tensor(slots, device=self.device)
         with ExitStack() as undo:
             for name, layer in self.layers.items():
-                undo.enter_context(rows_through(layer, RowCores(self.adapter_name, self.cores[name][places])))
+                undo.enter_context(rows_through(layer, layer.row_cores_of(self.adapter_name, self.cores[name][places])))
             yield
