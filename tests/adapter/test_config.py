@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("as_a_user")
         ({"r": -3}, "rank must be a whole number of at least 1, but -3 came"),
         ({"r": 2.5}, "rank must be a whole number of at least 1, but 2.5 came"),
         ({"r": "16"}, "rank must be a whole number of at least 1, but '16' came"),
-        ({"rank_pattern": {"q_proj": 0}}, "rank must be a whole number of at least 1, but 0 came"),
+        ({"rank_pattern": {"q_proj": -1}}, "rank must be a whole number of at least 1, but -1 came"),
         ({"alpha": 0}, "alpha must be a number above 0 or none, but 0 came"),
         ({"alpha": -1.0}, "alpha must be a number above 0 or none, but -1.0 came"),
         ({"alpha": float("nan")}, "alpha must be a number above 0 or none, but nan came"),

@@ -21,7 +21,7 @@ from frozencore.constructors import (
     find_constructor,
     refuse_unread,
 )
-from frozencore.constructors.options import Alpha
+from frozencore.constructors.options import Alpha, RankBudget, trained_values
 from frozencore.errors import ArtifactError, ConfigError
 from frozencore.options import options_of, without_lists
 
@@ -42,7 +42,11 @@ class FrozenCoreConfig(SavedConfig, EveryOption):  # type: ignore[misc]  # froze
         constructor: How P and Q are chosen: a name of :data:`frozencore.CONSTRUCTORS`.
         alpha: The scale is ``s = alpha / r``; None means ``s = 1``.
         seed: Seed of random directions.
-        rank_pattern, alpha_pattern: Ranks and alphas of layers whose name matches a key.
+        rank_budget: Trained values of all cores together instead of a rank: a number, or the size of so many as
+            float32 (``"150KB"``). ``calibrate`` spends them on the layers where they are worth most and writes what
+            each got into ``rank_pattern``; constructors that have no spectrum for that get equal ranks. See
+            docs/rank-budget.md.
+        rank_pattern, alpha_pattern: Ranks and alphas of layers whose name matches a key; one of rank 0 is not adapted.
         exclude_modules, layers_to_transform, layers_pattern, modules_to_save: As in ``LoraConfig``.
         trainable_token_indices, ensure_weight_tying: As in ``LoraConfig``.
         init_weights: False starts from cores drawn from torch's global generator instead of zero, so that an untrained
@@ -68,6 +72,7 @@ class FrozenCoreConfig(SavedConfig, EveryOption):  # type: ignore[misc]  # froze
     constructor: str = "fcca"
     alpha: Alpha = None
     seed: int = BasisOptions.seed
+    rank_budget: RankBudget = None
     rank_pattern: dict[str, int] = field(default_factory=dict)
     alpha_pattern: dict[str, float] = field(default_factory=dict)
     layers_to_transform: list[int] | int | None = None
@@ -116,8 +121,18 @@ class FrozenCoreConfig(SavedConfig, EveryOption):  # type: ignore[misc]  # froze
         find_constructor(self.constructor)
         if not self.load_bases:  # what does not decide bases that are there is of no harm
             refuse_unread(self.constructor, {name: getattr(self, name) for name in constructor_options()})
-        for rank in (self.r, *self.rank_pattern.values()):
+        adapted = (rank for rank in self.rank_pattern.values() if type(rank) is not int or rank != 0)
+        for rank in (self.r, *adapted):
             self.basis_options(rank)  # refuses bad values now, not in the middle of a calibration
+        if self.rank_budget is not None:
+            self._check_rank_budget()
+
+    def _check_rank_budget(self) -> None:
+        self.rank_budget = trained_values(self.rank_budget)
+        decided = self.load_bases or self.basis_id is not None
+        if not decided and (self.r != BasisOptions.rank or self.rank_pattern):
+            given = f"r={self.r}" if self.r != BasisOptions.rank else "rank_pattern"
+            raise ConfigError(f"rank_budget chooses the ranks, but {given} came too. Leave one of them out.")
 
     def _take_from_basis(self, place: str | Path) -> None:
         """Rank, targets, scale and constructor are those of the basis, where they are left at their defaults."""
@@ -144,6 +159,11 @@ class FrozenCoreConfig(SavedConfig, EveryOption):  # type: ignore[misc]  # froze
     def trains_modules(self) -> bool:
         """Whether more than cores is trained and saved."""
         return bool(self.modules_to_save or self.trainable_token_indices)
+
+    @property
+    def awaits_ranks(self) -> bool:
+        """Whether a rank budget is still to be spent."""
+        return self.rank_budget is not None and not self.rank_pattern
 
     @property
     def constructor_entry(self) -> Constructor:
@@ -181,7 +201,7 @@ add_option_fields(FrozenCoreConfig)
 def options_of_basis() -> frozenset[str]:
     """The fields that say how P and Q came about and which layers they are of: what a saved basis records."""
     own = ("r", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "constructor", "alpha",
-           "seed", "rank_pattern", "alpha_pattern", "calibration_tokens")  # fmt: skip
+           "seed", "rank_budget", "rank_pattern", "alpha_pattern", "calibration_tokens")  # fmt: skip
     return frozenset({*own, *constructor_options()}) - {"initial_step"}
 
 

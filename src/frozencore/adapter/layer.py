@@ -71,8 +71,32 @@ class FrozenCoreLayer(BaseTunerLayer):
 
     def update_layer(self, adapter_name: str, rank: int, scale: float, *, inference_mode: bool) -> None:
         """Add an adapter without a basis: zero P, Q and R."""
+        self._lay_zeros(adapter_name, rank, scale, self._device_and_dtype()[0])
+        self.set_adapter(self.active_adapters, inference_mode=inference_mode)
+
+    def resize(self, adapter_name: str, rank: int, scale: float, *, trains: bool) -> None:
+        """Another rank for an adapter, whose P, Q and R are zero then; rank 0 takes it off this layer.
+
+        Args:
+            trains: Whether the core does, in a layer that the adapter was not on.
+        """
+        if adapter_name not in self.frozencore_R:
+            device, own_dtype = self._device_and_dtype()
+            core_dtype = torch.promote_types(own_dtype, torch.float32)
+        else:
+            R = self.factors(adapter_name)[2]
+            if len(R) == rank and scale == self.frozencore_scale[adapter_name]:
+                return
+            device, core_dtype, trains = R.device, R.dtype, R.requires_grad
+            for attribute in (*self.adapter_layer_names, *self.other_param_names):
+                del getattr(self, attribute)[adapter_name]
+        if rank:
+            self._lay_zeros(adapter_name, rank, scale, device)
+            self.frozencore_R[adapter_name].to(core_dtype).requires_grad_(trains)
+
+    def _lay_zeros(self, adapter_name: str, rank: int, scale: float, device: torch.device) -> None:
         rank = min(rank, self.in_features, self.out_features)
-        device, dtype = self._device_and_dtype()
+        dtype = self._device_and_dtype()[1]
         core = nn.Linear(rank, rank, bias=False, device="meta")  # a drawn initial value would move the user's RNG
         core.weight = nn.Parameter(
             torch.zeros(rank, rank, device=device, dtype=torch.promote_types(dtype, torch.float32))
@@ -82,7 +106,6 @@ class FrozenCoreLayer(BaseTunerLayer):
         self.frozencore_Q[adapter_name] = torch.zeros(self.in_features, rank, device=device, dtype=dtype)
         self.frozencore_scale[adapter_name] = scale
         self.frozencore_ready[adapter_name] = False
-        self.set_adapter(self.active_adapters, inference_mode=inference_mode)
 
     def set_basis(
         self, adapter_name: str, basis: Basis, *, initial_step: float = 0.0, random_core: bool = False
@@ -104,10 +127,14 @@ class FrozenCoreLayer(BaseTunerLayer):
 
     def require_fit(self, adapter_name: str, basis: Basis) -> None:
         """Refuse a basis of another shape than the adapter's factors."""
-        P, Q, _ = self.factors(adapter_name)
-        if basis.P.shape != P.shape or basis.Q.shape != Q.shape:
+        self.require_rank(self.rank(adapter_name), basis)
+
+    def require_rank(self, rank: int, basis: Basis) -> None:
+        """Refuse a basis of another shape than factors of that rank have here."""
+        shapes = (self.out_features, rank), (self.in_features, rank)
+        if (tuple(basis.P.shape), tuple(basis.Q.shape)) != shapes:
             raise CalibrationError(
-                f"Layer {self.name!r} holds factors of shapes {tuple(P.shape)} and {tuple(Q.shape)}, but a basis of "
+                f"Layer {self.name!r} holds factors of shapes {shapes[0]} and {shapes[1]}, but a basis of "
                 f"shapes {tuple(basis.P.shape)} and {tuple(basis.Q.shape)} came. "
                 "Use the rank of the adapter, and moments of this layer."
             )

@@ -27,6 +27,7 @@ from frozencore.adapter.mixed_batch import adapter_of_each_row
 from frozencore.adapter.named_basis import lay_named_basis, other_base
 from frozencore.adapter.patterns import rank_of, scale_of
 from frozencore.adapter.quantised_linear import FrozenCoreQuantisedLinear
+from frozencore.adapter.ranks import spread_evenly
 from frozencore.adapter.saved_state import state_to_load, state_to_save
 from frozencore.adapter.seal.factors import PREFIX
 from frozencore.adapter.seal.same_base import differing_layer
@@ -62,6 +63,8 @@ class FrozenCoreModel(BaseTuner):
         super().inject_adapter(model, adapter_name, *args, **kwargs)
         layers = frozen_core_layers(model, adapter_name)
         config = self.peft_config[adapter_name]
+        if config.awaits_ranks:
+            self._share_budget(config, adapter_name, layers)
         if config.basis_id is None:
             self._require_same_base(config, adapter_name, layers)
         else:
@@ -71,7 +74,7 @@ class FrozenCoreModel(BaseTuner):
                 self._take_back(adapter_name)
                 raise
         narrow = [name for name, layer in layers.items() if layer.rank(adapter_name) < rank_of(config, name)]
-        if narrow and not config.load_bases:
+        if narrow and not config.load_bases and not config.awaits_ranks:
             warnings.warn(
                 f"{len(narrow)} of {len(layers)} layers are narrower than the rank and got the rank that fits (first: "
                 f"{narrow[0]}, {layers[narrow[0]].rank(adapter_name)} instead of {rank_of(config, narrow[0])}).",
@@ -89,6 +92,8 @@ class FrozenCoreModel(BaseTuner):
         parameter_name: str | None = None,
     ) -> None:
         rank = rank_of(peft_config, current_key)
+        if rank == 0:
+            return
         layer = target if isinstance(target, FrozenCoreLayer) else self._new_layer(target, adapter_name, current_key)
         layer.update_layer(
             adapter_name, rank, scale_of(peft_config, current_key), inference_mode=peft_config.inference_mode
@@ -97,8 +102,22 @@ class FrozenCoreModel(BaseTuner):
             if adapter_name not in self.active_adapters:
                 layer.requires_grad_(False)
             self._replace_module(parent, target_name, layer, target)
-        if not peft_config.needs_calibration and not peft_config.load_bases and peft_config.basis_id is None:
+        if self._builds_now(peft_config) and not peft_config.awaits_ranks:
             self._build_from_weight(layer, adapter_name, peft_config)
+
+    def _share_budget(self, config: FrozenCoreConfig, adapter_name: str, layers: dict[str, FrozenCoreLayer]) -> None:
+        try:
+            spread_evenly(adapter_name, config, layers)
+        except ConfigError:
+            self._take_back(adapter_name)
+            raise
+        if self._builds_now(config):
+            for layer in layers.values():
+                self._build_from_weight(layer, adapter_name, config)
+
+    @staticmethod
+    def _builds_now(config: FrozenCoreConfig) -> bool:
+        return not config.needs_calibration and not config.load_bases and config.basis_id is None
 
     def _new_layer(self, target: nn.Module, adapter_name: str, name: str) -> FrozenCoreLinear:
         base = target.get_base_layer() if isinstance(target, BaseTunerLayer) else target

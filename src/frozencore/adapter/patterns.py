@@ -8,7 +8,9 @@ from frozencore.adapter.config import FrozenCoreConfig
 
 
 def rank_of(config: FrozenCoreConfig, layer_name: str) -> int:
-    """The rank that was asked for in a layer."""
+    """The rank that was asked for in a layer; 0 for one that is not adapted."""
+    if config.rank_budget is not None:  # an allocation has full names, which may be the ends of others
+        return config.rank_pattern.get(layer_name, config.r)
     return config.rank_pattern.get(get_pattern_key(config.rank_pattern, layer_name), config.r)
 
 

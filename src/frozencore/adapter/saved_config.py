@@ -29,6 +29,7 @@ class SavedConfig(PeftConfig):
         seal: dict[str, Any] | None
         basis: str | None
         basis_id: str | None
+        rank_budget: int | str | None
         _seal_to_write: dict[str, Any] | None
         _folder: Path | None
 
@@ -97,10 +98,9 @@ class SavedConfig(PeftConfig):
         """What is saved: as PEFT does, with sets in order and the note that the bases are in the file beside it."""
         saved = {**super().to_dict(), "load_bases": True, "seal": self._seal_to_write or self.seal}
         del saved["allow_other_base"]  # whoever loads an adapter says so, not the adapter
-        if self.basis_id is None:
-            saved = {
-                name: value for name, value in saved.items() if name not in ("basis", "basis_revision", "basis_id")
-            }
+        unsaid = {"basis", "basis_revision", "basis_id"} if self.basis_id is None else set()
+        unsaid |= {"rank_budget"} if self.rank_budget is None else set()
+        saved = {name: value for name, value in saved.items() if name not in unsaid}
         return {name: sorted(value) if isinstance(value, set) else value for name, value in saved.items()}
 
     def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:

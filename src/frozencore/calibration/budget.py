@@ -7,19 +7,14 @@ Costs are upper bounds in bytes. Letters: a layer of m outputs and n inputs, r t
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from frozencore.errors import ConfigError
 from frozencore.maths.linalg import GRAM_LIMIT, KRYLOV_BLOCKS, KRYLOV_WIDTH, Shape
 from frozencore.maths.moments import MomentName
+from frozencore.sizes import read_size
 
-UNITS = {"": 1, "b": 1} | {
-    f"{prefix}{infix}b": base**power
-    for power, prefix in enumerate("kmgt", start=1)
-    for infix, base in (("", 1000), ("i", 1024))
-}
 SKETCH_WIDTH, KEPT_WIDTH = 8, 2  # times the rank: columns of a sketch, and of what its first round leaves
 SKETCH_PASSES = 4
 
@@ -30,14 +25,12 @@ def memory_bytes(size: object) -> int:
     Raises:
         ConfigError: It is neither, or not positive.
     """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(size))
-    unit = UNITS.get(found[2].lower()) if found else None
-    num_bytes = int(float(found[1]) * unit) if found and unit else 0
-    if isinstance(size, bool) or num_bytes < 1:
+    found = read_size(size)
+    if found is None:
         raise ConfigError(
             f'A memory budget is a positive size such as "8GiB", "512 MB" or a number of bytes, but {size!r} came.'
         )
-    return num_bytes
+    return found[0]
 
 
 @dataclass(frozen=True)

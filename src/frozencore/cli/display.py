@@ -16,6 +16,7 @@ LABELS = {
     "load": "Load model and rows",
     "score base": "Score the base model",
     "calibration": "Calibrate",
+    "ranks": "Spend the rank budget",
     "bases": "Build the bases",
     "train": "Train",
     "validate": "Score validation rows",

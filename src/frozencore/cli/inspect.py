@@ -26,10 +26,13 @@ def inspect(
     from frozencore.adapter.directory import read_adapter_or_basis
     from frozencore.adapter.inspection import inspect_adapter
     from frozencore.calibration.store import load_moments
-    from frozencore.cli.tables import inspection_table
+    from frozencore.cli.tables import allocation_line, inspection_table
+    from frozencore.constructors.options import trained_values
 
+    config, layers = read_adapter_or_basis(adapter)
     reports = inspect_adapter(
-        *read_adapter_or_basis(adapter),
+        config,
+        layers,
         moments=load_moments(moments) if moments else None,
         other=read_adapter_or_basis(against)[1] if against else None,
     )
@@ -37,3 +40,5 @@ def inspect(
         sys.stdout.write(json.dumps({name: asdict(report) for name, report in reports.items()}, indent=2) + "\n")
     else:
         console.print(inspection_table(reports))
+        if config.rank_budget is not None:
+            console.print(allocation_line(trained_values(config.rank_budget), config.rank_pattern), highlight=False)

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from frozencore.adapter.bases.calibrate import Calibration
 from frozencore.adapter.inspection import LayerReport
+from frozencore.adapter.seal.card import allocation_in_words
 from frozencore.lab.run.record import TunedRecord
 from frozencore.lab.run.record_parts import AccuracyDetails
 
@@ -51,7 +52,20 @@ def run_summary(record: TunedRecord) -> Group:
         f"{record.trainable_parameters:,} trained values; calibration {record.calibration_s:.1f} s, "
         f"training {record.training_s:.1f} s, peak memory {record.peak_memory_bytes / 2**30:.2f} GiB"
     )
-    return Group(table, *words, *map(Text, [*_recipe(record), *_kept_step(record)]), cost)
+    return Group(table, *words, *map(Text, [*_spent(record), *_recipe(record), *_kept_step(record)]), cost)
+
+
+def _spent(record: TunedRecord) -> Iterator[str]:
+    if record.allocation is not None:
+        yield allocation_line(record.allocation.budget, record.allocation.ranks)
+
+
+def allocation_line(budget: int, ranks: Mapping[str, int]) -> str:
+    """What a rank budget bought, and which layers got nothing."""
+    without = [name for name, rank in ranks.items() if not rank]
+    more = f" and {len(without) - 2} more" if len(without) > 2 else ""
+    unadapted = f"; not adapted: {', '.join(without[:2])}{more}" if without else ""
+    return f"Ranks {allocation_in_words(budget, ranks)}{unadapted}."
 
 
 def _recipe(record: TunedRecord) -> Iterator[str]:
@@ -101,7 +115,11 @@ def calibration_summary(calibration: Calibration) -> Group:
             name, f"{layer.num_tokens:,}", str(layer.rank), str(layer.effective_rank),
             *("" if value is None else f"{value:.3g}" for value in numbers),
         )  # fmt: skip
-    return Group(table, _legend(columns))
+    lines = []
+    if calibration.rank_budget is not None:
+        ranks = {name: layer.rank for name, layer in calibration.layers.items()}
+        lines = [Text(allocation_line(calibration.rank_budget, ranks | dict.fromkeys(calibration.not_adapted, 0)))]
+    return Group(table, *lines, _legend(columns))
 
 
 def inspection_table(reports: Mapping[str, LayerReport]) -> Group:

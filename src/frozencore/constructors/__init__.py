@@ -10,9 +10,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from torch import Tensor
+
 from frozencore.constructors.eva import EvaOptions, eva_basis, eva_needs
 from frozencore.constructors.evidence import LayerEvidence
-from frozencore.constructors.fcca import FCCAOptions, fcca_basis, fcca_basis_of_svd
+from frozencore.constructors.fcca import FCCAOptions, fcca_basis, fcca_basis_of_svd, whitened_cross_moment
 from frozencore.constructors.filora import FiLoRAOptions, filora_basis, filora_needs
 from frozencore.constructors.lora_xs import lora_xs_basis
 from frozencore.constructors.milora import milora_basis
@@ -24,7 +26,7 @@ from frozencore.constructors.vera import vera_basis
 from frozencore.errors import CalibrationError, ConfigError
 from frozencore.maths.basis import Basis
 from frozencore.maths.linalg import TruncatedSVD
-from frozencore.maths.moments import MomentName
+from frozencore.maths.moments import LayerMoments, MomentName
 from frozencore.maths.whitening import Whitening
 from frozencore.naming import unknown_name
 from frozencore.options import Option, options_of
@@ -48,6 +50,8 @@ class Constructor:
         options: What it is told.
         metric: The diagonal metric under which the leading singular triples of the whitened cross moment are all it
             reads, so that a sketch will do; None if it reads more.
+        matrix: What it takes the leading singular directions of; the squares of their singular values are what they are
+            worth, by which a rank budget is spent. None if no spectrum of its tells that: ranks are then equal.
         weights_only: The bases are a function of the layer's weight: the same for all data and seeds.
         label, colour: How reports call and draw it; by default by its name, in grey.
     """
@@ -55,6 +59,7 @@ class Constructor:
     needs: Callable[[Any], frozenset[MomentName]]
     build: Callable[[LayerEvidence, Any], Basis]
     metric: Callable[[Any], Whitening | None] = lambda _: None
+    matrix: Callable[[LayerMoments, Any], Tensor] | None = None
     options: type[BasisOptions] = BasisOptions
     weights_only: bool = False
     label: str = ""
@@ -80,6 +85,7 @@ CONSTRUCTORS: dict[str, Constructor] = {
             seed=layer.seed(o.seed),
         ),
         lambda o: o.whitening if o.whitening.fisher == "diagonal" else None,
+        lambda moments, o: whitened_cross_moment(moments, o.whitening),
         label="FCCA", colour="orange", options=FCCAOptions,
     ),
     "rawgrad": Constructor(
@@ -88,6 +94,7 @@ CONSTRUCTORS: dict[str, Constructor] = {
             layer.data, o.rank, coordinates=o.coordinates, svd_method=o.svd_method, seed=layer.seed(o.seed)
         ),
         lambda _: Whitening(sides="none"),
+        lambda moments, _: moments.G,
         label="RawGrad", colour="blue",
     ),
     "signgrad": Constructor(
@@ -95,6 +102,7 @@ CONSTRUCTORS: dict[str, Constructor] = {
         lambda layer, o: signgrad_basis(
             layer.data, o.rank, coordinates=o.coordinates, svd_method=o.svd_method, seed=layer.seed(o.seed)
         ),
+        matrix=lambda moments, _: moments.G.sign(),
         label="SignGrad", options=SignGradOptions,
     ),
     "filora": Constructor(

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 import torch
+from jaxtyping import Float
 from pydantic import Field
 
 from frozencore.constructors.options import BasisOptions
@@ -70,11 +71,7 @@ def fcca_basis(
             G[:, :0], G.mT[:, :0], rank=rank, spectrum=torch.zeros(rank), coordinates=coordinates, seed=seed
         )
     A_root, D_root = whitening.input_root(moments), whitening.output_root(moments)
-    if whitening.fisher == "diagonal":  # in place: G is the largest thing in memory
-        T = G.mul_(D_root(G.new_ones(len(G), 1))).mul_(A_root(G.new_ones(G.shape[1], 1)).mT)
-    else:
-        T = A_root(D_root(G).mT).mT
-    svd = truncated_svd(T, rank, method=svd_method, seed=seed)
+    svd = truncated_svd(_whitened(G, A_root, D_root, whitening), rank, method=svd_method, seed=seed)
     return _unwhitened(svd, A_root, D_root, rank=rank, coordinates=coordinates, seed=seed)
 
 
@@ -100,6 +97,24 @@ def fcca_basis_of_svd(
         )
     A_root, D_root = whitening.input_root(diagonals), whitening.output_root(diagonals)
     return _unwhitened(svd, A_root, D_root, rank=rank, coordinates=coordinates, seed=seed)
+
+
+def whitened_cross_moment(moments: LayerMoments, whitening: Whitening) -> Float[torch.Tensor, "m n"]:
+    """``T = D^-1/2 G A^-1/2``; zero where G is.
+
+    Raises:
+        CalibrationError: As :func:`fcca_basis`.
+    """
+    G = moments.G
+    if not G.any():
+        return G
+    return _whitened(G, whitening.input_root(moments), whitening.output_root(moments), whitening)
+
+
+def _whitened(G: torch.Tensor, A_root: InverseRoot, D_root: InverseRoot, whitening: Whitening) -> torch.Tensor:
+    if whitening.fisher == "diagonal":  # in place: G is the largest thing in memory
+        return G.mul_(D_root(G.new_ones(len(G), 1))).mul_(A_root(G.new_ones(G.shape[1], 1)).mT)
+    return A_root(D_root(G).mT).mT
 
 
 def _unwhitened(

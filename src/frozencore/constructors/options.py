@@ -5,14 +5,42 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
+from frozencore.errors import ConfigError
 from frozencore.maths.basis import Coordinates
 from frozencore.maths.linalg import SvdMethod
 from frozencore.maths.whitening import Positive
 from frozencore.options import check_options
+from frozencore.sizes import read_size
 
 Rank = Annotated[int, Field(ge=1, description="Rank r of the bases; a core holds r x r values.")]
+VALUE_BYTES = 4  # a core is float32
+
+
+def trained_values(budget: object) -> int:
+    """A rank budget as a number of trained values: that number, or a size in bytes of float32 values.
+
+    Raises:
+        ConfigError: It is neither, or not positive.
+    """
+    found = read_size(budget)
+    number = found[0] // (VALUE_BYTES if found[1] else 1) if found else 0
+    if number < 1:
+        raise ConfigError(
+            "A rank budget is a number of trained values such as 36864, or the size of so many as float32 such as "
+            f'"150KB", but {budget!r} came.'
+        )
+    return number
+
+
+RankBudget = Annotated[
+    Annotated[int | str, BeforeValidator(trained_values)] | None,
+    Field(
+        description="Trained values of all cores together, 36864 for instance, or their size as float32 (150KB), "
+        "instead of one rank: calibration spends them on the layers where they are worth most (docs/rank-budget.md)."
+    ),
+]
 Alpha = Annotated[Positive | None, Field(description="Scale s = alpha / r of what the cores add. Default: s = 1.")]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,9 +15,12 @@ from tqdm.auto import tqdm
 
 from frozencore.adapter.bases.calibratable import adapter_for_new_bases
 from frozencore.adapter.bases.passes import BasisWork
+from frozencore.adapter.bases.spend import BasisSource, GivenMoments, spend_budget, spends_by_spectrum
+from frozencore.adapter.ranks import give_ranks, layers_to_share
 from frozencore.calibration.examples import Collator, batches_from
 from frozencore.calibration.options import CalibrationOptions
 from frozencore.calibration.shards import all_ranks_or_none, assign_owners, gathered, require_same_bases, share_bases
+from frozencore.constructors.options import trained_values
 from frozencore.errors import CalibrationError
 from frozencore.maths.basis import Basis
 from frozencore.maths.capture import Capture
@@ -46,11 +49,18 @@ class LayerCalibration:
 
 @dataclass(frozen=True)
 class Calibration:
-    """The result of a calibration: per layer, and the seconds that the pass and the bases took."""
+    """The result of a calibration: per layer, and the seconds that the pass and the bases took.
+
+    Attributes:
+        rank_budget: The trained values that were to be spent; None where ranks were given.
+        not_adapted: Layers that it gave nothing.
+    """
 
     layers: dict[str, LayerCalibration]
     collect_s: float
     build_s: float
+    rank_budget: int | None = None
+    not_adapted: tuple[str, ...] = ()
 
     @property
     def time_s(self) -> float:
@@ -72,7 +82,7 @@ def calibrate(
     num_examples: int | None = None,
     options: CalibrationOptions | None = None,
     memory_budget: int | str | None = None,
-    moments: Mapping[str, LayerMoments] | None = None,
+    moments: Mapping[str, LayerMoments] | Sequence[Mapping[str, LayerMoments]] | None = None,
     reset: bool = False,
     progress: bool | Progress = True,
 ) -> Calibration:
@@ -90,12 +100,15 @@ def calibrate(
         memory_budget: What calibration may take beyond a plain forward and backward pass, ``"8GiB"`` for instance or a
             number of bytes: it decides how many passes are made over the examples, where the sums are, and whether
             they are sketches (see docs/memory.md). Also an option of ``options``.
-        moments: Moments collected before, by layer name, instead of ``data``.
+        moments: Moments collected before, by layer name, instead of ``data``. A rank budget is spent by two
+            halves of the examples: then two of them, of one half and of the other.
         reset: Allow a new basis under a core that has been trained (the core is lost).
         progress: Show a bar, stay silent, or call a function of your own: ``(stage, done, total, note="")``.
 
     In a process group (``torchrun``, ``accelerate launch``) every rank calls this with its own share of the examples,
     before the model is wrapped; all ranks then hold the same bases.
+
+    A ``rank_budget`` gives the cores their ranks here: make the optimiser afterwards.
 
     Returns:
         What was found in each layer. The model's weights, modes, hooks, gradients and RNG are as before.
@@ -110,22 +123,30 @@ def calibrate(
     options = options or CalibrationOptions()
     if memory_budget is not None:
         options = replace(options, memory_budget=memory_budget)
+    if by_spectrum := spends_by_spectrum(config):
+        layers = layers_to_share(model, adapter_name, config)
     owners = assign_owners({name: (layer.out_features, layer.in_features) for name, layer in layers.items()})
     started = time.perf_counter()
     with _reporting(progress) as tell:
         work = BasisWork(model, adapter_name, config, layers, owners, tell)
+        source: BasisSource = GivenMoments.of(moments)
         if config.constructor_entry.needs(config.basis_options()) and moments is None:
             if data is None:
                 raise CalibrationError(f"{config.constructor} reads data: call calibrate(model, dataloader).")
             with all_ranks_or_none():
-                batches = batches_from(data, collator=collator, batch_size=batch_size, num_examples=num_examples)
-            work.read(batches, options)
+                source = batches_from(data, collator=collator, batch_size=batch_size, num_examples=num_examples)
+        if by_spectrum:
+            work, source = spend_budget(work, source, options)
+        if isinstance(source, GivenMoments):
+            work.build(work.layers, source.taken())
         else:
-            work.build(layers, dict(moments or {}))
-    bases = share_bases(work.bases, owners, {name: layer.factors(adapter_name)[:2] for name, layer in layers.items()})
+            work.read(source, options)
+    bases = share_bases(work.bases, owners, {name: work.like_factors(name) for name in work.layers})
     require_same_bases({name: (basis.P, basis.Q) for name, basis in bases.items()})
     captures = gathered(work.captures)
-    for name, layer in layers.items():
+    if by_spectrum:
+        give_ranks(adapter_name, config, layers, work.ranks)
+    for name, layer in work.layers.items():
         layer.set_basis(
             adapter_name, bases[name], initial_step=config.initial_step, random_core=not config.init_weights
         )
@@ -134,9 +155,11 @@ def calibrate(
         config.calibration_tokens = max(layer.num_tokens for layer in work.diagonals.values())
     _warn_of_weak_layers(bases)
     return Calibration(
-        layers={name: _describe(bases[name], work.diagonals.get(name), captures.get(name)) for name in layers},
+        layers={name: _describe(bases[name], work.diagonals.get(name), captures.get(name)) for name in work.layers},
         collect_s=work.collect_s,
         build_s=time.perf_counter() - started - work.collect_s,
+        rank_budget=None if config.rank_budget is None else trained_values(config.rank_budget),
+        not_adapted=tuple(name for name in layers if name not in work.layers),
     )
 
 

@@ -21,12 +21,13 @@ from frozencore.calibration.examples import KeptBatches
 from frozencore.calibration.fisher_labels import backward_passes
 from frozencore.calibration.options import CalibrationOptions
 from frozencore.calibration.shards import all_ranks_or_none, largest_over_ranks, own_rank, reduce_moments
-from frozencore.calibration.sketch import SketchTarget, stream_whitened_svds
+from frozencore.calibration.sketch import Sketch, SketchTarget, stream_whitened_svds
 from frozencore.constructors import BasisOptions, LayerEvidence, build_basis, build_streamed_basis
 from frozencore.errors import CalibrationError
 from frozencore.maths.basis import Basis
 from frozencore.maths.capture import CAPTURE_NEEDS, Capture, capture_if_whole
 from frozencore.maths.moments import LayerMoments, MomentName
+from frozencore.maths.whitening import Whitening
 from frozencore.out_of_memory import fits
 from frozencore.progress import Progress
 
@@ -39,6 +40,7 @@ class BasisWork:
 
     Attributes:
         owners: The rank that builds each layer's basis.
+        ranks: By layer, where it is not that of the adapter as it is.
         bases: Finished ones, of the layers that this rank owns.
         diagonals: Token count, a and d of every layer that data were read for.
         captures: What each of those bases captures, where G, a and d were all at hand.
@@ -51,6 +53,7 @@ class BasisWork:
     layers: Mapping[str, FrozenCoreLayer]
     owners: Mapping[str, int]
     progress: Progress
+    ranks: Mapping[str, int] = field(default_factory=dict)
     bases: dict[str, Basis] = field(default_factory=dict)
     diagonals: dict[str, LayerMoments] = field(default_factory=dict)
     captures: dict[str, Capture] = field(default_factory=dict)
@@ -135,9 +138,21 @@ class BasisWork:
                         self.captures[name] = found
         self.build_s += time.perf_counter() - started
 
+    def like_factors(self, name: str) -> tuple[Tensor, Tensor]:
+        """Of the shapes of a layer's P and Q, without values."""
+        layer, rank = self.layers[name], self._rank(name)
+        P, Q = (torch.empty(size, rank, device="meta") for size in (layer.out_features, layer.in_features))
+        return P, Q
+
     def _sum(
         self, group: Iterable[str], batches: Iterable[Batch], options: CalibrationOptions, progress: Progress | None
     ) -> None:
+        self.build(group, self._sums(group, batches, options, progress))
+
+    def _sums(
+        self, group: Iterable[str], batches: Iterable[Batch], options: CalibrationOptions, progress: Progress | None
+    ) -> dict[str, LayerMoments]:
+        """Over all batches and processes, of a single holder; matrices are where the owner of their layer is."""
         started = time.perf_counter()
         with all_ranks_or_none(), adapters_off(self.model):
             moments = collect_moments(
@@ -149,30 +164,15 @@ class BasisWork:
                 progress=progress,
             )
         reduced = reduce_moments(moments, self.owners)
-        moments.clear()  # now the only holder is the one that build empties
+        moments.clear()
         self.collect_s += time.perf_counter() - started
-        self.build(group, reduced)
+        return reduced
 
     def _stream(
         self, group: Iterable[str], batches: Iterable[Batch], options: CalibrationOptions, progress: Progress | None
     ) -> None:
         started = time.perf_counter()
-        metric = self.config.constructor_entry.metric(self.config.basis_options())
-        assert metric is not None
-        with adapters_off(self.model):
-            sketches = stream_whitened_svds(
-                self.model,
-                batches,
-                {
-                    name: SketchTarget(
-                        layer.get_base_layer(), (layer.out_features, layer.in_features), self._rank(name)
-                    )
-                    for name, layer in ((name, self.layers[name]) for name in group)
-                },
-                whitening=metric,
-                options=options,
-                progress=progress,
-            )
+        sketches = self._sketches(group, batches, options, progress)
         collected = time.perf_counter()
         with all_ranks_or_none():
             for name, sketch in sketches.items():
@@ -183,6 +183,31 @@ class BasisWork:
         self.collect_s += collected - started
         self.build_s += time.perf_counter() - collected
 
+    def _sketches(
+        self, group: Iterable[str], batches: Iterable[Batch], options: CalibrationOptions, progress: Progress | None
+    ) -> dict[str, Sketch]:
+        with adapters_off(self.model):
+            return stream_whitened_svds(
+                self.model,
+                batches,
+                {
+                    name: SketchTarget(
+                        layer.get_base_layer(), (layer.out_features, layer.in_features), self._rank(name)
+                    )
+                    for name, layer in ((name, self.layers[name]) for name in group)
+                },
+                whitening=self._metric,
+                options=options,
+                progress=progress,
+            )
+
+    @property
+    def _metric(self) -> Whitening:
+        """Of a constructor of which a sketch will do."""
+        metric = self.config.constructor_entry.metric(self.config.basis_options())
+        assert metric is not None
+        return metric
+
     def _needs(self, options: CalibrationOptions) -> frozenset[MomentName]:
         """What the constructor reads; with G come a and d, two vectors, by which it is told what a basis captures."""
         needs = self.config.constructor_entry.needs(self.config.basis_options())
@@ -191,7 +216,7 @@ class BasisWork:
         return whole if "cross" in needs and as_many else needs
 
     def _rank(self, name: str) -> int:
-        return self.layers[name].factors(self.adapter_name)[2].shape[0]
+        return self.ranks[name] if name in self.ranks else self.layers[name].rank(self.adapter_name)
 
     def _options_of(self, name: str) -> BasisOptions:
         return self.config.basis_options(self._rank(name))
@@ -205,7 +230,7 @@ class BasisWork:
         return evidence
 
     def _keep(self, name: str, basis: Basis) -> None:
-        self.layers[name].require_fit(self.adapter_name, basis)
+        self.layers[name].require_rank(self._rank(name), basis)
         self.bases[name] = basis
         self.progress("bases", len(self.bases), sum(owner == own_rank() for owner in self.owners.values()))
 

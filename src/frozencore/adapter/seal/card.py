@@ -85,7 +85,7 @@ def _lines(
     facts = {
         "Base model": (f"`{base}`" if _is_hub_id(base) else f"a local folder, `{Path(base).name}`") if base else None,
         "Method": "LoRA, exported exactly from a frozen core" if is_lora else f"frozen core, `{config['constructor']}`",
-        "Rank": config["r"],
+        "Rank": _ranks(config),
         "Layers": _targets(config["target_modules"]),
         "Calibrated on": calibration or num_tokens(config.get("calibration_tokens")),
         "Scores": ", ".join(f"{name} {value:.4g}" for name, value in (scores or {}).items()) or None,
@@ -107,6 +107,24 @@ def _loading(base: str | None, is_lora: bool) -> list[str]:
         f'base = AutoModelForCausalLM.from_pretrained("{named}")',
         'model = PeftModel.from_pretrained(base, "THIS_FOLDER")',
     ]
+
+
+def _ranks(config: Mapping[str, Any]) -> str:
+    if config.get("rank_budget") is None:
+        return str(config["r"])
+    return allocation_in_words(config["rank_budget"], config["rank_pattern"])
+
+
+def allocation_in_words(budget: int, ranks: Mapping[str, int]) -> str:
+    """What a rank budget bought, in a line."""
+    adapted = [rank for rank in ranks.values() if rank]
+    if not adapted:
+        return f"a budget of {budget:,} values, not spent yet"
+    values = sum(rank * rank for rank in adapted)
+    return (
+        f"{min(adapted)} to {max(adapted)} in {len(adapted)} of {len(ranks)} layers: {values:,} trained values of a "
+        f"budget of {budget:,}"
+    )
 
 
 def _is_hub_id(name: str | None) -> bool:

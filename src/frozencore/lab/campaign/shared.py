@@ -35,7 +35,7 @@ _DECIDES_MOMENTS = (
     "model", "task", "data", "calibration_task", "calibration_size", "seed", "num_train", "num_evaluation", "targets",
     "max_length", "truncate", "prompt_style", "dtype", "paper_steps", "calibration",
 )  # fmt: skip
-_DECIDES_WEIGHT_BASES = ("method", "rank", "core", "targets", "dtype")
+_DECIDES_WEIGHT_BASES = ("method", "rank", "core", "targets", "dtype", "rank_budget")
 
 Needs = Mapping[str, frozenset[MomentName]]
 """By the key of a moments file, what all runs together want of it."""
@@ -65,7 +65,7 @@ def needs_of(jobs: Iterable[Job]) -> Needs:
     Where one method of a campaign reads the gradient G of a model, all runs with bases on that model want G, a and d:
     so that each records what its bases capture, whether or not it reads them, in whatever order the runs are made.
     """
-    sharing = [job for job in jobs if job.kind != "profile" and job.config.memory_budget is None]
+    sharing = [job for job in jobs if job.kind != "profile" and _shares_moments(job.config)]
     measured = {job.config.model for job in sharing if "cross" in job.config.moments_needed}
     needs: dict[str, frozenset[MomentName]] = {}
     for job in sharing:
@@ -76,6 +76,11 @@ def needs_of(jobs: Iterable[Job]) -> Needs:
             key = moments_key(config)
             needs[key] = needs.get(key, frozenset()) | wanted
     return needs
+
+
+def _shares_moments(config: RunConfig) -> bool:
+    """Not the sums that a memory budget is to avoid, nor those of halves by which a rank budget is spent."""
+    return config.memory_budget is None and (config.rank_budget is None or not config.moments_needed)
 
 
 def calibrating(job: Job) -> set[RunConfig]:
@@ -98,7 +103,7 @@ class SharedWork:
 
     def adapt(self, config: RunConfig, bench: Bench, targets: Targets, progress: Progress) -> Adapted:
         """As :func:`frozencore.lab.run.execute.adapt_from_data`, with shared moments and weight bases."""
-        if config.memory_budget is not None:  # the sums that are shared are those that a budget is to avoid
+        if not _shares_moments(config):
             return adapt_from_data(config, bench, targets, progress)
         if config.method_entry.weights_only:
             return self._with_weight_bases(config, bench, targets), None
@@ -128,7 +133,7 @@ class SharedWork:
 
     def measure(self, config: RunConfig, bench: Bench, model: PeftModel, progress: Progress) -> dict[str, Capture]:
         """What a run's bases capture of the moments that others share; nothing if the campaign wants no G, a and d."""
-        shared = config.memory_budget is None and self.needs.get(moments_key(config), frozenset()) >= CAPTURE_NEEDS
+        shared = _shares_moments(config) and self.needs.get(moments_key(config), frozenset()) >= CAPTURE_NEEDS
         if not (shared and config.method_entry.has_bases):
             return {}
         moments = self.moments(config, model, bench, progress)
@@ -139,6 +144,8 @@ class SharedWork:
 
     def _with_weight_bases(self, config: RunConfig, bench: Bench, targets: Targets) -> PeftModel:
         decides = config.model_dump(mode="json", include=set(_DECIDES_WEIGHT_BASES))
+        if config.rank_budget is None:
+            del decides["rank_budget"]  # the files of earlier versions are those of ranks
         key = fingerprint_options({**decides, "weights": fingerprint_model(bench.model)})[:16]
         file = self.store.shared / "weight-bases" / f"{key}.safetensors"
         method, options = config.method_entry, config.adapter_options(targets)

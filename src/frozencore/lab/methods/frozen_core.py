@@ -63,6 +63,7 @@ class FrozenCore(Method):
             target_modules=options.targets if isinstance(options.targets, str) else list(options.targets),
             constructor=self.constructor,
             seed=options.seed,
+            rank_budget=options.rank_budget,
             task_type="CAUSAL_LM",
             load_bases=load_bases,
             **options.core,

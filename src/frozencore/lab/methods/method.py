@@ -31,6 +31,7 @@ class AdapterOptions:
         seed: Of whatever is drawn.
         core: Options of frozen cores by name, as :class:`frozencore.FrozenCoreConfig` takes them.
         basis: Where a saved basis is, whose rank and targets then count.
+        rank_budget: Trained values of all cores together, instead of the rank.
     """
 
     rank: int
@@ -38,6 +39,7 @@ class AdapterOptions:
     seed: int
     core: Mapping[str, Any]
     basis: str | None = None
+    rank_budget: int | str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,9 +10,11 @@ from peft import PeftModel
 
 from frozencore.adapter.bases.calibrate import Calibration, calibrate
 from frozencore.adapter.bases.carried import save_basis
+from frozencore.adapter.bases.spend import GivenMoments
 from frozencore.adapter.layer import frozen_core_layers
 from frozencore.calibration.batches import Batch
 from frozencore.calibration.collect import collect_moments
+from frozencore.calibration.halves import in_halves
 from frozencore.calibration.store import MomentsFingerprint, save_moments
 from frozencore.errors import ArtifactError, ConfigError
 from frozencore.lab.run.bench import calibration_batches, prepare
@@ -62,13 +64,17 @@ def execute_calibration(config: RunConfig, out: Path, progress: Progress) -> Cal
     model = config.method_entry.add(bench.model, config.adapter_options(targets))
     needs = config.moments_needed | CAPTURE_NEEDS  # inspect reads G, a and d
     started = time.perf_counter()
-    moments = collect_for(config, model, batches, needs, progress) if config.memory_budget is None else None
+    parts = None
+    if config.memory_budget is None:
+        sets = [batches] if config.rank_budget is None else in_halves(batches)
+        parts = [collect_for(config, model, some, needs, progress) for some in sets]
     collect_s = time.perf_counter() - started
-    calibration = calibrate(model, batches, options=config.calibration_options, moments=moments, progress=progress)
+    calibration = calibrate(model, batches, options=config.calibration_options, moments=parts, progress=progress)
     calibration = replace(calibration, collect_s=calibration.collect_s + collect_s)
     out.mkdir(parents=True, exist_ok=True)
     config.method_entry.save(model, out / ADAPTER, out)
     save_basis(model, out / BASIS, calibrated_on=calibrated_on(config, bench, calibration))
-    if moments is not None:
-        save_moments(out / MOMENTS_FILE, moments, fingerprint)  # last: it says that the folder is whole
+    if parts is not None:
+        # last: it says that the folder is whole
+        save_moments(out / MOMENTS_FILE, GivenMoments(parts).taken(), fingerprint)
     return calibration

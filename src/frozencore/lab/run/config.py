@@ -22,7 +22,7 @@ from pydantic import (
 
 from frozencore.calibration.options import CalibrationOptions, MemoryBudget
 from frozencore.constructors import BasisOptions, refuse_unread
-from frozencore.constructors.options import Rank
+from frozencore.constructors.options import Rank, RankBudget
 from frozencore.errors import ConfigError
 from frozencore.lab.methods import AdapterOptions, Method, Targets, find_method
 from frozencore.lab.rows.prompt_date import PROMPT_DATE
@@ -51,6 +51,7 @@ class RunConfig(Frozen):
     ] = None
     method: Annotated[str, Field(description="What to train.")] = "fcca"
     rank: Rank = BasisOptions.rank
+    rank_budget: RankBudget = None
     targets: Annotated[
         Targets | None, Field(description="Layer names, or all-linear. Default: the attention projections.")
     ] = None
@@ -160,7 +161,15 @@ class RunConfig(Frozen):
             find_task(self.calibration_task)
         find_method(self.method)
         refuse_unread(self.method, self.core.model_dump(exclude_defaults=True))
+        if self.rank_budget is not None:
+            self._check_rank_budget()
         return self
+
+    def _check_rank_budget(self) -> None:
+        if not self.method_entry.has_bases:
+            raise ConfigError(f"A rank budget is for cores, but {self.method!r} has none: give --rank instead.")
+        if self.rank != BasisOptions.rank:
+            raise ConfigError(f"--rank-budget chooses the ranks, but --rank {self.rank} came too. Leave one out.")
 
     @property
     def calibration_options(self) -> CalibrationOptions:
@@ -187,7 +196,7 @@ class RunConfig(Frozen):
 
     def adapter_options(self, targets: Targets) -> AdapterOptions:
         """What the method builds its adapter by, on the layers that the model turned out to have."""
-        return AdapterOptions(self.rank, targets, self.seed, self.core.model_dump(), self.basis)
+        return AdapterOptions(self.rank, targets, self.seed, self.core.model_dump(), self.basis, self.rank_budget)
 
 
 def run_options() -> dict[str, Option]:

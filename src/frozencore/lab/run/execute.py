@@ -167,6 +167,11 @@ def adapt_from_data(
             what = f"the method {config.method!r}, which reads no data" if config.basis is None else "a saved basis"
             raise ConfigError(f"--moments is of no use to {what}: leave it out.")
         return model, None
+    if moments_file and config.rank_budget is not None:
+        raise ConfigError(
+            "A rank budget is spent on what two halves of the calibration rows agree on, but a moments file is of all "
+            "of them: leave --moments out."
+        )
     batches = calibration_batches(bench.rows, bench.encoder.pad_id)
     fingerprint = MomentsFingerprint.of(model, batches, config.calibration_options)
     moments = load_moments(moments_file, fingerprint) if moments_file else None
@@ -196,6 +201,7 @@ def adapter_of(config: RunConfig, targets: Targets, hashes: Mapping[str, str]) -
         "memory_budget": config.memory_budget,
         **config.core.model_dump(mode="json"),
         **of_the_sums(config.calibration.model_dump()),
+        **({} if config.rank_budget is None else {"rank_budget": config.rank_budget}),
         **({} if config.basis is None else {"basis": read_header(config.basis)["identity"]}),
     }
 

@@ -8,7 +8,7 @@ from frozencore.adapter.seal.saved_basis import read_header
 from frozencore.errors import ConfigError
 from frozencore.lab.run.config import RunConfig, make_config
 
-DECIDED = {"method": "constructor", "rank": "r", "targets": "target_modules"}
+DECIDED = {"method": "constructor", "rank": "r", "rank_budget": "rank_budget", "targets": "target_modules"}
 
 
 def on_named_basis(config: RunConfig) -> RunConfig:
@@ -22,7 +22,7 @@ def on_named_basis(config: RunConfig) -> RunConfig:
         return config
     options = read_header(config.basis)["options"]
     core = {name: options.get(name, value) for name, value in config.core.model_dump(mode="json").items()}
-    decided = {own: options[theirs] for own, theirs in DECIDED.items()}
+    decided = {own: options.get(theirs) for own, theirs in DECIDED.items()}
     if isinstance(decided["targets"], str) and decided["targets"] != "all-linear":
         decided["targets"] = None  # a regular expression, which a run cannot name; the basis does
     asked = {name: getattr(config, name) for name in DECIDED} | config.core.model_dump(mode="json")

@@ -13,6 +13,7 @@ from pydantic_core import from_json
 
 from frozencore.lab.run.record_parts import (
     AccuracyDetails,
+    Allocation,
     CalibrationSummary,
     CompanySize,
     Count,
@@ -55,6 +56,7 @@ class TunedRecord(RunRecord):
         held_out_loss: Nats per completion token.
         selection: Missing where the last step was kept unasked.
         company: Missing where the run trained alone.
+        allocation: Missing where ranks were given.
         criterion: None for methods without bases, and where G, a and d were not at hand.
     """
 
@@ -78,6 +80,7 @@ class TunedRecord(RunRecord):
     selection: SelectedCheckpoint | None = None
     company: CompanySize | None = None
     resolved: Resolved | None = None
+    allocation: Allocation | None = None
     calibration: CalibrationSummary | None = None
     criterion: Criterion | None = None
     warnings: tuple[str, ...] = ()

@@ -174,6 +174,13 @@ class Resolved(Part):
     max_length: Count
 
 
+class Allocation(Part):
+    """A rank budget, in trained values, and the rank of each layer that it was for; 0 is not adapted."""
+
+    budget: Count
+    ranks: dict[str, Count]
+
+
 class CalibrationSummary(Part):
     """The calibration pass over all layers; a median is None where it is not finite."""
 

@@ -8,13 +8,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, cast
 from warnings import WarningMessage
 
+from peft import PeftModel
 from torch import nn
 
 from frozencore.adapter.bases.calibrate import Calibration
 from frozencore.adapter.seal.saved_basis import read_header
+from frozencore.constructors.options import trained_values
 from frozencore.lab.run.accounting import FLOAT32_BYTES, trainable_parameters, training_state_bytes
 from frozencore.lab.run.bench import Bench, Score
 from frozencore.lab.run.config import RunConfig
@@ -23,6 +25,7 @@ from frozencore.lab.run.peak_memory import PeakMemory
 from frozencore.lab.run.record import RECORD_FORMAT, TunedRecord
 from frozencore.lab.run.record_parts import (
     AccuracyDetails,
+    Allocation,
     CalibrationSummary,
     Hashes,
     Provenance,
@@ -104,7 +107,9 @@ def make_record(
             peaks=run.memory.peaks,
         ),
         training=Training(num_steps=report.num_steps, final_loss=report.final_loss, losses=report.losses),
-        **_if_any(selection=selected_checkpoint(config, bench, run.training)),
+        **_if_any(
+            selection=selected_checkpoint(config, bench, run.training), allocation=_allocation(config, run.model)
+        ),
         resolved=resolved,
         calibration=_calibration_summary(run.calibration),
         criterion=criterion_of(run.captures),
@@ -149,6 +154,13 @@ def _accuracies(before: Score, after: Score) -> dict[str, Any]:
         "accuracy": after.task.accuracy,
         "score": AccuracyDetails(**details),
     }
+
+
+def _allocation(config: RunConfig, model: nn.Module) -> Allocation | None:
+    if config.rank_budget is None:
+        return None
+    chosen = cast(PeftModel, model).peft_config["default"]
+    return Allocation(budget=trained_values(config.rank_budget), ranks=chosen.rank_pattern)
 
 
 def _calibration_summary(calibration: Calibration | None) -> CalibrationSummary | None:

@@ -1,0 +1,49 @@
+"""Ranks that a budget has given to the layers of an adapter: laid into the model, and said in the configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from frozencore.adapter.config import FrozenCoreConfig
+from frozencore.adapter.layer import FrozenCoreLayer
+from frozencore.adapter.patterns import scale_of
+from frozencore.constructors.options import trained_values
+from frozencore.maths.allocation import uniform_ranks
+
+
+def layers_to_share(model: nn.Module, adapter_name: str, config: FrozenCoreConfig) -> dict[str, FrozenCoreLayer]:
+    """The layers that a rank budget is spent on, by name: those of the adapter, and those that got rank 0 before."""
+    layers = (module for module in model.modules() if isinstance(module, FrozenCoreLayer))
+    return {
+        layer.name: layer
+        for layer in layers
+        if adapter_name in layer.frozencore_R or config.rank_pattern.get(layer.name) == 0
+    }
+
+
+def give_ranks(
+    adapter_name: str, config: FrozenCoreConfig, layers: Mapping[str, FrozenCoreLayer], ranks: Mapping[str, int]
+) -> None:
+    """Resize an adapter, whose factors are then zero wherever the rank is another; rank 0 takes it off a layer."""
+    config.rank_pattern = dict(ranks)
+    for name, layer in layers.items():
+        trains = not config.inference_mode and adapter_name in layer.active_adapters
+        layer.resize(adapter_name, ranks[name], scale_of(config, name) if ranks[name] else 0.0, trains=trains)
+
+
+def spread_evenly(adapter_name: str, config: FrozenCoreConfig, layers: Mapping[str, FrozenCoreLayer]) -> None:
+    """Equal ranks within the budget: for good where no spectrum tells layers apart, else until calibration.
+
+    Raises:
+        ConfigError: Rank one in every layer is beyond a budget that is to be spent evenly.
+    """
+    assert config.rank_budget is not None
+    for_good = config.constructor_entry.matrix is None
+    budget = trained_values(config.rank_budget)
+    shapes = {name: (layer.out_features, layer.in_features) for name, layer in layers.items()}
+    ranks = uniform_ranks(shapes, budget if for_good else max(budget, len(shapes)))
+    give_ranks(adapter_name, config, layers, ranks)
+    if not for_good:
+        config.rank_pattern = {}

@@ -1,0 +1,53 @@
+"""What a direction is worth beyond noise, told by two halves of the calibration set (not in the paper).
+
+    T₁, T₂: the matrix whose singular directions a basis takes, of one half of the examples and of the other
+    C₁ = U₁ᵀ T₂ V₁,  C₂ = U₂ᵀ T₁ V₂        with the leading directions of each half:  T₁ ≈ U₁ Σ₁ V₁ᵀ,  T₂ ≈ U₂ Σ₂ V₂ᵀ
+
+The k-th diagonal entry of C₁ is what the k-th direction of one half is in the other, which had no say in choosing it:
+σ_k where the halves agree, and a draw of noise around zero where they do not. How large such draws are, the other
+entries of its row and column tell. The singular values themselves do not: those of pure noise are as large as any.
+
+Shapes: T m x n, K directions.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+
+from frozencore.maths.linalg import SvdMethod, truncated_svd
+
+NOISE_LEVELS = 2.0  # a direction counts from so many standard deviations of the noise up, in both halves
+
+
+def agreed_gains(
+    T1: Float[torch.Tensor, "m n"],
+    T2: Float[torch.Tensor, "m n"],
+    count: int,
+    *,
+    svd_method: SvdMethod = "auto",
+    seed: int = 0,
+) -> Float[torch.Tensor, " k"]:
+    """What each of the ``count`` leading directions is worth: σ_k² if both halves are the same, 0 where they disagree.
+
+    Raises:
+        CalibrationError: A matrix is not finite.
+    """
+    crossed = []
+    for own, other in ((T1, T2), (T2, T1)):
+        U, _, V = truncated_svd(own, count, method=svd_method, seed=seed)
+        crossed.append(U.mT @ other @ V)
+    return gains_of(*crossed)
+
+
+def gains_of(C1: Float[torch.Tensor, "k k"], C2: Float[torch.Tensor, "k k"]) -> Float[torch.Tensor, " k"]:
+    """The same from each half's directions in the other half's matrix."""
+    first, second = C1.double(), C2.double()
+    agree = (first.diagonal() > NOISE_LEVELS * _noise(first)) & (second.diagonal() > NOISE_LEVELS * _noise(second))
+    return torch.where(agree, first.diagonal() * second.diagonal(), 0.0)
+
+
+def _noise(C: Float[torch.Tensor, "k k"]) -> Float[torch.Tensor, " k"]:
+    """By direction, the root mean square of the other entries in its row and column; 0 for a single direction."""
+    squares = C.square() - torch.diag(C.diagonal().square())
+    return ((squares.sum(0) + squares.sum(1)) / max(1, 2 * (len(C) - 1))).sqrt()
