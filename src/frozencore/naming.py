@@ -12,6 +12,11 @@ def counted(name: str) -> list[str | int]:
     return [int(part) if part.isdigit() else part for part in re.split(r"([0-9]+)", name)]
 
 
+def num_of(count: int, thing: str) -> str:
+    """A count with what it counts: ``1 run``, ``2 runs``."""
+    return f"{count:,} {thing}{'' if count == 1 else 's'}"
+
+
 def unknown_name(kind: str, came: str, known: Iterable[str]) -> str:
     """One line for an error: ``There is no method 'fca'. Did you mean 'fcca'? Known: ...``."""
     names = list(known)

@@ -94,6 +94,24 @@ def test_bad_input_is_one_line_and_status_two(  # type: ignore[no-untyped-def]
     assert list(tmp_path.iterdir()) == []
 
 
+def test_rows_that_are_too_long_are_refused_or_left_out_and_counted(command, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    rows = [{"prompt": f"Tom has {i} cats .", "completion": " two cats"} for i in range(10)]
+    rows += [{"prompt": "Tom has cats . " * 9, "completion": " one"}, {"prompt": "Tom", "completion": " has" * 30}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["tune", *FEW[:2], "--data", tmp_path / "rows.jsonl", "--method", "random", "--max-length", "16"]
+    for cuts in ([], ["--truncate"]):
+        status, _, err = command(*words, *cuts, "--out", tmp_path / "run")
+        assert (status, err.count("\n")) == (2, 1)
+        assert "--skip-long" in err
+        assert not (tmp_path / "run").exists()
+    status, out, _ = command(*words, "--truncate", "--skip-long", "--out", tmp_path / "run")
+    assert status == 0
+    assert "1 prompt cut, 1 row skipped as too long" in out
+    assert "1 row was too long and left out (--skip-long)" in out
+    used = json.loads((tmp_path / "run" / "result.json").read_text())["rows"]
+    assert (used["cut"], used["skipped"], used["trained"] + used["scored"]) == (1, 1, 11)
+
+
 def test_an_empty_file_and_a_file_without_labels_are_one_line(command, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     for content, message in (
         ("", "holds no rows"),

@@ -13,6 +13,7 @@ from frozencore.adapter.inspection import LayerReport
 from frozencore.adapter.seal.card import allocation_in_words
 from frozencore.lab.run.record import TunedRecord
 from frozencore.lab.run.record_parts import AccuracyDetails
+from frozencore.naming import num_of
 
 LEGEND = {
     "m x n": "outputs by inputs of the layer",
@@ -52,7 +53,8 @@ def run_summary(record: TunedRecord) -> Group:
         f"{record.trainable_parameters:,} trained values; calibration {record.calibration_s:.1f} s, "
         f"training {record.training_s:.1f} s, peak memory {record.peak_memory_bytes / 2**30:.2f} GiB"
     )
-    return Group(table, *words, *map(Text, [*_spent(record), *_recipe(record), *_kept_step(record)]), cost)
+    said = [*_spent(record), *_recipe(record), *_too_long(record), *_kept_step(record)]
+    return Group(table, *words, *map(Text, said), cost)
 
 
 def _spent(record: TunedRecord) -> Iterator[str]:
@@ -74,6 +76,15 @@ def _recipe(record: TunedRecord) -> Iterator[str]:
         recipe = record.resolved.recipe
         rate, warmup = recipe["learning_rate"], recipe["warmup"]
         yield f"{record.training.num_steps} steps; learning rate {rate:g}, warm-up {warmup:g} of them."
+
+
+def _too_long(record: TunedRecord) -> Iterator[str]:
+    """How many rows lost the beginning of their prompt, and how many were left out, where that was allowed."""
+    if record.rows is not None and record.rows.cut:
+        yield f"{num_of(record.rows.cut, 'prompt')} cut at the beginning (--truncate)."
+    if record.rows is not None and record.rows.skipped:
+        was = "was" if record.rows.skipped == 1 else "were"
+        yield f"{num_of(record.rows.skipped, 'row')} {was} too long and left out (--skip-long)."
 
 
 def _kept_step(record: TunedRecord) -> Iterator[str]:

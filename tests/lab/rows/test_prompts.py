@@ -109,6 +109,31 @@ def test_truncation_cuts_the_oldest_prompt_tokens_and_keeps_start_and_completion
     assert [len(ids) for ids in encoder.context_rows(rows[:1])] == [8]
 
 
+def test_a_completion_is_never_cut_and_what_leaves_no_room_for_its_prompt_is_named(
+    byte_tokenizer: Callable[..., Any],
+) -> None:
+    rows = [TextRow("row-1", "0123456789", "abcd"), TextRow("row-2", "xyz", "abcdef"), TextRow("row-3", "x", "a" * 99)]
+    encoder = PromptEncoder(byte_tokenizer(adds_start=True), max_length=8, too_long="truncate")
+    for kept, said in (
+        (rows[:2], r"1 of 2 rows .* 8 tokens \(the longest, row-2, has 7 after a prompt of 4\)"),
+        (rows, r"2 of 3 rows .* 8 tokens \(the longest, row-3, has 100 after a prompt of 2\)"),
+    ):
+        with pytest.raises(DataError, match=rf"completion is not cut.* {said}.*--max-length.*--skip-long") as error:
+            encoder.training_rows(kept)
+        assert "\n" not in str(error.value)
+    rows += [
+        TextRow("row-4", "x", "abcd"),
+        TextRow("row-5", "", "a" * 99),
+        TextRow("row-6", "0123", "a", ("a", "b" * 9)),
+    ]
+    assert encoder.fits(rows) == ["cut", "too long", "too long", "whole", "cut", "too long"]
+    refusing = PromptEncoder(byte_tokenizer(adds_start=True), max_length=8)
+    assert refusing.fits(rows) == ["too long", "too long", "too long", "whole", "too long", "too long"]
+    fitting = [row for row, fit in zip(rows, encoder.fits(rows), strict=True) if fit != "too long"]
+    ends = [encoder.tokenizer.decode(row.input_ids[row.num_context :]) for row in encoder.training_rows(fitting)]
+    assert ends == ["abcd</s>", "abcd</s>", "a" * 7]
+
+
 def test_empty_completions_and_empty_prompts_are_named(byte_tokenizer: Callable[..., Any]) -> None:
     encoder = PromptEncoder(byte_tokenizer())
     with pytest.raises(DataError, match=r"Row row-1: a completion"):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from frozencore.errors import NoRowsError
+from frozencore.errors import DataError, NoRowsError
 from frozencore.lab.rows.prompts import PromptEncoder
 from frozencore.lab.run.config import RunConfig, make_config
 from frozencore.lab.run.kept_rows import KeptRows
@@ -55,6 +55,28 @@ def test_own_rows_to_validate_on_are_neither_trained_on_nor_evaluated(encoder: P
     assert (len(evaluated), len(trained), len(scored)) == (5, 41, 4)
     assert evaluated | trained | scored == {row.id for row in (*final.train, *final.held_out)}
     assert (final.validation_from, trial.validation_from) == ("none", "10% of train")
+
+
+def test_rows_that_are_too_long_are_left_out_and_counted_where_that_is_allowed(
+    byte_tokenizer: Callable[..., Any], tmp_path: Path
+) -> None:
+    rows = [{"prompt": f"Tom has {i} cats", "completion": " and one"} for i in range(30)]
+    rows += [{"prompt": "Tom " * 40 + str(i), "completion": " ends"} for i in range(3)]
+    rows += [{"prompt": f"Tell me {i}", "completion": " all" * 40} for i in range(2)]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    cutting = PromptEncoder(byte_tokenizer(), max_length=60, too_long="truncate")
+    refusing = PromptEncoder(byte_tokenizer(), max_length=60)
+    with pytest.raises(DataError, match=r"of [12] of \d+ rows leave no room"):
+        prepare_rows(config_of(data=path, truncate=True), cutting)
+    for encoder, truncate, expected in ((cutting, True, (33, 3, 2)), (refusing, False, (30, 0, 5))):
+        found = prepare_rows(config_of(data=path, truncate=truncate, skip_long=True), encoder)
+        assert (len(found.train) + len(found.held_out), found.num_cut, found.num_skipped) == expected
+        assert max(len(row.input_ids) for row in (*found.train, *found.held_out)) <= 60
+        assert {row.input_ids[-1] for row in (*found.train, *found.held_out)} == {encoder.eos_id}
+    task = config_of(task=write_task(tmp_path, num_train=20), skip_long=True)
+    with pytest.raises(NoRowsError, match="--skip-long left none of 18 rows"):
+        prepare_rows(task, PromptEncoder(byte_tokenizer(), max_length=5))
 
 
 @pytest.mark.parametrize("evaluate_on", ["evaluation", "validation"])

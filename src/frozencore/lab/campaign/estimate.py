@@ -115,7 +115,8 @@ def tokens_a_row(config: RunConfig) -> float:
         task = find_task(config.task or "")
         rows = islice(iter(task.source.rows("train", config.data_root)), SAMPLED_ROWS)
         texts = [encoder.render(task.to_example(row, str(index))) for index, row in enumerate(rows)]
-        return mean(len(row.input_ids) for row in encoder.training_rows(texts))
+        short = [text for text, fit in zip(texts, encoder.fits(texts), strict=True) if fit != "too long"]
+        return mean(len(row.input_ids) for row in encoder.training_rows(short)) if short else TOKENS_A_ROW
     except FrozenCoreError:
         return TOKENS_A_ROW
 

@@ -9,46 +9,19 @@ continues from, while the harness would score tokens that do not spell the text.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import date
 from typing import Any, Literal
 
 from frozencore.errors import ConfigError, DataError, ModelError
 from frozencore.lab.rows.prompt_date import PROMPT_DATE, with_fixed_date
+from frozencore.lab.rows.row_forms import ChoiceTokens, TextRow, TokenRow
 from frozencore.lab.tasks.task import Example
 
 PromptStyle = Literal["auto", "chat", "plain"]
 TooLong = Literal["refuse", "truncate"]
+Fit = Literal["whole", "cut", "too long"]
 PROTOCOL_MAX_LENGTH = 512
-
-
-@dataclass(frozen=True)
-class TextRow:
-    """A row as text, to the byte. ``templated`` contexts carry the special tokens of the chat template."""
-
-    id: str
-    context: str
-    completion: str
-    choices: tuple[str, ...] = ()
-    templated: bool = False
-
-
-@dataclass(frozen=True)
-class TokenRow:
-    """A row as tokens. The loss is on ``input_ids[num_context:]``."""
-
-    id: str
-    input_ids: list[int]
-    num_context: int
-
-
-@dataclass(frozen=True)
-class ChoiceTokens:
-    """The tokens of a prompt and of each choice that may follow it."""
-
-    id: str
-    context_ids: list[int]
-    choice_ids: list[list[int]]
 
 
 class PromptEncoder:
@@ -60,7 +33,8 @@ class PromptEncoder:
         max_length: The limit in tokens, end token included.
         today: What a chat template is told that asks for the date.
         too_long: What to do with longer rows: ``refuse`` (an error that counts them), or ``truncate`` (the oldest
-            tokens of the prompt go; a text without prompt loses its end).
+            tokens of the prompt go, and one at least stays; a text without prompt loses its end). A completion is
+            never cut: one that leaves no room for its prompt is an error in any case.
 
     Raises:
         ConfigError: ``chat`` without a template, or a limit below two tokens.
@@ -115,15 +89,26 @@ class PromptEncoder:
         """Tokens of context, completion and end token.
 
         Raises:
-            DataError: Rows longer than the limit (unless they are truncated), or a completion without tokens.
+            DataError: Rows longer than the limit (unless their prompts are cut to it), or a completion without tokens.
         """
         pairs = self._pairs(rows, [row.completion for row in rows])
         encoded = [
             TokenRow(row.id, [*context, *completion, self.eos_id], len(context))
             for row, (context, completion) in zip(rows, pairs, strict=True)
         ]
-        self._refuse_too_long([(row.id, len(row.input_ids)) for row in encoded])
+        self._refuse_too_long([(row.id, len(row.input_ids)) for row in encoded], "; --skip-long leaves such rows out")
+        self._refuse_long_completions(rows, encoded)
         return [self._truncate_training(row) for row in encoded]
+
+    def fits(self, rows: Sequence[TextRow]) -> list[Fit]:
+        """Of each row whether it fits with its completion and every choice, with its prompt cut, or not at all."""
+        pairs = self._pairs(rows, [row.completion for row in rows])
+        choices = iter(self._encoded_choices([row for row in rows if row.choices]))
+        found: list[Fit] = []
+        for row, (context, completion) in zip(rows, pairs, strict=True):
+            rest = [len(completion) + 1, *(map(len, next(choices).choice_ids) if row.choices else ())]
+            found.append(self._fit(bool(row.context), len(context), max(rest)))
+        return found
 
     def choice_rows(self, rows: Sequence[TextRow]) -> list[ChoiceTokens]:
         """Tokens of each context and of every choice, without end token.
@@ -195,14 +180,35 @@ class PromptEncoder:
             encoded.append(ChoiceTokens(row.id, own[0][0], [choice for _, choice in own]))
         return encoded
 
-    def _refuse_too_long(self, lengths: Sequence[tuple[str, int]]) -> None:
+    def _fit(self, has_prompt: bool, num_context: int, num_rest: int) -> Fit:
+        room = self.max_length - num_rest
+        if num_context <= room:
+            return "whole"
+        leaves_room = room > len(self._start_ids) or not has_prompt
+        return "cut" if self.too_long == "truncate" and leaves_room else "too long"
+
+    def _refuse_long_completions(self, rows: Sequence[TextRow], encoded: Sequence[TokenRow]) -> None:
+        too_long = [
+            (len(row.input_ids) - row.num_context, row.num_context, row.id)
+            for text, row in zip(rows, encoded, strict=True)
+            if self._fit(bool(text.context), row.num_context, len(row.input_ids) - row.num_context) == "too long"
+        ]
+        if too_long:
+            longest, num_context, row_id = max(too_long)
+            raise DataError(
+                f"A completion is not cut, but those of {len(too_long)} of {len(rows)} rows leave no room for their "
+                f"prompts within the limit of {self.max_length} tokens (the longest, {row_id}, has {longest} after a "
+                f"prompt of {num_context}). Raise the limit with --max-length, or leave such rows out with --skip-long."
+            )
+
+    def _refuse_too_long(self, lengths: Sequence[tuple[str, int]], further: str = "") -> None:
         too_long = [(length, row_id) for row_id, length in lengths if length > self.max_length]
         if too_long and self.too_long == "refuse":
             longest, row_id = max(too_long)
             raise DataError(
                 f"{len(too_long)} of {len(lengths)} rows are longer than the limit of {self.max_length} tokens "
                 f"(the longest, {row_id}, has {longest}). Raise the limit with --max-length, "
-                f"or cut the beginning of long prompts with --truncate."
+                f"or cut the beginning of long prompts with --truncate{further}."
             )
 
     def _truncate_training(self, row: TokenRow) -> TokenRow:

@@ -16,6 +16,7 @@ from frozencore.lab.run.kept_rows import KeptRows
 from frozencore.lab.run.loading import load_model
 from frozencore.lab.run.rows import RunRows, prepare_rows
 from frozencore.lab.scoring.score import TaskScore
+from frozencore.naming import num_of
 from frozencore.progress import Progress
 
 CALIBRATION_BATCH = 8
@@ -69,8 +70,17 @@ def prepare(
     if encoder.max_length > limit:
         raise ConfigError(f"--max-length {encoder.max_length} is beyond the model's context of {limit} tokens.")
     rows = prepare_rows(config, encoder, kept_rows)
-    progress("load", 1, 1, f"{len(rows.train)} training rows")
+    progress("load", 1, 1, _told(rows))
     return Bench(base.model, encoder, rows)
+
+
+def _told(rows: RunRows) -> str:
+    said = [num_of(len(rows.train), "training row")]
+    if rows.num_cut:
+        said.append(f"{num_of(rows.num_cut, 'prompt')} cut")
+    if rows.num_skipped:
+        said.append(f"{num_of(rows.num_skipped, 'row')} skipped as too long")
+    return ", ".join(said)
 
 
 def calibration_batches(rows: RunRows, pad_id: int) -> list[Batch]:

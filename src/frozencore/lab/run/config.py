@@ -93,7 +93,16 @@ class RunConfig(Frozen):
     max_length: Annotated[
         int | None, Field(ge=2, description="Tokens of a row. Default: 512, or the model's context if less.")
     ] = None
-    truncate: Annotated[bool, Field(description="Cut long prompts at their beginning instead of refusing.")] = False
+    truncate: Annotated[
+        bool,
+        Field(
+            description="Cut long prompts at their beginning (texts without a prompt at their end) instead of refusing."
+        ),
+    ] = False
+    skip_long: Annotated[
+        bool,
+        Field(description="Leave out and count rows that are too long; with --truncate, those whose completion is."),
+    ] = False
     prompt_style: Annotated[PromptStyle, Field(description="How a task's prompts are written.")] = "auto"
     prompt_date: Annotated[date, Field(description="Today, to a chat template that asks for it.")] = PROMPT_DATE
     evaluate_on: Annotated[

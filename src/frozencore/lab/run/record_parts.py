@@ -62,12 +62,19 @@ class Hashes(Part):
 
 
 class UsedRows(Part):
-    """How many rows were trained and scored on, and which: those to evaluate on, or those to validate on."""
+    """How many rows were trained and scored on, and which: those to evaluate on, or those to validate on.
+
+    Attributes:
+        cut, skipped: How many of all rows lost the beginning of their prompt, or were left out, as too long; missing
+            where neither was allowed.
+    """
 
     trained: Count
     scored: Count
     scored_on: str
     validation_from: str
+    cut: Count | None = None
+    skipped: Count | None = None
 
 
 class AccuracyDetails(Part):

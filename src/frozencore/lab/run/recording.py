@@ -84,6 +84,8 @@ def make_record(
             scored=len(bench.rows.held_out),
             scored_on=config.evaluate_on,
             validation_from=bench.rows.validation_from,
+            **({"cut": bench.rows.num_cut} if config.truncate else {}),
+            **({"skipped": bench.rows.num_skipped} if config.skip_long else {}),
         ),
         held_out_loss_before=_finite(bench.before.held_out_loss),
         held_out_loss=_finite(run.score.held_out_loss),

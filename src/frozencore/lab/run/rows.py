@@ -40,6 +40,8 @@ class RunRows:
         validation_from: Where rows to validate on come from, whether or not they are used.
         validation: Those that choose among the steps of the training; None where nothing is to be chosen, or no row is
             left for it.
+        num_cut, num_skipped: How many rows have a prompt that was cut, and how many were left out as too long; 0 where
+            neither was allowed.
     """
 
     task: Task | None
@@ -49,6 +51,8 @@ class RunRows:
     held_out: list[TokenRow]
     validation_from: ValidationSource
     validation: ScoredRows | None = None
+    num_cut: int = 0
+    num_skipped: int = 0
 
     @property
     def scored(self) -> ScoredRows:
@@ -131,14 +135,19 @@ def _splits_like(config: RunConfig, drawn: _Drawn, kept: KeptRows) -> TaskSplits
 
 
 def _task_rows(config: RunConfig, task: Task, encoder: PromptEncoder, kept: KeptRows) -> RunRows:
-    splits = task_splits(config, kept)
+    splits, fitting = task_splits(config, kept), _Fitting(config, encoder)
     evaluation = splits.evaluation if config.evaluate_on == "evaluation" else splits.validation
-    train, held_out = (_tokens(config, examples, encoder, kept) for examples in (splits.train, evaluation))
-    calibration = _calibration_rows(config, splits.train, encoder, kept)
+    of_training, evaluation = fitting.examples(splits.train), fitting.examples(evaluation)
+    train, held_out = (_tokens(config, examples, encoder, kept) for examples in (of_training, evaluation))
+    calibration = _calibration_rows(config, of_training, encoder, kept)
     validation = None
     if config.select_checkpoint != "none" and splits.validation:
-        validation = ScoredRows(splits.validation, _tokens(config, splits.validation, encoder, kept))
-    return RunRows(task, evaluation, train, calibration, held_out, splits.validation_from, validation)
+        chosen_on = fitting.examples(splits.validation)
+        validation = ScoredRows(chosen_on, _tokens(config, chosen_on, encoder, kept))
+    return RunRows(
+        task, evaluation, train, calibration, held_out, splits.validation_from, validation,
+        num_cut=fitting.num_cut, num_skipped=fitting.num_skipped,
+    )  # fmt: skip
 
 
 def _calibration_rows(
@@ -146,7 +155,7 @@ def _calibration_rows(
 ) -> list[TokenRow]:
     """Of another task they are the rows that a run of that task would calibrate on."""
     if config.calibration_task is not None:
-        train = _splits_like(config, _Drawn(config.calibration_task), kept).train
+        train = _Fitting(config, encoder).examples(_splits_like(config, _Drawn(config.calibration_task), kept).train)
     return _tokens(config, calibration_rows(train, config.calibration_size, seed=config.seed), encoder, kept)
 
 
@@ -160,7 +169,8 @@ def _tokens(config: RunConfig, examples: Sequence[Example], encoder: PromptEncod
 
 
 def _own_rows(config: RunConfig, path: Path, encoder: PromptEncoder) -> RunRows:
-    texts = read_rows(path, encoder)
+    fitting = _Fitting(config, encoder)
+    texts = fitting.texts(read_rows(path, encoder))
     train, held_out = _hold_out(texts, config.num_evaluation or _share_of(texts))
     validated: list[TextRow] = []
     if config.evaluate_on == "validation" or config.select_checkpoint != "none":
@@ -178,7 +188,39 @@ def _own_rows(config: RunConfig, path: Path, encoder: PromptEncoder) -> RunRows:
     rows, scored = encoder.training_rows(train), encoder.training_rows(held_out)
     chooses = config.select_checkpoint != "none"
     validation = ScoredRows((), encoder.training_rows(validated)) if chooses else None
-    return RunRows(None, (), rows, calibrate, scored, "10% of train" if validated else "none", validation)
+    return RunRows(
+        None, (), rows, calibrate, scored, "10% of train" if validated else "none", validation,
+        num_cut=fitting.num_cut, num_skipped=fitting.num_skipped,
+    )  # fmt: skip
+
+
+class _Fitting:
+    """Leaves out what is too long, where that is allowed, and counts it and the prompts that will be cut."""
+
+    def __init__(self, config: RunConfig, encoder: PromptEncoder) -> None:
+        self._config, self._encoder = config, encoder
+        self.num_cut = self.num_skipped = 0
+
+    def texts(self, rows: list[TextRow]) -> list[TextRow]:
+        return [row for row, fits in zip(rows, self._fits(rows), strict=True) if fits]
+
+    def examples(self, examples: Sequence[Example]) -> tuple[Example, ...]:
+        fits = self._fits([self._encoder.render(example) for example in examples])
+        return tuple(example for example, one in zip(examples, fits, strict=True) if one)
+
+    def _fits(self, rows: Sequence[TextRow]) -> list[bool]:
+        if not (self._config.truncate or self._config.skip_long):
+            return [True] * len(rows)
+        found = self._encoder.fits(rows)
+        skipped = found.count("too long") if self._config.skip_long else 0
+        if rows and skipped == len(rows):
+            raise NoRowsError(
+                f"--skip-long left none of {len(rows)} rows: all are longer than {self._encoder.max_length} tokens. "
+                "Raise the limit with --max-length."
+            )
+        self.num_cut += found.count("cut")
+        self.num_skipped += skipped
+        return [fit != "too long" or not self._config.skip_long for fit in found]
 
 
 def _share_of(rows: Sequence[TextRow]) -> int:
