@@ -123,6 +123,8 @@ class Study(_Strict):
             ``reference_size`` examples; ``profile`` is ``tune`` alone on the machine, with nothing taken from other
             runs, for its times and memory.
         fixed: Options of every run of this study, over those of the campaign.
+        fuse: Train cores side by side that differ only in what the training is by (learning rate, warm-up, epochs,
+            batch; the seed, where the bases depend on the weights alone). Runs that cannot go alone.
     """
 
     title: str
@@ -131,6 +133,7 @@ class Study(_Strict):
     fixed: Fixed = {}
     search: Search | None = None
     reference_size: int | None = Field(default=None, ge=1)
+    fuse: bool = False
     report: Report = Report()
     note: str = ""
 

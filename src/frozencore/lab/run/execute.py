@@ -116,7 +116,7 @@ def execute(
     method.keep_start(model, out / "start")
     try:
         with memory.phase("training"):
-            config, report = (train or _train_once)(config, model, bench, out, resume, identity, progress)
+            config, report = (train or train_once)(config, model, bench, out, resume, identity, progress)
     except DivergenceError as error:
         if not method.has_bases:
             raise
@@ -218,7 +218,7 @@ def recipe_of(config: RunConfig, rows: RunRows) -> Recipe:
     )
 
 
-def _train_once(
+def train_once(
     config: RunConfig,
     model: nn.Module,
     bench: Bench,
@@ -227,6 +227,7 @@ def _train_once(
     identity: Mapping[str, Any],
     progress: Progress,
 ) -> tuple[RunConfig, TrainingReport]:
+    """Train an adapter alone, by the configured recipe: a :data:`Train`."""
     report = train_alone(
         model,
         bench.rows.train,

@@ -27,6 +27,7 @@ from frozencore.lab.run.record_parts import (
     AccuracyDetails,
     Allocation,
     CalibrationSummary,
+    CompanySize,
     Hashes,
     Provenance,
     RecordedConfig,
@@ -106,11 +107,13 @@ def make_record(
             step_s=report.step_s,
             num_steps=report.num_steps,
             peak_memory_bytes=run.memory.largest,
-            peaks=run.memory.peaks,
+            peaks=run.memory.peaks if report.company is None else None,  # its training was another's, too
         ),
         training=Training(num_steps=report.num_steps, final_loss=report.final_loss, losses=report.losses),
         **_if_any(
-            selection=selected_checkpoint(config, bench, run.training), allocation=_allocation(config, run.model)
+            selection=selected_checkpoint(config, bench, report),
+            allocation=_allocation(config, run.model),
+            company=_company(report),
         ),
         resolved=resolved,
         calibration=_calibration_summary(run.calibration),
@@ -119,6 +122,13 @@ def make_record(
         warnings=tuple(sorted({str(warning.message) for warning in warned})),
         provenance=Provenance.here(),
     )
+
+
+def _company(report: TrainingReport) -> CompanySize | None:
+    if report.company is None:
+        return None
+    tenants, slots = report.company
+    return CompanySize(tenants=tenants, slots=slots)
 
 
 def _if_any(**parts: Any) -> dict[str, Any]:

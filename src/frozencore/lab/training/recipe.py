@@ -94,6 +94,7 @@ class TrainingReport:
         step_s: Median seconds from one step's end to the next; None for a single step.
         resumed_from: The checkpoint it went on from.
         selected: The step whose values were kept, and what chose it; None where the last one was kept unasked.
+        company: Of how many trainings it was one, and how many of them ran at once; None for a training alone.
     """
 
     num_steps: int
@@ -103,6 +104,7 @@ class TrainingReport:
     step_s: float | None
     resumed_from: Path | None
     selected: Selected | None = None
+    company: tuple[int, int] | None = None
 
 
 def train(

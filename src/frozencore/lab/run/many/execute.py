@@ -24,7 +24,6 @@ from frozencore.lab.run.many.rows import TenantRows, read_tenants
 from frozencore.lab.run.many.tenants import find_tenants
 from frozencore.lab.run.named_basis import on_named_basis
 from frozencore.lab.run.peak_memory import PeakMemory
-from frozencore.lab.run.record_parts import CompanySize
 from frozencore.lab.run.recording import calibrated_on
 from frozencore.lab.run.targets import resolve_targets
 from frozencore.lab.training.many.losses import held_out_losses
@@ -99,7 +98,7 @@ def execute_many(
         calibration=calibration,
         calibration_s=calibration_s,
         before=dict(zip(files, before, strict=True)),
-        company=CompanySize(tenants=len(files), slots=min(num_slots, len(files))),
+        company=(len(files), min(num_slots, len(files))),
         hashes={"model": model_hash, "basis": basis_fingerprint(model)},
         warned=[entry for entry in caught if entry.category is UserWarning],
         memory=memory,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from warnings import WarningMessage
 
@@ -22,7 +22,7 @@ from frozencore.lab.run.files import ADAPTER, FAILURE, RECORD
 from frozencore.lab.run.many.rows import TenantRows
 from frozencore.lab.run.peak_memory import PeakMemory
 from frozencore.lab.run.record import Failure, TunedRecord, read_record
-from frozencore.lab.run.record_parts import CompanySize, Provenance, Resolved
+from frozencore.lab.run.record_parts import Provenance, Resolved
 from frozencore.lab.run.recording import TrainedRun, calibrated_on, headline, make_record
 from frozencore.lab.training.many.losses import held_out_losses
 from frozencore.lab.training.many.seat import Trained
@@ -42,6 +42,7 @@ class Finisher:
         bench: The model as it was loaded, the encoder, and the rows that the basis is of.
         model: The same with the adapter that has the basis; its core is each saved tenant's in turn.
         before: Held-out loss of the base model on each tenant's rows.
+        company: How many tenants there are, and how many of them train at once.
         hashes: Of the base model and the basis.
         started: ``time.perf_counter()`` when the first of them began.
     """
@@ -55,7 +56,7 @@ class Finisher:
     calibration: Calibration | None
     calibration_s: float
     before: Mapping[str, float]
-    company: CompanySize
+    company: tuple[int, int]
     hashes: Mapping[str, str]
     warned: Sequence[WarningMessage]
     memory: PeakMemory
@@ -98,7 +99,7 @@ class Finisher:
             bench,
             TrainedRun(
                 self.model, folder / ADAPTER, self.calibration, self.calibration_s, captures, self.memory,
-                trained.report, score,
+                replace(trained.report, company=self.company), score,
             ),
             resolved=Resolved(
                 targets=self.targets, recipe=asdict(recipe_of(config, rows)), max_length=bench.encoder.max_length
@@ -106,7 +107,7 @@ class Finisher:
             hashes={**rows.fingerprints(), **self.hashes},
             warned=self.warned,
             started=self.started,
-        ).model_copy(update={"company": self.company})  # fmt: skip
+        )  # fmt: skip
         calibration = calibrated_on(self.config, self.bench, self.calibration)
         write_model_card(folder / ADAPTER, calibration=calibration, scores=headline(score))
         write_json(folder / RECORD, record.content())

@@ -68,9 +68,9 @@ class Seat:
     def leader(self) -> StepScore:
         return max(self.scores, key=lambda score: score.worth)
 
-    def scored(self, loss: float, values: Tensor) -> None:
-        """Note the held-out loss of the values as they are; the best are kept, the first of equal ones."""
-        self.scores.append(StepScore(self.step, loss))
+    def scored(self, loss: float, accuracy: float | None, values: Tensor) -> None:
+        """Note what the values scored as they are; the best are kept, the first of equal ones."""
+        self.scores.append(StepScore(self.step, loss, accuracy))
         if self.leader is self.scores[-1]:
             self.best = values.clone()
 
