@@ -44,11 +44,12 @@ def remove_left(folder: Path, name: str = "*") -> None:
 
 
 @contextmanager
-def whole_folder(out: Path, *, overwrite: bool, reads: Path | None = None) -> Iterator[Path]:
+def whole_folder(out: Path, *, overwrite: bool | None, reads: Path | None = None) -> Iterator[Path]:
     """Yield a new folder beside ``out`` that takes its place when the block ends without an error.
 
     Args:
-        overwrite: Replace a model, adapter or basis folder that is there; any other folder is never replaced.
+        overwrite: Replace a model, adapter or basis folder that is there; any other folder is never replaced. None
+            where nobody can ask for it.
         reads: A folder that the block reads from, which must not be replaced.
 
     Raises:
@@ -73,13 +74,14 @@ def whole_folder(out: Path, *, overwrite: bool, reads: Path | None = None) -> It
         raise ArtifactError(f"{out} cannot be written: {error.strerror}. Check folder and free space.") from error
 
 
-def _require_free(out: Path, *, overwrite: bool, reads: Path | None) -> None:
+def _require_free(out: Path, *, overwrite: bool | None, reads: Path | None) -> None:
     if reads is not None and reads.resolve().is_relative_to(out.resolve()):
-        raise ArtifactError(f"{out} holds the adapter that is exported: an export goes to a folder of its own.")
+        raise ArtifactError(f"{out} holds the adapter that is read: what is made of it goes to a folder of its own.")
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return
     if not overwrite:
-        raise ArtifactError(f"{out} is there already. Choose another folder, or allow it to be overwritten.")
+        or_allow = ", or allow it to be overwritten" if overwrite is not None else ""
+        raise ArtifactError(f"{out} is there already. Choose another folder{or_allow}.")
     if not any((out / mark).is_file() for mark in _MARKS):
         raise ArtifactError(f"{out} holds no model, adapter or basis, so it is not overwritten. Choose another folder.")
 

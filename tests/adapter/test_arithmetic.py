@@ -140,6 +140,9 @@ def test_the_command_writes_the_sum(command, tmp_path: Path) -> None:  # type: i
     status, _, err = command("merge", *folders, "--weights=1,x,2", "--output", tmp_path / "other")
     assert status == 2
     assert "numbers separated by commas" in err
+    status, _, err = command("merge", *folders, "--output", tmp_path / "sum")
+    assert status == 2
+    assert err.endswith("sum is there already. Choose another folder.\n")  # it has no option to overwrite it
 
 
 def test_a_sum_of_one_is_that_one(tmp_path: Path) -> None:

@@ -189,6 +189,7 @@ def test_cores_in_16_bits_take_half_the_memory_and_multiply_in_float32(
         torch.testing.assert_close(logits(model), with_core(model, rounded), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.usefixtures("as_a_user")
 def test_what_cannot_be_put_is_one_line_and_leaves_the_bank_as_it_was(
     model: PeftModel, tenants: dict[str, Cores], tmp_path: Path
 ) -> None:
@@ -203,6 +204,9 @@ def test_what_cannot_be_put_is_one_line_and_leaves_the_bank_as_it_was(
     ):  # fmt: skip
         with pytest.raises(ArtifactError, match=message):
             bank.put("a", source)
+    for name, source, message in ((None, tenants["b"], "None is the base model"), ("b", None, "a NoneType came")):
+        with pytest.raises(ConfigError, match=message):
+            bank.put(name, source)
     with pytest.raises(ConfigError, match="full: it holds 1 of 1"):
         bank.put("b", tenants["b"])
     with pytest.raises(ConfigError, match="no core 'b'"), bank.rows(["b"]):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields, replace
+from inspect import signature
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 
 from adapted import adapted, cores_of, logits
 from frozencore import FrozenCoreConfig
+from frozencore.adapter.lora_names import OURS
 from frozencore.errors import ArtifactError, ConfigError
 from tiny import tiny_llama, tiny_qwen2
 
@@ -155,3 +158,36 @@ def test_a_configuration_that_is_saved_again_beside_its_weights_keeps_their_seal
     config.save_pretrained(tmp_path)
     assert json.loads((tmp_path / "adapter_config.json").read_text())["seal"] == seal
     assert torch.equal(logits(PeftModel.from_pretrained(tiny_qwen2(), str(tmp_path))), logits(model))
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_loras_names_are_met_with_ours_in_one_line(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"no '{name}', which is LoraConfig's: .*") as error:
+        FrozenCoreConfig(r=4, **{name: 1})
+    assert "\n" not in str(error.value)
+    assert name == "rank" or name in signature(LoraConfig).parameters
+
+
+def test_the_signature_of_a_configuration_is_its_fields_and_peft_leaves_out_what_it_does_not_know(
+    tmp_path: Path,
+) -> None:
+    by_name = {field.name for field in fields(FrozenCoreConfig) if field.init}
+    assert set(signature(FrozenCoreConfig).parameters) == by_name
+    assert set(signature(FrozenCoreConfig.__init__).parameters) == {"self", *by_name}  # where PEFT looks
+    assert {"damping", "r", "alpha"} <= by_name
+    with pytest.raises(TypeError, match="unexpected keyword argument 'no_such_option'"):
+        FrozenCoreConfig(no_such_option=1)
+    config = FrozenCoreConfig(r=4, damping=0.5, target_modules=["q_proj"])
+    assert replace(config, r=5).r == 5
+    config.save_pretrained(tmp_path)
+    path = tmp_path / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "of_a_later_version": 1}))
+    with pytest.warns(UserWarning, match="of_a_later_version"):
+        read = PeftConfig.from_pretrained(str(tmp_path))
+    assert (type(read), read.r, read.damping) == (FrozenCoreConfig, 4, 0.5)
+
+
+def test_a_mixed_model_of_peft_refuses_a_frozen_core_in_one_line() -> None:
+    with pytest.raises(ValueError, match=r"'FROZENCORE' is not compatible with the `PeftMixedModel`") as error:
+        get_peft_model(tiny_qwen2(), FrozenCoreConfig(r=2, constructor="random"), mixed=True)
+    assert "\n" not in str(error.value)

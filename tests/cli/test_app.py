@@ -238,10 +238,13 @@ def test_what_a_run_warned_of_is_shown_and_kept_in_its_record(command, tmp_path:
 
 
 @pytest.mark.filterwarnings("ignore:'frozencore.cli.console' found in sys.modules")
-def test_tables_are_as_wide_as_the_terminal_and_wide_in_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "70")
-    for forced, width in (("1", 70), ("", 160)):
+def test_tables_are_as_wide_as_the_terminal_or_as_columns_and_wide_in_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    for columns, forced, width in (("70", "1", 70), ("70", "", 70), (None, "", 160)):
         monkeypatch.setenv("FORCE_COLOR", forced)
+        if columns is None:
+            monkeypatch.delenv("COLUMNS")
+        else:
+            monkeypatch.setenv("COLUMNS", columns)
         assert runpy.run_module("frozencore.cli.console")["console"].width == width
 
 

@@ -79,9 +79,12 @@ class CoreBank:
             source: A folder that ``save_pretrained`` wrote, a state dict of PEFT's, or R (r x r) by layer name.
 
         Raises:
-            ConfigError: The bank is full, or the adapter with the basis was merged or calibrated again.
+            ConfigError: The name is no text, the bank is full, or the adapter with the basis was merged or calibrated
+                again.
             ArtifactError: Other layers, ranks, scales or bases. The bank is as it was.
         """
+        if not isinstance(name, str):
+            raise ConfigError(f"A core has a name (None is the base model in a batch), but {name!r:.60} came.")
         configs: Any = self.model.peft_config
         flat = flat_cores_of(source, self.layers, self.adapter_name, configs[self.adapter_name].basis_id)
         by_device = self._by_device(flat)

@@ -63,7 +63,7 @@ def write_adapter(
     for name in changes:
         if values.get(name, ...) is None:
             del values[name]
-    with whole_folder(out, overwrite=False, reads=like) as aside:
+    with whole_folder(out, overwrite=None, reads=like) as aside:
         save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, aside / WEIGHTS_FILE, {"format": "pt"})
         seal = {**seal_tensors(tensors), "base": changes["base"]}
         seal["weights_sha256"] = hashlib.sha256((aside / WEIGHTS_FILE).read_bytes()).hexdigest()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import make_dataclass
 
+from frozencore.adapter.lora_names import refusing_lora_names
 from frozencore.constructors import constructor_options, described
 
 
@@ -20,8 +21,9 @@ def add_option_fields(config: type) -> None:
         bases=(config,),
         namespace={"__module__": config.__module__},
     )
-    for part in ("__dataclass_fields__", "__init__", "__repr__", "__eq__"):
+    for part in ("__dataclass_fields__", "__repr__", "__eq__"):
         setattr(config, part, getattr(grown, part))
+    config.__init__ = refusing_lora_names(grown.__init__)  # type: ignore[misc]
     for option in new:
         setattr(config, option.name, option.default)
     config.__annotations__ = {**config.__annotations__, **{option.name: option.plain for option in new}}

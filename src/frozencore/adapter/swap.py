@@ -116,6 +116,11 @@ def flat_cores_of(
             raise ConfigError(
                 f"Layer {layer.name!r} has merged adapters. Call unmerge_adapter() before swapping cores."
             )
+    if not isinstance(source, str | Path | Mapping):
+        raise ConfigError(
+            f"Cores are a folder that save_pretrained wrote, a state dict, or R by layer name, but a "
+            f"{type(source).__name__} came."
+        )
     if isinstance(source, str | Path):
         if basis_id is not None and read_config(Path(source)).get("basis_id") == basis_id:
             return _of_size(str(source), _cores_alone(Path(source)), layers, adapter_name)

@@ -23,6 +23,7 @@ from frozencore.lab.campaign.spec import Campaign, read_campaign
 from frozencore.lab.campaign.standing import Tally, tally
 from frozencore.lab.campaign.store import Store
 from frozencore.lab.campaign.worker import Place, Worker
+from frozencore.naming import num_of
 from frozencore.progress import Progress
 
 MOST_WORKERS = 8  # by default, on a machine without GPUs
@@ -54,7 +55,7 @@ def run_campaign(
     with closing(crew), Board(console, store) as board:
         standing = drive(campaign, store, crew, board, retry_failed=retry_failed)
     console.print(
-        f"{standing.finished} runs finished, {standing.failed} failed, {standing.left} left.", highlight=False
+        f"{num_of(standing.finished, 'run')} finished, {standing.failed} failed, {standing.left} left.", highlight=False
     )
     for line in failure_lines(campaign, store):
         console.print(line, markup=False, highlight=False, style="yellow")
@@ -138,7 +139,8 @@ def plan_lines(
     yield table
     standing = tally(planned, store)
     yield (
-        f"{standing.finished + standing.failed + standing.left} different runs at most (studies share equal ones): "
+        f"{num_of(standing.finished + standing.failed + standing.left, 'different run')} at most (studies share equal "
+        "ones): "
         f"{standing.finished} finished, {standing.failed} failed, {standing.ready} ready, "
         f"{standing.waiting} wait for their search. Folder: {store.folder}"
     )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
 from rich.console import Console
 
-WIDE = 160  # columns of a table in a file or a pipe
+WIDE = 160  # columns of a table in a file or a pipe, unless COLUMNS says how many
 
 console = Console()
-if not console.is_terminal:
-    console.width = max(console.width, WIDE)
+if not console.is_terminal and "COLUMNS" not in os.environ:
+    console.width = WIDE

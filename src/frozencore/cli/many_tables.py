@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from frozencore.lab.run.record import Failure, Sweep, TunedRecord
+from frozencore.naming import num_of
 
 
 def tenants_summary(outcomes: Mapping[str, TunedRecord | Failure]) -> Group:
@@ -45,7 +46,8 @@ def tenants_summary(outcomes: Mapping[str, TunedRecord | Failure]) -> Group:
 def sweep_summary(sweep: Sweep) -> Table:
     """What each run of a sweep was worth on validation rows."""
     names = list(sweep.runs[0].options)
-    table = Table(title=f"{len(sweep.runs)} runs on one basis, {sweep.rows} validation rows", title_justify="left")
+    title = f"{num_of(len(sweep.runs), 'run')} on one basis, {num_of(sweep.rows, 'validation row')}"
+    table = Table(title=title, title_justify="left")
     for heading in (*names, "loss, nats/token", "kept step", ""):
         table.add_column(heading.replace("_", " "), justify="right")
     for number, run in enumerate(sweep.runs):

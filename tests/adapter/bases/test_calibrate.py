@@ -341,9 +341,9 @@ def test_no_data_is_refused(data: list | None) -> None:
 def test_a_model_without_a_frozen_core_is_refused() -> None:
     lora = get_peft_model(tiny_qwen2(), LoraConfig(r=2, target_modules=["q_proj"]))
     for model in (tiny_qwen2(), lora):
-        with pytest.raises(ConfigError, match="get_peft_model"):
+        with pytest.raises(ConfigError, match="but this model has none. Call peft.get_peft_model"):
             calibrate(model, BATCHES, progress=False)
-    with pytest.raises(ConfigError, match="'nobody' was asked for"):
+    with pytest.raises(ConfigError, match="'nobody' is no frozen-core adapter of this model, which has 'default'"):
         calibrate(adapted("fcca"), BATCHES, adapter_name="nobody", progress=False)
 
 

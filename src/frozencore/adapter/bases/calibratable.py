@@ -52,9 +52,14 @@ def find_adapter(model: nn.Module, adapter_name: str | None) -> tuple[str, Froze
     config = configs.get(adapter_name) if adapter_name is not None else None
     if adapter_name is None or not isinstance(config, FrozenCoreConfig):
         known = [name for name, other in configs.items() if isinstance(other, FrozenCoreConfig)]
+        if known:
+            raise ConfigError(
+                f"{adapter_name!r} is no frozen-core adapter of this model, which has {', '.join(map(repr, known))}. "
+                "Give one of these as adapter_name."
+            )
         raise ConfigError(
-            f"Bases belong to a frozen-core adapter, but the model has {known or 'none'} and {adapter_name!r} was "
-            "asked for. Call peft.get_peft_model(model, FrozenCoreConfig(...)) first."
+            "Bases belong to a frozen-core adapter, but this model has none. "
+            "Call peft.get_peft_model(model, FrozenCoreConfig(...)) first."
         )
     return adapter_name, config
 
