@@ -6,6 +6,7 @@ from frozencore.adapter.arithmetic import merge_adapters
 from frozencore.adapter.bank import CoreBank
 from frozencore.adapter.bases.calibrate import Calibration, calibrate
 from frozencore.adapter.bases.carried import get_bases, save_basis, set_bases
+from frozencore.adapter.bases.refresh import Refresh
 from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.adapter.export.lora import export_lora
 from frozencore.adapter.export.merged import export_merged
@@ -52,6 +53,7 @@ __all__ = [
     "FrozenCoreModel",
     "LayerEvidence",
     "LayerMoments",
+    "Refresh",
     "SavedBasis",
     "Whitening",
     "build_basis",

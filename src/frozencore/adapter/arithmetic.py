@@ -47,6 +47,7 @@ def merge_adapters(adapters: Sequence[str | Path], out: str | Path, *, weights: 
 
 def _read(folder: Path) -> tuple[FrozenCoreConfig, Mapping[str, Factors]]:
     config, tensors = read_tensors(folder)
+    config.require_one_round("A sum")
     if config.trains_modules:
         raise ArtifactError(
             f"Only cores are summed, but the adapter in {folder} trained other modules too (modules_to_save or "

@@ -53,6 +53,8 @@ class CoreBank:
             raise ConfigError(f"A bank needs a frozen-core adapter, but the model has none called {adapter_name!r}.")
         if not isinstance(capacity, int) or isinstance(capacity, bool) or capacity < 1:
             raise ConfigError(f"A bank holds at least one core, but a capacity of {capacity!r} came.")
+        configs: Any = model.peft_config
+        configs[adapter_name].require_one_round("A bank")
         if dtype not in DTYPES:
             raise ConfigError(f"A bank keeps cores in float32, bfloat16 or float16, but {dtype} came.")
         for layer in self.layers.values():

@@ -58,6 +58,8 @@ class FrozenCoreConfig(SavedConfig, EveryOption):  # type: ignore[misc]  # froze
         basis: Use that basis instead of choosing one: the folder of :func:`frozencore.save_basis`, or a hub id (with
             ``basis_revision``). Rank, targets, scale and constructor are the basis's. The adapter is saved as cores
             alone.
+        rounds: Written by training that refreshes (:class:`frozencore.Refresh`): how many bases stand side by side in
+            P and Q of each layer, each with a core of its own. The layers have rank ``rounds * r``.
         basis_id: Written by ``save_pretrained``: the identity of the basis that the cores belong to.
         allow_other_base: Load onto a base model whose weights are not those that the adapter was made on. Never saved:
             ``PeftModel.from_pretrained(base, folder, allow_other_base=True)``.
@@ -84,6 +86,7 @@ class FrozenCoreConfig(SavedConfig, EveryOption):  # type: ignore[misc]  # froze
     calibration_tokens: int | None = None
     load_bases: bool = False
     seal: dict[str, Any] | None = None
+    rounds: int = 1
     basis: str | None = None
     basis_revision: str | None = None
     basis_id: str | None = None
@@ -93,8 +96,13 @@ class FrozenCoreConfig(SavedConfig, EveryOption):  # type: ignore[misc]  # froze
         super().__post_init__()
         self._seal_to_write: dict[str, Any] | None = None
         self._folder: Path | None = None
+        self.refreshes = False  # set by what refreshes it
         if self.basis is not None and self.basis_id is None:
             self._take_from_basis(self.basis)
+        if self.rounds < 1 or (self.rounds > 1 and not self.load_bases):
+            raise ConfigError(
+                f"rounds is written by training that refreshes, but rounds={self.rounds!r:.50} came. Leave it out."
+            )
         if self.seal is not None:
             self.seal = read_seal("this configuration", self.seal)
         self.peft_type = FrozenCoreType.FROZENCORE
@@ -181,6 +189,21 @@ class FrozenCoreConfig(SavedConfig, EveryOption):  # type: ignore[misc]  # froze
         given = {name: without_lists(getattr(self, name)) for name in options_of(row.options) if name != "rank"}
         return row.options(rank=self.r if rank is None else rank, **given)
 
+    def require_one_round(self, what: str) -> None:
+        """Refuse what takes an adapter on one basis.
+
+        Args:
+            what: What it would be, as a sentence begins.
+
+        Raises:
+            ConfigError: The adapter was refreshed.
+        """
+        if self.rounds > 1:
+            raise ConfigError(
+                f"{what} takes an adapter on one basis, but this one is a sum of {self.rounds} rounds, each on a basis "
+                "of its own. Export or merge it, or train without refresh."
+            )
+
     def find_basis(self, origin: str) -> SavedBasis:
         """The named basis: in or beside the folder that this was read from, or where ``basis`` says.
 
@@ -192,6 +215,7 @@ class FrozenCoreConfig(SavedConfig, EveryOption):  # type: ignore[misc]  # froze
 
     def name_basis(self, identity: str | None, place: str | None = None, revision: str | None = None) -> None:
         """The adapter is on that basis from now on, and is saved as cores alone; None: on one of its own."""
+        self.rounds = 1
         self.basis, self.basis_revision, self.basis_id, self._folder = place, revision, identity, None
 
 

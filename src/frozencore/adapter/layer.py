@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
 from peft.utils import resolve_quantization_backend
+from peft.tuners._buffer_dict import BufferDict
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from frozencore.adapter.core_product import core_output
+from frozencore.adapter.rounds import AdapterRounds
 from frozencore.adapter.seal.same_base import sample_weight
 from frozencore.adapter.shared_factors import SharedFactors
 from frozencore.errors import ArtifactError, CalibrationError
@@ -37,16 +39,17 @@ class RowCores:
     R: Tensor
 
 
-class FrozenCoreLayer(BaseTunerLayer):
+class FrozenCoreLayer(AdapterRounds, BaseTunerLayer):
     """State and arithmetic of the adapters on one base layer with n inputs and m outputs.
 
-    ``frozencore_P``, ``frozencore_Q``: buffers m x r and n x r by adapter name. ``frozencore_R``: bias-free linear
-    layers r -> r. ``frozencore_scale``: s. ``frozencore_ready``: whether a basis was set. ``base_samples``: some
-    values of the weight as it was when it was wrapped. ``awaits_core``: adapters whose core is still to be loaded.
+    ``frozencore_scale``: s. ``frozencore_ready``: whether a basis was set. ``base_samples``: some values of the weight
+    as it was when it was wrapped. ``awaits_core``: adapters whose core is still to be loaded.
     """
 
     adapter_layer_names = ("frozencore_R",)
-    other_param_names = ("frozencore_P", "frozencore_Q", "frozencore_scale", "frozencore_ready")
+    other_param_names = (
+        "frozencore_P", "frozencore_Q", "frozencore_past", "frozencore_scale", "frozencore_ready",
+    )  # fmt: skip
 
     def __init__(self, base_layer: nn.Module, name: str, *, dtype: torch.dtype = torch.float32, **kwargs: Any) -> None:
         """
@@ -60,6 +63,7 @@ class FrozenCoreLayer(BaseTunerLayer):
         self.frozencore_P = SharedFactors()
         self.frozencore_Q = SharedFactors()
         self.frozencore_R = nn.ModuleDict()
+        self.frozencore_past = BufferDict({}, persistent=True)
         self.frozencore_scale: dict[str, float] = {}
         self.frozencore_ready: dict[str, bool] = {}
         self.row_cores: RowCores | None = None
@@ -69,9 +73,10 @@ class FrozenCoreLayer(BaseTunerLayer):
         self.out_features, self.in_features = layer_shape(self.get_base_layer())
         self.base_samples = sample_weight(self.get_base_layer())
 
-    def update_layer(self, adapter_name: str, rank: int, scale: float, *, inference_mode: bool) -> None:
+    def update_layer(self, adapter_name: str, rank: int, scale: float, *, rounds: int = 1, inference_mode: bool) -> None:
         """Add an adapter without a basis: zero P, Q and R."""
         self._lay_zeros(adapter_name, rank, scale, self._device_and_dtype()[0])
+        self.set_rounds(adapter_name, rounds)
         self.set_adapter(self.active_adapters, inference_mode=inference_mode)
 
     def resize(self, adapter_name: str, rank: int, scale: float, *, trains: bool) -> None:
@@ -84,12 +89,13 @@ class FrozenCoreLayer(BaseTunerLayer):
             device, own_dtype = self._device_and_dtype()
             core_dtype = torch.promote_types(own_dtype, torch.float32)
         else:
-            R = self.factors(adapter_name)[2]
+            R = self.core(adapter_name)
             if len(R) == rank and scale == self.frozencore_scale[adapter_name]:
                 return
             device, core_dtype, trains = R.device, R.dtype, R.requires_grad
             for attribute in (*self.adapter_layer_names, *self.other_param_names):
-                del getattr(self, attribute)[adapter_name]
+                if adapter_name in (held := getattr(self, attribute)):
+                    del held[adapter_name]
         if rank:
             self._lay_zeros(adapter_name, rank, scale, device)
             self.frozencore_R[adapter_name].to(core_dtype).requires_grad_(trains)
@@ -114,7 +120,8 @@ class FrozenCoreLayer(BaseTunerLayer):
         torch draws a linear layer.
         """
         self.require_fit(adapter_name, basis)
-        R = self.factors(adapter_name)[2]
+        R = self.core(adapter_name)
+        self.set_rounds(adapter_name, 1)
         with torch.no_grad():
             self.frozencore_P.fill(adapter_name, basis.P)
             self.frozencore_Q.fill(adapter_name, basis.Q)
@@ -127,7 +134,7 @@ class FrozenCoreLayer(BaseTunerLayer):
 
     def require_fit(self, adapter_name: str, basis: Basis) -> None:
         """Refuse a basis of another shape than the adapter's factors."""
-        self.require_rank(self.rank(adapter_name), basis)
+        self.require_rank(len(self.core(adapter_name)), basis)
 
     def require_rank(self, rank: int, basis: Basis) -> None:
         """Refuse a basis of another shape than factors of that rank have here."""
@@ -139,19 +146,10 @@ class FrozenCoreLayer(BaseTunerLayer):
                 "Use the rank of the adapter, and moments of this layer."
             )
 
-    def factors(self, adapter_name: str) -> tuple[Tensor, Tensor, Tensor]:
-        """P (m x r), Q (n x r) and R (r x r) of an adapter."""
-        core: Any = self.frozencore_R[adapter_name]
-        return self.frozencore_P[adapter_name], self.frozencore_Q[adapter_name], core.weight
-
     def row_cores_of(self, adapter_name: str, R: Tensor) -> RowCores:
         """Cores rows x r x r on the basis of an adapter."""
         P, Q, _ = self._trained_factors(adapter_name)
         return RowCores((P, Q, self.frozencore_scale[adapter_name]), R)
-
-    def rank(self, adapter_name: str) -> int:
-        """r of an adapter in this layer."""
-        return self.frozencore_P[adapter_name].shape[1]
 
     def dense_weight(self) -> Tensor:
         """W as m x n in floating point: dequantised if need be, Conv1D transposed. The stored weight is not changed."""
@@ -221,7 +219,9 @@ class FrozenCoreLayer(BaseTunerLayer):
     def set_core_dtype(self, adapter_name: str, *, widened: bool) -> None:
         """Float32 cores (float64 on a float64 base), or cores in the base layer's dtype."""
         _, dtype = self._device_and_dtype()
-        self.frozencore_R[adapter_name].to(torch.promote_types(dtype, torch.float32) if widened else dtype)
+        kept = torch.promote_types(dtype, torch.float32) if widened else dtype
+        self.frozencore_R[adapter_name].to(kept)
+        self.move_past(adapter_name, kept)
 
     def _move_adapter_to_device_of_base_layer(self, adapter_name: str, device: torch.device | None = None) -> None:
         """As PEFT's, which would round R to the base layer's dtype when it loads with ``low_cpu_mem_usage``."""
@@ -234,6 +234,7 @@ class FrozenCoreLayer(BaseTunerLayer):
             factors[adapter_name] = X.to(target, dtype)
             factors.share(adapter_name)
         self.frozencore_R[adapter_name].to(target)
+        self.move_past(adapter_name, target)
 
     def _device_and_dtype(self) -> tuple[torch.device, torch.dtype]:
         device, dtype = self._get_base_layer_device_and_dtype(self.get_base_layer())

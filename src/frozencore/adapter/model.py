@@ -73,11 +73,11 @@ class FrozenCoreModel(BaseTuner):
             except ArtifactError:
                 self._take_back(adapter_name)
                 raise
-        narrow = [name for name, layer in layers.items() if layer.rank(adapter_name) < rank_of(config, name)]
+        narrow = [name for name, layer in layers.items() if len(layer.core(adapter_name)) < rank_of(config, name)]
         if narrow and not config.load_bases and not config.awaits_ranks:
             warnings.warn(
                 f"{len(narrow)} of {len(layers)} layers are narrower than the rank and got the rank that fits (first: "
-                f"{narrow[0]}, {layers[narrow[0]].rank(adapter_name)} instead of {rank_of(config, narrow[0])}).",
+                f"{narrow[0]}, {len(layers[narrow[0]].core(adapter_name))} instead of {rank_of(config, narrow[0])}).",
                 stacklevel=2,
             )
 
@@ -96,7 +96,11 @@ class FrozenCoreModel(BaseTuner):
             return
         layer = target if isinstance(target, FrozenCoreLayer) else self._new_layer(target, adapter_name, current_key)
         layer.update_layer(
-            adapter_name, rank, scale_of(peft_config, current_key), inference_mode=peft_config.inference_mode
+            adapter_name,
+            rank,
+            scale_of(peft_config, current_key),
+            rounds=peft_config.rounds,
+            inference_mode=peft_config.inference_mode,
         )
         if layer is not target:
             if adapter_name not in self.active_adapters:

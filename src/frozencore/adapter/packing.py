@@ -32,6 +32,7 @@ def pack_adapter(adapter: str | Path, basis: str | Path, out: str | Path, *, dty
     config, tensors = read_tensors(adapter)
     if config.basis_id is not None:
         raise ArtifactError(f"{adapter} holds cores alone already, on the basis {config.basis_id[:12]}.")
+    config.require_one_round("Packing")
     saved, factors = load_basis(basis), layer_factors(str(adapter), tensors)
     _require_same_basis(str(adapter), config, factors, str(basis), saved)
     cores = flatten_cores({name: f.R for name, f in factors.items()})

@@ -15,7 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
 from frozencore.adapter.seal.card import CARD_FILE, write_model_card
-from frozencore.adapter.seal.integrity import require_loadable, seal_tensors
+from frozencore.adapter.seal.integrity import ROUNDS_FORMAT, require_loadable, seal_tensors
 from frozencore.adapter.seal.written import holds_no_basis, seal_file
 from frozencore.adapter_folder import CONFIG_FILE, PEFT_TYPE, WEIGHTS_FILE, read_config
 from frozencore.errors import ArtifactError, FrozenCoreError
@@ -30,6 +30,7 @@ class SavedConfig(PeftConfig):
         basis: str | None
         basis_id: str | None
         rank_budget: int | str | None
+        rounds: int
         _seal_to_write: dict[str, Any] | None
         _folder: Path | None
 
@@ -93,6 +94,8 @@ class SavedConfig(PeftConfig):
         """Note what the tensors are that are about to be saved, and the base model they were made on, unless a basis
         that has a name says it."""
         self._seal_to_write = {**seal_tensors(tensors), "base": None if base is None else dict(base)}
+        if self.rounds > 1:
+            self._seal_to_write["format"] = ROUNDS_FORMAT
 
     def to_dict(self) -> dict[str, Any]:
         """What is saved: as PEFT does, with sets in order and the note that the bases are in the file beside it."""
@@ -100,6 +103,7 @@ class SavedConfig(PeftConfig):
         del saved["allow_other_base"]  # whoever loads an adapter says so, not the adapter
         unsaid = {"basis", "basis_revision", "basis_id"} if self.basis_id is None else set()
         unsaid |= {"rank_budget"} if self.rank_budget is None else set()
+        unsaid |= {"rounds"} if self.rounds == 1 else set()
         saved = {name: value for name, value in saved.items() if name not in unsaid}
         return {name: sorted(value) if isinstance(value, set) else value for name, value in saved.items()}
 

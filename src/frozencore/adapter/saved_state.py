@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.adapter.layer import frozen_core_layers
+from frozencore.adapter.saved_rounds import make_room, with_last_cores, with_whole_cores
 from frozencore.adapter.seal.factors import BASE, PREFIX, Factors
 from frozencore.adapter.seal.flat_cores import FLAT, flatten_cores, with_factors
 from frozencore.adapter.seal.integrity import (
@@ -28,7 +29,8 @@ def state_to_save(
     found: dict[str, Tensor],
     whole: Mapping[str, Tensor],
 ) -> dict[str, Tensor]:
-    """What PEFT found of an adapter, or on a named basis its cores alone; notes what the seal says of them.
+    """What PEFT found of an adapter, the cores of its rounds as one, or on a named basis its cores alone; notes what
+    the seal says of them.
 
     Args:
         whole: The model's state dict, which holds trained modules too.
@@ -36,6 +38,7 @@ def state_to_save(
     Raises:
         ArtifactError: A factor, or a module that is saved with them, is not finite.
     """
+    found = with_whole_cores(found)
     if config.basis_id is not None:
         found = {FLAT: flatten_cores(_cores_in(found))}
     modules = {key: value for key, value in whole.items() if f".modules_to_save.{adapter_name}." in key}
@@ -57,6 +60,7 @@ def state_to_load(
             alone is not to be found.
     """
     origin, layers = f"the adapter {adapter_name!r}", frozen_core_layers(model, adapter_name)
+    make_room(config, layers, adapter_name, state_dict)
     own = {name: layer.factors(adapter_name) for name, layer in layers.items()}
     seal = config.take_seal()
     if FLAT in state_dict:
@@ -66,11 +70,12 @@ def state_to_load(
         bases = config.find_basis(origin).layers if on_meta else {name: (P, Q) for name, (P, Q, _) in own.items()}
         state_dict = with_factors(origin, state_dict, bases)  # which were checked when they were laid
     else:
-        factors = require_sound(origin, state_dict, config.coordinates)
+        factors = require_sound(origin, state_dict, config.coordinates, config.rounds)
         require_sealed(origin, seal, state_dict)
         require_fit(origin, own, factors)
         if config.basis_id is not None and not _same_bases(own, factors):
             config.name_basis(None)  # it has one of its own now
+    state_dict = with_last_cores(state_dict, layers, adapter_name)
     for layer in layers.values():
         layer.awaits_core.discard(adapter_name)
     return state_dict

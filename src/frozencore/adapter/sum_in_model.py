@@ -31,6 +31,7 @@ def add_weighted_sum(tuner: FrozenCoreModel, adapters: Sequence[str], weights: S
             f"A sum is of adapters that are there ({', '.join(tuner.peft_config)}), but {missing or 'none'} came."
         )
     for adapter in adapters:
+        tuner.peft_config[adapter].require_one_round("A sum")
         if tuner.peft_config[adapter].trains_modules:
             raise ConfigError(f"Only cores are summed, but the adapter {adapter!r} trained other modules too.")
     layers, first = {adapter: frozen_core_layers(tuner, adapter) for adapter in adapters}, adapters[0]

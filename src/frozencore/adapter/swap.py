@@ -82,6 +82,7 @@ def prepare_swap(
     if not layers:
         raise ConfigError(f"swap_core needs a frozen-core adapter, but the model has none called {adapter_name!r}.")
     configs: Any = model.peft_config
+    configs[adapter_name].require_one_round("A swap of cores")
     ranks = {name: layer.rank(adapter_name) for name, layer in layers.items()}
     flat = flat_cores_of(source, layers, adapter_name, configs[adapter_name].basis_id)
     new = split_cores(str(source), flat, ranks)

@@ -20,7 +20,7 @@ def require_own_parameters(model: nn.Module) -> list[Tensor]:
     named: list[Tensor] = []
     for module in model.modules():
         if isinstance(module, FrozenCoreLayer):
-            cores += [module.factors(name)[2] for name in module.active_adapters if name in module.frozencore_R]
+            cores += [module.core(name) for name in module.active_adapters if name in module.frozencore_R]
         elif isinstance(module, AuxiliaryTrainingWrapper):
             parameters = module.named_parameters()
             named += [p for name, p in parameters if not set(name.split(".")).isdisjoint(module.active_adapters)]

@@ -60,7 +60,7 @@ def run_pass(
 def _run_batch(model: nn.Module, batch: Batch, capture: CalibrationPass, generator: torch.Generator) -> None:
     device = next(model.parameters()).device
     batch = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in batch.items()}
-    _count_tokens(batch, capture)
+    count_tokens(batch, capture)
     taps = capture.taps
     if not taps.backward_passes:
         with torch.no_grad():  # a decoder that shifts its labels cannot run without them
@@ -81,7 +81,8 @@ def _run_backward(loss: Tensor, taps: Taps, *, keep_graph: bool) -> None:
     loss.backward(retain_graph=keep_graph)
 
 
-def _count_tokens(batch: Batch, capture: CalibrationPass) -> None:
+def count_tokens(batch: Batch, capture: CalibrationPass) -> None:
+    """Tell a pass which tokens of the batch that comes count."""
     options = capture.taps.options
     only_nonzero = options.tokens == "nonzero_delta"
     if capture.encoder is None:

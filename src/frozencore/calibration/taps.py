@@ -145,11 +145,15 @@ class CalibrationPass:
             self._latest = _Latest(x, ReadInput.of(values, self.backward.needs))
         return self._latest.read
 
-    def finish_batch(self, batch_index: int) -> None:
-        """Release what the batch held and refuse one that was not finite, naming the first layer that met it."""
+    def forget_batch(self) -> None:
+        """Release what the latest batch held."""
         self._latest = None
         if self.encoder is not None:
             self.encoder.forget()
+
+    def finish_batch(self, batch_index: int) -> None:
+        """Release what the batch held and refuse one that was not finite, naming the first layer that met it."""
+        self.forget_batch()
         # Inputs go bad from the front of the model on, output errors from its back.
         for side, attribute, first_met in (("input", "input_finite", 0), ("output error", "error_finite", -1)):
             flags = {name: getattr(recorder, attribute) for name, recorder in self.recorders.items()}

@@ -216,7 +216,7 @@ class BasisWork:
         return whole if "cross" in needs and as_many else needs
 
     def _rank(self, name: str) -> int:
-        return self.ranks[name] if name in self.ranks else self.layers[name].rank(self.adapter_name)
+        return self.ranks[name] if name in self.ranks else len(self.layers[name].core(self.adapter_name))
 
     def _options_of(self, name: str) -> BasisOptions:
         return self.config.basis_options(self._rank(name))

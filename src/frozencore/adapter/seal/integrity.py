@@ -7,7 +7,7 @@
     bases_sha256     of the values of P and Q; cores_sha256: of R
     base             some values of the base model's weights (:mod:`frozencore.adapter.seal.same_base`)
 
-Of an adapter of cores alone, format 2, bases and base model are those of the basis that its configuration names.
+Of an adapter of cores alone (format 2) bases and base model are those of the basis that its configuration names.
 
 What a seal does not say is not checked, so adapters of earlier versions load. Where PEFT loads: a local folder is
 checked by ``FrozenCoreConfig.from_pretrained``, the tensors (from a hub id too) by ``FrozenCoreModel`` when they reach
@@ -45,7 +45,9 @@ from frozencore.fingerprint import fingerprint_tensors
 from frozencore.maths.basis import ORTHONORMAL_COORDINATES, known_basis
 from frozencore.maths.linalg import all_finite
 
-FORMAT = 2
+FORMAT = 3
+CORES_FORMAT = 2  # of cores alone
+ROUNDS_FORMAT = 3  # of several rounds, whose bases are orthonormal one by one
 ORTHONORMALITY = 2 * torch.finfo(torch.bfloat16).eps  # a basis may have been bfloat16 before it was widened
 _NAME = re.compile(r"[^/\\\x00-\x1f\x7f]+")
 
@@ -74,7 +76,7 @@ def read_folder(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         if FLAT in tensors:
             require_sound_cores(str(directory), tensors, values.get("basis_id"))
         else:
-            require_sound(str(directory), tensors, values.get("coordinates", "qr"))
+            require_sound(str(directory), tensors, values.get("coordinates", "qr"), values.get("rounds", 1))
         recorded = seal.get("weights_sha256")
         came = hashlib.sha256(content).hexdigest()
         if recorded not in (None, came):
@@ -119,7 +121,7 @@ def read_seal(origin: str, seal: Any) -> dict[str, Any]:
 def seal_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """The part of a seal that tensors give, whatever their keys' prefix and adapter name."""
     if FLAT in tensors:
-        return {"format": FORMAT, "cores_sha256": fingerprint_tensors([("", tensors[FLAT])])}
+        return {"format": CORES_FORMAT, "cores_sha256": fingerprint_tensors([("", tensors[FLAT])])}
     of_side: dict[str, list[Tensor]] = {"P": [], "Q": [], "R": []}
     for key, tensor in tensors.items():
         _, found, rest = key.partition(f".{PREFIX}")
@@ -149,8 +151,13 @@ def require_sealed(origin: str, seal: Mapping[str, Any], tensors: Mapping[str, T
             )
 
 
-def require_sound(origin: str, tensors: Mapping[str, Tensor], coordinates: Any) -> dict[str, Factors]:
+def require_sound(
+    origin: str, tensors: Mapping[str, Tensor], coordinates: Any, rounds: Any = 1
+) -> dict[str, Factors]:
     """The factors by layer, if every tensor is finite, named like a module, and bases are orthonormal where promised.
+
+    Args:
+        rounds: How many bases stand side by side in P and Q.
 
     Raises:
         ArtifactError: Otherwise. Bases that are all zero are those of an adapter that was never calibrated.
@@ -158,7 +165,15 @@ def require_sound(origin: str, tensors: Mapping[str, Tensor], coordinates: Any) 
     _require_names(origin, tensors)
     factors = layer_factors(origin, tensors)
     require_finite(origin, tensors, "Train it again, or load an earlier checkpoint.")
-    require_orthonormal(origin, {layer: (f.P, f.Q) for layer, f in factors.items()}, coordinates)
+    for layer, f in factors.items():
+        k = f.P.shape[1]
+        if not isinstance(rounds, int) or isinstance(rounds, bool) or rounds < 1 or k % rounds:
+            raise ArtifactError(
+                f"Layer {layer!r} of {origin} has {k} columns for {rounds!r:.20} rounds. Save or download it again."
+            )
+    blocks = {layer: [X.chunk(rounds, dim=1) for X in (f.P, f.Q)] for layer, f in factors.items()}
+    for j in range(rounds):
+        require_orthonormal(origin, {layer: (P[j], Q[j]) for layer, (P, Q) in blocks.items()}, coordinates)
     return factors
 
 

@@ -87,6 +87,14 @@ class RunConfig(Frozen):
         int | None,
         Field(ge=1, description="Optimiser steps between checkpoints. Default: one an epoch, and one at Ctrl-C."),
     ] = None
+    refresh: Annotated[
+        int,
+        Field(
+            ge=1,
+            description="Train in that many rounds, each on new bases from the moments of the batches so far; the "
+            "rounds' cores add up. 1: on the first bases to the end.",
+        ),
+    ] = 1
     seed: Annotated[
         int, Field(ge=0, lt=2**32, description="Of calibration rows, row order, drawn labels and random directions.")
     ] = 42
@@ -172,6 +180,8 @@ class RunConfig(Frozen):
         refuse_unread(self.method, self.core.model_dump(exclude_defaults=True))
         if self.rank_budget is not None:
             self._check_rank_budget()
+        if self.refresh > 1:
+            _refuse_refresh(self)
         return self
 
     def _check_rank_budget(self) -> None:
@@ -206,6 +216,21 @@ class RunConfig(Frozen):
     def adapter_options(self, targets: Targets) -> AdapterOptions:
         """What the method builds its adapter by, on the layers that the model turned out to have."""
         return AdapterOptions(self.rank, targets, self.seed, self.core.model_dump(), self.basis, self.rank_budget)
+
+
+def _refuse_refresh(config: RunConfig) -> None:
+    if config.basis is not None:
+        raise ConfigError("A refreshed adapter cannot share a basis with others: give --basis or --refresh.")
+    if not config.method_entry.has_bases or not config.moments_needed:
+        raise ConfigError(
+            f"Refreshing chooses bases by the training data, which the method {config.method!r} does not read. Use "
+            "one that does, such as fcca, or leave --refresh out."
+        )
+    if config.select_checkpoint != "none":
+        raise ConfigError(
+            "Of a training in rounds the last step is kept: the values of others are on bases that are gone. Give "
+            "--select-checkpoint none or leave --refresh out."
+        )
 
 
 def run_options() -> dict[str, Option]:

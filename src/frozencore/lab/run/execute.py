@@ -215,6 +215,7 @@ def recipe_of(config: RunConfig, rows: RunRows) -> Recipe:
         batch_size=config.batch_size,
         accumulation=config.accumulation,
         seed=config.seed,
+        refresh=config.refresh,
     )
 
 

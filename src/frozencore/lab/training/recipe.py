@@ -24,6 +24,7 @@ import torch
 from torch import nn
 from transformers import PrinterCallback, TrainingArguments
 
+from frozencore.adapter.bases.refresh import Refresh
 from frozencore.adapter.trainable import require_own_parameters
 from frozencore.errors import ConfigError, DataError, TrainingError
 from frozencore.lab.rows.batches import PaddingCollator
@@ -53,6 +54,7 @@ class Recipe:
         batch_size: Examples in one forward pass.
         accumulation: Forward passes in one optimiser step.
         seed: Of the order of the rows.
+        refresh: Rounds, each on new bases; 1 trains on the first ones to the end.
     """
 
     learning_rate: float
@@ -63,13 +65,14 @@ class Recipe:
     max_grad_norm: float = 1.0
     weight_decay: float = 0.0
     seed: int = 42
+    refresh: int = 1
 
     def __post_init__(self) -> None:
-        fewest = min(self.epochs, self.batch_size, self.accumulation)
+        fewest = min(self.epochs, self.batch_size, self.accumulation, self.refresh)
         rules = {
             "learning_rate must be positive": self.learning_rate > 0,
             "warmup is a share from 0 to 1": 0 <= self.warmup <= 1,
-            "epochs, batch_size and accumulation must be at least 1": fewest >= 1,
+            "epochs, batch_size, accumulation and refresh must be at least 1": fewest >= 1,
             "max_grad_norm must be positive": self.max_grad_norm > 0,
             "weight_decay must not be negative": self.weight_decay >= 0,
         }
@@ -153,10 +156,11 @@ def train(
     identity = {**(identity or {}), **_identity(model, recipe, rows)}
     if selection is not None:
         identity |= {"scored every": selection.every, "validation rows": selection.identity}
+    refresh = _refresh_of(model, recipe, selection)
     resumed_from = starting_point(checkpoint_dir, resume, identity)
     start = time.perf_counter()
     selector: Selector | None = None
-    monitor = LossMonitor(progress, kept, paused_s=lambda: selector.time_s if selector else 0.0)
+    monitor = LossMonitor(progress, kept, refresh, paused_s=lambda: selector.time_s if selector else 0.0)
     with ExitStack() as restored:
         asked = restored.enter_context(stop_held_back(monitor.say_it_stops)) if checkpoint_dir else Stop()
         restored.enter_context(own_random_state())
@@ -166,12 +170,14 @@ def train(
         if selection is not None:
             steps_an_epoch = recipe.num_steps(len(rows)) // recipe.epochs
             selector = Selector(selection, model, steps_an_epoch=steps_an_epoch, asked=asked, resumed_from=resumed_from)
+        if refresh is not None:
+            restored.callback(refresh.close)
         trainer = CompletionTrainer(
             model=model,
             args=_arguments(model, recipe, len(rows), folder, checkpoint_dir is not None, checkpoint_steps),
             data_collator=PaddingCollator(pad_id),
             train_dataset=list(rows),
-            callbacks=[monitor, *([selector] if selector else []), Seal(identity, asked), StopWhenAsked(asked)],
+            callbacks=[monitor, *filter(None, [selector, refresh]), Seal(identity, asked), StopWhenAsked(asked)],
         )
         trainer.remove_callback(PrinterCallback)
         with disk_errors_told(checkpoint_dir):
@@ -228,6 +234,17 @@ def _arguments(
     return arguments
 
 
+def _refresh_of(model: nn.Module, recipe: Recipe, selection: Selection | None) -> Refresh | None:
+    if recipe.refresh == 1:
+        return None
+    if selection is not None:
+        raise ConfigError(
+            "Of a training in rounds the last step is kept: the values of others are on bases that are gone. Leave "
+            "select_checkpoint or refresh out."
+        )
+    return Refresh(model, recipe.refresh)
+
+
 def _require_float32(model: nn.Module) -> None:
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not trainable:
@@ -244,7 +261,7 @@ def _identity(model: nn.Module, recipe: Recipe, rows: Sequence[TokenRow]) -> dic
     """What a checkpoint must share with the run that resumes it: what trains, how, and on what."""
     shapes = {name: list(p.shape) for name, p in model.named_parameters() if p.requires_grad}
     return {
-        **asdict(recipe),
+        **{name: value for name, value in asdict(recipe).items() if (name, value) != ("refresh", 1)},  # as it was before
         "rows": _hash_of([[row.input_ids, row.num_context] for row in rows]),
         "trainable parameters": _hash_of(shapes),
     }

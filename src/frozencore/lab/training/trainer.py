@@ -15,6 +15,7 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from frozencore.adapter.bases.refresh import Refresh
 from frozencore.adapter.seal.card import begin_model_card
 from frozencore.calibration.shards import largest_over_ranks
 from frozencore.errors import DivergenceError
@@ -61,13 +62,19 @@ class LossMonitor(TrainerCallback):
 
     Args:
         kept: Parameters that then get back the last values whose loss and gradient were finite.
+        refresh: What changes the bases that they are on.
         paused_s: Seconds so far that were not spent on steps.
     """
 
     def __init__(
-        self, progress: Progress | None, kept: Sequence[Tensor] = (), paused_s: Callable[[], float] = lambda: 0.0
+        self,
+        progress: Progress | None,
+        kept: Sequence[Tensor] = (),
+        refresh: Refresh | None = None,
+        paused_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self.progress = progress
+        self.refresh = refresh
         self.paused_s = paused_s
         self.step_ends: list[float] = []
         self._parameters = kept
@@ -99,6 +106,8 @@ class LossMonitor(TrainerCallback):
         self.step_ends.append(time.perf_counter() - self.paused_s())
         loss, gradient_norm = logs["loss"], logs.get("grad_norm", 0.0)
         if not math.isfinite(loss) or not math.isfinite(gradient_norm):
+            if self.refresh is not None:
+                self.refresh.take_back(state.global_step)
             if self._kept:
                 torch._foreach_copy_(self._kept, self._good)
             raise DivergenceError(

@@ -1,0 +1,166 @@
+"""Refreshing: a frozen core that trains in rounds, each on a basis of the moments that its predecessors trained on.
+
+    y = W x + s·Σ_j P_j R_j Q_jᵀ x,   R_j trained in round j alone, from zero
+
+What trains and its optimiser state are Σr² values at any moment. The moments are those of the training batches
+themselves, a share of the older ones kept.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from frozencore.adapter.bases.calibratable import adapter_for_new_bases
+from frozencore.adapter.bases.passes import BasisWork
+from frozencore.calibration.gathering import Gathering
+from frozencore.calibration.shards import assign_owners, own_rank, reduce_moments, require_same_bases, share_bases
+from frozencore.errors import CalibrationError, ConfigError
+
+KEPT = 0.5  # of the older moments, at each refresh
+WARMUP = 0.1  # of a round's steps
+
+
+class Refresh(TrainerCallback):
+    """A callback of transformers' ``Trainer`` (and TRL's) that refreshes a frozen-core adapter.
+
+    ``Trainer(model, ..., callbacks=[Refresh(model, rounds=8)])``. The steps are cut into equal rounds. Between two of
+    them the core joins a sum that no longer trains, new bases come from the moments of the batches so far, and the next
+    core starts at zero, with fresh optimiser state and a short warm-up under the one schedule. The adapter is then of
+    rank ``rounds * r``; it saves, loads, merges and exports as any other, and cannot share its basis.
+
+    Args:
+        model: With a frozen-core adapter that has its first bases.
+        rounds: At least 1, which leaves the training as it is, and at most one for each step.
+        adapter_name: The active one by default.
+
+    Raises:
+        ConfigError: The model has no such adapter, or one that cannot be refreshed: on a basis that it shares, or of a
+            constructor that reads no data.
+    """
+
+    def __init__(self, model: nn.Module, rounds: int, *, adapter_name: str | None = None) -> None:
+        if not isinstance(rounds, int) or isinstance(rounds, bool) or rounds < 1:
+            raise ConfigError(f"A training has at least one round, but rounds={rounds!r:.50} came.")
+        self.model, self.rounds = model, rounds
+        self.adapter_name, self.config, self.layers = adapter_for_new_bases(model, adapter_name, reset=True)
+        if rounds > 1 and self.config.basis_id is not None:
+            raise ConfigError(
+                "Refreshing changes the basis, and this adapter shares its own with others. Train without refresh, or "
+                "calibrate a basis for this adapter alone."
+            )
+        if rounds > 1 and not self.config.needs_calibration:
+            raise ConfigError(
+                f"Refreshing chooses bases by the training data, which {self.config.constructor!r} does not read. "
+                "Use a constructor that does, such as fcca, or train without refresh."
+            )
+        self.config.refreshes = rounds > 1
+        self._gathering: Gathering | None = None
+        self._begun_at = 0
+        self._peaks: list[float] = []
+
+    def close(self) -> None:
+        """Take the hooks off the model, as the end of the training does; for a training that ended in an error."""
+        if self._gathering is not None:
+            self._gathering.close()
+            self._gathering = None
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Hooks go on the model; a training that is resumed goes on with the moments of its checkpoint."""
+        self.close()
+        if self.rounds > state.max_steps:
+            raise ConfigError(
+                f"A round has at least one step, but refresh={self.rounds} came for {state.max_steps} steps. "
+                "Train longer or in fewer rounds."
+            )
+        self._begun_at = max((point for point in self._points(state) if point < state.global_step), default=0)
+        if self.config.rounds == self.rounds:
+            return
+        options, row = self.config.basis_options(), self.config.constructor_entry
+        layers: dict[str, nn.Module] = {name: layer for name, layer in self.layers.items()}  # type: ignore[misc]
+        self._gathering = Gathering(self.model, layers, row.needs(options))
+        if state.global_step > 0:
+            self._gathering.load_state(self._saved(args, state))
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """The step before is over, and its checkpoint written."""
+        if self._gathering is not None and state.global_step == self._points(state)[self.config.rounds - 1]:
+            self._refresh(kwargs["optimizer"])
+            self._begun_at = state.global_step
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """A round's first steps are smaller: fresh optimiser state knows no scale yet."""
+        groups = kwargs["optimizer"].param_groups
+        self._peaks = [group["lr"] for group in groups]
+        if self._begun_at:
+            length = math.ceil(WARMUP * state.max_steps / self.rounds)
+            share = min(1.0, (state.global_step - self._begun_at + 1) / (length + 1))
+            for group in groups:
+                group["lr"] *= share
+
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """The schedule finds the rates as it left them."""
+        for group, rate in zip(kwargs["optimizer"].param_groups, self._peaks, strict=True):
+            group["lr"] = rate
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Add the moments to the checkpoint; each process has its own."""
+        if self._gathering is not None:
+            tensors = {name: total.cpu().contiguous() for name, total in self._gathering.state().items()}
+            save_file(tensors, self._file(args, state))
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self.close()
+
+    def take_back(self, step: int) -> None:
+        """Undo a refresh that this step began with: what came before it has no finite loss."""
+        if self._begun_at and self._begun_at == step - 1:
+            for layer in self.layers.values():
+                layer.take_back_round(self.adapter_name)
+            self.config.rounds -= 1
+
+    def _points(self, state: TrainerState) -> list[int]:
+        """The steps after which a round ends, but for the last one."""
+        return [round(j * state.max_steps / self.rounds) for j in range(1, self.rounds)]
+
+    def _refresh(self, optimizer: torch.optim.Optimizer) -> None:
+        assert self._gathering is not None
+        owners = assign_owners({name: (layer.out_features, layer.in_features) for name, layer in self.layers.items()})
+        moments = reduce_moments(self._gathering.moments(), owners)
+        work = BasisWork(self.model, self.adapter_name, self.config, self.layers, owners, lambda *_: None)
+        work.build(self.layers, dict(moments))
+        bases = share_bases(work.bases, owners, {name: work.like_factors(name) for name in self.layers})
+        require_same_bases({name: (basis.P, basis.Q) for name, basis in bases.items()})
+        for name, layer in self.layers.items():
+            layer.begin_round(self.adapter_name, bases[name])
+            optimizer.state.pop(layer.core(self.adapter_name), None)
+        self.config.rounds += 1
+        if self.config.rounds == self.rounds:
+            self.close()
+        else:
+            self._gathering.keep(KEPT)
+
+    def _saved(self, args: TrainingArguments, state: TrainerState) -> dict[str, torch.Tensor]:
+        file = self._file(args, state)
+        if not file.is_file():
+            raise CalibrationError(
+                f"To resume in the middle of a round takes the moments of its batches, but there is no {file}. "
+                "Resume from a checkpoint in the output folder that this callback was at, or start again."
+            )
+        return load_file(file)
+
+    @staticmethod
+    def _file(args: TrainingArguments, state: TrainerState) -> Path:
+        return Path(str(args.output_dir)) / f"checkpoint-{state.global_step}" / f"refresh-{own_rank()}.safetensors"

@@ -1,0 +1,93 @@
+"""The rounds of an adapter that is refreshed while it trains: ``y = W x + s·Σ_j P_j R_j Q_jᵀ x``, the last R trained.
+
+The bases of all rounds stand side by side in P and Q, so that the sum is one product of k = r_1 + … + r_j columns with
+the cores as blocks, and whatever reads P, R and Q of an adapter reads the sum.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from peft.tuners._buffer_dict import BufferDict
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from frozencore.adapter.shared_factors import SharedFactors
+from frozencore.maths.basis import Basis
+
+
+class AdapterRounds:
+    """P, Q and the cores of the adapters on one layer with n inputs and m outputs, by adapter name.
+
+    ``frozencore_P``, ``frozencore_Q``: buffers m x k and n x k, r columns a round. ``frozencore_R``: bias-free linear
+    layers r -> r, of the last round. ``frozencore_past``: after the first round, k x k: the cores of the earlier ones,
+    with zeros in the place of the last.
+    """
+
+    frozencore_P: SharedFactors
+    frozencore_Q: SharedFactors
+    frozencore_R: nn.ModuleDict
+    frozencore_past: BufferDict
+
+    def core(self, adapter_name: str) -> Tensor:
+        """What trains of an adapter: R (r x r) of the last round."""
+        linear: Any = self.frozencore_R[adapter_name]
+        return linear.weight
+
+    def factors(self, adapter_name: str) -> tuple[Tensor, Tensor, Tensor]:
+        """P (m x k), Q (n x k) and R (k x k) of an adapter; k = r in the first round, where R is the core itself."""
+        R = self.core(adapter_name)
+        if adapter_name in self.frozencore_past:
+            past = self.frozencore_past[adapter_name]
+            earlier = len(past) - len(R)
+            R = past + pad(R, (earlier, 0, earlier, 0))
+        return self.frozencore_P[adapter_name], self.frozencore_Q[adapter_name], R
+
+    def rank(self, adapter_name: str) -> int:
+        """k of an adapter in this layer: r times its rounds."""
+        return self.frozencore_P[adapter_name].shape[1]
+
+    def begin_round(self, adapter_name: str, basis: Basis) -> None:
+        """Keep P, Q and R as they are, and go on beside them, on a basis of the same r, from a core of zeros."""
+        P, Q, whole = self.factors(adapter_name)
+        R = self.core(adapter_name)
+        with torch.no_grad():
+            self.frozencore_past[adapter_name] = pad(whole.detach(), (0, len(R), 0, len(R)))
+            self.frozencore_P[adapter_name] = torch.cat([P, basis.P.to(P.device, P.dtype)], dim=1)
+            self.frozencore_Q[adapter_name] = torch.cat([Q, basis.Q.to(Q.device, Q.dtype)], dim=1)
+            R.zero_()
+
+    def take_back_round(self, adapter_name: str) -> None:
+        """The inverse of :meth:`begin_round`: the last round is gone, the one before it trains again."""
+        R = self.core(adapter_name)
+        earlier = self.rank(adapter_name) - len(R)
+        before = earlier - len(R)
+        past = self.frozencore_past[adapter_name][:earlier, :earlier].clone()
+        with torch.no_grad():
+            R.copy_(past[before:, before:])
+        past[before:, before:] = 0
+        if before:
+            self.frozencore_past[adapter_name] = past
+        else:
+            del self.frozencore_past[adapter_name]
+        self.frozencore_P[adapter_name] = self.frozencore_P[adapter_name][:, :earlier].contiguous()
+        self.frozencore_Q[adapter_name] = self.frozencore_Q[adapter_name][:, :earlier].contiguous()
+
+    def set_rounds(self, adapter_name: str, rounds: int) -> None:
+        """Room for the factors of so many rounds, all of them zero, unless there is just that."""
+        P, Q, R = self.frozencore_P[adapter_name], self.frozencore_Q[adapter_name], self.core(adapter_name)
+        k = rounds * len(R)
+        if P.shape[1] == k:
+            return
+        self.frozencore_P[adapter_name] = P.new_zeros(len(P), k)
+        self.frozencore_Q[adapter_name] = Q.new_zeros(len(Q), k)
+        if adapter_name in self.frozencore_past:
+            del self.frozencore_past[adapter_name]
+        if rounds > 1:
+            self.frozencore_past[adapter_name] = R.new_zeros(k, k)
+
+    def move_past(self, adapter_name: str, *where: Any) -> None:
+        """The earlier cores in another device or dtype, as ``Tensor.to`` takes it."""
+        if adapter_name in self.frozencore_past:
+            self.frozencore_past[adapter_name] = self.frozencore_past[adapter_name].to(*where)

@@ -1,0 +1,102 @@
+"""Moments of the batches that a model trains on, summed while it does: no pass of their own.
+
+The taps of a calibration pass sit on the layers through forward and backward passes that someone else makes, under
+gradient checkpointing and accumulation as well; a pass without gradients, as in an evaluation, adds nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from frozencore.calibration.encoder_side import watching_encoder
+from frozencore.calibration.run_pass import count_tokens
+from frozencore.calibration.taps import Taps, capturing
+from frozencore.errors import CalibrationError
+from frozencore.maths.moments import LayerMoments, MomentName
+
+
+class Gathering:
+    """The sums of layers over all training batches since they were last read, and a share of those before.
+
+    Args:
+        model: Called with ``input_ids``, and ``attention_mask`` where there is padding, by name.
+        layers: Those to sum, by names of one's own.
+        needs: The moments to sum.
+    """
+
+    def __init__(self, model: nn.Module, layers: Mapping[str, nn.Module], needs: frozenset[MomentName]) -> None:
+        self.taps = Taps(layers, needs)
+        with ExitStack() as undo:
+            encoder = undo.enter_context(watching_encoder(model))
+            self.capture = undo.enter_context(capturing(self.taps, encoder))
+            handle = model.register_forward_pre_hook(self._begin_batch, with_kwargs=True)
+            undo.callback(handle.remove)
+            self._undo = undo.pop_all()
+
+    def close(self) -> None:
+        """Take the hooks off the model."""
+        self._undo.close()
+
+    def moments(self) -> dict[str, LayerMoments]:
+        """The sums so far, not copied.
+
+        Raises:
+            CalibrationError: An input or an output error was not finite; the layer is named.
+        """
+        for name, recorder in self.capture.recorders.items():
+            for flag, what in ((recorder.input_finite, "input"), (recorder.error_finite, "output error")):
+                if flag is not None and not bool(flag):
+                    raise CalibrationError(
+                        f"NaN or Inf in the {what} of layer {name!r} while training. Lower the learning rate; "
+                        "float16 training often needs bfloat16."
+                    )
+        return {
+            name: LayerMoments(num_tokens=recorder.num_tokens, **recorder.totals)
+            for name, recorder in self.capture.recorders.items()
+        }
+
+    def keep(self, share: float) -> None:
+        """Count what was summed so far as that share of itself from now on."""
+        for recorder in self.capture.recorders.values():
+            recorder.num_tokens = round(recorder.num_tokens * share)
+            for total in recorder.totals.values():
+                total.mul_(share)
+
+    def state(self) -> dict[str, Tensor]:
+        """The sums by name, for a file."""
+        return {
+            f"{name}|{what}": total
+            for name, recorder in self.capture.recorders.items()
+            for what, total in {"num_tokens": torch.tensor(recorder.num_tokens), **recorder.totals}.items()
+        }
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from what :meth:`state` gave.
+
+        Raises:
+            CalibrationError: It is of other layers.
+        """
+        sums: dict[str, dict[Any, Tensor]] = {}
+        for key, value in state.items():
+            name, _, what = key.rpartition("|")
+            sums.setdefault(name, {})[what] = value
+        if sums.keys() != self.capture.recorders.keys():
+            odd = sorted(sums.keys() ^ self.capture.recorders.keys())
+            raise CalibrationError(
+                f"Saved moments are of the layers that train, but {odd[0]!r} ({len(odd)} in all) is on one side only. "
+                "Resume with the adapter that the checkpoint was made with."
+            )
+        for name, recorder in self.capture.recorders.items():
+            device = next(self.taps.layers[name].parameters()).device
+            recorder.num_tokens = int(sums[name].pop("num_tokens"))
+            recorder.totals = {what: total.to(device) for what, total in sums[name].items()}
+
+    def _begin_batch(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.capture.forget_batch()
+        if torch.is_grad_enabled():
+            count_tokens(kwargs, self.capture)
