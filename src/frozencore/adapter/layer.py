@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from peft.tuners._buffer_dict import BufferDict
 from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
 from peft.utils import resolve_quantization_backend
-from peft.tuners._buffer_dict import BufferDict
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -73,7 +73,9 @@ class FrozenCoreLayer(AdapterRounds, BaseTunerLayer):
         self.out_features, self.in_features = layer_shape(self.get_base_layer())
         self.base_samples = sample_weight(self.get_base_layer())
 
-    def update_layer(self, adapter_name: str, rank: int, scale: float, *, rounds: int = 1, inference_mode: bool) -> None:
+    def update_layer(
+        self, adapter_name: str, rank: int, scale: float, *, rounds: int = 1, inference_mode: bool
+    ) -> None:
         """Add an adapter without a basis: zero P, Q and R."""
         self._lay_zeros(adapter_name, rank, scale, self._device_and_dtype()[0])
         self.set_rounds(adapter_name, rounds)

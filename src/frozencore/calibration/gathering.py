@@ -69,11 +69,11 @@ class Gathering:
 
     def state(self) -> dict[str, Tensor]:
         """The sums by name, for a file."""
-        return {
-            f"{name}|{what}": total
-            for name, recorder in self.capture.recorders.items()
-            for what, total in {"num_tokens": torch.tensor(recorder.num_tokens), **recorder.totals}.items()
-        }
+        state: dict[str, Tensor] = {}
+        for name, recorder in self.capture.recorders.items():
+            state[f"{name}|num_tokens"] = torch.tensor(recorder.num_tokens)
+            state |= {f"{name}|{what}": total for what, total in recorder.totals.items()}
+        return state
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Go on from what :meth:`state` gave.

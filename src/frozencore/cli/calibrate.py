@@ -11,7 +11,7 @@ from frozencore.cli.console import console
 from frozencore.cli.run_flags import TakesRun
 from frozencore.lab.run.config import RunConfig
 
-OF_TRAINING = ("basis", "learning_rate", "warmup", "epochs", "batch_size", "accumulation", "save_steps")
+OF_TRAINING = ("basis", "learning_rate", "warmup", "epochs", "batch_size", "accumulation", "save_steps", "refresh")
 
 
 def _calibrate(

@@ -11,7 +11,10 @@ from frozencore.cli.console import console
 from frozencore.cli.run_flags import TakesRun
 from frozencore.lab.run.config import RunConfig
 
-NOT_OF_MANY = ("task", "data_root", "evaluate_on", "max_new_tokens", "paper_steps", "select_by", "save_steps")
+NOT_OF_MANY = (
+    "task", "data_root", "evaluate_on", "max_new_tokens", "paper_steps", "select_by", "save_steps",
+    "refresh",
+)  # fmt: skip
 TENANTS = "Folder with a row file (.jsonl, .parquet) for each tenant, named after it; or a YAML file 'name: file'."
 
 

@@ -83,7 +83,7 @@ class Refresh(TrainerCallback):
         if self.config.rounds == self.rounds:
             return
         options, row = self.config.basis_options(), self.config.constructor_entry
-        layers: dict[str, nn.Module] = {name: layer for name, layer in self.layers.items()}  # type: ignore[misc]
+        layers: dict[str, nn.Module] = dict(self.layers.items())
         self._gathering = Gathering(self.model, layers, row.needs(options))
         if state.global_step > 0:
             self._gathering.load_state(self._saved(args, state))

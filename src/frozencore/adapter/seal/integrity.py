@@ -151,9 +151,7 @@ def require_sealed(origin: str, seal: Mapping[str, Any], tensors: Mapping[str, T
             )
 
 
-def require_sound(
-    origin: str, tensors: Mapping[str, Tensor], coordinates: Any, rounds: Any = 1
-) -> dict[str, Factors]:
+def require_sound(origin: str, tensors: Mapping[str, Tensor], coordinates: Any, rounds: Any = 1) -> dict[str, Factors]:
     """The factors by layer, if every tensor is finite, named like a module, and bases are orthonormal where promised.
 
     Args:

@@ -73,6 +73,7 @@ def make_record(
     """
     assert bench.before is not None
     report, trained = run.training, trainable_parameters(run.model)
+    can_be_made_again = config.method_entry.has_bases and config.refresh == 1
     stored = sum(file.stat().st_size for file in run.adapter.glob("*.safetensors"))
     return TunedRecord(
         format=RECORD_FORMAT,
@@ -102,7 +103,7 @@ def make_record(
             magnitude_parameters=sum(p.numel() for name, p in run.model.named_parameters() if "magnitude" in name),
             optimizer_bytes=training_state_bytes(trained),
             adapter_bytes=stored,
-            adapter_bytes_without_bases=FLOAT32_BYTES * trained if config.method_entry.has_bases else stored,
+            adapter_bytes_without_bases=FLOAT32_BYTES * trained if can_be_made_again else stored,
             calibration_s=run.calibration_s,
             step_s=report.step_s,
             num_steps=report.num_steps,

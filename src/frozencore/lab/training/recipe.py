@@ -261,7 +261,9 @@ def _identity(model: nn.Module, recipe: Recipe, rows: Sequence[TokenRow]) -> dic
     """What a checkpoint must share with the run that resumes it: what trains, how, and on what."""
     shapes = {name: list(p.shape) for name, p in model.named_parameters() if p.requires_grad}
     return {
-        **{name: value for name, value in asdict(recipe).items() if (name, value) != ("refresh", 1)},  # as it was before
+        **{
+            name: value for name, value in asdict(recipe).items() if (name, value) != ("refresh", 1)
+        },  # as it was before
         "rows": _hash_of([[row.input_ids, row.num_context] for row in rows]),
         "trainable parameters": _hash_of(shapes),
     }
