@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from frozencore.lab.campaign.company import company_keys, company_sizes
+from frozencore.lab.campaign.company import company_folder, company_keys, company_sizes
 from frozencore.lab.campaign.crew import Event, OwnProcess
 from frozencore.lab.campaign.drive import drive
 from frozencore.lab.campaign.job import Job, make_job
@@ -20,6 +21,7 @@ from frozencore.lab.campaign.spec import Campaign, read_campaign
 from frozencore.lab.campaign.store import Store
 from frozencore.lab.campaign.worker import Place, Worker
 from frozencore.lab.run.record import TunedRecord
+from frozencore.lab.training.checkpoints import seal_checkpoint
 from small_campaign import write_spec
 
 SPEC = """
@@ -224,3 +226,27 @@ def test_sizes_are_of_the_runs_that_are_left() -> None:
     keys = {"a": "x", "b": "x", "c": "x", "d": "y"}
     assert company_sizes(keys, "abcde") == {"a": 3, "b": 3, "c": 3}
     assert company_sizes(keys, "abd") == {"a": 2, "b": 2}
+
+
+def test_a_training_that_fails_as_a_whole_fails_its_first_run_and_the_others_go_alone(tmp_path: Path) -> None:
+    campaign = campaign_in(tmp_path, fuse=True)
+    campaign = campaign.model_copy(update={"studies": {"seeds": campaign.studies["seeds"]}})
+    first, other = (run.job for run in plan(campaign, lambda _: None) if run.job)
+    store = Store(tmp_path / "out")
+    planted = company_folder(store, [first.id, other.id]) / "checkpoint-1"
+    planted.mkdir(parents=True)
+    seal_checkpoint(planted, {"base model": "another"})
+    standing = drive(campaign, store, OwnProcess(Worker(store, Place())), lambda *_: None)
+    assert (standing.finished, standing.failed) == (1, 1)
+    failed = Store(tmp_path / "out").outcome(first.id)
+    assert failed is not None
+    assert failed.failure is not None
+    assert "was made with others: base model another" in failed.failure.message
+    assert records(Store(tmp_path / "out"))[other.id].company is None
+
+
+def test_a_run_and_its_company_reach_another_process_as_they_are(tmp_path: Path) -> None:
+    jobs = [run.job for run in plan(campaign_in(tmp_path, fuse=True), lambda _: None) if run.job]
+    sent = pickle.loads(pickle.dumps(replace(jobs[0], company=tuple(jobs[1:]))))
+    assert sent == jobs[0]
+    assert [other.id for other in sent.company] == [job.id for job in jobs[1:]]

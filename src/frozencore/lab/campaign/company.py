@@ -112,7 +112,7 @@ class CompanyTraining:
         tenants = own | {
             run_id: _tenant(on_named_basis(other), bench, progress) for run_id, other in self.others.items()
         }
-        folder = _folder(self.store) / fingerprint_options({"runs": sorted(tenants)})[:16]
+        folder = company_folder(self.store, tenants)
         trained = train_many(
             model,
             tenants,
@@ -141,6 +141,11 @@ class CompanyTraining:
 def trained_file(store: Store, run_id: str) -> Path:
     """Where a run finds its core when another one has trained it."""
     return _folder(store) / f"{run_id}.safetensors"
+
+
+def company_folder(store: Store, run_ids: Iterable[str]) -> Path:
+    """Where the checkpoints of a company are while it trains."""
+    return _folder(store) / fingerprint_options({"runs": sorted(run_ids)})[:16]
 
 
 def _folder(store: Store) -> Path:
