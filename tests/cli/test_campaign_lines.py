@@ -40,7 +40,7 @@ def planned_with(models: dict[str, str], folder: Path) -> str:
 
 
 def test_a_model_path_stands_for_the_campaigns_model_of_that_name(tmp_path: Path) -> None:
-    assert planned_with({"big": str(pocket_model_path())}, tmp_path).startswith("Estimate for the 1 runs left")
+    assert planned_with({"big": str(pocket_model_path())}, tmp_path).startswith("Estimate for the 1 run left")
 
 
 FUSED = """

@@ -13,6 +13,7 @@ from frozencore.errors import ConfigError
 from frozencore.lab.campaign.estimate import (
     EFFICIENCY,
     OVERHEAD_S,
+    START_S,
     ModelSize,
     estimate_lines,
     num_choices,
@@ -300,6 +301,27 @@ studies:
     runs = plan(read_campaign(write_spec(tmp_path, text)), unknown)
     store: Any = SimpleNamespace(outcome=unknown)
     assert list(estimate_lines(runs, store, Place())) == [f"No estimate: {tmp_path / 'gone'} cannot be read from here."]
+
+
+def test_an_estimate_counts_the_start_of_the_worker_and_of_every_profile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = """
+name: starts
+models: {pocket: pocket}
+studies:
+  a: {title: a, axes: {model: [pocket], task: [pocket-math], method: [random], seed: [42, 43]}}
+"""
+    axes = "{model: [pocket], task: [pocket-math], method: [random, lora], seed: [42]}"
+    profiled = f"{text}  b: {{title: b, kind: profile, axes: {axes}}}\n"
+    monkeypatch.setattr("frozencore.lab.campaign.estimate.run_seconds", lambda *_, **__: 4.0)
+    for spec, num_runs, starts in ((text, 2, 1), (profiled, 4, 3)):
+        runs = plan(read_campaign(write_spec(tmp_path, spec)), unknown)
+        store: Any = SimpleNamespace(outcome=unknown)
+        (line,) = estimate_lines(runs, store, Place())
+        seconds = 4 * num_runs + starts * START_S
+        assert line.startswith(f"Estimate for the {num_runs} runs left: {seconds:.0f} seconds on one worker, ")
+        assert f" {starts * START_S:.0f} seconds of it until " in line
 
 
 def test_a_finished_campaign_needs_no_estimate(campaign: Campaign) -> None:

@@ -30,11 +30,13 @@ from frozencore.lab.run.accounting import basis_bytes
 from frozencore.lab.run.config import RunConfig
 from frozencore.lab.run.loading import load_config, load_tokenizer
 from frozencore.lab.run.targets import attention_shapes
+from frozencore.naming import num_of
 
 TOKENS_A_ROW = 128  # where the rows cannot be read
 SAMPLED_ROWS = 32
 EFFICIENCY = 0.3  # of a matrix product's speed that small batches reach, Python included
 FUSED_GAIN = 1.5  # of steps in company over steps alone, eight rows each, at layers 512 wide (docs/many-cores.md)
+START_S = 15.0  # processor time that a worker imports for, torch, transformers and PEFT; the model comes after it
 OVERHEAD_S = 2.0  # a run's own: rows, checkpoints, records
 OWN_DATA = {"epochs": 1, "num_train": 1000, "num_evaluation": 500}  # rows of a user's file are not counted
 RECORD_BYTES = 100_000  # record and predictions
@@ -88,8 +90,11 @@ def estimate_lines(
             f"Fused: {len(fused)} of the {len(jobs)} runs that are ready train in company, "
             f"{' or '.join(map(str, sizes_of)) if len(sizes_of) < 3 else f'{sizes_of[0]} to {sizes_of[-1]}'} at once."
         )
+    starts = 1 + sum(job.kind == "profile" for job in jobs.values())  # each of these in a process of its own
+    started = "it has started" if starts == 1 else f"its {starts} processes have started"
     yield (
-        f"Estimate for the {left} runs left: {in_words(each * left)} on one worker "
+        f"Estimate for the {num_of(left, 'run')} left: {in_words(each * left + START_S * starts)} on one worker, "
+        f"{in_words(START_S * starts)} of it until {started} "
         f"({basis}, {mean(tokens.values()):.0f} tokens a row), {memory / 2**30:.1f} GiB of memory a worker, "
         f"{disk / 2**30:.2f} GiB of disk."
     )
