@@ -11,6 +11,7 @@ from peft import PeftModel
 
 from frozencore.errors import ConfigError
 from frozencore.lab.campaign.job import make_job
+from frozencore.lab.campaign.stability import Calibrated, compare_bases
 from frozencore.lab.run.bench import prepare
 from frozencore.lab.run.calibrating import execute_calibration
 from frozencore.lab.run.execute import adapt_from_data, execute
@@ -63,6 +64,12 @@ def test_a_moments_file_has_no_halves(calibrated: Path) -> None:
     bench = prepare(config, silent)
     with pytest.raises(ConfigError, match="a moments file is of all of them: leave --moments out"):
         adapt_from_data(config, bench, "all-linear", silent, calibrated / "moments.safetensors")
+
+
+def test_bases_of_two_calibrations_are_not_compared_at_ranks_that_each_chooses() -> None:
+    config = config_of(**FEW)
+    with pytest.raises(ConfigError, match="give rank in place of rank_budget"):
+        compare_bases(Calibrated(config, None), Calibrated(config, None), 32, None, silent)  # type: ignore[arg-type]
 
 
 def test_a_budget_makes_a_run_of_its_own_however_it_is_written_and_leaves_the_ids_of_others() -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from frozencore.adapter.bases.carried import get_bases
+from frozencore.errors import ConfigError
 from frozencore.lab.campaign.shared import SharedWork
 from frozencore.lab.run.bench import Bench
 from frozencore.lab.run.config import RunConfig
@@ -32,7 +33,12 @@ def compare_bases(
 
     Args:
         run, reference: On one model, with two sets of calibration rows.
+
+    Raises:
+        ConfigError: A rank budget, which may give the two other layers and ranks.
     """
+    if run.config.rank_budget is not None:
+        raise ConfigError("Bases are compared at one rank in every layer: give rank in place of rank_budget.")
     small, large = (_bases(one, shared, progress) for one in (run, reference))
     cosines: dict[str, dict[str, float]] = {side: {} for side in "PQ"}
     for name, basis in small.items():

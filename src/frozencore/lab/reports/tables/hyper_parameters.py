@@ -21,8 +21,8 @@ HEADINGS = (
     "selection", "seeds", "trained values",
 )  # fmt: skip
 SHOWN_APART = (
-    "model", "task", "method", "seed", "rank", "targets", "dtype", "batch_size", "accumulation", "learning_rate",
-    "warmup", "calibration_size",
+    "model", "task", "method", "seed", "rank", "rank_budget", "targets", "dtype", "batch_size", "accumulation",
+    "learning_rate", "warmup", "calibration_size",
 )  # fmt: skip
 """Options that have a column of their own here, or in another table."""
 
@@ -69,7 +69,8 @@ class _Options:
     def texts(self) -> Iterator[str]:
         """From the rank to the seeds, in the order of the headings."""
         trains = self.study.kind != "stability"
-        yield self._text("rank")
+        budget = self._values("rank_budget") != (None,)
+        yield f"budget {self._text('rank_budget')}" if budget else self._text("rank")
         yield "attention" if self._values("targets") == (None,) else self._text("targets")
         yield self._text("dtype")
         size, times = (int(self._values(name)[0]) for name in ("batch_size", "accumulation"))
