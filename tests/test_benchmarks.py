@@ -27,12 +27,13 @@ PROMISED: dict[str, tuple[tuple[str, ...], set[str]]] = {
     "memory": (("--quick",), {"rows"}),
     "many_training": (("--quick",), {"rows", "growth", "rounds"}),
     "tenants": (("--quick",), {"keep", "batch"}),
+    "scale": (("--quick",), {"rates", "plan", "rows"}),
     "gpu": (
         ("--tiny", "--compile", "--models", "Qwen2.5-3B", "Llama-3.2-1B"),
         {"device", "job", "models", "budget_s", "used_s", "paper_h20"},
     ),
 }
-SLOW = {"calibration", "svd", "ranks", "memory", "many_training", "gpu", "tenants"}
+SLOW = {"calibration", "svd", "ranks", "memory", "many_training", "gpu", "tenants", "scale"}
 EVERYWHERE = {"benchmark", "provenance"}
 
 

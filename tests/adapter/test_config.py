@@ -30,11 +30,11 @@ pytestmark = pytest.mark.usefixtures("as_a_user")
         ({"r": 2.5}, "rank must be a whole number of at least 1, but 2.5 came"),
         ({"r": "16"}, "rank must be a whole number of at least 1, but '16' came"),
         ({"rank_pattern": {"q_proj": -1}}, "rank must be a whole number of at least 1, but -1 came"),
-        ({"alpha": 0}, "alpha must be a number above 0 or none, but 0 came"),
-        ({"alpha": -1.0}, "alpha must be a number above 0 or none, but -1.0 came"),
-        ({"alpha": float("nan")}, "alpha must be a number above 0 or none, but nan came"),
-        ({"alpha": "r"}, "alpha must be a number above 0 or none, but 'r' came"),
-        ({"alpha_pattern": {"q_proj": 0}}, "alpha must be a number above 0 or none, but 0 came"),
+        ({"alpha": 0}, "alpha must be a number above 0 or one of auto or none, but 0 came"),
+        ({"alpha": -1.0}, "alpha must be a number above 0 or one of auto or none, but -1.0 came"),
+        ({"alpha": float("nan")}, "alpha must be a number above 0 or one of auto or none, but nan came"),
+        ({"alpha": "r"}, "alpha must be a number above 0 or one of auto or none, but 'r' came"),
+        ({"alpha_pattern": {"q_proj": 0}}, "alpha must be a number above 0 or one of auto or none, but 0 came"),
         ({"damping": 0}, "damping must be a number above 0 or a list of 2"),
         ({"damping": -1e-3}, "damping must be a number above 0 or a list of 2"),
         ({"damping": "1e-3"}, "damping must be a number above 0 or a list of 2"),
@@ -94,6 +94,7 @@ def test_the_scale_is_alpha_over_rank_and_one_without_alpha() -> None:
 
     assert set(scales().values()) == {1.0}
     assert set(scales(alpha=8.0).values()) == {2.0}
+    assert set(scales(alpha="auto").values()) == {4.0}  # 16 / r
     assert set(scales(rank_pattern={"q_proj": 2}).values()) == {1.0}
     patterned = scales(alpha=8.0, rank_pattern={"q_proj": 2}, alpha_pattern={"v_proj": 2.0})
     assert patterned == {"q_proj": 4.0, "k_proj": 2.0, "v_proj": 0.5, "o_proj": 2.0}

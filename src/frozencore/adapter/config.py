@@ -40,7 +40,8 @@ class FrozenCoreConfig(SavedConfig, EveryOption):  # type: ignore[misc]  # froze
         r: Rank; a layer with fewer inputs or outputs gets ``min(r, m, n)``.
         target_modules: Module names, a regular expression, or ``"all-linear"``; by default the attention projections.
         constructor: How P and Q are chosen: a name of :data:`frozencore.CONSTRUCTORS`.
-        alpha: The scale is ``s = alpha / r``; None means ``s = 1``.
+        alpha: The scale is ``s = alpha / r``; ``"auto"`` is 16, by which one learning rate serves all ranks; None means
+            ``s = 1``.
         seed: Seed of random directions.
         rank_budget: Trained values of all cores together instead of a rank: a number, or the size of so many as
             float32 (``"150KB"``). ``calibrate`` spends them on the layers where they are worth most and writes what

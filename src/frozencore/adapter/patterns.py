@@ -5,6 +5,7 @@ from __future__ import annotations
 from peft.utils.other import get_pattern_key
 
 from frozencore.adapter.config import FrozenCoreConfig
+from frozencore.constructors.options import AUTO_ALPHA
 
 
 def rank_of(config: FrozenCoreConfig, layer_name: str) -> int:
@@ -17,4 +18,6 @@ def rank_of(config: FrozenCoreConfig, layer_name: str) -> int:
 def scale_of(config: FrozenCoreConfig, layer_name: str) -> float:
     """s of a layer: alpha over the rank that was asked for, or 1."""
     alpha = config.alpha_pattern.get(get_pattern_key(config.alpha_pattern, layer_name), config.alpha)
-    return 1.0 if alpha is None else alpha / rank_of(config, layer_name)
+    if alpha is None:
+        return 1.0
+    return (AUTO_ALPHA if alpha == "auto" else alpha) / rank_of(config, layer_name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -41,7 +41,14 @@ RankBudget = Annotated[
         "instead of one rank: calibration spends them on the layers where they are worth most (docs/rank-budget.md)."
     ),
 ]
-Alpha = Annotated[Positive | None, Field(description="Scale s = alpha / r of what the cores add. Default: s = 1.")]
+AUTO_ALPHA = 16.0  # at the paper's rank the paper's scale
+Alpha = Annotated[
+    Positive | Literal["auto"] | None,
+    Field(
+        description="Scale s = alpha / r of what the cores add; auto is 16, by which one learning rate serves all "
+        "ranks (docs/rank-budget.md). Default: s = 1."
+    ),
+]
 
 
 @dataclass(frozen=True)

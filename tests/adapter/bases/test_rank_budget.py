@@ -146,6 +146,19 @@ def test_saved_and_loaded_it_is_the_same_adapter(trained: PeftModel, tmp_path: P
     assert "values of a budget of 12" in (tmp_path / "README.md").read_text()
 
 
+def test_under_the_automatic_scale_every_layer_has_that_of_its_own_rank(tmp_path: Path) -> None:
+    model = budgeted(30, alpha="auto")
+    train_at_random(model, size=0.05)
+    scales = {layer.name: layer.frozencore_scale["default"] for layer in cores_of(model)}
+    assert scales == {name: 16 / rank for name, rank in adapted_ranks(30).items()}
+    model.save_pretrained(tmp_path / "ours")
+    loaded = PeftModel.from_pretrained(base(), tmp_path / "ours").eval()
+    assert torch.equal(logits(loaded), logits(model))
+    export_lora(tmp_path / "ours", tmp_path / "lora", base=base())
+    lora = PeftModel.from_pretrained(base(), tmp_path / "lora").eval()
+    torch.testing.assert_close(logits(lora), logits(model), atol=1e-4, rtol=1e-4)
+
+
 def test_merged_it_gives_the_same_outputs() -> None:
     model = budgeted()
     train_at_random(model, size=0.05)
