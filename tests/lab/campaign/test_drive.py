@@ -113,6 +113,17 @@ def test_results_are_read_from_the_index_alone(
         load_results(tmp_path)
 
 
+def test_runs_of_one_model_in_two_dtypes_stand_beside_one_another(done: tuple[Path, Tally], tmp_path: Path) -> None:
+    (tmp_path / "campaign.json").write_bytes((done[0] / "campaign.json").read_bytes())
+    first, *others = (done[0] / "records.jsonl").read_text().splitlines()
+    record = json.loads(first)
+    assert record["config"]["dtype"] == "float32"
+    record["config"]["dtype"] = "bfloat16"
+    record["hashes"] = {**record.get("hashes", {}), "model": "0" * 64}
+    (tmp_path / "records.jsonl").write_text("\n".join([json.dumps(record), *others]) + "\n", encoding="utf-8")
+    assert not load_results(tmp_path).studies[0].missing
+
+
 def test_runs_on_different_weights_under_one_name_are_refused(done: tuple[Path, Tally], tmp_path: Path) -> None:
     (tmp_path / "campaign.json").write_bytes((done[0] / "campaign.json").read_bytes())
     first, *others = (done[0] / "records.jsonl").read_text().splitlines()

@@ -35,7 +35,7 @@ def rehearse(command: Command, folder: Path, studies: str, *words: str | Path) -
 SOUND = """
   comparison:
     title: Two methods with search, one without
-    axes: {model: [qwen], task: [svamp, rte], method: [fcca, lora, random], seed: [42, 43, 44]}
+    axes: {model: [qwen], task: [svamp, gsm8k], method: [fcca, lora, random], seed: [42, 43, 44]}
     search:
       grids:
         - {for: [fcca], warmup: [0.03, 0.1]}
@@ -64,8 +64,8 @@ def test_a_sound_campaign_fills_every_cell_of_the_report_that_it_would_have(
     assert status == 0, out
     assert "Rehearsal of faulty: " in out
     assert "0 failed" in out
-    assert "Sampled: 2 of 3 seeds." in out
-    assert "Rows made up by schema: ChilleD/SVAMP, nyu-mll/glue (rte)." in out
+    assert "Sampled: 2 of 3 seeds; bfloat16 on svamp, float32 elsewhere." in out
+    assert "Rows made up by schema: ChilleD/SVAMP, openai/gsm8k (main)." in out
     assert "model Qwen/Qwen2.5-3B-Instruct, 5.7 GiB: neither a folder nor in the cache" in out
     assert "the hub, for what is missing: it cannot be reached" in out
     found = json.loads((tmp_path / "out" / "rehearsal.json").read_text())

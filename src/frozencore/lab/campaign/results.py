@@ -68,13 +68,14 @@ def load_results(folder: Path) -> CampaignResults:
 
 
 def _require_one_base(planned: list[Planned], store: Store) -> None:
-    """Refuse to set runs beside one another that name one model and were made on different weights."""
-    found: dict[str, dict[str, str]] = {}
+    """Refuse to set runs beside one another that name one model, in one dtype, and were made on different weights."""
+    found: dict[tuple[str, str | None], dict[str, str]] = {}
     for run in planned:
         outcome = store.outcome(run.job.id) if run.job else None
         if run.job and outcome and outcome.record and outcome.record.hashes:
-            found.setdefault(run.job.config.model, {}).setdefault(outcome.record.hashes.model, run.job.id)
-    for model, runs in found.items():
+            of = run.job.config.model, outcome.record.config.dtype
+            found.setdefault(of, {}).setdefault(outcome.record.hashes.model, run.job.id)
+    for (model, _), runs in found.items():
         if len(runs) > 1:
             first, other = list(runs.values())[:2]
             raise ArtifactError(

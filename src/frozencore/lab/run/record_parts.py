@@ -28,6 +28,7 @@ class RecordedConfig(Part):
     rank: Count | None = None
     targets: tuple[str, ...] | str | None = None
     data: str | None = None
+    dtype: str | None = None
     core: dict[str, Any] = {}
 
     @classmethod
