@@ -2,28 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from frozencore.errors import ConfigError, DataError
 
-Batch = Mapping[str, Any]
+Batch = Any
+"""A dictionary of tensors with a row per example; where the loss is the user's own, whatever holds such tensors."""
 
 
 def is_batch(data: Any) -> bool:
     """Whether this is a dictionary that holds rows of tensors."""
-    return isinstance(data, Mapping) and num_examples_of(data) > 0 and getattr(data.get("input_ids"), "ndim", 2) > 1
+    holds = isinstance(data, Mapping) and any(isinstance(value, Tensor) and value.ndim for value in data.values())
+    return holds and num_examples_of(data) > 0 and getattr(data.get("input_ids"), "ndim", 2) > 1
 
 
-def require_batch(batch: Any, index: int) -> None:
+def tensors_of(batch: Any) -> Iterator[Tensor]:
+    """The tensors of a batch, in nested dictionaries and lists too."""
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, Mapping | list | tuple):
+        for part in batch.values() if isinstance(batch, Mapping) else batch:
+            yield from tensors_of(part)
+
+
+def mapped(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The same batch, in plain dictionaries and lists, with another tensor in place of each."""
+    if isinstance(batch, Tensor):
+        return change(batch)
+    if isinstance(batch, Mapping):
+        return {key: mapped(value, change) for key, value in batch.items()}
+    if isinstance(batch, list | tuple):
+        parts = [mapped(value, change) for value in batch]
+        return parts if isinstance(batch, list) else tuple(parts)
+    return batch
+
+
+def require_batch(batch: Any, index: int, *, any_form: bool = False) -> None:
     """Refuse what is no batch.
+
+    Args:
+        any_form: Whatever holds rows of tensors is one.
 
     Raises:
         DataError: It is none; ``index`` says which.
     """
-    if not is_batch(batch):
+    if num_examples_of(batch) == 0 if any_form else not is_batch(batch):
         what = type(batch).__name__
         if isinstance(batch, Mapping):
             what = ", ".join(f"{key!r}: {type(value).__name__}" for key, value in batch.items())
@@ -33,16 +60,16 @@ def require_batch(batch: Any, index: int) -> None:
         )
 
 
-def num_examples_of(batch: Batch) -> int:
-    """Rows of a batch."""
-    return next((value.shape[0] for value in batch.values() if isinstance(value, Tensor) and value.ndim), 0)
+def num_examples_of(batch: Any) -> int:
+    """Rows of a batch: those of its first tensor."""
+    return next((tensor.shape[0] for tensor in tensors_of(batch) if tensor.ndim), 0)
 
 
-def total_examples(batches: Iterable[Batch]) -> int | None:
+def total_examples(batches: Iterable[Batch], *, any_form: bool = False) -> int | None:
     """Rows of all batches; None where that is not known before they are read."""
     if isinstance(batches, Sequence):
         for index, batch in enumerate(batches):  # all of them before the first one runs
-            require_batch(batch, index)
+            require_batch(batch, index, any_form=any_form)
         return sum(num_examples_of(batch) for batch in batches)
     dataset = getattr(batches, "dataset", None)
     try:
@@ -51,14 +78,18 @@ def total_examples(batches: Iterable[Batch]) -> int | None:
         return None
 
 
-def take_examples(batches: Iterable[Batch], num_examples: int) -> Iterable[Batch]:
+def take_examples(batches: Iterable[Batch], num_examples: int, *, any_form: bool = False) -> Iterable[Batch]:
     """Batches up to that many examples; the last one is cut."""
     if num_examples < 1:
         raise ConfigError(f"The number of calibration examples must be at least 1, but {num_examples} came.")
     left = num_examples
     for index, batch in enumerate(batches):
-        require_batch(batch, index)
-        yield {key: value[:left] if isinstance(value, Tensor) and value.ndim else value for key, value in batch.items()}
+        require_batch(batch, index, any_form=any_form)
+        yield mapped(batch, partial(_first, left))
         left -= num_examples_of(batch)
         if left <= 0:  # before the loader is asked for a batch that nobody needs
             return
+
+
+def _first(count: int, tensor: Tensor) -> Tensor:
+    return tensor[:count] if tensor.ndim else tensor

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch import nn
 
+from frozencore.calibration.any_loss import LossFn, with_loss
 from frozencore.calibration.batches import Batch
 from frozencore.calibration.options import CalibrationOptions
 from frozencore.calibration.preserve import preserved
@@ -25,6 +26,7 @@ def collect_moments(
     *,
     needs: frozenset[MomentName] = FCCA_NEEDS,
     options: CalibrationOptions | None = None,
+    loss_fn: LossFn | None = None,
     progress: Progress | None = None,
 ) -> dict[str, LayerMoments]:
     """Sum moments of the named layers over the calibration examples.
@@ -34,11 +36,14 @@ def collect_moments(
     Args:
         model: A language model whose output has ``logits``, decoder-only or encoder-decoder; any model that returns
             ``loss`` also works.
-        batches: Dictionaries with ``input_ids``, ``attention_mask`` and ``labels`` (-100 on tokens without loss).
+        batches: Dictionaries with ``input_ids``, ``attention_mask`` and ``labels`` (-100 on tokens without loss); of
+            whatever the model takes where it gives a loss itself.
         layers: Modules with an input (..., n) and an output (..., m): names in ``model``, or a mapping from names
             of your own to modules.
         needs: The moments to sum. Each batch takes a forward pass; G, d and D take a backward pass as well, and G
             with d or D takes two under ``fisher_labels="mc"``: G is always of the data's labels.
+
+        loss_fn: The loss instead of the model's own; as for :func:`frozencore.calibrate`.
 
     Returns:
         The moments of each layer, in the order given.
@@ -47,7 +52,7 @@ def collect_moments(
         CalibrationError: No examples, no labels, NaN or Inf (batch and layer are named), or a layer that no counted
             token reached.
     """
-    options = options or CalibrationOptions()
+    options = options if loss_fn is None and options is not None else with_loss(options, loss_fn)
     modules = dict(layers) if isinstance(layers, Mapping) else {name: model.get_submodule(name) for name in layers}
     if not modules:
         raise CalibrationError("Calibration needs at least one layer, but none was named.")

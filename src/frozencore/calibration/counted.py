@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from jaxtyping import Bool
@@ -20,17 +21,26 @@ class CountedTokens:
     Attributes:
         rows: Their indices; None is all of them.
         only_nonzero_delta: Of these, the ones whose output error is not zero: known in the backward pass only.
+        or_all: In a layer that sees another number of rows, all of them count.
     """
 
     num_rows: int
     rows: Tensor | None
     only_nonzero_delta: bool = False
+    or_all: bool = False
 
     @classmethod
     def from_mask(cls, mask: Bool[Tensor, "b t"], *, only_nonzero_delta: bool = False) -> CountedTokens:
         flat = mask.flatten()
         rows = None if bool(flat.all()) else flat.nonzero().squeeze(1)
         return cls(num_rows=flat.numel(), rows=rows, only_nonzero_delta=only_nonzero_delta)
+
+    @classmethod
+    def of_call(cls, mask: Any, *, only_nonzero_delta: bool = False) -> CountedTokens:
+        """Those of one call of a model, by its mask (b x t) if it has one: every row of layers that see other rows."""
+        if not isinstance(mask, Tensor) or mask.ndim != 2:
+            return cls(0, None, only_nonzero_delta, or_all=True)
+        return replace(cls.from_mask(mask.bool(), only_nonzero_delta=only_nonzero_delta), or_all=True)
 
 
 def counted_tokens(batch: Mapping[str, Tensor], options: CalibrationOptions) -> Bool[Tensor, "b t"]:

@@ -77,7 +77,12 @@ class KeptBatches:
 
 
 def batches_from(
-    data: Any, *, collator: Collator | None = None, batch_size: int | None = None, num_examples: int | None = None
+    data: Any,
+    *,
+    collator: Collator | None = None,
+    batch_size: int | None = None,
+    num_examples: int | None = None,
+    any_form: bool = False,
 ) -> Iterable[Batch]:
     """What a user gave as calibration data, as batches.
 
@@ -86,6 +91,7 @@ def batches_from(
         collator: Makes a batch of rows. Columns of text beside ``input_ids`` are not handed to it.
         batch_size: Rows in a batch; 8 by default.
         num_examples: Read no more examples than that, now; None for all there are.
+        any_form: Whatever holds rows of tensors is a batch.
 
     Raises:
         ConfigError: Endless or streamed data without ``num_examples``, or a collator for what is collated.
@@ -105,7 +111,7 @@ def batches_from(
     if num_examples is None:
         return batches
     with own_random_state():  # a loader draws its order from the global generator
-        return list(take_examples(batches, num_examples))
+        return list(take_examples(batches, num_examples, any_form=any_form))
 
 
 def _collated(data: Any, collator: Collator, batch_size: int) -> CollatedRows:

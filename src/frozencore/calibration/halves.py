@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from frozencore.calibration.batches import Batch, num_examples_of, require_batch
+from frozencore.calibration.batches import Batch, mapped, num_examples_of, require_batch
 from frozencore.calibration.options import CalibrationOptions
 from frozencore.calibration.preserve import preserved
 from frozencore.calibration.recorder import Projection
@@ -31,7 +30,7 @@ def in_halves(batches: Iterable[Batch]) -> tuple[list[Batch], list[Batch]]:
     """
     held = list(batches)
     for index, batch in enumerate(held):
-        require_batch(batch, index)
+        require_batch(batch, index, any_form=True)
     if len(held) > 1:
         return held[::2], held[1::2]
     num_rows = num_examples_of(held[0]) if held else 0
@@ -45,7 +44,7 @@ def in_halves(batches: Iterable[Batch]) -> tuple[list[Batch], list[Batch]]:
 
 def crossed(
     model: nn.Module,
-    batches: Iterable[Mapping[str, Any]],
+    batches: Iterable[Batch],
     layers: Mapping[str, nn.Module],
     directions: Mapping[str, Sketch],
     own: Mapping[str, Sketch],
@@ -81,4 +80,5 @@ def _projection(directions: Sketch, own: Sketch, whitening: Whitening) -> Projec
 
 
 def _rows(batch: Batch, first: int) -> Batch:
-    return {key: value[first::2] if isinstance(value, Tensor) and value.ndim else value for key, value in batch.items()}
+    rows: Batch = mapped(batch, lambda tensor: tensor[first::2] if tensor.ndim else tensor)
+    return rows

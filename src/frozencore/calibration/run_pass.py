@@ -6,14 +6,16 @@ A batch takes one forward pass and as many backward passes as its moments have k
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
 
-from frozencore.calibration.batches import Batch, num_examples_of, require_batch, total_examples
+from frozencore.calibration.any_loss import loss_fn_of, summed_loss, watching_calls
+from frozencore.calibration.batches import Batch, mapped, num_examples_of, require_batch, total_examples
 from frozencore.calibration.counted import (
     CountedTokens,
     counted_source_tokens,
@@ -43,10 +45,13 @@ def run_pass(
     """The sums over all batches, of a model prepared by :func:`frozencore.calibration.preserve.preserved`."""
     # Each rank draws labels for its own examples; each pass draws the same, so that groups of layers agree.
     generator = seeded_generator(taps.options.seed, "fisher labels", own_rank())
-    num_examples, total = 0, total_examples(batches)
-    with watching_encoder(model) as encoder, capturing(taps, encoder) as capture:
+    any_form = loss_fn_of(taps.options) is not None
+    num_examples, total = 0, total_examples(batches, any_form=any_form)
+    with watching_encoder(model) as encoder, capturing(taps, encoder) as capture, ExitStack() as watched:
+        if any_form:
+            watched.enter_context(watching_calls(model, capture))
         for index, batch in enumerate(batches):
-            require_batch(batch, index)
+            require_batch(batch, index, any_form=any_form)
             _run_batch(model, batch, capture, generator)
             capture.finish_batch(index)
             num_examples += num_examples_of(batch)
@@ -59,12 +64,17 @@ def run_pass(
 
 def _run_batch(model: nn.Module, batch: Batch, capture: CalibrationPass, generator: torch.Generator) -> None:
     device = next(model.parameters()).device
-    batch = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in batch.items()}
-    count_tokens(batch, capture)
+    batch = mapped(batch, lambda tensor: tensor.to(device))
     taps = capture.taps
+    loss_fn = loss_fn_of(taps.options)
+    if loss_fn is None:
+        count_tokens(batch, capture)
     if not taps.backward_passes:
         with torch.no_grad():  # a decoder that shifts its labels cannot run without them
-            model(**{key: value for key, value in batch.items() if key != "labels" or capture.encoder is not None})
+            if loss_fn is not None:
+                loss_fn(model, batch)
+            else:
+                model(**{key: value for key, value in batch.items() if key != "labels" or capture.encoder is not None})
         return
     losses = _losses(model, batch, taps, generator)
     for number, backward in enumerate(taps.backward_passes, start=1):
@@ -85,6 +95,10 @@ def count_tokens(batch: Batch, capture: CalibrationPass) -> None:
     """Tell a pass which tokens of the batch that comes count."""
     options = capture.taps.options
     only_nonzero = options.tokens == "nonzero_delta"
+    if not {"input_ids", "inputs_embeds"} & batch.keys():  # images, sound: layers see other rows than the batch has
+        capture.tokens = CountedTokens.of_call(batch.get("attention_mask"), only_nonzero_delta=only_nonzero)
+        capture.source_tokens = capture.tokens
+        return
     if capture.encoder is None:
         counted = counted_tokens(batch, options)
     else:
@@ -96,6 +110,10 @@ def count_tokens(batch: Batch, capture: CalibrationPass) -> None:
 
 def _losses(model: nn.Module, batch: Batch, taps: Taps, generator: torch.Generator) -> Iterator[Tensor]:
     """One forward pass over a batch, and the loss of each backward pass; nothing is kept beside the last."""
+    loss_fn = loss_fn_of(taps.options)
+    if loss_fn is not None:
+        yield summed_loss(loss_fn, model, batch)
+        return
     if not _is_language_model(model):
         yield _own_loss(model, batch, taps.options)
         return
@@ -117,13 +135,13 @@ def _loss(
 def _predictions(model: nn.Module, batch: Batch, taps: Taps) -> Predictions:
     labels = labels_of(batch)
     if is_encoder_decoder(model):
-        return Predictions.of(model(**batch).logits, labels)
+        return Predictions.of(_part(model, model(**batch), "logits"), labels)
     targets = predicted(labels)
     inputs = {key: value for key, value in batch.items() if key != "labels"}
     if not _reads_logits(model, taps):
         kept = targets.ne(IGNORED).any(0).nonzero().squeeze(1)
         inputs["logits_to_keep"], targets = kept, targets[:, kept]
-    return Predictions.of(model(**inputs).logits, targets)
+    return Predictions.of(_part(model, model(**inputs), "logits"), targets)
 
 
 def _is_language_model(model: Any) -> bool:
@@ -138,7 +156,18 @@ def _own_loss(model: nn.Module, batch: Batch, options: CalibrationOptions) -> Te
             f"{type(model).__name__} is no language model: its own loss is used. Leave them at their defaults."
         )
     labels_of(batch)  # refused in our words where there are none
-    return model(**batch).loss * num_examples_of(batch)
+    return _part(model, model(**batch), "loss") * num_examples_of(batch)
+
+
+def _part(model: nn.Module, output: Any, name: str) -> Tensor:
+    """The logits or the loss among what a model gives: an output of transformers, or a plain dictionary."""
+    found = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
+    if not isinstance(found, Tensor):
+        raise CalibrationError(
+            f"Calibration looks at the gradient of a loss, but this {type(model).__name__} gives no {name}. Say what "
+            "its loss is: calibrate(..., loss_fn=lambda model, batch: ...)."
+        )
+    return found
 
 
 def _reads_logits(model: nn.Module, taps: Taps) -> bool:

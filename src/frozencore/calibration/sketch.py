@@ -18,12 +18,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from frozencore.calibration.batches import Batch
 from frozencore.calibration.budget import KEPT_WIDTH, SKETCH_PASSES, SKETCH_WIDTH
 from frozencore.calibration.collect import refuse_unreached, share_of
 from frozencore.calibration.options import CalibrationOptions
@@ -66,7 +66,7 @@ class Sketch:
 
 def stream_whitened_svds(
     model: nn.Module,
-    batches: Iterable[Mapping[str, Any]],
+    batches: Iterable[Batch],
     targets: Mapping[str, SketchTarget],
     *,
     whitening: Whitening,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -119,6 +119,8 @@ class CalibrationPass:
     ) -> None:
         """Add one call: input x (..., n), output error (..., m) and, if asked, output y (..., m)."""
         num_rows = x.numel() // x.shape[-1]
+        if num_rows != tokens.num_rows and tokens.or_all:
+            tokens = replace(tokens, num_rows=num_rows, rows=None)
         if num_rows != tokens.num_rows:
             raise CalibrationError(
                 f"Layer {recorder.name!r} saw {num_rows} rows where the batch has {tokens.num_rows} tokens, so "

@@ -17,6 +17,7 @@ from frozencore.adapter.bases.calibratable import adapter_for_new_bases
 from frozencore.adapter.bases.passes import BasisWork
 from frozencore.adapter.bases.spend import BasisSource, GivenMoments, spend_budget, spends_by_spectrum
 from frozencore.adapter.ranks import give_ranks, layers_to_share
+from frozencore.calibration.any_loss import LossFn, with_loss
 from frozencore.calibration.examples import Collator, batches_from
 from frozencore.calibration.options import CalibrationOptions
 from frozencore.calibration.shards import all_ranks_or_none, assign_owners, gathered, require_same_bases, share_bases
@@ -83,6 +84,7 @@ def calibrate(
     options: CalibrationOptions | None = None,
     memory_budget: int | str | None = None,
     moments: Mapping[str, LayerMoments] | Sequence[Mapping[str, LayerMoments]] | None = None,
+    loss_fn: LossFn | None = None,
     reset: bool = False,
     progress: bool | Progress = True,
 ) -> Calibration:
@@ -90,7 +92,8 @@ def calibrate(
 
     Args:
         model: A model with a frozen-core adapter, from ``peft.get_peft_model``.
-        data: Batches with ``input_ids``, ``attention_mask`` and ``labels``: a DataLoader, or any iterable that ends.
+        data: Batches with ``input_ids``, ``attention_mask`` and ``labels``: a DataLoader, or any iterable that ends. Of
+            images or sound for a model that gives a loss itself.
             With ``collator``, tokenised rows: a ``datasets.Dataset``, a PyTorch dataset, or a list. Read once.
         adapter_name: The adapter to calibrate; the active one by default.
         collator: Makes a batch of a list of rows, as in ``Trainer``.
@@ -102,6 +105,12 @@ def calibrate(
             they are sketches (see docs/memory.md). Also an option of ``options``.
         moments: Moments collected before, by layer name, instead of ``data``. A rank budget is spent by two
             halves of the examples: then two of them, of one half and of the other.
+        loss_fn: ``loss_fn(model, batch) -> loss`` instead of the model's own loss: one number, the mean over the
+            batch's examples, which is weighed by how many they are (the length of the batch's first tensor). A batch is
+            then whatever the data give: dictionaries, lists and tuples with tensors in them. Which activations count is
+            read off each call of the model: where it has an ``attention_mask`` (b x t), the tokens that it shows, in
+            layers that see a row for each; every row in other layers, an image's patches for instance. What the loss
+            itself masks has no error, and adds nothing to G and d.
         reset: Allow a new basis under a core that has been trained (the core is lost).
         progress: Show a bar, stay silent, or call a function of your own: ``(stage, done, total, note="")``.
 
@@ -120,7 +129,7 @@ def calibrate(
         DataError: The data are not batches, or rows that the collator cannot read.
     """
     adapter_name, config, layers = adapter_for_new_bases(model, adapter_name, reset=reset)
-    options = options or CalibrationOptions()
+    options = with_loss(options, loss_fn)
     if memory_budget is not None:
         options = replace(options, memory_budget=memory_budget)
     if by_spectrum := spends_by_spectrum(config):
@@ -134,7 +143,10 @@ def calibrate(
             if data is None:
                 raise CalibrationError(f"{config.constructor} reads data: call calibrate(model, dataloader).")
             with all_ranks_or_none():
-                source = batches_from(data, collator=collator, batch_size=batch_size, num_examples=num_examples)
+                source = batches_from(
+                    data, collator=collator, batch_size=batch_size, num_examples=num_examples,
+                    any_form=loss_fn is not None,
+                )  # fmt: skip
         if by_spectrum:
             work, source = spend_budget(work, source, options)
         if isinstance(source, GivenMoments):
