@@ -7,29 +7,34 @@ from __future__ import annotations
 
 import jaxtyping
 
+from places import SHARED, SOURCES
+
+# Only modules that say shapes: wrapping every function of the others took a quarter of the tests' time for nothing.
 SHAPE_CHECKED = [
-    "frozencore.maths", "frozencore.constructors", "frozencore.calibration", "frozencore.adapter",
-    "frozencore.fingerprint", "frozencore.lab.run.accounting",
-]  # fmt: skip
+    ".".join(file.relative_to(SOURCES).with_suffix("").parts)
+    for file in sorted((SOURCES / "frozencore").rglob("*.py"))
+    if "from jaxtyping import" in file.read_text(encoding="utf-8")
+]
 jaxtyping.install_import_hook(SHAPE_CHECKED, "beartype.beartype")  # must come before the first import of frozencore
 
+# torch, transformers and what needs them are imported in the fixtures: pytest-xdist's controller reads this file too,
+# runs no test, and would need nine seconds for them.
 import gc  # noqa: E402
 import os  # noqa: E402
 import sys  # noqa: E402
 from collections.abc import Callable, Iterator  # noqa: E402
 from pathlib import Path  # noqa: E402
-from typing import Any  # noqa: E402
+from typing import TYPE_CHECKING, Any  # noqa: E402
 
 import pytest  # noqa: E402
-import torch  # noqa: E402
 from hypothesis import settings  # noqa: E402
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors  # noqa: E402
-from torch import nn  # noqa: E402
-from transformers import PreTrainedTokenizerFast  # noqa: E402
 
-from places import SHARED  # noqa: E402
-from tiny import Example, draw_examples, tiny_gpt2, tiny_llama, tiny_qwen2  # noqa: E402
 from trials import FIXED  # noqa: E402
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from tiny import Example
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 settings.load_profile(FIXED)
@@ -49,23 +54,31 @@ def pytest_collection_finish() -> None:
 @pytest.fixture
 def examples() -> list[Example]:
     """Seven examples of 4 to 9 tokens."""
+    from tiny import draw_examples
+
     return draw_examples(num_examples=7, seed=3)
 
 
 @pytest.fixture
 def qwen2() -> nn.Module:
     """Two layers, width 32, four heads over two key/value heads, float32."""
+    from tiny import tiny_qwen2
+
     return tiny_qwen2()
 
 
 @pytest.fixture
 def llama() -> nn.Module:
+    from tiny import tiny_llama
+
     return tiny_llama()
 
 
 @pytest.fixture
 def gpt2() -> nn.Module:
     """Conv1D weights, learned positions, dropout 0.3 in the config."""
+    from tiny import tiny_gpt2
+
     return tiny_gpt2()
 
 
@@ -79,6 +92,8 @@ def as_a_user() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _same_global_seed() -> None:
+    import torch
+
     torch.manual_seed(0)
 
 
@@ -117,6 +132,8 @@ def tiny1m() -> Path:
 @pytest.fixture
 def byte_tokenizer() -> Callable[..., Any]:
     """Makes a tokenizer of one token a byte (258 in all), plus merges of the pairs given."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
 
     def make(*, adds_start: bool = False, chat: bool = False, merges: tuple[tuple[str, str], ...] = ()) -> Any:
         alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -141,4 +158,6 @@ def byte_tokenizer() -> Callable[..., Any]:
 @pytest.fixture
 def byte_model() -> nn.Module:
     """A tiny Qwen2 over the byte tokenizer's vocabulary."""
+    from tiny import tiny_qwen2
+
     return tiny_qwen2(vocab_size=300, max_position_embeddings=512)

@@ -16,7 +16,7 @@ name: small
 models: {pocket: pocket}
 keep_adapters: true
 base:
-  {batch_size: 8, accumulation: 1, dtype: float32, num_train: 32, num_evaluation: 16, epochs: 3,
+  {batch_size: 8, accumulation: 1, dtype: float32, num_train: 16, num_evaluation: 8, epochs: 2,
    select_checkpoint: epoch}
 studies:
   main:

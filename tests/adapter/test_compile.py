@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +13,13 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
 from adapted import BATCHES, adapted, cores_of
-from frozencore import CoreBank, FrozenCoreModel, frozen_core_layers, swap_core
+from frozencore import CoreBank, frozen_core_layers, swap_core
 from tiny import tiny_qwen2
-
-pytestmark = pytest.mark.usefixtures("as_a_user")  # type checks break the graph
 
 
 @pytest.fixture(autouse=True)
-def _without_old_graphs_and_type_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+def _without_old_graphs() -> None:
     torch._dynamo.reset()
-    generator = inspect.unwrap(FrozenCoreModel._enable_peft_forward_hooks)  # a switched-off check is still a wrapper
-    monkeypatch.setattr(FrozenCoreModel, "_enable_peft_forward_hooks", contextmanager(generator))
 
 
 def logits_and_gradients(model: nn.Module, call: Callable[..., Any]) -> list[Tensor]:

@@ -177,7 +177,6 @@ def test_each_row_of_a_mixed_batch_goes_through_its_own_adapter() -> None:
     assert torch.equal(logits(model), alone["other"])  # the next batch is plain again
 
 
-@pytest.mark.usefixtures("as_a_user")  # type checks break the graph
 def test_a_layer_compiles_without_a_graph_break() -> None:
     layer = cores_of(adapted("fcca", trained=True))[0].train()
     x = torch.randn(2, 3, 32)

@@ -187,7 +187,7 @@ def test_a_run_that_kills_three_workers_has_failed_and_keeps_its_log(
 ) -> None:
     """Driven with worker processes; every one that touches the first run is killed."""
     monkeypatch.setattr(multiprocessing, "get_context", lambda method=None: FORK)
-    text = TWO_METHODS.replace("[fcca, lora_xs]", "[lora_xs]").replace("epochs: 3", "epochs: 300")
+    text = TWO_METHODS.replace("[fcca, lora_xs]", "[lora_xs]").replace("epochs: 2", "epochs: 300")
     campaign = read_campaign(specification(tmp_path, text))
     store = Store(tmp_path / "out")
     crew = LocalCrew(1, store.folder, Place())

@@ -29,7 +29,10 @@ ROWS = [TokenRow(f"row-{i}", list(e.ids), e.num_prompt) for i, e in enumerate(dr
 RECIPE = Recipe(learning_rate=1e-2, epochs=2, batch_size=2, accumulation=3, warmup=0.3)  # four steps an epoch
 TERMINATED, INTERRUPTED = 143, 130
 TWO_RUNS = (
-    TWO_METHODS.replace("[fcca, lora_xs]", "[lora_xs]").replace("[42]", "[42, 43]").replace("epochs: 3", "epochs: 6")
+    TWO_METHODS.replace("[fcca, lora_xs]", "[lora_xs]")
+    .replace("[42]", "[42, 43]")
+    .replace("num_train: 16", "num_train: 32")
+    .replace("epochs: 2", "epochs: 6")
 )
 Heard = list[int]
 BOTH = (signal.SIGTERM, signal.SIGINT)
