@@ -8,7 +8,7 @@ SMALL = """
 name: small
 models: {pocket: pocket}
 base:
-  {batch_size: 8, accumulation: 1, dtype: float32, num_train: 32, num_evaluation: 20, epochs: 1, calibration_size: 16}
+  {batch_size: 8, accumulation: 1, dtype: float32, num_train: 32, num_evaluation: 8, epochs: 1, calibration_size: 16}
 studies:
   main:
     title: Two methods with search, one without

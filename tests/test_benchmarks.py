@@ -33,7 +33,7 @@ PROMISED: dict[str, tuple[tuple[str, ...], set[str]]] = {
         {"device", "job", "models", "budget_s", "used_s", "paper_h20"},
     ),
 }
-SLOW = {"calibration", "svd", "ranks", "memory", "many_training", "gpu", "tenants", "scale"}
+SLOW = {"step", "calibration", "svd", "ranks", "memory", "many_training", "gpu", "tenants", "scale"}
 EVERYWHERE = {"benchmark", "provenance"}
 
 
@@ -71,6 +71,7 @@ def test_the_quick_mode_writes_the_promised_keys(script: str, tmp_path: Path) ->
         assert found.get(rows) is None or len(found[rows]) > 0
 
 
+@pytest.mark.slow
 def test_the_gpu_benchmark_runs_at_a_tiny_size_on_a_cpu(tmp_path: Path) -> None:
     words = ("--tiny", "--models", "Llama-3.2-1B", "--out", tmp_path / "found.json")
     done = in_a_fork("gpu", tmp_path, *words)

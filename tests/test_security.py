@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 import json
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -24,10 +25,9 @@ FORBIDDEN_MODULES = {
 }  # fmt: skip
 
 
-def nodes() -> Iterator[tuple[Path, ast.AST]]:
-    for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            yield path, node
+@cache
+def nodes() -> list[tuple[Path, ast.AST]]:
+    return [(path, node) for path in PACKAGE.rglob("*.py") for node in ast.walk(ast.parse(path.read_text("utf-8")))]
 
 
 def test_the_source_neither_evaluates_text_nor_reads_pickles() -> None:

@@ -31,8 +31,11 @@ def test_the_shapes_are_those_of_a_three_billion_parameter_model() -> None:
     assert sum(parameter.numel() for parameter in qwen25_3b().parameters()) == 3_085_938_688
 
 
-@pytest.mark.parametrize("targets", [ATTENTION, None])
-@pytest.mark.parametrize("constructor", ["fcca", "milora"])
+@pytest.mark.parametrize(
+    ("constructor", "targets"),
+    [("fcca", None), ("milora", ATTENTION)]
+    + [pytest.param(*words, marks=pytest.mark.slow) for words in (("fcca", ATTENTION), ("milora", None))],
+)
 def test_frozen_cores_train_36864_values_on_144_targets(constructor: str, targets: list[str] | None) -> None:
     model = get_peft_model(qwen25_3b(), FrozenCoreConfig(r=16, target_modules=targets, constructor=constructor))
     assert len(frozen_core_layers(model, "default")) == 144

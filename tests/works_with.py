@@ -48,8 +48,8 @@ CLAIMS: dict[str, str] = {
         f"{CALIBRATION}/test_distributed.py::test_the_bases_are_those_of_one_process_on_all_examples",
     "DistributedDataParallel, FSDP2: a step together":
         f"{CALIBRATION}/test_distributed.py::test_a_step_together_is_a_step_on_the_whole_batch",
-    "reload in a fresh process, bit-equal":
-        f"{ADAPTER}/test_peft.py::test_adapters_reload_bit_equal_in_a_fresh_process",
+    "reload in another process, bit-equal":
+        f"{ADAPTER}/test_peft.py::test_adapters_reload_bit_equal_in_a_process_of_its_own",
     "merge and unmerge": f"{ADAPTER}/test_layer.py::test_merge_keeps_the_logits_and_unmerge_restores_the_weights",
     "several adapters": f"{ADAPTER}/test_peft.py::test_several_adapters_switch_and_do_not_mix",
     "one batch, several adapters":

@@ -47,7 +47,9 @@ def with_another(model: PeftModel) -> PeftModel:
     return model
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize(
+    "kind", ["two adapters", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("calibrated", "reloaded"))]
+)
 def test_a_model_in_training_is_one_graph_with_eagers_logits_and_gradients(kind: str, tmp_path: Path) -> None:
     model = MODELS[kind](tmp_path).train()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -56,6 +58,7 @@ def test_a_model_in_training_is_one_graph_with_eagers_logits_and_gradients(kind:
         assert one.any()
 
 
+@pytest.mark.slow
 def test_gradient_checkpointing_stays_one_graph() -> None:
     model = adapted("fcca", trained=True).train()
     expected = logits_and_gradients(model, model)
@@ -67,7 +70,7 @@ def test_gradient_checkpointing_stays_one_graph() -> None:
         torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("fullgraph", [True, False])
+@pytest.mark.parametrize("fullgraph", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_model_without_a_basis_says_so_when_it_is_compiled(fullgraph: bool) -> None:
     model = adapted("fcca", calibrated=False).train()
     with pytest.raises(Exception, match=r"Call frozencore.calibrate\(model, dataloader\) first"):

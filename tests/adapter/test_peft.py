@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -14,12 +15,13 @@ from peft import PeftModel, get_peft_model, set_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+import forked
 from adapted import BATCHES, adapted, cores_of, logits, train_at_random
 from frozencore import CONSTRUCTORS, FrozenCoreConfig, calibrate
 from frozencore.errors import ArtifactError, CalibrationError
 from tiny import tiny_qwen2
 
-FRESH_PROCESS = """
+OTHER_PROCESS = """
 import sys
 from pathlib import Path
 import frozencore
@@ -41,12 +43,17 @@ torch.save(result, work / "result.pt")
 """
 
 
-def test_adapters_reload_bit_equal_in_a_fresh_process(tmp_path: Path) -> None:
-    """Every constructor, float32 and bf16, with and without PEFT's low_cpu_mem_usage."""
+@pytest.mark.parametrize(
+    ("constructors", "fresh"), [(("fcca", "vera"), False), pytest.param(CONSTRUCTORS, True, marks=pytest.mark.slow)]
+)
+def test_adapters_reload_bit_equal_in_a_process_of_its_own(
+    constructors: Collection[str], fresh: bool, tmp_path: Path
+) -> None:
+    """Every constructor, float32 and bf16, with and without PEFT's low_cpu_mem_usage; started anew, or forked."""
     tiny_qwen2().save_pretrained(tmp_path / "base")
     torch.save({key: BATCHES[0][key] for key in ("input_ids", "attention_mask")}, tmp_path / "batch.pt")
     expected = {}
-    for constructor in CONSTRUCTORS:
+    for constructor in constructors:
         for dtype in (torch.float32, torch.bfloat16):
             # Loaded, not cast: model.to(bfloat16) would round the rotary frequencies as well.
             base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=dtype).eval()
@@ -57,14 +64,20 @@ def test_adapters_reload_bit_equal_in_a_fresh_process(tmp_path: Path) -> None:
             expected[name] = logits(model)
             assert expected[name].dtype == dtype
             assert not torch.equal(expected[name], plain)
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(torch.get_num_threads())}
-    done = subprocess.run(
-        [sys.executable, "-c", FRESH_PROCESS, str(tmp_path)], env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    assert not re.search(r"Failed to load|is an Enum subclass", done.stderr)  # torchao's, which nobody asked for
+    (tmp_path / "load.py").write_text(OTHER_PROCESS)
+    if fresh:
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(torch.get_num_threads())}
+        done = subprocess.run(
+            [sys.executable, tmp_path / "load.py", tmp_path], env=environment, capture_output=True, text=True
+        )
+        status, err = done.returncode, done.stderr
+        assert not re.search(r"Failed to load|is an Enum subclass", err)  # torchao's, which nobody asked for
+    else:
+        ended = forked.ended(forked.script(tmp_path / "load.py", tmp_path), tmp_path)
+        status, err = ended.status, ended.err
+    assert status == 0, err
     found = torch.load(tmp_path / "result.pt")
-    assert len(found) == 2 * len(expected) == 36
+    assert len(found) == 2 * len(expected) == 4 * len(constructors)
     for name, value in found.items():
         assert torch.equal(value, expected[name.partition("/")[0]]), name
 

@@ -45,7 +45,10 @@ ENVIRONMENT = os.environ | {
 TIMEOUT_S = 10  # of the process group, where a rank is lost
 
 
-@pytest.fixture(scope="module", params=[2, 4, pytest.param("torchrun", marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="module",
+    params=[2, pytest.param(4, marks=pytest.mark.slow), pytest.param("torchrun", marks=pytest.mark.slow)],
+)
 def reports(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank found; one launch for the whole file."""
     out = tmp_path_factory.mktemp("ranks")
@@ -177,7 +180,12 @@ def test_a_rank_that_holds_another_basis_is_found_out_before_training(reports: l
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "stage", "how"), [(2, "calibration", SIGKILL), (4, "bases", SIGKILL), (2, "calibration", SIGSTOP)]
+    ("num_ranks", "stage", "how"),
+    [
+        (2, "calibration", SIGKILL),
+        pytest.param(4, "bases", SIGKILL, marks=pytest.mark.slow),
+        (2, "calibration", SIGSTOP),
+    ],
 )
 def test_a_rank_that_is_lost_ends_the_others_within_the_timeout(
     num_ranks: int, stage: str, how: Signals, tmp_path: Path

@@ -97,7 +97,7 @@ def test_three_kills_change_nothing(undisturbed: Path, tmp_path: Path) -> None:
     moments = random.Random(0)
     for _ in range(3):
         driver = forked(spec, disturbed)
-        assert goes_on(disturbed, moments.randint(1, 40), driver.is_alive)
+        assert goes_on(disturbed, moments.randint(1, 12), driver.is_alive)
         time.sleep(moments.uniform(0, 0.05))
         driver.kill()
         driver.join()

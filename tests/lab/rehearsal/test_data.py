@@ -38,7 +38,9 @@ def write_real_sizes(name: str, root: Path) -> None:
     write_hub_folders(root, {source: splits})  # type: ignore[dict-item]
 
 
-@pytest.mark.parametrize("name", ["svamp", "arc_challenge", "rte", "mrpc"])
+@pytest.mark.parametrize(
+    "name", ["svamp", "rte", *(pytest.param(n, marks=pytest.mark.slow) for n in ("arc_challenge", "mrpc"))]
+)
 def test_rows_to_search_on_come_from_where_the_real_ones_do(name: str, tmp_path: Path) -> None:
     final = make_config(**PAPER, task=name)
     trial = final.model_copy(update={"evaluate_on": "validation"})

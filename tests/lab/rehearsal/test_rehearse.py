@@ -50,6 +50,7 @@ SOUND = """
 """
 
 
+@pytest.mark.rehearsal
 def test_a_sound_campaign_fills_every_cell_of_the_report_that_it_would_have(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -74,7 +75,7 @@ def test_a_sound_campaign_fills_every_cell_of_the_report_that_it_would_have(
     written = {str(p.relative_to(tmp_path / "out")) for p in (tmp_path / "out" / "report").rglob("*") if p.is_file()}
     assert written == set(found["files"])
     assert {"report/tables/comparison-significance.tex", "report/figures/stability.png"} <= written
-    again, _ = rehearse(command, tmp_path, SOUND)  # in the folder of the first one
+    again, _ = rehearse(command, tmp_path, SOUND[SOUND.index("  stability:") :])  # in the folder of the first one
     assert again == 0
 
 

@@ -68,7 +68,7 @@ def test_the_adapter_is_of_the_step_that_scored_best_and_the_record_says_so(whol
     assert (score.accuracy, score.held_out_loss) == (best.accuracy, best.held_out_loss)
 
 
-@pytest.mark.parametrize(("stage", "at"), [("train", 5), ("validate", 2)])
+@pytest.mark.parametrize(("stage", "at"), [("train", 5), pytest.param("validate", 2, marks=pytest.mark.slow)])
 def test_a_run_that_was_killed_chooses_as_if_it_had_not_been(
     stage: str, at: int, whole: tuple[TunedRecord, Path], tmp_path: Path
 ) -> None:

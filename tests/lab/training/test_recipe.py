@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import random
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -129,17 +130,28 @@ def train_until(step: int | None, model: nn.Module, folder: Path | None, *, resu
     )
 
 
-@pytest.mark.parametrize("adapted", [False, True])
-@pytest.mark.parametrize("damage", ["none", "truncated", "unsealed", "empty"])
-def test_a_resumed_training_is_bit_equal_to_an_uninterrupted_one(tmp_path: Path, adapted: bool, damage: str) -> None:
+@pytest.fixture(scope="module", params=[False, True], ids=["alone", "with LoRA"])
+def stopped(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Callable[[], nn.Module], TrainingReport, nn.Module, Path]:
+    """What makes a model, a whole training of it, and the checkpoints of one that was stopped at step 7."""
+
     def make_model() -> nn.Module:
-        return with_lora(tiny_gpt2()) if adapted else tiny_gpt2()
+        return with_lora(tiny_gpt2()) if request.param else tiny_gpt2()
 
-    whole = make_model()
+    whole, folder = make_model(), tmp_path_factory.mktemp("stopped")
     expected = train_until(None, whole, None)
-
     with pytest.raises(StoppedError):
-        train_until(7, make_model(), tmp_path)
+        train_until(7, make_model(), folder)
+    return make_model, expected, whole, folder
+
+
+@pytest.mark.parametrize("damage", ["none", "truncated", "unsealed", "empty"])
+def test_a_resumed_training_is_bit_equal_to_an_uninterrupted_one(
+    tmp_path: Path, stopped: tuple[Callable[[], nn.Module], TrainingReport, nn.Module, Path], damage: str
+) -> None:
+    make_model, expected, whole, checkpoints = stopped
+    shutil.copytree(checkpoints, tmp_path, dirs_exist_ok=True)
     newest = tmp_path / "checkpoint-6"
     if damage == "truncated":
         file = next(newest.glob("*.safetensors"))

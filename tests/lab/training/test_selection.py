@@ -140,8 +140,11 @@ def test_every_so_many_steps_and_the_last_one_are_scored(every: int, steps: list
     assert [score.step for score in report.selected.scores] == steps
 
 
-@pytest.mark.parametrize("every", ["epoch", 3])
-@pytest.mark.parametrize("stop_after", [2, 5, 11])
+@pytest.mark.parametrize(
+    ("every", "stop_after"),
+    [("epoch", 2), (3, 5), ("epoch", 11)]
+    + [pytest.param(*words, marks=pytest.mark.slow) for words in ((3, 2), ("epoch", 5), (3, 11))],
+)
 def test_a_training_that_was_stopped_chooses_as_if_it_had_not_been(
     every: Every, stop_after: int, undisturbed: Callable[[Every], tuple[TrainingReport, Values]], tmp_path: Path
 ) -> None:
@@ -156,7 +159,7 @@ def test_a_training_that_was_stopped_chooses_as_if_it_had_not_been(
     assert same(values(resumed), whole)
 
 
-@pytest.mark.parametrize("stopped_at", [1, 2, 3])
+@pytest.mark.parametrize("stopped_at", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_a_step_whose_scoring_was_stopped_is_scored_when_the_training_goes_on(stopped_at: int, tmp_path: Path) -> None:
     """The best one comes first: what is kept must come through every checkpoint."""
     scores = ((1.0, None), (2.0, None), (3.0, None))

@@ -31,8 +31,8 @@ TERMINATED, INTERRUPTED = 143, 130
 TWO_RUNS = (
     TWO_METHODS.replace("[fcca, lora_xs]", "[lora_xs]")
     .replace("[42]", "[42, 43]")
-    .replace("num_train: 16", "num_train: 32")
-    .replace("epochs: 2", "epochs: 6")
+    .replace("num_train: 16", "num_train: 24")
+    .replace("epochs: 2", "epochs: 5")
 )
 Heard = list[int]
 BOTH = (signal.SIGTERM, signal.SIGINT)
@@ -156,7 +156,7 @@ def test_without_checkpoints_and_in_a_thread_the_signal_comes_at_once(tmp_path: 
 def tune(out: Path, *words: str) -> list[str]:
     return [
         "tune", "--model", str(pocket_model_path()), "--task", "pocket-sentiment", "--output", str(out), "--rank", "4",
-        "--batch-size", "8", "--accumulation", "1", "--num-train", "32", "--num-evaluation", "16", "--epochs", "8",
+        "--batch-size", "8", "--accumulation", "1", "--num-train", "32", "--num-evaluation", "8", "--epochs", "8",
         "--dtype", "float32", *words,
     ]  # fmt: skip
 
@@ -236,7 +236,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return results_of(folder / "whole")
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_workers", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_a_campaign_that_is_terminated_keeps_the_step_of_every_run(
     num_workers: int, undisturbed: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -25,7 +25,7 @@ RATES, SEEDS = (1e-3, 2e-2), (42, 7)
 def config_of(**overrides: Any) -> RunConfig:
     few = {
         "model": str(pocket_model_path()), "task": "pocket-sentiment", "rank": 4, "calibration_size": 16,
-        "batch_size": 8, "accumulation": 1, "epochs": 2, "num_train": 32, "num_evaluation": 20, "device": "cpu",
+        "batch_size": 8, "accumulation": 1, "epochs": 2, "num_train": 16, "num_evaluation": 10, "device": "cpu",
         "select_by": "held_out_loss",
     }  # fmt: skip
     return make_config(**{**few, **overrides})

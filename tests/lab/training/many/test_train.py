@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 from collections.abc import Mapping
@@ -43,6 +44,8 @@ TENANTS = {
     "emil": Tenant(rows_of(9, seed=5), replace(RECIPE, max_grad_norm=0.01, weight_decay=0.1)),
 }
 
+TWO = {name: TENANTS[name] for name in ("anna", "ben")}
+
 
 def company_of(model: nn.Module, tenants: Mapping[str, Tenant] = TENANTS, **options: object) -> dict[str, Trained]:
     return train_many(model, tenants, pad_id=0, **options)
@@ -64,7 +67,9 @@ def difference(cores: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> f
     return (distance / sum(float(R.norm() ** 2) for R in expected.values())) ** 0.5
 
 
-@pytest.mark.parametrize(("base", "num_slots"), [(tiny_qwen2, 2), (tiny_qwen2, 5), (tiny_gpt2, 3)])
+@pytest.mark.parametrize(
+    ("base", "num_slots"), [(tiny_qwen2, 2), pytest.param(tiny_qwen2, 5, marks=pytest.mark.slow), (tiny_gpt2, 3)]
+)
 def test_a_tenant_in_company_is_the_tenant_alone(base: type, num_slots: int) -> None:
     trained = company_of(adapted(model=base()), num_slots=num_slots, tokens_per_batch=64)
     assert list(trained) == list(TENANTS)
@@ -114,14 +119,14 @@ def test_a_tenant_that_diverged_has_the_cores_that_it_would_have_alone() -> None
 def test_each_tenant_starts_from_the_core_of_the_adapter_which_stays() -> None:
     model, expected = adapted(trained=True), adapted(trained=True)
     before = cores_by_name(model)
-    trained = company_of(model, num_slots=2)
+    trained = company_of(model, TWO, num_slots=2)
     assert all(torch.equal(R, before[name]) for name, R in cores_by_name(model).items())
     cores, _ = alone(expected, TENANTS["anna"])
     assert difference(trained["anna"].cores, cores) < 1e-5
 
 
 def test_a_16_bit_base_trains_float32_cores() -> None:
-    trained = company_of(adapted(dtype=torch.bfloat16), num_slots=3)
+    trained = company_of(adapted(dtype=torch.bfloat16), TWO)
     assert {R.dtype for one in trained.values() for R in one.cores.values()} == {torch.float32}
     _, losses = alone(adapted(dtype=torch.bfloat16), TENANTS["anna"])
     assert trained["anna"].report.losses == pytest.approx(losses, rel=0.02)
@@ -163,9 +168,16 @@ def assert_same(left: dict[str, Trained], right: dict[str, Trained]) -> None:
         assert scores[0] == scores[1]
 
 
-@pytest.mark.parametrize("step", [4, 9, 14])
-def test_a_resumed_training_is_bit_equal_to_an_uninterrupted_one(tmp_path: Path, step: int) -> None:
-    whole = company_of(adapted(), VALIDATED, num_slots=2)
+@pytest.fixture(scope="module")
+def whole() -> dict[str, Trained]:
+    """What an uninterrupted training of the company gives."""
+    return company_of(adapted(), VALIDATED, num_slots=2)
+
+
+@pytest.mark.parametrize("step", [pytest.param(4, marks=pytest.mark.slow), 9, pytest.param(14, marks=pytest.mark.slow)])
+def test_a_resumed_training_is_bit_equal_to_an_uninterrupted_one(
+    tmp_path: Path, step: int, whole: dict[str, Trained]
+) -> None:
     until(step, tmp_path)
     newest = tmp_path / f"checkpoint-{step}"
     (newest / "values.safetensors").write_bytes((newest / "values.safetensors").read_bytes()[:-9])  # half-written
@@ -184,8 +196,7 @@ def company_in(folder: Path) -> None:
     company_of(adapted(), VALIDATED, num_slots=2, checkpoint_dir=folder, checkpoint_s=0)
 
 
-def test_a_training_that_is_killed_goes_on_bit_equal(tmp_path: Path) -> None:
-    whole = company_of(adapted(), VALIDATED, num_slots=2)
+def test_a_training_that_is_killed_goes_on_bit_equal(tmp_path: Path, whole: dict[str, Trained]) -> None:
     process = FORK.Process(target=company_in, args=(tmp_path,))
     process.start()
     while process.is_alive() and not (tmp_path / "ended").is_dir():  # a tenant has left, others are under way
@@ -198,9 +209,11 @@ def test_a_training_that_is_killed_goes_on_bit_equal(tmp_path: Path) -> None:
     assert resumed["anna"].report.resumed_from is not None
 
 
-@pytest.mark.parametrize("at", [0, 6])
-def test_sigterm_takes_effect_after_a_step_with_its_checkpoint(tmp_path: Path, at: int) -> None:
-    whole, heard, steps = company_of(adapted(), VALIDATED, num_slots=2), [], iter(range(1000))
+@pytest.mark.parametrize("at", [pytest.param(0, marks=pytest.mark.slow), 6])
+def test_sigterm_takes_effect_after_a_step_with_its_checkpoint(
+    tmp_path: Path, at: int, whole: dict[str, Trained]
+) -> None:
+    heard, steps = [], iter(range(1000))
     before = signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
 
     def told(*_: object) -> None:
@@ -218,9 +231,19 @@ def test_sigterm_takes_effect_after_a_step_with_its_checkpoint(tmp_path: Path, a
     assert_same(resumed, whole)
 
 
+@pytest.fixture(scope="module")
+def after_ends(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoints of a company that was stopped when some tenants had ended."""
+    folder = tmp_path_factory.mktemp("stopped")
+    until(14, folder)
+    return folder
+
+
 @pytest.mark.parametrize("damage", ["cut", "gone", "other"])
-def test_a_damaged_file_of_a_tenant_that_had_ended_is_told_in_one_line(tmp_path: Path, damage: str) -> None:
-    until(14, tmp_path)
+def test_a_damaged_file_of_a_tenant_that_had_ended_is_told_in_one_line(
+    tmp_path: Path, damage: str, after_ends: Path
+) -> None:
+    shutil.copytree(after_ends, tmp_path, dirs_exist_ok=True)
     file = next((tmp_path / "ended").iterdir())
     content = file.read_bytes()
     file.unlink()
@@ -232,7 +255,8 @@ def test_a_damaged_file_of_a_tenant_that_had_ended_is_told_in_one_line(tmp_path:
 
 
 def test_a_step_that_does_not_fit_in_memory_is_made_in_smaller_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, sizes = company_of(adapted()), []
+    three, sizes = TWO | {"emil": TENANTS["emil"]}, []
+    whole = company_of(adapted(), three)
 
     def no_room_for_three(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         sizes.append(len(batch["labels"]))
@@ -242,7 +266,7 @@ def test_a_step_that_does_not_fit_in_memory_is_made_in_smaller_passes(monkeypatc
         return losses
 
     monkeypatch.setattr(company, "row_losses", no_room_for_three)
-    narrow = company_of(adapted())
+    narrow = company_of(adapted(), three)
     assert max(sizes) > 2
     assert sum(size > 2 for size in sizes) < 12  # each halves the budget, from 1024 tokens, for good
     for name, trained in narrow.items():
@@ -255,7 +279,7 @@ def test_layers_whose_product_is_not_plain_train_the_same() -> None:
     model = adapted()
     for layer in cores_of(model):
         layer.get_base_layer().register_forward_hook(lambda *_: None)
-    hooked, plain = company_of(model, num_slots=3), company_of(adapted(), num_slots=3)
+    hooked, plain = company_of(model, TWO), company_of(adapted(), TWO)
     for name, trained in hooked.items():
         assert difference(trained.cores, plain[name].cores) < 1e-5
 
@@ -277,7 +301,7 @@ def test_validation_rows_choose_the_step_that_they_would_choose_alone() -> None:
     tenant = VALIDATED["anna"]
     validation = tenant.validation
     assert validation is not None
-    chosen = company_of(adapted(), VALIDATED, num_slots=3)["anna"]
+    chosen = company_of(adapted(), {name: VALIDATED[name] for name in TWO})["anna"]
     model = adapted()
 
     def score(scored: nn.Module, *_: object) -> tuple[float, None]:
@@ -299,7 +323,7 @@ def test_a_tenant_whose_validation_loss_rises_stops_early_and_keeps_its_best() -
     rows = rows_of(6, seed=11)
     patient = replace(tenant, validation=Validation(rows, every=1))
     stopped, whole = (
-        company_of(adapted(), TENANTS | {"anna": replace(patient, validation=Validation(rows, every=1, patience=k))})
+        company_of(adapted(), TWO | {"anna": replace(patient, validation=Validation(rows, every=1, patience=k))})
         for k in (3, None)
     )
     scores = whole["anna"].report.selected.scores
@@ -311,7 +335,7 @@ def test_a_tenant_whose_validation_loss_rises_stops_early_and_keeps_its_best() -
     assert report.num_steps == ends + 1 < whole["anna"].report.num_steps
     assert report.selected.scores == scores[: ends + 1]
     assert {name: one.report.num_steps for name, one in stopped.items() if name != "anna"} == {
-        name: tenant.num_steps for name, tenant in TENANTS.items() if name != "anna"
+        name: tenant.num_steps for name, tenant in TWO.items() if name != "anna"
     }
 
 
