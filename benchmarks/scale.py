@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from peft import get_peft_model
 from rich.console import Console
 from rich.table import Table
@@ -109,6 +110,37 @@ def losses_of(row: Row, bench: Bench, plan: Plan) -> list[float | None]:
         model.unload()
 
 
+def one_rate(rows: list[Row], *, scaled: bool) -> Row | None:
+    """The one rate that serves all ranks and targets of a model best, and what each row loses there to its own best.
+
+    Between the rates of a row its loss is taken as straight in the logarithm of the rate; rates beyond those that some
+    row was trained at do not count.
+
+    Args:
+        scaled: Rates at a scale of 16/r, else what they are worth at a scale of 1.
+    """
+    curves = []
+    for row in rows:
+        if row["rank"] is not None and row["alpha"] is not None:
+            factor = 1.0 if scaled else ALPHA / row["rank"]
+            known = [
+                (rate * factor, loss) for rate, loss in zip(RATES[row["model"]], row["losses"], strict=True) if loss
+            ]
+            curves.append(tuple(np.array(known).T))
+    if len(curves) < 2:
+        return None
+    span = max(rates[0] for rates, _ in curves), min(rates[-1] for rates, _ in curves)
+    grid = np.geomspace(*span, 49)
+    excess = np.stack([np.interp(np.log(grid), np.log(rates), losses) - losses.min() for rates, losses in curves])
+    best = int(excess.mean(0).argmin())
+    return {
+        "rate": round(float(grid[best]), 5),
+        "mean_excess": round(float(excess[:, best].mean()), 5),
+        "largest_excess": round(float(excess[:, best].max()), 5),
+        "best_rates": [round(float(rates[losses.argmin()]), 5) for rates, losses in curves],
+    }
+
+
 def table_of(rows: list[Row]) -> Table:
     table = Table(title="Held-out loss by rate", title_justify="left")
     for heading in ("model", "targets", "rank", "scale", *(f"rate {number}" for number in range(1, 6))):
@@ -126,6 +158,17 @@ def table_of(rows: list[Row]) -> Table:
         )
         table.add_row(row["model"], row["targets"], rank, scale, *cells)
     return table
+
+
+def write_results(rows: list[Row], plan: Plan, out: Path) -> None:
+    """All rows so far, and what follows from them."""
+    by_model = {model: [row for row in rows if row["model"] == model] for model in RATES}
+    single = {
+        model: {scale: one_rate(own, scaled=scale == "16/r") for scale in ("1", "16/r")}
+        for model, own in by_model.items()
+    }
+    found = {"benchmark": "scale", "rates": RATES, "plan": vars(plan), "rows": rows, "one_rate": single}
+    write_json(out, found | {"load": load_average(), "provenance": provenance()})
 
 
 def main() -> None:
@@ -147,8 +190,7 @@ def main() -> None:
             if row in done:
                 continue
             rows.append({**row, "losses": losses_of(row, bench, plan)})
-            found = {"benchmark": "scale", "rates": RATES, "plan": vars(plan), "rows": rows}
-            write_json(given.out, found | {"load": load_average(), "provenance": provenance()})
+            write_results(rows, plan, given.out)
     Console().print(table_of(rows))
     if given.figure:
         from scale_figure import scale_figure
