@@ -3,10 +3,10 @@
     nice python benchmarks/scale.py --data-root DIR --model DIR      # about an hour;  --quick: one tiny round
 
 ``--model`` is ``tiny1m``, on HellaSwag's texts; the pocket model, on its arithmetic, is in the package. The rates of a
-row train side by side on one basis. Under AdamW a scale s at a rate η is a scale of 1 at the rate s·η, but for clipping
-and for the ε of its denominator (``tests/adapter/test_scale.py``), so that one training is a point in both columns of
-the figure; the row with ``alpha`` null was trained at a scale of 1 to see that this is so. A rank budget has ranks of
-its own in every layer, and there the two are not the same: it was trained both ways.
+row train side by side on one basis. Under AdamW a scale s at a rate η is a scale of 1 at the rate s·η
+(``tests/adapter/test_scale.py``), so that one training is a point in both columns of the figure. But for clipping: a
+scale multiplies the gradients that are clipped at 1. The row with ``alpha`` null was trained at a scale of 1 and the
+same steps to see what that makes. A rank budget has ranks of its own in every layer: it was trained both ways.
 
 Losses are held-out nats per completion token, of one seed. What is there already in ``--out`` is not trained again.
 """

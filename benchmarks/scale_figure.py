@@ -11,6 +11,7 @@ import matplotlib as mpl
 mpl.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.ticker import NullFormatter
 
 COLOURS = ("#56B4E9", "#0072B2", "#E69F00", "#D55E00")  # Okabe and Ito
 Rows = Sequence[Mapping[str, Any]]
@@ -47,8 +48,8 @@ def scale_figure(rows: Rows, rates: Mapping[str, Sequence[float]], alpha: float,
 
 
 def _panel(axis: Axes, rows: Rows, rates: Sequence[float], alpha: float, *, scaled: bool) -> None:
-    lowest = min(loss for row in rows for loss in row["losses"] if loss is not None)
-    starts = [max(loss for loss in row["losses"] if loss is not None) for row in rows]
+    lowest = [min(loss for loss in row["losses"] if loss is not None) for row in rows]
+    height = max(max(lowest) - min(lowest), 0.01)
     for row, colour in zip(sorted(rows, key=lambda row: row["rank"]), COLOURS, strict=False):
         x = [rate if scaled else rate * alpha / row["rank"] for rate in rates]
         points = [(rate, loss) for rate, loss in zip(x, row["losses"], strict=True) if loss is not None]
@@ -56,6 +57,7 @@ def _panel(axis: Axes, rows: Rows, rates: Sequence[float], alpha: float, *, scal
         axis.plot(*zip(*points, strict=True), color=colour, lw=1.2, marker="o", ms=3, mfc="white", label=row["rank"])
         axis.plot(*best, color=colour, marker="o", ms=6)
     axis.set_xscale("log")
-    axis.set_ylim(lowest - 0.03 * (max(starts) - lowest), lowest + 0.6 * (max(starts) - lowest))
+    axis.xaxis.set_minor_formatter(NullFormatter())
+    axis.set_ylim(min(lowest) - 0.1 * height, max(lowest) + 0.6 * height)
     axis.spines[["top", "right"]].set_visible(False)
     axis.tick_params(labelsize=7)
