@@ -16,6 +16,8 @@ import torch
 from frozencore.cli import app as cli
 from frozencore.errors import ArtifactError
 from frozencore.lab.pocket import pocket_model_path
+from frozencore.lab.run.bench import prepare
+from frozencore.lab.run.config import make_config
 from frozencore.lab.training.trainer import CompletionTrainer
 from frozencore.naming import counted
 
@@ -110,6 +112,24 @@ def test_rows_that_are_too_long_are_refused_or_left_out_and_counted(command, tmp
     assert "1 row was too long and left out (--skip-long)" in out
     used = json.loads((tmp_path / "run" / "result.json").read_text())["rows"]
     assert (used["cut"], used["skipped"], used["trained"] + used["scored"]) == (1, 1, 11)
+
+
+def test_a_dry_run_says_what_would_be_read_and_taken_and_writes_nothing(command, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    rows = [{"prompt": f"Tom has {i} cats .", "completion": " two cats"} for i in range(20)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["tune", *FEW[:2], "--data", tmp_path / "rows.jsonl", "--rank", "4", "--epochs", "2", "--batch-size", "3"]
+    status, out, err = command(*words, "--accumulation", "2", "--out", tmp_path / "run", "--dry-run")
+    assert (status, err) == (0, "")
+    assert not (tmp_path / "run").exists()
+    bench = prepare(make_config(model=FEW[1], data=tmp_path / "rows.jsonl"), lambda *_: None)
+    lengths = [len(row.input_ids) for row in bench.rows.train]
+    with_loss = 18 * (1 + len(bench.encoder.tokenizer(" two cats", add_special_tokens=False)["input_ids"]))
+    assert f"18 rows to train on: {sum(lengths)} tokens, {with_loss} of them with loss; " in out
+    assert f"{max(lengths)} at most (limit 512)" in out
+    assert "2 rows to score: " in out
+    assert "6 steps of 3 x 2 rows in 2 epochs; learning rate 0.005" in out
+    assert "fcca: 256 trained values (3,072 bytes of state), about " in out
+    assert re.fullmatch(r"Tom has \d+ cats \.⟦ two cats<\|endoftext\|>⟧", out.splitlines()[-1])
 
 
 def test_an_empty_file_and_a_file_without_labels_are_one_line(command, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]

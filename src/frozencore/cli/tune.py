@@ -28,7 +28,17 @@ def _tune(
         ),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from what is kept in --output.")] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Write nothing: say what it would read and take, and show the first row.",
+        ),
+    ] = False,
 ) -> None:
+    if dry_run:
+        _show(config)
+        return
     from frozencore.cli.display import StageDisplay, resume_line
     from frozencore.cli.many_tables import sweep_summary
     from frozencore.cli.tables import run_summary
@@ -49,6 +59,16 @@ def _tune(
         console.print(sweep_summary(swept))
     console.print(run_summary(record))
     console.print(f"Adapter: {output / 'adapter'}   Record: {output / 'result.json'}", highlight=False)
+
+
+def _show(config: RunConfig) -> None:
+    from frozencore.cli.display import StageDisplay
+    from frozencore.cli.dry_run import dry_run_lines
+
+    with StageDisplay(console) as progress:
+        lines = list(dry_run_lines(config, progress))
+    for line in lines:
+        console.print(line, soft_wrap=True)
 
 
 tune = TakesRun(_tune)

@@ -1,0 +1,88 @@
+"""``tune --dry-run``: what a run would read and take, and a row as it is trained on; nothing is written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from statistics import median
+
+import torch
+from rich.text import Text
+from transformers import AutoModelForCausalLM
+
+from frozencore.cli.showing import MARKS
+from frozencore.lab.campaign.estimate import memory_bytes, size_of
+from frozencore.lab.rows.prompts import PromptEncoder
+from frozencore.lab.rows.row_forms import TokenRow
+from frozencore.lab.run.accounting import trainable_parameters, training_state_bytes
+from frozencore.lab.run.bench import Bench, prepare
+from frozencore.lab.run.config import RunConfig
+from frozencore.lab.run.execute import recipe_of
+from frozencore.lab.run.named_basis import on_named_basis
+from frozencore.lab.run.targets import resolve_targets
+from frozencore.naming import num_of
+from frozencore.progress import Progress
+
+
+def dry_run_lines(config: RunConfig, progress: Progress) -> Iterator[Text]:
+    """What a run would do, from its model and all its rows.
+
+    Raises:
+        FrozenCoreError: What the run itself would refuse before it scores or trains.
+    """
+    config = on_named_basis(config)
+    bench = prepare(config, progress)
+    yield from _rows(config, bench)
+    yield from _cost(config, bench)
+    yield Text("\nThe first row that is trained on (what carries loss is marked)", style="bold")
+    yield _marked(bench.rows.train[0], bench.encoder)
+
+
+def _rows(config: RunConfig, bench: Bench) -> Iterator[Text]:
+    rows = bench.rows
+    sets = {
+        "train on": rows.train,
+        "score": rows.held_out,
+        **({"calibrate on": rows.calibration} if config.moments_needed else {}),
+        **({} if rows.validation is None else {"choose a step by": rows.validation.tokens}),
+    }
+    for use, tokens in sets.items():
+        lengths = [len(row.input_ids) for row in tokens]
+        with_loss = sum(len(row.input_ids) - row.num_context for row in tokens)
+        yield Text(
+            f"{num_of(len(tokens), 'row')} to {use}: {num_of(sum(lengths), 'token')}, {with_loss:,} of them with loss; "
+            f"a row has {median(lengths):.0f} in the middle, {max(lengths):,} at most (limit "
+            f"{bench.encoder.max_length})."
+        )
+    for count, said in ((rows.num_cut, "cut at the beginning of the prompt"), (rows.num_skipped, "left out")):
+        if count:
+            yield Text(f"{num_of(count, 'row')} too long: {said}.")
+
+
+def _cost(config: RunConfig, bench: Bench) -> Iterator[Text]:
+    recipe, num_rows = recipe_of(config, bench.rows), len(bench.rows.train)
+    yield Text(
+        f"{num_of(recipe.num_steps(num_rows), 'step')} of {recipe.batch_size} x {recipe.accumulation} rows in "
+        f"{num_of(recipe.epochs, 'epoch')}; learning rate {recipe.learning_rate:g}, warm-up {recipe.warmup:g} of them."
+    )
+    memory = memory_bytes(config, size_of(bench.model.config)) / 2**30
+    trained = _trained_values(config, bench)
+    state = "" if trained is None else f" ({training_state_bytes(trained):,} bytes of state)"
+    values = "" if trained is None else f"{num_of(trained, 'trained value')}{state}, "
+    yield Text(f"{config.method}: {values}about {memory:.2f} GiB of memory with the model.")
+
+
+def _trained_values(config: RunConfig, bench: Bench) -> int | None:
+    """Counted on a model of the same shapes without values; None where a rank budget or the weights decide it."""
+    if config.method_entry.changes_base or config.rank_budget is not None:
+        return None
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(bench.model.config)
+        adapted = config.method_entry.add(model, config.adapter_options(resolve_targets(config, bench.model)))
+    return trainable_parameters(adapted)
+
+
+def _marked(row: TokenRow, encoder: PromptEncoder) -> Text:
+    context, completion = (
+        encoder.tokenizer.decode(part) for part in (row.input_ids[: row.num_context], row.input_ids[row.num_context :])
+    )
+    return Text.assemble(context, (f"{MARKS[0]}{completion}{MARKS[1]}", "reverse"))
