@@ -35,9 +35,16 @@ def core_output(x: Tensor, P: Tensor, Q: Tensor, R: Tensor, scale: float) -> Ten
     return core_z.to(P.dtype) @ P.mT
 
 
-def adapted_linear(x: Tensor, base: nn.Linear, P: Tensor, Q: Tensor, R: Tensor, scale: float) -> Tensor:
-    """The whole product by hand, for a base layer and an input that :func:`is_plain` accepts."""
-    weight, bias = cast(Tensor, base._parameters["weight"]), base._parameters["bias"]
+def adapted_linear(
+    x: Tensor, base: nn.Linear, P: Tensor, Q: Tensor, R: Tensor, scale: float, weight: Tensor | None = None
+) -> Tensor:
+    """The whole product by hand, for a base layer and an input that :func:`is_plain` accepts.
+
+    Args:
+        weight: Instead of the base layer's.
+    """
+    weight = cast(Tensor, base._parameters["weight"]) if weight is None else weight
+    bias = base._parameters["bias"]
     if torch.is_grad_enabled() and (x.requires_grad or R.requires_grad):
         return _AdaptedLinear.apply(x, weight, bias, P, Q, R, scale)[0]
     return _forward(x, weight, bias, P, Q, R, scale)[0]

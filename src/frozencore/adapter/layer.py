@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from frozencore.adapter.core_product import core_output
-from frozencore.adapter.rounds import AdapterRounds
+from frozencore.adapter.rounds import AdapterRounds, LaidPast
 from frozencore.adapter.seal.same_base import sample_weight
 from frozencore.adapter.shared_factors import SharedFactors
 from frozencore.errors import ArtifactError, CalibrationError
@@ -64,6 +64,7 @@ class FrozenCoreLayer(AdapterRounds, BaseTunerLayer):
         self.frozencore_Q = SharedFactors()
         self.frozencore_R = nn.ModuleDict()
         self.frozencore_past = BufferDict({}, persistent=True)
+        self.laid_past: dict[str, LaidPast] = {}
         self.frozencore_scale: dict[str, float] = {}
         self.frozencore_ready: dict[str, bool] = {}
         self.row_cores: RowCores | None = None
@@ -247,6 +248,12 @@ class FrozenCoreLayer(AdapterRounds, BaseTunerLayer):
 def layer_shape(layer: Any) -> tuple[int, int]:
     """(m, n): outputs and inputs of a linear layer."""
     return (layer.nf, layer.nx) if isinstance(layer, Conv1D) else (layer.out_features, layer.in_features)
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module is a linear layer, quantised or not, and not one of ours around another."""
+    quantised = isinstance(getattr(module, "in_features", None), int) and hasattr(module, "out_features")
+    return isinstance(module, nn.Linear | Conv1D) or (quantised and not isinstance(module, BaseTunerLayer))
 
 
 def frozen_core_layers(model: nn.Module, adapter_name: str) -> dict[str, FrozenCoreLayer]:

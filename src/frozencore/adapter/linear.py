@@ -39,6 +39,10 @@ class FrozenCoreLinear(nn.Module, FrozenCoreLayer):
         active = [adapter_name for adapter_name in active if adapter_name in self.frozencore_R]
         base = self.base_layer
         if len(active) == 1 and not args and not kwargs:
+            laid = self.laid_past.get(active[0])
+            if laid is not None and is_plain(base, x, laid.P):
+                R, scale = self.core(active[0]), self.frozencore_scale[active[0]]
+                return adapted_linear(x, base, laid.P, laid.Q, R, scale, laid.weight)
             P, Q, R = self._trained_factors(active[0])
             if is_plain(base, x, P):
                 return adapted_linear(x, base, P, Q, R, self.frozencore_scale[active[0]])

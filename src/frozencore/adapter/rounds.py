@@ -2,10 +2,15 @@
 
 The bases of all rounds stand side by side in P and Q, so that the sum is one product of k = r_1 + … + r_j columns with
 the cores as blocks, and whatever reads P, R and Q of an adapter reads the sum.
+
+While it trains, the earlier rounds of a narrow float32 layer are computed with in a copy of its weight, which is then
+cheaper than they are. The weight itself is never changed, and a 16-bit one could not take what is smaller than its
+rounding.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,19 +21,33 @@ from torch.nn.functional import pad
 from frozencore.adapter.shared_factors import SharedFactors
 from frozencore.maths.basis import Basis
 
+NARROW = 0.25  # of a weight's entries: with more of them in P and Q, a copy of the weight is the smaller product
+
+
+@dataclass(frozen=True)
+class LaidPast:
+    """The weight of a layer with the earlier rounds in it (m x n), and P and Q of the last round alone."""
+
+    weight: Tensor
+    P: Tensor
+    Q: Tensor
+
 
 class AdapterRounds:
     """P, Q and the cores of the adapters on one layer with n inputs and m outputs, by adapter name.
 
     ``frozencore_P``, ``frozencore_Q``: buffers m x k and n x k, r columns a round. ``frozencore_R``: bias-free linear
     layers r -> r, of the last round. ``frozencore_past``: after the first round, k x k: the cores of the earlier ones,
-    with zeros in the place of the last.
+    with zeros in the place of the last. ``laid_past``: where the earlier rounds are in a copy of the weight.
     """
 
+    base_layer: nn.Module
     frozencore_P: SharedFactors
     frozencore_Q: SharedFactors
     frozencore_R: nn.ModuleDict
     frozencore_past: BufferDict
+    frozencore_scale: dict[str, float]
+    laid_past: dict[str, LaidPast]
 
     def core(self, adapter_name: str) -> Tensor:
         """What trains of an adapter: R (r x r) of the last round."""
@@ -50,6 +69,7 @@ class AdapterRounds:
 
     def begin_round(self, adapter_name: str, basis: Basis) -> None:
         """Keep P, Q and R as they are, and go on beside them, on a basis of the same r, from a core of zeros."""
+        self.lift_past(adapter_name)
         P, Q, whole = self.factors(adapter_name)
         R = self.core(adapter_name)
         with torch.no_grad():
@@ -58,8 +78,26 @@ class AdapterRounds:
             self.frozencore_Q[adapter_name] = torch.cat([Q, basis.Q.to(Q.device, Q.dtype)], dim=1)
             R.zero_()
 
+    def lay_past(self, adapter_name: str) -> None:
+        """Compute with the earlier rounds in a copy of the weight from now on, where that is cheaper and exact."""
+        self.lift_past(adapter_name)
+        base: Any = self.base_layer
+        if type(base) is not nn.Linear or base.weight.dtype != torch.float32 or base.weight.is_meta:
+            return
+        P, Q, R = self.frozencore_P[adapter_name], self.frozencore_Q[adapter_name], self.core(adapter_name)
+        earlier = P.shape[1] - len(R)
+        if earlier and P.numel() + Q.numel() >= NARROW * base.weight.numel():
+            core = self.frozencore_past[adapter_name] * self.frozencore_scale[adapter_name]
+            weight = torch.addmm(base.weight.detach(), P @ core, Q.mT)
+            self.laid_past[adapter_name] = LaidPast(weight, P[:, earlier:].contiguous(), Q[:, earlier:].contiguous())
+
+    def lift_past(self, adapter_name: str) -> None:
+        """Forget that copy."""
+        self.laid_past.pop(adapter_name, None)
+
     def take_back_round(self, adapter_name: str) -> None:
         """The inverse of :meth:`begin_round`: the last round is gone, the one before it trains again."""
+        self.lift_past(adapter_name)
         R = self.core(adapter_name)
         earlier = self.rank(adapter_name) - len(R)
         before = earlier - len(R)
@@ -76,6 +114,7 @@ class AdapterRounds:
 
     def set_rounds(self, adapter_name: str, rounds: int) -> None:
         """Room for the factors of so many rounds, all of them zero, unless there is just that."""
+        self.lift_past(adapter_name)
         P, Q, R = self.frozencore_P[adapter_name], self.frozencore_Q[adapter_name], self.core(adapter_name)
         k = rounds * len(R)
         if P.shape[1] == k:

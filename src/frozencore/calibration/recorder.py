@@ -35,14 +35,15 @@ class ReadInput:
 
     Attributes:
         values: The counted rows of x.
+        finite: Whether they are; None where that is not asked.
     """
 
     values: Float[Tensor, "N n"]
     sums: dict[MomentName, Tensor]
-    finite: Tensor
+    finite: Tensor | None
 
     @classmethod
-    def of(cls, values: Float[Tensor, "N n"], needs: frozenset[MomentName]) -> ReadInput:
+    def of(cls, values: Float[Tensor, "N n"], needs: frozenset[MomentName], *, checks: bool = True) -> ReadInput:
         sums: dict[MomentName, Tensor] = {}
         if "input_square" in needs:
             sums["input_square"] = square_sum(values)
@@ -50,14 +51,18 @@ class ReadInput:
             sums["input_outer"] = outer(values, values)
         if "input_total" in needs:
             sums["input_total"] = values.sum(0, dtype=sum_dtype(values))
-        return cls(values, sums, finite(values))
+        return cls(values, sums, finite(values) if checks else None)
 
 
 class LayerRecorder:
-    """Sums of one layer, and whether what it saw since :meth:`forget_flags` was finite (None: it saw nothing)."""
+    """Sums of one layer, and whether what it saw since :meth:`forget_flags` was finite (None: it saw nothing, or it
+    does not check)."""
 
-    def __init__(self, name: str, projection: Projection | None, stats_device: torch.device | None) -> None:
+    def __init__(
+        self, name: str, projection: Projection | None, stats_device: torch.device | None, *, checks: bool = True
+    ) -> None:
         self.name = name
+        self._checks = checks
         self.num_tokens = 0
         self.totals: dict[MomentName, Tensor] = {}
         self.input_finite: Tensor | None = None
@@ -67,7 +72,8 @@ class LayerRecorder:
 
     def add_input(self, read: ReadInput) -> None:
         """Count its tokens and add its sums."""
-        self.input_finite = read.finite if self.input_finite is None else self.input_finite & read.finite
+        if read.finite is not None:
+            self.input_finite = read.finite if self.input_finite is None else self.input_finite & read.finite
         self.num_tokens += len(read.values)
         for name, value in read.sums.items():
             self._add(name, value)
@@ -76,8 +82,9 @@ class LayerRecorder:
         self, error: Float[Tensor, "N m"], values: Float[Tensor, "N n"] | None, needs: frozenset[MomentName]
     ) -> None:
         """Add output errors; ``values`` are the inputs of the same tokens, for the cross moment."""
-        is_finite = finite(error)
-        self.error_finite = is_finite if self.error_finite is None else self.error_finite & is_finite
+        if self._checks:
+            is_finite = finite(error)
+            self.error_finite = is_finite if self.error_finite is None else self.error_finite & is_finite
         if "cross" in needs:
             assert values is not None
             self._add_product(

@@ -39,12 +39,14 @@ class Taps:
 
     Attributes:
         projections: By layer name, how cross products are projected before they are summed.
+        checks: Whether each batch is checked for NaN and Inf.
     """
 
     layers: Mapping[str, nn.Module]
     needs: frozenset[MomentName]
     options: CalibrationOptions = field(default_factory=CalibrationOptions)
     projections: Mapping[str, Projection] = field(default_factory=dict)
+    checks: bool = True
 
     @cached_property
     def backward_passes(self) -> tuple[Backward, ...]:
@@ -53,7 +55,9 @@ class Taps:
     def recorders(self) -> dict[str, LayerRecorder]:
         """New ones, without sums."""
         device = find_device(self.options.stats_device) if self.options.stats_device else None
-        return {name: LayerRecorder(name, self.projections.get(name), device) for name in self.layers}
+        return {
+            name: LayerRecorder(name, self.projections.get(name), device, checks=self.checks) for name in self.layers
+        }
 
 
 class _Tap(torch.autograd.Function):
@@ -94,6 +98,7 @@ class CalibrationPass:
     Attributes:
         tokens, source_tokens: Which count in the current batch, and which of the encoder's where a model has one.
         backward: The backward pass that is on.
+        listens: Whether calls are recorded.
     """
 
     def __init__(self, taps: Taps, encoder: EncoderSide | None) -> None:
@@ -102,6 +107,7 @@ class CalibrationPass:
         self.recorders = taps.recorders()
         self.tokens = self.source_tokens = CountedTokens(0, None)
         self.backward = next(iter(taps.backward_passes), Backward("empirical", taps.needs))
+        self.listens = True
         self._latest: _Latest | None = None
 
     def tokens_of(self, layer: nn.Module, x: Tensor) -> CountedTokens:
@@ -144,7 +150,7 @@ class CalibrationPass:
         """Input-side sums of one call, computed once for layers that read the same tensor one after the other."""
         if self._latest is None or self.tokens.only_nonzero_delta or not self._latest.is_of(x):
             values = select(x.reshape(-1, x.shape[-1]), rows)
-            self._latest = _Latest(x, ReadInput.of(values, self.backward.needs))
+            self._latest = _Latest(x, ReadInput.of(values, self.backward.needs, checks=self.taps.checks))
         return self._latest.read
 
     def forget_batch(self) -> None:
@@ -181,6 +187,8 @@ def capturing(taps: Taps, encoder: EncoderSide | None = None) -> Iterator[Calibr
     def tap(
         recorder: LayerRecorder, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], y: Tensor
     ) -> Tensor | None:
+        if not capture.listens:
+            return None
         x = args[0] if args else next(iter(kwargs.values()))
         record = partial(capture.record, recorder, capture.tokens_of(layer, x))
         if not taps.backward_passes:

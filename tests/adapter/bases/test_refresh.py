@@ -136,8 +136,11 @@ def test_what_is_gathered_while_training_are_the_moments_of_the_batches(checkpoi
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in layers.values())
 
 
-def test_new_bases_are_those_of_the_moments_of_the_round_before(tmp_path: Path) -> None:
+def test_new_bases_are_those_of_the_moments_of_the_round_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """At a rate of zero every step sees the base model, so the reference knows what was gathered."""
+    monkeypatch.setattr("frozencore.adapter.bases.refresh.COST", 1.0)  # of every step
     rows = [EXAMPLES[0], EXAMPLES[1]]
     model = adapted()
     arguments = {"learning_rate": 0.0, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 1}
@@ -155,6 +158,30 @@ def test_new_bases_are_those_of_the_moments_of_the_round_before(tmp_path: Path) 
         assert P.shape[1] == 6
         assert span_distance(P[:, 3:], P0) < 1e-3
         assert span_distance(Q[:, 3:], Q0) < 1e-3
+
+
+def test_gathering_adds_a_tenth_of_the_products_at_most(tmp_path: Path) -> None:
+    """A training makes two products a weight, what is gathered one more."""
+    counted: list[int] = []
+
+    class Look(TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            gathering = refresh._gathering
+            counted.append(next(iter(gathering.capture.recorders.values())).num_tokens if gathering else -1)
+
+    model = adapted()
+    refresh = Refresh(model, 2)
+    one_row = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1}
+    trainer = trainer_of(model, tmp_path, refresh, Look(), max_steps=20, save_strategy="no", **one_row)
+    trainer.train_dataset = EXAMPLES[:1]
+    trainer.train()
+    attention = 32 * 32 + 2 * 32 * 16 + 32 * 32  # q, k and v of half the heads, o: each layer
+    whole = 2 * (attention + 3 * 32 * 48) + 40 * 32
+    share = 0.1 * 2 * whole / (2 * attention)
+    assert 0.3 < share < 0.7
+    steps = sum(later > before for before, later in zip([0, *counted], counted[:10], strict=False))
+    assert steps == 1 + int(9 * share)
+    assert counted[10:] == [-1] * 10
 
 
 def test_what_trains_and_its_state_stay_as_small_as_one_core(tmp_path: Path) -> None:
@@ -284,6 +311,6 @@ def test_an_input_that_is_not_finite_is_named_at_the_refresh() -> None:
     with torch.no_grad():
         model.get_input_embeddings().weight[draw_examples(1, seed=5)[0].ids[0]] = torch.nan
     model(**batch_of(EXAMPLES[:1])).loss.backward()
-    with pytest.raises(CalibrationError, match=r"NaN or Inf in the input of layer 'model\.layers\.0"):
+    with pytest.raises(CalibrationError, match=r"of layer 'model\.layers\.0.* met NaN or Inf while training"):
         gathering.moments()
     gathering.close()

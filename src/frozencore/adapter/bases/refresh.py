@@ -9,6 +9,7 @@ themselves, a share of the older ones kept.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,14 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from frozencore.adapter.bases.calibratable import adapter_for_new_bases
 from frozencore.adapter.bases.passes import BasisWork
+from frozencore.adapter.layer import FrozenCoreLayer, is_linear, layer_shape
 from frozencore.calibration.gathering import Gathering
 from frozencore.calibration.shards import assign_owners, own_rank, reduce_moments, require_same_bases, share_bases
 from frozencore.errors import CalibrationError, ConfigError
 
 KEPT = 0.5  # of the older moments, at each refresh
 WARMUP = 0.1  # of a round's steps
+COST = 0.1  # of the products of a training that gathering may add
 
 
 class Refresh(TrainerCallback):
@@ -64,12 +67,13 @@ class Refresh(TrainerCallback):
         self._gathering: Gathering | None = None
         self._begun_at = 0
         self._peaks: list[float] = []
+        self._share = 1.0
 
     def close(self) -> None:
         """Take the hooks off the model, as the end of the training does; for a training that ended in an error."""
-        if self._gathering is not None:
-            self._gathering.close()
-            self._gathering = None
+        self._stop_gathering()
+        for layer in self.layers.values():
+            layer.lift_past(self.adapter_name)
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Hooks go on the model; a training that is resumed goes on with the moments of its checkpoint."""
@@ -79,10 +83,13 @@ class Refresh(TrainerCallback):
                 f"A round has at least one step, but refresh={self.rounds} came for {state.max_steps} steps. "
                 "Train longer or in fewer rounds."
             )
+        for layer in self.layers.values():
+            layer.lay_past(self.adapter_name)
         self._begun_at = max((point for point in self._points(state) if point < state.global_step), default=0)
         if self.config.rounds == self.rounds:
             return
         options, row = self.config.basis_options(), self.config.constructor_entry
+        self._share = share_to_gather(self.model, self.layers)
         layers: dict[str, nn.Module] = dict(self.layers.items())
         self._gathering = Gathering(self.model, layers, row.needs(options))
         if state.global_step > 0:
@@ -95,6 +102,9 @@ class Refresh(TrainerCallback):
         if self._gathering is not None and state.global_step == self._points(state)[self.config.rounds - 1]:
             self._refresh(kwargs["optimizer"])
             self._begun_at = state.global_step
+        if self._gathering is not None:
+            step = state.global_step - self._begun_at  # the first of each round is one of them
+            self._gathering.listen(on=math.floor(step * self._share) > math.floor((step - 1) * self._share))
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -131,6 +141,11 @@ class Refresh(TrainerCallback):
                 layer.take_back_round(self.adapter_name)
             self.config.rounds -= 1
 
+    def _stop_gathering(self) -> None:
+        if self._gathering is not None:
+            self._gathering.close()
+            self._gathering = None
+
     def _points(self, state: TrainerState) -> list[int]:
         """The steps after which a round ends, but for the last one."""
         return [round(j * state.max_steps / self.rounds) for j in range(1, self.rounds)]
@@ -145,10 +160,11 @@ class Refresh(TrainerCallback):
         require_same_bases({name: (basis.P, basis.Q) for name, basis in bases.items()})
         for name, layer in self.layers.items():
             layer.begin_round(self.adapter_name, bases[name])
+            layer.lay_past(self.adapter_name)
             optimizer.state.pop(layer.core(self.adapter_name), None)
         self.config.rounds += 1
         if self.config.rounds == self.rounds:
-            self.close()
+            self._stop_gathering()
         else:
             self._gathering.keep(KEPT)
 
@@ -164,3 +180,10 @@ class Refresh(TrainerCallback):
     @staticmethod
     def _file(args: TrainingArguments, state: TrainerState) -> Path:
         return Path(str(args.output_dir)) / f"checkpoint-{state.global_step}" / f"refresh-{own_rank()}.safetensors"
+
+
+def share_to_gather(model: nn.Module, layers: Mapping[str, FrozenCoreLayer]) -> float:
+    """Of the steps, how many are summed: a product for each weight of the layers, beside two for each of the model."""
+    seen = sum(layer.in_features * layer.out_features for layer in layers.values())
+    shapes = (layer_shape(module) for module in model.modules() if is_linear(module))
+    return min(1.0, COST * 2 * sum(m * n for m, n in shapes) / seen)

@@ -19,7 +19,7 @@ from torch import nn
 from transformers import AutoConfig
 from transformers.pytorch_utils import Conv1D
 
-from frozencore.adapter.layer import layer_shape
+from frozencore.adapter.layer import is_linear, layer_shape
 from frozencore.errors import ArtifactError, ModelError
 from frozencore.hub import safe_loading
 from frozencore.one_line import one_line
@@ -47,7 +47,7 @@ def layers_of(base: nn.Module | str | Path) -> BaseLayers:
         for name, module in model.named_modules()
         if not name.startswith(inside)
     }
-    linear = {name: module for name, module in plain.items() if _is_linear(module)}
+    linear = {name: module for name, module in plain.items() if is_linear(module)}
     return BaseLayers(
         shapes={name: layer_shape(module) for name, module in linear.items()},
         conv1d=frozenset(name for name, module in linear.items() if isinstance(module, Conv1D)),
@@ -112,11 +112,6 @@ def _last(layer: str) -> str:
 def _kind(layer: str) -> str:
     """The name without the numbers of layers, so that a vision tower's q_proj is not the text model's."""
     return ".".join("*" if part.isdigit() else part for part in layer.split("."))
-
-
-def _is_linear(module: nn.Module) -> bool:
-    quantised = isinstance(getattr(module, "in_features", None), int) and hasattr(module, "out_features")
-    return isinstance(module, nn.Linear | Conv1D) or quantised
 
 
 def _architecture(folder: str | Path) -> nn.Module:
