@@ -26,6 +26,7 @@ from calibration.two_ranks import (
     cores_after_a_step,
     costs,
     main,
+    refreshed,
     spent,
     streamed_bases,
 )
@@ -150,6 +151,15 @@ def test_a_step_together_is_a_step_on_the_whole_batch(how: str, reports: list[di
         assert all(torch.equal(reports[0][how][name], report[how][name]) for report in reports)
         torch.testing.assert_close(reports[0][how][name], core, rtol=1e-3, atol=1e-5)
         assert core.any()
+
+
+def test_a_refresh_gives_all_ranks_the_bases_of_one_process(reports: list[dict[str, Any]]) -> None:
+    single = refreshed(EXAMPLES, 1)
+    assert len(single) == 16
+    for name, basis in single.items():
+        assert all(torch.equal(reports[0]["refreshed"][name], report["refreshed"][name]) for report in reports)
+        cosines = torch.linalg.svdvals(reports[0]["refreshed"][name].mT @ basis)
+        assert cosines.min() > 0.999
 
 
 def test_the_bases_are_not_broadcast_at_every_step(reports: list[dict[str, Any]]) -> None:

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from frozencore import CalibrationOptions, FrozenCoreConfig, calibrate, frozen_core_layers
+from frozencore import CalibrationOptions, FrozenCoreConfig, Refresh, calibrate, frozen_core_layers
 from frozencore.adapter.bases.passes import BasisWork
 from frozencore.calibration.budget import PassPlan
 from frozencore.calibration.shards import assign_owners, own_rank
@@ -61,6 +61,17 @@ def spent(examples: list[Example], *, streaming: bool) -> dict[str, Any]:
     finally:
         BasisWork.plan = plan  # type: ignore[method-assign]
     return {"ranks": model.peft_config["default"].rank_pattern, "bases": bases(model)}
+
+
+def refreshed(examples: list[Example], ranks: int) -> dict[str, torch.Tensor]:
+    """The bases of a second round, of one batch of examples."""
+    model = adapted("fcca")
+    calibrate(model, batches_of(examples, 2), progress=False)
+    refresh, wrapped = Refresh(model, 2), DistributedDataParallel(model) if ranks > 1 else model
+    refresh.gather()
+    cores_after_a_step(wrapped, batches_of(examples, len(examples))[0])
+    refresh.next_round(torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]))
+    return {name: buffer[:, -4:] for name, buffer in bases(model).items() if "past" not in name}
 
 
 def cores_after_a_step(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -152,6 +163,8 @@ def main(out: Path) -> None:
     report["bases"] = len(own)
     report["broadcast bases"] = sum(buffer.data_ptr() in own for buffer in wrapped.modules_buffers)
     report["step"] = cores_after_a_step(wrapped, batches_of(share, len(share))[0])
+
+    report["refreshed"] = refreshed(share, size)
 
     report["fsdp step"] = fsdp_step(batches_of(share, len(share))[0], batches_of(share, 2))
 

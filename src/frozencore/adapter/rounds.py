@@ -18,6 +18,7 @@ from peft.tuners._buffer_dict import BufferDict
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from frozencore.adapter.core_product import PLAIN
 from frozencore.adapter.shared_factors import SharedFactors
 from frozencore.maths.basis import Basis
 
@@ -82,13 +83,14 @@ class AdapterRounds:
         """Compute with the earlier rounds in a copy of the weight from now on, where that is cheaper and exact."""
         self.lift_past(adapter_name)
         base: Any = self.base_layer
-        if type(base) is not nn.Linear or base.weight.dtype != torch.float32 or base.weight.is_meta:
+        weight = getattr(base, "weight", None)
+        if type(base) is not nn.Linear or type(weight) not in PLAIN or weight.dtype != torch.float32 or weight.is_meta:
             return
         P, Q, R = self.frozencore_P[adapter_name], self.frozencore_Q[adapter_name], self.core(adapter_name)
         earlier = P.shape[1] - len(R)
-        if earlier and P.numel() + Q.numel() >= NARROW * base.weight.numel():
+        if earlier and P.numel() + Q.numel() >= NARROW * weight.numel():
             core = self.frozencore_past[adapter_name] * self.frozencore_scale[adapter_name]
-            weight = torch.addmm(base.weight.detach(), P @ core, Q.mT)
+            weight = torch.addmm(weight.detach(), P @ core, Q.mT)
             self.laid_past[adapter_name] = LaidPast(weight, P[:, earlier:].contiguous(), Q[:, earlier:].contiguous())
 
     def lift_past(self, adapter_name: str) -> None:

@@ -57,8 +57,8 @@ class Gathering:
             for what, total in recorder.totals.items():
                 if not all_finite(total):
                     raise CalibrationError(
-                        f"The moment {what!r} of layer {name!r} met NaN or Inf while training. Lower the learning rate; "
-                        "float16 training often needs bfloat16."
+                        f"The moment {what!r} of layer {name!r} met NaN or Inf while training. Lower the learning "
+                        "rate; float16 training often needs bfloat16."
                     )
         return {
             name: LayerMoments(num_tokens=recorder.num_tokens, **recorder.totals)

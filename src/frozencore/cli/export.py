@@ -18,9 +18,12 @@ def export(
         str | None, typer.Option(help="Folder or hub id of the base model. Default: the one that the adapter names.")
     ] = None,
     dtype: Annotated[str, typer.Option(help="auto (lora: float32, merged: as the base), float32, ...")] = "auto",
+    rank: Annotated[
+        int | None, typer.Option(help="Of the LoRA, below the adapter's own; says how much that leaves out.")
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an export that is there.")] = False,
 ) -> None:
     from frozencore.cli.exporting import export_adapter
 
-    for line in export_adapter(adapter, output, to=to, base=base, dtype=dtype, overwrite=overwrite):
+    for line in export_adapter(adapter, output, to=to, base=base, dtype=dtype, rank=rank, overwrite=overwrite):
         console.print(line, highlight=False)

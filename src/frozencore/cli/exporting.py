@@ -15,17 +15,24 @@ from frozencore.naming import unknown_name
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
-def export_adapter(adapter: Path, output: Path, *, to: str, base: str | None, dtype: str, overwrite: bool) -> list[str]:
+def export_adapter(
+    adapter: Path, output: Path, *, to: str, base: str | None, dtype: str, rank: int | None = None, overwrite: bool
+) -> list[str]:
     """Write the export that was asked for; the lines that say what it is.
+
+    Args:
+        rank: Of a LoRA; by default the adapter's own.
 
     Raises:
         FrozenCoreError: An unknown form or dtype, a bad adapter or base model, or a folder in the way.
     """
     own = read_dtype(dtype)
     if to == "lora":
-        found = export_lora(adapter, output, base=base, dtype=own or torch.float32, overwrite=overwrite)
+        found = export_lora(adapter, output, base=base, dtype=own or torch.float32, rank=rank, overwrite=overwrite)
         return [*_lora_lines(found), *serving_lines(check_lora_directory(output))]
     if to == "merged":
+        if rank is not None:
+            raise ConfigError("--rank is of a LoRA, and a merged model has none: leave it out, or --to lora.")
         folder = export_merged(adapter, output, base=base, dtype=dtype, overwrite=overwrite)
         return [
             f"Merged model: {folder}",
@@ -57,4 +64,7 @@ def serving_lines(report: LoraReport) -> list[str]:
 
 def _lora_lines(found: LoraExport) -> list[str]:
     zero = f" and {len(found.zero_layers)} of zeros that engines pack with them" if found.zero_layers else ""
-    return [f"LoRA: {found.directory}, rank {found.rank}, {len(found.layers)} layers{zero}"]
+    lines = [f"LoRA: {found.directory}, rank {found.rank}, {len(found.layers)} layers{zero}"]
+    if found.error is not None:
+        lines.append(f"Of the adapter's update, {found.error:.2%} (Frobenius norm) does not fit into that rank.")
+    return lines

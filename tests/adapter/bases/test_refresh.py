@@ -16,7 +16,7 @@ from adapted import BATCHES, EXAMPLES, adapted, cores_of, logits, train_at_rando
 from frozencore import CoreBank, Refresh, calibrate, export_lora, get_bases, prepare_swap, save_basis
 from frozencore.calibration.gathering import Gathering
 from frozencore.errors import CalibrationError, ConfigError
-from references import Evidence, fcca_factors, numpy_of, reference_moments, span_distance, sum_of_rounds
+from references import Evidence, fcca_factors, numpy_of, reference_moments, span_distance, sum_of_rounds, svd
 from tiny import attention_names, batch_of, draw_examples, tiny_qwen2
 
 STEPS = 6
@@ -231,6 +231,28 @@ def test_a_saved_sum_loads_bit_equal_and_merges_and_exports(refreshed: PeftModel
     exported = PeftModel.from_pretrained(tiny_qwen2(), tmp_path / "lora").eval()
     torch.testing.assert_close(logits(exported), expected, atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(logits(loaded.merge_and_unload()), expected, atol=1e-5, rtol=1e-4)
+
+
+def test_a_lora_of_a_lower_rank_is_the_best_of_that_rank_and_says_what_it_lost(
+    refreshed: PeftModel, tmp_path: Path
+) -> None:
+    refreshed.save_pretrained(tmp_path / "adapter")
+    found = export_lora(tmp_path / "adapter", tmp_path / "lora", base=tiny_qwen2(), rank=2)
+    exported = PeftModel.from_pretrained(tiny_qwen2(), tmp_path / "lora")
+    lost = whole = 0.0
+    for layer in cores_of(refreshed):
+        update = layer.get_delta_weight("default").detach().double().numpy()
+        U, S, V = svd(update)
+        best = (U[:, :2] * S[:2]) @ V[:, :2].T
+        own = exported.get_submodule(f"base_model.model.{layer.name}").get_delta_weight("default")
+        np.testing.assert_allclose(numpy_of(own.detach()), best, atol=1e-6)
+        lost, whole = lost + np.linalg.norm(update - best) ** 2, whole + np.linalg.norm(update) ** 2
+    assert found.rank == 2
+    assert found.error == pytest.approx((lost / whole) ** 0.5, rel=1e-4)
+    assert 0.01 < found.error < 1
+    assert export_lora(refreshed, tmp_path / "whole", rank=9).error is None
+    with pytest.raises(ConfigError, match="rank of at least 1, but 0 came"):
+        export_lora(refreshed, tmp_path / "none", rank=0)
 
 
 def test_a_loaded_sum_trains_on_with_its_last_core_alone(refreshed: PeftModel, tmp_path: Path) -> None:

@@ -88,11 +88,8 @@ class Refresh(TrainerCallback):
         self._begun_at = max((point for point in self._points(state) if point < state.global_step), default=0)
         if self.config.rounds == self.rounds:
             return
-        options, row = self.config.basis_options(), self.config.constructor_entry
-        self._share = share_to_gather(self.model, self.layers)
-        layers: dict[str, nn.Module] = dict(self.layers.items())
-        self._gathering = Gathering(self.model, layers, row.needs(options))
-        if state.global_step > 0:
+        self.gather()
+        if state.global_step > 0 and self._gathering is not None:
             self._gathering.load_state(self._saved(args, state))
 
     def on_step_begin(
@@ -100,7 +97,7 @@ class Refresh(TrainerCallback):
     ) -> None:
         """The step before is over, and its checkpoint written."""
         if self._gathering is not None and state.global_step == self._points(state)[self.config.rounds - 1]:
-            self._refresh(kwargs["optimizer"])
+            self.next_round(kwargs["optimizer"])
             self._begun_at = state.global_step
         if self._gathering is not None:
             step = state.global_step - self._begun_at  # the first of each round is one of them
@@ -150,7 +147,18 @@ class Refresh(TrainerCallback):
         """The steps after which a round ends, but for the last one."""
         return [round(j * state.max_steps / self.rounds) for j in range(1, self.rounds)]
 
-    def _refresh(self, optimizer: torch.optim.Optimizer) -> None:
+    def gather(self) -> None:
+        """Sum the moments of the batches from now on."""
+        self._share = share_to_gather(self.model, self.layers)
+        needs = self.config.constructor_entry.needs(self.config.basis_options())
+        self._gathering = Gathering(self.model, dict(self.layers.items()), needs)
+
+    def next_round(self, optimizer: torch.optim.Optimizer) -> None:
+        """The core joins the sum, and the next one starts from zero on bases of what was gathered, on all ranks.
+
+        Raises:
+            CalibrationError: The moments are not finite, or another rank failed.
+        """
         assert self._gathering is not None
         owners = assign_owners({name: (layer.out_features, layer.in_features) for name, layer in self.layers.items()})
         moments = reduce_moments(self._gathering.moments(), owners)

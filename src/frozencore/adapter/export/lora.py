@@ -1,5 +1,7 @@
 """A frozen core as a plain LoRA directory: ``A = Qᵀ``, ``B = s·P R``, so that ``B A = s·P R Qᵀ`` exactly.
 
+With a rank of its own, the best LoRA of that rank in Frobenius norm: that of the leading singular triples.
+
 Shapes: m out features, n in features, r rank; ``lora_A.weight`` is r x n, ``lora_B.weight`` m x r. What stock PEFT,
 vLLM, SGLang and llama.cpp ask of such a directory is in :mod:`frozencore.adapter.export.serving`.
 """
@@ -8,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,8 @@ class LoraExport:
         layers: Layers that carry an update.
         zero_layers: Layers that are there with zero factors because engines pack them with others.
         fan_in_fan_out: The base has ``Conv1D`` layers (GPT-2), which only PEFT reads.
+        error: What a rank below the adapter's own left out: Frobenius norm over that of the whole update; None where
+            nothing was left out.
     """
 
     directory: Path
@@ -46,6 +50,7 @@ class LoraExport:
     layers: tuple[str, ...]
     zero_layers: tuple[str, ...]
     fan_in_fan_out: bool
+    error: float | None = None
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,7 @@ def export_lora(
     adapter_name: str | None = None,
     base: nn.Module | str | Path | None = None,
     dtype: torch.dtype = torch.float32,
+    rank: int | None = None,
     overwrite: bool = False,
 ) -> LoraExport:
     """Write a frozen-core adapter as a LoRA directory that gives the same outputs without this package.
@@ -73,14 +79,18 @@ def export_lora(
         base: With a folder: the base model or its folder, for the shapes of layers that engines pack with adapted
             ones. By default the folder that the adapter names, if it is there.
         dtype: Of the factors. Half precision halves the files and costs about 0.2 % of the update in bfloat16.
+        rank: A lower rank than the adapter's, such as a refreshed one's, which is the sum of its rounds'. What that
+            costs is the result's ``error``.
         overwrite: Replace an adapter folder that is there.
 
     Raises:
         ArtifactError: A folder that is damaged, of another base model, or in the way.
-        ConfigError: No such adapter, one without a basis, or one that trains more than its cores.
+        ConfigError: A rank below 1, no such adapter, one without a basis, or one that trains more than its cores.
     """
     if dtype not in DTYPES:
         raise ConfigError(f"Serving engines read float32, float16 and bfloat16 factors, but {dtype} came.")
+    if rank is not None and (not isinstance(rank, int) or rank < 1):
+        raise ConfigError(f"A LoRA has a rank of at least 1, but {rank!r:.50} came.")
     if isinstance(model_or_directory, nn.Module):
         folder, adapter = None, _from_model(model_or_directory, adapter_name)
     else:
@@ -89,7 +99,12 @@ def export_lora(
     _require_cores_only(adapter)
     shapes = {name: (f.P.shape[0], f.Q.shape[0]) for name, f in adapter.factors.items()}
     named = layers_to_name(shapes, adapter.base)
-    rank = max(f.R.shape[0] for f in adapter.factors.values())
+    own_rank = max(f.R.shape[0] for f in adapter.factors.values())
+    error = None
+    if rank is not None and rank < own_rank:
+        adapter, error = _cut(adapter, rank)
+        own_rank = rank
+    rank = own_rank
     conv1d = adapter.base is not None and not adapter.base.conv1d.isdisjoint(adapter.factors)
     with whole_folder(Path(out), overwrite=overwrite, reads=folder) as aside:
         save_file(_lora_tensors(adapter, named, rank, dtype), aside / WEIGHTS_FILE, metadata={"format": "pt"})
@@ -102,7 +117,26 @@ def export_lora(
         layers=tuple(shapes),
         zero_layers=tuple(name for name in named if name not in shapes),
         fan_in_fan_out=conv1d,
+        error=error,
     )
+
+
+def _cut(adapter: _Adapter, rank: int) -> tuple[_Adapter, float]:
+    """The same with at most that rank in each layer, and the relative error of all layers together."""
+    cut, kept, lost = {}, 0.0, 0.0
+    for name, factors in adapter.factors.items():
+        cut[name], S = best_of_rank(factors, rank)
+        squares = (S * adapter.scales[name]).square()
+        kept, lost = kept + float(squares[:rank].sum()), lost + float(squares[rank:].sum())
+    return replace(adapter, factors=cut), (lost / (kept + lost)) ** 0.5 if lost else 0.0
+
+
+def best_of_rank(factors: Factors, rank: int) -> tuple[Factors, Tensor]:
+    """The leading singular triples of ``P R Qᵀ`` as P, R (diagonal) and Q, in float64, and all singular values."""
+    P, Q, R = (X.detach().cpu().double() for X in (factors.P, factors.Q, factors.R))
+    left, right = torch.linalg.qr(P), torch.linalg.qr(Q)
+    U, S, Vh = torch.linalg.svd(left.R @ R @ right.R.mT)
+    return Factors(left.Q @ U[:, :rank], right.Q @ Vh[:rank].mT, S[:rank].diag()), S
 
 
 def lora_factors(factors: Factors, scale: float, rank: int) -> tuple[Tensor, Tensor]:
