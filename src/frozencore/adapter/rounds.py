@@ -83,7 +83,7 @@ class AdapterRounds:
         """Compute with the earlier rounds in a copy of the weight from now on, where that is cheaper and exact."""
         self.lift_past(adapter_name)
         base: Any = self.base_layer
-        weight = getattr(base, "weight", None)
+        weight: Any = getattr(base, "weight", None)
         if type(base) is not nn.Linear or type(weight) not in PLAIN or weight.dtype != torch.float32 or weight.is_meta:
             return
         P, Q, R = self.frozencore_P[adapter_name], self.frozencore_Q[adapter_name], self.core(adapter_name)
