@@ -41,7 +41,9 @@ def call(command: Command) -> Callable[..., str]:
     return run
 
 
-def test_plan_run_status_and_report(call: Call, tmp_path: Path) -> None:
+# A worker in a process started anew, as users have it, needs ten seconds for its imports.
+@pytest.mark.parametrize("num_workers", ["0", pytest.param("1", marks=pytest.mark.slow)])
+def test_plan_run_status_and_report(num_workers: str, call: Call, tmp_path: Path) -> None:
     spec, folder = str(write_spec(tmp_path, ONE_STUDY)), str(tmp_path / "out")
     planned = call("plan", spec, "--out", folder)
     assert "4 different runs" in planned
@@ -53,7 +55,7 @@ def test_plan_run_status_and_report(call: Call, tmp_path: Path) -> None:
     assert len([line for line in listed if " left main final model=pocket" in line]) == 4
     ids = call("plan", spec, "--out", folder, "--ids").split()
     assert len(set(ids)) == 4
-    ran = call("run", spec, "--out", folder, "--workers", "1")  # a process started anew, as users have it
+    ran = call("run", spec, "--out", folder, "--workers", num_workers)
     assert "4 runs finished, 0 failed, 0 left" in ran
     assert {path.name for path in Path(folder, "runs").iterdir()} == set(ids)
     records = [json.loads(path.read_text()) for path in Path(folder, "runs").glob("*/result.json")]
