@@ -138,6 +138,8 @@ class FrozenCoreConfig(SavedConfig, EveryOption):  # type: ignore[misc]  # froze
 
     def _check_rank_budget(self) -> None:
         self.rank_budget = trained_values(self.rank_budget)
+        if self.basis_id is not None and not self.rank_pattern:
+            raise ConfigError(f"The basis in {self.basis} has its ranks already. Leave rank_budget out.")
         decided = self.load_bases or self.basis_id is not None
         if not decided and (self.r != BasisOptions.rank or self.rank_pattern):
             given = f"r={self.r}" if self.r != BasisOptions.rank else "rank_pattern"

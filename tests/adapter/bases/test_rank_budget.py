@@ -200,6 +200,12 @@ def test_cores_on_its_named_basis_are_swapped_and_banked_at_their_own_ranks(tmp_
         torch.testing.assert_close(mixed[row], expected[name][row], atol=1e-4, rtol=1e-4)
 
 
+def test_a_basis_that_has_its_ranks_takes_no_budget(tmp_path: Path) -> None:
+    save_basis(adapted("random"), tmp_path / "basis")
+    with pytest.raises(ConfigError, match="has its ranks already. Leave rank_budget out"):
+        FrozenCoreConfig(basis=str(tmp_path / "basis"), rank_budget=64)
+
+
 @pytest.mark.parametrize("constructor", ["random", "vera", "lora_xs", "milora", "eva", "filora"])
 def test_where_no_spectrum_tells_layers_apart_ranks_are_equal(constructor: str) -> None:
     model = budgeted(65, data=None, constructor=constructor)

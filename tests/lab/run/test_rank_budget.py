@@ -80,6 +80,15 @@ def test_a_moments_file_has_no_halves(calibrated: Path) -> None:
         adapt_from_data(config, bench, "all-linear", silent, calibrated / "moments.safetensors")
 
 
+def test_ranks_that_are_equal_anyway_take_moments_of_all_rows(tmp_path: Path) -> None:
+    config = config_of(**{**FEW, "targets": ["v_proj"]}, method="eva")
+    execute_calibration(config, tmp_path / "calibrated", silent)
+    bench = prepare(config, silent)
+    model, found = adapt_from_data(config, bench, ["v_proj"], silent, tmp_path / "calibrated" / "moments.safetensors")
+    assert {layer.rank for layer in found.layers.values()} == {11}  # 4 layers in 500 values
+    assert model.peft_config["default"].rank_pattern == dict.fromkeys(found.layers, 11)
+
+
 def test_bases_of_two_calibrations_are_not_compared_at_ranks_that_each_chooses() -> None:
     config = config_of(**FEW)
     with pytest.raises(ConfigError, match="give rank in place of rank_budget"):

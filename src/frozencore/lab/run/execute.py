@@ -16,6 +16,7 @@ from torch import nn
 
 from frozencore.adapter.bases.calibrate import Calibration, calibrate
 from frozencore.adapter.bases.carried import basis_fingerprint
+from frozencore.adapter.bases.spend import spends_by_spectrum
 from frozencore.adapter.seal.card import write_model_card
 from frozencore.adapter.seal.saved_basis import read_header
 from frozencore.calibration.options import of_the_sums
@@ -167,7 +168,7 @@ def adapt_from_data(
             what = f"the method {config.method!r}, which reads no data" if config.basis is None else "a saved basis"
             raise ConfigError(f"--moments is of no use to {what}: leave it out.")
         return model, None
-    if moments_file and config.rank_budget is not None:
+    if moments_file and spends_by_spectrum(model.peft_config["default"]):
         raise ConfigError(
             "A rank budget is spent on what two halves of the calibration rows agree on, but a moments file is of all "
             "of them: leave --moments out."
