@@ -10,8 +10,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from torch import Tensor
-
 from frozencore.constructors.eva import EvaOptions, eva_basis, eva_needs
 from frozencore.constructors.evidence import LayerEvidence
 from frozencore.constructors.fcca import FCCAOptions, fcca_basis, fcca_basis_of_svd, whitened_cross_moment
@@ -30,6 +28,9 @@ from frozencore.maths.moments import LayerMoments, MomentName
 from frozencore.maths.whitening import Whitening
 from frozencore.naming import unknown_name
 from frozencore.options import Option, options_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = [
     "CONSTRUCTORS", "BasisOptions", "Colour", "Constructor", "EvaOptions", "FCCAOptions", "FiLoRAOptions",
