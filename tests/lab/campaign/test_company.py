@@ -127,7 +127,7 @@ class StoppedError(BaseException):
     """As a kill: no worker takes it for a failure of its run."""
 
 
-@pytest.mark.parametrize(("stage", "done"), [("train", 5), ("score", 1)])
+@pytest.mark.parametrize(("stage", "done"), [pytest.param("train", 5, marks=pytest.mark.slow), ("score", 1)])
 def test_a_company_that_is_killed_goes_on(fused: Store, tmp_path: Path, stage: str, done: int) -> None:
     """In its training, and when the first of its runs is scored."""
     campaign = campaign_in(tmp_path, fuse=True)
