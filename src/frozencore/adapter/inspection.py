@@ -31,6 +31,8 @@ class BasisReport:
     Attributes:
         output_coherence, input_coherence: Largest leverage of a row of P and of Q over its mean; 1 is spread evenly,
             m/r (or n/r) sits on single coordinates.
+        core_parameters: r², of each round.
+        orthonormality_error: Of the worst round.
         core_norm: ``‖R‖_F``: how far training moved.
     """
 
@@ -103,23 +105,24 @@ def inspect_adapter(
     for name, own in sorted(layers.items(), key=lambda item: counted(item[0])):
         measured, peer = _same_layer(moments, name, "moments file"), _same_layer(other, name, "other adapter")
         reports[name] = LayerReport(
-            basis=report_basis(own.P, own.Q, own.R),
+            basis=report_basis(own.P, own.Q, own.R, config.rounds),
             capture=report_capture(own.P, own.Q, measured, damping) if measured else None,
             angles=report_angles(own.P, own.Q, peer.P, peer.Q) if peer else None,
         )
     return reports
 
 
-def report_basis(P: Tensor, Q: Tensor, R: Tensor) -> BasisReport:
-    """The basis on its own: P (m x r), Q (n x r), core R (r x r)."""
+def report_basis(P: Tensor, Q: Tensor, R: Tensor, rounds: int = 1) -> BasisReport:
+    """The basis on its own: P (m x r), Q (n x r), core R (r x r); of several rounds all of them side by side."""
     basis = known_basis(P.float(), Q.float())
+    of_rounds = zip(P.float().chunk(rounds, dim=1), Q.float().chunk(rounds, dim=1), strict=True)
     orthonormal = [torch.linalg.qr(X.float()).Q for X in (P, Q)]
     return BasisReport(
         shape=(P.shape[0], Q.shape[0]),
         rank=basis.rank,
-        core_parameters=R.numel(),
+        core_parameters=R.numel() // rounds,
         basis_bytes=sum(X.numel() * X.element_size() for X in (P, Q)),
-        orthonormality_error=basis.orthonormality_error(),
+        orthonormality_error=max(known_basis(*pair).orthonormality_error() for pair in of_rounds),
         output_coherence=coherence(orthonormal[0]),
         input_coherence=coherence(orthonormal[1]),
         core_norm=float(R.norm()),

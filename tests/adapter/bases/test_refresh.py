@@ -14,6 +14,8 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from adapted import BATCHES, EXAMPLES, adapted, cores_of, logits, train_at_random
 from frozencore import CoreBank, Refresh, calibrate, export_lora, get_bases, prepare_swap, save_basis
+from frozencore.adapter.directory import read_adapter
+from frozencore.adapter.inspection import inspect_adapter
 from frozencore.calibration.gathering import Gathering
 from frozencore.errors import CalibrationError, ConfigError
 from references import Evidence, fcca_factors, numpy_of, reference_moments, span_distance, sum_of_rounds, svd
@@ -226,6 +228,9 @@ def test_a_saved_sum_loads_bit_equal_and_merges_and_exports(refreshed: PeftModel
     assert torch.equal(logits(loaded), expected)
     assert all(torch.equal(a, b) for a, b in zip(factors_of(loaded), factors_of(refreshed), strict=True))
     assert loaded.peft_config["default"].rounds == 3
+    for report in inspect_adapter(*read_adapter(tmp_path / "adapter")).values():
+        assert (report.basis.rank, report.basis.core_parameters) == (9, 27)
+        assert report.basis.orthonormality_error < 1e-5
     lora = export_lora(tmp_path / "adapter", tmp_path / "lora", base=tiny_qwen2())
     assert lora.rank == 9
     exported = PeftModel.from_pretrained(tiny_qwen2(), tmp_path / "lora").eval()

@@ -38,6 +38,11 @@ GOOD: dict[str, Any] = {"model": "somewhere", "task": "svamp"}
         ({"method": "lora", "core": {"alpha": 64}}, "'lora' does not read alpha"),
         ({"method": "lora", "rank_budget": 4096}, "budget is for cores, but 'lora' has none: give --rank instead"),
         ({"rank": 8, "rank_budget": 4096}, "--rank-budget chooses the ranks, but --rank 8 came too. Leave one out"),
+        ({"refresh": 0}, "--refresh: .*greater than or equal to 1, but 0 came"),
+        ({"refresh": 2, "method": "lora"}, "which the method 'lora' does not read. Use one that does, such as fcca"),
+        ({"refresh": 2, "method": "random"}, "which the method 'random' does not read"),
+        ({"refresh": 2, "basis": "basis"}, "cannot share a basis with others: give --basis or --refresh"),
+        ({"refresh": 2, "select_checkpoint": "epoch"}, "the last step is kept: .*leave --refresh out"),
         ({"rank_budget": "4 apples"}, "number of trained values such as 36864, .* but '4 apples' came"),
     ],
 )

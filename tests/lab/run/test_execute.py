@@ -82,6 +82,21 @@ def test_every_method_runs_and_its_adapter_reloads_to_the_same_score(method: str
     assert record.score.correct == "".join(str(int(line["correct"])) for line in lines)
 
 
+def test_a_refreshed_run_is_one_adapter_that_reloads_to_the_same_score(tmp_path: Path) -> None:
+    config = config_of(refresh=3, targets="all-linear", rank_budget=500, rank=16)
+    record = execute(config, tmp_path / "run", silent)
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["config"]["refresh"] == 3
+    assert record.trainable_parameters <= 500
+    assert record.resources.adapter_bytes_without_bases == record.adapter_bytes > 4 * 500
+    bench = prepare(config, silent)
+    assert bench.rows.task is not None
+    model = PeftModel.from_pretrained(bench.model, tmp_path / "run" / "adapter")
+    assert model.peft_config["default"].rounds == 3
+    score = score_task(model, bench.encoder, bench.rows.task, bench.rows.evaluation)
+    assert score.accuracy == record.accuracy
+    assert "in each of 3 rounds" in (tmp_path / "run" / "adapter" / "README.md").read_text()
+
+
 def test_the_record_holds_what_is_needed_to_trust_it(tmp_path: Path) -> None:
     record = execute(config_of(), tmp_path / "run", silent)
     assert record.trainable_parameters == 16 * 4**2

@@ -82,10 +82,11 @@ def _lines(
 ) -> list[str]:
     is_lora = config["peft_type"] == "LORA"
     base = config.get("base_model_name_or_path")
+    rounds = config.get("rounds", 1)
     facts = {
         "Base model": (f"`{base}`" if _is_hub_id(base) else f"a local folder, `{Path(base).name}`") if base else None,
         "Method": "LoRA, exported exactly from a frozen core" if is_lora else f"frozen core, `{config['constructor']}`",
-        "Rank": _ranks(config),
+        "Rank": _ranks(config) if rounds == 1 else f"{_ranks(config)}, in each of {rounds} rounds",
         "Layers": _targets(config["target_modules"]),
         "Calibrated on": calibration or num_tokens(config.get("calibration_tokens")),
         "Scores": ", ".join(f"{name} {value:.4g}" for name, value in (scores or {}).items()) or None,
