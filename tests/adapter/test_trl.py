@@ -61,7 +61,7 @@ def sft(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> Callable[..., SFT
     def make(model: nn.Module, data: str = "prompt and completion", **options: Any) -> SFTTrainer:
         rows, changes = DATA[data]
         settings = {
-            "max_steps": 8, "per_device_train_batch_size": 8, "learning_rate": 5e-3, "logging_steps": 1,
+            "max_steps": 12, "per_device_train_batch_size": 8, "learning_rate": 5e-3, "logging_steps": 1,
             "bf16": False, "use_cpu": True, "report_to": "none", "disable_tqdm": True, "save_strategy": "no",
         }  # fmt: skip
         return SFTTrainer(
