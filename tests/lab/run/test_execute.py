@@ -165,7 +165,7 @@ def test_an_interrupted_run_goes_on_to_the_same_end(interrupted: Path, tmp_path:
     whole = execute(config, tmp_path / "whole", silent)
     shutil.copytree(interrupted, tmp_path / "cut")
     assert not (tmp_path / "cut" / "result.json").exists()
-    with pytest.raises(TrainingError, match="cut holds an interrupted run, which has kept its step 4.* --resume"):
+    with pytest.raises(TrainingError, match="cut holds an interrupted run, which has kept its step 3.* --resume"):
         execute(config, tmp_path / "cut", fail)
     stages: set[str] = set()
     resumed = execute(config, tmp_path / "cut", lambda stage, *_: stages.add(stage), resume=True)
