@@ -47,6 +47,8 @@ CHAT_TEMPLATE = (
 
 def pytest_collection_finish() -> None:
     """What has been imported stays: a collection of garbage, for which every Trainer asks, need not look at it."""
+    import transformers  # noqa: F401 - before a test: its log keeps the stderr that it finds, and a test's is closed
+
     gc.collect()
     gc.freeze()
 
