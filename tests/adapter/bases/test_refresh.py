@@ -138,15 +138,12 @@ def test_what_is_gathered_while_training_are_the_moments_of_the_batches(checkpoi
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in layers.values())
 
 
-def test_new_bases_are_those_of_the_moments_of_the_round_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_new_bases_are_those_of_the_moments_of_the_round_before(tmp_path: Path) -> None:
     """At a rate of zero every step sees the base model, so the reference knows what was gathered."""
-    monkeypatch.setattr("frozencore.adapter.bases.refresh.COST", 1.0)  # of every step
     rows = [EXAMPLES[0], EXAMPLES[1]]
     model = adapted()
     arguments = {"learning_rate": 0.0, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 1}
-    trainer = trainer_of(model, tmp_path, Refresh(model, 2), max_steps=4, save_strategy="no", **arguments)
+    trainer = trainer_of(model, tmp_path, Refresh(model, 2, cost=0.5), max_steps=4, save_strategy="no", **arguments)
     trainer.train_dataset = rows
     trainer.train()
     names = attention_names(tiny_qwen2())
@@ -321,6 +318,8 @@ def test_what_needs_one_basis_refuses_a_sum(refreshed: PeftModel, tmp_path: Path
 def test_what_cannot_be_refreshed_is_refused_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"at least one round, but rounds=0 came"):
         Refresh(adapted(), 0)
+    with pytest.raises(ConfigError, match=r"but cost=0 came"):
+        Refresh(adapted(), 2, cost=0)
     with pytest.raises(ConfigError, match=r"which 'random' does not read"):
         Refresh(adapted("random"), 2)
     shared = adapted()

@@ -41,6 +41,8 @@ class Refresh(TrainerCallback):
     Args:
         model: With a frozen-core adapter that has its first bases.
         rounds: At least 1, which leaves the training as it is, and at most one for each step.
+        cost: Of the products of the training, how many summing moments may add: it decides how many steps are summed.
+            At 0.5 and above that is every step.
         adapter_name: The active one by default.
 
     Raises:
@@ -48,10 +50,12 @@ class Refresh(TrainerCallback):
             constructor that reads no data.
     """
 
-    def __init__(self, model: nn.Module, rounds: int, *, adapter_name: str | None = None) -> None:
+    def __init__(self, model: nn.Module, rounds: int, *, cost: float = COST, adapter_name: str | None = None) -> None:
         if not isinstance(rounds, int) or isinstance(rounds, bool) or rounds < 1:
             raise ConfigError(f"A training has at least one round, but rounds={rounds!r:.50} came.")
-        self.model, self.rounds = model, rounds
+        if not cost > 0:
+            raise ConfigError(f"Summing moments costs something, but cost={cost!r:.50} came. Give a share above 0.")
+        self.model, self.rounds, self.cost = model, rounds, cost
         self.adapter_name, self.config, self.layers = adapter_for_new_bases(model, adapter_name, reset=True)
         if rounds > 1 and self.config.basis_id is not None:
             raise ConfigError(
@@ -149,7 +153,7 @@ class Refresh(TrainerCallback):
 
     def gather(self) -> None:
         """Sum the moments of the batches from now on."""
-        self._share = share_to_gather(self.model, self.layers)
+        self._share = share_to_gather(self.model, self.layers, self.cost)
         needs = self.config.constructor_entry.needs(self.config.basis_options())
         self._gathering = Gathering(self.model, dict(self.layers.items()), needs)
 
@@ -190,8 +194,8 @@ class Refresh(TrainerCallback):
         return Path(str(args.output_dir)) / f"checkpoint-{state.global_step}" / f"refresh-{own_rank()}.safetensors"
 
 
-def share_to_gather(model: nn.Module, layers: Mapping[str, FrozenCoreLayer]) -> float:
+def share_to_gather(model: nn.Module, layers: Mapping[str, FrozenCoreLayer], cost: float) -> float:
     """Of the steps, how many are summed: a product for each weight of the layers, beside two for each of the model."""
     seen = sum(layer.in_features * layer.out_features for layer in layers.values())
     shapes = (layer_shape(module) for module in model.modules() if is_linear(module))
-    return min(1.0, COST * 2 * sum(m * n for m, n in shapes) / seen)
+    return min(1.0, cost * 2 * sum(m * n for m, n in shapes) / seen)
