@@ -21,6 +21,7 @@ jaxtyping.install_import_hook(SHAPE_CHECKED, "beartype.beartype")  # must come b
 # runs no test, and would need nine seconds for them.
 import gc  # noqa: E402
 import os  # noqa: E402
+import signal  # noqa: E402
 import sys  # noqa: E402
 from collections.abc import Callable, Iterator  # noqa: E402
 from pathlib import Path  # noqa: E402
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     from tiny import Example
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.pop("COLUMNS", None)  # of the terminal that the tests were started in
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell started them in the background
 settings.load_profile(FIXED)
 
 CHAT_TEMPLATE = (
@@ -48,6 +51,8 @@ CHAT_TEMPLATE = (
 def pytest_collection_finish() -> None:
     """What has been imported stays: a collection of garbage, for which every Trainer asks, need not look at it."""
     import transformers  # noqa: F401 - before a test: its log keeps the stderr that it finds, and a test's is closed
+
+    import frozencore.cli.console  # noqa: F401 - before a test that sets COLUMNS: it reads them once
 
     gc.collect()
     gc.freeze()

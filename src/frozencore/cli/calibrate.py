@@ -11,7 +11,17 @@ from frozencore.cli.console import console
 from frozencore.cli.run_flags import TakesRun
 from frozencore.lab.run.config import RunConfig
 
-OF_TRAINING = ("basis", "learning_rate", "warmup", "epochs", "batch_size", "accumulation", "save_steps", "refresh")
+OF_TRAINING = (
+    "basis",
+    "learning_rate",
+    "warmup",
+    "epochs",
+    "batch_size",
+    "accumulation",
+    "save_steps",
+    "refresh",
+    "refresh_cost",
+)
 
 
 def _calibrate(

@@ -14,6 +14,7 @@ from frozencore.lab.run.config import RunConfig
 NOT_OF_MANY = (
     "task", "data_root", "evaluate_on", "max_new_tokens", "paper_steps", "select_by", "save_steps",
     "refresh",
+    "refresh_cost",
 )  # fmt: skip
 TENANTS = "Folder with a row file (.jsonl, .parquet) for each tenant, named after it; or a YAML file 'name: file'."
 

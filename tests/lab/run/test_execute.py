@@ -83,9 +83,10 @@ def test_every_method_runs_and_its_adapter_reloads_to_the_same_score(method: str
 
 
 def test_a_refreshed_run_is_one_adapter_that_reloads_to_the_same_score(tmp_path: Path) -> None:
-    config = config_of(refresh=3, targets="all-linear", rank_budget=500, rank=16)
+    config = config_of(refresh=3, refresh_cost=0.5, targets="all-linear", rank_budget=500, rank=16)
     record = execute(config, tmp_path / "run", silent)
     assert json.loads((tmp_path / "run" / "result.json").read_text())["config"]["refresh"] == 3
+    assert record.resolved.recipe["refresh_cost"] == 0.5
     assert record.trainable_parameters <= 500
     assert record.resources.adapter_bytes_without_bases == record.adapter_bytes > 4 * 500
     bench = prepare(config, silent)

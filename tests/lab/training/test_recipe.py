@@ -224,6 +224,19 @@ def test_after_divergence_the_cores_are_those_whose_loss_was_last_finite() -> No
     assert_same_weights(kept, good)
 
 
+def test_new_bases_are_of_as_many_steps_as_their_cost_allows() -> None:
+    """At a hundredth of the products of the first step of a round alone; from a half on of all of them."""
+
+    def cores(cost: float) -> dict[str, torch.Tensor]:
+        model = adapted()
+        train(model, ROWS, replace(RECIPE, refresh=2, refresh_cost=cost), pad_id=0)
+        return {name: value for name, value in model.state_dict().items() if "frozencore_R" in name}
+
+    sparing, whole, more = cores(0.01), cores(0.5), cores(5.0)
+    assert all(torch.equal(whole[name], more[name]) for name in whole)
+    assert any(not torch.equal(whole[name], sparing[name]) for name in whole)
+
+
 def test_after_divergence_at_the_start_of_a_round_the_round_before_is_back() -> None:
     """The fifth of eight steps begins the second round; what the fourth made of the core has no finite loss."""
     recipe = replace(RECIPE, refresh=2)

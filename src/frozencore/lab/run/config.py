@@ -95,6 +95,14 @@ class RunConfig(Frozen):
             "rounds' cores add up. 1: on the first bases to the end.",
         ),
     ] = 1
+    refresh_cost: Annotated[
+        float | None,
+        Field(
+            gt=0,
+            description="Of the products of the training, how many the moments of refresh may add: it decides how many "
+            "steps they are of. Default: 0.1; 0.5 is every step.",
+        ),
+    ] = None
     seed: Annotated[
         int, Field(ge=0, lt=2**32, description="Of calibration rows, row order, drawn labels and random directions.")
     ] = 42
@@ -182,6 +190,8 @@ class RunConfig(Frozen):
             self._check_rank_budget()
         if self.refresh > 1:
             _refuse_refresh(self)
+        elif self.refresh_cost is not None:
+            raise ConfigError("refresh_cost is read by a training that refreshes. Give --refresh too, or leave it out.")
         return self
 
     def _check_rank_budget(self) -> None:

@@ -16,6 +16,7 @@ from torch import nn
 
 from frozencore.adapter.bases.calibrate import Calibration, calibrate
 from frozencore.adapter.bases.carried import basis_fingerprint
+from frozencore.adapter.bases.refresh import COST
 from frozencore.adapter.bases.spend import spends_by_spectrum
 from frozencore.adapter.seal.card import write_model_card
 from frozencore.adapter.seal.saved_basis import read_header
@@ -217,6 +218,7 @@ def recipe_of(config: RunConfig, rows: RunRows) -> Recipe:
         accumulation=config.accumulation,
         seed=config.seed,
         refresh=config.refresh,
+        refresh_cost=config.refresh_cost or COST,
     )
 
 

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from transformers import PrinterCallback, TrainingArguments
 
-from frozencore.adapter.bases.refresh import Refresh
+from frozencore.adapter.bases.refresh import COST, Refresh
 from frozencore.adapter.trainable import require_own_parameters
 from frozencore.errors import ConfigError, DataError, TrainingError
 from frozencore.lab.rows.batches import PaddingCollator
@@ -43,6 +43,8 @@ from frozencore.lab.training.trainer import (
 from frozencore.progress import Progress
 from frozencore.randomness import own_random_state
 
+UNREFRESHED = (("refresh", 1), ("refresh_cost", COST))  # not told to checkpoints, which are as they were before
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -55,6 +57,7 @@ class Recipe:
         accumulation: Forward passes in one optimiser step.
         seed: Of the order of the rows.
         refresh: Rounds, each on new bases; 1 trains on the first ones to the end.
+        refresh_cost: Of the products of the training, how many the moments for new bases may add.
     """
 
     learning_rate: float
@@ -66,6 +69,7 @@ class Recipe:
     weight_decay: float = 0.0
     seed: int = 42
     refresh: int = 1
+    refresh_cost: float = COST
 
     def __post_init__(self) -> None:
         fewest = min(self.epochs, self.batch_size, self.accumulation, self.refresh)
@@ -75,6 +79,7 @@ class Recipe:
             "epochs, batch_size, accumulation and refresh must be at least 1": fewest >= 1,
             "max_grad_norm must be positive": self.max_grad_norm > 0,
             "weight_decay must not be negative": self.weight_decay >= 0,
+            "refresh_cost must be positive": self.refresh_cost > 0,
         }
         for rule, kept in rules.items():
             if not kept:
@@ -242,7 +247,7 @@ def _refresh_of(model: nn.Module, recipe: Recipe, selection: Selection | None) -
             "Of a training in rounds the last step is kept: the values of others are on bases that are gone. Leave "
             "select_checkpoint or refresh out."
         )
-    return Refresh(model, recipe.refresh)
+    return Refresh(model, recipe.refresh, cost=recipe.refresh_cost)
 
 
 def _require_float32(model: nn.Module) -> None:
@@ -261,9 +266,7 @@ def _identity(model: nn.Module, recipe: Recipe, rows: Sequence[TokenRow]) -> dic
     """What a checkpoint must share with the run that resumes it: what trains, how, and on what."""
     shapes = {name: list(p.shape) for name, p in model.named_parameters() if p.requires_grad}
     return {
-        **{
-            name: value for name, value in asdict(recipe).items() if (name, value) != ("refresh", 1)
-        },  # as it was before
+        **{name: value for name, value in asdict(recipe).items() if (name, value) not in UNREFRESHED},
         "rows": _hash_of([[row.input_ids, row.num_context] for row in rows]),
         "trainable parameters": _hash_of(shapes),
     }
