@@ -43,7 +43,6 @@ GOOD: dict[str, Any] = {"model": "somewhere", "task": "svamp"}
         ({"refresh": 2, "method": "random"}, "which the method 'random' does not read"),
         ({"refresh": 2, "basis": "basis"}, "cannot share a basis with others: give --basis or --refresh"),
         ({"refresh": 2, "select_checkpoint": "epoch"}, "the last step is kept: .*leave --refresh out"),
-        ({"refresh_cost": 0.5}, "read by a training that refreshes. Give --refresh too"),
         ({"refresh": 2, "refresh_cost": 0}, "--refresh-cost: .*greater than 0, but 0 came"),
         ({"rank_budget": "4 apples"}, "number of trained values such as 36864, .* but '4 apples' came"),
     ],

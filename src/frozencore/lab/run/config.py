@@ -190,8 +190,6 @@ class RunConfig(Frozen):
             self._check_rank_budget()
         if self.refresh > 1:
             _refuse_refresh(self)
-        elif self.refresh_cost is not None:
-            raise ConfigError("refresh_cost is read by a training that refreshes. Give --refresh too, or leave it out.")
         return self
 
     def _check_rank_budget(self) -> None:
