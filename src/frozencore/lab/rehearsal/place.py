@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from frozencore.lab.campaign.worker import Place
-from frozencore.lab.rehearsal.sizes import Shares, epochs_of, fewest_calibrated, scaled
+from frozencore.lab.rehearsal.sizes import STEPS, Shares, epochs_of, fewest_calibrated, scaled
 from frozencore.lab.rows.prompts import PROTOCOL_MAX_LENGTH
 from frozencore.lab.rows.suite import find_task
 from frozencore.lab.run.config import RunConfig
@@ -40,7 +40,7 @@ class RehearsalPlace(Place):
     is_quick: bool = False
 
     def put(self, config: RunConfig) -> RunConfig:
-        """The run with fewer rows, epochs, calibration examples and tokens to generate, in the same proportions."""
+        """The run with fewer rows, epochs, rounds, calibration examples and tokens to generate, in proportion."""
         assert config.task is not None
         task, shares = find_task(config.task), self.shares[config.task]
         changes: dict[str, Any] = {
@@ -50,6 +50,7 @@ class RehearsalPlace(Place):
             "num_evaluation": scaled(config.num_evaluation or task.num_evaluation, shares.evaluation),
             "calibration_size": max(fewest_calibrated(config), scaled(config.calibration_size, self.calibration_share)),
             "epochs": epochs_of(task, config),
+            "refresh": min(STEPS, config.refresh),
             "max_new_tokens": min(MOST_NEW_TOKENS, config.max_new_tokens or task.max_new_tokens),
         }
         if config.model in self.stand_ins and not config.truncate:
