@@ -107,9 +107,7 @@ def _add_core(y: Tensor, z: Tensor, R: Tensor, P: Tensor, scale: float) -> Tenso
 def _through_rows(z: Tensor, R: Tensor) -> Tensor:
     """``z Rᵀ`` with the core of each row: z (..., r) with all tokens of a row together, R rows x r x r."""
     rows, r = R.shape[:2]
-    if (
-        z.numel() == rows * r
-    ):  # a token a row, as in generation: bmm, a library call for each row, takes 2 to 5 times this
+    if z.numel() == rows * r:  # a token a row, as in generation: bmm calls a library for each, 2 to 5 times this
         return (R.mT * z.reshape(rows, r, 1)).sum(1).view(z.shape)
     return torch.bmm(z.reshape(rows, -1, r), R.mT).view(z.shape)
 

@@ -74,6 +74,11 @@ class FrozenCoreLayer(AdapterRounds, BaseTunerLayer):
         self.out_features, self.in_features = layer_shape(self.get_base_layer())
         self.base_samples = sample_weight(self.get_base_layer())
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(m, n) of the base layer: its outputs and inputs."""
+        return self.out_features, self.in_features
+
     def update_layer(
         self, adapter_name: str, rank: int, scale: float, *, rounds: int = 1, inference_mode: bool
     ) -> None:
@@ -205,8 +210,13 @@ class FrozenCoreLayer(AdapterRounds, BaseTunerLayer):
             self.require_basis(adapter_name)
         return self.factors(adapter_name)
 
-    def _core_output(self, x: Tensor, P: Tensor, Q: Tensor, R: Tensor, scale: float) -> Tensor:
-        """``s·P R Qᵀ x`` for inputs (..., n); R r x r, or rows x r x r."""
+    def _core_output(self, adapter_name: str, x: Tensor) -> Tensor:
+        """``s·P R Qᵀ x`` for inputs (..., n)."""
+        P, Q, R = self._trained_factors(adapter_name)
+        return self._through(P, Q, R, self.frozencore_scale[adapter_name], x)
+
+    def _through(self, P: Tensor, Q: Tensor, R: Tensor, scale: float, x: Tensor) -> Tensor:
+        """The same of a core, r x r, or of one for each row, rows x r x r."""
         return core_output(self._cast_input_dtype(x, Q.dtype), P, Q, R, scale)
 
     @torch.compiler.assume_constant_result  # it looks at values, which would break a compiled graph

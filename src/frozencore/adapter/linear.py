@@ -48,8 +48,7 @@ class FrozenCoreLinear(nn.Module, FrozenCoreLayer):
                 return adapted_linear(x, base, P, Q, R, self.frozencore_scale[active[0]])
         result = base(x, *args, **kwargs)
         for adapter_name in active:
-            P, Q, R = self._trained_factors(adapter_name)
-            result = result + self._core_output(x, P, Q, R, self.frozencore_scale[adapter_name]).to(result.dtype)
+            result = result + self._core_output(adapter_name, x).to(result.dtype)
         return result
 
     def _forward_rows(self, rows: RowCores, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -66,7 +65,7 @@ class FrozenCoreLinear(nn.Module, FrozenCoreLayer):
         if not args and not kwargs and is_plain(base, x, P):
             return adapted_linear(x, base, P, Q, rows.R, scale)
         result = base(x, *args, **kwargs)
-        return result + self._core_output(x, P, Q, rows.R, scale).to(result.dtype)
+        return result + self._through(P, Q, rows.R, scale, x).to(result.dtype)
 
     def _check_forward_args(self, x: Tensor, adapter_names: list[str]) -> None:
         if len(x) != len(adapter_names):
@@ -84,8 +83,7 @@ class FrozenCoreLinear(nn.Module, FrozenCoreLayer):
         for adapter_name in dict.fromkeys(adapter_names):
             if adapter_name in self.frozencore_R:
                 mine = [row for row, name in enumerate(adapter_names) if name == adapter_name]
-                P, Q, R = self._trained_factors(adapter_name)
-                update = self._core_output(x[mine], P, Q, R, self.frozencore_scale[adapter_name]).to(result.dtype)
+                update = self._core_output(adapter_name, x[mine]).to(result.dtype)
                 result = result.index_add(0, torch.tensor(mine, device=x.device), update)
         return result
 

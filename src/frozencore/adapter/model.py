@@ -194,7 +194,7 @@ class FrozenCoreModel(BaseTuner):
         P, _, R = layer.factors(adapter_name)
         if P.is_meta or R.is_meta or layer.weight.is_meta:
             return  # only the shapes exist: parameters can be counted, bases cannot be built
-        evidence = LayerEvidence(layer.name, (layer.out_features, layer.in_features), layer.dense_weight)
+        evidence = LayerEvidence(layer.name, layer.shape, layer.dense_weight)
         basis = build_basis(config.constructor, evidence, config.basis_options(R.shape[0]))
         layer.set_basis(adapter_name, basis, random_core=not config.init_weights)
 

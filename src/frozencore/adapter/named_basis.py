@@ -31,7 +31,7 @@ def require_basis_fits(
             "one of them alone). Load the base model that it was calibrated on."
         )
     for name, layer in layers.items():
-        (P, Q), scale, (m, n) = basis.layers[name], basis.scales[name], (layer.out_features, layer.in_features)
+        (P, Q), scale, (m, n) = basis.layers[name], basis.scales[name], layer.shape
         r, own_scale = layer.rank(adapter_name), layer.frozencore_scale[adapter_name]
         if (P.shape, Q.shape, scale) != ((m, r), (n, r), own_scale):
             raise ArtifactError(

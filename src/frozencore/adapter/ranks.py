@@ -42,7 +42,7 @@ def spread_evenly(adapter_name: str, config: FrozenCoreConfig, layers: Mapping[s
     assert config.rank_budget is not None
     for_good = config.constructor_entry.matrix is None
     budget = trained_values(config.rank_budget)
-    shapes = {name: (layer.out_features, layer.in_features) for name, layer in layers.items()}
+    shapes = {name: layer.shape for name, layer in layers.items()}
     ranks = uniform_ranks(shapes, budget if for_good else max(budget, len(shapes)))
     give_ranks(adapter_name, config, layers, ranks)
     if not for_good:

@@ -34,6 +34,19 @@ class LaidPast:
     Q: Tensor
 
 
+def with_last_core(past: Tensor, R: Tensor) -> Tensor:
+    """The cores of all rounds as blocks of one matrix (k x k): the earlier ones, and R (r x r) in its place."""
+    earlier = len(past) - len(R)
+    return past + pad(R, (earlier, 0, earlier, 0))
+
+
+def without_last_core(whole: Tensor, r: int) -> tuple[Tensor, Tensor]:
+    """The inverse, copied: the earlier cores with zeros in the place of the last, and the last (r x r)."""
+    past, earlier = whole.clone(), len(whole) - r
+    past[earlier:, earlier:] = 0
+    return past, whole[earlier:, earlier:].clone()
+
+
 class AdapterRounds:
     """P, Q and the cores of the adapters on one layer with n inputs and m outputs, by adapter name.
 
@@ -59,9 +72,7 @@ class AdapterRounds:
         """P (m x k), Q (n x k) and R (k x k) of an adapter; k = r in the first round, where R is the core itself."""
         R = self.core(adapter_name)
         if adapter_name in self.frozencore_past:
-            past = self.frozencore_past[adapter_name]
-            earlier = len(past) - len(R)
-            R = past + pad(R, (earlier, 0, earlier, 0))
+            R = with_last_core(self.frozencore_past[adapter_name], R)
         return self.frozencore_P[adapter_name], self.frozencore_Q[adapter_name], R
 
     def rank(self, adapter_name: str) -> int:
@@ -103,10 +114,9 @@ class AdapterRounds:
         R = self.core(adapter_name)
         earlier = self.rank(adapter_name) - len(R)
         before = earlier - len(R)
-        past = self.frozencore_past[adapter_name][:earlier, :earlier].clone()
+        past, last = without_last_core(self.frozencore_past[adapter_name][:earlier, :earlier], len(R))
         with torch.no_grad():
-            R.copy_(past[before:, before:])
-        past[before:, before:] = 0
+            R.copy_(last)
         if before:
             self.frozencore_past[adapter_name] = past
         else:

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from torch import Tensor
-from torch.nn.functional import pad
 
 from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.adapter.layer import FrozenCoreLayer
+from frozencore.adapter.rounds import with_last_core, without_last_core
 from frozencore.adapter.seal.factors import BASE, PREFIX
 
 _PAST, _CORE = f".{PREFIX}past", f".{PREFIX}R"
@@ -23,9 +23,8 @@ def with_whole_cores(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for key in tensors:
         layer, found, adapter = key.partition(_PAST)
         if found:
-            past, name = joined.pop(key), f"{layer}{_CORE}{adapter}.weight"
-            earlier = len(past) - len(joined[name])
-            joined[name] = past + pad(joined[name], (earlier, 0, earlier, 0))
+            name = f"{layer}{_CORE}{adapter}.weight"
+            joined[name] = with_last_core(joined.pop(key), joined[name])
     return joined
 
 
@@ -35,15 +34,11 @@ def with_last_cores(
     """The inverse, for the layers of a model that have room for it."""
     split = dict(tensors)
     for name, layer in layers.items():
-        r, k = len(layer.core(adapter_name)), layer.rank(adapter_name)
-        if k == r:
+        r = len(layer.core(adapter_name))
+        if layer.rank(adapter_name) == r:
             continue
         key = next(key for key in tensors if key.removeprefix(BASE) == f"{name}{_CORE}.weight")
-        whole = tensors[key]
-        past = whole.clone()
-        past[k - r :, k - r :] = 0
-        split[key] = whole[k - r :, k - r :].contiguous()
-        split[key.removesuffix(f"{_CORE}.weight") + _PAST] = past
+        split[key.removesuffix(f"{_CORE}.weight") + _PAST], split[key] = without_last_core(tensors[key], r)
     return split
 
 

@@ -134,7 +134,7 @@ def calibrate(
         options = replace(options, memory_budget=memory_budget)
     if by_spectrum := spends_by_spectrum(config):
         layers = layers_to_share(model, adapter_name, config)
-    owners = assign_owners({name: (layer.out_features, layer.in_features) for name, layer in layers.items()})
+    owners = assign_owners({name: layer.shape for name, layer in layers.items()})
     started = time.perf_counter()
     with _reporting(progress) as tell:
         work = BasisWork(model, adapter_name, config, layers, owners, tell)

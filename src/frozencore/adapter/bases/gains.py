@@ -61,7 +61,7 @@ class GainWork(BasisWork):
 
     def costs(self, batches: Iterable[Batch], of_the_pass: CalibrationOptions) -> dict[str, LayerCost]:
         """Two sums at a time, or the directions of the first sketch beside the second; no basis stays."""
-        shapes = {name: (layer.out_features, layer.in_features) for name, layer in self.layers.items()}
+        shapes = {name: layer.shape for name, layer in self.layers.items()}
         return {
             name: replace(
                 cost,
@@ -114,7 +114,7 @@ class GainWork(BasisWork):
     def _gains(self, name: str, first: LayerMoments, second: LayerMoments) -> tuple[float, ...]:
         row, options, layer = self.config.constructor_entry, self.config.basis_options(), self.layers[name]
         assert row.matrix is not None
-        evidence = LayerEvidence(name, (layer.out_features, layer.in_features), layer.dense_weight)
+        evidence = LayerEvidence(name, layer.shape, layer.dense_weight)
         T1, T2 = (row.matrix(moments, options) for moments in (first, second))
         seed = evidence.seed(options.seed)
         return _plain(agreed_gains(T1, T2, self._rank(name), svd_method=options.svd_method, seed=seed))

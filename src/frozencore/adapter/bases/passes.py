@@ -108,7 +108,7 @@ class BasisWork:
         itemsize = max((p.element_size() for p in self.model.parameters() if p.is_floating_point()), default=4)
         costs = {
             name: layer_cost(
-                (layer.out_features, layer.in_features),
+                layer.shape,
                 self._needs(of_the_pass),
                 self._rank(name),
                 num_rows=num_rows,
@@ -141,7 +141,7 @@ class BasisWork:
     def like_factors(self, name: str) -> tuple[Tensor, Tensor]:
         """Of the shapes of a layer's P and Q, without values."""
         layer, rank = self.layers[name], self._rank(name)
-        P, Q = (torch.empty(size, rank, device="meta") for size in (layer.out_features, layer.in_features))
+        P, Q = (torch.empty(size, rank, device="meta") for size in layer.shape)
         return P, Q
 
     def _sum(
@@ -191,9 +191,7 @@ class BasisWork:
                 self.model,
                 batches,
                 {
-                    name: SketchTarget(
-                        layer.get_base_layer(), (layer.out_features, layer.in_features), self._rank(name)
-                    )
+                    name: SketchTarget(layer.get_base_layer(), layer.shape, self._rank(name))
                     for name, layer in ((name, self.layers[name]) for name in group)
                 },
                 whitening=self._metric,
@@ -225,7 +223,7 @@ class BasisWork:
         layer = self.layers[name]
         if moments is not None:
             self.diagonals[name] = moments.without_matrices()
-        evidence = LayerEvidence(name, (layer.out_features, layer.in_features), layer.dense_weight, moments)
+        evidence = LayerEvidence(name, layer.shape, layer.dense_weight, moments)
         require_tokens(evidence, self._rank(name))
         return evidence
 

@@ -164,7 +164,7 @@ class Refresh(TrainerCallback):
             CalibrationError: The moments are not finite, or another rank failed.
         """
         assert self._gathering is not None
-        owners = assign_owners({name: (layer.out_features, layer.in_features) for name, layer in self.layers.items()})
+        owners = assign_owners({name: layer.shape for name, layer in self.layers.items()})
         moments = reduce_moments(self._gathering.moments(), owners)
         work = BasisWork(self.model, self.adapter_name, self.config, self.layers, owners, lambda *_: None)
         work.build(self.layers, dict(moments))

@@ -57,7 +57,7 @@ def spend_budget(work: BasisWork, source: BasisSource, options: CalibrationOptio
         CalibrationError: Moments that are not of two halves, or halves that agree on nothing.
     """
     budget, layers = trained_values(work.config.rank_budget), work.layers
-    shapes = {name: (layer.out_features, layer.in_features) for name, layer in layers.items()}
+    shapes = {name: layer.shape for name, layer in layers.items()}
     counts = {name: num_candidates(shape, len(layers), budget) for name, shape in shapes.items()}
     gains = GainWork(work.model, work.adapter_name, work.config, layers, work.owners, work.progress, ranks=counts)
     if isinstance(source, GivenMoments):

@@ -100,11 +100,10 @@ def export_lora(
     shapes = {name: (f.P.shape[0], f.Q.shape[0]) for name, f in adapter.factors.items()}
     named = layers_to_name(shapes, adapter.base)
     own_rank = max(f.R.shape[0] for f in adapter.factors.values())
-    error = None
-    if rank is not None and rank < own_rank:
+    if rank is None or rank >= own_rank:
+        rank, error = own_rank, None
+    else:
         adapter, error = _cut(adapter, rank)
-        own_rank = rank
-    rank = own_rank
     conv1d = adapter.base is not None and not adapter.base.conv1d.isdisjoint(adapter.factors)
     with whole_folder(Path(out), overwrite=overwrite, reads=folder) as aside:
         save_file(_lora_tensors(adapter, named, rank, dtype), aside / WEIGHTS_FILE, metadata={"format": "pt"})
