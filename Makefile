@@ -2,11 +2,12 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+ENGINES := .engines
 # Small models run fastest with one thread, one program per core.
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test rehearse test-slow coverage mutants bench conformance lint format pocket constraints clean
+.PHONY: demo test rehearse test-slow coverage mutants bench conformance engines lint format pocket constraints clean
 
 demo: $(VENV)/.installed
 	$(BIN)/frozencore demo --output runs/demo
@@ -40,6 +41,10 @@ bench: $(VENV)/.installed-dev
 conformance: $(VENV)/.installed-dev
 	$(BIN)/python conformance/run.py --workers 2
 
+# Serving engines, each in an environment of its own: vLLM's CPU build (3.4 GB), and llama.cpp (1.4 GB), which needs a C++
+# compiler and half an hour of one core. tests/engines runs what we export in them.
+engines: $(ENGINES)/vllm/.installed $(ENGINES)/llama.cpp/.installed
+
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -71,3 +76,25 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
 $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(BIN)/pip install --quiet --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	touch $(VENV)/.installed $@
+
+$(ENGINES)/vllm/.installed: engines/vllm.txt
+	rm -rf $(@D)
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet --quiet --disable-pip-version-check --no-deps -r $<
+	touch $@
+
+$(ENGINES)/llama.cpp/.installed: engines/llama.cpp.txt engines/llama.cpp.sources.txt
+	rm -rf $(@D)
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet --quiet --disable-pip-version-check --no-deps -r $<
+	$(@D)/bin/pip download --quiet --quiet --disable-pip-version-check --no-deps --no-binary llama-cpp-python --dest $(@D) \
+	    -r engines/llama.cpp.sources.txt
+	mkdir $(@D)/src
+	tar -xzf $(@D)/llama_cpp_python-*.tar.gz -C $(@D)/src --strip-components=3 --wildcards '*/vendor/llama.cpp/*'
+	rm $(@D)/llama_cpp_python-*.tar.gz
+	$(@D)/bin/cmake -S $(@D)/src -B $(@D)/build -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(@D)/bin/ninja) \
+	    -DCMAKE_BUILD_TYPE=Release -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_APP=OFF \
+	    -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_OPENSSL=OFF -DLLAMA_ALL_WARNINGS=OFF
+	$(@D)/bin/cmake --build $(@D)/build --target llama-server
+	ln -s ../build/bin/llama-server $(@D)/bin/llama-server
+	touch $@
