@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import json
+from functools import lru_cache
+
 import torch
 from peft import PeftModel, get_peft_model
 from torch import Tensor, nn
@@ -21,14 +25,27 @@ def adapted(
 ) -> PeftModel:  # fmt: skip
     """A tiny model with one adapter of rank 3; ``trained`` cores are random instead of zero; no
     ``dtype`` leaves the model as it is."""
-    base = tiny_qwen2() if model is None else model
-    base = base if dtype is None else base.to(dtype)
-    model = get_peft_model(base, FrozenCoreConfig(**{"r": 3, "constructor": constructor, **options}))
-    if calibrated and constructor in DATA_DRIVEN:
-        calibrate(model, BATCHES, progress=False)
+    options = {"r": 3, "constructor": constructor, **options}
+    if model is None:
+        adapter = copy.deepcopy(_once(dtype, calibrated, json.dumps(options)))
+    else:
+        adapter = _adapted(model, dtype, calibrated, options)
     if trained:
-        train_at_random(model)
-    return model.eval()
+        train_at_random(adapter)
+    return adapter.eval()
+
+
+def _adapted(base: nn.Module, dtype: torch.dtype | None, calibrated: bool, options: dict[str, object]) -> PeftModel:
+    adapter = get_peft_model(base if dtype is None else base.to(dtype), FrozenCoreConfig(**options))
+    if calibrated and options["constructor"] in DATA_DRIVEN:
+        calibrate(adapter, BATCHES, progress=False)
+    return adapter
+
+
+@lru_cache(maxsize=64)
+def _once(dtype: torch.dtype | None, calibrated: bool, options: str) -> PeftModel:
+    """Wrapping and calibrating takes four times as long as a copy of what it gave."""
+    return _adapted(tiny_qwen2(), dtype, calibrated, json.loads(options))
 
 
 def cores_of(model: nn.Module, adapter_name: str = "default") -> list[FrozenCoreLayer]:

@@ -15,7 +15,7 @@ from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_PREFIX_MAPPIN
 from transformers import AutoModelForCausalLM
 
 from frozencore.lab.pocket import pocket_model_path
-from works_with import CLAIMS, PAGE, ROOT, tests_of_page
+from works_with import CLAIMS, PAGE, ROOT, named_on_page
 
 HUB_ID = "Qwen/Qwen2.5-0.5B-Instruct"
 
@@ -80,7 +80,7 @@ def test_the_bases_of_the_page_go_from_one_model_to_another(tmp_path: Path, monk
 
 
 def test_the_table_of_what_works_names_tests_that_exist_and_are_not_skipped() -> None:
-    assert tests_of_page() == CLAIMS
+    assert named_on_page() == CLAIMS
     for test in CLAIMS.values():
         path, name = test.split("::")
         functions = {f.name: f for f in ast.parse((ROOT / path).read_text()).body if isinstance(f, ast.FunctionDef)}

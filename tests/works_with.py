@@ -72,7 +72,7 @@ CLAIMS: dict[str, str] = {
 }  # fmt: skip
 
 
-def tests_of_page() -> dict[str, str]:
+def named_on_page() -> dict[str, str]:
     """Test by feature, as the page has them."""
     rows = re.findall(r"^\| (.+) \| \w+ \| `(tests/.+?)` \|$", _split(PAGE.read_text())[1], flags=re.MULTILINE)
     return dict(rows)
