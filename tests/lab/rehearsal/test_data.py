@@ -70,6 +70,15 @@ def test_a_trial_makes_two_steps_on_what_it_is_left(name: str, batch: tuple[int,
     assert rows <= batch[0] * batch[1] + 4
 
 
+def test_a_task_that_shares_its_rows_with_one_of_more_makes_two_steps_too(tmp_path: Path) -> None:
+    """hellaswag trains on 2,000 rows and hellaswag-text on 1,600 of the same: each is left rows enough."""
+    configs = [make_config(**PAPER, task=name, epochs=1) for name in ("hellaswag", "hellaswag-text")]
+    place = place_of(configs, tmp_path)
+    for config in configs:
+        few = task_splits(place.put(config))
+        assert len(few.train) > config.batch_size * config.accumulation, config.task
+
+
 def test_real_rows_are_taken_where_they_are_at_hand_and_the_others_said(tmp_path: Path) -> None:
     write_real_sizes("rte", tmp_path / "real")
     configs = [make_config(**PAPER, task=name) for name in ("rte", "mrpc", "svamp")]

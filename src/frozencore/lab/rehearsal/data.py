@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from frozencore.lab.rehearsal.originals import SPLITS, HubOriginal, copy_own_task, num_rows_of
-from frozencore.lab.rehearsal.sizes import Shares, scaled_official, shares_of, together, used_by
+from frozencore.lab.rehearsal.sizes import Shares, scaled_official, shares_of, together, used_by, widest
 from frozencore.lab.rows.own_task import FileSource
 from frozencore.lab.rows.suite import find_task
 from frozencore.lab.run.config import RunConfig
@@ -64,11 +64,12 @@ def lay_out(configs: Sequence[RunConfig], root: Path, data_root: Path | None) ->
     data = StandInData(root)
     contents: dict[HubDataset, dict[str, Any]] = {}
     for tasks in _by_source(configs):
-        used = together([used_by(name, task, configs) for name, task in tasks.items()])
+        each = [used_by(name, task, configs) for name, task in tasks.items()]
+        used = together(each)
         name, task = next(iter(tasks.items()))
         hub = HubOriginal(task.source, data_root) if isinstance(task.source, HubDataset) else None
         official = hub.num_rows if hub else num_rows_of(task.source)
-        shares = shares_of(used, official)
+        shares = widest([shares_of(one, official) for one in each])
         data.shares |= dict.fromkeys(tasks, shares)
         few: dict[Split, int] = {
             split: scaled_official(official[split], used.of(split), shares.of(split))

@@ -72,6 +72,12 @@ def shares_of(used: Used, num_official: Mapping[Split, int]) -> Shares:
     return Shares(min(1.0, used.needed / max(1, trained)), min(1.0, EVALUATED / max(1, evaluated)))
 
 
+def widest(shares: Sequence[Shares]) -> Shares:
+    """The shares that leave each of several tasks with the same rows as many as it needs: one that trains on fewer than
+    another needs a larger share of them."""
+    return Shares(max(share.train for share in shares), max(share.evaluation for share in shares))
+
+
 def rows_to_train(task: Task, config: RunConfig) -> int:
     """The fewest rows that make ``STEPS`` steps, and a calibration, when a tenth of them is held out for validation."""
     steps_an_epoch = math.ceil(STEPS / epochs_of(task, config))
