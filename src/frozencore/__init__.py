@@ -1,8 +1,8 @@
 """frozencore: fine-tune large language models by training only r x r cores between frozen, calibrated bases.
 
 Importing this package registers the method with PEFT, so that ``peft.get_peft_model`` and ``PeftModel.from_pretrained``
-know :class:`FrozenCoreConfig`. PEFT and torch take seconds to import; the command line alone starts without them, and
-each of its verbs imports what it uses.
+know :class:`FrozenCoreConfig`, and the architecture of basis models with transformers. PEFT and torch take seconds to
+import; the command line alone starts without them, and each of its verbs imports what it uses.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from frozencore.one_line import one_line
 
 CONFIG_FILE, WEIGHTS_FILE, PICKLE_FILE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 HEADER_FILE, FACTORS_FILE = "basis.json", "basis.safetensors"  # of a basis in a folder of its own
+MODEL_CONFIG, BASIS_MODEL_TYPE = "config.json", "frozencore_basis_model"
 PEFT_TYPE = "FROZENCORE"
 LARGEST_CONFIG = 2**24
 

@@ -8,9 +8,11 @@ from frozencore.adapter.bases.calibrate import Calibration, calibrate
 from frozencore.adapter.bases.carried import get_bases, save_basis, set_bases
 from frozencore.adapter.bases.refresh import Refresh
 from frozencore.adapter.config import FrozenCoreConfig
+from frozencore.adapter.export.basis_model import export_basis_model
 from frozencore.adapter.export.lora import export_lora
 from frozencore.adapter.export.merged import export_merged
 from frozencore.adapter.export.serving import check_lora_directory
+from frozencore.adapter.export.tenant import export_tenant
 from frozencore.adapter.layer import frozen_core_layers
 from frozencore.adapter.model import FrozenCoreModel
 from frozencore.adapter.own_constructor import register_constructor
@@ -61,8 +63,10 @@ __all__ = [
     "check_lora_directory",
     "collect_moments",
     "eva_basis",
+    "export_basis_model",
     "export_lora",
     "export_merged",
+    "export_tenant",
     "fcca_basis",
     "filora_basis",
     "frozen_core_layers",

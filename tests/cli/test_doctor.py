@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from adapted import adapted
-from frozencore import export_lora, save_basis
+from frozencore import export_basis_model, export_lora, export_tenant, save_basis
 from frozencore.cli.findings import Diagnosis, diagnose
 from frozencore.lab.evaluation.evaluate import Evaluation, evaluate
 from frozencore.lab.pocket import pocket_model_path
@@ -25,6 +25,7 @@ from frozencore.lab.run.execute import execute
 from frozencore.lab.run.many.execute import execute_many
 from frozencore.whole_file import write_json
 from places import ROOT
+from tiny import tiny_qwen2
 
 MODEL = str(pocket_model_path())
 
@@ -59,6 +60,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_basis(model, folder / "cores" / "basis")
     model.save_pretrained(str(folder / "cores"))
     export_lora(folder / "adapter", folder / "lora")
+    tiny_qwen2().save_pretrained(folder / "base")
+    export_basis_model(folder / "adapter", folder / "basis model", base=folder / "base")
+    export_tenant(folder / "adapter", folder / "tenant", basis_model=folder / "basis model")
     tasks = tuple(find_tasks("pocket-sentiment"))
     evaluate(Evaluation(MODEL, tasks, num_evaluation=10, device="cpu"), folder / "evaluation", silent)
     shutil.copytree(ROOT / "results" / "pocket", folder / "campaign")
@@ -72,7 +76,8 @@ def copied(made: Path, tmp_path: Path) -> Path:
 
 SOUND = {
     "run": "run", "baseline": "run", "calibration": "moments", "calibration/moments.safetensors": "moments",
-    "calibration/adapter": "adapter", "adapter": "adapter", "lora": "LoRA", "evaluation": "evaluation",
+    "calibration/adapter": "adapter", "adapter": "adapter", "lora": "LoRA", "basis model": "basis model",
+    "tenant": "LoRA", "evaluation": "evaluation",
     "campaign": "campaign", "calibration/basis": "basis", "cores": "adapter",
     "tenants": "tenants", "tenants/anna": "run", "tenants/basis": "basis", "above": "adapter",
 }  # fmt: skip

@@ -11,6 +11,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import frozencore_basis_model
 from adapted import adapted, logits
 from frozencore.lab.pocket import pocket_model_path
 from tiny import tiny_qwen2
@@ -52,6 +53,22 @@ def test_export_to_merged_writes_a_model_that_gives_the_same_logits(
     assert not (tmp_path / "merged" / "adapter_config.json").exists()
 
 
+def test_a_basis_model_and_its_tenant_are_two_commands_that_say_how_they_are_served(
+    command: Command, saved: tuple[Path, Path, PeftModel], tmp_path: Path
+) -> None:
+    adapter, base, model = saved
+    shop, tenant = tmp_path / "shop", tmp_path / "tenant"
+    status, out, _ = command("export", adapter, "--base", base, "--to", "basis-model", "--with-code", "--out", shop)
+    said = " ".join(out.split())
+    assert (status, "rank 3, 2 layers" in said) == (0, True)
+    assert "--enable-lora --max-lora-rank 8 --lora-target-modules core --trust-remote-code" in said
+    assert (shop / "frozencore_basis_model.py").read_bytes() == Path(frozencore_basis_model.__file__).read_bytes()
+    status, out, _ = command("export", adapter, "--to", "tenant", "--base", shop, "--out", tenant)
+    assert (status, "Taken by: vLLM\n" in out, "Not taken by: SGLang, llama.cpp" in out) == (0, True, True)
+    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(shop), tenant).eval()
+    torch.testing.assert_close(logits(loaded), logits(model), atol=1e-5, rtol=1e-5)
+
+
 def test_check_names_the_engines_that_refuse_and_the_way_out(
     command: Command, saved: tuple[Path, Path, PeftModel], tmp_path: Path
 ) -> None:
@@ -81,6 +98,9 @@ def test_bad_input_is_one_line_and_nothing_is_written(
         (["export", adapter, "--base", tmp_path / "none", "--out", tmp_path / "x"], "no such folder"),
         (["export", adapter, "--to", "merged", "--base", tmp_path / "none", "--out", tmp_path / "x"], "no such folder"),
         (["export", base, "--out", tmp_path / "x"], "has no adapter_config.json"),
+        (["export", adapter, "--to", "tenant", "--base", base, "--out", tmp_path / "x"], "holds no basis model"),
+        (["export", adapter, "--to", "tenant", "--rank", "2", "--out", tmp_path / "x"], "--rank is of a LoRA"),
+        (["export", adapter, "--with-code", "--out", tmp_path / "x"], "--with-code is of a basis model"),
         (["check", base], "has no adapter_config.json"),
     ):
         status, _, err = command(*words)

@@ -1,6 +1,6 @@
 """Frozen cores as a PEFT method: config, layer, tuner, and the calibration that fixes their bases.
 
-Whatever is imported from here, PEFT knows the method.
+Whatever is imported from here, PEFT knows the method and transformers the architecture of basis models.
 """
 
 from importlib.metadata import version
@@ -17,6 +17,8 @@ if tuple(int(part) for part in _installed.split(".")[:2]) < OLDEST_PEFT:
     )
 
 with quiet_imports():
+    import frozencore_basis_model
     from frozencore.adapter.model import register_with_peft
 
 register_with_peft()
+frozencore_basis_model.register()

@@ -1,4 +1,4 @@
-"""What is found in an adapter, in a basis and in a LoRA."""
+"""What is found in an adapter, in a basis, in a basis model and in a LoRA."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from frozencore.adapter.directory import read_adapter
+from frozencore.adapter.export.basis_in_model import identity_of, read_bases, read_entry
 from frozencore.adapter.export.serving import check_lora_directory
+from frozencore.adapter.export.serving.tensor_rules import no_tenant
 from frozencore.adapter.seal.integrity import CONFIG_FILE, read_folder
 from frozencore.adapter.seal.saved_basis import load_basis
 from frozencore.cli.findings import Finding, inside
@@ -67,6 +69,22 @@ def basis(path: Path) -> Iterator[Finding]:
     yield Finding("base model", f"{base}, {'recorded' if found.base else 'not recorded: any of its shape fits'}")
 
 
+def basis_model(path: Path) -> Iterator[Finding]:
+    """The layers and the identity of the basis in a base model."""
+    try:
+        entry, layers = read_entry(path), read_bases(path)
+    except FrozenCoreError as error:
+        yield Finding("configuration and weights", one_line(error), sound=False)
+        return
+    yield Finding("configuration and weights", f"{len(layers)} layers with a basis, all finite")
+    same = identity_of(layers) == entry["identity"]
+    yield Finding(
+        "identity",
+        entry["identity"][:12] if same else "P and Q are not those that it was written with: export it again",
+        same,
+    )
+
+
 def lora(path: Path) -> Iterator[Finding]:
     """A LoRA and who would serve it."""
     try:
@@ -75,11 +93,12 @@ def lora(path: Path) -> Iterator[Finding]:
     except FrozenCoreError as error:
         yield Finding("weights and configuration", one_line(error), sound=False)
         return
-    yield Finding(
-        "weights and configuration", f"rank {report.rank}; taken by {', '.join(report.engines) or 'no engine'}"
-    )
+    engines = ", ".join(report.engines) or "no engine"
+    tenant = ", on its basis model: it is a tenant" if report.is_tenant else ""
+    yield Finding("weights and configuration", f"rank {report.rank}; taken by {engines}{tenant}")
     for problem in report.problems:
-        yield Finding(problem.rule, str(problem), sound=False)
+        if problem.rule != no_tenant.__name__:
+            yield Finding(problem.rule, str(problem), sound=False)
 
 
 def baseline(path: Path) -> Iterator[Finding]:

@@ -18,7 +18,8 @@ HEALTHY, WRONG, NOT_OURS = 0, 1, 2
 def doctor(
     context: typer.Context,
     path: Annotated[
-        Path, typer.Argument(help="An adapter, a basis, a moments file, a LoRA, a run, an evaluation or a campaign.")
+        Path,
+        typer.Argument(help="An adapter, a basis (model), a moments file, a LoRA, a run, an evaluation or a campaign."),
     ],
 ) -> None:
     torch_on_demand()

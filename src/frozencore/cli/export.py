@@ -11,19 +11,33 @@ from frozencore.cli.console import console
 
 
 def export(
-    adapter: Annotated[Path, typer.Argument(help="Folder of a saved frozen-core adapter.")],
+    adapter: Annotated[Path, typer.Argument(help="Folder of a saved adapter, or of a basis for a basis model.")],
     output: Annotated[Path, typer.Option("--output", "--out", help="New folder for the export.")],
-    to: Annotated[str, typer.Option(help="lora: an exact LoRA directory. merged: base model plus update.")] = "lora",
+    to: Annotated[
+        str,
+        typer.Option(
+            help="lora: an exact LoRA directory. merged: base model plus update. basis-model: base model with P and Q "
+            "in it, once for all tenants. tenant: the cores, as a LoRA for the basis model."
+        ),
+    ] = "lora",
     base: Annotated[
-        str | None, typer.Option(help="Folder or hub id of the base model. Default: the one that the adapter names.")
+        str | None,
+        typer.Option(
+            help="Folder or hub id of the base model; default: the one that the adapter names. Of a tenant: its basis "
+            "model, to compare the bases."
+        ),
     ] = None,
-    dtype: Annotated[str, typer.Option(help="auto (lora: float32, merged: as the base), float32, ...")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto (of factors float32, of models the base's), float32, ...")] = "auto",
     rank: Annotated[
         int | None, typer.Option(help="Of the LoRA, below the adapter's own; says how much that leaves out.")
     ] = None,
+    with_code: Annotated[
+        bool,
+        typer.Option("--with-code", help="Put its code into a basis model, for engines without frozencore."),
+    ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an export that is there.")] = False,
 ) -> None:
-    from frozencore.cli.exporting import export_adapter
+    from frozencore.cli.exporting import Wanted, export_adapter
 
-    for line in export_adapter(adapter, output, to=to, base=base, dtype=dtype, rank=rank, overwrite=overwrite):
+    for line in export_adapter(adapter, output, Wanted(to, base, dtype, rank, with_code, overwrite)):
         console.print(line, highlight=False)

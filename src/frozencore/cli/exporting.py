@@ -2,43 +2,75 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from frozencore.adapter.export.basis_model import BasisModelExport, export_basis_model
 from frozencore.adapter.export.lora import LoraExport, export_lora
 from frozencore.adapter.export.merged import export_merged
 from frozencore.adapter.export.serving import ENGINES, LoraReport, check_lora_directory
+from frozencore.adapter.export.serving.config_rules import VLLM_MAX_RANKS
+from frozencore.adapter.export.tenant import TenantExport, export_tenant
 from frozencore.errors import ConfigError
 from frozencore.naming import unknown_name
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
-def export_adapter(
-    adapter: Path, output: Path, *, to: str, base: str | None, dtype: str, rank: int | None = None, overwrite: bool
-) -> list[str]:
-    """Write the export that was asked for; the lines that say what it is.
+FORMS = ("lora", "merged", "basis-model", "tenant")
 
-    Args:
+
+@dataclass(frozen=True)
+class Wanted:
+    """What ``frozencore export`` was asked for.
+
+    Attributes:
+        base: Folder or hub id of the base model; of a tenant, the folder of its basis model.
         rank: Of a LoRA; by default the adapter's own.
+        with_code: Put the architecture's code into a basis model.
+    """
+
+    to: str = "lora"
+    base: str | None = None
+    dtype: str = "auto"
+    rank: int | None = None
+    with_code: bool = False
+    overwrite: bool = False
+
+
+def export_adapter(adapter: Path, output: Path, wanted: Wanted) -> list[str]:
+    """Write the export that was asked for; the lines that say what it is.
 
     Raises:
         FrozenCoreError: An unknown form or dtype, a bad adapter or base model, or a folder in the way.
     """
-    own = read_dtype(dtype)
-    if to == "lora":
-        found = export_lora(adapter, output, base=base, dtype=own or torch.float32, rank=rank, overwrite=overwrite)
-        return [*_lora_lines(found), *serving_lines(check_lora_directory(output))]
-    if to == "merged":
-        if rank is not None:
-            raise ConfigError("--rank is of a LoRA, and a merged model has none: leave it out, or --to lora.")
-        folder = export_merged(adapter, output, base=base, dtype=dtype, overwrite=overwrite)
+    own, base, overwrite = read_dtype(wanted.dtype), wanted.base, wanted.overwrite
+    if wanted.to not in FORMS:
+        raise ConfigError(unknown_name("export", wanted.to, FORMS))
+    if wanted.rank is not None and wanted.to != "lora":
+        raise ConfigError(f"--rank is of a LoRA, and --to {wanted.to} has none: leave it out, or --to lora.")
+    if wanted.with_code and wanted.to != "basis-model":
+        raise ConfigError(f"--with-code is of a basis model, and --to {wanted.to} has no code: leave it out.")
+    if wanted.to == "merged":
+        folder = export_merged(adapter, output, base=base, dtype=wanted.dtype, overwrite=overwrite)
         return [
             f"Merged model: {folder}",
             "It is a plain model folder: transformers and every engine of its base take it.",
         ]
-    raise ConfigError(unknown_name("export", to, ("lora", "merged")))
+    if wanted.to == "basis-model":
+        return _basis_model_lines(
+            export_basis_model(
+                adapter, output, base=base, dtype=wanted.dtype, with_code=wanted.with_code, overwrite=overwrite
+            ),
+            with_code=wanted.with_code,
+        )
+    if wanted.to == "tenant":
+        tenant = export_tenant(adapter, output, basis_model=base, dtype=own or torch.float32, overwrite=overwrite)
+        return [*_tenant_lines(tenant, base), *serving_lines(check_lora_directory(output))]
+    found = export_lora(adapter, output, base=base, dtype=own or torch.float32, rank=wanted.rank, overwrite=overwrite)
+    return [*_lora_lines(found), *serving_lines(check_lora_directory(output))]
 
 
 def read_dtype(name: str) -> torch.dtype | None:
@@ -57,9 +89,31 @@ def serving_lines(report: LoraReport) -> list[str]:
     lines = [f"Taken by: {', '.join(report.engines) or 'no engine'}"]
     lines += [f"- {problem}" for problem in report.problems]
     if "vLLM" in report.engines:
-        lines.append(f"vLLM: --enable-lora --max-lora-rank {report.vllm_max_rank}")
+        on_cores = " --lora-target-modules core" if report.is_tenant else ""
+        lines.append(f"vLLM: --enable-lora --max-lora-rank {report.vllm_max_rank}{on_cores}")
     missing = [engine for engine in ENGINES if engine not in report.engines]
     return [*lines, f"Not taken by: {', '.join(missing)}"] if missing else lines
+
+
+def _basis_model_lines(found: BasisModelExport, *, with_code: bool) -> list[str]:
+    low, high = min(found.ranks.values()), max(found.ranks.values())
+    rank = f"rank {low}" if low == high else f"ranks {low} to {high}"
+    admitted = next((largest for largest in VLLM_MAX_RANKS if largest >= high), None)
+    lines = [f"Basis model: {found.directory}, {rank}, {len(found.ranks)} layers, basis {found.identity[:12]}"]
+    if admitted is None:
+        return [*lines, f"vLLM serves tenants of rank {VLLM_MAX_RANKS[-1]} at most; PEFT loads them all."]
+    code = " --trust-remote-code" if with_code else ""
+    return [
+        *lines,
+        f"vLLM: vllm serve {found.directory} --enable-lora --max-lora-rank {admitted} --lora-target-modules core{code}",
+        f"Tenants: frozencore export ADAPTER --to tenant --base {found.directory} --out TENANT",
+    ]
+
+
+def _tenant_lines(found: TenantExport, basis_model: str | None) -> list[str]:
+    compared = f"as {basis_model} has it" if basis_model else "not compared: name the basis model with --base"
+    layers = f"rank {found.rank}, {len(found.layers)} layers"
+    return [f"Tenant: {found.directory}, {layers}, on the basis {found.identity[:12]} ({compared})"]
 
 
 def _lora_lines(found: LoraExport) -> list[str]:

@@ -1,7 +1,7 @@
 """What a path holds of ours, whether it is sound, and what to do where it is not. Nothing is changed.
 
-An adapter, a basis, a moments file, a LoRA export, a run, a run of many tenants, an evaluation, or a campaign. A folder
-of ``frozencore calibrate`` is the moments in it, and the adapter and the basis beside them.
+An adapter, a basis, a basis model, a moments file, a LoRA export, a run, a run of many tenants, an evaluation, or a
+campaign. A folder of ``frozencore calibrate`` is the moments in it, and the adapter and the basis beside them.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from frozencore.adapter_folder import (
+    BASIS_MODEL_TYPE,
     CONFIG_FILE,
     FACTORS_FILE,
     HEADER_FILE,
+    MODEL_CONFIG,
     PEFT_TYPE,
     PICKLE_FILE,
     WEIGHTS_FILE,
@@ -44,8 +46,8 @@ class Diagnosis:
     """What a path is, and what was found there.
 
     Attributes:
-        kind: ``"adapter"``, ``"basis"``, ``"moments"``, ``"LoRA"``, ``"run"``, ``"tenants"``, ``"evaluation"`` or
-            ``"campaign"``; None if it is not one of ours.
+        kind: ``"adapter"``, ``"basis"``, ``"basis model"``, ``"moments"``, ``"LoRA"``, ``"run"``, ``"tenants"``,
+            ``"evaluation"`` or ``"campaign"``; None if it is not one of ours.
     """
 
     path: Path
@@ -65,9 +67,9 @@ def diagnose(path: Path) -> Diagnosis:
 
 def _examiner(kind: str) -> Callable[[Path], Iterator[Finding]]:
     """The function that looks; what only an adapter needs is not imported for a campaign."""
-    room = {"adapter": "adapter", "basis": "adapter", "LoRA": "adapter", "moments": "moments"}
+    room = {"adapter": "adapter", "basis": "adapter", "basis model": "adapter", "LoRA": "adapter", "moments": "moments"}
     module = import_module(f"frozencore.cli.{room.get(kind, 'run')}_findings")
-    examiner: Callable[[Path], Iterator[Finding]] = getattr(module, kind.lower())
+    examiner: Callable[[Path], Iterator[Finding]] = getattr(module, kind.lower().replace(" ", "_"))
     return examiner
 
 
@@ -82,6 +84,8 @@ def _kind_of(path: Path) -> str | None:
         return _kind_of_adapter(path)
     if any((path / name).exists() for name in (HEADER_FILE, FACTORS_FILE)):
         return "basis"
+    if _is_basis_model(path):
+        return "basis model"
     if (path / MOMENTS_FILE).is_file():
         return "moments"
     record = read_json(path / RECORD)
@@ -96,6 +100,11 @@ def _kind_of(path: Path) -> str | None:
     if any(path.glob(f"*/*/{PREDICTIONS}")):
         return "evaluation"
     return "run" if (path / RECORD).exists() and (path / PREDICTIONS).exists() else None
+
+
+def _is_basis_model(path: Path) -> bool:
+    config = read_json(path / MODEL_CONFIG)
+    return isinstance(config, dict) and config.get("model_type") == BASIS_MODEL_TYPE
 
 
 def _is_of_many(path: Path) -> bool:

@@ -72,6 +72,7 @@ BROKEN: dict[str, Change] = {
     "ranks_are_r": lambda config, tensors: _widen(tensors),
     "packed_qkv": lambda config, tensors: _drop(tensors, "layers.0.self_attn.v_proj"),
     "packed_gate_up": lambda config, tensors: _drop(tensors, "layers.0.mlp.gate_proj"),
+    "no_tenant": lambda config, tensors: _move_to_cores(config, tensors),
     "types_are_plain": lambda config, tensors: tensors.update(
         {f"{MLP}.down_proj.lora_A.weight": torch.ones(3, 48, dtype=torch.int8)}
     ),
@@ -79,6 +80,12 @@ BROKEN: dict[str, Change] = {
 }
 # These cannot be broken alone: no file has zero rows in every factor, and one rule is about a file beside them.
 SPECIAL = {"rank_is_positive", "no_added_tokens"}
+
+
+def _move_to_cores(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    config["target_modules"] = ["core"]
+    for key in list(tensors):
+        tensors[key.replace(".lora_", ".core.lora_")] = tensors.pop(key)
 
 
 def _write(folder: Path, good: Path, change: Change) -> Path:

@@ -20,12 +20,10 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from frozencore.adapter.config import FrozenCoreConfig
-from frozencore.adapter.directory import CONFIG_FILE, WEIGHTS_FILE, Factors, layer_factors, read_tensors
-from frozencore.adapter.export.lora_layers import BaseLayers, layers_of, layers_to_name, target_modules
-from frozencore.adapter.layer import frozen_core_layers
-from frozencore.adapter.patterns import scale_of
+from frozencore.adapter.directory import CONFIG_FILE, WEIGHTS_FILE, Factors
+from frozencore.adapter.export.leaving import LeavingAdapter, from_directory, from_model, require_cores_only
+from frozencore.adapter.export.lora_layers import layers_to_name, target_modules
 from frozencore.adapter.seal.card import num_tokens, write_model_card
-from frozencore.adapter.seal.factors import PREFIX
 from frozencore.errors import ArtifactError, ConfigError
 from frozencore.whole_file import whole_folder
 
@@ -51,14 +49,6 @@ class LoraExport:
     zero_layers: tuple[str, ...]
     fan_in_fan_out: bool
     error: float | None = None
-
-
-@dataclass(frozen=True)
-class _Adapter:
-    config: FrozenCoreConfig
-    factors: dict[str, Factors]
-    scales: dict[str, float]
-    base: BaseLayers | None
 
 
 def export_lora(
@@ -92,11 +82,11 @@ def export_lora(
     if rank is not None and (not isinstance(rank, int) or rank < 1):
         raise ConfigError(f"A LoRA has a rank of at least 1, but {rank!r:.50} came.")
     if isinstance(model_or_directory, nn.Module):
-        folder, adapter = None, _from_model(model_or_directory, adapter_name)
+        folder, adapter = None, from_model(model_or_directory, adapter_name)
     else:
         folder = Path(model_or_directory)
-        adapter = _from_directory(folder, base)
-    _require_cores_only(adapter)
+        adapter = from_directory(folder, base)
+    require_cores_only(adapter)
     shapes = {name: (f.P.shape[0], f.Q.shape[0]) for name, f in adapter.factors.items()}
     named = layers_to_name(shapes, adapter.base)
     own_rank = max(f.R.shape[0] for f in adapter.factors.values())
@@ -107,7 +97,7 @@ def export_lora(
     conv1d = adapter.base is not None and not adapter.base.conv1d.isdisjoint(adapter.factors)
     with whole_folder(Path(out), overwrite=overwrite, reads=folder) as aside:
         save_file(_lora_tensors(adapter, named, rank, dtype), aside / WEIGHTS_FILE, metadata={"format": "pt"})
-        config = _lora_config(adapter.config, rank, target_modules(named, adapter.base), fan_in_fan_out=conv1d)
+        config = lora_config(adapter.config, rank, target_modules(named, adapter.base), fan_in_fan_out=conv1d)
         (aside / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
         write_model_card(aside, calibration=num_tokens(adapter.config.calibration_tokens))
     return LoraExport(
@@ -120,7 +110,7 @@ def export_lora(
     )
 
 
-def _cut(adapter: _Adapter, rank: int) -> tuple[_Adapter, float]:
+def _cut(adapter: LeavingAdapter, rank: int) -> tuple[LeavingAdapter, float]:
     """The same with at most that rank in each layer, and the relative error of all layers together."""
     cut, kept, lost = {}, 0.0, 0.0
     for name, factors in adapter.factors.items():
@@ -146,7 +136,7 @@ def lora_factors(factors: Factors, scale: float, rank: int) -> tuple[Tensor, Ten
 
 
 def _lora_tensors(
-    adapter: _Adapter, named: Mapping[str, tuple[int, int]], rank: int, dtype: torch.dtype
+    adapter: LeavingAdapter, named: Mapping[str, tuple[int, int]], rank: int, dtype: torch.dtype
 ) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for name, (m, n) in named.items():
@@ -161,7 +151,7 @@ def _lora_tensors(
     return tensors
 
 
-def _lora_config(config: FrozenCoreConfig, rank: int, targets: list[str], *, fan_in_fan_out: bool) -> dict[str, Any]:
+def lora_config(config: FrozenCoreConfig, rank: int, targets: list[str], *, fan_in_fan_out: bool) -> dict[str, Any]:
     """Every field that an engine reads, said outright; the scale is in B, so alpha over r is one."""
     task = getattr(config.task_type, "value", config.task_type)
     return {
@@ -171,54 +161,3 @@ def _lora_config(config: FrozenCoreConfig, rank: int, targets: list[str], *, fan
         "rank_pattern": {}, "alpha_pattern": {}, "target_modules": targets, "fan_in_fan_out": fan_in_fan_out,
         "bias": "none", "modules_to_save": None, "init_lora_weights": True,
     }  # fmt: skip
-
-
-def _from_model(model: nn.Module, adapter_name: str | None) -> _Adapter:
-    configs: dict[str, Any] = getattr(model, "peft_config", {})
-    known = [name for name, config in configs.items() if isinstance(config, FrozenCoreConfig)]
-    wanted = known if adapter_name is None else [adapter_name]
-    if len(wanted) > 1:
-        active = getattr(model, "active_adapters", None)
-        names = active() if callable(active) else active or ()
-        wanted = [name for name in names if name in known]
-    if len(wanted) != 1 or wanted[0] not in known:
-        raise ConfigError(
-            f"One frozen-core adapter is exported at a time, but {wanted or 'none'} came and the model has "
-            f"{known or 'none'}. Name it with adapter_name."
-        )
-    layers = frozen_core_layers(model, wanted[0])
-    return _Adapter(
-        config=configs[wanted[0]],
-        factors={name: Factors(*layer.factors(wanted[0])) for name, layer in layers.items()},
-        scales={name: layer.frozencore_scale[wanted[0]] for name, layer in layers.items()},
-        base=layers_of(model),
-    )
-
-
-def _from_directory(folder: Path, base: nn.Module | str | Path | None) -> _Adapter:
-    config, tensors = read_tensors(folder)
-    factors = layer_factors(str(folder), tensors)
-    others = [key for key in tensors if f".{PREFIX}" not in key]
-    if others:
-        raise ConfigError(f"{folder} also holds {others[0]!r}, {_NOT_LORA}")
-    said = config.base_model_name_or_path
-    base = base if base is not None else said if said and Path(said).is_dir() else None
-    scales = {name: scale_of(config, name) for name in factors}
-    return _Adapter(config, factors, scales, layers_of(base) if base is not None else None)
-
-
-_NOT_LORA = "which no LoRA can hold. Merge the adapter into its model instead (frozencore export --to merged)."
-
-
-def _require_cores_only(adapter: _Adapter) -> None:
-    config = adapter.config
-    if config.modules_to_save:
-        raise ConfigError(f"The adapter trains whole modules too ({', '.join(config.modules_to_save)}), {_NOT_LORA}")
-    if config.trainable_token_indices:
-        raise ConfigError(f"The adapter trains single token embeddings too, {_NOT_LORA}")
-    empty = [name for name, factors in adapter.factors.items() if not bool(factors.P.any())]
-    if empty:
-        raise ConfigError(
-            f"Layer {empty[0]!r} has no basis yet, so there is nothing to export. "
-            "Call frozencore.calibrate(model, dataloader) first."
-        )

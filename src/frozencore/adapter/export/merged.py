@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-import transformers
 from peft import PeftModel
-from transformers import AutoConfig, AutoTokenizer
 
 from frozencore.adapter.directory import read_adapter
+from frozencore.adapter.export.base_model import load_base_model, save_tokenizer
 from frozencore.errors import ConfigError, FrozenCoreError, ModelError
 from frozencore.hub import safe_loading
 from frozencore.one_line import one_line
 from frozencore.whole_file import whole_folder
 
-_TOKENIZER = "tokenizer_config.json"
+_NOT_QUANTISED = "rounding to its grid would lose most of an update"
 
 
 def export_merged(
@@ -49,7 +47,7 @@ def export_merged(
     safely = safe_loading(base)
     with whole_folder(out, overwrite=overwrite, reads=directory) as aside:
         try:
-            model = PeftModel.from_pretrained(_load(base, dtype, safely), str(directory))
+            model = PeftModel.from_pretrained(load_base_model(base, dtype, safely, _NOT_QUANTISED), str(directory))
         except FrozenCoreError:
             raise
         except Exception as error:  # PEFT raises a dozen kinds for names, shapes and options that fit no layer
@@ -63,27 +61,5 @@ def export_merged(
         except ValueError as error:
             raise ModelError(f"{directory} cannot be merged: {error}. Train it again.") from error
         merged.save_pretrained(aside)
-        _save_tokenizer(directory, base, aside, safely)
+        save_tokenizer(directory, base, aside, safely)
     return out
-
-
-def _load(base: str, dtype: str, safely: dict[str, bool]) -> Any:
-    try:
-        config = AutoConfig.from_pretrained(base, **safely)
-        architecture = (config.architectures or [""])[0]
-        if getattr(config, "quantization_config", None) is not None:
-            raise ModelError(
-                f"The base model {base} is quantised, and rounding to its grid would lose most of an update. "
-                "Name the unquantised model with base= (--base), or export a LoRA."
-            )
-        return getattr(transformers, architecture).from_pretrained(base, dtype=dtype, **safely)
-    except (OSError, ValueError, AttributeError) as error:
-        reason = one_line(error, 200)
-        raise ModelError(f"The base model {base} cannot be read: {reason} Give its folder or hub id.") from error
-
-
-def _save_tokenizer(directory: Path, base: str, out: Path, safely: dict[str, bool]) -> None:
-    source = directory if (directory / _TOKENIZER).is_file() else Path(base)
-    if source.is_dir() and not (source / _TOKENIZER).is_file():
-        return
-    AutoTokenizer.from_pretrained(source if source.is_dir() else base, **safely).save_pretrained(out)

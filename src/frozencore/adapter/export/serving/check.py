@@ -30,11 +30,13 @@ class LoraReport:
     Attributes:
         rank: r of the configuration.
         vllm_max_rank: The smallest ``--max-lora-rank`` that admits it; None if vLLM does not.
+        is_tenant: It is of a basis model, not of a base model.
     """
 
     rank: int | None
     vllm_max_rank: int | None
     problems: tuple[Problem, ...]
+    is_tenant: bool = False
 
     def takes(self, engine: str) -> bool:
         """Whether an engine serves the directory as PEFT would."""
@@ -60,4 +62,4 @@ def check_lora_directory(directory: str | Path) -> LoraReport:
     rank = lora.config.get("r")
     rank = rank if isinstance(rank, int) and rank > 0 else None
     admitted = [largest for largest in VLLM_MAX_RANKS if rank is not None and largest >= rank]
-    return LoraReport(rank, admitted[0] if admitted else None, problems)
+    return LoraReport(rank, admitted[0] if admitted else None, problems, lora.is_tenant)

@@ -103,6 +103,8 @@ def targets_listed(lora: LoraDirectory) -> str | None:
 
 def targets_known_to_sglang(lora: LoraDirectory) -> str | None:
     """``get_default_hidden_dim`` of SGLang raises for other names, unless the model class brings its own."""
+    if lora.is_tenant:
+        return None  # no_tenant says it
     targets = lora.config.get("target_modules")
     listed = [name for name in targets if isinstance(name, str)] if isinstance(targets, list) else []
     unknown = [name for name in listed if name.rpartition(".")[2] not in _SGLANG_MODULES]

@@ -38,6 +38,12 @@ class LoraDirectory:
     tensors: Mapping[str, TensorFacts]
     files: frozenset[str]
 
+    @property
+    def is_tenant(self) -> bool:
+        """Whether all factors are of ``core`` layers, which basis models have."""
+        modules = self.factors().keys()
+        return bool(modules) and all(module.endswith(".core") for module in modules)
+
     def factors(self) -> dict[str, dict[str, TensorFacts]]:
         """``"A"`` and ``"B"`` of each module, as far as they are there."""
         found: dict[str, dict[str, TensorFacts]] = {}

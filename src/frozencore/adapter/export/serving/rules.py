@@ -55,6 +55,7 @@ RULES = (
     Rule(tensors.ranks_are_r, (VLLM, SGLANG), _REFACTOR),
     Rule(tensors.packed_qkv, (SGLANG,), _SGLANG_PADS),
     Rule(tensors.packed_gate_up, (SGLANG,), _SGLANG_PADS),
+    Rule(tensors.no_tenant, (SGLANG, LLAMA_CPP), "serve it with vLLM on its basis model, or export a LoRA"),
     Rule(tensors.types_are_plain, ENGINES, "save in float32, float16 or bfloat16"),
     Rule(tensors.all_finite, ENGINES, "train again"),
 )

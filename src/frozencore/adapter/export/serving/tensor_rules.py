@@ -65,6 +65,12 @@ def types_are_plain(lora: LoraDirectory) -> str | None:
     return None
 
 
+def no_tenant(lora: LoraDirectory) -> str | None:
+    """A basis model has a ``core`` in each adapted layer; vLLM serves it through transformers, llama.cpp cannot convert
+    it, and of SGLang's LoRA layers none is a ``core``."""
+    return "the factors are of a tenant of a basis model" if lora.is_tenant else None
+
+
 def all_finite(lora: LoraDirectory) -> str | None:
     """No engine looks: NaN is served."""
     bad = [key for key, facts in lora.tensors.items() if not facts.finite]

@@ -1,0 +1,199 @@
+"""A base model with a basis in it: what an engine loads once for all tenants (:mod:`frozencore_basis_model`).
+
+Beside each adapted layer stand ``Q.weight`` (r x n) = Qᵀ, ``core.weight`` (r x r) of zeros and ``P.weight`` (m x r), as
+the basis holds them, bit for bit. The scale s is not in the folder: a tenant's core is s·R, because P times s in 16
+bits would be rounded once more.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+import frozencore_basis_model
+from frozencore.adapter.directory import read_adapter
+from frozencore.adapter.export.base_model import load_base_model, save_tokenizer
+from frozencore.adapter.export.basis_in_model import Bases, identity_of
+from frozencore.adapter.export.lora_layers import layers_of
+from frozencore.adapter.named_basis import other_base
+from frozencore.adapter.seal.card import CARD_FILE
+from frozencore.adapter.seal.same_base import differing_layer, sample_weight
+from frozencore.adapter.seal.saved_basis import load_basis
+from frozencore.adapter_folder import BASIS_MODEL_TYPE, HEADER_FILE, MODEL_CONFIG
+from frozencore.errors import ArtifactError, ConfigError, ModelError
+from frozencore.hub import safe_loading
+from frozencore.whole_file import whole_folder
+from frozencore_basis_model import ENTRY, config_class
+
+CODE_FILE = "frozencore_basis_model.py"
+# vLLM's and SGLang's own name for "whatever AutoModel builds": no architecture of theirs is tried, no option needed.
+ARCHITECTURE = "TransformersForCausalLM"
+
+
+@dataclass(frozen=True)
+class BasisModelExport:
+    """What was written.
+
+    Attributes:
+        ranks: By layer name.
+        identity: SHA-256 of P and Q (:func:`frozencore.adapter.export.basis_in_model.identity_of`).
+    """
+
+    directory: Path
+    ranks: dict[str, int]
+    identity: str
+
+
+@dataclass(frozen=True)
+class _Basis:
+    origin: str
+    layers: Bases
+    recorded: Mapping[str, Any] | None
+    base_model: str | None
+    allow_other_base: bool
+
+
+def export_basis_model(
+    directory: str | Path,
+    out: str | Path,
+    *,
+    base: str | Path | None = None,
+    dtype: str = "auto",
+    with_code: bool = False,
+    overwrite: bool = False,
+) -> BasisModelExport:
+    """Write the base model with a basis in it, and the tokenizer.
+
+    Args:
+        directory: A basis, or an adapter, whose core is left out.
+        base: Folder or hub id of the base model; by default the one that the basis or adapter names.
+        dtype: Of the base weights: ``auto`` keeps theirs. P and Q are written as they are.
+        with_code: Put the architecture's code into the folder too, for engines that have no frozencore; they must then
+            be told to trust it.
+
+    Raises:
+        ArtifactError: The basis is damaged or of another base model, or ``out`` is in the way.
+        ConfigError: There is no basis yet, none that tenants could share, or no base model is named.
+        ModelError: The base model cannot be read, is quantised, or is no causal language model.
+    """
+    directory, out = Path(directory), Path(out)
+    basis = _read_basis(directory)
+    base = str(base or basis.base_model or "")
+    if not base:
+        raise ConfigError(f"{directory} names no base model: give base=, its folder or hub id (--base).")
+    safely = safe_loading(base)
+    identity = identity_of(basis.layers)
+    ranks = {name: P.shape[1] for name, (P, _) in sorted(basis.layers.items())}
+    with whole_folder(out, overwrite=overwrite, reads=directory) as aside:
+        model = load_base_model(base, dtype, safely, "a basis stands beside plain weights")
+        _require_fits(basis, model, base)
+        made = _with_basis(model, basis.layers, {"ranks": ranks, "identity": identity})
+        made.save_pretrained(aside, save_original_format=False)
+        _name_architecture(aside / MODEL_CONFIG, with_code=with_code)
+        if with_code:
+            (aside / CODE_FILE).write_bytes(Path(frozencore_basis_model.__file__).read_bytes())
+        save_tokenizer(directory, base, aside, safely)
+        (aside / CARD_FILE).write_text(_card(base, ranks, identity), encoding="utf-8")
+    return BasisModelExport(out, ranks, identity)
+
+
+def _read_basis(directory: Path) -> _Basis:
+    if (directory / HEADER_FILE).is_file():
+        saved = load_basis(directory)
+        return _Basis(str(directory), saved.layers, saved.base, saved.base_model, False)
+    config, factors = read_adapter(directory)
+    config.require_one_round("A basis model")
+    empty = [name for name, f in factors.items() if not bool(f.P.any())]
+    if empty:
+        raise ConfigError(
+            f"Layer {empty[0]!r} has no basis yet, so there is nothing to export. "
+            "Call frozencore.calibrate(model, dataloader) first."
+        )
+    recorded = (config.seal or {}).get("base")
+    if config.basis_id is not None:
+        recorded = config.find_basis(str(directory)).base
+    layers = {name: (f.P, f.Q) for name, f in factors.items()}
+    return _Basis(str(directory), layers, recorded, config.base_model_name_or_path, config.allow_other_base)
+
+
+def _require_fits(basis: _Basis, model: Any, base: str) -> None:
+    known = AutoModelForCausalLM._model_mapping
+    if type(model.config) not in known or type(model) is not known[type(model.config)]:
+        raise ModelError(
+            f"A basis model is a causal language model of transformers, but {base} is a {type(model).__name__}. "
+            "Export a LoRA, or merge."
+        )
+    shapes = layers_of(model).shapes
+    for name, (P, Q) in basis.layers.items():
+        if shapes.get(name) != (len(P), len(Q)):
+            raise ArtifactError(
+                f"{basis.origin} is of another base model: its layer {name!r} is {len(P)} x {len(Q)}, {base} has "
+                f"{shapes.get(name, 'none')}. Name the model that it was made on with base= (--base)."
+            )
+        if not name.startswith(f"{model.base_model_prefix}."):
+            raise ModelError(
+                f"A basis stands in the layers below the head, but {basis.origin} has one on {name!r}, which engines "
+                "compute apart. Export a LoRA, or merge."
+            )
+    if basis.recorded is not None and not basis.allow_other_base:
+        odd = differing_layer(basis.recorded, {name: sample_weight(model.get_submodule(name)) for name in basis.layers})
+        if odd is not None:
+            raise other_base(f"The basis of {basis.origin}", odd)
+
+
+def _with_basis(model: Any, bases: Bases, entry: dict[str, Any]) -> Any:
+    """The same model, its tensors not copied, with P, Q and cores of zeros."""
+    values = {**model.config.to_dict(), "model_type": BASIS_MODEL_TYPE}
+    values[ENTRY] = {"config": type(model.config).__name__, **entry}
+    config = config_class(type(model.config).__name__).from_dict(values)
+    with torch.device("meta"):
+        made = AutoModelForCausalLM.from_config(config)
+    inside = {f"{name}.{part}": f"{name}.base.{part}" for name in bases for part in ("weight", "bias")}
+    state = {inside.get(key, key): tensor for key, tensor in model.state_dict().items()}
+    for name, (P, Q) in bases.items():
+        state |= {f"{name}.Q.weight": Q.mT.contiguous(), f"{name}.P.weight": P.contiguous()}
+        state[f"{name}.core.weight"] = P.new_zeros(P.shape[1], P.shape[1])
+    made.load_state_dict(state, assign=True)
+    made.tie_weights()
+    made.generation_config = model.generation_config
+    return made
+
+
+def _name_architecture(path: Path, *, with_code: bool) -> None:
+    values = json.loads(path.read_text(encoding="utf-8"))
+    values["architectures"] = [ARCHITECTURE]
+    if with_code:
+        values["auto_map"] = {"AutoConfig": f"{Path(CODE_FILE).stem}.BasisModelConfig"}
+    path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _card(base: str, ranks: Mapping[str, int], identity: str) -> str:
+    low, high = min(ranks.values()), max(ranks.values())
+    name = Path(base).name if Path(base).is_dir() else base
+    return f"""---
+library_name: transformers
+tags: [frozencore, frozencore-basis-model]
+---
+# {name} with a basis for frozen cores
+
+- Base model: `{name}`
+- Rank: {low if low == high else f"{low} to {high}"}, in {len(ranks)} layers
+- Basis: {identity[:12]}
+
+By itself it computes what its base model computes. A tenant (`frozencore export ADAPTER --to tenant`) is a LoRA on the
+`core` layers:
+
+```python
+import frozencore  # or frozencore_basis_model.register(): transformers knows the architecture
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("THIS_FOLDER"), "TENANT")
+```
+"""

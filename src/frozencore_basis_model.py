@@ -1,0 +1,143 @@
+"""A language model with a basis in it: ``y = base(x) + P(core(Q(x)))`` in each adapted layer, with cores of zeros.
+
+A tenant is a plain LoRA on the ``core`` layers alone, so that an engine holds P and Q once for all of them.
+
+The architecture is any causal language model's of transformers: ``config.json`` is the base model's with the model
+type ``frozencore_basis_model`` and one entry more, ``frozencore_basis``: the name of the base model's configuration
+class and the rank of each adapted layer. Classes are made from the base model's when such a configuration is read.
+
+This file needs torch and transformers and nothing else of this package: engines load it as a plugin (``register``), and
+a model folder may carry it as its code.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import transformers
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig
+from transformers.pytorch_utils import Conv1D
+
+MODEL_TYPE = "frozencore_basis_model"
+ENTRY = "frozencore_basis"
+PARTS = ("base", "Q", "core", "P")
+# How a part of a layer is split where its base is, by the base's own way in a tensor-parallel plan: an output that is
+# split is so by the rows of P, and an input that is split is summed behind Q.
+_SPLIT = {
+    "colwise": {"base": "colwise", "P": "colwise"},
+    "colwise_gather_output": {"base": "colwise_gather_output", "P": "colwise_gather_output"},
+    "rowwise": {"base": "rowwise", "Q": "rowwise"},
+    "rowwise_split_input": {"base": "rowwise_split_input", "Q": "rowwise_split_input"},
+}
+
+
+class LinearOnBasis(nn.Module):
+    """A linear layer, and beside it Q (n -> r), a core of zeros (r -> r) and P (r -> m)."""
+
+    def __init__(self, base: Any, rank: int) -> None:
+        super().__init__()
+        m, n = (base.nf, base.nx) if isinstance(base, Conv1D) else (base.out_features, base.in_features)
+        like: dict[str, Any] = {"bias": False, "device": base.weight.device, "dtype": base.weight.dtype}
+        self.base = base
+        self.Q = nn.Linear(n, rank, **like)
+        self.core = nn.Linear(rank, rank, **like)
+        self.P = nn.Linear(rank, m, **like)
+        nn.init.zeros_(self.core.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        added: Tensor = self.P(self.core(self.Q(x)))
+        return self.base(x) + added
+
+    @property
+    def weight(self) -> Any:
+        """The base layer's: some models look at its dtype."""
+        return self.base.weight
+
+    @property
+    def bias(self) -> Any:
+        """The base layer's."""
+        return self.base.bias
+
+
+class BasisModelConfig(PreTrainedConfig):
+    """What ``AutoConfig`` finds under the model type; a configuration itself is of :func:`config_class`."""
+
+    model_type = MODEL_TYPE
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """A configuration of the class that its entry names."""
+        return config_class(config_dict[ENTRY]["config"]).from_dict(config_dict, **kwargs)
+
+
+@cache
+def config_class(base_name: str) -> type[PreTrainedConfig]:
+    """The base configuration's class with the entry; its models are known to ``AutoModel`` from now on.
+
+    Args:
+        base_name: Of the base model's configuration class in transformers, such as ``"LlamaConfig"``.
+    """
+    base: Any = getattr(transformers, base_name, None)
+    if not (isinstance(base, type) and issubclass(base, PreTrainedConfig)):
+        raise ValueError(f"A basis model is made from a model of transformers, but this one has no {base_name!r:.60}.")
+
+    def reduce(self: Any) -> Any:
+        return _config_again, (base_name, self.__dict__)
+
+    own: Any = type(
+        f"BasisOf{base_name}", (base,), {"model_type": MODEL_TYPE, "__module__": __name__, "__reduce__": reduce}
+    )
+    for auto in (AutoModel, AutoModelForCausalLM):
+        if base in auto._model_mapping:
+            auto.register(own, _model_class(auto._model_mapping[base], own), exist_ok=True)
+    return own
+
+
+def _config_again(base_name: str, state: dict[str, Any]) -> Any:
+    """A configuration in another process, where its class is made again."""
+    kind: Any = config_class(base_name)
+    config = kind.__new__(kind)
+    config.__dict__.update(state)
+    return config
+
+
+def _model_class(base: Any, config_type: type[PreTrainedConfig]) -> Any:
+    def build(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        base.__init__(self, config, *args, **kwargs)
+        insert_basis(self, getattr(config, ENTRY)["ranks"])
+
+    return type(
+        f"BasisOf{base.__name__}", (base,), {"config_class": config_type, "__module__": __name__, "__init__": build}
+    )
+
+
+def insert_basis(model: Any, ranks: dict[str, int]) -> None:
+    """Put a layer with a basis in the place of each linear layer that is named as in the causal language model."""
+    within = f"{model.base_model_prefix}."
+    is_whole = hasattr(model, model.base_model_prefix)
+    places = {name if is_whole else name.removeprefix(within): (name, rank) for name, rank in ranks.items()}
+    for place, (_, rank) in places.items():
+        parent, _, last = place.rpartition(".")
+        owner = model.get_submodule(parent)
+        setattr(owner, last, LinearOnBasis(getattr(owner, last), rank))
+    plan = {} if is_whole else getattr(model, "_tp_plan", None)
+    if plan:
+        model._tp_plan = _tensor_parallel_plan(plan, places)
+
+
+def _tensor_parallel_plan(plan: dict[str, str], places: Any) -> dict[str, str]:
+    """The plan with a layer's parts before the layer: readers take the first pattern that a name begins with."""
+    parts: dict[str, str] = {}
+    for place in places:
+        pattern = ".".join("*" if word.isdigit() else word for word in place.split("."))
+        if pattern in plan:
+            split = _SPLIT.get(plan[pattern], {})
+            parts |= {f"{pattern}.{part}": split.get(part, "replicate") for part in PARTS}
+    return {**parts, **plan}
+
+
+def register() -> None:
+    """Let transformers' ``AutoConfig`` and ``AutoModel`` classes know the model type; more than once does no harm."""
+    AutoConfig.register(MODEL_TYPE, BasisModelConfig, exist_ok=True)
