@@ -104,13 +104,16 @@ def _config_again(base_name: str, state: dict[str, Any]) -> Any:
 
 
 def _model_class(base: Any, config_type: type[PreTrainedConfig]) -> Any:
-    def build(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        base.__init__(self, config, *args, **kwargs)
-        insert_basis(self, getattr(config, ENTRY)["ranks"])
+    own = {"config_class": config_type, "__module__": __name__}
+    return type(f"BasisOf{base.__name__}", (_OnBasis, base), own)
 
-    return type(
-        f"BasisOf{base.__name__}", (base,), {"config_class": config_type, "__module__": __name__, "__init__": build}
-    )
+
+class _OnBasis:
+    """Before a model's class in its bases: the model is built, then the basis goes into it."""
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
+        insert_basis(self, getattr(config, ENTRY)["ranks"])
 
 
 def insert_basis(model: Any, ranks: dict[str, int]) -> None:
