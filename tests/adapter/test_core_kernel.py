@@ -12,15 +12,23 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
-@pytest.mark.parametrize(("num_tokens", "m", "r"), [(70, 200, 16), (5, 33, 4), (64, 128, 40), (1, 7, 1)])
+@pytest.mark.parametrize(
+    ("num_tokens", "m", "r"), [(70, 200, 16), (5, 33, 4), (64, 128, 40), (1, 7, 1), (20, 150, 128)]
+)
 @pytest.mark.parametrize("turned", [False, True])
-def test_the_kernel_adds_what_the_separate_products_add(num_tokens: int, m: int, r: int, turned: bool) -> None:
-    from frozencore.adapter.core_kernel import add_core
+@pytest.mark.parametrize("num_cores", [None, 1, 3])
+def test_the_kernel_adds_what_the_separate_products_add(
+    num_tokens: int, m: int, r: int, turned: bool, num_cores: int | None
+) -> None:
+    """With one core, and with a core for each row of a batch."""
+    from frozencore.adapter.core_kernel import add_core_by_kernel
 
-    y, z = (torch.randn(num_tokens, size, dtype=torch.float16) for size in (m, r))
-    R, P = torch.randn(r, r), torch.randn(m, r, dtype=torch.float16)
+    rows = num_cores or 1
+    y, z = (torch.randn(rows * num_tokens, size, dtype=torch.float16) for size in (m, r))
+    R, P = torch.randn(rows, r, r), torch.randn(m, r, dtype=torch.float16)
     if turned:  # the backward pass gives Rᵀ; a QR gives columns side by side
         R, P = R.mT, P.mT.contiguous().mT
-    expected = y.double() + 1.5 * z.double() @ R.double().mT @ P.double().mT
-    found = add_core(y.clone(), z, R, P, 1.5)
+    through = torch.bmm(z.double().view(rows, num_tokens, r), R.double().mT).flatten(0, 1)
+    expected = y.double() + 1.5 * through @ P.double().mT
+    found = add_core_by_kernel(y.clone(), z, R if num_cores else R[0], P, 1.5)
     assert float((found.double() - expected).norm() / expected.norm()) < 1e-3

@@ -1,7 +1,8 @@
 """``y += s·z Rᵀ Pᵀ`` in one kernel on a GPU, for 16-bit models: apart it is two casts and two products, and what a
 small batch waits for is the launching of kernels.
 
-Shapes: y tokens x m, z tokens x r, R r x r, P m x r.
+Shapes: y tokens x m, z tokens x r, P m x r, R r x r; or rows x r x r, a core for each row of the batch, whose tokens
+lie one after the other.
 """
 
 from __future__ import annotations
@@ -17,15 +18,17 @@ from torch import Tensor
 
 @triton.jit
 def _add_core_kernel(  # type: ignore[no-untyped-def]
-    y, z, R, P, scale, num_tokens, m, r,
-    y_row, z_row, R_row, R_column, P_row, P_column,
+    y, z, R, P, scale, tokens_of_a_core, m, r,
+    y_row, z_row, R_core, R_row, R_column, P_row, P_column,
     RANK: tl.constexpr, TOKENS: tl.constexpr, FEATURES: tl.constexpr,
 ):  # fmt: skip
-    """A block of TOKENS x FEATURES outputs; RANK is r rounded up to what the matrix units take."""
-    tokens = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    """A block of TOKENS x FEATURES outputs of one core; RANK is r rounded up to what the matrix units take."""
+    within, which = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS), tl.program_id(2).to(tl.int64)
+    tokens = which * tokens_of_a_core + within
+    R += which * R_core
     features = tl.program_id(1) * FEATURES + tl.arange(0, FEATURES)
     k = tl.arange(0, RANK)
-    is_token, is_feature, is_k = tokens < num_tokens, features < m, k < r
+    is_token, is_feature, is_k = within < tokens_of_a_core, features < m, k < r
     z_block = tl.load(z + tokens[:, None] * z_row + k[None, :], mask=is_token[:, None] & is_k[None, :], other=0.0)
     core = tl.load(R + k[None, :] * R_row + k[:, None] * R_column, mask=is_k[:, None] & is_k[None, :], other=0.0)  # Rᵀ
     turned = tl.dot(z_block.to(tl.float32), core, input_precision="ieee").to(z_block.dtype)
@@ -39,18 +42,21 @@ def _add_core_kernel(  # type: ignore[no-untyped-def]
     tl.store(places, after.to(before.dtype), mask=inside)
 
 
-def add_core(y: Tensor, z: Tensor, R: Tensor, P: Tensor, scale: float) -> Tensor:
+def add_core_by_kernel(y: Tensor, z: Tensor, R: Tensor, P: Tensor, scale: float) -> Tensor:
     """``y += s·z Rᵀ Pᵀ``, rounded where the separate products round: z Rᵀ in float32, then to the dtype of z."""
     num_tokens, m = y.shape
+    num_cores, r = (len(R) if R.ndim == 3 else 1), z.shape[1]
     if num_tokens == 0:
         return y
-    r = z.shape[1]
+    of_a_core = num_tokens // num_cores
     rank = max(16, triton.next_power_of_2(r))
-    tokens, features = (64, 128) if rank <= 32 else (64, 64)
-    grid: Any = (triton.cdiv(num_tokens, tokens), triton.cdiv(m, features))
+    tokens = 16 if of_a_core <= 16 else 64
+    features = 128 if rank <= 32 else 64
+    grid: Any = (triton.cdiv(of_a_core, tokens), triton.cdiv(m, features), num_cores)
     with torch.cuda.device(y.device) if y.is_cuda else nullcontext():  # Triton launches where the process is
         _add_core_kernel[grid](
-            y, z, R, P, float(scale), num_tokens, m, r, y.stride(0), z.stride(0), *R.stride(), *P.stride(),
+            y, z, R, P, float(scale), of_a_core, m, r, y.stride(0), z.stride(0),
+            R.stride(0) if R.ndim == 3 else 0, *R.stride()[-2:], *P.stride(),
             RANK=rank, TOKENS=tokens, FEATURES=features,
         )  # fmt: skip
     return y

@@ -11,28 +11,31 @@ Shapes: inputs x (..., n), outputs (..., m), P m x r, Q n x r, R r x r; or rows 
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Any, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.nn.functional import linear
 from torch.nn.modules import module as global_hooks
 
-from frozencore.calibration.sums import HALF
+from frozencore.adapter.core_arithmetic import core_gradient, forward, input_gradient, through
+from frozencore.adapter.core_operator import adapted_linear_operator, operator_pays, plus_core_operator
 
 PLAIN = (Tensor, nn.Parameter)
-LARGEST_RANK = 128  # a block of the kernel holds all of R
-HAS_TRITON = find_spec("triton") is not None
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 def core_output(x: Tensor, P: Tensor, Q: Tensor, R: Tensor, scale: float) -> Tensor:
     """``s·P R Qᵀ x`` by autograd, in the dtype of P; the core's own product in that of R."""
     z = (x @ Q).to(R.dtype)
-    core_z = linear(z, R * scale) if R.ndim == 2 else _through_rows(z, R * scale)
-    return core_z.to(P.dtype) @ P.mT
+    return through(z, R * scale).to(P.dtype) @ P.mT
+
+
+def plus_core(y: Tensor, x: Tensor, P: Tensor, Q: Tensor, R: Tensor, scale: float) -> Tensor:
+    """``y + s·P R Qᵀ x`` for the output of any base layer, in the dtype of y."""
+    if operator_pays(x, P) and type(y) is Tensor and y.dtype == P.dtype == Q.dtype and not _is_rewritten(y.device):
+        return plus_core_operator(y, x, P, Q, R, scale)[0]
+    return y + core_output(x, P, Q, R, scale).to(y.dtype)
 
 
 def adapted_linear(
@@ -45,9 +48,11 @@ def adapted_linear(
     """
     weight = cast(Tensor, base._parameters["weight"]) if weight is None else weight
     bias = base._parameters["bias"]
+    if torch.compiler.is_compiling():
+        return adapted_linear_operator(x, weight, bias, P, Q, R, scale)[0]
     if torch.is_grad_enabled() and (x.requires_grad or R.requires_grad):
         return _AdaptedLinear.apply(x, weight, bias, P, Q, R, scale)[0]
-    return _forward(x, weight, bias, P, Q, R, scale)[0]
+    return forward(x, weight, bias, P, Q, R, scale)[0]
 
 
 def is_plain(base: nn.Module, x: Tensor, P: Tensor) -> TypeGuard[nn.Linear]:
@@ -56,7 +61,9 @@ def is_plain(base: nn.Module, x: Tensor, P: Tensor) -> TypeGuard[nn.Linear]:
     Hooks may keep the layer's own output, subclasses of tensors and modules compute otherwise, and what rewrites
     programs (compilers, ``torch.func``, forward-mode differentiation, autocast) wants the expression itself.
     """
-    if torch.compiler.is_compiling() or type(base) is not nn.Linear or "forward" in vars(base) or _is_hooked(base):
+    if torch.compiler.is_compiling() and not operator_pays(x, P):
+        return False
+    if type(base) is not nn.Linear or "forward" in base.__dict__ or _is_hooked(base):
         return False
     weight, bias = base._parameters.get("weight"), base._parameters.get("bias")  # not by attribute, and a plain loop:
     dtype, device = P.dtype, P.device
@@ -83,57 +90,6 @@ def _is_rewritten(device: torch.device) -> bool:
     )
 
 
-def _forward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, P: Tensor, Q: Tensor, R: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
-    """y (..., m) and z, tokens x r in the dtype of Q."""
-    tokens = x.reshape(-1, x.shape[-1])
-    z = tokens @ Q
-    y = _add_core(linear(tokens, weight, bias), z, R, P, scale)
-    return y.view(*x.shape[:-1], y.shape[-1]), z
-
-
-def _add_core(y: Tensor, z: Tensor, R: Tensor, P: Tensor, scale: float) -> Tensor:
-    """``y += s·z Rᵀ Pᵀ``: y tokens x m, z tokens x r, the tokens of a row one after the other."""
-    if R.ndim == 3:
-        return y.addmm_(_through_rows(z.to(R.dtype), R).to(P.dtype), P.mT, alpha=scale)
-    if _fits_kernel(z, R):
-        from frozencore.adapter.core_kernel import add_core
-
-        return add_core(y, z, R, P, scale)
-    return y.addmm_((z.to(R.dtype) @ R.mT).to(P.dtype), P.mT, alpha=scale)
-
-
-def _through_rows(z: Tensor, R: Tensor) -> Tensor:
-    """``z Rᵀ`` with the core of each row: z (..., r) with all tokens of a row together, R rows x r x r."""
-    rows, r = R.shape[:2]
-    if z.numel() == rows * r:  # a token a row, as in generation: bmm calls a library for each, 2 to 5 times this
-        return (R.mT * z.reshape(rows, r, 1)).sum(1).view(z.shape)
-    return torch.bmm(z.reshape(rows, -1, r), R.mT).view(z.shape)
-
-
-def _core_gradient(h: Tensor, z: Tensor, R: Tensor, scale: float) -> Tensor:
-    """``s·hᵀ z`` in the dtype of R: h and z tokens x r."""
-    if R.ndim == 3:
-        h, z = (X.to(R.dtype).view(len(R), -1, X.shape[-1]) for X in (h, z))
-        return h.mT @ z * scale
-    if _fits_kernel(z, R):
-        return torch.addmm(R, h.mT, z, beta=0, alpha=scale, out_dtype=R.dtype)
-    return h.to(R.dtype).mT @ z.to(R.dtype) * scale
-
-
-def _fits_kernel(z: Tensor, R: Tensor) -> bool:
-    """16-bit activations around a float32 core on a CUDA device; a second derivative needs the plain products."""
-    return (
-        z.is_cuda
-        and z.dtype in HALF
-        and R.dtype == torch.float32
-        and len(R) <= LARGEST_RANK
-        and HAS_TRITON
-        and not torch.is_grad_enabled()
-    )
-
-
 class _AdaptedLinear(torch.autograd.Function):
     """z is an output too: only so does a second derivative find its way from the saved z back to x."""
 
@@ -141,7 +97,7 @@ class _AdaptedLinear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, P: Tensor, Q: Tensor, R: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
-        y, z = _forward(x, weight, bias, P, Q, R, scale)
+        y, z = forward(x, weight, bias, P, Q, R, scale)
         ctx.set_materialize_grads(False)
         ctx.scale, ctx.shape = scale, x.shape
         ctx.save_for_backward(weight, P, Q, R, z if R.requires_grad else None)
@@ -156,9 +112,9 @@ class _AdaptedLinear(torch.autograd.Function):
             g = grad_y.reshape(-1, grad_y.shape[-1])
             h = g @ P
             if z is not None:
-                grad_R = _core_gradient(h, z, R, ctx.scale)
+                grad_R = core_gradient(h, z, R, ctx.scale)
             if ctx.needs_input_grad[0]:
-                grad_x = _add_core(g @ weight, h, R.mT, Q, ctx.scale)
+                grad_x = input_gradient(g, h, weight, Q, R, ctx.scale)
         if grad_z is not None and ctx.needs_input_grad[0]:
             through_z = grad_z @ Q.mT
             grad_x = through_z if grad_x is None else grad_x + through_z

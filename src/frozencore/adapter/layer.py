@@ -17,7 +17,7 @@ from peft.utils import resolve_quantization_backend
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from frozencore.adapter.core_product import core_output
+from frozencore.adapter.core_product import core_output, plus_core
 from frozencore.adapter.rounds import AdapterRounds, LaidPast
 from frozencore.adapter.seal.same_base import sample_weight
 from frozencore.adapter.shared_factors import SharedFactors
@@ -213,11 +213,11 @@ class FrozenCoreLayer(AdapterRounds, BaseTunerLayer):
     def _core_output(self, adapter_name: str, x: Tensor) -> Tensor:
         """``s·P R Qᵀ x`` for inputs (..., n)."""
         P, Q, R = self._trained_factors(adapter_name)
-        return self._through(P, Q, R, self.frozencore_scale[adapter_name], x)
+        return core_output(self._cast_input_dtype(x, Q.dtype), P, Q, R, self.frozencore_scale[adapter_name])
 
-    def _through(self, P: Tensor, Q: Tensor, R: Tensor, scale: float, x: Tensor) -> Tensor:
-        """The same of a core, r x r, or of one for each row, rows x r x r."""
-        return core_output(self._cast_input_dtype(x, Q.dtype), P, Q, R, scale)
+    def _plus(self, y: Tensor, x: Tensor, P: Tensor, Q: Tensor, R: Tensor, scale: float) -> Tensor:
+        """``y + s·P R Qᵀ x`` for a base layer's output y, with one core, r x r, or one for each row, rows x r x r."""
+        return plus_core(y, self._cast_input_dtype(x, Q.dtype), P, Q, R, scale)
 
     @torch.compiler.assume_constant_result  # it looks at values, which would break a compiled graph
     def require_basis(self, adapter_name: str) -> None:

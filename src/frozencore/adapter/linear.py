@@ -48,7 +48,8 @@ class FrozenCoreLinear(nn.Module, FrozenCoreLayer):
                 return adapted_linear(x, base, P, Q, R, self.frozencore_scale[active[0]])
         result = base(x, *args, **kwargs)
         for adapter_name in active:
-            result = result + self._core_output(adapter_name, x).to(result.dtype)
+            P, Q, R = self._trained_factors(adapter_name)
+            result = self._plus(result, x, P, Q, R, self.frozencore_scale[adapter_name])
         return result
 
     def _forward_rows(self, rows: RowCores, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -64,8 +65,7 @@ class FrozenCoreLinear(nn.Module, FrozenCoreLayer):
         P, Q, scale = rows.basis
         if not args and not kwargs and is_plain(base, x, P):
             return adapted_linear(x, base, P, Q, rows.R, scale)
-        result = base(x, *args, **kwargs)
-        return result + self._through(P, Q, rows.R, scale, x).to(result.dtype)
+        return self._plus(base(x, *args, **kwargs), x, P, Q, rows.R, scale)
 
     def _check_forward_args(self, x: Tensor, adapter_names: list[str]) -> None:
         if len(x) != len(adapter_names):

@@ -1,0 +1,152 @@
+"""The adapted product as operators of torch, for whoever does not call the arithmetic itself: compilers, which see one
+opaque node with shapes and derivatives and so keep the kernel in it, and layers whose own product is not ours to make.
+
+    frozencore::adapted_linear   y = W x + b + s·P R Qᵀ x, and z = Qᵀ x
+    frozencore::plus_core        y + s·P R Qᵀ x for the output y of any base layer, and z
+
+Both keep z alone for the backward pass; z is an output, because only so does a second derivative find its way from it
+back to x. Eager code takes the same arithmetic by ``core_product``, without the price of a dispatched call.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from frozencore.adapter.core_arithmetic import (
+    HAS_TRITON,
+    LARGEST_RANK,
+    add_core,
+    core_gradient,
+    forward,
+    input_gradient,
+)
+from frozencore.calibration.sums import HALF
+
+_FACTORS = "Tensor P, Tensor Q, Tensor R, float scale"
+
+
+def operator_pays(x: Tensor, P: Tensor) -> bool:
+    """Whether the kernel is in it: elsewhere a compiler does better with the plain expression, which it can fuse."""
+    return x.is_cuda and x.dtype in HALF and x.dtype == P.dtype and P.shape[1] <= LARGEST_RANK and HAS_TRITON
+
+
+@torch.library.custom_op(
+    "frozencore::adapted_linear",
+    mutates_args=(),
+    schema=f"(Tensor x, Tensor weight, Tensor? bias, {_FACTORS}) -> (Tensor, Tensor)",
+)
+def adapted_linear_operator(
+    x: Tensor, weight: Tensor, bias: Tensor | None, P: Tensor, Q: Tensor, R: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """y (..., m) and z, tokens x r, of inputs x (..., n); weight, bias, P and Q are frozen."""
+    with torch.no_grad():  # or the arithmetic would prepare for a second derivative
+        return forward(x, weight, bias, P, Q, R, scale)
+
+
+@torch.library.custom_op(
+    "frozencore::plus_core", mutates_args=(), schema=f"(Tensor y, Tensor x, {_FACTORS}) -> (Tensor, Tensor)"
+)
+def plus_core_operator(y: Tensor, x: Tensor, P: Tensor, Q: Tensor, R: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """y (..., m) with the core's part added, a new tensor, and z, tokens x r; P and Q are frozen."""
+    with torch.no_grad():
+        z = x.reshape(-1, x.shape[-1]) @ Q
+        added = add_core(y.reshape(-1, y.shape[-1]).clone(memory_format=torch.contiguous_format), z, R, P, scale)
+        return added.view(y.shape), z
+
+
+@torch.library.custom_op(
+    "frozencore::input_gradient",
+    mutates_args=(),
+    schema="(Tensor g, Tensor h, Tensor? weight, Tensor Q, Tensor R, float scale) -> Tensor",
+)
+def input_gradient_operator(g: Tensor, h: Tensor, weight: Tensor | None, Q: Tensor, R: Tensor, scale: float) -> Tensor:
+    """``Wᵀ g + s·Q Rᵀ h`` of each token, tokens x n."""
+    with torch.no_grad():
+        return input_gradient(g, h, weight, Q, R, scale)
+
+
+@torch.library.custom_op(
+    "frozencore::core_gradient", mutates_args=(), schema="(Tensor h, Tensor z, Tensor R, float scale) -> Tensor"
+)
+def core_gradient_operator(h: Tensor, z: Tensor, R: Tensor, scale: float) -> Tensor:
+    """``s·hᵀ z`` in the shape and dtype of R."""
+    with torch.no_grad():
+        return core_gradient(h, z, R, scale).contiguous()
+
+
+@adapted_linear_operator.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, P: Tensor, Q: Tensor, R: Tensor, scale: float) -> Any:
+    return x.new_empty(*x.shape[:-1], weight.shape[0]), _like_z(x, Q)
+
+
+@plus_core_operator.register_fake
+def _(y: Tensor, x: Tensor, P: Tensor, Q: Tensor, R: Tensor, scale: float) -> Any:
+    return y.new_empty(y.shape), _like_z(x, Q)
+
+
+@input_gradient_operator.register_fake
+def _(g: Tensor, h: Tensor, weight: Tensor | None, Q: Tensor, R: Tensor, scale: float) -> Tensor:
+    return g.new_empty(g.shape[0], Q.shape[0])
+
+
+@core_gradient_operator.register_fake
+def _(h: Tensor, z: Tensor, R: Tensor, scale: float) -> Tensor:
+    return torch.empty_like(R, memory_format=torch.contiguous_format)
+
+
+def _like_z(x: Tensor, Q: Tensor) -> Tensor:
+    return x.new_empty(x.reshape(-1, x.shape[-1]).shape[0], Q.shape[1])
+
+
+def _keep(ctx: Any, x: Tensor, weight: Tensor | None, P: Tensor, Q: Tensor, R: Tensor, scale: float, z: Tensor) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.scale, ctx.shape = scale, x.shape
+    ctx.save_for_backward(weight, P, Q, R, z if R.requires_grad else None)
+
+
+def _gradients(ctx: Any, grads: tuple[Tensor | None, ...], wants_x: bool) -> tuple[Tensor | None, Tensor | None]:
+    """Of x and of R."""
+    grad_y, grad_z = grads
+    weight, P, Q, R, z = ctx.saved_tensors
+    grad_x = grad_R = None
+    if grad_y is not None:
+        g = grad_y.reshape(-1, grad_y.shape[-1])
+        h = g @ P
+        is_last = not torch.is_grad_enabled()  # operators have no second derivative, the plain products do
+        of_input: Any = input_gradient_operator if is_last else input_gradient
+        of_core: Any = core_gradient_operator if is_last else core_gradient
+        if z is not None:
+            grad_R = of_core(h, z, R, ctx.scale)
+        if wants_x:
+            grad_x = of_input(g, h, weight, Q, R, ctx.scale)
+    if grad_z is not None and wants_x:
+        through_z = grad_z @ Q.mT
+        grad_x = through_z if grad_x is None else grad_x + through_z
+    return None if grad_x is None else grad_x.view(ctx.shape), grad_R
+
+
+def _keep_linear(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, weight, _, P, Q, R, scale = inputs
+    _keep(ctx, x, weight, P, Q, R, scale, output[1])
+
+
+def _linear_backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    grad_x, grad_R = _gradients(ctx, grads, ctx.needs_input_grad[0])
+    return grad_x, None, None, None, None, grad_R, None
+
+
+def _keep_plus(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    _, x, P, Q, R, scale = inputs
+    _keep(ctx, x, None, P, Q, R, scale, output[1])
+
+
+def _plus_backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    grad_x, grad_R = _gradients(ctx, grads, ctx.needs_input_grad[1])
+    return grads[0], grad_x, None, None, grad_R, None
+
+
+adapted_linear_operator.register_autograd(_linear_backward, setup_context=_keep_linear)
+plus_core_operator.register_autograd(_plus_backward, setup_context=_keep_plus)
