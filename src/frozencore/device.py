@@ -1,6 +1,8 @@
-"""A device by its name, if it is there."""
+"""A device by its name, if it is there, and how much it holds."""
 
 from __future__ import annotations
+
+import os
 
 import torch
 
@@ -17,3 +19,10 @@ def find_device(name: str) -> torch.device:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(f"There is no device {name!r} here. Use cpu, or cuda where there is a GPU.") from error
+
+
+def memory_of(device: torch.device) -> int:
+    """Bytes of a GPU; of the machine, for any other device."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

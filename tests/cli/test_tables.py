@@ -75,13 +75,11 @@ def test_a_run_on_ones_own_rows_shows_its_loss_and_no_verdict() -> None:
 @pytest.mark.parametrize("method", ["fcca", "pissa"])
 def test_a_run_says_the_recipe_that_its_method_chose(method: str) -> None:
     recipe = make_config(model="pocket", task="svamp", method=method)
-    resolved = {
-        "targets": "all-linear", "max_length": 512,
-        "recipe": {"learning_rate": recipe.resolved_learning_rate, "warmup": recipe.resolved_warmup},
-    }  # fmt: skip
+    own = {"learning_rate": recipe.resolved_learning_rate, "warmup": recipe.resolved_warmup}
+    resolved = {"targets": "all-linear", "max_length": 512, "recipe": {**own, "batch_size": 1, "accumulation": 8}}
     text = shown(run_summary(made_up_record({"task": "svamp"}, method=method, resolved=resolved)))
     rate = {"fcca": "0.005", "pissa": "0.0002"}[method]
-    assert f"262 steps; learning rate {rate}, warm-up 0.1 of them." in text
+    assert f"262 steps of 1 x 8 rows; learning rate {rate}, warm-up 0.1 of them." in text
 
 
 def test_a_run_says_which_step_it_kept_and_why() -> None:

@@ -9,6 +9,7 @@ import torch
 from rich.text import Text
 from transformers import AutoModelForCausalLM
 
+from frozencore.cli.flag_file import as_flags
 from frozencore.cli.showing import MARKS
 from frozencore.lab.campaign.estimate import memory_bytes, size_of
 from frozencore.lab.rows.prompts import PromptEncoder
@@ -33,6 +34,8 @@ def dry_run_lines(config: RunConfig, progress: Progress) -> Iterator[Text]:
     bench = prepare(config, progress)
     yield from _rows(config, bench)
     yield from _cost(config, bench)
+    yield Text("\nWhat was asked for, as a file for --config (all else is as ever)", style="bold")
+    yield Text(as_flags(config, exclude_defaults=True).rstrip())
     yield Text("\nThe first row that is trained on (what carries loss is marked)", style="bold")
     yield _marked(bench.rows.train[0], bench.encoder)
 
@@ -59,7 +62,7 @@ def _rows(config: RunConfig, bench: Bench) -> Iterator[Text]:
 
 
 def _cost(config: RunConfig, bench: Bench) -> Iterator[Text]:
-    recipe, num_rows = recipe_of(config, bench.rows), len(bench.rows.train)
+    recipe, num_rows = recipe_of(config, bench.rows, bench.model), len(bench.rows.train)
     yield Text(
         f"{num_of(recipe.num_steps(num_rows), 'step')} of {recipe.batch_size} x {recipe.accumulation} rows in "
         f"{num_of(recipe.epochs, 'epoch')}; learning rate {recipe.learning_rate:g}, warm-up {recipe.warmup:g} of them."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import MISSING
+from dataclasses import MISSING, replace
 from datetime import date
 from inspect import Parameter, Signature, signature
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import typer
 from pydantic import ValidationError
 
+from frozencore.cli.flag_file import ConfigFile
 from frozencore.constructors import described
 from frozencore.errors import ConfigError
 from frozencore.lab.methods import METHODS
@@ -33,6 +34,7 @@ class TakesRun:
     Args:
         without: Options that are of no use to the verb.
         required: Those that it cannot do without, by another name and with its own help.
+        defaults: Of options whose default is another here.
     """
 
     def __init__(
@@ -41,8 +43,9 @@ class TakesRun:
         *,
         without: Collection[str] = (),
         required: Mapping[str, tuple[str, str]] | None = None,
+        defaults: Mapping[str, Any] | None = None,
     ) -> None:
-        self._verb, self._without, self._required = verb, without, dict(required or {})
+        self._verb, self._without, self._required, self._defaults = verb, without, required or {}, defaults or {}
         self.__name__, self.__annotations__ = verb.__name__, {}
 
     @property
@@ -51,14 +54,18 @@ class TakesRun:
         flags = [
             _required_flag(option, *self._required[name])
             if name in self._required
-            else _flag(option, PANELS.get(of_group.get(name, "")))
+            else _flag(
+                replace(option, default=self._defaults.get(name, option.default)), PANELS.get(of_group.get(name, ""))
+            )
             for name, option in run_options().items()
             if name not in self._without
         ]
-        return Signature([*flags, *self._own()])
+        file = Parameter("config_file", Parameter.KEYWORD_ONLY, default=None, annotation=ConfigFile)
+        return Signature([*flags, *self._own(), file])
 
     def __call__(self, **given: Any) -> None:
         own = {parameter.name: given.pop(parameter.name) for parameter in self._own()}
+        given.pop("config_file", None)
         known = run_options()
         config = make_config(**in_groups({name: _value(known[name], value) for name, value in given.items()}))
         self._verb(config, **own)

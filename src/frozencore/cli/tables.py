@@ -75,7 +75,8 @@ def _recipe(record: TunedRecord) -> Iterator[str]:
     if record.resolved is not None:
         recipe = record.resolved.recipe
         rate, warmup = recipe["learning_rate"], recipe["warmup"]
-        yield f"{record.training.num_steps} steps; learning rate {rate:g}, warm-up {warmup:g} of them."
+        rows = f"{recipe['batch_size']} x {recipe['accumulation']} rows"
+        yield f"{record.training.num_steps} steps of {rows}; learning rate {rate:g}, warm-up {warmup:g} of them."
 
 
 def _too_long(record: TunedRecord) -> Iterator[str]:

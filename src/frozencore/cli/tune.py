@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from frozencore.cli.console import console
+from frozencore.cli.flag_file import as_flags
 from frozencore.cli.run_flags import TakesRun, read_choices
 from frozencore.lab.run.config import RunConfig
 
@@ -43,7 +44,9 @@ def _tune(
     from frozencore.cli.many_tables import sweep_summary
     from frozencore.cli.tables import run_summary
     from frozencore.lab.run.execute import execute
+    from frozencore.lab.run.files import ASKED
     from frozencore.lab.run.many.sweep import SWEPT, execute_sweep
+    from frozencore.whole_file import write_text
 
     if resume:
         console.print(resume_line(output), highlight=False, markup=False)
@@ -58,7 +61,10 @@ def _tune(
     if swept is not None:
         console.print(sweep_summary(swept))
     console.print(run_summary(record))
-    console.print(f"Adapter: {output / 'adapter'}   Record: {output / 'result.json'}", highlight=False)
+    write_text(output / ASKED, as_flags(config))
+    console.print(
+        f"Adapter: {output / 'adapter'}   Record: {output / 'result.json'}   Asked: {output / ASKED}", highlight=False
+    )
 
 
 def _show(config: RunConfig) -> None:
@@ -71,4 +77,4 @@ def _show(config: RunConfig) -> None:
         console.print(line, soft_wrap=True)
 
 
-tune = TakesRun(_tune)
+tune = TakesRun(_tune, defaults={"batch_size": "auto"})

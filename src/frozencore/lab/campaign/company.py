@@ -166,4 +166,4 @@ def _tenant(config: RunConfig, bench: Bench, progress: Progress) -> Tenant:
             score=lambda model: selection.score(model, lambda *_: None),
             scored_by=selection.identity,
         )
-    return Tenant(bench.rows.train, recipe_of(config, bench.rows), validation)
+    return Tenant(bench.rows.train, recipe_of(config, bench.rows, bench.model), validation)

@@ -163,14 +163,15 @@ def num_choices(job: Job) -> int:
     every, rows = job.config.select_checkpoint, OWN_DATA | job.resolved
     if every in ("none", "epoch"):
         return rows["epochs"] if every == "epoch" else 0
-    steps_an_epoch = math.ceil(rows["num_train"] / (job.config.batch_size * job.config.accumulation))
+    steps_an_epoch = math.ceil(rows["num_train"] / job.config.rows_a_step)
     return math.ceil(rows["epochs"] * steps_an_epoch / int(every))
 
 
 def memory_bytes(config: RunConfig, size: ModelSize) -> int:
     """Bytes of weights, moments and activations of a run."""
     weight_bytes = 4 if config.dtype == "float32" else 2
-    activations = 34 * TOKENS_A_ROW * config.batch_size * int(size.num_parameters**0.5) * weight_bytes
+    at_once = config.rows_a_step if config.batch_size == "auto" else config.batch_size
+    activations = 34 * TOKENS_A_ROW * at_once * int(size.num_parameters**0.5) * weight_bytes
     return size.num_parameters * weight_bytes + _moment_bytes(config, size) + activations
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
+from frozencore.device import memory_of
 from frozencore.hub import hub_answers
 from frozencore.lab.campaign.estimate import RECORD_BYTES, ModelSize, memory_bytes, shared_bytes, size_of
 from frozencore.lab.campaign.job import Job
@@ -86,8 +86,8 @@ def needs_of_machine(jobs: Sequence[Job], originals: Mapping[str, Original], fol
 def machine_memory() -> tuple[int, str]:
     """Bytes of the first GPU, or of the machine without one; and which."""
     if torch.cuda.is_available():
-        return torch.cuda.get_device_properties(0).total_memory, "on the first GPU"
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "in this machine"
+        return memory_of(torch.device("cuda", 0)), "on the first GPU"
+    return memory_of(torch.device("cpu")), "in this machine"
 
 
 def has_weights(location: str) -> bool:

@@ -58,5 +58,5 @@ class RehearsalPlace(Place):
         if self.is_quick or (config.dtype in IN_16_BITS and config.task not in self.tasks_in_16_bits):
             changes["dtype"] = "float32"
         if self.is_quick:
-            changes |= {"batch_size": config.batch_size * config.accumulation, "accumulation": 1}
+            changes |= {"batch_size": config.rows_a_step, "accumulation": 1}
         return super().put(config.model_copy(update=changes))

@@ -81,9 +81,7 @@ def widest(shares: Sequence[Shares]) -> Shares:
 def rows_to_train(task: Task, config: RunConfig) -> int:
     """The fewest rows that make ``STEPS`` steps, and a calibration, when a tenth of them is held out for validation."""
     steps_an_epoch = math.ceil(STEPS / epochs_of(task, config))
-    trained = max(
-        FEWEST_TRAINED, fewest_calibrated(config), (steps_an_epoch - 1) * config.batch_size * config.accumulation + 1
-    )
+    trained = max(FEWEST_TRAINED, fewest_calibrated(config), (steps_an_epoch - 1) * config.rows_a_step + 1)
     return next(n for n in count(trained) if n - max(1, round(VALIDATION_SHARE * n)) >= trained)
 
 

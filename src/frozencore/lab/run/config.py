@@ -81,7 +81,13 @@ class RunConfig(Frozen):
         Field(ge=0, le=1, description="Share of the steps in which the rate rises. Default: the method's own."),
     ] = None
     epochs: Annotated[int | None, Field(ge=1, description="Default: the task's number; 1 for own data.")] = None
-    batch_size: Annotated[int, Field(ge=1, description="Rows in one forward pass.")] = 1
+    batch_size: Annotated[
+        Literal["auto"] | PositiveInt,
+        Field(
+            description="Rows in one forward pass; auto: as many as fit of the rows of an optimiser step, whose number "
+            "--accumulation then is."
+        ),
+    ] = 1
     accumulation: Annotated[int, Field(ge=1, description="Forward passes in one optimiser step.")] = 8
     save_steps: Annotated[
         int | None,
@@ -220,6 +226,11 @@ class RunConfig(Frozen):
     @property
     def resolved_warmup(self) -> float:
         return self.method_entry.warmup if self.warmup is None else self.warmup
+
+    @property
+    def rows_a_step(self) -> int:
+        """Training rows of one optimiser step, however they are cut into batches."""
+        return self.accumulation * (1 if self.batch_size == "auto" else self.batch_size)
 
     def adapter_options(self, targets: Targets) -> AdapterOptions:
         """What the method builds its adapter by, on the layers that the model turned out to have."""

@@ -36,6 +36,7 @@ from frozencore.lab.run.record import TunedRecord
 from frozencore.lab.run.record_parts import Resolved
 from frozencore.lab.run.recording import TrainedRun, calibrated_on, headline, make_record
 from frozencore.lab.run.rows import RunRows
+from frozencore.lab.run.rows_at_once import rows_at_once
 from frozencore.lab.run.selecting import score_rows, selection_of
 from frozencore.lab.run.targets import resolve_targets
 from frozencore.lab.training.recipe import Recipe, TrainingReport
@@ -139,7 +140,9 @@ def execute(
         bench,
         TrainedRun(model, out / ADAPTER, calibration, calibration_s, captures, memory, report, after),
         resolved=Resolved(
-            targets=targets, recipe=asdict(recipe_of(config, bench.rows)), max_length=bench.encoder.max_length
+            targets=targets,
+            recipe=asdict(recipe_of(config, bench.rows, bench.model)),
+            max_length=bench.encoder.max_length,
         ),
         hashes=hashes,
         warned=[entry for entry in caught if entry.category is UserWarning],
@@ -208,14 +211,22 @@ def adapter_of(config: RunConfig, targets: Targets, hashes: Mapping[str, str]) -
     }
 
 
-def recipe_of(config: RunConfig, rows: RunRows) -> Recipe:
-    """What the configuration says of the training, with the defaults of its method and its task."""
+def recipe_of(config: RunConfig, rows: RunRows, model: nn.Module) -> Recipe:
+    """What the configuration says of the training, with the defaults of its method and its task.
+
+    Args:
+        model: It decides how many rows fit at once, where that is left to it.
+    """
+    batch_size, accumulation = config.batch_size, config.accumulation
+    if batch_size == "auto":
+        batch_size = rows_at_once(config.rows_a_step, max(len(row.input_ids) for row in rows.train), model)
+        accumulation = config.rows_a_step // batch_size
     return Recipe(
         learning_rate=config.resolved_learning_rate,
         warmup=config.resolved_warmup,
         epochs=config.epochs or (rows.task.epochs if rows.task else 1),
-        batch_size=config.batch_size,
-        accumulation=config.accumulation,
+        batch_size=batch_size,
+        accumulation=accumulation,
         seed=config.seed,
         refresh=config.refresh,
         refresh_cost=config.refresh_cost or COST,
@@ -235,7 +246,7 @@ def train_once(
     report = train_alone(
         model,
         bench.rows.train,
-        recipe_of(config, bench.rows),
+        recipe_of(config, bench.rows, bench.model),
         pad_id=bench.encoder.pad_id,
         checkpoint_dir=out / CHECKPOINTS,
         checkpoint_steps=config.save_steps,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 RECORD, FAILURE = "result.json", "failure.json"
+ASKED = "run.yaml"  # what `tune` was asked for, as its --config takes it
 PREDICTIONS = "predictions.jsonl"
 ADAPTER, BASIS = "adapter", "basis"
 MOMENTS_FILE = "moments.safetensors"

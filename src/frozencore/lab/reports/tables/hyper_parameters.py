@@ -73,8 +73,9 @@ class _Options:
         yield f"budget {self._text('rank_budget')}" if budget else self._text("rank")
         yield "attention" if self._values("targets") == (None,) else self._text("targets")
         yield self._text("dtype")
-        size, times = (int(self._values(name)[0]) for name in ("batch_size", "accumulation"))
-        yield f"{size} × {times} = {size * times}" if trains else "-"
+        size, times = (self._values(name)[0] for name in ("batch_size", "accumulation"))
+        in_words = f"{times}, as they fit" if size == "auto" else f"{size} × {times} = {size * times}"
+        yield in_words if trains else "-"
         yield self._text("learning_rate") if trains else "-"
         yield self._text("warmup") if trains else "-"
         yield self._text("calibration_size") if self._reads_data() else "reads none"

@@ -106,7 +106,7 @@ def execute_many(
     )
     train_many(
         model,
-        {name: _tenant(one, patience) for name, one in own.items()},
+        {name: _tenant(one, model, patience) for name, one in own.items()},
         pad_id=bench.encoder.pad_id,
         num_slots=num_slots,
         checkpoint_dir=out / CHECKPOINTS,
@@ -131,11 +131,11 @@ def _name_basis(model: PeftModel, folder: Path, calibrated_on: str | None) -> No
         save_basis(model, folder, calibrated_on=calibrated_on)
 
 
-def _tenant(own: TenantRows, patience: int | None) -> Tenant:
+def _tenant(own: TenantRows, model: PeftModel, patience: int | None) -> Tenant:
     rows, every, validation = own.rows.validation, own.config.select_checkpoint, None
     if rows is not None and every != "none":
         validation = Validation(rows.tokens, every, patience)
-    return Tenant(own.rows.train, recipe_of(own.config, own.rows), validation)
+    return Tenant(own.rows.train, recipe_of(own.config, own.rows, model), validation)
 
 
 def _refuse_finished(out: Path, names: Iterable[str], *, resume: bool) -> None:

@@ -102,7 +102,9 @@ class Finisher:
                 replace(trained.report, company=self.company), score,
             ),
             resolved=Resolved(
-                targets=self.targets, recipe=asdict(recipe_of(config, rows)), max_length=bench.encoder.max_length
+                targets=self.targets,
+                recipe=asdict(recipe_of(config, rows, bench.model)),
+                max_length=bench.encoder.max_length,
             ),
             hashes={**rows.fingerprints(), **self.hashes},
             warned=self.warned,

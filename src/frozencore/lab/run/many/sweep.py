@@ -74,7 +74,7 @@ def execute_sweep(
         configs = [config.model_copy(update=options) for options in combinations]
         tenants = {}
         for number, one in enumerate(configs):
-            plain = Tenant(bench.rows.train, recipe_of(one, bench.rows))
+            plain = Tenant(bench.rows.train, recipe_of(one, bench.rows, bench.model))
             every = plain.num_steps if one.select_checkpoint == "none" else one.select_checkpoint
             tenants[str(number)] = Tenant(plain.rows, plain.recipe, Validation(rows.tokens, every))
         trained = train_many(

@@ -1,0 +1,97 @@
+"""``--config run.yaml``: the flags of a verb in a file. What is on the command line as well has the last word.
+
+A key is a flag without its dashes, ``learning-rate`` or ``learning_rate``; several values are a list.
+"""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+
+from frozencore.errors import ConfigError
+from frozencore.lab.run.config import RunConfig
+from frozencore.lab.run.option_groups import GROUPS
+from frozencore.strict_yaml import read_yaml
+
+SIMPLE = (bool, int, float, str)
+
+
+def _take(context: typer.Context, file: Path | None) -> Path | None:
+    """Its values become the defaults of the verb's flags."""
+    if file is not None:
+        context.default_map = _values(file, context)
+    return file
+
+
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--config",
+        help="YAML file of flags without their dashes, `learning-rate: 1e-3`; the command line overrides it.",
+        is_eager=True,
+        callback=_take,
+    ),
+]
+
+
+def _values(file: Path, context: typer.Context) -> dict[str, Any]:
+    """The values of a verb's parameters by name, from the file's.
+
+    Raises:
+        ConfigError: In one line, which key is no flag of the verb, or which value is not one.
+    """
+    given = read_yaml(file)
+    if not isinstance(given, dict):
+        raise ConfigError(f"{file} must hold flags as `rank: 8`, a line each.")
+    own = {
+        spelled.removeprefix("--"): parameter
+        for parameter in context.command.params
+        for spelled in parameter.opts
+        if spelled not in ("--help", "--config")
+    }
+    values: dict[str, Any] = {}
+    for key, value in given.items():
+        name = str(key).replace("_", "-")
+        if name not in own:
+            near = difflib.get_close_matches(name, own, 1)
+            meant = f"Did you mean {near[0]}?" if near else f"See `frozencore {context.info_name} --help`."
+            raise ConfigError(
+                f"{file} has the key {str(key)!r:.80}, which `{context.info_name}` does not know. {meant}"
+            )
+        parameter = own[name]
+        if parameter.name in values:
+            raise ConfigError(f"{file} gives {name} twice, by its two names. Leave one out.")
+        if value is not None:
+            values[str(parameter.name)] = _as_typed(
+                value, f"{file}, {name}", several=getattr(parameter, "multiple", False)
+            )
+    return values
+
+
+def _as_typed(value: Any, where: str, *, several: bool) -> Any:
+    """As it would stand on the command line, where a flag alone is a yes."""
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, list) and all(isinstance(one, SIMPLE) for one in value):
+        return [str(one) for one in value] if several else ",".join(map(str, value))
+    if isinstance(value, list | dict):
+        raise ConfigError(
+            f"{where}: a value is a number, a word, yes or no, or a list of such, but {value!r:.80} came."
+        )
+    return [str(value)] if several else str(value)
+
+
+def as_flags(config: RunConfig, **dumped: Any) -> str:
+    """The file that asks for this configuration: every option that has a value.
+
+    Args:
+        dumped: Options of pydantic's ``model_dump``.
+    """
+    values = config.model_dump(mode="json", exclude_none=True, **dumped)
+    for group in GROUPS:
+        values |= values.pop(group, {})
+    return yaml.safe_dump({name.replace("_", "-"): value for name, value in values.items()}, sort_keys=False)
