@@ -30,17 +30,27 @@ class CountedTokens:
     or_all: bool = False
 
     @classmethod
-    def from_mask(cls, mask: Bool[Tensor, "b t"], *, only_nonzero_delta: bool = False) -> CountedTokens:
+    def from_mask(
+        cls, mask: Bool[Tensor, "b t"], *, only_nonzero_delta: bool = False, device: torch.device | None = None
+    ) -> CountedTokens:
+        """Those of a mask that is best on the CPU, which has not to wait for it.
+
+        Args:
+            device: Where the rows will be asked for.
+        """
         flat = mask.flatten()
-        rows = None if bool(flat.all()) else flat.nonzero().squeeze(1)
+        rows = None if bool(flat.all()) else flat.nonzero().squeeze(1).to(device, non_blocking=True)
         return cls(num_rows=flat.numel(), rows=rows, only_nonzero_delta=only_nonzero_delta)
 
     @classmethod
-    def of_call(cls, mask: Any, *, only_nonzero_delta: bool = False) -> CountedTokens:
+    def of_call(
+        cls, mask: Any, *, only_nonzero_delta: bool = False, device: torch.device | None = None
+    ) -> CountedTokens:
         """Those of one call of a model, by its mask (b x t) if it has one: every row of layers that see other rows."""
         if not isinstance(mask, Tensor) or mask.ndim != 2:
             return cls(0, None, only_nonzero_delta, or_all=True)
-        return replace(cls.from_mask(mask.bool(), only_nonzero_delta=only_nonzero_delta), or_all=True)
+        found = cls.from_mask(mask.bool(), only_nonzero_delta=only_nonzero_delta, device=device)
+        return replace(found, or_all=True)
 
 
 def counted_tokens(batch: Mapping[str, Tensor], options: CalibrationOptions) -> Bool[Tensor, "b t"]:

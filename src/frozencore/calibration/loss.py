@@ -59,7 +59,8 @@ class Predictions:
         """Those at the positions that predict a token with a label.
 
         Args:
-            targets: The label that each position predicts, -100 where there is none.
+            targets: The label that each position predicts, -100 where there is none; best on the CPU, for which nobody
+                waits.
 
         Raises:
             CalibrationError: No token of the batch carries a label.
@@ -70,11 +71,13 @@ class Predictions:
                 "Calibration needs completion tokens, but every label of a batch is masked (-100). "
                 "Check that the prompt does not fill the whole length limit."
             )
-        return cls(
-            log_p=log_softmax(logits[counted].to(torch.promote_types(logits.dtype, torch.float32)), dim=-1),
-            labels=targets[counted],
-            num_in_example=counted.sum(1, keepdim=True).expand_as(counted)[counted],
+        num_in_example = counted.sum(1, keepdim=True).expand_as(counted)[counted]
+        rows, positions, labels, num_in_example = (
+            found.to(logits.device, non_blocking=True)
+            for found in (*counted.nonzero(as_tuple=True), targets[counted], num_in_example)
         )
+        log_p = log_softmax(logits[rows, positions].to(torch.promote_types(logits.dtype, torch.float32)), dim=-1)
+        return cls(log_p=log_p, labels=labels, num_in_example=num_in_example)
 
     def sampled_labels(self, generator: torch.Generator) -> Int[Tensor, " N"]:
         """A label for each prediction, drawn from the model's own distribution.

@@ -1,6 +1,8 @@
 """One pass: the model runs once over all batches, and the tapped layers are summed.
 
-A batch takes one forward pass and as many backward passes as its moments have kinds of labels: none, one, or two.
+A batch takes one forward pass and as many backward passes as its moments have kinds of labels: none, one, or two. What
+the host has to know of it (which tokens count, which logits are asked for) it reads off the batch before that goes to
+the device, and whether all was finite when the pass is over: in between it waits for nothing.
 """
 
 from __future__ import annotations
@@ -57,6 +59,7 @@ def run_pass(
             num_examples += num_examples_of(batch)
             if progress:
                 progress("calibration", num_examples, total)
+        capture.require_finite()
         if num_examples == 0:
             raise CalibrationError("Calibration needs examples, but the data gave none. Check the dataloader.")
         return capture.recorders
@@ -64,11 +67,11 @@ def run_pass(
 
 def _run_batch(model: nn.Module, batch: Batch, capture: CalibrationPass, generator: torch.Generator) -> None:
     device = next(model.parameters()).device
-    batch = mapped(batch, lambda tensor: tensor.to(device))
+    as_it_came, batch = batch, mapped(batch, lambda tensor: tensor.to(device))
     taps = capture.taps
     loss_fn = loss_fn_of(taps.options)
     if loss_fn is None:
-        count_tokens(batch, capture)
+        count_tokens(as_it_came, capture, device)
     if not taps.backward_passes:
         with torch.no_grad():  # a decoder that shifts its labels cannot run without them
             if loss_fn is not None:
@@ -76,7 +79,7 @@ def _run_batch(model: nn.Module, batch: Batch, capture: CalibrationPass, generat
             else:
                 model(**{key: value for key, value in batch.items() if key != "labels" or capture.encoder is not None})
         return
-    losses = _losses(model, batch, taps, generator)
+    losses = _losses(model, batch, as_it_came, taps, generator)
     for number, backward in enumerate(taps.backward_passes, start=1):
         capture.backward = backward
         _run_backward(next(losses), taps, keep_graph=number < len(taps.backward_passes))
@@ -91,12 +94,13 @@ def _run_backward(loss: Tensor, taps: Taps, *, keep_graph: bool) -> None:
     loss.backward(retain_graph=keep_graph)
 
 
-def count_tokens(batch: Batch, capture: CalibrationPass) -> None:
-    """Tell a pass which tokens of the batch that comes count."""
+def count_tokens(batch: Batch, capture: CalibrationPass, device: torch.device | None = None) -> None:
+    """Tell a pass which tokens of the batch that comes count, by indices on the model's device."""
     options = capture.taps.options
     only_nonzero = options.tokens == "nonzero_delta"
     if not {"input_ids", "inputs_embeds"} & batch.keys():  # images, sound: layers see other rows than the batch has
-        capture.tokens = CountedTokens.of_call(batch.get("attention_mask"), only_nonzero_delta=only_nonzero)
+        mask = batch.get("attention_mask")
+        capture.tokens = CountedTokens.of_call(mask, only_nonzero_delta=only_nonzero, device=device)
         capture.source_tokens = capture.tokens
         return
     if capture.encoder is None:
@@ -104,11 +108,13 @@ def count_tokens(batch: Batch, capture: CalibrationPass) -> None:
     else:
         counted = counted_target_tokens(batch, options)
         source = counted_source_tokens(batch, options)
-        capture.source_tokens = CountedTokens.from_mask(source, only_nonzero_delta=only_nonzero)
-    capture.tokens = CountedTokens.from_mask(counted, only_nonzero_delta=only_nonzero)
+        capture.source_tokens = CountedTokens.from_mask(source, only_nonzero_delta=only_nonzero, device=device)
+    capture.tokens = CountedTokens.from_mask(counted, only_nonzero_delta=only_nonzero, device=device)
 
 
-def _losses(model: nn.Module, batch: Batch, taps: Taps, generator: torch.Generator) -> Iterator[Tensor]:
+def _losses(
+    model: nn.Module, batch: Batch, as_it_came: Batch, taps: Taps, generator: torch.Generator
+) -> Iterator[Tensor]:
     """One forward pass over a batch, and the loss of each backward pass; nothing is kept beside the last."""
     loss_fn = loss_fn_of(taps.options)
     if loss_fn is not None:
@@ -117,7 +123,7 @@ def _losses(model: nn.Module, batch: Batch, taps: Taps, generator: torch.Generat
     if not _is_language_model(model):
         yield _own_loss(model, batch, taps.options)
         return
-    predictions = _predictions(model, batch, taps)
+    predictions = _predictions(model, batch, labels_of(as_it_came), taps)
     for backward in taps.backward_passes[:-1]:
         yield _loss(predictions, backward.labels, taps.options, generator)
     last = _loss(predictions, taps.backward_passes[-1].labels, taps.options, generator)
@@ -132,15 +138,15 @@ def _loss(
     return calibration_loss(predictions, labels, options.weighting)
 
 
-def _predictions(model: nn.Module, batch: Batch, taps: Taps) -> Predictions:
-    labels = labels_of(batch)
+def _predictions(model: nn.Module, batch: Batch, labels: Tensor, taps: Taps) -> Predictions:
     if is_encoder_decoder(model):
         return Predictions.of(_part(model, model(**batch), "logits"), labels)
     targets = predicted(labels)
     inputs = {key: value for key, value in batch.items() if key != "labels"}
     if not _reads_logits(model, taps):
         kept = targets.ne(IGNORED).any(0).nonzero().squeeze(1)
-        inputs["logits_to_keep"], targets = kept, targets[:, kept]
+        targets = targets[:, kept]
+        inputs["logits_to_keep"] = kept.to(inputs["input_ids"].device) if "input_ids" in inputs else kept
     return Predictions.of(_part(model, model(**inputs), "logits"), targets)
 
 

@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from frozencore.calibration.counted import CountedTokens
 from frozencore.calibration.encoder_side import EncoderSide
+from frozencore.calibration.finite import FiniteBatches
 from frozencore.calibration.fisher_labels import Backward, backward_passes
 from frozencore.calibration.options import CalibrationOptions
 from frozencore.calibration.recorder import LayerRecorder, Projection, ReadInput
@@ -108,6 +109,7 @@ class CalibrationPass:
         self.tokens = self.source_tokens = CountedTokens(0, None)
         self.backward = next(iter(taps.backward_passes), Backward("empirical", taps.needs))
         self.listens = True
+        self._finite = FiniteBatches()
         self._latest: _Latest | None = None
 
     def tokens_of(self, layer: nn.Module, x: Tensor) -> CountedTokens:
@@ -160,20 +162,19 @@ class CalibrationPass:
             self.encoder.forget()
 
     def finish_batch(self, batch_index: int) -> None:
-        """Release what the batch held and refuse one that was not finite, naming the first layer that met it."""
+        """Release what the batch held, and keep whether it was finite: a GPU is asked at the end of the pass."""
         self.forget_batch()
-        # Inputs go bad from the front of the model on, output errors from its back.
-        for side, attribute, first_met in (("input", "input_finite", 0), ("output error", "error_finite", -1)):
-            flags = {name: getattr(recorder, attribute) for name, recorder in self.recorders.items()}
-            bad = [name for name, flag in flags.items() if flag is not None and not bool(flag)]
-            if bad:
-                raise CalibrationError(
-                    f"NaN or Inf in the {side} of layer {bad[first_met]!r} in calibration batch {batch_index} "
-                    f"({len(bad)} of {len(flags)} layers). Check the model's weights and that batch; "
-                    "float16 models often need bfloat16."
-                )
+        self._finite.add(batch_index, self.recorders)
         for recorder in self.recorders.values():
             recorder.forget_flags()
+
+    def require_finite(self) -> None:
+        """Refuse the first batch that was not.
+
+        Raises:
+            CalibrationError: There is one; the layer that met it first is named.
+        """
+        self._finite.look()
 
 
 @contextmanager

@@ -56,7 +56,7 @@ def truncated_svd(
     require_finite(M)
     rank = min(rank, *M.shape)
     if method == "auto":
-        method = "randomized" if _prefers_krylov(M, rank) else "gram"
+        method = "randomized" if prefers_krylov(M, rank) else "gram"
     if method == "gram":
         U, S, V = _gram_svd(M, rank)
     elif method == "randomized":
@@ -102,9 +102,7 @@ def _randomized_svd(M: torch.Tensor, rank: int, seed: int) -> tuple[torch.Tensor
     width, num_blocks = KRYLOV_WIDTH * rank, KRYLOV_BLOCKS
     if width * num_blocks > min(M.shape):
         width, num_blocks = min(M.shape), 1  # all of the space at once
-    generator = seeded_generator(seed, "svd", *M.shape)
-    start = torch.randn(M.shape[0], width, generator=generator, dtype=torch.float32)
-    V = torch.linalg.qr(_times(M, start.to(M.device, M.dtype))).Q
+    V = torch.linalg.qr(_times(M, krylov_start(M, width, seed).to(M.device, M.dtype))).Q
     images = [M @ V]
     for _ in range(num_blocks - 1):
         block = _new_directions(_times(M, torch.linalg.qr(images[-1]).Q), V)
@@ -117,6 +115,12 @@ def _randomized_svd(M: torch.Tensor, rank: int, seed: int) -> tuple[torch.Tensor
     U, T = torch.linalg.qr(image)
     left, S, right = torch.linalg.svd(T, full_matrices=False)
     return U @ left[:, :rank], S[:rank], V @ right[:rank].mT
+
+
+def krylov_start(M: torch.Tensor, width: int, seed: int) -> Float[torch.Tensor, "m width"]:
+    """The random left block that a Krylov space of M grows from, on the CPU."""
+    generator = seeded_generator(seed, "svd", *M.shape)
+    return torch.randn(M.shape[0], width, generator=generator, dtype=torch.float32)
 
 
 def _times(M: torch.Tensor, X: torch.Tensor) -> torch.Tensor:
@@ -134,8 +138,8 @@ def _new_directions(X: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
 def canonical_signs(
     U: torch.Tensor, S: torch.Tensor, V: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Flip singular pairs so that the largest-magnitude entry of each left vector is positive."""
-    largest = U.gather(0, U.abs().argmax(0, keepdim=True))
+    """Flip singular pairs, of one matrix or a batch, so that each left vector's largest-magnitude entry is positive."""
+    largest = U.gather(-2, U.abs().argmax(-2, keepdim=True))
     signs = torch.where(largest < 0, -1.0, 1.0).to(U.dtype)
     return U * signs, S, V * signs.to(V.dtype)
 
@@ -175,7 +179,7 @@ def top_eigenvectors(
     Large ones take the randomised SVD, which is a third of the time at n = 512 and less above.
     """
     require_finite(A)
-    if _prefers_krylov(A, rank):
+    if prefers_krylov(A, rank):
         top, values, _ = truncated_svd(A, rank)
         return top, values
     eigenvalues, vectors = torch.linalg.eigh(A.double())
@@ -185,7 +189,8 @@ def top_eigenvectors(
     return top.to(A.dtype), values.to(A.dtype)
 
 
-def _prefers_krylov(M: torch.Tensor, rank: int) -> bool:
+def prefers_krylov(M: torch.Tensor, rank: int) -> bool:
+    """Whether the Krylov space is the faster way to that many triples of a matrix."""
     return min(M.shape) > max(GRAM_LIMIT, KRYLOV_WIDTH * KRYLOV_BLOCKS * rank)
 
 

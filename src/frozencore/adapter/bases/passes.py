@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from frozencore.adapter.bases.calibratable import adapters_off, require_tokens
+from frozencore.adapter.bases.together import build_together, in_batches
 from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.adapter.layer import FrozenCoreLayer
 from frozencore.calibration.batches import Batch, is_batch
@@ -44,6 +45,8 @@ class BasisWork:
         bases: Finished ones, of the layers that this rank owns.
         diagonals: Token count, a and d of every layer that data were read for.
         captures: What each of those bases captures, where G, a and d were all at hand.
+        builds_together: Whether layers of one shape may be built in batches, which takes memory that no budget has
+            counted.
         collect_s, build_s: Seconds in passes over the data, and in bases.
     """
 
@@ -57,6 +60,7 @@ class BasisWork:
     bases: dict[str, Basis] = field(default_factory=dict)
     diagonals: dict[str, LayerMoments] = field(default_factory=dict)
     captures: dict[str, Capture] = field(default_factory=dict)
+    builds_together: bool = True
     collect_s: float = 0.0
     build_s: float = 0.0
 
@@ -73,6 +77,7 @@ class BasisWork:
             if options.memory_budget is not None or options.group_size < len(self.layers):
                 batches = list(batches)  # to see how large they are
         plan = self.plan(batches, options)
+        self.builds_together = options.memory_budget is None
         options = replace(
             options,
             group_size=999,
@@ -128,15 +133,28 @@ class BasisWork:
     def build(self, names: Iterable[str], moments: dict[str, LayerMoments]) -> None:
         """Bases of those layers that this rank owns. ``moments`` is emptied: each goes once its basis is built."""
         started = time.perf_counter()
+        names = list(names)
         with all_ranks_or_none():
-            for name in names:
-                evidence = self._evidence(name, moments.pop(name, None))
-                if self.owners[name] == own_rank():
-                    basis = build_basis(self.config.constructor, evidence, self._options_of(name))
-                    self._keep(name, basis)
-                    if (found := capture_if_whole(evidence.moments, basis)) is not None:
-                        self.captures[name] = found
+            for batch in self._batches(names, moments):
+                evidence = [self._evidence(name, moments.pop(name, None)) for name in batch]
+                own = [layer for layer in evidence if self.owners[layer.name] == own_rank()]
+                for layer, basis in zip(own, self._built(own), strict=True):
+                    self._keep(layer.name, basis)
+                    if (found := capture_if_whole(layer.moments, basis)) is not None:
+                        self.captures[layer.name] = found
         self.build_s += time.perf_counter() - started
+
+    def _batches(self, names: list[str], moments: Mapping[str, LayerMoments]) -> list[tuple[str, ...]]:
+        if not self.builds_together:
+            return [(name,) for name in names]
+        options = {name: self._options_of(name) for name in names}
+        return in_batches(names, moments, self.config.constructor, options)
+
+    def _built(self, layers: Sequence[LayerEvidence]) -> list[Basis]:
+        options = [self._options_of(layer.name) for layer in layers]
+        if len(layers) > 1:
+            return list(build_together(self.config.constructor, layers, options).values())
+        return [build_basis(self.config.constructor, *pair) for pair in zip(layers, options, strict=True)]
 
     def like_factors(self, name: str) -> tuple[Tensor, Tensor]:
         """Of the shapes of a layer's P and Q, without values."""
