@@ -7,7 +7,7 @@ ENGINES := .engines
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test rehearse test-slow coverage mutants bench conformance engines lint format pocket constraints clean
+.PHONY: demo docs test rehearse test-slow coverage mutants bench conformance engines lint format pocket constraints clean
 
 demo: $(VENV)/.installed
 	$(BIN)/frozencore demo --output runs/demo
@@ -45,6 +45,11 @@ conformance: $(VENV)/.installed-dev
 # compiler and half an hour of one core. tests/engines runs what we export in them.
 engines: $(ENGINES)/vllm/.installed $(ENGINES)/llama.cpp/.installed
 
+# The documentation as a site, build/site/index.html; a warning is an error.
+docs: $(VENV)/.installed-dev
+	$(BIN)/pip install --quiet --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
+	NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true $(BIN)/mkdocs build --strict --quiet
+
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -59,7 +64,7 @@ format: $(VENV)/.installed-dev
 pocket: $(VENV)/.installed
 	$(BIN)/python -m frozencore.lab.pocket.pretrain --out src/frozencore/lab/pocket/model
 
-constraints: $(VENV)/.installed-dev
+constraints: docs
 	{ head -1 constraints.txt; $(BIN)/pip freeze --exclude-editable | sed 's/+cpu//'; } > constraints.new
 	mv constraints.new constraints.txt
 

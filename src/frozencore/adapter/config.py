@@ -36,6 +36,9 @@ class FrozenCoreType(str, Enum):  # noqa: UP042 - PEFT formats the type with str
 class FrozenCoreConfig(SavedConfig, EveryOption):  # type: ignore[misc]  # frozen it is for type checkers alone
     """Configuration of a frozen-core adapter: ``y = (W + s·P R Qᵀ) x`` with only R (r x r) trained.
 
+    Every option of a constructor is a field too, flat and under its own name (:mod:`frozencore.constructors`); one that
+    the chosen constructor does not read is refused.
+
     Args:
         r: Rank; a layer with fewer inputs or outputs gets ``min(r, m, n)``.
         target_modules: Module names, a regular expression, or ``"all-linear"``; by default the attention projections.
@@ -47,9 +50,10 @@ class FrozenCoreConfig(SavedConfig, EveryOption):  # type: ignore[misc]  # froze
             float32 (``"150KB"``). ``calibrate`` spends them on the layers where they are worth most and writes what
             each got into ``rank_pattern``; constructors that have no spectrum for that get equal ranks. See
             docs/rank-budget.md.
-        rank_pattern, alpha_pattern: Ranks and alphas of layers whose name matches a key; one of rank 0 is not adapted.
-        exclude_modules, layers_to_transform, layers_pattern, modules_to_save: As in ``LoraConfig``.
-        trainable_token_indices, ensure_weight_tying: As in ``LoraConfig``.
+        rank_pattern: Ranks of layers whose name matches a key; one of rank 0 is not adapted.
+        alpha_pattern: Alphas of layers whose name matches a key.
+        exclude_modules: As in ``LoraConfig``, and so are ``layers_to_transform``, ``layers_pattern``,
+            ``modules_to_save``, ``trainable_token_indices`` and ``ensure_weight_tying``.
         init_weights: False starts from cores drawn from torch's global generator instead of zero, so that an untrained
             adapter changes the output: for trying out serving and switching, not for training.
         calibration_tokens: Written by ``calibrate``: how many tokens the bases were computed from.
@@ -64,9 +68,6 @@ class FrozenCoreConfig(SavedConfig, EveryOption):  # type: ignore[misc]  # froze
         basis_id: Written by ``save_pretrained``: the identity of the basis that the cores belong to.
         allow_other_base: Load onto a base model whose weights are not those that the adapter was made on. Never saved:
             ``PeftModel.from_pretrained(base, folder, allow_other_base=True)``.
-
-        Every option of a constructor is a field too, flat and under its own name (:mod:`frozencore.constructors`); one
-        that the chosen constructor does not read is refused.
     """
 
     r: int = BasisOptions.rank

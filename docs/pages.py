@@ -1,0 +1,107 @@
+"""Pages of the site that stand elsewhere or are made: README and its like, the reference, and llms.txt."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from importlib.metadata import metadata
+from pathlib import Path
+from typing import Any
+
+import mkdocs_gen_files
+import typer
+from typer.main import get_command
+
+import frozencore
+from frozencore.cli.verbs import VERBS, add_verbs
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+OF_THE_ROOT = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
+LINK = re.compile(r"(?<!!)\[([^\]]*)\]\((?!https?:|#)([^)#]+)(#[^)]*)?\)")
+
+
+def in_site(text: str, folder: Path) -> str:
+    """A page with its links as they are in the site; of a file that is not in it, the words and where it stands."""
+
+    def moved(found: re.Match[str]) -> str:
+        words, target, anchor = found[1], (folder / found[2]).resolve(), found[3] or ""
+        if target.parent == DOCS and target.suffix == ".md":
+            return f"[{words}]({target.name}{anchor})"
+        place = target.relative_to(ROOT).as_posix()
+        if place in OF_THE_ROOT:
+            return f"[{words}]({OF_THE_ROOT[place]}{anchor})"
+        return f"{words} (`{place}`)"
+
+    return LINK.sub(moved, text).replace("](docs/figures/", "](figures/")
+
+
+def write(name: str, text: str) -> None:
+    with mkdocs_gen_files.open(name, "w") as file:
+        file.write(text)
+
+
+def python_reference() -> Iterator[str]:
+    """Every public name, from its docstring."""
+    yield "# Python\n\nEverything that `import frozencore` offers; deeper modules may move.\n"
+    for name in sorted(frozencore.__all__, key=str.lower):
+        module = getattr(getattr(frozencore, name), "__module__", None)
+        yield f"::: {module if isinstance(module, str) else 'frozencore.constructors'}.{name}\n"
+
+
+def command_reference() -> Iterator[str]:
+    """What each verb says of itself."""
+    app = typer.Typer(no_args_is_help=True, add_completion=False)
+    add_verbs(app, [verb.name for verb in VERBS])
+    commands = get_command(app).commands
+    yield "# Command line\n\nWhat `frozencore VERB --help` says. A flag without a value says yes.\n"
+    for verb in VERBS:
+        command = commands[verb.name]
+        yield f"## frozencore {verb.name}\n\n{verb.help}\n"
+        yield from _flags(command)
+        for name, own in getattr(command, "commands", {}).items():
+            yield f"### frozencore {verb.name} {name}\n\n{own.help}\n"
+            yield from _flags(own)
+
+
+def _flags(command: Any) -> Iterator[str]:
+    """A table for each panel of its options, and one of its arguments."""
+    by_panel: dict[str, list[str]] = {}
+    for flag in command.params:
+        is_flag = flag.opts[0].startswith("-")
+        panel = getattr(flag, "rich_help_panel", None) or ("" if is_flag else "Arguments")
+        said = (flag.help or "").replace("|", "\\|")
+        if flag.required:
+            said += " *Required.*"
+        elif flag.default not in (None, False, [], ()):
+            said += f" Default: `{flag.default}`."
+        names = ", ".join(f"`{name}`" for name in (flag.opts if is_flag else [flag.name]))
+        by_panel.setdefault(panel, []).append(f"| {names} | {said} |")
+    for panel, rows in by_panel.items():
+        yield "\n".join([*([f"*{panel}*", ""] if panel else []), "| | |", "|---|---|", *rows, ""])
+
+
+def index_for_machines(pages: dict[str, str]) -> Iterator[str]:
+    """llms.txt: every page with its first sentence."""
+    yield f"# frozencore\n\n> {metadata('frozencore')['Summary']}\n\n## Pages\n"
+    for name, text in pages.items():
+        title, _, rest = text.lstrip().removeprefix("# ").partition("\n")
+        first = next((part for part in rest.split("\n\n") if re.match(r"\s*[A-Z*]", part)), "")
+        sentence = re.split(r"(?<=\.)\s", " ".join(in_words(first).split()))[0]
+        yield f"- [{title}]({name}): {sentence}"
+
+
+def in_words(markdown: str) -> str:
+    """Without links."""
+    return re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", markdown)
+
+
+PAGES = {
+    **{mine: in_site((ROOT / name).read_text(encoding="utf-8"), ROOT) for name, mine in OF_THE_ROOT.items()},
+    **{page.name: in_site(page.read_text(encoding="utf-8"), DOCS) for page in sorted(DOCS.glob("*.md"))},
+    "reference/python.md": "\n".join(python_reference()),
+    "reference/command-line.md": "\n".join(command_reference()),
+}
+for page, content in PAGES.items():
+    write(page, content)
+write("llms.txt", "\n".join(index_for_machines(PAGES)) + "\n")
