@@ -16,7 +16,7 @@ NOT_OF_MANY = (
     "refresh",
     "refresh_cost",
 )  # fmt: skip
-TENANTS = "Folder with a row file (.jsonl, .parquet) for each tenant, named after it; or a YAML file 'name: file'."
+TENANTS = "Folder with a row file (as for `tune --data`) for each tenant, named after it; or a YAML file 'name: file'."
 
 
 def _tune_many(

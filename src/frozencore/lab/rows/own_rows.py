@@ -1,36 +1,51 @@
-"""The user's own training rows, from JSONL or Parquet.
+"""The user's own training rows, in the forms that trainers share.
 
     {"prompt": "Capital of France?", "completion": " Paris"}
+    {"prompt": [{"role": "user", "content": "Capital of France?"}], "completion": [{"role": "assistant", ...}]}
     {"messages": [{"role": "user", "content": "Capital of France?"}, {"role": "assistant", "content": "Paris"}]}
+    {"instruction": "Name the capital.", "input": "France", "output": "Paris"}            (Alpaca)
+    {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}   (ShareGPT)
     {"text": "Paris is the capital of France."}
 
-The loss is on the completion, on the assistant's last turn, or on the whole text.
+The loss is on the completion, the output, the assistant's last turn, or the whole text. Turns may call tools, listed in
+the column ``tools``; such a turn's ``content`` may be null.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from frozencore.errors import DataError
+from frozencore.errors import ConfigError, DataError
 from frozencore.lab.rows.prompts import PromptEncoder, TextRow
+from frozencore.lab.rows.row_files import Row, read_file
 from frozencore.lab.tasks.fields import text_field
 from frozencore.lab.tasks.task import Example
-from frozencore.one_line import one_line
 
-Row = Mapping[str, Any]
+SHAREGPT_ROLES = {
+    "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "model": "assistant",
+    "system": "system",
+}  # fmt: skip
+ALPACA = "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
+ALPACA_WITHOUT_INPUT = "### Instruction:\n{instruction}\n\n### Response:\n"
 
 
-def read_rows(path: Path, encoder: PromptEncoder) -> list[TextRow]:
-    """Read every row of a ``.jsonl`` or ``.parquet`` file and render it; ids are ``row-1``, ``row-2``, ...
+def read_rows(path: Path, encoder: PromptEncoder, columns: str | None = None) -> list[TextRow]:
+    """Read every row of a file (:mod:`frozencore.lab.rows.row_files`) and render it; ids are ``row-1``, ``row-2``, ...
+
+    Args:
+        columns: Of the file, where they have names of their own: ``prompt=question,completion=answer``.
 
     Raises:
-        ConfigError: The rows are messages and the tokenizer has no chat template.
+        ConfigError: The rows are messages and the tokenizer has no chat template; or ``columns`` is no such list.
         DataError: The file is absent, empty, of another kind, or a row lacks its columns; with the row number.
     """
-    return render_rows(read_file(path, option="--data"), str(path), encoder)
+    rows = read_file(path, option="--data")
+    if columns is not None:
+        rows = _renamed(rows, columns, path)
+    return render_rows(rows, str(path), encoder)
 
 
 def render_rows(rows: Sequence[Row], origin: str, encoder: PromptEncoder) -> list[TextRow]:
@@ -45,90 +60,64 @@ def render_rows(rows: Sequence[Row], origin: str, encoder: PromptEncoder) -> lis
     return [render(row, f"row-{number}", encoder) for number, row in enumerate(rows, start=1)]
 
 
-def read_file(path: Path, *, option: str) -> list[Row]:
-    """Every row of a ``.jsonl`` or ``.parquet`` file as it is; ``option`` is what an error says to correct.
-
-    Raises:
-        DataError: The file is absent, empty, damaged, or of another kind.
-    """
-    path = Path(path)
-    if not path.is_file():
-        raise DataError(f"{option} must name a .jsonl or .parquet file, but there is no file {path}.")
-    if path.suffix not in _READERS:
-        raise DataError(f"{option} must name a .jsonl or .parquet file, got {path.name!r}. Convert it to one of these.")
-    rows = list(_READERS[path.suffix](path))
-    if not rows:
-        raise DataError(f"{path} holds no rows. Give a file with at least one.")
-    return rows
-
-
-def _read_jsonl(path: Path) -> Iterator[Row]:
-    with path.open(encoding="utf-8") as lines:
-        try:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    yield _parse_line(line, number, path)
-        except UnicodeDecodeError as error:
-            raise DataError(f"{path} must be UTF-8 text, but is not: {error}. Save it as UTF-8.") from error
-
-
-def _parse_line(line: str, number: int, path: Path) -> Row:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise DataError(
-            f"{path}, line {number}: each line must be a JSON object, but this is none: {error}."
-        ) from error
-    if not isinstance(row, dict):
-        raise DataError(f"{path}, line {number}: each line must be a JSON object, got {line.strip()[:60]!r}.")
-    return row
-
-
-def _read_parquet(path: Path) -> Sequence[Row]:
-    from pyarrow import ArrowException, parquet
-
-    try:
-        rows: list[Row] = parquet.read_table(path).to_pylist()
-    except (ArrowException, OSError, ValueError) as error:  # Thrift's are OSError, text that is no UTF-8 a ValueError
-        reason = one_line(error, 200)
-        raise DataError(f"{path} cannot be read as Parquet: {reason} Write it again.") from error
-    return rows
-
-
-_READERS: dict[str, Callable[[Path], Iterator[Row] | Sequence[Row]]] = {
-    ".jsonl": _read_jsonl,
-    ".parquet": _read_parquet,
-}
+def _renamed(rows: Sequence[Row], columns: str, path: Path) -> list[Row]:
+    pairs = [part.strip().partition("=") for part in columns.split(",")]
+    theirs = {ours.strip(): own.strip() for ours, _, own in pairs}
+    if len(theirs) < len(pairs) or not theirs.keys() <= KNOWN or not all(theirs.values()):
+        raise ConfigError(
+            f"--columns says which column is which, as prompt=question,completion=answer, of "
+            f"{', '.join(sorted(KNOWN))}, but {columns!r} came."
+        )
+    if absent := [own for own in theirs.values() if own not in rows[0]]:
+        raise DataError(f"{path} has no column {absent[0]!r} (--columns); row 1 has {', '.join(rows[0]) or 'none'}.")
+    taken = {*theirs, *theirs.values()}
+    return [
+        {name: value for name, value in row.items() if name not in taken}
+        | {ours: row.get(own) for ours, own in theirs.items()}
+        for row in rows
+    ]
 
 
 def _renderer(first: Row, origin: str) -> Callable[[Row, str, PromptEncoder], TextRow]:
-    for columns, render in _FORMATS.items():
+    for columns, render in _FORMS.items():
         if all(column in first for column in columns):
             return render
     raise DataError(
-        f"{origin} needs the columns prompt and completion, or messages, or text, "
-        f"but row 1 has {', '.join(first) or 'none'}."
+        f"{origin} needs the columns prompt and completion, or messages, or instruction and output, or conversations, "
+        f"or text, but row 1 has {', '.join(first) or 'none'}. Columns of other names: --columns."
     )
 
 
 def _render_pair(row: Row, row_id: str, encoder: PromptEncoder) -> TextRow:
+    if isinstance(row["prompt"], list):
+        prompt, completion = (_turns(row.get(column), column, row_id) for column in ("prompt", "completion"))
+        return _render_turns([*prompt, *completion], "completion", row, row_id, encoder)
     text_field(row, "prompt", row_id)
     text_field(row, "completion", row_id)
     return encoder.render(Example(row_id, row["prompt"], row["completion"]))
 
 
 def _render_messages(row: Row, row_id: str, encoder: PromptEncoder) -> TextRow:
-    messages = row.get("messages")
-    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        raise DataError(f"Row {row_id}: column 'messages' must hold a list of turns, each with a role and a content.")
-    for message in messages:
-        text_field(message, "role", row_id)
-        text_field(message, "content", row_id)
-    if len(messages) < 2 or messages[-1]["role"] != "assistant":
-        raise DataError(
-            f"Row {row_id}: 'messages' must end with the assistant's turn after another one: it is the label."
-        )
-    return encoder.render_messages(messages, row_id)
+    return _render_turns(_turns(row.get("messages"), "messages", row_id), "messages", row, row_id, encoder)
+
+
+def _render_instruction(row: Row, row_id: str, encoder: PromptEncoder) -> TextRow:
+    """A chat model is asked in a user's turn; another by the headings that Alpaca was trained with."""
+    said = {"instruction": text_field(row, "instruction", row_id), "input": (row.get("input") or "").strip()}
+    output = text_field(row, "output", row_id)
+    if encoder.is_chat:
+        return encoder.render(Example(row_id, "\n\n".join(filter(None, said.values())), output))
+    return encoder.render(Example(row_id, (ALPACA if said["input"] else ALPACA_WITHOUT_INPUT).format(**said), output))
+
+
+def _render_conversation(row: Row, row_id: str, encoder: PromptEncoder) -> TextRow:
+    turns = []
+    for turn in _turns(row.get("conversations"), "conversations", row_id, role="from"):
+        if turn["from"] not in SHAREGPT_ROLES:
+            known = ", ".join(SHAREGPT_ROLES)
+            raise DataError(f"Row {row_id}: a turn of 'conversations' is from {known}, but {turn['from']!r:.60} came.")
+        turns.append({"role": SHAREGPT_ROLES[turn["from"]], "content": text_field(turn, "value", row_id)})
+    return _render_turns(turns, "conversations", row, row_id, encoder)
 
 
 def _render_text(row: Row, row_id: str, encoder: PromptEncoder) -> TextRow:
@@ -136,8 +125,44 @@ def _render_text(row: Row, row_id: str, encoder: PromptEncoder) -> TextRow:
     return TextRow(row_id, context="", completion=row["text"])
 
 
-_FORMATS: dict[tuple[str, ...], Callable[[Row, str, PromptEncoder], TextRow]] = {
+def _turns(value: Any, column: str, row_id: str, role: str = "role") -> list[dict[str, Any]]:
+    if not isinstance(value, list) or not all(isinstance(turn, Mapping) for turn in value):
+        raise DataError(f"Row {row_id}: column {column!r} must hold a list of turns, each with a {role} and a content.")
+    for turn in value:
+        text_field(turn, role, row_id)
+    return [dict(turn) for turn in value]
+
+
+def _render_turns(turns: list[dict[str, Any]], column: str, row: Row, row_id: str, encoder: PromptEncoder) -> TextRow:
+    for number, turn in enumerate(turns, start=1):
+        if turn.get("tool_calls") and not turn.get("content") and number < len(turns):
+            turn["content"] = ""  # who calls a tool need not speak; templates concatenate
+        else:
+            text_field(turn, "content", row_id)
+    if len(turns) < 2 or turns[-1]["role"] != "assistant":
+        raise DataError(
+            f"Row {row_id}: {column!r} must end with the assistant's turn after another one: it is the label."
+        )
+    return encoder.render_messages(turns, row_id, tools=_tools(row, row_id))
+
+
+def _tools(row: Row, row_id: str) -> list[Any] | None:
+    """A list, or such a list as JSON, as some data sets write it."""
+    given = row.get("tools") or None
+    try:
+        tools = json.loads(given) if isinstance(given, str) else given
+    except ValueError:
+        tools = given
+    if tools is not None and not isinstance(tools, list):
+        raise DataError(f"Row {row_id}: column 'tools' must hold a list of tools, or that as JSON.")
+    return tools
+
+
+_FORMS: dict[tuple[str, ...], Callable[[Row, str, PromptEncoder], TextRow]] = {
     ("prompt", "completion"): _render_pair,
     ("messages",): _render_messages,
+    ("instruction", "output"): _render_instruction,
+    ("conversations",): _render_conversation,
     ("text",): _render_text,
 }
+KNOWN = {column for columns in _FORMS for column in columns} | {"input", "tools"}

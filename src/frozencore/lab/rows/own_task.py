@@ -2,7 +2,7 @@
 
     name: capitals
     scoring: choice                 # or exact_match: a generated number
-    train: train.jsonl              # .jsonl or .parquet, beside this file; only `tune` needs it
+    train: train.jsonl              # .jsonl, .csv, .parquet and so on, beside this file; only `tune` needs it
     evaluation: test.jsonl
     prompt: "Question: {question}\\nAnswer:"
     choices: options                # a column that holds a list, or a list here: ["yes", "no"]
@@ -24,7 +24,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from frozencore.errors import ConfigError, DataError
-from frozencore.lab.rows.own_rows import read_file
+from frozencore.lab.rows.row_files import read_file
 from frozencore.lab.tasks.answers import parse_number
 from frozencore.lab.tasks.fields import position_of, texts_field
 from frozencore.lab.tasks.task import Example, Origin, Split, Task

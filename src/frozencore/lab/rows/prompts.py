@@ -80,9 +80,15 @@ class PromptEncoder:
         choices = tuple(space + choice for choice in example.choices)
         return TextRow(example.id, context, space + example.completion, choices)
 
-    def render_messages(self, messages: Sequence[Mapping[str, str]], row_id: str) -> TextRow:
-        """The text of a conversation whose last turn is the assistant's: that turn is the completion."""
-        context = self._chat(messages[:-1], row_id)
+    def render_messages(
+        self, messages: Sequence[Mapping[str, Any]], row_id: str, tools: Sequence[Any] | None = None
+    ) -> TextRow:
+        """The text of a conversation whose last turn is the assistant's: that turn is the completion.
+
+        Args:
+            tools: What the assistant may call, as the chat template takes it.
+        """
+        context = self._chat(messages[:-1], row_id, tools)
         return TextRow(row_id, context, messages[-1]["content"], templated=True)
 
     def training_rows(self, rows: Sequence[TextRow]) -> list[TokenRow]:
@@ -132,13 +138,15 @@ class PromptEncoder:
         contexts = self._contexts([row for row in rows if not row.choices])
         return sum(length > self.max_length for length in (*map(_longest, choices), *map(len, contexts)))
 
-    def _chat(self, messages: Sequence[Mapping[str, str]], row_id: str) -> str:
+    def _chat(self, messages: Sequence[Mapping[str, Any]], row_id: str, tools: Sequence[Any] | None = None) -> str:
         if not self.tokenizer.chat_template:
             raise ConfigError(
                 "Chat messages need a chat template, but this tokenizer has none. Use prompt/completion rows."
             )
         try:
-            text: str = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+            text: str = self.tokenizer.apply_chat_template(
+                list(messages), tools=tools, tokenize=False, add_generation_prompt=True
+            )
         except Exception as error:  # templates are programs of the model's author and raise what they like
             raise DataError(f"Row {row_id}: the tokenizer's chat template refuses it: {error}") from error
         return text

@@ -44,7 +44,14 @@ class RunConfig(Frozen):
     ]
     task: Annotated[str | None, Field(description="A task by name, for instance svamp or sst2.")] = None
     data: Annotated[
-        Path | None, Field(description="Your own JSONL or Parquet rows: prompt and completion, messages, or text.")
+        Path | None,
+        Field(
+            description="Your own rows, JSONL, JSON, CSV, TSV, Parquet or Arrow: prompt and completion, messages, "
+            "instruction and output (Alpaca), conversations (ShareGPT), or text."
+        ),
+    ] = None
+    columns: Annotated[
+        str | None, Field(description="Which column of --data is which: prompt=question,completion=answer.")
     ] = None
     data_root: Annotated[
         Path | None, Field(description="Folder that holds the task's data set under its hub id. Default: the hub.")

@@ -170,7 +170,7 @@ def _tokens(config: RunConfig, examples: Sequence[Example], encoder: PromptEncod
 
 def _own_rows(config: RunConfig, path: Path, encoder: PromptEncoder) -> RunRows:
     fitting = _Fitting(config, encoder)
-    texts = fitting.texts(read_rows(path, encoder))
+    texts = fitting.texts(read_rows(path, encoder, config.columns))
     train, held_out = _hold_out(texts, config.num_evaluation or _share_of(texts))
     validated: list[TextRow] = []
     if config.evaluate_on == "validation" or config.select_checkpoint != "none":

@@ -6,11 +6,11 @@ import re
 from pathlib import Path
 
 from frozencore.errors import ConfigError, DataError
+from frozencore.lab.rows.row_files import KINDS, READERS
 from frozencore.lab.run.files import BASIS, CHECKPOINTS
 from frozencore.one_line import one_line
 from frozencore.strict_yaml import read_yaml
 
-ROW_FILES = (".jsonl", ".parquet")
 RESERVED = (BASIS, CHECKPOINTS)  # folders of these names lie beside those of the tenants
 _NAME = re.compile(r"\w[\w.-]{0,99}")
 
@@ -23,9 +23,9 @@ def find_tenants(path: Path) -> dict[str, Path]:
         ConfigError: A name that cannot be a folder's, twice the same one, or a YAML file that is no table of files.
     """
     if path.is_dir():
-        files = sorted(file for file in path.iterdir() if file.suffix in ROW_FILES)
+        files = sorted(file for file in path.iterdir() if file.suffix in READERS)
         if not files:
-            raise DataError(f"--tenants {path} must hold a .jsonl or .parquet file for each tenant, but holds none.")
+            raise DataError(f"--tenants {path} must hold {KINDS} for each tenant, but holds none.")
         named = [(file.stem, file) for file in files]
     elif path.suffix in (".yaml", ".yml"):
         content = read_yaml(path)
