@@ -86,6 +86,7 @@ $(ENGINES)/vllm/.installed: engines/vllm.txt
 	rm -rf $(@D)
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/pip install --quiet --quiet --disable-pip-version-check --no-deps -r $<
+	$(@D)/bin/pip install --quiet --quiet --disable-pip-version-check --no-deps -e .  # the plugin that knows basis models
 	touch $@
 
 $(ENGINES)/llama.cpp/.installed: engines/llama.cpp.txt engines/llama.cpp.sources.txt

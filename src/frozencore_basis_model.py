@@ -16,7 +16,7 @@ from functools import cache
 from typing import Any
 
 import transformers
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
@@ -59,6 +59,18 @@ class LinearOnBasis(nn.Module):
     def bias(self) -> Any:
         """The base layer's."""
         return self.base.bias
+
+
+class SharedLinearOnBasis(LinearOnBasis):
+    """The same where several processes share a model.
+
+    vLLM merges linear layers that read one input into a column-parallel one, also those that its plan splits otherwise.
+    Another view of the input is another input to it.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        added: Tensor = self.P(self.core(self.Q(x.view_as(x))))
+        return self.base(x) + added
 
 
 class BasisModelConfig(PreTrainedConfig):
@@ -121,10 +133,12 @@ def insert_basis(model: Any, ranks: dict[str, int]) -> None:
     within = f"{model.base_model_prefix}."
     is_whole = hasattr(model, model.base_model_prefix)
     places = {name if is_whole else name.removeprefix(within): (name, rank) for name, rank in ranks.items()}
+    alone = not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() == 1
+    kind = LinearOnBasis if alone else SharedLinearOnBasis
     for place, (_, rank) in places.items():
         parent, _, last = place.rpartition(".")
         owner = model.get_submodule(parent)
-        setattr(owner, last, LinearOnBasis(getattr(owner, last), rank))
+        setattr(owner, last, kind(getattr(owner, last), rank))
     plan = {} if is_whole else getattr(model, "_tp_plan", None)
     if plan:
         model._tp_plan = _tensor_parallel_plan(plan, places)

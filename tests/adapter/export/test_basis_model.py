@@ -240,6 +240,24 @@ def test_where_a_layer_is_split_between_devices_so_is_what_stands_beside_it(plai
     }  # fmt: skip
 
 
+def test_a_model_that_several_processes_share_computes_the_same_and_is_not_merged(
+    plain: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = AutoConfig.from_pretrained(plain.basis_model)
+    alone = AutoModelForCausalLM.from_pretrained(plain.basis_model)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    shared = AutoModelForCausalLM.from_config(config).eval()
+    monkeypatch.undo()
+    shared.load_state_dict(alone.state_dict())
+    assert torch.equal(logits(shared), logits(alone.eval()))
+    for model, merged in ((alone, 1), (shared, 0)):  # what vLLM looks for: linear layers that read the very input
+        layer = model.model.layers[0].self_attn.q_proj
+        graph = torch.fx.symbolic_trace(layer).graph
+        read = [node.target for node in graph.nodes if node.op == "call_module" and node.args[0].op == "placeholder"]
+        assert len(read) == 1 + merged
+
+
 def test_a_tenant_of_another_basis_is_refused_in_one_line(plain: Case, tmp_path: Path) -> None:
     adapted("random", trained=True, seed=5).save_pretrained(tmp_path / "other")
     with pytest.raises(ArtifactError, match="on another basis a core means nothing"):
