@@ -6,6 +6,8 @@ import json
 import random
 import re
 from pathlib import Path
+from statistics import mean, median
+from typing import Any
 
 import pytest
 import torch
@@ -79,3 +81,26 @@ def test_one_basis_and_32_tenants_in_ten_lines(  # type: ignore[no-untyped-def]
         with torch.no_grad():
             tokens = alone.eval().generate(**{key: X[row : row + 1] for key, X in batch.items()}, max_new_tokens=8)
         assert here["tokens"][row, : tokens.shape[1]].tolist() == tokens[0].tolist()
+
+
+def test_the_table_of_when_to_use_it_is_that_of_the_committed_runs() -> None:
+    lines = (ROOT / "results" / "refreshing" / "records.jsonl").read_text().splitlines()
+    finals = [record for record in map(json.loads, lines) if record["config"].get("evaluate_on") != "validation"]
+    runs: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for record in finals:
+        size = record["config"].get("rank", 16) if record["method"] == "lora" else record["config"].get("refresh", 1)
+        runs.setdefault((record["method"], size), []).append(record)
+    page = README.read_text(encoding="utf-8")
+    table = page[page.index("<!-- use:begin -->") : page.index("<!-- use:end -->")].splitlines()[1:]
+    _, _, base, *rows = [[cell.strip(" *") for cell in row.split("|")[1:-1]] for row in table]
+    assert base[-1] == f"{mean(record['held_out_loss_before'] for record in finals):.3f}"
+    for shown, kind in zip(rows, (("lora", 16), ("lora", 1), ("fcca", 1), ("fcca", 16)), strict=True):
+        own = runs[kind]
+        assert len(own) == 3
+        trained = median(record["trainable_parameters"] for record in own)
+        state = median(record["resources"]["optimizer_bytes"] for record in own)
+        alone = [record["resources"]["adapter_bytes_without_bases"] for record in own]
+        kept = median(alone if kind == ("fcca", 1) else [record["adapter_bytes"] for record in own])
+        assert shown[1:3] == [f"{trained:,}", f"{state / 1000:.0f} KB"]
+        assert shown[3].removesuffix(" beside the basis") == f"{kept / 1000:,.0f} KB"
+        assert shown[4] == f"{mean(record['held_out_loss'] for record in own):.3f}"
