@@ -52,6 +52,7 @@ def render(machine: Found, gpu: Found) -> dict[str, str]:
         "svds": speed_tables.svds(parts["svd"]),
         "memory": speed_tables.memory(parts["memory"]),
         "gpu": speed_tables.gpu(gpu),
+        "gpu-more": speed_tables.gpu_more(gpu),
     }
     return speed | (
         {"machine": _machine(growth, ranks)}

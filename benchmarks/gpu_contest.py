@@ -54,6 +54,9 @@ class Job:
         short: Tokens of a row in the step with accumulation, and in calibration: about those of an SVAMP prompt.
         rows: Examples in a calibration batch.
         repeats, accumulated_repeats: Steps timed in a round.
+        compiled_blocks: Of the model whose steps are compiled: compiling takes time by the block.
+        trained_tenants: That train at once, at one row of ``short`` tokens each; ``tenant_steps`` of each.
+        served_tenants: Rows of one batch, each of another tenant.
     """
 
     long: int = 512
@@ -64,9 +67,16 @@ class Job:
     repeats: int = 10
     accumulated_repeats: int = 3
     rounds: int = 2
+    compiled_blocks: int = 6
+    trained_tenants: tuple[int, ...] = (32, 128)
+    tenant_steps: int = 4
+    served_tenants: int = 64
 
 
-TINY = Job(long=16, short=32, accumulation=2, examples=32, rows=8, repeats=2, accumulated_repeats=2, rounds=2)
+TINY = Job(
+    long=16, short=8, accumulation=2, examples=16, rows=8, repeats=1, accumulated_repeats=1, rounds=1,
+    compiled_blocks=1, trained_tenants=(2, 3), tenant_steps=1, served_tenants=2,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from statistics import median
 from typing import Any
 
@@ -11,11 +12,11 @@ from torch import nn
 
 from gpu_contest import UNCALIBRATED, WARM_UP, Batch, Bench, Stepper, adapted, timed
 
-CONTESTANTS = {"floor": "floor", "lora": "lora", "frozencore": UNCALIBRATED}
+CONTESTANTS = {"floor": "floor", "frozencore": UNCALIBRATED, "lora": "lora", "dora": "dora"}
 
 
 def compiled_steps(bench: Bench) -> dict[str, Any]:
-    """Steps of one long row, with the model compiled; the first step, compilation included, beside them."""
+    """Steps of one long row, with a model of few of the blocks compiled; the first step, compilation included."""
 
     def prepare(model: nn.Module, batch: Batch) -> Callable[[], None]:
         compiled = torch.compile(model, backend="inductor" if bench.device.type == "cuda" else "eager")
@@ -23,7 +24,21 @@ def compiled_steps(bench: Bench) -> dict[str, Any]:
         stepper.model = compiled
         return lambda: stepper.step([batch])
 
-    return _each(bench, prepare)
+    with few_blocks(bench.base, bench.job.compiled_blocks) as num_blocks:
+        return {"blocks": num_blocks} | _each(bench, prepare)
+
+
+@contextmanager
+def few_blocks(base: Any, number: int) -> Iterator[int]:
+    """The model without its last blocks, meanwhile; how many it has then."""
+    whole = base.model.layers
+    base.model.layers = whole[:number]
+    base.config.num_hidden_layers = len(base.model.layers)
+    try:
+        yield len(base.model.layers)
+    finally:
+        base.model.layers = whole
+        base.config.num_hidden_layers = len(whole)
 
 
 def graphed_steps(bench: Bench) -> dict[str, Any]:
@@ -58,6 +73,8 @@ def _each(bench: Bench, prepare: Callable[[nn.Module, Batch], Callable[[], None]
     (batch,) = bench.batches(1, 1, bench.job.long, shifted=True)
     found: dict[str, Any] = {}
     for name, contestant in CONTESTANTS.items():
+        if bench.deadline.left_s < 0:
+            break
         steps: list[Callable[[], None]] = []
         with adapted(bench, contestant) as model:
             first_s = timed(

@@ -73,7 +73,7 @@ def gpu(found: Found) -> str:
     """Every model's race; in brackets the paper's figures, of an H20."""
     body = []
     for model, sections in found["models"].items():
-        for racer, row in sections["race"].items():
+        for racer, row in measured(sections, "race").items():
             paper = found["paper_h20"].get(racer, (None,) * 3) if model == "Qwen2.5-3B" else (None,) * 3
             start_s = sections.get("full PiSSA", {}).get("init_s") if racer == "pissa" else row.get("calibration_s")
             body.append([
@@ -83,6 +83,44 @@ def gpu(found: Found) -> str:
             ])  # fmt: skip
     headings = ["model", "", "start, s", "1 x 512, ms", "8 x (1 x 128), s", "peak, GB", "trained values"]
     return table(headings, body)
+
+
+def measured(sections: Found, name: str) -> Found:
+    """A section's findings; nothing where it failed, was skipped, or was not asked for."""
+    found = sections.get(name, {})
+    return {} if "error" in found or "skipped" in found else found
+
+
+def gpu_more(found: Found) -> str:
+    """Steps without launching, compiled steps, and many tenants: of each model what was measured."""
+    body: list[list[str]] = []
+    for model, sections in found["models"].items():
+        graphs, compiled = (measured(sections, name) for name in ("CUDA graphs", "compile"))
+        body += _step_row(model, "step as a CUDA graph, ms", graphs)
+        body += _step_row(model, f"compiled step of {compiled.get('blocks')} blocks, ms", compiled)
+        together = measured(sections, "trained together")
+        for name, row in together.items():
+            if name.endswith("together"):
+                ours, lora = (1e3 * together[f"{who} alone"]["tenant_step_s"] for who in ("frozencore", "LoRA"))
+                cells = [
+                    f"{1e3 * together['floor'][name]:.1f}", f"{1e3 * row['tenant_step_s']:.1f} (alone {ours:.1f})",
+                    f"(alone {lora:.1f})",
+                ]  # fmt: skip
+                body.append([model, f"a tenant's step, {name}, ms", *cells, ""])
+        batch, loras = (measured(sections, name) for name in ("one batch", "LoRA batch"))
+        for what, unit, times in (("forward", "ms", 1e3), ("generate", "s", 1)) if batch else ():
+            rows = batch["base"], batch["bank of cores"], loras.get("LoRA adapter_names", {})
+            cells = [f"{times * row[f'{what}_s']:.2f}" if row else "" for row in rows]
+            body.append([model, f"{what} {batch['tenants']} rows of as many tenants, {unit}", *cells, ""])
+    if not body:
+        return "Not measured since these sections are there.\n"
+    return table(["model", "", "no adapter", "frozencore", "LoRA", "DoRA"], body)
+
+
+def _step_row(model: str, what: str, found: Found) -> list[list[str]]:
+    names = ("floor", "frozencore", "lora", "dora")
+    cells = [f"{1e3 * found[name]['step_s']:.1f}" if name in found else "" for name in names]
+    return [[model, what, *cells]] if found else []
 
 
 def _beside(measured: float | None, paper: float | None, form: str) -> str:

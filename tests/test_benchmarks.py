@@ -18,6 +18,10 @@ from places import ROOT
 BENCHMARKS = ROOT / "benchmarks"
 RESULTS = BENCHMARKS / "results"
 
+GPU_SECTIONS = (  # the most important first
+    "CUDA graphs", "race", "compile", "trained together", "one batch", "products", "SVDs", "LoRA batch", "full PiSSA",
+    "EVA", "kernels",
+)  # fmt: skip
 PROMISED: dict[str, tuple[tuple[str, ...], set[str]]] = {
     "step": (("--quick",), {"rank", "rounds", "rows", "adapter_of_144_layers"}),
     "calibration": (("--quick",), {"scale", "rank", "rows"}),
@@ -29,7 +33,7 @@ PROMISED: dict[str, tuple[tuple[str, ...], set[str]]] = {
     "tenants": (("--quick",), {"keep", "batch"}),
     "scale": (("--quick",), {"rates", "plan", "rows"}),
     "gpu": (
-        ("--tiny", "--compile", "--models", "Qwen2.5-3B", "Llama-3.2-1B"),
+        ("--tiny", "--models", "Qwen2.5-3B", "Llama-3.2-1B", "--sections", *GPU_SECTIONS),
         {"device", "job", "models", "budget_s", "used_s", "paper_h20"},
     ),
 }
@@ -73,25 +77,36 @@ def test_the_quick_mode_writes_the_promised_keys(script: str, tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_the_gpu_benchmark_runs_at_a_tiny_size_on_a_cpu(tmp_path: Path) -> None:
+    """All but what is compiled."""
     words = ("--tiny", "--models", "Llama-3.2-1B", "--out", tmp_path / "found.json")
     done = in_a_fork("gpu", tmp_path, *words)
     assert done.status == 0, done.err[-2000:]
-    sections = json.loads((tmp_path / "found.json").read_text())["models"]["Llama-3.2-1B"]
-    assert not [name for name, section in sections.items() if "error" in section]
-    assert sections["race"].keys() == {"floor", "lora", "dora", "pissa", "frozencore"}
-    assert "calibration_build_s" in sections["race"]["frozencore"]["runs"][0]
+    found = json.loads((tmp_path / "found.json").read_text())["models"]["Llama-3.2-1B"]
+    assert tuple(found) == tuple(name for name in GPU_SECTIONS if name != "compile")
+    assert not [section for section in found.values() if "error" in section]
+    assert found["race"].keys() == {"floor", "lora", "dora", "pissa", "frozencore"}
+    assert "calibration_build_s" in found["race"]["frozencore"]["runs"][0]
+    together = found["trained together"]
+    assert together["2 together"]["tenant_step_s"] > 0
+    assert together["floor"].keys() == {"2 together", "3 together"}
 
 
 @pytest.mark.slow
-def test_the_gpu_benchmark_measures_every_section_of_every_model_on_a_cpu(tmp_path: Path) -> None:
+def test_the_gpu_benchmark_measures_every_section_of_every_model_on_a_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = results_of("gpu", tmp_path)
     assert found["models"].keys() == {"Qwen2.5-3B", "Llama-3.2-1B"}
-    for sections in found["models"].values():
+    of_others = {"CUDA graphs", "race", "trained together", "full PiSSA", "EVA", "kernels"}
+    for sections, wanted in zip(found["models"].values(), (set(GPU_SECTIONS), of_others), strict=True):
         assert not [name for name, section in sections.items() if "error" in section]
         assert sections["race"].keys() == {"floor", "lora", "dora", "pissa", "frozencore"}
         assert sections["race"]["frozencore"]["num_trainable"] == 2 * 4 * 16**2
-        assert sections.keys() == {"race", "full PiSSA", "EVA", "compile", "CUDA graphs", "kernels"}
+        assert sections.keys() == wanted
         assert "skipped" in sections["CUDA graphs"]
+    assert found["models"]["Qwen2.5-3B"]["compile"].keys() == {"blocks", "floor", "frozencore", "lora", "dora"}
+    rows = loaded("speed_tables", monkeypatch).gpu_more(found).splitlines()[2:]
+    assert [row.split(" | ")[0] for row in rows] == ["| Qwen2.5-3B"] * 5 + ["| Llama-3.2-1B"] * 2
 
 
 @pytest.mark.slow
