@@ -41,6 +41,7 @@ def _tune(
         _show(config)
         return
     from frozencore.cli.display import StageDisplay, resume_line
+    from frozencore.cli.learning import FIGURE, write_learning
     from frozencore.cli.many_tables import sweep_summary
     from frozencore.cli.tables import run_summary
     from frozencore.lab.run.execute import execute
@@ -62,8 +63,9 @@ def _tune(
         console.print(sweep_summary(swept))
     console.print(run_summary(record))
     write_text(output / ASKED, as_flags(config))
+    write_learning(record, output)
     console.print(
-        f"Adapter: {output / 'adapter'}   Record: {output / 'result.json'}   Asked: {output / ASKED}", highlight=False
+        f"Adapter: {output / 'adapter'}   Record: {output / 'result.json'}   Curve: {output / FIGURE}", highlight=False
     )
 
 

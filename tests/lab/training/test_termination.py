@@ -214,7 +214,9 @@ def test_a_run_that_is_interrupted_goes_on_to_the_same_end_from_what_it_has_foun
     assert other["calibration"]["median_spread"] == one["calibration"]["median_spread"]
     for name in ("adapter/adapter_model.safetensors", "adapter/adapter_config.json", "predictions.jsonl"):
         assert (whole / name).read_bytes() == (cut / name).read_bytes()
-    assert {path.name for path in cut.iterdir()} == {"adapter", "predictions.jsonl", "result.json"}
+    assert {path.name for path in cut.iterdir()} == {
+        "adapter", "history.csv", "predictions.jsonl", "result.json", "run.yaml", "training.png",
+    }  # fmt: skip
 
 
 def test_a_run_that_is_terminated_before_it_trains_ends_at_once(tmp_path: Path) -> None:
