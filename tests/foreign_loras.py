@@ -1,11 +1,12 @@
 """LoRA directories of others: for each rule of ``frozencore check`` one that breaks it, written by PEFT where PEFT can.
 
-What is right is what PEFT computes with the directory, in float64; where PEFT cannot load it, nothing is.
+What is right is what PEFT computes with the directory, in float64; where PEFT cannot load all of it, nothing is.
 """
 
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -169,9 +170,13 @@ def serves_right(ask: Callable[[list[int]], Answer], lora: ForeignLora) -> bool:
 
 
 def peft_of(base: Path, folder: Path) -> Referee | None:
-    """What PEFT makes of a directory; None if it cannot load it."""
-    try:
-        model = PeftModel.from_pretrained(load_base(base), str(folder))
-    except Exception:  # PEFT raises a dozen kinds
+    """What PEFT makes of a directory; None if it cannot load it, or misses factors in it."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            model = PeftModel.from_pretrained(load_base(base), str(folder))
+        except Exception:  # PEFT raises a dozen kinds
+            return None
+    if any("missing adapter keys" in str(warning.message) for warning in caught):
         return None
     return Referee(model.double().eval())

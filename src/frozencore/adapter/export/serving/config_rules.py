@@ -86,7 +86,7 @@ def no_bias(lora: LoraDirectory) -> str | None:
 
 
 def no_whole_modules(lora: LoraDirectory) -> str | None:
-    """``PEFTHelper._validate_features``: modules_to_save is None (newest: or the head of a classifier)."""
+    """``PEFTHelper._validate_features``: modules_to_save is None, or the head of a classifier."""
     modules = lora.config.get("modules_to_save")
     return f"modules_to_save is {modules}" if modules else None
 
@@ -116,14 +116,14 @@ def targets_known_to_sglang(lora: LoraDirectory) -> str | None:
 
 
 def no_variant(lora: LoraDirectory) -> str | None:
-    """Other arithmetic than B A: newest vLLM refuses these, every other reader passes over them in silence."""
+    """Other arithmetic than B A. vLLM refuses these but ``arrow_config`` (read, not run); the others pass over them."""
     names = ("layer_replication", "use_qalora", "use_bdlora", "arrow_config", "lora_bias")
     found = [name for name in names if lora.config.get(name)]
     return f"{', '.join(found)} set" if found else None
 
 
 def no_activation(lora: LoraDirectory) -> str | None:
-    """Activated LoRA: llama.cpp honours its tokens, newest vLLM refuses, SGLang applies it from the first token."""
+    """Activated LoRA: vLLM refuses, llama.cpp turns it on a token before PEFT does, SGLang at the first."""
     return "alora_invocation_tokens is set" if lora.config.get("alora_invocation_tokens") else None
 
 

@@ -32,8 +32,8 @@ def factors_in_pairs(lora: LoraDirectory) -> str | None:
 
 
 def ranks_are_r(lora: LoraDirectory) -> str | None:
-    """SGLang's buffers have r rows and assert equal shapes; vLLM scales by r, or by what ``rank_pattern`` says of
-    a layer; llama.cpp scales by each pair's own rank."""
+    """PEFT refuses others. SGLang's buffers have r rows and assert equal shapes; vLLM scales by r, or by what
+    ``rank_pattern`` says of a layer; llama.cpp scales by each pair's own rank, whatever was meant."""
     for module, sides in _pairs(lora):
         if not sides[0] or sides[0][0] not in lora.ranks:
             return f"{module!r} has A {sides[0]}, the configuration r = {lora.config.get('r')}"
@@ -59,7 +59,8 @@ def packed_gate_up(lora: LoraDirectory) -> str | None:
 
 
 def types_are_plain(lora: LoraDirectory) -> str | None:
-    """llama.cpp's converter stops at others, and SGLang expects none; vLLM converts whatever is there, as PEFT does."""
+    """A float8 or integer tensor is a quantised file, which SGLang does not expect; vLLM and llama.cpp's converter take
+    the values that are there, as PEFT does."""
     for key, facts in lora.tensors.items():
         if facts.dtype not in _STORED_TYPES:
             return f"{key!r} is {facts.dtype}"

@@ -1,0 +1,126 @@
+"""What we export, converted by llama.cpp's own scripts and served by ``llama-server``: float64 answers are the measure.
+
+The server computes in float32 with a float32 cache. Tolerances as in ``test_vllm.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from foreign_loras import peft_of
+from frozencore import export_merged
+from llama_server import LlamaServer, convert
+from served_adapters import ADAPTERS, NUM_TOKENS, PROMPTS, TOLERANCE, Referee, load_base, native
+
+pytestmark = pytest.mark.slow
+
+END = 2
+
+
+@pytest.fixture(scope="module")
+def files(base: Path, adapters: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of gguf files: ``base``, ``merged``, and every export of an adapter."""
+    folder = tmp_path_factory.mktemp("gguf")
+    merged = export_merged(adapters / "ragged", folder / "merged")
+    models = {folder / "base.gguf": base, folder / "merged.gguf": merged}
+    loras = {_file(folder, name): (adapters / name, base) for name in _exports()}
+    assert set(convert(models, loras).values()) == {None}
+    return folder
+
+
+def _exports() -> list[str]:
+    return [f"{name}-{form}" for name in ADAPTERS for form in ("lora", "bfloat16")]
+
+
+def _file(folder: Path, name: str) -> Path:
+    return folder / f"{name.replace(' ', '-')}.gguf"
+
+
+@pytest.fixture(scope="module")
+def server(files: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LlamaServer]:
+    loras = [_file(files, name) for name in _exports()]
+    with LlamaServer(files / "base.gguf", tmp_path_factory.mktemp("llama.cpp") / "log", loras) as server:
+        server.apply()
+        yield server
+
+
+def _ask_all(server: LlamaServer, lora: Path | None, referee: Referee) -> float:
+    """The largest error of an adapter's answers; every token must be the referee's."""
+    errors = []
+    for prompt in PROMPTS:
+        answer = server.ask(prompt, NUM_TOKENS, lora)
+        assert len(answer.tokens) == NUM_TOKENS or answer.tokens[-1] == END
+        assert answer.tokens == referee.greedy(prompt, answer.tokens)
+        errors.append(referee.error(prompt, answer))
+    return max(errors)
+
+
+def test_the_base_model_is_served_as_transformers_computes_it(server: LlamaServer, base: Path) -> None:
+    assert _ask_all(server, None, Referee(load_base(base).double())) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_the_lora_export_answers_as_the_native_adapter(
+    name: str, server: LlamaServer, files: Path, base: Path, adapters: Path
+) -> None:
+    lora = _file(files, f"{name}-lora")
+    assert _ask_all(server, lora, native(base, adapters / name)) < TOLERANCE
+    plain = Referee(load_base(base).double())
+    moved = max(plain.error(prompt, server.ask(prompt, NUM_TOKENS, lora)) for prompt in PROMPTS)
+    assert moved > 1000 * TOLERANCE
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_a_bfloat16_export_is_served_as_rounded_and_not_further(
+    name: str, server: LlamaServer, files: Path, base: Path, adapters: Path
+) -> None:
+    lora = _file(files, f"{name}-bfloat16")
+    rounded = peft_of(base, adapters / f"{name}-bfloat16")
+    assert rounded is not None
+    assert _ask_all(server, lora, rounded) < TOLERANCE
+    assert _ask_all(server, lora, native(base, adapters / name)) < 0.03
+
+
+def test_requests_at_one_time_each_get_the_adapter_that_they_name(
+    server: LlamaServer, files: Path, base: Path, adapters: Path
+) -> None:
+    names = ("attention", "ragged")
+    jobs = [(name, prompt) for prompt in PROMPTS for name in names]
+    with ThreadPoolExecutor(len(jobs)) as threads:
+        answers = list(threads.map(lambda job: server.ask(job[1], NUM_TOKENS, _file(files, f"{job[0]}-lora")), jobs))
+    referees = {name: native(base, adapters / name) for name in names}
+    for (name, prompt), answer in zip(jobs, answers, strict=True):
+        assert answer.tokens == referees[name].greedy(prompt, answer.tokens)
+        assert referees[name].error(prompt, answer) < TOLERANCE
+
+
+def test_the_server_is_turned_from_one_adapter_to_another_while_it_runs(
+    server: LlamaServer, files: Path, base: Path, adapters: Path
+) -> None:
+    for name in ("q and v", "attention"):
+        server.apply(_file(files, f"{name}-lora"))
+        assert _ask_all(server, None, native(base, adapters / name)) < TOLERANCE
+    server.apply()
+    assert _ask_all(server, None, Referee(load_base(base).double())) < TOLERANCE
+
+
+def test_adapters_are_applied_at_the_start_even_if_told_not_to_be(
+    files: Path, base: Path, adapters: Path, tmp_path: Path
+) -> None:
+    """Why docs/serving.md sets the scales instead."""
+    lora = _file(files, "attention-lora")
+    with LlamaServer(files / "base.gguf", tmp_path / "log", [lora], "--lora-init-without-apply") as server:
+        assert _ask_all(server, None, native(base, adapters / "attention")) < TOLERANCE
+        server.apply()
+        assert _ask_all(server, None, Referee(load_base(base).double())) < TOLERANCE
+
+
+def test_the_merged_export_answers_as_the_native_adapter(
+    files: Path, base: Path, adapters: Path, tmp_path: Path
+) -> None:
+    with LlamaServer(files / "merged.gguf", tmp_path / "log") as server:
+        assert _ask_all(server, None, native(base, adapters / "ragged")) < TOLERANCE
