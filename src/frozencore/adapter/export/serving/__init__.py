@@ -1,4 +1,4 @@
-"""Which serving engines take a LoRA directory: the rules of vLLM, SGLang and llama.cpp, read in their sources."""
+"""Which serving engines take a LoRA directory: tests/engines asks vLLM and llama.cpp, SGLang's rules are read."""
 
 from frozencore.adapter.export.serving.check import LoraReport, Problem, check_lora_directory
 from frozencore.adapter.export.serving.rules import ENGINES, RULES, Rule

@@ -1,0 +1,93 @@
+"""The commands of docs/serving.md: frozencore's print what it shows, the engines know every flag and request."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from engine_process import ENGINES, environment_of
+from llama_server import LlamaServer, convert
+from places import ROOT
+from vllm_server import VllmServer
+
+pytestmark = pytest.mark.slow
+
+PAGE = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8").replace("\\\n", "")
+EXPORT, VLLM = (PAGE.partition(f"\n## {part}\n")[2].partition("\n## ")[0] for part in ("Export", "vLLM"))
+
+
+def _blocks(text: str) -> list[str]:
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)
+    return [block for language, block in found if not language]
+
+
+def _commands(part: str, text: str = PAGE) -> list[list[str]]:
+    """The lines of a text's blocks that hold a word, as a shell would split them."""
+    lines = [line.removeprefix("$ ") for block in _blocks(text) for line in block.splitlines()]
+    return [shlex.split(line) for line in lines if part in line]
+
+
+def _requests(port: int) -> list[tuple[str, dict[str, object] | list[object]]]:
+    """Path and body of every request of the page to a server."""
+    words = _commands(f"curl -s localhost:{port}")
+    return [(word[2].partition(str(port))[2], json.loads(word[word.index("-d") + 1])) for word in words if "-d" in word]
+
+
+def test_frozencores_commands_run_and_print_what_the_page_shows(  # type: ignore[no-untyped-def]
+    tiny1m: Path, command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    said = []
+    for words in _commands("frozencore ", EXPORT):
+        status, out, err = command(*(str(tiny1m) if word == "$MODEL" else word for word in words[1:]))
+        assert status == 0, err
+        said.append(out)
+    assert len(said) == 4
+    assert said[1] in _blocks(EXPORT)
+    assert {path.name for path in Path().iterdir()} == {"runs", "mine-lora", "mine-merged"}
+
+
+def test_the_programs_of_llama_cpp_know_the_pages_flags() -> None:
+    home = environment_of("llama.cpp")
+    found = [words for words in _commands("$LLAMA/bin/") if words]
+    assert len(found) == 4
+    for words in found:
+        program = [word.replace("$LLAMA", str(home)) for word in words[: 1 + words[0].endswith("python")]]
+        help_ = subprocess.run([*program, "--help"], capture_output=True, text=True, check=True).stdout
+        for flag in (word for word in words if word.startswith("--")):
+            assert re.search(rf"{flag}\b", help_), flag
+
+
+def test_vllm_knows_the_pages_flags(tmp_path: Path) -> None:
+    (words,) = _commands("vllm.entrypoints.openai.api_server", VLLM)
+    python = environment_of("vllm") / "bin" / "python"
+    assert words[0] == str(python.relative_to(ENGINES.parent))
+    command = [str(python), *words[1:3], "--help=all"]
+    help_ = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path).stdout
+    for flag in (word for word in words if word.startswith("--")):
+        assert re.search(rf"{flag}\b", help_), flag
+
+
+def test_vllm_takes_the_pages_requests(vllm: VllmServer, adapters: Path) -> None:
+    vllm.load("mine", adapters / "attention-lora")
+    requests = _requests(8000)
+    assert len(requests) == 5
+    for path, body in requests:
+        assert isinstance(body, dict)
+        here = {"lora_path": str(adapters / "attention-lora")} if "lora_path" in body else {}
+        vllm.post(path, body | here)
+
+
+def test_llama_server_takes_the_pages_requests(base: Path, adapters: Path, tmp_path: Path) -> None:
+    convert({tmp_path / "base.gguf": base}, {tmp_path / "mine.gguf": (adapters / "attention-lora", base)})
+    with LlamaServer(tmp_path / "base.gguf", tmp_path / "log", [tmp_path / "mine.gguf"]) as server:
+        requests = _requests(8090)
+        assert len(requests) == 3
+        for path, body in requests:
+            server.post(path, body)
+        assert json.loads(server.get("/lora-adapters"))[0]["scale"] == 0.0
