@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ import torch
 from peft import PeftModel, get_peft_model
 
 from adapted import cores_of
-from frozencore import CalibrationOptions, FrozenCoreConfig, calibrate
-from frozencore.adapter.core_product import adapted_linear, core_output
+from frozencore import CalibrationOptions, FrozenCoreConfig, calibrate, collect_moments
+from frozencore.adapter.core_product import adapted_linear, core_output, plus_core
+from frozencore.calibration.finite import FiniteBatches
 from frozencore.lab.methods import METHODS
 from frozencore.lab.pocket import pocket_model_path
 from frozencore.lab.run.config import RunConfig, make_config
@@ -64,6 +66,80 @@ def test_the_product_by_hand_is_that_of_float64(dtype: torch.dtype, tolerance: f
         assert found is not None
         assert right is not None
         assert float((found.double() - right).norm() / right.norm()) < tolerance
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 70])
+@pytest.mark.parametrize("rank", [4, 16, 128])
+def test_a_core_for_each_row_is_that_of_float64(tokens: int, rank: int) -> None:
+    """Through the kernel, forward and backward, in a plain layer and beside a layer that is called."""
+    torch.manual_seed(1)
+    rows, m, n = 3, 160, 192
+    base = torch.nn.Linear(n, m, device="cuda", dtype=torch.bfloat16).requires_grad_(False)
+    x = torch.randn(rows, tokens, n, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    P, Q = (torch.linalg.qr(torch.randn(size, rank, device="cuda"))[0].bfloat16() for size in (m, n))
+    R = torch.randn(rows, rank, rank, device="cuda", requires_grad=True)
+    x64, R64 = (tensor.detach().double().requires_grad_() for tensor in (x, R))
+    expected = x64 @ base.weight.double().mT + base.bias.double()
+    expected = expected + 3 * torch.einsum("btj,bij,mi->btm", x64 @ Q.double(), R64, P.double())
+    wanted = [expected, *torch.autograd.grad(expected.square().sum(), [x64, R64])]
+    for y in (adapted_linear(x, base, P, Q, R, 3.0), plus_core(base(x), x, P, Q, R, 3.0)):
+        found = [y, *torch.autograd.grad(y.float().square().sum(), [x, R])]
+        for one, right in zip(found, wanted, strict=True):
+            assert float((one.double() - right).norm() / right.norm()) < 3e-2
+
+
+def test_a_compiled_model_keeps_the_kernel_and_eagers_numbers() -> None:
+    from torch._inductor.utils import run_and_get_code
+
+    model = calibrated("cuda", torch.bfloat16).train()
+    batch = {name: tensor.cuda() for name, tensor in BATCHES[0].items()}
+    cores = [layer.factors("default")[2] for layer in cores_of(model)]
+    with torch.no_grad():
+        for R in cores:
+            R.normal_(std=0.1)
+
+    def outcome(call: Any) -> list[torch.Tensor]:
+        output = call(**batch)
+        return [output.logits.detach(), *torch.autograd.grad(output.loss, cores)]
+
+    expected = outcome(model)
+    found, code = run_and_get_code(outcome, torch.compile(model, fullgraph=True))
+    for one, right in zip(found, expected, strict=True):
+        assert float((one.float() - right.float()).norm() / right.float().norm()) < 5e-2
+    assert "frozencore.adapted_linear" in "".join(code)
+
+
+def test_svds_of_one_shape_in_one_batch_give_the_bases_of_the_cpu() -> None:
+    from frozencore.maths.batched_svd import truncated_svds
+    from frozencore.maths.linalg import principal_cosines, truncated_svd
+
+    torch.manual_seed(1)
+    for shape in ((300, 340), (64, 200)):
+        U, V = (torch.linalg.qr(torch.randn(4, size, min(shape)))[0] for size in shape)
+        T = (U * torch.arange(1.0, min(shape) + 1).pow(-0.5)) @ V.mT
+        for one, svd in zip(T, truncated_svds(T.cuda(), 8, seeds=[0] * 4), strict=True):
+            alone = truncated_svd(one, 8)
+            for X, Y in ((svd.U, alone.U), (svd.V, alone.V)):
+                assert float(principal_cosines(X.cpu(), Y).min()) > 0.99
+
+
+def test_a_pass_waits_for_nothing_but_its_end() -> None:
+    """torch names every call that waits for the device; what transformers itself asks is its own matter."""
+    model = calibrated("cuda")
+    layers = {layer.name: layer.get_base_layer() for layer in cores_of(model)}
+    looked: list[int] = []
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught, pytest.MonkeyPatch.context() as patch:
+            warnings.simplefilter("always")
+            patch.setattr(FiniteBatches, "look", lambda self: looked.append(len(self.waiting)))
+            collect_moments(model, BATCHES, layers)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert looked
+    assert not [
+        entry.filename for entry in caught if "frozencore" in entry.filename and "synchroniz" in str(entry.message)
+    ]
 
 
 @pytest.mark.parametrize("method", METHODS)

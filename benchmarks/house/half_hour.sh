@@ -62,6 +62,6 @@ case ${1:-} in
     mapfile -t paths < <("$PYTHON" benchmarks/house/rescale.py --model "$MODEL" --out "$WORK/spreads" | tr ' ' '\n')
     campaign "${CAMPAIGN:-campaigns/outliers.yaml}" house-outliers "${paths[@]}"
     ;;
-  suite) "$PYTHON" -m pytest -q tests/test_on_cuda.py tests/adapter/test_core_kernel.py 2>&1 | tee "$OUT/suite.txt" ;;
+  suite) "$PYTHON" -m pytest -q tests/test_on_cuda.py tests/adapter/test_core_operator.py 2>&1 | tee "$OUT/suite.txt" ;;
   *) sed -n 's/^# \{0,1\}//p' "$0" | sed '/^!/d' >&2; exit 2 ;;
 esac

@@ -21,6 +21,12 @@ def find_device(name: str) -> torch.device:
         raise ConfigError(f"There is no device {name!r} here. Use cpu, or cuda where there is a GPU.") from error
 
 
+def sent(tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor:
+    """The tensor on a device (None: where it is), without waiting for one that is not the CPU: what comes from there must
+    have arrived before it is read."""
+    return tensor if device is None else tensor.to(device, non_blocking=device.type != "cpu")
+
+
 def memory_of(device: torch.device) -> int:
     """Bytes of a GPU; of the machine, for any other device."""
     if device.type == "cuda":

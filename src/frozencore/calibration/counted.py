@@ -12,6 +12,7 @@ from torch import Tensor
 
 from frozencore.calibration.loss import IGNORED, labels_of, predicted
 from frozencore.calibration.options import CalibrationOptions
+from frozencore.device import sent
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class CountedTokens:
             device: Where the rows will be asked for.
         """
         flat = mask.flatten()
-        rows = None if bool(flat.all()) else flat.nonzero().squeeze(1).to(device, non_blocking=True)
+        rows = None if bool(flat.all()) else sent(flat.nonzero().squeeze(1), device)
         return cls(num_rows=flat.numel(), rows=rows, only_nonzero_delta=only_nonzero_delta)
 
     @classmethod

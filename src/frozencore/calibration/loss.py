@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import log_softmax, nll_loss, pad
 
 from frozencore.calibration.options import Weighting
+from frozencore.device import sent
 from frozencore.errors import CalibrationError
 
 IGNORED = -100  # the label of a token without loss, as in transformers
@@ -73,8 +74,7 @@ class Predictions:
             )
         num_in_example = counted.sum(1, keepdim=True).expand_as(counted)[counted]
         rows, positions, labels, num_in_example = (
-            found.to(logits.device, non_blocking=True)
-            for found in (*counted.nonzero(as_tuple=True), targets[counted], num_in_example)
+            sent(found, logits.device) for found in (*counted.nonzero(as_tuple=True), targets[counted], num_in_example)
         )
         log_p = log_softmax(logits[rows, positions].to(torch.promote_types(logits.dtype, torch.float32)), dim=-1)
         return cls(log_p=log_p, labels=labels, num_in_example=num_in_example)

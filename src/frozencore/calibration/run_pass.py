@@ -36,6 +36,7 @@ from frozencore.calibration.options import CalibrationOptions, FisherLabels
 from frozencore.calibration.recorder import LayerRecorder
 from frozencore.calibration.shards import own_rank
 from frozencore.calibration.taps import CalibrationPass, Taps, capturing
+from frozencore.device import sent
 from frozencore.errors import CalibrationError, ConfigError
 from frozencore.maths.linalg import seeded_generator
 from frozencore.progress import Progress
@@ -67,7 +68,7 @@ def run_pass(
 
 def _run_batch(model: nn.Module, batch: Batch, capture: CalibrationPass, generator: torch.Generator) -> None:
     device = next(model.parameters()).device
-    as_it_came, batch = batch, mapped(batch, lambda tensor: tensor.to(device))
+    as_it_came, batch = batch, mapped(batch, lambda tensor: sent(tensor, device))
     taps = capture.taps
     loss_fn = loss_fn_of(taps.options)
     if loss_fn is None:
@@ -146,7 +147,7 @@ def _predictions(model: nn.Module, batch: Batch, labels: Tensor, taps: Taps) -> 
     if not _reads_logits(model, taps):
         kept = targets.ne(IGNORED).any(0).nonzero().squeeze(1)
         targets = targets[:, kept]
-        inputs["logits_to_keep"] = kept.to(inputs["input_ids"].device) if "input_ids" in inputs else kept
+        inputs["logits_to_keep"] = sent(kept, inputs["input_ids"].device) if "input_ids" in inputs else kept
     return Predictions.of(_part(model, model(**inputs), "logits"), targets)
 
 
