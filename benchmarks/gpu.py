@@ -78,10 +78,10 @@ PAPER = {  # Table "phase profile": seconds of initialisation or calibration, se
 }
 EVA_LIMIT_S = 10.0
 Section = Callable[[Bench], dict[str, Any]]
-COMPILE = "compile"
+COMPILE, LORA_BATCH = "compile", "LoRA batch"
 SECTIONS: dict[str, Section] = {
     "CUDA graphs": graphed_steps, "race": race, COMPILE: compiled_steps, "trained together": trained_together,
-    "one batch": one_batch, "products": products, "SVDs": svds, "LoRA batch": lora_batch, "full PiSSA": full_pissa,
+    "one batch": one_batch, "products": products, "SVDs": svds, LORA_BATCH: lora_batch, "full PiSSA": full_pissa,
     "EVA": partial(eva, limit_s=EVA_LIMIT_S), "kernels": kernels,
 }  # fmt: skip
 
@@ -168,8 +168,9 @@ def plan(models: list[str], asked: list[str], eva_limit_s: float) -> list[tuple[
     """Models and the sections asked for, in the order of their worth: the first model's own before any other's."""
     slow: dict[str, Section] = {"full PiSSA": full_pissa, "EVA": partial(eva, limit_s=eva_limit_s)}
     others = {name: SECTIONS[name] for name in ("CUDA graphs", "race", "trained together")}
-    first = {name: run for name, run in SECTIONS.items() if name not in (*slow, "kernels")}
-    steps = [(models[0], first), *((name, others) for name in models[1:]), *((name, slow) for name in models)]
+    first = {name: run for name, run in SECTIONS.items() if name not in (*slow, LORA_BATCH, "kernels")}
+    steps = [(models[0], first), *((name, others) for name in models[1:]), (models[0], {LORA_BATCH: lora_batch})]
+    steps += [(name, slow) for name in models]
     steps += [(name, {"kernels": kernels}) for name in models]  # a process that was profiled launches more slowly
     return [(name, {section: run for section, run in sections.items() if section in asked}) for name, sections in steps]
 

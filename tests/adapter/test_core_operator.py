@@ -63,7 +63,7 @@ def named(options: dict[str, Any]) -> str:
 case = pytest.mark.parametrize("options", CASES, ids=named)
 few_cases = pytest.mark.parametrize(
     "options",
-    [pytest.param(o, marks=[] if o in (CASES[0], CASES[6]) else pytest.mark.slow, id=named(o)) for o in CASES],
+    [pytest.param(o, marks=[] if o == CASES[0] else pytest.mark.slow, id=named(o)) for o in CASES],
 )
 
 
