@@ -22,7 +22,7 @@ def find_device(name: str) -> torch.device:
 
 
 def sent(tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor:
-    """The tensor on a device (None: where it is), without waiting for it unless that is the CPU, which reads at once."""
+    """The tensor on a device (None: where it is), without waiting unless that is the CPU, which reads at once."""
     return tensor if device is None else tensor.to(device, non_blocking=device.type != "cpu")
 
 
