@@ -40,15 +40,15 @@ from frozencore.adapter.directory import read_adapter
 from frozencore.adapter.export.merged import export_merged
 from frozencore.adapter.export.serving import check_lora_directory
 from frozencore.calibration.store import MomentsFingerprint, load_moments, save_moments
-from frozencore.cli.campaign_lines import status_lines
+from frozencore.cli.campaign_status import status_lines
 from frozencore.cli.findings import diagnose
 from frozencore.errors import FrozenCoreError
 from frozencore.lab.campaign.plan import Outcome, plan
 from frozencore.lab.campaign.results import load_results
 from frozencore.lab.campaign.spec import read_campaign
 from frozencore.lab.reports.tables.task_means import read_task_means
-from frozencore.lab.rows.own_rows import read_file
 from frozencore.lab.rows.own_task import read_own_task
+from frozencore.lab.rows.row_files import read_file
 from frozencore.lab.run.provenance import provenance
 from frozencore.lab.run.record import read_record
 from frozencore.lab.training.checkpoints import newest_complete_checkpoint, seal_checkpoint

@@ -30,8 +30,8 @@ CASES = [(SMALL, "12MiB"), (SMALL, "40MiB"), (SMALL, "80MiB"), (BLOCK_OF_7B, "18
 
 
 def peak(sizes: tuple[int, int, int], budget: str) -> dict[str, Any]:
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "tests")}
-    words = [sys.executable, str(PROGRAM), "fcca", budget, *map(str, sizes)]
+    environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT / 'tests'}"}
+    words = [sys.executable, str(PROGRAM), "fcca", budget, "empirical", *map(str, sizes)]
     done = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
     found = json.loads(done.stdout.strip().splitlines()[-1])
     hidden, intermediate, layers = sizes

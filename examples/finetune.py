@@ -22,7 +22,7 @@ from peft import get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
 from frozencore import FrozenCoreConfig, calibrate
-from frozencore.lab.rows.batches import Collator, make_batches
+from frozencore.lab.rows.batches import PaddingCollator, make_batches
 from frozencore.lab.rows.prompts import PromptEncoder, TextRow
 
 
@@ -58,7 +58,7 @@ def main() -> None:
         use_cpu=not torch.cuda.is_available(),
         seed=options.seed,
     )
-    trainer = Trainer(model=model, args=arguments, train_dataset=rows, data_collator=Collator(encoder.pad_id))
+    trainer = Trainer(model=model, args=arguments, train_dataset=rows, data_collator=PaddingCollator(encoder.pad_id))
     trainer.train()
     if processes.is_main_process:
         model.save_pretrained(str(options.output / "adapter"))

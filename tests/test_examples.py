@@ -1,0 +1,169 @@
+"""Every file in examples/ runs as it stands, on tiny models; what it saves has learned and loads."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from torch import nn
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    T5Config,
+    T5ForConditionalGeneration,
+    ViTConfig,
+    ViTForImageClassification,
+    ViTImageProcessorPil,
+)
+
+from adapted import cores_of
+from frozencore.lab.pocket import pocket_model_path
+from places import ROOT
+
+EXAMPLES = ROOT / "examples"
+SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """Runs an example on a model and data; the adapter that it saved."""
+
+    def ran(name: str, model: Path, data: Path | Sequence[dict[str, Any]], *words: str) -> Path:
+        if not isinstance(data, Path):
+            (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in data))
+            data = tmp_path / "rows.jsonl"
+        own = ["--model", str(model), "--data", str(data), "--output", str(tmp_path / "out"), "--rank", "4", *words]
+        monkeypatch.setattr(sys, "argv", [name, *own])
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        return tmp_path / "out" / "adapter"
+
+    return ran
+
+
+def losses(adapter: Path) -> list[float]:
+    """Of the Trainer's newest checkpoint."""
+    states = sorted((adapter.parent / "trainer").glob("checkpoint-*/trainer_state.json"))
+    return [entry["loss"] for entry in json.loads(states[-1].read_text())["log_history"] if "loss" in entry]
+
+
+def has_learned(base: nn.Module, adapter: Path) -> PeftModel:
+    model = PeftModel.from_pretrained(base, adapter).eval()
+    assert cores_of(model)
+    assert all(bool(layer.core("default").any()) for layer in cores_of(model))
+    return model
+
+
+@pytest.mark.slow
+def test_dpo_moves_the_chosen_above_the_rejected(run: Callable[..., Path]) -> None:
+    rows = [{"prompt": f"Tom has {i} cats .", "chosen": " two cats", "rejected": " no dogs"} for i in range(32)]
+    adapter = run("dpo.py", pocket_model_path(), rows)
+    assert losses(adapter)[0] == pytest.approx(0.6931, abs=1e-3)  # ln 2: the reference is the policy
+    assert losses(adapter)[-1] < 0.6
+    has_learned(AutoModelForCausalLM.from_pretrained(pocket_model_path()), adapter)
+
+
+@pytest.mark.slow
+def test_grpo_makes_what_is_rewarded_likelier(run: Callable[..., Path]) -> None:
+    prompt, answer = "Tom went to the", " garden"
+    adapter = run(
+        "grpo.py", pocket_model_path(), [{"prompt": prompt, "answer": answer}] * 64,
+        "--steps", "12", "--max-new-tokens", "2", "--learning-rate", "0.1",
+    )  # fmt: skip
+    model = has_learned(AutoModelForCausalLM.from_pretrained(pocket_model_path()), adapter)
+    tokenizer = AutoTokenizer.from_pretrained(pocket_model_path())
+    (token,) = tokenizer(answer, add_special_tokens=False)["input_ids"]
+
+    def likelihood() -> float:
+        with torch.no_grad():
+            return float(model(**tokenizer([prompt], return_tensors="pt")).logits[0, -1].softmax(-1)[token])
+
+    after = likelihood()
+    with model.disable_adapter():
+        assert after > likelihood()
+
+
+def test_texts_are_classified_by_a_core_under_a_new_head(run: Callable[..., Path]) -> None:
+    rows = [
+        {"text": f"it was {word} {i}", "label": label} for i in range(16) for label, word in enumerate(("bad", "good"))
+    ]
+    adapter = run("classification.py", pocket_model_path(), rows, "--epochs", "3")
+    assert sum(losses(adapter)[-4:]) < 0.8 * sum(losses(adapter)[:4])
+    base = AutoModelForSequenceClassification.from_pretrained(pocket_model_path(), num_labels=2)
+    has_learned(base, adapter)
+
+
+@pytest.mark.slow
+def test_images_are_classified(run: Callable[..., Path], tmp_path: Path) -> None:
+    from PIL import Image
+
+    for name, colour in (("dark", 40), ("light", 200)):
+        (tmp_path / "images" / name).mkdir(parents=True)
+        for i in range(16):
+            Image.new("RGB", (8, 8), (colour + i, colour, colour - i)).save(tmp_path / "images" / name / f"{i}.png")
+    torch.manual_seed(0)
+    ViTForImageClassification(ViTConfig(**SMALL, image_size=8, patch_size=4)).save_pretrained(tmp_path / "vit")
+    ViTImageProcessorPil(size={"height": 8, "width": 8}).save_pretrained(tmp_path / "vit")
+    adapter = run("vision.py", tmp_path / "vit", tmp_path / "images", "--epochs", "5")
+    assert sum(losses(adapter)[-4:]) < 0.8 * sum(losses(adapter)[:4])
+    has_learned(AutoModelForImageClassification.from_pretrained(tmp_path / "vit", num_labels=2), adapter)
+
+
+@pytest.mark.slow
+def test_sentences_come_near_their_likes(run: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"text": f"Tom has {i} cats .", "like": f"there are {i} cats"} for i in range(64)]
+    adapter = run("embeddings.py", pocket_model_path(), rows, "--epochs", "3")
+    said = [float(line.rpartition(" ")[2]) for line in capsys.readouterr().out.splitlines() if "loss" in line]
+    assert said[-1] < said[0]
+    has_learned(AutoModel.from_pretrained(pocket_model_path()), adapter)
+
+
+@pytest.mark.slow
+def test_an_encoder_and_its_decoder_learn_to_repeat(run: Callable[..., Path], tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(pocket_model_path())
+    torch.manual_seed(0)
+    config = T5Config(
+        vocab_size=len(tokenizer), d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2,
+        decoder_start_token_id=tokenizer.pad_token_id, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    T5ForConditionalGeneration(config).save_pretrained(tmp_path / "t5")
+    tokenizer.save_pretrained(tmp_path / "t5")
+    rows = [{"source": f"say {word}", "target": word} for word in ("one", "two", "red", "cat") for _ in range(8)]
+    adapter = run("seq2seq.py", tmp_path / "t5", rows, "--epochs", "5")
+    assert losses(adapter)[-1] < losses(adapter)[0]
+    has_learned(AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "t5"), adapter)
+
+
+@pytest.mark.slow
+def test_own_rows_are_learned_by_the_trainer(tmp_path: Path) -> None:
+    """In a process of its own, since it starts a process group."""
+    rows = [{"prompt": f"Tom has {i} cats .", "completion": " two cats"} for i in range(16)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    own = [
+        "--model",
+        pocket_model_path(),
+        "--data",
+        tmp_path / "rows.jsonl",
+        "--output",
+        tmp_path / "out",
+        "--rank",
+        "4",
+    ]
+    done = subprocess.run([sys.executable, EXAMPLES / "finetune.py", *own], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    has_learned(AutoModelForCausalLM.from_pretrained(pocket_model_path()), tmp_path / "out" / "adapter")
+
+
+def test_every_example_is_run_here() -> None:
+    assert [path.name for path in EXAMPLES.glob("*.py") if f'"{path.name}"' not in Path(__file__).read_text()] == []
