@@ -160,6 +160,12 @@ def test_the_page_on_tenants_holds_the_numbers_of_its_file(tmp_path: Path) -> No
     assert done.status == 0, done.out + done.err[-2000:]
 
 
+def test_the_page_on_serving_holds_the_numbers_of_its_file(tmp_path: Path) -> None:
+    (measured,) = RESULTS.glob("served-*.json")
+    done = in_a_fork("served_page", tmp_path, "--check", "--results", measured)
+    assert done.status == 0, done.out + done.err[-2000:]
+
+
 def loaded(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A module of benchmarks/, which is no package."""
     monkeypatch.syspath_prepend(BENCHMARKS)

@@ -65,6 +65,10 @@ def test_one_basis_and_32_tenants_in_ten_lines(  # type: ignore[no-untyped-def]
     values = 16 * 16 * 16
     for name in names:
         assert sum(file.stat().st_size for file in Path("tenants", name, "adapter").iterdir()) <= 4 * values + 8192
+    (exports,) = re.findall(r"```\n(frozencore export .*basis-model.*\nfrozencore export .*\n)", README.read_text())
+    for line in exports.splitlines():
+        status, _, err = command(*line.split()[1:])
+        assert status == 0, err
     tokenizer = AutoTokenizer.from_pretrained(pocket_model_path())
     tokenizer.pad_token, tokenizer.padding_side = tokenizer.pad_token or tokenizer.eos_token, "left"
     batch = tokenizer(["How many is 1 and 2?"] * 3, return_tensors="pt", padding=True)
@@ -81,6 +85,9 @@ def test_one_basis_and_32_tenants_in_ten_lines(  # type: ignore[no-untyped-def]
         with torch.no_grad():
             tokens = alone.eval().generate(**{key: X[row : row + 1] for key, X in batch.items()}, max_new_tokens=8)
         assert here["tokens"][row, : tokens.shape[1]].tolist() == tokens[0].tolist()
+    served = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("shop/model"), "served/anna").eval()
+    tokens = served.generate(**{key: X[:1] for key, X in batch.items()}, max_new_tokens=8)
+    assert here["tokens"][0, : tokens.shape[1]].tolist() == tokens[0].tolist()
 
 
 def test_the_table_of_when_to_use_it_is_that_of_the_committed_runs() -> None:

@@ -1,0 +1,96 @@
+"""One vLLM engine that benchmarks/served.py drives: a line of JSON in, a line of JSON out. Runs in vLLM's environment.
+
+Needs nothing of frozencore but its plugin.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from typing import Any
+
+os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # the worker is asked how large its slots are
+
+import psutil
+from vllm import LLM, SamplingParams
+from vllm.lora.request import LoRARequest
+
+
+def slot_bytes(worker: Any) -> int:
+    """Of all tensors that the LoRA layers of the engine hold for their slots."""
+    manager = worker.model_runner.lora_manager._adapter_manager
+    stacks = [
+        stack
+        for module in manager.modules.values()
+        for name in ("lora_a_stacked", "lora_b_stacked")
+        for stack in getattr(module, name)
+    ]
+    return sum(stack.numel() * stack.element_size() for stack in stacks)
+
+
+def processor_s() -> float:
+    """Of this process and of those that it has started, the engine's core and its worker."""
+    here = psutil.Process()
+    times = [process.cpu_times() for process in (here, *here.children(recursive=True))]
+    return sum(time.user + time.system for time in times)
+
+
+class Engine:
+    """Answers to the words of the driver."""
+
+    def __init__(self, model: str, slots: int, rank: int, rows: int, targets: list[str] | None) -> None:
+        self.slots = slots
+        lora: dict[str, Any] = {}
+        if slots:
+            lora = {
+                "enable_lora": True, "max_loras": slots, "max_cpu_loras": slots, "max_lora_rank": rank,
+                "lora_target_modules": targets,
+            }  # fmt: skip
+        self.llm = LLM(
+            model, dtype="float32", enforce_eager=True, max_num_seqs=rows, max_model_len=128,
+            enable_prefix_caching=False, skip_tokenizer_init=True, **lora,
+        )  # fmt: skip
+
+    def slot(self) -> dict[str, Any]:
+        return {"slot_bytes": self.llm.collective_rpc(slot_bytes)[0] / self.slots}
+
+    def load(self, folders: list[str]) -> dict[str, Any]:
+        """Seconds for each adapter to enter a slot, by the clock; processor seconds on average."""
+        self.adapters = [LoRARequest(folder, i + 1, folder) for i, folder in enumerate(folders)]
+        times, used = [], processor_s()
+        for adapter in self.adapters:
+            begins = time.perf_counter()
+            self.llm.llm_engine.add_lora(adapter)
+            times.append(time.perf_counter() - begins)
+        return {"load_s": times, "processor_s": (processor_s() - used) / len(times)}
+
+    def generate(self, prompts: list[list[int]], num_tokens: int, tenants: int) -> dict[str, Any]:
+        """Seconds for all prompts in one batch, of processors and by the clock, and the tokens; no tenants is no
+        adapter."""
+        sampling = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
+        each = [self.adapters[i % tenants] for i in range(len(prompts))] if tenants else None
+        rows = [{"prompt_token_ids": prompt} for prompt in prompts]
+        begins, used = time.perf_counter(), processor_s()
+        answers = self.llm.generate(rows, sampling, lora_request=each, use_tqdm=False)
+        taken = {"clock_s": time.perf_counter() - begins, "processor_s": processor_s() - used}
+        return {**taken, "tokens": [list(answer.outputs[0].token_ids) for answer in answers]}
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print is no answer
+    engine: Engine | None = None
+    for line in sys.stdin:
+        word, given = json.loads(line)
+        if word == "start":
+            engine, found = Engine(**given), {}
+        else:
+            found = getattr(engine, word)(**given)
+        answers.write(json.dumps(found) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()
