@@ -41,7 +41,7 @@ bench: $(VENV)/.installed-dev
 conformance: $(VENV)/.installed-dev
 	$(BIN)/python conformance/run.py --workers 2
 
-# Serving engines, each in an environment of its own: vLLM's CPU build (3.4 GB), and llama.cpp (1.4 GB), which needs a C++
+# Serving engines, each in an environment of its own: vLLM's CPU build (3.4 GB), and llama.cpp (1.5 GB), which needs a C++
 # compiler and half an hour of one core. tests/engines runs what we export in them.
 engines: $(ENGINES)/vllm/.installed $(ENGINES)/llama.cpp/.installed
 
@@ -97,6 +97,8 @@ $(ENGINES)/llama.cpp/.installed: engines/llama.cpp.txt engines/llama.cpp.sources
 	    -r engines/llama.cpp.sources.txt
 	mkdir $(@D)/src
 	tar -xzf $(@D)/llama_cpp_python-*.tar.gz -C $(@D)/src --strip-components=3 --wildcards '*/vendor/llama.cpp/*'
+	CMAKE_ARGS="-DLLAMA_BUILD=OFF -DLLAVA_BUILD=OFF" \
+	    $(@D)/bin/pip install --quiet --quiet --disable-pip-version-check --no-deps $(@D)/llama_cpp_python-*.tar.gz
 	rm $(@D)/llama_cpp_python-*.tar.gz
 	$(@D)/bin/cmake -S $(@D)/src -B $(@D)/build -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(@D)/bin/ninja) \
 	    -DCMAKE_BUILD_TYPE=Release -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_APP=OFF \
