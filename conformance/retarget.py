@@ -123,10 +123,11 @@ def _count(owner: type, method: str) -> None:
 def _set_default_constructor(constructor: str) -> None:
     """Most tests say nothing about bases: the constructor under test is what they get by default."""
     place = [field.name for field in fields(FrozenCoreConfig) if field.init].index("constructor")
-    defaults = list(FrozenCoreConfig.__init__.__defaults__ or ())
+    init = inspect.unwrap(FrozenCoreConfig.__init__)
+    defaults = list(init.__defaults__ or ())
     without = len([field for field in fields(FrozenCoreConfig) if field.init]) - len(defaults)
     defaults[place - without] = constructor
-    FrozenCoreConfig.__init__.__defaults__ = tuple(defaults)
+    init.__defaults__ = tuple(defaults)
 
 
 def _retarget_module(module: Any) -> None:
