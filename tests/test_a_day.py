@@ -1,0 +1,174 @@
+"""A working day: real commands, real files, one after the other, as someone who fine-tunes would type them."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import re
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from frozencore.lab.pocket import pocket_model_path
+
+FROZENCORE = [sys.executable, "-m", "frozencore"]
+FEW = "--epochs 1 --rank 4 --calibration-size 16 --device cpu"
+CAMPAIGN = """
+name: mine
+base: {batch_size: 8, accumulation: 1, num_train: 16, num_evaluation: 8, epochs: 1, calibration_size: 8, rank: 4}
+models: {pocket: pocket}
+studies:
+  two: {title: Two constructors, axes: {model: [pocket], task: [pocket-sentiment], method: [fcca, random], seed: [1]}}
+"""
+GENERATE = """
+import frozencore
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from frozencore.lab.pocket import pocket_model_path
+base = AutoModelForCausalLM.from_pretrained(pocket_model_path())
+tokenizer = AutoTokenizer.from_pretrained(pocket_model_path())
+model = PeftModel.from_pretrained(base, "runs/first/adapter")
+print(tokenizer.decode(model.generate(**tokenizer("Tom has 3 cats .", return_tensors="pt"), max_new_tokens=2)[0]))
+"""
+
+
+class Day:
+    """A folder to work in, and how many steps were taken."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.steps = folder, 0
+
+    def do(self, words: str, says: str = "", *, status: int = 0) -> str:
+        """Run a verb and look at its status and its words; what it printed."""
+        command, narrow = [*FROZENCORE, *words.split()], os.environ | {"COLUMNS": "80"}
+        done = subprocess.run(command, cwd=self.folder, capture_output=True, text=True, env=narrow)
+        self.steps += 1
+        said = done.stdout + done.stderr
+        assert done.returncode == status, f"{words}: {said[-2000:]}"
+        assert re.search(says, said), f"{words}: {said[-2000:]}"
+        assert "Traceback" not in said
+        if status == 2 and done.stderr:
+            assert done.stderr.count("\n") == 1 or "Usage" in done.stderr
+        return done.stdout
+
+    def write(self, name: str, rows: list[dict[str, object]]) -> None:
+        (self.folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.mark.slow
+def test_a_day_of_forty_steps(tmp_path: Path) -> None:
+    day = Day(tmp_path)
+    rows = [{"prompt": f"Tom has {i} cats .", "completion": " two cats"} for i in range(40)]
+    day.write("rows.jsonl", rows)
+
+    # Looking around
+    day.do("--version", r"frozencore \d")
+    day.do("--help", "Calibrate, train, score and save")
+    day.do("tasks list", "svamp")
+    day.do("tasks show pocket-sentiment --model pocket", "Review")
+    day.do("doctor rows.jsonl", "", status=2)
+    day.do("tune --model nowhere --data rows.jsonl --out runs/x", "nowhere", status=2)
+    day.do("tune --model pocket --data nothing.jsonl --out runs/x", "there is no file", status=2)
+
+    # The first run
+    day.do(f"tune --model pocket --data rows.jsonl {FEW} --out runs/first --dry-run", r"36 rows to train on")
+    assert not (tmp_path / "runs").exists()
+    day.do(f"tune --model pocket --data rows.jsonl {FEW} --out runs/first", r"steps of 8 x 1 rows")
+    written = {path.name for path in (tmp_path / "runs" / "first").iterdir()}
+    assert written >= {"adapter", "result.json", "run.yaml", "history.csv", "training.png"}
+    mode = (tmp_path / "runs" / "first" / "adapter" / "adapter_model.safetensors").stat().st_mode
+    assert stat.S_IMODE(mode) == 0o666 & ~_umask()
+    day.do(f"tune --model pocket --data rows.jsonl {FEW} --out runs/first", "already holds a finished run", status=2)
+    day.do("doctor runs/first", "sound")
+    assert "interrupted" not in day.do("doctor runs", "", status=2)
+    assert day.do("inspect runs/first/adapter") == day.do("inspect runs/first/adapter")
+    day.do("tune --config runs/first/run.yaml --out runs/again", "Adapter: runs/again/adapter")
+    first, again = (tmp_path / "runs" / run / "adapter" / "adapter_model.safetensors" for run in ("first", "again"))
+    assert first.read_bytes() == again.read_bytes()
+
+    # An interruption
+    words = f"tune --model pocket --data rows.jsonl {FEW} --epochs 60 --out runs/cut"
+    _interrupt_when_it_trains([*FROZENCORE, *words.split()], tmp_path)
+    day.do(words, "holds an interrupted run", status=2)
+    day.do(f"{words} --resume", "Goes on from its step")
+
+    # Rows of other kinds
+    day.write("long.jsonl", [*rows, {"prompt": "Tom has " + "many " * 200 + "cats .", "completion": " two cats"}])
+    day.do(f"tune --model pocket --data long.jsonl {FEW} --max-length 64 --out runs/long", "are longer than", status=2)
+    day.do(f"tune --model pocket --data long.jsonl {FEW} --max-length 64 --truncate --out runs/long", "1 prompt cut")
+    day.do(
+        f"tune --model pocket --data long.jsonl {FEW} --max-length 64 --skip-long --out runs/less", "1 row was too long"
+    )
+    with (tmp_path / "rows.csv").open("w", newline="") as file:
+        table = csv.DictWriter(file, ["question", "answer"])
+        table.writeheader()
+        table.writerows({"question": row["prompt"], "answer": row["completion"]} for row in rows)
+    day.do(f"tune --model pocket --data rows.csv {FEW} --out runs/csv", "needs the columns", status=2)
+    columns = "--columns prompt=question,completion=answer"
+    day.do(f"tune --model pocket --data rows.csv {columns} {FEW} --out runs/csv", "steps of")
+    (tmp_path / "alpaca.json").write_text(
+        json.dumps([{"instruction": f"Count {i}", "output": "two cats"} for i in range(30)])
+    )
+    day.do(f"tune --model pocket --data alpaca.json {FEW} --out runs/alpaca", "steps of")
+
+    # Other ways to train
+    day.do(f"tune --model pocket --data rows.jsonl {FEW} --method lora --out runs/lora", "lora on rows.jsonl")
+    budget = "--targets all-linear --rank-budget 2000 --epochs 1 --calibration-size 16"
+    day.do(f"tune --model pocket --data rows.jsonl {budget} --refresh 2 --out runs/rounds", "Ranks")
+    day.do(f"tune --model pocket --data rows.jsonl {FEW} --sweep lr=1e-3,5e-3 --out runs/swept", "learning rate")
+    day.do(f"tune --model pocket --data rows.jsonl {FEW} --method lora --damping 1 --out runs/x", "damping", status=2)
+
+    # One basis, several tenants
+    day.do("calibrate --model pocket --data rows.jsonl --rank 4 --calibration-size 16 --out shop", "Basis: shop/basis")
+    (tmp_path / "tenants").mkdir()
+    for name in ("anna", "ben"):
+        day.write(f"tenants/{name}.jsonl", rows[: 20 if name == "anna" else 30])
+    day.do("tune-many --model pocket --tenants tenants --basis shop/basis --epochs 1 --out many", "anna")
+    assert (tmp_path / "many" / "anna" / "adapter" / "adapter_model.safetensors").stat().st_size < 4 * 16 * 4**2 + 1024
+    day.do("merge many/anna/adapter many/ben/adapter --out both", "both")
+    day.do("adapter unpack both --basis shop/basis --out whole", "whole")
+    day.do("adapter pack whole --basis shop/basis --out packed", "packed")
+
+    # Leaving
+    day.do("export runs/first/adapter --out lora", "vLLM")
+    day.do("check lora", "vLLM")
+    day.do("export runs/first/adapter --to merged --out merged", "Merged model: merged")
+    day.do(f"export shop/basis --to basis-model --base {pocket_model_path()} --out served", "Basis model: served")
+    day.do("export both --to tenant --base served --out tenant", "tenant")
+    day.do("evaluate --model merged --task pocket-sentiment --num-evaluation 8 --out scores", "pocket-sentiment")
+    loaded = subprocess.run([sys.executable, "-c", GENERATE], cwd=tmp_path, capture_output=True, text=True)
+    assert "Tom has 3 cats" in loaded.stdout, loaded.stderr[-1000:]
+
+    # A small campaign
+    (tmp_path / "mine.yaml").write_text(CAMPAIGN)
+    day.do("campaign plan mine.yaml", "2 runs")
+    day.do("campaign run mine.yaml --output mine --workers 0")
+    day.do("campaign status mine", "2")
+    day.do("campaign report mine")
+    assert (tmp_path / "mine" / "report" / "index.html").exists()
+    assert day.steps >= 40
+
+
+def _umask() -> int:
+    now = os.umask(0)
+    os.umask(now)
+    return now
+
+
+def _interrupt_when_it_trains(words: list[str], folder: Path) -> None:
+    """Ctrl-C, once some steps are done: it says which step is saved and ends with 130."""
+    started = subprocess.Popen(words, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 300
+    while not list((folder / "runs" / "cut" / "checkpoints").glob("checkpoint-*")) and time.monotonic() < deadline:
+        assert started.poll() is None, started.stderr
+        time.sleep(0.05)
+    started.send_signal(signal.SIGINT)
+    _, said = started.communicate(timeout=120)
+    assert started.returncode == 130, said[-2000:]
+    assert re.search(r"step \d+ of \d+ is saved", said), said[-2000:]
