@@ -166,6 +166,7 @@ def test_loras_names_are_met_with_ours_in_one_line(name: str) -> None:
     with pytest.raises(ConfigError, match=f"no '{name}', which is LoraConfig's: .*") as error:
         FrozenCoreConfig(r=4, **{name: 1})
     assert "\n" not in str(error.value)
+    assert isinstance(error.value, TypeError)  # as Python's own of an unknown argument, by which PEFT asks
     assert name == "rank" or name in signature(LoraConfig).parameters
 
 

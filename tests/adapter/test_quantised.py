@@ -134,7 +134,13 @@ def train(model: nn.Module, steps: int = 5) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("constructor", CONSTRUCTORS)
+CALIBRATED_AT_ONCE = ("fcca", "eva", "milora")  # one that reads both sides, one that reads inputs, one that reads none
+
+
+@pytest.mark.parametrize(
+    "constructor",
+    [pytest.param(name, marks=[pytest.mark.slow] if name not in CALIBRATED_AT_ONCE else []) for name in CONSTRUCTORS],
+)
 @EVERY_QUANTISER
 def test_every_constructor_leaves_a_quantised_base_and_its_outputs_as_they_were(
     folder: Path, quantiser: str, constructor: str

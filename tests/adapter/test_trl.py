@@ -109,7 +109,9 @@ def test_only_cores_train_the_loss_falls_and_the_adapter_reloads_equal(
     assert torch.equal(logits(reloaded), logits(model.eval()))
 
 
-@pytest.mark.parametrize("data", ["prompt and completion", "prompt and completion in bf16"])
+@pytest.mark.parametrize(
+    "data", ["prompt and completion", pytest.param("prompt and completion in bf16", marks=pytest.mark.slow)]
+)
 def test_a_core_is_refreshed_under_trl_with_its_checkpointing(
     data: str, sft: Callable[..., SFTTrainer], tmp_path: Path
 ) -> None:

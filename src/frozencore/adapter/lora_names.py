@@ -28,6 +28,10 @@ OURS: Mapping[str, str] = {
 """What to do instead of each."""
 
 
+class ForeignNameError(ConfigError, TypeError):
+    """An argument that a configuration does not know, for which Python's own error is a ``TypeError``."""
+
+
 def refusing_lora_names(init: Callable[..., None]) -> Callable[..., None]:
     """An ``__init__``, of the same signature, that meets LoRA's names with a line of ours."""
 
@@ -35,7 +39,7 @@ def refusing_lora_names(init: Callable[..., None]) -> Callable[..., None]:
     def checked(self: Any, *args: Any, **kwargs: Any) -> None:
         for name in kwargs:
             if name in OURS:
-                raise ConfigError(f"FrozenCoreConfig has no {name!r}, which is LoraConfig's: {OURS[name]}.")
+                raise ForeignNameError(f"FrozenCoreConfig has no {name!r}, which is LoraConfig's: {OURS[name]}.")
         init(self, *args, **kwargs)
 
     return checked

@@ -206,6 +206,7 @@ torch.save(out, sys.argv[3])
 """
 
 
+@pytest.mark.slow
 def test_a_process_without_frozencore_loads_it_by_its_code_or_by_the_registered_architecture(
     plain: Case, tmp_path: Path
 ) -> None:

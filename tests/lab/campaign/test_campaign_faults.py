@@ -258,6 +258,7 @@ def with_little_memory(spec: Path, out: Path, *words: str) -> None:
     assert process.exitcode == 1
 
 
+@pytest.mark.slow
 def test_two_arrays_of_single_runs_make_the_campaign(command: Command, tmp_path: Path) -> None:
     """What docs/campaign.md lets Slurm do."""
     spec = specification(tmp_path, ONE_METHOD.replace("for: [fcca]", "for: [lora_xs]"))

@@ -91,6 +91,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "out"
 
 
+@pytest.mark.slow
 def test_three_kills_change_nothing(undisturbed: Path, tmp_path: Path) -> None:
     spec = specification(tmp_path, TWO_METHODS)
     disturbed = tmp_path / "disturbed"

@@ -71,6 +71,7 @@ def test_prompts_are_short_and_the_completion_does_not_melt_into_them(task, toke
         assert len(whole) <= 64
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "task", [t for t in POCKET_TASKS.values() if t.scoring == "choice"], ids=lambda task: task.name
 )

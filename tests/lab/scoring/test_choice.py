@@ -252,6 +252,7 @@ def test_an_answer_outside_the_choices_is_refused(byte_tokenizer: Callable[..., 
         )
 
 
+@pytest.mark.slow
 def test_real_reviews_score_as_one_sequence_at_a_time(tiny1m: Path, shared_data: Path) -> None:
     model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny1m), AutoTokenizer.from_pretrained(tiny1m)
     encoder = PromptEncoder(tokenizer, max_length=256)

@@ -27,7 +27,7 @@ def refusing(most: int, done: list[int]) -> Callable[[list[int]], None]:
 
 
 @pytest.mark.parametrize("size", [(10, 0), (1, LOGITS_BUDGET // 64)])
-@pytest.mark.parametrize("most", [1, 3, 100])
+@pytest.mark.parametrize("most", [1, pytest.param(3, marks=pytest.mark.slow), 100])
 def test_every_row_is_scored_once_whatever_fits(size: tuple[int, int], most: int) -> None:
     done: list[int] = []
     steps: list[tuple[str, int, int, str]] = []

@@ -136,6 +136,7 @@ REAL_TRAIN = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REAL_TRAIN)
 def test_real_splits_have_the_protocols_sizes(name: str, shared_data: Path) -> None:
     real = TASKS[name]

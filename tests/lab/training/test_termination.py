@@ -238,7 +238,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return results_of(folder / "whole")
 
 
-@pytest.mark.parametrize("num_workers", [pytest.param(0, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_campaign_that_is_terminated_keeps_the_step_of_every_run(
     num_workers: int, undisturbed: dict[str, Any], tmp_path: Path
 ) -> None:

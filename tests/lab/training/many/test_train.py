@@ -68,7 +68,8 @@ def difference(cores: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> f
 
 
 @pytest.mark.parametrize(
-    ("base", "num_slots"), [(tiny_qwen2, 2), pytest.param(tiny_qwen2, 5, marks=pytest.mark.slow), (tiny_gpt2, 3)]
+    ("base", "num_slots"),
+    [(tiny_qwen2, 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((tiny_qwen2, 5), (tiny_gpt2, 3)))],
 )
 def test_a_tenant_in_company_is_the_tenant_alone(base: type, num_slots: int) -> None:
     trained = company_of(adapted(model=base()), num_slots=num_slots, tokens_per_batch=64)
