@@ -17,10 +17,16 @@ def num_of(count: int, thing: str) -> str:
     return f"{count:,} {thing}{'' if count == 1 else 's'}"
 
 
+def nearest_name(came: str, known: Iterable[str]) -> str | None:
+    """What was meant by a name that is not known; None if nothing is near."""
+    by_plain = {name.casefold(): name for name in known}
+    nearest = get_close_matches(came.casefold(), list(by_plain), n=1)
+    return by_plain[nearest[0]] if nearest else None
+
+
 def unknown_name(kind: str, came: str, known: Iterable[str]) -> str:
     """One line for an error: ``There is no method 'fca'. Did you mean 'fcca'? Known: ...``."""
     names = list(known)
-    by_plain = {name.casefold(): name for name in names}
-    nearest = get_close_matches(came.casefold(), list(by_plain), n=1)
-    guess = f"Did you mean {by_plain[nearest[0]]!r}? " if nearest else ""
+    nearest = nearest_name(came, names)
+    guess = f"Did you mean {nearest!r}? " if nearest else ""
     return f"There is no {kind} {came!r}. {guess}Known: {', '.join(names)}."

@@ -101,23 +101,29 @@ def _like_z(x: Tensor, Q: Tensor) -> Tensor:
     return x.new_empty(x.reshape(-1, x.shape[-1]).shape[0], Q.shape[1])
 
 
-def _keep(ctx: Any, x: Tensor, weight: Tensor | None, P: Tensor, Q: Tensor, R: Tensor, scale: float, z: Tensor) -> None:
+def keep(ctx: Any, x: Tensor, weight: Tensor | None, P: Tensor, Q: Tensor, R: Tensor, scale: float, z: Tensor) -> None:
+    """What the backward pass of an adapted product needs, z only where R trains; without a weight it is of the core."""
     ctx.set_materialize_grads(False)
     ctx.scale, ctx.shape = scale, x.shape
     ctx.save_for_backward(weight, P, Q, R, z if R.requires_grad else None)
 
 
 def _gradients(ctx: Any, grads: tuple[Tensor | None, ...], wants_x: bool) -> tuple[Tensor | None, Tensor | None]:
-    """Of x and of R."""
+    if torch.is_grad_enabled():  # operators have no second derivative, the plain products do
+        return gradients(ctx, grads, wants_x, input_gradient, core_gradient)
+    return gradients(ctx, grads, wants_x, input_gradient_operator, core_gradient_operator)
+
+
+def gradients(
+    ctx: Any, grads: tuple[Tensor | None, ...], wants_x: bool, of_input: Any, of_core: Any
+) -> tuple[Tensor | None, Tensor | None]:
+    """Of x and of R, by :func:`input_gradient` and :func:`core_gradient` or the operators of them."""
     grad_y, grad_z = grads
     weight, P, Q, R, z = ctx.saved_tensors
     grad_x = grad_R = None
     if grad_y is not None:
         g = grad_y.reshape(-1, grad_y.shape[-1])
         h = g @ P
-        is_last = not torch.is_grad_enabled()  # operators have no second derivative, the plain products do
-        of_input: Any = input_gradient_operator if is_last else input_gradient
-        of_core: Any = core_gradient_operator if is_last else core_gradient
         if z is not None:
             grad_R = of_core(h, z, R, ctx.scale)
         if wants_x:
@@ -130,7 +136,7 @@ def _gradients(ctx: Any, grads: tuple[Tensor | None, ...], wants_x: bool) -> tup
 
 def _keep_linear(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     x, weight, _, P, Q, R, scale = inputs
-    _keep(ctx, x, weight, P, Q, R, scale, output[1])
+    keep(ctx, x, weight, P, Q, R, scale, output[1])
 
 
 def _linear_backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -140,7 +146,7 @@ def _linear_backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ..
 
 def _keep_plus(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     _, x, P, Q, R, scale = inputs
-    _keep(ctx, x, None, P, Q, R, scale, output[1])
+    keep(ctx, x, None, P, Q, R, scale, output[1])
 
 
 def _plus_backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -19,7 +19,13 @@ from torch.autograd import forward_ad
 from torch.nn.modules import module as global_hooks
 
 from frozencore.adapter.core_arithmetic import core_gradient, forward, input_gradient, through
-from frozencore.adapter.core_operator import adapted_linear_operator, operator_pays, plus_core_operator
+from frozencore.adapter.core_operator import (
+    adapted_linear_operator,
+    gradients,
+    keep,
+    operator_pays,
+    plus_core_operator,
+)
 
 PLAIN = (Tensor, nn.Parameter)
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -98,24 +104,11 @@ class _AdaptedLinear(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, P: Tensor, Q: Tensor, R: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
         y, z = forward(x, weight, bias, P, Q, R, scale)
-        ctx.set_materialize_grads(False)
-        ctx.scale, ctx.shape = scale, x.shape
-        ctx.save_for_backward(weight, P, Q, R, z if R.requires_grad else None)
+        keep(ctx, x, weight, P, Q, R, scale, z)
         return y, z
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
-        weight, P, Q, R, z = ctx.saved_tensors
-        grad_y, grad_z = grad_outputs
-        grad_x = grad_R = None
-        if grad_y is not None:
-            g = grad_y.reshape(-1, grad_y.shape[-1])
-            h = g @ P
-            if z is not None:
-                grad_R = core_gradient(h, z, R, ctx.scale)
-            if ctx.needs_input_grad[0]:
-                grad_x = input_gradient(g, h, weight, Q, R, ctx.scale)
-        if grad_z is not None and ctx.needs_input_grad[0]:
-            through_z = grad_z @ Q.mT
-            grad_x = through_z if grad_x is None else grad_x + through_z
-        return None if grad_x is None else grad_x.view(ctx.shape), None, None, None, None, grad_R, None
+        wants_x = ctx.needs_input_grad[0]
+        grad_x, grad_R = gradients(ctx, grad_outputs, wants_x, input_gradient, core_gradient)
+        return grad_x, None, None, None, None, grad_R, None

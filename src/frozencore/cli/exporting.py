@@ -11,14 +11,12 @@ from frozencore.adapter.export.basis_model import BasisModelExport, export_basis
 from frozencore.adapter.export.lora import LoraExport, export_lora
 from frozencore.adapter.export.merged import export_merged
 from frozencore.adapter.export.serving import ENGINES, LoraReport, check_lora_directory
-from frozencore.adapter.export.serving.config_rules import VLLM_MAX_RANKS
+from frozencore.adapter.export.serving.config_rules import VLLM_MAX_RANKS, vllm_max_rank
 from frozencore.adapter.export.tenant import TenantExport, export_tenant
 from frozencore.errors import ConfigError
 from frozencore.naming import unknown_name
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-
-
 FORMS = ("lora", "merged", "basis-model", "tenant")
 
 
@@ -98,7 +96,7 @@ def serving_lines(report: LoraReport) -> list[str]:
 def _basis_model_lines(found: BasisModelExport, *, with_code: bool) -> list[str]:
     low, high = min(found.ranks.values()), max(found.ranks.values())
     rank = f"rank {low}" if low == high else f"ranks {low} to {high}"
-    admitted = next((largest for largest in VLLM_MAX_RANKS if largest >= high), None)
+    admitted = vllm_max_rank(high)
     lines = [f"Basis model: {found.directory}, {rank}, {len(found.ranks)} layers, basis {found.identity[:12]}"]
     if admitted is None:
         return [*lines, f"vLLM serves tenants of rank {VLLM_MAX_RANKS[-1]} at most; PEFT loads them all."]

@@ -5,7 +5,6 @@ A key is a flag without its dashes, ``learning-rate`` or ``learning_rate``; seve
 
 from __future__ import annotations
 
-import difflib
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,6 +14,7 @@ import yaml
 from frozencore.errors import ConfigError
 from frozencore.lab.run.config import RunConfig
 from frozencore.lab.run.option_groups import GROUPS
+from frozencore.naming import nearest_name
 from frozencore.strict_yaml import read_yaml
 
 SIMPLE = (bool, int, float, str)
@@ -57,8 +57,8 @@ def _values(file: Path, context: typer.Context) -> dict[str, Any]:
     for key, value in given.items():
         name = str(key).replace("_", "-")
         if name not in own:
-            near = difflib.get_close_matches(name, own, 1)
-            meant = f"Did you mean {near[0]}?" if near else f"See `frozencore {context.info_name} --help`."
+            near = nearest_name(name, own)
+            meant = f"Did you mean {near}?" if near else f"See `frozencore {context.info_name} --help`."
             raise ConfigError(
                 f"{file} has the key {str(key)!r:.80}, which `{context.info_name}` does not know. {meant}"
             )

@@ -20,6 +20,7 @@ import frozencore_basis_model
 from frozencore.adapter.directory import read_adapter
 from frozencore.adapter.export.base_model import load_base_model, save_tokenizer
 from frozencore.adapter.export.basis_in_model import Bases, identity_of
+from frozencore.adapter.export.leaving import require_bases
 from frozencore.adapter.export.lora_layers import layers_of
 from frozencore.adapter.named_basis import other_base
 from frozencore.adapter.seal.card import CARD_FILE
@@ -109,12 +110,7 @@ def _read_basis(directory: Path) -> _Basis:
         return _Basis(str(directory), saved.layers, saved.base, saved.base_model, False)
     config, factors = read_adapter(directory)
     config.require_one_round("A basis model")
-    empty = [name for name, f in factors.items() if not bool(f.P.any())]
-    if empty:
-        raise ConfigError(
-            f"Layer {empty[0]!r} has no basis yet, so there is nothing to export. "
-            "Call frozencore.calibrate(model, dataloader) first."
-        )
+    require_bases(factors)
     recorded = (config.seal or {}).get("base")
     if config.basis_id is not None:
         recorded = config.find_basis(str(directory)).base

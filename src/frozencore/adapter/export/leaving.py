@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,7 +90,16 @@ def require_cores_only(adapter: LeavingAdapter) -> None:
         raise ConfigError(f"The adapter trains whole modules too ({', '.join(config.modules_to_save)}), {_NOT_LORA}")
     if config.trainable_token_indices:
         raise ConfigError(f"The adapter trains single token embeddings too, {_NOT_LORA}")
-    empty = [name for name, factors in adapter.factors.items() if not bool(factors.P.any())]
+    require_bases(adapter.factors)
+
+
+def require_bases(factors: Mapping[str, Factors]) -> None:
+    """Refuse layers without a basis.
+
+    Raises:
+        ConfigError: The first of them.
+    """
+    empty = [name for name, own in factors.items() if not bool(own.P.any())]
     if empty:
         raise ConfigError(
             f"Layer {empty[0]!r} has no basis yet, so there is nothing to export. "

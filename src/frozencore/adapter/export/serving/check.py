@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from frozencore.adapter.export.serving.config_rules import VLLM_MAX_RANKS
+from frozencore.adapter.export.serving.config_rules import vllm_max_rank
 from frozencore.adapter.export.serving.lora_directory import read_lora_directory
 from frozencore.adapter.export.serving.rules import ENGINES, RULES
 
@@ -61,6 +61,4 @@ def check_lora_directory(directory: str | Path) -> LoraReport:
     problems = tuple(Problem(rule.name, rule.engines, what, rule.remedy) for rule, what in found if what is not None)
     rank = lora.config.get("r")
     rank = rank if isinstance(rank, int) and rank > 0 else None
-    needed = lora.largest_rank
-    admitted = [largest for largest in VLLM_MAX_RANKS if needed is not None and largest >= needed]
-    return LoraReport(rank, admitted[0] if admitted else None, problems, lora.is_tenant)
+    return LoraReport(rank, vllm_max_rank(lora.largest_rank), problems, lora.is_tenant)

@@ -26,6 +26,11 @@ _SGLANG_MODULES = {
 }  # fmt: skip
 
 
+def vllm_max_rank(rank: int | None) -> int | None:
+    """The smallest ``--max-lora-rank`` that admits a rank; None if vLLM has none."""
+    return next((largest for largest in VLLM_MAX_RANKS if rank is not None and largest >= rank), None)
+
+
 def is_lora(lora: LoraDirectory) -> str | None:
     """SGLang asserts it; to the others the tensors of another method have unknown names."""
     kind = lora.config.get("peft_type")
