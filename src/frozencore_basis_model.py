@@ -12,6 +12,7 @@ a model folder may carry it as its code.
 
 from __future__ import annotations
 
+import sys
 from functools import cache
 from typing import Any
 
@@ -61,11 +62,11 @@ class LinearOnBasis(nn.Module):
         return self.base.bias
 
 
-class SharedLinearOnBasis(LinearOnBasis):
-    """The same where several processes share a model.
+class LinearApartFromBasis(LinearOnBasis):
+    """The same where several processes share a model, or the engine quantises it.
 
-    vLLM merges linear layers that read one input into a column-parallel one, also those that its plan splits otherwise.
-    Another view of the input is another input to it.
+    vLLM merges linear layers that read one input into a column-parallel one, also those that its plan splits otherwise,
+    and what it merges it quantises together. Another view of the input is another input to it.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -133,8 +134,8 @@ def insert_basis(model: Any, ranks: dict[str, int]) -> None:
     within = f"{model.base_model_prefix}."
     is_whole = hasattr(model, model.base_model_prefix)
     places = {name if is_whole else name.removeprefix(within): (name, rank) for name, rank in ranks.items()}
-    alone = not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() == 1
-    kind = LinearOnBasis if alone else SharedLinearOnBasis
+    shared = distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+    kind = LinearApartFromBasis if shared or _quantised_by_vllm() else LinearOnBasis
     for place, (_, rank) in places.items():
         parent, _, last = place.rpartition(".")
         owner = model.get_submodule(parent)
@@ -142,6 +143,13 @@ def insert_basis(model: Any, ranks: dict[str, int]) -> None:
     plan = {} if is_whole else getattr(model, "_tp_plan", None)
     if plan:
         model._tp_plan = _tensor_parallel_plan(plan, places)
+
+
+def _quantised_by_vllm() -> bool:
+    """Whether vLLM builds the model now and will quantise its linear layers."""
+    vllm = sys.modules.get("vllm.config")
+    building = vllm and vllm.get_current_vllm_config_or_none()
+    return bool(building and building.quant_config)
 
 
 def _tensor_parallel_plan(plan: dict[str, str], places: Any) -> dict[str, str]:

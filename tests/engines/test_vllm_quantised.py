@@ -1,0 +1,50 @@
+"""A basis model whose base layers vLLM quantises: tenants answer as native adapters on the quantised base model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from peft import get_peft_model
+from transformers import AutoModelForCausalLM, TorchAoConfig
+
+from adapted import train_at_random
+from frozencore import FrozenCoreConfig, export_basis_model, export_tenant
+from served_adapters import NUM_TOKENS, PROMPTS, TOLERANCE, Referee
+from vllm_server import VllmServer
+
+pytest.importorskip("torchao")
+
+from torchao.core.config import config_to_dict
+from torchao.quantization import FqnToConfig, Int8WeightOnlyConfig, IntxWeightOnlyConfig, PerGroup
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_p_q_and_cores_stay_as_they_are_on_a_base_that_vllm_quantises(bits: int, base: Path, tmp_path: Path) -> None:
+    """With Q in int8 too, log-probabilities are 0.05 off."""
+    way = {8: Int8WeightOnlyConfig(), 4: IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(32))}[bits]
+    quantised = AutoModelForCausalLM.from_pretrained(
+        base, dtype=torch.float32, quantization_config=TorchAoConfig(way)
+    )  # fmt: skip
+    options = FrozenCoreConfig(task_type="CAUSAL_LM", r=8, constructor="random", target_modules="all-linear")
+    native = get_peft_model(quantised, options).eval()
+    native.save_pretrained(tmp_path / "adapter")
+    export_basis_model(tmp_path / "adapter", tmp_path / "model", base=base)
+    told = tmp_path / "torchao.json"
+    told.write_text(json.dumps(config_to_dict(FqnToConfig({r"re:.*\.(P|Q|core)": None, "_default": way}))))
+
+    flags = ["--enable-lora", "--max-lora-rank", "8", "--lora-target-modules", "core", "--max-model-len", "256"]
+    flags += ["--quantization", "torchao", "--hf-overrides", json.dumps({"quantization_config_file": str(told)})]
+    referee = Referee(native)
+    with VllmServer(tmp_path / "model", tmp_path / "log", *flags) as server:
+        for tenant, prompt in enumerate(PROMPTS):
+            train_at_random(native, size=0.3, seed=tenant)
+            export_tenant(native, tmp_path / str(tenant))
+            server.load(str(tenant), tmp_path / str(tenant))
+            answer = server.ask(str(tenant), prompt, NUM_TOKENS)
+            assert answer.tokens == referee.greedy(prompt, answer.tokens)
+            assert referee.error(prompt, answer) < TOLERANCE
