@@ -1,12 +1,15 @@
-"""The files of an adapter folder: their names, the configuration as it is, and what is said where one is not there."""
+"""The files of an adapter and of a basis: their names, what they say of themselves, and what is said of one missing."""
 
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from frozencore.errors import ArtifactError
+from frozencore.fingerprint import fingerprint_options
 from frozencore.one_line import one_line
 
 CONFIG_FILE, WEIGHTS_FILE, PICKLE_FILE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
@@ -14,6 +17,7 @@ HEADER_FILE, FACTORS_FILE = "basis.json", "basis.safetensors"  # of a basis in a
 MODEL_CONFIG, BASIS_MODEL_TYPE = "config.json", "frozencore_basis_model"
 PEFT_TYPE = "FROZENCORE"
 LARGEST_CONFIG = 2**24
+SEAL_FORMAT, BASIS_FORMAT = 3, 1
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -65,3 +69,62 @@ def damaged(directory: Path, error: Exception) -> ArtifactError:
     """What is raised for a folder that cannot be read, and why."""
     reason = one_line(error, 200)
     return ArtifactError(f"The adapter in {directory} is damaged ({reason}). Save or download it again.")
+
+
+def read_seal(origin: str, seal: Any) -> dict[str, Any]:
+    """A seal that this version understands; an empty one for None.
+
+    Raises:
+        ArtifactError: It is malformed or of a newer format.
+    """
+    if seal is None:
+        return {}
+    number = seal.get("format") if isinstance(seal, dict) else None
+    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+        raise ArtifactError(f"The seal of the adapter in {origin} is malformed. Save or download it again.")
+    if number > SEAL_FORMAT:
+        raise ArtifactError(
+            f"The adapter in {origin} has format {number}, and this frozencore reads up to {SEAL_FORMAT}. "
+            "Run: pip install -U frozencore"
+        )
+    return dict(seal)
+
+
+def basis_header(place: str, text: str) -> dict[str, Any]:
+    """What ``basis.json`` says, checked against the identity in it.
+
+    Raises:
+        ArtifactError: It is of a newer format.
+        ValueError, KeyError, TypeError, AttributeError: It is damaged.
+    """
+    header = json.loads(text)
+    rest = {key: value for key, value in header.items() if key != "identity"}
+    number = header["format"]
+    if isinstance(number, int) and number > BASIS_FORMAT:
+        raise ArtifactError(
+            f"The basis in {place} has format {number}, and this frozencore reads up to {BASIS_FORMAT}. "
+            "Run: pip install -U frozencore"
+        )
+    if fingerprint_options(rest) != header["identity"]:
+        raise ValueError(f"{HEADER_FILE} was changed since it was written")
+    _require_header_types(header)
+    return dict(header)
+
+
+def _require_header_types(header: Mapping[str, Any]) -> None:
+    scales, base = header["scales"], header["base"]
+    fine = (
+        isinstance(scales, dict) and scales and isinstance(header["options"], dict)
+        and all(isinstance(s, int | float) and not isinstance(s, bool) and math.isfinite(s) for s in scales.values())
+        and (base is None or isinstance(base, dict))
+        and all(isinstance(header[name], str | None) for name in ("calibrated_on", "base_model"))
+    )  # fmt: skip
+    if not fine:
+        raise ValueError(f"{HEADER_FILE} holds a value of a wrong type")
+
+
+def places_of_a_basis(adapter: Path | None) -> Iterator[Path]:
+    """Where the basis of an adapter of cores alone is looked for first: in its folder and in the two above."""
+    if adapter is not None:
+        for place in (adapter, *adapter.absolute().parents[:2]):
+            yield from (place / "basis", place)

@@ -1,4 +1,7 @@
-"""Whether the hub can be asked, found out at once: its client retries for up to a minute before it says no."""
+"""Whether the hub can be asked, found out at once: its client retries for up to a minute before it says no.
+
+The client is imported when it is used: that takes a fifth of a second, and who only knows of the hub does without.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Literal
-
-from huggingface_hub import HfApi, try_to_load_from_cache
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from frozencore.errors import ModelError
 
@@ -31,6 +31,9 @@ def hub_answers(kind: Literal["model", "dataset"], name: str, *, timeout_s: floa
     """Whether the hub answers when asked about a repository; what it says is for the loader to report."""
     if _left_alone.get():
         return False
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
     api = HfApi()
     try:
         (api.model_info if kind == "model" else api.dataset_info)(name, timeout=timeout_s)
@@ -71,6 +74,9 @@ def _hub_has(model: str) -> bool:
 
 
 def _is_cached(model: str) -> bool:
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
     try:
         return isinstance(try_to_load_from_cache(model, "config.json"), str)
     except HFValidationError:  # no name that the hub could have

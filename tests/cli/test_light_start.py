@@ -10,11 +10,14 @@ from importlib.util import find_spec, module_from_spec
 from pathlib import Path
 
 import pytest
+from peft import LoraConfig, get_peft_model
 
-from frozencore import __version__, _is_the_command, naming, public
+from adapted import adapted
+from frozencore import __version__, _is_the_command, naming, public, save_basis
 from frozencore.cli.on_demand import _OnDemand
 from frozencore.cli.verbs import VERBS
 from places import ROOT
+from tiny import tiny_qwen2
 
 POCKET = ROOT / "results" / "pocket"
 HEAVY = {"torch", "transformers", "peft", "datasets", "accelerate", "matplotlib", "scipy", "torchao", "bitsandbytes"}
@@ -38,6 +41,12 @@ TELLS = {
     ("campaign", "--help"): "Many runs from one specification",
     ("campaign", "status", str(POCKET)): "pocket: ",
     ("doctor", str(POCKET)): "final runs are there",
+    ("doctor", "adapter"): "hashes agree",
+    ("doctor", "above"): "adapter: base model",
+    ("doctor", "cores"): ", found; it records",
+    ("doctor", "cores/basis"): "all finite; hashes agree",
+    ("doctor", "run"): "adapter: seal",
+    ("doctor", "baseline"): "LORA",
     ("doctor", str(ROOT / "src")): "holds nothing of ours",
 }
 ONE_AFTER_THE_OTHER = """
@@ -59,10 +68,24 @@ print(json.dumps(told))
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, ...], tuple[set[str], str, str]]:
     """As ``imported``, of all lines in one process: a package that one imports is seen from there on."""
-    script = tmp_path_factory.mktemp("bin") / "frozencore"
+    folder = tmp_path_factory.mktemp("bin")
+    script = folder / "frozencore"
+    model = adapted("fcca", trained=True)
+    for name in ("adapter", "above/adapter", "run/adapter"):
+        model.save_pretrained(str(folder / name))
+    save_basis(model, folder / "cores" / "basis")
+    model.save_pretrained(str(folder / "cores"))
+    get_peft_model(tiny_qwen2(), LoraConfig(target_modules=["q_proj"])).save_pretrained(
+        str(folder / "baseline/adapter")
+    )
+    for name in ("run", "baseline"):
+        record = json.loads((POCKET / "records.jsonl").read_text().partition("\n")[0])
+        without = ("accuracy", *(["hashes"] if name == "baseline" else []))
+        kept = {key: value for key, value in record.items() if key not in without}
+        (folder / name / "result.json").write_text(json.dumps(kept))
     script.write_text(ONE_AFTER_THE_OTHER)
     words = [sys.executable, str(script), json.dumps([list(words) for words in TELLS])]
-    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    done = subprocess.run(words, capture_output=True, text=True, check=True, cwd=folder)
     found = [(set(packages) & HEAVY, out, err) for packages, out, err in json.loads(done.stdout)]
     return dict(zip(TELLS, found, strict=True))
 

@@ -10,9 +10,8 @@ from typing import Any
 
 from frozencore.adapter.option_fields import add_option_fields
 from frozencore.adapter.saved_config import SavedConfig
-from frozencore.adapter.seal.integrity import read_seal
 from frozencore.adapter.seal.saved_basis import SavedBasis, find_basis, read_header
-from frozencore.adapter_folder import PEFT_TYPE
+from frozencore.adapter_folder import PEFT_TYPE, read_seal
 from frozencore.constructors import (
     BasisOptions,
     Constructor,

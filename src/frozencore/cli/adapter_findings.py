@@ -1,4 +1,4 @@
-"""What is found in an adapter, in a basis, in a basis model and in a LoRA."""
+"""What is found in an adapter, in a basis, in a basis model and in a LoRA, where a glance does not settle it."""
 
 from __future__ import annotations
 
@@ -9,50 +9,33 @@ from frozencore.adapter.directory import read_adapter
 from frozencore.adapter.export.basis_in_model import identity_of, read_bases, read_entry
 from frozencore.adapter.export.serving import check_lora_directory
 from frozencore.adapter.export.serving.tensor_rules import no_tenant
-from frozencore.adapter.seal.integrity import CONFIG_FILE, read_folder
+from frozencore.adapter.seal.integrity import read_folder
 from frozencore.adapter.seal.saved_basis import load_basis
-from frozencore.cli.findings import Finding, inside
+from frozencore.cli.adapter_lines import SeenAdapter, SeenBasis, other_method
+from frozencore.cli.findings import Finding
 from frozencore.errors import FrozenCoreError
-from frozencore.lab.run.files import ADAPTER, BASIS
 from frozencore.one_line import one_line
 
 
 def adapter(path: Path) -> Iterator[Finding]:
-    """Weights, bases, seal and base model of a frozen core; of a folder with an adapter in it, that one."""
-    if not (path / CONFIG_FILE).exists() and (path / ADAPTER / CONFIG_FILE).is_file():
-        yield from beside(path)
-        return
+    """Weights, bases, seal and base model of a frozen core."""
     try:
         config, factors = read_adapter(path)
     except FrozenCoreError as error:
         yield Finding("weights and configuration", one_line(error), sound=False)
         return
-    num_values = sum(f.R.numel() for f in factors.values())
-    yield Finding("weights and configuration", f"{len(factors)} layers, {num_values:,} trained values, all finite")
-    calibrated = any(bool(f.P.any()) for f in factors.values())
-    yield Finding(
-        "bases",
-        f"of {config.constructor}, in {config.coordinates} coordinates"
-        if calibrated
-        else "zero: it was never calibrated and changes nothing. Call frozencore.calibrate and save it again.",
-        calibrated,
-    )
     seal = config.seal or {}
-    yield Finding(
-        "seal", "hashes agree" if seal.get("weights_sha256") else "none: changes since it was saved go unseen"
-    )
-    if config.basis_id is not None:
-        yield Finding("basis", f"{config.basis_id[:12]}, found; it records the base model")
-        return
-    base = f"made on {config.base_model_name_or_path or 'a model without a name'}"
-    yield Finding("base model", f"{base}, {'recorded' if seal.get('base') else 'not recorded: any of its shape fits'}")
-
-
-def beside(path: Path) -> Iterator[Finding]:
-    """The adapter and the basis in a folder of ``frozencore calibrate``."""
-    yield from inside(path / ADAPTER, "adapter", adapter)
-    if (path / BASIS).is_dir():
-        yield from inside(path / BASIS, "basis", basis)
+    yield from SeenAdapter(
+        num_layers=len(factors),
+        num_values=sum(f.R.numel() for f in factors.values()),
+        constructor=config.constructor,
+        coordinates=config.coordinates,
+        calibrated=any(bool(f.P.any()) for f in factors.values()),
+        sealed=bool(seal.get("weights_sha256")),
+        basis_id=config.basis_id,
+        base_model=config.base_model_name_or_path,
+        base_recorded=bool(seal.get("base")),
+    ).findings()
 
 
 def basis(path: Path) -> Iterator[Finding]:
@@ -62,11 +45,14 @@ def basis(path: Path) -> Iterator[Finding]:
     except FrozenCoreError as error:
         yield Finding("factors and header", one_line(error), sound=False)
         return
-    yield Finding("factors and header", f"{len(found.layers)} layers, all finite; hashes agree")
-    of = f", calibrated on {found.calibrated_on}" if found.calibrated_on else ""
-    yield Finding("identity", f"{found.identity[:12]}, of {found.options.get('constructor')}{of}")
-    base = f"made on {found.base_model or 'a model without a name'}"
-    yield Finding("base model", f"{base}, {'recorded' if found.base else 'not recorded: any of its shape fits'}")
+    yield from SeenBasis(
+        len(found.layers),
+        found.identity,
+        found.options.get("constructor"),
+        found.calibrated_on,
+        found.base_model,
+        bool(found.base),
+    ).findings()
 
 
 def basis_model(path: Path) -> Iterator[Finding]:
@@ -105,6 +91,6 @@ def baseline(path: Path) -> Iterator[Finding]:
     """The adapter of another method, as far as its file tells."""
     try:
         values, tensors = read_folder(path)
-        yield Finding("weights and configuration", f"{values.get('peft_type')}, {len(tensors)} tensors, all finite")
+        yield other_method(values.get("peft_type"), len(tensors))
     except FrozenCoreError as error:
         yield Finding("weights and configuration", one_line(error), sound=False)

@@ -128,7 +128,6 @@ def one(
 def status(folder: Folder) -> None:
     """Show how many runs are done, running, failed and left, the time to go, and why runs failed."""
     torch_on_demand()
-    torch_on_demand()
     from frozencore.cli.campaign_status import status_lines
 
     for part in status_lines(folder):

@@ -57,7 +57,7 @@ def run_campaign(
     console.print(
         f"{num_of(standing.finished, 'run')} finished, {standing.failed} failed, {standing.left} left.", highlight=False
     )
-    for line in failure_lines(campaign, store):
+    for line in failure_lines(plan(campaign, store.outcome), store):
         console.print(line, markup=False, highlight=False, style="yellow")
     return standing
 

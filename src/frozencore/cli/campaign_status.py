@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from frozencore.lab.campaign.plan import plan
-from frozencore.lab.campaign.spec import Campaign
+from frozencore.lab.campaign.plan import Planned, plan
 from frozencore.lab.campaign.standing import tally, time_to_go
 from frozencore.lab.campaign.store import Store
 
@@ -22,12 +21,12 @@ def status_lines(folder: Path) -> Iterator[str]:
         f"{campaign.name}: {standing.finished} done, {len(running)} running, {standing.failed} failed, "
         f"{max(0, standing.left - len(running))} left{time_to_go(planned, store, len(running))}"
     )
-    yield from failure_lines(campaign, store)
+    yield from failure_lines(planned, store)
 
 
-def failure_lines(campaign: Campaign, store: Store) -> Iterator[str]:
+def failure_lines(planned: Iterable[Planned], store: Store) -> Iterator[str]:
     """Why runs failed, a line each."""
-    for run in plan(campaign, store.outcome):
+    for run in planned:
         outcome = store.outcome(run.job.id) if run.job else None
         if run.job and outcome and outcome.failure:
             axes = ", ".join(f"{name} {value}" for name, value in run.axes.items())

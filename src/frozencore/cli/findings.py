@@ -67,8 +67,11 @@ def diagnose(path: Path) -> Diagnosis:
 
 def _examiner(kind: str) -> Callable[[Path], Iterator[Finding]]:
     """The function that looks; what only an adapter needs is not imported for a campaign."""
-    room = {"adapter": "adapter", "basis": "adapter", "basis model": "adapter", "LoRA": "adapter", "moments": "moments"}
-    module = import_module(f"frozencore.cli.{room.get(kind, 'run')}_findings")
+    room = {
+        "adapter": "at_a_glance", "basis": "at_a_glance", "basis model": "adapter_findings",
+        "LoRA": "adapter_findings", "moments": "moments_findings",
+    }  # fmt: skip
+    module = import_module(f"frozencore.cli.{room.get(kind, 'run_findings')}")
     examiner: Callable[[Path], Iterator[Finding]] = getattr(module, kind.lower().replace(" ", "_"))
     return examiner
 

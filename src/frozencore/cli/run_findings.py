@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from frozencore.cli.at_a_glance import adapter, baseline
 from frozencore.cli.findings import Finding, inside, read_json
 from frozencore.errors import FrozenCoreError
-from frozencore.lab.campaign.results import load_results
-from frozencore.lab.campaign.store import INDEX, Store
 from frozencore.lab.run.files import ADAPTER, CHECKPOINTS, FAILURE, PREDICTIONS, RECORD
 from frozencore.lab.run.interrupted import kept_of
 from frozencore.lab.run.record import TunedRecord, read_record
@@ -39,8 +38,6 @@ def run(path: Path) -> Iterator[Finding]:
     if record.has("accuracy"):
         yield _rescored(path / PREDICTIONS, record.accuracy)
     if (path / ADAPTER).exists():
-        from frozencore.cli.adapter_findings import adapter, baseline
-
         of_baseline = record.hashes is None or record.hashes.basis is None
         yield from inside(path / ADAPTER, "adapter", baseline if of_baseline else adapter)
 
@@ -85,6 +82,9 @@ def evaluation(path: Path) -> Iterator[Finding]:
 
 def campaign(path: Path) -> Iterator[Finding]:
     """Its runs, those that failed and those that are open."""
+    from frozencore.lab.campaign.results import load_results
+    from frozencore.lab.campaign.store import INDEX, Store
+
     try:
         store = Store(path)
         results = load_results(path)

@@ -39,13 +39,13 @@ from frozencore.adapter_folder import (
     damaged,
     missing,
     read_config,
+    read_seal,
 )
 from frozencore.errors import ArtifactError
 from frozencore.fingerprint import fingerprint_tensors
 from frozencore.maths.basis import ORTHONORMAL_COORDINATES, known_basis
 from frozencore.maths.linalg import all_finite
 
-FORMAT = 3
 CORES_FORMAT = 2  # of cores alone
 ROUNDS_FORMAT = 3  # of several rounds, whose bases are orthonormal one by one
 ORTHONORMALITY = 2 * torch.finfo(torch.bfloat16).eps  # a basis may have been bfloat16 before it was widened
@@ -97,25 +97,6 @@ def require_loadable(directory: Path) -> None:
     holds_weights = (directory / WEIGHTS_FILE).exists() or (directory / WEIGHTS_FILE).is_symlink()
     if holds_weights or (directory / PICKLE_FILE).exists():
         read_folder(directory)
-
-
-def read_seal(origin: str, seal: Any) -> dict[str, Any]:
-    """A seal that this version understands; an empty one for None.
-
-    Raises:
-        ArtifactError: It is malformed or of a newer format.
-    """
-    if seal is None:
-        return {}
-    number = seal.get("format") if isinstance(seal, dict) else None
-    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-        raise ArtifactError(f"The seal of the adapter in {origin} is malformed. Save or download it again.")
-    if number > FORMAT:
-        raise ArtifactError(
-            f"The adapter in {origin} has format {number}, and this frozencore reads up to {FORMAT}. "
-            "Run: pip install -U frozencore"
-        )
-    return dict(seal)
 
 
 def seal_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Any]:

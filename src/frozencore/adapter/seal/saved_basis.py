@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save_file
 from torch import Tensor
 
-from frozencore.adapter_folder import FACTORS_FILE, HEADER_FILE
+from frozencore.adapter_folder import BASIS_FORMAT, FACTORS_FILE, HEADER_FILE, basis_header, places_of_a_basis
 from frozencore.errors import ArtifactError
 from frozencore.fingerprint import fingerprint_options
 from frozencore.hub import hub_answers
@@ -31,7 +30,6 @@ from frozencore.maths.linalg import all_finite
 from frozencore.one_line import one_line
 from frozencore.whole_file import whole_folder
 
-FORMAT = 1
 LARGEST_HEADER = 2**24
 
 
@@ -96,7 +94,7 @@ def write_basis(
             {name: X.contiguous() for name, X in factors.items()}, aside / FACTORS_FILE, metadata={"format": "pt"}
         )
         header = {
-            "format": FORMAT,
+            "format": BASIS_FORMAT,
             "factors_sha256": hashlib.sha256((aside / FACTORS_FILE).read_bytes()).hexdigest(),
             "options": dict(options),
             "scales": {name: scales[name] for name in sorted(scales)},
@@ -157,22 +155,11 @@ def read_header(place: str | Path, revision: str | None = None) -> dict[str, Any
     try:
         if path.stat().st_size > LARGEST_HEADER:
             raise ValueError(f"{HEADER_FILE} is larger than {LARGEST_HEADER:,} bytes")
-        header = json.loads(path.read_text(encoding="utf-8"))
-        rest = {key: value for key, value in header.items() if key != "identity"}
-        number = header["format"]
-        if isinstance(number, int) and number > FORMAT:
-            raise ArtifactError(
-                f"The basis in {place} has format {number}, and this frozencore reads up to {FORMAT}. "
-                "Run: pip install -U frozencore"
-            )
-        if fingerprint_options(rest) != header["identity"]:
-            raise ValueError(f"{HEADER_FILE} was changed since it was written")
-        _require_types(header)
+        return basis_header(str(place), path.read_text(encoding="utf-8"))
     except ArtifactError:
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise _damaged(place, error) from error
-    return dict(header)
 
 
 def find_basis(
@@ -187,7 +174,7 @@ def find_basis(
     Raises:
         ArtifactError: It is nowhere, or another one is there; or it is damaged.
     """
-    for folder in _near(beside):
+    for folder in places_of_a_basis(beside):
         if (folder / HEADER_FILE).is_file() and (header := read_header(folder))["identity"] == identity:
             return _with_factors(folder, None, header)
     short = identity[:12]
@@ -208,12 +195,6 @@ def find_basis(
             "another basis they mean nothing. Get the basis that they were trained on."
         )
     return _with_factors(named, revision, header)
-
-
-def _near(folder: Path | None) -> Iterator[Path]:
-    if folder is not None:
-        for place in (folder, *folder.absolute().parents[:2]):
-            yield from (place / "basis", place)
 
 
 def _is_there(place: str) -> bool:
@@ -240,18 +221,6 @@ def _file(place: str | Path, revision: str | None, name: str) -> Path:
             f"No basis at {place}: it is neither a folder nor in the offline cache, and the hub does not give it "
             f"({one_line(error)}). Give the folder of a saved basis."
         ) from error
-
-
-def _require_types(header: Mapping[str, Any]) -> None:
-    scales, base = header["scales"], header["base"]
-    fine = (
-        isinstance(scales, dict) and scales and isinstance(header["options"], dict)
-        and all(isinstance(s, int | float) and not isinstance(s, bool) and math.isfinite(s) for s in scales.values())
-        and (base is None or isinstance(base, dict))
-        and all(isinstance(header[name], str | None) for name in ("calibrated_on", "base_model"))
-    )  # fmt: skip
-    if not fine:
-        raise ValueError(f"{HEADER_FILE} holds a value of a wrong type")
 
 
 def _damaged(place: str | Path, error: Exception | str) -> ArtifactError:
