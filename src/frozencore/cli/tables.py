@@ -75,8 +75,13 @@ def _recipe(record: TunedRecord) -> Iterator[str]:
     if record.resolved is not None:
         recipe = record.resolved.recipe
         rate, warmup = recipe["learning_rate"], recipe["warmup"]
-        rows = f"{recipe['batch_size']} x {recipe['accumulation']} rows"
+        rows = f"{recipe['batch_size']} x {recipe['accumulation']} rows{in_rounds(recipe.get('refresh', 1))}"
         yield f"{record.training.num_steps} steps of {rows}; learning rate {rate:g}, warm-up {warmup:g} of them."
+
+
+def in_rounds(rounds: int) -> str:
+    """How often a training is refreshed, to add to its steps; nothing of one that is not."""
+    return "" if rounds == 1 else f", in {rounds} rounds"
 
 
 def _too_long(record: TunedRecord) -> Iterator[str]:

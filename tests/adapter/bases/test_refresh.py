@@ -14,6 +14,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from adapted import BATCHES, EXAMPLES, adapted, cores_of, logits, train_at_random
 from frozencore import CoreBank, Refresh, calibrate, export_lora, get_bases, prepare_swap, save_basis
+from frozencore.adapter.bases.refresh_plan import rounds_for
 from frozencore.adapter.directory import read_adapter
 from frozencore.adapter.inspection import inspect_adapter
 from frozencore.calibration.gathering import Gathering
@@ -157,6 +158,24 @@ def test_new_bases_are_those_of_the_moments_of_the_round_before(tmp_path: Path) 
         assert P.shape[1] == 6
         assert span_distance(P[:, 3:], P0) < 1e-3
         assert span_distance(Q[:, 3:], Q0) < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("rows", "steps", "rounds"),
+    [(1600, 200, 16), (800, 100, 8), (99, 13, 1), (1600, 25, 4), (1600, 5, 1), (100_000, 12_500, 16)],
+)
+def test_auto_makes_a_round_of_a_hundred_rows_six_steps_at_least_and_sixteen_at_most(
+    rows: int, steps: int, rounds: int
+) -> None:
+    assert rounds_for(rows, steps) == rounds
+
+
+def test_auto_counts_the_rows_that_the_trainer_will_see(tmp_path: Path) -> None:
+    model = adapted()
+    refresh = Refresh(model, "auto")
+    arguments = {"max_steps": 30, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+    trainer_of(model, tmp_path, refresh, save_strategy="no", **arguments).train()
+    assert refresh.rounds == model.peft_config["default"].rounds == 240 // 100
 
 
 def test_gathering_adds_a_tenth_of_the_products_at_most(tmp_path: Path) -> None:
@@ -316,7 +335,7 @@ def test_what_needs_one_basis_refuses_a_sum(refreshed: PeftModel, tmp_path: Path
 
 
 def test_what_cannot_be_refreshed_is_refused_in_one_line(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"at least one round, but rounds=0 came"):
+    with pytest.raises(ConfigError, match=r'at least one round, .* "auto" finds, but rounds=0 came'):
         Refresh(adapted(), 0)
     with pytest.raises(ConfigError, match=r"but cost=0 came"):
         Refresh(adapted(), 2, cost=0)

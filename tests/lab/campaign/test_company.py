@@ -198,6 +198,15 @@ def map_jobs(base: Mapping[str, object], options: Sequence[Mapping[str, object]]
     return [make_job("tune", {**base, **one}) for one in options]
 
 
+def test_a_refreshed_run_trains_alone_since_it_leaves_the_basis(tmp_path: Path) -> None:
+    plain, twice, auto = keys_of(
+        campaign_in(tmp_path, fuse=True),
+        *({"refresh": rounds, "select_checkpoint": "none"} for rounds in (1, 2, "auto")),
+    )
+    assert plain is not None
+    assert (twice, auto) == (None, None)
+
+
 def test_what_may_train_in_company_shares_all_that_its_basis_and_rows_are_of(tmp_path: Path) -> None:
     campaign = campaign_in(tmp_path, fuse=True)
     plain, rate, warmup, batch, seed, rank, size, rows, lora = keys_of(

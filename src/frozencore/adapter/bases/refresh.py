@@ -9,9 +9,8 @@ themselves, a share of the older ones kept.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -20,14 +19,13 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from frozencore.adapter.bases.calibratable import adapter_for_new_bases
 from frozencore.adapter.bases.passes import BasisWork
-from frozencore.adapter.layer import FrozenCoreLayer, is_linear, layer_shape
+from frozencore.adapter.bases.refresh_plan import COST, rounds_for, share_to_gather
 from frozencore.calibration.gathering import Gathering
 from frozencore.calibration.shards import assign_owners, own_rank, reduce_moments, require_same_bases, share_bases
 from frozencore.errors import CalibrationError, ConfigError
 
 KEPT = 0.5  # of the older moments, at each refresh
 WARMUP = 0.1  # of a round's steps
-COST = 0.1  # of the products of a training that gathering may add
 
 
 class Refresh(TrainerCallback):
@@ -40,34 +38,48 @@ class Refresh(TrainerCallback):
 
     Args:
         model: With a frozen-core adapter that has its first bases.
-        rounds: At least 1, which leaves the training as it is, and at most one for each step.
+        rounds: At least 1, which leaves the training as it is, and at most one for each step; ``auto`` makes as many as
+            pay with the rows and steps of the training (:func:`frozencore.adapter.bases.refresh_plan.rounds_for`).
         cost: Of the products of the training, how many summing moments may add: it decides how many steps are summed.
             At 0.5 and above that is every step.
         adapter_name: The active one by default.
+
+    Attributes:
+        rounds: As given; of ``auto``, from the beginning of the training on.
 
     Raises:
         ConfigError: The model has no such adapter, or one that cannot be refreshed: on a basis that it shares, or of a
             constructor that reads no data.
     """
 
-    def __init__(self, model: nn.Module, rounds: int, *, cost: float = COST, adapter_name: str | None = None) -> None:
-        if not isinstance(rounds, int) or isinstance(rounds, bool) or rounds < 1:
-            raise ConfigError(f"A training has at least one round, but rounds={rounds!r:.50} came.")
+    def __init__(
+        self,
+        model: nn.Module,
+        rounds: int | Literal["auto"],
+        *,
+        cost: float = COST,
+        adapter_name: str | None = None,
+    ) -> None:
+        if rounds != "auto" and (not isinstance(rounds, int) or isinstance(rounds, bool) or rounds < 1):
+            raise ConfigError(
+                f'A training has at least one round, or as many as "auto" finds, but rounds={rounds!r:.50} came.'
+            )
         if not cost > 0:
             raise ConfigError(f"Summing moments costs something, but cost={cost!r:.50} came. Give a share above 0.")
-        self.model, self.rounds, self.cost = model, rounds, cost
+        self.model, self.cost = model, cost
+        self.asked, self.rounds = rounds, 1 if rounds == "auto" else rounds
         self.adapter_name, self.config, self.layers = adapter_for_new_bases(model, adapter_name, reset=True)
-        if rounds > 1 and self.config.basis_id is not None:
+        if rounds != 1 and self.config.basis_id is not None:
             raise ConfigError(
                 "Refreshing changes the basis, and this adapter shares its own with others. Train without refresh, or "
                 "calibrate a basis for this adapter alone."
             )
-        if rounds > 1 and not self.config.needs_calibration:
+        if rounds != 1 and not self.config.needs_calibration:
             raise ConfigError(
                 f"Refreshing chooses bases by the training data, which {self.config.constructor!r} does not read. "
                 "Use a constructor that does, such as fcca, or train without refresh."
             )
-        self.config.refreshes = rounds > 1
+        self.config.refreshes = rounds != 1
         self._gathering: Gathering | None = None
         self._begun_at = 0
         self._peaks: list[float] = []
@@ -82,6 +94,9 @@ class Refresh(TrainerCallback):
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Hooks go on the model; a training that is resumed goes on with the moments of its checkpoint."""
         self.close()
+        if self.asked == "auto":
+            rows_a_step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+            self.rounds = rounds_for(rows_a_step * state.max_steps, state.max_steps)
         if self.rounds > state.max_steps:
             raise ConfigError(
                 f"A round has at least one step, but refresh={self.rounds} came for {state.max_steps} steps. "
@@ -192,10 +207,3 @@ class Refresh(TrainerCallback):
     @staticmethod
     def _file(args: TrainingArguments, state: TrainerState) -> Path:
         return Path(str(args.output_dir)) / f"checkpoint-{state.global_step}" / f"refresh-{own_rank()}.safetensors"
-
-
-def share_to_gather(model: nn.Module, layers: Mapping[str, FrozenCoreLayer], cost: float) -> float:
-    """Of the steps, how many are summed: a product for each weight of the layers, beside two for each of the model."""
-    seen = sum(layer.in_features * layer.out_features for layer in layers.values())
-    shapes = (layer_shape(module) for module in model.modules() if is_linear(module))
-    return min(1.0, cost * 2 * sum(m * n for m, n in shapes) / seen)

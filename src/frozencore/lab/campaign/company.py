@@ -58,9 +58,9 @@ def company_sizes(keys: Mapping[str, str], left: Iterable[str]) -> dict[str, int
 
 
 def _key(job: Job) -> str | None:
-    """None for a run that trains no cores, or whose time is its result."""
+    """None for a run that trains no cores, leaves the basis that it would share, or whose time is its result."""
     config = job.config
-    if job.kind != "tune" or not config.method_entry.has_bases:
+    if job.kind != "tune" or not config.method_entry.has_bases or config.refreshes:
         return None
     known_by_weights = config.method_entry.weights_only or config.basis is not None
     is_seeded = bool(config.moments_needed) or not known_by_weights

@@ -50,7 +50,7 @@ class RehearsalPlace(Place):
             "num_evaluation": scaled(config.num_evaluation or task.num_evaluation, shares.evaluation),
             "calibration_size": max(fewest_calibrated(config), scaled(config.calibration_size, self.calibration_share)),
             "epochs": epochs_of(task, config),
-            "refresh": min(STEPS, config.refresh),
+            "refresh": STEPS if config.refresh == "auto" else min(STEPS, config.refresh),
             "max_new_tokens": min(MOST_NEW_TOKENS, config.max_new_tokens or task.max_new_tokens),
         }
         if config.model in self.stand_ins and not config.truncate:

@@ -101,11 +101,11 @@ class RunConfig(Frozen):
         Field(ge=1, description="Optimiser steps between checkpoints. Default: one an epoch, and one at Ctrl-C."),
     ] = None
     refresh: Annotated[
-        int,
+        PositiveInt | Literal["auto"],
         Field(
-            ge=1,
             description="Train in that many rounds, each on new bases from the moments of the batches so far; the "
-            "rounds' cores add up. 1: on the first bases to the end.",
+            "rounds' cores add up. 1: on the first bases to the end. auto: one for each hundred rows that are trained "
+            "on, of six steps at least, and at most sixteen.",
         ),
     ] = 1
     refresh_cost: Annotated[
@@ -201,7 +201,7 @@ class RunConfig(Frozen):
         refuse_unread(self.method, self.core.model_dump(exclude_defaults=True))
         if self.rank_budget is not None:
             self._check_rank_budget()
-        if self.refresh > 1:
+        if self.refreshes:
             _refuse_refresh(self)
         return self
 
@@ -233,6 +233,11 @@ class RunConfig(Frozen):
     @property
     def resolved_warmup(self) -> float:
         return self.method_entry.warmup if self.warmup is None else self.warmup
+
+    @property
+    def refreshes(self) -> bool:
+        """Whether it may train in more than one round."""
+        return self.refresh != 1
 
     @property
     def rows_a_step(self) -> int:

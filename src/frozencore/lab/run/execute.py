@@ -6,7 +6,7 @@ import shutil
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from torch import nn
 
 from frozencore.adapter.bases.calibrate import Calibration, calibrate
 from frozencore.adapter.bases.carried import basis_fingerprint
-from frozencore.adapter.bases.refresh import COST
+from frozencore.adapter.bases.refresh_plan import COST, rounds_for
 from frozencore.adapter.bases.spend import spends_by_spectrum
 from frozencore.adapter.seal.card import write_model_card
 from frozencore.adapter.seal.saved_basis import read_header
@@ -221,16 +221,18 @@ def recipe_of(config: RunConfig, rows: RunRows, model: nn.Module) -> Recipe:
     if batch_size == "auto":
         batch_size = rows_at_once(config.rows_a_step, max(len(row.input_ids) for row in rows.train), model)
         accumulation = config.rows_a_step // batch_size
-    return Recipe(
+    recipe = Recipe(
         learning_rate=config.resolved_learning_rate,
         warmup=config.resolved_warmup,
         epochs=config.epochs or (rows.task.epochs if rows.task else 1),
         batch_size=batch_size,
         accumulation=accumulation,
         seed=config.seed,
-        refresh=config.refresh,
         refresh_cost=config.refresh_cost or COST,
     )
+    num_rows = len(rows.train)
+    found = rounds_for(recipe.epochs * num_rows, recipe.num_steps(num_rows))
+    return replace(recipe, refresh=found if config.refresh == "auto" else config.refresh)
 
 
 def train_once(

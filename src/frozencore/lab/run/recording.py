@@ -73,7 +73,7 @@ def make_record(
     """
     assert bench.before is not None
     report, trained = run.training, trainable_parameters(run.model)
-    can_be_made_again = config.method_entry.has_bases and config.refresh == 1
+    can_be_made_again = config.method_entry.has_bases and resolved.recipe["refresh"] == 1
     stored = sum(file.stat().st_size for file in run.adapter.glob("*.safetensors"))
     return TunedRecord(
         format=RECORD_FORMAT,

@@ -24,7 +24,8 @@ import torch
 from torch import nn
 from transformers import PrinterCallback, TrainingArguments
 
-from frozencore.adapter.bases.refresh import COST, Refresh
+from frozencore.adapter.bases.refresh import Refresh
+from frozencore.adapter.bases.refresh_plan import COST
 from frozencore.adapter.trainable import require_own_parameters
 from frozencore.errors import ConfigError, DataError, TrainingError
 from frozencore.lab.rows.batches import PaddingCollator

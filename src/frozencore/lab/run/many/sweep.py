@@ -51,7 +51,7 @@ def execute_sweep(
     """
     if not config.method_entry.has_bases:
         raise ConfigError(f"A sweep trains cores side by side on one basis, but {config.method!r} has no cores.")
-    if config.refresh > 1:
+    if config.refreshes:
         raise ConfigError("A sweep trains cores side by side on one basis, which refreshing leaves. Give one of them.")
     chooses = config if config.select_checkpoint != "none" else config.model_copy(update={"select_checkpoint": "epoch"})
     refuse_used(out, resume=resume)
