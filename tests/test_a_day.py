@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -44,10 +45,10 @@ class Day:
     def __init__(self, folder: Path) -> None:
         self.folder, self.steps = folder, 0
 
-    def do(self, words: str, says: str = "", *, status: int = 0) -> str:
+    def do(self, words: str, says: str = "", *, status: int = 0, stdin: IO[str] | None = None) -> str:
         """Run a verb and look at its status and its words; what it printed."""
         command, narrow = [*FROZENCORE, *words.split()], os.environ | {"COLUMNS": "80"}
-        done = subprocess.run(command, cwd=self.folder, capture_output=True, text=True, env=narrow)
+        done = subprocess.run(command, cwd=self.folder, capture_output=True, text=True, env=narrow, stdin=stdin)
         self.steps += 1
         said = done.stdout + done.stderr
         assert done.returncode == status, f"{words}: {said[-2000:]}"
@@ -116,6 +117,15 @@ def test_a_day_of_forty_steps(tmp_path: Path) -> None:
         json.dumps([{"instruction": f"Count {i}", "output": "two cats"} for i in range(30)])
     )
     day.do(f"tune --model pocket --data alpaca.json {FEW} --out runs/alpaca", "steps of")
+
+    with (tmp_path / "rows.jsonl").open() as piped:
+        day.do(
+            f"tune --model pocket --data - {FEW} --out runs/piped", "Read 40 rows by prompt and completion", stdin=piped
+        )
+    (tmp_path / "cats").mkdir()
+    day.write("cats/train.jsonl", [*rows, {"prompt": "Tom", "completion": None}])
+    day.do(f"tune --model pocket --data cats:train {FEW} --out runs/split", "must hold text", status=2)
+    day.do(f"tune --model pocket --data cats:train --skip-bad {FEW} --out runs/split", "1 left out")
 
     # Other ways to train
     day.do(f"tune --model pocket --data rows.jsonl {FEW} --method lora --out runs/lora", "lora on rows.jsonl")

@@ -109,7 +109,7 @@ def test_rows_that_are_too_long_are_refused_or_left_out_and_counted(command, tmp
     status, out, _ = command(*words, "--truncate", "--skip-long", "--out", tmp_path / "run")
     assert status == 0
     assert "1 prompt cut, 1 row skipped as too long" in out
-    assert "1 row was too long and left out (--skip-long)" in out
+    assert "Read 12 rows by prompt and completion; 1 left out (too long)." in out
     used = json.loads((tmp_path / "run" / "result.json").read_text())["rows"]
     assert (used["cut"], used["skipped"], used["trained"] + used["scored"]) == (1, 1, 11)
 

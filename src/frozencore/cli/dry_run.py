@@ -43,6 +43,8 @@ def dry_run_lines(config: RunConfig, progress: Progress) -> Iterator[Text]:
 
 def _rows(config: RunConfig, bench: Bench) -> Iterator[Text]:
     rows = bench.rows
+    if rows.reading is not None:
+        yield Text(rows.reading.in_words)
     sets = {
         "train on": rows.train,
         "score": rows.held_out,
@@ -57,7 +59,8 @@ def _rows(config: RunConfig, bench: Bench) -> Iterator[Text]:
             f"a row has {median(lengths):.0f} in the middle, {max(lengths):,} at most (limit "
             f"{bench.encoder.max_length})."
         )
-    for count, said in ((rows.num_cut, "cut at the beginning of the prompt"), (rows.num_skipped, "left out")):
+    skipped = 0 if rows.reading else rows.num_skipped  # which was said of one's own
+    for count, said in ((rows.num_cut, "cut at the beginning of the prompt"), (skipped, "left out")):
         if count:
             yield Text(f"{num_of(count, 'row')} too long: {said}.")
 

@@ -13,6 +13,7 @@ from frozencore.adapter.inspection import LayerReport
 from frozencore.adapter.seal.card import allocation_in_words
 from frozencore.lab.run.record import TunedRecord
 from frozencore.lab.run.record_parts import AccuracyDetails
+from frozencore.lab.run.rows import Reading
 from frozencore.naming import num_of
 
 LEGEND = {
@@ -53,8 +54,13 @@ def run_summary(record: TunedRecord) -> Group:
         f"{record.trainable_parameters:,} trained values; calibration {record.calibration_s:.1f} s, "
         f"training {record.training_s:.1f} s, peak memory {record.peak_memory_bytes / 2**30:.2f} GiB"
     )
-    said = [*_spent(record), *_recipe(record), *_too_long(record), *_kept_step(record)]
+    said = [*_read(record), *_spent(record), *_recipe(record), *_too_long(record), *_kept_step(record)]
     return Group(table, *words, *map(Text, said), cost)
+
+
+def _read(record: TunedRecord) -> Iterator[str]:
+    if record.rows is not None and record.rows.read is not None:
+        yield Reading(record.rows.read, record.rows.columns, record.rows.left_out).in_words
 
 
 def _spent(record: TunedRecord) -> Iterator[str]:
@@ -88,7 +94,7 @@ def _too_long(record: TunedRecord) -> Iterator[str]:
     """How many rows lost the beginning of their prompt, and how many were left out, where that was allowed."""
     if record.rows is not None and record.rows.cut:
         yield f"{num_of(record.rows.cut, 'prompt')} cut at the beginning (--truncate)."
-    if record.rows is not None and record.rows.skipped:
+    if record.rows is not None and record.rows.skipped and record.rows.read is None:
         was = "was" if record.rows.skipped == 1 else "were"
         yield f"{num_of(record.rows.skipped, 'row')} {was} too long and left out (--skip-long)."
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from datasets import Dataset
 
-from frozencore.errors import ConfigError, DataError
+from frozencore.errors import ConfigError, DataError, NoRowsError
 from frozencore.lab.rows.own_rows import read_rows
 from frozencore.lab.rows.prompts import PromptEncoder
 
@@ -27,7 +27,7 @@ TABLES = (".csv", ".tsv")
 KINDS = (".jsonl", ".json", ".parquet", ".arrow", *TABLES)
 
 
-def write(path: Path, rows: list[Any]) -> Path:
+def write(path: Path, rows: list[Any]) -> str:
     if path.suffix == ".parquet":
         Dataset.from_list(rows).to_parquet(path)
     elif path.suffix == ".arrow":
@@ -40,7 +40,7 @@ def write(path: Path, rows: list[Any]) -> Path:
         path.write_text(json.dumps(rows))
     else:
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return str(path)
 
 
 @pytest.mark.parametrize("suffix", KINDS)
@@ -56,7 +56,7 @@ def test_each_form_puts_the_loss_where_it_belongs(
     )
     nested = ((MESSAGES, asked, "Paris</s>"), (CONVERSATIONAL, asked, "Paris</s>"), (SHAREGPT, asked, "Paris</s>"))
     for row, context, completion in (*flat, *(() if suffix in TABLES else nested)):
-        texts = read_rows(write(tmp_path / f"rows{suffix}", [row, row]), encoder)
+        texts = read_rows(write(tmp_path / f"rows{suffix}", [row, row]), encoder).texts
         assert [text.id for text in texts] == ["row-1", "row-2"]
         tokens = encoder.training_rows(texts)[1]
         assert encoder.tokenizer.decode(tokens.input_ids[: tokens.num_context]) == context
@@ -67,7 +67,7 @@ def test_a_model_without_chat_reads_instructions_under_alpacas_headings(
     tmp_path: Path, byte_tokenizer: Callable[..., Any]
 ) -> None:
     rows = write(tmp_path / "rows.jsonl", [ALPACA, ALPACA | {"input": ""}])
-    with_input, without = read_rows(rows, PromptEncoder(byte_tokenizer()))
+    with_input, without = read_rows(rows, PromptEncoder(byte_tokenizer())).texts
     assert with_input.context + with_input.completion == (
         "### Instruction:\nName the capital.\n\n### Input:\nFrance\n\n### Response:\nParis"
     )
@@ -90,7 +90,7 @@ def test_who_calls_a_tool_need_not_speak_and_the_template_is_told_the_tools(
         "{% for c in m.tool_calls %}({{ c.function.name }}){% endfor %};{% endfor %}"
     )
     row = {"messages": turns, "tools": json.dumps(tools) if as_text else tools}
-    (text,) = read_rows(write(tmp_path / "rows.jsonl", [row]), encoder)
+    (text,) = read_rows(write(tmp_path / "rows.jsonl", [row]), encoder).texts
     assert text.context == "[capital]userCapital?;assistant(capital);toolParis;"
     assert text.completion == "It is Paris."
 
@@ -99,7 +99,7 @@ def test_columns_of_other_names_are_named(tmp_path: Path, byte_tokenizer: Callab
     encoder = PromptEncoder(byte_tokenizer())
     row = {"question": "Capital?", "answer": " Paris", "text": "a column that nobody asked for"}
     path = write(tmp_path / "rows.csv", [row])
-    (text,) = read_rows(path, encoder, "prompt=question, completion=answer")
+    (text,) = read_rows(path, encoder, "prompt=question, completion=answer").texts
     assert text.context + text.completion == "Capital? Paris"
     for columns, reason in (
         ("prompt=question,completion=reply", "has no column 'reply' .*; row 1 has question, answer, text"),
@@ -112,7 +112,7 @@ def test_columns_of_other_names_are_named(tmp_path: Path, byte_tokenizer: Callab
 
 
 def test_plain_pairs_keep_their_own_separator(tmp_path: Path, byte_tokenizer: Callable[..., Any]) -> None:
-    (text,) = read_rows(write(tmp_path / "rows.jsonl", [PAIR]), PromptEncoder(byte_tokenizer()))
+    (text,) = read_rows(write(tmp_path / "rows.jsonl", [PAIR]), PromptEncoder(byte_tokenizer())).texts
     assert text.context + text.completion == "Capital of France? Paris"
 
 
@@ -172,8 +172,24 @@ def test_broken_and_missing_files_are_one_line(tmp_path: Path, byte_tokenizer: C
         ("e.jsonl", "there is no file"),
     ):
         with pytest.raises(DataError, match=reason) as error:
-            read_rows(tmp_path / name, encoder)
+            read_rows(str(tmp_path / name), encoder)
         assert "\n" not in str(error.value)
+
+
+def test_bad_rows_are_left_out_and_counted_by_what_is_wrong_where_that_is_allowed(
+    tmp_path: Path, byte_tokenizer: Callable[..., Any]
+) -> None:
+    bad = [{"prompt": "a"}, {"prompt": "b", "completion": " "}, {"prompt": None, "completion": "c"}]
+    read = read_rows(write(tmp_path / "rows.jsonl", [PAIR, *bad, PAIR]), PromptEncoder(byte_tokenizer()), skip_bad=True)
+    assert [text.id for text in read.texts] == ["row-1", "row-5"]
+    assert read.num_read == 5
+    assert read.bad == {"column 'completion' must hold text": 2, "column 'prompt' must hold text": 1}
+    with pytest.raises(NoRowsError, match=r"--skip-bad left none of 3 rows of .*: column 'completion' must hold text"):
+        read_rows(
+            write(tmp_path / "bad.jsonl", [{**row, "completion": ""} for row in bad]),
+            PromptEncoder(byte_tokenizer()),
+            skip_bad=True,
+        )
 
 
 def test_messages_need_a_chat_template(tmp_path: Path, byte_tokenizer: Callable[..., Any]) -> None:

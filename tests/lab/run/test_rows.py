@@ -79,6 +79,25 @@ def test_rows_that_are_too_long_are_left_out_and_counted_where_that_is_allowed(
         prepare_rows(task, PromptEncoder(byte_tokenizer(), max_length=5))
 
 
+def test_every_row_that_was_read_is_trained_on_held_out_or_said_to_be_left_out(
+    encoder: PromptEncoder, tmp_path: Path
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    texts = [*(f"Tom has {i} cats." for i in range(30)), "long " * 200, ""]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    for options, why in (
+        ({}, {}),
+        ({"num_train": 20}, {"beyond --num-train": 7}),
+        ({"evaluate_on": "validation"}, {"kept to evaluate on": 3}),
+    ):
+        found = prepare_rows(config_of(data=path, skip_bad=True, skip_long=True, **options), encoder)
+        assert found.reading is not None
+        assert found.reading.left_out == {"column 'text' must hold text": 1, "too long": 1} | why
+        used = len(found.train) + len(found.held_out)
+        assert found.reading.read == len(texts) == used + sum(found.reading.left_out.values())
+    assert prepare_rows(config_of(task=write_task(tmp_path, num_train=20)), encoder).reading is None
+
+
 @pytest.mark.parametrize("evaluate_on", ["evaluation", "validation"])
 def test_another_tasks_rows_are_those_that_its_own_run_calibrates_on(
     evaluate_on: str, encoder: PromptEncoder, tmp_path: Path

@@ -14,6 +14,7 @@ from frozencore.errors import ConfigError
 from frozencore.fingerprint import fingerprint_options
 from frozencore.lab.campaign.spec import Kind
 from frozencore.lab.campaign.study_options import PLACES
+from frozencore.lab.rows.row_sources import STANDARD_INPUT
 from frozencore.lab.rows.suite import find_task
 from frozencore.lab.run.config import RunConfig
 from frozencore.lab.run.option_groups import GROUPS, in_groups
@@ -72,6 +73,8 @@ def make_job(kind: Kind, options: dict[str, Any], reference_size: int | None = N
     Raises:
         ConfigError: In one line, what is wrong with which option.
     """
+    if options.get("data") == STANDARD_INPUT:
+        raise ConfigError("data: the standard input can be read once, but each run reads its rows. Give a file.")
     try:  # through JSON, in which a list may become a tuple and text never becomes a number
         return Job(kind, RunConfig.model_validate_json(json.dumps(in_groups(options)), strict=True), reference_size)
     except ValidationError as error:

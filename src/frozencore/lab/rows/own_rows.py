@@ -14,13 +14,15 @@ the column ``tools``; such a turn's ``content`` may be null.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
-from frozencore.errors import ConfigError, DataError
+from frozencore.errors import ConfigError, DataError, NoRowsError
 from frozencore.lab.rows.prompts import PromptEncoder, TextRow
-from frozencore.lab.rows.row_files import Row, read_file
+from frozencore.lab.rows.row_files import Row
+from frozencore.lab.rows.row_sources import STANDARD_INPUT, read_source
 from frozencore.lab.tasks.fields import text_field
 from frozencore.lab.tasks.task import Example
 
@@ -32,35 +34,71 @@ ALPACA = "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response
 ALPACA_WITHOUT_INPUT = "### Instruction:\n{instruction}\n\n### Response:\n"
 
 
-def read_rows(path: Path, encoder: PromptEncoder, columns: str | None = None) -> list[TextRow]:
-    """Read every row of a file (:mod:`frozencore.lab.rows.row_files`) and render it; ids are ``row-1``, ``row-2``, ...
+@dataclass(frozen=True)
+class OwnRows:
+    """Rows as they were read.
+
+    Attributes:
+        columns: Those that make them a form: ``("prompt", "completion")``.
+        bad: How many rows were left out by what is wrong with them; those of each reason once.
+    """
+
+    texts: list[TextRow]
+    columns: tuple[str, ...]
+    bad: Mapping[str, int]
+
+    @property
+    def num_read(self) -> int:
+        return len(self.texts) + sum(self.bad.values())
+
+
+def read_rows(data: str, encoder: PromptEncoder, columns: str | None = None, *, skip_bad: bool = False) -> OwnRows:
+    """Read every row (:mod:`frozencore.lab.rows.row_sources`) and render it; ids are ``row-1``, ``row-2``, ...
 
     Args:
-        columns: Of the file, where they have names of their own: ``prompt=question,completion=answer``.
+        columns: Where they have names of their own: ``prompt=question,completion=answer``.
+        skip_bad: Leave out and count a row that lacks its columns or holds no text in one; otherwise it is an error.
 
     Raises:
         ConfigError: The rows are messages and the tokenizer has no chat template; or ``columns`` is no such list.
-        DataError: The file is absent, empty, of another kind, or a row lacks its columns; with the row number.
+        DataError: The source is absent, empty, of another kind, or a row lacks its columns; with the row number.
     """
-    rows = read_file(path, option="--data")
+    rows, origin = read_source(data), "The standard input" if data == STANDARD_INPUT else data
     if columns is not None:
-        rows = _renamed(rows, columns, path)
-    return render_rows(rows, str(path), encoder)
+        rows = _renamed(rows, columns, origin)
+    form = _form_of(rows, origin)
+    texts: list[TextRow] = []
+    bad: Counter[str] = Counter()
+    for number, row in enumerate(rows, start=1):
+        try:
+            texts.append(_FORMS[form](row, f"row-{number}", encoder))
+        except DataError as error:
+            if not skip_bad:
+                raise
+            bad[_reason(error)] += 1
+    if not texts:
+        raise NoRowsError(f"--skip-bad left none of {len(rows)} rows of {origin}: {next(iter(bad))}.")
+    return OwnRows(texts, form, bad)
 
 
 def render_rows(rows: Sequence[Row], origin: str, encoder: PromptEncoder) -> list[TextRow]:
-    """As :func:`read_rows`, of rows that are at hand.
+    """As :func:`read_rows`, of rows that are at hand, none of which may be bad.
 
     Args:
         origin: What an error calls them.
     """
     if not rows:
         raise DataError(f"{origin} holds no rows. Give at least one.")
-    render = _renderer(rows[0], origin)
+    render = _FORMS[_form_of(rows, origin)]
     return [render(row, f"row-{number}", encoder) for number, row in enumerate(rows, start=1)]
 
 
-def _renamed(rows: Sequence[Row], columns: str, path: Path) -> list[Row]:
+def _reason(error: DataError) -> str:
+    """What is wrong with a row, in the words that it shares with others."""
+    return str(error).partition(": ")[2].partition(", but")[0].rstrip(".")
+
+
+def _renamed(rows: Sequence[Row], columns: str, origin: str) -> list[Row]:
     pairs = [part.strip().partition("=") for part in columns.split(",")]
     theirs = {ours.strip(): own.strip() for ours, _, own in pairs}
     if len(theirs) < len(pairs) or not theirs.keys() <= KNOWN or not all(theirs.values()):
@@ -69,7 +107,7 @@ def _renamed(rows: Sequence[Row], columns: str, path: Path) -> list[Row]:
             f"{', '.join(sorted(KNOWN))}, but {columns!r} came."
         )
     if absent := [own for own in theirs.values() if own not in rows[0]]:
-        raise DataError(f"{path} has no column {absent[0]!r} (--columns); row 1 has {', '.join(rows[0]) or 'none'}.")
+        raise DataError(f"{origin} has no column {absent[0]!r} (--columns); row 1 has {', '.join(rows[0]) or 'none'}.")
     taken = {*theirs, *theirs.values()}
     return [
         {name: value for name, value in row.items() if name not in taken}
@@ -78,13 +116,14 @@ def _renamed(rows: Sequence[Row], columns: str, path: Path) -> list[Row]:
     ]
 
 
-def _renderer(first: Row, origin: str) -> Callable[[Row, str, PromptEncoder], TextRow]:
-    for columns, render in _FORMS.items():
-        if all(column in first for column in columns):
-            return render
+def _form_of(rows: Sequence[Row], origin: str) -> tuple[str, ...]:
+    """The columns that the first row has of a form, which is then that of all."""
+    for columns in _FORMS:
+        if all(column in rows[0] for column in columns):
+            return columns
     raise DataError(
         f"{origin} needs the columns prompt and completion, or messages, or instruction and output, or conversations, "
-        f"or text, but row 1 has {', '.join(first) or 'none'}. Columns of other names: --columns."
+        f"or text, but row 1 has {', '.join(rows[0]) or 'none'}. Columns of other names: --columns."
     )
 
 

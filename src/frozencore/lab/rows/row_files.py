@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,22 +34,31 @@ def read_file(path: Path, *, option: str) -> list[Row]:
     return rows
 
 
+def parse_jsonl(lines: Iterable[str], origin: str) -> Iterator[Row]:
+    """A row from each line that is not empty.
+
+    Raises:
+        DataError: A line is no JSON object, with its number; ``origin`` is what it is of.
+    """
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            yield _parse_line(line, number, origin)
+
+
 def _read_jsonl(path: Path) -> Iterator[Row]:
     with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                yield _parse_line(line, number, path)
+        yield from parse_jsonl(lines, str(path))
 
 
-def _parse_line(line: str, number: int, path: Path) -> Row:
+def _parse_line(line: str, number: int, origin: str) -> Row:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise DataError(
-            f"{path}, line {number}: each line must be a JSON object, but this is none: {error}."
+            f"{origin}, line {number}: each line must be a JSON object, but this is none: {error}."
         ) from error
     if not isinstance(row, dict):
-        raise DataError(f"{path}, line {number}: each line must be a JSON object, got {line.strip()[:60]!r}.")
+        raise DataError(f"{origin}, line {number}: each line must be a JSON object, got {line.strip()[:60]!r}.")
     return row
 
 

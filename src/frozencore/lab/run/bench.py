@@ -14,7 +14,7 @@ from frozencore.lab.rows.prompts import PROTOCOL_MAX_LENGTH, PromptEncoder, cont
 from frozencore.lab.run.config import RunConfig
 from frozencore.lab.run.kept_rows import KeptRows
 from frozencore.lab.run.loading import load_model
-from frozencore.lab.run.rows import RunRows, prepare_rows
+from frozencore.lab.run.rows import TOO_LONG, RunRows, prepare_rows
 from frozencore.lab.scoring.score import TaskScore
 from frozencore.naming import num_of
 from frozencore.progress import Progress
@@ -75,11 +75,13 @@ def prepare(
 
 
 def _told(rows: RunRows) -> str:
-    said = [num_of(len(rows.train), "training row")]
+    said = [num_of(len(rows.train), "training row") + (f" of {rows.reading.read:,} read" if rows.reading else "")]
     if rows.num_cut:
         said.append(f"{num_of(rows.num_cut, 'prompt')} cut")
     if rows.num_skipped:
         said.append(f"{num_of(rows.num_skipped, 'row')} skipped as too long")
+    if rows.reading:
+        said += [f"{count:,} left out: {why}" for why, count in rows.reading.left_out.items() if why != TOO_LONG]
     return ", ".join(said)
 
 

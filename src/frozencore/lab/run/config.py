@@ -36,6 +36,13 @@ from frozencore.options import Option, own_refusal
 SelectionMetric = Literal["accuracy", "held_out_loss"]
 
 
+OF_OWN_ROWS = ("columns", "skip_bad")
+
+
+def _as_pathlib_spells(data: Any) -> Any:
+    return str(Path(data)) if isinstance(data, str | Path) else data
+
+
 class RunConfig(Frozen):
     """One run of the training recipe (paper, section 4 and appendix B); each field says what it is in its help."""
 
@@ -44,10 +51,12 @@ class RunConfig(Frozen):
     ]
     task: Annotated[str | None, Field(description="A task by name, for instance svamp or sst2.")] = None
     data: Annotated[
-        Path | None,
+        str | None,
+        BeforeValidator(_as_pathlib_spells),
         Field(
-            description="Your own rows, JSONL, JSON, CSV, TSV, Parquet or Arrow: prompt and completion, messages, "
-            "instruction and output (Alpaca), conversations (ShareGPT), or text."
+            description="Your own rows, JSONL, JSON, CSV, TSV, Parquet or Arrow, a split of a data set on the hub or "
+            "in a folder (OWNER/NAME:train), or - (JSONL from a pipe): prompt and completion, messages, instruction "
+            "and output (Alpaca), conversations (ShareGPT), or text."
         ),
     ] = None
     columns: Annotated[
@@ -132,6 +141,10 @@ class RunConfig(Frozen):
         bool,
         Field(description="Leave out and count rows that are too long; with --truncate, those whose completion is."),
     ] = False
+    skip_bad: Annotated[
+        bool,
+        Field(description="Leave out and count rows of --data that lack a column or hold nothing in it, and say why."),
+    ] = False
     prompt_style: Annotated[PromptStyle, Field(description="How a task's prompts are written.")] = "auto"
     prompt_date: Annotated[date, Field(description="Today, to a chat template that asks for it.")] = PROMPT_DATE
     evaluate_on: Annotated[
@@ -195,6 +208,7 @@ class RunConfig(Frozen):
             raise ConfigError("A run learns either a task (--task NAME) or your own rows (--data FILE): give one.")
         if self.task is not None:
             find_task(self.task)
+            self._refuse_of_own_rows()
         if self.calibration_task is not None:
             find_task(self.calibration_task)
         find_method(self.method)
@@ -204,6 +218,13 @@ class RunConfig(Frozen):
         if self.refreshes:
             _refuse_refresh(self)
         return self
+
+    def _refuse_of_own_rows(self) -> None:
+        for name in OF_OWN_ROWS:
+            if getattr(self, name) != RunConfig.model_fields[name].default:
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} is of your own rows (--data), but a task came. Leave one out."
+                )
 
     def _check_rank_budget(self) -> None:
         if not self.method_entry.has_bases:

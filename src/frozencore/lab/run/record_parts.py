@@ -68,6 +68,8 @@ class UsedRows(Part):
     Attributes:
         cut, skipped: How many of all rows lost the beginning of their prompt, or were left out, as too long; missing
             where neither was allowed.
+        read, columns, left_out: Of own data, how many rows there were, the columns that were read, and how many were
+            neither trained on nor held out, by why.
     """
 
     trained: Count
@@ -76,6 +78,9 @@ class UsedRows(Part):
     validation_from: str
     cut: Count | None = None
     skipped: Count | None = None
+    read: Count | None = None
+    columns: tuple[str, ...] = ()
+    left_out: dict[str, Count] = {}
 
 
 class AccuracyDetails(Part):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any, cast
@@ -17,6 +17,7 @@ from torch import nn
 from frozencore.adapter.bases.calibrate import Calibration
 from frozencore.adapter.seal.saved_basis import read_header
 from frozencore.constructors.options import trained_values
+from frozencore.lab.rows.row_sources import named
 from frozencore.lab.run.accounting import FLOAT32_BYTES, trainable_parameters, training_state_bytes
 from frozencore.lab.run.bench import Bench, Score
 from frozencore.lab.run.config import RunConfig
@@ -36,6 +37,7 @@ from frozencore.lab.run.record_parts import (
     Training,
     UsedRows,
 )
+from frozencore.lab.run.rows import RunRows
 from frozencore.lab.run.selecting import selected_checkpoint
 from frozencore.lab.training.recipe import TrainingReport
 from frozencore.maths.capture import Capture
@@ -81,14 +83,7 @@ def make_record(
         task=config.task,
         method=config.method,
         seed=config.seed,
-        rows=UsedRows(
-            trained=len(bench.rows.train),
-            scored=len(bench.rows.held_out),
-            scored_on=config.evaluate_on,
-            validation_from=bench.rows.validation_from,
-            **({"cut": bench.rows.num_cut} if config.truncate else {}),
-            **({"skipped": bench.rows.num_skipped} if config.skip_long else {}),
-        ),
+        rows=_used_rows(config, bench.rows),
         held_out_loss_before=_finite(bench.before.held_out_loss),
         held_out_loss=_finite(run.score.held_out_loss),
         **_accuracies(bench.before, run.score),
@@ -137,6 +132,21 @@ def _if_any(**parts: Any) -> dict[str, Any]:
     return {name: part for name, part in parts.items() if part is not None}
 
 
+def _used_rows(config: RunConfig, rows: RunRows) -> UsedRows:
+    further: dict[str, Any] = {} if rows.reading is None else asdict(rows.reading)
+    if config.truncate:
+        further["cut"] = rows.num_cut
+    if config.skip_long:
+        further["skipped"] = rows.num_skipped
+    return UsedRows(
+        trained=len(rows.train),
+        scored=len(rows.held_out),
+        scored_on=config.evaluate_on,
+        validation_from=rows.validation_from,
+        **further,
+    )
+
+
 def headline(score: Score) -> dict[str, float]:
     """The scores that the model card shows."""
     accuracy = {"accuracy": score.task.accuracy} if score.task else {}
@@ -150,7 +160,7 @@ def calibrated_on(config: RunConfig, bench: Bench, calibration: Calibration | No
         return said
     if calibration is None:
         return None
-    source = config.task or (config.data.name if config.data else "rows of the user")
+    source = config.task or (named(config.data) if config.data else "rows of the user")
     num_tokens = next(iter(calibration.layers.values())).num_tokens
     return f"{len(bench.rows.calibration)} rows of {source}, {num_tokens:,} tokens"
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 
 from frozencore.errors import NoRowsError
 from frozencore.fingerprint import fingerprint_options
@@ -17,8 +16,10 @@ from frozencore.lab.run.config import RunConfig
 from frozencore.lab.run.kept_rows import KeptRows
 from frozencore.lab.tasks.splits import TaskSplits, ValidationSource, calibration_rows, normalised, split_task
 from frozencore.lab.tasks.task import Example, Task
+from frozencore.naming import num_of
 
 HELD_OUT_SHARE, HELD_OUT_MOST = 0.1, 500
+TOO_LONG = "too long"
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,27 @@ class ScoredRows:
 
     examples: tuple[Example, ...]
     tokens: list[TokenRow]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What was read of one's own rows.
+
+    Attributes:
+        read: How many rows there were.
+        columns: What each of them is read by: ``("prompt", "completion")``.
+        left_out: How many of them are neither trained on nor held out, by why.
+    """
+
+    read: int
+    columns: tuple[str, ...]
+    left_out: Mapping[str, int]
+
+    @property
+    def in_words(self) -> str:
+        columns = " and ".join(self.columns)
+        why = ", ".join(f"{count:,} left out ({why})" for why, count in self.left_out.items())
+        return f"Read {num_of(self.read, 'row')} by {columns}; {why or 'none left out'}."
 
 
 @dataclass(frozen=True)
@@ -42,6 +64,7 @@ class RunRows:
             left for it.
         num_cut, num_skipped: How many rows have a prompt that was cut, and how many were left out as too long; 0 where
             neither was allowed.
+        reading: What came of the rows that were read; None for a task.
     """
 
     task: Task | None
@@ -53,6 +76,7 @@ class RunRows:
     validation: ScoredRows | None = None
     num_cut: int = 0
     num_skipped: int = 0
+    reading: Reading | None = None
 
     @property
     def scored(self) -> ScoredRows:
@@ -168,17 +192,20 @@ def _tokens(config: RunConfig, examples: Sequence[Example], encoder: PromptEncod
     )
 
 
-def _own_rows(config: RunConfig, path: Path, encoder: PromptEncoder) -> RunRows:
-    fitting = _Fitting(config, encoder)
-    texts = fitting.texts(read_rows(path, encoder, config.columns))
+def _own_rows(config: RunConfig, data: str, encoder: PromptEncoder) -> RunRows:
+    fitting, own = _Fitting(config, encoder), read_rows(data, encoder, config.columns, skip_bad=config.skip_bad)
+    texts = fitting.texts(own.texts)
     train, held_out = _hold_out(texts, config.num_evaluation or _share_of(texts))
     validated: list[TextRow] = []
     if config.evaluate_on == "validation" or config.select_checkpoint != "none":
         train, validated = _hold_out(train, _share_of(train))
+    unused = {TOO_LONG: fitting.num_skipped}
     if config.evaluate_on == "validation":
+        unused["kept to evaluate on"] = len(held_out)
         held_out = validated
     if not train:
-        raise NoRowsError(f"{path} needs rows to train on beside those held out, but its {len(texts)} rows read alike.")
+        raise NoRowsError(f"{data} needs rows to train on beside those held out, but its {len(texts)} rows read alike.")
+    unused["beyond --num-train"] = max(0, len(train) - (config.num_train or len(train)))
     train = train[: config.num_train]
     if config.calibration_task is not None:
         calibrate = _calibration_rows(config, (), encoder, KeptRows())
@@ -190,7 +217,8 @@ def _own_rows(config: RunConfig, path: Path, encoder: PromptEncoder) -> RunRows:
     validation = ScoredRows((), encoder.training_rows(validated)) if chooses else None
     return RunRows(
         None, (), rows, calibrate, scored, "10% of train" if validated else "none", validation,
-        num_cut=fitting.num_cut, num_skipped=fitting.num_skipped,
+        num_cut=fitting.num_cut, num_skipped=fitting.num_skipped, reading=Reading(
+            own.num_read, own.columns, {why: count for why, count in {**own.bad, **unused}.items() if count}),
     )  # fmt: skip
 
 

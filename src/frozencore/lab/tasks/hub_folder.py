@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from frozencore.lab.tasks.hub import HubDataset, without_bars
+from frozencore.lab.tasks.hub import HubDataset
+from frozencore.lab.tasks.hub_split import without_bars
 
 DEFAULT = "default"
 

@@ -65,7 +65,7 @@ def execute_many(
         )
     if patience is not None and config.select_checkpoint == "none":
         raise ConfigError("--patience counts scores on validation rows: give --select-checkpoint epoch as well.")
-    files = find_tenants(config.data)
+    files = find_tenants(Path(config.data))
     _refuse_finished(out, files, resume=resume)
     bench, own = read_tenants(config, files, progress)
     targets, model_hash = resolve_targets(config, bench.model), fingerprint_model(bench.model)

@@ -36,7 +36,7 @@ def read_tenants(
     base = Base(*load_model(config.model, dtype=config.dtype, device=config.device))
     own: dict[str, TenantRows] = {}
     for number, (name, file) in enumerate(files.items(), start=1):
-        config_here = config.model_copy(update={"data": file})
+        config_here = config.model_copy(update={"data": str(file)})
         try:
             bench = prepare(config_here, lambda *_: None, base)
         except FrozenCoreError as error:
