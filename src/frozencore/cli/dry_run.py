@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from statistics import median
 
 import torch
@@ -80,13 +81,14 @@ def _cost(config: RunConfig, bench: Bench) -> Iterator[Text]:
 
 
 def _trained_values(config: RunConfig, bench: Bench) -> int | None:
-    """Counted on a model of the same shapes without values; None where a rank budget or the weights decide it."""
+    """Counted on a model of the same shapes without values; None where it takes the values to tell."""
     if config.method_entry.changes_base or config.rank_budget is not None:
         return None
-    with torch.device("meta"):
+    with torch.device("meta"), suppress(NotImplementedError):
         model = AutoModelForCausalLM.from_config(bench.model.config)
         adapted = config.method_entry.add(model, config.adapter_options(resolve_targets(config, bench.model)))
-    return trainable_parameters(adapted)
+        return trainable_parameters(adapted)
+    return None
 
 
 def _marked(row: TokenRow, encoder: PromptEncoder) -> Text:

@@ -38,7 +38,8 @@ RankBudget = Annotated[
     Annotated[int | str, BeforeValidator(trained_values)] | None,
     Field(
         description="Trained values of all cores together, 36864 for instance, or their size as float32 (150KB), "
-        "instead of one rank: calibration spends them on the layers where they are worth most (docs/rank-budget.md)."
+        "instead of one rank: calibration spends them on the layers where they are worth most (docs/rank-budget.md). "
+        "Also of a method whose values are free in number."
     ),
 ]
 AUTO_ALPHA = 16.0  # at the paper's rank the paper's scale

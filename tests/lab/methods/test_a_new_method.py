@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from peft import IA3Config, PeftModel, get_peft_model
+from peft import LNTuningConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 
 from frozencore.lab.methods import METHODS, AdapterOptions, Method
@@ -18,30 +18,29 @@ from small_campaign import write_spec
 Command = Callable[..., tuple[int, str, str]]
 
 CAMPAIGN = """
-name: with-ia3
+name: with-norms
 models: {pocket: pocket}
 base: {batch_size: 8, accumulation: 1, dtype: float32, num_train: 32, num_evaluation: 20, epochs: 1}
 studies:
   main:
     title: A new method beside an old one
-    axes: {model: [pocket], task: [pocket-sentiment], method: [random, ia3], seed: [42]}
+    axes: {model: [pocket], task: [pocket-sentiment], method: [random, norms], seed: [42]}
     report: {reference: random}
 """
 
 
 @dataclass(frozen=True, kw_only=True)
-class IA3(Method):
-    """One factor for every output of a layer (Liu et al., 2022)."""
+class Norms(Method):
+    """The gains of the layer norms."""
 
     def add(self, model: nn.Module, options: AdapterOptions, bases: Mapping[str, Tensor] | None = None) -> PeftModel:
-        names = list(options.targets)
-        return get_peft_model(model, IA3Config(task_type="CAUSAL_LM", target_modules=names, feedforward_modules=[]))
+        return get_peft_model(model, LNTuningConfig(task_type="CAUSAL_LM", target_modules=["input_layernorm"]))
 
 
 @pytest.fixture
 def _row(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = IA3(label="(IA)³", colour="orange", trains=("scales",), learning_rate=3e-3, warmup=0.25)
-    monkeypatch.setitem(METHODS, "ia3", row)
+    row = Norms(label="Layer norms", colour="orange", trains=("gains",), learning_rate=3e-3, warmup=0.25)
+    monkeypatch.setitem(METHODS, "norms", row)
 
 
 @pytest.mark.usefixtures("_row")
@@ -54,22 +53,22 @@ def test_a_row_is_enough_for_a_campaign_and_its_report(command: Command, tmp_pat
     assert command("campaign", "report", folder)[0] == 0
 
     lines = (folder / "records.jsonl").read_text(encoding="utf-8").splitlines()
-    (record,) = [record for record in map(json.loads, lines) if record["method"] == "ia3"]
+    (record,) = [record for record in map(json.loads, lines) if record["method"] == "norms"]
     recipe = record["resolved"]["recipe"]
     assert (recipe["learning_rate"], recipe["warmup"]) == (3e-3, 0.25)
     assert record["trainable_parameters"] < 4096  # fewer than the cores of rank 16
     assert "basis" not in record["hashes"]
     report = (folder / "report" / "report.md").read_text(encoding="utf-8")
-    assert "(IA)³" in report
-    assert "scales" in report
-    assert method_colour("ia3") == ORANGE
+    assert "Layer norms" in report
+    assert "gains" in report
+    assert method_colour("norms") == ORANGE
 
 
 @pytest.mark.usefixtures("_row")
 def test_the_command_line_lists_it_and_offers_it_for_a_misspelling(command: Command, tmp_path: Path) -> None:
     shown = " ".join(command("tune", "--help")[1].replace("│", " ").split())
     assert all(name in shown.partition("What to train. One of")[2].partition(".")[0] for name in METHODS)
-    assert "ia3" in METHODS
-    status, _, error = command("tune", "--model", "pocket", "--task", "sst2", "--method", "ia33", "--out", tmp_path)
+    assert "norms" in METHODS
+    status, _, error = command("tune", "--model", "pocket", "--task", "sst2", "--method", "normss", "--out", tmp_path)
     assert status == 2
-    assert "Did you mean 'ia3'?" in error
+    assert "Did you mean 'norms'?" in error

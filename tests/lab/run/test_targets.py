@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from frozencore.errors import ConfigError
-from frozencore.lab.methods import Targets
+from frozencore.lab.methods import Targets, find_method
 from frozencore.lab.run.config import make_config
 from frozencore.lab.run.targets import resolve_targets
 
@@ -28,3 +28,34 @@ def test_an_architecture_that_is_not_known_must_be_told_its_layers_and_they_are_
     qwen2.config.model_type = "mystery"
     with pytest.raises(ConfigError, match=r"of a 'mystery' model are not known .*--targets all-linear.*has: .*q_proj"):
         resolve_targets(make_config(model="any", task="sst2"), qwen2)
+
+
+@pytest.mark.parametrize("targets", ["all-linear", None, ("q_proj", "down_proj"), ("model.layers.1.mlp.up_proj",)])
+def test_the_last_blocks_alone_are_adapted_in_full_names(targets: Targets | None, qwen2: nn.Module) -> None:
+    everywhere = make_config(model="any", task="sst2", method="lora", targets=targets)
+    last = everywhere.model_copy(update={"layers": 1})
+    found = resolve_targets(last, qwen2)
+    assert all(name.startswith("model.layers.1.") for name in found)
+    every = find_method("lora").add(qwen2, everywhere.adapter_options(resolve_targets(everywhere, qwen2)))
+    adapted = {name for name, module in every.get_base_model().named_modules() if hasattr(module, "lora_A")}
+    assert set(found) == {name for name in adapted if ".1." in name}
+
+
+def test_more_blocks_than_there_are_is_one_line(qwen2: nn.Module) -> None:
+    config = make_config(model="any", task="sst2", layers=3)
+    with pytest.raises(ConfigError, match="--layers 3 is more than the 2 blocks of this model"):
+        resolve_targets(config, qwen2)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"method": "prompt_tuning", "layers": 1},
+        {"method": "prompt_tuning", "targets": "all-linear"},
+        {"method": "ia3", "rank": 4},
+    ],
+)
+def test_what_a_method_does_not_read_is_refused(wrong: dict[str, object]) -> None:
+    name = list(wrong)[1]
+    with pytest.raises(ConfigError, match=rf"'{wrong['method']}' does not read {name}\. Leave --{name} out"):
+        make_config(model="any", task="sst2", **wrong)

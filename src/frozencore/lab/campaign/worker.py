@@ -28,6 +28,7 @@ from frozencore.lab.run.kept_rows import KeptRows
 from frozencore.lab.run.loading import load_model
 from frozencore.lab.run.record import Failure, StabilityRecord
 from frozencore.lab.run.record_parts import Provenance
+from frozencore.lab.scoring.virtual_tokens import take_off
 from frozencore.maths.moments import MomentName
 from frozencore.one_line import one_line
 from frozencore.out_of_memory import is_out_of_memory
@@ -156,7 +157,7 @@ class Worker:
         if config.method_entry.changes_base:
             self._base = None
         else:
-            model.unload()
+            take_off(model)
 
 
 def _logged(log: TextIO, progress: Progress) -> Progress:

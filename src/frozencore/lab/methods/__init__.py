@@ -1,4 +1,4 @@
-"""The table of what can be trained: every basis constructor's frozen core, LoRA, DoRA and PiSSA.
+"""The table of what can be trained: every basis constructor's frozen core, and methods of PEFT beside them.
 
 Adding a method is one file here and one row below; a constructor has its row already. The recipes are the middle of
 what is customary for each, to be searched around: the paper's own defaults where it gives any (warm-up 0.1; 5e-3 for
@@ -11,9 +11,14 @@ from collections import ChainMap
 
 from frozencore.errors import ConfigError
 from frozencore.lab.methods.frozen_core import FrozenCores
+from frozencore.lab.methods.ia3 import IA3
 from frozencore.lab.methods.lora import LoRA
 from frozencore.lab.methods.method import AdapterOptions, Method, Targets
 from frozencore.lab.methods.pissa import PiSSA
+from frozencore.lab.methods.prompt_tuning import PromptTuning
+from frozencore.lab.methods.tinylora import TinyLoRA
+from frozencore.lab.methods.unilora import UniLoRA
+from frozencore.lab.methods.vera_vectors import VeRA
 from frozencore.naming import unknown_name
 
 __all__ = ["METHODS", "AdapterOptions", "Method", "Targets", "find_method"]
@@ -23,6 +28,11 @@ METHODS: ChainMap[str, Method] = ChainMap(
         "lora": LoRA(label="LoRA", trains=("factors",), learning_rate=1e-3),
         "dora": LoRA(label="DoRA", trains=("factors", "magnitudes"), learning_rate=1e-3, use_dora=True),
         "pissa": PiSSA(label="PiSSA", trains=("factors",), learning_rate=2e-4),
+        "vera_vectors": VeRA(label="VeRA (vectors)", trains=("vectors",), learning_rate=1e-2),
+        "tinylora": TinyLoRA(label="TinyLoRA", trains=("vectors",), learning_rate=5e-3),
+        "unilora": UniLoRA(label="Uni-LoRA", trains=("vectors",), learning_rate=5e-3),
+        "ia3": IA3(label="(IA)³", trains=("scales",), learning_rate=3e-3),
+        "prompt_tuning": PromptTuning(label="Prompt tuning", trains=("embeddings",), learning_rate=3e-2),
     },
     FrozenCores(),  # type: ignore[arg-type]  # only read
 )

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from frozencore.constructors import CONSTRUCTORS
-from frozencore.lab.methods.method import AdapterOptions, Method
+from frozencore.lab.methods.method import AdapterOptions, Budget, Method
 from frozencore.maths.moments import MomentName
 from frozencore.options import options_of
 
@@ -27,6 +27,8 @@ class FrozenCore(Method):
 
     constructor: str
     has_bases: ClassVar[bool] = True
+    frozen_can_be_made_again: ClassVar[bool] = True
+    budget: ClassVar[Budget | None] = "instead of the rank"
 
     def add(self, model: nn.Module, options: AdapterOptions, bases: Mapping[str, Tensor] | None = None) -> PeftModel:
         from peft import get_peft_model

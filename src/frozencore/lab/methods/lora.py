@@ -6,45 +6,34 @@ at smaller steps.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from frozencore.errors import ConfigError
-from frozencore.lab.methods.method import AdapterOptions, Method
+from frozencore.lab.methods.from_peft import FromPEFT, as_peft_takes
+from frozencore.lab.methods.method import AdapterOptions
 
 if TYPE_CHECKING:
-    from peft import PeftModel
-    from torch import Tensor, nn
+    from peft import PeftConfig
+    from torch import nn
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoRA(Method):
-    """Both factors train, float32 also on a 16-bit base; a magnitude for each output beside them with ``use_dora``."""
+class LoRA(FromPEFT):
+    """Both factors train; a magnitude for each output beside them with ``use_dora``."""
 
     use_dora: bool = False
     initialisation: ClassVar[Literal[True, "pissa"]] = True
 
-    def add(self, model: nn.Module, options: AdapterOptions, bases: Mapping[str, Tensor] | None = None) -> PeftModel:
-        """The global random state is left as it was."""
-        import torch
-        from peft import LoraConfig, get_peft_model
+    def config(self, options: AdapterOptions, model: nn.Module) -> PeftConfig:
+        from peft import LoraConfig
 
-        if options.rank < 1:
-            raise ConfigError(f"A rank must be at least 1, got {options.rank}.")
-        config = LoraConfig(
+        return LoraConfig(
             r=options.rank,
             lora_alpha=options.rank,
             lora_dropout=0.0,
             bias="none",
-            target_modules=options.targets if isinstance(options.targets, str) else list(options.targets),
+            target_modules=as_peft_takes(options),
             init_lora_weights=self.initialisation,
             use_dora=self.use_dora,
             task_type="CAUSAL_LM",
         )
-        with torch.random.fork_rng():
-            torch.manual_seed(options.seed)
-            try:
-                return get_peft_model(model, config)
-            except ValueError as error:
-                raise ConfigError(f"The targets {options.targets!r} cannot carry {self.label}: {error}") from error

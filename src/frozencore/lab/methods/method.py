@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from torch import Tensor, nn
 
+Budget = Literal["instead of the rank", "beside the rank"]
 Targets = Annotated[tuple[str, ...], Field(min_length=1)] | Literal["all-linear"]
 
 
@@ -26,12 +27,12 @@ class AdapterOptions:
     """What an adapter is built by, beside its method, the model and the data.
 
     Attributes:
-        rank: r of what is added.
+        rank: r of what is added; of prompt tuning the number of virtual tokens.
         targets: Names of the layers to adapt, or ``"all-linear"``.
         seed: Of whatever is drawn.
         core: Options of frozen cores by name, as :class:`frozencore.FrozenCoreConfig` takes them.
         basis: Where a saved basis is, whose rank and targets then count.
-        rank_budget: Trained values of all cores together, instead of the rank.
+        rank_budget: Trained values of all cores together, or of another method with a :attr:`Method.budget`.
     """
 
     rank: int
@@ -58,6 +59,11 @@ class Method(ABC):
         has_bases: Its P and Q are frozen. They are hashed in the record, described in a card, and can be made again
             from the base model and the data; the core between them is small enough for training to keep its last good
             value.
+        reads_weights: It looks at the base weights, without changing them, when it is added.
+        frozen_can_be_made_again: What it adds and does not train is a function of the base model, the data and the
+            seed, so that the trained values are all that must be stored.
+        unread: Options of a run that other methods read and this one does not: they are refused.
+        budget: Whether it takes a number of trained values, and whether that is said in place of a rank.
     """
 
     label: str
@@ -68,11 +74,15 @@ class Method(ABC):
     weights_only: bool = False
     changes_base: ClassVar[bool] = False
     has_bases: ClassVar[bool] = False
+    reads_weights: ClassVar[bool] = False
+    frozen_can_be_made_again: ClassVar[bool] = False
+    unread: ClassVar[tuple[str, ...]] = ()
+    budget: ClassVar[Budget | None] = None
 
     @property
     def initialises(self) -> bool:
         """Whether there is a phase before training that the data or the weights are looked at in."""
-        return self.has_bases or self.changes_base
+        return self.has_bases or self.changes_base or self.reads_weights
 
     @abstractmethod
     def add(self, model: nn.Module, options: AdapterOptions, bases: Mapping[str, Tensor] | None = None) -> PeftModel:

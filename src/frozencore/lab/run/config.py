@@ -71,6 +71,9 @@ class RunConfig(Frozen):
     targets: Annotated[
         Targets | None, Field(description="Layer names, or all-linear. Default: the attention projections.")
     ] = None
+    layers: Annotated[
+        int | None, Field(ge=1, description="Adapt the targets in that many last blocks alone. Default: in all.")
+    ] = None
     basis: Annotated[
         str | None,
         Field(
@@ -213,6 +216,11 @@ class RunConfig(Frozen):
             find_task(self.calibration_task)
         find_method(self.method)
         refuse_unread(self.method, self.core.model_dump(exclude_defaults=True))
+        for name in self.method_entry.unread:
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise ConfigError(f"The method {self.method!r} does not read {name}. Leave --{name} out.")
+        if self.basis is not None and self.layers is not None:
+            raise ConfigError("A saved basis has its own layers: leave --layers out.")
         if self.rank_budget is not None:
             self._check_rank_budget()
         if self.refreshes:
@@ -227,9 +235,10 @@ class RunConfig(Frozen):
                 )
 
     def _check_rank_budget(self) -> None:
-        if not self.method_entry.has_bases:
+        budget = self.method_entry.budget
+        if budget is None:
             raise ConfigError(f"A rank budget is for cores, but {self.method!r} has none: give --rank instead.")
-        if self.rank != BasisOptions.rank:
+        if budget == "instead of the rank" and self.rank != BasisOptions.rank:
             raise ConfigError(f"--rank-budget chooses the ranks, but --rank {self.rank} came too. Leave one out.")
 
     @property

@@ -75,7 +75,7 @@ def make_record(
     """
     assert bench.before is not None
     report, trained = run.training, trainable_parameters(run.model)
-    can_be_made_again = config.method_entry.has_bases and resolved.recipe["refresh"] == 1
+    can_be_made_again = config.method_entry.frozen_can_be_made_again and resolved.recipe["refresh"] == 1
     stored = sum(file.stat().st_size for file in run.adapter.glob("*.safetensors"))
     return TunedRecord(
         format=RECORD_FORMAT,
@@ -180,7 +180,7 @@ def _accuracies(before: Score, after: Score) -> dict[str, Any]:
 
 
 def _allocation(config: RunConfig, model: nn.Module) -> Allocation | None:
-    if config.rank_budget is None:
+    if config.rank_budget is None or not config.method_entry.has_bases:
         return None
     chosen = cast(PeftModel, model).peft_config["default"]
     return Allocation(budget=trained_values(config.rank_budget), ranks=chosen.rank_pattern)

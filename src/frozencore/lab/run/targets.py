@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from torch import nn
@@ -12,20 +13,33 @@ from frozencore.adapter.layer import layer_shape
 from frozencore.adapter.model import FrozenCoreModel
 from frozencore.errors import ConfigError
 from frozencore.lab.methods import Targets
+from frozencore.lab.methods.targeted import targeted_layers
 from frozencore.lab.run.config import RunConfig
+from frozencore.naming import num_of
+
+_BLOCK = re.compile(r"\.(\d+)\.")
 
 
 def resolve_targets(config: RunConfig, model: PreTrainedModel) -> Targets:
     """The layers to adapt: those named, or the model's attention projections, which the paper adapts.
 
     Raises:
-        ConfigError: A name matches no layer, or the architecture is not known and nothing was named.
+        ConfigError: A name matches no layer, the architecture is not known and nothing was named, or the model has
+            fewer blocks than are to be adapted.
     """
-    if config.targets is None:
-        return _attention_projections(model)
-    if config.targets != "all-linear":
-        _require_each(model, config.targets)
-    return config.targets
+    targets = _attention_projections(model) if config.targets is None else config.targets
+    if targets != "all-linear":
+        _require_each(model, targets)
+    return targets if config.layers is None else _in_last_blocks(model, targets, config.layers)
+
+
+def _in_last_blocks(model: PreTrainedModel, targets: Targets, num_blocks: int) -> tuple[str, ...]:
+    """The full names of the layers in the last blocks: a block is what the first number in a layer's name counts."""
+    block_of = {name: int(found[1]) for name in targeted_layers(model, targets) if (found := _BLOCK.search(name))}
+    there = 1 + max(block_of.values(), default=-1)
+    if num_blocks > there:
+        raise ConfigError(f"--layers {num_blocks} is more than the {num_of(there, 'block')} of this model.")
+    return tuple(name for name, block in block_of.items() if block >= there - num_blocks)
 
 
 def attention_shapes(model: PreTrainedModel) -> tuple[tuple[int, int], ...]:

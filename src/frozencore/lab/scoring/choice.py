@@ -13,9 +13,10 @@ from frozencore.lab.rows.batches import pad
 from frozencore.lab.rows.prompts import ChoiceTokens, PromptEncoder
 from frozencore.lab.scoring.logits import token_logprobs
 from frozencore.lab.scoring.memory import score_in_groups
-from frozencore.lab.scoring.mode import forward_accepts, scoring_mode, vocabulary_of
+from frozencore.lab.scoring.mode import scoring_mode, vocabulary_of
 from frozencore.lab.scoring.score import Prediction
 from frozencore.lab.scoring.shared_prefix import can_share_prefix, shared_prefix_logprobs
+from frozencore.lab.scoring.virtual_tokens import logits_at
 from frozencore.lab.tasks.task import Example
 from frozencore.progress import Progress
 
@@ -106,10 +107,7 @@ def full_sequence_logprobs(model: nn.Module, rows: Sequence[ChoiceTokens], *, pa
     for i, (context, choice) in enumerate(pairs):
         scored[i, len(context) - 1 : len(context) + len(choice) - 1] = 1
     wanted = scored.any(0).nonzero().squeeze(-1)
-    if forward_accepts(model, "logits_to_keep"):
-        logits = model(input_ids=tokens, attention_mask=mask, logits_to_keep=wanted).logits
-    else:
-        logits = model(input_ids=tokens, attention_mask=mask).logits[:, wanted]
+    logits = logits_at(model, wanted, input_ids=tokens, attention_mask=mask)
     # a float32 sum of some hundred nats is off in the fifth digit
     logprobs = (token_logprobs(logits, tokens[:, wanted + 1]) * scored[:, wanted]).cpu().double()
     totals = iter(logprobs.sum(-1).tolist())

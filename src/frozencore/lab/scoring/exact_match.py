@@ -17,6 +17,7 @@ from frozencore.lab.rows.prompts import PromptEncoder, context_limit
 from frozencore.lab.scoring.memory import score_in_groups
 from frozencore.lab.scoring.mode import base_of, scoring_mode, vocabulary_of
 from frozencore.lab.scoring.score import Prediction
+from frozencore.lab.scoring.virtual_tokens import generating, num_virtual_tokens
 from frozencore.lab.tasks.answers import format_number, parse_answer
 from frozencore.lab.tasks.task import Example
 from frozencore.progress import Progress
@@ -80,21 +81,24 @@ def generate_greedily(
 
     Nothing of the model's own generation settings is used but its end tokens: a repetition penalty that a chat
     model carries would make decoding other than greedy. Where the model's context ends, so does the generation: a row
-    that reaches it is generated beside rows of its own length only, so that no row's room depends on another.
+    that reaches it is generated beside rows of its own length only, so that no row's room depends on another. So is
+    every row after virtual tokens, since PEFT counts padding between them and the row as positions.
     """
     device = next(model.parameters()).device
     end_ids = _end_tokens(base_of(model), encoder.eos_id)
-    window = context_limit(base_of(model), encoder.tokenizer)
+    num_virtual = num_virtual_tokens(model)
+    window = context_limit(base_of(model), encoder.tokenizer) - num_virtual
     rooms = [max(1, min(max_new_tokens, window - len(context))) for context in contexts]
+    kinds = [(room, len(context) if num_virtual else 0) for room, context in zip(rooms, contexts, strict=True)]
     generations: list[Generation | None] = [None] * len(contexts)
     sizes = [(len(context) + max_new_tokens, vocabulary_of(model)) for context in contexts]
-    with scoring_mode(model), _greedy_settings(base_of(model), end_ids, encoder.pad_id) as base:
+    with scoring_mode(model), _greedy_settings(base_of(model), end_ids, encoder.pad_id):
 
         def score(group: list[int]) -> None:
-            for room, rows in groupby(sorted(group, key=rooms.__getitem__), key=rooms.__getitem__):
+            for (room, _), rows in groupby(sorted(group, key=kinds.__getitem__), key=kinds.__getitem__):
                 own = list(rows)
                 tokens, mask = (t.to(device) for t in pad([contexts[i] for i in own], encoder.pad_id, side="left"))
-                output = base.generate(input_ids=tokens, attention_mask=mask, max_new_tokens=room)
+                output = generating(model).generate(input_ids=tokens, attention_mask=mask, max_new_tokens=room)
                 for i, ids in zip(own, output[:, tokens.shape[1] :].tolist(), strict=True):
                     generations[i] = _until_end(ids, end_ids, encoder.tokenizer)
 
@@ -114,11 +118,11 @@ def _end_tokens(base: Any, eos_id: int) -> list[int]:
 
 
 @contextmanager
-def _greedy_settings(base: Any, end_ids: list[int], pad_id: int) -> Iterator[Any]:
+def _greedy_settings(base: Any, end_ids: list[int], pad_id: int) -> Iterator[None]:
     """The model with generation settings of ours alone; its own are back afterwards."""
     own = base.generation_config
     base.generation_config = GenerationConfig(do_sample=False, num_beams=1, eos_token_id=end_ids, pad_token_id=pad_id)
     try:
-        yield base
+        yield
     finally:
         base.generation_config = own

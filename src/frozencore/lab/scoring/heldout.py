@@ -12,7 +12,8 @@ from frozencore.lab.rows.batches import IGNORED, PaddingCollator
 from frozencore.lab.rows.prompts import TokenRow
 from frozencore.lab.scoring.logits import token_logprobs
 from frozencore.lab.scoring.memory import score_in_groups
-from frozencore.lab.scoring.mode import forward_accepts, scoring_mode, vocabulary_of
+from frozencore.lab.scoring.mode import scoring_mode, vocabulary_of
+from frozencore.lab.scoring.virtual_tokens import logits_at
 from frozencore.progress import Progress
 
 
@@ -40,10 +41,7 @@ def held_out_loss(
         batch = {name: tensor.to(device) for name, tensor in collate([rows[i] for i in group]).items()}
         targets = batch.pop("labels")[:, 1:]
         wanted = (targets != IGNORED).any(0).nonzero().squeeze(-1)
-        if forward_accepts(model, "logits_to_keep"):
-            logits = model(**batch, logits_to_keep=wanted).logits
-        else:
-            logits = model(**batch).logits[:, wanted]
+        logits = logits_at(model, wanted, **batch)
         targets = targets[:, wanted]
         counted = targets != IGNORED
         logprobs = token_logprobs(logits, targets.clamp_min(0)) * counted

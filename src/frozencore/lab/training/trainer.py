@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from peft import PeftModel
+from peft.utils import load_peft_weights, set_peft_model_state_dict
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
@@ -21,6 +22,7 @@ from frozencore.calibration.shards import largest_over_ranks
 from frozencore.errors import DivergenceError
 from frozencore.lab.rows.batches import IGNORED
 from frozencore.lab.scoring.mode import base_of, forward_accepts
+from frozencore.lab.scoring.virtual_tokens import num_virtual_tokens
 from frozencore.lab.training.checkpoints import seal_checkpoint
 from frozencore.lab.training.termination import Stop
 from frozencore.progress import Progress
@@ -39,7 +41,10 @@ class CompletionTrainer(Trainer):
         if self._can_skip_logits:
             targets = inputs["labels"][:, 1:]
             kept = (targets != IGNORED).any(0).nonzero().squeeze(-1)
-            inputs = inputs | {"logits_to_keep": kept, "shift_labels": targets[:, kept]}
+            inputs = inputs | {
+                "logits_to_keep": kept + num_virtual_tokens(self.model),
+                "shift_labels": targets[:, kept],
+            }
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
     @cached_property
@@ -51,6 +56,13 @@ class CompletionTrainer(Trainer):
         if output_dir is not None and isinstance(self.model, PeftModel):
             begin_model_card(Path(output_dir))
         super()._save(output_dir, state_dict)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """PEFT refuses to load virtual tokens that are to train; these are there, and get the values alone."""
+        if num_virtual_tokens(self.model):
+            set_peft_model_state_dict(self.model, load_peft_weights(resume_from_checkpoint))
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def floating_point_ops(self, inputs: dict[str, Tensor]) -> int:
         """Not counted: counting walks over all parameters at every batch, a tenth of a small model's step."""
