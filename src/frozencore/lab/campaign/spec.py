@@ -168,7 +168,12 @@ class Study(_Strict):
 
 
 class Campaign(_Strict):
-    """A whole campaign; see the head of this file."""
+    """A whole campaign; see the head of this file.
+
+    Attributes:
+        frontier: Studies that the report draws together, held-out loss against trained values; the others are compared
+            with the first.
+    """
 
     name: Name
     about: str = ""
@@ -176,6 +181,7 @@ class Campaign(_Strict):
     base: Fixed = {}
     keep_adapters: bool = False
     studies: Annotated[dict[Name, Study], Field(min_length=1)]
+    frontier: tuple[Name, ...] = ()
 
     @model_validator(mode="after")
     def _names_are_known(self) -> Campaign:
@@ -183,6 +189,11 @@ class Campaign(_Strict):
             for model in study.axes["model"]:
                 if model not in self.models:
                     raise ConfigError(unknown_name("model", str(model), tuple(self.models)))
+        for name in self.frontier:
+            if name not in self.studies:
+                raise ConfigError(unknown_name("study", name, tuple(self.studies)))
+            if self.studies[name].kind == "stability":
+                raise ConfigError(f"A stability study trains nothing: {name} has no place in frontier.")
         return self
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from frozencore.lab.campaign.results import CampaignResults
 from frozencore.lab.reports.criterion import criterion_section
 from frozencore.lab.reports.document import Document, Section, Table, make_document
+from frozencore.lab.reports.frontier import frontier_section
 from frozencore.lab.reports.study import study_section
 from frozencore.lab.reports.tables.data_sets import data_sheet
 from frozencore.lab.reports.tables.hyper_parameters import hyper_parameter_sheet
@@ -15,9 +16,15 @@ from frozencore.lab.reports.writing import write_document
 
 
 def campaign_document(results: CampaignResults) -> Document:
-    """The report before it is files: a section a study, what the criterion was worth, what the runs are made of."""
+    """The report before it is files: what a trained value buys, a section a study, what the criterion was worth, what
+    the runs are made of."""
     campaign = results.campaign
-    sections = [*map(study_section, results.studies), criterion_section(results), setup_section(results)]
+    sections = [
+        frontier_section(results),
+        *map(study_section, results.studies),
+        criterion_section(results),
+        setup_section(results),
+    ]
     found = [section for section in sections if section is not None]
     return make_document(campaign.name, campaign.about, (results,), found)
 

@@ -15,7 +15,8 @@ def state_sheet(costs: Costs, name: str, title: str) -> Sheet:
     rows = tuple(
         (
             label(cost.name), number(cost.trained, 0), *(_kind(cost.kinds.get(kind, 0)) for kind in kinds),
-            _bytes(cost.optimizer_bytes), _bytes(cost.adapter_bytes), _bytes(cost.adapter_bytes_without_bases),
+            bytes_cell(cost.optimizer_bytes), bytes_cell(cost.adapter_bytes),
+            bytes_cell(cost.adapter_bytes_without_bases),
         )
         for cost in costs.costs
     )  # fmt: skip
@@ -66,9 +67,9 @@ def memory_sheet(costs: Costs, name: str, title: str) -> Sheet | None:
 def _memory_row(cost: Cost) -> tuple[SheetCell, ...]:
     memory = cost.memory
     if memory is None:
-        return label(cost.name), *[_bytes(None)] * 4, _bytes(cost.peak_memory_bytes)
+        return label(cost.name), *[bytes_cell(None)] * 4, bytes_cell(cost.peak_memory_bytes)
     phases = (memory.held, memory.calibration, memory.training, memory.scoring)
-    return label(cost.name), *map(_bytes, phases), _bytes(cost.peak_memory_bytes)
+    return label(cost.name), *map(bytes_cell, phases), bytes_cell(cost.peak_memory_bytes)
 
 
 def _titled(title: str, costs: Costs) -> str:
@@ -77,13 +78,13 @@ def _titled(title: str, costs: Costs) -> str:
 
 def _time_row(cost: Cost) -> tuple[SheetCell, ...]:
     share = cost.initialisation_share
-    first = _seconds(cost.initialisation_s) if cost.initialisation_s else SheetCell("none", value=0.0)
+    first = seconds_cell(cost.initialisation_s) if cost.initialisation_s else SheetCell("none", value=0.0)
     none = SheetCell("n/a", hint="nothing is made before the first step", is_undefined=not cost.initialisation_s)
     return (
-        label(cost.name), first, _seconds(cost.step_s), number(cost.num_steps, 0),
-        _seconds(cost.training_s), _seconds(cost.total_s),
+        label(cost.name), first, seconds_cell(cost.step_s), number(cost.num_steps, 0),
+        seconds_cell(cost.training_s), seconds_cell(cost.total_s),
         none if share is None else SheetCell(f"{100 * share:.0f} %", value=share),
-        _bytes(cost.peak_memory_bytes),
+        bytes_cell(cost.peak_memory_bytes),
     )  # fmt: skip
 
 
@@ -105,7 +106,7 @@ def _kind(count: int | None) -> SheetCell:
     return SheetCell("0", value=0) if count == 0 else number(count, 0, reason="the record does not tell them apart")
 
 
-def _seconds(value: float | None) -> SheetCell:
+def seconds_cell(value: float | None) -> SheetCell:
     if value is None:
         return SheetCell("n/a", hint="not measured")
     if value >= 120:
@@ -117,7 +118,7 @@ def _seconds(value: float | None) -> SheetCell:
     return SheetCell(shown, value=value)
 
 
-def _bytes(value: int | None) -> SheetCell:
+def bytes_cell(value: int | None) -> SheetCell:
     """Decimal units, as file sizes and the paper's GB are."""
     if value is None:
         return SheetCell("n/a", hint="not recorded")

@@ -1,0 +1,48 @@
+"""Held-out loss against trained values: a panel a task, a line a family, intervals over seeds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from matplotlib.figure import Figure
+
+from frozencore.lab.reports.figures.study import CYCLE, DASHES, MARKERS
+from frozencore.lab.reports.figures.style import plt
+from frozencore.lab.reports.tables.frontier import FrontierPoint, places_of
+
+MOST_IN_A_ROW = 3
+
+
+def frontier_panels(points: Sequence[FrontierPoint]) -> Figure:
+    """Both directions share nothing between panels but the families' colours, markers and dashes."""
+    places = places_of(points)
+    across = min(len(places), MOST_IN_A_ROW)
+    down = math.ceil(len(places) / across)
+    size = 2.2 + 3.2 * across, 0.4 + 3.2 * down
+    figure, axes = plt.subplots(down, across, figsize=size, squeeze=False, layout="constrained")
+    several = len({place.model for place in places}) > 1
+    for axis, place in zip(axes.flat, places, strict=False):
+        for family in sorted({point.family for point in points}):
+            own = [point for point in points if point.family == family and point.place == place]
+            own.sort(key=lambda point: point.trained)
+            number, name = family
+            axis.errorbar(
+                [point.trained for point in own], [point.loss for point in own],
+                yerr=[point.half_width or 0.0 for point in own], label=name, color=CYCLE[number % len(CYCLE)],
+                marker=MARKERS[number % len(MARKERS)], ls=DASHES[number // len(CYCLE) % len(DASHES)], ms=5, lw=1.4,
+                capsize=2,
+            )  # fmt: skip
+        axis.set_xscale("log")
+        title = f"{place.name}, {place.model}" if several else place.name
+        axis.set_title(title, fontsize=9, loc="left", parse_math=False)
+        axis.tick_params(labelsize=8)
+        axis.grid(lw=0.4, color="#dddddd")
+        axis.spines[["top", "right"]].set_visible(False)
+    for axis in axes.flat[len(places) :]:
+        axis.set_visible(False)
+    figure.supxlabel("trained values", fontsize=8)
+    figure.supylabel("held-out loss, nats per token", fontsize=8)
+    handles, labels = axes.flat[0].get_legend_handles_labels()
+    figure.legend(handles, labels, fontsize=7, frameon=False, loc="outside right center")
+    return figure

@@ -1,0 +1,26 @@
+"""The section of a report that holds what a trained value buys, over the studies that the campaign names for it."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from frozencore.lab.campaign.results import CampaignResults
+from frozencore.lab.reports.document import Drawing, Section, Table
+from frozencore.lab.reports.figures.frontier import frontier_panels
+from frozencore.lab.reports.tables.frontier import ahead_sheet, frontier_points, frontier_sheet
+
+NAME, TITLE = "frontier", "What a trained value buys"
+
+
+def frontier_section(results: CampaignResults) -> Section | None:
+    """Loss against trained values, as a figure and as tables; None where no study is named, or nothing is done yet."""
+    points = frontier_points(results)
+    if not points:
+        return None
+    runs = tuple(run for study in results.studies if study.name in results.campaign.frontier for run in study.runs)
+    ahead = ahead_sheet(points)
+    drawing = Drawing(
+        NAME, f"{TITLE}: held-out loss against trained values", partial(frontier_panels, points), wide=True
+    )
+    main = [Table(frontier_sheet(points)), *([Table(ahead)] if ahead is not None else [])]
+    return Section(NAME, TITLE, "", runs, tuple(main), (), (drawing,))

@@ -1,0 +1,207 @@
+"""What a trained value buys: held-out loss against trained values, over several studies of one campaign.
+
+A study is a family; so is each value of its further axes, as a method or a rate. The axes that set how many values
+train, as rank and budget, tell the points of a family apart.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import mean, median, stdev
+
+from scipy import stats
+
+from frozencore.lab.campaign.results import CampaignResults, StudyResults
+from frozencore.lab.campaign.study_options import Value
+from frozencore.lab.reports.labels import column_name, value_name
+from frozencore.lab.reports.sheets.sheet import Sheet, SheetCell, label, number, signed
+from frozencore.lab.reports.statistics.over_tasks import COVERAGE
+from frozencore.lab.reports.tables.pivot import Key
+from frozencore.lab.reports.tables.resource_sheets import bytes_cell, seconds_cell
+from frozencore.lab.run.record import TunedRecord
+
+SIZES = ("rank", "rank_budget", "layers")
+"""Axes that set how many values are trained: along them a family goes."""
+DECIMALS = 3
+
+
+@dataclass(frozen=True)
+class Place:
+    """What points are compared on: a model and a task."""
+
+    model: str
+    task: str
+
+    @property
+    def name(self) -> str:
+        return value_name("task", self.task)
+
+
+@dataclass(frozen=True)
+class FrontierPoint:
+    """One size of one family at one place, over seeds.
+
+    Attributes:
+        family: Number of the family among all, and its name.
+        size: The values of its size axes, as they are shown.
+        trained: Values, the mean over seeds.
+        losses: Held-out loss of each seed, in nats per token.
+    """
+
+    family: tuple[int, str]
+    size: str
+    place: Place
+    trained: int
+    losses: tuple[float, ...]
+    records: tuple[TunedRecord, ...]
+
+    @property
+    def loss(self) -> float:
+        return mean(self.losses)
+
+    @property
+    def half_width(self) -> float | None:
+        """Of the 95 % interval of the mean over seeds, by Student's t; None for one seed."""
+        count = len(self.losses)
+        if count < 2:
+            return None
+        return float(stats.t.ppf((1 + COVERAGE) / 2, count - 1)) * stdev(self.losses) / math.sqrt(count)
+
+
+def frontier_points(results: CampaignResults) -> list[FrontierPoint]:
+    """The points of the studies that the campaign draws together: those of which every seed has a loss."""
+    studies = {study.name: study for study in results.studies}
+    points: list[FrontierPoint] = []
+    families: dict[str, int] = {}
+    for name in results.campaign.frontier:
+        points += _points_of(studies[name], families)
+    return points
+
+
+def places_of(points: Sequence[FrontierPoint]) -> list[Place]:
+    """Every place that has a point, in order."""
+    return list(dict.fromkeys(point.place for point in points))
+
+
+def _points_of(study: StudyResults, families: dict[str, int]) -> list[FrontierPoint]:
+    several = [axis for axis, values in study.study.axes.items() if len(values) > 1]
+    further = [axis for axis in several if axis not in ("model", "task", "seed", *SIZES)]
+    sizes = [axis for axis in study.study.axes if axis in SIZES]
+    grouped: dict[tuple[Key, Key, Place], list[TunedRecord | None]] = {}
+    for run in study.runs:
+        key = (
+            tuple(run.axes[axis] for axis in further),
+            tuple(run.axes[axis] for axis in sizes),
+            Place(str(run.axes["model"]), str(run.axes["task"])),
+        )
+        grouped.setdefault(key, []).append(run.record if isinstance(run.record, TunedRecord) else None)
+    found = []
+    for (kind, size, place), records in grouped.items():
+        known = [record for record in records if record is not None and record.held_out_loss is not None]
+        family = _family(study, further, kind)
+        number_of = families.setdefault(family, len(families))
+        if len(known) == len(records):
+            losses = tuple(record.held_out_loss for record in known if record.held_out_loss is not None)
+            trained = round(mean(record.trainable_parameters for record in known))
+            shown = column_name(sizes, size)
+            found.append(FrontierPoint((number_of, family), shown, place, trained, losses, tuple(known)))
+    return found
+
+
+def _family(study: StudyResults, further: Sequence[str], kind: tuple[Value, ...]) -> str:
+    own = column_name(further, kind)
+    title = study.study.title.partition(",")[0]
+    return own if tuple(further) == ("method",) else ", ".join(filter(None, (title, own)))
+
+
+def frontier_sheet(points: Sequence[FrontierPoint]) -> Sheet:
+    """A line for each size of each family: what it trains, its loss at every place, what it costs."""
+    places = places_of(points)
+    lines: dict[tuple[tuple[int, str], str], dict[Place, FrontierPoint]] = {}
+    for point in points:
+        lines.setdefault((point.family, point.size), {})[point.place] = point
+    rows = []
+    for (family, size), found in lines.items():
+        records = [record for point in found.values() for record in point.records]
+        resources = [record.resources for record in records if record.resources is not None]
+        optimiser = [one.optimizer_bytes for one in resources if one.optimizer_bytes is not None]
+        trained = sorted({point.trained for point in found.values()})
+        rows.append(
+            (
+                label(family[1]), label(size or "-"),
+                SheetCell(f"{trained[0]:,}" + (f" to {trained[-1]:,}" if len(trained) > 1 else ""), value=trained[-1]),
+                *(_loss(found.get(place)) for place in places),
+                bytes_cell(max(optimiser) if optimiser else None),
+                bytes_cell(max((record.adapter_bytes or 0) for record in records) or None),
+                bytes_cell(max(record.peak_memory_bytes for record in records)),
+                seconds_cell(median(record.training_s for record in records)),
+            )
+        )  # fmt: skip
+    models = {place.model for place in places}
+    headings = [place.name if len(models) == 1 else f"{place.name}, {place.model}" for place in places]
+    return Sheet(
+        "frontier",
+        "Held-out loss and cost by trained values",
+        "Nats per token, mean over seeds ± half of its 95 % interval (Student's t). Optimiser: gradients and states "
+        "beside the values; stored: the adapter's files; memory the largest of the runs, training the median.",
+        ("family", "size", "trained", *headings, "optimiser", "stored", "peak memory", "training"),
+        tuple(rows),
+        num_labels=2,
+    )
+
+
+def _loss(point: FrontierPoint | None) -> SheetCell:
+    if point is None:
+        return SheetCell("-", hint="not every seed is done")
+    half = point.half_width
+    spread = "" if half is None else f"{half:.{DECIMALS}f}"
+    return SheetCell(f"{point.loss:.{DECIMALS}f}", spread=spread, value=point.loss)
+
+
+def at_equal_values(points: Sequence[FrontierPoint], trained: int) -> float | None:
+    """The loss that a family has at a number of values, between its neighbours in the logarithm of their number.
+
+    Args:
+        points: Of one family at one place.
+
+    Returns:
+        None outside of the range that was measured.
+    """
+    known = sorted((math.log(point.trained), point.loss) for point in points)
+    at = math.log(trained)
+    for (low, below), (high, above) in zip(known, known[1:] or known, strict=False):
+        if low <= at <= high:
+            return below if high == low else below + (above - below) * (at - low) / (high - low)
+    return None
+
+
+def ahead_sheet(points: Sequence[FrontierPoint]) -> Sheet | None:
+    """The first family against every other at equal trained values; None where there is one family."""
+    families = sorted({point.family for point in points})
+    if len(families) < 2:
+        return None
+    first, *others = families
+    rows = []
+    for point in points:
+        if point.family != first:
+            continue
+        line = [label(point.place.name), number(point.trained, 0), _loss(point)]
+        for family in others:
+            own = [one for one in points if one.family == family and one.place == point.place]
+            there = at_equal_values(own, point.trained) if own else None
+            line.append(
+                SheetCell("n/a", hint="no such number of values was trained", is_undefined=True)
+                if there is None
+                else signed(point.loss - there, DECIMALS)
+            )
+        rows.append(tuple(line))
+    return Sheet(
+        "frontier-ahead",
+        f"{first[1]} against the others at equal trained values",
+        "Its loss less theirs, which is taken between their neighbouring sizes, straight in the logarithm of the "
+        "trained values; below zero it is ahead.",
+        ("task", "trained", first[1], *(name for _, name in others)),
+        tuple(rows),
+    )
