@@ -39,6 +39,8 @@ TELLS = {
     ("tasks", "list"): "pocket-math",
     ("schema",): "weighting",
     ("campaign", "--help"): "Many runs from one specification",
+    ("tune", "--help"): "--calibration-size",
+    ("export", "--help"): "--to",
     ("campaign", "status", str(POCKET)): "pocket: ",
     ("doctor", str(POCKET)): "final runs are there",
     ("doctor", "adapter"): "hashes agree",

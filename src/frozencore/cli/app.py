@@ -11,11 +11,13 @@ import typer
 
 from frozencore import __version__
 from frozencore.cli.console import console
+from frozencore.cli.on_demand import torch_on_demand
 from frozencore.cli.verbs import VERBS, add_verbs
 from frozencore.errors import FrozenCoreError
 from frozencore.one_line import one_line
 from frozencore.quiet import ignore_known_warnings
 
+_ASKS = "_FROZENCORE_COMPLETE"  # set by a shell that asks how a command line could go on
 INTERRUPTED, TERMINATED = 130, 143  # the exit status of Ctrl-C, and of SIGTERM
 
 
@@ -41,13 +43,23 @@ def app() -> None:
     """Do what the words of the command line ask for; only the verbs among them are imported."""
     verbs = typer.Typer(
         no_args_is_help=True,
-        add_completion=False,
         pretty_exceptions_enable=False,
         help="Fine-tune language models by training only r x r cores between frozen, calibrated bases.",
     )
     verbs.callback()(_common)
-    add_verbs(verbs, sys.argv[1:])
-    verbs()
+    words = _words()
+    if _ASKS in os.environ or "--help" in words:
+        torch_on_demand()
+    add_verbs(verbs, words)
+    verbs(prog_name="frozencore")  # however it was started: by this name shells complete it
+
+
+def _words() -> list[str]:
+    """Of the command line; where a shell asks how it could go on, of what is there of it."""
+    if _ASKS not in os.environ:
+        return sys.argv[1:]
+    begun = os.environ.get("COMP_WORDS") or os.environ.get("_TYPER_COMPLETE_ARGS", "")  # bash, and other shells
+    return begun.split()[1:]
 
 
 def _ended_early(status: int, end: BaseException) -> NoReturn:

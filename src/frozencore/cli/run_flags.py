@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import MISSING, replace
 from datetime import date
 from inspect import Parameter, Signature, signature
@@ -17,6 +17,7 @@ from frozencore.cli.flag_file import ConfigFile
 from frozencore.constructors import described
 from frozencore.errors import ConfigError
 from frozencore.lab.methods import METHODS
+from frozencore.lab.rows.suite import TASKS
 from frozencore.lab.run.config import make_config, run_options
 from frozencore.lab.run.option_groups import GROUPS, in_groups
 from frozencore.options import Option, own_refusal
@@ -92,9 +93,21 @@ def _flag(option: Option, panel: str | None) -> Parameter:
                 help=_help(option),
                 metavar="YYYY-MM-DD" if kinds == [date] else None,
                 rich_help_panel=panel,
+                autocompletion=_offered(option),
             ),
         ],
     )
+
+
+def _offered(option: Option) -> Callable[[str], list[str]]:
+    """What a shell offers for a value: those of an option that has a few, methods, tasks."""
+
+    def beginning_with(incomplete: str) -> list[str]:
+        named: Mapping[str, Iterable[str]] = {"method": METHODS, "task": TASKS, "calibration_task": TASKS}
+        allowed = [str(value) for kind in _kinds(option) if get_origin(kind) is Literal for value in get_args(kind)]
+        return [value for value in (*allowed, *named.get(option.name, ())) if value.startswith(incomplete)]
+
+    return beginning_with
 
 
 def _required_flag(option: Option, spelled: str, said: str) -> Parameter:
