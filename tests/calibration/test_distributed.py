@@ -21,6 +21,7 @@ from calibration.two_ranks import (
     CONSTRUCTORS,
     DRAWN,
     EXAMPLES,
+    OTHERS,
     adapted,
     bases,
     cores_after_a_step,
@@ -153,12 +154,14 @@ def test_a_step_together_is_a_step_on_the_whole_batch(how: str, reports: list[di
         assert core.any()
 
 
-def test_a_refresh_gives_all_ranks_the_bases_of_one_process(reports: list[dict[str, Any]]) -> None:
-    single = refreshed(EXAMPLES, 1)
+@pytest.mark.parametrize("sketched", [False, True])
+def test_refreshes_give_all_ranks_the_bases_of_one_process(sketched: bool, reports: list[dict[str, Any]]) -> None:
+    """Of two rounds, so that what is kept of the first counts once."""
+    single, key = refreshed(EXAMPLES, OTHERS, 1, sketched=sketched), f"refreshed, sketched {sketched}"
     assert len(single) == 16
     for name, basis in single.items():
-        assert all(torch.equal(reports[0]["refreshed"][name], report["refreshed"][name]) for report in reports)
-        cosines = torch.linalg.svdvals(reports[0]["refreshed"][name].mT @ basis)
+        assert all(torch.equal(reports[0][key][name], report[key][name]) for report in reports)
+        cosines = torch.linalg.svdvals(reports[0][key][name].mT @ basis)
         assert cosines.min() > 0.999
 
 

@@ -19,11 +19,13 @@ from frozencore import CalibrationOptions, FrozenCoreConfig, Refresh, calibrate,
 from frozencore.adapter.bases.passes import BasisWork
 from frozencore.calibration.budget import PassPlan
 from frozencore.calibration.shards import assign_owners, own_rank
+from frozencore.calibration.sketched_gathering import SketchedGathering
 from frozencore.calibration.taps import CalibrationPass
 from frozencore.errors import CalibrationError
 from tiny import Example, batches_of, draw_examples, tiny_qwen2
 
 EXAMPLES = draw_examples(num_examples=12, seed=5)
+OTHERS = draw_examples(num_examples=12, seed=6)
 CONSTRUCTORS = ("fcca", "rawgrad", "signgrad", "filora", "eva", "lora_xs", "random")
 
 
@@ -63,18 +65,26 @@ def spent(examples: list[Example], *, streaming: bool) -> dict[str, Any]:
     return {"ranks": model.peft_config["default"].rank_pattern, "bases": bases(model)}
 
 
-def refreshed(examples: list[Example], ranks: int) -> dict[str, torch.Tensor]:
-    """The bases of a second round, of one batch of examples."""
+def refreshed(examples: list[Example], others: list[Example], ranks: int, *, sketched: bool) -> dict[str, torch.Tensor]:
+    """The bases of a third round, of a batch of others and half of what one of examples left."""
     model = adapted("fcca")
     calibrate(model, batches_of(examples, 2), progress=False)
-    refresh, wrapped = Refresh(model, 2), DistributedDataParallel(model) if ranks > 1 else model
+    refresh, wrapped = Refresh(model, 3), DistributedDataParallel(model) if ranks > 1 else model
+    refresh.widths = {layer.name: 8 for layer in refresh.layers.values()} if sketched else None
     refresh.gather()
-    cores_after_a_step(wrapped, batches_of(examples, len(examples))[0])
-    refresh.next_round(torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]))
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    if isinstance(refresh._gathering, SketchedGathering):
+        cores_after_a_step(wrapped, batches_of(examples, len(examples))[0], rate=0.0)
+        refresh._gathering.set_metric()
+    for batch in (examples, others):
+        cores_after_a_step(wrapped, batches_of(batch, len(batch))[0], rate=0.0)
+        refresh.next_round(optimizer)
     return {name: buffer[:, -4:] for name, buffer in bases(model).items() if "past" not in name}
 
 
-def cores_after_a_step(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def cores_after_a_step(
+    model: torch.nn.Module, batch: dict[str, torch.Tensor], rate: float = 0.1
+) -> dict[str, torch.Tensor]:
     """One SGD step on the mean over the batch's examples of their completion loss."""
     model.train()
     logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
@@ -83,7 +93,7 @@ def cores_after_a_step(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.grad is not None:
-                parameter -= 0.1 * parameter.grad
+                parameter -= rate * parameter.grad
     return {n.removeprefix("module."): p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
 
 
@@ -164,7 +174,8 @@ def main(out: Path) -> None:
     report["broadcast bases"] = sum(buffer.data_ptr() in own for buffer in wrapped.modules_buffers)
     report["step"] = cores_after_a_step(wrapped, batches_of(share, len(share))[0])
 
-    report["refreshed"] = refreshed(share, size)
+    for sketched in (False, True):
+        report[f"refreshed, sketched {sketched}"] = refreshed(share, OTHERS[rank::size], size, sketched=sketched)
 
     report["fsdp step"] = fsdp_step(batches_of(share, len(share))[0], batches_of(share, 2))
 

@@ -20,9 +20,12 @@ from frozencore.errors import CalibrationError
 from frozencore.maths.linalg import all_finite
 from frozencore.maths.moments import LayerMoments, MomentName
 
+SKETCH = "|sketch "  # between a layer and what a file holds of its sketch
+SAME_BUDGET = "Resume with the memory_budget (--refresh-memory) that the checkpoint was made with."
+
 
 class Gathering:
-    """The sums of layers over all training batches since they were last read, and a share of those before.
+    """The exact sums of layers over all training batches since they were last read, and a share of those before.
 
     Args:
         model: Called with ``input_ids``, and ``attention_mask`` where there is padding, by name.
@@ -54,23 +57,22 @@ class Gathering:
             CalibrationError: One of them is not finite; the layer is named.
         """
         for name, recorder in self.capture.recorders.items():
-            for what, total in recorder.totals.items():
-                if not all_finite(total):
-                    raise CalibrationError(
-                        f"The moment {what!r} of layer {name!r} met NaN or Inf while training. Lower the learning "
-                        "rate; float16 training often needs bfloat16."
-                    )
+            require_finite_sums(name, recorder.totals)
         return {
             name: LayerMoments(num_tokens=recorder.num_tokens, **recorder.totals)
             for name, recorder in self.capture.recorders.items()
         }
 
-    def keep(self, share: float) -> None:
-        """Count what was summed so far as that share of itself from now on."""
-        for recorder in self.capture.recorders.values():
-            recorder.num_tokens = round(recorder.num_tokens * share)
-            for total in recorder.totals.values():
-                total.mul_(share)
+    def keep(self, share: float, sums: Mapping[str, LayerMoments]) -> None:
+        """Go on from that share of these sums, which are used up; layers that are not among them start anew.
+
+        Args:
+            sums: Over all processes, each layer's on one of them.
+        """
+        for name, recorder in self.capture.recorders.items():
+            kept = sums.get(name, LayerMoments(0))
+            recorder.num_tokens = round(kept.num_tokens * share)
+            recorder.totals = {what: kept.total(what).mul_(share) for what in kept.names()}
 
     def state(self) -> dict[str, Tensor]:
         """The sums by name, for a file."""
@@ -84,8 +86,10 @@ class Gathering:
         """Go on from what :meth:`state` gave.
 
         Raises:
-            CalibrationError: It is of other layers.
+            CalibrationError: It is of other layers, or of sketches.
         """
+        if any(SKETCH in key for key in state):
+            raise CalibrationError(f"Exact sums are gathered here, but the saved moments are sketches. {SAME_BUDGET}")
         sums: dict[str, dict[Any, Tensor]] = {}
         for key, value in state.items():
             name, _, what = key.rpartition("|")
@@ -105,3 +109,17 @@ class Gathering:
         self.capture.forget_batch()
         if self.capture.listens and torch.is_grad_enabled():
             count_tokens(kwargs, self.capture)
+
+
+def require_finite_sums(layer: str, sums: Mapping[Any, Tensor]) -> None:
+    """Refuse sums of a layer that met NaN or Inf, which nothing else tells.
+
+    Raises:
+        CalibrationError: The moment and the layer are named.
+    """
+    for what, total in sums.items():
+        if not all_finite(total):
+            raise CalibrationError(
+                f"The moment {what!r} of layer {layer!r} met NaN or Inf while training. Lower the learning rate; "
+                "float16 training often needs bfloat16."
+            )

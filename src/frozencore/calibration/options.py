@@ -48,6 +48,15 @@ MemoryBudget = Annotated[
 ]
 
 
+RefreshMemory = Annotated[
+    Annotated[int | str, BeforeValidator(_size)] | None,
+    Field(
+        description="What the moments of refresh may take, 512MB for instance or a number of bytes: exact sums "
+        "where they fit, else sketches. Default: 128MB, or what the narrowest sketches take."
+    ),
+]
+
+
 @dataclass(frozen=True)
 class CalibrationOptions:
     """Options of one pass; those that decide the sums are part of a moments file's fingerprint.

@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from frozencore.calibration.running_sketch import RunningSketch
 from frozencore.calibration.sums import add_outer, finite, outer, projected, square_sum, sum_dtype
 from frozencore.maths.moments import LayerMoments, MomentName
 
@@ -56,7 +57,11 @@ class ReadInput:
 
 class LayerRecorder:
     """Sums of one layer, and whether what it saw since :meth:`forget_flags` was finite (None: it saw nothing, or it
-    does not check)."""
+    does not check).
+
+    Attributes:
+        sketch: What sums cross products in place of the cross moment, if anything.
+    """
 
     def __init__(
         self, name: str, projection: Projection | None, stats_device: torch.device | None, *, checks: bool = True
@@ -67,6 +72,7 @@ class LayerRecorder:
         self.totals: dict[MomentName, Tensor] = {}
         self.input_finite: Tensor | None = None
         self.error_finite: Tensor | None = None
+        self.sketch: RunningSketch | None = None
         self._projection = projection or Projection()
         self._stats_device = stats_device
 
@@ -87,9 +93,7 @@ class LayerRecorder:
             self.error_finite = is_finite if self.error_finite is None else self.error_finite & is_finite
         if "cross" in needs:
             assert values is not None
-            self._add_product(
-                "cross", projected(error, self._projection.left), projected(values, self._projection.right)
-            )
+            self._add_cross(error, values)
         if "error_square" in needs:
             self._add("error_square", square_sum(error))
         if "error_outer" in needs:
@@ -108,6 +112,12 @@ class LayerRecorder:
         """The sums, handed over: nothing of them stays here."""
         totals, self.totals = self.totals, {}
         return LayerMoments(num_tokens=self.num_tokens, **totals)
+
+    def _add_cross(self, error: Float[Tensor, "N m"], values: Float[Tensor, "N n"]) -> None:
+        if self.sketch is not None:
+            self.sketch.add(error, values)
+            return
+        self._add_product("cross", projected(error, self._projection.left), projected(values, self._projection.right))
 
     def _add(self, name: MomentName, value: Tensor) -> None:
         value = value.to(self._stats_device or value.device)

@@ -21,6 +21,7 @@ OF_TRAINING = (
     "save_steps",
     "refresh",
     "refresh_cost",
+    "refresh_memory",
 )
 
 

@@ -15,6 +15,7 @@ NOT_OF_MANY = (
     "task", "data_root", "evaluate_on", "max_new_tokens", "paper_steps", "select_by", "save_steps",
     "refresh",
     "refresh_cost",
+    "refresh_memory",
 )  # fmt: skip
 TENANTS = "Folder with a row file (as for `tune --data`) for each tenant, named after it; or a YAML file 'name: file'."
 

@@ -14,7 +14,6 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from adapted import BATCHES, EXAMPLES, adapted, cores_of, logits, train_at_random
 from frozencore import CoreBank, Refresh, calibrate, export_lora, get_bases, prepare_swap, save_basis
-from frozencore.adapter.bases.refresh_plan import rounds_for
 from frozencore.adapter.directory import read_adapter
 from frozencore.adapter.inspection import inspect_adapter
 from frozencore.calibration.gathering import Gathering
@@ -160,16 +159,6 @@ def test_new_bases_are_those_of_the_moments_of_the_round_before(tmp_path: Path) 
         assert span_distance(Q[:, 3:], Q0) < 1e-3
 
 
-@pytest.mark.parametrize(
-    ("rows", "steps", "rounds"),
-    [(1600, 200, 16), (800, 100, 8), (99, 13, 1), (1600, 25, 4), (1600, 5, 1), (100_000, 12_500, 16)],
-)
-def test_auto_makes_a_round_of_a_hundred_rows_six_steps_at_least_and_sixteen_at_most(
-    rows: int, steps: int, rounds: int
-) -> None:
-    assert rounds_for(rows, steps) == rounds
-
-
 def test_auto_counts_the_rows_that_the_trainer_will_see(tmp_path: Path) -> None:
     model = adapted()
     refresh = Refresh(model, "auto")
@@ -297,6 +286,53 @@ def test_a_training_that_is_killed_and_resumed_is_bit_equal(
     assert all(torch.equal(a, b) for a, b in zip(factors_of(resumed), factors_of(refreshed), strict=True))
 
 
+def sketching(model: nn.Module, rounds: int = 2) -> Refresh:
+    """In seven columns, where the rank is three and a layer has 16 outputs or 32."""
+    refresh = Refresh(model, rounds, memory_budget="40KB")
+    assert refresh.widths is not None
+    assert set(refresh.widths.values()) == {7}
+    return refresh
+
+
+@pytest.fixture(scope="module")
+def sketched(tmp_path_factory: pytest.TempPathFactory) -> PeftModel:
+    """As ``refreshed``, in two rounds of three steps, by sketches."""
+    model = adapted()
+    trainer_of(model, tmp_path_factory.mktemp("sketched"), sketching(model), save_strategy="no").train()
+    return model.eval()
+
+
+def test_rounds_by_sketches_learn_as_those_by_exact_sums(sketched: PeftModel, tmp_path: Path) -> None:
+    def loss(model: nn.Module) -> float:
+        with torch.no_grad():
+            return sum(float(model(**batch_of([example])).loss) for example in EXAMPLES) / len(EXAMPLES)
+
+    exact, before, after = loss(trained(tmp_path, 2)), loss(adapted()), loss(sketched)
+    assert before - after > 0.8 * (before - exact) > 0
+    assert {layer.rank("default") for layer in cores_of(sketched)} == {6}
+
+
+@pytest.mark.parametrize("killed_at", [1, 2, 3, 4])
+def test_a_training_by_sketches_that_is_killed_and_resumed_is_bit_equal(
+    killed_at: int, tmp_path: Path, sketched: PeftModel
+) -> None:
+    model = adapted()
+    with pytest.raises(KeyboardInterrupt):
+        trainer_of(model, tmp_path, StopAt(killed_at), sketching(model)).train()
+    resumed = adapted()
+    trainer_of(resumed, tmp_path, sketching(resumed)).train(resume_from_checkpoint=True)
+    assert all(torch.equal(a, b) for a, b in zip(factors_of(resumed), factors_of(sketched), strict=True))
+
+
+def test_how_a_step_is_cut_into_batches_does_not_change_a_training_by_sketches(
+    sketched: PeftModel, tmp_path: Path
+) -> None:
+    model = adapted()
+    whole = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "save_strategy": "no"}
+    trainer_of(model, tmp_path, sketching(model), **whole).train()
+    torch.testing.assert_close(logits(model.eval()), logits(sketched), atol=5e-3, rtol=0)
+
+
 def test_a_resume_without_the_moments_says_so(tmp_path: Path) -> None:
     model = adapted()
     with pytest.raises(KeyboardInterrupt):
@@ -345,7 +381,11 @@ def test_what_cannot_be_refreshed_is_refused_in_one_line(tmp_path: Path) -> None
     save_basis(shared, tmp_path / "basis")
     with pytest.raises(ConfigError, match=r"shares its own with others"):
         Refresh(shared, 2)
+    with pytest.raises(ConfigError, match=r"budget of 1 KB is too small .*smallest that works is .\d+KB"):
+        Refresh(adapted(), 2, memory_budget="1 KB")
     model = adapted()
+    with pytest.raises(ConfigError, match=r"a first round of at least two steps, .* refresh=6 came for 6 steps"):
+        trainer_of(model, tmp_path, sketching(model, 6)).train()
     with pytest.raises(ConfigError, match=r"refresh=7 came for 6 steps"):
         trainer_of(model, tmp_path, Refresh(model, 7)).train()
 

@@ -144,6 +144,17 @@ class BasisWork:
                         self.captures[layer.name] = found
         self.build_s += time.perf_counter() - started
 
+    def build_streamed(self, sketches: Iterable[tuple[str, Sketch]]) -> None:
+        """The same from sketches, by layer name, which every rank has."""
+        started = time.perf_counter()
+        with all_ranks_or_none():
+            for name, sketch in sketches:
+                evidence = self._evidence(name, sketch.diagonals)
+                if self.owners[name] == own_rank():
+                    basis = build_streamed_basis(self.config.constructor, evidence, sketch.svd, self._options_of(name))
+                    self._keep(name, basis)
+        self.build_s += time.perf_counter() - started
+
     def _batches(self, names: list[str], moments: Mapping[str, LayerMoments]) -> list[tuple[str, ...]]:
         if not self.builds_together:
             return [(name,) for name in names]
@@ -191,15 +202,8 @@ class BasisWork:
     ) -> None:
         started = time.perf_counter()
         sketches = self._sketches(group, batches, options, progress)
-        collected = time.perf_counter()
-        with all_ranks_or_none():
-            for name, sketch in sketches.items():
-                evidence = self._evidence(name, sketch.diagonals)
-                if self.owners[name] == own_rank():
-                    basis = build_streamed_basis(self.config.constructor, evidence, sketch.svd, self._options_of(name))
-                    self._keep(name, basis)
-        self.collect_s += collected - started
-        self.build_s += time.perf_counter() - collected
+        self.collect_s += time.perf_counter() - started
+        self.build_streamed(sketches.items())
 
     def _sketches(
         self, group: Iterable[str], batches: Iterable[Batch], options: CalibrationOptions, progress: Progress | None

@@ -19,10 +19,13 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from frozencore.adapter.bases.calibratable import adapter_for_new_bases
 from frozencore.adapter.bases.passes import BasisWork
-from frozencore.adapter.bases.refresh_plan import COST, rounds_for, share_to_gather
+from frozencore.adapter.bases.refresh_plan import COST, rounds_for, share_to_gather, widths_within
 from frozencore.calibration.gathering import Gathering
 from frozencore.calibration.shards import assign_owners, own_rank, reduce_moments, require_same_bases, share_bases
+from frozencore.calibration.sketched_gathering import SketchedGathering
 from frozencore.errors import CalibrationError, ConfigError
+from frozencore.maths.linalg import Shape
+from frozencore.maths.whitening import Whitening
 
 KEPT = 0.5  # of the older moments, at each refresh
 WARMUP = 0.1  # of a round's steps
@@ -42,10 +45,13 @@ class Refresh(TrainerCallback):
             pay with the rows and steps of the training (:func:`frozencore.adapter.bases.refresh_plan.rounds_for`).
         cost: Of the products of the training, how many summing moments may add: it decides how many steps are summed.
             At 0.5 and above that is every step.
+        memory_budget: What may be held to choose new bases by, beside the earlier rounds: ``"128 MB"`` or a number of
+            bytes. Exact sums where they fit, else sketches, as wide as fit (docs/refreshing.md).
         adapter_name: The active one by default.
 
     Attributes:
         rounds: As given; of ``auto``, from the beginning of the training on.
+        widths: Columns of each layer's sketch; None where sums are exact.
 
     Raises:
         ConfigError: The model has no such adapter, or one that cannot be refreshed: on a basis that it shares, or of a
@@ -58,6 +64,7 @@ class Refresh(TrainerCallback):
         rounds: int | Literal["auto"],
         *,
         cost: float = COST,
+        memory_budget: int | str | None = None,
         adapter_name: str | None = None,
     ) -> None:
         if rounds != "auto" and (not isinstance(rounds, int) or isinstance(rounds, bool) or rounds < 1):
@@ -80,6 +87,7 @@ class Refresh(TrainerCallback):
                 "Use a constructor that does, such as fcca, or train without refresh."
             )
         self.config.refreshes = rounds != 1
+        self.widths = widths_within(memory_budget, self._shapes, self._ranks, self.config) if rounds != 1 else None
         self._gathering: Gathering | None = None
         self._begun_at = 0
         self._peaks: list[float] = []
@@ -102,6 +110,12 @@ class Refresh(TrainerCallback):
                 f"A round has at least one step, but refresh={self.rounds} came for {state.max_steps} steps. "
                 "Train longer or in fewer rounds."
             )
+        if self.rounds > 1 and self._points(state)[0] <= self._num_leading:
+            raise ConfigError(
+                "Sketches of moments take a first round of at least two steps, for the first tells what to sketch, but "
+                f"refresh={self.rounds} came for {state.max_steps} steps. Train in fewer rounds or give a larger "
+                "memory_budget."
+            )
         for layer in self.layers.values():
             layer.lay_past(self.adapter_name)
         self._begun_at = max((point for point in self._points(state) if point < state.global_step), default=0)
@@ -118,9 +132,12 @@ class Refresh(TrainerCallback):
         if self._gathering is not None and state.global_step == self._points(state)[self.config.rounds - 1]:
             self.next_round(kwargs["optimizer"])
             self._begun_at = state.global_step
-        if self._gathering is not None:
-            step = state.global_step - self._begun_at  # the first of each round is one of them
-            self._gathering.listen(on=math.floor(step * self._share) > math.floor((step - 1) * self._share))
+        if self._gathering is None:
+            return
+        step = state.global_step - (self._begun_at or self._num_leading)  # the first of each round is one of them
+        if isinstance(self._gathering, SketchedGathering) and self._gathering.awaits_metric and step == 0:
+            self._gathering.set_metric()
+        self._gathering.listen(on=step < 0 or math.floor(step * self._share) > math.floor((step - 1) * self._share))
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -162,15 +179,41 @@ class Refresh(TrainerCallback):
             self._gathering.close()
             self._gathering = None
 
+    @property
+    def _metric(self) -> Whitening:
+        """Of a constructor of which sketches will do."""
+        metric = self.config.constructor_entry.metric(self.config.basis_options())
+        assert metric is not None
+        return metric
+
+    @property
+    def _num_leading(self) -> int:
+        """Steps that only tell what to sketch."""
+        return int(self.widths is not None and bool(self._metric.needs()))
+
+    @property
+    def _shapes(self) -> dict[str, Shape]:
+        return {name: layer.shape for name, layer in self.layers.items()}
+
+    @property
+    def _ranks(self) -> dict[str, int]:
+        return {name: len(layer.core(self.adapter_name)) for name, layer in self.layers.items()}
+
     def _points(self, state: TrainerState) -> list[int]:
         """The steps after which a round ends, but for the last one."""
         return [round(j * state.max_steps / self.rounds) for j in range(1, self.rounds)]
 
     def gather(self) -> None:
         """Sum the moments of the batches from now on."""
-        self._share = share_to_gather(self.model, self.layers, self.cost)
-        needs = self.config.constructor_entry.needs(self.config.basis_options())
-        self._gathering = Gathering(self.model, dict(self.layers.items()), needs)
+        self._share = share_to_gather(self.model, self._shapes, self.cost, self.widths)
+        layers = dict(self.layers.items())
+        if self.widths is None:
+            needs = self.config.constructor_entry.needs(self.config.basis_options())
+            self._gathering = Gathering(self.model, layers, needs)
+        else:
+            self._gathering = SketchedGathering(
+                self.model, layers, shapes=self._shapes, widths=self.widths, whitening=self._metric
+            )
 
     def next_round(self, optimizer: torch.optim.Optimizer) -> None:
         """The core joins the sum, and the next one starts from zero on bases of what was gathered, on all ranks.
@@ -179,10 +222,14 @@ class Refresh(TrainerCallback):
             CalibrationError: The moments are not finite, or another rank failed.
         """
         assert self._gathering is not None
-        owners = assign_owners({name: layer.shape for name, layer in self.layers.items()})
-        moments = reduce_moments(self._gathering.moments(), owners)
+        owners = assign_owners(self._shapes)
         work = BasisWork(self.model, self.adapter_name, self.config, self.layers, owners, lambda *_: None)
-        work.build(self.layers, dict(moments))
+        if isinstance(self._gathering, SketchedGathering):
+            work.build_streamed(self._gathering.turn(self._ranks, KEPT))
+        else:
+            moments = reduce_moments(self._gathering.moments(), owners)
+            work.build(self.layers, dict(moments))
+            self._gathering.keep(KEPT, {name: m for name, m in moments.items() if owners[name] == own_rank()})
         bases = share_bases(work.bases, owners, {name: work.like_factors(name) for name in self.layers})
         require_same_bases({name: (basis.P, basis.Q) for name, basis in bases.items()})
         for name, layer in self.layers.items():
@@ -192,8 +239,6 @@ class Refresh(TrainerCallback):
         self.config.rounds += 1
         if self.config.rounds == self.rounds:
             self._stop_gathering()
-        else:
-            self._gathering.keep(KEPT)
 
     def _saved(self, args: TrainingArguments, state: TrainerState) -> dict[str, torch.Tensor]:
         file = self._file(args, state)

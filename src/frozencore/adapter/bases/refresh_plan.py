@@ -1,4 +1,7 @@
-"""How often a training is refreshed, and how many of its steps are summed for it (measured in docs/refreshing.md)."""
+"""How often a training is refreshed, how many of its steps are summed for it, and in how much memory.
+
+docs/refreshing.md has all of it measured.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,19 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from frozencore.adapter.layer import FrozenCoreLayer, is_linear, layer_shape
+from frozencore.adapter.config import FrozenCoreConfig
+from frozencore.adapter.layer import is_linear, layer_shape
+from frozencore.calibration.budget import layer_cost, memory_bytes
+from frozencore.calibration.running_sketch import sketch_bytes
+from frozencore.errors import ConfigError
+from frozencore.maths.linalg import Shape
 
 COST = 0.1  # of the products of a training that gathering may add
 ROWS_OF_A_ROUND = 100  # of fewer, bases lose more than their being newer brings
 STEPS_OF_A_ROUND = 6  # in fewer, fresh optimiser state gets nowhere
 MOST_ROUNDS = 16  # that ``auto`` chooses: each makes the adapter larger
+MEMORY = "128MB"  # for what new bases are chosen by
+NARROWEST, WIDEST, STEP = 2, 8, 1 / 8  # times the rank: columns of a sketch, as many as fit
 
 
 def rounds_for(num_rows: int, num_steps: int) -> int:
@@ -19,8 +29,56 @@ def rounds_for(num_rows: int, num_steps: int) -> int:
     return max(1, min(num_rows // ROWS_OF_A_ROUND, num_steps // STEPS_OF_A_ROUND, MOST_ROUNDS))
 
 
-def share_to_gather(model: nn.Module, layers: Mapping[str, FrozenCoreLayer], cost: float) -> float:
-    """Of the steps, how many are summed: a product for each weight of the layers, beside two for each of the model."""
-    seen = sum(layer.in_features * layer.out_features for layer in layers.values())
-    shapes = (layer_shape(module) for module in model.modules() if is_linear(module))
-    return min(1.0, cost * 2 * sum(m * n for m, n in shapes) / seen)
+def share_to_gather(
+    model: nn.Module, shapes: Mapping[str, Shape], cost: float, widths: Mapping[str, int] | None = None
+) -> float:
+    """Of the steps, how many are summed.
+
+    An exact sum takes a product for each weight of the layers, a sketch 2k(m + n), beside two for each weight of the
+    model.
+
+    Args:
+        widths: Columns of each layer's sketch; None for exact sums.
+    """
+    if widths is None:
+        seen = sum(m * n for m, n in shapes.values())
+    else:
+        seen = sum(2 * widths[name] * (m + n) for name, (m, n) in shapes.items())
+    whole = (layer_shape(module) for module in model.modules() if is_linear(module))
+    return min(1.0, cost * 2 * sum(m * n for m, n in whole) / seen)
+
+
+def widths_within(
+    memory_budget: int | str | None, shapes: Mapping[str, Shape], ranks: Mapping[str, int], config: FrozenCoreConfig
+) -> dict[str, int] | None:
+    """How many columns the sketch of each layer has; None for exact sums, where they fit or nothing else will do.
+
+    Args:
+        memory_budget: For all that a training holds to choose new bases by. By default 128 MB, or what the narrowest
+            sketches take, or exact sums where the constructor cannot do with sketches.
+
+    Raises:
+        ConfigError: It is no size, or too small.
+    """
+    budget = memory_bytes(MEMORY if memory_budget is None else memory_budget)
+    options = config.basis_options()
+    needs, metric = config.constructor_entry.needs(options), config.constructor_entry.metric(options)
+    costs = [layer_cost(shape, needs, ranks[name], num_rows=0) for name, shape in shapes.items()]
+    exact = sum(cost.sums for cost in costs) + max(cost.building for cost in costs)
+    if exact <= budget or (metric is None and memory_budget is None):
+        return None
+    smallest = exact
+    if metric is not None:
+        steps = range(round(WIDEST / STEP), round(NARROWEST / STEP) - 1, -1)
+        for widths in ({name: int(STEP * step * rank) for name, rank in ranks.items()} for step in steps):
+            held, turning = zip(*(sketch_bytes(shape, widths[name]) for name, shape in shapes.items()), strict=True)
+            smallest = sum(held) + max(turning)
+            if smallest <= budget:
+                return widths
+        if memory_budget is None:
+            return widths
+    unit, size = ("MB", 10**6) if smallest > 10**7 else ("KB", 10**3)
+    raise ConfigError(
+        f"A memory budget of {memory_budget} is too small for the sums that refreshing chooses bases by: the smallest "
+        f'that works is "{-(-smallest // size)}{unit}". Fewer target modules or a lower rank need less.'
+    )

@@ -20,7 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from frozencore.calibration.options import CalibrationOptions, MemoryBudget
+from frozencore.calibration.options import CalibrationOptions, MemoryBudget, RefreshMemory
 from frozencore.constructors import BasisOptions, refuse_unread
 from frozencore.constructors.options import Rank, RankBudget
 from frozencore.errors import ConfigError
@@ -128,6 +128,7 @@ class RunConfig(Frozen):
             "steps they are of. Default: 0.1; 0.5 is every step.",
         ),
     ] = None
+    refresh_memory: RefreshMemory = None
     seed: Annotated[
         int, Field(ge=0, lt=2**32, description="Of calibration rows, row order, drawn labels and random directions.")
     ] = 42

@@ -229,6 +229,7 @@ def recipe_of(config: RunConfig, rows: RunRows, model: nn.Module) -> Recipe:
         accumulation=accumulation,
         seed=config.seed,
         refresh_cost=config.refresh_cost or COST,
+        refresh_memory=config.refresh_memory,
     )
     num_rows = len(rows.train)
     found = rounds_for(recipe.epochs * num_rows, recipe.num_steps(num_rows))

@@ -44,7 +44,11 @@ from frozencore.lab.training.trainer import (
 from frozencore.progress import Progress
 from frozencore.randomness import own_random_state
 
-UNREFRESHED = (("refresh", 1), ("refresh_cost", COST))  # not told to checkpoints, which are as they were before
+UNREFRESHED = (
+    ("refresh", 1),
+    ("refresh_cost", COST),
+    ("refresh_memory", None),
+)  # not told to checkpoints, which are as they were before
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,7 @@ class Recipe:
         seed: Of the order of the rows.
         refresh: Rounds, each on new bases; 1 trains on the first ones to the end.
         refresh_cost: Of the products of the training, how many the moments for new bases may add.
+        refresh_memory: What those moments may take; as of :class:`frozencore.Refresh`.
     """
 
     learning_rate: float
@@ -71,6 +76,7 @@ class Recipe:
     seed: int = 42
     refresh: int = 1
     refresh_cost: float = COST
+    refresh_memory: int | str | None = None
 
     def __post_init__(self) -> None:
         fewest = min(self.epochs, self.batch_size, self.accumulation, self.refresh)
@@ -248,7 +254,7 @@ def _refresh_of(model: nn.Module, recipe: Recipe, selection: Selection | None) -
             "Of a training in rounds the last step is kept: the values of others are on bases that are gone. Leave "
             "select_checkpoint or refresh out."
         )
-    return Refresh(model, recipe.refresh, cost=recipe.refresh_cost)
+    return Refresh(model, recipe.refresh, cost=recipe.refresh_cost, memory_budget=recipe.refresh_memory)
 
 
 def _require_float32(model: nn.Module) -> None:

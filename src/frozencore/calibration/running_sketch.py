@@ -1,0 +1,136 @@
+"""Sums of one layer for bases that are chosen again and again, from batches that are seen once and without an m x n
+matrix (:mod:`frozencore.maths.one_pass`).
+
+    Y = Σ D^-1/2 δ (Vᵀ A^-1/2 x)ᵀ = T V,   Z = Σ A^-1/2 x (Uᵀ D^-1/2 δ)ᵀ = Tᵀ U
+
+U, V and the metric are those of the sums before; at first the tests are random, in the metric of the first batches.
+What is kept of the sums before is their best rank k, carried over to the new tests.
+
+Shapes: m outputs, n inputs, k columns of a sketch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from frozencore.calibration.sums import add_outer, projected
+from frozencore.maths.linalg import Shape, TruncatedSVD, seeded_generator
+from frozencore.maths.moments import LayerMoments
+from frozencore.maths.one_pass import from_one_pass, svd_of_product
+from frozencore.maths.whitening import InverseRoot, Whitening
+
+TESTS = torch.bfloat16  # their rounding is known, so it costs nothing but exact orthonormality
+
+
+@dataclass(frozen=True)
+class Tests:
+    """What products are taken with: ``left = D^-1/2 U`` (m x k), ``right = A^-1/2 V`` (n x k), and the roots' diagonals
+    (m x 1, n x 1)."""
+
+    left: Float[Tensor, "m k"]
+    right: Float[Tensor, "n k"]
+    error_root: Float[Tensor, "m 1"]
+    input_root: Float[Tensor, "n 1"]
+
+
+class RunningSketch:
+    """The sketch of one layer; without tests it sums nothing.
+
+    Attributes:
+        tests: None until a metric is known.
+        images: Y and Z before the last whitening: ``D^1/2 Y`` (m x k) and ``A^1/2 Z`` (n x k).
+    """
+
+    def __init__(self, shape: Shape, width: int, whitening: Whitening) -> None:
+        self.shape, self.whitening = shape, whitening
+        self.width = min(width, *shape)
+        self.tests: Tests | None = None
+        self.images: tuple[Tensor, Tensor] | None = None
+
+    def begin(self, diagonals: LayerMoments, device: torch.device) -> None:
+        """Random tests, in the metric of what was seen so far."""
+        generator = seeded_generator(0, "running sketch", *self.shape)
+        U, V = (torch.randn(size, self.width, generator=generator).to(device) for size in self.shape)
+        self._take_tests(torch.linalg.qr(U).Q, torch.linalg.qr(V).Q, *self._roots(diagonals, device))
+        self.images = tuple(torch.zeros_like(test) for test in (U, V))  # type: ignore[assignment]
+
+    def add(self, error: Float[Tensor, "N m"], values: Float[Tensor, "N n"]) -> None:
+        """One call's counted tokens."""
+        if self.tests is None or self.images is None:
+            return
+        of_errors, of_values = self.images
+        add_outer(of_errors, error, projected(values, self.tests.right).to(error.dtype))
+        add_outer(of_values, values, projected(error, self.tests.left).to(values.dtype))
+
+    def turn(self, diagonals: LayerMoments, rank: int, share: float) -> TruncatedSVD:
+        """The ``rank`` leading triples of T, summed over tokens, in the metric of ``diagonals``; none if T is zero.
+
+        From now on the sums are that share of the best approximation, with tests along it.
+
+        Args:
+            diagonals: Over all that ``images`` were summed over.
+        """
+        assert self.tests is not None
+        assert self.images is not None
+        old, (of_errors, of_values) = self.tests, self.images
+        if not of_errors.any():
+            m, n = self.shape
+            return TruncatedSVD(of_errors.new_zeros(m, 0), of_errors.new_zeros(0), of_errors.new_zeros(n, 0))
+        L, R = from_one_pass(
+            of_errors * old.error_root,
+            of_values * old.input_root,
+            old.left.float() / old.error_root,
+            old.right.float() / old.input_root,
+        )
+        roots = self._roots(diagonals, of_errors.device)
+        U, S, V = svd_of_product((L * (roots[0] / old.error_root), R * (roots[1] / old.input_root)), self.width)
+        del L, R
+        self._take_tests(U, V, *roots)
+        tests: Tests = self.tests
+        self.images = (
+            U @ (share * S[:, None] * (V.mT @ (tests.right.float() / roots[1]))) / roots[0],
+            V @ (share * S[:, None] * (U.mT @ (tests.left.float() / roots[0]))) / roots[1],
+        )
+        return TruncatedSVD(U[:, :rank].clone(), S[:rank].clone(), V[:, :rank].clone())
+
+    def state(self) -> dict[str, Tensor]:
+        """By name, for a file."""
+        if self.tests is None or self.images is None:
+            return {}
+        return {**vars(self.tests), "of_errors": self.images[0], "of_values": self.images[1]}
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from what :meth:`state` gave."""
+        if state:
+            self.images = state["of_errors"], state["of_values"]
+            self.tests = Tests(**{name: state[name] for name in Tests.__dataclass_fields__})
+
+    def _take_tests(self, U: Tensor, V: Tensor, error_root: Tensor, input_root: Tensor) -> None:
+        self.tests = Tests((U * error_root).to(TESTS), (V * input_root).to(TESTS), error_root, input_root)
+
+    def _roots(self, diagonals: LayerMoments, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The diagonals of ``D^-1/2`` and ``A^-1/2``; ones where a side is not whitened, or nothing was seen on it."""
+        sides = (("error_square", self.whitening.output_root), ("input_square", self.whitening.input_root))
+        m_and_n: list[Tensor] = []
+        for (what, root_of), size in zip(sides, self.shape, strict=True):
+            ones = torch.ones(size, 1, device=device)
+            total: Tensor | None = getattr(diagonals, what)
+            seen = total is None or bool(total.any())
+            root: InverseRoot = root_of(diagonals) if seen else (lambda X: X)
+            m_and_n.append(root(ones))
+        return m_and_n[0], m_and_n[1]
+
+
+def sketch_bytes(shape: Shape, width: int) -> tuple[int, int]:
+    """What a sketch holds while it sums, with a and d, and what :meth:`RunningSketch.turn` takes for a moment.
+
+    Sums have four bytes a value, tests two, the two diagonals and their roots four each.
+    """
+    m, n = shape
+    k = min(width, m, n)
+    return (6 * k + 8) * (m + n), 32 * k * (m + n)
