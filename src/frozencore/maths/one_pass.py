@@ -21,13 +21,13 @@ from frozencore.maths.linalg import TruncatedSVD, canonical_signs
 
 RIDGE = 0.5  # of the largest singular value of C
 
-Factors = tuple[Float[Tensor, "m j"], Float[Tensor, "n j"]]
+Product = tuple[Float[Tensor, "m j"], Float[Tensor, "n j"]]
 """L and R of a matrix ``L Rᵀ``."""
 
 
 def from_one_pass(
     Y: Float[Tensor, "m k"], Z: Float[Tensor, "n k"], U: Float[Tensor, "m k"], V: Float[Tensor, "n k"]
-) -> Factors:
+) -> Product:
     """L (m x 2k) and R (n x 2k) of the estimate ``L Rᵀ`` of T.
 
     Args:
@@ -42,9 +42,9 @@ def from_one_pass(
     return torch.cat([U @ C + A, U + A @ inverse], dim=1), torch.cat([V, B], dim=1)
 
 
-def svd_of_product(factors: Factors, rank: int) -> TruncatedSVD:
+def svd_of_product(product: Product, rank: int) -> TruncatedSVD:
     """The ``rank`` leading singular triples of ``L Rᵀ``, with canonical signs; without an m x n matrix."""
-    (Q_left, left), (Q_right, right) = (torch.linalg.qr(factor) for factor in factors)
+    (Q_left, left), (Q_right, right) = (torch.linalg.qr(factor) for factor in product)
     U, S, Vh = torch.linalg.svd(left @ right.mT)
     return TruncatedSVD(*canonical_signs(Q_left @ U[:, :rank], S[:rank], Q_right @ Vh[:rank].mT))
 
