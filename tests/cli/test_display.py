@@ -30,3 +30,22 @@ def test_in_a_file_a_stage_is_one_line_when_it_ends_however_often_it_speaks() ->
     (line,) = printed.getvalue().strip().splitlines()
     assert line.startswith("Train: 4 in ")
     assert line.endswith(" s (loss 1.500)")
+
+
+def test_in_a_file_a_long_stage_says_every_few_seconds_how_far_it_is_and_how_long_it_takes() -> None:
+    printed, now = io.StringIO(), iter([0.0, 4.0, 10.0, 11.0, 80.0, 90.0])
+    with StageDisplay(Console(file=printed, width=120), clock=lambda: next(now)) as stages:
+        for done in (50, 52, 55, 56, 90, 100):  # as a run that is resumed begins
+            stages("train", done, 100, f"loss {done}")
+    assert printed.getvalue().splitlines() == [
+        "Train: 55 of 100 (loss 55), 90 s to go",  # 45 steps of 2 s
+        "Train: 90 of 100 (loss 90), 20 s to go",
+        "Train: 100 in 90.0 s (loss 100)",
+    ]
+
+
+def test_on_eighty_columns_the_note_of_training_is_whole() -> None:
+    printed, note = io.StringIO(), "loss 12.345, rate 5.0e-03, 12,345 tokens/s"
+    with StageDisplay(Console(file=printed, force_terminal=True, width=80)) as stages:
+        stages("train", 53, 135, note)
+    assert note in printed.getvalue()

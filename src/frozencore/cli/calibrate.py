@@ -19,6 +19,8 @@ OF_TRAINING = (
     "batch_size",
     "accumulation",
     "save_steps",
+    "report_to",
+    "patience",
     "refresh",
     "refresh_cost",
     "refresh_memory",

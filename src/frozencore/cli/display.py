@@ -1,13 +1,14 @@
-"""What a person sees while a run works: a bar per stage on a terminal, a plain line per stage elsewhere."""
+"""What a person sees while a run works: a bar per stage on a terminal, elsewhere a plain line now and then."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TaskID, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 
 from frozencore.lab.run.interrupted import kept_of
@@ -30,20 +31,30 @@ def resume_line(out: Path) -> str:
     return f"Nothing to go on from in {out}: from the start" if kept is None else f"Goes on from {kept} in {out}"
 
 
-class StageDisplay:
-    """Shows stages as they come; call it with a stage, the steps done, their total, and a note."""
+LINE_EVERY_S = 10.0  # of a stage that goes on, where there is no terminal
+NARROWEST_BAR, WIDEST_BAR, BESIDE_BAR = 6, 30, 82  # a label, counts, a time and a note of training
 
-    def __init__(self, console: Console) -> None:
+
+class StageDisplay:
+    """Shows stages as they come; call it with a stage, the steps done, their total, and a note.
+
+    Args:
+        clock: Seconds, from any beginning.
+    """
+
+    def __init__(self, console: Console, clock: Callable[[], float] = time.perf_counter) -> None:
         self.console = console
+        self.clock = clock
         self.tasks: dict[str, TaskID] = {}
-        self.started: dict[str, float] = {}
+        self.started: dict[str, tuple[float, int]] = {}
+        self.told: dict[str, float] = {}
         self.finished: set[str] = set()
         self.progress = Bars(
             SpinnerColumn(finished_text="✓"),
-            TextColumn("{task.description:<22}"),
-            BarColumn(bar_width=30),
+            TextColumn("{task.description:<21}"),
+            BarColumn(bar_width=min(WIDEST_BAR, max(NARROWEST_BAR, console.width - BESIDE_BAR))),
             MofNCompleteColumn(),
-            TimeElapsedColumn(),
+            TimeRemainingColumn(compact=True, elapsed_when_finished=True),
             TextColumn("[dim]{task.fields[note]}"),
             console=console,
         )
@@ -69,9 +80,24 @@ class StageDisplay:
         self.progress.update(self.tasks[stage], completed=done, total=total, note=note)
 
     def _line(self, stage: str, label: str, done: int, total: int | None, note: str) -> None:
-        started = self.started.setdefault(stage, time.perf_counter())
-        if total is None or done < total or stage in self.finished:
+        now = self.clock()
+        began, already = self.started.setdefault(stage, (now, done))
+        noted = f" ({note})" if note else ""
+        if stage in self.finished:
             return
-        self.finished.add(stage)
-        elapsed = time.perf_counter() - started
-        self.console.print(f"{label}: {total} in {elapsed:.1f} s" + (f" ({note})" if note else ""), highlight=False)
+        if total is not None and done >= total:
+            self.finished.add(stage)
+            self.console.print(f"{label}: {total} in {now - began:.1f} s{noted}", highlight=False)
+        elif now - self.told.setdefault(stage, began) >= LINE_EVERY_S and done > already:
+            self.told[stage] = now
+            to_go = "" if total is None else f", {_in_words((now - began) / (done - already) * (total - done))} to go"
+            self.console.print(
+                f"{label}: {done}" + ("" if total is None else f" of {total}") + f"{noted}{to_go}", highlight=False
+            )
+
+
+def _in_words(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    hours, minutes = divmod(round(seconds / 60), 60)
+    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min"

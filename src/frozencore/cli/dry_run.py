@@ -22,6 +22,7 @@ from frozencore.lab.run.config import RunConfig
 from frozencore.lab.run.execute import recipe_of
 from frozencore.lab.run.named_basis import on_named_basis
 from frozencore.lab.run.targets import resolve_targets
+from frozencore.lab.training.reporting import require_reporters
 from frozencore.naming import num_of
 from frozencore.progress import Progress
 
@@ -32,6 +33,7 @@ def dry_run_lines(config: RunConfig, progress: Progress) -> Iterator[Text]:
     Raises:
         FrozenCoreError: What the run itself would refuse before it scores or trains.
     """
+    require_reporters(config.report_to or ())
     config = on_named_basis(config)
     bench = prepare(config, progress)
     yield from _rows(config, bench)

@@ -112,6 +112,7 @@ def _kept_step(record: TunedRecord) -> Iterator[str]:
     yield (
         f"Kept step {chosen.kept_step} of {last}: {value} on {chosen.rows} validation rows, the best of "
         f"{len(chosen.scores)} scores, which took {chosen.time_s:.1f} s."
+        + (" Then they were no better (--patience)." if chosen.stopped_early else "")
     )
 
 

@@ -12,7 +12,8 @@ from frozencore.cli.run_flags import TakesRun
 from frozencore.lab.run.config import RunConfig
 
 NOT_OF_MANY = (
-    "task", "data_root", "evaluate_on", "max_new_tokens", "paper_steps", "select_by", "save_steps",
+    "task", "data_root", "evaluate_on", "max_new_tokens", "paper_steps", "select_by", "save_steps", "report_to",
+    "patience",
     "refresh",
     "refresh_cost",
     "refresh_memory",

@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import random
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -121,7 +122,7 @@ class StoppedError(Exception):
 def train_until(step: int | None, model: nn.Module, folder: Path | None, *, resume: bool = False) -> TrainingReport:
     def progress(stage: str, done: int, total: int | None, note: str = "") -> None:
         assert (stage, total) == ("train", 8)
-        assert note.startswith("loss ")
+        assert re.fullmatch(r"loss \d+\.\d{3}, rate \d\.\de[-+]\d\d(, [\d,]+ tokens/s)?", note)
         if done == step:
             raise StoppedError
 

@@ -256,3 +256,43 @@ def test_the_time_of_scoring_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> N
 def test_no_steps_between_two_scores_is_refused() -> None:
     with pytest.raises(ConfigError, match="there must be at least one step, got 0"):
         Selection(0, really, identity="rows")
+
+
+@pytest.mark.parametrize("stop_after", [None, 6])
+def test_a_training_ends_after_so_many_scores_that_are_no_better_and_keeps_the_best(
+    tmp_path: Path, stop_after: int | None
+) -> None:
+    def trained(scorer: Scripted, *, resume: bool = False, stop_after: int | None = None) -> TrainingReport:
+        def progress(stage: str, done: int, total: int | None, note: str = "") -> None:
+            if done == stop_after:
+                raise StoppedError
+
+        chooses = Selection(2, scorer, identity="rows", patience=2)
+        return train(
+            model, ROWS, RECIPE, pad_id=0, checkpoint_dir=tmp_path, checkpoint_steps=1, resume=resume,
+            selection=chooses, progress=progress,
+        )  # fmt: skip
+
+    scores = ((3.0, None), (2.0, None), (2.0, None), (2.5, None), (1.0, None))
+    model, scorer = adapted("random"), Scripted(*scores)
+    if stop_after is not None:
+        with pytest.raises(StoppedError):
+            trained(scorer, stop_after=stop_after)
+        scorer = Scripted(*scores[len(scorer.seen) :])
+    report = trained(scorer, resume=stop_after is not None)
+    assert report.selected is not None
+    assert report.selected.stopped
+    assert (report.num_steps, len(report.losses), report.selected.step) == (8, 8, 4)
+    assert [score.step for score in report.selected.scores] == [2, 4, 6, 8]
+
+
+def test_patience_that_is_never_lost_changes_nothing() -> None:
+    falling = Scripted((3.0, None), (2.0, None), (2.5, None))
+    report, _ = run(falling)
+    patient = Selection("epoch", Scripted((3.0, None), (2.0, None), (2.5, None)), identity="rows", patience=1)
+    other = train(adapted("random"), ROWS, RECIPE, pad_id=0, selection=patient)
+    assert (other.losses, other.num_steps) == (report.losses, NUM_STEPS)
+    assert other.selected is not None
+    assert not other.selected.stopped  # the last score has no step after it
+    with pytest.raises(ConfigError, match="At least one score"):
+        Selection("epoch", really, identity="rows", patience=0)

@@ -182,6 +182,18 @@ class RunConfig(Frozen):
     select_by: Annotated[
         SelectionMetric, Field(description="What the best step is: accuracy (ties by held-out loss), or held_out_loss.")
     ] = "accuracy"
+    patience: Annotated[
+        int | None,
+        Field(
+            ge=1,
+            description="Scores of --select-checkpoint in a row that may be no better before the training ends. "
+            "Default: it goes on to its last step.",
+        ),
+    ] = None
+    report_to: Annotated[
+        tuple[Literal["tensorboard", "trackio", "wandb"], ...] | None,
+        Field(description="Who is told losses and scores as they come: tensorboard (in logs/), trackio, wandb."),
+    ] = None
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"], Field(description="Of the base model's weights.")
     ] = "auto"
@@ -222,6 +234,8 @@ class RunConfig(Frozen):
                 raise ConfigError(f"The method {self.method!r} does not read {name}. Leave --{name} out.")
         if self.basis is not None and self.layers is not None:
             raise ConfigError("A saved basis has its own layers: leave --layers out.")
+        if self.patience is not None and self.select_checkpoint == "none":
+            raise ConfigError("--patience counts scores on validation rows: give --select-checkpoint epoch as well.")
         if self.rank_budget is not None:
             self._check_rank_budget()
         if self.refreshes:

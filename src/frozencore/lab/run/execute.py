@@ -41,6 +41,7 @@ from frozencore.lab.run.selecting import score_rows, selection_of
 from frozencore.lab.run.targets import resolve_targets
 from frozencore.lab.training.recipe import Recipe, TrainingReport
 from frozencore.lab.training.recipe import train as train_alone
+from frozencore.lab.training.reporting import LOGS, require_reporters
 from frozencore.maths.capture import Capture
 from frozencore.progress import Progress, as_stage
 from frozencore.whole_file import require_writable, write_json, write_lines
@@ -91,6 +92,7 @@ def execute(
             diverged.
     """
     refuse_used(out, resume=resume)
+    require_reporters(config.report_to or ())
     config = on_named_basis(config)
     method, started = config.method_entry, time.perf_counter()
     bench = bench or prepare(config, progress)
@@ -256,6 +258,7 @@ def train_once(
         resume=resume,
         identity=identity,
         selection=selection_of(config, bench, progress),
+        reports=(config.report_to, out / LOGS) if config.report_to else None,
         progress=progress,
     )
     return config, report

@@ -121,6 +121,7 @@ class SelectedCheckpoint(Part):
             where there were no validation rows, and the last step was kept.
         rows: How many validation rows were scored; where they come from stands under the run's ``rows``.
         time_s: Seconds of scoring, which are no part of ``training_s``.
+        stopped_early: The scores were no better any more.
     """
 
     every: Literal["epoch"] | Count
@@ -129,6 +130,7 @@ class SelectedCheckpoint(Part):
     by: Literal["accuracy", "held_out_loss"] | None = None
     scores: tuple[StepScored, ...] = ()
     time_s: float = 0.0
+    stopped_early: bool = False
 
 
 class CompanySize(Part):

@@ -45,7 +45,7 @@ def selection_of(config: RunConfig, bench: Bench, progress: Progress) -> Selecti
         return found.held_out_loss, found.task.accuracy if found.task else None
 
     identity = f"{bench.rows.fingerprints()['validation']} by {config.select_by}"
-    return Selection(config.select_checkpoint, score, identity)
+    return Selection(config.select_checkpoint, score, identity, config.patience)
 
 
 def selected_checkpoint(config: RunConfig, bench: Bench, report: TrainingReport) -> SelectedCheckpoint | None:
@@ -62,4 +62,5 @@ def selected_checkpoint(config: RunConfig, bench: Bench, report: TrainingReport)
         kept_step=found.step,
         scores=tuple(StepScored(**vars(score)) for score in found.scores),
         time_s=found.time_s,
+        **({"stopped_early": True} if found.stopped else {}),
     )

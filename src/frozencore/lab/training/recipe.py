@@ -31,7 +31,8 @@ from frozencore.errors import ConfigError, DataError, TrainingError
 from frozencore.lab.rows.batches import PaddingCollator
 from frozencore.lab.rows.prompts import TokenRow
 from frozencore.lab.training.checkpoints import disk_errors_told, starting_point
-from frozencore.lab.training.selection import Selected, Selection, Selector
+from frozencore.lab.training.reporting import Reporter, reporters
+from frozencore.lab.training.selection import NoBetterError, Selected, Selection, Selector
 from frozencore.lab.training.termination import Stop, stop_held_back
 from frozencore.lab.training.trainer import (
     CompletionTrainer,
@@ -133,6 +134,7 @@ def train(
     resume: bool = False,
     identity: Mapping[str, Any] | None = None,
     selection: Selection | None = None,
+    reports: tuple[Sequence[Reporter], Path] | None = None,
     progress: Progress | None = None,
 ) -> TrainingReport:
     """Train the trainable parameters of a model in place, on the device it is on.
@@ -148,6 +150,7 @@ def train(
         identity: What a checkpoint must share with the run that resumes it beside recipe, rows and the shapes of
             what trains; JSON values by name.
         selection: Keep what trained best by validation rows; the last step's values otherwise.
+        reports: Who is told the losses as they come, and the folder for what they write.
 
     Raises:
         ConfigError: Nothing is trainable, trainable parameters are below float32, or others than the cores of a
@@ -168,20 +171,35 @@ def train(
     identity = {**(identity or {}), **_identity(model, recipe, rows)}
     if selection is not None:
         identity |= {"scored every": selection.every, "validation rows": selection.identity}
+        identity |= {} if selection.patience is None else {"patience": selection.patience}
     refresh = _refresh_of(model, recipe, selection)
     resumed_from = starting_point(checkpoint_dir, resume, identity)
     start = time.perf_counter()
     selector: Selector | None = None
-    monitor = LossMonitor(progress, kept, refresh, paused_s=lambda: selector.time_s if selector else 0.0)
+    monitor = LossMonitor(
+        progress,
+        kept,
+        refresh,
+        paused_s=lambda: selector.time_s if selector else 0.0,
+        tokens_a_step=sum(len(row.input_ids) for row in rows) * recipe.epochs / recipe.num_steps(len(rows)),
+    )
     with ExitStack() as restored:
         asked = restored.enter_context(stop_held_back(monitor.say_it_stops)) if checkpoint_dir else Stop()
         restored.enter_context(own_random_state())
         restored.enter_context(without_dropout(model))
         restored.enter_context(own_use_cache(model))
+        told = restored.enter_context(reporters(*reports)) if reports else []
         folder = checkpoint_dir or Path(restored.enter_context(TemporaryDirectory()))
         if selection is not None:
             steps_an_epoch = recipe.num_steps(len(rows)) // recipe.epochs
-            selector = Selector(selection, model, steps_an_epoch=steps_an_epoch, asked=asked, resumed_from=resumed_from)
+            selector = Selector(
+                selection,
+                model,
+                steps_an_epoch=steps_an_epoch,
+                asked=asked,
+                resumed_from=resumed_from,
+                reporters=told,
+            )
         if refresh is not None:
             restored.callback(refresh.close)
         trainer = CompletionTrainer(
@@ -189,12 +207,17 @@ def train(
             args=_arguments(model, recipe, len(rows), folder, checkpoint_dir is not None, checkpoint_steps),
             data_collator=PaddingCollator(pad_id),
             train_dataset=list(rows),
-            callbacks=[monitor, *filter(None, [selector, refresh]), Seal(identity, asked), StopWhenAsked(asked)],
+            callbacks=[monitor, *filter(None, [selector, refresh]), Seal(identity, asked), StopWhenAsked(asked), *told],
         )
         trainer.remove_callback(PrinterCallback)
         with disk_errors_told(checkpoint_dir):
-            trainer.train(resume_from_checkpoint=None if resumed_from is None else str(resumed_from))
-    if trainer.state.global_step < trainer.state.max_steps:  # and what the signal calls has come back
+            try:
+                trainer.train(resume_from_checkpoint=None if resumed_from is None else str(resumed_from))
+            except NoBetterError:
+                for reporter in told:
+                    reporter.on_train_end(trainer.args, trainer.state, trainer.control)
+    stopped = selector is not None and selector.stopped
+    if trainer.state.global_step < trainer.state.max_steps and not stopped:  # and what the signal calls has come back
         raise TrainingError(
             f"Training was told to stop at step {trainer.state.global_step} of {trainer.state.max_steps}. "
             "Its checkpoint is whole: resume it."

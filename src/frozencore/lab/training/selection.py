@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -40,6 +40,10 @@ class StepScore:
         return self.accuracy or 0.0, -self.held_out_loss
 
 
+class NoBetterError(Exception):
+    """Scores are no better any more: the training ends, whole."""
+
+
 @dataclass(frozen=True)
 class Selection:
     """How validation rows choose among the steps.
@@ -48,13 +52,17 @@ class Selection:
         every: Steps between two scores, or ``epoch``; the last step is scored in any case.
         score: Held-out loss and accuracy (None: the loss alone chooses) of a model; leaves it as it was.
         identity: What the scores are of; a checkpoint that is resumed must share it.
+        patience: Scores in a row that may be no better than the best before the training ends; None: it never does.
     """
 
     every: Every
     score: Callable[[nn.Module, Progress], tuple[float, float | None]]
     identity: str
+    patience: int | None = None
 
     def __post_init__(self) -> None:
+        if self.patience is not None and self.patience < 1:
+            raise ConfigError(f"At least one score must be no better before a training ends, got {self.patience}.")
         if self.every != "epoch" and self.every < 1:
             raise ConfigError(f"Between two scores there must be at least one step, got {self.every}.")
 
@@ -66,11 +74,13 @@ class Selection:
 
 @dataclass(frozen=True)
 class Selected:
-    """Every score in the order of the steps, the step that was kept, and the seconds that scoring took in this call."""
+    """Every score in the order of the steps, the step that was kept, the seconds that scoring took in this call, and
+    whether the training ended early."""
 
     scores: tuple[StepScore, ...]
     step: int
     time_s: float
+    stopped: bool = False
 
 
 class Selector(TrainerCallback):
@@ -80,6 +90,7 @@ class Selector(TrainerCallback):
         steps_an_epoch: Optimiser steps.
         asked: Whether the training was told to stop.
         resumed_from: The checkpoint that it goes on from.
+        reporters: Are told each score, as ``eval_loss`` and ``eval_accuracy``.
     """
 
     def __init__(
@@ -90,12 +101,15 @@ class Selector(TrainerCallback):
         steps_an_epoch: int,
         asked: Callable[[], bool],
         resumed_from: Path | None,
+        reporters: Sequence[TrainerCallback] = (),
     ) -> None:
         self.selection = selection
         self.model = model
         self.steps_an_epoch = steps_an_epoch
         self.asked = asked
+        self.reporters = reporters
         self.time_s = 0.0
+        self.stopped = False
         self._parameters: dict[str, Tensor] = {}
         self._scores: list[StepScore] = []
         self._best: dict[str, Tensor] = {}
@@ -111,11 +125,11 @@ class Selector(TrainerCallback):
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """The step before is over, and its checkpoint written."""
-        self._score_if_due(state)
+        self._score_if_due(args, state, control)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if state.global_step == state.max_steps:
-            self._score_if_due(state)
+            self._score_if_due(args, state, control)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Add to the checkpoint what it takes to go on choosing; its seal comes after."""
@@ -130,9 +144,9 @@ class Selector(TrainerCallback):
         """Give the parameters the best step's values."""
         for name, value in self._best.items():
             self._parameters[name].copy_(value)
-        return Selected(tuple(self._scores), self._leader().step, self.time_s)
+        return Selected(tuple(self._scores), self._leader().step, self.time_s, self.stopped)
 
-    def _score_if_due(self, state: TrainerState) -> None:
+    def _score_if_due(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
         step, started = state.global_step, time.perf_counter()
         if step in {score.step for score in self._scores} or not self.selection.due(
             step, state.max_steps, self.steps_an_epoch
@@ -153,9 +167,16 @@ class Selector(TrainerCallback):
         except ModelError as error:
             raise DivergenceError(f"Training diverged at step {step} of {state.max_steps}: {error}") from error
         self._scores.append(StepScore(step, loss, accuracy))
+        told = {"eval_loss": loss} | ({} if accuracy is None else {"eval_accuracy": accuracy})
+        for reporter in self.reporters:
+            reporter.on_log(args, state, control, logs=dict(told))
         if self._leader().step == step:
             self._best = {name: value.clone() for name, value in self._parameters.items()}
         self.time_s += time.perf_counter() - started
+        since_best = len(self._scores) - 1 - self._scores.index(self._leader())
+        if since_best == self.selection.patience and step < state.max_steps:
+            self.stopped = True
+            raise NoBetterError
 
     def _leader(self) -> StepScore:
         return max(self._scores, key=lambda score: score.worth)

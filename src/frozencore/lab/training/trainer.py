@@ -27,6 +27,8 @@ from frozencore.lab.training.checkpoints import seal_checkpoint
 from frozencore.lab.training.termination import Stop
 from frozencore.progress import Progress
 
+SPEED_STEPS = 20  # whose speed is said
+
 
 class CompletionTrainer(Trainer):
     """Asks the model for logits only where there is a loss: with a large vocabulary the prompt's cost more than it."""
@@ -76,6 +78,7 @@ class LossMonitor(TrainerCallback):
         kept: Parameters that then get back the last values whose loss and gradient were finite.
         refresh: What changes the bases that they are on.
         paused_s: Seconds so far that were not spent on steps.
+        tokens_a_step: In the mean, padding left out.
     """
 
     def __init__(
@@ -84,8 +87,10 @@ class LossMonitor(TrainerCallback):
         kept: Sequence[Tensor] = (),
         refresh: Refresh | None = None,
         paused_s: Callable[[], float] = lambda: 0.0,
+        tokens_a_step: float = 0.0,
     ) -> None:
         self.progress = progress
+        self.tokens_a_step = tokens_a_step
         self.refresh = refresh
         self.paused_s = paused_s
         self.step_ends: list[float] = []
@@ -128,7 +133,14 @@ class LossMonitor(TrainerCallback):
         self._good, self._tried = self._tried, self._good
         if self.progress is not None:
             self._told = state.global_step, state.max_steps
-            self.progress("train", *self._told, f"loss {loss:.3f}")
+            self.progress("train", *self._told, f"loss {loss:.3f}, rate {logs['learning_rate']:.1e}{self._speed()}")
+
+    def _speed(self) -> str:
+        """Of the last steps; the first one has no beginning that was seen."""
+        ends = self.step_ends[-SPEED_STEPS:]
+        if len(ends) < 2 or ends[-1] <= ends[0]:
+            return ""
+        return f", {self.tokens_a_step * (len(ends) - 1) / (ends[-1] - ends[0]):,.0f} tokens/s"
 
     def say_it_stops(self) -> None:
         """To who has just asked for it, while a step is running."""

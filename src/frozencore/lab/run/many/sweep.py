@@ -53,6 +53,10 @@ def execute_sweep(
         raise ConfigError(f"A sweep trains cores side by side on one basis, but {config.method!r} has no cores.")
     if config.refreshes:
         raise ConfigError("A sweep trains cores side by side on one basis, which refreshing leaves. Give one of them.")
+    if config.report_to:
+        raise ConfigError("--report-to follows one training, but a sweep is many side by side. Give one of them.")
+    if config.patience is not None:
+        raise ConfigError("A sweep's runs all train to their ends: leave --patience out.")
     chooses = config if config.select_checkpoint != "none" else config.model_copy(update={"select_checkpoint": "epoch"})
     refuse_used(out, resume=resume)
     bench = prepare(chooses, progress)
