@@ -15,7 +15,7 @@ NAME, TITLE = "frontier", "What a trained value buys"
 def frontier_section(results: CampaignResults) -> Section | None:
     """Loss against trained values, as a figure and as tables; None where no study is named, or nothing is done yet."""
     points = frontier_points(results)
-    if not points:
+    if not any(point.losses for point in points):
         return None
     runs = tuple(run for study in results.studies if study.name in results.campaign.frontier for run in study.runs)
     ahead = ahead_sheet(points)

@@ -24,7 +24,7 @@ def frontier_panels(points: Sequence[FrontierPoint]) -> Figure:
     several = len({place.model for place in places}) > 1
     for axis, place in zip(axes.flat, places, strict=False):
         for family in sorted({point.family for point in points}):
-            own = [point for point in points if point.family == family and point.place == place]
+            own = [point for point in points if point.family == family and point.place == place and point.losses]
             own.sort(key=lambda point: point.trained)
             number, name = family
             axis.errorbar(

@@ -46,8 +46,8 @@ class FrontierPoint:
     Attributes:
         family: Number of the family among all, and its name.
         size: The values of its size axes, as they are shown.
-        trained: Values, the mean over seeds.
-        losses: Held-out loss of each seed, in nats per token.
+        trained: Values, the mean over the seeds that are done; 0 where none is.
+        losses: Held-out loss of each seed, in nats per token; none where one of them is not done.
     """
 
     family: tuple[int, str]
@@ -71,7 +71,7 @@ class FrontierPoint:
 
 
 def frontier_points(results: CampaignResults) -> list[FrontierPoint]:
-    """The points of the studies that the campaign draws together: those of which every seed has a loss."""
+    """The points of the studies that the campaign draws together, also those of which no loss is known yet."""
     studies = {study.name: study for study in results.studies}
     points: list[FrontierPoint] = []
     families: dict[str, int] = {}
@@ -102,11 +102,11 @@ def _points_of(study: StudyResults, families: dict[str, int]) -> list[FrontierPo
         known = [record for record in records if record is not None and record.held_out_loss is not None]
         family = _family(study, further, kind)
         number_of = families.setdefault(family, len(families))
-        if len(known) == len(records):
-            losses = tuple(record.held_out_loss for record in known if record.held_out_loss is not None)
-            trained = round(mean(record.trainable_parameters for record in known))
-            shown = column_name(sizes, size)
-            found.append(FrontierPoint((number_of, family), shown, place, trained, losses, tuple(known)))
+        losses = tuple(record.held_out_loss for record in known if record.held_out_loss is not None)
+        trained = round(mean(record.trainable_parameters for record in known)) if known else 0
+        whole = losses if len(known) == len(records) else ()
+        shown = column_name(sizes, size)
+        found.append(FrontierPoint((number_of, family), shown, place, trained, whole, tuple(known)))
     return found
 
 
@@ -125,9 +125,11 @@ def frontier_sheet(points: Sequence[FrontierPoint]) -> Sheet:
     rows = []
     for (family, size), found in lines.items():
         records = [record for point in found.values() for record in point.records]
+        if not records:
+            continue
         resources = [record.resources for record in records if record.resources is not None]
         optimiser = [one.optimizer_bytes for one in resources if one.optimizer_bytes is not None]
-        trained = sorted({point.trained for point in found.values()})
+        trained = sorted({point.trained for point in found.values() if point.records})
         rows.append(
             (
                 label(family[1]), label(size or "-"),
@@ -154,6 +156,8 @@ def frontier_sheet(points: Sequence[FrontierPoint]) -> Sheet:
 
 def _loss(point: FrontierPoint | None) -> SheetCell:
     if point is None:
+        return SheetCell("n/a", hint="not a task of that study", is_undefined=True)
+    if not point.losses:
         return SheetCell("-", hint="not every seed is done")
     half = point.half_width
     spread = "" if half is None else f"{half:.{DECIMALS}f}"
@@ -185,11 +189,11 @@ def ahead_sheet(points: Sequence[FrontierPoint]) -> Sheet | None:
     first, *others = families
     rows = []
     for point in points:
-        if point.family != first:
+        if point.family != first or not point.losses:
             continue
         line = [label(point.place.name), number(point.trained, 0), _loss(point)]
         for family in others:
-            own = [one for one in points if one.family == family and one.place == point.place]
+            own = [one for one in points if one.family == family and one.place == point.place and one.losses]
             there = at_equal_values(own, point.trained) if own else None
             line.append(
                 SheetCell("n/a", hint="no such number of values was trained", is_undefined=True)
