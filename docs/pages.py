@@ -1,7 +1,8 @@
-"""Pages of the site that stand elsewhere or are made: README and its like, the reference, and llms.txt."""
+"""Pages of the site that stand elsewhere or are made: README and its like, the notebook, reference, and llms.txt."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from importlib.metadata import metadata
@@ -81,6 +82,15 @@ def _flags(command: Any) -> Iterator[str]:
         yield "\n".join([*([f"*{panel}*", ""] if panel else []), "| | |", "|---|---|", *rows, ""])
 
 
+def notebook(path: Path) -> Iterator[str]:
+    """Its words and its code, and where it is."""
+    for i, cell in enumerate(json.loads(path.read_text(encoding="utf-8"))["cells"]):
+        source = "".join(cell["source"])
+        yield f"```python\n{source}\n```\n" if cell["cell_type"] == "code" else f"{source}\n"
+        if i == 0:
+            yield f"As a notebook: `{path.relative_to(ROOT).as_posix()}`. A test runs it.\n"
+
+
 def index_for_machines(pages: dict[str, str]) -> Iterator[str]:
     """llms.txt: every page with its first sentence."""
     yield f"# frozencore\n\n> {metadata('frozencore')['Summary']}\n\n## Pages\n"
@@ -99,6 +109,7 @@ def in_words(markdown: str) -> str:
 PAGES = {
     **{mine: in_site((ROOT / name).read_text(encoding="utf-8"), ROOT) for name, mine in OF_THE_ROOT.items()},
     **{page.name: in_site(page.read_text(encoding="utf-8"), DOCS) for page in sorted(DOCS.glob("*.md"))},
+    "first-hour.md": "\n".join(notebook(ROOT / "examples" / "first_hour.ipynb")),
     "reference/python.md": "\n".join(python_reference()),
     "reference/command-line.md": "\n".join(command_reference()),
 }

@@ -149,6 +149,7 @@ def test_a_day_of_forty_steps(tmp_path: Path) -> None:
 
     # Leaving
     day.do("export runs/first/adapter --out lora", "vLLM")
+    day.do("export nobody/nothing --out x", "neither a folder nor in the offline cache", status=2)
     day.do("check lora", "vLLM")
     day.do("export runs/first/adapter --to merged --out merged", "Merged model: merged")
     day.do(f"export shop/basis --to basis-model --base {pocket_model_path()} --out served", "Basis model: served")

@@ -71,6 +71,52 @@ def test_an_export_onto_a_base_that_cannot_be_had_is_one_line_at_once(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("form", ["lora", "merged"])
+def test_an_adapter_that_is_neither_here_nor_cached_is_not_exported_but_one_line_at_once(
+    form: str, command: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    started = time.monotonic()
+    status, _, errors = command("export", "org/name", "--to", form, "--out", tmp_path / "out")
+    assert time.monotonic() - started < HUB_TIMEOUT_S
+    assert (status, errors.count("\n")) == (2, 1)
+    assert "No adapter at org/name: it is neither a folder nor in the offline cache" in errors
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("holds", ["all factors", "cores and their basis"])
+def test_a_cached_adapter_is_exported_by_its_hub_id_as_its_folder_is(
+    holds: str, cache: Path, command: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    model, folder = adapted("random", trained=True), tmp_path / "saved"
+    if holds != "all factors":
+        save_basis(model, folder / "basis")
+    model.save_pretrained(str(folder))
+    put_into_cache(cache, folder)
+    assert command("export", "org/name", "--out", tmp_path / "by id")[0] == 0
+    assert command("export", folder, "--out", tmp_path / "by folder")[0] == 0
+    weights = "adapter_model.safetensors"
+    assert (tmp_path / "by id" / weights).read_bytes() == (tmp_path / "by folder" / weights).read_bytes()
+
+
+def test_of_an_adapter_on_the_hub_its_files_alone_are_asked_for(
+    adapter: Path, command: Callable[..., tuple[int, str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[str, object] = {}
+
+    def download(name: str, **options: object) -> str:
+        asked.update(options, name=name)
+        return str(adapter)
+
+    monkeypatch.setattr("frozencore.adapter_folder.hub_answers", lambda *_: True)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert command("export", "org/name", "--out", tmp_path / "out")[0] == 0
+    assert (asked["name"], asked["local_files_only"]) == ("org/name", False)
+    patterns = asked["allow_patterns"]
+    assert isinstance(patterns, list)
+    assert {"adapter_config.json", "adapter_model.safetensors", "basis/basis.json"} <= set(patterns)
+    assert not any("*" in pattern or pattern.endswith(".bin") for pattern in patterns)
+
+
 def test_a_cached_model_needs_no_hub(cache: Path, adapter: Path, tmp_path: Path) -> None:
     tiny_qwen2().save_pretrained(tmp_path / "base")
     put_into_cache(cache, tmp_path / "base")

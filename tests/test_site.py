@@ -32,6 +32,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_site_is_built_without_a_warning_and_holds_every_page_name_and_verb(site: Path) -> None:
     for page in (ROOT / "docs").glob("*.md"):
         assert (site / page.with_suffix(".html").name).exists()
+    assert "export_lora" in (site / "first-hour.html").read_text()
     python = (site / "reference" / "python.html").read_text()
     for name in frozencore.__all__:
         assert re.search(rf'<h2 id="[\w.]*\b{name}"', python), name

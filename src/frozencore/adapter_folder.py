@@ -10,6 +10,7 @@ from typing import Any
 
 from frozencore.errors import ArtifactError
 from frozencore.fingerprint import fingerprint_options
+from frozencore.hub import hub_answers
 from frozencore.one_line import one_line
 
 CONFIG_FILE, WEIGHTS_FILE, PICKLE_FILE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
@@ -128,3 +129,29 @@ def places_of_a_basis(adapter: Path | None) -> Iterator[Path]:
     if adapter is not None:
         for place in (adapter, *adapter.absolute().parents[:2]):
             yield from (place / "basis", place)
+
+
+def folder_of(place: str) -> Path:
+    """Where an adapter or a basis is on this disk: the folder itself, or the files of a hub id in the offline cache.
+
+    They are downloaded where the hub answers; weights that are a pickle are not.
+
+    Raises:
+        ArtifactError: It is no folder, and neither the cache nor the hub has it.
+    """
+    folder = Path(place)
+    if folder.exists() or place.count("/") != 1 or place.startswith((".", "/", "~")):
+        return folder
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    files = [CONFIG_FILE, WEIGHTS_FILE, HEADER_FILE, FACTORS_FILE, "README.md"]
+    wanted = [*files, *(f"basis/{name}" for name in (HEADER_FILE, FACTORS_FILE))]
+    try:
+        only_here = not hub_answers("model", place)
+        return Path(snapshot_download(place, allow_patterns=wanted, local_files_only=only_here))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise ArtifactError(
+            f"No adapter at {place}: it is neither a folder nor in the offline cache, and the hub does not give it "
+            f"({one_line(error)}). Give the folder of a saved adapter."
+        ) from error

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from frozencore.errors import CalibrationError
+from frozencore.errors import CalibrationError, TrainingError
 from frozencore.fingerprint import fingerprint_tensors
 from frozencore.maths.basis import Basis
 from frozencore.maths.linalg import Shape
@@ -81,6 +81,36 @@ def _compare_endings(own: int) -> None:
     if worst == NO_ROOM:
         raise torch.OutOfMemoryError(f"Rank {rank} ran out of memory.")
     raise CalibrationError(f"Calibration failed on rank {rank}; its own message says why.")
+
+
+def from_first(work: Callable[[], T]) -> T:
+    """What the first rank's work gives, on all of them; the others wait for it, and it must be a plain object.
+
+    Raises:
+        TrainingError: On the other ranks, where it failed on the first, which raises its own error.
+    """
+    if num_ranks() == 1:
+        return work()
+    held: list[tuple[T | None, str | None]] = [(None, None)]
+    failed: Exception | None = None
+    if own_rank() == 0:
+        try:
+            held = [(work(), None)]
+        except Exception as error:
+            failed, held = error, [(None, str(error))]
+    _together(partial(dist.broadcast_object_list, held))
+    if failed is not None:
+        raise failed
+    found, reason = held[0]
+    if reason is not None:
+        raise TrainingError(f"Rank 0 failed: {reason}")
+    return cast(T, found)
+
+
+def wait_for_all() -> None:
+    """Until every rank has come here; at once without a process group."""
+    if num_ranks() > 1:
+        _together(dist.barrier)
 
 
 def reduce_moments(moments: Mapping[str, LayerMoments], owners: Mapping[str, int]) -> dict[str, LayerMoments]:

@@ -13,7 +13,8 @@ from frozencore import __version__
 from frozencore.cli.console import console
 from frozencore.cli.on_demand import torch_on_demand
 from frozencore.cli.verbs import VERBS, add_verbs
-from frozencore.errors import FrozenCoreError
+from frozencore.errors import CalibrationError, FrozenCoreError
+from frozencore.lab.run.processes import is_first, refuse_several
 from frozencore.one_line import one_line
 from frozencore.quiet import ignore_known_warnings
 
@@ -48,6 +49,9 @@ def app() -> None:
     )
     verbs.callback()(_common)
     words = _words()
+    if words[:1] != ["tune"]:
+        refuse_several(f"frozencore {' '.join(words[:1])}".strip())
+    console.quiet = not is_first()
     if _ASKS in os.environ or "--help" in words:
         torch_on_demand()
     add_verbs(verbs, words)
@@ -90,7 +94,8 @@ def main() -> None:
     except FrozenCoreError as error:
         if os.environ.get("FROZENCORE_DEBUG"):
             raise
-        sys.stderr.write(f"frozencore: {error}\n")
+        if is_first() or isinstance(error, CalibrationError):  # of other errors the first says the same
+            sys.stderr.write(f"frozencore: {error}\n")
         sys.exit(2)
     except OSError as error:
         if os.environ.get("FROZENCORE_DEBUG"):

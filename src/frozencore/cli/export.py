@@ -11,7 +11,9 @@ from frozencore.cli.console import console
 
 
 def export(
-    adapter: Annotated[Path, typer.Argument(help="Folder of a saved adapter, or of a basis for a basis model.")],
+    adapter: Annotated[
+        str, typer.Argument(help="Folder or hub id of a saved adapter, or of a basis for a basis model.")
+    ],
     output: Annotated[Path, typer.Option("--output", "--out", help="New folder for the export.")],
     to: Annotated[
         str,
@@ -37,7 +39,8 @@ def export(
     ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an export that is there.")] = False,
 ) -> None:
+    from frozencore.adapter_folder import folder_of
     from frozencore.cli.exporting import Wanted, export_adapter
 
-    for line in export_adapter(adapter, output, Wanted(to, base, dtype, rank, with_code, overwrite)):
+    for line in export_adapter(folder_of(adapter), output, Wanted(to, base, dtype, rank, with_code, overwrite)):
         console.print(line, highlight=False)

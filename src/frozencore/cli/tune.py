@@ -11,6 +11,7 @@ from frozencore.cli.console import console
 from frozencore.cli.flag_file import as_flags
 from frozencore.cli.run_flags import TakesRun, read_choices
 from frozencore.lab.run.config import RunConfig
+from frozencore.lab.run.processes import is_first, joined, refuse_several
 
 
 def _tune(
@@ -37,6 +38,8 @@ def _tune(
         ),
     ] = False,
 ) -> None:
+    if dry_run or sweep:
+        refuse_several("--dry-run" if dry_run else "A sweep")
     if dry_run:
         _show(config)
         return
@@ -52,11 +55,13 @@ def _tune(
     if resume:
         console.print(resume_line(output), highlight=False, markup=False)
     choices = read_choices(sweep or [], SWEPT)
-    with StageDisplay(console) as progress:
+    with joined(), StageDisplay(console) as progress:
         if choices:
             record, swept = execute_sweep(config, choices, output, progress, resume=resume, moments_file=moments)
         else:
             record, swept = execute(config, output, progress, resume=resume, moments_file=moments), None
+    if not is_first():
+        return
     for warning in record.warnings:
         console.print(f"Warning: {warning}", style="yellow", markup=False, highlight=False)
     if swept is not None:

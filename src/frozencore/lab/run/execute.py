@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,26 +14,25 @@ from peft import PeftModel
 from torch import nn
 
 from frozencore.adapter.bases.calibrate import Calibration, calibrate
-from frozencore.adapter.bases.carried import basis_fingerprint
 from frozencore.adapter.bases.refresh_plan import COST, rounds_for
 from frozencore.adapter.bases.spend import spends_by_spectrum
-from frozencore.adapter.seal.card import write_model_card
 from frozencore.adapter.seal.saved_basis import read_header
+from frozencore.calibration.batches import Batch
 from frozencore.calibration.options import of_the_sums
+from frozencore.calibration.shards import all_ranks_or_none, from_first, num_ranks, own_rank
 from frozencore.calibration.store import MomentsFingerprint, load_moments
-from frozencore.errors import ArtifactError, ConfigError, DivergenceError, ModelError
+from frozencore.errors import ArtifactError, ConfigError, DivergenceError
 from frozencore.fingerprint import fingerprint_model
 from frozencore.lab.methods import Targets
-from frozencore.lab.run.bench import Bench, Score, calibration_batches, prepare
+from frozencore.lab.run.bench import CALIBRATION_BATCH, Bench, Score, calibration_batches, prepare
 from frozencore.lab.run.config import RunConfig
-from frozencore.lab.run.files import ADAPTER, CHECKPOINTS, FOUND, PREDICTIONS, RECORD
+from frozencore.lab.run.files import CHECKPOINTS, RECORD
+from frozencore.lab.run.finishing import Made, finish
 from frozencore.lab.run.found import Found
 from frozencore.lab.run.interrupted import refuse_interrupted
 from frozencore.lab.run.named_basis import on_named_basis
 from frozencore.lab.run.peak_memory import PeakMemory
 from frozencore.lab.run.record import TunedRecord
-from frozencore.lab.run.record_parts import Resolved
-from frozencore.lab.run.recording import TrainedRun, calibrated_on, headline, make_record
 from frozencore.lab.run.rows import RunRows
 from frozencore.lab.run.rows_at_once import rows_at_once
 from frozencore.lab.run.selecting import score_rows, selection_of
@@ -44,7 +42,7 @@ from frozencore.lab.training.recipe import train as train_alone
 from frozencore.lab.training.reporting import LOGS, require_reporters
 from frozencore.maths.capture import Capture
 from frozencore.progress import Progress, as_stage
-from frozencore.whole_file import require_writable, write_json, write_lines
+from frozencore.whole_file import require_writable
 
 LAST_GOOD = "last-good-adapter"  # beside the checkpoints of a training that diverged
 
@@ -91,18 +89,22 @@ def execute(
         FrozenCoreError: Bad input, a folder that holds a finished run, or one that is not resumed, or training that
             diverged.
     """
-    refuse_used(out, resume=resume)
-    require_reporters(config.report_to or ())
-    config = on_named_basis(config)
-    method, started = config.method_entry, time.perf_counter()
-    bench = bench or prepare(config, progress)
+    with all_ranks_or_none():  # none writes before all have looked
+        refuse_used(out, resume=resume)
+        require_reporters(config.report_to or ())
+        config = on_named_basis(config)
+        method, started, is_first = config.method_entry, time.perf_counter(), own_rank() == 0
+        bench = bench or prepare(config, progress)
+        recipe_of(config, bench.rows, bench.model).of_each(num_ranks())  # refuses what cannot be shared
     targets = resolve_targets(config, bench.model)
     hashes = {"model": fingerprint_model(bench.model), **bench.rows.fingerprints()}
-    found = Found(out)
-    bench.before = bench.before or found.base_score(
-        Score,
-        scored_as(config, bench, hashes),
-        lambda: score_rows(bench.model, bench, bench.rows.scored, as_stage(progress, "score base")),
+    found = Found(out, reads_only=not is_first)
+    bench.before = bench.before or from_first(
+        lambda: found.base_score(
+            Score,
+            scored_as(config, bench, hashes),
+            lambda: score_rows(bench.model, bench, bench.rows.scored, as_stage(progress, "score base")),
+        )
     )
     identity = adapter_of(config, targets, hashes)
     memory = PeakMemory(bench.model)
@@ -117,47 +119,19 @@ def execute(
                 own = partial(adapt_from_data, config, bench, targets, progress, moments_file)
                 model, calibration, calibration_s = found.adapter(identity, bench, method, own, caught)
         captures = calibration.captures if calibration else measure(config, bench, model, progress) if measure else {}
-    out.mkdir(parents=True, exist_ok=True)
-    method.keep_start(model, out / "start")
+    if is_first:
+        out.mkdir(parents=True, exist_ok=True)
+        method.keep_start(model, out / "start")
     try:
         with memory.phase("training"):
             config, report = (train or train_once)(config, model, bench, out, resume, identity, progress)
     except DivergenceError as error:
-        if not method.has_bases:
+        if not (method.has_bases and is_first):
             raise
         method.save(model, out / LAST_GOOD, out / "start")
         raise DivergenceError(f"{error} The last good core is in {out / LAST_GOOD}.") from error
-    try:
-        with memory.phase("scoring"):
-            after = score_rows(model, bench, bench.rows.scored, as_stage(progress, "score"))
-    except ModelError as error:  # the same rows were scored before training
-        raise DivergenceError(
-            f"Training diverged: {error} Lower the learning rate ({config.resolved_learning_rate})."
-        ) from error
-    method.save(model, out / ADAPTER, out / "start")
-    if method.has_bases:
-        hashes["basis"] = basis_fingerprint(model)
-    record = make_record(
-        config,
-        bench,
-        TrainedRun(model, out / ADAPTER, calibration, calibration_s, captures, memory, report, after),
-        resolved=Resolved(
-            targets=targets,
-            recipe=asdict(recipe_of(config, bench.rows, bench.model)),
-            max_length=bench.encoder.max_length,
-        ),
-        hashes=hashes,
-        warned=[entry for entry in caught if entry.category is UserWarning],
-        started=started,
-    )
-    if method.has_bases:
-        write_model_card(out / ADAPTER, calibration=calibrated_on(config, bench, calibration), scores=headline(after))
-    if after.task is not None:
-        write_lines(out / PREDICTIONS, map(asdict, after.task.predictions))
-    for left in (CHECKPOINTS, FOUND, "start"):
-        shutil.rmtree(out / left, ignore_errors=True)
-    write_json(out / RECORD, record.content())
-    return record
+    made = Made(model, calibration, calibration_s, captures, memory, report, targets, hashes, caught, started)
+    return from_first(lambda: finish(config, bench, out, made, recipe_of(config, bench.rows, bench.model), progress))
 
 
 def adapt_from_data(
@@ -182,6 +156,8 @@ def adapt_from_data(
     batches = calibration_batches(bench.rows, bench.encoder.pad_id)
     fingerprint = MomentsFingerprint.of(model, batches, config.calibration_options)
     moments = load_moments(moments_file, fingerprint) if moments_file else None
+    if moments is None:
+        batches = own_share(batches)
     return model, calibrate(
         model,
         batches,
@@ -189,6 +165,20 @@ def adapt_from_data(
         moments=moments,
         progress=progress,
     )
+
+
+def own_share(batches: list[Batch]) -> list[Batch]:
+    """What this process calibrates on, where several do: all of it together is what one would see, batch by batch.
+
+    Raises:
+        ConfigError: There is less than a batch for each.
+    """
+    if len(batches) < num_ranks():
+        raise ConfigError(
+            f"Each process calibrates on a batch of {CALIBRATION_BATCH} rows at least, but there are {len(batches)} "
+            f"batches for {num_ranks()} processes. Start fewer, or give a larger --calibration-size."
+        )
+    return batches[own_rank() :: num_ranks()]
 
 
 def scored_as(config: RunConfig, bench: Bench, hashes: Mapping[str, str]) -> dict[str, Any]:

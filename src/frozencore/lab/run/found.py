@@ -34,13 +34,14 @@ class Found:
 
     Args:
         out: The run's folder.
+        reads_only: Of several processes on one run, the first alone writes.
     """
 
-    def __init__(self, out: Path) -> None:
+    def __init__(self, out: Path, *, reads_only: bool = False) -> None:
         self._out = out
         self._folder = out / FOUND
-        self._was_empty = not self._folder.exists()
-        self._writes = not checkpoints(out / CHECKPOINTS)  # they are of what is there
+        self._was_empty = not reads_only and not self._folder.exists()
+        self._writes = not reads_only and not checkpoints(out / CHECKPOINTS)  # they are of what is there
 
     def base_score(self, kind: Any, of: Mapping[str, Any], find: Callable[[], T]) -> T:
         """What the untouched model scored: as it was kept, or found and kept.

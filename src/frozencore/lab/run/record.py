@@ -56,6 +56,7 @@ class TunedRecord(RunRecord):
         held_out_loss: Nats per completion token.
         selection: Missing where the last step was kept unasked.
         company: Missing where the run trained alone.
+        processes: How many worked on it together; missing where one did.
         allocation: Missing where ranks were given.
         criterion: None for methods without bases, and where G, a and d were not at hand.
     """
@@ -79,6 +80,7 @@ class TunedRecord(RunRecord):
     training: Training
     selection: SelectedCheckpoint | None = None
     company: CompanySize | None = None
+    processes: Count | None = None
     resolved: Resolved | None = None
     allocation: Allocation | None = None
     calibration: CalibrationSummary | None = None

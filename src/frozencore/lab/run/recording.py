@@ -16,6 +16,7 @@ from torch import nn
 
 from frozencore.adapter.bases.calibrate import Calibration
 from frozencore.adapter.seal.saved_basis import read_header
+from frozencore.calibration.shards import num_ranks
 from frozencore.constructors.options import trained_values
 from frozencore.lab.rows.row_sources import named
 from frozencore.lab.run.accounting import FLOAT32_BYTES, trainable_parameters, training_state_bytes
@@ -110,6 +111,7 @@ def make_record(
             selection=selected_checkpoint(config, bench, report),
             allocation=_allocation(config, run.model),
             company=_company(report),
+            processes=num_ranks() if num_ranks() > 1 else None,
         ),
         resolved=resolved,
         calibration=_calibration_summary(run.calibration),

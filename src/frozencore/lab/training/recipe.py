@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -27,11 +27,13 @@ from transformers import PrinterCallback, TrainingArguments
 from frozencore.adapter.bases.refresh import Refresh
 from frozencore.adapter.bases.refresh_plan import COST
 from frozencore.adapter.trainable import require_own_parameters
+from frozencore.calibration.shards import num_ranks
 from frozencore.errors import ConfigError, DataError, TrainingError
 from frozencore.lab.rows.batches import PaddingCollator
 from frozencore.lab.rows.prompts import TokenRow
 from frozencore.lab.training.checkpoints import disk_errors_told, starting_point
 from frozencore.lab.training.reporting import Reporter, reporters
+from frozencore.lab.training.row_order import filled_up, without_fillers
 from frozencore.lab.training.selection import NoBetterError, Selected, Selection, Selector
 from frozencore.lab.training.termination import Stop, stop_held_back
 from frozencore.lab.training.trainer import (
@@ -92,6 +94,22 @@ class Recipe:
         for rule, kept in rules.items():
             if not kept:
                 raise ConfigError(f"In a recipe {rule}, got {self}.")
+
+    def of_each(self, processes: int) -> Recipe:
+        """What each of several processes does of it: of every step as many rows as the others.
+
+        Raises:
+            ConfigError: A step's rows cannot be shared evenly.
+        """
+        rows = self.batch_size * self.accumulation
+        if rows % processes:
+            raise ConfigError(
+                f"The rows of an optimiser step are shared evenly, but {rows} came for {processes} processes. Choose "
+                "--batch-size and --accumulation whose product is a multiple of that number."
+            )
+        own = rows // processes
+        batch_size = next(n for n in range(min(self.batch_size, own), 0, -1) if own % n == 0)
+        return replace(self, batch_size=batch_size, accumulation=own // batch_size)
 
     def num_steps(self, num_rows: int) -> int:
         """Optimiser steps over all epochs; the last one of an epoch may hold fewer rows."""
@@ -168,6 +186,7 @@ def train(
         raise ConfigError(
             f"Between checkpoints there must be at least one step, got checkpoint_steps={checkpoint_steps}."
         )
+    own = recipe.of_each(num_ranks())
     identity = {**(identity or {}), **_identity(model, recipe, rows)}
     if selection is not None:
         identity |= {"scored every": selection.every, "validation rows": selection.identity}
@@ -204,9 +223,9 @@ def train(
             restored.callback(refresh.close)
         trainer = CompletionTrainer(
             model=model,
-            args=_arguments(model, recipe, len(rows), folder, checkpoint_dir is not None, checkpoint_steps),
-            data_collator=PaddingCollator(pad_id),
-            train_dataset=list(rows),
+            args=_arguments(model, recipe, own, len(rows), folder, checkpoint_dir is not None, checkpoint_steps),
+            data_collator=without_fillers(PaddingCollator(pad_id)),
+            train_dataset=filled_up(rows, own.batch_size * num_ranks()),
             callbacks=[monitor, *filter(None, [selector, refresh]), Seal(identity, asked), StopWhenAsked(asked), *told],
         )
         trainer.remove_callback(PrinterCallback)
@@ -238,7 +257,13 @@ def train(
 
 
 def _arguments(
-    model: nn.Module, recipe: Recipe, num_rows: int, folder: Path, saves: bool, checkpoint_steps: int | None
+    model: nn.Module,
+    recipe: Recipe,
+    own: Recipe,
+    num_rows: int,
+    folder: Path,
+    saves: bool,
+    checkpoint_steps: int | None,
 ) -> TrainingArguments:
     arguments = TrainingArguments(
         output_dir=str(folder),
@@ -246,8 +271,8 @@ def _arguments(
         lr_scheduler_type="cosine",
         warmup_steps=math.ceil(recipe.warmup * recipe.num_steps(num_rows)),
         num_train_epochs=recipe.epochs,
-        per_device_train_batch_size=recipe.batch_size,
-        gradient_accumulation_steps=recipe.accumulation,
+        per_device_train_batch_size=own.batch_size,
+        gradient_accumulation_steps=own.accumulation,
         max_grad_norm=recipe.max_grad_norm,
         weight_decay=recipe.weight_decay,
         seed=recipe.seed,
@@ -262,6 +287,7 @@ def _arguments(
         disable_tqdm=True,
         remove_unused_columns=False,
         dataloader_pin_memory=False,
+        ddp_find_unused_parameters=False,
         use_cpu=next(model.parameters()).device.type == "cpu",
     )
     if arguments.n_gpu > 1:

@@ -18,12 +18,13 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from frozencore.adapter.bases.refresh import Refresh
 from frozencore.adapter.seal.card import begin_model_card
-from frozencore.calibration.shards import largest_over_ranks
+from frozencore.calibration.shards import largest_over_ranks, num_ranks, wait_for_all
 from frozencore.errors import DivergenceError
 from frozencore.lab.rows.batches import IGNORED
 from frozencore.lab.scoring.mode import base_of, forward_accepts
 from frozencore.lab.scoring.virtual_tokens import num_virtual_tokens
 from frozencore.lab.training.checkpoints import seal_checkpoint
+from frozencore.lab.training.row_order import SharedOrder
 from frozencore.lab.training.termination import Stop
 from frozencore.progress import Progress
 
@@ -48,6 +49,12 @@ class CompletionTrainer(Trainer):
                 "shift_labels": targets[:, kept],
             }
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        """One process keeps transformers' own, which accelerate replaces by what :class:`SharedOrder` holds."""
+        if num_ranks() == 1:
+            return super()._get_train_sampler(train_dataset)
+        return SharedOrder(self.train_dataset, self.args.data_seed)
 
     @cached_property
     def _can_skip_logits(self) -> bool:
@@ -165,6 +172,7 @@ class Seal(TrainerCallback):
         self.stop = stop
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        wait_for_all()  # each process has files of its own there
         if state.is_world_process_zero:
             seal_checkpoint(Path(str(args.output_dir)) / f"checkpoint-{state.global_step}", self.identity)
             self.stop.saved = f"step {state.global_step} of {state.max_steps} is saved"
