@@ -60,7 +60,7 @@ def run_summary(record: TunedRecord) -> Group:
 
 def _read(record: TunedRecord) -> Iterator[str]:
     if record.rows is not None and record.rows.read is not None:
-        yield Reading(record.rows.read, record.rows.columns, record.rows.left_out).in_words
+        yield Reading(record.rows.read, record.rows.columns, record.rows.left_out, record.rows.packed).in_words
 
 
 def _spent(record: TunedRecord) -> Iterator[str]:

@@ -97,14 +97,18 @@ class PromptEncoder:
         Raises:
             DataError: Rows longer than the limit (unless their prompts are cut to it), or a completion without tokens.
         """
-        pairs = self._pairs(rows, [row.completion for row in rows])
-        encoded = [
-            TokenRow(row.id, [*context, *completion, self.eos_id], len(context))
-            for row, (context, completion) in zip(rows, pairs, strict=True)
-        ]
+        encoded = self.whole_rows(rows)
         self._refuse_too_long([(row.id, len(row.input_ids)) for row in encoded], "; --skip-long leaves such rows out")
         self._refuse_long_completions(rows, encoded)
         return [self._truncate_training(row) for row in encoded]
+
+    def whole_rows(self, rows: Sequence[TextRow]) -> list[TokenRow]:
+        """As :meth:`training_rows`, of any length."""
+        pairs = self._pairs(rows, [row.completion for row in rows])
+        return [
+            TokenRow(row.id, [*context, *completion, self.eos_id], len(context))
+            for row, (context, completion) in zip(rows, pairs, strict=True)
+        ]
 
     def fits(self, rows: Sequence[TextRow]) -> list[Fit]:
         """Of each row whether it fits with its completion and every choice, with its prompt cut, or not at all."""

@@ -36,7 +36,7 @@ from frozencore.options import Option, own_refusal
 SelectionMetric = Literal["accuracy", "held_out_loss"]
 
 
-OF_OWN_ROWS = ("columns", "skip_bad")
+OF_OWN_ROWS = ("columns", "skip_bad", "packing")
 
 
 def _as_pathlib_spells(data: Any) -> Any:
@@ -104,7 +104,7 @@ class RunConfig(Frozen):
         Literal["auto"] | PositiveInt,
         Field(
             description="Rows in one forward pass; auto: as many as fit of the rows of an optimiser step, whose number "
-            "--accumulation then is."
+            "--accumulation then is, in groups of similar length where that pays."
         ),
     ] = 1
     accumulation: Annotated[int, Field(ge=1, description="Forward passes in one optimiser step.")] = 8
@@ -148,6 +148,13 @@ class RunConfig(Frozen):
     skip_bad: Annotated[
         bool,
         Field(description="Leave out and count rows of --data that lack a column or hold nothing in it, and say why."),
+    ] = False
+    packing: Annotated[
+        bool,
+        Field(
+            description="Concatenate texts, each with its end token, to rows of --max-length tokens; attention runs "
+            "across, and a text may go on in the next row."
+        ),
     ] = False
     prompt_style: Annotated[PromptStyle, Field(description="How a task's prompts are written.")] = "auto"
     prompt_date: Annotated[date, Field(description="Today, to a chat template that asks for it.")] = PROMPT_DATE
@@ -234,6 +241,8 @@ class RunConfig(Frozen):
                 raise ConfigError(f"The method {self.method!r} does not read {name}. Leave --{name} out.")
         if self.basis is not None and self.layers is not None:
             raise ConfigError("A saved basis has its own layers: leave --layers out.")
+        if self.packing and (self.truncate or self.skip_long):
+            raise ConfigError("Packed texts may be of any length: leave --truncate and --skip-long out.")
         if self.patience is not None and self.select_checkpoint == "none":
             raise ConfigError("--patience counts scores on validation rows: give --select-checkpoint epoch as well.")
         if self.rank_budget is not None:

@@ -34,7 +34,7 @@ from frozencore.lab.run.named_basis import on_named_basis
 from frozencore.lab.run.peak_memory import PeakMemory
 from frozencore.lab.run.record import TunedRecord
 from frozencore.lab.run.rows import RunRows
-from frozencore.lab.run.rows_at_once import rows_at_once
+from frozencore.lab.run.rows_at_once import pass_tokens_of, rows_at_once
 from frozencore.lab.run.selecting import score_rows, selection_of
 from frozencore.lab.run.targets import resolve_targets
 from frozencore.lab.training.recipe import Recipe, TrainingReport
@@ -209,8 +209,9 @@ def recipe_of(config: RunConfig, rows: RunRows, model: nn.Module) -> Recipe:
     Args:
         model: It decides how many rows fit at once, where that is left to it.
     """
-    batch_size, accumulation = config.batch_size, config.accumulation
+    batch_size, accumulation, pass_tokens = config.batch_size, config.accumulation, None
     if batch_size == "auto":
+        pass_tokens = pass_tokens_of(model)
         batch_size = rows_at_once(config.rows_a_step, max(len(row.input_ids) for row in rows.train), model)
         accumulation = config.rows_a_step // batch_size
     recipe = Recipe(
@@ -222,6 +223,7 @@ def recipe_of(config: RunConfig, rows: RunRows, model: nn.Module) -> Recipe:
         seed=config.seed,
         refresh_cost=config.refresh_cost or COST,
         refresh_memory=config.refresh_memory,
+        pass_tokens=pass_tokens,
     )
     num_rows = len(rows.train)
     found = rounds_for(recipe.epochs * num_rows, recipe.num_steps(num_rows))

@@ -72,7 +72,7 @@ def finish(config: RunConfig, bench: Bench, out: Path, made: Made, recipe: Recip
             made.model, out / ADAPTER, made.calibration, made.calibration_s, made.captures, made.memory, made.training,
             after,
         ),
-        resolved=Resolved(targets=made.targets, recipe=asdict(recipe), max_length=bench.encoder.max_length),
+        resolved=Resolved(targets=made.targets, recipe=recipe.content(), max_length=bench.encoder.max_length),
         hashes={**made.hashes, **basis},
         warned=[entry for entry in made.warned if entry.category is UserWarning],
         started=made.started,

@@ -70,6 +70,7 @@ class UsedRows(Part):
             where neither was allowed.
         read, columns, left_out: Of own data, how many rows there were, the columns that were read, and how many were
             neither trained on nor held out, by why.
+        packed: Into how many rows documents to train on were packed, which ``trained`` then counts; missing where not.
     """
 
     trained: Count
@@ -81,6 +82,7 @@ class UsedRows(Part):
     read: Count | None = None
     columns: tuple[str, ...] = ()
     left_out: dict[str, Count] = {}
+    packed: Count | None = None
 
 
 class AccuracyDetails(Part):

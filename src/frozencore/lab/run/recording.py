@@ -135,7 +135,8 @@ def _if_any(**parts: Any) -> dict[str, Any]:
 
 
 def _used_rows(config: RunConfig, rows: RunRows) -> UsedRows:
-    further: dict[str, Any] = {} if rows.reading is None else asdict(rows.reading)
+    found = {} if rows.reading is None else asdict(rows.reading)
+    further: dict[str, Any] = {name: value for name, value in found.items() if value is not None}
     if config.truncate:
         further["cut"] = rows.num_cut
     if config.skip_long:

@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from frozencore.errors import NoRowsError
+from frozencore.errors import ConfigError, NoRowsError
 from frozencore.fingerprint import fingerprint_options
 from frozencore.lab.rows.own_rows import read_rows
+from frozencore.lab.rows.packing import pack
 from frozencore.lab.rows.prompts import PromptEncoder, TextRow, TokenRow
 from frozencore.lab.rows.suite import find_task
 from frozencore.lab.run.config import RunConfig
@@ -38,17 +39,20 @@ class Reading:
         read: How many rows there were.
         columns: What each of them is read by: ``("prompt", "completion")``.
         left_out: How many of them are neither trained on nor held out, by why.
+        packed: Into how many rows those to train on were packed; None where they were not.
     """
 
     read: int
     columns: tuple[str, ...]
     left_out: Mapping[str, int]
+    packed: int | None = None
 
     @property
     def in_words(self) -> str:
         columns = " and ".join(self.columns)
         why = ", ".join(f"{count:,} left out ({why})" for why, count in self.left_out.items())
-        return f"Read {num_of(self.read, 'row')} by {columns}; {why or 'none left out'}."
+        packed = "" if self.packed is None else f"; those to train on are packed to {self.packed:,}"
+        return f"Read {num_of(self.read, 'row')} by {columns}; {why or 'none left out'}{packed}."
 
 
 @dataclass(frozen=True)
@@ -194,7 +198,16 @@ def _tokens(config: RunConfig, examples: Sequence[Example], encoder: PromptEncod
 
 def _own_rows(config: RunConfig, data: str, encoder: PromptEncoder) -> RunRows:
     fitting, own = _Fitting(config, encoder), read_rows(data, encoder, config.columns, skip_bad=config.skip_bad)
-    texts = fitting.texts(own.texts)
+    texts = own.texts if config.packing else fitting.texts(own.texts)
+    if config.packing and own.columns != ("text",):
+        raise ConfigError(
+            f"--packing is for rows of text, but {data} has {' and '.join(own.columns)}: a prompt would be trained on. "
+            "Leave it out."
+        )
+
+    def encode(rows: Sequence[TextRow]) -> list[TokenRow]:
+        return pack(encoder.whole_rows(rows), encoder.max_length) if config.packing else encoder.training_rows(rows)
+
     train, held_out = _hold_out(texts, config.num_evaluation or _share_of(texts))
     validated: list[TextRow] = []
     if config.evaluate_on == "validation" or config.select_checkpoint != "none":
@@ -207,18 +220,23 @@ def _own_rows(config: RunConfig, data: str, encoder: PromptEncoder) -> RunRows:
         raise NoRowsError(f"{data} needs rows to train on beside those held out, but its {len(texts)} rows read alike.")
     unused["beyond --num-train"] = max(0, len(train) - (config.num_train or len(train)))
     train = train[: config.num_train]
+    rows, scored = encode(train), encode(held_out)
     if config.calibration_task is not None:
         calibrate = _calibration_rows(config, (), encoder, KeptRows())
     else:
-        chosen = sorted(train, key=lambda row: _rank(row, config.seed + 1))[: config.calibration_size]
-        calibrate = encoder.training_rows(chosen)
-    rows, scored = encoder.training_rows(train), encoder.training_rows(held_out)
+        among: Sequence[TextRow | TokenRow] = rows if config.packing else train
+        chosen = sorted(range(len(among)), key=lambda i: _rank(among[i], config.seed + 1))[: config.calibration_size]
+        calibrate = [rows[i] for i in chosen]
     chooses = config.select_checkpoint != "none"
-    validation = ScoredRows((), encoder.training_rows(validated)) if chooses else None
+    validation = ScoredRows((), encode(validated)) if chooses else None
     return RunRows(
         None, (), rows, calibrate, scored, "10% of train" if validated else "none", validation,
         num_cut=fitting.num_cut, num_skipped=fitting.num_skipped, reading=Reading(
-            own.num_read, own.columns, {why: count for why, count in {**own.bad, **unused}.items() if count}),
+            own.num_read,
+            own.columns,
+            {why: count for why, count in {**own.bad, **unused}.items() if count},
+            len(rows) if config.packing else None,
+       ),
     )  # fmt: skip
 
 
@@ -267,5 +285,5 @@ def _hold_out(texts: Sequence[TextRow], num_held_out: int) -> tuple[list[TextRow
     return train, held_out
 
 
-def _rank(row: TextRow, seed: int) -> bytes:
+def _rank(row: TextRow | TokenRow, seed: int) -> bytes:
     return hashlib.sha256(f"{seed}:{row.id}".encode()).digest()

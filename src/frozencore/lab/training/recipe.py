@@ -31,6 +31,7 @@ from frozencore.calibration.shards import num_ranks
 from frozencore.errors import ConfigError, DataError, TrainingError
 from frozencore.lab.rows.batches import PaddingCollator
 from frozencore.lab.rows.prompts import TokenRow
+from frozencore.lab.training.by_length import GroupingCollator, GroupingTrainer
 from frozencore.lab.training.checkpoints import disk_errors_told, starting_point
 from frozencore.lab.training.reporting import Reporter, reporters
 from frozencore.lab.training.row_order import filled_up, without_fillers
@@ -67,6 +68,9 @@ class Recipe:
         refresh: Rounds, each on new bases; 1 trains on the first ones to the end.
         refresh_cost: Of the products of the training, how many the moments for new bases may add.
         refresh_memory: What those moments may take; as of :class:`frozencore.Refresh`.
+        pass_tokens: With it the rows of a step go through the model in groups of similar length, each of as many tokens
+            as ``batch_size`` of the longest rows at most: what a pass costs beside its tokens, in tokens. Without it,
+            and in several processes, ``batch_size`` rows in the order in which they come.
     """
 
     learning_rate: float
@@ -80,10 +84,12 @@ class Recipe:
     refresh: int = 1
     refresh_cost: float = COST
     refresh_memory: int | str | None = None
+    pass_tokens: int | None = None
 
     def __post_init__(self) -> None:
         fewest = min(self.epochs, self.batch_size, self.accumulation, self.refresh)
         rules = {
+            "pass_tokens must not be negative": (self.pass_tokens or 0) >= 0,
             "learning_rate must be positive": self.learning_rate > 0,
             "warmup is a share from 0 to 1": 0 <= self.warmup <= 1,
             "epochs, batch_size, accumulation and refresh must be at least 1": fewest >= 1,
@@ -110,6 +116,10 @@ class Recipe:
         own = rows // processes
         batch_size = next(n for n in range(min(self.batch_size, own), 0, -1) if own % n == 0)
         return replace(self, batch_size=batch_size, accumulation=own // batch_size)
+
+    def content(self) -> dict[str, Any]:
+        """JSON values by name, for records and checkpoints: grouping by length is no word of those without it."""
+        return {name: value for name, value in asdict(self).items() if name != "pass_tokens" or value is not None}
 
     def num_steps(self, num_rows: int) -> int:
         """Optimiser steps over all epochs; the last one of an epoch may hold fewer rows."""
@@ -187,6 +197,9 @@ def train(
             f"Between checkpoints there must be at least one step, got checkpoint_steps={checkpoint_steps}."
         )
     own = recipe.of_each(num_ranks())
+    grouped = recipe.pass_tokens is not None and num_ranks() == 1  # processes go through the model equally often
+    if grouped:
+        own = replace(own, batch_size=own.batch_size * own.accumulation, accumulation=1)
     identity = {**(identity or {}), **_identity(model, recipe, rows)}
     if selection is not None:
         identity |= {"scored every": selection.every, "validation rows": selection.identity}
@@ -221,10 +234,10 @@ def train(
             )
         if refresh is not None:
             restored.callback(refresh.close)
-        trainer = CompletionTrainer(
+        trainer = (GroupingTrainer if grouped else CompletionTrainer)(
             model=model,
             args=_arguments(model, recipe, own, len(rows), folder, checkpoint_dir is not None, checkpoint_steps),
-            data_collator=without_fillers(PaddingCollator(pad_id)),
+            data_collator=without_fillers(_collator(recipe, rows, pad_id) if grouped else PaddingCollator(pad_id)),
             train_dataset=filled_up(rows, own.batch_size * num_ranks()),
             callbacks=[monitor, *filter(None, [selector, refresh]), Seal(identity, asked), StopWhenAsked(asked), *told],
         )
@@ -254,6 +267,12 @@ def train(
         resumed_from=resumed_from,
         selected=selected,
     )
+
+
+def _collator(recipe: Recipe, rows: Sequence[TokenRow], pad_id: int) -> GroupingCollator:
+    """What cuts a step's rows into groups, none larger than the recipe's batches may be."""
+    most_tokens = recipe.batch_size * max(len(row.input_ids) for row in rows)
+    return GroupingCollator(pad_id, most_tokens, recipe.pass_tokens or 0)
 
 
 def _arguments(
@@ -322,7 +341,7 @@ def _identity(model: nn.Module, recipe: Recipe, rows: Sequence[TokenRow]) -> dic
     """What a checkpoint must share with the run that resumes it: what trains, how, and on what."""
     shapes = {name: list(p.shape) for name, p in model.named_parameters() if p.requires_grad}
     return {
-        **{name: value for name, value in asdict(recipe).items() if (name, value) not in UNREFRESHED},
+        **{name: value for name, value in recipe.content().items() if (name, value) not in UNREFRESHED},
         "rows": _hash_of([[row.input_ids, row.num_context] for row in rows]),
         "trainable parameters": _hash_of(shapes),
     }

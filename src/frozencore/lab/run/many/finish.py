@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from warnings import WarningMessage
 
@@ -103,7 +103,7 @@ class Finisher:
             ),
             resolved=Resolved(
                 targets=self.targets,
-                recipe=asdict(recipe_of(config, rows, bench.model)),
+                recipe=recipe_of(config, rows, bench.model).content(),
                 max_length=bench.encoder.max_length,
             ),
             hashes={**rows.fingerprints(), **self.hashes},

@@ -56,7 +56,7 @@ def _basis(slots: TrainedSlots) -> Iterator[tuple[str, Tensor]]:
 def _content(tenant: Tenant) -> dict[str, Any]:
     chosen = tenant.validation
     return {
-        "recipe": asdict(tenant.recipe),
+        "recipe": tenant.recipe.content(),
         "rows": [[row.input_ids, row.num_context] for row in tenant.rows],
         "validation": None if chosen is None else [[row.input_ids, row.num_context] for row in chosen.rows],
         "scored": None if chosen is None else [chosen.every, chosen.patience, *filter(None, [chosen.scored_by])],
