@@ -130,3 +130,17 @@ def test_processes_are_several_where_a_launcher_says_so(monkeypatch: pytest.Monk
     assert (num_started(), is_first()) == (4, False)
     with pytest.raises(ConfigError, match="A sweep is done by one process, but 4 were started"):
         refuse_several("A sweep")
+
+
+def test_other_verbs_are_for_one_process_and_the_first_of_several_says_so(
+    command, monkeypatch: pytest.MonkeyPatch
+) -> None:  # type: ignore[no-untyped-def]
+    for name, value in (("WORLD_SIZE", "2"), ("MASTER_ADDR", "localhost"), ("RANK", "0")):
+        monkeypatch.setenv(name, value)
+    said = "is done by one process, but 2 were started. Start it without torchrun.\n"
+    assert command("tune-many", "--tenants", "x") == (2, "", f"frozencore: frozencore tune-many {said}")
+    row = ("tune", "--model", "pocket", "--task", "pocket-math", "--out", "x")
+    assert command(*row, "--sweep", "lr=1e-3") == (2, "", f"frozencore: A sweep {said}")
+    monkeypatch.setenv("RANK", "1")
+    assert command("campaign", "status", "x") == (2, "", "")
+    assert command(*row, "--dry-run") == (2, "", "")
