@@ -8,6 +8,7 @@ from statistics import median
 
 import torch
 from rich.text import Text
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 from frozencore.cli.flag_file import as_flags
@@ -16,7 +17,7 @@ from frozencore.cli.tables import in_rounds
 from frozencore.lab.campaign.estimate import memory_bytes, size_of
 from frozencore.lab.rows.prompts import PromptEncoder
 from frozencore.lab.rows.row_forms import TokenRow
-from frozencore.lab.run.accounting import trainable_parameters, training_state_bytes
+from frozencore.lab.run.accounting import optimiser_bytes, trainable_parameters
 from frozencore.lab.run.bench import Bench, prepare
 from frozencore.lab.run.config import RunConfig
 from frozencore.lab.run.execute import recipe_of
@@ -76,20 +77,20 @@ def _cost(config: RunConfig, bench: Bench) -> Iterator[Text]:
         f"learning rate {recipe.learning_rate:g}, warm-up {recipe.warmup:g} of them."
     )
     memory = memory_bytes(config, size_of(bench.model.config)) / 2**30
-    trained = _trained_values(config, bench)
-    state = "" if trained is None else f" ({training_state_bytes(trained):,} bytes of state)"
-    values = "" if trained is None else f"{num_of(trained, 'trained value')}{state}, "
+    values = ""
+    if (adapted := _adapted(config, bench)) is not None:
+        state = optimiser_bytes(adapted, config.rank if config.method_entry.optimiser else None)
+        values = f"{num_of(trainable_parameters(adapted), 'trained value')} ({state:,} bytes of state), "
     yield Text(f"{config.method}: {values}about {memory:.2f} GiB of memory with the model.")
 
 
-def _trained_values(config: RunConfig, bench: Bench) -> int | None:
-    """Counted on a model of the same shapes without values; None where it takes the values to tell."""
+def _adapted(config: RunConfig, bench: Bench) -> nn.Module | None:
+    """A model of the same shapes without values; None where it takes the values to tell what trains."""
     if config.method_entry.changes_base or config.rank_budget is not None:
         return None
     with torch.device("meta"), suppress(NotImplementedError):
         model = AutoModelForCausalLM.from_config(bench.model.config)
-        adapted = config.method_entry.add(model, config.adapter_options(resolve_targets(config, bench.model)))
-        return trainable_parameters(adapted)
+        return config.method_entry.add(model, config.adapter_options(resolve_targets(config, bench.model)))
     return None
 
 

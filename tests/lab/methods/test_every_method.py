@@ -18,6 +18,7 @@ OPTIONS = AdapterOptions(rank=3, targets=ATTENTION, seed=1, core={})
 CALLED = {
     "core": ("frozencore_R",), "factors": ("lora_A", "lora_B"), "magnitudes": ("magnitude",), "scales": ("ia3_l",),
     "vectors": ("vera_lambda", "tinylora_v", "unilora_theta"), "embeddings": ("prompt_encoder",),
+    "weights": ("modules_to_save",),
 }  # fmt: skip
 
 

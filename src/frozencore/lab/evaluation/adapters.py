@@ -12,6 +12,7 @@ from torch import nn
 
 from frozencore.adapter.seal.integrity import read_folder
 from frozencore.errors import ArtifactError
+from frozencore.lab.scoring.virtual_tokens import take_off
 from frozencore.one_line import one_line
 
 BASE = "base"
@@ -32,7 +33,7 @@ class AdapterStand:
     def bare(self) -> nn.Module:
         """The base model without any adapter."""
         if self._worn is not None:
-            self.base, self._worn = self._worn.unload(), None
+            self.base, self._worn = take_off(self._worn), None
         return self.base
 
     def wear(self, folder: Path) -> nn.Module:

@@ -13,6 +13,7 @@ from frozencore.errors import ConfigError
 from frozencore.lab.methods.frozen_core import FrozenCores
 from frozencore.lab.methods.ia3 import IA3
 from frozencore.lab.methods.lora import LoRA
+from frozencore.lab.methods.low_rank_gradients import LowRankGradients
 from frozencore.lab.methods.method import AdapterOptions, Method, Targets
 from frozencore.lab.methods.pissa import PiSSA
 from frozencore.lab.methods.prompt_tuning import PromptTuning
@@ -33,6 +34,12 @@ METHODS: ChainMap[str, Method] = ChainMap(
         "unilora": UniLoRA(label="Uni-LoRA", trains=("vectors",), learning_rate=5e-3),
         "ia3": IA3(label="(IA)³", trains=("scales",), learning_rate=3e-3),
         "prompt_tuning": PromptTuning(label="Prompt tuning", trains=("embeddings",), learning_rate=3e-2),
+        "galore": LowRankGradients(
+            label="GaLore", trains=("weights",), learning_rate=1e-3, optimiser="galore_adamw", package="galore_torch"
+        ),
+        "apollo": LowRankGradients(
+            label="APOLLO", trains=("weights",), learning_rate=1e-3, optimiser="apollo_adamw", package="apollo_torch"
+        ),
     },
     FrozenCores(),  # type: ignore[arg-type]  # only read
 )

@@ -62,6 +62,7 @@ class Method(ABC):
         reads_weights: It looks at the base weights, without changing them, when it is added.
         frozen_can_be_made_again: What it adds and does not train is a function of the base model, the data and the
             seed, so that the trained values are all that must be stored.
+        optimiser: As transformers calls it, whose state has the run's rank; None for AdamW.
         unread: Options of a run that other methods read and this one does not: they are refused.
         budget: Whether it takes a number of trained values, and whether that is said in place of a rank.
     """
@@ -72,6 +73,7 @@ class Method(ABC):
     learning_rate: float
     warmup: float = 0.1
     weights_only: bool = False
+    optimiser: str | None = None
     changes_base: ClassVar[bool] = False
     has_bases: ClassVar[bool] = False
     reads_weights: ClassVar[bool] = False
@@ -83,6 +85,13 @@ class Method(ABC):
     def initialises(self) -> bool:
         """Whether there is a phase before training that the data or the weights are looked at in."""
         return self.has_bases or self.changes_base or self.reads_weights
+
+    def require(self) -> None:  # noqa: B027  # most need nothing
+        """Refuse a run that lacks what is no dependency of this package.
+
+        Raises:
+            ConfigError: It is not installed.
+        """
 
     @abstractmethod
     def add(self, model: nn.Module, options: AdapterOptions, bases: Mapping[str, Tensor] | None = None) -> PeftModel:

@@ -26,6 +26,25 @@ def training_state_bytes(num_parameters: int) -> int:
     return num_parameters * FLOAT32_BYTES * (1 + ADAM_STATES)
 
 
+def optimiser_bytes(model: nn.Module, rank: int | None) -> int:
+    """Bytes of float32 gradients and optimiser states beside what a model trains.
+
+    Args:
+        rank: Of the optimiser's state (GaLore, APOLLO); None for AdamW. Of a trained matrix (m, n) it holds two moments
+            of the gradient in k = min(r, m, n) directions of the smaller side, and those directions; of anything else
+            what AdamW holds.
+    """
+    if rank is None:
+        return training_state_bytes(trainable_parameters(model))
+    count = 0
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            small, *large = sorted(parameter.shape)
+            kept = min(rank, small) * (small + ADAM_STATES * large[0]) if large else ADAM_STATES * small
+            count += parameter.numel() + kept
+    return FLOAT32_BYTES * count
+
+
 def trainable_parameters(model: nn.Module) -> int:
     """Values that an optimiser would get."""
     return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)

@@ -306,6 +306,8 @@ class RunConfig(Frozen):
 def _refuse_refresh(config: RunConfig) -> None:
     if config.basis is not None:
         raise ConfigError("A refreshed adapter cannot share a basis with others: give --basis or --refresh.")
+    if config.method_entry.optimiser is not None:
+        return
     if not config.method_entry.has_bases or not config.moments_needed:
         raise ConfigError(
             f"Refreshing chooses bases by the training data, which the method {config.method!r} does not read. Use "

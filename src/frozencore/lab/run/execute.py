@@ -37,6 +37,7 @@ from frozencore.lab.run.rows import RunRows
 from frozencore.lab.run.rows_at_once import pass_tokens_of, rows_at_once
 from frozencore.lab.run.selecting import score_rows, selection_of
 from frozencore.lab.run.targets import resolve_targets
+from frozencore.lab.training.low_rank import PLAIN
 from frozencore.lab.training.recipe import Recipe, TrainingReport
 from frozencore.lab.training.recipe import train as train_alone
 from frozencore.lab.training.reporting import LOGS, require_reporters
@@ -94,6 +95,7 @@ def execute(
         require_reporters(config.report_to or ())
         config = on_named_basis(config)
         method, started, is_first = config.method_entry, time.perf_counter(), own_rank() == 0
+        method.require()
         bench = bench or prepare(config, progress)
         recipe_of(config, bench.rows, bench.model).of_each(num_ranks())  # refuses what cannot be shared
     targets = resolve_targets(config, bench.model)
@@ -210,6 +212,7 @@ def recipe_of(config: RunConfig, rows: RunRows, model: nn.Module) -> Recipe:
         model: It decides how many rows fit at once, where that is left to it.
     """
     batch_size, accumulation, pass_tokens = config.batch_size, config.accumulation, None
+    method = config.method_entry
     if batch_size == "auto":
         pass_tokens = pass_tokens_of(model)
         batch_size = rows_at_once(config.rows_a_step, max(len(row.input_ids) for row in rows.train), model)
@@ -224,6 +227,8 @@ def recipe_of(config: RunConfig, rows: RunRows, model: nn.Module) -> Recipe:
         refresh_cost=config.refresh_cost or COST,
         refresh_memory=config.refresh_memory,
         pass_tokens=pass_tokens,
+        optimiser=method.optimiser or PLAIN,
+        optimiser_rank=config.rank if method.optimiser else None,
     )
     num_rows = len(rows.train)
     found = rounds_for(recipe.epochs * num_rows, recipe.num_steps(num_rows))

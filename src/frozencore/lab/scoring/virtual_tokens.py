@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from peft import PeftModel
+from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
 
 from frozencore.lab.scoring.mode import base_of, forward_accepts
@@ -35,7 +36,13 @@ def generating(model: nn.Module) -> Any:
 def take_off(model: PeftModel) -> nn.Module:
     """The transformers model as it was before it had an adapter."""
     if not num_virtual_tokens(model):
-        return model.unload()
+        copied = {
+            n: m.original_module for n, m in base_of(model).named_modules() if isinstance(m, ModulesToSaveWrapper)
+        }
+        bare: nn.Module = model.unload()  # which leaves the trained copies of whole modules in their places
+        for name, module in copied.items():
+            bare.set_submodule(name, module)
+        return bare
     base = base_of(model)
     base.prepare_inputs_for_generation = model.base_model_prepare_inputs_for_generation
     plain: nn.Module = base

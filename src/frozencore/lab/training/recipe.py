@@ -33,6 +33,7 @@ from frozencore.lab.rows.batches import PaddingCollator
 from frozencore.lab.rows.prompts import TokenRow
 from frozencore.lab.training.by_length import GroupingCollator, GroupingTrainer
 from frozencore.lab.training.checkpoints import disk_errors_told, starting_point
+from frozencore.lab.training.low_rank import PLAIN, optimiser_arguments, readable_state
 from frozencore.lab.training.reporting import Reporter, reporters
 from frozencore.lab.training.row_order import filled_up, without_fillers
 from frozencore.lab.training.selection import NoBetterError, Selected, Selection, Selector
@@ -52,6 +53,8 @@ UNREFRESHED = (
     ("refresh", 1),
     ("refresh_cost", COST),
     ("refresh_memory", None),
+    ("optimiser", PLAIN),
+    ("optimiser_rank", None),
 )  # not told to checkpoints, which are as they were before
 
 
@@ -71,6 +74,8 @@ class Recipe:
         pass_tokens: With it the rows of a step go through the model in groups of similar length, each of as many tokens
             as ``batch_size`` of the longest rows at most: what a pass costs beside its tokens, in tokens. Without it,
             and in several processes, ``batch_size`` rows in the order in which they come.
+        optimiser: As transformers calls it. One whose state has a rank chooses its directions in each of the rounds.
+        optimiser_rank: That rank.
     """
 
     learning_rate: float
@@ -85,6 +90,8 @@ class Recipe:
     refresh_cost: float = COST
     refresh_memory: int | str | None = None
     pass_tokens: int | None = None
+    optimiser: str = PLAIN
+    optimiser_rank: int | None = None
 
     def __post_init__(self) -> None:
         fewest = min(self.epochs, self.batch_size, self.accumulation, self.refresh)
@@ -232,6 +239,7 @@ def train(
                 resumed_from=resumed_from,
                 reporters=told,
             )
+        restored.enter_context(readable_state(recipe.optimiser))
         if refresh is not None:
             restored.callback(refresh.close)
         trainer = (GroupingTrainer if grouped else CompletionTrainer)(
@@ -296,7 +304,6 @@ def _arguments(
         weight_decay=recipe.weight_decay,
         seed=recipe.seed,
         data_seed=recipe.seed,
-        optim="adamw_torch_fused",
         save_strategy="no" if not saves else "epoch" if checkpoint_steps is None else "steps",
         save_steps=checkpoint_steps or 1,
         save_total_limit=2,  # the newest may be half-written
@@ -308,6 +315,9 @@ def _arguments(
         dataloader_pin_memory=False,
         ddp_find_unused_parameters=False,
         use_cpu=next(model.parameters()).device.type == "cpu",
+        **optimiser_arguments(
+            model, recipe.optimiser, recipe.optimiser_rank, recipe.num_steps(num_rows), recipe.refresh
+        ),
     )
     if arguments.n_gpu > 1:
         arguments._n_gpu = 1  # several devices go through accelerate; DataParallel would multiply the batch
@@ -315,7 +325,7 @@ def _arguments(
 
 
 def _refresh_of(model: nn.Module, recipe: Recipe, selection: Selection | None) -> Refresh | None:
-    if recipe.refresh == 1:
+    if recipe.refresh == 1 or recipe.optimiser != PLAIN:
         return None
     if selection is not None:
         raise ConfigError(
