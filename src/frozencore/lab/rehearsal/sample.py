@@ -193,7 +193,8 @@ def _changed(study: Study, axes: dict[str, tuple[Value, ...]]) -> Study:
 
 
 def _with(campaign: Campaign, studies: dict[str, Study]) -> Campaign:
-    return campaign.model_copy(update={"studies": studies})
+    drawn = tuple(name for name in campaign.frontier if name in studies)
+    return campaign.model_copy(update={"studies": studies, "frontier": drawn})
 
 
 def _seeds_left_out(campaign: Campaign) -> tuple[str, ...]:
