@@ -15,7 +15,9 @@ def search_sheet(results: StudyResults) -> Sheet:
     search = results.study.search
     assert search is not None
     by_accuracy = search.select == "accuracy"
-    axes = [axis for axis in results.choices[0][0] if len(results.study.axes.get(axis, ())) > 1] or ["method"]
+    known = results.choices[0][0]
+    axes = [axis for axis in known if len(results.study.axes.get(axis, ())) > 1]
+    axes = axes or ["method" if "method" in known else "task"]
     rows = []
     for group, choice in results.choices:
         scores = [score for options, score in choice.trials if options == choice.options]
