@@ -25,6 +25,7 @@ GPU_SECTIONS = (  # the most important first
 PROMISED: dict[str, tuple[tuple[str, ...], set[str]]] = {
     "step": (("--quick",), {"rank", "rounds", "rows", "adapter_of_144_layers"}),
     "calibration": (("--quick",), {"scale", "rank", "rows"}),
+    "refreshing": (("--quick",), {"rows", "rows_trained"}),
     "svd": (("--quick",), {"rank", "decay", "rows"}),
     "growth": (("--quick",), {"plan", "rates", "constants", "calibration", "step"}),
     "ranks": (("--quick",), {"scale", "rows"}),
@@ -37,7 +38,7 @@ PROMISED: dict[str, tuple[tuple[str, ...], set[str]]] = {
         {"device", "job", "models", "budget_s", "used_s", "paper_h20"},
     ),
 }
-SLOW = {"step", "calibration", "svd", "ranks", "memory", "many_training", "gpu", "tenants", "scale"}
+SLOW = {"step", "refreshing", "calibration", "svd", "ranks", "memory", "many_training", "gpu", "tenants", "scale"}
 EVERYWHERE = {"benchmark", "provenance"}
 
 

@@ -85,8 +85,10 @@ def _recipe(record: TunedRecord) -> Iterator[str]:
         yield f"{record.training.num_steps} steps of {rows}; learning rate {rate:g}, warm-up {warmup:g} of them."
 
 
-def in_rounds(rounds: int) -> str:
+def in_rounds(rounds: int | str) -> str:
     """How often a training is refreshed, to add to its steps; nothing of one that is not."""
+    if rounds == "auto":
+        return ", in as many rounds as pay"
     return "" if rounds == 1 else f", in {rounds} rounds"
 
 

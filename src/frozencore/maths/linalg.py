@@ -7,6 +7,7 @@ random starts have their own generator, and the global RNG is never touched.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, get_args
 
@@ -71,7 +72,7 @@ def truncated_svd(
 
 def all_finite(M: torch.Tensor) -> bool:
     """Whether no entry is NaN or Inf; ``isfinite`` on every entry would hold another M and half of one."""
-    return M.numel() == 0 or all(bool(end.isfinite()) for end in torch.aminmax(M))
+    return M.numel() == 0 or all(math.isfinite(float(end)) for end in torch.aminmax(M))
 
 
 def require_finite(M: torch.Tensor) -> None:

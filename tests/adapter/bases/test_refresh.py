@@ -167,7 +167,7 @@ def test_auto_counts_the_rows_that_the_trainer_will_see(tmp_path: Path) -> None:
     assert refresh.rounds == model.peft_config["default"].rounds == 240 // 100
 
 
-def test_gathering_adds_a_tenth_of_the_products_at_most(tmp_path: Path) -> None:
+def test_gathering_adds_nine_hundredths_of_the_products_at_most(tmp_path: Path) -> None:
     """A training makes two products a weight, what is gathered one more."""
     counted: list[int] = []
 
@@ -184,7 +184,7 @@ def test_gathering_adds_a_tenth_of_the_products_at_most(tmp_path: Path) -> None:
     trainer.train()
     attention = 32 * 32 + 2 * 32 * 16 + 32 * 32  # q, k and v of half the heads, o: each layer
     whole = 2 * (attention + 3 * 32 * 48) + 40 * 32
-    share = 0.1 * 2 * whole / (2 * attention)
+    share = 0.09 * 2 * whole / (2 * attention)
     assert 0.3 < share < 0.7
     steps = sum(later > before for before, later in zip([0, *counted], counted[:10], strict=False))
     assert steps == 1 + int(9 * share)

@@ -59,10 +59,13 @@ def test_without_a_budget_nothing_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "steps", "rounds"),
-    [(1600, 200, 16), (800, 100, 8), (99, 13, 1), (1600, 25, 4), (1600, 5, 1), (100_000, 12_500, 16)],
-)
-def test_auto_makes_a_round_of_a_hundred_rows_six_steps_at_least_and_sixteen_at_most(
-    rows: int, steps: int, rounds: int
+    ("rows", "steps", "share", "rounds"),
+    [
+        (1600, 200, 1.0, 16), (1600, 200, 0.67, 16), (1600, 200, 0.22, 8), (800, 100, 1.0, 8), (99, 13, 1.0, 1),
+        (1600, 25, 1.0, 4), (1600, 5, 1.0, 1), (100_000, 12_500, 0.1, 16),
+    ],
+)  # fmt: skip
+def test_auto_makes_a_round_of_a_hundred_rows_forty_of_them_summed_six_steps_at_least_and_sixteen_at_most(
+    rows: int, steps: int, share: float, rounds: int
 ) -> None:
-    assert rounds_for(rows, steps) == rounds
+    assert rounds_for(rows, steps, share) == rounds

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from frozencore.lab.rows.prompts import TokenRow
 from frozencore.lab.run.bench import prepare
 from frozencore.lab.run.calibrating import execute_calibration
 from frozencore.lab.run.config import RunConfig, make_config
-from frozencore.lab.run.execute import execute, recipe_of
+from frozencore.lab.run.execute import execute
 from frozencore.lab.run.loading import load_model
 from frozencore.lab.scoring.task_score import score_task
 
@@ -104,9 +104,9 @@ def test_a_run_chooses_its_rounds_by_its_rows_and_its_record_says_how_many(tmp_p
     record = execute(config, tmp_path / "run", silent)
     assert (record.config.content()["refresh"], record.resolved.recipe["refresh"]) == ("auto", 1)
     assert record.resources.adapter_bytes_without_bases == 4 * record.trainable_parameters
-    bench = prepare(config, silent)
-    rows = replace(bench.rows, train=bench.rows.train * 10)
-    assert recipe_of(config, rows, bench.model).refresh == 240 // 100
+    longer = execute(config_of(refresh="auto", refresh_cost=0.5, batch_size=2, epochs=9), tmp_path / "longer", silent)
+    assert longer.resolved.recipe["refresh"] == 216 // 100
+    assert longer.resources.adapter_bytes_without_bases == longer.adapter_bytes
 
 
 def test_the_record_holds_what_is_needed_to_trust_it(tmp_path: Path) -> None:

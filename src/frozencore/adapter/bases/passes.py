@@ -47,6 +47,7 @@ class BasisWork:
         captures: What each of those bases captures, where G, a and d were all at hand.
         builds_together: Whether layers of one shape may be built in batches, which takes memory that no budget has
             counted.
+        captures_asked: Whether anybody will read those.
         collect_s, build_s: Seconds in passes over the data, and in bases.
     """
 
@@ -61,6 +62,7 @@ class BasisWork:
     diagonals: dict[str, LayerMoments] = field(default_factory=dict)
     captures: dict[str, Capture] = field(default_factory=dict)
     builds_together: bool = True
+    captures_asked: bool = True
     collect_s: float = 0.0
     build_s: float = 0.0
 
@@ -140,7 +142,7 @@ class BasisWork:
                 own = [layer for layer in evidence if self.owners[layer.name] == own_rank()]
                 for layer, basis in zip(own, self._built(own), strict=True):
                     self._keep(layer.name, basis)
-                    if (found := capture_if_whole(layer.moments, basis)) is not None:
+                    if self.captures_asked and (found := capture_if_whole(layer.moments, basis)) is not None:
                         self.captures[layer.name] = found
         self.build_s += time.perf_counter() - started
 

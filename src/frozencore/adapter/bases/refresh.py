@@ -52,6 +52,7 @@ class Refresh(TrainerCallback):
     Attributes:
         rounds: As given; of ``auto``, from the beginning of the training on.
         widths: Columns of each layer's sketch; None where sums are exact.
+        share: Of the steps, how many are summed.
 
     Raises:
         ConfigError: The model has no such adapter, or one that cannot be refreshed: on a basis that it shares, or of a
@@ -73,7 +74,7 @@ class Refresh(TrainerCallback):
             )
         if not cost > 0:
             raise ConfigError(f"Summing moments costs something, but cost={cost!r:.50} came. Give a share above 0.")
-        self.model, self.cost = model, cost
+        self.model = model
         self.asked, self.rounds = rounds, 1 if rounds == "auto" else rounds
         self.adapter_name, self.config, self.layers = adapter_for_new_bases(model, adapter_name, reset=True)
         if rounds != 1 and self.config.basis_id is not None:
@@ -91,7 +92,7 @@ class Refresh(TrainerCallback):
         self._gathering: Gathering | None = None
         self._begun_at = 0
         self._peaks: list[float] = []
-        self._share = 1.0
+        self.share = share_to_gather(model, self._shapes, cost, self.widths)
 
     def close(self) -> None:
         """Take the hooks off the model, as the end of the training does; for a training that ended in an error."""
@@ -104,7 +105,7 @@ class Refresh(TrainerCallback):
         self.close()
         if self.asked == "auto":
             rows_a_step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
-            self.rounds = rounds_for(rows_a_step * state.max_steps, state.max_steps)
+            self.rounds = rounds_for(rows_a_step * state.max_steps, state.max_steps, self.share)
         if self.rounds > state.max_steps:
             raise ConfigError(
                 f"A round has at least one step, but refresh={self.rounds} came for {state.max_steps} steps. "
@@ -137,7 +138,7 @@ class Refresh(TrainerCallback):
         step = state.global_step - (self._begun_at or self._num_leading)  # the first of each round is one of them
         if isinstance(self._gathering, SketchedGathering) and self._gathering.awaits_metric and step == 0:
             self._gathering.set_metric()
-        self._gathering.listen(on=step < 0 or math.floor(step * self._share) > math.floor((step - 1) * self._share))
+        self._gathering.listen(on=step < 0 or math.floor(step * self.share) > math.floor((step - 1) * self.share))
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -174,6 +175,11 @@ class Refresh(TrainerCallback):
                 layer.take_back_round(self.adapter_name)
             self.config.rounds -= 1
 
+    @property
+    def sums_now(self) -> bool:
+        """Whether the batches that come are summed."""
+        return self._gathering is not None and self._gathering.capture.listens
+
     def _stop_gathering(self) -> None:
         if self._gathering is not None:
             self._gathering.close()
@@ -205,7 +211,6 @@ class Refresh(TrainerCallback):
 
     def gather(self) -> None:
         """Sum the moments of the batches from now on."""
-        self._share = share_to_gather(self.model, self._shapes, self.cost, self.widths)
         layers = dict(self.layers.items())
         if self.widths is None:
             needs = self.config.constructor_entry.needs(self.config.basis_options())
@@ -223,7 +228,9 @@ class Refresh(TrainerCallback):
         """
         assert self._gathering is not None
         owners = assign_owners(self._shapes)
-        work = BasisWork(self.model, self.adapter_name, self.config, self.layers, owners, lambda *_: None)
+        work = BasisWork(
+            self.model, self.adapter_name, self.config, self.layers, owners, lambda *_: None, captures_asked=False
+        )
         if isinstance(self._gathering, SketchedGathering):
             work.build_streamed(self._gathering.turn(self._ranks, KEPT))
         else:

@@ -16,17 +16,26 @@ from frozencore.calibration.running_sketch import sketch_bytes
 from frozencore.errors import ConfigError
 from frozencore.maths.linalg import Shape
 
-COST = 0.1  # of the products of a training that gathering may add
+COST = 0.09  # of the products of a training that gathering may add: with the refreshes 15 % of the time at most
 ROWS_OF_A_ROUND = 100  # of fewer, bases lose more than their being newer brings
+SUMMED_OF_A_ROUND = 40  # of these; where few are, more rounds bring nothing
 STEPS_OF_A_ROUND = 6  # in fewer, fresh optimiser state gets nowhere
 MOST_ROUNDS = 16  # that ``auto`` chooses: each makes the adapter larger
 MEMORY = "128MB"  # for what new bases are chosen by
 NARROWEST, WIDEST, STEP = 2, 8, 1 / 8  # times the rank: columns of a sketch, as many as fit
 
 
-def rounds_for(num_rows: int, num_steps: int) -> int:
-    """How many rounds pay in a training of so many rows, each epoch's counted, and optimiser steps: ``auto``."""
-    return max(1, min(num_rows // ROWS_OF_A_ROUND, num_steps // STEPS_OF_A_ROUND, MOST_ROUNDS))
+def rounds_for(num_rows: int, num_steps: int, share: float) -> int:
+    """How many rounds pay in a training: ``auto``.
+
+    Args:
+        num_rows: Each epoch's counted.
+        num_steps: Of the optimiser.
+        share: Of them, how many are summed.
+    """
+    summed = int(num_rows * share)
+    most = num_rows // ROWS_OF_A_ROUND, summed // SUMMED_OF_A_ROUND, num_steps // STEPS_OF_A_ROUND, MOST_ROUNDS
+    return max(1, min(most))
 
 
 def share_to_gather(

@@ -117,7 +117,7 @@ class RunConfig(Frozen):
         Field(
             description="Train in that many rounds, each on new bases from the moments of the batches so far; the "
             "rounds' cores add up. 1: on the first bases to the end. auto: one for each hundred rows that are trained "
-            "on, of six steps at least, and at most sixteen.",
+            "on and each forty that are summed, of six steps at least, and at most sixteen.",
         ),
     ] = 1
     refresh_cost: Annotated[
@@ -125,7 +125,7 @@ class RunConfig(Frozen):
         Field(
             gt=0,
             description="Of the products of the training, how many the moments of refresh may add: it decides how many "
-            "steps they are of. Default: 0.1; 0.5 is every step.",
+            "steps they are of. Default: 0.09; 0.5 is every step.",
         ),
     ] = None
     refresh_memory: RefreshMemory = None

@@ -14,7 +14,7 @@ from peft import PeftModel
 from torch import nn
 
 from frozencore.adapter.bases.calibrate import Calibration, calibrate
-from frozencore.adapter.bases.refresh_plan import COST, rounds_for
+from frozencore.adapter.bases.refresh_plan import COST
 from frozencore.adapter.bases.spend import spends_by_spectrum
 from frozencore.adapter.seal.saved_basis import read_header
 from frozencore.calibration.batches import Batch
@@ -133,7 +133,10 @@ def execute(
         method.save(model, out / LAST_GOOD, out / "start")
         raise DivergenceError(f"{error} The last good core is in {out / LAST_GOOD}.") from error
     made = Made(model, calibration, calibration_s, captures, memory, report, targets, hashes, caught, started)
-    return from_first(lambda: finish(config, bench, out, made, recipe_of(config, bench.rows, bench.model), progress))
+    recipe = recipe_of(config, bench.rows, bench.model)
+    if config.refreshes:
+        recipe = replace(recipe, refresh=model.peft_config["default"].rounds)  # of auto, as many as there were
+    return from_first(lambda: finish(config, bench, out, made, recipe, progress))
 
 
 def adapt_from_data(
@@ -217,22 +220,20 @@ def recipe_of(config: RunConfig, rows: RunRows, model: nn.Module) -> Recipe:
         pass_tokens = pass_tokens_of(model)
         batch_size = rows_at_once(config.rows_a_step, max(len(row.input_ids) for row in rows.train), model)
         accumulation = config.rows_a_step // batch_size
-    recipe = Recipe(
+    return Recipe(
         learning_rate=config.resolved_learning_rate,
         warmup=config.resolved_warmup,
         epochs=config.epochs or (rows.task.epochs if rows.task else 1),
         batch_size=batch_size,
         accumulation=accumulation,
         seed=config.seed,
+        refresh=config.refresh,
         refresh_cost=config.refresh_cost or COST,
         refresh_memory=config.refresh_memory,
         pass_tokens=pass_tokens,
         optimiser=method.optimiser or PLAIN,
         optimiser_rank=config.rank if method.optimiser else None,
     )
-    num_rows = len(rows.train)
-    found = rounds_for(recipe.epochs * num_rows, recipe.num_steps(num_rows))
-    return replace(recipe, refresh=found if config.refresh == "auto" else config.refresh)
 
 
 def train_once(

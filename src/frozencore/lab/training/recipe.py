@@ -18,7 +18,7 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -68,7 +68,7 @@ class Recipe:
         batch_size: Examples in one forward pass.
         accumulation: Forward passes in one optimiser step.
         seed: Of the order of the rows.
-        refresh: Rounds, each on new bases; 1 trains on the first ones to the end.
+        refresh: Rounds, each on new bases; 1 trains on the first ones to the end, ``auto`` makes as many as pay.
         refresh_cost: Of the products of the training, how many the moments for new bases may add.
         refresh_memory: What those moments may take; as of :class:`frozencore.Refresh`.
         pass_tokens: With it the rows of a step go through the model in groups of similar length, each of as many tokens
@@ -86,7 +86,7 @@ class Recipe:
     max_grad_norm: float = 1.0
     weight_decay: float = 0.0
     seed: int = 42
-    refresh: int = 1
+    refresh: int | Literal["auto"] = 1
     refresh_cost: float = COST
     refresh_memory: int | str | None = None
     pass_tokens: int | None = None
@@ -94,7 +94,7 @@ class Recipe:
     optimiser_rank: int | None = None
 
     def __post_init__(self) -> None:
-        fewest = min(self.epochs, self.batch_size, self.accumulation, self.refresh)
+        fewest = min(self.epochs, self.batch_size, self.accumulation, 1 if self.refresh == "auto" else self.refresh)
         rules = {
             "pass_tokens must not be negative": (self.pass_tokens or 0) >= 0,
             "learning_rate must be positive": self.learning_rate > 0,

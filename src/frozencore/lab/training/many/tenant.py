@@ -53,7 +53,7 @@ class Tenant:
     def __post_init__(self) -> None:
         if not self.rows:
             raise DataError("Training needs at least one row, got none.")
-        if self.recipe.refresh > 1:
+        if self.recipe.refresh != 1:
             raise ConfigError("Tenants share one basis, which refreshing leaves. Train this one alone, or unrefreshed.")
 
     @property
