@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from frozencore.adapter.advice.advise import Advice, advise
 from frozencore.adapter.arithmetic import merge_adapters
 from frozencore.adapter.bank import CoreBank
 from frozencore.adapter.bases.calibrate import Calibration, calibrate
@@ -45,6 +46,7 @@ from frozencore.maths.whitening import Whitening
 
 __all__ = [
     "CONSTRUCTORS",
+    "Advice",
     "Basis",
     "BasisOptions",
     "Calibration",
@@ -58,6 +60,7 @@ __all__ = [
     "Refresh",
     "SavedBasis",
     "Whitening",
+    "advise",
     "build_basis",
     "calibrate",
     "check_lora_directory",

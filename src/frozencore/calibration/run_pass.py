@@ -66,6 +66,22 @@ def run_pass(
         return capture.recorders
 
 
+def mean_loss(model: nn.Module, batches: Iterable[Batch], options: CalibrationOptions) -> float:
+    """The loss that calibration takes the gradient of, without one: the mean over the batches' examples.
+
+    The model is as :func:`frozencore.calibration.preserve.preserved` prepares it.
+    """
+    taps = Taps({}, frozenset({"cross"}), options)  # of whose loss the labels are the data's
+    device, generator = next(model.parameters()).device, seeded_generator(options.seed)
+    total, num_examples = 0.0, 0
+    with torch.no_grad():
+        for batch in batches:
+            sent_batch = mapped(batch, lambda tensor: sent(tensor, device))
+            total += float(next(_losses(model, sent_batch, batch, taps, generator)))
+            num_examples += num_examples_of(batch)
+    return total / num_examples
+
+
 def _run_batch(model: nn.Module, batch: Batch, capture: CalibrationPass, generator: torch.Generator) -> None:
     device = next(model.parameters()).device
     as_it_came, batch = batch, mapped(batch, lambda tensor: sent(tensor, device))

@@ -19,6 +19,8 @@ LABELS = {
     "calibration": "Calibrate",
     "ranks": "Spend the rank budget",
     "bases": "Build the bases",
+    "try bases": "Try bases",
+    "try places": "Try ranks and targets",
     "train": "Train",
     "validate": "Score validation rows",
     "score": "Score",

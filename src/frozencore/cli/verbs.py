@@ -38,6 +38,10 @@ VERBS = (
         "Collect moments and fix the bases, without training: a moments file and an adapter with zero cores.",
     ),
     Verb(
+        "advise", "advise:advise",
+        "Say before any training what bases, damping and targets would gain on rows that they have not seen.",
+    ),
+    Verb(
         "evaluate", "evaluate:evaluate",
         "Score a model, or several adapters on it, on many tasks. Exit status 1 if a task could not be scored.",
         GOES_ON,

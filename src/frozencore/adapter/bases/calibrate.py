@@ -136,7 +136,7 @@ def calibrate(
         layers = layers_to_share(model, adapter_name, config)
     owners = assign_owners({name: layer.shape for name, layer in layers.items()})
     started = time.perf_counter()
-    with _reporting(progress) as tell:
+    with reporting(progress) as tell:
         work = BasisWork(model, adapter_name, config, layers, owners, tell)
         source: BasisSource = GivenMoments.of(moments)
         if config.constructor_entry.needs(config.basis_options()) and moments is None:
@@ -200,7 +200,7 @@ def _describe(basis: Basis, moments: LayerMoments | None, capture: Capture | Non
 
 
 @contextmanager
-def _reporting(progress: bool | Progress) -> Iterator[Progress]:
+def reporting(progress: bool | Progress) -> Iterator[Progress]:
     if callable(progress):
         yield progress
         return

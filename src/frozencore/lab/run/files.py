@@ -9,3 +9,4 @@ ADAPTER, BASIS = "adapter", "basis"
 MOMENTS_FILE = "moments.safetensors"
 CHECKPOINTS, FOUND = "checkpoints", ".found"  # of a run that has not ended
 BASE_SCORE, CALIBRATION = "base-score.json", "calibration.json"  # what it has found
+ADVICE = "advice.json"

@@ -1,0 +1,1 @@
+"""What bases, ranks and targets would be worth, before anything is trained."""

@@ -1,0 +1,162 @@
+"""What advice is drawn from: the layers of a plain model, and their moments in two halves of the examples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from statistics import median
+from typing import Any
+
+from peft import get_peft_model
+from torch import nn
+
+from frozencore.adapter.advice.settings import On, Setting
+from frozencore.adapter.layer import FrozenCoreLayer, frozen_core_layers
+from frozencore.adapter.model import FrozenCoreConfig
+from frozencore.calibration.batches import Batch
+from frozencore.calibration.collect import collect_moments, share_of
+from frozencore.calibration.halves import in_halves
+from frozencore.calibration.options import CalibrationOptions
+from frozencore.constructors import CONSTRUCTORS, LayerEvidence
+from frozencore.maths.agreement import agreed_gains
+from frozencore.maths.allocation import allocate_ranks, num_candidates, uniform_ranks
+from frozencore.maths.capture import CAPTURE_NEEDS
+from frozencore.maths.linalg import Shape
+from frozencore.maths.moments import LayerMoments, MomentName, spread
+from frozencore.progress import Progress
+
+MOST_DENSE_BYTES = 8 * 2**30  # what dense second moments of all linear layers may take, where nobody named these
+DENSE: frozenset[MomentName] = frozenset({"input_outer", "error_outer"})
+
+
+@dataclass(frozen=True)
+class Spreads:
+    """How large outlier channels are: maximum over median of a layer's second moments, a of inputs and d of errors."""
+
+    median_a: float
+    largest_a: float
+    median_d: float
+    largest_d: float
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """A model's layers and what the two halves say of them.
+
+    Attributes:
+        layers: By name, every layer that some setting adapts.
+        names: Of the layers that were asked about, and of all linear ones if these are looked at.
+        seen: Moments of the half that bases and steps are made from, dense ones among them.
+        unseen: Of the other: G, a and d.
+        held_back: Batches of the other half.
+    """
+
+    layers: Mapping[str, FrozenCoreLayer]
+    names: Mapping[On, tuple[str, ...]]
+    seen: Mapping[str, LayerMoments]
+    unseen: Mapping[str, LayerMoments]
+    held_back: Sequence[Batch]
+
+    @cached_property
+    def modules(self) -> dict[str, nn.Module]:
+        """The layers as the plain model has them."""
+        return {name: layer.get_base_layer() for name, layer in self.layers.items()}
+
+    def of_layer(self, name: str) -> LayerEvidence:
+        """What a constructor may look at in a layer: one half."""
+        layer = self.layers[name]
+        return LayerEvidence(name, layer.shape, lambda: layer.dense_weight().float(), self.seen[name])
+
+    def ranks_of(self, setting: Setting, seed: int) -> dict[str, int]:
+        """Equal ones, or a budget spent on what both halves agree on."""
+        shapes = {name: self.layers[name].shape for name in self.names[setting.on]}
+        if setting.rank is not None:
+            return {name: min(setting.rank, *shape) for name, shape in shapes.items()}
+        assert setting.rank_budget is not None
+        if CONSTRUCTORS[setting.method].matrix is None:
+            return uniform_ranks(shapes, setting.rank_budget)
+        return allocate_ranks(self._gains(setting, shapes, setting.rank_budget, seed), setting.rank_budget)
+
+    def bought(self, budgets: Sequence[int], seed: int) -> dict[int, float]:
+        """By budget, which share of the whitened gradient that both halves agree on the ranks of FCCA hold."""
+        fcca = Setting("fcca", on=max(self.names, key=lambda on: len(self.names[on])))
+        shapes = {name: self.layers[name].shape for name in self.names[fcca.on]}
+        gains = self._gains(fcca, shapes, max(budgets), seed)
+        total = sum(map(sum, gains.values()))
+        spent = {budget: allocate_ranks(gains, budget) for budget in budgets}
+        return {
+            budget: sum(sum(gains[name][:rank]) for name, rank in ranks.items()) / total if total else 0.0
+            for budget, ranks in spent.items()
+        }
+
+    def num_agreed(self, rank: int, seed: int) -> float:
+        """Of the ``rank`` leading directions of the median layer's whitened gradient, on how many the halves agree."""
+        fcca = Setting("fcca", rank=rank)
+        found = [self._agreed(fcca, name, rank, seed) for name in self.names["asked"]]
+        return median(sum(gain > 0 for gain in gains) for gains in found)
+
+    def spreads(self) -> Spreads:
+        """Of the layers that were asked about, over all examples."""
+        halves = [(self.seen[name], self.unseen[name]) for name in self.names["asked"]]
+        a = [spread(one.total("input_square") + other.total("input_square")) for one, other in halves]
+        d = [spread(one.total("error_square") + other.total("error_square")) for one, other in halves]
+        return Spreads(median(a), max(a), median(d), max(d))
+
+    def _gains(self, setting: Setting, shapes: Mapping[str, Shape], budget: int, seed: int) -> dict[str, list[float]]:
+        return {
+            name: self._agreed(setting, name, num_candidates(shape, len(shapes), budget), seed)
+            for name, shape in shapes.items()
+        }
+
+    def _agreed(self, setting: Setting, name: str, count: int, seed: int) -> list[float]:
+        """What each of a layer's leading directions is worth to both halves; 0 is noise."""
+        matrix, options = CONSTRUCTORS[setting.method].matrix, setting.basis_options(count, seed)
+        assert matrix is not None
+        parts = [matrix(moments, options) for moments in (self.seen[name], self.unseen[name])]
+        gains: list[float] = agreed_gains(*parts, count, svd_method=options.svd_method).tolist()
+        return gains
+
+
+def gather(
+    model: nn.Module,
+    batches: Sequence[Batch],
+    target_modules: Any,
+    options: CalibrationOptions,
+    progress: Progress | None,
+    *,
+    elsewhere: bool,
+) -> Evidence:
+    """Read the examples: one forward and one backward pass over each.
+
+    Args:
+        elsewhere: Look at all linear layers too, if their dense second moments take no more than 8 GiB.
+
+    Raises:
+        CalibrationError, ConfigError, DataError: As :func:`frozencore.calibrate`.
+    """
+    layers = _layers(model, target_modules)
+    names: dict[On, tuple[str, ...]] = {"asked": tuple(layers)}
+    if elsewhere:
+        every = _layers(model, "all-linear")
+        dense = sum(4 * (m * m + n * n) for m, n in (layer.shape for layer in every.values()))
+        if every.keys() > layers.keys() and dense <= MOST_DENSE_BYTES:
+            layers, names["all-linear"] = every, tuple(every)
+    modules = {name: layer.get_base_layer() for name, layer in layers.items()}
+    needs = CAPTURE_NEEDS | DENSE
+    for row in CONSTRUCTORS.values():
+        needs |= row.needs(row.options())
+    halves = in_halves(batches)
+    seen, unseen = (
+        collect_moments(model, half, modules, needs=own, options=options, progress=share_of(progress, number, 2))
+        for number, (half, own) in enumerate(zip(halves, (needs, CAPTURE_NEEDS), strict=True))
+    )
+    return Evidence(layers, names, seen, unseen, halves[1])
+
+
+def _layers(model: Any, target_modules: Any) -> dict[str, FrozenCoreLayer]:
+    """The layers that an adapter on those targets would have; the model is left without one."""
+    adapted = get_peft_model(model, FrozenCoreConfig(r=1, target_modules=target_modules, constructor="random"))
+    layers = frozen_core_layers(adapted, "default")
+    adapted.unload()
+    return layers

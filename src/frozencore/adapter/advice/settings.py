@@ -1,0 +1,62 @@
+"""What could be trained: which bases, of which ranks, on which layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from frozencore.constructors import CONSTRUCTORS
+from frozencore.constructors.options import BasisOptions
+
+On = Literal["asked", "all-linear"]
+DAMPINGS = (0.1, 10.0)  # beside the default: up to where FCCA is all but RawGrad
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One thing to train.
+
+    Attributes:
+        method: A constructor.
+        options: Its own, where they are not its defaults.
+        on: The layers that were asked about, or every linear one.
+        rank: Of every layer; None where a budget decides.
+        rank_budget: Trained values of all layers together; None where a rank is given.
+    """
+
+    method: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    on: On = "asked"
+    rank: int | None = None
+    rank_budget: int | None = None
+
+    def basis_options(self, rank: int, seed: int) -> BasisOptions:
+        """Those of its bases."""
+        return CONSTRUCTORS[self.method].options(rank=rank, seed=seed, **self.options)
+
+
+def bases_to_try(rank: int | None, rank_budget: int | None) -> Iterator[Setting]:
+    """FCCA, every other constructor, then FCCA's metric in variants."""
+    fcca = Setting("fcca", rank=rank, rank_budget=rank_budget)
+    yield fcca
+    for name in CONSTRUCTORS:
+        if name != fcca.method:
+            yield replace(fcca, method=name)
+    for damping in DAMPINGS:
+        yield replace(fcca, options={"damping": damping})
+    for side in ("input", "output"):
+        yield replace(fcca, options={"whiten": side})
+
+
+def shapes_to_try(best: Setting, num_values: int, *, elsewhere: bool) -> Iterator[Setting]:
+    """The best bases with as many values in other places.
+
+    Args:
+        num_values: What they train.
+        elsewhere: There are linear layers beside those that were asked about.
+    """
+    if best.rank is not None and CONSTRUCTORS[best.method].matrix is not None:
+        yield replace(best, rank=None, rank_budget=num_values)
+    if elsewhere:
+        yield replace(best, on="all-linear", rank=None, rank_budget=num_values)
