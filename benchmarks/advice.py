@@ -183,7 +183,13 @@ def draw(rows: list[Row], path: Path) -> None:
     for axes, row in zip(panels.flat, rows, strict=False):
         for name, loss in row["trained"].items():
             axes.plot(row["gains"][name], loss, "o", color=colours[name], ms=5)
-            axes.annotate(name.removesuffix("-core"), (row["gains"][name], loss), fontsize=6, xytext=(3, 3), textcoords="offset points")
+            axes.annotate(
+                name.removesuffix("-core"),
+                (row["gains"][name], loss),
+                fontsize=6,
+                xytext=(3, 3),
+                textcoords="offset points",
+            )
         axes.set_title(row["task"], fontsize=9, loc="left")
         axes.tick_params(labelsize=7)
         axes.spines[["top", "right"]].set_visible(False)
