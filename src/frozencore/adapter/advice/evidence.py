@@ -113,8 +113,8 @@ class Evidence:
         """What each of a layer's leading directions is worth to both halves; 0 is noise."""
         matrix, options = CONSTRUCTORS[setting.method].matrix, setting.basis_options(count, seed)
         assert matrix is not None
-        parts = [matrix(moments, options) for moments in (self.seen[name], self.unseen[name])]
-        gains: list[float] = agreed_gains(*parts, count, svd_method=options.svd_method).tolist()
+        one, other = (matrix(moments, options) for moments in (self.seen[name], self.unseen[name]))
+        gains: list[float] = agreed_gains(one, other, count, svd_method=options.svd_method).tolist()
         return gains
 
 
