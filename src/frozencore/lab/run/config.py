@@ -307,6 +307,10 @@ def _refuse_refresh(config: RunConfig) -> None:
     if config.basis is not None:
         raise ConfigError("A refreshed adapter cannot share a basis with others: give --basis or --refresh.")
     if config.method_entry.optimiser is not None:
+        if config.refresh == "auto":
+            raise ConfigError(
+                f"auto counts the rounds of a core, but {config.method!r} has none: give --refresh a number."
+            )
         return
     if not config.method_entry.has_bases or not config.moments_needed:
         raise ConfigError(

@@ -103,6 +103,7 @@ class Recipe:
             "max_grad_norm must be positive": self.max_grad_norm > 0,
             "weight_decay must not be negative": self.weight_decay >= 0,
             "refresh_cost must be positive": self.refresh_cost > 0,
+            "refresh is a number for an optimiser of low rank": self.refresh != "auto" or self.optimiser == PLAIN,
         }
         for rule, kept in rules.items():
             if not kept:
@@ -316,7 +317,11 @@ def _arguments(
         ddp_find_unused_parameters=False,
         use_cpu=next(model.parameters()).device.type == "cpu",
         **optimiser_arguments(
-            model, recipe.optimiser, recipe.optimiser_rank, recipe.num_steps(num_rows), recipe.refresh
+            model,
+            recipe.optimiser,
+            recipe.optimiser_rank,
+            recipe.num_steps(num_rows),
+            1 if recipe.refresh == "auto" else recipe.refresh,
         ),
     )
     if arguments.n_gpu > 1:
