@@ -93,6 +93,9 @@ def test_a_day_of_forty_steps(tmp_path: Path) -> None:
     first, again = (tmp_path / "runs" / run / "adapter" / "adapter_model.safetensors" for run in ("first", "again"))
     assert first.read_bytes() == again.read_bytes()
 
+    said = [json.loads(line) for line in (tmp_path / "runs" / "first" / "samples.jsonl").read_text().splitlines()]
+    assert {sample["wanted"] for sample in said} == {"two cats"}
+
     # An interruption
     words = f"tune --model pocket --data rows.jsonl {FEW} --epochs 60 --out runs/cut"
     _interrupt_when_it_trains([*FROZENCORE, *words.split()], tmp_path)

@@ -21,6 +21,8 @@ OF_TRAINING = (
     "save_steps",
     "report_to",
     "patience",
+    "samples",
+    "exact_match",
     "refresh",
     "refresh_cost",
     "refresh_memory",

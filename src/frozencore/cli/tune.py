@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Group
 
 from frozencore.cli.console import console
 from frozencore.cli.flag_file import as_flags
@@ -46,9 +47,10 @@ def _tune(
     from frozencore.cli.display import StageDisplay, resume_line
     from frozencore.cli.learning import FIGURE, write_learning
     from frozencore.cli.many_tables import sweep_summary
+    from frozencore.cli.samples import sample_lines
     from frozencore.cli.tables import run_summary
     from frozencore.lab.run.execute import execute
-    from frozencore.lab.run.files import ASKED
+    from frozencore.lab.run.files import ASKED, SAMPLES
     from frozencore.lab.run.many.sweep import SWEPT, execute_sweep
     from frozencore.whole_file import write_text
 
@@ -67,6 +69,8 @@ def _tune(
     if swept is not None:
         console.print(sweep_summary(swept))
     console.print(run_summary(record))
+    if (output / SAMPLES).is_file():
+        console.print(Group(*sample_lines(output / SAMPLES)))
     write_text(output / ASKED, as_flags(config))
     write_learning(record, output)
     console.print(
@@ -84,4 +88,4 @@ def _show(config: RunConfig) -> None:
         console.print(line, soft_wrap=True)
 
 
-tune = TakesRun(_tune, defaults={"batch_size": "auto"})
+tune = TakesRun(_tune, defaults={"batch_size": "auto", "samples": 3, "exact_match": "auto"})

@@ -14,6 +14,8 @@ from frozencore.lab.run.config import RunConfig
 NOT_OF_MANY = (
     "task", "data_root", "evaluate_on", "max_new_tokens", "paper_steps", "select_by", "save_steps", "report_to",
     "patience",
+    "samples",
+    "exact_match",
     "refresh",
     "refresh_cost",
     "refresh_memory",

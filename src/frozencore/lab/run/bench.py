@@ -15,7 +15,7 @@ from frozencore.lab.run.config import RunConfig
 from frozencore.lab.run.kept_rows import KeptRows
 from frozencore.lab.run.loading import load_model
 from frozencore.lab.run.rows import TOO_LONG, RunRows, prepare_rows
-from frozencore.lab.scoring.score import TaskScore
+from frozencore.lab.scoring.score import Prediction, TaskScore
 from frozencore.naming import num_of
 from frozencore.progress import Progress
 
@@ -24,10 +24,12 @@ CALIBRATION_BATCH = 8
 
 @dataclass(frozen=True)
 class Score:
-    """What a model scored on the evaluation rows: nats per completion token, and the task's accuracy if it has one."""
+    """What a model scored on the evaluation rows: nats per completion token, the task's accuracy if it has one,
+    and what it said to a few of them if asked."""
 
     held_out_loss: float
     task: TaskScore | None = None
+    samples: tuple[Prediction, ...] = ()
 
 
 @dataclass(frozen=True)

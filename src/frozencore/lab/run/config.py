@@ -172,6 +172,16 @@ class RunConfig(Frozen):
     max_new_tokens: Annotated[
         int | None, Field(ge=1, description="Tokens of a generated answer. Default: the task's number.")
     ] = None
+    samples: Annotated[
+        int, Field(ge=0, description="Held-out rows of --data whose completions are generated before and after.")
+    ] = 0
+    exact_match: Annotated[
+        Literal["no", "yes", "auto"],
+        Field(
+            description="Generate the completions of held-out rows of --data and count those that are right word for "
+            "word; auto: where none is longer than 16 tokens."
+        ),
+    ] = "no"
     paper_steps: Annotated[
         bool,
         Field(

@@ -35,7 +35,7 @@ from frozencore.lab.run.peak_memory import PeakMemory
 from frozencore.lab.run.record import TunedRecord
 from frozencore.lab.run.rows import RunRows
 from frozencore.lab.run.rows_at_once import pass_tokens_of, rows_at_once
-from frozencore.lab.run.selecting import score_rows, selection_of
+from frozencore.lab.run.selecting import score_run, selection_of
 from frozencore.lab.run.targets import resolve_targets
 from frozencore.lab.training.low_rank import PLAIN
 from frozencore.lab.training.recipe import Recipe, TrainingReport
@@ -105,7 +105,7 @@ def execute(
         lambda: found.base_score(
             Score,
             scored_as(config, bench, hashes),
-            lambda: score_rows(bench.model, bench, bench.rows.scored, as_stage(progress, "score base")),
+            lambda: score_run(config, bench.model, bench, as_stage(progress, "score base")),
         )
     )
     identity = adapter_of(config, targets, hashes)
@@ -188,7 +188,13 @@ def own_share(batches: list[Batch]) -> list[Batch]:
 
 def scored_as(config: RunConfig, bench: Bench, hashes: Mapping[str, str]) -> dict[str, Any]:
     """What the score of a base model depends on: JSON values by name."""
-    own = {"task": config.task, "max_new_tokens": config.max_new_tokens, "max_length": bench.encoder.max_length}
+    own: dict[str, Any] = {
+        "exact_match": bench.rows.exact_match,
+        "samples": config.samples,
+        "task": config.task,
+        "max_new_tokens": config.max_new_tokens,
+        "max_length": bench.encoder.max_length,
+    }
     return {"base model": hashes["model"], "evaluation rows": hashes["evaluation"], **own}
 
 

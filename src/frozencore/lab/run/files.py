@@ -4,7 +4,7 @@ from __future__ import annotations
 
 RECORD, FAILURE = "result.json", "failure.json"
 ASKED = "run.yaml"  # what `tune` was asked for, as its --config takes it
-PREDICTIONS = "predictions.jsonl"
+PREDICTIONS, SAMPLES = "predictions.jsonl", "samples.jsonl"
 ADAPTER, BASIS = "adapter", "basis"
 MOMENTS_FILE = "moments.safetensors"
 CHECKPOINTS, FOUND = "checkpoints", ".found"  # of a run that has not ended

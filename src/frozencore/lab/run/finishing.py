@@ -17,12 +17,12 @@ from frozencore.errors import DivergenceError, ModelError
 from frozencore.lab.methods import Targets
 from frozencore.lab.run.bench import Bench
 from frozencore.lab.run.config import RunConfig
-from frozencore.lab.run.files import ADAPTER, CHECKPOINTS, FOUND, PREDICTIONS, RECORD
+from frozencore.lab.run.files import ADAPTER, CHECKPOINTS, FOUND, PREDICTIONS, RECORD, SAMPLES
 from frozencore.lab.run.peak_memory import PeakMemory
 from frozencore.lab.run.record import TunedRecord
 from frozencore.lab.run.record_parts import Resolved
 from frozencore.lab.run.recording import TrainedRun, calibrated_on, headline, make_record
-from frozencore.lab.run.selecting import score_rows
+from frozencore.lab.run.selecting import samples_of, score_run
 from frozencore.lab.training.recipe import Recipe, TrainingReport
 from frozencore.maths.capture import Capture
 from frozencore.progress import Progress, as_stage
@@ -58,7 +58,7 @@ def finish(config: RunConfig, bench: Bench, out: Path, made: Made, recipe: Recip
     method = config.method_entry
     try:
         with made.memory.phase("scoring"):
-            after = score_rows(made.model, bench, bench.rows.scored, as_stage(progress, "score"))
+            after = score_run(config, made.model, bench, as_stage(progress, "score"))
     except ModelError as error:  # the same rows were scored before training
         raise DivergenceError(
             f"Training diverged: {error} Lower the learning rate ({config.resolved_learning_rate})."
@@ -82,6 +82,9 @@ def finish(config: RunConfig, bench: Bench, out: Path, made: Made, recipe: Recip
         write_model_card(out / ADAPTER, calibration=said, scores=headline(after))
     if after.task is not None:
         write_lines(out / PREDICTIONS, map(asdict, after.task.predictions))
+    assert bench.before is not None
+    if after.samples:
+        write_lines(out / SAMPLES, samples_of(bench, bench.before.samples, after.samples))
     for left in (CHECKPOINTS, FOUND, "start"):
         shutil.rmtree(out / left, ignore_errors=True)
     write_json(out / RECORD, record.content())

@@ -15,6 +15,7 @@ from frozencore.lab.rows.prompts import PromptEncoder, TextRow, TokenRow
 from frozencore.lab.rows.suite import find_task
 from frozencore.lab.run.config import RunConfig
 from frozencore.lab.run.kept_rows import KeptRows
+from frozencore.lab.scoring.completions import are_short
 from frozencore.lab.tasks.splits import TaskSplits, ValidationSource, calibration_rows, normalised, split_task
 from frozencore.lab.tasks.task import Example, Task
 from frozencore.naming import num_of
@@ -69,6 +70,7 @@ class RunRows:
         num_cut, num_skipped: How many rows have a prompt that was cut, and how many were left out as too long; 0 where
             neither was allowed.
         reading: What came of the rows that were read; None for a task.
+        exact_match: Whether completions of one's own rows are generated and compared.
     """
 
     task: Task | None
@@ -81,6 +83,7 @@ class RunRows:
     num_cut: int = 0
     num_skipped: int = 0
     reading: Reading | None = None
+    exact_match: bool = False
 
     @property
     def scored(self) -> ScoredRows:
@@ -228,10 +231,12 @@ def _own_rows(config: RunConfig, data: str, encoder: PromptEncoder) -> RunRows:
         chosen = sorted(range(len(among)), key=lambda i: _rank(among[i], config.seed + 1))[: config.calibration_size]
         calibrate = [rows[i] for i in chosen]
     chooses = config.select_checkpoint != "none"
+    compares = config.exact_match == "yes" or (config.exact_match == "auto" and are_short(scored))
+    matches = compares and own.columns != ("text",)
     validation = ScoredRows((), encode(validated)) if chooses else None
     return RunRows(
         None, (), rows, calibrate, scored, "10% of train" if validated else "none", validation,
-        num_cut=fitting.num_cut, num_skipped=fitting.num_skipped, reading=Reading(
+        num_cut=fitting.num_cut, num_skipped=fitting.num_skipped, exact_match=matches, reading=Reading(
             own.num_read,
             own.columns,
             {why: count for why, count in {**own.bad, **unused}.items() if count},

@@ -2,32 +2,69 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import nn
 
 from frozencore.lab.run.bench import Bench, Score
 from frozencore.lab.run.config import RunConfig, SelectionMetric
 from frozencore.lab.run.record_parts import SelectedCheckpoint, StepScored
 from frozencore.lab.run.rows import ScoredRows
+from frozencore.lab.scoring.completions import complete, score_completions
 from frozencore.lab.scoring.heldout import held_out_loss
+from frozencore.lab.scoring.score import Prediction
 from frozencore.lab.scoring.task_score import score_task
 from frozencore.lab.training.recipe import TrainingReport
 from frozencore.lab.training.selection import Selection
 from frozencore.progress import Progress
 
+SAMPLE_TOKENS = 64
+
 
 def score_rows(
-    model: nn.Module, bench: Bench, rows: ScoredRows, progress: Progress, *, by: SelectionMetric = "accuracy"
+    model: nn.Module,
+    bench: Bench,
+    rows: ScoredRows,
+    progress: Progress,
+    *,
+    by: SelectionMetric = "accuracy",
+    samples: int = 0,
+    max_new_tokens: int | None = None,
 ) -> Score:
     """Score a model on rows of the bench's task or file.
 
     Args:
         by: ``held_out_loss`` leaves the accuracy out.
+        samples: Rows of one's own whose completions are generated, of at most ``max_new_tokens``.
     """
     task = bench.rows.task
-    if task is None or task.scoring == "text" or by == "held_out_loss":
+    if task is None:
+        loss = held_out_loss(model, rows.tokens, pad_id=bench.encoder.pad_id, progress=progress)
+        matched = None
+        if bench.rows.exact_match and by == "accuracy":
+            matched = score_completions(model, bench.encoder, rows.tokens, held_out_loss=loss, progress=progress)
+        said, _ = complete(model, bench.encoder, rows.tokens[:samples], max_new_tokens=max_new_tokens or SAMPLE_TOKENS)
+        return Score(loss, matched, tuple(said))
+    if task.scoring == "text" or by == "held_out_loss":
         return Score(held_out_loss(model, rows.tokens, pad_id=bench.encoder.pad_id, progress=progress))
     score = score_task(model, bench.encoder, task, rows.examples, progress=progress)
     return Score(score.held_out_loss, task=score)
+
+
+def score_run(config: RunConfig, model: nn.Module, bench: Bench, progress: Progress) -> Score:
+    """Score a model on the rows that say what the configured run was worth."""
+    return score_rows(
+        model, bench, bench.rows.scored, progress, samples=config.samples, max_new_tokens=config.max_new_tokens
+    )
+
+
+def samples_of(bench: Bench, before: Sequence[Prediction], after: Sequence[Prediction]) -> list[dict[str, str]]:
+    """Prompts as the model read them, what was wanted, and what was said; JSON values by name."""
+    decode, found = bench.encoder.tokenizer.decode, []
+    for row, was, now in zip(bench.rows.held_out, before, after, strict=False):
+        prompt = decode(row.input_ids[: row.num_context or max(1, len(row.input_ids) // 2)])
+        found.append({"id": row.id, "prompt": prompt, "wanted": now.gold, "before": was.text, "after": now.text})
+    return found
 
 
 def selection_of(config: RunConfig, bench: Bench, progress: Progress) -> Selection | None:
