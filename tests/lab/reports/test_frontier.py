@@ -11,6 +11,7 @@ from scipy import stats
 from frozencore.errors import ConfigError
 from frozencore.lab.reports.campaign import campaign_document
 from frozencore.lab.reports.frontier import frontier_section
+from frozencore.lab.reports.tables.frontier import at_equal_values, frontier_points
 
 STUDIES = """
   cores:
@@ -89,6 +90,19 @@ def test_the_first_family_is_compared_at_equal_values_within_what_was_measured(t
         assert lines[task, "4,000"][LORA].value == pytest.approx(-0.2)
         assert lines[task, "16,000"][LORA].value == pytest.approx(-0.2)
         assert lines[task, "1,000"][LORA].text == "n/a"
+
+
+def test_a_number_just_beyond_the_end_of_what_was_measured_counts_as_the_end(told) -> None:
+    points = [point for point in frontier_points(told()) if point.family[1] == LORA and point.place.task == "svamp"]
+    ends = {point.trained: point.loss for point in points}
+    assert at_equal_values(points, 1950) == at_equal_values(points, 2000) == pytest.approx(ends[2000])
+    assert at_equal_values(points, 16_500) == pytest.approx(ends[16_000])
+    assert at_equal_values(points, 1800) is at_equal_values(points, 17_000) is None
+
+
+def test_a_family_of_one_size_is_compared_there_alone(told) -> None:
+    lines = {(line["task"].text, line["trained"].text): line for line in sheet(told(), "frontier-ahead")}
+    for task in ("SVAMP", "GSM8K"):
         assert lines[task, "4,000"]["Uni-LoRA"].text == "n/a"
 
 

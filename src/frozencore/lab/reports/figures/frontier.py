@@ -23,14 +23,15 @@ def frontier_panels(points: Sequence[FrontierPoint]) -> Figure:
     figure, axes = plt.subplots(down, across, figsize=size, squeeze=False, layout="constrained")
     several = len({place.model for place in places}) > 1
     for axis, place in zip(axes.flat, places, strict=False):
-        for family in sorted({point.family for point in points}):
+        for family in sorted({point.family for point in points if point.losses}):
             own = [point for point in points if point.family == family and point.place == place and point.losses]
             own.sort(key=lambda point: point.trained)
             number, name = family
+            again = number // len(CYCLE)  # colours come again with another marker and dash
             axis.errorbar(
                 [point.trained for point in own], [point.loss for point in own],
                 yerr=[point.half_width or 0.0 for point in own], label=name, color=CYCLE[number % len(CYCLE)],
-                marker=MARKERS[number % len(MARKERS)], ls=DASHES[number // len(CYCLE) % len(DASHES)], ms=5, lw=1.4,
+                marker=MARKERS[(number + again) % len(MARKERS)], ls=DASHES[again % len(DASHES)], ms=5, lw=1.4,
                 capsize=2,
             )  # fmt: skip
         axis.set_xscale("log")

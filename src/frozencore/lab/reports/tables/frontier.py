@@ -25,6 +25,7 @@ from frozencore.lab.run.record import TunedRecord
 SIZES = ("rank", "rank_budget", "layers")
 """Axes that set how many values are trained: along them a family goes."""
 DECIMALS = 3
+NEARLY = math.log(1.05)
 
 
 @dataclass(frozen=True)
@@ -171,10 +172,12 @@ def at_equal_values(points: Sequence[FrontierPoint], trained: int) -> float | No
         points: Of one family at one place.
 
     Returns:
-        None outside of the range that was measured.
+        None outside of the range that was measured; a number within 5 % of its end counts as the end.
     """
     known = sorted((math.log(point.trained), point.loss) for point in points)
-    at = math.log(trained)
+    at = min(max(math.log(trained), known[0][0]), known[-1][0])
+    if abs(at - math.log(trained)) > NEARLY:
+        return None
     for (low, below), (high, above) in zip(known, known[1:] or known, strict=False):
         if low <= at <= high:
             return below if high == low else below + (above - below) * (at - low) / (high - low)
@@ -183,7 +186,7 @@ def at_equal_values(points: Sequence[FrontierPoint], trained: int) -> float | No
 
 def ahead_sheet(points: Sequence[FrontierPoint]) -> Sheet | None:
     """The first family against every other at equal trained values; None where there is one family."""
-    families = sorted({point.family for point in points})
+    families = sorted({point.family for point in points if point.losses})
     if len(families) < 2:
         return None
     first, *others = families
