@@ -33,7 +33,7 @@ from frozencore.errors import FrozenCoreError
 from frozencore.lab.run.files import ADAPTER, BASIS
 from frozencore.maths.basis import ORTHONORMAL_COORDINATES
 
-Array = np.ndarray[Any, np.dtype[Any]]
+StoredArray = np.ndarray[Any, np.dtype[Any]]
 _CORES, _FACTOR, _BASE = "frozencore_cores", ".frozencore_", "base_model.model."
 _TO_TORCH = (
     FrozenCoreError, SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError,
@@ -128,7 +128,7 @@ def _require_sealed(seal: Mapping[str, Any], came: Mapping[str, str]) -> None:
         raise NotPlainError
 
 
-def _count_cores(path: Path, values: Mapping[str, Any], tensors: Mapping[str, Array]) -> tuple[int, int]:
+def _count_cores(path: Path, values: Mapping[str, Any], tensors: Mapping[str, StoredArray]) -> tuple[int, int]:
     """Layers and values of an adapter of cores alone, whose basis is near."""
     for place in places_of_a_basis(path):
         if (place / HEADER_FILE).is_file():
@@ -141,7 +141,7 @@ def _count_cores(path: Path, values: Mapping[str, Any], tensors: Mapping[str, Ar
     raise NotPlainError
 
 
-def _read_basis(path: Path) -> tuple[dict[str, Any], dict[str, tuple[Array, Array]]]:
+def _read_basis(path: Path) -> tuple[dict[str, Any], dict[str, tuple[StoredArray, StoredArray]]]:
     """Header, and P and Q by layer."""
     header = basis_header(str(path), _bytes(path / HEADER_FILE).decode())
     content = _bytes(path / FACTORS_FILE)
@@ -156,9 +156,9 @@ def _read_basis(path: Path) -> tuple[dict[str, Any], dict[str, tuple[Array, Arra
     return header, layers
 
 
-def _layers(tensors: Mapping[str, Array]) -> dict[str, dict[str, Array]]:
+def _layers(tensors: Mapping[str, StoredArray]) -> dict[str, dict[str, StoredArray]]:
     """P, Q and R by layer; nothing else is there."""
-    layers: dict[str, dict[str, Array]] = {}
+    layers: dict[str, dict[str, StoredArray]] = {}
     for key, tensor in tensors.items():
         layer, found, rest = key.removeprefix(_BASE).partition(_FACTOR)
         if not found or not layer.replace(".", "").replace("_", "").isalnum() or ".." in layer:
@@ -169,7 +169,7 @@ def _layers(tensors: Mapping[str, Array]) -> dict[str, dict[str, Array]]:
     return layers
 
 
-def _require_factors(parts: Mapping[str, Array], *, orthonormal: bool) -> None:
+def _require_factors(parts: Mapping[str, StoredArray], *, orthonormal: bool) -> None:
     P, Q, R = parts["P"], parts["Q"], parts["R"]
     if not P.ndim == Q.ndim == R.ndim == 2 or not P.shape[1] == Q.shape[1] == R.shape[0] == R.shape[1] > 0:
         raise NotPlainError
@@ -182,12 +182,12 @@ ORTHONORMALITY = 1e-3  # of float32 bases; coarser ones may be as they must, whi
 _FLOATS = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
 
 
-def _fingerprint(layers: Mapping[str, Mapping[str, Array]], sides: str) -> str:
+def _fingerprint(layers: Mapping[str, Mapping[str, StoredArray]], sides: str) -> str:
     hashes = [sorted(fingerprint_array(parts[side]) for parts in layers.values()) for side in sides]
     return _sha256(json.dumps(hashes).encode())
 
 
-def fingerprint_array(array: Array) -> str:
+def fingerprint_array(array: StoredArray) -> str:
     """As :func:`frozencore.fingerprint.fingerprint_tensors` of one tensor without a name."""
     return _sha256(f"|torch.{array.dtype.name}|{array.shape}|".encode() + array.tobytes())
 
@@ -202,7 +202,7 @@ def _bytes(path: Path) -> bytes:
     return path.read_bytes()
 
 
-def _arrays(content: bytes) -> dict[str, Array]:
+def _arrays(content: bytes) -> dict[str, StoredArray]:
     """The tensors of a safetensors file, all of them finite floats that numpy knows."""
     arrays = {
         name: np.frombuffer(held["data"], dtype=_FLOATS[held["dtype"]]).reshape(held["shape"])

@@ -93,7 +93,7 @@ def test_the_first_family_is_compared_at_equal_values_within_what_was_measured(t
 
 
 def test_a_number_just_beyond_the_end_of_what_was_measured_counts_as_the_end(told) -> None:
-    points = [point for point in frontier_points(told()) if point.family[1] == LORA and point.place.task == "svamp"]
+    points = [point for point in frontier_points(told()) if point.family[1] == LORA and point.panel.task == "svamp"]
     ends = {point.trained: point.loss for point in points}
     assert at_equal_values(points, 1950) == at_equal_values(points, 2000) == pytest.approx(ends[2000])
     assert at_equal_values(points, 16_500) == pytest.approx(ends[16_000])

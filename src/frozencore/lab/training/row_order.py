@@ -12,7 +12,7 @@ from frozencore.calibration.shards import num_ranks
 from frozencore.lab.rows.prompts import TokenRow
 
 WITHOUT_LOSS = TokenRow("", [0], 1)
-Batch = dict[str, Tensor]
+RowCollator = Callable[[Sequence[TokenRow]], dict[str, Tensor]]
 
 
 def filled_up(rows: Sequence[TokenRow], multiple: int) -> list[TokenRow]:
@@ -21,7 +21,7 @@ def filled_up(rows: Sequence[TokenRow], multiple: int) -> list[TokenRow]:
     return [*rows, *[WITHOUT_LOSS] * missing]
 
 
-def without_fillers(collate: Callable[[Sequence[TokenRow]], Batch]) -> Callable[[Sequence[TokenRow]], Batch]:
+def without_fillers(collate: RowCollator) -> RowCollator:
     """A collator that sees no row without a loss, but one where a process has no other."""
     return lambda rows: collate([row for row in rows if row is not WITHOUT_LOSS] or rows[:1])
 

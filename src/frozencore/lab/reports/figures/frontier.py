@@ -9,22 +9,22 @@ from matplotlib.figure import Figure
 
 from frozencore.lab.reports.figures.study import CYCLE, DASHES, MARKERS
 from frozencore.lab.reports.figures.style import plt
-from frozencore.lab.reports.tables.frontier import FrontierPoint, places_of
+from frozencore.lab.reports.tables.frontier import FrontierPoint, panels_of
 
 MOST_IN_A_ROW = 3
 
 
 def frontier_panels(points: Sequence[FrontierPoint]) -> Figure:
     """Both directions share nothing between panels but the families' colours, markers and dashes."""
-    places = places_of(points)
-    across = min(len(places), MOST_IN_A_ROW)
-    down = math.ceil(len(places) / across)
+    panels = panels_of(points)
+    across = min(len(panels), MOST_IN_A_ROW)
+    down = math.ceil(len(panels) / across)
     size = 2.2 + 3.2 * across, 0.4 + 3.2 * down
     figure, axes = plt.subplots(down, across, figsize=size, squeeze=False, layout="constrained")
-    several = len({place.model for place in places}) > 1
-    for axis, place in zip(axes.flat, places, strict=False):
+    several = len({panel.model for panel in panels}) > 1
+    for axis, panel in zip(axes.flat, panels, strict=False):
         for family in sorted({point.family for point in points if point.losses}):
-            own = [point for point in points if point.family == family and point.place == place and point.losses]
+            own = [point for point in points if point.family == family and point.panel == panel and point.losses]
             own.sort(key=lambda point: point.trained)
             number, name = family
             again = number // len(CYCLE)  # colours come again with another marker and dash
@@ -35,12 +35,12 @@ def frontier_panels(points: Sequence[FrontierPoint]) -> Figure:
                 capsize=2,
             )  # fmt: skip
         axis.set_xscale("log")
-        title = f"{place.name}, {place.model}" if several else place.name
+        title = f"{panel.name}, {panel.model}" if several else panel.name
         axis.set_title(title, fontsize=9, loc="left", parse_math=False)
         axis.tick_params(labelsize=8)
         axis.grid(lw=0.4, color="#dddddd")
         axis.spines[["top", "right"]].set_visible(False)
-    for axis in axes.flat[len(places) :]:
+    for axis in axes.flat[len(panels) :]:
         axis.set_visible(False)
     figure.supxlabel("trained values", fontsize=8)
     figure.supylabel("held-out loss, nats per token", fontsize=8)

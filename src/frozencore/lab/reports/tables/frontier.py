@@ -29,7 +29,7 @@ NEARLY = math.log(1.05)
 
 
 @dataclass(frozen=True)
-class Place:
+class Panel:
     """What points are compared on: a model and a task."""
 
     model: str
@@ -42,7 +42,7 @@ class Place:
 
 @dataclass(frozen=True)
 class FrontierPoint:
-    """One size of one family at one place, over seeds.
+    """One size of one family in one panel, over seeds.
 
     Attributes:
         family: Number of the family among all, and its name.
@@ -53,7 +53,7 @@ class FrontierPoint:
 
     family: tuple[int, str]
     size: str
-    place: Place
+    panel: Panel
     trained: int
     losses: tuple[float, ...]
     records: tuple[TunedRecord, ...]
@@ -81,25 +81,25 @@ def frontier_points(results: CampaignResults) -> list[FrontierPoint]:
     return points
 
 
-def places_of(points: Sequence[FrontierPoint]) -> list[Place]:
-    """Every place that has a point, in order."""
-    return list(dict.fromkeys(point.place for point in points))
+def panels_of(points: Sequence[FrontierPoint]) -> list[Panel]:
+    """Every panel that has a point, in order."""
+    return list(dict.fromkeys(point.panel for point in points))
 
 
 def _points_of(study: StudyResults, families: dict[str, int]) -> list[FrontierPoint]:
     several = [axis for axis, values in study.study.axes.items() if len(values) > 1]
     further = [axis for axis in several if axis not in ("model", "task", "seed", *SIZES)]
     sizes = [axis for axis in study.study.axes if axis in SIZES]
-    grouped: dict[tuple[Key, Key, Place], list[TunedRecord | None]] = {}
+    grouped: dict[tuple[Key, Key, Panel], list[TunedRecord | None]] = {}
     for run in study.runs:
         key = (
             tuple(run.axes[axis] for axis in further),
             tuple(run.axes[axis] for axis in sizes),
-            Place(str(run.axes["model"]), str(run.axes["task"])),
+            Panel(str(run.axes["model"]), str(run.axes["task"])),
         )
         grouped.setdefault(key, []).append(run.record if isinstance(run.record, TunedRecord) else None)
     found = []
-    for (kind, size, place), records in grouped.items():
+    for (kind, size, panel), records in grouped.items():
         known = [record for record in records if record is not None and record.held_out_loss is not None]
         family = _family(study, further, kind)
         number_of = families.setdefault(family, len(families))
@@ -107,7 +107,7 @@ def _points_of(study: StudyResults, families: dict[str, int]) -> list[FrontierPo
         trained = round(mean(record.trainable_parameters for record in known)) if known else 0
         whole = losses if len(known) == len(records) else ()
         shown = column_name(sizes, size)
-        found.append(FrontierPoint((number_of, family), shown, place, trained, whole, tuple(known)))
+        found.append(FrontierPoint((number_of, family), shown, panel, trained, whole, tuple(known)))
     return found
 
 
@@ -118,11 +118,11 @@ def _family(study: StudyResults, further: Sequence[str], kind: tuple[Value, ...]
 
 
 def frontier_sheet(points: Sequence[FrontierPoint]) -> Sheet:
-    """A line for each size of each family: what it trains, its loss at every place, what it costs."""
-    places = places_of(points)
-    lines: dict[tuple[tuple[int, str], str], dict[Place, FrontierPoint]] = {}
+    """A line for each size of each family: what it trains, its loss in every panel, what it costs."""
+    panels = panels_of(points)
+    lines: dict[tuple[tuple[int, str], str], dict[Panel, FrontierPoint]] = {}
     for point in points:
-        lines.setdefault((point.family, point.size), {})[point.place] = point
+        lines.setdefault((point.family, point.size), {})[point.panel] = point
     rows = []
     for (family, size), found in lines.items():
         records = [record for point in found.values() for record in point.records]
@@ -135,15 +135,15 @@ def frontier_sheet(points: Sequence[FrontierPoint]) -> Sheet:
             (
                 label(family[1]), label(size or "-"),
                 SheetCell(f"{trained[0]:,}" + (f" to {trained[-1]:,}" if len(trained) > 1 else ""), value=trained[-1]),
-                *(_loss(found.get(place)) for place in places),
+                *(_loss(found.get(panel)) for panel in panels),
                 bytes_cell(max(optimiser) if optimiser else None),
                 bytes_cell(max((record.adapter_bytes or 0) for record in records) or None),
                 bytes_cell(max(record.peak_memory_bytes for record in records)),
                 seconds_cell(median(record.training_s for record in records)),
             )
         )  # fmt: skip
-    models = {place.model for place in places}
-    headings = [place.name if len(models) == 1 else f"{place.name}, {place.model}" for place in places]
+    models = {panel.model for panel in panels}
+    headings = [panel.name if len(models) == 1 else f"{panel.name}, {panel.model}" for panel in panels]
     return Sheet(
         "frontier",
         "Held-out loss and cost by trained values",
@@ -169,7 +169,7 @@ def at_equal_values(points: Sequence[FrontierPoint], trained: int) -> float | No
     """The loss that a family has at a number of values, between its neighbours in the logarithm of their number.
 
     Args:
-        points: Of one family at one place.
+        points: Of one family in one panel.
 
     Returns:
         None outside of the range that was measured; a number within 5 % of its end counts as the end.
@@ -194,9 +194,9 @@ def ahead_sheet(points: Sequence[FrontierPoint]) -> Sheet | None:
     for point in points:
         if point.family != first or not point.losses:
             continue
-        line = [label(point.place.name), number(point.trained, 0), _loss(point)]
+        line = [label(point.panel.name), number(point.trained, 0), _loss(point)]
         for family in others:
-            own = [one for one in points if one.family == family and one.place == point.place and one.losses]
+            own = [one for one in points if one.family == family and one.panel == point.panel and one.losses]
             there = at_equal_values(own, point.trained) if own else None
             line.append(
                 SheetCell("n/a", hint="no such number of values was trained", is_undefined=True)
