@@ -91,23 +91,27 @@ def test_one_basis_and_32_tenants_in_ten_lines(  # type: ignore[no-untyped-def]
 
 
 def test_the_table_of_when_to_use_it_is_that_of_the_committed_runs() -> None:
-    lines = (ROOT / "results" / "refreshing" / "records.jsonl").read_text().splitlines()
+    lines = (ROOT / "results" / "frontier" / "records.jsonl").read_text().splitlines()
     finals = [record for record in map(json.loads, lines) if record["config"].get("evaluate_on") != "validation"]
-    runs: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    runs: dict[tuple[object, ...], list[dict[str, Any]]] = {}
     for record in finals:
-        size = record["config"].get("rank", 16) if record["method"] == "lora" else record["config"].get("refresh", 1)
-        runs.setdefault((record["method"], size), []).append(record)
+        if record["task"] == "hellaswag-text":
+            asked = record["config"]
+            where = (asked.get("targets") or "attention") if record["method"] == "lora" else asked.get("refresh", 1)
+            runs.setdefault((where, asked.get("rank_budget") or asked.get("rank", 16)), []).append(record)
     page = README.read_text(encoding="utf-8")
     table = page[page.index("<!-- use:begin -->") : page.index("<!-- use:end -->")].splitlines()[1:]
     _, _, base, *rows = [[cell.strip(" *") for cell in row.split("|")[1:-1]] for row in table]
-    assert base[-1] == f"{mean(record['held_out_loss_before'] for record in finals):.3f}"
-    for shown, kind in zip(rows, (("lora", 16), ("lora", 1), ("fcca", 1), ("fcca", 16)), strict=True):
+    assert base[-1] == f"{mean(one['held_out_loss_before'] for own in runs.values() for one in own):.3f}"
+    loras = [("attention", 1), ("attention", 16), ("all-linear", 1), ("all-linear", 7)]
+    cores = [(1, 4096), (1, 65536), (16, 1024), (16, 4096), (16, 65536)]
+    for shown, kind in zip(rows, [*loras, *cores], strict=True):
         own = runs[kind]
         assert len(own) == 3
         trained = median(record["trainable_parameters"] for record in own)
         state = median(record["resources"]["optimizer_bytes"] for record in own)
         alone = [record["resources"]["adapter_bytes_without_bases"] for record in own]
-        kept = median(alone if kind == ("fcca", 1) else [record["adapter_bytes"] for record in own])
+        kept = median(alone if kind[0] == 1 else [record["adapter_bytes"] for record in own])
         assert shown[1:3] == [f"{trained:,}", f"{state / 1000:.0f} KB"]
         assert shown[3].removesuffix(" beside the basis") == f"{kept / 1000:,.0f} KB"
         assert shown[4] == f"{mean(record['held_out_loss'] for record in own):.3f}"
