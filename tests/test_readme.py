@@ -115,3 +115,8 @@ def test_the_table_of_when_to_use_it_is_that_of_the_committed_runs() -> None:
         assert shown[1:3] == [f"{trained:,}", f"{state / 1000:.0f} KB"]
         assert shown[3].removesuffix(" beside the basis") == f"{kept / 1000:,.0f} KB"
         assert shown[4] == f"{mean(record['held_out_loss'] for record in own):.3f}"
+
+
+def test_its_first_figure_is_that_of_the_committed_campaign() -> None:
+    drawn = ROOT / "results" / "frontier" / "report" / "figures" / "frontier.png"
+    assert (ROOT / "docs" / "figures" / "frontier.png").read_bytes() == drawn.read_bytes()
