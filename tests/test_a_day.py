@@ -108,7 +108,7 @@ def test_a_day_of_forty_steps(tmp_path: Path) -> None:
     day.do(f"tune --model pocket --data long.jsonl {FEW} --max-length 64 --truncate --out runs/long", "1 prompt cut")
     day.do(
         f"tune --model pocket --data long.jsonl {FEW} --max-length 64 --skip-long --out runs/less",
-        "1 left out (too long)",
+        "1 left out",
     )
     with (tmp_path / "rows.csv").open("w", newline="") as file:
         table = csv.DictWriter(file, ["question", "answer"])

@@ -28,7 +28,6 @@ def test_the_notebook_is_of_its_format_and_holds_no_outputs_of_another_day() -> 
         ast.parse(source)
 
 
-@pytest.mark.slow
 def test_the_first_hour_runs_in_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
