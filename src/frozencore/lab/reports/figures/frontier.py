@@ -19,7 +19,8 @@ def frontier_panels(points: Sequence[FrontierPoint]) -> Figure:
     panels = panels_of(points)
     across = min(len(panels), MOST_IN_A_ROW)
     down = math.ceil(len(panels) / across)
-    size = 2.2 + 3.2 * across, 0.4 + 3.2 * down
+    lines = math.ceil(len({point.family for point in points}) / across)
+    size = 0.3 + 2.7 * across, 0.3 + 2.6 * down + 0.2 * lines
     figure, axes = plt.subplots(down, across, figsize=size, squeeze=False, layout="constrained")
     several = len({panel.model for panel in panels}) > 1
     for axis, panel in zip(axes.flat, panels, strict=False):
@@ -45,5 +46,5 @@ def frontier_panels(points: Sequence[FrontierPoint]) -> Figure:
     figure.supxlabel("trained values", fontsize=8)
     figure.supylabel("held-out loss, nats per token", fontsize=8)
     handles, labels = axes.flat[0].get_legend_handles_labels()
-    figure.legend(handles, labels, fontsize=7, frameon=False, loc="outside right center")
+    figure.legend(handles, labels, fontsize=8, frameon=False, loc="outside upper center", ncols=across)
     return figure
