@@ -19,7 +19,8 @@ from frozencore.lab.run.bench import prepare
 from frozencore.lab.run.config import make_config
 from frozencore.lab.run.execute import recipe_of
 from frozencore.lab.run.targets import resolve_targets
-from frozencore.lab.training.recipe import Recipe, train
+from frozencore.lab.training.recipe import Recipe
+from frozencore.lab.training.train import train
 
 ROUNDS, STEPS = 4, 4
 

@@ -44,7 +44,8 @@ from frozencore.lab.run.provenance import provenance
 from frozencore.lab.training.many.losses import num_targets, row_losses, row_sizes
 from frozencore.lab.training.many.tenant import Tenant
 from frozencore.lab.training.many.train import train_many
-from frozencore.lab.training.recipe import Recipe, train
+from frozencore.lab.training.recipe import Recipe
+from frozencore.lab.training.train import train
 from frozencore.whole_file import write_json, write_text
 from machine import load_average, machine_name
 from tenants import ATTENTION, RANK, quartiles, qwen2

@@ -15,7 +15,8 @@ from frozencore.adapter.trainable import require_own_parameters
 from frozencore.errors import ConfigError
 from frozencore.lab.rows.prompts import TokenRow
 from frozencore.lab.run.accounting import trainable_parameters
-from frozencore.lab.training.recipe import Recipe, train
+from frozencore.lab.training.recipe import Recipe
+from frozencore.lab.training.train import train
 from tiny import draw_examples, tiny_qwen2
 
 ROWS = [TokenRow(f"row-{i}", list(e.ids), e.num_prompt) for i, e in enumerate(draw_examples(4, seed=5))]

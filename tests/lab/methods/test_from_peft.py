@@ -17,7 +17,8 @@ from frozencore.lab.rows.prompts import TokenRow
 from frozencore.lab.run.accounting import trainable_parameters
 from frozencore.lab.run.config import make_config
 from frozencore.lab.scoring.virtual_tokens import take_off
-from frozencore.lab.training.recipe import Recipe, train
+from frozencore.lab.training.recipe import Recipe
+from frozencore.lab.training.train import train
 from tiny import ATTENTION, VOCABULARY, draw_examples, tiny_gpt2, tiny_qwen2
 
 ROWS = [TokenRow(f"row-{i}", list(e.ids), e.num_prompt) for i, e in enumerate(draw_examples(8, seed=5))]

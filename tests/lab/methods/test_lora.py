@@ -14,7 +14,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from frozencore.errors import ConfigError
 from frozencore.lab.methods import METHODS, AdapterOptions
 from frozencore.lab.rows.prompts import TokenRow
-from frozencore.lab.training.recipe import Recipe, train
+from frozencore.lab.training.recipe import Recipe
+from frozencore.lab.training.train import train
 from tiny import ATTENTION, VOCABULARY, draw_examples, tiny_qwen2
 
 ROWS = [TokenRow(f"row-{i}", list(e.ids), e.num_prompt) for i, e in enumerate(draw_examples(8, seed=5))]

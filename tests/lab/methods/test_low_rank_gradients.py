@@ -20,7 +20,8 @@ from frozencore.lab.run.accounting import optimiser_bytes, optimizer_state_bytes
 from frozencore.lab.run.config import make_config
 from frozencore.lab.scoring.virtual_tokens import take_off
 from frozencore.lab.training.low_rank import optimiser_arguments
-from frozencore.lab.training.recipe import Recipe, train
+from frozencore.lab.training.recipe import Recipe
+from frozencore.lab.training.train import train
 from tiny import ATTENTION, VOCABULARY, draw_examples, tiny_llama, tiny_qwen2
 
 ROWS = [TokenRow(f"row-{i}", list(e.ids), e.num_prompt) for i, e in enumerate(draw_examples(8, seed=5))]
@@ -112,7 +113,7 @@ def test_a_resumed_training_is_bit_equal_to_an_uninterrupted_one(name: str, tmp_
 @EVERY
 def test_the_state_is_as_large_as_is_recorded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its gradients apart; the directions are no tensors of the state but lie in an object of it."""
-    from frozencore.lab.training import recipe as module
+    from frozencore.lab.training import train as module
 
     kept: list[torch.optim.Optimizer] = []
 

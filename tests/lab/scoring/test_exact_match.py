@@ -15,7 +15,8 @@ from frozencore.errors import DataError
 from frozencore.lab.rows.prompts import PromptEncoder
 from frozencore.lab.scoring.exact_match import generate_greedily, predict_numbers
 from frozencore.lab.tasks.task import Example
-from frozencore.lab.training.recipe import Recipe, train
+from frozencore.lab.training.recipe import Recipe
+from frozencore.lab.training.train import train
 from tiny import tiny_gpt2, tiny_qwen2
 
 PROMPTS = ["a", "a longer prompt", "what is it?", "12345 and 6"]

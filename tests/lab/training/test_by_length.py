@@ -16,7 +16,8 @@ from frozencore.errors import ConfigError
 from frozencore.lab.rows.batches import PaddingCollator
 from frozencore.lab.rows.prompts import TokenRow
 from frozencore.lab.training.by_length import GROUPS, GroupingCollator, group_by_length
-from frozencore.lab.training.recipe import Recipe, train
+from frozencore.lab.training.recipe import Recipe
+from frozencore.lab.training.train import train
 from tiny import draw_examples, tiny_qwen2
 
 

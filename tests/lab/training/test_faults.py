@@ -19,8 +19,9 @@ from forked import forget_cuda
 from frozencore.errors import TrainingError
 from frozencore.lab.rows.prompts import TokenRow
 from frozencore.lab.training.checkpoints import is_complete
-from frozencore.lab.training.recipe import Recipe, TrainingReport, train
+from frozencore.lab.training.recipe import Recipe
 from frozencore.lab.training.termination import Stop
+from frozencore.lab.training.train import TrainingReport, train
 from frozencore.lab.training.trainer import Seal
 from tiny import draw_examples, tiny_qwen2
 

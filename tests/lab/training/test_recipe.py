@@ -23,7 +23,8 @@ from all_logits import tiny_all_logits
 from frozencore.errors import ConfigError, DataError, DivergenceError, TrainingError
 from frozencore.lab.rows.batches import PaddingCollator
 from frozencore.lab.rows.prompts import TokenRow
-from frozencore.lab.training.recipe import Recipe, TrainingReport, train
+from frozencore.lab.training.recipe import Recipe
+from frozencore.lab.training.train import TrainingReport, train
 from tiny import draw_examples, tiny_gpt2, tiny_qwen2
 
 ROWS = [TokenRow(f"row-{i}", list(e.ids), e.num_prompt) for i, e in enumerate(draw_examples(20, seed=5))]

@@ -10,8 +10,9 @@ from adapted import adapted
 from frozencore.errors import ConfigError, DivergenceError
 from frozencore.lab.rows.prompts import TokenRow
 from frozencore.lab.training import reporting
-from frozencore.lab.training.recipe import Recipe, train
+from frozencore.lab.training.recipe import Recipe
 from frozencore.lab.training.selection import Selection
+from frozencore.lab.training.train import train
 from tiny import draw_examples
 
 ROWS = [TokenRow(f"row-{i}", list(e.ids), e.num_prompt) for i, e in enumerate(draw_examples(20, seed=5))]

@@ -19,9 +19,11 @@ from adapted import adapted
 from frozencore.errors import ConfigError, DivergenceError, ModelError, TrainingError
 from frozencore.lab.rows.prompts import TokenRow
 from frozencore.lab.scoring.heldout import held_out_loss
-from frozencore.lab.training import recipe, selection, trainer
-from frozencore.lab.training.recipe import Recipe, TrainingReport, train
+from frozencore.lab.training import selection, trainer
+from frozencore.lab.training import train as training
+from frozencore.lab.training.recipe import Recipe
 from frozencore.lab.training.selection import Every, Selection
+from frozencore.lab.training.train import TrainingReport, train
 from frozencore.progress import Progress
 from tiny import draw_examples
 
@@ -246,7 +248,7 @@ def test_the_time_of_scoring_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> N
         now += 60.0
         return 1.0, None
 
-    for module in (recipe, selection, trainer):
+    for module in (training, selection, trainer):
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now))
     report, _ = run(slow, every=1)
     assert report.selected is not None

@@ -21,7 +21,8 @@ from frozencore.errors import TrainingError
 from frozencore.lab.pocket import pocket_model_path
 from frozencore.lab.rows.prompts import TokenRow
 from frozencore.lab.training.checkpoints import checkpoints, is_complete
-from frozencore.lab.training.recipe import Recipe, TrainingReport, train
+from frozencore.lab.training.recipe import Recipe
+from frozencore.lab.training.train import TrainingReport, train
 from tiny import draw_examples, tiny_qwen2
 from undisturbed import TWO_METHODS, results_of, specification
 

@@ -37,7 +37,7 @@ from frozencore.lab.training.many.seat import Trained
 from frozencore.lab.training.many.slots import TrainedSlots
 from frozencore.lab.training.many.tenant import Tenant, Validation
 from frozencore.lab.training.many.train import SLOTS, train_many
-from frozencore.lab.training.recipe import TrainingReport
+from frozencore.lab.training.train import TrainingReport
 from frozencore.progress import Progress
 
 

@@ -38,9 +38,10 @@ from frozencore.lab.run.rows_at_once import pass_tokens_of, rows_at_once
 from frozencore.lab.run.selecting import score_run, selection_of
 from frozencore.lab.run.targets import resolve_targets
 from frozencore.lab.training.low_rank import PLAIN
-from frozencore.lab.training.recipe import Recipe, TrainingReport
-from frozencore.lab.training.recipe import train as train_alone
+from frozencore.lab.training.recipe import Recipe
 from frozencore.lab.training.reporting import LOGS, require_reporters
+from frozencore.lab.training.train import TrainingReport
+from frozencore.lab.training.train import train as train_alone
 from frozencore.maths.capture import Capture
 from frozencore.progress import Progress, as_stage
 from frozencore.whole_file import require_writable

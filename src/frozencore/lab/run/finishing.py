@@ -23,7 +23,8 @@ from frozencore.lab.run.record import TunedRecord
 from frozencore.lab.run.record_parts import Resolved
 from frozencore.lab.run.recording import TrainedRun, calibrated_on, headline, make_record
 from frozencore.lab.run.selecting import samples_of, score_run
-from frozencore.lab.training.recipe import Recipe, TrainingReport
+from frozencore.lab.training.recipe import Recipe
+from frozencore.lab.training.train import TrainingReport
 from frozencore.maths.capture import Capture
 from frozencore.progress import Progress, as_stage
 from frozencore.whole_file import write_json, write_lines

@@ -40,7 +40,7 @@ from frozencore.lab.run.record_parts import (
 )
 from frozencore.lab.run.rows import RunRows
 from frozencore.lab.run.selecting import selected_checkpoint
-from frozencore.lab.training.recipe import TrainingReport
+from frozencore.lab.training.train import TrainingReport
 from frozencore.maths.capture import Capture
 
 

@@ -14,8 +14,8 @@ from frozencore.lab.scoring.completions import complete, score_completions
 from frozencore.lab.scoring.heldout import held_out_loss
 from frozencore.lab.scoring.score import Prediction
 from frozencore.lab.scoring.task_score import score_task
-from frozencore.lab.training.recipe import TrainingReport
 from frozencore.lab.training.selection import Selection
+from frozencore.lab.training.train import TrainingReport
 from frozencore.progress import Progress
 
 SAMPLE_TOKENS = 64

@@ -24,8 +24,9 @@ from frozencore.lab.training.many.losses import row_losses
 from frozencore.lab.training.many.seat import Trained
 from frozencore.lab.training.many.tenant import Tenant, Validation
 from frozencore.lab.training.many.train import train_many
-from frozencore.lab.training.recipe import Recipe, train
+from frozencore.lab.training.recipe import Recipe
 from frozencore.lab.training.selection import Selection
+from frozencore.lab.training.train import train
 from tiny import draw_examples, tiny_gpt2, tiny_qwen2
 
 RECIPE = Recipe(learning_rate=2e-2, warmup=0.2, epochs=2, batch_size=2, accumulation=2)

@@ -19,7 +19,7 @@ from frozencore.lab.run.record import Sweep, SweptRun, TunedRecord
 from frozencore.lab.training.many.seat import Trained
 from frozencore.lab.training.many.tenant import Tenant, Validation
 from frozencore.lab.training.many.train import train_many
-from frozencore.lab.training.recipe import TrainingReport
+from frozencore.lab.training.train import TrainingReport
 from frozencore.progress import Progress
 from frozencore.whole_file import write_json
 

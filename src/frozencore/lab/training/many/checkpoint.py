@@ -26,8 +26,8 @@ from frozencore.lab.training.many.company import Company
 from frozencore.lab.training.many.seat import Seat, Trained
 from frozencore.lab.training.many.slots import TrainedSlots
 from frozencore.lab.training.many.tenant import Tenant
-from frozencore.lab.training.recipe import TrainingReport
 from frozencore.lab.training.selection import Selected, StepScore
+from frozencore.lab.training.train import TrainingReport
 from frozencore.one_line import one_line
 from frozencore.whole_file import whole_file
 

@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from frozencore.lab.training.many.tenant import Tenant
-from frozencore.lab.training.recipe import TrainingReport
 from frozencore.lab.training.selection import Selected, StepScore
+from frozencore.lab.training.train import TrainingReport
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,7 @@ def train_many(
         num_slots: Tenants that train at once, those with the most steps first: ``16·Σr²`` bytes each and ``4·Σr²`` for
             the gradient.
         tokens_per_batch: Of one forward pass; None for what fills the device.
-        checkpoint_dir, resume, identity: As for :func:`frozencore.lab.training.recipe.train`.
+        checkpoint_dir, resume, identity: As for :func:`frozencore.lab.training.train.train`.
         checkpoint_s: Seconds between checkpoints.
         on_end: Called with the tenants that ended in a step, some of them again after a kill.
 

@@ -1,0 +1,240 @@
+"""A training by the one recipe, on transformers' ``Trainer`` (paper, appendix "Complete Experimental Protocol").
+
+AdamW without weight decay over the trainable parameters, cosine schedule with warm-up, gradients clipped at 1, no
+dropout. The loss is the mean over the completion tokens of one optimiser step: how its examples are cut into batches
+and accumulated changes speed and memory, not the result.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PrinterCallback
+
+from frozencore.adapter.bases.refresh import Refresh
+from frozencore.adapter.trainable import require_own_parameters
+from frozencore.calibration.shards import num_ranks
+from frozencore.errors import ConfigError, DataError, TrainingError
+from frozencore.lab.rows.batches import PaddingCollator
+from frozencore.lab.rows.prompts import TokenRow
+from frozencore.lab.training.arguments import training_arguments
+from frozencore.lab.training.by_length import GroupingCollator, GroupingTrainer
+from frozencore.lab.training.checkpoints import disk_errors_told, starting_point
+from frozencore.lab.training.low_rank import PLAIN, readable_state
+from frozencore.lab.training.recipe import UNREFRESHED, Recipe
+from frozencore.lab.training.reporting import Reporter, reporters
+from frozencore.lab.training.row_order import filled_up, without_fillers
+from frozencore.lab.training.selection import NoBetterError, Selected, Selection, Selector
+from frozencore.lab.training.termination import Stop, stop_held_back
+from frozencore.lab.training.trainer import (
+    CompletionTrainer,
+    LossMonitor,
+    Seal,
+    StopWhenAsked,
+    own_use_cache,
+    without_dropout,
+)
+from frozencore.progress import Progress
+from frozencore.randomness import own_random_state
+
+
+@dataclass(frozen=True)
+class TrainingReport:
+    """What training did.
+
+    Attributes:
+        num_steps: Optimiser steps, those before a resumed checkpoint included.
+        losses: The loss of each step, in nats per completion token.
+        final_loss: Mean over the last tenth of the steps.
+        time_s: Wall time of this call, without the scoring of validation rows.
+        step_s: Median seconds from one step's end to the next; None for a single step.
+        resumed_from: The checkpoint it went on from.
+        selected: The step whose values were kept, and what chose it; None where the last one was kept unasked.
+        company: Of how many trainings it was one, and how many of them ran at once; None for a training alone.
+    """
+
+    num_steps: int
+    losses: tuple[float, ...]
+    final_loss: float
+    time_s: float
+    step_s: float | None
+    resumed_from: Path | None
+    selected: Selected | None = None
+    company: tuple[int, int] | None = None
+
+
+def train(
+    model: nn.Module,
+    rows: Sequence[TokenRow],
+    recipe: Recipe,
+    *,
+    pad_id: int,
+    checkpoint_dir: Path | None = None,
+    checkpoint_steps: int | None = None,
+    resume: bool = False,
+    identity: Mapping[str, Any] | None = None,
+    selection: Selection | None = None,
+    reports: tuple[Sequence[Reporter], Path] | None = None,
+    progress: Progress | None = None,
+) -> TrainingReport:
+    """Train the trainable parameters of a model in place, on the device it is on.
+
+    The model is left in evaluation mode; the global random state is left as it was. With ``checkpoint_dir``, SIGTERM
+    and Ctrl-C take effect at the end of the running step, whose checkpoint is then written; a second Ctrl-C at once.
+
+    Args:
+        checkpoint_dir: Where checkpoints go; ``None`` for none.
+        checkpoint_steps: Optimiser steps between checkpoints; ``None`` for one an epoch.
+        resume: Go on from the newest complete checkpoint, bit for bit as if never interrupted (on a CPU); from
+            the start when there is none.
+        identity: What a checkpoint must share with the run that resumes it beside recipe, rows and the shapes of
+            what trains; JSON values by name.
+        selection: Keep what trained best by validation rows; the last step's values otherwise.
+        reports: Who is told the losses as they come, and the folder for what they write.
+
+    Raises:
+        ConfigError: Nothing is trainable, trainable parameters are below float32, or others than the cores of a
+            frozen-core adapter and what its configuration names are trainable.
+        DataError: There are no rows.
+        DivergenceError: The loss is not finite; what a frozen-core adapter trains is as it was when it last was.
+        TrainingError: A checkpoint cannot be written, or the folder holds checkpoints that are not resumed or of
+            another run.
+    """
+    if not rows:
+        raise DataError("Training needs at least one row, got none.")
+    _require_float32(model)
+    kept = require_own_parameters(model)
+    if checkpoint_steps is not None and checkpoint_steps < 1:
+        raise ConfigError(
+            f"Between checkpoints there must be at least one step, got checkpoint_steps={checkpoint_steps}."
+        )
+    own = recipe.of_each(num_ranks())
+    grouped = recipe.pass_tokens is not None and num_ranks() == 1  # processes go through the model equally often
+    if grouped:
+        own = replace(own, batch_size=own.batch_size * own.accumulation, accumulation=1)
+    identity = {**(identity or {}), **_identity(model, recipe, rows)}
+    if selection is not None:
+        identity |= {"scored every": selection.every, "validation rows": selection.identity}
+        identity |= {} if selection.patience is None else {"patience": selection.patience}
+    refresh = _refresh_of(model, recipe, selection)
+    resumed_from = starting_point(checkpoint_dir, resume, identity)
+    start = time.perf_counter()
+    selector: Selector | None = None
+    monitor = LossMonitor(
+        progress,
+        kept,
+        refresh,
+        paused_s=lambda: selector.time_s if selector else 0.0,
+        tokens_a_step=sum(len(row.input_ids) for row in rows) * recipe.epochs / recipe.num_steps(len(rows)),
+    )
+    with ExitStack() as restored:
+        asked = restored.enter_context(stop_held_back(monitor.say_it_stops)) if checkpoint_dir else Stop()
+        restored.enter_context(own_random_state())
+        restored.enter_context(without_dropout(model))
+        restored.enter_context(own_use_cache(model))
+        told = restored.enter_context(reporters(*reports)) if reports else []
+        folder = checkpoint_dir or Path(restored.enter_context(TemporaryDirectory()))
+        if selection is not None:
+            steps_an_epoch = recipe.num_steps(len(rows)) // recipe.epochs
+            selector = Selector(
+                selection,
+                model,
+                steps_an_epoch=steps_an_epoch,
+                asked=asked,
+                resumed_from=resumed_from,
+                reporters=told,
+            )
+        restored.enter_context(readable_state(recipe.optimiser))
+        if refresh is not None:
+            restored.callback(refresh.close)
+        trainer = (GroupingTrainer if grouped else CompletionTrainer)(
+            model=model,
+            args=training_arguments(
+                model, recipe, own, len(rows), folder, checkpoint_dir is not None, checkpoint_steps
+            ),
+            data_collator=without_fillers(_collator(recipe, rows, pad_id) if grouped else PaddingCollator(pad_id)),
+            train_dataset=filled_up(rows, own.batch_size * num_ranks()),
+            callbacks=[monitor, *filter(None, [selector, refresh]), Seal(identity, asked), StopWhenAsked(asked), *told],
+        )
+        trainer.remove_callback(PrinterCallback)
+        with disk_errors_told(checkpoint_dir):
+            try:
+                trainer.train(resume_from_checkpoint=None if resumed_from is None else str(resumed_from))
+            except NoBetterError:
+                for reporter in told:
+                    reporter.on_train_end(trainer.args, trainer.state, trainer.control)
+    stopped = selector is not None and selector.stopped
+    if trainer.state.global_step < trainer.state.max_steps and not stopped:  # and what the signal calls has come back
+        raise TrainingError(
+            f"Training was told to stop at step {trainer.state.global_step} of {trainer.state.max_steps}. "
+            "Its checkpoint is whole: resume it."
+        )
+    model.eval()
+    selected = selector.put_back() if selector else None
+    losses = tuple(entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
+    tail = losses[-math.ceil(len(losses) / 10) :]
+    return TrainingReport(
+        num_steps=trainer.state.global_step,
+        losses=losses,
+        final_loss=sum(tail) / len(tail),
+        time_s=time.perf_counter() - start - (selected.time_s if selected else 0.0),
+        step_s=median(b - a for a, b in pairwise(monitor.step_ends)) if len(monitor.step_ends) > 1 else None,
+        resumed_from=resumed_from,
+        selected=selected,
+    )
+
+
+def _collator(recipe: Recipe, rows: Sequence[TokenRow], pad_id: int) -> GroupingCollator:
+    """What cuts a step's rows into groups, none larger than the recipe's batches may be."""
+    most_tokens = recipe.batch_size * max(len(row.input_ids) for row in rows)
+    return GroupingCollator(pad_id, most_tokens, recipe.pass_tokens or 0)
+
+
+def _refresh_of(model: nn.Module, recipe: Recipe, selection: Selection | None) -> Refresh | None:
+    if recipe.refresh == 1 or recipe.optimiser != PLAIN:
+        return None
+    if selection is not None:
+        raise ConfigError(
+            "Of a training in rounds the last step is kept: the values of others are on bases that are gone. Leave "
+            "select_checkpoint or refresh out."
+        )
+    return Refresh(model, recipe.refresh, cost=recipe.refresh_cost, memory_budget=recipe.refresh_memory)
+
+
+def _require_float32(model: nn.Module) -> None:
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not trainable:
+        raise ConfigError("Training needs trainable parameters, but this model has none. Add an adapter first.")
+    for name, parameter in trainable.items():
+        if parameter.dtype != torch.float32:
+            raise ConfigError(
+                f"Trainable parameters must be float32 (the frozen ones need not be), but {name!r} is "
+                f"{parameter.dtype}. Add the adapter with autocast_adapter_dtype=True, or load the model in float32."
+            )
+
+
+def _identity(model: nn.Module, recipe: Recipe, rows: Sequence[TokenRow]) -> dict[str, Any]:
+    """What a checkpoint must share with the run that resumes it: what trains, how, and on what."""
+    shapes = {name: list(p.shape) for name, p in model.named_parameters() if p.requires_grad}
+    return {
+        **{name: value for name, value in recipe.content().items() if (name, value) not in UNREFRESHED},
+        "rows": _hash_of([[row.input_ids, row.num_context] for row in rows]),
+        "trainable parameters": _hash_of(shapes),
+    }
+
+
+def _hash_of(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
