@@ -21,22 +21,19 @@ from pydantic import (
 )
 
 from frozencore.calibration.options import CalibrationOptions, MemoryBudget, RefreshMemory
-from frozencore.constructors import BasisOptions, refuse_unread
+from frozencore.constructors import BasisOptions
 from frozencore.constructors.options import Rank, RankBudget
 from frozencore.errors import ConfigError
 from frozencore.lab.methods import AdapterOptions, Method, Targets, find_method
 from frozencore.lab.rows.prompt_date import PROMPT_DATE
 from frozencore.lab.rows.prompts import PromptStyle
-from frozencore.lab.rows.suite import find_task
+from frozencore.lab.run.config_rules import refuse_contradictions
 from frozencore.lab.run.option_groups import GROUPS, Frozen, read_group
 from frozencore.maths.moments import MomentName
 from frozencore.one_line import one_line
 from frozencore.options import Option, own_refusal
 
 SelectionMetric = Literal["accuracy", "held_out_loss"]
-
-
-OF_OWN_ROWS = ("columns", "skip_bad", "packing")
 
 
 def _as_pathlib_spells(data: Any) -> Any:
@@ -236,44 +233,9 @@ class RunConfig(Frozen):
         return came
 
     @model_validator(mode="after")
-    def _names_are_known(self) -> RunConfig:
-        if (self.task is None) == (self.data is None):
-            raise ConfigError("A run learns either a task (--task NAME) or your own rows (--data FILE): give one.")
-        if self.task is not None:
-            find_task(self.task)
-            self._refuse_of_own_rows()
-        if self.calibration_task is not None:
-            find_task(self.calibration_task)
-        find_method(self.method)
-        refuse_unread(self.method, self.core.model_dump(exclude_defaults=True))
-        for name in self.method_entry.unread:
-            if getattr(self, name) != type(self).model_fields[name].default:
-                raise ConfigError(f"The method {self.method!r} does not read {name}. Leave --{name} out.")
-        if self.basis is not None and self.layers is not None:
-            raise ConfigError("A saved basis has its own layers: leave --layers out.")
-        if self.packing and (self.truncate or self.skip_long):
-            raise ConfigError("Packed texts may be of any length: leave --truncate and --skip-long out.")
-        if self.patience is not None and self.select_checkpoint == "none":
-            raise ConfigError("--patience counts scores on validation rows: give --select-checkpoint epoch as well.")
-        if self.rank_budget is not None:
-            self._check_rank_budget()
-        if self.refreshes:
-            _refuse_refresh(self)
+    def _options_go_together(self) -> RunConfig:
+        refuse_contradictions(self)
         return self
-
-    def _refuse_of_own_rows(self) -> None:
-        for name in OF_OWN_ROWS:
-            if getattr(self, name) != RunConfig.model_fields[name].default:
-                raise ConfigError(
-                    f"--{name.replace('_', '-')} is of your own rows (--data), but a task came. Leave one out."
-                )
-
-    def _check_rank_budget(self) -> None:
-        budget = self.method_entry.budget
-        if budget is None:
-            raise ConfigError(f"A rank budget is for cores, but {self.method!r} has none: give --rank instead.")
-        if budget == "instead of the rank" and self.rank != BasisOptions.rank:
-            raise ConfigError(f"--rank-budget chooses the ranks, but --rank {self.rank} came too. Leave one out.")
 
     @property
     def calibration_options(self) -> CalibrationOptions:
@@ -311,27 +273,6 @@ class RunConfig(Frozen):
     def adapter_options(self, targets: Targets) -> AdapterOptions:
         """What the method builds its adapter by, on the layers that the model turned out to have."""
         return AdapterOptions(self.rank, targets, self.seed, self.core.model_dump(), self.basis, self.rank_budget)
-
-
-def _refuse_refresh(config: RunConfig) -> None:
-    if config.basis is not None:
-        raise ConfigError("A refreshed adapter cannot share a basis with others: give --basis or --refresh.")
-    if config.method_entry.optimiser is not None:
-        if config.refresh == "auto":
-            raise ConfigError(
-                f"auto counts the rounds of a core, but {config.method!r} has none: give --refresh a number."
-            )
-        return
-    if not config.method_entry.has_bases or not config.moments_needed:
-        raise ConfigError(
-            f"Refreshing chooses bases by the training data, which the method {config.method!r} does not read. Use "
-            "one that does, such as fcca, or leave --refresh out."
-        )
-    if config.select_checkpoint != "none":
-        raise ConfigError(
-            "Of a training in rounds the last step is kept: the values of others are on bases that are gone. Give "
-            "--select-checkpoint none or leave --refresh out."
-        )
 
 
 def run_options() -> dict[str, Option]:

@@ -1,0 +1,82 @@
+"""Which options of a run contradict one another, each in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from frozencore.constructors import BasisOptions, refuse_unread
+from frozencore.errors import ConfigError
+from frozencore.lab.methods import find_method
+from frozencore.lab.rows.suite import find_task
+
+if TYPE_CHECKING:
+    from frozencore.lab.run.config import RunConfig
+
+OF_OWN_ROWS = ("columns", "skip_bad", "packing")
+
+
+def refuse_contradictions(config: RunConfig) -> None:
+    """Refuse what each option allows by itself.
+
+    Raises:
+        ConfigError: A name is not known, or two options are not for one run.
+    """
+    if (config.task is None) == (config.data is None):
+        raise ConfigError("A run learns either a task (--task NAME) or your own rows (--data FILE): give one.")
+    if config.task is not None:
+        find_task(config.task)
+        for name in _given(config, OF_OWN_ROWS):
+            raise ConfigError(
+                f"--{name.replace('_', '-')} is of your own rows (--data), but a task came. Leave one out."
+            )
+    if config.calibration_task is not None:
+        find_task(config.calibration_task)
+    find_method(config.method)
+    refuse_unread(config.method, config.core.model_dump(exclude_defaults=True))
+    for name in _given(config, config.method_entry.unread):
+        raise ConfigError(f"The method {config.method!r} does not read {name}. Leave --{name} out.")
+    if config.basis is not None and config.layers is not None:
+        raise ConfigError("A saved basis has its own layers: leave --layers out.")
+    if config.packing and (config.truncate or config.skip_long):
+        raise ConfigError("Packed texts may be of any length: leave --truncate and --skip-long out.")
+    if config.patience is not None and config.select_checkpoint == "none":
+        raise ConfigError("--patience counts scores on validation rows: give --select-checkpoint epoch as well.")
+    if config.rank_budget is not None:
+        _check_rank_budget(config)
+    if config.refreshes:
+        _refuse_refresh(config)
+
+
+def _given(config: RunConfig, names: Iterable[str]) -> Iterator[str]:
+    """Those that are not at their defaults."""
+    return (name for name in names if getattr(config, name) != type(config).model_fields[name].default)
+
+
+def _check_rank_budget(config: RunConfig) -> None:
+    budget = config.method_entry.budget
+    if budget is None:
+        raise ConfigError(f"A rank budget is for cores, but {config.method!r} has none: give --rank instead.")
+    if budget == "instead of the rank" and config.rank != BasisOptions.rank:
+        raise ConfigError(f"--rank-budget chooses the ranks, but --rank {config.rank} came too. Leave one out.")
+
+
+def _refuse_refresh(config: RunConfig) -> None:
+    if config.basis is not None:
+        raise ConfigError("A refreshed adapter cannot share a basis with others: give --basis or --refresh.")
+    if config.method_entry.optimiser is not None:
+        if config.refresh == "auto":
+            raise ConfigError(
+                f"auto counts the rounds of a core, but {config.method!r} has none: give --refresh a number."
+            )
+        return
+    if not config.method_entry.has_bases or not config.moments_needed:
+        raise ConfigError(
+            f"Refreshing chooses bases by the training data, which the method {config.method!r} does not read. Use "
+            "one that does, such as fcca, or leave --refresh out."
+        )
+    if config.select_checkpoint != "none":
+        raise ConfigError(
+            "Of a training in rounds the last step is kept: the values of others are on bases that are gone. Give "
+            "--select-checkpoint none or leave --refresh out."
+        )
