@@ -10,7 +10,7 @@ from typing import Any
 
 from frozencore.errors import ArtifactError
 from frozencore.fingerprint import fingerprint_options
-from frozencore.hub import hub_answers
+from frozencore.hub import hub_answers, is_hub_id
 from frozencore.one_line import one_line
 
 CONFIG_FILE, WEIGHTS_FILE, PICKLE_FILE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
@@ -140,7 +140,7 @@ def folder_of(place: str) -> Path:
         ArtifactError: It is no folder, and neither the cache nor the hub has it.
     """
     folder = Path(place)
-    if folder.exists() or place.count("/") != 1 or place.startswith((".", "/", "~")):
+    if folder.exists() or not is_hub_id(place):
         return folder
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError

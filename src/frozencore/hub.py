@@ -44,6 +44,11 @@ def hub_answers(kind: Literal["model", "dataset"], name: str, *, timeout_s: floa
     return True
 
 
+def is_hub_id(place: str) -> bool:
+    """Whether a name has the form of a repository's, ``ORGANISATION/NAME``, and no path's."""
+    return place.count("/") == 1 and not place.startswith((".", "/", "~"))
+
+
 def safe_loading(model: str) -> dict[str, bool]:
     """How transformers is to load a model: without the hub where it is not needed or silent, and never with its code.
 

@@ -34,6 +34,8 @@ from frozencore.lab.run.files import ADAPTER, BASIS
 from frozencore.maths.basis import ORTHONORMAL_COORDINATES
 
 StoredArray = np.ndarray[Any, np.dtype[Any]]
+ORTHONORMALITY = 1e-3  # of float32 bases; coarser ones may be as they must, which torch tells
+_FLOATS = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
 _CORES, _FACTOR, _BASE = "frozencore_cores", ".frozencore_", "base_model.model."
 _TO_TORCH = (
     FrozenCoreError, SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError,
@@ -176,10 +178,6 @@ def _require_factors(parts: Mapping[str, StoredArray], *, orthonormal: bool) -> 
     for X in (P, Q) if orthonormal else ():
         if not np.abs(X.T.astype(np.float64) @ X - np.eye(X.shape[1])).max() <= ORTHONORMALITY:
             raise NotPlainError
-
-
-ORTHONORMALITY = 1e-3  # of float32 bases; coarser ones may be as they must, which torch tells
-_FLOATS = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
 
 
 def _fingerprint(layers: Mapping[str, Mapping[str, StoredArray]], sides: str) -> str:

@@ -8,25 +8,10 @@ from typing import Annotated
 import typer
 
 from frozencore.cli.console import console
-from frozencore.cli.run_flags import TakesRun
+from frozencore.cli.run_flags import OF_ONE_TRAINING, TakesRun
 from frozencore.lab.run.config import RunConfig
 
-OF_TRAINING = (
-    "basis",
-    "learning_rate",
-    "warmup",
-    "epochs",
-    "batch_size",
-    "accumulation",
-    "save_steps",
-    "report_to",
-    "patience",
-    "samples",
-    "exact_match",
-    "refresh",
-    "refresh_cost",
-    "refresh_memory",
-)
+OF_TRAINING = ("basis", "learning_rate", "warmup", "epochs", "batch_size", "accumulation", *OF_ONE_TRAINING)
 
 
 def _calibrate(

@@ -8,18 +8,10 @@ from typing import Annotated
 import typer
 
 from frozencore.cli.console import console
-from frozencore.cli.run_flags import TakesRun
+from frozencore.cli.run_flags import OF_ONE_TRAINING, TakesRun
 from frozencore.lab.run.config import RunConfig
 
-NOT_OF_MANY = (
-    "task", "data_root", "evaluate_on", "max_new_tokens", "paper_steps", "select_by", "save_steps", "report_to",
-    "patience",
-    "samples",
-    "exact_match",
-    "refresh",
-    "refresh_cost",
-    "refresh_memory",
-)  # fmt: skip
+NOT_OF_MANY = ("task", "data_root", "evaluate_on", "max_new_tokens", "paper_steps", "select_by", *OF_ONE_TRAINING)
 TENANTS = "Folder with a row file (as for `tune --data`) for each tenant, named after it; or a YAML file 'name: file'."
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from statistics import median
 from typing import Any
 
@@ -50,6 +49,7 @@ class Evidence:
         seen: Moments of the half that bases and steps are made from, dense ones among them.
         unseen: Of the other: G, a and d.
         held_back: Batches of the other half.
+        modules: The layers as the plain model has them.
     """
 
     layers: Mapping[str, FrozenCoreLayer]
@@ -57,11 +57,7 @@ class Evidence:
     seen: Mapping[str, LayerMoments]
     unseen: Mapping[str, LayerMoments]
     held_back: Sequence[Batch]
-
-    @cached_property
-    def modules(self) -> dict[str, nn.Module]:
-        """The layers as the plain model has them."""
-        return {name: layer.get_base_layer() for name, layer in self.layers.items()}
+    modules: Mapping[str, nn.Module]
 
     def of_layer(self, name: str) -> LayerEvidence:
         """What a constructor may look at in a layer: one half."""
@@ -151,7 +147,7 @@ def gather(
         collect_moments(model, half, modules, needs=own, options=options, progress=share_of(progress, number, 2))
         for number, (half, own) in enumerate(zip(halves, (needs, CAPTURE_NEEDS), strict=True))
     )
-    return Evidence(layers, names, seen, unseen, halves[1])
+    return Evidence(layers, names, seen, unseen, halves[1], modules)
 
 
 def _layers(model: Any, target_modules: Any) -> dict[str, FrozenCoreLayer]:

@@ -25,7 +25,7 @@ from torch import Tensor
 from frozencore.adapter_folder import BASIS_FORMAT, FACTORS_FILE, HEADER_FILE, basis_header, places_of_a_basis
 from frozencore.errors import ArtifactError
 from frozencore.fingerprint import fingerprint_options
-from frozencore.hub import hub_answers
+from frozencore.hub import hub_answers, is_hub_id
 from frozencore.maths.linalg import all_finite
 from frozencore.one_line import one_line
 from frozencore.whole_file import whole_folder
@@ -199,8 +199,7 @@ def find_basis(
 
 def _is_there(place: str) -> bool:
     """False for a folder that is gone; whether the hub has an id is found out by asking for it."""
-    is_path = place.count("/") != 1 or place.startswith((".", "/", "~"))
-    return Path(place).is_dir() or not is_path
+    return Path(place).is_dir() or is_hub_id(place)
 
 
 def _file(place: str | Path, revision: str | None, name: str) -> Path:

@@ -33,10 +33,8 @@ class TinyLoRA(FromPEFT):
 
         length, tied = VALUES_A_LAYER, False
         if options.rank_budget is not None:
-            budget, num_layers = (
-                trained_values(options.rank_budget),
-                max(1, len(targeted_layers(model, options.targets))),
-            )
+            budget = trained_values(options.rank_budget)
+            num_layers = max(1, len(targeted_layers(model, options.targets)))
             tied = budget < num_layers
             length = budget if tied else budget // num_layers
         return TinyLoraConfig(
