@@ -97,6 +97,7 @@ class FrozenCoreConfig(SavedConfig, EveryOption):  # type: ignore[misc]  # froze
         super().__post_init__()
         self._seal_to_write: dict[str, Any] | None = None
         self._folder: Path | None = None
+        self.written_card: str | None = None  # beside the adapter, when it was last saved
         self.refreshes = False  # set by what refreshes it
         if self.basis is not None and self.basis_id is None:
             self._take_from_basis(self.basis)

@@ -33,6 +33,7 @@ class SavedConfig(PeftConfig):
         rounds: int
         _seal_to_write: dict[str, Any] | None
         _folder: Path | None
+        written_card: str | None
 
     @classmethod
     def from_pretrained(
@@ -129,3 +130,4 @@ class SavedConfig(PeftConfig):
             )
         if (folder / CARD_FILE).exists():
             write_model_card(save_directory)
+            self.written_card = (folder / CARD_FILE).read_text(encoding="utf-8")

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.adapter.layer import frozen_core_layers
+from frozencore.adapter.pushed_card import keep_card_when_pushed
 from frozencore.adapter.saved_rounds import make_room, with_last_cores, with_whole_cores
 from frozencore.adapter.seal.factors import BASE, PREFIX, Factors
 from frozencore.adapter.seal.flat_cores import FLAT, flatten_cores, with_factors
@@ -30,7 +31,7 @@ def state_to_save(
     whole: Mapping[str, Tensor],
 ) -> dict[str, Tensor]:
     """What PEFT found of an adapter, the cores of its rounds as one, or on a named basis its cores alone; notes what
-    the seal says of them.
+    the seal says of them, and that a push of the model keeps their card.
 
     Args:
         whole: The model's state dict, which holds trained modules too.
@@ -47,6 +48,7 @@ def state_to_save(
     if len(plain) == len(found | modules):
         samples = {name: layer.base_samples for name, layer in frozen_core_layers(model, adapter_name).items()}
         config.prepare_seal(found, record_base(samples) if config.basis_id is None else None)
+    keep_card_when_pushed(model, config, adapter_name)
     return found
 
 

@@ -7,7 +7,9 @@ someone has written keeps its text and gets ours as one marked section.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,9 @@ from frozencore.errors import ArtifactError
 CARD_FILE = "README.md"
 _BEGIN, _END = "<!-- frozencore:begin -->", "<!-- frozencore:end -->"
 _UNFILLED = "[More Information Needed]"
+_GENERATED = re.compile(
+    r"### Framework versions|- PEFT [\w.+]+|This is the model card of a .* automatically generated\."
+)
 _TAG = "frozencore"
 
 
@@ -149,4 +154,18 @@ def _placed(text: str, section: str) -> str:
     if _BEGIN in text and _END in text:
         before, _, rest = text.partition(_BEGIN)
         return before + section + rest.partition(_END)[2]
-    return section + "\n" if _UNFILLED in text else f"{text.rstrip()}\n\n{section}\n"
+    return section + "\n" if _is_unfilled(text) else f"{text.rstrip()}\n\n{section}\n"
+
+
+def _is_unfilled(text: str) -> bool:
+    """Whether nobody has written into a template: it would be lost with it."""
+    if text.strip() in ("", _UNFILLED):
+        return True
+    return _UNFILLED in text and all(
+        line.strip() in _template_lines() or _GENERATED.fullmatch(line.strip()) for line in text.splitlines()
+    )
+
+
+@cache
+def _template_lines() -> frozenset[str]:
+    return frozenset(line.strip() for line in ModelCard.from_template(ModelCardData()).text.splitlines())
