@@ -25,11 +25,11 @@ from typing import Any
 
 import torch
 
-from frozencore.cli.advice_lines import setting_name
 from frozencore.constructors import CONSTRUCTORS
 from frozencore.lab.methods import METHODS
 from frozencore.lab.pocket import pocket_model_path
 from frozencore.lab.reports.figures.style import method_colour, plt, save_figure
+from frozencore.lab.reports.labels import bases_name
 from frozencore.lab.reports.statistics.rank_correlation import rank_correlation
 from frozencore.lab.run.advising import advice_record, advise_run
 from frozencore.lab.run.bench import Bench, calibration_batches, prepare
@@ -67,7 +67,9 @@ def advised(task: str, config: RunConfig) -> Row:
     return {
         "task": task,
         "campaign": TASKS[task],
-        "gains": {setting_name(worth.setting): round(worth.gain, 5) for worth in advice.bases},
+        "gains": {
+            bases_name(worth.setting.method, worth.setting.options): round(worth.gain, 5) for worth in advice.bases
+        },
         "over_training_pass": round(taken / plain[True], 2),
         "over_calibration_pass": round(taken / plain[False], 2),
         **{name: record[name] for name in ("recommended", "base_loss", "length", "spreads", "num_agreed", "passes")},

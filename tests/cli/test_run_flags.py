@@ -122,7 +122,7 @@ def test_calibrate_takes_what_tune_takes_but_the_recipe() -> None:
     [
         (
             ["--damping", "-1"],
-            "--damping must be a number above 0 or a list of 2, each a number above 0, but '-1' came",
+            "--damping must be a number above 0 or a list of 2, each a number above 0 or one of auto, but '-1' came",
         ),
         (["--damping", "1,2,3"], "--damping must be"),
         (["--damping", "much"], "--damping must be"),

@@ -5,8 +5,8 @@ from __future__ import annotations
 from matplotlib.figure import Figure
 
 from frozencore.adapter.advice.advise import Advice
-from frozencore.cli.advice_lines import setting_name
 from frozencore.lab.reports.figures.style import NAVY, ORANGE, method_colour, plt
+from frozencore.lab.reports.labels import bases_name
 
 FIGURE = "advice.png"
 
@@ -18,7 +18,7 @@ def advice_figure(advice: Advice) -> Figure:
         1, 2, figsize=(9.6, 1.2 + 0.26 * len(worths)), gridspec_kw={"width_ratios": [2, 1]}
     )
     names = [
-        setting_name(worth.setting)
+        bases_name(worth.setting.method, worth.setting.options)
         + (f"; {worth.setting.on}, budget" if worth.setting.rank is None and worth in advice.shapes else "")
         for worth in worths
     ]

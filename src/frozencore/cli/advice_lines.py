@@ -7,17 +7,11 @@ from collections.abc import Iterator
 from rich.table import Table
 
 from frozencore.adapter.advice.advise import Advice
-from frozencore.adapter.advice.settings import Setting
 from frozencore.adapter.advice.trials import Worth
-from frozencore.lab.methods import METHODS
+from frozencore.lab.reports.labels import bases_name
 from frozencore.lab.run.advising import flags_of
 from frozencore.lab.run.config import RunConfig
 from frozencore.naming import num_of
-
-
-def setting_name(setting: Setting) -> str:
-    """A method by its label, with the options that are not its defaults."""
-    return ", ".join([METHODS[setting.method].label, *(f"{name} {value}" for name, value in setting.options.items())])
 
 
 def advice_lines(config: RunConfig, advice: Advice) -> Iterator[str | Table]:
@@ -61,4 +55,5 @@ def _cells(worth: Worth) -> tuple[str, ...]:
     low, high = min(worth.ranks.values()), max(worth.ranks.values())
     ranks = str(low) if low == high else f"{low} to {high}"
     on = "as asked" if worth.setting.on == "asked" else worth.setting.on
-    return setting_name(worth.setting), on, ranks, f"{worth.num_values:,}", f"{worth.gain:.4f}"
+    name = bases_name(worth.setting.method, worth.setting.options)
+    return name, on, ranks, f"{worth.num_values:,}", f"{worth.gain:.4f}"

@@ -16,6 +16,7 @@ from frozencore.lab.run.interrupted import kept_of
 LABELS = {
     "load": "Load model and rows",
     "score base": "Score the base model",
+    "choose": "Read rows to choose",
     "calibration": "Calibrate",
     "ranks": "Spend the rank budget",
     "bases": "Build the bases",

@@ -67,7 +67,7 @@ def test_a_gain_is_the_true_fall_of_the_loss_with_the_step_in_the_weights(model:
     options = CalibrationOptions()
     setting = Setting("rawgrad", rank=3)
     with preserved(model):
-        evidence = gather(model, BATCHES, ATTENTION, options, None, elsewhere=False)
+        evidence = gather(model, BATCHES, ATTENTION, options, None, settings=[setting], elsewhere=False)
         trials = Trials(model, evidence, options, evidence.held_back, seed=0)
         trials.find_length(setting)
         worth = trials.worth(setting)
@@ -90,7 +90,7 @@ def test_a_gain_is_the_true_fall_of_the_loss_with_the_step_in_the_weights(model:
 
 def test_the_half_that_bases_are_made_from_is_not_what_gains_are_of(model: nn.Module) -> None:
     with preserved(model):
-        evidence = gather(model, BATCHES, ATTENTION, CalibrationOptions(), None, elsewhere=False)
+        evidence = gather(model, BATCHES, ATTENTION, CalibrationOptions(), None, settings=[], elsewhere=False)
     held_back = {row.numpy().tobytes() for batch in evidence.held_back for row in batch["input_ids"]}
     tokens = sum(
         int(batch["attention_mask"].sum())

@@ -134,7 +134,7 @@ def test_the_schema_says_of_every_option_what_it_allows_its_default_and_its_help
         "enum": ["both", "input", "output", "none"], "type": "string", "default": "both",
         "description": "fcca: Sides that are whitened.",
     }  # fmt: skip
-    assert [kind["type"] for kind in base["damping"]["anyOf"]] == ["number", "array"]
+    assert [kind["type"] for kind in base["damping"]["anyOf"]] == ["number", "array", "string"]
     assert base["damping"]["anyOf"][1]["minItems"] == base["damping"]["anyOf"][1]["maxItems"] == 2
     assert (base["group_size"]["minimum"], base["group_size"]["default"]) == (1, 999)
     study = schema["$defs"]["Study"]["properties"]

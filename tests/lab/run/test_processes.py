@@ -66,7 +66,9 @@ def same_to_rounding(one_run: Path, other_run: Path, *, refreshed: bool) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [(), ("--refresh", "2")], ids=["one basis", "refreshed"])
+@pytest.mark.parametrize(
+    "more", [(), ("--refresh", "2"), ("--method", "auto")], ids=["one basis", "refreshed", "chosen"]
+)
 def test_two_processes_give_the_adapter_and_the_losses_of_one_to_rounding_and_say_it_once(
     more: tuple[str, ...], tmp_path: Path
 ) -> None:
@@ -74,7 +76,7 @@ def test_two_processes_give_the_adapter_and_the_losses_of_one_to_rounding_and_sa
     printed = tune(TWO, tmp_path / "two", *more)
     assert printed.count("Adapter: ") == 1
     assert printed.count("Calibrate: ") == 1
-    same_to_rounding(tmp_path / "one", tmp_path / "two", refreshed=bool(more))
+    same_to_rounding(tmp_path / "one", tmp_path / "two", refreshed="--refresh" in more)
 
 
 @pytest.mark.slow

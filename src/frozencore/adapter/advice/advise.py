@@ -33,8 +33,9 @@ class Advice:
     """What settings would be worth, and what was seen on the way.
 
     Attributes:
-        bases: Each constructor and variants of FCCA's metric, the best first; on the layers and at the ranks that were
-            asked about.
+        bases: Each constructor and variants of FCCA's metric, or those that were named, the best first; on the layers
+            and at the ranks that were asked about.
+        kept: What stays where it is level with the best of them: FCCA as it stands, or the first that was named.
         shapes: The best bases with as many values in other places.
         bought: By rank budget, which share of the whitened gradient that both halves agree on its ranks hold, on the
             most layers that were looked at; empty where only bases were compared.
@@ -48,6 +49,7 @@ class Advice:
     """
 
     bases: tuple[Worth, ...]
+    kept: Worth
     shapes: tuple[Worth, ...]
     bought: dict[int, float]
     base_loss: float
@@ -61,8 +63,8 @@ class Advice:
 
     @property
     def best_bases(self) -> Worth:
-        """FCCA as it stands where it is level with the best of them, else the best."""
-        return _best_bases(self.bases)
+        """What is kept where it is level with the best of them, else the best."""
+        return _best_bases(self.bases, self.kept)
 
     @property
     def recommended(self) -> Worth:
@@ -86,6 +88,7 @@ def advise(
     options: CalibrationOptions | None = None,
     loss_fn: LossFn | None = None,
     only_bases: bool = False,
+    among: Sequence[Setting] | None = None,
     progress: bool | Progress = True,
 ) -> Advice:
     """Say what frozen cores would gain on examples that they have not seen, before any of them is trained.
@@ -101,6 +104,8 @@ def advise(
         rank_budget: A number of trained values, or their size, instead.
         seed: Of whatever is drawn.
         only_bases: Compare bases on those layers and at that rank, and nothing else.
+        among: The bases to compare, of that rank or budget; the first is kept where it is level with the best. By
+            default every constructor and FCCA's metric in variants.
 
     Returns:
         The advice. The model is as before.
@@ -125,12 +130,13 @@ def advise(
                 any_form=loss_fn is not None,
             )
         )  # fmt: skip
-        evidence = gather(model, batches, target_modules, options, tell, elsewhere=not only_bases)
+        settings = list(bases_to_try(rank, budget) if among is None else among)
+        evidence = gather(model, batches, target_modules, options, tell, settings=settings, elsewhere=not only_bases)
         trials = Trials(model, evidence, options, evidence.held_back[::SCORED], seed)
-        settings = list(bases_to_try(rank, budget))
         trials.find_length(settings[0])
         bases = _tried(trials, settings, tell, "bases")
-        best = _best_bases(bases)
+        kept = bases[0]
+        best = _best_bases(bases, kept)
         elsewhere = "all-linear" in evidence.names
         others = [] if only_bases else list(shapes_to_try(best.setting, best.num_values, elsewhere=elsewhere))
         shapes = _tried(trials, others, tell, "places")
@@ -138,6 +144,7 @@ def advise(
         num_rows, looked_at = sum(map(num_examples_of, batches)), 2 * (rank or BasisOptions.rank)
         return Advice(
             bases=tuple(sorted(bases, key=lambda worth: -worth.gain)),
+            kept=kept,
             shapes=tuple(shapes),
             bought={} if only_bases else evidence.bought(budgets, seed),
             base_loss=trials.base_loss,
@@ -159,7 +166,6 @@ def _tried(trials: Trials, settings: Sequence[Setting], tell: Progress, stage: s
     return found
 
 
-def _best_bases(among: Sequence[Worth]) -> Worth:
+def _best_bases(among: Sequence[Worth], kept: Worth) -> Worth:
     best = max(among, key=lambda worth: worth.gain)
-    fcca = next(worth for worth in among if worth.setting.method == "fcca" and not worth.setting.options)
-    return fcca if fcca.gain >= best.gain - LEVEL * abs(best.gain) else best
+    return kept if kept.gain >= best.gain - LEVEL * abs(best.gain) else best

@@ -121,11 +121,13 @@ def gather(
     options: CalibrationOptions,
     progress: Progress | None,
     *,
+    settings: Sequence[Setting],
     elsewhere: bool,
 ) -> Evidence:
     """Read the examples: one forward and one backward pass over each.
 
     Args:
+        settings: Those that are to be tried: the moments are what they need.
         elsewhere: Look at all linear layers too, if their dense second moments take no more than 8 GiB.
 
     Raises:
@@ -139,13 +141,12 @@ def gather(
         if every.keys() > layers.keys() and dense <= MOST_DENSE_BYTES:
             layers, names["all-linear"] = every, tuple(every)
     modules = {name: layer.get_base_layer() for name, layer in layers.items()}
-    needs = CAPTURE_NEEDS | DENSE
-    for row in CONSTRUCTORS.values():
-        needs |= row.needs(row.options())
+    needs = CAPTURE_NEEDS | DENSE.union(*(setting.needs for setting in settings))
+    to_agree = CAPTURE_NEEDS.union(*(setting.needs for setting in settings if setting.spends_by_spectrum))
     halves = in_halves(batches)
     seen, unseen = (
         collect_moments(model, half, modules, needs=own, options=options, progress=share_of(progress, number, 2))
-        for number, (half, own) in enumerate(zip(halves, (needs, CAPTURE_NEEDS), strict=True))
+        for number, (half, own) in enumerate(zip(halves, (needs, to_agree), strict=True))
     )
     return Evidence(layers, names, seen, unseen, halves[1], modules)
 

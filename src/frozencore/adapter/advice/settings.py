@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from frozencore.constructors import CONSTRUCTORS
 from frozencore.constructors.options import BasisOptions
+from frozencore.maths.moments import MomentName
 
 On = Literal["asked", "all-linear"]
 DAMPINGS = (0.1, 10.0)  # beside the default: up to where FCCA is all but RawGrad
@@ -35,18 +36,37 @@ class Setting:
         """Those of its bases."""
         return CONSTRUCTORS[self.method].options(rank=rank, seed=seed, **self.options)
 
+    @property
+    def needs(self) -> frozenset[MomentName]:
+        """The moments that its bases are made of."""
+        return CONSTRUCTORS[self.method].needs(self.basis_options(1, 0))
 
-def bases_to_try(rank: int | None, rank_budget: int | None) -> Iterator[Setting]:
-    """FCCA, every other constructor, then FCCA's metric in variants."""
-    fcca = Setting("fcca", rank=rank, rank_budget=rank_budget)
+    @property
+    def spends_by_spectrum(self) -> bool:
+        """Whether its ranks are what two halves of the examples agree on."""
+        return self.rank_budget is not None and CONSTRUCTORS[self.method].matrix is not None
+
+
+def bases_to_try(rank: int | None, rank_budget: int | None, **options: Any) -> Iterator[Setting]:
+    """FCCA, every other constructor, then FCCA's metric in variants.
+
+    Args:
+        options: Of the bases of all of them.
+    """
+    fcca = Setting("fcca", options, rank=rank, rank_budget=rank_budget)
     yield fcca
     for name in CONSTRUCTORS:
         if name != fcca.method:
             yield replace(fcca, method=name)
-    for damping in DAMPINGS:
-        yield replace(fcca, options={"damping": damping})
+    yield from dampings_to_try(fcca)
     for side in ("input", "output"):
-        yield replace(fcca, options={"whiten": side})
+        yield replace(fcca, options={**options, "whiten": side})
+
+
+def dampings_to_try(fcca: Setting) -> Iterator[Setting]:
+    """FCCA with other dampings."""
+    for damping in DAMPINGS:
+        yield replace(fcca, options={**fcca.options, "damping": damping})
 
 
 def shapes_to_try(best: Setting, num_values: int, *, elsewhere: bool) -> Iterator[Setting]:

@@ -28,6 +28,7 @@ from frozencore.lab.run.bench import Bench
 from frozencore.lab.run.config import RunConfig
 from frozencore.lab.run.execute import recipe_of, train_once
 from frozencore.lab.run.files import CHECKPOINTS
+from frozencore.lab.run.left_open import left_open
 from frozencore.lab.run.many.sweep import SWEPT
 from frozencore.lab.run.named_basis import on_named_basis
 from frozencore.lab.run.selecting import selection_of
@@ -58,9 +59,9 @@ def company_sizes(keys: Mapping[str, str], left: Iterable[str]) -> dict[str, int
 
 
 def _key(job: Job) -> str | None:
-    """None for a run that trains no cores, leaves the basis that it would share, or whose time is its result."""
+    """None for a run that trains no cores, has yet to choose its basis or leaves it, or whose time is its result."""
     config = job.config
-    if job.kind != "tune" or not config.method_entry.has_bases or config.refreshes:
+    if job.kind != "tune" or not config.method_entry.has_bases or config.refreshes or left_open(config):
         return None
     known_by_weights = config.method_entry.weights_only or config.basis is not None
     is_seeded = bool(config.moments_needed) or not known_by_weights

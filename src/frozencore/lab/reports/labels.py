@@ -37,6 +37,11 @@ def method_name(name: str) -> str:
     return METHODS[name].label if name in METHODS else name
 
 
+def bases_name(method: str, options: Mapping[str, Any]) -> str:
+    """A method by its label, with the options of its bases that are not its defaults."""
+    return ", ".join([method_name(method), *(f"{name} {value}" for name, value in options.items())])
+
+
 def value_name(axis: str, value: Any) -> str:
     """A value as it is shown beside others of its axis: ``("q_proj", "v_proj")`` as ``q/v``."""
     if value is None:

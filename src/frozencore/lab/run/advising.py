@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,14 @@ from frozencore.progress import Progress
 from frozencore.whole_file import require_writable, write_json
 
 
-def advise_run(config: RunConfig, bench: Bench, progress: Progress, *, only_bases: bool = False) -> Advice:
-    """What the run's own calibration rows say; its method and the options of its bases are not looked at."""
+def advise_run(
+    config: RunConfig, bench: Bench, progress: Progress, *, bases: Sequence[Setting] | None = None
+) -> Advice:
+    """What the run's own calibration rows say; its method and the options of its bases are not looked at.
+
+    Args:
+        bases: Compare these and nothing else; see :func:`frozencore.adapter.advice.advise.advise`.
+    """
     targets = resolve_targets(config, bench.model)
     return advise(
         bench.model,
@@ -30,7 +37,8 @@ def advise_run(config: RunConfig, bench: Bench, progress: Progress, *, only_base
         rank_budget=config.rank_budget,
         seed=config.seed,
         options=config.calibration_options,
-        only_bases=only_bases,
+        only_bases=bases is not None,
+        among=bases,
         progress=progress,
     )
 
@@ -63,7 +71,7 @@ def advice_record(config: RunConfig, bench: Bench, advice: Advice) -> dict[str, 
         **{
             name: value
             for name, value in asdict(advice).items()
-            if name not in ("bases", "shapes")
+            if name not in ("bases", "kept", "shapes")
         },
         "bases": [_told(worth) for worth in advice.bases],
         "shapes": [_told(worth) for worth in advice.shapes],

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from frozencore.constructors import BasisOptions, refuse_unread
+from frozencore.constructors import BasisOptions
 from frozencore.errors import ConfigError
 from frozencore.lab.methods import find_method
 from frozencore.lab.rows.suite import find_task
+from frozencore.lab.run.left_open import refuse_unread_options, refuse_what_leaves_no_choice
 
 if TYPE_CHECKING:
     from frozencore.lab.run.config import RunConfig
@@ -33,7 +34,8 @@ def refuse_contradictions(config: RunConfig) -> None:
     if config.calibration_task is not None:
         find_task(config.calibration_task)
     find_method(config.method)
-    refuse_unread(config.method, config.core.model_dump(exclude_defaults=True))
+    refuse_unread_options(config)
+    refuse_what_leaves_no_choice(config)
     for name in _given(config, config.method_entry.unread):
         raise ConfigError(f"The method {config.method!r} does not read {name}. Leave --{name} out.")
     if config.basis is not None and config.layers is not None:

@@ -25,8 +25,9 @@ from frozencore.errors import ArtifactError, ConfigError, DivergenceError
 from frozencore.fingerprint import fingerprint_model
 from frozencore.lab.methods import Targets
 from frozencore.lab.run.bench import CALIBRATION_BATCH, Bench, Score, calibration_batches, prepare
+from frozencore.lab.run.choosing import on_chosen_bases, refuse_given_moments
 from frozencore.lab.run.config import RunConfig
-from frozencore.lab.run.files import CHECKPOINTS, RECORD
+from frozencore.lab.run.files import BASE_SCORE, CHECKPOINTS, RECORD
 from frozencore.lab.run.finishing import Made, finish
 from frozencore.lab.run.found import Found
 from frozencore.lab.run.interrupted import refuse_interrupted
@@ -94,26 +95,29 @@ def execute(
     with all_ranks_or_none():  # none writes before all have looked
         refuse_used(out, resume=resume)
         require_reporters(config.report_to or ())
+        refuse_given_moments(config, moments_file)
         config = on_named_basis(config)
-        method, started, is_first = config.method_entry, time.perf_counter(), own_rank() == 0
-        method.require()
+        started, is_first = time.perf_counter(), own_rank() == 0
+        config.method_entry.require()
         bench = bench or prepare(config, progress)
         recipe_of(config, bench.rows, bench.model).of_each(num_ranks())  # refuses what cannot be shared
     targets = resolve_targets(config, bench.model)
     hashes = {"model": fingerprint_model(bench.model), **bench.rows.fingerprints()}
     found = Found(out, reads_only=not is_first)
     bench.before = bench.before or from_first(
-        lambda: found.base_score(
+        lambda: found.kept(
+            BASE_SCORE,
             Score,
             scored_as(config, bench, hashes),
             lambda: score_run(config, bench.model, bench, as_stage(progress, "score base")),
         )
     )
-    identity = adapter_of(config, targets, hashes)
     memory = PeakMemory(bench.model)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with memory.phase("calibration"), found.unless_refused():
+            config, choice = on_chosen_bases(config, bench, targets, hashes, found, progress)
+            method, identity = config.method_entry, adapter_of(config, targets, hashes)
             adapting = time.perf_counter()
             if adapt is not None:
                 model, calibration = adapt(config, bench, targets, progress)
@@ -133,7 +137,7 @@ def execute(
             raise
         method.save(model, out / LAST_GOOD, out / "start")
         raise DivergenceError(f"{error} The last good core is in {out / LAST_GOOD}.") from error
-    made = Made(model, calibration, calibration_s, captures, memory, report, targets, hashes, caught, started)
+    made = Made(model, calibration, calibration_s, captures, memory, report, targets, hashes, choice, caught, started)
     recipe = recipe_of(config, bench.rows, bench.model)
     if config.refreshes and method.has_bases:
         recipe = replace(recipe, refresh=model.peft_config["default"].rounds)  # of auto, as many as there were

@@ -1,6 +1,7 @@
 """What a run has found before it trains, kept in its folder until it ends: one that is resumed reads it.
 
-The base model's score and the calibrated adapter, each with what it is of. Of anything else it is found anew.
+The base model's score, what was chosen where that was left open, and the calibrated adapter, each with what it is of.
+Of anything else it is found anew.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from frozencore.adapter.bases.calibrate import Calibration
 from frozencore.errors import ArtifactError, FrozenCoreError
 from frozencore.lab.methods import Method
 from frozencore.lab.run.bench import Bench
-from frozencore.lab.run.files import ADAPTER, BASE_SCORE, CALIBRATION, CHECKPOINTS, FOUND
+from frozencore.lab.run.files import ADAPTER, CALIBRATION, CHECKPOINTS, FOUND
 from frozencore.lab.training.checkpoints import checkpoints
 from frozencore.whole_file import write_text
 
@@ -43,21 +44,22 @@ class Found:
         self._was_empty = not reads_only and not self._folder.exists()
         self._writes = not reads_only and not checkpoints(out / CHECKPOINTS)  # they are of what is there
 
-    def base_score(self, kind: Any, of: Mapping[str, Any], find: Callable[[], T]) -> T:
-        """What the untouched model scored: as it was kept, or found and kept.
+    def kept(self, name: str, kind: Any, of: Mapping[str, Any], find: Callable[[], T]) -> T:
+        """What the untouched model scored, say: as it was kept, or found and kept.
 
         Args:
+            name: Of the file.
             kind: Of what ``find`` gives, as pydantic takes it.
             of: What it depends on; JSON values by name.
         """
         known = TypeAdapter(kind)
         with suppress(ValidationError):
-            if (kept := self._read(BASE_SCORE, of)) is not None:
-                score: T = known.validate_python(kept, strict=False)
-                return score
-        score = find()
-        self._write(BASE_SCORE, of, known.dump_python(score, mode="json"))
-        return score
+            if (kept := self._read(name, of)) is not None:
+                read: T = known.validate_python(kept, strict=False)
+                return read
+        found = find()
+        self._write(name, of, known.dump_python(found, mode="json"))
+        return found
 
     def adapter(
         self,

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, create_model
 from frozencore.calibration.options import CalibrationOptions
 from frozencore.constructors import CONSTRUCTORS, constructor_options
 from frozencore.constructors.options import ScaleOptions
+from frozencore.lab.run.left_open import may_be_left_open
 from frozencore.options import Option, options_of
 
 
@@ -22,7 +23,7 @@ class Frozen(BaseModel):
 
 
 def _core_options() -> dict[str, Option]:
-    return {**options_of(ScaleOptions), **constructor_options()}
+    return may_be_left_open({**options_of(ScaleOptions), **constructor_options()})
 
 
 def _pass_options() -> dict[str, Option]:

@@ -14,6 +14,7 @@ from pydantic_core import from_json
 from frozencore.lab.run.record_parts import (
     AccuracyDetails,
     Allocation,
+    BasesChoice,
     CalibrationSummary,
     CompanySize,
     Count,
@@ -58,6 +59,7 @@ class TunedRecord(RunRecord):
         company: Missing where the run trained alone.
         processes: How many worked on it together; missing where one did.
         allocation: Missing where ranks were given.
+        choice: Missing where the bases were named.
         criterion: None for methods without bases, and where G, a and d were not at hand.
     """
 
@@ -83,6 +85,7 @@ class TunedRecord(RunRecord):
     processes: Count | None = None
     resolved: Resolved | None = None
     allocation: Allocation | None = None
+    choice: BasesChoice | None = None
     calibration: CalibrationSummary | None = None
     criterion: Criterion | None = None
     warnings: tuple[str, ...] = ()

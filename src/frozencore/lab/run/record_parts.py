@@ -193,6 +193,31 @@ class Resolved(Part):
     max_length: Count
 
 
+class ComparedBases(Part):
+    """A method with options of its bases, and by how many nats a first step on them lowers the loss on unseen rows."""
+
+    method: str
+    options: dict[str, Any] = {}
+    gain: float
+
+
+class BasesChoice(ComparedBases):
+    """What was chosen where it was left to the calibration rows; the configuration holds it too.
+
+    Attributes:
+        asked: The options that were left open.
+        compared: All that was compared, the best first; the default stays where it is level with that.
+        rows: How many were read.
+        loss: Of the base model on those that gains are of, nats.
+    """
+
+    asked: tuple[str, ...]
+    compared: tuple[ComparedBases, ...]
+    rows: Count
+    loss: float
+    time_s: float
+
+
 class Allocation(Part):
     """A rank budget, in trained values, and the rank of each layer that it was for; 0 is not adapted."""
 

@@ -28,6 +28,7 @@ from frozencore.lab.run.record import RECORD_FORMAT, TunedRecord
 from frozencore.lab.run.record_parts import (
     AccuracyDetails,
     Allocation,
+    BasesChoice,
     CalibrationSummary,
     CompanySize,
     Hashes,
@@ -47,7 +48,7 @@ from frozencore.maths.capture import Capture
 @dataclass(frozen=True)
 class TrainedRun:
     """What a run has made: the trained model, its saved adapter, what calibration found (if data were read), what the
-    bases capture, how much memory each phase took, and the score."""
+    bases capture, how much memory each phase took, the score, and how the bases were chosen if that was left open."""
 
     model: nn.Module
     adapter: Path
@@ -57,6 +58,7 @@ class TrainedRun:
     memory: PeakMemory
     training: TrainingReport
     score: Score
+    choice: BasesChoice | None = None
 
 
 def make_record(
@@ -110,6 +112,7 @@ def make_record(
         **_if_any(
             selection=selected_checkpoint(config, bench, report),
             allocation=_allocation(config, run.model),
+            choice=run.choice,
             company=_company(report),
             processes=num_ranks() if num_ranks() > 1 else None,
         ),

@@ -16,9 +16,10 @@ from frozencore.errors import ArtifactError, ConfigError
 from frozencore.fingerprint import fingerprint_model
 from frozencore.lab.run.config import RunConfig
 from frozencore.lab.run.execute import adapt_from_data, adapter_of, recipe_of
-from frozencore.lab.run.files import BASIS, CHECKPOINTS, FOUND, RECORD
+from frozencore.lab.run.files import BASE_SCORE, BASIS, CHECKPOINTS, FOUND, RECORD
 from frozencore.lab.run.found import Found
 from frozencore.lab.run.interrupted import refuse_interrupted
+from frozencore.lab.run.left_open import refuse_open
 from frozencore.lab.run.many.finish import Finisher, TenantOutcome
 from frozencore.lab.run.many.rows import TenantRows, read_tenants
 from frozencore.lab.run.many.tenants import find_tenants
@@ -58,6 +59,7 @@ def execute_many(
     Raises:
         FrozenCoreError: Bad input in any of the files, before anything is written, or a folder of finished runs.
     """
+    refuse_open(config, "one basis of many tenants")
     config, started = on_named_basis(config), time.perf_counter()
     if config.data is None or not config.method_entry.has_bases:
         raise ConfigError(
@@ -70,7 +72,8 @@ def execute_many(
     bench, own = read_tenants(config, files, progress)
     targets, model_hash = resolve_targets(config, bench.model), fingerprint_model(bench.model)
     held_out, found = {name: own[name].rows.held_out for name in files}, Found(out)
-    before = found.base_score(
+    before = found.kept(
+        BASE_SCORE,
         list[float],
         {"base model": model_hash, "rows": {name: own[name].rows.fingerprints()["evaluation"] for name in files}},
         lambda: held_out_losses(
