@@ -38,6 +38,7 @@ from frozencore.lab.training.many.seat import Trained
 from frozencore.lab.training.many.slots import TrainedSlots
 from frozencore.lab.training.many.tenant import Tenant, Validation
 from frozencore.lab.training.many.train import SLOTS, train_many
+from frozencore.lab.training.reporting import Reports
 from frozencore.lab.training.train import TrainingReport
 from frozencore.progress import Progress
 
@@ -90,13 +91,14 @@ class CompanyTraining:
         resume: bool,
         identity: Mapping[str, Any],
         progress: Progress,
+        reports: Reports | None,
     ) -> tuple[RunConfig, TrainingReport]:
         begun_alone = bool(checkpoints(out / CHECKPOINTS))
         found = None
         if trained_file(self.store, self.run_id).exists() or (self.others and not begun_alone):
             found = self._trained(config, model, bench, str(identity["base model"]), progress)
         if found is None:
-            return train_once(config, model, bench, out, resume, identity, progress)
+            return train_once(config, model, bench, out, resume, identity, progress, reports)
         swap_core(model, found.cores)
         if found.diverged is not None:
             raise DivergenceError(found.diverged)

@@ -40,7 +40,7 @@ from frozencore.lab.run.selecting import score_run, selection_of
 from frozencore.lab.run.targets import resolve_targets
 from frozencore.lab.training.low_rank import PLAIN
 from frozencore.lab.training.recipe import Recipe
-from frozencore.lab.training.reporting import LOGS, require_reporters
+from frozencore.lab.training.reporting import Reports, reporting, require_reporters
 from frozencore.lab.training.train import TrainingReport
 from frozencore.lab.training.train import train as train_alone
 from frozencore.maths.capture import Capture
@@ -53,10 +53,11 @@ Adapted = tuple[PeftModel, Calibration | None]
 Adapt = Callable[[RunConfig, Bench, Targets, Progress], Adapted]
 """Puts the configured adapter on a bench's model, calibrated; what was found is None where no data were read."""
 Train = Callable[
-    [RunConfig, PeftModel, Bench, Path, bool, Mapping[str, Any], Progress], tuple[RunConfig, TrainingReport]
+    [RunConfig, PeftModel, Bench, Path, bool, Mapping[str, Any], Progress, Reports | None],
+    tuple[RunConfig, TrainingReport],
 ]
 """Trains the adapter on a bench's rows. Comes: configuration, model, bench, the run's folder, whether to resume, what a
-checkpoint must share. Goes: the configuration that it trained by, and what it did."""
+checkpoint must share, who is told. Goes: the configuration that it trained by, and what it did."""
 MeasureBases = Callable[[RunConfig, Bench, PeftModel, Progress], Mapping[str, Capture]]
 """What bases capture, by layer, that were made without looking at the data; nothing where that is not known."""
 
@@ -129,19 +130,25 @@ def execute(
     if is_first:
         out.mkdir(parents=True, exist_ok=True)
         method.keep_start(model, out / "start")
-    try:
-        with memory.phase("training"):
-            config, report = (train or train_once)(config, model, bench, out, resume, identity, progress)
-    except DivergenceError as error:
-        if not (method.has_bases and is_first):
-            raise
-        method.save(model, out / LAST_GOOD, out / "start")
-        raise DivergenceError(f"{error} The last good core is in {out / LAST_GOOD}.") from error
-    made = Made(model, calibration, calibration_s, captures, memory, report, targets, hashes, choice, caught, started)
-    recipe = recipe_of(config, bench.rows, bench.model)
-    if config.refreshes and method.has_bases:
-        recipe = replace(recipe, refresh=model.peft_config["default"].rounds)  # of auto, as many as there were
-    return from_first(lambda: finish(config, bench, out, made, recipe, progress))
+    with reporting(config.report_to or (), out, config.model_dump(mode="json")) as reports:
+        try:
+            with memory.phase("training"):
+                config, report = (train or train_once)(config, model, bench, out, resume, identity, progress, reports)
+        except DivergenceError as error:
+            if not (method.has_bases and is_first):
+                raise
+            method.save(model, out / LAST_GOOD, out / "start")
+            raise DivergenceError(f"{error} The last good core is in {out / LAST_GOOD}.") from error
+        made = Made(
+            model, calibration, calibration_s, captures, memory, report, targets, hashes, choice, caught, started
+        )
+        recipe = recipe_of(config, bench.rows, bench.model)
+        if config.refreshes and method.has_bases:
+            recipe = replace(recipe, refresh=model.peft_config["default"].rounds)  # of auto, as many as there were
+        record = from_first(lambda: finish(config, bench, out, made, recipe, progress))
+        if reports is not None:
+            reports.tell(record.scores)
+    return record
 
 
 def adapt_from_data(
@@ -255,6 +262,7 @@ def train_once(
     resume: bool,
     identity: Mapping[str, Any],
     progress: Progress,
+    reports: Reports | None = None,
 ) -> tuple[RunConfig, TrainingReport]:
     """Train an adapter alone, by the configured recipe: a :data:`Train`."""
     report = train_alone(
@@ -267,7 +275,7 @@ def train_once(
         resume=resume,
         identity=identity,
         selection=selection_of(config, bench, progress),
-        reports=(config.report_to, out / LOGS) if config.report_to else None,
+        reports=reports,
         progress=progress,
     )
     return config, report

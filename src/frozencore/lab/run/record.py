@@ -97,6 +97,17 @@ class TunedRecord(RunRecord):
             return self.resources.step_s
         return self.training_s / self.training.num_steps if self.training.num_steps else None
 
+    @property
+    def scores(self) -> dict[str, float]:
+        """Before and after, by name; without those that there are not."""
+        found = {
+            "loss_before": self.held_out_loss_before,
+            "loss": self.held_out_loss,
+            "accuracy_before": self.accuracy_before,
+            "accuracy": self.accuracy,
+        }
+        return {name: score for name, score in found.items() if score is not None}
+
 
 class StabilityRecord(RunRecord):
     """Of a run that compared the bases of two calibration sets: mean principal-angle cosines, in all and by layer."""

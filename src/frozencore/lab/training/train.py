@@ -35,7 +35,7 @@ from frozencore.lab.training.by_length import GroupingCollator, GroupingTrainer
 from frozencore.lab.training.checkpoints import disk_errors_told, starting_point
 from frozencore.lab.training.low_rank import PLAIN, readable_state
 from frozencore.lab.training.recipe import UNREFRESHED, Recipe
-from frozencore.lab.training.reporting import Reporter, reporters
+from frozencore.lab.training.reporting import Reports
 from frozencore.lab.training.row_order import filled_up, without_fillers
 from frozencore.lab.training.selection import NoBetterError, Selected, Selection, Selector
 from frozencore.lab.training.termination import Stop, stop_held_back
@@ -87,7 +87,7 @@ def train(
     resume: bool = False,
     identity: Mapping[str, Any] | None = None,
     selection: Selection | None = None,
-    reports: tuple[Sequence[Reporter], Path] | None = None,
+    reports: Reports | None = None,
     progress: Progress | None = None,
 ) -> TrainingReport:
     """Train the trainable parameters of a model in place, on the device it is on.
@@ -103,7 +103,7 @@ def train(
         identity: What a checkpoint must share with the run that resumes it beside recipe, rows and the shapes of
             what trains; JSON values by name.
         selection: Keep what trained best by validation rows; the last step's values otherwise.
-        reports: Who is told the losses as they come, and the folder for what they write.
+        reports: Who is told the losses as they come.
 
     Raises:
         ConfigError: Nothing is trainable, trainable parameters are below float32, or others than the cores of a
@@ -145,7 +145,7 @@ def train(
         restored.enter_context(own_random_state())
         restored.enter_context(without_dropout(model))
         restored.enter_context(own_use_cache(model))
-        told = restored.enter_context(reporters(*reports)) if reports else []
+        told = [reports] if reports else []
         folder = checkpoint_dir or Path(restored.enter_context(TemporaryDirectory()))
         if selection is not None:
             steps_an_epoch = recipe.num_steps(len(rows)) // recipe.epochs

@@ -19,6 +19,7 @@ from frozencore.lab.run.record import Sweep, SweptRun, TunedRecord
 from frozencore.lab.training.many.seat import Trained
 from frozencore.lab.training.many.tenant import Tenant, Validation
 from frozencore.lab.training.many.train import train_many
+from frozencore.lab.training.reporting import Reports
 from frozencore.lab.training.train import TrainingReport
 from frozencore.progress import Progress
 from frozencore.whole_file import write_json
@@ -74,6 +75,7 @@ def execute_sweep(
         resume: bool,
         identity: Mapping[str, Any],
         progress: Progress,
+        reports: Reports | None,
     ) -> tuple[RunConfig, TrainingReport]:
         configs = [config.model_copy(update=options) for options in combinations]
         tenants = {}
