@@ -23,16 +23,17 @@ def few_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The shipped file with two tasks, two methods and few rows."""
     content = yaml.safe_load(pocket.DEMO.read_text())
     content["base"] |= FEW
-    axes = content["studies"]["demo"]["axes"]
-    axes |= {"task": ["pocket-sentiment", "pocket-math"], "method": ["random", "lora"]}
+    study = content["studies"]["demo"]
+    study["axes"] |= {"task": ["pocket-sentiment", "pocket-math"], "method": ["random", "lora-r1"]}
+    study["variants"] = {"lora-r1": study["variants"]["lora-r1"]}
     (tmp_path / "few.yaml").write_text(yaml.safe_dump(content))
     monkeypatch.setattr(pocket, "DEMO", tmp_path / "few.yaml")
 
 
-def test_every_constructor_and_lora_meet_on_every_pocket_task_with_one_seed() -> None:
+def test_every_constructor_rounds_and_lora_meet_on_every_pocket_task_with_one_seed() -> None:
     axes = demo_campaign(seed=7).studies["demo"].axes
     assert set(axes["task"]) == set(POCKET_TASKS)
-    assert set(axes["method"]) == {*CONSTRUCTORS, "lora"}
+    assert set(axes["method"]) == {*CONSTRUCTORS, "fcca-in-rounds", "lora-r1", "lora"}
     assert axes["seed"] == (7,)
 
 

@@ -71,6 +71,26 @@ def test_where_and_how_much_at_a_time_sums_are_made_decides_neither_them_nor_at_
         assert moments_key(job.config) == moments_key(plain.config)
 
 
+def test_a_variant_is_the_run_of_its_options_and_is_searched_under_its_own_name(tmp_path: Path) -> None:
+    file = write_spec(
+        tmp_path,
+        "name: x\nmodels: {pocket: pocket}\nstudies:\n  main:\n    title: t\n"
+        "    axes: {model: [pocket], task: [pocket-math], method: [lora, lora-r1], seed: [42]}\n"
+        "    fixed: {rank: 4}\n"
+        "    variants: {lora-r1: {method: lora, rank: 1}}\n"
+        "    search: {grids: [{for: [lora-r1], learning_rate: [1e-2, 2e-2]}]}\n",
+    )
+    plain, *trials, blocked = plan(read_campaign(file), unknown)
+    assert plain.job is not None
+    assert plain.job.id == make_job("tune", {**OPTIONS, "method": "lora", "rank": 4}).id
+    assert blocked.job is None
+    assert blocked.axes["method"] == "lora-r1"
+    of_rank_1 = {**OPTIONS, "method": "lora", "rank": 1, "evaluate_on": "validation"}
+    assert [trial.job.id for trial in trials if trial.job] == [
+        make_job("tune", of_rank_1 | {"learning_rate": rate}).id for rate in (1e-2, 2e-2)
+    ]
+
+
 def test_damping_is_a_number_or_a_pair_for_the_two_sides(tmp_path: Path) -> None:
     file = write_spec(
         tmp_path,

@@ -18,6 +18,7 @@ from places import ROOT
 
 HEAD = "name: x\nmodels: {pocket: pocket}\nstudies:\n  main:\n    title: t\n"
 AXES = "    axes: {model: [pocket], task: [pocket-math], method: [fcca], seed: [42]}\n"
+WITH_VARIANT = AXES.replace("[fcca]", "[fcca, small]")
 
 
 def read(tmp_path: Path, text: str) -> object:
@@ -53,6 +54,11 @@ def read(tmp_path: Path, text: str) -> object:
             "line 7: studies.main.fixed.learning_rate: .* finite number",
         ),
         (HEAD + AXES + "    report: {rows: [rank]}\n", "no axis of this study 'rank'"),
+        (HEAD + AXES + "    variants: {small: {method: fcca, rank: 4}}\n", "small is no value of the axis method"),
+        (HEAD + AXES + "    variants: {fcca: {method: fcca}}\n", "A variant cannot be called fcca, which is a method"),
+        (HEAD + WITH_VARIANT + "    variants: {small: {rank: 4}}\n", "variant small does not say which method it is"),
+        (HEAD + WITH_VARIANT + "    variants: {small: {method: fcca, seed: 1}}\n", "gives seed, which is an axis"),
+        (HEAD + WITH_VARIANT + "    variants: {small: {method: fcca, rnak: 4}}\n", "line 7.*Did you mean 'rank'"),
         ("- a\n- b\n", "must hold a campaign"),
         (HEAD + AXES + "    fixed: {warmup: !!python/object/apply:os.getcwd []}\n", "line 7: could not determine"),
     ],

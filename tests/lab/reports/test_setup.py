@@ -107,6 +107,19 @@ def test_the_trained_values_are_those_of_the_records(results, make_record):
     assert column(empty, "trained values") == ["-", "-"]
 
 
+def test_a_variant_has_a_line_of_its_own_options_and_values(results, make_record):
+    yaml = (
+        "  a:\n    title: A\n    axes: {model: [small], task: [svamp], method: [fcca, fcca-r4], seed: [42]}\n"
+        "    variants: {fcca-r4: {method: fcca, rank: 4, damping: 0.1}}\n"
+    )
+    document = campaign_document(results(yaml, make_record))
+    sheet = next(table.sheet for table in document.sections[-1].tables if table.sheet.name == "hyper-parameters")
+    assert column(sheet, "methods") == ["FCCA", "fcca-r4"]
+    assert column(sheet, "rank") == ["16", "4"]
+    assert column(sheet, "calibration") == ["128", "128"]
+    assert column(sheet, "further") == ["-", "damping 0.1"]
+
+
 def test_where_ranks_are_chosen_the_budget_stands_in_their_place(results):
     yaml = (
         "  a:\n    title: A\n    fixed: {rank_budget: 4096}\n"

@@ -39,6 +39,7 @@ from pydantic_core import ErrorDetails
 
 from frozencore.errors import ConfigError
 from frozencore.lab.campaign.study_options import METHODS_OF_GRID, Fixed, Grid, StudyAxes, Value
+from frozencore.lab.methods import METHODS
 from frozencore.lab.run.config import SelectionMetric
 from frozencore.naming import unknown_name
 from frozencore.options import own_refusal
@@ -123,6 +124,8 @@ class Study(_Strict):
             ``reference_size`` examples; ``profile`` is ``tune`` alone on the machine, with nothing taken from other
             runs, for its times and memory.
         fixed: Options of every run of this study, over those of the campaign.
+        variants: Methods with options of their own, over ``fixed``, under names of their own as values of the axis
+            ``method``: ``{lora-r1: {method: lora, rank: 1}}``.
         fuse: Train cores side by side that differ only in what the training is by (learning rate, warm-up, epochs,
             batch; the seed, where the bases depend on the weights alone). Runs that cannot go alone.
     """
@@ -131,6 +134,7 @@ class Study(_Strict):
     kind: Kind = "tune"
     axes: StudyAxes
     fixed: Fixed = {}
+    variants: dict[Name, Fixed] = {}
     search: Search | None = None
     reference_size: int | None = Field(default=None, ge=1)
     fuse: bool = False
@@ -149,11 +153,32 @@ class Study(_Strict):
             if name not in self.axes:
                 raise ConfigError(unknown_name("axis of this study", name, tuple(self.axes)))
         self._require_differences()
+        self._require_variants()
         if (self.kind == "stability") != (self.reference_size is not None):
             raise ConfigError("reference_size belongs to 'kind: stability', and that kind needs it.")
         if self.kind == "stability" and self.search is not None:
             raise ConfigError("A stability study trains nothing: it takes no search.")
         return self
+
+    def method_of(self, name: str) -> str:
+        """Which method a value of the axis ``method`` is: itself, or that of a variant."""
+        return str(self.variants.get(name, {}).get("method", name))
+
+    def options_of(self, method: Value) -> dict[str, Value]:
+        """What is fixed for a value of the axis ``method``, and, if it is a variant, which method it is."""
+        return {**self.fixed, **self.variants.get(str(method), {})}
+
+    def _require_variants(self) -> None:
+        for name, options in self.variants.items():
+            if name not in self.axes.get("method", ()):
+                raise ConfigError(f"The variant {name} is no value of the axis method. Name it there too.")
+            if name in METHODS:
+                raise ConfigError(f"A variant cannot be called {name}, which is a method. Give it another name.")
+            if "method" not in options:
+                raise ConfigError(f"The variant {name} does not say which method it is: add method: to it.")
+            for axis in self.axes:
+                if axis != "method" and axis in options:
+                    raise ConfigError(f"The variant {name} gives {axis}, which is an axis of the study. Leave one out.")
 
     def _require_differences(self) -> None:
         report = self.report

@@ -188,8 +188,10 @@ def _few_trials(study: Study, num: int) -> Study:
 
 
 def _changed(study: Study, axes: dict[str, tuple[Value, ...]]) -> Study:
-    """The study with other values of its axes, in its own order."""
-    return study.model_copy(update={"axes": {axis: axes.get(axis, values) for axis, values in study.axes.items()}})
+    """The study with other values of its axes, in its own order, and with the variants that are left."""
+    kept = {axis: axes.get(axis, values) for axis, values in study.axes.items()}
+    variants = {name: options for name, options in study.variants.items() if name in kept["method"]}
+    return study.model_copy(update={"axes": kept, "variants": variants})
 
 
 def _with(campaign: Campaign, studies: dict[str, Study]) -> Campaign:
@@ -210,6 +212,7 @@ def _but_for_the_models(campaign: Campaign) -> tuple[object, ...]:
             study.kind,
             [axis for axis in study.axes.items() if axis[0] != "model"],
             study.fixed,
+            study.variants,
             study.search,
             study.reference_size,
             study.report,

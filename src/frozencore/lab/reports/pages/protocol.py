@@ -28,6 +28,9 @@ def studies_axes(campaign: Campaign) -> Iterator[tuple[str, str, str]]:
             yield study.title, axis_name(name), ", ".join(value_name(name, value) for value in values)
         for name, value in study.fixed.items():
             yield study.title, axis_name(name), value_name(name, value)
+        for variant, options in study.variants.items():
+            said = "; ".join(f"{axis_name(name)} {value_name(name, value)}" for name, value in options.items())
+            yield study.title, variant, said
         if study.search is not None:
             for grid in study.search.grids:
                 chosen = "; ".join(f"{axis_name(name)} {_listed(name, values)}" for name, values in grid.items())

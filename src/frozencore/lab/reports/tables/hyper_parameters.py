@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
+from frozencore.lab.campaign.plan import Axes
 from frozencore.lab.campaign.results import CampaignResults, StudyResults
 from frozencore.lab.campaign.spec import Campaign, Study
-from frozencore.lab.methods import AdapterOptions, find_method
+from frozencore.lab.methods import AdapterOptions, Method, find_method
 from frozencore.lab.reports.labels import axis_name, method_name, value_name
 from frozencore.lab.reports.sheets.sheet import Sheet, SheetCell, label
 from frozencore.lab.run.config import RunConfig
@@ -84,15 +85,19 @@ class _Options:
         yield ", ".join(value_name("seed", seed) for seed in self.study.axes["seed"])
 
     @property
+    def _row(self) -> Method:
+        return find_method(self.study.method_of(self.method))
+
+    @property
     def _grid(self) -> dict[str, tuple[Any, ...]]:
         return dict(self.study.search.grid(self.method)) if self.study.search else {}
 
     def _values(self, name: str) -> tuple[Any, ...]:
         """Every value that the option takes; of those that the search tries, one is chosen."""
-        row = find_method(self.method)
+        row = self._row
         own = {"learning_rate": row.learning_rate, "warmup": row.warmup}
         default = own.get(name, RunConfig.model_fields[name].default if name in RunConfig.model_fields else None)
-        given = {**self.campaign.base, **self.study.fixed}.get(name, default)
+        given = {**self.campaign.base, **self.study.options_of(self.method)}.get(name, default)
         return self._grid.get(name) or self.study.axes.get(name) or (given,)
 
     def _text(self, name: str) -> str:
@@ -101,10 +106,10 @@ class _Options:
 
     def _reads_data(self) -> bool:
         default = {name: RunConfig.model_fields[name].default for name in ("rank", "seed")}
-        return bool(find_method(self.method).needs(AdapterOptions(**default, targets=(), core={})))
+        return bool(self._row.needs(AdapterOptions(**default, targets=(), core={})))
 
     def _further(self) -> list[str]:
-        named = (*self.campaign.base, *self.study.fixed, *self.study.axes, *self._grid)
+        named = (*self.campaign.base, *self.study.options_of(self.method), *self.study.axes, *self._grid)
         return [name for name in dict.fromkeys(named) if name not in SHOWN_APART]
 
     def _selection(self) -> str:
@@ -112,10 +117,15 @@ class _Options:
         return f"{trials} trials by {axis_name(search.select)}, seed {search.seed}" if search and trials > 1 else "none"
 
 
+def _method(axes: Axes, record: TunedRecord) -> str:
+    """As the study calls it."""
+    return str(axes.get("method", record.method))
+
+
 def _trained(study: StudyResults, methods: list[str]) -> SheetCell:
     """What the runs of these methods train, as their records have it."""
-    records = [run.record for run in study.runs if isinstance(run.record, TunedRecord)]
-    counts = sorted({record.trainable_parameters for record in records if record.method in methods})
+    ended = [(run.axes, run.record) for run in study.runs if isinstance(run.record, TunedRecord)]
+    counts = sorted({record.trainable_parameters for axes, record in ended if _method(axes, record) in methods})
     if not counts:
         return SheetCell("-", hint="nothing was trained", is_undefined=True)
     return SheetCell(f"{counts[0]:,}" + (f" to {counts[-1]:,}" if len(counts) > 1 else ""), value=counts[0])

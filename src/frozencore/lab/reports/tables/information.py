@@ -20,8 +20,8 @@ HEADINGS = ("constructor", "task signal", "geometry", "source")
 
 def information_sheet(campaign: Campaign) -> Sheet | None:
     """A line for each constructor of the campaign, at its default options; None where there is none."""
-    named = [methods_of(campaign, study) for study in campaign.studies.values()]
-    names = [name for name in dict.fromkeys(name for methods in named for name in methods) if name in CONSTRUCTORS]
+    named = [study.method_of(name) for study in campaign.studies.values() for name in methods_of(campaign, study)]
+    names = [name for name in dict.fromkeys(named) if name in CONSTRUCTORS]
     if not names:
         return None
     return Sheet(
