@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from frozencore.errors import ConfigError
 from frozencore.maths.linalg import GRAM_LIMIT, KRYLOV_BLOCKS, KRYLOV_WIDTH, Shape
 from frozencore.maths.moments import MomentName
-from frozencore.sizes import read_size
+from frozencore.sizes import at_least, bytes_in_words, read_size
 
 SKETCH_WIDTH, KEPT_WIDTH = 8, 2  # times the rank: columns of a sketch, and of what its first round leaves
 SKETCH_PASSES = 4
@@ -109,8 +109,8 @@ def plan_passes(
     if not possible:
         smallest = smallest_budget(costs)
         raise ConfigError(
-            f"A memory budget of {_readable(budget)} is too small for these layers, even one at a time: the smallest "
-            f'that works is "{-(-smallest // 2**20)}MiB". Smaller batches or fewer target modules need less.'
+            f"A memory budget of {bytes_in_words(budget)} is too small for these layers, even one at a time: the "
+            f'smallest that works is "{at_least(smallest)}". Smaller batches or fewer target modules need less.'
         )
     return min(possible, key=lambda plan: plan.num_runs(num_backward))  # the exact one if they are equal
 
@@ -199,7 +199,3 @@ def _peak(costs: Mapping[str, LayerCost], group: list[str]) -> int:
 
 def _alone(cost: LayerCost) -> int:
     return cost.sums + max(cost.waiting + cost.passing, cost.building)
-
-
-def _readable(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:.4g} MiB"

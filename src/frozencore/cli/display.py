@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TaskID, 
 from rich.progress import Progress as Bars
 
 from frozencore.lab.run.interrupted import kept_of
+from frozencore.sizes import time_in_words
 
 LABELS = {
     "load": "Load model and rows",
@@ -93,14 +94,9 @@ class StageDisplay:
             self.console.print(f"{label}: {total} in {now - began:.1f} s{noted}", highlight=False)
         elif now - self.told.setdefault(stage, began) >= LINE_EVERY_S and done > already:
             self.told[stage] = now
-            to_go = "" if total is None else f", {_in_words((now - began) / (done - already) * (total - done))} to go"
+            to_go = (
+                "" if total is None else f", {time_in_words((now - began) / (done - already) * (total - done))} to go"
+            )
             self.console.print(
                 f"{label}: {done}" + ("" if total is None else f" of {total}") + f"{noted}{to_go}", highlight=False
             )
-
-
-def _in_words(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    hours, minutes = divmod(round(seconds / 60), 60)
-    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min"

@@ -20,6 +20,7 @@ from frozencore.lab.campaign.worker import Place, Worker
 from frozencore.lab.rehearsal.rehearse import Means, Rehearsal, rehearse
 from frozencore.lab.rehearsal.sample import quick_sample, whole_sample
 from frozencore.naming import num_of
+from frozencore.sizes import time_in_words
 
 MOST_WORKERS = 4
 MOST_REASONS = 10
@@ -61,9 +62,10 @@ def run_rehearsal(
 
 def rehearsal_screen(found: Rehearsal) -> Iterator[RenderableType]:
     """One screen: cells filled and empty, files, and what a real run needs that is missing here."""
-    minutes = f"{found.time_s / 60:.1f} minutes" if found.time_s >= 90 else f"{found.time_s:.0f} seconds"
     runs = num_of(found.num_runs, "run")
-    yield Text(f"Rehearsal of {found.campaign}: {runs}, {found.num_failed} failed, {minutes}", "bold")
+    yield Text(
+        f"Rehearsal of {found.campaign}: {runs}, {found.num_failed} failed, {time_in_words(found.time_s)}", "bold"
+    )
     yield _stand_ins(found)
     if found.left_out:
         yield Text(f"Sampled: {'; '.join(found.left_out)}.")

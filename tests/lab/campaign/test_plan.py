@@ -298,7 +298,9 @@ def test_the_time_to_go_is_the_mean_of_the_finished_runs_shared_by_the_workers(c
     assert time_to_go(runs, store, 2) == ""  # nothing to go by
     outcomes |= {first: scored(total_s=1800.0), second: scored(total_s=5400.0)}
     left = tally(runs, store).left
-    hours = {workers: f"{left / workers:.0f} hours" for workers in (1, 2)}  # an hour each
+    hours = {
+        workers: f"{left // workers} h {left % workers * 60 // workers:02} min" for workers in (1, 2)
+    }  # an hour each
     assert time_to_go(runs, store, 2) == f", about {hours[2]} to go on 2 workers"
     assert time_to_go(runs, store, 0) == f", about {hours[1]} to go on 1 workers"
 
@@ -340,8 +342,8 @@ studies:
         store: Any = SimpleNamespace(outcome=unknown)
         (line,) = estimate_lines(runs, store, Place())
         seconds = 4 * num_runs + starts * START_S
-        assert line.startswith(f"Estimate for the {num_runs} runs left: {seconds:.0f} seconds on one worker, ")
-        assert f" {starts * START_S:.0f} seconds of it until " in line
+        assert line.startswith(f"Estimate for the {num_runs} runs left: {seconds:.0f} s on one worker, ")
+        assert f" {starts * START_S:.0f} s of it until " in line
 
 
 def test_a_finished_campaign_needs_no_estimate(campaign: Campaign) -> None:

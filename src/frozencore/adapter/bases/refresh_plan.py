@@ -15,6 +15,7 @@ from frozencore.calibration.budget import layer_cost, memory_bytes
 from frozencore.calibration.running_sketch import sketch_bytes
 from frozencore.errors import ConfigError
 from frozencore.maths.linalg import Shape
+from frozencore.sizes import at_least
 
 COST = 0.09  # of the products of a training that gathering may add: with the refreshes 15 % of the time at most
 ROWS_OF_A_ROUND = 100  # of fewer, bases lose more than their being newer brings
@@ -86,8 +87,7 @@ def widths_within(
                 return widths
         if memory_budget is None:
             return widths
-    unit, size = ("MB", 10**6) if smallest > 10**7 else ("KB", 10**3)
     raise ConfigError(
         f"A memory budget of {memory_budget} is too small for the sums that refreshing chooses bases by: the smallest "
-        f'that works is "{-(-smallest // size)}{unit}". Fewer target modules or a lower rank need less.'
+        f'that works is "{at_least(smallest)}". Fewer target modules or a lower rank need less.'
     )

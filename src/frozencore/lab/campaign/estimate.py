@@ -21,7 +21,7 @@ from frozencore.errors import FrozenCoreError, ModelError
 from frozencore.lab.campaign.job import Job
 from frozencore.lab.campaign.plan import Planned
 from frozencore.lab.campaign.shared import moments_key
-from frozencore.lab.campaign.standing import in_words, measured_seconds, tally
+from frozencore.lab.campaign.standing import measured_seconds, tally
 from frozencore.lab.campaign.store import Store
 from frozencore.lab.campaign.worker import Place
 from frozencore.lab.rows.prompts import PromptEncoder
@@ -31,6 +31,7 @@ from frozencore.lab.run.config import RunConfig
 from frozencore.lab.run.loading import load_config, load_tokenizer
 from frozencore.lab.run.targets import attention_shapes
 from frozencore.naming import num_of
+from frozencore.sizes import time_in_words
 
 TOKENS_A_ROW = 128  # where the rows cannot be read
 SAMPLED_ROWS = 32
@@ -93,8 +94,8 @@ def estimate_lines(
     starts = 1 + sum(job.kind == "profile" for job in jobs.values())  # each of these in a process of its own
     started = "it has started" if starts == 1 else f"its {starts} processes have started"
     yield (
-        f"Estimate for the {num_of(left, 'run')} left: {in_words(each * left + START_S * starts)} on one worker, "
-        f"{in_words(START_S * starts)} of it until {started} "
+        f"Estimate for the {num_of(left, 'run')} left: {time_in_words(each * left + START_S * starts)} on one worker, "
+        f"{time_in_words(START_S * starts)} of it until {started} "
         f"({basis}, {mean(tokens.values()):.0f} tokens a row), {memory / 2**30:.1f} GiB of memory a worker, "
         f"{disk / 2**30:.2f} GiB of disk."
     )

@@ -9,6 +9,7 @@ from statistics import mean
 from frozencore.lab.campaign.plan import Planned
 from frozencore.lab.campaign.store import Store
 from frozencore.lab.run.record import TunedRecord
+from frozencore.sizes import time_in_words
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ def time_to_go(planned: Sequence[Planned], store: Store, num_running: int) -> st
     if not measured or not left:
         return ""
     seconds = mean(measured) * left / max(1, num_running)
-    return f", about {in_words(seconds)} to go on {max(1, num_running)} workers"
+    return f", about {time_in_words(seconds)} to go on {max(1, num_running)} workers"
 
 
 def measured_seconds(planned: Sequence[Planned], store: Store) -> list[float]:
@@ -50,11 +51,3 @@ def measured_seconds(planned: Sequence[Planned], store: Store) -> list[float]:
     outcomes = [store.outcome(run.job.id) for run in planned if run.job]
     records = [outcome.record for outcome in outcomes if outcome and isinstance(outcome.record, TunedRecord)]
     return [record.total_s for record in records if record.total_s is not None]
-
-
-def in_words(seconds: float) -> str:
-    """A time to the whole second, minute, hour or day."""
-    for unit, length in (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0)):
-        if seconds >= 2 * length:
-            return f"{seconds / length:.0f} {unit}"
-    return f"{seconds:.0f} seconds"

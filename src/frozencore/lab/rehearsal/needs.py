@@ -20,6 +20,7 @@ from frozencore.lab.campaign.spec import Campaign
 from frozencore.lab.rehearsal.models import Original
 from frozencore.lab.rehearsal.stand_ins import StandIns
 from frozencore.lab.run.loading import model_location
+from frozencore.sizes import bytes_in_words
 
 HUB_TIMEOUT_S = 3.0
 STORED_BYTES = 2  # of a value, as hub models are mostly stored
@@ -39,7 +40,7 @@ def needs_of_models(originals: Mapping[str, Original]) -> list[Need]:
     """The models that a campaign names, by what it says of them."""
     found = []
     for location, original in originals.items():
-        size = _size(size_of(original.config).num_parameters * STORED_BYTES)
+        size = bytes_in_words(size_of(original.config).num_parameters * STORED_BYTES)
         here = has_weights(location)
         found.append(
             Need(f"model {location}, {size}", "here" if here else "neither a folder nor in the cache", not here)
@@ -78,8 +79,8 @@ def needs_of_machine(jobs: Sequence[Job], originals: Mapping[str, Original], fol
     nearest = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(nearest).free
     return [
-        Need(f"memory of a worker, {_size(memory)}", f"{_size(there)} {where}", memory > there),
-        Need(f"disk, {_size(disk)} with the models", f"{_size(free)} free", disk > free),
+        Need(f"memory of a worker, {bytes_in_words(memory)}", f"{bytes_in_words(there)} {where}", memory > there),
+        Need(f"disk, {bytes_in_words(disk)} with the models", f"{bytes_in_words(free)} free", disk > free),
     ]
 
 
@@ -100,10 +101,6 @@ def has_weights(location: str) -> bool:
         except (LocalEntryNotFoundError, HFValidationError, OSError):
             return False
     return any(any(folder.glob(pattern)) for pattern in WEIGHTS)
-
-
-def _size(num_bytes: float) -> str:
-    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**28 else f"{num_bytes / 2**20:.1f} MiB"
 
 
 def real_needs(campaign: Campaign, stand_ins: StandIns, folder: Path) -> list[Need]:
