@@ -33,9 +33,10 @@ base:
 keep_adapters: true
 studies:
   rates:
-    title: Learning rates on one basis, one of which diverges
+    title: Learning rates on one basis, one of which diverges and some of which stop early
     fuse: FUSE
-    axes: {model: [pocket], task: [pocket-sentiment], method: [fcca], learning_rate: [1e-3, 1e38, 5e-3], seed: [42]}
+    fixed: {select_checkpoint: 1, patience: 1}
+    axes: {model: [pocket], task: [pocket-sentiment], method: [fcca], learning_rate: [1e-3, 1e38, 4.0], seed: [42]}
     report: {columns: [learning_rate]}
   seeds:
     title: Seeds on bases of the weights
@@ -87,6 +88,7 @@ def test_a_fused_run_is_the_run_alone(alone: Store, fused: Store) -> None:
         assert one.selection is not None
         assert other.selection is not None
         assert one.selection.kept_step == other.selection.kept_step
+        assert one.selection.stopped_early == other.selection.stopped_early
         assert [score.accuracy for score in one.selection.scores] == [s.accuracy for s in other.selection.scores]
         files = [store.runs / run_id / "predictions.jsonl" for store in (fused, alone)]
         assert [json.loads(line)["correct"] for line in files[0].open()] == [
@@ -96,6 +98,9 @@ def test_a_fused_run_is_the_run_alone(alone: Store, fused: Store) -> None:
         assert saved[0].keys() == saved[1].keys()
         for name, tensor in saved[0].items():
             assert (tensor - saved[1][name]).norm() <= 1e-4 * saved[1][name].norm() + 1e-9, name
+    stopped = [run_id for run_id, one in ours.items() if one.selection is not None and one.selection.stopped_early]
+    assert stopped
+    assert all(ours[run_id].training.num_steps < 8 for run_id in stopped)
 
 
 def test_a_record_says_in_what_company_its_run_trained(alone: Store, fused: Store) -> None:

@@ -231,12 +231,19 @@ def test_checkpoints_of_another_choice_are_refused(tmp_path: Path) -> None:
         run(None, folder=tmp_path, resume=True)
 
 
-def test_a_model_whose_validation_loss_is_no_number_has_diverged() -> None:
+def test_a_model_whose_validation_loss_is_no_number_has_diverged_and_gets_its_last_good_core_back() -> None:
+    model = adapted("random")
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+
     def broken(model: nn.Module, progress: Progress) -> tuple[float, float | None]:
+        for parameter in trained:
+            parameter.data.fill_(torch.nan)
         raise ModelError("The model's loss on held-out rows is not finite.")
 
     with pytest.raises(DivergenceError, match="Training diverged at step 4 of 12: The model's loss on held-out rows"):
-        run(broken)
+        run(broken, model=model)
+    assert all(bool(parameter.isfinite().all()) for parameter in trained)
+    assert any(bool(parameter.any()) for parameter in trained)  # of step 3
 
 
 def test_the_time_of_scoring_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -166,6 +166,7 @@ def _tenant(config: RunConfig, bench: Bench, progress: Progress) -> Tenant:
         validation = Validation(
             rows.tokens,
             selection.every,
+            selection.patience,
             score=lambda model: selection.score(model, lambda *_: None),
             scored_by=selection.identity,
         )

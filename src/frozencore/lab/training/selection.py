@@ -61,15 +61,35 @@ class Selection:
     patience: int | None = None
 
     def __post_init__(self) -> None:
-        if self.patience is not None and self.patience < 1:
-            raise ConfigError(f"At least one score must be no better before a training ends, got {self.patience}.")
-        if self.every != "epoch" and self.every < 1:
-            raise ConfigError(f"Between two scores there must be at least one step, got {self.every}.")
+        require_choosable(self.every, self.patience)
 
-    def due(self, step: int, num_steps: int, steps_an_epoch: int) -> bool:
-        """Whether a step is one of those to score."""
-        every = steps_an_epoch if self.every == "epoch" else self.every
-        return step > 0 and (step % every == 0 or step == num_steps)
+
+def require_choosable(every: Every, patience: int | None) -> None:
+    """Check when a training is scored and when it ends.
+
+    Raises:
+        ConfigError: Scores lie less than a step apart, or the training would end with a score that is better.
+    """
+    if patience is not None and patience < 1:
+        raise ConfigError(f"At least one score must be no better before a training ends, got {patience}.")
+    if every != "epoch" and every < 1:
+        raise ConfigError(f"Between two scores there must be at least one step, got {every}.")
+
+
+def is_due(every: Every, step: int, num_steps: int, steps_an_epoch: int) -> bool:
+    """Whether the values after so many steps are to be scored."""
+    interval = steps_an_epoch if every == "epoch" else every
+    return step > 0 and (step % interval == 0 or step == num_steps)
+
+
+def leader(scores: Sequence[StepScore]) -> StepScore:
+    """The best, the first of equal ones."""
+    return max(scores, key=lambda score: score.worth)
+
+
+def is_patience_lost(scores: Sequence[StepScore], patience: int | None) -> bool:
+    """Whether so many of the last scores are no better than the best."""
+    return patience is not None and bool(scores) and len(scores) - 1 - scores.index(leader(scores)) >= patience
 
 
 @dataclass(frozen=True)
@@ -144,13 +164,12 @@ class Selector(TrainerCallback):
         """Give the parameters the best step's values."""
         for name, value in self._best.items():
             self._parameters[name].copy_(value)
-        return Selected(tuple(self._scores), self._leader().step, self.time_s, self.stopped)
+        return Selected(tuple(self._scores), leader(self._scores).step, self.time_s, self.stopped)
 
     def _score_if_due(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
         step, started = state.global_step, time.perf_counter()
-        if step in {score.step for score in self._scores} or not self.selection.due(
-            step, state.max_steps, self.steps_an_epoch
-        ):
+        due = is_due(self.selection.every, step, state.max_steps, self.steps_an_epoch)
+        if not due or step in {score.step for score in self._scores}:
             return
 
         def go_on(*_: object) -> None:
@@ -170,13 +189,9 @@ class Selector(TrainerCallback):
         told = {"eval_loss": loss} | ({} if accuracy is None else {"eval_accuracy": accuracy})
         for reporter in self.reporters:
             reporter.on_log(args, state, control, logs=dict(told))
-        if self._leader().step == step:
+        if leader(self._scores).step == step:
             self._best = {name: value.clone() for name, value in self._parameters.items()}
         self.time_s += time.perf_counter() - started
-        since_best = len(self._scores) - 1 - self._scores.index(self._leader())
-        if since_best == self.selection.patience and step < state.max_steps:
+        if is_patience_lost(self._scores, self.selection.patience) and step < state.max_steps:
             self.stopped = True
             raise NoBetterError
-
-    def _leader(self) -> StepScore:
-        return max(self._scores, key=lambda score: score.worth)

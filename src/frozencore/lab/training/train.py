@@ -27,7 +27,7 @@ from transformers import PrinterCallback
 from frozencore.adapter.bases.refresh import Refresh
 from frozencore.adapter.trainable import require_own_parameters
 from frozencore.calibration.shards import num_ranks
-from frozencore.errors import ConfigError, DataError, TrainingError
+from frozencore.errors import ConfigError, DataError, DivergenceError, TrainingError
 from frozencore.lab.rows.batches import PaddingCollator
 from frozencore.lab.rows.prompts import TokenRow
 from frozencore.lab.training.arguments import training_arguments
@@ -173,6 +173,9 @@ def train(
         with disk_errors_told(checkpoint_dir):
             try:
                 trainer.train(resume_from_checkpoint=None if resumed_from is None else str(resumed_from))
+            except DivergenceError:
+                monitor.put_back(trainer.state.global_step)
+                raise
             except NoBetterError:
                 for reporter in told:
                     reporter.on_train_end(trainer.args, trainer.state, trainer.control)

@@ -82,7 +82,7 @@ class LossMonitor(TrainerCallback):
     """Reports each step's loss, and stops at the first that is not finite, before it can be saved.
 
     Args:
-        kept: Parameters that then get back the last values whose loss and gradient were finite.
+        kept: Parameters that :meth:`put_back` gives the last values whose loss and gradient were finite.
         refresh: What changes the bases that they are on.
         paused_s: Seconds so far that were not spent on steps.
         tokens_a_step: In the mean, padding left out.
@@ -130,10 +130,6 @@ class LossMonitor(TrainerCallback):
         self.step_ends.append(time.perf_counter() - self.paused_s())
         loss, gradient_norm = logs["loss"], logs.get("grad_norm", 0.0)
         if not math.isfinite(loss) or not math.isfinite(gradient_norm):
-            if self.refresh is not None:
-                self.refresh.take_back(state.global_step)
-            if self._kept:
-                torch._foreach_copy_(self._kept, self._good)
             raise DivergenceError(
                 divergence(state.global_step, state.max_steps, loss, gradient_norm, args.learning_rate)
             )
@@ -141,6 +137,13 @@ class LossMonitor(TrainerCallback):
         if self.progress is not None:
             self._told = state.global_step, state.max_steps
             self.progress("train", *self._told, f"loss {loss:.3f}, rate {logs['learning_rate']:.1e}{self._speed()}")
+
+    def put_back(self, step: int) -> None:
+        """Give the parameters their last good values, after a step that has diverged."""
+        if self.refresh is not None:
+            self.refresh.take_back(step)
+        if self._kept:
+            torch._foreach_copy_(self._kept, self._good)
 
     def _speed(self) -> str:
         """Of the last steps; the first one has no beginning that was seen."""

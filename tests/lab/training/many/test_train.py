@@ -334,6 +334,7 @@ def test_a_tenant_whose_validation_loss_rises_stops_early_and_keeps_its_best() -
     ]
     ends = next(i for i in range(len(scores)) if i - max(b for b in best if b <= i) == 3)
     report = stopped["anna"].report
+    assert (report.selected.stopped, whole["anna"].report.selected.stopped) == (True, False)
     assert report.num_steps == ends + 1 < whole["anna"].report.num_steps
     assert report.selected.scores == scores[: ends + 1]
     assert {name: one.report.num_steps for name, one in stopped.items() if name != "anna"} == {
@@ -346,9 +347,9 @@ def test_what_cannot_train_together_is_refused_in_one_line() -> None:
         Tenant([], RECIPE)
     with pytest.raises(DataError, match="rows to validate on"):
         Validation([])
-    for wrong, rule in ((0, "at least one step"), (None, "from 1 up")):
+    for every, patience, rule in ((0, None, "at least one step"), (1, 0, "no better before a training ends, got 0")):
         with pytest.raises(ConfigError, match=rule):
-            Validation(rows_of(1, seed=1), every=1 if wrong is None else wrong, patience=0)
+            Validation(rows_of(1, seed=1), every, patience)
     with pytest.raises(ConfigError, match="at least one slot, got 0"):
         company_of(adapted(), num_slots=0)
     with pytest.raises(ConfigError, match="none called 'other'"):

@@ -56,8 +56,6 @@ def execute_sweep(
         raise ConfigError("A sweep trains cores side by side on one basis, which refreshing leaves. Give one of them.")
     if config.report_to:
         raise ConfigError("--report-to follows one training, but a sweep is many side by side. Give one of them.")
-    if config.patience is not None:
-        raise ConfigError("A sweep's runs all train to their ends: leave --patience out.")
     chooses = config if config.select_checkpoint != "none" else config.model_copy(update={"select_checkpoint": "epoch"})
     refuse_used(out, resume=resume)
     bench = prepare(chooses, progress)
@@ -82,7 +80,7 @@ def execute_sweep(
         for number, one in enumerate(configs):
             plain = Tenant(bench.rows.train, recipe_of(one, bench.rows, bench.model))
             every = plain.num_steps if one.select_checkpoint == "none" else one.select_checkpoint
-            tenants[str(number)] = Tenant(plain.rows, plain.recipe, Validation(rows.tokens, every))
+            tenants[str(number)] = Tenant(plain.rows, plain.recipe, Validation(rows.tokens, every, one.patience))
         trained = train_many(
             model,
             tenants,

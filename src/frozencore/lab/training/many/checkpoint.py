@@ -147,8 +147,9 @@ def read_trained(file: Path) -> tuple[Trained, dict[str, Any]]:
         if (company := report.get("company")) is not None:
             report["company"] = tuple(company)
         if (chosen := report["selected"]) is not None:
-            scores = tuple(StepScore(**score) for score in chosen["scores"])
-            report["selected"] = Selected(scores, chosen["step"], chosen["time_s"])
+            report["selected"] = Selected(
+                **chosen | {"scores": tuple(StepScore(**score) for score in chosen["scores"])}
+            )
         return Trained(load_file(file), TrainingReport(**report), said["diverged"]), said.get("identity", {})
     except (OSError, SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(one_line(error, 120)) from error

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from frozencore.lab.training.many.tenant import Tenant
-from frozencore.lab.training.selection import Selected, StepScore
+from frozencore.lab.training.selection import Selected, StepScore, is_patience_lost, leader
 from frozencore.lab.training.train import TrainingReport
 
 
@@ -55,28 +55,22 @@ class Seat:
 
     @property
     def has_ended(self) -> bool:
-        return self.diverged is not None or self.step == self.tenant.num_steps or self._is_stale
-
-    @property
-    def _is_stale(self) -> bool:
-        validation = self.tenant.validation
-        if validation is None or validation.patience is None or not self.scores:
-            return False
-        return len(self.scores) - 1 - self.scores.index(self.leader) >= validation.patience
-
-    @property
-    def leader(self) -> StepScore:
-        return max(self.scores, key=lambda score: score.worth)
+        chosen = self.tenant.validation
+        is_stale = chosen is not None and is_patience_lost(self.scores, chosen.patience)
+        return self.diverged is not None or self.step == self.tenant.num_steps or is_stale
 
     def scored(self, loss: float, accuracy: float | None, values: Tensor) -> None:
         """Note what the values scored as they are; the best are kept, the first of equal ones."""
         self.scores.append(StepScore(self.step, loss, accuracy))
-        if self.leader is self.scores[-1]:
+        if leader(self.scores) is self.scores[-1]:
             self.best = values.clone()
 
     def report(self, resumed_from: Path | None) -> TrainingReport:
         tail = self.losses[-math.ceil(len(self.losses) / 10) :]
-        chosen = self.scores and self.diverged is None
+        chosen = None
+        if self.scores and self.diverged is None:
+            stopped = self.step < self.tenant.num_steps
+            chosen = Selected(tuple(self.scores), leader(self.scores).step, self.scoring_s, stopped)
         return TrainingReport(
             num_steps=self.step,
             losses=tuple(self.losses),
@@ -84,7 +78,7 @@ class Seat:
             time_s=sum(self.steps_s),
             step_s=median(self.steps_s) if self.steps_s else None,
             resumed_from=resumed_from,
-            selected=Selected(tuple(self.scores), self.leader.step, self.scoring_s) if chosen else None,
+            selected=chosen,
         )
 
     def written(self) -> dict[str, Any]:

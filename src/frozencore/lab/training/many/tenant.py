@@ -12,7 +12,7 @@ from torch import nn
 from frozencore.errors import ConfigError, DataError
 from frozencore.lab.rows.prompts import TokenRow
 from frozencore.lab.training.recipe import Recipe
-from frozencore.lab.training.selection import Every
+from frozencore.lab.training.selection import Every, is_due, require_choosable
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,7 @@ class Validation:
     def __post_init__(self) -> None:
         if not self.rows:
             raise DataError("To choose among the steps of a tenant there must be rows to validate on, got none.")
-        if self.every != "epoch" and self.every < 1:
-            raise ConfigError(f"Between two scores there must be at least one step, got {self.every}.")
-        if self.patience is not None and self.patience < 1:
-            raise ConfigError(f"A patience is a number of scores from 1 up, got {self.patience}.")
+        require_choosable(self.every, self.patience)
 
 
 @dataclass(frozen=True)
@@ -82,7 +79,5 @@ class Tenant:
 
     def is_scored(self, step: int) -> bool:
         """Whether the values after so many steps are scored on the validation rows."""
-        if self.validation is None or step == 0:
-            return False
-        every = self.steps_an_epoch if self.validation.every == "epoch" else self.validation.every
-        return step % every == 0 or step == self.num_steps
+        chosen = self.validation
+        return chosen is not None and is_due(chosen.every, step, self.num_steps, self.steps_an_epoch)
