@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from typing import TypeVar, cast
 
@@ -24,17 +25,28 @@ from frozencore.one_line import one_line
 from frozencore.out_of_memory import is_out_of_memory
 
 T = TypeVar("T")
+_BY_ITSELF = ContextVar("by itself", default=False)
 FINE, NO_ROOM, FAILED = 0, 1, 2  # how a rank's work ended
 
 
 def num_ranks() -> int:
     """How many processes calibrate together; 1 without an initialised process group."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() and not _BY_ITSELF.get() else 1
 
 
 def own_rank() -> int:
     """This process's place among them."""
     return dist.get_rank() if num_ranks() > 1 else 0
+
+
+@contextmanager
+def by_itself() -> Iterator[None]:
+    """Inside, this rank works as if there were no others: nothing is summed, shared or waited for."""
+    before = _BY_ITSELF.set(True)
+    try:
+        yield
+    finally:
+        _BY_ITSELF.reset(before)
 
 
 def assign_owners(shapes: Mapping[str, Shape], ranks: int | None = None) -> dict[str, int]:
@@ -43,11 +55,16 @@ def assign_owners(shapes: Mapping[str, Shape], ranks: int | None = None) -> dict
     Args:
         ranks: How many there are; those of the process group by default.
     """
-    load = [0] * (ranks or num_ranks())
+    return spread({name: _svd_cost(shape) for name, shape in shapes.items()}, ranks or num_ranks())
+
+
+def spread(costs: Mapping[str, int], ranks: int) -> dict[str, int]:
+    """A rank for each thing that costs, by name, such that all have about the same to do: the dearest ones first."""
+    load = [0] * ranks
     owners = {}
-    for name in sorted(shapes, key=lambda name: (-_svd_cost(shapes[name]), name)):
-        owners[name] = min(range(len(load)), key=load.__getitem__)
-        load[owners[name]] += _svd_cost(shapes[name])
+    for name in sorted(costs, key=lambda name: (-costs[name], name)):
+        owners[name] = min(range(ranks), key=load.__getitem__)
+        load[owners[name]] += costs[name]
     return owners
 
 

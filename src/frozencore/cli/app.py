@@ -49,7 +49,7 @@ def app() -> None:
     )
     verbs.callback()(_common)
     words = _words()
-    if words[:1] != ["tune"]:
+    if words[:1] not in [[verb.name] for verb in VERBS if verb.by_several]:
         refuse_several(f"frozencore {' '.join(words[:1])}".strip())
     console.quiet = not is_first()
     if _ASKS in os.environ or "--help" in words:

@@ -11,7 +11,7 @@ from frozencore.cli.console import console
 from frozencore.cli.run_flags import OF_ONE_TRAINING, TakesRun
 from frozencore.lab.run.config import RunConfig
 
-OF_TRAINING = ("basis", "learning_rate", "warmup", "epochs", "batch_size", "accumulation", *OF_ONE_TRAINING)
+OF_TRAINING = ("basis", "learning_rate", "warmup", "epochs", "batch_size", "accumulation", "patience", *OF_ONE_TRAINING)
 
 
 def _calibrate(

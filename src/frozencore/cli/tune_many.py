@@ -10,6 +10,7 @@ import typer
 from frozencore.cli.console import console
 from frozencore.cli.run_flags import OF_ONE_TRAINING, TakesRun
 from frozencore.lab.run.config import RunConfig
+from frozencore.lab.run.processes import is_first, joined
 
 NOT_OF_MANY = ("task", "data_root", "evaluate_on", "max_new_tokens", "paper_steps", "select_by", *OF_ONE_TRAINING)
 TENANTS = "Folder with a row file (as for `tune --data`) for each tenant, named after it; or a YAML file 'name: file'."
@@ -18,11 +19,9 @@ TENANTS = "Folder with a row file (as for `tune --data`) for each tenant, named 
 def _tune_many(
     config: RunConfig,
     output: Annotated[Path, typer.Option("--output", "--out", help="New folder: NAME/adapter, NAME/result.json.")],
-    slots: Annotated[int, typer.Option(min=1, help="Tenants that train at once; the others wait for a slot.")] = 64,
-    patience: Annotated[
-        int | None,
-        typer.Option(min=1, help="Scores on validation rows in a row that may be no better before a tenant stops."),
-    ] = None,
+    slots: Annotated[
+        int, typer.Option(min=1, help="Tenants that train at once in a process; the others wait for a slot.")
+    ] = 64,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from what is kept in --output.")] = False,
 ) -> None:
     from frozencore.cli.display import StageDisplay, resume_line
@@ -32,8 +31,10 @@ def _tune_many(
 
     if resume:
         console.print(resume_line(output), highlight=False, markup=False)
-    with StageDisplay(console) as stages:
-        outcomes = execute_many(config, output, stages, num_slots=slots, patience=patience, resume=resume)
+    with joined(), StageDisplay(console) as stages:
+        outcomes = execute_many(config, output, stages, num_slots=slots, resume=resume)
+    if not is_first():
+        return
     console.print(tenants_summary(outcomes))
     console.print(f"Adapters: {output}/NAME/adapter   Records: {output}/NAME/result.json", highlight=False)
     if any(isinstance(outcome, Failure) for outcome in outcomes.values()):

@@ -15,23 +15,28 @@ class Verb:
 
     Attributes:
         when_ended_early: What is said after Ctrl-C.
+        by_several: Whether processes that are started together share its work.
     """
 
     name: str
     place: str
     help: str
     when_ended_early: str = "the same command starts anew"
+    by_several: bool = False
 
 
 RESUMED = "the same command with --resume goes on from what is there"
 GOES_ON = "the same command goes on from what is there"
 
 VERBS = (
-    Verb("tune", "tune:tune", "Calibrate, train, score and save an adapter: one run of the recipe.", RESUMED),
+    Verb(
+        "tune", "tune:tune", "Calibrate, train, score and save an adapter: one run of the recipe.", RESUMED,
+        by_several=True,
+    ),
     Verb(
         "tune-many", "tune_many:tune_many",
         "Train a core for each of many tenants, all at once on one basis: an adapter and a record each.",
-        RESUMED,
+        RESUMED, by_several=True,
     ),
     Verb(
         "calibrate", "calibrate:calibrate",

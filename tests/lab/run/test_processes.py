@@ -140,7 +140,7 @@ def test_other_verbs_are_for_one_process_and_the_first_of_several_says_so(
     for name, value in (("WORLD_SIZE", "2"), ("MASTER_ADDR", "localhost"), ("RANK", "0")):
         monkeypatch.setenv(name, value)
     said = "is done by one process, but 2 were started. Start it without torchrun.\n"
-    assert command("tune-many", "--tenants", "x") == (2, "", f"frozencore: frozencore tune-many {said}")
+    assert command("calibrate", "--model", "x") == (2, "", f"frozencore: frozencore calibrate {said}")
     row = ("tune", "--model", "pocket", "--task", "pocket-math", "--out", "x")
     assert command(*row, "--sweep", "lr=1e-3") == (2, "", f"frozencore: A sweep {said}")
     monkeypatch.setenv("RANK", "1")

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-import random
 import shutil
 import signal
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 from peft import PeftModel
-from torch import Tensor
 
 from forked import start
-from frozencore import frozen_core_layers, load_basis, set_bases
+from frozencore import load_basis, set_bases
 from frozencore.adapter.bases.carried import basis_fingerprint
 from frozencore.errors import ArtifactError, ConfigError, DataError, FrozenCoreError, TrainingError
 from frozencore.lab.methods import Targets
@@ -23,56 +20,12 @@ from frozencore.lab.pocket import pocket_model_path
 from frozencore.lab.run.bench import Bench
 from frozencore.lab.run.config import RunConfig, make_config
 from frozencore.lab.run.execute import execute
-from frozencore.lab.run.loading import load_model
 from frozencore.lab.run.many.execute import execute_many
 from frozencore.lab.run.many.finish import TenantOutcome
 from frozencore.lab.run.many.tenants import find_tenants
 from frozencore.lab.run.record import Failure, TunedRecord, read_record
 from frozencore.progress import Progress
-
-SIZES = {"anna": 9, "ben": 21, "cleo": 14}
-
-
-@pytest.fixture(scope="module")
-def tenants(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of sums, of which each tenant has an odd idea of its own."""
-    folder, drawn = tmp_path_factory.mktemp("x") / "tenants", random.Random(0)
-    folder.mkdir()
-    for more, (name, size) in enumerate(SIZES.items()):
-        rows = []
-        for _ in range(size):
-            a, b = drawn.randrange(30), drawn.randrange(30)
-            rows.append({"prompt": f"How many is {a} and {b}?", "completion": f" {a + b + more}"})
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "notes.txt").write_text("no rows")
-    return folder
-
-
-def config_of(data: Path, **overrides: Any) -> RunConfig:
-    few = {
-        "model": str(pocket_model_path()), "data": data, "rank": 4, "calibration_size": 16, "batch_size": 2,
-        "accumulation": 2, "epochs": 2, "device": "cpu",
-    }  # fmt: skip
-    return make_config(**{**few, **overrides})
-
-
-def silent(stage: str, done: int, total: int | None, note: str = "", /) -> None:
-    pass
-
-
-def adapter_in(folder: Path) -> PeftModel:
-    return PeftModel.from_pretrained(load_model(str(pocket_model_path()), device="cpu")[0], folder / "adapter")
-
-
-def cores_in(folder: Path) -> dict[str, Tensor]:
-    layers = frozen_core_layers(adapter_in(folder), "default")
-    return {name: layer.factors("default")[2].detach() for name, layer in layers.items()}
-
-
-@pytest.fixture(scope="module")
-def together(tenants: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, TenantOutcome]]:
-    out = tmp_path_factory.mktemp("together") / "out"
-    return out, execute_many(config_of(tenants, select_checkpoint="epoch"), out, silent, num_slots=2)
+from small_tenants import SIZES, adapter_in, config_of, cores_in, silent
 
 
 @pytest.mark.parametrize("name", ["anna", "ben"])
@@ -218,8 +171,6 @@ def test_what_a_tenant_is_called_and_where_its_rows_are_is_checked(tenants: Path
 def test_options_that_make_no_sense_for_tenants_are_refused(tenants: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="'lora' trains others"):
         execute_many(config_of(tenants, method="lora"), tmp_path, silent)
-    with pytest.raises(ConfigError, match="--select-checkpoint"):
-        execute_many(config_of(tenants), tmp_path, silent, patience=2)
 
 
 def test_one_that_diverges_is_said_to_and_the_others_end(command, tenants: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]

@@ -5,15 +5,21 @@ from __future__ import annotations
 import shutil
 import time
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
+from warnings import WarningMessage
 
 from peft import PeftModel
 
+from frozencore.adapter.bases.calibrate import Calibration
 from frozencore.adapter.bases.carried import basis_fingerprint, save_basis, set_bases
 from frozencore.adapter.seal.saved_basis import load_basis
+from frozencore.calibration.ranks_apart import each_by_itself, first_before_others
+from frozencore.calibration.shards import gathered, own_rank
 from frozencore.errors import ArtifactError, ConfigError
 from frozencore.fingerprint import fingerprint_model
+from frozencore.lab.run.bench import Bench
 from frozencore.lab.run.config import RunConfig
 from frozencore.lab.run.execute import adapt_from_data, adapter_of, recipe_of
 from frozencore.lab.run.files import BASE_SCORE, BASIS, CHECKPOINTS, FOUND, RECORD
@@ -22,6 +28,7 @@ from frozencore.lab.run.interrupted import refuse_interrupted
 from frozencore.lab.run.left_open import refuse_open
 from frozencore.lab.run.many.finish import Finisher, TenantOutcome
 from frozencore.lab.run.many.rows import TenantRows, read_tenants
+from frozencore.lab.run.many.shares import ShareFolders, own_share
 from frozencore.lab.run.many.tenants import find_tenants
 from frozencore.lab.run.named_basis import on_named_basis
 from frozencore.lab.run.peak_memory import PeakMemory
@@ -40,17 +47,16 @@ def execute_many(
     progress: Progress,
     *,
     num_slots: int = SLOTS,
-    patience: int | None = None,
     resume: bool = False,
 ) -> dict[str, TenantOutcome]:
     """Train every tenant of ``config.data`` and write a folder ``out/NAME`` for each as it ends.
 
-    Their basis is the saved one that is configured, or ``out/basis``, of a pass over rows of all tenants.
+    Their basis is the saved one that is configured, or ``out/basis``, of a pass over rows of all tenants. Processes
+    that were started together train a share of the tenants each; the first computes the basis, and the others read it.
 
     Args:
         config: Its ``data`` name the tenants' files, as :func:`find_tenants` reads them; the rest holds for all.
-        num_slots: Tenants that train at once.
-        patience: Scores in a row on its validation rows that may be no better before a tenant stops.
+        num_slots: Tenants that train at once in a process.
         resume: Go on from the newest complete checkpoint in ``out``.
 
     Returns:
@@ -59,38 +65,31 @@ def execute_many(
     Raises:
         FrozenCoreError: Bad input in any of the files, before anything is written, or a folder of finished runs.
     """
-    refuse_open(config, "one basis of many tenants")
-    config, started = on_named_basis(config), time.perf_counter()
-    if config.data is None or not config.method_entry.has_bases:
-        raise ConfigError(
-            f"Tenants have a row file and a core each, on one basis, but {config.method!r} trains others."
-        )
-    if patience is not None and config.select_checkpoint == "none":
-        raise ConfigError("--patience counts scores on validation rows: give --select-checkpoint epoch as well.")
-    files = find_tenants(Path(config.data))
-    _refuse_finished(out, files, resume=resume)
-    bench, own = read_tenants(config, files, progress)
+    started, folders = time.perf_counter(), ShareFolders(out)
+    config, bench, every = each_by_itself(partial(_read, config, out, folders, progress, resume=resume))
     targets, model_hash = resolve_targets(config, bench.model), fingerprint_model(bench.model)
-    held_out, found = {name: own[name].rows.held_out for name in files}, Found(out)
-    before = found.kept(
-        BASE_SCORE,
-        list[float],
-        {"base model": model_hash, "rows": {name: own[name].rows.fingerprints()["evaluation"] for name in files}},
-        lambda: held_out_losses(
-            bench.model, list(held_out.values()), pad_id=bench.encoder.pad_id, progress=as_stage(progress, "score base")
-        ),
-    )
+    own, found = own_share(every), Found(out, reads_only=own_rank() > 0)
+    before = each_by_itself(partial(_score_base, own, found, bench, model_hash, progress))
     memory = PeakMemory(bench.model)
-    with warnings.catch_warnings(record=True) as caught, found.unless_refused():
-        warnings.simplefilter("always")
-        model, calibration, calibration_s = found.adapter(
-            adapter_of(config, targets, {"model": model_hash, **bench.rows.fingerprints()}),
-            bench,
-            config.method_entry,
-            lambda: adapt_from_data(config, bench, targets, progress),
-            caught,
-        )
-    _name_basis(model, out / BASIS, calibrated_on(config, bench, calibration))
+    caught: list[WarningMessage] = []
+
+    def adapt() -> tuple[PeftModel, Calibration | None, float]:
+        with warnings.catch_warnings(record=True) as heard, found.unless_refused():
+            warnings.simplefilter("always")
+            model, calibration, calibration_s = found.adapter(
+                adapter_of(config, targets, {"model": model_hash, **bench.rows.fingerprints()}),
+                bench,
+                config.method_entry,
+                lambda: adapt_from_data(config, bench, targets, progress),
+                heard,
+            )
+        caught.extend(heard)
+        _name_basis(model, out / BASIS, calibrated_on(config, bench, calibration))
+        return model, calibration, calibration_s
+
+    model, calibration, calibration_s = first_before_others(adapt)
+    basis = _common_basis(model, out)
+    folders.make()
     finisher = Finisher(
         out=out,
         config=config,
@@ -100,27 +99,81 @@ def execute_many(
         targets=targets,
         calibration=calibration,
         calibration_s=calibration_s,
-        before=dict(zip(files, before, strict=True)),
-        company=(len(files), min(num_slots, len(files))),
-        hashes={"model": model_hash, "basis": basis_fingerprint(model)},
+        before=before,
+        company=(len(own), min(num_slots, len(own))),
+        hashes={"model": model_hash, "basis": basis},
         warned=[entry for entry in caught if entry.category is UserWarning],
         memory=memory,
         started=started,
     )
-    train_many(
-        model,
-        {name: _tenant(one, model, patience) for name, one in own.items()},
-        pad_id=bench.encoder.pad_id,
-        num_slots=num_slots,
-        checkpoint_dir=out / CHECKPOINTS,
-        resume=resume,
-        identity={"base model": model_hash},
-        on_end=finisher,
-        progress=progress,
+    each_by_itself(
+        lambda: train_many(
+            model,
+            {name: _tenant(one, model) for name, one in own.items()},
+            pad_id=bench.encoder.pad_id,
+            num_slots=num_slots,
+            checkpoint_dir=folders.own,
+            resume=resume,
+            identity={"base model": model_hash},
+            on_end=finisher,
+            progress=progress,
+        )
     )
-    for left in (CHECKPOINTS, FOUND):
-        shutil.rmtree(out / left, ignore_errors=True)
-    return {name: finisher.outcomes[name] for name in files}
+    outcomes = gathered(finisher.outcomes)
+    if own_rank() == 0:
+        for left in (CHECKPOINTS, FOUND):
+            shutil.rmtree(out / left, ignore_errors=True)
+    return {name: outcomes[name] for name in every}
+
+
+def _read(
+    config: RunConfig, out: Path, folders: ShareFolders, progress: Progress, *, resume: bool
+) -> tuple[RunConfig, Bench, dict[str, TenantRows]]:
+    """The configuration on its basis, the bench of all tenants, and their rows."""
+    refuse_open(config, "one basis of many tenants")
+    config = on_named_basis(config)
+    if config.data is None or not config.method_entry.has_bases:
+        raise ConfigError(
+            f"Tenants have a row file and a core each, on one basis, but {config.method!r} trains others."
+        )
+    files = find_tenants(Path(config.data))
+    _refuse_finished(out, files, resume=resume)
+    folders.require_as_many()
+    return config, *read_tenants(config, files, progress)
+
+
+def _score_base(
+    own: Mapping[str, TenantRows], found: Found, bench: Bench, model_hash: str, progress: Progress
+) -> dict[str, float]:
+    """Held-out loss of the base model on the rows of each tenant."""
+    rows = {name: one.rows for name, one in own.items()}
+    losses = found.kept(
+        BASE_SCORE,
+        list[float],
+        {"base model": model_hash, "rows": {name: of.fingerprints()["evaluation"] for name, of in rows.items()}},
+        lambda: held_out_losses(
+            bench.model,
+            [of.held_out for of in rows.values()],
+            pad_id=bench.encoder.pad_id,
+            progress=as_stage(progress, "score base"),
+        ),
+    )
+    return dict(zip(rows, losses, strict=True))
+
+
+def _common_basis(model: PeftModel, out: Path) -> str:
+    """The fingerprint of the basis, which is the same in all processes.
+
+    Raises:
+        ConfigError: It is not.
+    """
+    own = basis_fingerprint(model)
+    if len(set(gathered({str(own_rank()): own}).values())) > 1:
+        raise ConfigError(
+            f"All processes train on one basis, which the first leaves in {out}, but others found another one. Let "
+            "--output be on a disk that all of them see, or calibrate first and give --basis."
+        )
+    return own
 
 
 def _name_basis(model: PeftModel, folder: Path, calibrated_on: str | None) -> None:
@@ -134,10 +187,10 @@ def _name_basis(model: PeftModel, folder: Path, calibrated_on: str | None) -> No
         save_basis(model, folder, calibrated_on=calibrated_on)
 
 
-def _tenant(own: TenantRows, model: PeftModel, patience: int | None) -> Tenant:
+def _tenant(own: TenantRows, model: PeftModel) -> Tenant:
     rows, every, validation = own.rows.validation, own.config.select_checkpoint, None
     if rows is not None and every != "none":
-        validation = Validation(rows.tokens, every, patience)
+        validation = Validation(rows.tokens, every, own.config.patience)
     return Tenant(own.rows.train, recipe_of(own.config, own.rows, model), validation)
 
 

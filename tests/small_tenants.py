@@ -1,0 +1,37 @@
+"""Tenants with a few sums each, and what was trained of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from peft import PeftModel
+from torch import Tensor
+
+from frozencore import frozen_core_layers
+from frozencore.lab.pocket import pocket_model_path
+from frozencore.lab.run.config import RunConfig, make_config
+from frozencore.lab.run.loading import load_model
+
+SIZES = {"anna": 9, "ben": 21, "cleo": 14}
+
+
+def config_of(data: Path, **overrides: Any) -> RunConfig:
+    few = {
+        "model": str(pocket_model_path()), "data": data, "rank": 4, "calibration_size": 16, "batch_size": 2,
+        "accumulation": 2, "epochs": 2, "device": "cpu",
+    }  # fmt: skip
+    return make_config(**{**few, **overrides})
+
+
+def silent(stage: str, done: int, total: int | None, note: str = "", /) -> None:
+    pass
+
+
+def adapter_in(folder: Path) -> PeftModel:
+    return PeftModel.from_pretrained(load_model(str(pocket_model_path()), device="cpu")[0], folder / "adapter")
+
+
+def cores_in(folder: Path) -> dict[str, Tensor]:
+    layers = frozen_core_layers(adapter_in(folder), "default")
+    return {name: layer.factors("default")[2].detach() for name, layer in layers.items()}
