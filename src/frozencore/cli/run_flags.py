@@ -25,7 +25,7 @@ from frozencore.options import Option, own_refusal
 SPELLED = {"learning_rate": ("--lr", "--learning-rate")}
 PANELS = {"core": "Options of the bases", "calibration": "Options of the calibration pass"}
 OF_ONE_TRAINING = (
-    "save_steps", "report_to", "samples", "exact_match", "refresh", "refresh_cost", "refresh_memory",
+    "save_steps", "padding_free", "report_to", "samples", "exact_match", "refresh", "refresh_cost", "refresh_memory",
 )  # fmt: skip
 """Options that only a training of its own reads."""
 _AS_TYPER_READS = (bool, int, float, str, Path)

@@ -97,8 +97,14 @@ def _recipe(record: TunedRecord) -> Iterator[str]:
     if record.resolved is not None:
         recipe = record.resolved.recipe
         rate, warmup = recipe["learning_rate"], recipe["warmup"]
-        rows = f"{recipe['batch_size']} x {recipe['accumulation']} rows{in_rounds(recipe.get('refresh', 1))}"
+        laid_out = unpadded(recipe.get("padding_free", False))
+        rows = f"{recipe['batch_size']} x {recipe['accumulation']} rows{laid_out}{in_rounds(recipe.get('refresh', 1))}"
         yield f"{record.training.num_steps} steps of {rows}; learning rate {rate:g}, warm-up {warmup:g} of them."
+
+
+def unpadded(padding_free: bool) -> str:
+    """How the rows of a forward pass are laid out, to add to their number; nothing where they are padded."""
+    return " without padding" if padding_free else ""
 
 
 def in_rounds(rounds: int | str) -> str:

@@ -16,6 +16,7 @@ from frozencore.lab.run.kept_rows import KeptRows
 from frozencore.lab.run.loading import load_model
 from frozencore.lab.run.rows import TOO_LONG, RunRows, prepare_rows
 from frozencore.lab.scoring.score import Prediction, TaskScore
+from frozencore.lab.training.padding_free import require_rows_apart
 from frozencore.naming import num_of
 from frozencore.progress import Progress
 
@@ -61,6 +62,8 @@ def prepare(
     """
     progress("load", 0, None, config.model)
     base = base or Base(*load_model(config.model, dtype=config.dtype, device=config.device))
+    if config.padding_free:
+        require_rows_apart(base.model)
     limit = context_limit(base.model, base.tokenizer)
     encoder = PromptEncoder(
         base.tokenizer,

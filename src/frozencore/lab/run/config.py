@@ -111,6 +111,13 @@ class RunConfig(Frozen):
         ),
     ] = 1
     accumulation: Annotated[int, Field(ge=1, description="Forward passes in one optimiser step.")] = 8
+    padding_free: Annotated[
+        bool,
+        Field(
+            description="Lay the rows of a forward pass end to end in one, apart from one another, instead of padding "
+            "them. Pays with attention kernels that know the rows' lengths, and for few short rows."
+        ),
+    ] = False
     save_steps: Annotated[
         int | None,
         Field(ge=1, description="Optimiser steps between checkpoints. Default: one an epoch, and one at Ctrl-C."),

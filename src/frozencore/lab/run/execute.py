@@ -233,10 +233,11 @@ def recipe_of(config: RunConfig, rows: RunRows, model: nn.Module) -> Recipe:
         model: It decides how many rows fit at once, where that is left to it.
     """
     batch_size, accumulation, pass_tokens = config.batch_size, config.accumulation, None
-    method = config.method_entry
+    method, laid_out = config.method_entry, config.padding_free
     if batch_size == "auto":
-        pass_tokens = pass_tokens_of(model)
-        batch_size = rows_at_once(config.rows_a_step, max(len(row.input_ids) for row in rows.train), model)
+        longest = max(len(row.input_ids) for row in rows.train)
+        pass_tokens = None if laid_out else pass_tokens_of(model)
+        batch_size = rows_at_once(config.rows_a_step, longest, model, padding_free=laid_out)
         accumulation = config.rows_a_step // batch_size
     return Recipe(
         learning_rate=config.resolved_learning_rate,
@@ -249,6 +250,7 @@ def recipe_of(config: RunConfig, rows: RunRows, model: nn.Module) -> Recipe:
         refresh_cost=config.refresh_cost or COST,
         refresh_memory=config.refresh_memory,
         pass_tokens=pass_tokens,
+        padding_free=laid_out,
         optimiser=method.optimiser or PLAIN,
         optimiser_rank=config.rank if method.optimiser else None,
     )

@@ -18,7 +18,7 @@ PASS_WORK_ELSEWHERE = 1e13  # where launching kernels takes the time; an estimat
 LOGIT_BYTES = 12  # of a token and a word of the vocabulary: as computed, in float32, and their gradient
 
 
-def rows_at_once(rows_a_step: int, longest: int, model: Any) -> int:
+def rows_at_once(rows_a_step: int, longest: int, model: Any, *, padding_free: bool = False) -> int:
     """The largest divisor of a step's rows that fits into the memory of the model's device, at the longest row.
 
     The memory is the device's whole, not what is free: a run that is resumed cuts its steps as before.
@@ -26,11 +26,15 @@ def rows_at_once(rows_a_step: int, longest: int, model: Any) -> int:
     Args:
         longest: Tokens of the longest training row.
         model: Of transformers, adapted or not.
+        padding_free: They are laid end to end in one row, over all of which attention runs.
     """
     weights = sum(parameter.nbytes for parameter in model.parameters())
     there = SHARE_OF_MEMORY * (memory_of(next(model.parameters()).device) - weights)
-    fitting = (n for n in range(rows_a_step, 1, -1) if rows_a_step % n == 0 and n * row_bytes(longest, model) <= there)
-    return next(fitting, 1)
+
+    def of(rows: int) -> int:
+        return row_bytes(rows * longest, model) if padding_free else rows * row_bytes(longest, model)
+
+    return next((n for n in range(rows_a_step, 1, -1) if rows_a_step % n == 0 and of(n) <= there), 1)
 
 
 def pass_tokens_of(model: Any) -> int:

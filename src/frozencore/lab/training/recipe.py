@@ -35,6 +35,8 @@ class Recipe:
         pass_tokens: With it the rows of a step go through the model in groups of similar length, each of as many tokens
             as ``batch_size`` of the longest rows at most: what a pass costs beside its tokens, in tokens. Without it,
             and in several processes, ``batch_size`` rows in the order in which they come.
+        padding_free: The rows of a forward pass are laid end to end in one
+            (:mod:`frozencore.lab.training.padding_free`); not together with ``pass_tokens``.
         optimiser: As transformers calls it. One whose state has a rank chooses its directions in each of the rounds.
         optimiser_rank: That rank.
     """
@@ -51,6 +53,7 @@ class Recipe:
     refresh_cost: float = COST
     refresh_memory: int | str | None = None
     pass_tokens: int | None = None
+    padding_free: bool = False
     optimiser: str = PLAIN
     optimiser_rank: int | None = None
 
@@ -58,6 +61,7 @@ class Recipe:
         fewest = min(self.epochs, self.batch_size, self.accumulation, 1 if self.refresh == "auto" else self.refresh)
         rules = {
             "pass_tokens must not be negative": (self.pass_tokens or 0) >= 0,
+            "pass_tokens and padding_free exclude each other": self.pass_tokens is None or not self.padding_free,
             "learning_rate must be positive": self.learning_rate > 0,
             "warmup is a share from 0 to 1": 0 <= self.warmup <= 1,
             "epochs, batch_size, accumulation and refresh must be at least 1": fewest >= 1,
@@ -87,8 +91,9 @@ class Recipe:
         return replace(self, batch_size=batch_size, accumulation=own // batch_size)
 
     def content(self) -> dict[str, Any]:
-        """JSON values by name, for records and checkpoints: grouping by length is no word of those without it."""
-        return {name: value for name, value in asdict(self).items() if name != "pass_tokens" or value is not None}
+        """JSON values by name, for records and checkpoints: how padding is avoided is no word of those without it."""
+        unsaid = (("pass_tokens", None), ("padding_free", False))
+        return {name: value for name, value in asdict(self).items() if (name, value) not in unsaid}
 
     def num_steps(self, num_rows: int) -> int:
         """Optimiser steps over all epochs; the last one of an epoch may hold fewer rows."""

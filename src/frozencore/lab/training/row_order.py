@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from accelerate.data_loader import SeedableRandomSampler
-from torch import Tensor
 from torch.utils.data import Sampler
 
 from frozencore.calibration.shards import num_ranks
 from frozencore.lab.rows.prompts import TokenRow
 
 WITHOUT_LOSS = TokenRow("", [0], 1)
-RowCollator = Callable[[Sequence[TokenRow]], dict[str, Tensor]]
+RowCollator = Callable[[Sequence[TokenRow]], dict[str, Any]]
 
 
 def filled_up(rows: Sequence[TokenRow], multiple: int) -> list[TokenRow]:

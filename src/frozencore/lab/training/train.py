@@ -34,9 +34,10 @@ from frozencore.lab.training.arguments import training_arguments
 from frozencore.lab.training.by_length import GroupingCollator, GroupingTrainer
 from frozencore.lab.training.checkpoints import disk_errors_told, starting_point
 from frozencore.lab.training.low_rank import PLAIN, readable_state
+from frozencore.lab.training.padding_free import lay_end_to_end, require_rows_apart
 from frozencore.lab.training.recipe import UNREFRESHED, Recipe
 from frozencore.lab.training.reporting import Reports
-from frozencore.lab.training.row_order import filled_up, without_fillers
+from frozencore.lab.training.row_order import RowCollator, filled_up, without_fillers
 from frozencore.lab.training.selection import NoBetterError, Selected, Selection, Selector
 from frozencore.lab.training.termination import Stop, stop_held_back
 from frozencore.lab.training.trainer import (
@@ -106,8 +107,9 @@ def train(
         reports: Who is told the losses as they come.
 
     Raises:
-        ConfigError: Nothing is trainable, trainable parameters are below float32, or others than the cores of a
-            frozen-core adapter and what its configuration names are trainable.
+        ConfigError: Nothing is trainable, trainable parameters are below float32, others than the cores of a
+            frozen-core adapter and what its configuration names are trainable, or the model does not keep rows apart
+            that are laid end to end.
         DataError: There are no rows.
         DivergenceError: The loss is not finite; what a frozen-core adapter trains is as it was when it last was.
         TrainingError: A checkpoint cannot be written, or the folder holds checkpoints that are not resumed or of
@@ -116,6 +118,8 @@ def train(
     if not rows:
         raise DataError("Training needs at least one row, got none.")
     _require_float32(model)
+    if recipe.padding_free:
+        require_rows_apart(model)
     kept = require_own_parameters(model)
     if checkpoint_steps is not None and checkpoint_steps < 1:
         raise ConfigError(
@@ -165,7 +169,7 @@ def train(
             args=training_arguments(
                 model, recipe, own, len(rows), folder, checkpoint_dir is not None, checkpoint_steps
             ),
-            data_collator=without_fillers(_collator(recipe, rows, pad_id) if grouped else PaddingCollator(pad_id)),
+            data_collator=without_fillers(_collator(recipe, rows, pad_id, grouped=grouped)),
             train_dataset=filled_up(rows, own.batch_size * num_ranks()),
             callbacks=[monitor, *filter(None, [selector, refresh]), Seal(identity, asked), StopWhenAsked(asked), *told],
         )
@@ -200,8 +204,10 @@ def train(
     )
 
 
-def _collator(recipe: Recipe, rows: Sequence[TokenRow], pad_id: int) -> GroupingCollator:
-    """What cuts a step's rows into groups, none larger than the recipe's batches may be."""
+def _collator(recipe: Recipe, rows: Sequence[TokenRow], pad_id: int, *, grouped: bool) -> RowCollator:
+    """What makes rows a batch, or cuts a step's into groups, none larger than the recipe's batches may be."""
+    if not grouped:
+        return lay_end_to_end if recipe.padding_free else PaddingCollator(pad_id)
     most_tokens = recipe.batch_size * max(len(row.input_ids) for row in rows)
     return GroupingCollator(pad_id, most_tokens, recipe.pass_tokens or 0)
 

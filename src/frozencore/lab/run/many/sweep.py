@@ -54,6 +54,8 @@ def execute_sweep(
         raise ConfigError(f"A sweep trains cores side by side on one basis, but {config.method!r} has no cores.")
     if config.refreshes:
         raise ConfigError("A sweep trains cores side by side on one basis, which refreshing leaves. Give one of them.")
+    if config.padding_free:
+        raise ConfigError("A sweep's runs share batches, which are padded: leave --padding-free out.")
     if config.report_to:
         raise ConfigError("--report-to follows one training, but a sweep is many side by side. Give one of them.")
     chooses = config if config.select_checkpoint != "none" else config.model_copy(update={"select_checkpoint": "epoch"})
