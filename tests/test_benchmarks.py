@@ -31,6 +31,7 @@ PROMISED: dict[str, tuple[tuple[str, ...], set[str]]] = {
     "ranks": (("--quick",), {"scale", "rows"}),
     "memory": (("--quick",), {"rows"}),
     "many_training": (("--quick",), {"rows", "growth", "rounds"}),
+    "many_commands": (("--quick",), {"rows", "size", "rounds"}),
     "tenants": (("--quick",), {"keep", "batch"}),
     "scale": (("--quick",), {"rates", "plan", "rows"}),
     "gpu": (
@@ -38,7 +39,10 @@ PROMISED: dict[str, tuple[tuple[str, ...], set[str]]] = {
         {"device", "job", "models", "budget_s", "used_s", "paper_h20"},
     ),
 }
-SLOW = {"step", "refreshing", "calibration", "svd", "ranks", "memory", "many_training", "gpu", "tenants", "scale"}
+SLOW = {
+    "step", "refreshing", "calibration", "svd", "ranks", "memory", "many_training", "many_commands", "gpu", "tenants",
+    "scale",
+}  # fmt: skip
 EVERYWHERE = {"benchmark", "provenance"}
 
 
@@ -147,12 +151,12 @@ def test_the_pages_hold_the_numbers_of_their_files(tmp_path: Path) -> None:
     assert done.status == 0, done.out + done.err[-2000:]
 
 
-def test_the_page_of_many_cores_holds_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    (measured,) = RESULTS.glob("many-training-*.json")
-    tables = loaded("many_training", monkeypatch).tables(json.loads(measured.read_text()))
-    assert f"<!-- many-training:begin -->\n{tables}\n<!-- many-training:end -->" in (
-        ROOT / "docs" / "many-cores.md"
-    ).read_text(encoding="utf-8")
+@pytest.mark.parametrize("name", ["many-training", "many-commands"])
+def test_the_page_of_many_cores_holds_what_was_measured(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [json.loads(file.read_text()) for file in RESULTS.glob(f"{name}-*.json")]
+    tables = "".join(f"{loaded(name.replace('-', '_'), monkeypatch).tables(result)}\n" for result in found)
+    page = (ROOT / "docs" / "many-cores.md").read_text(encoding="utf-8")
+    assert f"<!-- {name}:begin -->\n{tables}<!-- {name}:end -->" in page
 
 
 def test_the_page_on_tenants_holds_the_numbers_of_its_file(tmp_path: Path) -> None:
