@@ -7,6 +7,7 @@ import sqlite3
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -67,6 +68,17 @@ def test_tensorboard_has_every_steps_loss_and_rate_and_every_score(tmp_path: Pat
     assert found["eval/accuracy"] == {4: 0.5, 8: 0.5, 12: 0.5}
     assert found["test/loss"] == {12: 1.5}
     assert found["test/loss_before"] == {12: 4.0}
+
+
+def test_the_time_that_a_reporter_takes_to_begin_is_no_time_of_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("tensorboard")
+    monkeypatch.setattr(reporting.TensorBoardReporter, "tell_options", lambda *_: time.sleep(0.3))
+    with reporting.reporting(("tensorboard",), tmp_path, {}) as told:
+        start = time.perf_counter()
+        report = train(adapted("random"), ROWS[:5], RECIPE, pad_id=0, reports=told)
+        assert report.time_s <= time.perf_counter() - start - 0.3
 
 
 def test_tensorboard_has_what_came_before_a_training_diverged(tmp_path: Path) -> None:

@@ -98,6 +98,9 @@ class Reports(TrainerCallback):
     Args:
         folder: The run's. It names the run, with the time: trackio goes on with a run whose name it knows.
         options: What the run was asked for: JSON values by name.
+
+    Attributes:
+        begin_s: Seconds that it took them to begin, which may be a connection to somewhere.
     """
 
     def __init__(self, names: Sequence[Reporter], folder: Path, options: Mapping[str, Any]) -> None:
@@ -105,15 +108,18 @@ class Reports(TrainerCallback):
         self._options = dict(options)
         self._reporters = [_REPORTERS[name](folder) for name in names]
         self._end: tuple[Any, ...] | None = None
+        self.begin_s = 0.0
 
     def on_init_end(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
         args.run_name = args.run_name or self._name
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, *more: Any, **named: Any) -> None:
+        start = time.perf_counter()
         for reporter in self._reporters:
             reporter.on_train_begin(args, state, *more, **named)
             if state.is_world_process_zero:
                 reporter.tell_options(self._options)
+        self.begin_s = time.perf_counter() - start
 
     def on_log(self, *event: Any, **named: Any) -> None:
         for reporter in self._reporters:

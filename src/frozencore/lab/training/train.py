@@ -60,7 +60,7 @@ class TrainingReport:
         num_steps: Optimiser steps, those before a resumed checkpoint included.
         losses: The loss of each step, in nats per completion token.
         final_loss: Mean over the last tenth of the steps.
-        time_s: Wall time of this call, without the scoring of validation rows.
+        time_s: Wall time of this call, without the scoring of validation rows and the reporters' beginning.
         step_s: Median seconds from one step's end to the next; None for a single step.
         resumed_from: The checkpoint it went on from.
         selected: The step whose values were kept, and what chose it; None where the last one was kept unasked.
@@ -192,12 +192,13 @@ def train(
     model.eval()
     selected = selector.put_back() if selector else None
     losses = tuple(entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
+    beside_s = (selected.time_s if selected else 0.0) + (reports.begin_s if reports else 0.0)
     tail = losses[-math.ceil(len(losses) / 10) :]
     return TrainingReport(
         num_steps=trainer.state.global_step,
         losses=losses,
         final_loss=sum(tail) / len(tail),
-        time_s=time.perf_counter() - start - (selected.time_s if selected else 0.0),
+        time_s=time.perf_counter() - start - beside_s,
         step_s=median(b - a for a, b in pairwise(monitor.step_ends)) if len(monitor.step_ends) > 1 else None,
         resumed_from=resumed_from,
         selected=selected,
