@@ -32,6 +32,7 @@ PROMISED: dict[str, tuple[tuple[str, ...], set[str]]] = {
     "memory": (("--quick",), {"rows"}),
     "many_training": (("--quick",), {"rows", "growth", "rounds"}),
     "many_commands": (("--quick",), {"rows", "size", "rounds"}),
+    "advice": (("--quick",), {"constructors", "metric", "rows"}),
     "tenants": (("--quick",), {"keep", "batch"}),
     "scale": (("--quick",), {"rates", "plan", "rows"}),
     "gpu": (

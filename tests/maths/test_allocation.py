@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from frozencore.errors import ConfigError
-from frozencore.maths.allocation import allocate_ranks, num_candidates, num_values, uniform_ranks
+from frozencore.maths.allocation import allocate_ranks, allocations, num_candidates, num_values, uniform_ranks
 
 GAINS = st.lists(st.one_of(st.just(0.0), st.floats(1e-6, 10)), max_size=4)
 
@@ -83,3 +83,8 @@ def test_no_more_directions_are_looked_at_than_can_be_had() -> None:
     assert num_candidates((64, 48), 10, 400) == 20  # of the whole budget
     assert num_candidates((640, 480), 100, 10_000) == 40  # four times the equal rank
     assert num_candidates((640, 480), 100, 50) == 4  # also where there is less than one for each
+
+
+def test_several_budgets_at_once_are_spent_as_one_after_the_other() -> None:
+    gains = {"late": [0.0, 8.0, 1.0], "some": [3.0, 1.0], "none": [0.0]}
+    assert allocations(gains, [1, 4, 6, 100]) == [allocate_ranks(gains, budget) for budget in (1, 4, 6, 100)]

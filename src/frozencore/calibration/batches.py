@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from frozencore.errors import ConfigError, DataError
 
@@ -89,6 +91,46 @@ def take_examples(batches: Iterable[Batch], num_examples: int, *, any_form: bool
         left -= num_examples_of(batch)
         if left <= 0:  # before the loader is asked for a batch that nobody needs
             return
+
+
+def put_together(batches: Sequence[Batch], most_tokens: int) -> list[Batch]:
+    """Batches of tokenised rows in fewer, larger ones, in the same order: shorter rows get padding behind them.
+
+    Batches that hold anything else stay as they are.
+
+    Args:
+        most_tokens: Padding included, that a batch may have which is put together.
+    """
+    found: list[list[Batch]] = []
+    for batch in batches:
+        group = [*found[-1], batch] if found else []
+        if group and all(map(is_of_tokens, group)) and _num_tokens(group) <= most_tokens:
+            found[-1] = group
+        else:
+            found.append([batch])
+    return [group[0] if len(group) == 1 else _joined(group) for group in found]
+
+
+PADDING = {"input_ids": 0, "attention_mask": 0, "labels": -100}
+
+
+def is_of_tokens(batch: Batch) -> bool:
+    """Whether it is rows of tokens with a mask and labels, and nothing else."""
+    shapes = {getattr(part, "shape", None) for part in batch.values()} if isinstance(batch, Mapping) else set()
+    return len(shapes) == 1 and batch.keys() == PADDING.keys() and batch["input_ids"].ndim == 2
+
+
+def _num_tokens(group: Sequence[Batch]) -> int:
+    """Padding included."""
+    return sum(map(num_examples_of, group)) * max(batch["input_ids"].shape[1] for batch in group)
+
+
+def _joined(group: Sequence[Batch]) -> Batch:
+    longest = max(batch["input_ids"].shape[1] for batch in group)
+    return {
+        key: torch.cat([pad(batch[key], (0, longest - batch[key].shape[1]), value=value) for batch in group])
+        for key, value in PADDING.items()
+    }
 
 
 def _first(count: int, tensor: Tensor) -> Tensor:

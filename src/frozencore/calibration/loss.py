@@ -79,6 +79,11 @@ class Predictions:
         log_p = log_softmax(logits[rows, positions].to(torch.promote_types(logits.dtype, torch.float32)), dim=-1)
         return cls(log_p=log_p, labels=labels, num_in_example=num_in_example)
 
+    def parts(self, count: int) -> list[Predictions]:
+        """Those of equal parts of a batch, whose labels are the same."""
+        columns = (self.log_p.chunk(count), self.labels.chunk(count), self.num_in_example.chunk(count))
+        return [Predictions(*part) for part in zip(*columns, strict=True)]
+
     def sampled_labels(self, generator: torch.Generator) -> Int[Tensor, " N"]:
         """A label for each prediction, drawn from the model's own distribution.
 

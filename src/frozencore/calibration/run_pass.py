@@ -82,6 +82,21 @@ def mean_loss(model: nn.Module, batches: Iterable[Batch], options: CalibrationOp
     return total / num_examples
 
 
+def mean_losses(model: nn.Module, batches: Iterable[Batch], options: CalibrationOptions, copies: int) -> list[float]:
+    """The same of a language model that tells copies of the rows apart, all of them in one forward pass a batch."""
+    taps = Taps({}, frozenset({"cross"}), options)
+    device, generator = next(model.parameters()).device, seeded_generator(options.seed)
+    totals, num_examples = [0.0] * copies, 0
+    with torch.no_grad():
+        for batch in batches:
+            wide = mapped(batch, lambda tensor: torch.cat([tensor] * copies))
+            sent_batch = mapped(wide, lambda tensor: sent(tensor, device))
+            for number, own in enumerate(_predictions(model, sent_batch, labels_of(wide), taps).parts(copies)):
+                totals[number] += float(_loss(own, taps.backward_passes[-1].labels, options, generator))
+            num_examples += num_examples_of(batch)
+    return [total / num_examples for total in totals]
+
+
 def _run_batch(model: nn.Module, batch: Batch, capture: CalibrationPass, generator: torch.Generator) -> None:
     device = next(model.parameters()).device
     as_it_came, batch = batch, mapped(batch, lambda tensor: sent(tensor, device))
@@ -137,7 +152,7 @@ def _losses(
     if loss_fn is not None:
         yield summed_loss(loss_fn, model, batch)
         return
-    if not _is_language_model(model):
+    if not is_language_model(model):
         yield _own_loss(model, batch, taps.options)
         return
     predictions = _predictions(model, batch, labels_of(as_it_came), taps)
@@ -167,7 +182,8 @@ def _predictions(model: nn.Module, batch: Batch, labels: Tensor, taps: Taps) -> 
     return Predictions.of(_part(model, model(**inputs), "logits"), targets)
 
 
-def _is_language_model(model: Any) -> bool:
+def is_language_model(model: Any) -> bool:
+    """Whether the loss is that of completion tokens, row by row; another model's is its own."""
     can_generate = getattr(model, "can_generate", None)
     return can_generate is not None and can_generate()
 

@@ -19,7 +19,7 @@ from frozencore.constructors.options import BasisOptions
 from frozencore.errors import ConfigError
 from frozencore.maths.basis import Basis, Coordinates, basis_from_factors
 from frozencore.maths.linalg import effective_rank, energy_rank, seeded_generator, top_eigenvectors, truncated_svd
-from frozencore.maths.moments import LayerMoments, MomentName
+from frozencore.maths.moments import DenseMoment, LayerMoments, MomentName
 
 EvaOutput = Literal["weight_times_input", "output_pca", "random", "weight_svd"]
 EVA_OUTPUTS: tuple[str, ...] = get_args(EvaOutput)
@@ -61,8 +61,7 @@ def eva_basis(
         center: Subtract the mean first: variance instead of energy.
     """
     rank = min(rank, *W.shape)
-    covariance = _second_moment(moments, "input_outer", "input_total", center)
-    V, energy = top_eigenvectors(covariance, rank)
+    V, energy = _leading(moments, "input_outer", "input_total", center, rank)
     Q0 = V[:, : energy_rank(energy)]
     if output == "weight_times_input":
         image = W.double() @ Q0.to(W.device).double()
@@ -70,8 +69,7 @@ def eva_basis(
         k = effective_rank(S)
         P0 = image if k == Q0.shape[1] else U[:, :k]
     elif output == "output_pca":
-        outputs = _second_moment(moments, "output_outer", "output_total", center)
-        U, output_energy = top_eigenvectors(outputs, rank)
+        U, output_energy = _leading(moments, "output_outer", "output_total", center, rank)
         P0 = U[:, : energy_rank(output_energy)]
     elif output == "random":
         P0 = torch.randn(W.shape[0], rank, generator=seeded_generator(seed, "eva", "P")).to(W.device)
@@ -82,9 +80,10 @@ def eva_basis(
     return basis_from_factors(P0, Q0, rank=rank, spectrum=energy, coordinates=coordinates, seed=seed)
 
 
-def _second_moment(moments: LayerMoments, outer: MomentName, total: MomentName, center: bool) -> torch.Tensor:
-    second = moments.mean(outer)
+def _leading(
+    moments: LayerMoments, outer: DenseMoment, total: MomentName, center: bool, rank: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     if not center:
-        return second
-    mean = moments.mean(total).double()
-    return (second.double() - mean.outer(mean)).to(second.dtype)
+        return moments.leading(outer, rank)
+    second, mean = moments.mean(outer), moments.mean(total).double()
+    return top_eigenvectors((second.double() - mean.outer(mean)).to(second.dtype), rank)

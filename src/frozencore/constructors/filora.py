@@ -16,7 +16,7 @@ from pydantic import Field
 
 from frozencore.constructors.options import BasisOptions
 from frozencore.maths.basis import Basis, Coordinates, basis_from_factors
-from frozencore.maths.linalg import energy_rank, top_eigenvectors
+from frozencore.maths.linalg import energy_rank
 from frozencore.maths.moments import LayerMoments, MomentName
 from frozencore.maths.whitening import Fisher
 
@@ -48,10 +48,14 @@ def filora_basis(
 
     The spectrum holds the products of the two sides' eigenvalues.
     """
-    A, D = (moments.A, moments.D) if fisher == "dense" else (moments.a, moments.d)
-    rank = min(rank, A.shape[0], D.shape[0])
-    Q0, input_energy = _leading(A, rank)
-    P0, error_energy = _leading(D, rank)
+    if fisher == "dense":
+        rank = min(rank, len(moments.total("input_outer")), len(moments.total("error_outer")))
+        (Q0, input_energy), (P0, error_energy) = (
+            moments.leading(name, rank) for name in ("input_outer", "error_outer")
+        )
+    else:
+        rank = min(rank, len(moments.a), len(moments.d))
+        (Q0, input_energy), (P0, error_energy) = (_largest(energy, rank) for energy in (moments.a, moments.d))
     return basis_from_factors(
         P0[:, : energy_rank(error_energy)],
         Q0[:, : energy_rank(input_energy)],
@@ -62,8 +66,6 @@ def filora_basis(
     )
 
 
-def _leading(factor: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    if factor.ndim == 2:
-        return top_eigenvectors(factor, rank)
+def _largest(factor: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     energy, index = factor.sort(descending=True, stable=True)
     return torch.nn.functional.one_hot(index[:rank], factor.shape[0]).mT.to(factor.dtype), energy[:rank]

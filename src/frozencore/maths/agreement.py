@@ -12,10 +12,12 @@ Shapes: T m x n, K directions.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from jaxtyping import Float
 
-from frozencore.maths.linalg import SvdMethod, truncated_svd
+from frozencore.maths.linalg import SvdMethod, TruncatedSVD, prefers_krylov, require_finite, truncated_svd
 
 NOISE_LEVELS = 2.0  # a direction counts from so many standard deviations of the noise up, in both halves
 
@@ -38,6 +40,40 @@ def agreed_gains(
         U, _, V = truncated_svd(own, count, method=svd_method, seed=seed)
         crossed.append(U.mT @ other @ V)
     return gains_of(*crossed)
+
+
+class Crossed(NamedTuple):
+    """C₁ and C₂ of leading directions, of which those of fewer are the upper left corners, and T₁'s triples."""
+
+    C1: Float[torch.Tensor, "k k"]
+    C2: Float[torch.Tensor, "k k"]
+    first: TruncatedSVD
+
+
+def crossed_by_gram(T1: Float[torch.Tensor, "m n"], T2: Float[torch.Tensor, "m n"], count: int) -> Crossed:
+    """Of the ``count`` leading directions, by one eigenproblem a matrix: what can be lost is far below noise.
+
+    Raises:
+        CalibrationError: A matrix is not finite.
+    """
+    one, two = (_leading(T, count) for T in (T1, T2))
+    C1, C2 = one.U.mT @ T2.double() @ one.V, two.U.mT @ T1.double() @ two.V
+    return Crossed(C1, C2, one)
+
+
+def _leading(T: torch.Tensor, count: int) -> TruncatedSVD:
+    require_finite(T)
+    if len(T) > T.shape[1]:
+        V, S, U = _leading(T.mT, count)
+        return TruncatedSVD(U, S, V)
+    if prefers_krylov(T, count):
+        return TruncatedSVD(*(part.double() for part in truncated_svd(T, count)))
+    X = T.double()
+    squares, U = torch.linalg.eigh(X @ X.mT)
+    U, S = U[:, -count:].flip(1), squares[-count:].flip(0).clamp_min(0).sqrt()
+    # where rounding is all there is, V is left too short to agree with anything
+    floor = (torch.finfo(X.dtype).eps ** 0.5 * S[0]).clamp_min(torch.finfo(X.dtype).tiny)
+    return TruncatedSVD(U, S, (X.mT @ U) / S.clamp_min(floor))
 
 
 def gains_of(C1: Float[torch.Tensor, "k k"], C2: Float[torch.Tensor, "k k"]) -> Float[torch.Tensor, " k"]:

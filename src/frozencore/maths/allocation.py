@@ -28,14 +28,26 @@ def allocate_ranks(gains: Mapping[str, Sequence[float]], budget: int) -> dict[st
         gains: What each direction of a layer is worth, in the order in which a rank takes them; none of them negative.
         budget: Values of all cores together, at most.
     """
+    return allocations(gains, [budget])[0]
+
+
+def allocations(gains: Mapping[str, Sequence[float]], budgets: Sequence[int]) -> list[dict[str, int]]:
+    """The ranks of :func:`allocate_ranks` for each of several budgets."""
     worth = {name: [0.0, *accumulate(own)] for name, own in gains.items()}
     order = {name: number for number, name in enumerate(gains)}
-    ranks, left = dict.fromkeys(gains, 0), budget
     steps = ((_rate(worth[name], a, b), name, a, b) for name in gains for a, b in _envelope(worth[name]))
-    for _, name, a, b in sorted(steps, key=lambda step: (-step[0], step[3], order[step[1]])):
+    best_first = sorted(steps, key=lambda step: (-step[0], step[3], order[step[1]]))
+    return [_spent(worth, best_first, budget) for budget in budgets]
+
+
+def _spent(
+    worth: Mapping[str, Sequence[float]], best_first: Sequence[tuple[float, str, int, int]], budget: int
+) -> dict[str, int]:
+    ranks, left = dict.fromkeys(worth, 0), budget
+    for _, name, a, b in best_first:
         if ranks[name] == a and b * b - a * a <= left:
             ranks[name], left = b, left - (b * b - a * a)
-    while fitting := [step for name in gains if (step := _best_step(name, worth[name], ranks[name], left))]:
+    while fitting := [step for name in worth if (step := _best_step(name, worth[name], ranks[name], left))]:
         _, name, b = max(fitting)
         left -= b * b - ranks[name] ** 2
         ranks[name] = b

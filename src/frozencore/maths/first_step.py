@@ -18,16 +18,16 @@ from jaxtyping import Float
 from torch import Tensor
 
 from frozencore.maths.basis import Basis
-from frozencore.maths.objective import core_gradient
 
 
 def first_step(
     G: Float[Tensor, "m n"], A: Float[Tensor, "n n"], D: Float[Tensor, "m m"], basis: Basis
 ) -> Float[Tensor, "r r"]:
-    """The direction R, in float64; 0 where an entry's gradient never was anything else."""
-    P, Q = basis.P.double(), basis.Q.double()
-    size = ((P * (D.double() @ P)).sum(0)[:, None] * (Q * (A.double() @ Q)).sum(0)).clamp_min(0).sqrt()
-    return torch.where(size > 0, -core_gradient(G, basis) / size, 0.0)
+    """The direction R, in float64, of products as precise as the moments; 0 where the gradient always was."""
+    P, Q = basis.P.to(G.dtype), basis.Q.to(G.dtype)
+    sizes = ((X * (second @ X)).sum(0).double().clamp_min(0) for X, second in ((P, D), (Q, A)))
+    size = torch.outer(*sizes).sqrt()
+    return torch.where(size > 0, -(P.mT @ G @ Q).double() / size, 0.0)
 
 
 def of_length(cores: Mapping[str, Float[Tensor, "r r"]], length: float) -> dict[str, Float[Tensor, "r r"]]:

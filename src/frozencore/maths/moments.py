@@ -14,12 +14,13 @@ import torch
 from jaxtyping import Float
 
 from frozencore.errors import CalibrationError
-from frozencore.maths.linalg import all_finite
+from frozencore.maths.linalg import all_finite, top_eigenvectors
 
 MomentName = Literal[
     "cross", "input_square", "error_square", "input_outer", "error_outer", "input_total", "output_outer",
     "output_total",
 ]  # fmt: skip
+DenseMoment = Literal["input_outer", "error_outer", "output_outer"]
 MOMENT_NAMES: tuple[MomentName, ...] = get_args(MomentName)
 BACKWARD_MOMENTS: frozenset[MomentName] = frozenset({"cross", "error_square", "error_outer"})
 
@@ -94,6 +95,10 @@ class LayerMoments:
         if not all_finite(total):
             raise CalibrationError(f"The moment {name!r} holds NaN or Inf. Check the model and the calibration data.")
         return total
+
+    def leading(self, name: DenseMoment, rank: int) -> tuple[Float[torch.Tensor, "k r"], Float[torch.Tensor, " r"]]:
+        """Leading eigenvectors and eigenvalues of a dense second moment, as :func:`top_eigenvectors` gives them."""
+        return top_eigenvectors(self.mean(name), rank)
 
     def names(self) -> tuple[MomentName, ...]:
         """The moments that were collected."""

@@ -10,12 +10,15 @@ from torch import nn
 
 from adapted import adapted
 from frozencore import Advice, FrozenCoreConfig, advise
+from frozencore.adapter.advice import short_rows
+from frozencore.adapter.advice import trials as trials_module
 from frozencore.adapter.advice.evidence import gather
 from frozencore.adapter.advice.settings import Setting
 from frozencore.adapter.advice.trials import Trials
 from frozencore.calibration.options import CalibrationOptions
 from frozencore.calibration.preserve import preserved
 from frozencore.calibration.run_pass import mean_loss
+from frozencore.calibration.trial import NotSideBySideError
 from frozencore.constructors import CONSTRUCTORS
 from frozencore.errors import ConfigError
 from frozencore.maths.allocation import num_values
@@ -70,7 +73,7 @@ def test_a_gain_is_the_true_fall_of_the_loss_with_the_step_in_the_weights(model:
         evidence = gather(model, BATCHES, ATTENTION, options, None, settings=[setting], elsewhere=False)
         trials = Trials(model, evidence, options, evidence.held_back, seed=0)
         trials.find_length(setting)
-        worth = trials.worth(setting)
+        (worth,) = trials.worths([setting])
         stepped = copy.deepcopy(model)
         step, squares = {}, 0.0
         for name, moments in evidence.seen.items():
@@ -86,6 +89,35 @@ def test_a_gain_is_the_true_fall_of_the_loss_with_the_step_in_the_weights(model:
         before, after = (mean_loss(one, evidence.held_back, options) for one in (model, stepped))
     assert worth.gain == pytest.approx(before - after, rel=1e-3)
     assert worth.gain > 0
+
+
+def test_rows_and_settings_that_go_through_the_model_together_gain_what_they_gain_alone(
+    model: nn.Module, advice: Advice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(short_rows, "TOKENS_AT_ONCE", 1)
+    alone = advise(model, BATCHES, r=3, progress=False)
+    assert advice.passes >= alone.passes  # a length beyond the one that ends the search may be tried along with it
+    assert advice.length == alone.length
+    for part in ("bases", "shapes"):
+        one, other = (
+            {str(worth.setting): (worth.gain, worth.ranks) for worth in getattr(found, part)}
+            for found in (advice, alone)
+        )
+        assert one.keys() == other.keys()
+        for name, (gain, ranks) in one.items():
+            assert gain == pytest.approx(other[name][0], abs=2e-5), name
+            assert ranks == other[name][1], name
+
+
+def test_settings_go_one_by_one_where_a_layer_does_not_see_rows_of_tokens(
+    model: nn.Module, advice: Advice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise NotSideBySideError
+
+    monkeypatch.setattr(trials_module, "mean_losses", refuse)
+    alone = advise(model, BATCHES, r=3, progress=False, only_bases=True)
+    assert [worth.gain for worth in alone.bases] == pytest.approx([worth.gain for worth in advice.bases], abs=2e-5)
 
 
 def test_the_half_that_bases_are_made_from_is_not_what_gains_are_of(model: nn.Module) -> None:

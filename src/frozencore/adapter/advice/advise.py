@@ -21,6 +21,7 @@ from frozencore.calibration.options import CalibrationOptions
 from frozencore.calibration.preserve import preserved
 from frozencore.constructors.options import BasisOptions, trained_values
 from frozencore.errors import ConfigError
+from frozencore.maths.allocation import num_values
 from frozencore.progress import Progress
 
 LEVEL = 0.02  # of the largest gain: so near to it, settings are level
@@ -133,6 +134,10 @@ def advise(
         settings = list(bases_to_try(rank, budget) if among is None else among)
         evidence = gather(model, batches, target_modules, options, tell, settings=settings, elsewhere=not only_bases)
         trials = Trials(model, evidence, options, evidence.held_back[::SCORED], seed)
+        looked_at, asked = 2 * (rank or BasisOptions.rank), num_values(evidence.ranks_of(settings[0], seed))
+        budgets = [max(1, asked * part // 16) for part in BUDGETS]
+        bought = {} if only_bases else evidence.bought(budgets, seed)
+        num_agreed = evidence.num_agreed(looked_at, seed)
         trials.find_length(settings[0])
         bases = _tried(trials, settings, tell, "bases")
         kept = bases[0]
@@ -140,17 +145,16 @@ def advise(
         elsewhere = "all-linear" in evidence.names
         others = [] if only_bases else list(shapes_to_try(best.setting, best.num_values, elsewhere=elsewhere))
         shapes = _tried(trials, others, tell, "places")
-        budgets = [max(1, best.num_values * part // 16) for part in BUDGETS]
-        num_rows, looked_at = sum(map(num_examples_of, batches)), 2 * (rank or BasisOptions.rank)
+        num_rows = sum(map(num_examples_of, batches))
         return Advice(
             bases=tuple(sorted(bases, key=lambda worth: -worth.gain)),
             kept=kept,
             shapes=tuple(shapes),
-            bought={} if only_bases else evidence.bought(budgets, seed),
+            bought=bought,
             base_loss=trials.base_loss,
             length=trials.length,
             spreads=evidence.spreads(),
-            num_agreed=evidence.num_agreed(looked_at, seed),
+            num_agreed=num_agreed,
             num_looked_at=looked_at,
             num_rows=num_rows,
             passes=1 + trials.num_forward / (3 * num_rows),
@@ -160,8 +164,8 @@ def advise(
 
 def _tried(trials: Trials, settings: Sequence[Setting], tell: Progress, stage: str) -> list[Worth]:
     found = []
-    for number, setting in enumerate(settings, start=1):
-        found.append(trials.worth(setting))
+    for number, worth in enumerate(trials.worths(settings), start=1):
+        found.append(worth)
         tell(f"try {stage}", number, len(settings))
     return found
 

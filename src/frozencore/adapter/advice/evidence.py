@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
 from peft import get_peft_model
 from torch import nn
 
+from frozencore.adapter.advice.remembered import Memory, RememberedMoments
 from frozencore.adapter.advice.settings import On, Setting
+from frozencore.adapter.advice.short_rows import together
 from frozencore.adapter.layer import FrozenCoreLayer, frozen_core_layers
 from frozencore.adapter.model import FrozenCoreConfig
 from frozencore.calibration.batches import Batch
@@ -18,10 +20,10 @@ from frozencore.calibration.collect import collect_moments, share_of
 from frozencore.calibration.halves import in_halves
 from frozencore.calibration.options import CalibrationOptions
 from frozencore.constructors import CONSTRUCTORS, LayerEvidence
-from frozencore.maths.agreement import agreed_gains
-from frozencore.maths.allocation import allocate_ranks, num_candidates, uniform_ranks
+from frozencore.maths.agreement import Crossed, crossed_by_gram, gains_of
+from frozencore.maths.allocation import allocate_ranks, allocations, num_candidates, uniform_ranks
 from frozencore.maths.capture import CAPTURE_NEEDS
-from frozencore.maths.linalg import Shape
+from frozencore.maths.linalg import Shape, TruncatedSVD
 from frozencore.maths.moments import LayerMoments, MomentName, spread
 from frozencore.progress import Progress
 
@@ -50,6 +52,7 @@ class Evidence:
         unseen: Of the other: G, a and d.
         held_back: Batches of the other half.
         modules: The layers as the plain model has them.
+        crossed: What the leading directions of one half are in the other, by what they are of: as far as was asked.
     """
 
     layers: Mapping[str, FrozenCoreLayer]
@@ -58,6 +61,7 @@ class Evidence:
     unseen: Mapping[str, LayerMoments]
     held_back: Sequence[Batch]
     modules: Mapping[str, nn.Module]
+    crossed: dict[Hashable, Crossed] = field(default_factory=dict)
 
     def of_layer(self, name: str) -> LayerEvidence:
         """What a constructor may look at in a layer: one half."""
@@ -80,7 +84,7 @@ class Evidence:
         shapes = {name: self.layers[name].shape for name in self.names[fcca.on]}
         gains = self._gains(fcca, shapes, max(budgets), seed)
         total = sum(map(sum, gains.values()))
-        spent = {budget: allocate_ranks(gains, budget) for budget in budgets}
+        spent = dict(zip(budgets, allocations(gains, budgets), strict=True))
         return {
             budget: sum(sum(gains[name][:rank]) for name, rank in ranks.items()) / total if total else 0.0
             for budget, ranks in spent.items()
@@ -107,11 +111,27 @@ class Evidence:
 
     def _agreed(self, setting: Setting, name: str, count: int, seed: int) -> list[float]:
         """What each of a layer's leading directions is worth to both halves; 0 is noise."""
-        matrix, options = CONSTRUCTORS[setting.method].matrix, setting.basis_options(count, seed)
-        assert matrix is not None
-        one, other = (matrix(moments, options) for moments in (self.seen[name], self.unseen[name]))
-        gains: list[float] = agreed_gains(one, other, count, svd_method=options.svd_method).tolist()
+        key = _key(setting, name)
+        if key not in self.crossed or len(self.crossed[key].C1) < count:
+            matrix, options = CONSTRUCTORS[setting.method].matrix, setting.basis_options(count, seed)
+            assert matrix is not None
+            one, other = (matrix(moments, options) for moments in (self.seen[name], self.unseen[name]))
+            self.crossed[key] = crossed_by_gram(one, other, min(count, *one.shape))
+        C1, C2, _ = self.crossed[key]
+        gains: list[float] = gains_of(C1[:count, :count], C2[:count, :count]).tolist()
         return gains
+
+    def known_svd(self, setting: Setting, name: str, rank: int) -> TruncatedSVD | None:
+        """The leading triples that a layer's basis is made of, where they are known so far down."""
+        found = self.crossed.get(_key(setting, name))
+        reads_more = CONSTRUCTORS[setting.method].metric(setting.basis_options(rank, 0)) is None
+        if found is None or reads_more or len(found.C1) < rank or not found.first.S[0]:
+            return None
+        return TruncatedSVD(*(part[..., :rank].float() for part in found.first))
+
+
+def _key(setting: Setting, name: str) -> Hashable:
+    return setting.method, tuple(setting.options.items()), name
 
 
 def gather(
@@ -145,15 +165,25 @@ def gather(
     to_agree = CAPTURE_NEEDS.union(*(setting.needs for setting in settings if setting.spends_by_spectrum))
     halves = in_halves(batches)
     seen, unseen = (
-        collect_moments(model, half, modules, needs=own, options=options, progress=share_of(progress, number, 2))
+        collect_moments(
+            model,
+            together(model, half, options),
+            modules,
+            needs=own,
+            options=options,
+            progress=share_of(progress, number, 2),
+        )
         for number, (half, own) in enumerate(zip(halves, (needs, to_agree), strict=True))
     )
+    memory = Memory()
+    seen = {name: RememberedMoments(**vars(moments), memory=memory) for name, moments in seen.items()}
     return Evidence(layers, names, seen, unseen, halves[1], modules)
 
 
 def _layers(model: Any, target_modules: Any) -> dict[str, FrozenCoreLayer]:
     """The layers that an adapter on those targets would have; the model is left without one."""
-    adapted = get_peft_model(model, FrozenCoreConfig(r=1, target_modules=target_modules, constructor="random"))
+    config = FrozenCoreConfig(r=1, target_modules=target_modules, constructor="random", load_bases=True)
+    adapted = get_peft_model(model, config)  # no basis is made for it
     layers = frozen_core_layers(adapted, "default")
     adapted.unload()
     return layers
