@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from frozencore.adapter.advice import short_rows
 from frozencore.adapter.advice import trials as trials_module
 from frozencore.adapter.advice.evidence import gather
 from frozencore.adapter.advice.settings import Setting
-from frozencore.adapter.advice.trials import Trials
+from frozencore.adapter.advice.trials import Trials, Worth
 from frozencore.calibration.options import CalibrationOptions
 from frozencore.calibration.preserve import preserved
 from frozencore.calibration.run_pass import mean_loss
@@ -146,6 +147,22 @@ def test_the_model_is_as_it_was(model: nn.Module) -> None:
     assert all(torch.equal(a, b) for a, b in zip(own.state_dict().values(), fresh.state_dict().values(), strict=True))
     assert not getattr(own, "peft_config", None)
     assert type(adapted("random", model=own).peft_config["default"]) is FrozenCoreConfig  # an adapter still goes on it
+
+
+def test_what_stays_where_it_is_level_is_fcca_and_then_a_constructor_as_it_stands(advice: Advice) -> None:
+    def best_of(fcca: float, rawgrad: float, damped: float) -> tuple[str, dict[str, object]]:
+        gains = {("fcca", False): fcca, ("rawgrad", False): rawgrad, ("fcca", True): damped}
+        worths = [
+            Worth(Setting(method, {"damping": 10.0} if varied else {}, rank=3), gain, 9, {})
+            for (method, varied), gain in gains.items()
+        ]
+        found = replace(advice, bases=tuple(worths), kept=worths[0]).best_bases.setting
+        return found.method, dict(found.options)
+
+    assert best_of(0.99, 1.0, 1.0) == ("fcca", {})
+    assert best_of(0.9, 0.99, 1.0) == ("rawgrad", {})
+    assert best_of(0.9, 0.97, 1.0) == ("fcca", {"damping": 10.0})
+    assert best_of(-1.01, -1.2, -1.0) == ("fcca", {})
 
 
 def test_only_bases_compares_nothing_else(model: nn.Module) -> None:

@@ -64,7 +64,10 @@ class Advice:
 
     @property
     def best_bases(self) -> Worth:
-        """What is kept where it is level with the best of them, else the best."""
+        """What is kept where it is level with the best of them, else the best.
+
+        A variant of FCCA's metric is not, where a constructor as it stands is level with it.
+        """
         return _best_bases(self.bases, self.kept)
 
     @property
@@ -172,4 +175,6 @@ def _tried(trials: Trials, settings: Sequence[Setting], tell: Progress, stage: s
 
 def _best_bases(among: Sequence[Worth], kept: Worth) -> Worth:
     best = max(among, key=lambda worth: worth.gain)
-    return kept if kept.gain >= best.gain - LEVEL * abs(best.gain) else best
+    plain = (worth for worth in among if worth.setting.options == kept.setting.options)
+    best_plain = max(plain, key=lambda worth: worth.gain)  # gains order constructors better than variants of one
+    return next(worth for worth in (kept, best_plain, best) if worth.gain >= best.gain - LEVEL * abs(best.gain))
