@@ -38,9 +38,10 @@ from transformers import AutoModelForCausalLM
 
 from frozencore.lab.methods import METHODS, AdapterOptions
 from frozencore.lab.pocket import pocket_model_path
-from frozencore.lab.rows.batches import PaddingCollator, group_rows
+from frozencore.lab.rows.batches import PaddingCollator, row_costs
 from frozencore.lab.rows.prompts import TokenRow
 from frozencore.lab.run.provenance import provenance
+from frozencore.lab.training.by_length import group_by_length, pass_tokens_of
 from frozencore.lab.training.many.losses import num_targets, row_losses, row_sizes
 from frozencore.lab.training.many.tenant import Tenant
 from frozencore.lab.training.many.train import train_many
@@ -117,7 +118,7 @@ def pass_through(base: nn.Module, tenants: dict[str, Tenant], num_steps: int) ->
     collate = PaddingCollator(0)
     for step in range(num_steps):
         rows = [row for tenant in tenants.values() for row in tenant.step_rows(step)]
-        for group in group_rows(row_sizes(base, rows), torch.device("cpu")):
+        for group in group_by_length(*row_costs(row_sizes(base, rows), torch.device("cpu")), pass_tokens_of(base)):
             row_losses(base, collate([rows[i] for i in group])).sum().backward()
         base.zero_grad()
 

@@ -63,10 +63,8 @@ def group_rows(
         tokens_per_batch: ``None`` for what fills the device: a CPU gains nothing beyond its caches.
         shrink: Divides both budgets.
     """
-    if tokens_per_batch is None:
-        tokens_per_batch = 1024 if device.type == "cpu" else 16384
-    costs = [max(tokens, -(-logits * tokens_per_batch // LOGITS_BUDGET)) for tokens, logits in sizes]
-    room = tokens_per_batch // shrink
+    costs, most = row_costs(sizes, device, tokens_per_batch)
+    room = most // shrink
     groups: list[list[int]] = []
     for index in sorted(range(len(costs)), key=lambda i: -costs[i]):
         if groups and (len(groups[-1]) + 1) * costs[groups[-1][0]] <= room:
@@ -74,3 +72,15 @@ def group_rows(
         else:
             groups.append([index])
     return groups
+
+
+def row_costs(
+    sizes: Sequence[tuple[int, int]], device: torch.device, tokens_per_batch: int | None = None
+) -> tuple[list[int], int]:
+    """What each row takes of a batch's tokens, its logits counted too, and how many tokens a batch has.
+
+    Args:
+        sizes, tokens_per_batch: As for :func:`group_rows`.
+    """
+    most = (1024 if device.type == "cpu" else 16384) if tokens_per_batch is None else tokens_per_batch
+    return [max(tokens, -(-logits * most // LOGITS_BUDGET)) for tokens, logits in sizes], most

@@ -35,9 +35,10 @@ from frozencore.lab.run.named_basis import on_named_basis
 from frozencore.lab.run.peak_memory import PeakMemory
 from frozencore.lab.run.record import TunedRecord
 from frozencore.lab.run.rows import RunRows
-from frozencore.lab.run.rows_at_once import pass_tokens_of, rows_at_once
+from frozencore.lab.run.rows_at_once import rows_at_once
 from frozencore.lab.run.selecting import score_run, selection_of
 from frozencore.lab.run.targets import resolve_targets
+from frozencore.lab.training.by_length import pass_tokens_of
 from frozencore.lab.training.low_rank import PLAIN
 from frozencore.lab.training.recipe import Recipe
 from frozencore.lab.training.reporting import Reports, reporting, require_reporters

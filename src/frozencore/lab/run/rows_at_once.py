@@ -13,8 +13,6 @@ from typing import Any
 from frozencore.device import memory_of
 
 SHARE_OF_MEMORY = 0.5  # beside the weights; the rest is for the allocator's gaps, the scoring, and other programs
-PASS_WORK = {"cpu": 1.5e8}  # what a pass costs beside its tokens, in tokens times parameters
-PASS_WORK_ELSEWHERE = 1e13  # where launching kernels takes the time; an estimate
 LOGIT_BYTES = 12  # of a token and a word of the vocabulary: as computed, in float32, and their gradient
 
 
@@ -35,16 +33,6 @@ def rows_at_once(rows_a_step: int, longest: int, model: Any, *, padding_free: bo
         return row_bytes(rows * longest, model) if padding_free else rows * row_bytes(longest, model)
 
     return next((n for n in range(rows_a_step, 1, -1) if rows_a_step % n == 0 and of(n) <= there), 1)
-
-
-def pass_tokens_of(model: Any) -> int:
-    """What a forward and backward pass costs beside its tokens, in tokens, on the model's device.
-
-    On a CPU core a pass of 16 to 1,024 tokens took 17 ms and 0.13 ms a token (the pocket model, 1.3 million
-    parameters), 14 ms and 0.10 ms (``tiny1m``); with more parameters a token takes longer and a pass does not.
-    """
-    work = PASS_WORK.get(next(model.parameters()).device.type, PASS_WORK_ELSEWHERE)
-    return round(work / sum(parameter.numel() for parameter in model.parameters()))
 
 
 def row_bytes(length: int, model: Any) -> int:

@@ -18,6 +18,8 @@ from frozencore.lab.rows.row_forms import TokenRow
 from frozencore.lab.training.trainer import CompletionTrainer
 
 GROUPS = "groups"
+PASS_WORK = {"cpu": 1.5e8}  # what a pass costs beside its tokens, in tokens times parameters
+PASS_WORK_ELSEWHERE = 1e13  # where launching kernels takes the time; an estimate
 
 
 def group_by_length(lengths: Sequence[int], most_tokens: int, pass_tokens: int) -> list[list[int]]:
@@ -33,8 +35,11 @@ def group_by_length(lengths: Sequence[int], most_tokens: int, pass_tokens: int) 
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     costs, begins = [0], [0]  # of the best cut of the first rows, and where its last group begins
     for end in range(1, len(order) + 1):
+        most_rows = max(1, most_tokens // max(1, lengths[order[end - 1]]))  # of the shortest row of the group
         starts = [
-            start for start in range(end) if end - start == 1 or (end - start) * lengths[order[start]] <= most_tokens
+            start
+            for start in range(max(0, end - most_rows), end)
+            if end - start == 1 or (end - start) * lengths[order[start]] <= most_tokens
         ]
         found = [costs[start] + (end - start) * lengths[order[start]] + pass_tokens for start in starts]
         best = min(range(len(starts)), key=found.__getitem__)
@@ -44,6 +49,16 @@ def group_by_length(lengths: Sequence[int], most_tokens: int, pass_tokens: int) 
     while cuts[-1]:
         cuts.append(begins[cuts[-1]])
     return [order[start:end] for start, end in pairwise(reversed(cuts))]
+
+
+def pass_tokens_of(model: Any) -> int:
+    """What a forward and backward pass costs beside its tokens, in tokens, on the model's device.
+
+    On a CPU core a pass of 16 to 1,024 tokens took 17 ms and 0.13 ms a token (the pocket model, 1.3 million
+    parameters), 14 ms and 0.10 ms (``tiny1m``); with more parameters a token takes longer and a pass does not.
+    """
+    work = PASS_WORK.get(next(model.parameters()).device.type, PASS_WORK_ELSEWHERE)
+    return round(work / sum(parameter.numel() for parameter in model.parameters()))
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from adapted import adapted, cores_of
 from forked import FORK
 from frozencore.errors import CalibrationError, ConfigError, DataError, DivergenceError, ModelError, TrainingError
+from frozencore.lab.rows.batches import PaddingCollator
 from frozencore.lab.rows.prompts import TokenRow
 from frozencore.lab.scoring.heldout import held_out_loss
 from frozencore.lab.training.many import company
@@ -340,6 +341,28 @@ def test_a_tenant_whose_validation_loss_rises_stops_early_and_keeps_its_best() -
     assert {name: one.report.num_steps for name, one in stopped.items() if name != "anna"} == {
         name: tenant.num_steps for name, tenant in TWO.items() if name != "anna"
     }
+
+
+def test_a_causal_model_is_not_told_what_is_padding_and_another_one_is() -> None:
+    """Gradients of padded rows, against each row alone."""
+    rows, model, told = rows_of(4, seed=21, longest=20), tiny_qwen2().requires_grad_(False), []
+    embeddings = model.get_input_embeddings().weight.requires_grad_()
+    batch = PaddingCollator(0)(rows)
+    assert not batch["attention_mask"].all()
+    model.register_forward_pre_hook(lambda _, args, given: told.append("attention_mask" in given), with_kwargs=True)
+
+    def found(batches: list[dict[str, Tensor]]) -> tuple[Tensor, Tensor]:
+        nats = torch.cat([row_losses(model, one) for one in batches])
+        return nats, *torch.autograd.grad(nats.sum(), embeddings)
+
+    alone = found([PaddingCollator(0)([row]) for row in rows])
+    for is_causal in (True, False):
+        for layer in model.model.layers:
+            layer.self_attn.is_causal = is_causal
+        told.clear()
+        for ours, theirs in zip(found([batch]), alone, strict=True):
+            assert (ours - theirs).norm() < 1e-5 * theirs.norm()
+        assert told == [not is_causal]
 
 
 def test_what_cannot_train_together_is_refused_in_one_line() -> None:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from frozencore.errors import ModelError
-from frozencore.lab.rows.batches import PaddingCollator, group_rows
+from frozencore.lab.rows.batches import PaddingCollator, row_costs
 from frozencore.lab.rows.prompts import TokenRow
+from frozencore.lab.training.by_length import group_by_length, pass_tokens_of
 from frozencore.lab.training.many.losses import held_out_losses, num_targets, row_losses, row_sizes
 from frozencore.lab.training.many.seat import Seat
 from frozencore.lab.training.many.slots import TrainedSlots
@@ -43,7 +44,7 @@ class Company:
         self.seats: list[Seat] = []
         self.waiting = sorted(tenants, key=lambda name: -tenants[name].num_steps)  # the long ones end last
         self.num_steps = 0
-        self._shrink = 1
+        self._shrink, self._pass_tokens = 1, pass_tokens_of(model)
 
     def fill(self) -> bool:
         """Give free slots to those that wait; False when all have ended."""
@@ -87,9 +88,9 @@ class Company:
         """The loss of each seat, whose gradient is then in the slots, and that gradient's norm."""
         flat = [row for of_seat in rows for row in of_seat]
         slot_of = [slot for slot, of_seat in enumerate(rows) for _ in of_seat]
-        sizes = row_sizes(self.model, flat)
+        costs, most = row_costs(row_sizes(self.model, flat), self.slots.device, self.tokens_per_batch)
         while True:
-            groups = group_rows(sizes, self.slots.device, self.tokens_per_batch, shrink=self._shrink)
+            groups = group_by_length(costs, most // self._shrink, self._pass_tokens)
             losses = torch.zeros(len(rows), device=self.slots.device)
             work = partial(self._passes, groups, flat, slot_of, num_tokens, losses)
             if all(len(group) == 1 for group in groups):

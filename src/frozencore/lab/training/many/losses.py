@@ -26,10 +26,14 @@ from frozencore.progress import Progress
 def row_losses(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """Nats of each row's completion tokens together, (rows,).
 
+    A causal model is not told what is padding: it stands on the right, where no token of a row sees it.
+
     Args:
-        batch: ``input_ids``, ``attention_mask`` and ``labels``, each (rows, tokens).
+        batch: ``input_ids``, ``attention_mask`` and ``labels``, each (rows, tokens), padded on the right.
     """
-    inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
+    inputs = {"input_ids": batch["input_ids"]}
+    if not _is_causal(model):
+        inputs["attention_mask"] = batch["attention_mask"]
     targets = pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
     wanted = targets != IGNORED
     with _logits_at(model, wanted) as are_narrowed:
@@ -39,6 +43,12 @@ def row_losses(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     nats = cross_entropy(logits, targets[wanted].to(logits.device), reduction="none")
     row_of = wanted.nonzero()[:, 0].to(nats.device)
     return nats.new_zeros(len(targets)).index_add(0, row_of, nats)
+
+
+def _is_causal(model: nn.Module) -> bool:
+    """Whether every layer with attention says that its tokens see those before them alone."""
+    said = [module.__dict__["is_causal"] for module in model.modules() if "is_causal" in module.__dict__]
+    return bool(said) and all(said)
 
 
 @contextmanager
@@ -92,6 +102,6 @@ def num_targets(row: TokenRow) -> int:
 
 
 def row_sizes(model: nn.Module, rows: Sequence[TokenRow]) -> list[tuple[int, int]]:
-    """Tokens and logits of each row, as :func:`frozencore.lab.rows.batches.group_rows` takes them."""
+    """Tokens and logits of each row, as :func:`frozencore.lab.rows.batches.row_costs` takes them."""
     vocabulary = vocabulary_of(model)
     return [(len(row.input_ids), num_targets(row) * vocabulary) for row in rows]
