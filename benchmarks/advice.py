@@ -139,29 +139,32 @@ def trained_seeds(campaign: str, task: str, **where: Any) -> dict[str, list[floa
 
 
 def against_the_best(row: Row) -> Row | None:
-    """The recommended bases and the best constructor, trained: means, and their difference over its standard error.
+    """The recommended bases and the best constructor, trained: means, and their difference with its standard error.
 
-    Bases that stand in no campaign of constructors are those of ``campaigns/advised.yaml``.
+    None where no committed run has trained those bases. ``places``: with as many values over all linear layers, as it
+    recommends (``campaigns/advised.yaml``).
     """
-    where = {"rank": 16, "targets": None, "rank_budget": None}
     constructors = trained_seeds(row["campaign"], row["task"], rank=16, targets=None)
-    known = {
-        **(trained_seeds("advised", row["task"], **where) if (RESULTS / "advised").exists() else {}),
-        **constructors,
-    }
-    if row["bases"] not in known:
+    if row["bases"] not in constructors:
         return None
     labels = {METHODS[name].label for name in CONSTRUCTORS}
     best = min((name for name in constructors if name in labels), key=lambda name: fmean(constructors[name]))
-    ours, theirs = known[row["bases"]], constructors[best]
-    error = (variance(ours) / len(ours) + variance(theirs) / len(theirs)) ** 0.5
-    difference = fmean(ours) - fmean(theirs)
+    asked = {"targets": "all-linear", "rank_budget": 4096}
+    places = trained_seeds("advised", row["task"], **asked) if (RESULTS / "advised").exists() else {}
     return {
         "bases": row["bases"],
-        "loss": round(fmean(ours), 4),
+        "loss": round(fmean(constructors[row["bases"]]), 4),
         "best": best,
-        "best_loss": round(fmean(theirs), 4),
-        "difference": round(difference, 4),
+        **difference(constructors[row["bases"]], constructors[best]),
+        "places": difference(places[row["bases"]], constructors[best]) if row["bases"] in places else None,
+    }
+
+
+def difference(ours: list[float], theirs: list[float]) -> Row:
+    """Of means over seeds, with its standard error."""
+    error = (variance(ours) / len(ours) + variance(theirs) / len(theirs)) ** 0.5
+    return {
+        "difference": round(fmean(ours) - fmean(theirs), 4),
         "standard_error": round(error, 4),
         "seeds": len(ours),
     }

@@ -17,5 +17,18 @@ def test_the_correlations_and_the_costs_are_the_recorded_ones() -> None:
     assert said in PAGE.replace("\n", " ")
     for row in FOUND["rows"]:
         assert f"| {row['task']} | {all_tasks['tasks'][row['task']]:.2f} |" in PAGE
-    on_text = [row["over_training_pass"] for row in FOUND["rows"] if row["campaign"] == "tiny1m-text"]
-    assert f"{min(on_text)} to {max(on_text)} on the texts" in PAGE
+    for campaign, said in (("tiny1m-text", "on the texts"), ("pocket", "on the pocket tasks")):
+        passes = [row["over_training_pass"] for row in FOUND["rows"] if row["campaign"] == campaign]
+        assert f"{min(passes)} to {max(passes)} {said}" in PAGE
+        assert max(passes) <= 4  # as it says
+
+
+def test_what_became_of_the_recommendation_is_the_recorded_outcome() -> None:
+    outside = []
+    for row in FOUND["rows"]:
+        found = row["against_the_best"]
+        said = f"| {found['loss']:.4f} | {found['best']} | {found['difference']:+.4f} ± {found['standard_error']:.4f} |"
+        assert f"| {row['task']} | {found['bases']} {said}" in PAGE
+        if found["difference"] > 2 * found["standard_error"]:
+            outside.append(f"`{row['task']}`")
+    assert f"on {len(FOUND['rows']) - len(outside)} of seven; not on {' and '.join(outside)}" in PAGE
