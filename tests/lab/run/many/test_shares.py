@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from forked import Ended, as_ranks, ended
@@ -99,11 +100,11 @@ def test_two_processes_of_torchrun_that_were_killed_go_on_to_what_one_leaves(
 ) -> None:
     out, environment = tmp_path / "cut", {**os.environ, "OMP_NUM_THREADS": "1"}
     started = [*TORCHRUN, "-m", "frozencore", *words(tenants, out)]
-    first = subprocess.Popen(started, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True)
-    while first.poll() is None and not list(out.glob("*/result.json")):
+    first = subprocess.Popen(started, env=environment, stderr=subprocess.DEVNULL)
+    while first.poll() is None and not list(out.glob("checkpoints/share-2/*/complete.json")):
         time.sleep(0.001)
-    os.killpg(first.pid, 9)
-    first.communicate()
+    psutil.Process(first.pid).children()[-1].kill()  # torchrun then ends the other
+    assert first.wait() != 0
     assert (out / "checkpoints").is_dir()
     second = subprocess.run([*started, "--resume"], env=environment, capture_output=True, text=True)
     assert second.returncode == 0, second.stderr
