@@ -110,6 +110,18 @@ def test_rows_and_settings_that_go_through_the_model_together_gain_what_they_gai
             assert ranks == other[name][1], name
 
 
+def test_rows_on_which_every_step_raises_the_loss_are_compared_by_how_little(model: nn.Module) -> None:
+    """The halves want opposite things of the same prompt."""
+    halves = []
+    for end in (5, 6):
+        ids = torch.tensor([[1, 2, 3, 4, end]])
+        labels = torch.where(torch.arange(5) < 4, -100, ids)
+        halves.append({"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels})
+    found = advise(model, halves, r=2, only_bases=True, progress=False)
+    assert found.length == 10 ** (trials_module.FIRST_POWER / 2)
+    assert found.kept.gain < 0
+
+
 def test_settings_go_one_by_one_where_a_layer_does_not_see_rows_of_tokens(
     model: nn.Module, advice: Advice, monkeypatch: pytest.MonkeyPatch
 ) -> None:

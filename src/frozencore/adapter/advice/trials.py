@@ -83,7 +83,8 @@ class Trials:
             best = max(gains.values())
             if best > 0 and gains[length] < SHARE_OF_BEST * best:
                 break
-        self.length = next(length for length, gain in gains.items() if gain >= SHARE_OF_BEST * best)
+        near = (length for length, gain in gains.items() if gain >= SHARE_OF_BEST * best)
+        self.length = next(near, lengths[0])  # where every step raises the loss, it is compared by how little
 
     def worths(self, settings: Sequence[Setting]) -> Iterator[Worth]:
         """Try them, one after the other or, where rows are short, some at a time."""
