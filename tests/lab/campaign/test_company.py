@@ -124,6 +124,13 @@ def test_one_that_diverges_fails_as_it_would_alone_and_takes_nobody_along(alone:
     assert told[0] == told[1]
 
 
+@pytest.mark.parametrize("own", ["report_to: [tensorboard]", "padding_free: true"])
+def test_what_a_company_would_leave_out_goes_alone(own: str, tmp_path: Path) -> None:
+    text = SPEC.replace("FUSE", "true").replace("base:\n  {", f"base:\n  {{{own}, ")
+    campaign = read_campaign(write_spec(tmp_path, text))
+    assert company_keys(campaign, plan(campaign, lambda _: None)) == {}
+
+
 def test_nothing_of_a_company_is_left(fused: Store) -> None:
     assert not [path for path in (fused.shared / "company").rglob("*") if path.is_file()]
 

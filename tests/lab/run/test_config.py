@@ -41,6 +41,7 @@ GOOD: dict[str, Any] = {"model": "somewhere", "task": "svamp"}
         ({"refresh": 0}, "--refresh: .*greater than 0, but 0 came"),
         ({"refresh": "often"}, "--refresh: .*valid integer.* but 'often' came"),
         ({"refresh": "auto", "method": "galore"}, "auto counts the rounds of a core, but 'galore' has none: give"),
+        ({"method": "prompt_tuning", "padding_free": True}, "does not read padding_free. Leave --padding-free out"),
         ({"refresh": "auto", "method": "lora"}, "which the method 'lora' does not read. Use one that does"),
         ({"refresh": 2, "method": "lora"}, "which the method 'lora' does not read. Use one that does, such as fcca"),
         ({"refresh": 2, "method": "random"}, "which the method 'random' does not read"),

@@ -61,11 +61,11 @@ def company_sizes(keys: Mapping[str, str], left: Iterable[str]) -> dict[str, int
 
 def _key(job: Job) -> str | None:
     """None for a run that trains no cores, has yet to choose its basis or leaves it, lays its rows out by itself,
-    or whose time is its result."""
+    reports as it goes, or whose time is its result."""
     config = job.config
     if job.kind != "tune" or not config.method_entry.has_bases or config.refreshes or left_open(config):
         return None
-    if config.padding_free:
+    if config.padding_free or config.report_to:
         return None
     known_by_weights = config.method_entry.weights_only or config.basis is not None
     is_seeded = bool(config.moments_needed) or not known_by_weights

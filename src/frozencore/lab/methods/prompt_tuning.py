@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class PromptTuning(FromPEFT):
     """A budget is spent on as many virtual tokens as it pays for."""
 
-    unread: ClassVar[tuple[str, ...]] = ("targets", "layers")
+    unread: ClassVar[tuple[str, ...]] = ("targets", "layers", "padding_free")
     budget: ClassVar[Budget | None] = "instead of the rank"
 
     def config(self, options: AdapterOptions, model: nn.Module) -> PeftConfig:

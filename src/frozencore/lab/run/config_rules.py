@@ -37,7 +37,7 @@ def refuse_contradictions(config: RunConfig) -> None:
     refuse_unread_options(config)
     refuse_what_leaves_no_choice(config)
     for name in _given(config, config.method_entry.unread):
-        raise ConfigError(f"The method {config.method!r} does not read {name}. Leave --{name} out.")
+        raise ConfigError(f"The method {config.method!r} does not read {name}. Leave --{name.replace('_', '-')} out.")
     if config.basis is not None and config.layers is not None:
         raise ConfigError("A saved basis has its own layers: leave --layers out.")
     if config.packing and (config.truncate or config.skip_long):

@@ -79,7 +79,7 @@ def refuse_what_leaves_no_choice(config: RunConfig) -> None:
         )
 
 
-def refuse_open(config: RunConfig, verb: str) -> None:
+def refuse_open(config: RunConfig, what: str) -> None:
     """Refuse a configuration that leaves something open, where no rows are asked.
 
     Raises:
@@ -87,7 +87,7 @@ def refuse_open(config: RunConfig, verb: str) -> None:
     """
     if names := left_open(config):
         raise ConfigError(
-            f"{flags_of_open(names)} is chosen by a run of `frozencore tune` for itself, but this is {verb}. Name what "
+            f"{flags_of_open(names)} is chosen by a run of `frozencore tune` for itself, but this is {what}. Name what "
             "`frozencore advise` recommends."
         )
 

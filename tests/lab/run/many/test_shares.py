@@ -124,7 +124,7 @@ def test_shares_differ_by_the_dearest_tenant_at_most() -> None:
 def test_a_tenant_counts_by_its_tokens_and_there_is_one_for_each_process(monkeypatch: pytest.MonkeyPatch) -> None:
     def tenant(num_rows: int, length: int) -> Any:
         rows = SimpleNamespace(train=[SimpleNamespace(input_ids=[0] * length)] * num_rows)
-        return SimpleNamespace(config=SimpleNamespace(epochs=None), rows=rows)
+        return SimpleNamespace(rows=rows)
 
     tenants = {"few long rows": tenant(2, 100), "many short rows": tenant(20, 5), "as many": tenant(20, 5)}
     monkeypatch.setattr(shares, "num_ranks", lambda: 2)

@@ -23,11 +23,8 @@ def own_share(tenants: Mapping[str, TenantRows]) -> dict[str, TenantRows]:
             f"Each process trains a tenant at least, but there are {num_of(len(tenants), 'tenant')} for {num_ranks()} "
             "processes. Start fewer."
         )
-    costs = {
-        name: (one.config.epochs or 1) * sum(len(row.input_ids) for row in one.rows.train)
-        for name, one in tenants.items()
-    }
-    trains = spread(costs, num_ranks())
+    num_tokens = {name: sum(len(row.input_ids) for row in one.rows.train) for name, one in tenants.items()}
+    trains = spread(num_tokens, num_ranks())
     return {name: one for name, one in tenants.items() if trains[name] == own_rank()}
 
 
