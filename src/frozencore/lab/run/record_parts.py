@@ -206,7 +206,7 @@ class BasesChoice(ComparedBases):
 
     Attributes:
         asked: The options that were left open.
-        compared: All that was compared, the best first; the default stays where it is level with that.
+        compared: All that was compared, the best first; one that is level with it may have been chosen.
         rows: How many were read.
         loss: Of the base model on those that gains are of, nats.
     """
