@@ -13,9 +13,10 @@ from frozencore.adapter.layer import frozen_core_layers
 from frozencore.errors import ConfigError
 from frozencore.lab.campaign.job import make_job
 from frozencore.lab.campaign.stability import Calibrated, compare_bases
+from frozencore.lab.run.adapting import adapt_from_data
 from frozencore.lab.run.bench import prepare
 from frozencore.lab.run.calibrating import execute_calibration
-from frozencore.lab.run.execute import adapt_from_data, execute
+from frozencore.lab.run.execute import execute
 from frozencore.lab.run.selecting import score_rows
 from frozencore.maths.allocation import num_values
 from lab.run.test_execute import config_of, silent

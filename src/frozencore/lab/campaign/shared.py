@@ -21,10 +21,10 @@ from frozencore.fingerprint import fingerprint_model, fingerprint_options
 from frozencore.lab.campaign.job import Job
 from frozencore.lab.campaign.store import Store
 from frozencore.lab.methods import Targets
+from frozencore.lab.run.adapting import Adapted, adapt_from_data
 from frozencore.lab.run.bench import Bench, calibration_batches
 from frozencore.lab.run.calibrating import collect_for
 from frozencore.lab.run.config import RunConfig
-from frozencore.lab.run.execute import Adapted, adapt_from_data
 from frozencore.lab.run.rows import RunRows
 from frozencore.maths.basis import known_basis
 from frozencore.maths.capture import CAPTURE_NEEDS, Capture, capture_if_whole
@@ -108,7 +108,7 @@ class SharedWork:
     needs: Needs = field(default_factory=dict)
 
     def adapt(self, config: RunConfig, bench: Bench, targets: Targets, progress: Progress) -> Adapted:
-        """As :func:`frozencore.lab.run.execute.adapt_from_data`, with shared moments and weight bases."""
+        """As :func:`frozencore.lab.run.adapting.adapt_from_data`, with shared moments and weight bases."""
         if not _shares_moments(config):
             return adapt_from_data(config, bench, targets, progress)
         if config.method_entry.weights_only:

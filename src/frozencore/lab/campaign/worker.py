@@ -20,9 +20,10 @@ from frozencore.lab.campaign.shared import SharedWork, calibrating, moments_key,
 from frozencore.lab.campaign.stability import Calibrated, compare_bases
 from frozencore.lab.campaign.store import LOG, Store
 from frozencore.lab.methods import Targets
+from frozencore.lab.run.adapting import Adapted, adapt_from_data
 from frozencore.lab.run.bench import Base, Bench, Score, prepare
 from frozencore.lab.run.config import RunConfig
-from frozencore.lab.run.execute import Adapted, adapt_from_data, execute
+from frozencore.lab.run.execute import execute
 from frozencore.lab.run.files import ADAPTER, RECORD
 from frozencore.lab.run.kept_rows import KeptRows
 from frozencore.lab.run.loading import load_model

@@ -13,18 +13,12 @@ from typing import Any
 from peft import PeftModel
 from torch import nn
 
-from frozencore.adapter.bases.calibrate import Calibration, calibrate
 from frozencore.adapter.bases.refresh_plan import COST
-from frozencore.adapter.bases.spend import spends_by_spectrum
-from frozencore.adapter.seal.saved_basis import read_header
-from frozencore.calibration.batches import Batch
-from frozencore.calibration.options import of_the_sums
 from frozencore.calibration.shards import all_ranks_or_none, from_first, num_ranks, own_rank
-from frozencore.calibration.store import MomentsFingerprint, load_moments
-from frozencore.errors import ArtifactError, ConfigError, DivergenceError
+from frozencore.errors import ArtifactError, DivergenceError
 from frozencore.fingerprint import fingerprint_model
-from frozencore.lab.methods import Targets
-from frozencore.lab.run.bench import CALIBRATION_BATCH, Bench, Score, calibration_batches, prepare
+from frozencore.lab.run.adapting import Adapt, adapt_from_data, adapter_of
+from frozencore.lab.run.bench import Bench, Score, prepare
 from frozencore.lab.run.choosing import on_chosen_bases, refuse_given_moments
 from frozencore.lab.run.config import RunConfig
 from frozencore.lab.run.files import BASE_SCORE, CHECKPOINTS, RECORD
@@ -50,9 +44,6 @@ from frozencore.whole_file import require_writable
 
 LAST_GOOD = "last-good-adapter"  # beside the checkpoints of a training that diverged
 
-Adapted = tuple[PeftModel, Calibration | None]
-Adapt = Callable[[RunConfig, Bench, Targets, Progress], Adapted]
-"""Puts the configured adapter on a bench's model, calibrated; what was found is None where no data were read."""
 Train = Callable[
     [RunConfig, PeftModel, Bench, Path, bool, Mapping[str, Any], Progress, Reports | None],
     tuple[RunConfig, TrainingReport],
@@ -152,53 +143,6 @@ def execute(
     return record
 
 
-def adapt_from_data(
-    config: RunConfig, bench: Bench, targets: Targets, progress: Progress, moments_file: Path | None = None
-) -> Adapted:
-    """The adapter, its bases computed from the run's calibration rows.
-
-    Args:
-        moments_file: Moments of ``frozencore calibrate`` instead of a new pass; refused if they are of anything else.
-    """
-    model = config.method_entry.add(bench.model, config.adapter_options(targets))
-    if not config.moments_needed:
-        if moments_file:
-            what = f"the method {config.method!r}, which reads no data" if config.basis is None else "a saved basis"
-            raise ConfigError(f"--moments is of no use to {what}: leave it out.")
-        return model, None
-    if moments_file and spends_by_spectrum(model.peft_config["default"]):
-        raise ConfigError(
-            "A rank budget is spent on what two halves of the calibration rows agree on, but a moments file is of all "
-            "of them: leave --moments out."
-        )
-    batches = calibration_batches(bench.rows, bench.encoder.pad_id)
-    fingerprint = MomentsFingerprint.of(model, batches, config.calibration_options)
-    moments = load_moments(moments_file, fingerprint) if moments_file else None
-    if moments is None:
-        batches = own_share(batches)
-    return model, calibrate(
-        model,
-        batches,
-        options=config.calibration_options,
-        moments=moments,
-        progress=progress,
-    )
-
-
-def own_share(batches: list[Batch]) -> list[Batch]:
-    """What this process calibrates on, where several do: all of it together is what one would see, batch by batch.
-
-    Raises:
-        ConfigError: There is less than a batch for each.
-    """
-    if len(batches) < num_ranks():
-        raise ConfigError(
-            f"Each process calibrates on a batch of {CALIBRATION_BATCH} rows at least, but there are {len(batches)} "
-            f"batches for {num_ranks()} processes. Start fewer, or give a larger --calibration-size."
-        )
-    return batches[own_rank() :: num_ranks()]
-
-
 def scored_as(config: RunConfig, bench: Bench, hashes: Mapping[str, str]) -> dict[str, Any]:
     """What the score of a base model depends on: JSON values by name."""
     own: dict[str, Any] = {
@@ -209,22 +153,6 @@ def scored_as(config: RunConfig, bench: Bench, hashes: Mapping[str, str]) -> dic
         "max_length": bench.encoder.max_length,
     }
     return {"base model": hashes["model"], "evaluation rows": hashes["evaluation"], **own}
-
-
-def adapter_of(config: RunConfig, targets: Targets, hashes: Mapping[str, str]) -> dict[str, Any]:
-    """What an adapter is built by and computed from: JSON values by name."""
-    return {
-        "base model": hashes["model"],
-        "calibration rows": hashes["calibration"],
-        "method": config.method,
-        "rank": config.rank,
-        "targets": targets if isinstance(targets, str) else list(targets),
-        "memory_budget": config.memory_budget,
-        **config.core.model_dump(mode="json"),
-        **of_the_sums(config.calibration.model_dump()),
-        **({} if config.rank_budget is None else {"rank_budget": config.rank_budget}),
-        **({} if config.basis is None else {"basis": read_header(config.basis)["identity"]}),
-    }
 
 
 def recipe_of(config: RunConfig, rows: RunRows, model: nn.Module) -> Recipe:

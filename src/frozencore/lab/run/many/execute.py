@@ -19,9 +19,10 @@ from frozencore.calibration.ranks_apart import each_by_itself, first_before_othe
 from frozencore.calibration.shards import gathered, own_rank
 from frozencore.errors import ArtifactError, ConfigError
 from frozencore.fingerprint import fingerprint_model
+from frozencore.lab.run.adapting import adapt_from_data, adapter_of
 from frozencore.lab.run.bench import Bench
 from frozencore.lab.run.config import RunConfig
-from frozencore.lab.run.execute import adapt_from_data, adapter_of, recipe_of
+from frozencore.lab.run.execute import recipe_of
 from frozencore.lab.run.files import BASE_SCORE, BASIS, CHECKPOINTS, FOUND, RECORD
 from frozencore.lab.run.found import Found
 from frozencore.lab.run.interrupted import refuse_interrupted
