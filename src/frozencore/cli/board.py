@@ -16,6 +16,7 @@ from frozencore.lab.campaign.crew import Event
 from frozencore.lab.campaign.job import Job
 from frozencore.lab.campaign.standing import Tally
 from frozencore.lab.campaign.store import Store
+from frozencore.sizes import time_in_words
 
 LINE_EVERY = 10  # runs between two lines where there is no terminal
 
@@ -72,7 +73,7 @@ class Board:
         if not done_here or not left:
             return ""
         seconds = (time.monotonic() - self.started) / done_here * left
-        return f", about {seconds / 60:.0f} min to go" if seconds >= 60 else ", less than a minute to go"
+        return f", about {time_in_words(seconds)} to go"
 
     def _render(self) -> Group:
         table = Table.grid(padding=(0, 2))

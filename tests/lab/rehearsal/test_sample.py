@@ -45,6 +45,14 @@ def test_a_whole_sample_has_16_bits_on_one_task_of_each_kind_of_scoring() -> Non
         assert [place.put(config).dtype for config in configs] == dtypes
 
 
+def test_the_16_bits_of_a_variant_are_seen(tmp_path: Path) -> None:
+    text = (
+        (ROOT / "campaigns" / "demo.yaml").read_text().replace("method: lora, rank: 1", "method: lora, dtype: bfloat16")
+    )
+    (tmp_path / "campaign.yaml").write_text(text)
+    assert any("bfloat16 on " in said for said in whole_sample(read_campaign(tmp_path / "campaign.yaml")).left_out)
+
+
 @pytest.mark.parametrize("stem", ["pocket", "demo"])
 def test_a_campaign_in_32_bits_leaves_nothing_of_them_out(stem: str) -> None:
     assert not any(

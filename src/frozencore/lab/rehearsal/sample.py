@@ -59,7 +59,9 @@ def _by_scoring(campaign: Campaign) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def _dtypes_of_16_bits(campaign: Campaign) -> list[str]:
-    options = [campaign.base, *(study.fixed for study in campaign.studies.values())]
+    options = [campaign.base]
+    for study in campaign.studies.values():
+        options += [study.fixed, *study.variants.values()]
     named = [one["dtype"] for one in options if "dtype" in one]
     named += [value for study in campaign.studies.values() for value in study.axes.get("dtype", ())]
     return [str(dtype) for dtype in dict.fromkeys(named) if dtype in IN_16_BITS]
