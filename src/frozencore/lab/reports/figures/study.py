@@ -215,7 +215,7 @@ def _top_of(block: Sequence[float], gap: float) -> float:
 
 def _colour(pivot: Pivot, column: Key) -> str:
     method = next((value for axis, value in zip(pivot.column_axes, column, strict=True) if axis == "method"), None)
-    return method_colour(str(method))
+    return method_colour(pivot.study.study.method_of(str(method)))
 
 
 def _coloured(draw: Callable[[Pivot, Callable[[Key], str]], Figure]) -> Draw:
