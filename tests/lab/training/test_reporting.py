@@ -54,6 +54,33 @@ def test_a_package_that_is_not_installed_is_one_line(
         raise AssertionError("it began")
 
 
+def test_a_reporter_that_cannot_end_hides_no_error_and_ends_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[str] = []
+
+    class Broken:
+        def __init__(self, _: Path) -> None: ...
+
+        def close(self, *, failed: bool) -> None:
+            ended.append("broken")
+            raise OSError("no network")
+
+    class Fine(Broken):
+        def close(self, *, failed: bool) -> None:
+            ended.append(f"fine, failed: {failed}")
+
+    monkeypatch.setattr(reporting, "_REPORTERS", {"wandb": Broken, "trackio": Fine})
+    monkeypatch.setattr(reporting, "_AVAILABLE", {"wandb": lambda: True, "trackio": lambda: True})
+    with (
+        pytest.raises(DivergenceError),
+        pytest.warns(UserWarning, match="did not end well: no network"),
+        reporting.reporting(("wandb", "trackio"), tmp_path, {}),
+    ):
+        raise DivergenceError("it diverged")
+    assert ended == ["broken", "fine, failed: True"]
+
+
 def test_tensorboard_has_every_steps_loss_and_rate_and_every_score(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     scores = iter([3.0, 2.0, 2.5])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ from transformers.integrations import is_tensorboard_available, is_trackio_avail
 from transformers.integrations.integration_utils import TensorBoardCallback, TrackioCallback, WandbCallback
 
 from frozencore.errors import ConfigError
+from frozencore.one_line import one_line
 
 Reporter = Literal["tensorboard", "trackio", "wandb"]
 LOGS = "logs"
@@ -138,12 +140,15 @@ class Reports(TrainerCallback):
             self.on_log(*self._end[0], logs={f"test_{name}": score for name, score in scores.items()})
 
     def close(self, *, failed: bool) -> None:
-        """End what was begun."""
+        """End what was begun; a reporter that cannot is a warning, for the run is what it is without it."""
         for reporter in self._reporters:
-            if self._end is not None:
-                event, named = self._end
-                reporter.on_train_end(*event, **named)
-            reporter.close(failed=failed)
+            try:
+                if self._end is not None:
+                    event, named = self._end
+                    reporter.on_train_end(*event, **named)
+                reporter.close(failed=failed)
+            except Exception as error:
+                warnings.warn(f"A reporter of the run did not end well: {one_line(error)}", stacklevel=2)
 
 
 @contextmanager
