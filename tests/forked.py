@@ -68,6 +68,9 @@ def as_ranks(size: int, call: Callable[[int], object]) -> None:
 
 
 def _be_rank(call: Callable[[int], object], rank: int, environment: dict[str, str]) -> None:
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)  # a training before the fork left it one process's
     os.environ.update(environment)
     call(rank)
 
