@@ -22,10 +22,11 @@ def forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, P: Tensor, Q: Tensor, R: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
     """y (..., m) and z, tokens x r in the dtype of Q."""
-    tokens = x.reshape(-1, x.shape[-1])
-    z = tokens @ Q
+    shape = x.shape
+    tokens = x.reshape(-1, shape[-1])
+    z = tokens.mm(Q)
     y = add_core(linear(tokens, weight, bias), z, R, P, scale)
-    return y.view(*x.shape[:-1], y.shape[-1]), z
+    return y.view(*shape[:-1], weight.shape[0]), z
 
 
 def input_gradient(g: Tensor, h: Tensor, weight: Tensor | None, Q: Tensor, R: Tensor, scale: float) -> Tensor:
@@ -41,7 +42,8 @@ def add_core(y: Tensor, z: Tensor, R: Tensor, P: Tensor, scale: float) -> Tensor
         from frozencore.adapter.core_kernel import add_core_by_kernel
 
         return add_core_by_kernel(y, z, R, P, scale)
-    return y.addmm_(through(z.to(R.dtype), R).to(P.dtype), P.mT, alpha=scale)
+    u = through(z, R) if z.dtype == R.dtype else through(z.to(R.dtype), R).to(P.dtype)  # a call that does nothing costs
+    return y.addmm_(u, P.mT, alpha=scale)
 
 
 def through(z: Tensor, R: Tensor) -> Tensor:
@@ -53,7 +55,8 @@ def through_rows(z: Tensor, R: Tensor) -> Tensor:
     """``z Rᵀ`` with the core of each row: z (..., r) with all tokens of a row together, R rows x r x r."""
     rows, r = R.shape[:2]
     if z.numel() == rows * r:  # a token a row, as in generation: bmm calls a library for each, 2 to 5 times this
-        return (R.mT * z.reshape(rows, r, 1)).sum(1).view(z.shape)
+        product = (R.mT * z.reshape(rows, r, 1)).sum(1)
+        return product if z.ndim == 2 else product.view(z.shape)
     return torch.bmm(z.reshape(rows, -1, r), R.mT).view(z.shape)
 
 

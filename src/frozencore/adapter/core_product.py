@@ -28,7 +28,6 @@ from frozencore.adapter.core_operator import (
 )
 
 PLAIN = (Tensor, nn.Parameter)
-HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 def core_output(x: Tensor, P: Tensor, Q: Tensor, R: Tensor, scale: float) -> Tensor:
@@ -39,7 +38,7 @@ def core_output(x: Tensor, P: Tensor, Q: Tensor, R: Tensor, scale: float) -> Ten
 
 def plus_core(y: Tensor, x: Tensor, P: Tensor, Q: Tensor, R: Tensor, scale: float) -> Tensor:
     """``y + s·P R Qᵀ x`` for the output of any base layer, in the dtype of y."""
-    if operator_pays(x, P) and type(y) is Tensor and y.dtype == P.dtype == Q.dtype and not _is_rewritten(y.device):
+    if operator_pays(x, P) and type(y) is Tensor and y.dtype == P.dtype == Q.dtype and not _is_rewritten():
         return plus_core_operator(y, x, P, Q, R, scale)[0]
     return y + core_output(x, P, Q, R, scale).to(y.dtype)
 
@@ -62,7 +61,7 @@ def adapted_linear(
 
 
 def is_plain(base: nn.Module, x: Tensor, P: Tensor) -> TypeGuard[nn.Linear]:
-    """Whether calling the base layer is nothing but ``linear`` with frozen weights, in one dtype and place.
+    """Whether calling the base layer is nothing but ``linear`` with frozen weights, in one dtype.
 
     Hooks may keep the layer's own output, subclasses of tensors and modules compute otherwise, and what rewrites
     programs (compilers, ``torch.func``, forward-mode differentiation, autocast) wants the expression itself.
@@ -71,27 +70,23 @@ def is_plain(base: nn.Module, x: Tensor, P: Tensor) -> TypeGuard[nn.Linear]:
         return False
     if type(base) is not nn.Linear or "forward" in base.__dict__ or _is_hooked(base):
         return False
-    weight, bias = base._parameters.get("weight"), base._parameters.get("bias")  # not by attribute, and a plain loop:
-    dtype, device = P.dtype, P.device
-    for tensor in (x, P, weight, bias):  # this runs at every call of every layer
-        if tensor is None:
-            continue
-        if type(tensor) not in PLAIN or tensor.dtype != dtype or tensor.device != device:
-            return False
-        if tensor.requires_grad and tensor is not x:
-            return False
-    return weight is not None and not _is_rewritten(device)
+    weight, bias = base._parameters.get("weight"), base._parameters.get("bias")  # by attribute is slow, and this often
+    if weight is None or type(x) not in PLAIN or type(weight) not in PLAIN or not x.dtype == weight.dtype == P.dtype:
+        return False
+    frozen = (weight, P) if bias is None else (weight, P, bias)
+    return not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in frozen)) and not _is_rewritten()
 
 
 def _is_hooked(base: nn.Module) -> bool:
-    return any(getattr(base, name) for name in HOOKS) or bool(global_hooks._has_any_global_hook())
+    own = base._forward_pre_hooks or base._forward_hooks or base._backward_pre_hooks or base._backward_hooks
+    return bool(own or global_hooks._has_any_global_hook())
 
 
-def _is_rewritten(device: torch.device) -> bool:
+def _is_rewritten() -> bool:
     return (
         torch._C._are_functorch_transforms_active()
         or forward_ad._current_level >= 0
-        or (torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type))
+        or torch._C._is_any_autocast_enabled()
         or torch.jit.is_tracing()
     )
 

@@ -54,7 +54,7 @@ class FrozenCoreLinear(nn.Module, FrozenCoreLayer):
 
     def _forward_rows(self, rows: RowCores, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Each row through its own core, on the one basis of them all."""
-        if len(x) != len(rows.R):
+        if x.shape[0] != rows.R.shape[0]:
             raise ValueError(
                 "Length of `adapter_names` should be the same as the number of inputs, but got "
                 f"{len(rows.R)} and {len(x)} respectively."
