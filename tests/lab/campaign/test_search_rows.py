@@ -18,7 +18,7 @@ from frozencore.lab.campaign.spec import read_campaign
 from frozencore.lab.campaign.worker import Place
 from frozencore.lab.rows.prompts import PromptEncoder
 from frozencore.lab.run.execute import execute
-from frozencore.lab.run.rows import prepare_rows, task_splits
+from frozencore.lab.run.reading_rows import prepare_rows, task_splits
 from frozencore.lab.tasks import PAPER_TASKS
 from hub_folders import ROWS, write_hub_folder
 from places import ROOT

@@ -14,7 +14,7 @@ from frozencore.lab.rehearsal.place import RehearsalPlace
 from frozencore.lab.rehearsal.sizes import rows_to_train
 from frozencore.lab.rows.suite import find_task
 from frozencore.lab.run.config import RunConfig, make_config
-from frozencore.lab.run.rows import task_splits
+from frozencore.lab.run.reading_rows import task_splits
 from frozencore.lab.tasks import PAPER_TASKS
 from frozencore.lab.tasks.hub_folder import write_hub_folders
 from small_task import write_task

@@ -14,7 +14,7 @@ from frozencore.errors import ConfigError
 from frozencore.lab.rows.packing import pack
 from frozencore.lab.rows.prompts import PromptEncoder, TextRow, TokenRow
 from frozencore.lab.run.config import make_config
-from frozencore.lab.run.rows import prepare_rows
+from frozencore.lab.run.reading_rows import prepare_rows
 
 DOCUMENTS = [TextRow(f"row-{i}", "", "Tom has cats. " * (1 + 7 * i % 11)) for i in range(9)]
 

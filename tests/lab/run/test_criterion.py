@@ -9,7 +9,7 @@ from statistics import median
 import pytest
 
 from frozencore.lab.run.criterion import criterion_of
-from frozencore.lab.run.record_parts import Criterion
+from frozencore.lab.run.record_of_bases import Criterion
 from frozencore.maths.capture import Capture
 
 LAYERS = {

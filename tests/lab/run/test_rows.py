@@ -13,7 +13,7 @@ from frozencore.errors import DataError, NoRowsError
 from frozencore.lab.rows.prompts import PromptEncoder
 from frozencore.lab.run.config import RunConfig, make_config
 from frozencore.lab.run.kept_rows import KeptRows
-from frozencore.lab.run.rows import prepare_rows
+from frozencore.lab.run.reading_rows import prepare_rows
 from small_task import write_task
 
 

@@ -19,9 +19,9 @@ from frozencore.lab.rows.prompts import PromptEncoder
 from frozencore.lab.run.bench import prepare
 from frozencore.lab.run.config import RunConfig, make_config
 from frozencore.lab.run.execute import execute
+from frozencore.lab.run.reading_rows import prepare_rows
 from frozencore.lab.run.record import TunedRecord
 from frozencore.lab.run.record_parts import SelectedCheckpoint
-from frozencore.lab.run.rows import prepare_rows
 from frozencore.lab.scoring.task_score import score_task
 from places import ROOT
 from small_task import write_task

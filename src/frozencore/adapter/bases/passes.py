@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from frozencore.adapter.bases.calibratable import adapters_off, require_tokens
+from frozencore.adapter.bases.room import halved, sums_device
 from frozencore.adapter.bases.together import build_together, in_batches
 from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.adapter.layer import FrozenCoreLayer
@@ -24,7 +24,6 @@ from frozencore.calibration.options import CalibrationOptions
 from frozencore.calibration.shards import all_ranks_or_none, largest_over_ranks, own_rank, reduce_moments
 from frozencore.calibration.sketch import Sketch, SketchTarget, stream_whitened_svds
 from frozencore.constructors import BasisOptions, LayerEvidence, build_basis, build_streamed_basis
-from frozencore.errors import CalibrationError
 from frozencore.maths.basis import Basis
 from frozencore.maths.capture import CAPTURE_NEEDS, Capture, capture_if_whole
 from frozencore.maths.moments import LayerMoments, MomentName
@@ -84,7 +83,7 @@ class BasisWork:
             options,
             group_size=999,
             memory_budget=None,
-            stats_device=_sums_device(self.model, plan, options.stats_device),
+            stats_device=sums_device(self.model, plan, options.stats_device),
         )
         make = self._stream if plan.streaming else self._sum
         done, left = 0, list(plan.groups)
@@ -93,7 +92,7 @@ class BasisWork:
             if fits(partial(make, left[0], batches, options, progress)):
                 done, left = done + 1, left[1:]
             else:
-                left = _halved(left)
+                left = halved(left)
 
     def plan(self, batches: Iterable[Batch], options: CalibrationOptions) -> PassPlan:
         """Which layers are calibrated together, and how."""
@@ -255,32 +254,6 @@ class BasisWork:
         self.layers[name].require_rank(self._rank(name), basis)
         self.bases[name] = basis
         self.progress("bases", len(self.bases), sum(owner == own_rank() for owner in self.owners.values()))
-
-
-def _halved(groups: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """The same layers in groups of at most half as many as the first one has."""
-    size = len(groups[0])
-    if size == 1:
-        raise CalibrationError(
-            f"There is no memory to calibrate layer {groups[0][0]!r} even alone. Calibrate on smaller batches or "
-            'shorter text, or with options=CalibrationOptions(stats_device="cpu").'
-        )
-    half = -(-size // 2)
-    warnings.warn(
-        f"Out of memory with {size} layers in a pass: calibration goes on with {half} at a time, which takes more "
-        "passes and gives the same bases. Pass memory_budget to have them planned.",
-        stacklevel=4,
-    )
-    return [group[i : i + half] for group in groups for i in range(0, len(group), half)]
-
-
-def _sums_device(model: nn.Module, plan: PassPlan, asked: str | None) -> str | None:
-    """Where the sums go: as asked, else the model's device (None) unless the plan's share of it is taken."""
-    device = next(model.parameters()).device
-    if asked is not None or plan.peak_bytes == 0 or device.type != "cuda":
-        return asked
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return None if plan.peak_bytes <= torch.cuda.mem_get_info(device)[0] + unused else "cpu"
 
 
 def _num_rows(batch: Batch) -> int:

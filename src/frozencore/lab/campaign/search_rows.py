@@ -9,7 +9,7 @@ from frozencore.errors import DataError, NoRowsError
 from frozencore.lab.campaign.plan import Planned
 from frozencore.lab.campaign.worker import Place
 from frozencore.lab.run.config import RunConfig
-from frozencore.lab.run.rows import task_splits
+from frozencore.lab.run.reading_rows import task_splits
 
 _DECIDES_SPLITS = ("task", "num_train", "num_evaluation")
 

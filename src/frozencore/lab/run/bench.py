@@ -14,7 +14,8 @@ from frozencore.lab.rows.prompts import PROTOCOL_MAX_LENGTH, PromptEncoder, cont
 from frozencore.lab.run.config import RunConfig
 from frozencore.lab.run.kept_rows import KeptRows
 from frozencore.lab.run.loading import load_model
-from frozencore.lab.run.rows import TOO_LONG, RunRows, prepare_rows
+from frozencore.lab.run.reading_rows import TOO_LONG, prepare_rows
+from frozencore.lab.run.rows import RunRows
 from frozencore.lab.scoring.score import Prediction, TaskScore
 from frozencore.lab.training.padding_free import require_rows_apart
 from frozencore.naming import num_of

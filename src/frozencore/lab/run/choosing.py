@@ -21,7 +21,7 @@ from frozencore.lab.run.config import RunConfig, make_config
 from frozencore.lab.run.files import CHOICE
 from frozencore.lab.run.found import Found
 from frozencore.lab.run.left_open import flags_of_open, left_open, until_chosen
-from frozencore.lab.run.record_parts import BasesChoice, ComparedBases
+from frozencore.lab.run.record_of_bases import BasesChoice, ComparedBases
 from frozencore.options import options_of
 from frozencore.progress import Progress
 

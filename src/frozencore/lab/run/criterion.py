@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 
-from frozencore.lab.run.record_parts import Criterion, LayerCriteria
+from frozencore.lab.run.record_of_bases import Criterion, LayerCriteria
 from frozencore.maths.capture import METRIC, Capture
 
 NUM_LEADING = 4  # singular values that are recorded of a layer, beside the last one

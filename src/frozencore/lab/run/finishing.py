@@ -20,7 +20,8 @@ from frozencore.lab.run.config import RunConfig
 from frozencore.lab.run.files import ADAPTER, CHECKPOINTS, FOUND, PREDICTIONS, RECORD, SAMPLES
 from frozencore.lab.run.peak_memory import PeakMemory
 from frozencore.lab.run.record import TunedRecord
-from frozencore.lab.run.record_parts import BasesChoice, Resolved
+from frozencore.lab.run.record_of_bases import BasesChoice
+from frozencore.lab.run.record_parts import Resolved
 from frozencore.lab.run.recording import TrainedRun, calibrated_on, headline, make_record
 from frozencore.lab.run.selecting import samples_of, score_run
 from frozencore.lab.training.recipe import Recipe

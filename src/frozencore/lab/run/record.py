@@ -11,14 +11,11 @@ from typing import Any, Final, Literal, TypeVar
 from pydantic import Field, ValidationError
 from pydantic_core import from_json
 
+from frozencore.lab.run.record_of_bases import Allocation, BasesChoice, CalibrationSummary, Criterion
 from frozencore.lab.run.record_parts import (
     AccuracyDetails,
-    Allocation,
-    BasesChoice,
-    CalibrationSummary,
     CompanySize,
     Count,
-    Criterion,
     Hashes,
     Part,
     Provenance,

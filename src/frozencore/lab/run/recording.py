@@ -25,11 +25,9 @@ from frozencore.lab.run.config import RunConfig
 from frozencore.lab.run.criterion import criterion_of
 from frozencore.lab.run.peak_memory import PeakMemory
 from frozencore.lab.run.record import RECORD_FORMAT, TunedRecord
+from frozencore.lab.run.record_of_bases import Allocation, BasesChoice, CalibrationSummary
 from frozencore.lab.run.record_parts import (
     AccuracyDetails,
-    Allocation,
-    BasesChoice,
-    CalibrationSummary,
     CompanySize,
     Hashes,
     Provenance,

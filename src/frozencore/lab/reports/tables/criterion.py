@@ -24,7 +24,7 @@ from frozencore.lab.reports.statistics.rank_correlation import (
     rank_correlation,
 )
 from frozencore.lab.run.record import TunedRecord
-from frozencore.lab.run.record_parts import Criterion
+from frozencore.lab.run.record_of_bases import Criterion
 
 
 @dataclass(frozen=True)
