@@ -52,14 +52,23 @@ class Found:
             kind: Of what ``find`` gives, as pydantic takes it.
             of: What it depends on; JSON values by name.
         """
-        known = TypeAdapter(kind)
+        read: T | None = self.read(name, kind, of)
+        if read is not None:
+            return read
+        found = find()
+        self.keep(name, kind, of, found)
+        return found
+
+    def read(self, name: str, kind: Any, of: Mapping[str, Any]) -> Any:
+        """What was kept, as for :meth:`kept`; None where nothing of the same was."""
         with suppress(ValidationError):
             if (kept := self._read(name, of)) is not None:
-                read: T = known.validate_python(kept, strict=False)
-                return read
-        found = find()
-        self._write(name, of, known.dump_python(found, mode="json"))
-        return found
+                return TypeAdapter(kind).validate_python(kept, strict=False)
+        return None
+
+    def keep(self, name: str, kind: Any, of: Mapping[str, Any], found: Any) -> None:
+        """Keep what was found, as for :meth:`kept`."""
+        self._write(name, of, TypeAdapter(kind).dump_python(found, mode="json"))
 
     def adapter(
         self,

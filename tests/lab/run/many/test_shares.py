@@ -36,15 +36,21 @@ def words(tenants: Path, out: Path, *more: str) -> list[str]:
     return [*whole, "--select-checkpoint", "epoch", "--output", str(out), *more]
 
 
-def by_two(asked: list[str], said: Path, fails: int | None = None) -> Ended:
-    """Two forked processes are the command; training fails in one of them, if asked for."""
+def by_two(asked: list[str], said: Path, fails: int | None = None, *, is_scored: bool = False) -> Ended:
+    """Two forked processes are the command; training fails in one of them, if asked for.
+
+    Args:
+        is_scored: The base model is, and may not be once more.
+    """
 
     def be(rank: int) -> None:
-        def train_many(*_: Any, **__: Any) -> None:
+        def refuses(*_: Any, **__: Any) -> Any:
             raise TrainingError("No room on the\ndisk.")
 
         if rank == fails:
-            executing.train_many = train_many  # type: ignore[assignment]
+            executing.train_many = refuses
+        if is_scored:
+            executing.held_out_losses = refuses
         sys.argv = ["frozencore", *asked]
         cli.main()
 
@@ -85,7 +91,7 @@ def test_of_two_processes_one_fails_in_a_line_and_both_go_on_to_what_one_process
     status, _, said = command(*words(tenants, out, "--resume"))
     assert (status, said.count("\n")) == (2, 1)
     assert said.endswith(f"but 2 began {out} and 1 came. Resume it with 2.\n")
-    done = by_two(words(tenants, out, "--resume"), tmp_path / "second")
+    done = by_two(words(tenants, out, "--resume"), tmp_path / "second", is_scored=True)
     assert (done.status, done.err) == (0, "")
     same_tenants(out, together)
     assert done.out.count("3 tenants on one basis") == done.out.count("Adapters: ") == 1
@@ -131,8 +137,8 @@ def test_a_tenant_counts_by_its_tokens_and_there_is_one_for_each_process(monkeyp
     found = []
     for rank in (0, 1):
         monkeypatch.setattr(shares, "own_rank", lambda rank=rank: rank)
-        found.append(list(shares.own_share(tenants)))
+        found.append(list(shares.own_tenants(tenants)))
     assert found == [["few long rows"], ["many short rows", "as many"]]
     monkeypatch.setattr(shares, "num_ranks", lambda: 4)
     with pytest.raises(ConfigError, match="there are 3 tenants for 4 processes. Start fewer"):
-        shares.own_share(tenants)
+        shares.own_tenants(tenants)

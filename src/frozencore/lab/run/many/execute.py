@@ -16,7 +16,7 @@ from frozencore.adapter.bases.calibrate import Calibration
 from frozencore.adapter.bases.carried import basis_fingerprint, save_basis, set_bases
 from frozencore.adapter.seal.saved_basis import load_basis
 from frozencore.calibration.ranks_apart import each_by_itself, first_before_others
-from frozencore.calibration.shards import gathered, own_rank
+from frozencore.calibration.shards import from_first, gathered, own_rank
 from frozencore.errors import ArtifactError, ConfigError
 from frozencore.fingerprint import fingerprint_model
 from frozencore.lab.run.adapting import adapt_from_data, adapter_of
@@ -29,7 +29,7 @@ from frozencore.lab.run.interrupted import refuse_interrupted
 from frozencore.lab.run.left_open import refuse_open
 from frozencore.lab.run.many.finish import Finisher, TenantOutcome
 from frozencore.lab.run.many.rows import TenantRows, read_tenants
-from frozencore.lab.run.many.shares import ShareFolders, own_share
+from frozencore.lab.run.many.shares import ShareFolders, own_tenants
 from frozencore.lab.run.many.tenants import find_tenants
 from frozencore.lab.run.named_basis import on_named_basis
 from frozencore.lab.run.peak_memory import PeakMemory
@@ -69,8 +69,8 @@ def execute_many(
     started, folders = time.perf_counter(), ShareFolders(out)
     config, bench, every = each_by_itself(partial(_read, config, out, folders, progress, resume=resume))
     targets, model_hash = resolve_targets(config, bench.model), fingerprint_model(bench.model)
-    own, found = own_share(every), Found(out, reads_only=own_rank() > 0)
-    before = each_by_itself(partial(_score_base, own, found, bench, model_hash, progress))
+    own, found = own_tenants(every), Found(out, reads_only=own_rank() > 0)
+    before = _score_base(every, own, found, bench, model_hash, progress)
     memory = PeakMemory(bench.model)
     caught: list[WarningMessage] = []
 
@@ -144,22 +144,30 @@ def _read(
 
 
 def _score_base(
-    own: Mapping[str, TenantRows], found: Found, bench: Bench, model_hash: str, progress: Progress
+    every: Mapping[str, TenantRows],
+    own: Mapping[str, TenantRows],
+    found: Found,
+    bench: Bench,
+    model_hash: str,
+    progress: Progress,
 ) -> dict[str, float]:
-    """Held-out loss of the base model on the rows of each tenant."""
-    rows = {name: one.rows for name, one in own.items()}
-    losses = found.kept(
-        BASE_SCORE,
-        list[float],
-        {"base model": model_hash, "rows": {name: of.fingerprints()["evaluation"] for name, of in rows.items()}},
-        lambda: held_out_losses(
-            bench.model,
-            [of.held_out for of in rows.values()],
-            pad_id=bench.encoder.pad_id,
-            progress=as_stage(progress, "score base"),
-        ),
-    )
-    return dict(zip(rows, losses, strict=True))
+    """Held-out loss of the base model on the rows of each tenant: of its own by each process, kept by the first."""
+    rows = {name: one.rows.fingerprints()["evaluation"] for name, one in every.items()}
+    of = {"base model": model_hash, "rows": rows}
+    losses = from_first(lambda: found.read(BASE_SCORE, list[float], of))
+    if losses is None:
+        scored = each_by_itself(
+            lambda: held_out_losses(
+                bench.model,
+                [one.rows.held_out for one in own.values()],
+                pad_id=bench.encoder.pad_id,
+                progress=as_stage(progress, "score base"),
+            )
+        )
+        by_name = gathered(dict(zip(own, scored, strict=True)))
+        losses = [by_name[name] for name in every]
+        found.keep(BASE_SCORE, list[float], of, losses)
+    return dict(zip(every, losses, strict=True))
 
 
 def _common_basis(model: PeftModel, out: Path) -> str:

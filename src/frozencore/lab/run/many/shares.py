@@ -12,7 +12,7 @@ from frozencore.lab.run.many.rows import TenantRows
 from frozencore.naming import num_of
 
 
-def own_share(tenants: Mapping[str, TenantRows]) -> dict[str, TenantRows]:
+def own_tenants(tenants: Mapping[str, TenantRows]) -> dict[str, TenantRows]:
     """The tenants that this process trains, in their order: all shares have about as many tokens to train on.
 
     Raises:
