@@ -95,11 +95,9 @@ class _Group:
 def _groups(campaign: Campaign, study: Study) -> Iterator[_Group]:
     others = {axis: values for axis, values in study.axes.items() if axis != "seed"}
     for axes in _products(others):
-        named = axes.get("method")
-        own = study.variants.get(str(named), {})
-        options: dict[str, Any] = {**campaign.base, **study.fixed, **axes, **own}
+        options: dict[str, Any] = {**campaign.base, **study.options_of(axes)}
         options["model"] = campaign.models[str(axes["model"])]
-        method = str(named or options.get("method", RunConfig.model_fields["method"].default))
+        method = str(axes.get("method") or options.get("method", RunConfig.model_fields["method"].default))
         yield _Group(axes, options, _products(study.search.grid(method)) if study.search else [{}])
 
 

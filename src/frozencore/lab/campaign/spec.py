@@ -163,11 +163,11 @@ class Study(_Strict):
 
     def method_of(self, name: str) -> str:
         """Which method a value of the axis ``method`` is: itself, or that of a variant."""
-        return str(self.variants.get(name, {}).get("method", name))
+        return str(self.options_of({"method": name})["method"])
 
-    def options_of(self, method: Value) -> dict[str, Value]:
-        """What is fixed for a value of the axis ``method``, and, if it is a variant, which method it is."""
-        return {**self.fixed, **self.variants.get(str(method), {})}
+    def options_of(self, axes: Mapping[str, Value]) -> dict[str, Value]:
+        """What the study fixes of a run with these values of its axes, and the values; of a variant its own options."""
+        return {**self.fixed, **axes, **self.variants.get(str(axes.get("method")), {})}
 
     def _require_variants(self) -> None:
         for name, options in self.variants.items():

@@ -89,6 +89,10 @@ class _Options:
         return find_method(self.study.method_of(self.method))
 
     @property
+    def _given(self) -> dict[str, Any]:
+        return {**self.campaign.base, **self.study.options_of({"method": self.method})}
+
+    @property
     def _grid(self) -> dict[str, tuple[Any, ...]]:
         return dict(self.study.search.grid(self.method)) if self.study.search else {}
 
@@ -97,8 +101,7 @@ class _Options:
         row = self._row
         own = {"learning_rate": row.learning_rate, "warmup": row.warmup}
         default = own.get(name, RunConfig.model_fields[name].default if name in RunConfig.model_fields else None)
-        given = {**self.campaign.base, **self.study.options_of(self.method)}.get(name, default)
-        return self._grid.get(name) or self.study.axes.get(name) or (given,)
+        return self._grid.get(name) or self.study.axes.get(name) or (self._given.get(name, default),)
 
     def _text(self, name: str) -> str:
         values = [value_name(name, value) for value in self._values(name)]
@@ -109,8 +112,8 @@ class _Options:
         return bool(self._row.needs(AdapterOptions(**default, targets=(), core={})))
 
     def _further(self) -> list[str]:
-        named = (*self.campaign.base, *self.study.options_of(self.method), *self.study.axes, *self._grid)
-        return [name for name in dict.fromkeys(named) if name not in SHOWN_APART]
+        named = dict.fromkeys((*self._given, *self.study.axes, *self._grid))
+        return [name for name in named if name not in SHOWN_APART]
 
     def _selection(self) -> str:
         search, trials = self.study.search, math.prod(map(len, self._grid.values()))
