@@ -18,7 +18,7 @@ def test_the_smallest_size_that_works_is_read_again_as_no_less_and_hardly_more(n
 
 def test_bytes_are_said_to_a_tenth_of_their_unit() -> None:
     sizes = (1000, 2**20, 300 * 2**20, 2**40)
-    assert [bytes_in_words(size) for size in sizes] == ["1.0 KiB", "1.0 MiB", "0.3 GiB", "1024.0 GiB"]
+    assert [bytes_in_words(size) for size in sizes] == ["1.0 KiB", "1.0 MiB", "300.0 MiB", "1024.0 GiB"]
 
 
 def test_a_time_is_said_in_seconds_minutes_hours_or_days() -> None:

@@ -22,7 +22,7 @@ def read_size(size: object) -> tuple[int, bool] | None:
 
 def bytes_in_words(num_bytes: float) -> str:
     """So many bytes, rounded: ``1.5 MiB``, ``12.0 GiB``."""
-    unit, length = ("GiB", 2**30) if num_bytes >= 2**28 else ("MiB", 2**20) if num_bytes >= 2**18 else ("KiB", 2**10)
+    unit, length = ("GiB", 2**30) if num_bytes >= 2**30 else ("MiB", 2**20) if num_bytes >= 2**20 else ("KiB", 2**10)
     return f"{num_bytes / length:.1f} {unit}"
 
 

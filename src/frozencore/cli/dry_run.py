@@ -28,6 +28,7 @@ from frozencore.lab.run.targets import resolve_targets
 from frozencore.lab.training.reporting import require_reporters
 from frozencore.naming import num_of
 from frozencore.progress import Progress
+from frozencore.sizes import bytes_in_words
 
 
 def dry_run_lines(config: RunConfig, progress: Progress) -> Iterator[Text]:
@@ -80,12 +81,12 @@ def _cost(config: RunConfig, bench: Bench) -> Iterator[Text]:
         f"{num_of(recipe.epochs, 'epoch')}{in_rounds(recipe.refresh)}; "
         f"learning rate {recipe.learning_rate:g}, warm-up {recipe.warmup:g} of them."
     )
-    memory = memory_bytes(config, size_of(bench.model.config)) / 2**30
+    memory = memory_bytes(config, size_of(bench.model.config))
     values = ""
     if (adapted := _adapted(config, bench)) is not None:
         state = optimiser_bytes(adapted, config.rank if config.method_entry.optimiser else None)
         values = f"{num_of(trainable_parameters(adapted), 'trained value')} ({state:,} bytes of state), "
-    yield Text(f"{config.method}: {values}about {memory:.2f} GiB of memory with the model.")
+    yield Text(f"{config.method}: {values}about {bytes_in_words(memory)} of memory with the model.")
 
 
 def _left_open(config: RunConfig) -> Iterator[Text]:

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from frozencore.lab.run.record import Failure, Sweep, TunedRecord
 from frozencore.naming import num_of
+from frozencore.sizes import bytes_in_words
 
 
 def tenants_summary(outcomes: Mapping[str, TunedRecord | Failure]) -> Group:
@@ -38,7 +39,7 @@ def tenants_summary(outcomes: Mapping[str, TunedRecord | Failure]) -> Group:
     cost = Text(
         f"{records[0].trainable_parameters:,} trained values each; calibration {records[0].calibration_s:.1f} s, "
         f"training {sum(record.training_s for record in records):.1f} s together, "
-        f"peak memory {max(record.peak_memory_bytes for record in records) / 2**30:.2f} GiB"
+        f"peak memory {bytes_in_words(max(record.peak_memory_bytes for record in records))}"
     )
     return Group(table, *failures, cost)
 

@@ -16,6 +16,7 @@ from frozencore.lab.run.record import TunedRecord
 from frozencore.lab.run.record_parts import AccuracyDetails
 from frozencore.lab.run.rows import Reading
 from frozencore.naming import num_of
+from frozencore.sizes import bytes_in_words
 
 LEGEND = {
     "m x n": "outputs by inputs of the layer",
@@ -53,7 +54,7 @@ def run_summary(record: TunedRecord) -> Group:
     table.add_row("held-out loss, nats/token", *("" if loss is None else f"{loss:.3f}" for loss in losses))
     cost = Text(
         f"{record.trainable_parameters:,} trained values; calibration {record.calibration_s:.1f} s, "
-        f"training {record.training_s:.1f} s, peak memory {record.peak_memory_bytes / 2**30:.2f} GiB"
+        f"training {record.training_s:.1f} s, peak memory {bytes_in_words(record.peak_memory_bytes)}"
     )
     bases = [*_chosen(record), *_spent(record)]
     said = [*_read(record), *bases, *_recipe(record), *_too_long(record), *_kept_step(record)]

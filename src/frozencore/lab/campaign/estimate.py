@@ -31,7 +31,7 @@ from frozencore.lab.run.config import RunConfig
 from frozencore.lab.run.loading import load_config, load_tokenizer
 from frozencore.lab.run.targets import attention_shapes
 from frozencore.naming import num_of
-from frozencore.sizes import time_in_words
+from frozencore.sizes import bytes_in_words, time_in_words
 
 TOKENS_A_ROW = 128  # where the rows cannot be read
 SAMPLED_ROWS = 32
@@ -96,8 +96,8 @@ def estimate_lines(
     yield (
         f"Estimate for the {num_of(left, 'run')} left: {time_in_words(each * left + START_S * starts)} on one worker, "
         f"{time_in_words(START_S * starts)} of it until {started} "
-        f"({basis}, {mean(tokens.values()):.0f} tokens a row), {memory / 2**30:.1f} GiB of memory a worker, "
-        f"{disk / 2**30:.2f} GiB of disk."
+        f"({basis}, {mean(tokens.values()):.0f} tokens a row), {bytes_in_words(memory)} of memory a worker, "
+        f"{bytes_in_words(disk)} of disk."
     )
 
 
