@@ -17,6 +17,11 @@ def num_of(count: int, thing: str) -> str:
     return f"{count:,} {thing}{'' if count == 1 else 's'}"
 
 
+def flag_of(option: str) -> str:
+    """An option as it stands on the command line: ``--learning-rate``."""
+    return "--" + option.replace("_", "-")
+
+
 def nearest_name(came: str, known: Iterable[str]) -> str | None:
     """What was meant by a name that is not known; None if nothing is near."""
     by_plain = {name.casefold(): name for name in known}

@@ -18,6 +18,7 @@ from frozencore.calibration.options import CalibrationOptions
 from frozencore.cli.calibrate import OF_TRAINING, calibrate
 from frozencore.cli.run_flags import TakesRun
 from frozencore.cli.tune import tune
+from frozencore.cli.tune_many import tune_many
 from frozencore.constructors import CONSTRUCTORS
 from frozencore.lab.methods import METHODS
 from frozencore.lab.run.config import RunConfig, make_config
@@ -99,6 +100,16 @@ def test_every_option_of_a_constructor_and_of_the_pass_is_a_flag_with_its_help(
             line = shown[shown.index(f"--{name.replace('_', '-')} ") :][:900]
             assert option.help in line, name
         assert ", ".join(METHODS) in shown
+
+
+def test_auto_is_offered_for_bases_by_the_verb_that_chooses_them_alone() -> None:
+    says, offers = {}, {}
+    for verb in (tune, calibrate, tune_many):
+        flags = signature(verb).parameters  # type: ignore[arg-type]  # callable as typer sees it
+        told = [get_args(flags[name].annotation)[1] for name in ("method", "damping")]
+        says[verb], offers[verb] = ["auto" in one.help for one in told], told[1].autocompletion("a")
+    assert says == {tune: [True, True], calibrate: [False, False], tune_many: [False, False]}
+    assert offers == {tune: ["auto"], calibrate: [], tune_many: []}
 
 
 def test_defaults_are_those_of_the_dataclasses() -> None:

@@ -19,7 +19,9 @@ from frozencore.errors import ConfigError
 from frozencore.lab.methods import METHODS
 from frozencore.lab.rows.suite import TASKS
 from frozencore.lab.run.config import make_config, run_options
+from frozencore.lab.run.left_open import to_be_named
 from frozencore.lab.run.option_groups import GROUPS, in_groups
+from frozencore.naming import flag_of
 from frozencore.options import Option, own_refusal
 
 SPELLED = {"learning_rate": ("--lr", "--learning-rate")}
@@ -40,6 +42,7 @@ class TakesRun:
         without: Options that are of no use to the verb.
         required: Those that it cannot do without, by another name and with its own help.
         defaults: Of options whose default is another here.
+        leaves_open: Whether a run of it may leave its bases to its calibration rows.
     """
 
     def __init__(
@@ -49,22 +52,23 @@ class TakesRun:
         without: Collection[str] = (),
         required: Mapping[str, tuple[str, str]] | None = None,
         defaults: Mapping[str, Any] | None = None,
+        leaves_open: bool = True,
     ) -> None:
         self._verb, self._without, self._required, self._defaults = verb, without, required or {}, defaults or {}
+        self._leaves_open = leaves_open
         self.__name__, self.__annotations__ = verb.__name__, {}
 
     @property
     def __signature__(self) -> Signature:
         of_group = {name: group for group, own in GROUPS.items() for name in own()}
-        flags = [
-            _required_flag(option, *self._required[name])
-            if name in self._required
-            else _flag(
-                replace(option, default=self._defaults.get(name, option.default)), PANELS.get(of_group.get(name, ""))
-            )
-            for name, option in run_options().items()
-            if name not in self._without
-        ]
+        flags = []
+        for name, option in run_options().items():
+            if name in self._required:
+                flags.append(_required_flag(option, *self._required[name]))
+            elif name not in self._without:
+                shown = option if self._leaves_open else to_be_named(option)
+                shown = replace(shown, default=self._defaults.get(name, option.default))
+                flags.append(_flag(shown, PANELS.get(of_group.get(name, ""))))
         file = Parameter("config_file", Parameter.KEYWORD_ONLY, default=None, annotation=ConfigFile)
         return Signature([*flags, *self._own(), file])
 
@@ -93,7 +97,7 @@ def _flag(option: Option, panel: str | None) -> Parameter:
         annotation=Annotated[
             kind | None if optional else kind,
             typer.Option(
-                *SPELLED.get(option.name, [_spelled(option)]),
+                *SPELLED.get(option.name, [flag_of(option.name)]),
                 help=_help(option),
                 metavar="YYYY-MM-DD" if kinds == [date] else None,
                 rich_help_panel=panel,
@@ -146,7 +150,7 @@ def _value(option: Option, given: Any) -> Any:
             return option.adapter.validate_python(meant)
         except ValidationError as error:
             refused = own_refusal(error.errors()[0])
-    raise refused or ConfigError(f"{_spelled(option)} must be {option.rule}, but {given!r} came.")
+    raise refused or ConfigError(f"{flag_of(option.name)} must be {option.rule}, but {given!r} came.")
 
 
 def read_choices(words: Sequence[str], among: Sequence[str]) -> dict[str, tuple[Any, ...]]:
@@ -159,9 +163,7 @@ def read_choices(words: Sequence[str], among: Sequence[str]) -> dict[str, tuple[
         ConfigError: In one line, which word, what is allowed and what came.
     """
     known = run_options()
-    by_flag = {
-        flag.removeprefix("--"): name for name in among for flag in (*SPELLED.get(name, ()), _spelled(known[name]))
-    }
+    by_flag = {flag.removeprefix("--"): name for name in among for flag in (*SPELLED.get(name, ()), flag_of(name))}
     choices: dict[str, tuple[Any, ...]] = {}
     for word in words:
         flag, _, values = word.partition("=")
@@ -178,10 +180,6 @@ def read_choices(words: Sequence[str], among: Sequence[str]) -> dict[str, tuple[
 
 def _takes_several(option: Option) -> bool:
     return any(get_origin(kind) is tuple for kind in _kinds(option))
-
-
-def _spelled(option: Option) -> str:
-    return "--" + option.name.replace("_", "-")
 
 
 def _kinds(option: Option) -> list[Any]:

@@ -16,6 +16,7 @@ from frozencore.lab.run.config import RunConfig
 from frozencore.lab.run.files import ADVICE
 from frozencore.lab.run.provenance import provenance
 from frozencore.lab.run.targets import resolve_targets
+from frozencore.naming import flag_of
 from frozencore.progress import Progress
 from frozencore.whole_file import require_writable, write_json
 
@@ -86,7 +87,7 @@ def flags_of(config: RunConfig, setting: Setting) -> str:
     words = {"method": setting.method, **setting.options, "targets": targets}
     words |= {"rank": setting.rank, "rank_budget": setting.rank_budget}
     return " ".join(
-        f"--{name.replace('_', '-')} {value if isinstance(value, str | int | float) else ','.join(value)}"
+        f"{flag_of(name)} {value if isinstance(value, str | int | float) else ','.join(value)}"
         for name, value in words.items()
         if value is not None
     )

@@ -28,9 +28,10 @@ from frozencore.lab.methods import AdapterOptions, Method, Targets, find_method
 from frozencore.lab.rows.prompt_date import PROMPT_DATE
 from frozencore.lab.rows.prompts import PromptStyle
 from frozencore.lab.run.config_rules import refuse_contradictions
-from frozencore.lab.run.left_open import until_chosen
+from frozencore.lab.run.left_open import HELP_OF_OPEN, until_chosen
 from frozencore.lab.run.option_groups import GROUPS, Frozen, read_group
 from frozencore.maths.moments import MomentName
+from frozencore.naming import flag_of
 from frozencore.one_line import one_line
 from frozencore.options import Option, own_refusal
 
@@ -63,12 +64,7 @@ class RunConfig(Frozen):
     data_root: Annotated[
         Path | None, Field(description="Folder that holds the task's data set under its hub id. Default: the hub.")
     ] = None
-    method: Annotated[
-        str,
-        Field(
-            description="What to train; auto: a core on the bases that the calibration rows speak for (docs/advise.md)."
-        ),
-    ] = "fcca"
+    method: Annotated[str, Field(description=f"What to train. {HELP_OF_OPEN['method']}")] = "fcca"
     rank: Rank = BasisOptions.rank
     rank_budget: RankBudget = None
     targets: Annotated[
@@ -321,5 +317,5 @@ def make_config(**values: Any) -> RunConfig:
         if (refused := own_refusal(first)) is not None:
             raise refused from error
         place = [part for part in first["loc"] if part not in GROUPS] or first["loc"]
-        option = "--" + one_line(str(place[0]).replace("_", "-"))
+        option = one_line(flag_of(str(place[0])))
         raise ConfigError(f"{option}: {first['msg'].lower()}, but {first['input']!r:.200} came.") from error

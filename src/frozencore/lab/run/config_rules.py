@@ -10,6 +10,7 @@ from frozencore.errors import ConfigError
 from frozencore.lab.methods import find_method
 from frozencore.lab.rows.suite import find_task
 from frozencore.lab.run.left_open import refuse_unread_options, refuse_what_leaves_no_choice
+from frozencore.naming import flag_of
 
 if TYPE_CHECKING:
     from frozencore.lab.run.config import RunConfig
@@ -28,16 +29,14 @@ def refuse_contradictions(config: RunConfig) -> None:
     if config.task is not None:
         find_task(config.task)
         for name in _given(config, OF_OWN_ROWS):
-            raise ConfigError(
-                f"--{name.replace('_', '-')} is of your own rows (--data), but a task came. Leave one out."
-            )
+            raise ConfigError(f"{flag_of(name)} is of your own rows (--data), but a task came. Leave one out.")
     if config.calibration_task is not None:
         find_task(config.calibration_task)
     find_method(config.method)
     refuse_unread_options(config)
     refuse_what_leaves_no_choice(config)
     for name in _given(config, config.method_entry.unread):
-        raise ConfigError(f"The method {config.method!r} does not read {name}. Leave --{name.replace('_', '-')} out.")
+        raise ConfigError(f"The method {config.method!r} does not read {name}. Leave {flag_of(name)} out.")
     if config.basis is not None and config.layers is not None:
         raise ConfigError("A saved basis has its own layers: leave --layers out.")
     if config.packing and (config.truncate or config.skip_long):

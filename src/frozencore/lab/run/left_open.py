@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import reduce
+from operator import or_
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from pydantic import Field
@@ -11,13 +13,20 @@ from pydantic import Field
 from frozencore.constructors import CONSTRUCTORS, readers, refuse_unread
 from frozencore.constructors.options import AUTO
 from frozencore.errors import ConfigError
+from frozencore.naming import flag_of
 from frozencore.options import Option
 
 if TYPE_CHECKING:
     from frozencore.lab.run.config import RunConfig
 
-OPEN_OPTIONS = ("damping",)
-"""Options of the bases that may be left open; which method, too."""
+HELP_OF_OPEN = {
+    "method": "auto: a core on the bases that the calibration rows speak for (docs/advise.md).",
+    "damping": "auto: what the calibration rows speak for.",
+}
+"""What may be left open, and how its help ends."""
+OPEN_OPTIONS = tuple(name for name in HELP_OF_OPEN if name != "method")
+"""Those of the bases."""
+_OPEN = Literal["auto"]
 
 
 def left_open(config: RunConfig) -> tuple[str, ...]:
@@ -37,10 +46,22 @@ def may_be_left_open(options: Mapping[str, Option]) -> dict[str, Option]:
 
 
 def _or_auto(option: Option) -> Option:
-    said = Field(description=f"{option.help} auto: what the calibration rows speak for.")
+    said = Field(description=f"{option.help} {HELP_OF_OPEN[option.name]}")
     kind, _ = get_args(option.type)  # beside its help, which is another here
-    choices = Literal["auto"]
-    return replace(option, type=Annotated[kind | choices, said], plain=option.plain | choices)
+    return replace(option, type=Annotated[kind | _OPEN, said], plain=option.plain | _OPEN)
+
+
+def to_be_named(option: Option) -> Option:
+    """An option of a run for who can leave nothing open: its help does not offer it."""
+    if option.name not in HELP_OF_OPEN:
+        return option
+    said = Field(description=option.help.removesuffix(HELP_OF_OPEN[option.name]).rstrip())
+    kind, _ = get_args(option.type)
+    return replace(option, type=Annotated[_but_open(kind), said], plain=_but_open(option.plain))
+
+
+def _but_open(kind: Any) -> Any:
+    return reduce(or_, (part for part in get_args(kind) or (kind,) if part != _OPEN))
 
 
 def refuse_unread_options(config: RunConfig) -> None:
@@ -57,7 +78,7 @@ def refuse_unread_options(config: RunConfig) -> None:
         if len(own := readers(name)) < len(CONSTRUCTORS):
             raise ConfigError(
                 f"--method auto chooses among all constructors, but {name} {value} is for {', '.join(own)}: name one "
-                f"with --method, or leave --{name.replace('_', '-')} out."
+                f"with --method, or leave {flag_of(name)} out."
             )
 
 
@@ -94,4 +115,4 @@ def refuse_open(config: RunConfig, what: str) -> None:
 
 def flags_of_open(names: tuple[str, ...]) -> str:
     """As they stand on the command line."""
-    return " ".join(f"--{name} {AUTO}" for name in names)
+    return " ".join(f"{flag_of(name)} {AUTO}" for name in names)

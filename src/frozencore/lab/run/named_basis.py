@@ -7,6 +7,7 @@ from typing import Any
 from frozencore.adapter.seal.saved_basis import read_header
 from frozencore.errors import ConfigError
 from frozencore.lab.run.config import RunConfig, make_config
+from frozencore.naming import flag_of
 
 DECIDED = {"method": "constructor", "rank": "r", "rank_budget": "rank_budget", "targets": "target_modules"}
 
@@ -30,7 +31,7 @@ def on_named_basis(config: RunConfig) -> RunConfig:
         if asked[name] not in (_default(config, name), value, _as_asked(value)):
             raise ConfigError(
                 f"The basis in {config.basis} has {name.replace('_', '-')} {value}, but {asked[name]} came. Leave "
-                f"--{name.replace('_', '-')} out."
+                f"{flag_of(name)} out."
             )
     return make_config(**{**config.model_dump(exclude={"core"}), **decided, "core": core})
 
