@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from frozencore.adapter.advice.advise import Advice
 from frozencore.adapter.advice.settings import Setting, bases_to_try, dampings_to_try
 from frozencore.adapter.advice.trials import Worth
-from frozencore.calibration.options import of_the_sums
 from frozencore.calibration.shards import from_first
 from frozencore.constructors import find_constructor
 from frozencore.constructors.options import AUTO, trained_values
 from frozencore.errors import ConfigError
 from frozencore.lab.methods import UNTIL_CHOSEN, Targets
+from frozencore.lab.run.adapting import adapter_of
 from frozencore.lab.run.advising import advise_run
 from frozencore.lab.run.bench import Bench
 from frozencore.lab.run.config import RunConfig, make_config
@@ -56,16 +57,8 @@ def on_chosen_bases(
     """
     if not left_open(config):
         return config, None
-    of = {
-        "base model": hashes["model"],
-        "calibration rows": hashes["calibration"],
-        "targets": targets if isinstance(targets, str) else list(targets),
-        "settings": [[setting.method, setting.options] for setting in settings_to_compare(config)],
-        "rank": config.rank,
-        "rank_budget": config.rank_budget,
-        "seed": config.seed,
-        **of_the_sums(config.calibration.model_dump()),
-    }
+    settings = [[setting.method, setting.options] for setting in settings_to_compare(config)]
+    of = {**adapter_of(config, targets, hashes), "settings": settings, "seed": config.seed}
     choice = from_first(lambda: found.kept(CHOICE, BasesChoice, of, lambda: _choose(config, bench, progress)))
     return _with_bases(config, choice.method, choice.options), choice
 
@@ -78,15 +71,11 @@ def settings_to_compare(config: RunConfig) -> list[Setting]:
     budget = None if config.rank_budget is None else trained_values(config.rank_budget)
     rank = config.rank if budget is None else None
     if config.method == AUTO:
-        every = bases_to_try(rank, budget, **options)
+        every: Iterable[Setting] = bases_to_try(rank, budget, **options)
     else:
-        every = _dampings(Setting(method, options, rank=rank, rank_budget=budget))
+        fcca = Setting(method, options, rank=rank, rank_budget=budget)
+        every = chain([fcca], dampings_to_try(fcca))
     return [setting for setting in every if _allowed(config, setting)]
-
-
-def _dampings(fcca: Setting) -> Iterator[Setting]:
-    yield fcca
-    yield from dampings_to_try(fcca)
 
 
 def _allowed(config: RunConfig, setting: Setting) -> bool:
