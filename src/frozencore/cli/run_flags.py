@@ -19,6 +19,7 @@ from frozencore.errors import ConfigError
 from frozencore.lab.methods import METHODS
 from frozencore.lab.rows.suite import TASKS
 from frozencore.lab.run.config import make_config, run_options
+from frozencore.lab.run.config_rules import OF_ONE_ALONE
 from frozencore.lab.run.left_open import to_be_named
 from frozencore.lab.run.option_groups import GROUPS, in_groups
 from frozencore.naming import flag_of
@@ -26,9 +27,7 @@ from frozencore.options import Option, own_refusal
 
 SPELLED = {"learning_rate": ("--lr", "--learning-rate")}
 PANELS = {"core": "Options of the bases", "calibration": "Options of the calibration pass"}
-OF_ONE_TRAINING = (
-    "save_steps", "padding_free", "report_to", "samples", "exact_match", "refresh", "refresh_cost", "refresh_memory",
-)  # fmt: skip
+OF_ONE_TRAINING = (*OF_ONE_ALONE, "refresh_cost", "refresh_memory", "save_steps", "samples", "exact_match")
 """Options that only a training of its own reads."""
 _AS_TYPER_READS = (bool, int, float, str, Path)
 

@@ -26,6 +26,7 @@ from frozencore.lab.campaign.spec import Campaign
 from frozencore.lab.campaign.store import Store
 from frozencore.lab.run.bench import Bench
 from frozencore.lab.run.config import RunConfig
+from frozencore.lab.run.config_rules import of_one_alone
 from frozencore.lab.run.execute import recipe_of, train_once
 from frozencore.lab.run.files import CHECKPOINTS
 from frozencore.lab.run.left_open import left_open
@@ -60,12 +61,10 @@ def company_sizes(keys: Mapping[str, str], left: Iterable[str]) -> dict[str, int
 
 
 def _key(job: Job) -> str | None:
-    """None for a run that trains no cores, has yet to choose its basis or leaves it, lays its rows out by itself,
-    reports as it goes, or whose time is its result."""
+    """None for a run that trains no cores, has yet to choose its basis, can only train alone, or whose time is its
+    result."""
     config = job.config
-    if job.kind != "tune" or not config.method_entry.has_bases or config.refreshes or left_open(config):
-        return None
-    if config.padding_free or config.report_to:
+    if job.kind != "tune" or not config.method_entry.has_bases or left_open(config) or of_one_alone(config):
         return None
     known_by_weights = config.method_entry.weights_only or config.basis is not None
     is_seeded = bool(config.moments_needed) or not known_by_weights

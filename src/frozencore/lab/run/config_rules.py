@@ -16,10 +16,12 @@ if TYPE_CHECKING:
     from frozencore.lab.run.config import RunConfig
 
 OF_OWN_ROWS = ("columns", "skip_bad", "packing")
+OF_ONE_ALONE = ("padding_free", "report_to", "refresh")
+"""How a training lays out its rows, who follows it, and whether it leaves its basis."""
 
 
 def refuse_contradictions(config: RunConfig) -> None:
-    """Refuse what each option allows by itself.
+    """Refuse options that are allowed each by itself, but not together.
 
     Raises:
         ConfigError: A name is not known, or two options are not for one run.
@@ -47,6 +49,27 @@ def refuse_contradictions(config: RunConfig) -> None:
         _check_rank_budget(config)
     if config.refreshes:
         _refuse_refresh(config)
+
+
+def of_one_alone(config: RunConfig) -> tuple[str, ...]:
+    """The options that came, by name, which no training side by side with others can follow."""
+    return tuple(_given(config, OF_ONE_ALONE))
+
+
+def refuse_of_one_alone(config: RunConfig, these: str) -> None:
+    """Refuse what trainings side by side cannot follow.
+
+    Args:
+        these: What trains so, in words.
+
+    Raises:
+        ConfigError: The first such option that came.
+    """
+    for name in of_one_alone(config):
+        raise ConfigError(
+            f"{flag_of(name)} is of a training alone, but {these} train side by side, on one basis and in common "
+            "batches. Leave one out."
+        )
 
 
 def _given(config: RunConfig, names: Iterable[str]) -> Iterator[str]:

@@ -89,6 +89,14 @@ def test_a_rate_that_diverges_is_no_best_and_one_that_all_share_is_divergence(tm
 def test_what_cannot_be_swept_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="'lora' has no cores"):
         execute_sweep(config_of(method="lora"), {"seed": (1,)}, tmp_path, silent)
+    for options in (
+        {"padding_free": True},
+        {"report_to": ("tensorboard",)},
+        {"refresh": 2, "select_checkpoint": "none"},
+    ):
+        flag = "--" + next(iter(options)).replace("_", "-")
+        with pytest.raises(ConfigError, match=f"^{flag} is of a training alone, but the runs of a sweep"):
+            execute_sweep(config_of(**options), {"seed": (1,)}, tmp_path, silent)
     on_all_rows = config_of(task=write_task(tmp_path, num_train=20), num_train=None, paper_steps=True)
     with pytest.raises(NoRowsError, match="validation rows"):
         execute_sweep(on_all_rows, {"seed": (1,)}, tmp_path, silent)

@@ -22,6 +22,7 @@ from frozencore.fingerprint import fingerprint_model
 from frozencore.lab.run.adapting import adapt_from_data, adapter_of
 from frozencore.lab.run.bench import Bench
 from frozencore.lab.run.config import RunConfig
+from frozencore.lab.run.config_rules import refuse_of_one_alone
 from frozencore.lab.run.execute import recipe_of
 from frozencore.lab.run.files import BASE_SCORE, BASIS, CHECKPOINTS, FOUND, RECORD
 from frozencore.lab.run.found import Found
@@ -132,6 +133,7 @@ def _read(
 ) -> tuple[RunConfig, Bench, dict[str, TenantRows]]:
     """The configuration on its basis, the bench of all tenants, and their rows."""
     refuse_open(config, "one basis of many tenants")
+    refuse_of_one_alone(config, "tenants")
     config = on_named_basis(config)
     if config.data is None or not config.method_entry.has_bases:
         raise ConfigError(

@@ -13,6 +13,7 @@ from frozencore.adapter.swap import swap_core
 from frozencore.errors import ConfigError, DivergenceError, NoRowsError
 from frozencore.lab.run.bench import Bench, prepare
 from frozencore.lab.run.config import RunConfig
+from frozencore.lab.run.config_rules import refuse_of_one_alone
 from frozencore.lab.run.execute import execute, recipe_of, refuse_used
 from frozencore.lab.run.files import CHECKPOINTS
 from frozencore.lab.run.record import Sweep, SweptRun, TunedRecord
@@ -52,12 +53,7 @@ def execute_sweep(
     """
     if not config.method_entry.has_bases:
         raise ConfigError(f"A sweep trains cores side by side on one basis, but {config.method!r} has no cores.")
-    if config.refreshes:
-        raise ConfigError("A sweep trains cores side by side on one basis, which refreshing leaves. Give one of them.")
-    if config.padding_free:
-        raise ConfigError("A sweep's runs share batches, which are padded: leave --padding-free out.")
-    if config.report_to:
-        raise ConfigError("--report-to follows one training, but a sweep is many side by side. Give one of them.")
+    refuse_of_one_alone(config, "the runs of a sweep")
     chooses = config if config.select_checkpoint != "none" else config.model_copy(update={"select_checkpoint": "epoch"})
     refuse_used(out, resume=resume)
     bench = prepare(chooses, progress)
