@@ -41,6 +41,8 @@ def export(
 ) -> None:
     from frozencore.adapter_folder import folder_of
     from frozencore.cli.exporting import Wanted, export_adapter
+    from frozencore.lab.run.loading import model_location
 
-    for line in export_adapter(folder_of(adapter), output, Wanted(to, base, dtype, rank, with_code, overwrite)):
+    wanted = Wanted(to, base and model_location(base), dtype, rank, with_code, overwrite)
+    for line in export_adapter(folder_of(adapter), output, wanted):
         console.print(line, highlight=False)

@@ -1,0 +1,149 @@
+"""Every command line of README and docs: the program takes its words, and (slow) it does its work."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import typer
+from datasets import Dataset
+from typer.main import get_command
+
+from frozencore.cli.app import _common
+from frozencore.cli.verbs import VERBS, add_verbs
+from frozencore.lab.pocket import pocket_model_path
+from frozencore.lab.tasks import PAPER_TASKS
+from frozencore.lab.tasks.hub_folder import write_hub_folders
+from places import DATA, ROOT, TESTS
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+OTHER_LANGUAGES = {"python", "diff", "yaml", "json"}
+STARTED = re.compile(r"^(?:frozencore|(?:torchrun|accelerate launch) .*?(?:-m frozencore|examples/\S+)) ")
+AS_HERE = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
+
+
+def command_lines(page: Path) -> list[str]:
+    """Those of its blocks, in their order, without comments."""
+    found = []
+    for language, block in FENCE.findall(page.read_text(encoding="utf-8")):
+        if language not in OTHER_LANGUAGES:
+            joined = re.sub(r"\\\n\s*", "", block)
+            found += [line.split(" #")[0].strip() for line in joined.splitlines() if STARTED.match(line.strip())]
+    return found
+
+
+def in_sentences(page: Path) -> list[str]:
+    """Those between backquotes, which may leave out what must be said."""
+    return re.findall(r"`(frozencore [^`\n]*)`", FENCE.sub("", page.read_text(encoding="utf-8")))
+
+
+@pytest.fixture(scope="module")
+def program() -> Any:
+    app = typer.Typer(no_args_is_help=True)
+    add_verbs(app, [verb.name for verb in VERBS])
+    app.callback()(_common)
+    return get_command(app)
+
+
+def verb_and_flags(program: Any, line: str) -> tuple[str, set[str], set[str]]:
+    """The verb that a line names, and the flags that it has in vain and that it could have."""
+    words = shlex.split(line[line.index("frozencore") :].split(" > ")[0])[1:]
+    command, name = program, ""
+    while words and not words[0].startswith("-") and hasattr(command, "commands"):
+        name, *words = words
+        command = command.commands[name]
+    known = {flag for parameter in command.params for flag in parameter.opts} | {"--help"}
+    return name, {word.partition("=")[0] for word in words if word.startswith("--")} - known, known
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_verbs_and_flags_of_the_pages_are_the_programs(page: Path, program: Any) -> None:
+    for line in [*(line for line in command_lines(page) if "frozencore" in line), *in_sentences(page)]:
+        assert not verb_and_flags(program, line)[1], line
+
+
+RUN_ELSEWHERE = {
+    r"campaign (plan|rehearse) campaigns/paper-3b.yaml$": "lab/rehearsal/test_campaigns.py",
+    r"campaign run campaigns/pocket.yaml": "lab/rehearsal/test_campaigns.py",  # on a tiny model; itself it takes hours
+    r"--ray ": "lab/campaign/test_ray_crew.py",
+    r"\$(spec|folder)": "cli/test_campaign.py",
+}
+FEW = {"--num-train": "64", "--num-evaluation": "8", "--epochs": "1", "--calibration-size": "16"}
+SAID_AS = {
+    r"(?<=--model )(Qwen/Qwen2.5-0.5B-Instruct|tiny1m)": "pocket",
+    r"(?:(?<=--model )|(?<=--base ))(DIR|MODEL)": str(pocket_model_path()),
+    r"(?<=--data-root )(DIR|DATA)": "DATA",
+    r"(?<=--tenants )ROWS": "rows",
+    r"(?<=--adapter )LORA": "runs/mine/adapter",
+}
+
+
+def lay_out(place: Path) -> None:
+    """What the pages take as given: rows, data sets of the hub, campaigns that have run."""
+    drawn = Random(0)
+    sums = [(drawn.randrange(30), drawn.randrange(30)) for _ in range(60)]
+    rows = [json.dumps({"prompt": f"How many is {a} and {b}?", "completion": f" {a + b}"}) + "\n" for a, b in sums]
+    (place / "rows").mkdir()
+    for name in ("everybody", "train", "rows", "anna", "ben", "rows/anna", "rows/ben"):
+        (place / f"{name}.jsonl").write_text("".join(rows))
+    sources = {task.source: task.source for task in PAPER_TASKS.values()}
+    write_hub_folders(
+        place / "DATA",
+        {
+            source: {
+                split: Dataset.from_list([source.made_up(drawn, number) for number in range(80)])  # type: ignore[attr-defined, misc]
+                for split in source.num_rows  # type: ignore[attr-defined]
+            }
+            for source in sources
+        },
+    )
+    for name in ("campaigns", "examples"):
+        (place / name).symlink_to(ROOT / name)
+    for name in ("pocket", "a", "b", "c"):
+        (place / "runs" / name).mkdir(parents=True)
+        shutil.copy(ROOT / "results" / "pocket" / "records.jsonl", place / "runs" / name)
+        campaign = json.loads((ROOT / "results" / "pocket" / "campaign.json").read_text())
+        (place / "runs" / name / "campaign.json").write_text(json.dumps(campaign | {"name": name}))
+    (place / "means.csv").write_bytes((DATA / "paper_q3.csv").read_bytes())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "page",
+    [page for page in PAGES if command_lines(page) and page.stem != "serving"],  # engines/test_serving_page.py
+    ids=lambda page: page.stem,
+)
+def test_the_command_lines_of_a_page_do_their_work_one_after_the_other(  # type: ignore[no-untyped-def]
+    page: Path, program: Any, command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lay_out(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    for line in command_lines(page):
+        elsewhere = [test for said, test in RUN_ELSEWHERE.items() if re.search(said, line)]
+        if elsewhere:
+            assert (TESTS / elsewhere[0]).exists()
+            continue
+        said = line
+        for written, stands_for in SAID_AS.items():
+            said = re.sub(written, stands_for, said)
+        if "frozencore" in line:
+            known = verb_and_flags(program, line)[2]
+            said += "".join(f" {flag} {few}" for flag, few in FEW.items() if flag in known and flag not in said)
+            if "--task" in said and "--task pocket" not in said and "--data-root" not in said:
+                said += " --data-root DATA"
+        if line.startswith("frozencore"):
+            status, _, err = command(*shlex.split(said)[1:])
+        else:
+            done = subprocess.run(shlex.split(said), capture_output=True, text=True, env=AS_HERE)
+            status, err = done.returncode, done.stderr[-3000:]
+        assert status == 0, (line, err)
