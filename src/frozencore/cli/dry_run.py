@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from frozencore.cli.flag_file import as_flags
 from frozencore.cli.showing import MARKS
-from frozencore.cli.tables import in_rounds, unpadded
+from frozencore.cli.tables import recipe_in_words
 from frozencore.lab.campaign.estimate import memory_bytes, size_of
 from frozencore.lab.rows.prompts import PromptEncoder
 from frozencore.lab.rows.row_forms import TokenRow
@@ -75,12 +75,7 @@ def _rows(config: RunConfig, bench: Bench) -> Iterator[Text]:
 
 def _cost(config: RunConfig, bench: Bench) -> Iterator[Text]:
     recipe, num_rows = recipe_of(config, bench.rows, bench.model), len(bench.rows.train)
-    yield Text(
-        f"{num_of(recipe.num_steps(num_rows), 'step')} of {recipe.batch_size} x {recipe.accumulation} rows"
-        f"{unpadded(recipe.padding_free)} in "
-        f"{num_of(recipe.epochs, 'epoch')}{in_rounds(recipe.refresh)}; "
-        f"learning rate {recipe.learning_rate:g}, warm-up {recipe.warmup:g} of them."
-    )
+    yield Text(recipe_in_words(recipe.num_steps(num_rows), recipe.content(), recipe.epochs))
     memory = memory_bytes(config, size_of(bench.model.config))
     values = ""
     if (adapted := _adapted(config, bench)) is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from rich.console import Group
 from rich.table import Table
@@ -96,20 +97,26 @@ def allocation_line(budget: int, ranks: Mapping[str, int]) -> str:
 def _recipe(record: TunedRecord) -> Iterator[str]:
     """What the run was trained with, most of which its method chose where nobody did."""
     if record.resolved is not None:
-        recipe = record.resolved.recipe
-        rate, warmup = recipe["learning_rate"], recipe["warmup"]
-        laid_out = unpadded(recipe.get("padding_free", False))
-        rows = f"{recipe['batch_size']} x {recipe['accumulation']} rows{laid_out}{in_rounds(recipe.get('refresh', 1))}"
-        yield f"{record.training.num_steps} steps of {rows}; learning rate {rate:g}, warm-up {warmup:g} of them."
+        yield recipe_in_words(record.training.num_steps, record.resolved.recipe)
 
 
-def unpadded(padding_free: bool) -> str:
-    """How the rows of a forward pass are laid out, to add to their number; nothing where they are padded."""
-    return " without padding" if padding_free else ""
+def recipe_in_words(num_steps: int, recipe: Mapping[str, Any], num_epochs: int | None = None) -> str:
+    """A training in a line: its steps, the rows of one, its rounds, learning rate and warm-up.
+
+    Args:
+        recipe: As records have it.
+        num_epochs: To be said too, of one that goes to its end.
+    """
+    laid_out = " without padding" if recipe.get("padding_free") else ""
+    epochs = "" if num_epochs is None else f" in {num_of(num_epochs, 'epoch')}"
+    return (
+        f"{num_of(num_steps, 'step')} of {recipe['batch_size']} x {recipe['accumulation']} rows{laid_out}{epochs}"
+        f"{_in_rounds(recipe.get('refresh', 1))}; learning rate {recipe['learning_rate']:g}, "
+        f"warm-up {recipe['warmup']:g} of them."
+    )
 
 
-def in_rounds(rounds: int | str) -> str:
-    """How often a training is refreshed, to add to its steps; nothing of one that is not."""
+def _in_rounds(rounds: int | str) -> str:
     if rounds == "auto":
         return ", in as many rounds as pay"
     return "" if rounds == 1 else f", in {rounds} rounds"
