@@ -18,10 +18,11 @@ from frozencore.constructors import described
 from frozencore.errors import ConfigError
 from frozencore.lab.methods import METHODS
 from frozencore.lab.rows.suite import TASKS
-from frozencore.lab.run.config import make_config, run_options
+from frozencore.lab.run.config import make_config
 from frozencore.lab.run.config_rules import OF_ONE_ALONE
 from frozencore.lab.run.left_open import to_be_named
-from frozencore.lab.run.option_groups import GROUPS, in_groups
+from frozencore.lab.run.option_groups import GROUPS
+from frozencore.lab.run.options_by_name import in_groups, run_options
 from frozencore.naming import flag_of
 from frozencore.options import Option, own_refusal
 

@@ -12,7 +12,7 @@ from frozencore.errors import ConfigError
 from frozencore.lab.campaign.plan import plan
 from frozencore.lab.campaign.spec import Campaign, read_campaign
 from frozencore.lab.campaign.study_options import PLACES
-from frozencore.lab.run.config import run_options
+from frozencore.lab.run.options_by_name import run_options
 from frozencore.options import options_of
 from places import ROOT
 

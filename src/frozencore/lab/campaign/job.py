@@ -17,7 +17,8 @@ from frozencore.lab.campaign.study_options import PLACES
 from frozencore.lab.rows.row_sources import STANDARD_INPUT
 from frozencore.lab.rows.suite import find_task
 from frozencore.lab.run.config import RunConfig
-from frozencore.lab.run.option_groups import GROUPS, in_groups
+from frozencore.lab.run.option_groups import GROUPS
+from frozencore.lab.run.options_by_name import in_groups
 from frozencore.options import own_refusal
 
 ID_DIGITS = 16

@@ -11,7 +11,7 @@ from pydantic_core import CoreSchema
 
 from frozencore.constructors import CONSTRUCTORS, described
 from frozencore.errors import ConfigError
-from frozencore.lab.run.config import run_options
+from frozencore.lab.run.options_by_name import run_options
 from frozencore.naming import unknown_name
 from frozencore.options import Option
 

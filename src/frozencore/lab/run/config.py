@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import MISSING
 from datetime import date
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
@@ -33,7 +32,7 @@ from frozencore.lab.run.option_groups import GROUPS, Frozen, read_group
 from frozencore.maths.moments import MomentName
 from frozencore.naming import flag_of
 from frozencore.one_line import one_line
-from frozencore.options import Option, own_refusal
+from frozencore.options import own_refusal
 
 SelectionMetric = Literal["accuracy", "held_out_loss"]
 
@@ -283,25 +282,6 @@ class RunConfig(Frozen):
         """What the method builds its adapter by, on the layers that the model turned out to have."""
         core = until_chosen(self.core.model_dump())
         return AdapterOptions(self.rank, targets, self.seed, core, self.basis, self.rank_budget)
-
-
-def run_options() -> dict[str, Option]:
-    """Every option of a run by its name, those of the groups among them."""
-    full, plain = _types_of_options()
-    found: dict[str, Option] = {}
-    for name, field in RunConfig.model_fields.items():
-        default = MISSING if field.is_required() else field.get_default()
-        own = GROUPS[name]() if name in GROUPS else {name: Option(name, full[name], plain[name], default)}
-        if twice := found.keys() & own.keys():
-            raise ConfigError(f"An option has one meaning, but {min(twice)!r} has two. Rename that of the constructor.")
-        found |= own
-    return found
-
-
-@cache  # evaluating them takes longer than all else that is done with a campaign's specification
-def _types_of_options() -> tuple[dict[str, Any], dict[str, Any]]:
-    """With what their annotations add, and plain."""
-    return get_type_hints(RunConfig, include_extras=True), get_type_hints(RunConfig)
 
 
 def make_config(**values: Any) -> RunConfig:

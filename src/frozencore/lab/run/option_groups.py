@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -33,7 +33,7 @@ def _pass_options() -> dict[str, Option]:
 
 GROUPS: dict[str, Callable[[], dict[str, Option]]] = {"core": _core_options, "calibration": _pass_options}
 """Options that a configuration holds in a group: those of the cores, as the table of constructors has them at the time,
-and those of the calibration pass. Who names one of them does so without its group."""
+and those of the calibration pass."""
 
 
 @cache
@@ -49,11 +49,3 @@ def read_group(given: Any, group: str) -> BaseModel:
     model = _model(group, tuple(row.options for row in CONSTRUCTORS.values()))
     # through JSON, in which a list may become a tuple and text never becomes a number
     return model.model_validate_json(json.dumps(given, default=str), strict=True)
-
-
-def in_groups(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of a run by name as its configuration holds them: some in their group."""
-    values = dict(options)
-    for group, own in GROUPS.items():
-        values[group] = {name: values.pop(name) for name in own() if name in values}
-    return values
