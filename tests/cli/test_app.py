@@ -60,7 +60,7 @@ def test_calibrate_then_inspect_shows_what_the_basis_captured(command, tmp_path:
     status, out, _ = command("inspect", tmp_path / "c" / "adapter", "--against", tmp_path / "c" / "adapter")
     assert status == 0
     assert "1.000" in out
-    assert "coherence P: largest leverage of an output" in out
+    assert "coher. P: coherence, the largest leverage of an output" in out
     assert "16 layers; 256 trained values" in out
 
 

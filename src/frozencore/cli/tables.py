@@ -21,8 +21,8 @@ from frozencore.sizes import bytes_in_words
 
 LEGEND = {
     "m x n": "outputs by inputs of the layer",
-    "coherence P": "largest leverage of an output over its mean; 1 is spread evenly, m/r sits on single ones",
-    "coherence Q": "the same of the inputs",
+    "coher. P": "coherence, the largest leverage of an output over its mean; 1 is spread evenly, m/r sits on single ones",
+    "coher. Q": "the same of the inputs",
     "‖R‖": "how far the core was trained",
     "effective": "independent directions that were found; the rest of the rank are seeded random ones",
     "σ₁": "the constructor's largest singular value",
@@ -181,14 +181,14 @@ def calibration_summary(calibration: Calibration) -> Group:
 def inspection_table(reports: Mapping[str, LayerReport]) -> Group:
     """A saved adapter's bases, layer by layer, and their totals."""
     some = next(iter(reports.values()))
-    columns = ["layer", "m x n", "r", "coherence P", "coherence Q", "‖R‖"]
+    columns = ["layer", "m x n", "r", "coher. P", "coher. Q", "‖R‖"]
     if some.capture:
         columns += ["effective", "σ₁(T)", "σ_r(T)", "‖PᵀGQ‖", "of ‖G‖", "J", "of best", "max/med a", "max/med d"]
     if some.angles:
         columns += ["cos P", "cos Q"]
     table = Table(title="Bases", title_justify="left")
     for heading in columns:
-        table.add_column(heading, justify="left" if heading == "layer" else "right", no_wrap=heading == "layer")
+        table.add_column(heading, justify="left" if heading == "layer" else "right", no_wrap=heading in ("layer", "m x n"))
     for name, report in reports.items():
         table.add_row(name, *_layer_cells(report))
     parameters = sum(report.basis.core_parameters for report in reports.values())
