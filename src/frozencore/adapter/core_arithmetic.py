@@ -47,13 +47,10 @@ def add_core(y: Tensor, z: Tensor, R: Tensor, P: Tensor, scale: float) -> Tensor
 
 
 def through(z: Tensor, R: Tensor) -> Tensor:
-    """``z Rᵀ`` with one core, or with that of each row."""
-    return linear(z, R) if R.ndim == 2 else through_rows(z, R)
-
-
-def through_rows(z: Tensor, R: Tensor) -> Tensor:
-    """``z Rᵀ`` with the core of each row: z (..., r) with all tokens of a row together, R rows x r x r."""
-    rows, r = R.shape[:2]
+    """``z Rᵀ`` with one core, or with that of each row: z (..., r) with all tokens of a row together."""
+    if R.ndim == 2:
+        return linear(z, R)
+    rows, r, _ = R.shape
     if z.numel() == rows * r:  # a token a row, as in generation: bmm calls a library for each, 2 to 5 times this
         product = (R.mT * z.reshape(rows, r, 1)).sum(1)
         return product if z.ndim == 2 else product.view(z.shape)

@@ -27,9 +27,9 @@ class FrozenCoreLinear(nn.Module, FrozenCoreLayer):
         """
         if adapter_names is not None:
             self._check_forward_args(x, adapter_names)
-        if self.disable_adapters and self.merged:
-            self.unmerge()
         if self.disable_adapters or self.merged:
+            if self.disable_adapters and self.merged:
+                self.unmerge()
             return self.base_layer(x, *args, **kwargs)
         if adapter_names is not None:
             return self._add_rows(self.base_layer(x, *args, **kwargs), x, adapter_names)
@@ -59,9 +59,9 @@ class FrozenCoreLinear(nn.Module, FrozenCoreLayer):
                 "Length of `adapter_names` should be the same as the number of inputs, but got "
                 f"{len(rows.R)} and {len(x)} respectively."
             )
+        base: Any = self._modules["base_layer"]  # by attribute is slow, and this is called for each token
         if rows.basis is None:
-            return self.base_layer(x, *args, **kwargs)
-        base = self.base_layer
+            return base(x, *args, **kwargs)
         P, Q, scale = rows.basis
         if not args and not kwargs and is_plain(base, x, P):
             return adapted_linear(x, base, P, Q, rows.R, scale)
