@@ -21,7 +21,7 @@ from frozencore.sizes import bytes_in_words
 
 LEGEND = {
     "m x n": "outputs by inputs of the layer",
-    "coher. P": "coherence, the largest leverage of an output over its mean; 1 is spread evenly, m/r sits on single ones",
+    "coher. P": "coherence, the largest leverage of an output over its mean; 1 is even, m/r sits on single ones",
     "coher. Q": "the same of the inputs",
     "‖R‖": "how far the core was trained",
     "effective": "independent directions that were found; the rest of the rank are seeded random ones",
@@ -188,7 +188,8 @@ def inspection_table(reports: Mapping[str, LayerReport]) -> Group:
         columns += ["cos P", "cos Q"]
     table = Table(title="Bases", title_justify="left")
     for heading in columns:
-        table.add_column(heading, justify="left" if heading == "layer" else "right", no_wrap=heading in ("layer", "m x n"))
+        whole = heading in ("layer", "m x n")
+        table.add_column(heading, justify="left" if heading == "layer" else "right", no_wrap=whole)
     for name, report in reports.items():
         table.add_row(name, *_layer_cells(report))
     parameters = sum(report.basis.core_parameters for report in reports.values())
