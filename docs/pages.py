@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import mkdocs_gen_files
-import typer
 from typer.main import get_command
 
 import frozencore
-from frozencore.cli.verbs import VERBS, add_verbs
+from frozencore.cli.app import program
+from frozencore.cli.verbs import VERBS
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -52,9 +52,7 @@ def python_reference() -> Iterator[str]:
 
 def command_reference() -> Iterator[str]:
     """What each verb says of itself."""
-    app = typer.Typer(no_args_is_help=True, add_completion=False)
-    add_verbs(app, [verb.name for verb in VERBS])
-    commands = get_command(app).commands
+    commands = get_command(program([verb.name for verb in VERBS])).commands
     yield "# Command line\n\nWhat `frozencore VERB --help` says. A flag without a value says yes.\n"
     for verb in VERBS:
         command = commands[verb.name]

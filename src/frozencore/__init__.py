@@ -26,7 +26,7 @@ def _is_the_command() -> bool:
 
 
 if TYPE_CHECKING or not _is_the_command():
-    from frozencore.public import *  # noqa: F403
+    from frozencore.public import *  # noqa: F403 - all that is public, listed there
     from frozencore.public import __all__ as __all__
 else:
 

@@ -111,7 +111,7 @@ class FrozenCoreConfig(SavedConfig, EveryOption):  # type: ignore[misc]  # froze
         if isinstance(self.target_modules, list):
             self.target_modules = set(self.target_modules)  # type: ignore[assignment]  # PEFT compares sets
         if isinstance(self.exclude_modules, list):
-            self.exclude_modules = set(self.exclude_modules)  # type: ignore[assignment]
+            self.exclude_modules = set(self.exclude_modules)  # type: ignore[assignment]  # these too
         for name in ("rank_pattern", "alpha_pattern"):
             if not isinstance(getattr(self, name), dict):
                 raise ConfigError(f"{name} maps layer names to numbers, but {getattr(self, name)!r} came.")

@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 @triton.jit
-def _add_core_kernel(  # type: ignore[no-untyped-def]
+def _add_core_kernel(  # type: ignore[no-untyped-def]  # pointers and numbers of triton
     y, z, R, P, scale, tokens_of_a_core, m, r,
     y_row, z_row, R_core, R_row, R_column, P_row, P_column,
     RANK: tl.constexpr, TOKENS: tl.constexpr, FEATURES: tl.constexpr,

@@ -70,7 +70,7 @@ def is_plain(base: nn.Module, x: Tensor, P: Tensor) -> TypeGuard[nn.Linear]:
         return False
     if type(base) is not nn.Linear or "forward" in base.__dict__ or _is_hooked(base):
         return False
-    weight, bias = base._parameters.get("weight"), base._parameters.get("bias")  # by attribute is slow, and this often
+    weight, bias = base._parameters.get("weight"), base._parameters.get("bias")  # each token asks; attributes are slow
     if weight is None or type(x) not in PLAIN or type(weight) not in PLAIN or not x.dtype == weight.dtype == P.dtype:
         return False
     frozen = (weight, P) if bias is None else (weight, P, bias)

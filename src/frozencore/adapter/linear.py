@@ -59,7 +59,7 @@ class FrozenCoreLinear(nn.Module, FrozenCoreLayer):
                 "Length of `adapter_names` should be the same as the number of inputs, but got "
                 f"{len(rows.R)} and {len(x)} respectively."
             )
-        base: Any = self._modules["base_layer"]  # by attribute is slow, and this is called for each token
+        base: Any = self._modules["base_layer"]  # each token asks; attributes are slow
         if rows.basis is None:
             return base(x, *args, **kwargs)
         P, Q, scale = rows.basis

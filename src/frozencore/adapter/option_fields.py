@@ -23,7 +23,7 @@ def add_option_fields(config: type) -> None:
     )
     for part in ("__dataclass_fields__", "__repr__", "__eq__"):
         setattr(config, part, getattr(grown, part))
-    config.__init__ = refusing_lora_names(grown.__init__)  # type: ignore[misc]
+    config.__init__ = refusing_lora_names(grown.__init__)  # type: ignore[misc]  # with more fields, as dataclass sets it
     for option in new:
         setattr(config, option.name, option.default)
     config.__annotations__ = {**config.__annotations__, **{option.name: option.plain for option in new}}

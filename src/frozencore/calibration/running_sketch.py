@@ -57,7 +57,7 @@ class RunningSketch:
         generator = seeded_generator(0, "running sketch", *self.shape)
         U, V = (torch.randn(size, self.width, generator=generator).to(device) for size in self.shape)
         self._take_tests(torch.linalg.qr(U).Q, torch.linalg.qr(V).Q, *self._roots(diagonals, device))
-        self.images = tuple(torch.zeros_like(test) for test in (U, V))  # type: ignore[assignment]
+        self.images = torch.zeros_like(U), torch.zeros_like(V)
 
     def add(self, error: Float[Tensor, "N m"], values: Float[Tensor, "N n"]) -> None:
         """One call's counted tokens."""

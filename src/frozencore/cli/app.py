@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Collection
 from typing import Annotated, NoReturn
 
 import typer
@@ -40,22 +41,27 @@ def _common(
         os.environ["FROZENCORE_DEBUG"] = "1"
 
 
-def app() -> None:
-    """Do what the words of the command line ask for; only the verbs among them are imported."""
+def program(words: Collection[str]) -> typer.Typer:
+    """The command line, with the verbs among these words as they are: the others are names and help."""
     verbs = typer.Typer(
         no_args_is_help=True,
         pretty_exceptions_enable=False,
         help="Fine-tune language models by training only r x r cores between frozen, calibrated bases.",
     )
     verbs.callback()(_common)
+    add_verbs(verbs, words)
+    return verbs
+
+
+def app() -> None:
+    """Do what the words of the command line ask for; only the verbs among them are imported."""
     words = _words()
     if words[:1] not in [[verb.name] for verb in VERBS if verb.by_several]:
         refuse_several(f"frozencore {' '.join(words[:1])}".strip())
     console.quiet = not is_first()
     if _ASKS in os.environ or "--help" in words:
         torch_on_demand()
-    add_verbs(verbs, words)
-    verbs(prog_name="frozencore")  # however it was started: by this name shells complete it
+    program(words)(prog_name="frozencore")  # however it was started: by this name shells complete it
 
 
 def _words() -> list[str]:
