@@ -1,4 +1,4 @@
-"""benchmarks/house/rescale.py: uneven channels of the same function; what whitening makes of them (docs/maths.md)."""
+"""benchmarks/rescale.py: uneven channels of the same function; what whitening makes of them (docs/maths.md)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from frozencore.maths.linalg import principal_cosines
 from places import ROOT
 from tiny import tiny_qwen2
 
-RESCALE: dict[str, Any] = runpy.run_path(str(ROOT / "benchmarks" / "house" / "rescale.py"))
+RESCALE: dict[str, Any] = runpy.run_path(str(ROOT / "benchmarks" / "rescale.py"))
 rescale: Callable[..., None] = RESCALE["rescale"]
 
 

@@ -60,7 +60,7 @@ _LLAMA_CUTS = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
-RESCALED = "-spread-"  # benchmarks/house/rescale.py: of the same shapes as the model before it
+RESCALED = "-spread-"  # benchmarks/rescale.py: of the same shapes as the model before it
 
 
 @dataclass(frozen=True)
@@ -122,13 +122,6 @@ def tiny1m_tokenizer() -> Any:
     )  # fmt: skip
 
 
-def house_tokenizer() -> Any:
-    """The house model's: Qwen2's byte-level BPE with one special token, no chat template."""
-    tokenizer = Qwen2TokenizerFast(eos_token="<|endoftext|>", pad_token="<|endoftext|>", model_max_length=512)
-    tokenizer.chat_template = None
-    return tokenizer
-
-
 def _qwen(width: int, inner: int, layers: int, heads: int, kv_heads: int, *, tied: bool, vocabulary: int) -> Known:
     config = Qwen2Config(
         hidden_size=width, intermediate_size=inner, num_hidden_layers=layers, num_attention_heads=heads,
@@ -158,14 +151,6 @@ def _tiny1m() -> Known:
     return Known(config, tiny1m_tokenizer)
 
 
-def _house() -> Known:
-    config = Qwen2Config(
-        hidden_size=384, intermediate_size=896, num_hidden_layers=8, num_attention_heads=6, num_key_value_heads=2,
-        tie_word_embeddings=True, vocab_size=8192, max_position_embeddings=512,
-    )  # fmt: skip
-    return Known(config, house_tokenizer)
-
-
 def known_model(name: str) -> Known | None:
     """A model of the shipped campaigns by its hub id or folder; None for any other."""
     made = _KNOWN.get(name.partition(RESCALED)[0])
@@ -178,5 +163,4 @@ _KNOWN: dict[str, Callable[[], Known]] = {
     "Qwen/Qwen2.5-7B-Instruct": lambda: _qwen(3584, 18944, 28, 28, 4, tied=False, vocabulary=152064),
     "meta-llama/Llama-3.2-1B-Instruct": _llama_1b,
     "tiny1m": _tiny1m,
-    "models/house": _house,
 }

@@ -1,17 +1,22 @@
 #!/usr/bin/env bash
-# Half an hour of one GPU, in commands of at most ten minutes; README.md beside this file says in which order and why.
+# Half an hour of one GPU, in commands of at most ten minutes, the most important first:
 #
-#   bash benchmarks/house/half_hour.sh pretrain | gpu | campaign | outliers | suite
+#   bash benchmarks/half_hour.sh gpu             # steps, calibration, peaks: gpu.json; about eight minutes, alone on the device
+#   bash benchmarks/half_hour.sh campaign FILE   # a campaign, 14 processes side by side, nine minutes at a time; goes on when it is called again
+#   bash benchmarks/half_hour.sh outliers        # campaigns/outliers.yaml on MODEL, a Llama or Qwen2 folder
+#   bash benchmarks/half_hour.sh suite           # the tests that need a device
 #
-# Reads CORPUS and DATA (../shared/corpus, ../shared/data), works in WORK (runs/half-hour) and goes on from what lies there. Writes to OUT
-# (WORK/out), again every half a minute, so that whatever is stopped has left what it had: folders compressed, in parts of 14 MB
-# (cat NAME.tgz.* | tar xz). Every other capital letter below is for trying it at a tiny size.
+# Reads DATA (../shared/data), works in WORK (runs/half-hour). Writes to OUT (WORK/out), again every half a minute, so that a command that is
+# stopped leaves what it had: folders compressed, in parts of 14 MB. Afterwards, on any machine:
+#
+#   cat pocket.tgz.* | tar xz -C results/pocket      # records and report of campaigns/pocket.yaml
+#   cp gpu.json benchmarks/results/gpu.json && python benchmarks/cost_page.py
+#
+# WORKERS, DEVICE, SECONDS_LEFT and PACK_EVERY are for trying it at a tiny size.
 set -euo pipefail
-cd "$(dirname "$0")/../.."
-CORPUS=${CORPUS:-../shared/corpus} DATA=${DATA:-../shared/data} WORK=${WORK:-runs/half-hour} PYTHON=${PYTHON:-python}
+cd "$(dirname "$0")/.."
+DATA=${DATA:-../shared/data} WORK=${WORK:-runs/half-hour} PYTHON=${PYTHON:-python}
 OUT=${OUT:-$WORK/out} DEVICE=${DEVICE:-cuda} WORKERS=${WORKERS:-14} SECONDS_LEFT=${SECONDS_LEFT:-540}
-MODEL=${MODEL:-models/house}
-[ -d "$MODEL" ] || MODEL=$WORK/house/model
 export PYTHONPATH=$PWD/src${PYTHONPATH:+:$PYTHONPATH} TOKENIZERS_PARALLELISM=${TOKENIZERS_PARALLELISM:-true} PYTHONUNBUFFERED=1
 mkdir -p "$WORK" "$OUT"
 
@@ -48,19 +53,14 @@ campaign() { # SPECIFICATION FOLDER OPTION...
 }
 
 case ${1:-} in
-  pretrain)
-    # shellcheck disable=SC2086
-    packing house "$WORK/house" history.jsonl model -- \
-      "$PYTHON" benchmarks/house/pretrain.py --corpus "$CORPUS" --out "$WORK/house" --resume --device "$DEVICE" ${PRETRAIN:---minutes 8}
-    ;;
   gpu)
     # shellcheck disable=SC2086
     "$PYTHON" benchmarks/gpu.py --out "$OUT/gpu.json" ${GPU:-}
     ;;
-  campaign) campaign "${CAMPAIGN:-campaigns/house.yaml}" house-campaign --model-path "house=$MODEL" ;;
+  campaign) campaign "${2:?campaign needs a file: campaigns/pocket.yaml}" "$(basename "$2" .yaml)" "${@:3}" ;;
   outliers)
-    mapfile -t paths < <("$PYTHON" benchmarks/house/rescale.py --model "$MODEL" --out "$WORK/spreads" | tr ' ' '\n')
-    campaign "${CAMPAIGN:-campaigns/outliers.yaml}" house-outliers "${paths[@]}"
+    mapfile -t paths < <("$PYTHON" benchmarks/rescale.py --model "${MODEL:?outliers needs MODEL=DIR}" --out "$WORK/spreads" | tr ' ' '\n')
+    campaign "${CAMPAIGN:-campaigns/outliers.yaml}" outliers "${paths[@]}"
     ;;
   suite) "$PYTHON" -m pytest -q tests/test_on_cuda.py tests/adapter/test_core_operator.py 2>&1 | tee "$OUT/suite.txt" ;;
   *) sed -n 's/^# \{0,1\}//p' "$0" | sed '/^!/d' >&2; exit 2 ;;
