@@ -7,27 +7,32 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# What torchao says when it is imported, which transformers does with every model wherever it is installed: of its
-# binaries for other machines, and of its own enums.
-_OF_TORCHAO = {"torchao": "Failed to load ", "torch.utils._pytree": "%s is an Enum subclass"}
+# The beginning of a warning by the logger that says it. PEFT and transformers import torchao and bitsandbytes wherever
+# they are installed; the warnings are about binaries for other machines, about enums, and about a kernel for 4-bit
+# weights on the CPU.
+_AT_IMPORT = {
+    "torchao": "Failed to load ",
+    "torch.utils._pytree": "%s is an Enum subclass",
+    "bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward",
+}
 
 
 def _is_of_use(record: logging.LogRecord) -> bool:
-    return not str(record.msg).startswith(_OF_TORCHAO[record.name])
+    return not str(record.msg).startswith(_AT_IMPORT[record.name])
 
 
 def ignore_known_warnings() -> None:
     """In this process. Where workers are processes of their own, each of them calls it."""
     # PEFT asks for it at every get_peft_model.
     warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
-    for name in _OF_TORCHAO:
+    for name in _AT_IMPORT:
         logging.getLogger(name).addFilter(_is_of_use)
 
 
 @contextmanager
 def quiet_imports() -> Iterator[None]:
     """While PEFT and transformers are imported on behalf of a user's own program, whose loggers stay as they are."""
-    added = [logger for name in _OF_TORCHAO if _is_of_use not in (logger := logging.getLogger(name)).filters]
+    added = [logger for name in _AT_IMPORT if _is_of_use not in (logger := logging.getLogger(name)).filters]
     for logger in added:
         logger.addFilter(_is_of_use)
     try:
@@ -35,3 +40,19 @@ def quiet_imports() -> Iterator[None]:
     finally:
         for logger in added:
             logger.removeFilter(_is_of_use)
+
+
+@contextmanager
+def quiet_loading() -> Iterator[None]:
+    """Inside, transformers draws no progress bars and says only errors; afterwards it does as before."""
+    from transformers.utils import logging as of_transformers
+
+    verbosity, draws_bars = of_transformers.get_verbosity(), of_transformers.is_progress_bar_enabled()
+    of_transformers.set_verbosity_error()
+    of_transformers.disable_progress_bar()
+    try:
+        yield
+    finally:
+        of_transformers.set_verbosity(verbosity)
+        if draws_bars:
+            of_transformers.enable_progress_bar()

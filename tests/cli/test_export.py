@@ -45,8 +45,8 @@ def test_export_to_merged_writes_a_model_that_gives_the_same_logits(
 ) -> None:
     adapter, base, model = saved
     AutoTokenizer.from_pretrained(pocket_model_path()).save_pretrained(adapter)
-    status, out, _ = command("export", adapter, "--base", base, "--to", "merged", "--out", tmp_path / "merged")
-    assert (status, "Merged model" in out) == (0, True)
+    status, out, err = command("export", adapter, "--base", base, "--to", "merged", "--out", tmp_path / "merged")
+    assert (status, "Merged model" in out, err) == (0, True, "")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
     torch.testing.assert_close(logits(merged), logits(model), atol=1e-5, rtol=1e-5)
     assert AutoTokenizer.from_pretrained(tmp_path / "merged").vocab_size > 100

@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.text import Text
 
 from frozencore.adapter.inspection import AngleReport, BasisReport, CaptureReport, LayerReport
-from frozencore.cli.tables import inspection_table, run_summary, verdict
+from frozencore.cli.layer_tables import inspection_table
+from frozencore.cli.tables import run_summary, verdict
 from frozencore.lab.reports.sheets.render import rich_table
 from frozencore.lab.reports.sheets.sheet import Sheet, SheetCell, label
 from frozencore.lab.run.config import make_config
@@ -39,6 +40,20 @@ def test_an_inspection_has_columns_for_what_was_given_and_for_nothing_else(
     assert "2 layers; 8 trained values (32 bytes), bases 224 bytes; largest |PᵀP - I| 3.0e-08" in text
     assert ("‖PᵀGQ‖" in text, "40%" in text) == (capture is not None,) * 2
     assert ("cos P" in text, "0.875" in text) == (angles is not None,) * 2
+
+
+def test_an_inspection_is_a_line_a_quantity_unless_every_layer_is_asked_for() -> None:
+    cores = {f"layer.{i}": replace(BASIS, core_norm=float(i), output_coherence=1.0 + i) for i in range(120)}
+    reports = {name: LayerReport(basis, None, None) for name, basis in cores.items()}
+    short, long = (shown(inspection_table(reports, every_layer=every)) for every in (False, True))
+    assert len(short.splitlines()) < 20
+    assert "120 layers (--all-layers shows each)" in short
+    cells = {line.split("│")[1].strip(): [cell.strip() for cell in line.split("│")[2:6]] for line in short.splitlines()
+             if line.startswith("│")}  # fmt: skip
+    assert cells["‖R‖"] == ["0", "59.5", "119", ""]  # no norm of a core is worse than another
+    assert cells["coher. P"] == ["1.0", "60.5", "120.0", "layer.119"]
+    assert all(f" {name} " in long for name in reports)
+    assert "8 x 6" in long
 
 
 def test_the_worst_layer_decides_what_is_said_of_orthonormality() -> None:

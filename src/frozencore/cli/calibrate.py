@@ -24,15 +24,16 @@ def _calibrate(
             help="New folder for the basis, the adapter and the moments; without moments with --memory-budget.",
         ),
     ],
+    all_layers: Annotated[bool, typer.Option("--all-layers", help="Print a line for each layer.")] = False,
 ) -> None:
     from frozencore.cli.display import StageDisplay
-    from frozencore.cli.tables import calibration_summary
+    from frozencore.cli.layer_tables import calibration_summary
     from frozencore.lab.run.calibrating import execute_calibration
     from frozencore.lab.run.files import ADAPTER, BASIS, MOMENTS_FILE
 
     with StageDisplay(console) as progress:
         calibration = execute_calibration(config, output, progress)
-    console.print(calibration_summary(calibration))
+    console.print(calibration_summary(calibration, every_layer=all_layers))
     moments = f"   Moments: {output / MOMENTS_FILE}" if config.memory_budget is None else ""
     console.print(f"Basis: {output / BASIS}   Adapter: {output / ADAPTER}{moments}", highlight=False)
 

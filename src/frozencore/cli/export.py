@@ -42,7 +42,10 @@ def export(
     from frozencore.adapter_folder import folder_of
     from frozencore.cli.exporting import Wanted, export_adapter
     from frozencore.lab.run.loading import model_location
+    from frozencore.quiet import quiet_loading
 
     wanted = Wanted(to, base and model_location(base), dtype, rank, with_code, overwrite)
-    for line in export_adapter(folder_of(adapter), output, wanted):
+    with quiet_loading():
+        lines = export_adapter(folder_of(adapter), output, wanted)
+    for line in lines:
         console.print(line, highlight=False)

@@ -21,12 +21,14 @@ def inspect(
     against: Annotated[
         Path | None, typer.Option(help="Another adapter or basis: adds the principal angles to its bases.")
     ] = None,
+    all_layers: Annotated[bool, typer.Option("--all-layers", help="Print a line for each layer.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     from frozencore.adapter.directory import read_adapter_or_basis
     from frozencore.adapter.inspection import inspect_adapter
     from frozencore.calibration.store import load_moments
-    from frozencore.cli.tables import allocation_line, inspection_table
+    from frozencore.cli.layer_tables import inspection_table
+    from frozencore.cli.tables import allocation_line
     from frozencore.constructors.options import trained_values
 
     config, layers = read_adapter_or_basis(adapter)
@@ -39,6 +41,6 @@ def inspect(
     if as_json:
         sys.stdout.write(json.dumps({name: asdict(report) for name, report in reports.items()}, indent=2) + "\n")
     else:
-        console.print(inspection_table(reports))
+        console.print(inspection_table(reports, every_layer=all_layers))
         if config.rank_budget is not None:
             console.print(allocation_line(trained_values(config.rank_budget), config.rank_pattern), highlight=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import MISSING, replace
 from datetime import date
 from inspect import Parameter, Signature, signature
@@ -14,6 +15,7 @@ import typer
 from pydantic import ValidationError
 
 from frozencore.cli.flag_file import ConfigFile
+from frozencore.cli.flag_groups import group_of, in_order
 from frozencore.constructors import described
 from frozencore.errors import ConfigError
 from frozencore.lab.methods import METHODS
@@ -21,13 +23,11 @@ from frozencore.lab.rows.suite import TASKS
 from frozencore.lab.run.config import make_config
 from frozencore.lab.run.config_rules import OF_ONE_ALONE
 from frozencore.lab.run.left_open import to_be_named
-from frozencore.lab.run.option_groups import GROUPS
 from frozencore.lab.run.options_by_name import in_groups, run_options
 from frozencore.naming import flag_of
 from frozencore.options import Option, own_refusal
 
 SPELLED = {"learning_rate": ("--lr", "--learning-rate")}
-PANELS = {"core": "Options of the bases", "calibration": "Options of the calibration pass"}
 OF_ONE_TRAINING = (*OF_ONE_ALONE, "refresh_cost", "refresh_memory", "save_steps", "samples", "exact_match")
 """Options that only a training of its own reads."""
 _AS_TYPER_READS = (bool, int, float, str, Path)
@@ -60,7 +60,6 @@ class TakesRun:
 
     @property
     def __signature__(self) -> Signature:
-        of_group = {name: group for group, own in GROUPS.items() for name in own()}
         flags = []
         for name, option in run_options().items():
             if name in self._required:
@@ -68,9 +67,10 @@ class TakesRun:
             elif name not in self._without:
                 shown = option if self._leaves_open else to_be_named(option)
                 shown = replace(shown, default=self._defaults.get(name, option.default))
-                flags.append(_flag(shown, PANELS.get(of_group.get(name, ""))))
+                flags.append(_flag(shown))
         file = Parameter("config_file", Parameter.KEYWORD_ONLY, default=None, annotation=ConfigFile)
-        return Signature([*flags, *self._own(), file])
+        every = {flag.name: _in_its_group(flag) for flag in [*flags, *self._own(), file]}
+        return Signature([every[name] for name in in_order(every)])
 
     def __call__(self, **given: Any) -> None:
         own = {parameter.name: given.pop(parameter.name) for parameter in self._own()}
@@ -84,7 +84,19 @@ class TakesRun:
         return [parameter.replace(kind=Parameter.KEYWORD_ONLY) for parameter in own]
 
 
-def _flag(option: Option, panel: str | None) -> Parameter:
+def _in_its_group(flag: Parameter) -> Parameter:
+    """The parameter with the box of the help that shows it."""
+    kind, info = get_args(flag.annotation)
+    return flag.replace(annotation=Annotated[kind, _boxed(info, group_of(flag.name).name)])
+
+
+def _boxed(info: Any, name: str) -> Any:
+    boxed = copy(info)
+    boxed.rich_help_panel = name
+    return boxed
+
+
+def _flag(option: Option) -> Parameter:
     """What typer needs to know of it; a value that typer does not know is text."""
     kinds = _kinds(option)
     kind = kinds[0] if len(kinds) == 1 and kinds[0] in _AS_TYPER_READS else str
@@ -100,7 +112,6 @@ def _flag(option: Option, panel: str | None) -> Parameter:
                 *SPELLED.get(option.name, [flag_of(option.name)]),
                 help=_help(option),
                 metavar="YYYY-MM-DD" if kinds == [date] else None,
-                rich_help_panel=panel,
                 autocompletion=_offered(option),
             ),
         ],

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from frozencore.adapter.bases.calibrate import Calibration
-from frozencore.adapter.inspection import LayerReport
 from frozencore.adapter.seal.card import allocation_in_words
 from frozencore.lab.reports.labels import bases_name
 from frozencore.lab.run.record import TunedRecord
@@ -18,26 +16,6 @@ from frozencore.lab.run.record_parts import AccuracyDetails
 from frozencore.lab.run.rows import Reading
 from frozencore.naming import num_of
 from frozencore.sizes import bytes_in_words
-
-LEGEND = {
-    "m x n": "outputs by inputs of the layer",
-    "coher. P": "coherence, the largest leverage of an output over its mean; 1 is even, m/r sits on single ones",
-    "coher. Q": "the same of the inputs",
-    "‖R‖": "how far the core was trained",
-    "effective": "independent directions that were found; the rest of the rank are seeded random ones",
-    "σ₁": "the constructor's largest singular value",
-    "σ_r": "the last that the rank keeps",
-    "σ₁(T)": "largest singular value of the whitened cross moment",
-    "σ_r(T)": "the last that the rank keeps",
-    "‖PᵀGQ‖": "norm of the gradient that the core sees",
-    "of ‖G‖": "its share of the whole gradient's",
-    "J": "squared correlation that the basis captures",
-    "of best": "its share of the largest that a basis of this rank could capture",
-    "max/med a": "largest over median second moment of the inputs: outlier channels",
-    "max/med d": "the same of the output errors",
-    "cos P": "mean cosine of the angles to the other basis, outputs; 1 is the same span",
-    "cos Q": "the same of the inputs",
-}
 
 
 def run_summary(record: TunedRecord) -> Group:
@@ -156,75 +134,6 @@ def verdict(accuracy: float, before: float, details: AccuracyDetails) -> str:
         return f"Does not beat {name} ({percent(floor)} %)."
     sure = "clearly" if accuracy - 2 * details.standard_error > floor else "within two standard errors"
     return f"Beats {name} ({percent(floor)} %), {sure}."
-
-
-def calibration_summary(calibration: Calibration) -> Group:
-    """What calibration found, layer by layer."""
-    table = Table(title=f"Calibration, {calibration.time_s:.1f} s", title_justify="left")
-    columns = ("layer", "tokens", "rank", "effective", "σ₁", "σ_r", "max/med a", "max/med d")
-    for heading in columns:
-        table.add_column(heading, justify="left" if heading == "layer" else "right", no_wrap=heading == "layer")
-    for name, layer in calibration.layers.items():
-        first, last = (layer.spectrum[0], layer.spectrum[-1]) if layer.spectrum else (None, None)
-        numbers = (first, last, layer.input_spread, layer.error_spread)
-        table.add_row(
-            name, f"{layer.num_tokens:,}", str(layer.rank), str(layer.effective_rank),
-            *("" if value is None else f"{value:.3g}" for value in numbers),
-        )  # fmt: skip
-    lines = []
-    if calibration.rank_budget is not None:
-        ranks = {name: layer.rank for name, layer in calibration.layers.items()}
-        lines = [Text(allocation_line(calibration.rank_budget, ranks | dict.fromkeys(calibration.not_adapted, 0)))]
-    return Group(table, *lines, _legend(columns))
-
-
-def inspection_table(reports: Mapping[str, LayerReport]) -> Group:
-    """A saved adapter's bases, layer by layer, and their totals."""
-    some = next(iter(reports.values()))
-    columns = ["layer", "m x n", "r", "coher. P", "coher. Q", "‖R‖"]
-    if some.capture:
-        columns += ["effective", "σ₁(T)", "σ_r(T)", "‖PᵀGQ‖", "of ‖G‖", "J", "of best", "max/med a", "max/med d"]
-    if some.angles:
-        columns += ["cos P", "cos Q"]
-    table = Table(title="Bases", title_justify="left")
-    for heading in columns:
-        whole = heading in ("layer", "m x n")
-        table.add_column(heading, justify="left" if heading == "layer" else "right", no_wrap=whole)
-    for name, report in reports.items():
-        table.add_row(name, *_layer_cells(report))
-    parameters = sum(report.basis.core_parameters for report in reports.values())
-    basis_bytes = sum(report.basis.basis_bytes for report in reports.values())
-    worst = max(report.basis.orthonormality_error for report in reports.values())
-    return Group(
-        table,
-        _legend(columns),
-        Text(
-            f"{len(reports)} layers; {parameters:,} trained values ({4 * parameters:,} bytes), "
-            f"bases {basis_bytes:,} bytes; largest |PᵀP - I| {worst:.1e}"
-        ),
-    )
-
-
-def _legend(columns: Sequence[str]) -> Text:
-    """What the abbreviated headings mean."""
-    return Text("\n".join(f"{heading}: {LEGEND[heading]}" for heading in columns if heading in LEGEND), style="dim")
-
-
-def _layer_cells(report: LayerReport) -> list[str]:
-    basis, capture, angles = report.basis, report.capture, report.angles
-    cells = [
-        f"{basis.shape[0]} x {basis.shape[1]}", str(basis.rank), f"{basis.output_coherence:.1f}",
-        f"{basis.input_coherence:.1f}", f"{basis.core_norm:.3g}",
-    ]  # fmt: skip
-    if capture:
-        cells += [
-            str(capture.effective_rank), f"{capture.singular_values[0]:.3g}", f"{capture.singular_values[-1]:.3g}",
-            f"{capture.gradient_norm:.3g}", f"{capture.gradient_share:.0%}", f"{capture.correlation:.3g}",
-            f"{capture.correlation_share:.0%}", f"{capture.input_spread:.1f}", f"{capture.error_spread:.1f}",
-        ]  # fmt: skip
-    if angles:
-        cells += [f"{angles.output_cosine:.3f}", f"{angles.input_cosine:.3f}"]
-    return cells
 
 
 def percent(share: float) -> str:

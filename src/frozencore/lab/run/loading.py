@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
-from transformers.utils import logging
 
 from frozencore.device import find_device
 from frozencore.errors import ModelError
 from frozencore.hub import safe_loading
 from frozencore.lab.pocket import POCKET_MODEL, pocket_model_path
 from frozencore.one_line import one_line
+from frozencore.quiet import quiet_loading
 
 
 def load_model(name: str, *, dtype: str = "auto", device: str = "auto") -> tuple[PreTrainedModel, Any]:
@@ -30,23 +30,17 @@ def load_model(name: str, *, dtype: str = "auto", device: str = "auto") -> tuple
     place = _device(device)
     name = model_location(name)
     safely = safe_loading(name)
-    quiet = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
     try:
-        tokenizer = _tokenizer(name, safely)
-        beside = {"local_files_only": safely["local_files_only"]}  # it looks for an adapter there
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, adapter_kwargs=beside, **safely)
+        with quiet_loading():
+            tokenizer = _tokenizer(name, safely)
+            beside = {"local_files_only": safely["local_files_only"]}  # it looks for an adapter there
+            model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, adapter_kwargs=beside, **safely)
     except Exception as error:  # transformers raises a dozen kinds for a folder that is not a model
         reason = one_line(error, 200)
         raise ModelError(
             f"--model {name} cannot be read as a causal language model with its tokenizer: {reason} "
             "Give a folder that save_pretrained wrote, or a hub id."
         ) from error
-    finally:
-        logging.set_verbosity(quiet[0])
-        if quiet[1]:
-            logging.enable_progress_bar()
     return model.to(place).eval(), tokenizer
 
 
