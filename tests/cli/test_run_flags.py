@@ -18,7 +18,6 @@ from frozencore.calibration.options import CalibrationOptions
 from frozencore.cli.calibrate import OF_TRAINING, calibrate
 from frozencore.cli.run_flags import TakesRun
 from frozencore.cli.tune import tune
-from frozencore.cli.tune_many import tune_many
 from frozencore.constructors import CONSTRUCTORS
 from frozencore.lab.methods import METHODS
 from frozencore.lab.run.config import RunConfig, make_config
@@ -102,16 +101,6 @@ def test_every_option_of_a_constructor_and_of_the_pass_is_a_flag_with_its_help(
         assert ", ".join(METHODS) in shown
 
 
-def test_auto_is_offered_for_bases_by_the_verb_that_chooses_them_alone() -> None:
-    says, offers = {}, {}
-    for verb in (tune, calibrate, tune_many):
-        flags = signature(verb).parameters  # type: ignore[arg-type]  # callable as typer sees it
-        told = [get_args(flags[name].annotation)[1] for name in ("method", "damping")]
-        says[verb], offers[verb] = ["auto" in one.help for one in told], told[1].autocompletion("a")
-    assert says == {tune: [True, True], calibrate: [False, False], tune_many: [False, False]}
-    assert offers == {tune: ["auto"], calibrate: [], tune_many: []}
-
-
 def test_defaults_are_those_of_the_dataclasses() -> None:
     parameters = signature(tune).parameters  # type: ignore[arg-type]  # callable as typer sees it
     for holder in (CalibrationOptions, *(row.options for row in CONSTRUCTORS.values())):
@@ -133,7 +122,7 @@ def test_calibrate_takes_what_tune_takes_but_the_recipe() -> None:
     [
         (
             ["--damping", "-1"],
-            "--damping must be a number above 0 or a list of 2, each a number above 0 or one of auto, but '-1' came",
+            "--damping must be a number above 0 or a list of 2, each a number above 0, but '-1' came",
         ),
         (["--damping", "1,2,3"], "--damping must be"),
         (["--damping", "much"], "--damping must be"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.adapter.option_fields import add_option_fields
 from frozencore.constructors import CONSTRUCTORS, BasisOptions, Constructor, constructor_options
-from frozencore.constructors.options import AUTO
 from frozencore.errors import ConfigError
 from frozencore.options import options_of
 
@@ -25,7 +24,7 @@ def register_constructor(name: str, row: Constructor) -> None:
         if own not in options_of(BasisOptions) and own in held
         if own not in known or known[own].meaning != option.meaning
     ]
-    if name in (*CONSTRUCTORS, AUTO) or taken:
+    if name in CONSTRUCTORS or taken:
         raise ConfigError(
             f"A constructor and its options have names of their own, but {(taken or [name])[0]!r} is taken. Rename it."
         )

@@ -38,4 +38,4 @@ def _calibrate(
     console.print(f"Basis: {output / BASIS}   Adapter: {output / ADAPTER}{moments}", highlight=False)
 
 
-calibrate = TakesRun(_calibrate, without=OF_TRAINING, leaves_open=False)
+calibrate = TakesRun(_calibrate, without=OF_TRAINING)

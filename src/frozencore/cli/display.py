@@ -17,7 +17,6 @@ from frozencore.sizes import time_in_words
 LABELS = {
     "load": "Load model and rows",
     "score base": "Score the base model",
-    "choose": "Read rows to choose",
     "calibration": "Calibrate",
     "ranks": "Spend the rank budget",
     "bases": "Build the bases",

@@ -19,10 +19,8 @@ from frozencore.lab.rows.prompts import PromptEncoder
 from frozencore.lab.rows.row_forms import TokenRow
 from frozencore.lab.run.accounting import optimiser_bytes, trainable_parameters
 from frozencore.lab.run.bench import Bench, prepare
-from frozencore.lab.run.choosing import settings_to_compare
 from frozencore.lab.run.config import RunConfig
 from frozencore.lab.run.execute import recipe_of
-from frozencore.lab.run.left_open import flags_of_open, left_open
 from frozencore.lab.run.named_basis import on_named_basis
 from frozencore.lab.run.targets import resolve_targets
 from frozencore.lab.training.reporting import require_reporters
@@ -42,7 +40,6 @@ def dry_run_lines(config: RunConfig, progress: Progress) -> Iterator[Text]:
     bench = prepare(config, progress)
     yield from _rows(config, bench)
     yield from _cost(config, bench)
-    yield from _left_open(config)
     yield Text("\nWhat was asked for, as a file for --config (all else is as ever)", style="bold")
     yield Text(as_flags(config, exclude_defaults=True).rstrip())
     yield Text("\nThe first row that is trained on (what carries loss is marked)", style="bold")
@@ -82,14 +79,6 @@ def _cost(config: RunConfig, bench: Bench) -> Iterator[Text]:
         state = optimiser_bytes(adapted, config.rank if config.method_entry.optimiser else None)
         values = f"{num_of(trainable_parameters(adapted), 'trained value')} ({state:,} bytes of state), "
     yield Text(f"{config.method}: {values}about {bytes_in_words(memory)} of memory with the model.")
-
-
-def _left_open(config: RunConfig) -> Iterator[Text]:
-    if names := left_open(config):
-        num = len(settings_to_compare(config))
-        yield Text(
-            f"{flags_of_open(names)}: the run chooses its bases from {num} by its calibration rows (docs/advise.md)."
-        )
 
 
 def _adapted(config: RunConfig, bench: Bench) -> nn.Module | None:

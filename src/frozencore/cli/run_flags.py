@@ -22,7 +22,6 @@ from frozencore.lab.methods import METHODS
 from frozencore.lab.rows.suite import TASKS
 from frozencore.lab.run.config import make_config
 from frozencore.lab.run.config_rules import OF_ONE_ALONE
-from frozencore.lab.run.left_open import to_be_named
 from frozencore.lab.run.options_by_name import in_groups, run_options
 from frozencore.naming import flag_of
 from frozencore.options import Option, own_refusal
@@ -42,7 +41,6 @@ class TakesRun:
         without: Options that are of no use to the verb.
         required: Those that it cannot do without, by another name and with its own help.
         defaults: Of options whose default is another here.
-        leaves_open: Whether a run of it may leave its bases to its calibration rows.
     """
 
     def __init__(
@@ -52,10 +50,8 @@ class TakesRun:
         without: Collection[str] = (),
         required: Mapping[str, tuple[str, str]] | None = None,
         defaults: Mapping[str, Any] | None = None,
-        leaves_open: bool = True,
     ) -> None:
         self._verb, self._without, self._required, self._defaults = verb, without, required or {}, defaults or {}
-        self._leaves_open = leaves_open
         self.__name__, self.__annotations__ = verb.__name__, {}
 
     @property
@@ -65,8 +61,7 @@ class TakesRun:
             if name in self._required:
                 flags.append(_required_flag(option, *self._required[name]))
             elif name not in self._without:
-                shown = option if self._leaves_open else to_be_named(option)
-                shown = replace(shown, default=self._defaults.get(name, option.default))
+                shown = replace(option, default=self._defaults.get(name, option.default))
                 flags.append(_flag(shown))
         file = Parameter("config_file", Parameter.KEYWORD_ONLY, default=None, annotation=ConfigFile)
         every = {flag.name: _in_its_group(flag) for flag in [*flags, *self._own(), file]}

@@ -10,7 +10,6 @@ from rich.table import Table
 from rich.text import Text
 
 from frozencore.adapter.seal.card import allocation_in_words
-from frozencore.lab.reports.labels import bases_name
 from frozencore.lab.run.record import TunedRecord
 from frozencore.lab.run.record_parts import AccuracyDetails
 from frozencore.lab.run.rows import Reading
@@ -35,28 +34,13 @@ def run_summary(record: TunedRecord) -> Group:
         f"{record.trainable_parameters:,} trained values; calibration {record.calibration_s:.1f} s, "
         f"training {record.training_s:.1f} s, peak memory {bytes_in_words(record.peak_memory_bytes)}"
     )
-    bases = [*_chosen(record), *_spent(record)]
-    said = [*_read(record), *bases, *_recipe(record), *_too_long(record), *_kept_step(record)]
+    said = [*_read(record), *_spent(record), *_recipe(record), *_too_long(record), *_kept_step(record)]
     return Group(table, *words, *map(Text, said), cost)
 
 
 def _read(record: TunedRecord) -> Iterator[str]:
     if record.rows is not None and record.rows.read is not None:
         yield Reading(record.rows.read, record.rows.columns, record.rows.left_out, record.rows.packed).in_words
-
-
-def _chosen(record: TunedRecord) -> Iterator[str]:
-    """What became of bases that were left open, and from what."""
-    if (choice := record.choice) is None:
-        return
-    best = choice.compared[0]
-    better = f", level with {bases_name(best.method, best.options)} ({best.gain:.4f})"
-    level = better if best.gain > choice.gain else ""
-    yield (
-        f"Bases: {bases_name(choice.method, choice.options)}, chosen from {len(choice.compared)} by what a first step "
-        f"gains on rows that it has not seen: {choice.gain:.4f} of {choice.loss:.3f} nats{level}; "
-        f"{num_of(choice.rows, 'row')}, {choice.time_s:.1f} s."
-    )
 
 
 def _spent(record: TunedRecord) -> Iterator[str]:

@@ -41,4 +41,4 @@ def _tune_many(
         raise typer.Exit(1)
 
 
-tune_many = TakesRun(_tune_many, without=NOT_OF_MANY, required={"data": ("--tenants", TENANTS)}, leaves_open=False)
+tune_many = TakesRun(_tune_many, without=NOT_OF_MANY, required={"data": ("--tenants", TENANTS)})

@@ -42,7 +42,6 @@ RankBudget = Annotated[
         "Also of a method whose values are free in number."
     ),
 ]
-AUTO = "auto"  # no constructor's name: whose it stands for, the calibration rows are to say
 AUTO_ALPHA = 16.0  # at the paper's rank the paper's scale
 Alpha = Annotated[
     Positive | Literal["auto"] | None,

@@ -56,7 +56,6 @@ def read(tmp_path: Path, text: str) -> object:
         (HEAD + AXES + "    report: {rows: [rank]}\n", "no axis of this study 'rank'"),
         (HEAD + AXES + "    variants: {small: {method: fcca, rank: 4}}\n", "small is no value of the axis method"),
         (HEAD + AXES + "    variants: {fcca: {method: fcca}}\n", "A variant cannot be called fcca, which is a method"),
-        (HEAD + AXES.replace("fcca", "auto") + "    variants: {auto: {method: fcca}}\n", "be called auto, which"),
         (HEAD + WITH_VARIANT + "    variants: {small: {rank: 4}}\n", "variant small does not say which method it is"),
         (HEAD + WITH_VARIANT + "    variants: {small: {method: fcca, seed: 1}}\n", "gives seed, which is an axis"),
         (HEAD + WITH_VARIANT + "    variants: {small: {method: fcca, rnak: 4}}\n", "line 7.*Did you mean 'rank'"),
@@ -141,7 +140,7 @@ def test_the_schema_says_of_every_option_what_it_allows_its_default_and_its_help
         "enum": ["both", "input", "output", "none"], "type": "string", "default": "both",
         "description": "fcca: Sides that are whitened.",
     }  # fmt: skip
-    assert [kind["type"] for kind in base["damping"]["anyOf"]] == ["number", "array", "string"]
+    assert [kind["type"] for kind in base["damping"]["anyOf"]] == ["number", "array"]
     assert base["damping"]["anyOf"][1]["minItems"] == base["damping"]["anyOf"][1]["maxItems"] == 2
     assert (base["group_size"]["minimum"], base["group_size"]["default"]) == (1, 999)
     study = schema["$defs"]["Study"]["properties"]

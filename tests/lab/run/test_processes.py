@@ -66,9 +66,7 @@ def same_to_rounding(one_run: Path, other_run: Path, *, refreshed: bool) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "more", [(), ("--refresh", "2"), ("--method", "auto")], ids=["one basis", "refreshed", "chosen"]
-)
+@pytest.mark.parametrize("more", [(), ("--refresh", "2")], ids=["one basis", "refreshed"])
 def test_two_processes_give_the_adapter_and_the_losses_of_one_to_rounding_and_say_it_once(
     more: tuple[str, ...], tmp_path: Path
 ) -> None:

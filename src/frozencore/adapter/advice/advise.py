@@ -34,9 +34,9 @@ class Advice:
     """What settings would be worth, and what was seen on the way.
 
     Attributes:
-        bases: Each constructor and variants of FCCA's metric, or those that were named, the best first; on the layers
-            and at the ranks that were asked about.
-        kept: What stays where it is level with the best of them: FCCA as it stands, or the first that was named.
+        bases: Each constructor and variants of FCCA's metric, the best first; on the layers and at the ranks that were
+            asked about.
+        kept: What stays where it is level with the best of them: FCCA as it stands.
         shapes: The best bases with as many values in other places.
         bought: By rank budget, which share of the whitened gradient that both halves agree on its ranks hold, on the
             most layers that were looked at; empty where only bases were compared.
@@ -92,7 +92,6 @@ def advise(
     options: CalibrationOptions | None = None,
     loss_fn: LossFn | None = None,
     only_bases: bool = False,
-    among: Sequence[Setting] | None = None,
     progress: bool | Progress = True,
 ) -> Advice:
     """Say what frozen cores would gain on examples that they have not seen, before any of them is trained.
@@ -108,8 +107,6 @@ def advise(
         rank_budget: A number of trained values, or their size, instead.
         seed: Of whatever is drawn.
         only_bases: Compare bases on those layers and at that rank, and nothing else.
-        among: The bases to compare, of that rank or budget; the first is kept where it is level with the best. By
-            default every constructor and FCCA's metric in variants.
 
     Returns:
         The advice. The model is as before.
@@ -134,7 +131,7 @@ def advise(
                 any_form=loss_fn is not None,
             )
         )  # fmt: skip
-        settings = list(bases_to_try(rank, budget) if among is None else among)
+        settings = list(bases_to_try(rank, budget))
         evidence = gather(model, batches, target_modules, options, tell, settings=settings, elsewhere=not only_bases)
         trials = Trials(model, evidence, options, evidence.held_back[::SCORED], seed)
         looked_at, asked = 2 * (rank or BasisOptions.rank), num_values(evidence.ranks_of(settings[0], seed))

@@ -47,26 +47,17 @@ class Setting:
         return self.rank_budget is not None and CONSTRUCTORS[self.method].matrix is not None
 
 
-def bases_to_try(rank: int | None, rank_budget: int | None, **options: Any) -> Iterator[Setting]:
-    """FCCA, every other constructor, then FCCA's metric in variants.
-
-    Args:
-        options: Of the bases of all of them.
-    """
-    fcca = Setting("fcca", options, rank=rank, rank_budget=rank_budget)
+def bases_to_try(rank: int | None, rank_budget: int | None) -> Iterator[Setting]:
+    """FCCA, every other constructor, then FCCA's metric in variants."""
+    fcca = Setting("fcca", rank=rank, rank_budget=rank_budget)
     yield fcca
     for name in CONSTRUCTORS:
         if name != fcca.method:
             yield replace(fcca, method=name)
-    yield from dampings_to_try(fcca)
-    for side in ("input", "output"):
-        yield replace(fcca, options={**options, "whiten": side})
-
-
-def dampings_to_try(fcca: Setting) -> Iterator[Setting]:
-    """FCCA with other dampings."""
     for damping in DAMPINGS:
-        yield replace(fcca, options={**fcca.options, "damping": damping})
+        yield replace(fcca, options={"damping": damping})
+    for side in ("input", "output"):
+        yield replace(fcca, options={"whiten": side})
 
 
 def shapes_to_try(best: Setting, num_values: int, *, elsewhere: bool) -> Iterator[Setting]:

@@ -29,7 +29,6 @@ from frozencore.lab.run.config import RunConfig
 from frozencore.lab.run.config_rules import of_one_alone
 from frozencore.lab.run.execute import recipe_of, train_once
 from frozencore.lab.run.files import CHECKPOINTS
-from frozencore.lab.run.left_open import left_open
 from frozencore.lab.run.many.sweep import SWEPT
 from frozencore.lab.run.named_basis import on_named_basis
 from frozencore.lab.run.selecting import selection_of
@@ -61,10 +60,10 @@ def company_sizes(keys: Mapping[str, str], left: Iterable[str]) -> dict[str, int
 
 
 def _key(job: Job) -> str | None:
-    """None for a run that trains no cores, has yet to choose its basis, can only train alone, or whose time is its
+    """None for a run that trains no cores, can only train alone, or whose time is its
     result."""
     config = job.config
-    if job.kind != "tune" or not config.method_entry.has_bases or left_open(config) or of_one_alone(config):
+    if job.kind != "tune" or not config.method_entry.has_bases or of_one_alone(config):
         return None
     known_by_weights = config.method_entry.weights_only or config.basis is not None
     is_seeded = bool(config.moments_needed) or not known_by_weights

@@ -37,7 +37,6 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails
 
-from frozencore.constructors.options import AUTO
 from frozencore.errors import ConfigError
 from frozencore.lab.campaign.study_options import METHODS_OF_GRID, Fixed, Grid, StudyAxes, Value
 from frozencore.lab.methods import METHODS
@@ -173,7 +172,7 @@ class Study(_Strict):
         for name, options in self.variants.items():
             if name not in self.axes.get("method", ()):
                 raise ConfigError(f"The variant {name} is no value of the axis method. Name it there too.")
-            if name in (*METHODS, AUTO):
+            if name in METHODS:
                 raise ConfigError(f"A variant cannot be called {name}, which is a method. Give it another name.")
             if "method" not in options:
                 raise ConfigError(f"The variant {name} does not say which method it is: add method: to it.")

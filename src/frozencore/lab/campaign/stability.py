@@ -11,7 +11,6 @@ from frozencore.errors import ConfigError
 from frozencore.lab.campaign.shared import SharedWork
 from frozencore.lab.run.bench import Bench
 from frozencore.lab.run.config import RunConfig
-from frozencore.lab.run.left_open import refuse_open
 from frozencore.lab.run.record import RECORD_FORMAT, StabilityRecord
 from frozencore.lab.run.record_parts import Provenance, RecordedConfig
 from frozencore.lab.run.targets import resolve_targets
@@ -36,9 +35,8 @@ def compare_bases(
         run, reference: On one model, with two sets of calibration rows.
 
     Raises:
-        ConfigError: Bases that are left open, or a rank budget, which may give the two other layers and ranks.
+        ConfigError: A rank budget, which may give the two other layers and ranks.
     """
-    refuse_open(run.config, "a comparison of bases")
     if run.config.rank_budget is not None:
         raise ConfigError("Bases are compared at one rank in every layer: give rank in place of rank_budget.")
     small, large = (_bases(one, shared, progress) for one in (run, reference))

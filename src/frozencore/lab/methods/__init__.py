@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import ChainMap
 
-from frozencore.constructors.options import AUTO
 from frozencore.errors import ConfigError
 from frozencore.lab.methods.frozen_core import FrozenCores
 from frozencore.lab.methods.ia3 import IA3
@@ -23,7 +22,7 @@ from frozencore.lab.methods.unilora import UniLoRA
 from frozencore.lab.methods.vera_vectors import VeRA
 from frozencore.naming import unknown_name
 
-__all__ = ["METHODS", "UNTIL_CHOSEN", "AdapterOptions", "Method", "Targets", "find_method"]
+__all__ = ["METHODS", "AdapterOptions", "Method", "Targets", "find_method"]
 
 METHODS: ChainMap[str, Method] = ChainMap(
     {
@@ -46,16 +45,12 @@ METHODS: ChainMap[str, Method] = ChainMap(
 )
 
 
-UNTIL_CHOSEN = "fcca"
-
-
 def find_method(name: str) -> Method:
-    """The table's row of that name; of ``auto``, FCCA's, which what is chosen shares recipe and shape with.
+    """The table's row of that name.
 
     Raises:
         ConfigError: No such method; the nearest name is offered.
     """
-    name = UNTIL_CHOSEN if name == AUTO else name
     if name not in METHODS:
         raise ConfigError(unknown_name("method", name, METHODS))
     return METHODS[name]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,14 +20,8 @@ from frozencore.progress import Progress
 from frozencore.whole_file import require_writable, write_json
 
 
-def advise_run(
-    config: RunConfig, bench: Bench, progress: Progress, *, bases: Sequence[Setting] | None = None
-) -> Advice:
-    """What the run's own calibration rows say; its method and the options of its bases are not looked at.
-
-    Args:
-        bases: Compare these and nothing else; see :func:`frozencore.adapter.advice.advise.advise`.
-    """
+def advise_run(config: RunConfig, bench: Bench, progress: Progress) -> Advice:
+    """What the run's own calibration rows say; its method and the options of its bases are not looked at."""
     targets = resolve_targets(config, bench.model)
     return advise(
         bench.model,
@@ -38,8 +31,6 @@ def advise_run(
         rank_budget=config.rank_budget,
         seed=config.seed,
         options=config.calibration_options,
-        only_bases=bases is not None,
-        among=bases,
         progress=progress,
     )
 

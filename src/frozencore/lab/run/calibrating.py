@@ -20,7 +20,6 @@ from frozencore.errors import ArtifactError, ConfigError
 from frozencore.lab.run.bench import calibration_batches, prepare
 from frozencore.lab.run.config import RunConfig
 from frozencore.lab.run.files import ADAPTER, BASIS, MOMENTS_FILE
-from frozencore.lab.run.left_open import refuse_open
 from frozencore.lab.run.recording import calibrated_on
 from frozencore.lab.run.targets import resolve_targets
 from frozencore.maths.capture import CAPTURE_NEEDS
@@ -53,7 +52,6 @@ def execute_calibration(config: RunConfig, out: Path, progress: Progress) -> Cal
         ConfigError: The method reads no data.
         ArtifactError: ``out`` holds moments or an adapter already.
     """
-    refuse_open(config, "a basis that runs name")
     if not config.moments_needed:
         raise ConfigError(f"The method {config.method!r} reads no calibration data: `frozencore tune` is all it needs.")
     if (out / MOMENTS_FILE).exists() or (config.memory_budget is not None and (out / ADAPTER).exists()):

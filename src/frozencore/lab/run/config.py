@@ -27,7 +27,6 @@ from frozencore.lab.methods import AdapterOptions, Method, Targets, find_method
 from frozencore.lab.rows.prompt_date import PROMPT_DATE
 from frozencore.lab.rows.prompts import PromptStyle
 from frozencore.lab.run.config_rules import refuse_contradictions
-from frozencore.lab.run.left_open import HELP_OF_OPEN, until_chosen
 from frozencore.lab.run.option_groups import GROUPS, Frozen, read_group
 from frozencore.maths.moments import MomentName
 from frozencore.naming import flag_of
@@ -63,7 +62,7 @@ class RunConfig(Frozen):
     data_root: Annotated[
         Path | None, Field(description="Folder that holds the task's data set under its hub id. Default: the hub.")
     ] = None
-    method: Annotated[str, Field(description=f"What to train. {HELP_OF_OPEN['method']}")] = "fcca"
+    method: Annotated[str, Field(description="What to train.")] = "fcca"
     rank: Rank = BasisOptions.rank
     rank_budget: RankBudget = None
     targets: Annotated[
@@ -280,8 +279,7 @@ class RunConfig(Frozen):
 
     def adapter_options(self, targets: Targets) -> AdapterOptions:
         """What the method builds its adapter by, on the layers that the model turned out to have."""
-        core = until_chosen(self.core.model_dump())
-        return AdapterOptions(self.rank, targets, self.seed, core, self.basis, self.rank_budget)
+        return AdapterOptions(self.rank, targets, self.seed, self.core.model_dump(), self.basis, self.rank_budget)
 
 
 def make_config(**values: Any) -> RunConfig:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from frozencore.constructors import BasisOptions
+from frozencore.constructors import BasisOptions, refuse_unread
 from frozencore.errors import ConfigError
 from frozencore.lab.methods import find_method
 from frozencore.lab.rows.suite import find_task
-from frozencore.lab.run.left_open import refuse_unread_options, refuse_what_leaves_no_choice
 from frozencore.naming import flag_of
 
 if TYPE_CHECKING:
@@ -35,8 +34,7 @@ def refuse_contradictions(config: RunConfig) -> None:
     if config.calibration_task is not None:
         find_task(config.calibration_task)
     find_method(config.method)
-    refuse_unread_options(config)
-    refuse_what_leaves_no_choice(config)
+    refuse_unread(config.method, config.core.model_dump(exclude_defaults=True))
     for name in _given(config, config.method_entry.unread):
         raise ConfigError(f"The method {config.method!r} does not read {name}. Leave {flag_of(name)} out.")
     if config.basis is not None and config.layers is not None:

@@ -19,7 +19,6 @@ from frozencore.errors import ArtifactError, DivergenceError
 from frozencore.fingerprint import fingerprint_model
 from frozencore.lab.run.adapting import Adapt, adapt_from_data, adapter_of
 from frozencore.lab.run.bench import Bench, Score, prepare
-from frozencore.lab.run.choosing import on_chosen_bases, refuse_given_moments
 from frozencore.lab.run.config import RunConfig
 from frozencore.lab.run.files import BASE_SCORE, CHECKPOINTS, RECORD
 from frozencore.lab.run.finishing import Made, finish
@@ -88,7 +87,6 @@ def execute(
     with all_ranks_or_none():  # none writes before all have looked
         refuse_used(out, resume=resume)
         require_reporters(config.report_to or ())
-        refuse_given_moments(config, moments_file)
         config = on_named_basis(config)
         started, is_first = time.perf_counter(), own_rank() == 0
         config.method_entry.require()
@@ -109,7 +107,6 @@ def execute(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with memory.phase("calibration"), found.unless_refused():
-            config, choice = on_chosen_bases(config, bench, targets, hashes, found, progress)
             method, identity = config.method_entry, adapter_of(config, targets, hashes)
             adapting = time.perf_counter()
             if adapt is not None:
@@ -131,9 +128,7 @@ def execute(
                 raise
             method.save(model, out / LAST_GOOD, out / "start")
             raise DivergenceError(f"{error} The last good core is in {out / LAST_GOOD}.") from error
-        made = Made(
-            model, calibration, calibration_s, captures, memory, report, targets, hashes, choice, caught, started
-        )
+        made = Made(model, calibration, calibration_s, captures, memory, report, targets, hashes, caught, started)
         recipe = recipe_of(config, bench.rows, bench.model)
         if config.refreshes and method.has_bases:
             recipe = replace(recipe, refresh=model.peft_config["default"].rounds)  # of auto, as many as there were

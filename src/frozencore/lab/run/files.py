@@ -8,5 +8,5 @@ PREDICTIONS, SAMPLES = "predictions.jsonl", "samples.jsonl"
 ADAPTER, BASIS = "adapter", "basis"
 MOMENTS_FILE = "moments.safetensors"
 CHECKPOINTS, FOUND = "checkpoints", ".found"  # of a run that has not ended
-BASE_SCORE, CALIBRATION, CHOICE = "base-score.json", "calibration.json", "choice.json"  # what it has found
+BASE_SCORE, CALIBRATION = "base-score.json", "calibration.json"  # what it has found
 ADVICE = "advice.json"

@@ -20,7 +20,6 @@ from frozencore.lab.run.config import RunConfig
 from frozencore.lab.run.files import ADAPTER, CHECKPOINTS, FOUND, PREDICTIONS, RECORD, SAMPLES
 from frozencore.lab.run.peak_memory import PeakMemory
 from frozencore.lab.run.record import TunedRecord
-from frozencore.lab.run.record_of_bases import BasesChoice
 from frozencore.lab.run.record_parts import Resolved
 from frozencore.lab.run.recording import TrainedRun, calibrated_on, headline, make_record
 from frozencore.lab.run.selecting import samples_of, score_run
@@ -36,7 +35,6 @@ class Made:
     """What a run has made by the end of its training, and what it has noted on the way.
 
     Attributes:
-        choice: Of bases that were left open.
         started: ``time.perf_counter()`` when it began.
     """
 
@@ -48,7 +46,6 @@ class Made:
     training: TrainingReport
     targets: Targets
     hashes: Mapping[str, str]
-    choice: BasesChoice | None
     warned: Sequence[WarningMessage]
     started: float
 
@@ -74,7 +71,7 @@ def finish(config: RunConfig, bench: Bench, out: Path, made: Made, recipe: Recip
         bench,
         TrainedRun(
             made.model, out / ADAPTER, made.calibration, made.calibration_s, made.captures, made.memory, made.training,
-            after, made.choice,
+            after,
         ),
         resolved=Resolved(targets=made.targets, recipe=recipe.content(), max_length=bench.encoder.max_length),
         hashes={**made.hashes, **basis},

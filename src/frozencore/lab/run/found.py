@@ -1,7 +1,7 @@
 """What a run has found before it trains, kept in its folder until it ends: one that is resumed reads it.
 
-The base model's score, what was chosen where that was left open, and the calibrated adapter, each with what it is of.
-Of anything else it is found anew.
+The base model's score and the calibrated adapter, each with the inputs that it depends on. If these
+differ, the value is computed again.
 """
 
 from __future__ import annotations

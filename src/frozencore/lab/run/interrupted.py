@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from frozencore.errors import TrainingError
-from frozencore.lab.run.files import BASE_SCORE, CALIBRATION, CHECKPOINTS, CHOICE, FOUND
+from frozencore.lab.run.files import BASE_SCORE, CALIBRATION, CHECKPOINTS, FOUND
 from frozencore.lab.training.checkpoints import newest_complete
 
 
@@ -14,7 +14,7 @@ def kept_of(out: Path) -> str | None:
     newest = newest_complete(out / CHECKPOINTS)
     if newest is not None:
         return f"its step {newest.name.rpartition('-')[2]}"
-    kept = ((CALIBRATION, "its bases"), (CHOICE, "the choice of its bases"), (BASE_SCORE, "the base model's score"))
+    kept = ((CALIBRATION, "its bases"), (BASE_SCORE, "the base model's score"))
     for name, words in kept:
         if (out / FOUND / name).is_file():
             return words

@@ -12,7 +12,6 @@ from pydantic import BaseModel, ConfigDict, create_model
 from frozencore.calibration.options import CalibrationOptions
 from frozencore.constructors import CONSTRUCTORS, constructor_options
 from frozencore.constructors.options import ScaleOptions
-from frozencore.lab.run.left_open import may_be_left_open
 from frozencore.options import Option, options_of
 
 
@@ -23,7 +22,7 @@ class Frozen(BaseModel):
 
 
 def _core_options() -> dict[str, Option]:
-    return may_be_left_open({**options_of(ScaleOptions), **constructor_options()})
+    return {**options_of(ScaleOptions), **constructor_options()}
 
 
 def _pass_options() -> dict[str, Option]:

@@ -11,7 +11,7 @@ from typing import Any, Final, Literal, TypeVar
 from pydantic import Field, ValidationError
 from pydantic_core import from_json
 
-from frozencore.lab.run.record_of_bases import Allocation, BasesChoice, CalibrationSummary, Criterion
+from frozencore.lab.run.record_of_bases import Allocation, CalibrationSummary, Criterion
 from frozencore.lab.run.record_parts import (
     AccuracyDetails,
     CompanySize,
@@ -56,7 +56,6 @@ class TunedRecord(RunRecord):
         company: Missing where the run trained alone.
         processes: How many worked on it together; missing where one did.
         allocation: Missing where ranks were given.
-        choice: Missing where the bases were named.
         criterion: None for methods without bases, and where G, a and d were not at hand.
     """
 
@@ -82,7 +81,6 @@ class TunedRecord(RunRecord):
     processes: Count | None = None
     resolved: Resolved | None = None
     allocation: Allocation | None = None
-    choice: BasesChoice | None = None
     calibration: CalibrationSummary | None = None
     criterion: Criterion | None = None
     warnings: tuple[str, ...] = ()

@@ -2,36 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from pydantic import Field
-
 from frozencore.lab.run.record_parts import Count, Part
-
-
-class ComparedBases(Part):
-    """A method with options of its bases, and by how many nats a first step on them lowers the loss on unseen rows."""
-
-    method: str
-    options: dict[str, Any] = Field(default_factory=dict)
-    gain: float
-
-
-class BasesChoice(ComparedBases):
-    """What was chosen where it was left to the calibration rows; the configuration holds it too.
-
-    Attributes:
-        asked: The options that were left open.
-        compared: All that was compared, the best first; one that is level with it may have been chosen.
-        rows: How many were read.
-        loss: Of the base model on those that gains are of, nats.
-    """
-
-    asked: tuple[str, ...]
-    compared: tuple[ComparedBases, ...]
-    rows: Count
-    loss: float
-    time_s: float
 
 
 class Allocation(Part):

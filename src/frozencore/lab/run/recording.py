@@ -25,7 +25,7 @@ from frozencore.lab.run.config import RunConfig
 from frozencore.lab.run.criterion import criterion_of
 from frozencore.lab.run.peak_memory import PeakMemory
 from frozencore.lab.run.record import RECORD_FORMAT, TunedRecord
-from frozencore.lab.run.record_of_bases import Allocation, BasesChoice, CalibrationSummary
+from frozencore.lab.run.record_of_bases import Allocation, CalibrationSummary
 from frozencore.lab.run.record_parts import (
     AccuracyDetails,
     CompanySize,
@@ -46,7 +46,7 @@ from frozencore.maths.capture import Capture
 @dataclass(frozen=True)
 class TrainedRun:
     """What a run has made: the trained model, its saved adapter, what calibration found (if data were read), what the
-    bases capture, how much memory each phase took, the score, and how the bases were chosen if that was left open."""
+    bases capture, how much memory each phase took, and the score."""
 
     model: nn.Module
     adapter: Path
@@ -56,7 +56,6 @@ class TrainedRun:
     memory: PeakMemory
     training: TrainingReport
     score: Score
-    choice: BasesChoice | None = None
 
 
 def make_record(
@@ -110,7 +109,6 @@ def make_record(
         **_if_any(
             selection=selected_checkpoint(config, bench, report),
             allocation=_allocation(config, run.model),
-            choice=run.choice,
             company=_company(report),
             processes=num_ranks() if num_ranks() > 1 else None,
         ),

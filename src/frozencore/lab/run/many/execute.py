@@ -27,7 +27,6 @@ from frozencore.lab.run.execute import recipe_of
 from frozencore.lab.run.files import BASE_SCORE, BASIS, CHECKPOINTS, FOUND, RECORD
 from frozencore.lab.run.found import Found
 from frozencore.lab.run.interrupted import refuse_interrupted
-from frozencore.lab.run.left_open import refuse_open
 from frozencore.lab.run.many.finish import Finisher, TenantOutcome
 from frozencore.lab.run.many.rows import TenantRows, read_tenants
 from frozencore.lab.run.many.shares import ShareFolders, own_tenants
@@ -132,7 +131,6 @@ def _read(
     config: RunConfig, out: Path, folders: ShareFolders, progress: Progress, *, resume: bool
 ) -> tuple[RunConfig, Bench, dict[str, TenantRows]]:
     """The configuration on its basis, the bench of all tenants, and their rows."""
-    refuse_open(config, "one basis of many tenants")
     refuse_of_one_alone(config, "tenants")
     config = on_named_basis(config)
     if config.data is None or not config.method_entry.has_bases:
