@@ -18,6 +18,7 @@ from frozencore.adapter.layer import frozen_core_layers
 from frozencore.adapter.model import FrozenCoreModel
 from frozencore.adapter.own_constructor import register_constructor
 from frozencore.adapter.packing import pack_adapter, unpack_adapter
+from frozencore.adapter.per_example import per_example_gradients
 from frozencore.adapter.seal.card import write_model_card
 from frozencore.adapter.seal.saved_basis import SavedBasis, load_basis
 from frozencore.adapter.swap import prepare_swap, swap_core
@@ -80,6 +81,7 @@ __all__ = [
     "merge_adapters",
     "milora_basis",
     "pack_adapter",
+    "per_example_gradients",
     "prepare_swap",
     "random_basis",
     "rawgrad_basis",

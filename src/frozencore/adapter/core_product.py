@@ -33,6 +33,8 @@ PLAIN = (Tensor, nn.Parameter)
 def core_output(x: Tensor, P: Tensor, Q: Tensor, R: Tensor, scale: float) -> Tensor:
     """``s·P R Qᵀ x`` by autograd, in the dtype of P; the core's own product in that of R."""
     z = (x @ Q).to(R.dtype)
+    if R.ndim == 3:  # scaled copies of every row's core would be kept for the backward pass
+        return through(z * scale, R).to(P.dtype) @ P.mT
     return through(z, R * scale).to(P.dtype) @ P.mT
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from frozencore.adapter.core_product import core_output, plus_core
+from frozencore.adapter.laid_rows import EndToEnd
 from frozencore.adapter.rounds import AdapterRounds, LaidPast
 from frozencore.adapter.seal.same_base import sample_weight
 from frozencore.adapter.shared_factors import SharedFactors
@@ -33,10 +34,12 @@ class RowCores:
         basis: P, Q and s of every core; None where no row has a core here.
         R: rows x r x r, the core of each row; zeros are none. Its values may change between two calls of a compiled
             model. Rows of one token are fastest where the transposes lie contiguous.
+        laid: Where the rows are, if they lie end to end; None where each is an input of its own.
     """
 
     basis: tuple[Tensor, Tensor, float] | None
     R: Tensor
+    laid: EndToEnd | None = None
 
 
 class FrozenCoreLayer(AdapterRounds, BaseTunerLayer):
@@ -154,10 +157,10 @@ class FrozenCoreLayer(AdapterRounds, BaseTunerLayer):
                 "Use the rank of the adapter, and moments of this layer."
             )
 
-    def row_cores_of(self, adapter_name: str, R: Tensor) -> RowCores:
-        """Cores rows x r x r on the basis of an adapter."""
+    def row_cores_of(self, adapter_name: str, R: Tensor, laid: EndToEnd | None = None) -> RowCores:
+        """Cores rows x r x r on the basis of an adapter, for rows that are inputs of their own or lie end to end."""
         P, Q, _ = self._trained_factors(adapter_name)
-        return RowCores((P, Q, self.frozencore_scale[adapter_name]), R)
+        return RowCores((P, Q, self.frozencore_scale[adapter_name]), R, laid)
 
     def dense_weight(self) -> Tensor:
         """W as m x n in floating point: dequantised if need be, Conv1D transposed. The stored weight is not changed."""

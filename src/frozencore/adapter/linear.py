@@ -9,6 +9,7 @@ from peft.utils import quantization_extra_repr
 from torch import Tensor, nn
 
 from frozencore.adapter.core_product import adapted_linear, is_plain
+from frozencore.adapter.laid_product import laid_core_output
 from frozencore.adapter.layer import FrozenCoreLayer, RowCores
 
 
@@ -54,15 +55,18 @@ class FrozenCoreLinear(nn.Module, FrozenCoreLayer):
 
     def _forward_rows(self, rows: RowCores, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Each row through its own core, on the one basis of them all."""
-        if x.shape[0] != rows.R.shape[0]:
+        base: Any = self._modules["base_layer"]  # each token asks; attributes are slow
+        if rows.laid is None and x.shape[0] != rows.R.shape[0]:
             raise ValueError(
                 "Length of `adapter_names` should be the same as the number of inputs, but got "
-                f"{len(rows.R)} and {len(x)} respectively."
+                f"{len(rows.R)} and {len(x)} respectively. Each row must be one input of layer {self.name!r}."
             )
-        base: Any = self._modules["base_layer"]  # each token asks; attributes are slow
         if rows.basis is None:
             return base(x, *args, **kwargs)
         P, Q, scale = rows.basis
+        if rows.laid is not None:
+            result = base(x, *args, **kwargs)
+            return result + laid_core_output(x, P, Q, rows.R, scale, rows.laid).to(result.dtype)
         if not args and not kwargs and is_plain(base, x, P):
             return adapted_linear(x, base, P, Q, rows.R, scale)
         return self._plus(base(x, *args, **kwargs), x, P, Q, rows.R, scale)

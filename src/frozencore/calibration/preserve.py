@@ -55,7 +55,11 @@ def _checkpoint_without_dropout(block: nn.Module, undo: ExitStack) -> None:
         if "dropout" in name and isinstance(value, float):
             undo.callback(setattr, block, name, value)
             setattr(block, name, 0.0)
-    # Reentrant checkpointing builds no graph unless an input of the block requires a gradient.
+    let_input_require_gradient(block, undo)
+
+
+def let_input_require_gradient(block: nn.Module, undo: ExitStack) -> None:
+    """Reentrant checkpointing builds no graph unless an input of the block requires a gradient."""
     handle = block.register_forward_pre_hook(
         lambda _, args: (args[0].requires_grad_(), *args[1:]) if args and args[0].is_leaf else None
     )
