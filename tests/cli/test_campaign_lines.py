@@ -43,27 +43,6 @@ def test_a_model_path_stands_for_the_campaigns_model_of_that_name(tmp_path: Path
     assert planned_with({"big": str(pocket_model_path())}, tmp_path).startswith("Estimate for the 1 run left")
 
 
-FUSED = """
-name: fused
-models: {pocket: pocket}
-studies:
-  rates:
-    title: R
-    fuse: true
-    axes: {model: [pocket], task: [pocket-math], method: [fcca, lora], learning_rate: [1e-3, 2e-3, 5e-3], seed: [42]}
-  weights: {title: W, fuse: true, axes: {model: [pocket], task: [pocket-math], method: [milora], seed: [42, 43]}}
-"""
-
-
-def test_a_plan_says_how_many_runs_train_in_company(tmp_path: Path) -> None:
-    def lines(text: str) -> list[str]:
-        spec = write_spec(tmp_path, text)
-        return [str(line) for line in plan_lines(spec, tmp_path / "out", data_root=None, models={}, device="cpu")]
-
-    assert lines(FUSED)[-2] == "Fused: 5 of the 8 runs that are ready train in company, 2 or 3 at once."
-    assert not any("Fused" in line for line in lines(FUSED.replace("fuse: true", "fuse: false")))
-
-
 def test_a_model_path_for_a_model_that_the_campaign_has_not_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--model-path bog=...: the campaign's models are big\."):
         planned_with({"bog": str(pocket_model_path())}, tmp_path)

@@ -82,6 +82,6 @@ class Board:
             table.add_row(
                 f"worker {worker}", config.task or str(config.data), config.method, f"seed {config.seed}",
                 "search" if config.evaluate_on == "validation" else "",
-                f"with {len(job.company)} others" if job.company else "", self.stages.get(worker, "starts"),
+                self.stages.get(worker, "starts"),
             )  # fmt: skip
         return Group(self.progress, table)

@@ -122,7 +122,6 @@ def plan_lines(
     spec: Path, output: Path | None, *, data_root: Path | None, models: dict[str, str], device: str
 ) -> Iterator[RenderableType]:
     """The studies with their runs, and what they are estimated to take."""
-    from frozencore.lab.campaign.company import company_keys, company_sizes
     from frozencore.lab.campaign.estimate import estimate_lines
 
     campaign = read_campaign(spec)
@@ -149,9 +148,7 @@ def plan_lines(
     if rows:
         yield _search_table(rows)
     yield from (f"Rows of {found.task}: could not look. {found.unseen}" for found in rows if found.unseen)
-    left = [run.job.id for run in _left(planned, store) if run.job]
-    fused = company_sizes(company_keys(campaign, planned), dict.fromkeys(left))
-    yield from estimate_lines(planned, store, place, fused)
+    yield from estimate_lines(planned, store, place)
 
 
 def _left(planned: Sequence[Planned], store: Store) -> Iterator[Planned]:

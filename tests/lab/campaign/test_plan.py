@@ -305,14 +305,6 @@ def test_the_time_to_go_is_the_mean_of_the_finished_runs_shared_by_the_workers(c
     assert time_to_go(runs, store, 0) == f", about {hours[1]} to go on 1 workers"
 
 
-def test_what_trains_in_company_is_foreseen_to_train_faster_and_to_score_as_before() -> None:
-    job, size = make_job("tune", {**OPTIONS, "method": "random"}), ModelSize(1_000_000, ((8, 8),))
-    alone, fused = (run_seconds(job, size, 10.0, 1e9, gain=gain) - OVERHEAD_S for gain in (1.0, 2.0))
-    scored = 2 * 2 * job.resolved["num_evaluation"]
-    trained = 4 * job.resolved["num_train"] * job.resolved["epochs"]
-    assert fused / alone == pytest.approx((trained / 2 + scored) / (trained + scored))
-
-
 def test_an_estimate_names_the_models_that_cannot_be_read(campaign: Campaign, tmp_path: Path) -> None:
     text = f"""
 name: elsewhere

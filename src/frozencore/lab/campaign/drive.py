@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from frozencore.errors import ArtifactError
-from frozencore.lab.campaign.company import company_keys
 from frozencore.lab.campaign.crew import Crew, Event
 from frozencore.lab.campaign.job import Job
 from frozencore.lab.campaign.plan import Planned, plan
@@ -55,8 +54,6 @@ class _Driver:
     last_model: dict[int, str] = field(default_factory=dict)
     standing: Tally = field(default_factory=lambda: Tally(0, 0, 0, 0))
     trials: set[str] = field(default_factory=set)
-    company_keys: dict[str, str] = field(default_factory=dict)
-    are_trained: set[str] = field(default_factory=set)  # in company, or alone if that came to nothing
     is_stale: bool = False
 
     def run(self) -> Tally:
@@ -73,7 +70,6 @@ class _Driver:
         self.is_stale = False
         planned = plan(self.campaign, self.store.outcome)
         self.needs = needs_of(run.job for run in planned if run.job)
-        self.company_keys = company_keys(self.campaign, planned)
         self.standing = tally(planned, self.store)
         busy = {job.id for job in self.running.values()}
         self.trials = {run.job.id for run in planned if run.job and run.phase == "search"}
@@ -90,7 +86,6 @@ class _Driver:
                 job = self._next(worker)
             if job is not None:
                 self.queue.remove(job)
-                job = replace(job, company=self._company_of(job))
                 self.running[worker] = job
                 self.last_model[worker] = job.config.model
                 self.crew.start(worker, job, self.needs)
@@ -101,20 +96,10 @@ class _Driver:
         A profile is made while nothing else runs, and begins when the queue holds nothing else: until it ends, nothing
         joins the queue.
         """
-        in_training = {other.id for job in self.running.values() for other in job.company}
-        shareable = [job for job in self.queue if job.kind != "profile" and job.id not in in_training]
+        shareable = [job for job in self.queue if job.kind != "profile"]
         if not shareable:
             return self.queue[0] if self.queue and not self.running else None
         return next((job for job in shareable if job.config.model == self.last_model.get(worker)), shareable[0])
-
-    def _company_of(self, job: Job) -> tuple[Job, ...]:
-        """The runs in the queue that are to train along with one."""
-        key = None if job.id in self.are_trained else self.company_keys.get(job.id)
-        return tuple(
-            other
-            for other in self.queue
-            if key is not None and self.company_keys.get(other.id) == key and other.id not in self.are_trained
-        )
 
     def _take(self, event: Event) -> None:
         if event.kind != "stage":
@@ -125,7 +110,6 @@ class _Driver:
                 self._bury(job, event.message)
                 self._plan()
             else:
-                self.are_trained |= {other.id for other in job.company}
                 self._count(job, failed=event.kind == "failed")
         self.watch(self.standing, self.running, event)
 

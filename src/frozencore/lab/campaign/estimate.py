@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from statistics import mean
@@ -36,7 +36,7 @@ from frozencore.sizes import bytes_in_words, time_in_words
 TOKENS_A_ROW = 128  # where the rows cannot be read
 SAMPLED_ROWS = 32
 EFFICIENCY = 0.3  # of a matrix product's speed that small batches reach, Python included
-FUSED_GAIN = 1.5  # of steps in company over steps alone, eight rows each, at layers 512 wide (docs/many-cores.md)
+
 START_S = 15.0  # processor time that a worker imports for, torch, transformers and PEFT; the model comes after it
 OVERHEAD_S = 2.0  # a run's own: rows, checkpoints, records
 OWN_DATA = {"epochs": 1, "num_train": 1000, "num_evaluation": 500}  # rows of a user's file are not counted
@@ -51,15 +51,8 @@ class ModelSize:
     shapes: tuple[tuple[int, int], ...]
 
 
-def estimate_lines(
-    planned: Sequence[Planned], store: Store, place: Place, fused: Mapping[str, int] | None = None
-) -> Iterator[str]:
-    """Time, memory and disk of what is left, in words.
-
-    Args:
-        fused: How many train together, by id of each run that trains in company.
-    """
-    fused = fused or {}
+def estimate_lines(planned: Sequence[Planned], store: Store, place: Place) -> Iterator[str]:
+    """Time, memory and disk of what is left, in words."""
     jobs = {run.job.id: run.job for run in planned if run.job and store.outcome(run.job.id) is None}
     left = tally(planned, store).left
     if not jobs:
@@ -74,9 +67,7 @@ def estimate_lines(
     tasks = {(job.config.model, job.config.task): place.put(job.config) for job in jobs.values()}
     tokens = {key: tokens_a_row(config) for key, config in tasks.items()}
     seconds = [
-        run_seconds(
-            job, size, tokens[job.config.model, job.config.task], speed, gain=FUSED_GAIN if job.id in fused else 1.0
-        )
+        run_seconds(job, size, tokens[job.config.model, job.config.task], speed)
         for job in jobs.values()
         if (size := sizes[job.config.model])
     ]
@@ -85,12 +76,6 @@ def estimate_lines(
     basis = f"as {len(measured)} finished runs took" if measured else f"at {speed * EFFICIENCY / 1e9:.0f} Gop/s"
     memory = max(memory_bytes(job.config, size) for job in jobs.values() if (size := sizes[job.config.model]))
     disk = shared_bytes(jobs.values(), sizes) + left * RECORD_BYTES
-    if fused:
-        sizes_of = sorted(set(fused.values()))
-        yield (
-            f"Fused: {len(fused)} of the {len(jobs)} runs that are ready train in company, "
-            f"{' or '.join(map(str, sizes_of)) if len(sizes_of) < 3 else f'{sizes_of[0]} to {sizes_of[-1]}'} at once."
-        )
     starts = 1 + sum(job.kind == "profile" for job in jobs.values())  # each of these in a process of its own
     started = "it has started" if starts == 1 else f"its {starts} processes have started"
     yield (
@@ -143,19 +128,15 @@ def tokens_a_row(config: RunConfig) -> float:
         return TOKENS_A_ROW
 
 
-def run_seconds(job: Job, size: ModelSize, row_tokens: float, speed: float, *, gain: float = 1.0) -> float:
-    """Seconds of one run from its operations.
-
-    Args:
-        gain: How much faster than alone it trains.
-    """
+def run_seconds(job: Job, size: ModelSize, row_tokens: float, speed: float) -> float:
+    """Seconds of one run from its operations."""
     config = job.config
     rows = OWN_DATA | job.resolved
     trained, scored = rows["num_train"] * rows["epochs"], (2 + num_choices(job)) * rows["num_evaluation"]
     if job.kind == "stability":
         trained = scored = 0
     calibrated = config.calibration_size if config.moments_needed else 0
-    operations = row_tokens * size.num_parameters * (4 * (trained / gain + calibrated) + 2 * scored)
+    operations = row_tokens * size.num_parameters * (4 * (trained + calibrated) + 2 * scored)
     return OVERHEAD_S + operations / (speed * EFFICIENCY)
 
 

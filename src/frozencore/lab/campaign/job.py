@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -31,13 +31,11 @@ class Job:
 
     Attributes:
         reference_size: Calibration examples that a ``stability`` job compares with.
-        company: Runs that are to train along with it, in the same steps (``frozencore.lab.campaign.company``).
     """
 
     kind: Kind
     config: RunConfig
     reference_size: int | None = None
-    company: tuple[Job, ...] = field(default=(), compare=False, repr=False)
 
     @cached_property
     def resolved(self) -> dict[str, Any]:

@@ -126,8 +126,6 @@ class Study(_Strict):
         fixed: Options of every run of this study, over those of the campaign.
         variants: Methods with options of their own, over ``fixed``, under names of their own as values of the axis
             ``method``: ``{lora-r1: {method: lora, rank: 1}}``.
-        fuse: Train cores side by side that differ only in what the training is by (learning rate, warm-up, epochs,
-            batch; the seed, where the bases depend on the weights alone). Runs that cannot go alone.
     """
 
     title: str
@@ -137,7 +135,6 @@ class Study(_Strict):
     variants: dict[Name, Fixed] = {}
     search: Search | None = None
     reference_size: int | None = Field(default=None, ge=1)
-    fuse: bool = False
     report: Report = Report()
     note: str = ""
 

@@ -14,7 +14,6 @@ from typing import Literal, TextIO
 from peft import PeftModel
 
 from frozencore.errors import ArtifactError, DivergenceError, FrozenCoreError
-from frozencore.lab.campaign.company import CompanyTraining, trained_file
 from frozencore.lab.campaign.job import Job
 from frozencore.lab.campaign.shared import SharedWork, calibrating, moments_key, replace_size
 from frozencore.lab.campaign.stability import Calibrated, compare_bases
@@ -100,7 +99,6 @@ class Worker:
             is_made = False
         else:
             is_made = True
-        trained_file(self.store, job.id).unlink(missing_ok=True)
         return is_made
 
     def _make(self, job: Job, folder: Path, shared: SharedWork, progress: Progress) -> None:
@@ -123,9 +121,7 @@ class Worker:
             return model, calibration
 
         measure = shared.measure if job.kind != "profile" else None
-        others = {other.id: self.place.put(other.config) for other in job.company}
-        train = CompanyTraining(self.store, job.id, others)
-        execute(config, folder, progress, bench=bench, resume=True, adapt=adapt, measure=measure, train=train)
+        execute(config, folder, progress, bench=bench, resume=True, adapt=adapt, measure=measure)
         assert bench.before is not None
         self._before[rows] = bench.before
         self._release(config, adapted[-1])

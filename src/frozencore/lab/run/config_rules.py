@@ -49,11 +49,6 @@ def refuse_contradictions(config: RunConfig) -> None:
         _refuse_refresh(config)
 
 
-def of_one_alone(config: RunConfig) -> tuple[str, ...]:
-    """The options that came, by name, which no training side by side with others can follow."""
-    return tuple(_given(config, OF_ONE_ALONE))
-
-
 def refuse_of_one_alone(config: RunConfig, these: str) -> None:
     """Refuse what trainings side by side cannot follow.
 
@@ -63,7 +58,7 @@ def refuse_of_one_alone(config: RunConfig, these: str) -> None:
     Raises:
         ConfigError: The first such option that came.
     """
-    for name in of_one_alone(config):
+    for name in _given(config, OF_ONE_ALONE):
         raise ConfigError(
             f"{flag_of(name)} is of a training alone, but {these} train side by side, on one basis and in common "
             "batches. Leave one out."

@@ -138,9 +138,8 @@ class SelectedCheckpoint(Part):
 class CompanySize(Part):
     """Of how many tenants a run was one, and how many trained at once.
 
-    Its ``training_s`` is its share of the common steps, by tokens. Of tenants of ``tune-many`` calibration and
-    ``total_s`` are of all together; of a campaign's fused runs they are the run's own, and the ``total_s`` of the one
-    that was made first holds the training of all.
+    Its ``training_s`` is its share of the common steps, by tokens. Calibration and ``total_s`` are of all
+    together.
     """
 
     tenants: Count

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from adapted import adapted, cores_of
 from forked import FORK
-from frozencore.errors import CalibrationError, ConfigError, DataError, DivergenceError, ModelError, TrainingError
+from frozencore.errors import CalibrationError, ConfigError, DataError, DivergenceError, TrainingError
 from frozencore.lab.rows.batches import PaddingCollator
 from frozencore.lab.rows.prompts import TokenRow
 from frozencore.lab.scoring.heldout import held_out_loss
@@ -388,39 +388,3 @@ def test_what_cannot_train_together_is_refused_in_one_line() -> None:
     with pytest.raises(ConfigError, match="float32 and on one device, but these are torch.float64"):
         company_of(adapted(dtype=torch.float64))
     assert company_of(adapted(), {}) == {}
-
-
-def by_norm(model: nn.Module) -> tuple[float, float]:
-    """A loss, and an accuracy that another step is best by: the smaller the cores, the better."""
-    size = sum(float(R.norm() ** 2) for R in cores_by_name(model).values())
-    return held_out_loss(model, rows_of(6, seed=11), pad_id=0), 1 / (1 + size)
-
-
-def test_a_tenants_own_measure_chooses_the_step_that_it_chooses_alone() -> None:
-    chosen = Validation(rows_of(6, seed=11), every=2, score=by_norm, scored_by="norm")
-    model = adapted()
-    before = cores_by_name(model)
-    trained = company_of(model, TENANTS | {"anna": replace(TENANTS["anna"], validation=chosen)}, num_slots=3)["anna"]
-    assert all(torch.equal(R, before[name]) for name, R in cores_by_name(model).items())
-    lone = adapted()
-    selection = Selection(2, lambda model, _: by_norm(model), "norm")
-    report = train(lone, TENANTS["anna"].rows, TENANTS["anna"].recipe, pad_id=0, selection=selection)
-    ours, theirs = trained.report.selected, report.selected
-    assert ours is not None
-    assert theirs is not None
-    assert ours.step == theirs.step == 2  # the cores grow
-    assert [score.step for score in ours.scores] == [score.step for score in theirs.scores]
-    for one, other in zip(ours.scores, theirs.scores, strict=True):
-        assert one.held_out_loss == pytest.approx(other.held_out_loss, rel=1e-5)
-        assert one.accuracy == pytest.approx(other.accuracy, rel=1e-5)
-    assert difference(trained.cores, cores_by_name(lone)) < 1e-5
-
-
-def test_a_measure_that_finds_no_number_ends_the_tenant_alone() -> None:
-    def broken(_: nn.Module) -> tuple[float, float]:
-        raise ModelError("the logits are not finite.")
-
-    chosen = Validation(rows_of(6, seed=11), every=2, score=broken, scored_by="nothing")
-    trained = company_of(adapted(), TENANTS | {"anna": replace(TENANTS["anna"], validation=chosen)})
-    assert trained["anna"].diverged == "Training diverged at step 2 of 8: the logits are not finite."
-    assert all(one.diverged is None for name, one in trained.items() if name != "anna")

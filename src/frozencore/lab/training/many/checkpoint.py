@@ -59,7 +59,7 @@ def _content(tenant: Tenant) -> dict[str, Any]:
         "recipe": tenant.recipe.content(),
         "rows": [[row.input_ids, row.num_context] for row in tenant.rows],
         "validation": None if chosen is None else [[row.input_ids, row.num_context] for row in chosen.rows],
-        "scored": None if chosen is None else [chosen.every, chosen.patience, *filter(None, [chosen.scored_by])],
+        "scored": None if chosen is None else [chosen.every, chosen.patience],
     }
 
 
@@ -105,12 +105,12 @@ class Checkpoints:
     def write_ended(self, ended: Mapping[str, Trained]) -> None:
         """Keep what became of tenants."""
         for name, trained in ended.items():
-            write_trained(self._file(name), trained)
+            _write_trained(self._file(name), trained)
 
     def _read_ended(self, name: str, resumed_from: Path) -> Trained:
         file = self._file(name)
         try:
-            trained, _ = read_trained(file)
+            trained = _read_trained(file)
         except ValueError as error:
             raise TrainingError(
                 f"The tenant {name!r} had ended, but {file} is damaged ({error}). Remove {self.out} and train again."
@@ -121,21 +121,17 @@ class Checkpoints:
         return self.out / ENDED / f"{self._number[name]}.safetensors"
 
 
-def write_trained(file: Path, trained: Trained, identity: Mapping[str, Any] | None = None) -> None:
-    """Keep what became of a tenant, whole or not at all.
-
-    Args:
-        identity: What it is of; JSON values by name.
-    """
+def _write_trained(file: Path, trained: Trained) -> None:
+    """Keep what became of a tenant, whole or not at all."""
     report = asdict(replace(trained.report, resumed_from=None))
-    said = {"report": report, "diverged": trained.diverged, "identity": dict(identity or {})}
+    said = {"report": report, "diverged": trained.diverged}
     cores = {layer: core.contiguous() for layer, core in trained.cores.items()}
     with whole_file(file) as aside:
         save_file(cores, aside, metadata={"said": json.dumps(said)})
 
 
-def read_trained(file: Path) -> tuple[Trained, dict[str, Any]]:
-    """What :func:`write_trained` kept, and what it is of.
+def _read_trained(file: Path) -> Trained:
+    """What :func:`_write_trained` kept.
 
     Raises:
         ValueError: In one line, how the file is damaged.
@@ -144,13 +140,11 @@ def read_trained(file: Path) -> tuple[Trained, dict[str, Any]]:
         with safe_open(file, framework="pt") as opened:
             said = json.loads(opened.metadata()["said"])
         report = said["report"] | {"losses": tuple(said["report"]["losses"])}
-        if (company := report.get("company")) is not None:
-            report["company"] = tuple(company)
         if (chosen := report["selected"]) is not None:
             report["selected"] = Selected(
                 **chosen | {"scores": tuple(StepScore(**score) for score in chosen["scores"])}
             )
-        return Trained(load_file(file), TrainingReport(**report), said["diverged"]), said.get("identity", {})
+        return Trained(load_file(file), TrainingReport(**report), said["diverged"])
     except (OSError, SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(one_line(error, 120)) from error
 

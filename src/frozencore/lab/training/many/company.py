@@ -10,7 +10,6 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from frozencore.errors import ModelError
 from frozencore.lab.rows.batches import PaddingCollator, row_costs
 from frozencore.lab.rows.prompts import TokenRow
 from frozencore.lab.training.by_length import group_by_length, pass_tokens_of
@@ -20,7 +19,6 @@ from frozencore.lab.training.many.slots import TrainedSlots
 from frozencore.lab.training.many.tenant import Tenant
 from frozencore.lab.training.trainer import divergence
 from frozencore.out_of_memory import fits
-from frozencore.randomness import own_random_state
 
 
 class Company:
@@ -122,44 +120,26 @@ class Company:
     def _score(self) -> None:
         """Score the seats that are due on their validation rows."""
         due = [slot for slot, seat in enumerate(self.seats) if not seat.diverged and seat.tenant.is_scored(seat.step)]
-        by_loss = {slot: chosen for slot in due if (chosen := self.seats[slot].tenant.validation) and not chosen.score}
-        for slot in due:
-            if slot not in by_loss:
-                self._score_alone(slot)
-        if not by_loss:
+        if not due:
             return
         started = time.perf_counter()
-        sets, slots = [chosen.rows for chosen in by_loss.values()], list(by_loss)
+        sets = [chosen.rows for slot in due if (chosen := self.seats[slot].tenant.validation)]
         losses = held_out_losses(
             self.model,
             sets,
             pad_id=self.pad_id,
-            through=lambda of_rows: self.slots.rows([slots[i] for i in of_rows]),
+            through=lambda of_rows: self.slots.rows([due[i] for i in of_rows]),
             tokens_per_batch=self.tokens_per_batch,
         )
         share_s = (time.perf_counter() - started) / sum(map(len, sets))
-        for slot, rows, loss in zip(slots, sets, losses, strict=True):
-            self._note(slot, loss, None, share_s * len(rows))
+        for slot, rows, loss in zip(due, sets, losses, strict=True):
+            self._note(slot, loss, share_s * len(rows))
 
-    def _score_alone(self, slot: int) -> None:
-        """By the tenant's own measure, with its core in the adapter meanwhile."""
-        seat, started = self.seats[slot], time.perf_counter()
-        validation = seat.tenant.validation
-        assert validation is not None
-        assert validation.score is not None
-        try:
-            with own_random_state(), self.slots.in_adapter(slot):
-                loss, accuracy = validation.score(self.model)
-        except ModelError as error:
-            seat.diverged = f"Training diverged at step {seat.step} of {seat.tenant.num_steps}: {error}"
-        else:
-            self._note(slot, loss, accuracy, time.perf_counter() - started)
-
-    def _note(self, slot: int, loss: float, accuracy: float | None, time_s: float) -> None:
+    def _note(self, slot: int, loss: float, time_s: float) -> None:
         seat = self.seats[slot]
         seat.scoring_s += time_s
         if math.isfinite(loss):
-            seat.scored(loss, accuracy, self.slots.values[slot])
+            seat.scored(loss, self.slots.values[slot])
         else:
             seat.diverged = f"Training diverged at step {seat.step}: the loss on validation rows is {loss}."
 

@@ -59,9 +59,9 @@ class Seat:
         is_stale = chosen is not None and is_patience_lost(self.scores, chosen.patience)
         return self.diverged is not None or self.step == self.tenant.num_steps or is_stale
 
-    def scored(self, loss: float, accuracy: float | None, values: Tensor) -> None:
+    def scored(self, loss: float, values: Tensor) -> None:
         """Note what the values scored as they are; the best are kept, the first of equal ones."""
-        self.scores.append(StepScore(self.step, loss, accuracy))
+        self.scores.append(StepScore(self.step, loss, None))
         if leader(self.scores) is self.scores[-1]:
             self.best = values.clone()
 

@@ -64,15 +64,3 @@ class CoreStack:
             for name, layer in self.layers.items():
                 undo.enter_context(rows_through(layer, layer.row_cores_of(self.adapter_name, self.cores[name][places])))
             yield
-
-    @contextmanager
-    def in_adapter(self, slot: int) -> Iterator[None]:
-        """Let the adapter's own core be that of a slot; afterwards it is what it was."""
-        own = {name: layer.factors(self.adapter_name)[2].detach() for name, layer in self.layers.items()}
-        before = [R.clone() for R in own.values()]
-        theirs = [self.cores[name][slot].detach() for name in own]
-        torch._foreach_copy_(list(own.values()), theirs)
-        try:
-            yield
-        finally:
-            torch._foreach_copy_(list(own.values()), before)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from frozencore.errors import ConfigError, DataError
 from frozencore.lab.rows.prompts import TokenRow
@@ -17,21 +16,16 @@ from frozencore.lab.training.selection import Every, is_due, require_choosable
 
 @dataclass(frozen=True)
 class Validation:
-    """Rows that choose which of a tenant's steps is kept.
+    """Rows whose held-out loss chooses which of a tenant's steps is kept.
 
     Attributes:
         every: Steps between two scores, or ``epoch``; the last step is scored in any case.
         patience: Scores in a row that may be no better than the best before the tenant stops; None for no early stop.
-        score: Held-out loss and accuracy (None: the loss alone chooses) of the model with the tenant's core in its
-            adapter; None for the held-out loss of the rows, in batches common to all tenants.
-        scored_by: What says in a checkpoint what ``score`` measures.
     """
 
     rows: Sequence[TokenRow]
     every: Every = "epoch"
     patience: int | None = None
-    score: Callable[[nn.Module], tuple[float, float | None]] | None = None
-    scored_by: str = ""
 
     def __post_init__(self) -> None:
         if not self.rows:
