@@ -8,8 +8,10 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from frozencore.adapter.config_names import require_names
 from frozencore.adapter.option_fields import add_option_fields
 from frozencore.adapter.saved_config import SavedConfig
+from frozencore.adapter.saved_names import with_layer_names
 from frozencore.adapter.seal.saved_basis import SavedBasis, find_basis, read_header
 from frozencore.adapter_folder import PEFT_TYPE, read_seal
 from frozencore.constructors import (
@@ -99,6 +101,7 @@ class FrozenCoreConfig(SavedConfig, EveryOption):  # type: ignore[misc]  # froze
         self._folder: Path | None = None
         self.written_card: str | None = None  # beside the adapter, when it was last saved
         self.refreshes = False  # set by what refreshes it
+        self.expressions: dict[str, tuple[Any, Any]] = {}  # fields with what they said before layers were named
         if self.basis is not None and self.basis_id is None:
             self._take_from_basis(self.basis)
         if self.rounds < 1 or (self.rounds > 1 and not self.load_bases):
@@ -108,24 +111,11 @@ class FrozenCoreConfig(SavedConfig, EveryOption):  # type: ignore[misc]  # froze
         if self.seal is not None:
             self.seal = read_seal("this configuration", self.seal)
         self.peft_type = FrozenCoreType.FROZENCORE
-        if isinstance(self.target_modules, list):
+        require_names(self)
+        if isinstance(self.target_modules, list | tuple):
             self.target_modules = set(self.target_modules)  # type: ignore[assignment]  # PEFT compares sets
-        if isinstance(self.exclude_modules, list):
+        if isinstance(self.exclude_modules, list | tuple):
             self.exclude_modules = set(self.exclude_modules)  # type: ignore[assignment]  # these too
-        for name in ("rank_pattern", "alpha_pattern"):
-            if not isinstance(getattr(self, name), dict):
-                raise ConfigError(f"{name} maps layer names to numbers, but {getattr(self, name)!r} came.")
-        for name in ("layers_to_transform", "layers_pattern"):
-            if isinstance(self.target_modules, str) and getattr(self, name) is not None:
-                raise ConfigError(
-                    f"`{name}` cannot be used when `target_modules` is a str. Pass a list of module names, or put the "
-                    "layers into the regular expression."
-                )
-        if self.layers_pattern and self.layers_to_transform is None:
-            raise ConfigError(
-                "When `layers_pattern` is specified, `layers_to_transform` must also be specified. "
-                "It says which of the layers that the pattern counts are adapted."
-            )
         for alpha in (self.alpha, *self.alpha_pattern.values()):
             options_of(FrozenCoreConfig)["alpha"].check(alpha)
         find_constructor(self.constructor)
@@ -151,8 +141,11 @@ class FrozenCoreConfig(SavedConfig, EveryOption):  # type: ignore[misc]  # froze
         if self.load_bases:
             raise ConfigError("The adapter holds a basis of its own: leave basis out, or `frozencore adapter pack` it.")
         header = read_header(place, self.basis_revision)
+        options = with_layer_names(
+            f"the basis {place}", header["options"], lambda: header["scales"], "Save the basis again."
+        )
         known, fields = options_of_basis(), self.__dataclass_fields__
-        for name, value in header["options"].items():
+        for name, value in options.items():
             if name not in known:
                 raise ArtifactError(
                     f"The basis in {place} has an option {name!r:.50} that this frozencore does not know."

@@ -7,6 +7,7 @@ import json
 import shutil
 from collections.abc import Mapping
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from frozencore.adapter.config import FrozenCoreConfig
+from frozencore.adapter.saved_config import WAY_OUT_OF_EXPRESSIONS
+from frozencore.adapter.saved_names import layers_in, with_layer_names
 from frozencore.adapter.seal.card import CARD_FILE
 from frozencore.adapter.seal.factors import Factors, layer_factors
 from frozencore.adapter.seal.flat_cores import FLAT, with_factors
@@ -57,7 +60,7 @@ def write_adapter(
     Raises:
         ArtifactError: The folder is there already, or cannot be written.
     """
-    values = read_config(like)
+    values = _named(like, read_config(like))
     changes = {"base": (values.get("seal") or {}).get("base"), **(changes or {})}
     values |= {name: value for name, value in changes.items() if name != "base"}
     for name in changes:
@@ -94,6 +97,7 @@ def read_tensors(
         raise ArtifactError(f"{directory} holds a {kind} adapter, not a frozen core. Read it with PEFT.")
     values, tensors = read_folder(directory)
     FrozenCoreConfig.require_types(directory, values)
+    values = _named(directory, values)
     known = {field.name for field in fields(FrozenCoreConfig)}
     try:
         config = FrozenCoreConfig(**{key: value for key, value in values.items() if key in known})
@@ -101,9 +105,16 @@ def read_tensors(
         raise
     except Exception as error:  # PEFT and we iterate, compare and look up what may be of any type here
         raise ArtifactError(
-            f"{directory / CONFIG_FILE} holds a value of a wrong type ({error}). Save or download it again."
+            f"{directory / CONFIG_FILE} holds a value of a wrong type ({one_line(error, 200)}). Save or download it "
+            "again."
         ) from error
     if FLAT not in tensors:
         return config, tensors
     config._folder, config.basis = directory, config.basis if basis is None else str(basis)
     return config, with_factors(str(directory), tensors, config.find_basis(str(directory)).layers)
+
+
+def _named(directory: Path, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a configuration, with names of layers in the place of expressions."""
+    names = partial(layers_in, directory, values.get("basis_id"))
+    return with_layer_names(str(directory), values, names, WAY_OUT_OF_EXPRESSIONS)

@@ -14,12 +14,18 @@ from peft import PeftConfig
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
+from frozencore.adapter.saved_names import layers_in, with_layer_names
 from frozencore.adapter.seal.card import CARD_FILE, write_model_card
 from frozencore.adapter.seal.integrity import ROUNDS_FORMAT, require_loadable, seal_tensors
 from frozencore.adapter.seal.written import holds_no_basis, seal_file
 from frozencore.adapter_folder import CONFIG_FILE, PEFT_TYPE, WEIGHTS_FILE, read_config
 from frozencore.errors import ArtifactError, FrozenCoreError
 from frozencore.one_line import one_line
+
+WAY_OUT_OF_EXPRESSIONS = (
+    "Download the whole adapter and load its folder; if that says the same, write the layers' full names into "
+    f"{CONFIG_FILE} in its place."
+)
 
 
 class SavedConfig(PeftConfig):
@@ -48,14 +54,13 @@ class SavedConfig(PeftConfig):
         ours = (folder / CONFIG_FILE).exists() and read_config(folder).get("peft_type") == PEFT_TYPE
         if ours:
             require_loadable(folder)
-            cls.require_types(folder, read_config(folder))
         try:
             config = super().from_pretrained(str(pretrained_model_name_or_path), subfolder=subfolder, **kwargs)
             if isinstance(config, SavedConfig) and config.basis_id is not None:
                 config._folder = folder if ours else None
                 config.basis = str(kwargs.get("basis") or config.basis or "") or None  # PEFT prefers the file's
             return config
-        except (TypeError, AttributeError, KeyError, ValueError) as error:
+        except (TypeError, AttributeError, KeyError, ValueError, ArithmeticError) as error:
             if isinstance(error, FrozenCoreError) or not ours:
                 raise
             reason = one_line(error, 200)
@@ -65,9 +70,20 @@ class SavedConfig(PeftConfig):
 
     @classmethod
     def from_json_file(cls, path_json_file: str, **kwargs: Any) -> dict[str, Any]:
-        """As PEFT does, without what is not the adapter's to say."""
+        """As PEFT does, without what is not the adapter's to say, and with the names of layers for expressions.
+
+        Raises:
+            ArtifactError: An expression stands where the weights beside the file do not give the names.
+        """
         values = super().from_json_file(path_json_file, **kwargs)
-        return {name: value for name, value in values.items() if name != "allow_other_base"}
+        values = {name: value for name, value in values.items() if name != "allow_other_base"}
+        if values.get("peft_type") != PEFT_TYPE:
+            return values
+        folder = Path(path_json_file).parent
+        cls.require_types(folder, values)
+        return with_layer_names(
+            str(folder), values, lambda: layers_in(folder, values.get("basis_id")), WAY_OUT_OF_EXPRESSIONS
+        )
 
     @classmethod
     def require_types(cls, folder: Path, values: Mapping[str, Any]) -> None:

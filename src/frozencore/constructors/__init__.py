@@ -164,7 +164,7 @@ def find_constructor(name: str) -> Constructor:
     Raises:
         ConfigError: No such constructor; the nearest name is offered.
     """
-    if name not in CONSTRUCTORS:
+    if not isinstance(name, str) or name not in CONSTRUCTORS:
         raise ConfigError(unknown_name("constructor", str(name), CONSTRUCTORS))
     return CONSTRUCTORS[name]
 

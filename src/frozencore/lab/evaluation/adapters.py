@@ -10,6 +10,8 @@ from typing import Any
 from peft import PeftConfig, PeftModel, PeftModelForCausalLM
 from torch import nn
 
+from frozencore.adapter.config import FrozenCoreConfig
+from frozencore.adapter.named_layers import name_layers_of
 from frozencore.adapter.seal.integrity import read_folder
 from frozencore.errors import ArtifactError
 from frozencore.lab.scoring.virtual_tokens import take_off
@@ -50,7 +52,7 @@ class AdapterStand:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # PEFT warns of missing tensors; they are refused below
-                config = PeftConfig.from_pretrained(str(folder))
+                config = self._read_config(folder)
                 _refuse_prompt_learning(folder, config)
                 model, found = self._load(folder, config)
         except ArtifactError:
@@ -67,14 +69,23 @@ class AdapterStand:
             )
         return model.eval()
 
+    def _read_config(self, folder: Path) -> PeftConfig:
+        """The configuration, which names layers: whoever wrote it, PEFT searches none of its expressions."""
+        config = PeftConfig.from_pretrained(str(folder))
+        if isinstance(config, FrozenCoreConfig):
+            return FrozenCoreConfig.from_pretrained(str(folder))
+        name_layers_of(config, self.base if self._worn is None else self._worn.get_base_model())
+        return config
+
     def _load(self, folder: Path, config: PeftConfig) -> tuple[PeftModel, Any]:
         name = f"evaluated_{self._num_loaded}"
         self._num_loaded += 1
         before = None if self._worn is None else self._worn.active_adapter
+        config.inference_mode = True
         if self._worn is None or self._worn.peft_config[before].peft_type != config.peft_type:
-            config.inference_mode = True
             self._worn = PeftModelForCausalLM(self.bare(), config, adapter_name=name)
             return self._worn, self._worn.load_adapter(str(folder), adapter_name=name)
+        self._worn.add_adapter(name, config)
         found = self._worn.load_adapter(str(folder), adapter_name=name)
         self._worn.set_adapter(name)
         self._worn.delete_adapter(before)

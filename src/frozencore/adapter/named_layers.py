@@ -1,0 +1,143 @@
+"""The layers of a model in place of the expressions of a configuration that is put on it.
+
+PEFT would search every name with every expression itself, as long as that takes. It is given names instead, and names
+are what is saved.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
+
+from frozencore.adapter.config import FrozenCoreConfig
+from frozencore.adapter.layer import is_linear
+from frozencore.adapter.layer_names import Clock, is_all_linear, is_expression, matcher, plain_key, searcher
+from frozencore.errors import ConfigError
+
+MODULES, PATTERNS = ("target_modules", "exclude_modules"), ("rank_pattern", "alpha_pattern")
+NAMES_ALONE = ("layers_pattern", "modules_to_save", "feedforward_modules")
+
+
+def name_layers(config: FrozenCoreConfig, model: nn.Module) -> None:
+    """Write the names of a model's layers over the expressions of a configuration.
+
+    One that was put on another model before starts from its expressions again.
+
+    Raises:
+        ConfigError: An expression is malformed, matches nothing, or takes too long.
+    """
+    for field, (said, named) in config.expressions.items():
+        if getattr(config, field) == named:
+            setattr(config, field, said)
+    before = {field: getattr(config, field) for field in (*MODULES, *PATTERNS)}
+    name_layers_of(config, model)
+    config.expressions = {
+        field: (said, getattr(config, field)) for field, said in before.items() if getattr(config, field) != said
+    }
+
+
+def name_layers_of(config: Any, model: nn.Module) -> None:
+    """The same for the configuration of any PEFT method, with the fields that it has.
+
+    Raises:
+        ConfigError: As above; or an expression stands where only names are understood.
+    """
+    for field in NAMES_ALONE:
+        value = getattr(config, field, None)
+        for name in value if isinstance(value, list | set | tuple) else [value]:
+            if isinstance(name, str) and is_expression(name):
+                raise ConfigError(f"{field} names modules, but the expression {name!r:.60} came. List their names.")
+    said: dict[str, Any] = {field: getattr(config, field, None) for field in (*MODULES, *PATTERNS)}
+    fields = [field for field in MODULES if _is_searched(said[field])]
+    fields += [field for field in PATTERNS if any(plain_key(key) is None for key in said[field] or ())]
+    if not fields:
+        return
+    names, clock = _modules(model), Clock()
+    if "exclude_modules" in fields:
+        _name_excluded(config, searcher("exclude_modules", said["exclude_modules"], clock), names)
+    if "target_modules" in fields:
+        _name_targets(config, searcher("target_modules", said["target_modules"], clock), names)
+    targeted = _targeted(config, [name for name, module in names.items() if _carries(module)])
+    for field in PATTERNS:
+        if field in fields:
+            setattr(config, field, _by_name(field, said[field], targeted, clock))
+
+
+def _is_searched(value: Any) -> bool:
+    return isinstance(value, str) and not is_all_linear(value)
+
+
+def _modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Every module by name, without what lies inside of adapted layers."""
+    found: dict[str, nn.Module] = {}
+    inside: str | None = None
+    for name, module in model.named_modules():
+        if not name or (inside is not None and name.startswith(inside)):
+            continue
+        inside = f"{name}." if isinstance(module, BaseTunerLayer) else None
+        found[name] = module
+    return found
+
+
+def _name_excluded(config: Any, matches: Any, names: Mapping[str, nn.Module]) -> None:
+    targets: Any = config.target_modules
+    every = targets is None or isinstance(targets, str)
+    wanted = [name for name, module in names.items() if (_carries(module) if every else _is_among(name, targets))]
+    found = {name for name in wanted if matches(name)}
+    if not found:
+        warnings.warn(
+            f"exclude_modules={config.exclude_modules!r:.100} excludes no layer that is adapted.", stacklevel=6
+        )
+    config.exclude_modules = found or None
+
+
+def _name_targets(config: Any, matches: Any, names: Mapping[str, nn.Module]) -> None:
+    wanted = config.target_modules
+    excluded: Collection[str] = getattr(config, "exclude_modules", None) or ()
+    found = {name for name in names if matches(name) and not _is_among(name, excluded)}
+    if not found:
+        raise ConfigError(
+            f"target_modules={wanted!r:.100} matches no layer of this model that is not excluded. Name layers that it "
+            "has, for instance by their ends: ['q_proj', 'v_proj']."
+        )
+    config.target_modules = found
+    # Names are compared by their ends: a layer that only ends so must be left out by name.
+    stray = {name for name in names if name not in found and _is_among(name, found)}
+    if stray:
+        config.exclude_modules = {*excluded, *stray}
+
+
+def _is_among(name: str, ends: Collection[str]) -> bool:
+    """Whether a name is one of these or ends as one of them."""
+    parts = name.split(".")
+    return any(".".join(parts[start:]) in ends for start in range(len(parts)))
+
+
+def _carries(module: nn.Module) -> bool:
+    return is_linear(module) or isinstance(module, BaseTunerLayer)
+
+
+def _targeted(config: Any, linear: Iterable[str]) -> list[str]:
+    """The linear layers that a configuration may put a core on."""
+    targets: Any = config.target_modules
+    every = targets is None or isinstance(targets, str)
+    excluded = getattr(config, "exclude_modules", None) or ()
+    return [name for name in linear if (every or _is_among(name, targets)) and not _is_among(name, excluded)]
+
+
+def _by_name(option: str, pattern: Mapping[str, Any], layers: Iterable[str], clock: Clock) -> dict[str, Any]:
+    """A pattern whose keys are the full names of the layers that they match."""
+    keys = {key: matcher(option, key, clock) for key in pattern}
+    found = {}
+    for layer in layers:
+        key = layer if layer in pattern else next((key for key in keys if keys[key](layer)), None)
+        if key is not None:
+            found[layer] = (key, pattern[key])
+    unused = pattern.keys() - {key for key, _ in found.values()}
+    if unused:
+        warnings.warn(f"No layer is matched by {sorted(unused)} in {option}.", RuntimeWarning, stacklevel=6)
+    return {layer: value for layer, (_, value) in found.items()}

@@ -1,0 +1,238 @@
+"""How layers are named: PEFT's own matching is the reference, and no expression runs without end."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.utils.other import get_pattern_key
+
+from adapted import adapted, cores_of, logits
+from frozencore import CoreBank, FrozenCoreConfig, export_lora, load_basis, save_basis, swap_core
+from frozencore.adapter.directory import read_adapter
+from frozencore.adapter.layer_names import Clock, key_for, searcher
+from frozencore.cli.findings import diagnose
+from frozencore.errors import ArtifactError, ConfigError, FrozenCoreError
+from frozencore.fingerprint import fingerprint_options
+from frozencore.lab.evaluation.adapters import AdapterStand
+from tiny import tiny_qwen2
+
+ENDLESS = "(([a-z_]+)+)+X"  # re needs years for the name of a layer
+FIELDS: dict[str, object] = {
+    "target_modules": ENDLESS,
+    "exclude_modules": ENDLESS,
+    "rank_pattern": {ENDLESS: 2},
+    "alpha_pattern": {ENDLESS: 2.0},
+}
+
+
+def adapted_names(**options: object) -> dict[str, tuple[int, float]]:
+    layers = cores_of(adapted("random", **options))
+    return {layer.name: (len(layer.core("default")), layer.frozencore_scale["default"]) for layer in layers}
+
+
+def lora_names(**options: object) -> dict[str, int]:
+    """The layers and ranks that PEFT's own LoRA chooses."""
+    model = get_peft_model(tiny_qwen2(), LoraConfig(r=3, **options))
+    return {
+        name.removeprefix("base_model.model."): module.r["default"]
+        for name, module in model.named_modules()
+        if hasattr(module, "lora_A")
+    }
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"target_modules": r".*layers\.1\..*(q|v)_proj"},
+        {"target_modules": r"^(?!.*layers\.0).*_proj$"},
+        {"target_modules": "all-linear", "exclude_modules": r".*mlp.*"},
+        {"target_modules": ["q_proj", "v_proj"], "exclude_modules": r".*\.0\..*q_proj"},
+        {"target_modules": r".*self_attn.*proj", "exclude_modules": ["k_proj"]},
+        {"target_modules": ["q_proj", "v_proj"], "rank_pattern": {r"layers\.[0]\..*": 2, "v_proj": 4}},
+        {"target_modules": ["q_proj"], "rank_pattern": {r"^model.layers.0.self_attn.q_proj": 2}},
+        {"target_modules": ["q_proj"], "rank_pattern": {r"^layers.0.self_attn.q_proj": 2}},
+    ],
+)
+def test_expressions_choose_the_layers_and_ranks_that_peft_chooses(options: dict[str, object]) -> None:
+    assert {name: rank for name, (rank, _) in adapted_names(**options).items()} == lora_names(**options)
+
+
+PIECES = st.lists(st.sampled_from(["model", "layers", "0", "1", "q_proj", "k_proj", "a"]), min_size=1, max_size=4)
+
+
+@given(st.lists(PIECES, max_size=4), PIECES)
+def test_names_are_compared_as_peft_compares_them(keys: list[list[str]], layer: list[str]) -> None:
+    pattern = {".".join(key): number for number, key in enumerate(keys)}
+    name = ".".join(layer)
+    found = key_for(pattern, name, "rank_pattern")
+    peft = get_pattern_key(list(pattern), name)
+    if name in pattern:
+        assert found == name  # a layer's full name goes before an end that others have too
+    else:
+        assert found == (peft if peft in pattern else None)
+
+
+def test_a_layer_that_only_ends_like_a_chosen_one_is_not_adapted() -> None:
+    names = adapted_names(target_modules=r"model\.layers\.0\.self_attn\.q_proj")
+    assert list(names) == ["model.layers.0.self_attn.q_proj"]
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_a_users_endless_expression_ends_in_one_line(field: str) -> None:
+    options = {"target_modules": ["q_proj"], field: FIELDS[field]}
+    started = time.process_time()
+    with pytest.raises(ConfigError) if field == "target_modules" else warnings.catch_warnings(record=True):
+        get_peft_model(tiny_qwen2(), FrozenCoreConfig(r=2, constructor="random", **options))
+    assert time.process_time() - started < 20
+
+
+SLOW = r"(?:(?:\w{1,10}\.?){1,10}){1,10}\d"  # slow for the matcher with a bound, too
+HANGING = [SLOW, "(a+)+$", "((((((((a?)+)*)+)*)+)*)+)*b", "(.*)*(.*)*(.*)*(.*)*(.*)*x", "(x{1,9}y?)*z"]
+
+
+def test_a_search_that_takes_too_long_is_stopped_and_said() -> None:
+    matches = searcher("target_modules", SLOW, Clock(0.3))
+    with pytest.raises(ConfigError, match="needs more than"):
+        matches("model.layers.0.self_attn.q_proj" * 4)
+
+
+@pytest.mark.parametrize("expression", HANGING)
+def test_expressions_that_are_known_to_hang_end(expression: str) -> None:
+    started = time.process_time()
+    with pytest.raises(ConfigError):
+        get_peft_model(tiny_qwen2(), FrozenCoreConfig(r=2, constructor="random", target_modules=expression))
+    assert time.process_time() - started < 20
+
+
+@pytest.mark.parametrize("expression", ["(", "a{99999}", "(a{100}){100}", "x" * 30_000 + "*", "(" * 9000 + ")" * 9000])
+def test_malformed_and_huge_expressions_are_refused_when_they_are_given(expression: str) -> None:
+    for options in ({"target_modules": expression}, {"rank_pattern": {expression: 2}}):
+        with pytest.raises(ConfigError) as refused:
+            FrozenCoreConfig(**options)
+        assert len(str(refused.value)) < 500
+
+
+def test_what_is_saved_are_names_and_they_load(tmp_path: Path) -> None:
+    model = adapted(
+        "random", trained=True, target_modules=r".*layers\.1.*(q|v)_proj", rank_pattern={r".*v_.*": 2},
+        alpha=4.0, alpha_pattern={r".*q_.*": 6.0},
+    )  # fmt: skip
+    model.save_pretrained(str(tmp_path))
+    values = json.loads((tmp_path / "adapter_config.json").read_text())
+    q, v = (f"model.layers.1.self_attn.{side}_proj" for side in "qv")
+    assert (values["target_modules"], values["exclude_modules"]) == ([q, v], None)
+    assert (values["rank_pattern"], values["alpha_pattern"]) == ({v: 2}, {q: 6.0})
+    loaded = PeftModel.from_pretrained(tiny_qwen2(), str(tmp_path)).eval()
+    assert logits(loaded).equal(logits(model))
+
+
+def test_a_configuration_that_is_used_again_starts_from_its_expression() -> None:
+    config = FrozenCoreConfig(r=2, constructor="random", target_modules=r".*q_proj")
+    get_peft_model(tiny_qwen2(), config)
+    deeper = get_peft_model(tiny_qwen2(num_hidden_layers=3, layer_types=None), config)
+    assert len(cores_of(deeper)) == 3
+
+
+@pytest.fixture(scope="module")
+def old_adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    adapted("random", trained=True, target_modules=["q_proj", "v_proj"]).save_pretrained(str(folder))
+    return folder
+
+
+def edited(source: Path, to: Path, **values: object) -> Path:
+    shutil.copytree(source, to)
+    file = to / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+    return to
+
+
+def ways_in(base_folder: Path, out: Path) -> dict[str, Callable[[Path], object]]:
+    def banked() -> PeftModel:
+        return adapted("random", target_modules=["q_proj", "v_proj"])
+
+    return {
+        "from_pretrained": lambda folder: PeftModel.from_pretrained(tiny_qwen2(), str(folder)),
+        "read_adapter": read_adapter,
+        "export": lambda folder: export_lora(folder, out / "lora", base=tiny_qwen2(), overwrite=True),
+        "bank": lambda folder: CoreBank(banked(), 1).put("a", folder),
+        "swap": lambda folder: swap_core(banked(), folder),
+        "doctor": diagnose,
+    }
+
+
+@pytest.mark.parametrize("way", ["from_pretrained", "read_adapter", "export", "bank", "swap", "doctor"])
+def test_an_adapter_that_holds_an_expression_is_read_by_the_names_in_its_weights(
+    way: str, old_adapter: Path, tmp_path: Path
+) -> None:
+    """Earlier versions saved the expression of their author."""
+    folder = edited(old_adapter, tmp_path / "a", target_modules=r".*(q|v)_proj")
+    ways_in(tmp_path, tmp_path)[way](folder)
+    hostile = edited(old_adapter, tmp_path / "b", target_modules=ENDLESS, exclude_modules=ENDLESS)
+    started = time.process_time()
+    ways_in(tmp_path, tmp_path)[way](hostile)
+    assert time.process_time() - started < 20
+
+
+def test_the_layers_of_an_old_adapter_are_those_that_it_was_saved_with(old_adapter: Path, tmp_path: Path) -> None:
+    want = logits(PeftModel.from_pretrained(tiny_qwen2(), str(old_adapter)).eval())
+    old = edited(old_adapter, tmp_path / "a", target_modules=r".*(q|v)_proj")
+    assert logits(PeftModel.from_pretrained(tiny_qwen2(), str(old)).eval()).equal(want)
+
+
+@pytest.mark.parametrize("way", ["from_pretrained", "read_adapter", "export", "bank", "swap"])
+@pytest.mark.parametrize("field", ["rank_pattern", "alpha_pattern", "layers_pattern", "modules_to_save"])
+def test_other_expressions_of_a_saved_adapter_are_refused_with_a_way_out(
+    field: str, way: str, old_adapter: Path, tmp_path: Path
+) -> None:
+    value = FIELDS.get(field, [ENDLESS])
+    more = {"layers_to_transform": [0, 1]} if field == "layers_pattern" else {}
+    folder = edited(old_adapter, tmp_path / "a", **{field: value}, **more)
+    started = time.process_time()
+    with pytest.raises(FrozenCoreError, match="expression"):
+        ways_in(tmp_path, tmp_path)[way](folder)
+    assert time.process_time() - started < 20
+
+
+def test_a_basis_that_holds_an_expression_is_read_by_the_names_of_its_layers(tmp_path: Path) -> None:
+    save_basis(adapted("random", target_modules=["q_proj"]), tmp_path / "basis")
+    file = tmp_path / "basis" / "basis.json"
+    header = json.loads(file.read_text())
+    header["options"]["target_modules"] = ENDLESS
+    rest = {key: value for key, value in header.items() if key != "identity"}
+    file.write_text(json.dumps({**rest, "identity": fingerprint_options(rest)}))
+    assert load_basis(tmp_path / "basis").layers
+    model = get_peft_model(tiny_qwen2(), FrozenCoreConfig(basis=str(tmp_path / "basis")))
+    assert len(cores_of(model)) == 2
+    header["options"]["rank_pattern"] = {ENDLESS: 2}
+    rest = {key: value for key, value in header.items() if key != "identity"}
+    file.write_text(json.dumps({**rest, "identity": fingerprint_options(rest)}))
+    with pytest.raises(ArtifactError, match="expression"):
+        FrozenCoreConfig(basis=str(tmp_path / "basis"))
+
+
+def test_evaluation_names_the_layers_of_any_adapter_that_peft_loads(old_adapter: Path, tmp_path: Path) -> None:
+    lora = get_peft_model(tiny_qwen2(), LoraConfig(r=2, target_modules=r".*(q|v)_proj", init_lora_weights=False))
+    lora.save_pretrained(str(tmp_path / "lora"))
+    want = logits(PeftModel.from_pretrained(tiny_qwen2(), str(tmp_path / "lora")).eval())
+    stand = AdapterStand(tiny_qwen2())
+    for folder in (tmp_path / "lora", old_adapter, tmp_path / "lora"):
+        worn = logits(stand.wear(folder))
+        assert worn.equal(want) == (folder != old_adapter)
+    hostile = {"target_modules": ENDLESS, "exclude_modules": ENDLESS}
+    started = time.process_time()
+    stand.wear(edited(old_adapter, tmp_path / "a", **hostile))
+    with pytest.raises(ArtifactError):
+        stand.wear(edited(tmp_path / "lora", tmp_path / "b", **hostile))
+    with pytest.raises(ArtifactError, match="expression"):
+        stand.wear(edited(tmp_path / "lora", tmp_path / "c", modules_to_save=[ENDLESS]))
+    assert time.process_time() - started < 20
