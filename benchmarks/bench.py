@@ -45,7 +45,15 @@ class Part:
     script: str = ""
 
 
-NOT_EVA = ("floor", "frozencore fcca", "frozencore eva", "PEFT LoRA-GA", "PEFT CorDA", "PEFT PiSSA")
+NOT_EVA = (
+    "floor",
+    "floor, all logits",
+    "frozencore fcca",
+    "frozencore eva",
+    "PEFT LoRA-GA",
+    "PEFT CorDA",
+    "PEFT PiSSA",
+)
 PARTS = (
     Part("growth", ("--runs", "2", "--step-runs", "7")),
     Part("ranks", ("--runs", "2")),

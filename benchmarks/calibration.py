@@ -7,8 +7,9 @@ Times are seconds of CPU on one thread: on a shared machine the wall clock says 
 Every contestant starts from a copy of the same random model (eight layers of width 512) and ends with an adapter of
 rank 16 on q, k, v and o that is ready to train; all read the same 128 examples of 64 to 128 tokens, half of them
 completion, in the same padded batches; token frequencies fall as in text (Zipf). The floor is a plain forward and
-backward pass over those batches, with the model's own loss and gradients passed through every layer down to the
-embeddings, but for no weight.
+backward pass over those batches, with gradients passed through every layer down to the embeddings, but for no weight.
+It computes the logits that frozencore computes, those of positions where a row of the batch has a label; "floor, all
+logits" is the model's own loss, which computes every position, as PEFT's initialisations do.
 """
 
 from __future__ import annotations
@@ -36,11 +37,12 @@ from torch import Tensor, nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from frozencore import FrozenCoreConfig, calibrate
+from frozencore.calibration.loss import IGNORED, predicted
 from frozencore.lab.run.provenance import provenance
 from frozencore.whole_file import write_json
 
 RANK = 16
-FLOOR = "floor"
+FLOOR, FULL_FLOOR = "floor", "floor, all logits"
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]
 Batch = dict[str, Tensor]
 
@@ -91,6 +93,16 @@ def padded_batches(scale: Scale) -> list[Batch]:
 
 
 def floor(model: nn.Module, batches: list[Batch]) -> None:
+    model.requires_grad_(False)
+    for batch in batches:
+        embeds = model.get_input_embeddings()(batch["input_ids"]).requires_grad_()
+        targets = predicted(batch["labels"])
+        kept = (targets != IGNORED).any(dim=0).nonzero().flatten()
+        options = {"logits_to_keep": kept, "labels": targets[:, kept], "shift_labels": targets[:, kept]}
+        model(inputs_embeds=embeds, attention_mask=batch["attention_mask"], **options).loss.backward()
+
+
+def full_floor(model: nn.Module, batches: list[Batch]) -> None:
     model.requires_grad_(False)
     for batch in batches:
         embeds = model.get_input_embeddings()(batch["input_ids"]).requires_grad_()
@@ -148,6 +160,7 @@ def pissa(model: nn.Module, batches: list[Batch]) -> None:
 
 CONTESTANTS: dict[str, Callable[[nn.Module, list[Batch]], None]] = {
     FLOOR: floor,
+    FULL_FLOOR: full_floor,
     "frozencore fcca": ours("fcca"),
     "frozencore eva": ours("eva"),
     "PEFT EVA": eva,

@@ -7,6 +7,8 @@ from statistics import median
 from textwrap import fill
 from typing import Any
 
+from targets import calibration_by_width
+
 Found = Mapping[str, Any]
 NAMES = {"floor": "no adapter", "lora": "LoRA", "dora": "DoRA", "pissa": "PiSSA", "frozencore": "frozencore"}
 
@@ -37,9 +39,12 @@ def steps(step: Found) -> str:
 
 def calibrations(parts: Found) -> str:
     rows = [*parts["calibration"]["rows"], *parts["calibration_eva"]["rows"]]
-    floor_s = rows[0]["median_s"]
-    body = [[row["contestant"], f"{row['median_s']:.1f}", f"{row['median_s'] / floor_s:.3f}"] for row in rows]
-    return table(["", "s", "over the floor"], body)
+    logits = {True: "all", False: "of completions"}
+    body = [
+        [row["contestant"], logits[row["contestant"].startswith(("PEFT", "floor, all"))], f"{row['median_s']:.1f}"]
+        for row in rows
+    ]
+    return table(["", "logits", "s"], body)
 
 
 def svds(svd: Found) -> str:
@@ -128,28 +133,52 @@ def _beside(measured: float | None, paper: float | None, form: str) -> str:
     return f"{text} [{paper:g}]" if paper is not None else text
 
 
+def _spread(races: Mapping[str, Found]) -> float:
+    """The largest difference between two rounds of frozencore's or LoRA's step, over the smaller of them."""
+    pairs = [
+        [run["accumulated_s"] for run in race[name]["runs"]]
+        for race in races.values()
+        for name in ("frozencore", "lora")
+    ]
+    return max(max(times) / min(times) - 1 for times in pairs)
+
+
 def sentences(machine: Found, gpu: Found) -> str:
     """What the README says of speed."""
     step, device = machine["parts"]["step"]["rows"], gpu["device"]
     ours, lora = ([row for row in step if row["contestant"] == name] for name in ("frozencore", "lora"))
     reached = {row["what"]: row["measured"] for row in machine["targets"]}
-    race = gpu["models"]["Qwen2.5-3B"]["race"]
+    races = {model: sections["race"] for model, sections in gpu["models"].items()}
+    race = races["Qwen2.5-3B"]
     peak = {name: f"{row['accumulated_peak_bytes'] / 1e9:.2f}" for name, row in race.items()}
-    step_s = {name: f"{row['accumulated_s']:.2f}" for name, row in race.items()}
+    steps_s = "; ".join(
+        f"{model} {race['frozencore']['accumulated_s']:.2f} (LoRA {race['lora']['accumulated_s']:.2f})"
+        for model, race in races.items()
+    )
+    slower = " and ".join(
+        model for model, of in races.items() if of["frozencore"]["accumulated_s"] > of["lora"]["accumulated_s"]
+    )
     over_lora = ", ".join(f"{row['over_lora'][0]:.3f}" for row in ours)
-    eva = 1 / float(reached["calibration / PEFT EVA"])
+    growth = machine["parts"]["growth"]
+    over_floor = calibration_by_width(growth)
+    narrow, wide = min(over_floor), max(over_floor)
+    eva, lora_ga = (1 / float(reached[f"calibration / PEFT {name}"]) for name in ("EVA", "LoRA-GA"))
     points = (
         f"**A training step** of 8 layers of width 512 (float32, one CPU core, `make bench`) against PEFT's LoRA: "
         f"{over_lora} (attention projections at 4 x 128 and 1 x 512 tokens, then all linear layers), quartiles a few "
         f"hundredths around; activations kept for the backward pass grow by {ours[0]['saved_over_floor']:.1%} and "
         f"{ours[-1]['saved_over_floor']:.1%} where LoRA's grow by {lora[0]['saved_over_floor']:.0%} and "
-        f"{lora[-1]['saved_over_floor']:.0%}.",
-        f"**Calibration**, SVDs included, takes {reached['calibration / its floor']} times a plain forward and "
-        f"backward pass over the same 128 examples; PEFT's EVA takes {eva:.1f} times as long as ours.",
-        f"**On one {device}** at the shapes of Qwen2.5-3B (bfloat16, random weights, `benchmarks/gpu.py`): calibration "
-        f"{race['frozencore']['calibration_s']:.1f} s; peak {peak['frozencore']} GB (LoRA {peak['lora']}, DoRA "
-        f"{peak['dora']}, no adapter {peak['floor']}); a step of eight rows of 128 tokens {step_s['frozencore']} s "
-        f"(LoRA {step_s['lora']}, DoRA {step_s['dora']}). Launching kernels is what takes the time there: "
-        f"[what it costs](docs/cost.md).",
+        f"{lora[-1]['saved_over_floor']:.0%} (medians of {machine['parts']['step']['rounds']} rounds).",
+        f"**Calibration** on {growth['plan']['job']['num_examples']} examples, SVDs included, takes "
+        f"{over_floor[narrow]:.3f} times (width {narrow}) to {over_floor[wide]:.3f} times (width {wide}) a plain "
+        f"forward and backward pass that computes the same logits (medians of {growth['runs']} runs). At width 512 PEFT's "
+        f"LoRA-GA takes {lora_ga:.2f} times and its EVA {eva:.1f} times as long as ours; both compute the logits of "
+        f"prompts too, which ours does not.",
+        f"**On one {device}** (bfloat16, random weights, `benchmarks/gpu.py`, medians of 2 rounds), seconds of a step "
+        f"of eight rows of 128 tokens: {steps_s}. On {slower} LoRA is faster; the two rounds of one model differ by up "
+        f"to {_spread(races):.0%}. Peak memory at Qwen2.5-3B {peak['frozencore']} GB "
+        f"(LoRA {peak['lora']}, DoRA {peak['dora']}, no adapter {peak['floor']}); calibration there "
+        f"{race['frozencore']['calibration_s']:.1f} s, a plain pass {race['floor']['calibration_s']:.1f} s "
+        f"([what it costs](docs/cost.md)).",
     )
     return "\n".join(fill(f"- {point}", 120, subsequent_indent="  ", break_on_hyphens=False) for point in points) + "\n"

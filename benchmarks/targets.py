@@ -70,6 +70,20 @@ def _calibration_over(reference: str) -> Callable[[Parts], float]:
     return ratio
 
 
+def calibration_by_width(growth: Mapping[str, Any]) -> dict[int, float]:
+    """Time of a calibration over that of its floor, which computes the same logits, in the sweep over widths."""
+    own = {key: value for key, value in growth["plan"]["job"].items() if key != "width"}
+    rows = [row for row in growth["calibration"] if all(row[key] == value for key, value in own.items())]
+    return {
+        row["width"]: median((run["collect_s"] + run["build_s"]) / run["floor_s"] for run in row["runs"])
+        for row in sorted(rows, key=lambda row: row["width"])
+    }
+
+
+def _calibration_of_any_width(parts: Parts) -> float:
+    return max(calibration_by_width(parts["growth"]).values())
+
+
 def _svd_rows(parts: Parts) -> dict[str, Mapping[str, Any]]:
     return {row["method"]: row for row in parts["svd"]["rows"] if list(row["shape"]) == [2048, 2048]}
 
@@ -97,7 +111,7 @@ TARGETS: list[tuple[str, str, Callable[[Parts], float], float, str]] = [
     ("training step / PEFT LoRA, all linear", "<= 1", _step_over("over_lora", "all-linear"), 1.0, "{:.3f}"),
     ("saved activations over the floor, attention", "<= 0.5 %", _saved, 0.005, "{:.2%}"),
     ("gradient + optimiser bytes a core value", "<= 12", _state_bytes, 12, "{:g}"),
-    ("calibration / its floor", "<= 1.20", _calibration_over("floor"), 1.20, "{:.3f}"),
+    ("calibration / its floor, widths 128 to 1024", "<= 1.20", _calibration_of_any_width, 1.20, "{:.3f}"),
     ("calibration / PEFT EVA", "<= 0.5", _calibration_over("PEFT EVA"), 0.5, "{:.3f}"),
     ("calibration / PEFT LoRA-GA", "<= 0.5", _calibration_over("PEFT LoRA-GA"), 0.5, "{:.3f}"),
     ("truncated / full SVD, 2048 x 2048", "<= 0.05", _svd_time, 0.05, "{:.3f}"),

@@ -143,7 +143,7 @@ def test_everything_together_merges_its_parts_and_judges_the_targets(tmp_path: P
     assert found["parts"].keys() == set(parts)
     verdicts = {verdict["what"]: verdict["is_reached"] for verdict in found["targets"]}
     assert verdicts["gradient + optimiser bytes a core value"] is True
-    assert verdicts["calibration / its floor"] is None  # that part did not run
+    assert verdicts["calibration / PEFT LoRA-GA"] is None  # that part did not run
     assert "gradient + optimiser bytes a core value" in done.stdout
 
 

@@ -108,6 +108,35 @@ def test_truncated_svd_keeps_the_quality_table_of_the_maths(method: str, at_leas
             assert ref.principal_cosines(ref.numpy_of(X), X_ref[:, :16]).mean() >= at_least
 
 
+def whitened_noise(num_tokens: int, seed: int) -> torch.Tensor:
+    """A 300 x 280 cross moment of inputs and errors that have nothing to do with one another, whitened."""
+    rng = np.random.default_rng(seed)
+    errors, inputs = rng.normal(size=(num_tokens, 300)), rng.normal(size=(num_tokens, 280))
+    scales = np.sqrt((errors**2).mean(0))[:, None] * np.sqrt((inputs**2).mean(0))
+    return torch.tensor(errors.T @ inputs / num_tokens / scales, dtype=torch.float32)
+
+
+@pytest.mark.parametrize(("rank", "least_energy"), [(1, 0.9), (4, 0.98), (16, 0.9999)])
+def test_the_randomized_svd_keeps_the_energy_of_a_whitened_matrix_without_a_gap(rank: int, least_energy: float) -> None:
+    for seed in range(4):
+        T = whitened_noise(64 if seed % 2 else 2000, seed)
+        found = truncated_svd(T, rank, seed=seed)
+        best = float(torch.linalg.svdvals(T.double())[:rank].square().sum())
+        assert least_energy * best <= float((found.U.mT @ T @ found.V).square().sum()) <= (1 + 1e-5) * best
+
+
+def test_nearly_all_energy_says_nothing_of_the_directions_which_need_the_exact_svd() -> None:
+    """Thirty directions within 0.4 % of the largest: the truncated SVD gives one nearly orthogonal to the exact one."""
+    rng = np.random.default_rng(0)
+    left, right = (np.linalg.qr(rng.normal(size=(width, 280)))[0] for width in (300, 280))
+    values = np.concatenate([[1.0], np.full(30, 0.996), np.linspace(0.9, 0.1, 249)])
+    T = torch.tensor(left * values @ right.T, dtype=torch.float32)
+    found, exact = (truncated_svd(T, 1, method=method, seed=1) for method in ("auto", "full"))
+    assert float((found.U.mT @ T @ found.V).square().sum()) >= 0.99 * float(exact.S.square().sum())
+    assert float(principal_cosines(found.U, exact.U)) < 0.5
+    assert float(principal_cosines(exact.U, torch.tensor(left[:, :1]))) > 0.999
+
+
 def test_auto_is_exact_up_to_256_and_randomized_above() -> None:
     small, large = slowly_decaying(256, 300, 0.5, 0), slowly_decaying(257, 300, 0.5, 0)
     assert torch.equal(truncated_svd(small, 16).U, truncated_svd(small, 16, method="gram").U)
