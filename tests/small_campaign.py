@@ -14,6 +14,7 @@ studies:
     title: Two methods with search, one without
     axes: {model: [pocket], task: [pocket-sentiment], method: [fcca, eva, milora], seed: [42, 43]}
     search:
+      beyond: 0
       grids:
         - {for: [fcca], warmup: [0.03, 0.1]}
         - {for: [eva], learning_rate: [2e-3, 5e-3]}

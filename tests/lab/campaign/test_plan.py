@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +23,7 @@ from frozencore.lab.campaign.estimate import (
     shared_bytes,
 )
 from frozencore.lab.campaign.job import Job, make_job
-from frozencore.lab.campaign.plan import Outcome, choices, plan
+from frozencore.lab.campaign.plan import Outcome, Outcomes, Planned, choices, plan
 from frozencore.lab.campaign.results import load_results
 from frozencore.lab.campaign.shared import moments_key, needs_of
 from frozencore.lab.campaign.spec import Campaign, column_key, read_campaign
@@ -222,6 +224,88 @@ def test_a_trial_without_a_number_is_never_chosen(name: str, campaign: Campaign)
 def test_a_search_by_accuracy_refuses_a_task_without_one(campaign: Campaign) -> None:
     with pytest.raises(ConfigError, match="selects by accuracy"):
         plan(campaign, lambda _: scored(accuracy=...))
+
+
+def searched(folder: Path, rates: list[float], search: str = "") -> Campaign:
+    text = f"""
+name: rates
+models: {{pocket: pocket}}
+studies:
+  main:
+    title: t
+    axes: {{model: [pocket], task: [pocket-math], method: [fcca], seed: [42, 43]}}
+    search: {{{search}select: held_out_loss, grids: [{{warmup: [0.03, 0.1], learning_rate: {rates}}}]}}
+"""
+    return read_campaign(write_spec(folder, text))
+
+
+def run_searches(campaign: Campaign, loss: Callable[[float, float], float | None]) -> tuple[list[Planned], Outcomes]:
+    """The plan when every trial has ended, one at a time, with the loss of its learning rate and its warm-up."""
+    ended: dict[str, Outcome] = {}
+    while True:
+        planned = plan(campaign, ended.get)
+        open_jobs = [run.job for run in planned if run.phase == "search" and run.job and run.job.id not in ended]
+        if not open_jobs:
+            return planned, ended.get
+        job = open_jobs[0]
+        found = loss(job.config.resolved_learning_rate, job.config.resolved_warmup)
+        diverged = Outcome(failure=Failure(reason="diverged", message="loss nan."))
+        ended[job.id] = diverged if found is None else scored(held_out_loss=found)
+
+
+@pytest.mark.parametrize(("rates", "best"), [([1e-3, 2e-3], 8e-3), ([3e-2, 1e-1], 0.0075), ([2e-3, 4e-3, 8e-3], 4e-3)])
+def test_a_search_finds_a_best_rate_that_is_planted_outside_its_grid(
+    rates: list[float], best: float, tmp_path: Path
+) -> None:
+    campaign = searched(tmp_path, rates)
+    planned, outcome = run_searches(campaign, lambda rate, warmup: abs(math.log(rate / best)) + warmup)
+    finals = [run.job.config for run in planned if run.phase == "final" and run.job]
+    assert [(config.learning_rate, config.warmup, config.seed) for config in finals] == [
+        (best, 0.03, 42), (best, 0.03, 43)
+    ]  # fmt: skip
+    ((_, _, choice),) = choices(campaign, outcome)
+    assert not choice.at_end
+    assert tally(planned, SimpleNamespace(outcome=outcome)).waiting == 0  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("search", "num_added"), [("", 4), ("beyond: 2, ", 2), ("beyond: 0, ", 0)])
+def test_a_search_that_only_gets_better_ends_after_as_many_more_and_is_marked(
+    search: str, num_added: int, tmp_path: Path
+) -> None:
+    campaign = searched(tmp_path, [1e-3, 2e-3], search)
+    planned, outcome = run_searches(campaign, lambda rate, warmup: -rate - warmup)
+    trials = [run.axes for run in planned if run.phase == "search"]
+    assert [(trial["learning_rate"], trial["warmup"]) for trial in trials[4:]] == [
+        (2e-3 * 2**n, 0.1) for n in range(1, num_added + 1)
+    ]
+    ((_, _, choice),) = choices(campaign, outcome)
+    assert choice.options == {"learning_rate": 2e-3 * 2**num_added, "warmup": 0.1}
+    assert choice.at_end
+
+
+def test_a_rate_beyond_which_training_diverges_is_no_end(tmp_path: Path) -> None:
+    campaign = searched(tmp_path, [1e-3, 2e-3])
+    planned, outcome = run_searches(campaign, lambda rate, _: None if rate > 4e-3 else -rate)
+    ((_, _, choice),) = choices(campaign, outcome)
+    assert (choice.options["learning_rate"], choice.at_end) == (4e-3, False)
+    assert len([run for run in planned if run.phase == "search"]) == 6
+
+
+def test_a_search_of_one_rate_and_one_of_none_stay_as_they_are(tmp_path: Path) -> None:
+    campaign = searched(tmp_path, [1e-3])
+    planned, outcome = run_searches(campaign, lambda rate, warmup: warmup)
+    assert len([run for run in planned if run.phase == "search"]) == 2
+    assert not choices(campaign, outcome)[0][2].at_end
+
+
+def test_final_runs_wait_while_a_search_goes_on(tmp_path: Path) -> None:
+    campaign = searched(tmp_path, [1e-3, 2e-3])
+    of_grid = [run.job for run in plan(campaign, unknown) if run.phase == "search" and run.job]
+    ended = {job.id: scored(held_out_loss=-job.config.resolved_learning_rate) for job in of_grid}
+    planned = plan(campaign, ended.get)
+    assert len([run for run in planned if run.phase == "search"]) == len(of_grid) + 1
+    assert all(run.job is None for run in planned if run.phase == "final")
+    assert planned == plan(campaign, ended.get)  # a second look, or another process, sees the same
 
 
 def test_moments_are_shared_by_methods_and_learning_rates_but_not_by_seeds_or_rows() -> None:

@@ -165,6 +165,21 @@ def test_what_the_search_chose_is_shown_with_every_trial(study, make_record):
         "81.5",
         "warmup 0.03: failed; warmup 0.1: 81.5",
     ]
+    assert "†" not in table.note
+
+
+def test_a_search_that_still_ends_at_an_end_is_marked(study, make_record):
+    yaml = """
+  a:
+    title: A
+    axes: {model: [small], task: [svamp], method: [fcca], seed: [42]}
+    search: {grids: [{learning_rate: [0.01, 0.02]}]}
+"""
+    choice = Choice({"learning_rate": 0.02}, (({"learning_rate": 0.01}, 0.8), ({"learning_rate": 0.02}, 0.9)), True)
+    group = {"model": "small", "task": "svamp", "method": "fcca"}
+    table = study_section(study(yaml, make_record, ((group, choice),))).tables[-1].sheet
+    assert table.rows[0][1].text == "lr 0.02 †"
+    assert "a better one may lie beyond it" in table.note
 
 
 def test_the_axes_say_what_all_runs_share_then_what_each_study_varies_fixes_and_searches(campaign):

@@ -1,4 +1,8 @@
-"""From a campaign to its runs: the product of each study's axes, after its search has chosen."""
+"""From a campaign to its runs: the product of each study's axes, after its search has chosen.
+
+A search whose best learning rate is the largest or the smallest that was tried goes on beyond it, twice or half as
+large, one trial at a time: the plan then grows as outcomes come.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +14,13 @@ from typing import Any, Literal
 
 from frozencore.errors import ConfigError
 from frozencore.lab.campaign.job import Job, make_job
-from frozencore.lab.campaign.spec import MOST_RUNS, Campaign, Study
+from frozencore.lab.campaign.spec import MOST_RUNS, Campaign, Search, Study
 from frozencore.lab.campaign.study_options import Value
 from frozencore.lab.run.config import RunConfig
 from frozencore.lab.run.record import Failure, RunRecord, TunedRecord
 
 Phase = Literal["search", "final"]
+RATE = "learning_rate"
 Axes = dict[str, Value]
 
 
@@ -50,10 +55,15 @@ class Planned:
 
 @dataclass(frozen=True)
 class Choice:
-    """What a search chose for one group: the trial's options, and how each trial did on the validation rows."""
+    """What a search chose for one group: the trial's options, and how each trial did on the validation rows.
+
+    Attributes:
+        at_end: The chosen learning rate is the largest or the smallest that was tried: the best one may lie beyond it.
+    """
 
     options: Axes
     trials: tuple[tuple[Axes, float | None], ...]
+    at_end: bool = False
 
 
 def plan(campaign: Campaign, outcome: Outcomes) -> list[Planned]:
@@ -81,7 +91,7 @@ def _require_few(num_runs: int) -> None:
 
 @dataclass(frozen=True)
 class _Group:
-    """Runs of a study that differ in their seed alone, and the trials of their search: a single one is no search."""
+    """Runs of a study that differ in their seed alone, and the trials of its grid: a single one is no search."""
 
     axes: Axes
     options: dict[str, Any]
@@ -107,15 +117,48 @@ def _of_study(campaign: Campaign, name: str, study: Study, outcome: Outcomes) ->
         if not group.is_searched:
             yield [_final(name, study, group, seed, group.trials[0]) for seed in seeds]
             continue
-        jobs = [_trial(study, group, trial) for trial in group.trials]
-        yield [Planned(name, "search", group.axes | trial, job) for trial, job in zip(group.trials, jobs, strict=True)]
-        outcomes = _all_ended(jobs, outcome)
-        choice = choose(group.trials, outcomes, study) if outcomes else None
+        trials, outcomes = _tried(study, group, outcome)
+        jobs = [_trial(study, group, trial) for trial in trials]
+        yield [Planned(name, "search", group.axes | trial, job) for trial, job in zip(trials, jobs, strict=True)]
+        choice = choose(trials, outcomes, study) if outcomes else None
         if choice is not None:
             yield [_final(name, study, group, seed, choice.options) for seed in seeds]
             continue
         blocked = _why_blocked(outcomes) if outcomes else ""
         yield [Planned(name, "final", {**group.axes, "seed": seed}, None, blocked) for seed in seeds]
+
+
+def _tried(study: Study, group: _Group, outcome: Outcomes) -> tuple[list[Axes], list[Outcome] | None]:
+    """The trials of a search so far, and what became of each; None for the latter while one has not ended."""
+    assert study.search is not None
+    trials = list(group.trials)
+    while True:
+        outcomes = _all_ended([_trial(study, group, trial) for trial in trials], outcome)
+        choice = choose(trials, outcomes, study) if outcomes else None
+        further = _beyond(study.search, trials, choice, len(trials) - len(group.trials)) if choice else None
+        if further is None:
+            return trials, outcomes
+        trials.append(further)
+
+
+def _beyond(search: Search, trials: list[Axes], choice: Choice, num_added: int) -> Axes | None:
+    """The next trial of a search that is not over: the best one with twice or half its learning rate.
+
+    Returns:
+        None if the best learning rate lies between others, or if as many trials were added as may be.
+    """
+    if not choice.at_end or num_added >= search.beyond:
+        return None
+    rate = choice.options[RATE]
+    assert isinstance(rate, int | float)
+    factor = 2 if rate == max(_rates_beside(trials, choice.options)) else 0.5
+    return {**choice.options, RATE: rate * factor}
+
+
+def _rates_beside(trials: list[Axes], chosen: Axes) -> list[float]:
+    """The learning rates that were tried with the other options of a trial, its own among them."""
+    rates = (trial[RATE] for trial in trials if RATE in chosen and {**trial, RATE: chosen[RATE]} == chosen)
+    return [rate for rate in rates if isinstance(rate, int | float)]
 
 
 def _why_blocked(outcomes: list[Outcome]) -> str:
@@ -144,7 +187,11 @@ def choose(trials: list[Axes], outcomes: list[Outcome], study: Study) -> Choice 
         key = (accuracy, -loss)
         if best is None or key > best[0]:
             best = key, trial
-    return None if best is None else Choice(best[1], tuple(zip(trials, scores, strict=True)))
+    if best is None:
+        return None
+    rates = _rates_beside(trials, best[1])
+    at_end = len(rates) > 1 and best[1][RATE] in (min(rates), max(rates))
+    return Choice(best[1], tuple(zip(trials, scores, strict=True)), at_end)
 
 
 def choices(campaign: Campaign, outcome: Outcomes) -> list[tuple[str, Axes, Choice]]:
@@ -154,8 +201,8 @@ def choices(campaign: Campaign, outcome: Outcomes) -> list[tuple[str, Axes, Choi
         for group in _groups(campaign, study):
             if not group.is_searched:
                 continue
-            outcomes = _all_ended([_trial(study, group, trial) for trial in group.trials], outcome)
-            choice = choose(group.trials, outcomes, study) if outcomes else None
+            trials, outcomes = _tried(study, group, outcome)
+            choice = choose(trials, outcomes, study) if outcomes else None
             if choice is not None:
                 chosen.append((name, group.axes, choice))
     return chosen

@@ -65,11 +65,14 @@ class Search(_Strict):
         grids: Each a product of options, for the methods named under ``for``.
         seed: Of every trial.
         select: What the best trial has most of (accuracy; ties go to the lower held-out loss) or least of (loss).
+        beyond: How many trials are added, one at a time, while the best learning rate of a grid with several is the
+            largest or the smallest that was tried: the next one is twice or half as large. 0 keeps to the grid.
     """
 
     grids: Annotated[tuple[Grid, ...], Field(min_length=1)]
     seed: int = Field(default=42, ge=0, lt=2**32)
     select: SelectionMetric = "accuracy"
+    beyond: int = Field(default=4, ge=0, le=16)
 
     def grid(self, method: str) -> Mapping[str, tuple[Value, ...]]:
         """The options tried for a method, without ``for``; one empty trial where no grid names it."""

@@ -172,7 +172,8 @@ def _is_searched(study: Study, method: str) -> bool:
 def _few_trials(study: Study, num: int) -> Study:
     """One or two trials for each method: of one option the first and the last value, of the others the last.
 
-    Methods of one grid take its options in turn, so that every option is gone through by some method.
+    Methods of one grid take its options in turn, so that every option is gone through by some method. A search goes on
+    beyond an end of its grid by one trial at most.
     """
     if study.search is None:
         return study
@@ -186,7 +187,8 @@ def _few_trials(study: Study, num: int) -> Study:
             varied = several[place % len(several)] if several and num > 1 else None
             few = {name: (values[0], values[-1]) if name == varied else values[-1:] for name, values in options.items()}
             grids.append(few | ({METHODS_OF_GRID: (method,)} if method else {}))
-    return study.model_copy(update={"search": study.search.model_copy(update={"grids": tuple(grids)})})
+    search = study.search.model_copy(update={"grids": tuple(grids), "beyond": min(study.search.beyond, 1)})
+    return study.model_copy(update={"search": search})
 
 
 def _changed(study: Study, axes: dict[str, tuple[Value, ...]]) -> Study:

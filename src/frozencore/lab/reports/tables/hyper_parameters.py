@@ -117,7 +117,11 @@ class _Options:
 
     def _selection(self) -> str:
         search, trials = self.study.search, math.prod(map(len, self._grid.values()))
-        return f"{trials} trials by {axis_name(search.select)}, seed {search.seed}" if search and trials > 1 else "none"
+        if not search or trials < 2:
+            return "none"
+        goes_on = search.beyond and len(self._grid.get("learning_rate", ())) > 1
+        further = f" and up to {search.beyond} beyond" if goes_on else ""
+        return f"{trials} trials{further} by {axis_name(search.select)}, seed {search.seed}"
 
 
 def _method(axes: Axes, record: TunedRecord) -> str:

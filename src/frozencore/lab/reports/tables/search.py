@@ -9,6 +9,9 @@ from frozencore.lab.campaign.study_options import Value
 from frozencore.lab.reports.labels import axis_name, full_name, value_name
 from frozencore.lab.reports.sheets.sheet import Sheet, label, number
 
+AT_END = "†"
+SAID_OF_END = f"{AT_END}: the largest or the smallest learning rate that was tried, so a better one may lie beyond it."
+
 
 def search_sheet(results: StudyResults) -> Sheet:
     """What the search chose for each group, with every trial's score on the validation rows."""
@@ -22,15 +25,17 @@ def search_sheet(results: StudyResults) -> Sheet:
     for group, choice in results.choices:
         scores = [score for options, score in choice.trials if options == choice.options]
         trials = "; ".join(f"{_options(options)}: {_score(score, by_accuracy)}" for options, score in choice.trials)
+        chosen = _options(choice.options) + f" {AT_END}" * choice.at_end
         rows.append((
-            *(label(value_name(axis, group[axis])) for axis in axes), label(_options(choice.options)),
+            *(label(value_name(axis, group[axis])) for axis in axes), label(chosen),
             number(None if scores[0] is None else (100 if by_accuracy else 1) * scores[0], 1 if by_accuracy else 3),
             label(trials),
         ))  # fmt: skip
+    said = f" {SAID_OF_END}" * any(choice.at_end for _, choice in results.choices)
     measure = "accuracy, %" if by_accuracy else "held-out loss, nats per token"
     return Sheet(
         f"{results.name}-search", f"{results.study.title}: what the search chose",
-        f"On held-out validation rows with seed {search.seed}, once for all seeds; {measure}.",
+        f"On held-out validation rows with seed {search.seed}, once for all seeds; {measure}.{said}",
         (*map(axis_name, axes), "chosen", "score", "all trials"), tuple(rows), num_labels=len(axes) + 1,
     )  # fmt: skip
 
