@@ -20,6 +20,7 @@ from frozencore.lab.methods.prompt_tuning import PromptTuning
 from frozencore.lab.methods.tinylora import TinyLoRA
 from frozencore.lab.methods.unilora import UniLoRA
 from frozencore.lab.methods.vera_vectors import VeRA
+from frozencore.lab.methods.whole_weights import FullFineTuning
 from frozencore.naming import unknown_name
 
 __all__ = ["METHODS", "AdapterOptions", "Method", "Targets", "find_method"]
@@ -40,6 +41,7 @@ METHODS: ChainMap[str, Method] = ChainMap(
         "apollo": LowRankGradients(
             label="APOLLO", trains=("weights",), learning_rate=1e-3, optimiser="apollo_adamw", package="apollo_torch"
         ),
+        "full": FullFineTuning(label="Full fine-tuning", trains=("weights",), learning_rate=2e-5),
     },
     FrozenCores(),  # type: ignore[arg-type]  # only read
 )

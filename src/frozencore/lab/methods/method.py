@@ -86,6 +86,10 @@ class Method(ABC):
         """Whether there is a phase before training that the data or the weights are looked at in."""
         return self.has_bases or self.changes_base or self.reads_weights
 
+    def default_targets(self, model: nn.Module) -> Targets | None:
+        """The layers that train where a run names none; None for the attention projections."""
+        return None
+
     def require(self) -> None:  # noqa: B027  # most need nothing
         """Refuse a run that lacks what is no dependency of this package.
 

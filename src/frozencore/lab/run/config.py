@@ -66,7 +66,10 @@ class RunConfig(Frozen):
     rank: Rank = BasisOptions.rank
     rank_budget: RankBudget = None
     targets: Annotated[
-        Targets | None, Field(description="Layer names, or all-linear. Default: the attention projections.")
+        Targets | None,
+        Field(
+            description="Layer names, or all-linear. Default: the attention projections; every weight for the method full."
+        ),
     ] = None
     layers: Annotated[
         int | None, Field(ge=1, description="Adapt the targets in that many last blocks alone. Default: in all.")

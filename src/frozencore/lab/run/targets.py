@@ -21,13 +21,13 @@ _BLOCK = re.compile(r"\.(\d+)\.")
 
 
 def resolve_targets(config: RunConfig, model: PreTrainedModel) -> Targets:
-    """The layers to adapt: those named, or the model's attention projections, which the paper adapts.
+    """The layers to adapt: those named, or the method's own, mostly the attention projections, which the paper adapts.
 
     Raises:
         ConfigError: A name matches no layer, the architecture is not known and nothing was named, or the model has
             fewer blocks than are to be adapted.
     """
-    targets = _attention_projections(model) if config.targets is None else config.targets
+    targets = config.targets or config.method_entry.default_targets(model) or _attention_projections(model)
     if targets != "all-linear":
         _require_each(model, targets)
     return targets if config.layers is None else _in_last_blocks(model, targets, config.layers)
