@@ -67,9 +67,7 @@ class RunConfig(Frozen):
     rank_budget: RankBudget = None
     targets: Annotated[
         Targets | None,
-        Field(
-            description="Layer names, or all-linear. Default: the attention projections; every weight for the method full."
-        ),
+        Field(description="Layer names, or all-linear. Default: the attention projections; with full, every weight."),
     ] = None
     layers: Annotated[
         int | None, Field(ge=1, description="Adapt the targets in that many last blocks alone. Default: in all.")
