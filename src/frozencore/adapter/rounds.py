@@ -10,6 +10,7 @@ rounding.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,6 +104,15 @@ class AdapterRounds:
             core = self.frozencore_past[adapter_name] * self.frozencore_scale[adapter_name]
             weight = torch.addmm(weight.detach(), P @ core, Q.mT)
             self.laid_past[adapter_name] = LaidPast(weight, P[:, earlier:].contiguous(), Q[:, earlier:].contiguous())
+
+    def held_of_past(self, adapter_name: str) -> Iterator[Tensor]:
+        """What earlier rounds leave in memory: their P and Q, all their cores, and the copies to compute with."""
+        if adapter_name in self.frozencore_past:
+            P, Q, past = (held[adapter_name] for held in (self.frozencore_P, self.frozencore_Q, self.frozencore_past))
+            earlier = P.shape[1] - len(self.core(adapter_name))
+            yield from (P[:, :earlier], Q[:, :earlier], past)
+        if (laid := self.laid_past.get(adapter_name)) is not None:
+            yield from (laid.weight, laid.P, laid.Q)
 
     def lift_past(self, adapter_name: str) -> None:
         """Forget that copy."""

@@ -9,29 +9,28 @@ themselves, a share of the older ones kept.
 from __future__ import annotations
 
 import math
-from pathlib import Path
-from typing import Any, Literal
+from collections.abc import Iterator
+from typing import Literal
 
 import torch
-from safetensors.torch import load_file, save_file
-from torch import nn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from torch import Tensor, nn
+from transformers import TrainerState, TrainingArguments
 
 from frozencore.adapter.bases.calibratable import adapter_for_new_bases
+from frozencore.adapter.bases.in_rounds import InRounds
 from frozencore.adapter.bases.passes import BasisWork
 from frozencore.adapter.bases.refresh_plan import COST, rounds_for, share_to_gather, widths_within
 from frozencore.calibration.gathering import Gathering
 from frozencore.calibration.shards import assign_owners, own_rank, reduce_moments, require_same_bases, share_bases
 from frozencore.calibration.sketched_gathering import SketchedGathering
-from frozencore.errors import CalibrationError, ConfigError
+from frozencore.errors import ConfigError
 from frozencore.maths.linalg import Shape
 from frozencore.maths.whitening import Whitening
 
 KEPT = 0.5  # of the older moments, at each refresh
-WARMUP = 0.1  # of a round's steps
 
 
-class Refresh(TrainerCallback):
+class Refresh(InRounds):
     """A callback of transformers' ``Trainer`` (and TRL's) that refreshes a frozen-core adapter.
 
     ``Trainer(model, ..., callbacks=[Refresh(model, rounds=8)])``. The steps are cut into equal rounds. Between two of
@@ -90,8 +89,6 @@ class Refresh(TrainerCallback):
         self.config.refreshes = rounds != 1
         self.widths = widths_within(memory_budget, self._shapes, self._ranks, self.config) if rounds != 1 else None
         self._gathering: Gathering | None = None
-        self._begun_at = 0
-        self._peaks: list[float] = []
         self.share = share_to_gather(model, self._shapes, cost, self.widths)
 
     def close(self) -> None:
@@ -100,18 +97,30 @@ class Refresh(TrainerCallback):
         for layer in self.layers.values():
             layer.lift_past(self.adapter_name)
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Hooks go on the model; a training that is resumed goes on with the moments of its checkpoint."""
-        self.close()
+    @property
+    def round_now(self) -> int:
+        return self.config.rounds
+
+    @property
+    def earlier_values(self) -> int:
+        return (self.config.rounds - 1) * sum(rank**2 for rank in self._ranks.values())
+
+    def held_tensors(self) -> Iterator[Tensor]:
+        """Sums or sketches of moments, and what the earlier rounds left."""
+        if self._gathering is not None:
+            yield from self._gathering.state().values()
+        for layer in self.layers.values():
+            yield from layer.held_of_past(self.adapter_name)
+
+    def choose_rounds(self, args: TrainingArguments, state: TrainerState) -> None:
+        """As many as pay, where it is left to the training."""
         if self.asked == "auto":
             rows_a_step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
             self.rounds = rounds_for(rows_a_step * state.max_steps, state.max_steps, self.share)
-        if self.rounds > state.max_steps:
-            raise ConfigError(
-                f"A round has at least one step, but refresh={self.rounds} came for {state.max_steps} steps. "
-                "Train longer or in fewer rounds."
-            )
-        if self.rounds > 1 and self._points(state)[0] <= self._num_leading:
+
+    def begin(self, args: TrainingArguments, state: TrainerState) -> None:
+        """Hooks go on the model; a training that is resumed goes on with the moments of its checkpoint."""
+        if self.rounds > 1 and self.round_ends(state.max_steps)[0] <= self._num_leading:
             raise ConfigError(
                 "Sketches of moments take a first round of at least two steps, for the first tells what to sketch, but "
                 f"refresh={self.rounds} came for {state.max_steps} steps. Train in fewer rounds or give a larger "
@@ -119,20 +128,14 @@ class Refresh(TrainerCallback):
             )
         for layer in self.layers.values():
             layer.lay_past(self.adapter_name)
-        self._begun_at = max((point for point in self._points(state) if point < state.global_step), default=0)
         if self.config.rounds == self.rounds:
             return
         self.gather()
         if state.global_step > 0 and self._gathering is not None:
-            self._gathering.load_state(self._saved(args, state))
+            self._gathering.load_state(self.saved_state(args, state))
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """The step before is over, and its checkpoint written."""
-        if self._gathering is not None and state.global_step == self._points(state)[self.config.rounds - 1]:
-            self.next_round(kwargs["optimizer"])
-            self._begun_at = state.global_step
+    def before_step(self, state: TrainerState) -> None:
+        """Sum the moments of this step, or do not."""
         if self._gathering is None:
             return
         step = state.global_step - (self._begun_at or self._num_leading)  # the first of each round is one of them
@@ -140,40 +143,15 @@ class Refresh(TrainerCallback):
             self._gathering.set_metric()
         self._gathering.listen(on=step < 0 or math.floor(step * self.share) > math.floor((step - 1) * self.share))
 
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """A round's first steps are smaller: fresh optimiser state knows no scale yet."""
-        groups = kwargs["optimizer"].param_groups
-        self._peaks = [group["lr"] for group in groups]
-        if self._begun_at:
-            length = math.ceil(WARMUP * state.max_steps / self.rounds)
-            share = min(1.0, (state.global_step - self._begun_at + 1) / (length + 1))
-            for group in groups:
-                group["lr"] *= share
+    def kept_state(self) -> dict[str, Tensor]:
+        """The moments so far."""
+        return {} if self._gathering is None else self._gathering.state()
 
-    def on_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """The schedule finds the rates as it left them."""
-        for group, rate in zip(kwargs["optimizer"].param_groups, self._peaks, strict=True):
-            group["lr"] = rate
-
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Add the moments to the checkpoint; each process has its own."""
-        if self._gathering is not None:
-            tensors = {name: total.cpu().contiguous() for name, total in self._gathering.state().items()}
-            save_file(tensors, self._file(args, state))
-
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self.close()
-
-    def take_back(self, step: int) -> None:
-        """Undo a refresh that this step began with: what came before it has no finite loss."""
-        if self._begun_at and self._begun_at == step - 1:
-            for layer in self.layers.values():
-                layer.take_back_round(self.adapter_name)
-            self.config.rounds -= 1
+    def take_back_round(self) -> None:
+        """What the adapter was before its last round began; the moments are not what they were."""
+        for layer in self.layers.values():
+            layer.take_back_round(self.adapter_name)
+        self.config.rounds -= 1
 
     @property
     def sums_now(self) -> bool:
@@ -204,10 +182,6 @@ class Refresh(TrainerCallback):
     @property
     def _ranks(self) -> dict[str, int]:
         return {name: len(layer.core(self.adapter_name)) for name, layer in self.layers.items()}
-
-    def _points(self, state: TrainerState) -> list[int]:
-        """The steps after which a round ends, but for the last one."""
-        return [round(j * state.max_steps / self.rounds) for j in range(1, self.rounds)]
 
     def gather(self) -> None:
         """Sum the moments of the batches from now on."""
@@ -246,16 +220,3 @@ class Refresh(TrainerCallback):
         self.config.rounds += 1
         if self.config.rounds == self.rounds:
             self._stop_gathering()
-
-    def _saved(self, args: TrainingArguments, state: TrainerState) -> dict[str, torch.Tensor]:
-        file = self._file(args, state)
-        if not file.is_file():
-            raise CalibrationError(
-                f"To resume in the middle of a round takes the moments of its batches, but there is no {file}. "
-                "Resume from a checkpoint in the output folder that this callback was at, or start again."
-            )
-        return load_file(file)
-
-    @staticmethod
-    def _file(args: TrainingArguments, state: TrainerState) -> Path:
-        return Path(str(args.output_dir)) / f"checkpoint-{state.global_step}" / f"refresh-{own_rank()}.safetensors"

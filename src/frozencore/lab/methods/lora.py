@@ -24,6 +24,13 @@ class LoRA(FromPEFT):
     use_dora: bool = False
     initialisation: ClassVar[Literal[True, "pissa"]] = True
 
+    unread: ClassVar[tuple[str, ...]] = ("refresh_cost", "refresh_memory")
+
+    @property
+    def adds_up(self) -> bool:
+        """Of plain factors the sum is a LoRA of a higher rank (:mod:`frozencore.lab.training.lora_rounds`)."""
+        return not self.use_dora and self.initialisation is True
+
     def config(self, options: AdapterOptions, model: nn.Module) -> PeftConfig:
         from peft import LoraConfig
 

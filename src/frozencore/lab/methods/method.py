@@ -82,6 +82,11 @@ class Method(ABC):
     budget: ClassVar[Budget | None] = None
 
     @property
+    def adds_up(self) -> bool:
+        """Whether the sum of what several rounds train is an adapter of its kind, so that it trains in rounds."""
+        return False
+
+    @property
     def initialises(self) -> bool:
         """Whether there is a phase before training that the data or the weights are looked at in."""
         return self.has_bases or self.changes_base or self.reads_weights

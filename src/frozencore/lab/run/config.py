@@ -121,7 +121,7 @@ class RunConfig(Frozen):
         PositiveInt | Literal["auto"],
         Field(
             description="Train in that many rounds, each on new bases from the moments of the batches so far; the "
-            "rounds' cores add up. 1: on the first bases to the end. auto: one for each hundred rows that are trained "
+            "rounds' cores add up. LoRA's factors are merged and drawn anew. 1: on the first bases to the end. auto: one for each hundred rows that are trained "
             "on and each forty that are summed, of six steps at least, and at most sixteen.",
         ),
     ] = 1

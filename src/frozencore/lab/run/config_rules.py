@@ -81,19 +81,18 @@ def _check_rank_budget(config: RunConfig) -> None:
 def _refuse_refresh(config: RunConfig) -> None:
     if config.basis is not None:
         raise ConfigError("A refreshed adapter cannot share a basis with others: give --basis or --refresh.")
-    if config.method_entry.optimiser is not None:
-        if config.refresh == "auto":
-            raise ConfigError(
-                f"auto counts the rounds of a core, but {config.method!r} has none: give --refresh a number."
-            )
+    method = config.method_entry
+    if config.refresh == "auto" and (method.optimiser is not None or method.adds_up):
+        raise ConfigError(f"auto counts the rounds of a core, but {config.method!r} has none: give --refresh a number.")
+    if method.optimiser is not None:
         return
-    if not config.method_entry.has_bases or not config.moments_needed:
+    if not method.adds_up and not config.moments_needed:
         raise ConfigError(
             f"Refreshing chooses bases by the training data, which the method {config.method!r} does not read. Use "
-            "one that does, such as fcca, or leave --refresh out."
+            "one that does, such as fcca, or one whose rounds add up, lora; or leave --refresh out."
         )
     if config.select_checkpoint != "none":
         raise ConfigError(
-            "Of a training in rounds the last step is kept: the values of others are on bases that are gone. Give "
+            "Of a training in rounds the last step is kept: the values of others are of rounds that are over. Give "
             "--select-checkpoint none or leave --refresh out."
         )

@@ -130,8 +130,8 @@ def execute(
             raise DivergenceError(f"{error} The last good core is in {out / LAST_GOOD}.") from error
         made = Made(model, calibration, calibration_s, captures, memory, report, targets, hashes, caught, started)
         recipe = recipe_of(config, bench.rows, bench.model)
-        if config.refreshes and method.has_bases:
-            recipe = replace(recipe, refresh=model.peft_config["default"].rounds)  # of auto, as many as there were
+        if config.refresh == "auto":
+            recipe = replace(recipe, refresh=report.rounds)
         record = from_first(lambda: finish(config, bench, out, made, recipe, progress))
         if reports is not None:
             reports.tell(record.scores)

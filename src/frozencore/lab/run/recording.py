@@ -19,7 +19,7 @@ from frozencore.adapter.seal.saved_basis import read_header
 from frozencore.calibration.shards import num_ranks
 from frozencore.constructors.options import trained_values
 from frozencore.lab.rows.row_sources import named
-from frozencore.lab.run.accounting import FLOAT32_BYTES, optimiser_bytes, trainable_parameters
+from frozencore.lab.run.accounting import FLOAT32_BYTES, optimiser_bytes, trainable_parameters, training_state_bytes
 from frozencore.lab.run.bench import Bench, Score
 from frozencore.lab.run.config import RunConfig
 from frozencore.lab.run.criterion import criterion_of
@@ -74,7 +74,8 @@ def make_record(
         started: ``time.perf_counter()`` when the run began.
     """
     assert bench.before is not None
-    report, trained = run.training, trainable_parameters(run.model)
+    report = run.training
+    trained = report.values_at_once or trainable_parameters(run.model)
     can_be_made_again = config.method_entry.frozen_can_be_made_again and resolved.recipe["refresh"] == 1
     stored = sum(file.stat().st_size for file in run.adapter.glob("*.safetensors"))
     return TunedRecord(
@@ -96,7 +97,9 @@ def make_record(
         resources=Resources(
             trainable_parameters=trained,
             magnitude_parameters=sum(p.numel() for name, p in run.model.named_parameters() if "magnitude" in name),
-            optimizer_bytes=optimiser_bytes(run.model, config.rank if config.method_entry.optimiser else None),
+            optimizer_bytes=optimiser_bytes(run.model, config.rank)
+            if config.method_entry.optimiser
+            else training_state_bytes(trained),
             adapter_bytes=stored,
             adapter_bytes_without_bases=FLOAT32_BYTES * trained if can_be_made_again else stored,
             calibration_s=run.calibration_s,

@@ -24,7 +24,9 @@ import torch
 from torch import nn
 from transformers import PrinterCallback
 
+from frozencore.adapter.bases.in_rounds import InRounds
 from frozencore.adapter.bases.refresh import Refresh
+from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.adapter.trainable import require_own_parameters
 from frozencore.calibration.shards import num_ranks
 from frozencore.errors import ConfigError, DataError, DivergenceError, TrainingError
@@ -33,6 +35,7 @@ from frozencore.lab.rows.prompts import TokenRow
 from frozencore.lab.training.arguments import training_arguments
 from frozencore.lab.training.by_length import GroupingCollator, GroupingTrainer
 from frozencore.lab.training.checkpoints import disk_errors_told, starting_point
+from frozencore.lab.training.lora_rounds import LoRARounds
 from frozencore.lab.training.low_rank import PLAIN, readable_state
 from frozencore.lab.training.padding_free import lay_end_to_end, require_rows_apart
 from frozencore.lab.training.recipe import UNREFRESHED, Recipe
@@ -65,6 +68,8 @@ class TrainingReport:
         resumed_from: The checkpoint it went on from.
         selected: The step whose values were kept, and what chose it; None where the last one was kept unasked.
         company: Of how many trainings it was one, and how many of them ran at once; None for a training alone.
+        rounds: How many rounds it had, each of which trains other values.
+        values_at_once: How many values trained at a moment; None in company, for as many as are left trainable.
     """
 
     num_steps: int
@@ -75,6 +80,8 @@ class TrainingReport:
     resumed_from: Path | None
     selected: Selected | None = None
     company: tuple[int, int] | None = None
+    rounds: int = 1
+    values_at_once: int | None = None
 
 
 def train(
@@ -133,14 +140,15 @@ def train(
     if selection is not None:
         identity |= {"scored every": selection.every, "validation rows": selection.identity}
         identity |= {} if selection.patience is None else {"patience": selection.patience}
-    refresh = _refresh_of(model, recipe, selection)
+    rounds = _rounds_of(model, recipe, selection)
+    values_at_once = sum(p.numel() for p in model.parameters() if p.requires_grad)
     resumed_from = starting_point(checkpoint_dir, resume, identity)
     start = time.perf_counter()
     selector: Selector | None = None
     monitor = LossMonitor(
         progress,
         kept,
-        refresh,
+        rounds,
         paused_s=lambda: selector.time_s if selector else 0.0,
         tokens_a_step=sum(len(row.input_ids) for row in rows) * recipe.epochs / recipe.num_steps(len(rows)),
     )
@@ -162,8 +170,8 @@ def train(
                 reporters=told,
             )
         restored.enter_context(readable_state(recipe.optimiser))
-        if refresh is not None:
-            restored.callback(refresh.close)
+        if rounds is not None:
+            restored.callback(rounds.close)
         trainer = (GroupingTrainer if grouped else CompletionTrainer)(
             model=model,
             args=training_arguments(
@@ -171,7 +179,7 @@ def train(
             ),
             data_collator=without_fillers(_collator(recipe, rows, pad_id, grouped=grouped)),
             train_dataset=filled_up(rows, own.batch_size * num_ranks()),
-            callbacks=[monitor, *filter(None, [selector, refresh]), Seal(identity, asked), StopWhenAsked(asked), *told],
+            callbacks=[monitor, *filter(None, [selector, rounds]), Seal(identity, asked), StopWhenAsked(asked), *told],
         )
         trainer.remove_callback(PrinterCallback)
         with disk_errors_told(checkpoint_dir):
@@ -202,6 +210,8 @@ def train(
         step_s=median(b - a for a, b in pairwise(monitor.step_ends)) if len(monitor.step_ends) > 1 else None,
         resumed_from=resumed_from,
         selected=selected,
+        rounds=1 if rounds is None else rounds.round_now,
+        values_at_once=values_at_once,
     )
 
 
@@ -213,15 +223,21 @@ def _collator(recipe: Recipe, rows: Sequence[TokenRow], pad_id: int, *, grouped:
     return GroupingCollator(pad_id, most_tokens, recipe.pass_tokens or 0)
 
 
-def _refresh_of(model: nn.Module, recipe: Recipe, selection: Selection | None) -> Refresh | None:
+def _rounds_of(model: nn.Module, recipe: Recipe, selection: Selection | None) -> InRounds | None:
+    """What ends a round, by what trains; None for a single round, and for an optimiser that has rounds of its own."""
     if recipe.refresh == 1 or recipe.optimiser != PLAIN:
         return None
     if selection is not None:
         raise ConfigError(
-            "Of a training in rounds the last step is kept: the values of others are on bases that are gone. Leave "
+            "Of a training in rounds the last step is kept: the values of others are of rounds that are over. Leave "
             "select_checkpoint or refresh out."
         )
-    return Refresh(model, recipe.refresh, cost=recipe.refresh_cost, memory_budget=recipe.refresh_memory)
+    config = getattr(model, "peft_config", {}).get("default")
+    if config is None or isinstance(config, FrozenCoreConfig):
+        return Refresh(model, recipe.refresh, cost=recipe.refresh_cost, memory_budget=recipe.refresh_memory)
+    if recipe.refresh == "auto":
+        raise ConfigError("auto counts the rounds of a core. Give a LoRA a number of rounds.")
+    return LoRARounds(model, recipe.refresh)
 
 
 def _require_float32(model: nn.Module) -> None:

@@ -16,7 +16,7 @@ from peft.utils import load_peft_weights, set_peft_model_state_dict
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from frozencore.adapter.bases.refresh import Refresh
+from frozencore.adapter.bases.in_rounds import InRounds
 from frozencore.adapter.seal.card import begin_model_card
 from frozencore.calibration.shards import largest_over_ranks, num_ranks, wait_for_all
 from frozencore.errors import DivergenceError
@@ -83,7 +83,7 @@ class LossMonitor(TrainerCallback):
 
     Args:
         kept: Parameters that :meth:`put_back` gives the last values whose loss and gradient were finite.
-        refresh: What changes the bases that they are on.
+        rounds: What ends the rounds of the training.
         paused_s: Seconds so far that were not spent on steps.
         tokens_a_step: In the mean, padding left out.
     """
@@ -92,13 +92,13 @@ class LossMonitor(TrainerCallback):
         self,
         progress: Progress | None,
         kept: Sequence[Tensor] = (),
-        refresh: Refresh | None = None,
+        rounds: InRounds | None = None,
         paused_s: Callable[[], float] = lambda: 0.0,
         tokens_a_step: float = 0.0,
     ) -> None:
         self.progress = progress
         self.tokens_a_step = tokens_a_step
-        self.refresh = refresh
+        self.rounds = rounds
         self.paused_s = paused_s
         self.step_ends: list[float] = []
         self._parameters = kept
@@ -140,8 +140,8 @@ class LossMonitor(TrainerCallback):
 
     def put_back(self, step: int) -> None:
         """Give the parameters their last good values, after a step that has diverged."""
-        if self.refresh is not None:
-            self.refresh.take_back(step)
+        if self.rounds is not None:
+            self.rounds.take_back(step)
         if self._kept:
             torch._foreach_copy_(self._kept, self._good)
 

@@ -1,0 +1,153 @@
+"""Training in rounds: what trains joins a sum at the end of each round, and the next round begins anew.
+
+All trainings in rounds share the points at which a round ends, the one schedule over all rounds, the short warm-up of
+each, and what a checkpoint keeps. What the end of a round does is a matter of what trains:
+:class:`frozencore.Refresh` is for cores, and LoRA in rounds is in the lab.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from frozencore.calibration.shards import own_rank
+from frozencore.errors import CalibrationError, ConfigError
+
+WARMUP = 0.1  # of a round's steps
+
+
+class InRounds(TrainerCallback, ABC):
+    """A callback of transformers' ``Trainer`` that cuts its steps into equal rounds.
+
+    Attributes:
+        rounds: How many, at most one for each step.
+    """
+
+    rounds: int
+    _begun_at = 0
+    _peaks: list[float]
+
+    @property
+    @abstractmethod
+    def round_now(self) -> int:
+        """The number of the round that trains; the first is 1."""
+
+    @property
+    @abstractmethod
+    def earlier_values(self) -> int:
+        """How many values earlier rounds have trained, which are saved and train no longer."""
+
+    @abstractmethod
+    def held_tensors(self) -> Iterator[Tensor]:
+        """Everything that is held from step to step for the rounds."""
+
+    @abstractmethod
+    def begin(self, args: TrainingArguments, state: TrainerState) -> None:
+        """Prepare the model, at the beginning of a training or of one that is resumed."""
+
+    @abstractmethod
+    def next_round(self, optimizer: torch.optim.Optimizer) -> None:
+        """End a round: what trains joins the sum, and its successor starts with fresh optimiser state."""
+
+    @abstractmethod
+    def take_back_round(self) -> None:
+        """Undo :meth:`next_round`."""
+
+    @abstractmethod
+    def kept_state(self) -> dict[str, Tensor]:
+        """What a checkpoint needs beside the adapter; nothing if it needs nothing."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave the model as a training that ended in an error should; it may be called twice."""
+
+    def before_step(self, state: TrainerState) -> None:  # most have nothing to do
+        """Look at the step that comes, of whatever round it is."""
+
+    def choose_rounds(self, args: TrainingArguments, state: TrainerState) -> None:  # most are told
+        """Set the number of rounds where the training decides it."""
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Prepare the model; a training that is resumed goes on with what its checkpoint kept."""
+        self.close()
+        self.choose_rounds(args, state)
+        if self.rounds > state.max_steps:
+            raise ConfigError(
+                f"A round has at least one step, but refresh={self.rounds} came for {state.max_steps} steps. "
+                "Train longer or in fewer rounds."
+            )
+        self._begun_at = max((end for end in self.round_ends(state.max_steps) if end < state.global_step), default=0)
+        self.begin(args, state)
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """The step before is over, and its checkpoint written."""
+        ends = self.round_ends(state.max_steps)
+        if self.round_now < self.rounds and state.global_step == ends[self.round_now - 1]:
+            self.next_round(kwargs["optimizer"])
+            self._begun_at = state.global_step
+        self.before_step(state)
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """A round's first steps are smaller: fresh optimiser state knows no scale yet."""
+        groups = kwargs["optimizer"].param_groups
+        self._peaks = [group["lr"] for group in groups]
+        if self._begun_at:
+            length = math.ceil(WARMUP * state.max_steps / self.rounds)
+            share = min(1.0, (state.global_step - self._begun_at + 1) / (length + 1))
+            for group in groups:
+                group["lr"] *= share
+
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """The schedule finds the rates as it left them."""
+        for group, rate in zip(kwargs["optimizer"].param_groups, self._peaks, strict=True):
+            group["lr"] = rate
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Add what is kept to the checkpoint; each process has its own."""
+        tensors = {name: total.cpu().contiguous() for name, total in self.kept_state().items()}
+        if tensors:
+            save_file(tensors, self._file(args, state))
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self.close()
+
+    def take_back(self, step: int) -> None:
+        """Undo the end of a round that this step began with: what came before it has no finite loss."""
+        if self._begun_at and self._begun_at == step - 1:
+            self.take_back_round()
+
+    def round_ends(self, num_steps: int) -> list[int]:
+        """The steps after which a round ends, but for the last one."""
+        return [round(j * num_steps / self.rounds) for j in range(1, self.rounds)]
+
+    def saved_state(self, args: TrainingArguments, state: TrainerState) -> dict[str, Tensor]:
+        """What the checkpoint that a training goes on from has kept.
+
+        Raises:
+            CalibrationError: It has kept nothing.
+        """
+        file = self._file(args, state)
+        if not file.is_file():
+            raise CalibrationError(
+                f"To resume in the middle of a round takes what its checkpoint kept of the rounds, but there is no "
+                f"{file}. Resume from a checkpoint in the output folder that this callback was at, or start again."
+            )
+        return load_file(file)
+
+    @staticmethod
+    def _file(args: TrainingArguments, state: TrainerState) -> Path:
+        return Path(str(args.output_dir)) / f"checkpoint-{state.global_step}" / f"refresh-{own_rank()}.safetensors"
