@@ -121,8 +121,9 @@ class RunConfig(Frozen):
         PositiveInt | Literal["auto"],
         Field(
             description="Train in that many rounds, each on new bases from the moments of the batches so far; the "
-            "rounds' cores add up. LoRA's factors are merged and drawn anew. 1: on the first bases to the end. auto: one for each hundred rows that are trained "
-            "on and each forty that are summed, of six steps at least, and at most sixteen.",
+            "rounds' cores add up (LoRA: each on new factors). 1: on the first bases to the end. auto: one for each "
+            "hundred rows that are trained on and each forty that are summed, of six steps at least, and at most "
+            "sixteen.",
         ),
     ] = 1
     refresh_cost: Annotated[
