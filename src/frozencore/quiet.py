@@ -25,6 +25,8 @@ def ignore_known_warnings() -> None:
     """In this process. Where workers are processes of their own, each of them calls it."""
     # PEFT asks for it at every get_peft_model.
     warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
+    # PEFT looks for a config.json beside a GGUF file whenever an adapter on it is saved.
+    warnings.filterwarnings("ignore", message=r"Could not find a config file in .*\.gguf", category=UserWarning)
     for name in _AT_IMPORT:
         logging.getLogger(name).addFilter(_is_of_use)
 

@@ -73,7 +73,7 @@ def export_basis_model(
 
     Args:
         directory: A basis, or an adapter, whose core is left out.
-        base: Folder or hub id of the base model; by default the one that the basis or adapter names.
+        base: Folder, GGUF file or hub id of the base model; by default the one that the basis or adapter names.
         dtype: Of the base weights: ``auto`` keeps theirs. P and Q are written as they are.
         with_code: Put the architecture's code into the folder too, for engines that have no frozencore; they must then
             be told to trust it.
@@ -87,19 +87,19 @@ def export_basis_model(
     basis = _read_basis(directory)
     base = str(base or basis.base_model or "")
     if not base:
-        raise ConfigError(f"{directory} names no base model: give base=, its folder or hub id (--base).")
-    safely = safe_loading(base)
+        raise ConfigError(f"{directory} names no base model: give base=, its folder, file or hub id (--base).")
+    loading = safe_loading(base)
     identity = identity_of(basis.layers)
     ranks = {name: P.shape[1] for name, (P, _) in sorted(basis.layers.items())}
     with whole_folder(out, overwrite=overwrite, reads=directory) as aside:
-        model = load_base_model(base, dtype, safely, "a basis stands beside plain weights")
+        model = load_base_model(base, dtype, loading, "a basis stands beside plain weights")
         _require_fits(basis, model, base)
         made = _with_basis(model, basis.layers, {"ranks": ranks, "identity": identity})
         made.save_pretrained(aside, save_original_format=False)
         _name_architecture(aside / MODEL_CONFIG, with_code=with_code)
         if with_code:
             (aside / CODE_FILE).write_bytes(Path(frozencore_basis_model.__file__).read_bytes())
-        save_tokenizer(directory, base, aside, safely)
+        save_tokenizer(directory, aside, loading)
         (aside / CARD_FILE).write_text(_card(base, ranks, identity), encoding="utf-8")
     return BasisModelExport(out, ranks, identity)
 

@@ -59,7 +59,7 @@ def from_directory(folder: Path, base: nn.Module | str | Path | None = None) -> 
     """An adapter that ``save_pretrained`` wrote.
 
     Args:
-        base: The base model or its folder; by default the folder that the adapter names, if it is there.
+        base: The base model, its folder or its GGUF file; by default what the adapter names, if it lies here.
 
     Raises:
         ArtifactError: It is damaged.
@@ -71,7 +71,7 @@ def from_directory(folder: Path, base: nn.Module | str | Path | None = None) -> 
     if others:
         raise ConfigError(f"{folder} also holds {others[0]!r}, {_NOT_LORA}")
     said = config.base_model_name_or_path
-    base = base if base is not None else said if said and Path(said).is_dir() else None
+    base = base if base is not None else said if said and Path(said).exists() else None
     scales = {name: scale_of(config, name) for name in factors}
     return LeavingAdapter(config, factors, scales, layers_of(base) if base is not None else None)
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import transformers
 from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
@@ -21,8 +20,8 @@ from transformers.pytorch_utils import Conv1D
 
 from frozencore.adapter.layer import is_linear, layer_shape
 from frozencore.errors import ArtifactError, ModelError
+from frozencore.gguf_model import model_class, why_unreadable
 from frozencore.hub import safe_loading
-from frozencore.one_line import one_line
 
 PACKS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _SAME_SHAPE = {"k_proj": "v_proj", "v_proj": "k_proj", "gate_proj": "up_proj", "up_proj": "gate_proj"}
@@ -38,7 +37,7 @@ class BaseLayers:
 
 
 def layers_of(base: nn.Module | str | Path) -> BaseLayers:
-    """The linear layers of a model, or of the architecture in a model folder (its weights are not read)."""
+    """The linear layers of a model, or of the architecture in a folder or GGUF file, whose weights are not read."""
     model = base if isinstance(base, nn.Module) else _architecture(base)
     model = model.get_base_model() if isinstance(model, PeftModel) else model
     inside = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, BaseTunerLayer))
@@ -114,12 +113,12 @@ def _kind(layer: str) -> str:
     return ".".join("*" if part.isdigit() else part for part in layer.split("."))
 
 
-def _architecture(folder: str | Path) -> nn.Module:
-    safely = safe_loading(str(folder))
+def _architecture(base: str | Path) -> nn.Module:
+    loading = safe_loading(str(base))
     try:
-        config = AutoConfig.from_pretrained(folder, **safely)
+        config = AutoConfig.from_pretrained(**loading)
         with torch.device("meta"):
-            return getattr(transformers, (config.architectures or [""])[0])(config)
-    except (OSError, ValueError, AttributeError) as error:
-        reason = one_line(error, 200)
-        raise ModelError(f"The base model {folder} cannot be read: {reason} Give its folder or hub id.") from error
+            return model_class(config)(config)
+    except Exception as error:  # of a GGUF file, whatever its damage leads to
+        reason = why_unreadable(loading, error)
+        raise ModelError(f"The base model {base} cannot be read: {reason} Give its folder, file or hub id.") from error

@@ -28,7 +28,7 @@ def export_merged(
 
     Args:
         directory: A folder that ``save_pretrained`` or ``frozencore tune`` wrote.
-        base: Folder or hub id of the base model; by default the one that the adapter names.
+        base: Folder, GGUF file or hub id of the base model; by default the one that the adapter names.
         dtype: Of the merged weights: ``auto`` keeps the base model's. In half precision the sum is rounded.
 
     Returns:
@@ -43,11 +43,11 @@ def export_merged(
     config, _ = read_adapter(directory)
     base = str(base or config.base_model_name_or_path or "")
     if not base:
-        raise ConfigError(f"{directory} names no base model: give base=, its folder or hub id (--base).")
-    safely = safe_loading(base)
+        raise ConfigError(f"{directory} names no base model: give base=, its folder, file or hub id (--base).")
+    loading = safe_loading(base)
     with whole_folder(out, overwrite=overwrite, reads=directory) as aside:
         try:
-            model = PeftModel.from_pretrained(load_base_model(base, dtype, safely, _NOT_QUANTISED), str(directory))
+            model = PeftModel.from_pretrained(load_base_model(base, dtype, loading, _NOT_QUANTISED), str(directory))
         except FrozenCoreError:
             raise
         except Exception as error:  # PEFT raises a dozen kinds for names, shapes and options that fit no layer
@@ -61,5 +61,5 @@ def export_merged(
         except ValueError as error:
             raise ModelError(f"{directory} cannot be merged: {error}. Train it again.") from error
         merged.save_pretrained(aside)
-        save_tokenizer(directory, base, aside, safely)
+        save_tokenizer(directory, aside, loading)
     return out

@@ -12,6 +12,8 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
 from frozencore.device import memory_of
+from frozencore.errors import ModelError
+from frozencore.gguf_model import find_gguf
 from frozencore.hub import hub_answers
 from frozencore.lab.campaign.estimate import RECORD_BYTES, ModelSize, memory_bytes, shared_bytes, size_of
 from frozencore.lab.campaign.job import Job
@@ -93,7 +95,12 @@ def machine_memory() -> tuple[int, str]:
 
 def has_weights(location: str) -> bool:
     """Whether a model lies in a folder or, whole, in the offline cache."""
-    location = model_location(location)
+    try:
+        location = model_location(location)
+        if find_gguf(location) is not None:
+            return True
+    except ModelError:  # not fetched yet, or not readable here
+        return False
     folder = Path(location)
     if not folder.is_dir():
         try:

@@ -44,7 +44,11 @@ class RunConfig(Frozen):
     """One run of the training recipe (paper, section 4 and appendix B); each field says what it is in its help."""
 
     model: Annotated[
-        str, Field(description="Hub id or local folder of a causal language model; pocket is the one shipped here.")
+        str,
+        Field(
+            description="Hub id, local folder or GGUF file of a causal language model; pocket is the one shipped here, "
+            "smollm2 the one that `make smollm2` fetches."
+        ),
     ]
     task: Annotated[str | None, Field(description="A task by name, for instance svamp or sst2.")] = None
     data: Annotated[

@@ -1,26 +1,29 @@
-"""A model and its tokenizer from a hub id or a local folder, and what is said when there is none."""
+"""A model and its tokenizer from a hub id, a local folder or a GGUF file, and what is said when there is none."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from frozencore.device import find_device
 from frozencore.errors import ModelError
+from frozencore.gguf_model import read_tokenizer, read_weights, why_unreadable
 from frozencore.hub import safe_loading
 from frozencore.lab.pocket import POCKET_MODEL, pocket_model_path
-from frozencore.one_line import one_line
+from frozencore.lab.smollm2 import SMOLLM2, smollm2_path
 from frozencore.quiet import quiet_loading
+
+_WAY_OUT = "Give a folder that save_pretrained wrote, a GGUF file or a hub id."
 
 
 def load_model(name: str, *, dtype: str = "auto", device: str = "auto") -> tuple[PreTrainedModel, Any]:
     """A causal language model in evaluation mode and its tokenizer.
 
     Args:
-        name: Hub id, path of a local folder, or ``pocket``. A folder is read without any network access.
-        dtype: ``auto`` is the dtype that the model was saved in.
+        name: Hub id, local folder, GGUF file, ``pocket`` or ``smollm2``. What is local is read without the network.
+        dtype: ``auto`` is the dtype that the model was saved in; float32 for quantised GGUF files.
         device: ``auto`` is the first GPU, or the CPU.
 
     Raises:
@@ -29,17 +32,15 @@ def load_model(name: str, *, dtype: str = "auto", device: str = "auto") -> tuple
     """
     place = _device(device)
     name = model_location(name)
-    safely = safe_loading(name)
+    loading = safe_loading(name)
     try:
         with quiet_loading():
-            tokenizer = _tokenizer(name, safely)
-            beside = {"local_files_only": safely["local_files_only"]}  # it looks for an adapter there
-            model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, adapter_kwargs=beside, **safely)
+            tokenizer = _tokenizer(loading)
+            model = _weights(loading, dtype)
     except Exception as error:  # transformers raises a dozen kinds for a folder that is not a model
-        reason = one_line(error, 200)
         raise ModelError(
-            f"--model {name} cannot be read as a causal language model with its tokenizer: {reason} "
-            "Give a folder that save_pretrained wrote, or a hub id."
+            f"--model {name} cannot be read as a causal language model with its tokenizer: "
+            f"{why_unreadable(loading, error)} {_WAY_OUT}"
         ) from error
     return model.to(place).eval(), tokenizer
 
@@ -51,16 +52,22 @@ def load_config(name: str) -> PretrainedConfig:
         ModelError: As for :func:`load_model`.
     """
     name = model_location(name)
-    safely = safe_loading(name)
+    loading = safe_loading(name)
     try:
-        return AutoConfig.from_pretrained(name, **safely)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"--model {name} has no configuration: {one_line(error, 200)}") from error
+        return AutoConfig.from_pretrained(**loading)
+    except Exception as error:  # of a GGUF file, whatever its damage leads to
+        raise ModelError(f"--model {name} has no configuration: {why_unreadable(loading, error)}") from error
 
 
 def model_location(name: str) -> str:
-    """What transformers is to be asked for."""
-    return str(pocket_model_path()) if name == POCKET_MODEL else name
+    """The folder that a model's short name stands for; any other name as it is.
+
+    Raises:
+        ModelError: ``smollm2`` has not been fetched.
+    """
+    if name == POCKET_MODEL:
+        return str(pocket_model_path())
+    return str(smollm2_path()) if name == SMOLLM2 else name
 
 
 def load_tokenizer(name: str) -> Any:
@@ -70,19 +77,24 @@ def load_tokenizer(name: str) -> Any:
         ModelError: As for :func:`load_model`.
     """
     name = model_location(name)
-    safely = safe_loading(name)
+    loading = safe_loading(name)
     try:
-        return _tokenizer(name, safely)
-    except (OSError, ValueError) as error:
-        reason = one_line(error, 200)
+        return _tokenizer(loading)
+    except Exception as error:
         raise ModelError(
-            f"--model {name} cannot be read as a tokenizer: {reason} "
-            "Give a folder that save_pretrained wrote, or a hub id."
+            f"--model {name} cannot be read as a tokenizer: {why_unreadable(loading, error)} {_WAY_OUT}"
         ) from error
 
 
-def _tokenizer(name: str, safely: dict[str, bool]) -> Any:
-    tokenizer = AutoTokenizer.from_pretrained(name, **safely)
+def _weights(loading: dict[str, Any], dtype: str) -> PreTrainedModel:
+    if "gguf_file" in loading:
+        return read_weights(AutoModelForCausalLM, dtype, loading)
+    beside = {"local_files_only": loading["local_files_only"]}  # it looks for an adapter there
+    return AutoModelForCausalLM.from_pretrained(dtype=dtype, adapter_kwargs=beside, **loading)
+
+
+def _tokenizer(loading: dict[str, Any]) -> Any:
+    tokenizer = read_tokenizer(loading)
     ids = tokenizer("A word and 1", add_special_tokens=False)["input_ids"]
     if set(ids) <= set(tokenizer.all_special_ids):  # what transformers makes of a folder without tokenizer.json
         raise ValueError("its tokenizer knows no words, as tokenizer.json or its like is missing.")

@@ -1,0 +1,151 @@
+"""A model in a GGUF file, llama.cpp's format: found, and read by transformers into plain weights and a tokenizer.
+
+The weights are unpacked when they are read: what trains, merges and is saved is an ordinary model. transformers and the
+package ``gguf`` (extra ``frozencore[gguf]``) are imported when a file is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from frozencore.errors import ModelError
+from frozencore.one_line import one_line
+
+_MAGIC = b"GGUF"
+
+
+def find_gguf(model: str) -> Path | None:
+    """The absolute path of the GGUF file that a model's name stands for; None for a model of another kind.
+
+    Args:
+        model: A file, or a folder without ``config.json`` that holds one GGUF file.
+
+    Raises:
+        ModelError: The folder holds several, the file is missing or is none, or the package ``gguf`` is.
+    """
+    place = Path(model)
+    if place.suffix.lower() == ".gguf" and not place.is_dir():
+        return _checked(place)
+    if not place.is_dir() or (place / "config.json").exists():
+        return None
+    files = sorted(file for file in place.iterdir() if file.suffix.lower() == ".gguf")
+    if len(files) > 1:
+        names = ", ".join(file.name for file in files)
+        raise ModelError(f"A folder stands for the one GGUF file in it, but {place} holds {names}. Name the file.")
+    return _checked(files[0]) if files else None
+
+
+def _checked(file: Path) -> Path:
+    try:
+        with file.open("rb") as opened:
+            found = opened.read(len(_MAGIC))
+    except OSError as error:
+        raise ModelError(f"Model {file}: {error.strerror}. Give a GGUF file, a model folder or a hub id.") from error
+    if found != _MAGIC:
+        raise ModelError(f"A GGUF file begins with the letters GGUF, but {file} does not. Download it again.")
+    if find_spec("gguf") is None:
+        raise ModelError(
+            f"To read {file.name} takes the package gguf, which is not installed: pip install 'frozencore[gguf]'."
+        )
+    return file.absolute()
+
+
+def read_weights(model_class: Any, dtype: str, loading: dict[str, Any]) -> Any:
+    """The model in a GGUF file as one that can be trained and saved, named after the file.
+
+    Args:
+        model_class: Of transformers, an automatic one too.
+        dtype: ``auto`` is the file's; float32 where the file is quantised.
+        loading: As :func:`frozencore.hub.safe_loading` gives it.
+    """
+    import transformers
+
+    whole = {}
+    if hasattr(transformers, "GgufConfig"):  # from the version on that could leave the weights packed
+        whole["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    with _without_bars():
+        model = model_class.from_pretrained(dtype=dtype, **whole, **loading)
+    file = str(Path(loading["pretrained_model_name_or_path"], loading["gguf_file"]))
+    model.name_or_path = model.config.name_or_path = file
+    model.config.architectures = [type(model).__name__]  # the file names none
+    return model
+
+
+def model_class(config: Any) -> Any:
+    """The class of transformers for a configuration. One from a GGUF file names none: it is a causal language model.
+
+    Raises:
+        ValueError: It names none that transformers has.
+    """
+    import transformers
+
+    named = (config.architectures or [""])[0]
+    if not named and type(config) in transformers.AutoModelForCausalLM._model_mapping:
+        return transformers.AutoModelForCausalLM._model_mapping[type(config)]
+    if not hasattr(transformers, named):
+        raise ValueError(f"transformers has no model class {named!r}.")
+    return getattr(transformers, named)
+
+
+def read_tokenizer(loading: dict[str, Any]) -> Any:
+    """The tokenizer of any model, a GGUF file's with its chat template and its way to cut digits.
+
+    Args:
+        loading: As :func:`frozencore.hub.safe_loading` gives it.
+    """
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(**loading)
+    if "gguf_file" in loading:
+        _cut_digits(tokenizer, Path(loading["pretrained_model_name_or_path"], loading["gguf_file"]))
+    return tokenizer
+
+
+def _cut_digits(tokenizer: Any, file: Path) -> None:
+    """Put each digit of a vocabulary that names ``smollm`` by itself; transformers leaves that out.
+
+    The vocabulary has no token of several digits, but without the cut white space before a number becomes other tokens.
+    """
+    from gguf import GGUFReader
+    from tokenizers import pre_tokenizers
+
+    kind = GGUFReader(file).get_field("tokenizer.ggml.pre")
+    if kind is None or kind.contents() != "smollm":
+        return
+    backend = tokenizer.backend_tokenizer
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), backend.pre_tokenizer]
+    )
+
+
+def why_unreadable(loading: dict[str, Any], error: Exception) -> str:
+    """What a loader's exception says about a model, on one line: for a GGUF file, whether the file is whole."""
+    if "gguf_file" not in loading:
+        return one_line(error, 200)
+    from gguf import GGUFReader
+
+    file = Path(loading["pretrained_model_name_or_path"], loading["gguf_file"])
+    try:
+        GGUFReader(file)
+    except Exception:  # numpy's, about slices that are too short
+        return f"its {file.stat().st_size:,} bytes are not a whole GGUF file. Download it again."
+    said = f"it does not say {error}." if isinstance(error, KeyError) else one_line(error, 200)
+    return f"transformers reads no such GGUF file: {said}"
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """transformers shows a bar for a GGUF file that none of its settings turns off."""
+    from transformers import modeling_gguf_pytorch_utils as reader
+
+    bar = reader.tqdm
+    reader.tqdm = partial(bar, disable=True)
+    try:
+        yield
+    finally:
+        reader.tqdm = bar

@@ -1,0 +1,111 @@
+"""A GGUF file wherever a model is named: what is read is what was written, and what cannot be read is one line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from frozencore.errors import ModelError
+from frozencore.fingerprint import fingerprint_model
+from frozencore.lab.run.loading import load_config, load_model, load_tokenizer
+from places import SHARED
+
+pytest.importorskip("gguf")
+from gguf_files import pocket_tokenizer, tiny_model, write_gguf
+
+KINDS = ("llama", "qwen2")
+Command = Callable[..., tuple[int, str, str]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_and_tokens_are_those_that_were_written(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written = tiny_model(kind)
+    file = write_gguf(written, tmp_path / "tiny.gguf")
+    model, tokenizer = load_model(str(file), device="cpu")
+    ids = torch.arange(3, 40)[None]
+    assert torch.equal(model(ids).logits, written(ids).logits)
+    text = "Tom has 17 books.\n\nHe  buys 4."
+    assert tokenizer(text)["input_ids"] == pocket_tokenizer()(text)["input_ids"]
+    assert fingerprint_model(model) == fingerprint_model(written)
+    assert load_config(str(tmp_path)).hidden_size == 32  # the folder of one file stands for it
+    assert load_tokenizer(str(file)).chat_template == pocket_tokenizer().chat_template
+    assert capsys.readouterr().err == ""
+    model.save_pretrained(tmp_path / "saved")
+    halved, _ = load_model(str(file), dtype="bfloat16", device="cpu")
+    assert torch.equal(halved.lm_head.weight, written.lm_head.weight.bfloat16())
+
+
+def test_digits_are_cut_as_the_vocabulary_was_learned(tmp_path: Path) -> None:
+    """SmolLM2's own tokenizer.json puts ``Digits(individual_digits=True)`` first; a GGUF file names that ``smollm``."""
+    file = write_gguf(tiny_model("llama"), tmp_path / "tiny.gguf", pre="smollm")
+    backend = load_tokenizer(str(file)).backend_tokenizer
+    pieces = [piece for piece, _ in backend.pre_tokenizer.pre_tokenize_str("a\n\n12 b")]
+    assert pieces == ["a", "ĊĊ", "1", "2", "Ġb"]
+
+
+def test_every_damage_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = write_gguf(tiny_model("llama"), tmp_path / "tiny.gguf").read_bytes()
+    (tmp_path / "several").mkdir()
+    for name in ("a", "b"):
+        (tmp_path / "several" / f"{name}.gguf").write_bytes(whole)
+    (tmp_path / "not.gguf").write_bytes(b"PK" + whole)
+    for length in (30, 3000, len(whole) // 2, len(whole) - 40):
+        (tmp_path / f"cut{length}.gguf").write_bytes(whole[:length])
+        for load in (load_model, load_config, load_tokenizer):
+            with pytest.raises(ModelError, match=rf"its {length:,} bytes are not a whole GGUF file. Download it again"):
+                load(str(tmp_path / f"cut{length}.gguf"))
+    with pytest.raises(ModelError, match="holds a.gguf, b.gguf. Name the file"):
+        load_model(str(tmp_path / "several"))
+    with pytest.raises(ModelError, match="begins with the letters GGUF, but .*not.gguf does not"):
+        load_model(str(tmp_path / "not.gguf"))
+    with pytest.raises(ModelError, match="no.gguf: No such file or directory. Give a GGUF file"):
+        load_model(str(tmp_path / "no.gguf"))
+    unknown = write_gguf(tiny_model("llama"), tmp_path / "unknown.gguf", architecture="nobody")
+    with pytest.raises(ModelError, match="transformers reads no such GGUF file: .*nobody") as caught:
+        load_model(str(unknown))
+    assert "\n" not in str(caught.value)
+    monkeypatch.setattr("frozencore.gguf_model.find_spec", lambda _: None)
+    with pytest.raises(ModelError, match=r"pip install 'frozencore\[gguf\]'"):
+        load_model(str(tmp_path / "tiny.gguf"))
+
+
+def test_a_run_on_a_gguf_file_is_quiet_scored_again_and_exported(command: Command, tmp_path: Path) -> None:
+    file = write_gguf(tiny_model("llama"), tmp_path / "tiny.gguf")
+    few = ("--num-train", "16", "--num-evaluation", "4", "--calibration-size", "8", "--epochs", "1", "--device", "cpu")
+    status, _, err = command(
+        "tune", "--model", file, "--task", "pocket-sentiment", "--rank", "2", *few, "--out", tmp_path / "run"
+    )
+    assert status == 0, err
+    assert "onverting" not in err
+    assert "config file" not in err
+    record = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert fingerprint_model(tiny_model("llama")) in json.dumps(record)
+    adapter = tmp_path / "run" / "adapter"
+    assert json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"] == str(file)
+    scored = ("--task", "pocket-sentiment", "--num-evaluation", "4", "--device", "cpu", "--out", tmp_path / "scores")
+    status, _, err = command("evaluate", "--model", file, "--adapter", adapter, *scored)
+    assert status == 0, err
+    status, _, err = command("export", adapter, "--to", "merged", "--out", tmp_path / "merged")
+    assert status == 0, err
+    merged, _ = load_model(str(tmp_path / "merged"), device="cpu")
+    assert fingerprint_model(merged) != fingerprint_model(tiny_model("llama"))
+    status, out, err = command("export", adapter, "--to", "lora", "--out", tmp_path / "lora")
+    assert status == 0, err
+    assert "Taken by: vLLM, SGLang, llama.cpp" in out
+
+
+@pytest.mark.slow
+def test_smollm2_is_read_as_it_is_documented(tmp_path: Path) -> None:
+    folder = SHARED / "models" / "smollm2"
+    if not folder.is_dir():
+        pytest.skip("no ../shared beside this checkout")
+    model, tokenizer = load_model(str(folder), device="cpu")
+    assert sum(parameter.numel() for parameter in model.parameters()) == 134_515_008
+    ids = tokenizer("The capital of France is", return_tensors="pt")["input_ids"]
+    assert tokenizer.decode(model(ids).logits[0, -1].argmax()) == " Paris"
