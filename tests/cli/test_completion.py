@@ -48,8 +48,8 @@ def test_verbs_flags_and_the_values_that_have_names_are_offered(  # type: ignore
 def test_the_script_that_is_printed_completes_in_a_bash_without_torch(tmp_path: Path) -> None:
     program = tmp_path / "frozencore"
     program.write_text(
-        f"#!{sys.executable}\nimport sys\nfrom frozencore.cli.app import main\ntry:\n    main()\nfinally:\n"
-        "    print('torch' if '__file__' in vars(sys.modules.get('torch', sys)) else 'light', file=sys.stderr)\n"
+        f"#!{sys.executable}\nimport sys\nfrom frozencore_command import main\ntry:\n    main()\nfinally:\n"
+        "    print('torch' if 'torch' in sys.modules else 'light', file=sys.stderr)\n"
     )
     program.chmod(0o755)
     asked = (

@@ -8,13 +8,13 @@ import subprocess
 import sys
 from importlib.util import find_spec, module_from_spec
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from peft import LoraConfig, get_peft_model
 
 from adapted import adapted
-from frozencore import __version__, _is_the_command, naming, public, save_basis
-from frozencore.cli.on_demand import _OnDemand
+from frozencore import __version__, naming, public, save_basis
 from frozencore.cli.verbs import VERBS
 from places import ROOT
 from tiny import tiny_qwen2
@@ -25,7 +25,7 @@ HEAVY = {"torch", "transformers", "peft", "datasets", "accelerate", "matplotlib"
 
 def imported(*words: str, script: Path | None = None) -> tuple[set[str], str, str]:
     """Heavy packages that ``frozencore`` imports with those words, what it prints, and its other lines on stderr."""
-    program = ["-m", "frozencore"] if script is None else [str(script)]
+    program = ["-m", "frozencore_command"] if script is None else [str(script)]
     done = subprocess.run([sys.executable, "-X", "importtime", *program, *words], capture_output=True, text=True)
     lines = done.stderr.splitlines()
     times = [line for line in lines if line.startswith("import time:")]
@@ -54,14 +54,13 @@ TELLS = {
 ONE_AFTER_THE_OTHER = """
 import io, json, sys
 from contextlib import redirect_stderr, redirect_stdout, suppress
-from frozencore.cli.app import main
-from frozencore.cli.on_demand import _OnDemand
+from frozencore_command import main
 lines, told = json.loads(sys.argv[1]), []
 for words in lines:
     sys.argv[1:] = words
     with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err, suppress(SystemExit):
         main()
-    packages = {name.partition(".")[0] for name, module in sys.modules.items() if not isinstance(module, _OnDemand)}
+    packages = {name.partition(".")[0] for name in sys.modules}
     told.append([sorted(packages), out.getvalue(), err.getvalue()])
 print(json.dumps(told))
 """
@@ -107,52 +106,16 @@ def test_a_fresh_process_that_only_helps_imports_no_torch() -> None:
     assert (heavy, err) == (set(), "")
 
 
-def test_a_module_on_demand_is_imported_when_something_of_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_in = _OnDemand("colorsys")
-    monkeypatch.setitem(sys.modules, "colorsys", stand_in)
-    import colorsys
-
-    assert colorsys is stand_in
-    assert not vars(stand_in).get("__file__")
-    from colorsys import rgb_to_hsv
-
-    assert sys.modules["colorsys"] is not stand_in
-    assert stand_in.rgb_to_hsv is rgb_to_hsv
-    assert rgb_to_hsv(1.0, 1.0, 1.0) == (0.0, 0.0, 1.0)
-
-
 def test_the_installed_script_starts_as_light_as_the_module(tmp_path: Path) -> None:
     script = tmp_path / "frozencore"  # as pip writes it
-    script.write_text("import sys\nfrom frozencore.cli.app import main\nsys.exit(main())\n")
+    script.write_text("import sys\nfrom frozencore_command import main\nsys.exit(main())\n")
     assert imported("--version", script=script) == (set(), f"frozencore {__version__}\n", "")
-
-
-@pytest.mark.parametrize(
-    ("started", "words", "is_the_command"),
-    [
-        ("/venv/bin/frozencore", ["python", "/venv/bin/frozencore", "tune"], True),
-        ("frozencore.exe", ["frozencore.exe"], True),
-        ("-m", ["python", "-X", "dev", "-m", "frozencore", "tune"], True),
-        ("-m", ["python", "-m", "mine", "-m", "frozencore"], False),  # its __init__ may import frozencore
-        ("-m", ["python", "-m", "frozencore.lab.pocket.pretrain"], False),
-        ("-m", ["python", "-mfrozencore"], False),  # slower, never wrong
-        ("-c", ["python", "-c", "import frozencore"], False),
-        ("", ["python"], False),
-        ("train.py", ["python", "train.py", "frozencore"], False),
-    ],
-)
-def test_only_the_command_itself_leaves_the_registration_to_its_verbs(
-    started: str, words: list[str], is_the_command: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "argv", [started])
-    monkeypatch.setattr(sys, "orig_argv", words)
-    assert _is_the_command() is is_the_command
 
 
 def test_in_the_commands_own_process_every_public_name_is_there_when_it_is_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["bin/frozencore"])
+    monkeypatch.setitem(sys.modules, "frozencore_command", ModuleType("frozencore_command"))
     spec = find_spec("frozencore")
     assert spec is not None
     assert spec.loader is not None

@@ -16,7 +16,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 
 from frozencore.calibration.options import CalibrationOptions, of_the_sums
@@ -25,6 +24,7 @@ from frozencore.fingerprint import fingerprint_batches, fingerprint_model, finge
 from frozencore.maths.linalg import all_finite
 from frozencore.maths.moments import MOMENT_NAMES, LayerMoments
 from frozencore.one_line import one_line
+from frozencore.torch_later import torch
 from frozencore.whole_file import whole_file
 
 FORMAT, KEY = 2, "frozencore-moments"

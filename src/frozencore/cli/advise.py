@@ -11,6 +11,7 @@ from frozencore.cli.calibrate import OF_TRAINING
 from frozencore.cli.console import console
 from frozencore.cli.run_flags import TakesRun
 from frozencore.lab.run.config import RunConfig
+from frozencore.lab.run.early import refuse_early
 from frozencore.lab.run.option_groups import GROUPS
 
 OF_SCORING = ("evaluate_on", "num_evaluation", "max_new_tokens", "paper_steps", "select_checkpoint", "select_by")
@@ -22,6 +23,7 @@ def _advise(
         Path | None, typer.Option("--output", "--out", help="New folder for advice.json and advice.png.")
     ] = None,
 ) -> None:
+    refuse_early(config)
     from frozencore.cli.advice_figure import FIGURE, advice_figure
     from frozencore.cli.advice_lines import advice_lines
     from frozencore.cli.display import StageDisplay

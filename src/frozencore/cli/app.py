@@ -13,7 +13,6 @@ import typer
 from frozencore import __version__
 from frozencore.cli.console import console
 from frozencore.cli.flag_groups import HELP, HELP_ALL, command_of
-from frozencore.cli.on_demand import torch_on_demand
 from frozencore.cli.verbs import VERBS, add_verbs
 from frozencore.errors import CalibrationError, FrozenCoreError
 from frozencore.lab.run.processes import is_first, refuse_several
@@ -60,8 +59,6 @@ def app() -> None:
     if words[:1] not in [[verb.name] for verb in VERBS if verb.by_several]:
         refuse_several(f"frozencore {' '.join(words[:1])}".strip())
     console.quiet = not is_first()
-    if _ASKS in os.environ or HELP in words or HELP_ALL in words:
-        torch_on_demand()
     asked = [HELP if word == HELP_ALL else word for word in sys.argv[1:]]
     command_of(program(words), words)(asked, prog_name="frozencore")  # shells complete it by this name
 

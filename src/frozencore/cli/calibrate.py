@@ -10,6 +10,7 @@ import typer
 from frozencore.cli.console import console
 from frozencore.cli.run_flags import OF_ONE_TRAINING, TakesRun
 from frozencore.lab.run.config import RunConfig
+from frozencore.lab.run.early import refuse_early
 
 OF_TRAINING = ("basis", "learning_rate", "warmup", "epochs", "batch_size", "accumulation", "patience", *OF_ONE_TRAINING)
 
@@ -26,6 +27,7 @@ def _calibrate(
     ],
     all_layers: Annotated[bool, typer.Option("--all-layers", help="Print a line for each layer.")] = False,
 ) -> None:
+    refuse_early(config)
     from frozencore.cli.display import StageDisplay
     from frozencore.cli.layer_tables import calibration_summary
     from frozencore.lab.run.calibrating import execute_calibration

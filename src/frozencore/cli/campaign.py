@@ -10,7 +10,6 @@ from typing import Annotated
 import typer
 
 from frozencore.cli.console import console
-from frozencore.cli.on_demand import torch_on_demand
 from frozencore.cli.options import DataRoot
 from frozencore.errors import ConfigError
 
@@ -127,7 +126,6 @@ def one(
 @campaign_app.command()
 def status(folder: Folder) -> None:
     """Show how many runs are done, running, failed and left, the time to go, and why runs failed."""
-    torch_on_demand()
     from frozencore.cli.campaign_status import status_lines
 
     for part in status_lines(folder):
@@ -174,7 +172,6 @@ def report(
 
 
 def schema() -> None:
-    torch_on_demand()
     from frozencore.lab.campaign.spec import Campaign
 
     sys.stdout.write(json.dumps(Campaign.model_json_schema(), indent=2) + "\n")

@@ -9,7 +9,6 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from frozencore.cli.on_demand import torch_on_demand
 from frozencore.one_line import one_line
 
 HEALTHY, WRONG, NOT_OURS = 0, 1, 2
@@ -22,7 +21,6 @@ def doctor(
         typer.Argument(help="An adapter, a basis (model), a moments file, a LoRA, a run, an evaluation or a campaign."),
     ],
 ) -> None:
-    torch_on_demand()
     from frozencore.cli.findings import diagnose
 
     found = diagnose(path)

@@ -12,6 +12,9 @@ from frozencore.cli.console import console
 from frozencore.cli.flag_file import as_flags
 from frozencore.cli.run_flags import TakesRun, read_choices
 from frozencore.lab.run.config import RunConfig
+from frozencore.lab.run.early import refuse_early
+from frozencore.lab.run.interrupted import refuse_used
+from frozencore.lab.run.options_by_name import SWEPT
 from frozencore.lab.run.processes import is_first, joined, refuse_several
 
 
@@ -41,9 +44,12 @@ def _tune(
 ) -> None:
     if dry_run or sweep:
         refuse_several("--dry-run" if dry_run else "A sweep")
+    refuse_early(config, moments)
     if dry_run:
         _show(config)
         return
+    refuse_used(output, resume=resume)
+    choices = read_choices(sweep or [], SWEPT)
     from frozencore.cli.display import StageDisplay, resume_line
     from frozencore.cli.learning import FIGURE, write_learning
     from frozencore.cli.many_tables import sweep_summary
@@ -51,12 +57,11 @@ def _tune(
     from frozencore.cli.tables import run_summary
     from frozencore.lab.run.execute import execute
     from frozencore.lab.run.files import ASKED, SAMPLES
-    from frozencore.lab.run.many.sweep import SWEPT, execute_sweep
+    from frozencore.lab.run.many.sweep import execute_sweep
     from frozencore.whole_file import write_text
 
     if resume:
         console.print(resume_line(output), highlight=False, markup=False)
-    choices = read_choices(sweep or [], SWEPT)
     with joined(), StageDisplay(console) as progress:
         if choices:
             record, swept = execute_sweep(config, choices, output, progress, resume=resume, moments_file=moments)

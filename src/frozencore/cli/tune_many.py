@@ -9,7 +9,10 @@ import typer
 
 from frozencore.cli.console import console
 from frozencore.cli.run_flags import OF_ONE_TRAINING, TakesRun
+from frozencore.lab.rows.row_sources import require_source
 from frozencore.lab.run.config import RunConfig
+from frozencore.lab.run.early import refuse_early
+from frozencore.lab.run.many.tenants import find_tenants
 from frozencore.lab.run.processes import is_first, joined
 
 NOT_OF_MANY = ("task", "data_root", "evaluate_on", "max_new_tokens", "paper_steps", "select_by", *OF_ONE_TRAINING)
@@ -24,6 +27,9 @@ def _tune_many(
     ] = 64,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from what is kept in --output.")] = False,
 ) -> None:
+    refuse_early(config.model_copy(update={"data": None}))
+    for file in find_tenants(Path(str(config.data))).values():
+        require_source(str(file))
     from frozencore.cli.display import StageDisplay, resume_line
     from frozencore.cli.many_tables import tenants_summary
     from frozencore.lab.run.many.execute import execute_many

@@ -11,7 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal, get_args
 
-import torch
 from jaxtyping import Float
 from pydantic import Field
 
@@ -20,6 +19,7 @@ from frozencore.errors import ConfigError
 from frozencore.maths.basis import Basis, Coordinates, basis_from_factors
 from frozencore.maths.linalg import effective_rank, energy_rank, seeded_generator, top_eigenvectors, truncated_svd
 from frozencore.maths.moments import DenseMoment, LayerMoments, MomentName
+from frozencore.torch_later import torch
 
 EvaOutput = Literal["weight_times_input", "output_pca", "random", "weight_svd"]
 EVA_OUTPUTS: tuple[str, ...] = get_args(EvaOutput)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-
 from frozencore.errors import CalibrationError
 from frozencore.maths.linalg import seeded_generator
 from frozencore.maths.moments import LayerMoments
+from frozencore.torch_later import torch
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-import torch
 from jaxtyping import Float
 from pydantic import Field
 
@@ -19,6 +18,7 @@ from frozencore.maths.basis import Basis, Coordinates, basis_from_factors
 from frozencore.maths.linalg import SvdMethod, TruncatedSVD, effective_rank, truncated_svd
 from frozencore.maths.moments import LayerMoments
 from frozencore.maths.whitening import Damping, Fisher, InverseRoot, Share, Sides, Whitening
+from frozencore.torch_later import torch
 
 
 @dataclass(frozen=True)

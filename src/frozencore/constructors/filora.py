@@ -11,7 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-import torch
 from pydantic import Field
 
 from frozencore.constructors.options import BasisOptions
@@ -19,6 +18,7 @@ from frozencore.maths.basis import Basis, Coordinates, basis_from_factors
 from frozencore.maths.linalg import energy_rank
 from frozencore.maths.moments import LayerMoments, MomentName
 from frozencore.maths.whitening import Fisher
+from frozencore.torch_later import torch
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,12 @@ The thin QR of U Σ is U up to sign, so Σ shows only with ``coordinates="raw"``
 
 from __future__ import annotations
 
-import torch
 from jaxtyping import Float
 
 from frozencore.constructors.options import BasisOptions
 from frozencore.maths.basis import Basis, Coordinates, basis_from_factors
 from frozencore.maths.linalg import SvdMethod, effective_rank, truncated_svd
+from frozencore.torch_later import torch
 
 
 def lora_xs_basis(

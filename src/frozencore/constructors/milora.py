@@ -7,12 +7,12 @@ It takes a full SVD: a randomised one finds large directions only.
 
 from __future__ import annotations
 
-import torch
 from jaxtyping import Float
 
 from frozencore.constructors.options import BasisOptions
 from frozencore.maths.basis import Basis, Coordinates, basis_from_factors
 from frozencore.maths.linalg import canonical_signs, require_finite
+from frozencore.torch_later import torch
 
 
 def milora_basis(

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import torch
-
 from frozencore.constructors.options import BasisOptions
 from frozencore.maths.basis import Basis, Coordinates, basis_from_factors
 from frozencore.maths.linalg import seeded_generator
+from frozencore.torch_later import torch
 
 
 def random_basis(

@@ -10,13 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Annotated
 
-import torch
 from pydantic import Field
 
 from frozencore.constructors.options import BasisOptions
 from frozencore.maths.basis import Basis, Coordinates, basis_from_factors
 from frozencore.maths.linalg import SvdMethod, effective_rank, truncated_svd
 from frozencore.maths.moments import LayerMoments
+from frozencore.torch_later import torch
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-import torch
 from jaxtyping import Float
 
 from frozencore.errors import CalibrationError, ConfigError
 from frozencore.maths.linalg import complete_orthonormal, polar_factor, seeded_generator, thin_qr
+from frozencore.torch_later import torch
 
 Coordinates = Literal["qr", "raw", "scaled_raw", "polar"]
 COORDINATES: tuple[str, ...] = get_args(Coordinates)

@@ -11,10 +11,10 @@ import math
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, get_args
 
-import torch
 from jaxtyping import Float
 
 from frozencore.errors import CalibrationError, ConfigError
+from frozencore.torch_later import torch
 
 SvdMethod = Literal["auto", "gram", "randomized", "full"]
 SVD_METHODS: tuple[str, ...] = get_args(SvdMethod)

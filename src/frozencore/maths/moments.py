@@ -10,11 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Literal, get_args
 
-import torch
 from jaxtyping import Float
 
 from frozencore.errors import CalibrationError
 from frozencore.maths.linalg import all_finite, top_eigenvectors
+from frozencore.torch_later import torch
 
 MomentName = Literal[
     "cross", "input_square", "error_square", "input_outer", "error_outer", "input_total", "output_outer",

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-import torch
 from jaxtyping import Float
 from pydantic import Field
 
@@ -18,6 +17,7 @@ from frozencore.errors import CalibrationError, ConfigError
 from frozencore.maths.linalg import inverse_root
 from frozencore.maths.moments import LayerMoments, MomentName
 from frozencore.options import check_options
+from frozencore.torch_later import torch
 
 Sides = Literal["both", "input", "output", "none"]
 Fisher = Literal["diagonal", "dense"]

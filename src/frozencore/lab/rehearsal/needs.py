@@ -21,7 +21,7 @@ from frozencore.lab.campaign.plan import plan
 from frozencore.lab.campaign.spec import Campaign
 from frozencore.lab.rehearsal.models import Original
 from frozencore.lab.rehearsal.stand_ins import StandIns
-from frozencore.lab.run.loading import model_location
+from frozencore.lab.run.model_names import model_location
 from frozencore.sizes import bytes_in_words
 
 HUB_TIMEOUT_S = 3.0

@@ -21,10 +21,7 @@ def read_file(path: Path, *, option: str) -> list[Row]:
         DataError: The file is absent, empty, damaged, or of another kind.
     """
     path = Path(path)
-    if not path.is_file():
-        raise DataError(f"{option} must name {KINDS}, but there is no file {path}.")
-    if path.suffix not in READERS:
-        raise DataError(f"{option} must name {KINDS}, got {path.name!r}. Convert it to one of these.")
+    require_file(path, option=option)
     try:
         rows = list(READERS[path.suffix](path))
     except UnicodeDecodeError as error:
@@ -32,6 +29,18 @@ def read_file(path: Path, *, option: str) -> list[Row]:
     if not rows:
         raise DataError(f"{path} holds no rows. Give a file with at least one.")
     return rows
+
+
+def require_file(path: Path, *, option: str) -> None:
+    """Refuse what is no file of these kinds.
+
+    Raises:
+        DataError: The file is absent, or of another kind.
+    """
+    if not path.is_file():
+        raise DataError(f"{option} must name {KINDS}, but there is no file {path}.")
+    if path.suffix not in READERS:
+        raise DataError(f"{option} must name {KINDS}, got {path.name!r}. Convert it to one of these.")
 
 
 def parse_jsonl(lines: Iterable[str], origin: str) -> Iterator[Row]:

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from frozencore.errors import ConfigError, DataError
-from frozencore.lab.rows.row_files import KINDS, Row, parse_jsonl, read_file
+from frozencore.lab.rows.row_files import KINDS, Row, parse_jsonl, read_file, require_file
 from frozencore.lab.tasks.hub_split import load_split
 
 STANDARD_INPUT = "-"
@@ -31,9 +31,24 @@ def read_source(data: str) -> list[Row]:
         return _read_standard_input()
     if not Path(data).is_file() and (found := _SPLIT.fullmatch(data)) is not None:
         return _read_split(found["name"], found["config"], found["split"])
+    _refuse_folder(data)
+    return read_file(Path(data), option="--data")
+
+
+def require_source(data: str) -> None:
+    """Refuse a source that does not exist, or a file of another kind, without reading a row.
+
+    Raises:
+        DataError: As :func:`read_source`.
+    """
+    if data != STANDARD_INPUT and (Path(data).is_file() or _SPLIT.fullmatch(data) is None):
+        _refuse_folder(data)
+        require_file(Path(data), option="--data")
+
+
+def _refuse_folder(data: str) -> None:
     if Path(data).is_dir():
         raise DataError(f"--data must name {KINDS}, or a split of a folder's data set as {data}:train. It is a folder.")
-    return read_file(Path(data), option="--data")
 
 
 def named(data: str) -> str:

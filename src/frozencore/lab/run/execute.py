@@ -15,15 +15,15 @@ from torch import nn
 
 from frozencore.adapter.bases.refresh_plan import COST
 from frozencore.calibration.shards import all_ranks_or_none, from_first, num_ranks, own_rank
-from frozencore.errors import ArtifactError, DivergenceError
+from frozencore.errors import DivergenceError
 from frozencore.fingerprint import fingerprint_model
 from frozencore.lab.run.adapting import Adapt, adapt_from_data, adapter_of
 from frozencore.lab.run.bench import Bench, Score, prepare
 from frozencore.lab.run.config import RunConfig
-from frozencore.lab.run.files import BASE_SCORE, CHECKPOINTS, RECORD
+from frozencore.lab.run.files import BASE_SCORE, CHECKPOINTS
 from frozencore.lab.run.finishing import Made, finish
 from frozencore.lab.run.found import Found
-from frozencore.lab.run.interrupted import refuse_interrupted
+from frozencore.lab.run.interrupted import refuse_used
 from frozencore.lab.run.named_basis import on_named_basis
 from frozencore.lab.run.peak_memory import PeakMemory
 from frozencore.lab.run.record import TunedRecord
@@ -39,7 +39,6 @@ from frozencore.lab.training.train import TrainingReport
 from frozencore.lab.training.train import train as train_alone
 from frozencore.maths.capture import Capture
 from frozencore.progress import Progress, as_stage
-from frozencore.whole_file import require_writable
 
 LAST_GOOD = "last-good-adapter"  # beside the checkpoints of a training that diverged
 
@@ -205,17 +204,3 @@ def train_once(
         progress=progress,
     )
     return config, report
-
-
-def refuse_used(out: Path, *, resume: bool) -> None:
-    """Before any work is done for a run.
-
-    Raises:
-        ArtifactError: The folder cannot be written, or holds a finished run.
-        TrainingError: It holds an interrupted one, which is not to be resumed.
-    """
-    require_writable(out)
-    if (out / RECORD).exists():
-        raise ArtifactError(f"{out} already holds a finished run. Choose another --output, or remove that folder.")
-    if not resume:
-        refuse_interrupted(out)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from frozencore.errors import TrainingError
-from frozencore.lab.run.files import BASE_SCORE, CALIBRATION, CHECKPOINTS, FOUND
+from frozencore.errors import ArtifactError, TrainingError
+from frozencore.lab.run.files import BASE_SCORE, CALIBRATION, CHECKPOINTS, FOUND, RECORD
 from frozencore.lab.training.checkpoints import newest_complete
+from frozencore.whole_file import require_writable
 
 
 def kept_of(out: Path) -> str | None:
@@ -32,3 +33,17 @@ def refuse_interrupted(out: Path) -> None:
             f"{out} holds an interrupted run, which has kept {kept}. Go on from there with --resume, or choose another "
             "--output."
         )
+
+
+def refuse_used(out: Path, *, resume: bool) -> None:
+    """Before any work is done for a run.
+
+    Raises:
+        ArtifactError: The folder cannot be written, or holds a finished run.
+        TrainingError: It holds an interrupted one, which is not to be resumed.
+    """
+    require_writable(out)
+    if (out / RECORD).exists():
+        raise ArtifactError(f"{out} already holds a finished run. Choose another --output, or remove that folder.")
+    if not resume:
+        refuse_interrupted(out)

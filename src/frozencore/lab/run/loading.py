@@ -11,8 +11,7 @@ from frozencore.device import find_device
 from frozencore.errors import ModelError
 from frozencore.gguf_model import read_tokenizer, read_weights, why_unreadable
 from frozencore.hub import safe_loading
-from frozencore.lab.pocket import POCKET_MODEL, pocket_model_path
-from frozencore.lab.smollm2 import SMOLLM2, smollm2_path
+from frozencore.lab.run.model_names import model_location
 from frozencore.quiet import quiet_loading
 
 _WAY_OUT = "Give a folder that save_pretrained wrote, a GGUF file or a hub id."
@@ -57,17 +56,6 @@ def load_config(name: str) -> PretrainedConfig:
         return AutoConfig.from_pretrained(**loading)
     except Exception as error:  # of a GGUF file, whatever its damage leads to
         raise ModelError(f"--model {name} has no configuration: {why_unreadable(loading, error)}") from error
-
-
-def model_location(name: str) -> str:
-    """The folder that a model's short name stands for; any other name as it is.
-
-    Raises:
-        ModelError: ``smollm2`` has not been fetched.
-    """
-    if name == POCKET_MODEL:
-        return str(pocket_model_path())
-    return str(smollm2_path()) if name == SMOLLM2 else name
 
 
 def load_tokenizer(name: str) -> Any:

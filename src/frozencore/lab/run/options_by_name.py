@@ -12,6 +12,9 @@ from frozencore.lab.run.config import RunConfig
 from frozencore.lab.run.option_groups import GROUPS
 from frozencore.options import Option
 
+SWEPT = ("learning_rate", "warmup", "epochs", "batch_size", "accumulation", "seed")
+"""The options whose values may differ between runs on one basis: those of the recipe."""
+
 
 def run_options() -> dict[str, Option]:
     """Every option of a run by its name, those of the groups among them."""

@@ -15,7 +15,8 @@ from frozencore.errors import ConfigError, DivergenceError, NoRowsError
 from frozencore.lab.pocket import pocket_model_path
 from frozencore.lab.run.config import RunConfig, make_config
 from frozencore.lab.run.execute import execute
-from frozencore.lab.run.many.sweep import SWEPT, execute_sweep
+from frozencore.lab.run.many.sweep import execute_sweep
+from frozencore.lab.run.options_by_name import SWEPT
 from frozencore.lab.run.record import Sweep, TunedRecord, read_record
 from small_task import write_task
 

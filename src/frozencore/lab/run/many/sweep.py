@@ -14,8 +14,9 @@ from frozencore.errors import ConfigError, DivergenceError, NoRowsError
 from frozencore.lab.run.bench import Bench, prepare
 from frozencore.lab.run.config import RunConfig
 from frozencore.lab.run.config_rules import refuse_of_one_alone
-from frozencore.lab.run.execute import execute, recipe_of, refuse_used
+from frozencore.lab.run.execute import execute, recipe_of
 from frozencore.lab.run.files import CHECKPOINTS
+from frozencore.lab.run.interrupted import refuse_used
 from frozencore.lab.run.record import Sweep, SweptRun, TunedRecord
 from frozencore.lab.training.many.seat import Trained
 from frozencore.lab.training.many.tenant import Tenant, Validation
@@ -24,9 +25,6 @@ from frozencore.lab.training.reporting import Reports
 from frozencore.lab.training.train import TrainingReport
 from frozencore.progress import Progress
 from frozencore.whole_file import write_json
-
-SWEPT = ("learning_rate", "warmup", "epochs", "batch_size", "accumulation", "seed")
-"""The options whose values may differ between runs on one basis: those of the recipe."""
 
 
 def execute_sweep(
@@ -44,7 +42,7 @@ def execute_sweep(
     was worth is ``out/sweep.json``.
 
     Args:
-        choices: Values by option, of those in :data:`SWEPT`.
+        choices: Values by option, of those in :data:`frozencore.lab.run.options_by_name.SWEPT`.
 
     Raises:
         ConfigError: The method trains no cores.
