@@ -16,6 +16,7 @@ from frozencore.one_line import one_line
 CONFIG_FILE, WEIGHTS_FILE, PICKLE_FILE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 HEADER_FILE, FACTORS_FILE = "basis.json", "basis.safetensors"  # of a basis in a folder of its own
 MODEL_CONFIG, BASIS_MODEL_TYPE = "config.json", "frozencore_basis_model"
+IN_A_RUN = "adapter"  # the folder of a run's adapter
 PEFT_TYPE = "FROZENCORE"
 LARGEST_CONFIG = 2**24
 SEAL_FORMAT, BASIS_FORMAT = 3, 1
@@ -122,6 +123,18 @@ def _require_header_types(header: Mapping[str, Any]) -> None:
     )  # fmt: skip
     if not fine:
         raise ValueError(f"{HEADER_FILE} holds a value of a wrong type")
+
+
+def adapter_in(folder: Path) -> Path:
+    """The folder of an adapter or a basis: the folder itself, or ``adapter`` in the folder of a run.
+
+    Raises:
+        ArtifactError: Neither of them holds one.
+    """
+    for place in (folder, folder / IN_A_RUN):
+        if any((place / name).is_file() for name in (CONFIG_FILE, HEADER_FILE)):
+            return place
+    raise ArtifactError(missing(folder, CONFIG_FILE))
 
 
 def places_of_a_basis(adapter: Path | None) -> Iterator[Path]:

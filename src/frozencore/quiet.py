@@ -9,16 +9,17 @@ from contextlib import contextmanager
 
 # The beginning of a warning by the logger that says it. PEFT and transformers import torchao and bitsandbytes wherever
 # they are installed; the warnings are about binaries for other machines, about enums, and about a kernel for 4-bit
-# weights on the CPU.
-_AT_IMPORT = {
+# weights on the CPU. The last one is about the order of checkpoints, which their numbers tell as well.
+_OF_NO_USE = {
     "torchao": "Failed to load ",
     "torch.utils._pytree": "%s is an Enum subclass",
     "bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward",
+    "transformers.trainer_utils": "mtime may not be reliable",
 }
 
 
 def _is_of_use(record: logging.LogRecord) -> bool:
-    return not str(record.msg).startswith(_AT_IMPORT[record.name])
+    return not str(record.msg).startswith(_OF_NO_USE[record.name])
 
 
 def ignore_known_warnings() -> None:
@@ -27,14 +28,14 @@ def ignore_known_warnings() -> None:
     warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
     # PEFT looks for a config.json beside a GGUF file whenever an adapter on it is saved.
     warnings.filterwarnings("ignore", message=r"Could not find a config file in .*\.gguf", category=UserWarning)
-    for name in _AT_IMPORT:
+    for name in _OF_NO_USE:
         logging.getLogger(name).addFilter(_is_of_use)
 
 
 @contextmanager
 def quiet_imports() -> Iterator[None]:
     """While PEFT and transformers are imported on behalf of a user's own program, whose loggers stay as they are."""
-    added = [logger for name in _AT_IMPORT if _is_of_use not in (logger := logging.getLogger(name)).filters]
+    added = [logger for name in _OF_NO_USE if _is_of_use not in (logger := logging.getLogger(name)).filters]
     for logger in added:
         logger.addFilter(_is_of_use)
     try:

@@ -90,6 +90,19 @@ def test_what_the_commands_write_is_recognised_and_sound(name: str, made: Path) 
     assert found.findings
 
 
+def test_a_folder_of_runs_is_a_line_for_each_and_names_what_is_wrong(made: Path, tmp_path: Path) -> None:
+    for name in ("run", "baseline", "calibration", "rows"):
+        shutil.copytree(made / name, tmp_path / name)
+    found = diagnose(tmp_path)
+    lines = {finding.part: (finding.found.partition(":")[0], finding.sound) for finding in found.findings}
+    assert found.kind == "runs"
+    assert lines == {"baseline": ("run", True), "calibration": ("moments", True), "run": ("run", True)}
+    interrupt(tmp_path / "run")
+    lines = {finding.part: finding for finding in diagnose(tmp_path).findings}
+    assert [name for name, finding in lines.items() if not finding.sound] == ["run"]
+    assert "the run was interrupted" in lines["run"].found
+
+
 def wrong(found: Diagnosis) -> str:
     return " ".join(f"{finding.part}: {finding.found}" for finding in found.findings if not finding.sound)
 

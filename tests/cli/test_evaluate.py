@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from frozencore.lab.pocket import pocket_model_path
 
@@ -33,6 +35,48 @@ def test_a_task_of_ones_own_is_scored_by_its_file(command, tmp_path: Path) -> No
     status, _, _ = command("evaluate", *POCKET, "--task", tmp_path / "own.yaml", "--out", tmp_path / "e")
     assert status == 0
     assert (tmp_path / "e" / "base" / "own" / "predictions.jsonl").exists()
+
+
+def by_transformers(rows: list[dict[str, str]]) -> float:
+    """The mean loss of the pocket model on completions that all have as many tokens."""
+    model = AutoModelForCausalLM.from_pretrained(pocket_model_path()).eval()
+    tokenizer = AutoTokenizer.from_pretrained(pocket_model_path())
+    losses = []
+    for row in rows:
+        prompt = tokenizer(row["q"], add_special_tokens=False)["input_ids"]
+        completion = [*tokenizer(row["a"], add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+        ids, labels = torch.tensor([prompt + completion]), torch.tensor([[-100] * len(prompt) + completion])
+        with torch.no_grad():
+            losses.append(float(model(input_ids=ids, labels=labels).loss))
+    return sum(losses) / len(losses)
+
+
+def test_rows_of_ones_own_are_scored_on_runs_and_their_base(command, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    rows = [{"q": f"Tom has {i} cats .", "a": " two cats"} for i in range(20)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    own = ["--data", tmp_path / "rows.jsonl", "--columns", "prompt=q,completion=a"]
+    few = ["--rank", "4", "--calibration-size", "8", "--epochs", "20", "--batch-size", "8", "--accumulation", "1"]
+    assert command("tune", *POCKET, *own, *few, "--lr", "0.02", "--out", tmp_path / "run")[0] == 0
+    words = ["evaluate", *POCKET, *own, "--adapter", tmp_path / "run", "--with-base", "--out", tmp_path / "e"]
+    status, out, _ = command(*words)
+    assert status == 0
+    base, run = json.loads((tmp_path / "e" / "result.json").read_text())["scores"]
+    assert [(score["subject"], score["task"], score["num_examples"]) for score in (base, run)] == [
+        ("base", "rows.jsonl", 20), ("run", "rows.jsonl", 20),
+    ]  # fmt: skip
+    assert run["held_out_loss"] < base["held_out_loss"]
+    assert base["held_out_loss"] == pytest.approx(by_transformers(rows), abs=1e-5)
+    assert "rows.jsonl" in out
+    assert command("doctor", tmp_path / "e")[0] == 0
+
+
+def test_long_completions_of_ones_own_rows_have_a_loss_and_no_accuracy(command, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "Tom", "completion": " has two cats" * 9}) + "\n")
+    status, out, _ = command("evaluate", *POCKET, "--data", tmp_path / "rows.jsonl", "--out", tmp_path / "e")
+    (score,) = json.loads((tmp_path / "e" / "result.json").read_text())["scores"]
+    assert (status, score["accuracy"]) == (0, None)
+    assert f"{score['held_out_loss']:.3f}" in out
+    assert command("doctor", tmp_path / "e")[0] == 0
 
 
 def test_a_failed_task_is_named_and_the_exit_status_is_one(command, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]

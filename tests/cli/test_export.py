@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -38,6 +39,21 @@ def test_export_to_lora_says_what_was_written_and_who_takes_it(
     assert "Taken by: vLLM, SGLang, llama.cpp" in out
     assert "--max-lora-rank 8" in out
     assert command("check", tmp_path / "lora")[0] == 0
+
+
+def test_a_runs_folder_stands_for_the_adapter_in_it(
+    command: Command, saved: tuple[Path, Path, PeftModel], tmp_path: Path
+) -> None:
+    adapter, base, _ = saved
+    shutil.copytree(adapter, tmp_path / "run" / "adapter")
+    for place in (adapter, tmp_path / "run"):
+        words = ["export", place, "--base", base, "--out", tmp_path / f"lora-of-{place.name}"]
+        assert command(*words)[0] == 0
+    inspected = [command("inspect", place)[:2] for place in (adapter, tmp_path / "run")]
+    assert inspected[0] == inspected[1]
+    first, second = (tmp_path / f"lora-of-{place.name}" for place in (adapter, tmp_path / "run"))
+    name = "adapter_model.safetensors"
+    assert (first / name).read_bytes() == (second / name).read_bytes()
 
 
 def test_export_to_merged_writes_a_model_that_gives_the_same_logits(

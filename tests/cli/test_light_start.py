@@ -84,11 +84,12 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, ...], tupl
         without = ("accuracy", *(["hashes"] if name == "baseline" else []))
         kept = {key: value for key, value in record.items() if key not in without}
         (folder / name / "result.json").write_text(json.dumps(kept))
+    (folder / "rows.txt").write_text("rows")
     script.write_text(ONE_AFTER_THE_OTHER)
-    words = [sys.executable, str(script), json.dumps([list(words) for words in TELLS])]
+    words = [sys.executable, str(script), json.dumps([list(words) for words in (*TELLS, *REFUSED)])]
     done = subprocess.run(words, capture_output=True, text=True, check=True, cwd=folder)
     found = [(set(packages) & HEAVY, out, err) for packages, out, err in json.loads(done.stdout)]
-    return dict(zip(TELLS, found, strict=True))
+    return dict(zip((*TELLS, *REFUSED), found, strict=True))
 
 
 @pytest.mark.parametrize("words", TELLS, ids=" ".join)
@@ -98,6 +99,41 @@ def test_what_only_tells_imports_no_torch_and_prints_nothing_else(
     heavy, out, err = told[words]
     assert TELLS[words] in out
     assert (heavy, err) == (set(), "")
+
+
+RUN = ("--model", "pocket", "--task", "pocket-math", "--out", "x")
+REFUSED = {
+    ("tune", "--model", "pocket", "--data", "none.jsonl", "--out", "x"): "there is no file none.jsonl",
+    ("tune", "--model", "pocket", "--data", "rows.txt", "--out", "x"): "Convert it to one of these",
+    ("tune", "--model", "./none", "--task", "sst2", "--out", "x"): "there is no such folder",
+    ("tune", "--model", "run", "--task", "sst2", "--out", "x"): "it has no config.json",
+    ("tune", *RUN, "--method", "fccca"): "Did you mean 'fcca'",
+    ("tune", *RUN, "--data-root", "none"): "there is no folder none",
+    ("tune", *RUN, "--basis", "none"): "has no basis.json",
+    ("tune", *RUN, "--moments", "none"): "There is no moments file at none",
+    ("tune", *RUN[:-1], "run"): "already holds a finished run",
+    ("tune", *RUN, "--dry-run", "--data-root", "none"): "there is no folder none",
+    ("tune-many", "--model", "pocket", "--tenants", "none", "--out", "x"): "a folder of row files or a YAML file",
+    ("calibrate", "--model", "none/at/all", "--task", "sst2", "--out", "x"): "there is no such folder",
+    ("advise", "--model", "pocket", "--data", "none.csv"): "there is no file none.csv",
+    ("evaluate", "--model", "pocket", "--task", "sst3", "--out", "x"): "Did you mean 'sst2'",
+    ("evaluate", "--model", "./none", "--task", "sst2", "--out", "x"): "there is no such folder",
+    ("evaluate", "--model", "pocket", "--data", "none.jsonl", "--out", "x"): "there is no file none.jsonl",
+    ("evaluate", *RUN[:2], "--task", "sst2", "--adapter", "none", "--out", "x"): "none has no adapter_config.json",
+    ("export", "run", "--to", "merge", "--out", "x"): "Did you mean 'merged'",
+    ("export", "none", "--out", "x"): "none has no adapter_config.json",
+    ("inspect", "none"): "none has no adapter_config.json",
+    ("merge", "run", "none", "--out", "x"): "none has no adapter_config.json",
+}
+
+
+@pytest.mark.parametrize("words", REFUSED, ids=" ".join)
+def test_a_wrong_word_is_refused_before_torch_and_peft_are_imported(
+    words: tuple[str, ...], told: dict[tuple[str, ...], tuple[set[str], str, str]]
+) -> None:
+    heavy, out, err = told[words]
+    assert REFUSED[words] in err
+    assert (heavy, out, err.count("\n")) == (set(), "", 1)
 
 
 def test_a_fresh_process_that_only_helps_imports_no_torch() -> None:

@@ -7,12 +7,13 @@ from typing import Annotated
 
 import typer
 
+from frozencore.adapter_folder import adapter_in
 from frozencore.cli.console import console
 from frozencore.errors import ConfigError
 
 adapter_app = typer.Typer(no_args_is_help=True)
 
-Adapter = Annotated[Path, typer.Argument(help="Folder of a saved frozen-core adapter.")]
+Adapter = Annotated[Path, typer.Argument(help="Folder of a run or of a saved frozen-core adapter.")]
 NewFolder = Annotated[Path, typer.Option("--output", "--out", help="New folder.")]
 
 
@@ -24,10 +25,11 @@ def pack(
     dtype: Annotated[str, typer.Option(help="Of the cores: auto (as saved), float32, bfloat16 or float16.")] = "auto",
 ) -> None:
     """Write an adapter as its cores alone: it needs the basis beside it from then on."""
+    folder = adapter_in(adapter)
     from frozencore.adapter.packing import pack_adapter
     from frozencore.cli.exporting import read_dtype
 
-    pack_adapter(adapter, basis, output, dtype=read_dtype(dtype))
+    pack_adapter(folder, basis, output, dtype=read_dtype(dtype))
     console.print(_told(output), highlight=False)
 
 
@@ -40,23 +42,25 @@ def unpack(
     ] = None,
 ) -> None:
     """Write an adapter of cores alone as one that holds its basis."""
+    folder = adapter_in(adapter)
     from frozencore.adapter.packing import unpack_adapter
 
-    unpack_adapter(adapter, output, basis=basis)
+    unpack_adapter(folder, output, basis=basis)
     console.print(_told(output), highlight=False)
 
 
 def merge(
-    adapters: Annotated[list[Path], typer.Argument(help="Folders of adapters on one basis.")],
+    adapters: Annotated[list[Path], typer.Argument(help="Folders of runs or of adapters, on one basis.")],
     output: NewFolder,
     weights: Annotated[
         str | None, typer.Option(help="One for each, separated by commas; may be negative. Default: their mean.")
     ] = None,
 ) -> None:
     """Write the weighted sum of adapters on one basis: the sum of what they do, exactly."""
+    folders, shares = [adapter_in(adapter) for adapter in adapters], None if weights is None else _numbers(weights)
     from frozencore.adapter.arithmetic import merge_adapters
 
-    merge_adapters(adapters, output, weights=None if weights is None else _numbers(weights))
+    merge_adapters(folders, output, weights=shares)
     console.print(_told(output), highlight=False)
 
 

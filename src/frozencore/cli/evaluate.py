@@ -9,12 +9,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from frozencore.cli.options import TODAY, DataRoot, PromptDate, read_date
+from frozencore.adapter_folder import adapter_in
+from frozencore.cli.options import DTYPE_NAMES, TODAY, DataRoot, PromptDate, read_date, require_name
 from frozencore.errors import ConfigError
-from frozencore.naming import unknown_name
 
 STYLES = ("auto", "chat", "plain")
-DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 PromptStyleName = Annotated[str, typer.Option(help="auto, chat or plain.")]
 NumRows = Annotated[int | None, typer.Option("--num-evaluation", help="Rows of a task. Default: the protocol's.")]
@@ -29,12 +28,20 @@ def evaluate(
     task: Annotated[
         str | None, typer.Option(help="all (the paper's eleven), names, or YAML files of your own; comma-separated.")
     ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(help="Your own rows, as for `tune --data`: loss, and how many short completions are right."),
+    ] = None,
+    columns: Annotated[
+        str | None, typer.Option(help="Which column of --data is which: prompt=question,completion=answer.")
+    ] = None,
     lm_eval: Annotated[
         str | None, typer.Option(help="Tasks of lm-evaluation-harness by name (needs frozencore[lm-eval]).")
     ] = None,
     include_path: Annotated[Path | None, typer.Option(help="Folder of task files for --lm-eval.")] = None,
     adapter: Annotated[
-        list[Path] | None, typer.Option(help="Folder of an adapter, frozen cores or LoRA; may be repeated.")
+        list[Path] | None,
+        typer.Option(help="Folder of a run, or of an adapter (cores, LoRA); may be repeated."),
     ] = None,
     with_base: Annotated[bool, typer.Option("--with-base", help="Score the model without adapters too.")] = False,
     data_root: DataRoot = None,
@@ -53,22 +60,33 @@ def evaluate(
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
 ) -> None:
+    require_name("prompt style", prompt_style, STYLES)
+    require_name("dtype", dtype, DTYPE_NAMES)
+    if task is None and lm_eval is None and data is None:
+        raise ConfigError("There is nothing to score: give --data FILE, --task all, --task NAME or --lm-eval NAME.")
+    from frozencore.lab.rows.row_sources import require_source
+    from frozencore.lab.rows.suite import find_tasks
+    from frozencore.lab.run.early import require_data_root, require_model
+
+    tasks = tuple(find_tasks(task)) if task is not None else ()
+    require_model(model)
+    require_data_root(data_root)
+    if data is not None:
+        require_source(data)
+    adapters = tuple(map(adapter_in, adapter or ()))
     from frozencore.cli.display import StageDisplay
     from frozencore.cli.evaluation_tables import evaluation_table
     from frozencore.lab.evaluation.evaluate import Evaluation
     from frozencore.lab.evaluation.evaluate import evaluate as run_evaluation
-    from frozencore.lab.rows.suite import find_tasks
 
-    _require("prompt style", prompt_style, STYLES)
-    _require("dtype", dtype, DTYPES)
-    if task is None and lm_eval is None:
-        raise ConfigError("There is nothing to score: give --task all, --task NAME,NAME or --lm-eval NAME.")
     evaluation = Evaluation(
         model=model,
-        tasks=tuple(find_tasks(task)) if task is not None else (),
+        tasks=tasks,
+        data=data,
+        columns=columns,
         harness_tasks=tuple(name.strip() for name in (lm_eval or "").split(",") if name.strip()),
         include_path=include_path,
-        adapters=tuple(adapter or ()),
+        adapters=adapters,
         with_base=with_base,
         data_root=data_root,
         prompt_style=cast(Any, prompt_style),
@@ -120,7 +138,7 @@ def show_task(
     from frozencore.lab.rows.suite import find_task
     from frozencore.lab.run.loading import load_tokenizer
 
-    _require("prompt style", prompt_style, STYLES)
+    require_name("prompt style", prompt_style, STYLES)
     task = find_task(name)
     tokenizer = load_tokenizer(model or str(pocket_model_path()))
     encoder = PromptEncoder(tokenizer, style=cast(Any, prompt_style), max_length=1_000_000)
@@ -141,11 +159,6 @@ def export(
     from frozencore.lab.evaluation.harness.export import export_tasks
     from frozencore.lab.rows.suite import find_tasks
 
-    _require("export", to, ("lm-eval",))
+    require_name("export", to, ("lm-eval",))
     names = export_tasks(find_tasks(task), folder, data_root=data_root, num_evaluation=num_evaluation)
     context.obj.print(f"lm_eval --include_path {folder} --tasks {','.join(names)}", highlight=False, soft_wrap=True)
-
-
-def _require(kind: str, came: str, known: tuple[str, ...]) -> None:
-    if came not in known:
-        raise ConfigError(unknown_name(kind, came, known))

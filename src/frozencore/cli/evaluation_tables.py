@@ -37,8 +37,7 @@ def _cells(score: Mapping[str, Any], counts: Mapping[str, str]) -> list[str]:
     return [
         score["task"],
         str(score["num_examples"]),
-        percent(score["accuracy"]),
-        *("" if share is None else percent(share) for share in shares),
+        *("" if share is None else percent(share) for share in (score["accuracy"], *shares)),
         *(str(score.get(count, "")) for count in counts),
         "" if loss is None else f"{loss:.3f}",
     ]
@@ -48,9 +47,10 @@ def _means(scores: Sequence[Mapping[str, Any]]) -> list[Text]:
     """Unweighted means, where every subject has the same two tasks or more."""
     by_subject: dict[str, dict[str, float]] = {}
     for score in scores:
-        by_subject.setdefault(score["subject"], {})[score["task"]] = score["accuracy"]
+        if score["accuracy"] is not None:
+            by_subject.setdefault(score["subject"], {})[score["task"]] = score["accuracy"]
     tasks = [set(own) for own in by_subject.values()]
-    if len(tasks[0]) < 2 or any(own != tasks[0] for own in tasks):
+    if not tasks or len(tasks[0]) < 2 or any(own != tasks[0] for own in tasks):
         return []
     return [
         Text(f"{subject}: mean of {len(own)} tasks {percent(sum(own.values()) / len(own))} %")

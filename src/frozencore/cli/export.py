@@ -7,12 +7,17 @@ from typing import Annotated
 
 import typer
 
+from frozencore.adapter_folder import adapter_in, folder_of
 from frozencore.cli.console import console
+from frozencore.cli.export_options import Wanted
+from frozencore.lab.run.model_names import model_location
+from frozencore.quiet import quiet_loading
 
 
 def export(
     adapter: Annotated[
-        str, typer.Argument(help="Folder or hub id of a saved adapter, or of a basis for a basis model.")
+        str,
+        typer.Argument(help="Folder of a run; folder or hub id of an adapter, or of a basis (for a basis model)."),
     ],
     output: Annotated[Path, typer.Option("--output", "--out", help="New folder for the export.")],
     to: Annotated[
@@ -39,13 +44,11 @@ def export(
     ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an export that is there.")] = False,
 ) -> None:
-    from frozencore.adapter_folder import folder_of
-    from frozencore.cli.exporting import Wanted, export_adapter
-    from frozencore.lab.run.loading import model_location
-    from frozencore.quiet import quiet_loading
-
     wanted = Wanted(to, base and model_location(base), dtype, rank, with_code, overwrite)
+    folder = adapter_in(folder_of(adapter))
+    from frozencore.cli.exporting import export_adapter
+
     with quiet_loading():
-        lines = export_adapter(folder_of(adapter), output, wanted)
+        lines = export_adapter(folder, output, wanted)
     for line in lines:
         console.print(line, highlight=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -13,44 +12,19 @@ from frozencore.adapter.export.merged import export_merged
 from frozencore.adapter.export.serving import ENGINES, LoraReport, check_lora_directory
 from frozencore.adapter.export.serving.config_rules import VLLM_MAX_RANKS, vllm_max_rank
 from frozencore.adapter.export.tenant import TenantExport, export_tenant
-from frozencore.errors import ConfigError
-from frozencore.naming import unknown_name
+from frozencore.cli.export_options import Wanted
+from frozencore.cli.options import DTYPE_NAMES, require_name
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-FORMS = ("lora", "merged", "basis-model", "tenant")
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """What ``frozencore export`` was asked for.
-
-    Attributes:
-        base: Folder or hub id of the base model; of a tenant, the folder of its basis model.
-        rank: Of a LoRA; by default the adapter's own.
-        with_code: Put the architecture's code into a basis model.
-    """
-
-    to: str = "lora"
-    base: str | None = None
-    dtype: str = "auto"
-    rank: int | None = None
-    with_code: bool = False
-    overwrite: bool = False
 
 
 def export_adapter(adapter: Path, output: Path, wanted: Wanted) -> list[str]:
     """Write the export that was asked for; the lines that say what it is.
 
     Raises:
-        FrozenCoreError: An unknown form or dtype, a bad adapter or base model, or a folder in the way.
+        FrozenCoreError: A bad adapter or base model, or a folder in the way.
     """
     own, base, overwrite = read_dtype(wanted.dtype), wanted.base, wanted.overwrite
-    if wanted.to not in FORMS:
-        raise ConfigError(unknown_name("export", wanted.to, FORMS))
-    if wanted.rank is not None and wanted.to != "lora":
-        raise ConfigError(f"--rank is of a LoRA, and --to {wanted.to} has none: leave it out, or --to lora.")
-    if wanted.with_code and wanted.to != "basis-model":
-        raise ConfigError(f"--with-code is of a basis model, and --to {wanted.to} has no code: leave it out.")
     if wanted.to == "merged":
         folder = export_merged(adapter, output, base=base, dtype=wanted.dtype, overwrite=overwrite)
         return [
@@ -77,8 +51,7 @@ def read_dtype(name: str) -> torch.dtype | None:
     Raises:
         ConfigError: There is none of that name.
     """
-    if name != "auto" and name not in DTYPES:
-        raise ConfigError(unknown_name("dtype", name, ("auto", *DTYPES)))
+    require_name("dtype", name, DTYPE_NAMES)
     return DTYPES.get(name)
 
 

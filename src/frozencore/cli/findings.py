@@ -1,7 +1,8 @@
 """What a path holds of ours, whether it is sound, and what to do where it is not. Nothing is changed.
 
-An adapter, a basis, a basis model, a moments file, a LoRA export, a run, a run of many tenants, an evaluation, or a
-campaign. A folder of ``frozencore calibrate`` is the moments in it, and the adapter and the basis beside them.
+An adapter, a basis, a basis model, a moments file, a LoRA export, a run, a run of many tenants, an evaluation, a
+campaign, or a folder of these. A folder of ``frozencore calibrate`` is the moments in it, and the adapter and the
+basis beside them.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Diagnosis:
 
     Attributes:
         kind: ``"adapter"``, ``"basis"``, ``"basis model"``, ``"moments"``, ``"LoRA"``, ``"run"``, ``"tenants"``,
-            ``"evaluation"`` or ``"campaign"``; None if it is not one of ours.
+            ``"evaluation"`` or ``"campaign"``; ``"runs"`` for a folder of such; None if it is not one of ours.
     """
 
     path: Path
@@ -77,6 +78,17 @@ def _examiner(kind: str) -> Callable[[Path], Iterator[Finding]]:
 
 
 def _kind_of(path: Path) -> str | None:
+    kind = _kind_of_one(path)
+    return "runs" if kind is None and any(things_in(path)) else kind
+
+
+def things_in(path: Path) -> Iterator[Path]:
+    """The folders in a folder that hold something of ours."""
+    folders = sorted(path.iterdir()) if path.is_dir() else ()
+    return (folder for folder in folders if folder.is_dir() and _kind_of_one(folder) is not None)
+
+
+def _kind_of_one(path: Path) -> str | None:
     if path.is_file():
         return "moments" if path.suffix == ".safetensors" and _may_be_moments(path) else None
     if not path.is_dir():

@@ -10,11 +10,12 @@ from typing import Annotated
 
 import typer
 
+from frozencore.adapter_folder import adapter_in
 from frozencore.cli.console import console
 
 
 def inspect(
-    adapter: Annotated[Path, typer.Argument(help="Folder of a saved frozen-core adapter, or of a basis.")],
+    adapter: Annotated[Path, typer.Argument(help="Folder of a run, of a saved frozen-core adapter, or of a basis.")],
     moments: Annotated[
         Path | None, typer.Option(help="Moments file: adds what the basis captured of the gradient.")
     ] = None,
@@ -24,6 +25,7 @@ def inspect(
     all_layers: Annotated[bool, typer.Option("--all-layers", help="Print a line for each layer.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
+    folder, other = adapter_in(adapter), None if against is None else adapter_in(against)
     from frozencore.adapter.directory import read_adapter_or_basis
     from frozencore.adapter.inspection import inspect_adapter
     from frozencore.calibration.store import load_moments
@@ -31,12 +33,12 @@ def inspect(
     from frozencore.cli.tables import allocation_line
     from frozencore.constructors.options import trained_values
 
-    config, layers = read_adapter_or_basis(adapter)
+    config, layers = read_adapter_or_basis(folder)
     reports = inspect_adapter(
         config,
         layers,
         moments=load_moments(moments) if moments else None,
-        other=read_adapter_or_basis(against)[1] if against else None,
+        other=None if other is None else read_adapter_or_basis(other)[1],
     )
     if as_json:
         sys.stdout.write(json.dumps({name: asdict(report) for name, report in reports.items()}, indent=2) + "\n")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from frozencore.cli.at_a_glance import adapter, baseline
-from frozencore.cli.findings import Finding, inside, read_json
+from frozencore.cli.findings import Finding, diagnose, inside, read_json, things_in
 from frozencore.errors import FrozenCoreError
 from frozencore.lab.run.files import ADAPTER, CHECKPOINTS, FAILURE, PREDICTIONS, RECORD
 from frozencore.lab.run.interrupted import kept_of
@@ -40,6 +40,15 @@ def run(path: Path) -> Iterator[Finding]:
     if (path / ADAPTER).exists():
         of_baseline = record.hashes is None or record.hashes.basis is None
         yield from inside(path / ADAPTER, "adapter", baseline if of_baseline else adapter)
+
+
+def runs(path: Path) -> Iterator[Finding]:
+    """A line for each thing in a folder of runs: what it is, and the first that is wrong with it."""
+    for place in things_in(path):
+        seen = diagnose(place)
+        wrong = [finding for finding in seen.findings if not finding.sound]
+        told = [f"{finding.part}: {finding.found}" for finding in wrong] or [one.found for one in seen.findings]
+        yield Finding(place.name, ": ".join([str(seen.kind), *told[:1]]), not wrong)
 
 
 def tenants(path: Path) -> Iterator[Finding]:
@@ -76,7 +85,7 @@ def evaluation(path: Path) -> Iterator[Finding]:
         score = read_json(place / RECORD)
         if not isinstance(score, dict):
             yield Finding(name, f"{RECORD} is missing or damaged: evaluate again, it is scored again.", sound=False)
-        elif "metric" not in score:  # of lm-evaluation-harness: its own averages
+        elif "metric" not in score and score.get("accuracy", 0) is not None:  # not an average or a loss of other rows
             yield _rescored(predictions, score.get("accuracy"), name)
 
 

@@ -19,7 +19,7 @@ from typing import Any
 from frozencore.errors import ArtifactError, ConfigError, DataError
 from frozencore.fingerprint import fingerprint_model
 from frozencore.lab.evaluation.adapters import BASE, AdapterStand, adapter_names
-from frozencore.lab.evaluation.scorers import TaskScorer, harness_scorer, suite_scorers
+from frozencore.lab.evaluation.scorers import TaskScorer, harness_scorer, own_scorer, suite_scorers
 from frozencore.lab.rows.prompt_date import PROMPT_DATE, asks_for_today
 from frozencore.lab.rows.prompts import PromptEncoder, PromptStyle, context_limit
 from frozencore.lab.run.files import PREDICTIONS, RECORD
@@ -37,6 +37,7 @@ class Evaluation:
     """What is scored on what, and how.
 
     Attributes:
+        data: Rows of one's own, as ``frozencore tune --data`` takes them; ``columns`` says which column is which.
         harness_tasks: Names of tasks of lm-evaluation-harness, or of the task files in ``include_path``.
         adapters: Folders of saved adapters; the bare model where there are none, or with ``with_base``.
         prompt_date: Today, to a chat template that asks for it.
@@ -46,6 +47,8 @@ class Evaluation:
 
     model: str
     tasks: tuple[Task, ...] = ()
+    data: str | None = None
+    columns: str | None = None
     harness_tasks: tuple[str, ...] = ()
     include_path: Path | None = None
     adapters: tuple[Path, ...] = ()
@@ -142,6 +145,8 @@ def _scorers(evaluation: Evaluation, encoder: PromptEncoder) -> tuple[list[TaskS
         num_evaluation=evaluation.num_evaluation,
         length_normalised=evaluation.length_normalised,
     )
+    if evaluation.data is not None:
+        scorers.append(own_scorer(evaluation.data, evaluation.columns, encoder, num_rows=evaluation.num_evaluation))
     scorers += [
         harness_scorer(name, encoder, include_path=evaluation.include_path, limit=evaluation.num_evaluation)
         for name in evaluation.harness_tasks

@@ -1,7 +1,8 @@
-"""What there is to score: a task of the suite or one of lm-evaluation-harness, behind one face."""
+"""What there is to score: a task of the suite, rows of one's own, or a task of lm-evaluation-harness."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -9,10 +10,14 @@ from typing import Any
 
 from torch import nn
 
-from frozencore.errors import DataError
+from frozencore.errors import ConfigError, DataError
 from frozencore.fingerprint import fingerprint_options
 from frozencore.lab.evaluation.harness.run import harness_score, harness_version
+from frozencore.lab.rows.own_rows import read_rows
 from frozencore.lab.rows.prompts import PromptEncoder
+from frozencore.lab.rows.row_sources import named
+from frozencore.lab.scoring.completions import are_short, score_completions
+from frozencore.lab.scoring.heldout import held_out_loss
 from frozencore.lab.scoring.task_score import score_task
 from frozencore.lab.tasks.splits import evaluation_rows
 from frozencore.lab.tasks.task import Example, Task
@@ -56,6 +61,34 @@ def suite_scorers(
         else:
             scorers.append(_suite_scorer(task, examples, encoder, length_normalised=length_normalised))
     return scorers, failed
+
+
+def own_scorer(data: str, columns: str | None, encoder: PromptEncoder, *, num_rows: int | None) -> TaskScorer:
+    """The loss on rows of one's own and, where all completions are short, how many are generated word for word.
+
+    Args:
+        num_rows: Of the first rows; all of them by default.
+
+    Raises:
+        ConfigError: ``num_rows`` is not positive.
+        DataError: The rows cannot be read.
+    """
+    if num_rows is not None and num_rows < 1:
+        raise ConfigError(f"Row counts must be positive, but {num_rows} came.")
+    own = read_rows(data, encoder, columns)
+    rows = encoder.training_rows(own.texts[:num_rows])
+    compares = own.columns != ("text",) and are_short(rows)
+
+    def score(model: nn.Module, progress: Progress) -> Scored:
+        loss = held_out_loss(model, rows, pad_id=encoder.pad_id, progress=progress)
+        if not compares:
+            return {"task": name, "accuracy": None, "num_examples": len(rows), "held_out_loss": loss}, ()
+        found = score_completions(model, encoder, rows, held_out_loss=loss, progress=progress)
+        summary = {key: value for key, value in vars(found).items() if key != "predictions"}
+        return {**summary, "task": name}, map(asdict, found.predictions)
+
+    name = re.sub(r"[^\w.-]+", "-", named(data))  # of a folder too
+    return TaskScorer(name, len(rows), {"rows": fingerprint_options({"rows": [asdict(row) for row in rows]})}, score)
 
 
 def harness_scorer(name: str, encoder: PromptEncoder, *, include_path: Path | None, limit: int | None) -> TaskScorer:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from frozencore.adapter_folder import IN_A_RUN
+
 RECORD, FAILURE = "result.json", "failure.json"
 ASKED = "run.yaml"  # what `tune` was asked for, as its --config takes it
 PREDICTIONS, SAMPLES = "predictions.jsonl", "samples.jsonl"
-ADAPTER, BASIS = "adapter", "basis"
+ADAPTER, BASIS = IN_A_RUN, "basis"
 MOMENTS_FILE = "moments.safetensors"
 CHECKPOINTS, FOUND = "checkpoints", ".found"  # of a run that has not ended
 BASE_SCORE, CALIBRATION = "base-score.json", "calibration.json"  # what it has found
