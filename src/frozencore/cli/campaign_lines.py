@@ -16,7 +16,7 @@ from frozencore.cli.campaign_status import failure_lines
 from frozencore.errors import ConfigError, TrainingError
 from frozencore.lab.campaign.crew import Crew, LocalCrew, OwnProcess
 from frozencore.lab.campaign.drive import drive
-from frozencore.lab.campaign.plan import Planned, plan
+from frozencore.lab.campaign.plan import Planned, most_further_trials, plan
 from frozencore.lab.campaign.search_rows import SearchRows, search_rows
 from frozencore.lab.campaign.shared import SharedWork, needs_of
 from frozencore.lab.campaign.spec import Campaign, read_campaign
@@ -137,9 +137,11 @@ def plan_lines(
         table.add_row(name, study.title, str(searched), str(len(own) - searched), str(done))
     yield table
     standing = tally(planned, store)
+    further = most_further_trials(campaign, store.outcome)
+    beyond = f", and up to {num_of(further, 'trial')} beyond the ends of grids" if further else ""
     yield (
         f"{num_of(standing.finished + standing.failed + standing.left, 'different run')} at most (studies share equal "
-        "ones): "
+        f"ones){beyond}: "
         f"{standing.finished} finished, {standing.failed} failed, {standing.ready} ready, "
         f"{standing.waiting} wait for their search. Folder: {store.folder}"
     )

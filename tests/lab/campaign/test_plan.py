@@ -23,7 +23,7 @@ from frozencore.lab.campaign.estimate import (
     shared_bytes,
 )
 from frozencore.lab.campaign.job import Job, make_job
-from frozencore.lab.campaign.plan import Outcome, Outcomes, Planned, choices, plan
+from frozencore.lab.campaign.plan import Outcome, Outcomes, Planned, choices, most_further_trials, plan
 from frozencore.lab.campaign.results import load_results
 from frozencore.lab.campaign.shared import moments_key, needs_of
 from frozencore.lab.campaign.spec import Campaign, column_key, read_campaign
@@ -289,6 +289,7 @@ def test_a_rate_beyond_which_training_diverges_is_no_end(tmp_path: Path) -> None
     ((_, _, choice),) = choices(campaign, outcome)
     assert (choice.options["learning_rate"], choice.at_end) == (4e-3, False)
     assert len([run for run in planned if run.phase == "search"]) == 6
+    assert most_further_trials(campaign, outcome) == 0
 
 
 def test_a_search_of_one_rate_and_one_of_none_stay_as_they_are(tmp_path: Path) -> None:
@@ -304,6 +305,7 @@ def test_final_runs_wait_while_a_search_goes_on(tmp_path: Path) -> None:
     ended = {job.id: scored(held_out_loss=-job.config.resolved_learning_rate) for job in of_grid}
     planned = plan(campaign, ended.get)
     assert len([run for run in planned if run.phase == "search"]) == len(of_grid) + 1
+    assert (most_further_trials(campaign, unknown), most_further_trials(campaign, ended.get)) == (4, 3)
     assert all(run.job is None for run in planned if run.phase == "final")
     assert planned == plan(campaign, ended.get)  # a second look, or another process, sees the same
 

@@ -101,6 +101,21 @@ def test_a_refreshed_run_is_one_adapter_that_reloads_to_the_same_score(tmp_path:
     assert "in each of 3 rounds" in (tmp_path / "run" / "adapter" / "README.md").read_text()
 
 
+def test_a_lora_in_rounds_is_one_lora_that_reloads_to_the_same_score(tmp_path: Path) -> None:
+    once = execute(config_of(method="lora", rank=2), tmp_path / "once", silent)
+    config = config_of(method="lora", rank=2, refresh=3)
+    record = execute(config, tmp_path / "run", silent)
+    assert record.resolved.recipe["refresh"] == 3
+    assert record.trainable_parameters == once.trainable_parameters
+    bench = prepare(config, silent)
+    assert fingerprint_model(bench.model) == record.hashes.model == once.hashes.model
+    assert bench.rows.task is not None
+    model = PeftModel.from_pretrained(bench.model, tmp_path / "run" / "adapter")
+    assert model.peft_config["default"].r == 6
+    score = score_task(model, bench.encoder, bench.rows.task, bench.rows.evaluation)
+    assert (score.accuracy, score.held_out_loss) == (record.accuracy, record.held_out_loss)
+
+
 def test_a_run_chooses_its_rounds_by_its_rows_and_its_record_says_how_many(tmp_path: Path) -> None:
     """24 rows make 12 steps: by their steps two rounds, by their rows one, so that it trains on its first bases."""
     config = config_of(refresh="auto", batch_size=2)

@@ -208,6 +208,19 @@ def choices(campaign: Campaign, outcome: Outcomes) -> list[tuple[str, Axes, Choi
     return chosen
 
 
+def most_further_trials(campaign: Campaign, outcome: Outcomes) -> int:
+    """How many trials searches may yet add beyond the ends of their grids."""
+    count = 0
+    for study in campaign.studies.values():
+        for group in _groups(campaign, study) if study.search else ():
+            has_ends = len({trial.get(RATE) for trial in group.trials}) > 1
+            trials, outcomes = _tried(study, group, outcome)
+            if has_ends and outcomes is None:
+                assert study.search is not None
+                count += max(0, study.search.beyond - len(trials) + len(group.trials))
+    return count
+
+
 def _all_ended(jobs: list[Job], outcome: Outcomes) -> list[Outcome] | None:
     """What became of every trial; None while one has neither finished nor failed."""
     found = [ended for job in jobs if (ended := outcome(job.id))]
