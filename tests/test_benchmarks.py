@@ -34,6 +34,7 @@ PROMISED: dict[str, tuple[tuple[str, ...], set[str]]] = {
     "many_commands": (("--quick",), {"rows", "size", "rounds"}),
     "advice": (("--quick",), {"constructors", "metric", "rows"}),
     "tenants": (("--quick",), {"keep", "batch"}),
+    "per_example": (("--quick",), {"ranks", "rounds", "rows"}),
     "scale": (("--quick",), {"rates", "plan", "rows"}),
     "gpu": (
         ("--tiny", "--models", "Qwen2.5-3B", "Llama-3.2-1B", "--sections", *GPU_SECTIONS),
@@ -42,7 +43,7 @@ PROMISED: dict[str, tuple[tuple[str, ...], set[str]]] = {
 }
 SLOW = {
     "step", "refreshing", "calibration", "svd", "ranks", "memory", "many_training", "many_commands", "gpu", "tenants",
-    "scale",
+    "scale", "per_example",
 }  # fmt: skip
 EVERYWHERE = {"benchmark", "provenance"}
 
@@ -74,6 +75,8 @@ def results_of(script: str, folder: Path) -> dict[str, Any]:
     "script", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in PROMISED]
 )
 def test_the_quick_mode_writes_the_promised_keys(script: str, tmp_path: Path) -> None:
+    if script == "per_example":
+        pytest.importorskip("opacus")
     found = results_of(script, tmp_path)
     missing = (PROMISED[script][1] | EVERYWHERE) - found.keys()
     assert not missing
