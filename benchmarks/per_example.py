@@ -5,10 +5,10 @@ take turns.
     OMP_NUM_THREADS=1 taskset -c 0 python benchmarks/per_example.py
     python benchmarks/per_example.py --quick
 
-A plain step is forward, the mean of the rows' losses over their completions, and backward. A step with gradients of each
-row ends with rows x values float32 numbers. No step has an optimiser. Each step is divided by its own plain step of the
-same round; medians and quartiles of these ratios stand in the table. Memory is what the process, or the GPU, held at
-most above what it held before the step, in a round of its own that is not timed.
+A plain step is forward, the mean of the rows' losses over their completions, and backward. A step with gradients of
+each row ends with rows x values float32 numbers. No step has an optimiser. Each step is divided by its own plain step
+of the same round; medians and quartiles of these ratios stand in the table. Memory is what the process, or the GPU,
+held at most above what it held before the step, in a round of its own that is not timed.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ from frozencore.adapter.model import FrozenCoreModel
 from frozencore.adapter.own_constructor import register_constructor
 from frozencore.adapter.packing import pack_adapter, unpack_adapter
 from frozencore.adapter.per_example import per_example_gradients
+from frozencore.adapter.private.training import PrivateTraining
 from frozencore.adapter.seal.card import write_model_card
 from frozencore.adapter.seal.saved_basis import SavedBasis, load_basis
 from frozencore.adapter.swap import prepare_swap, swap_core
@@ -58,6 +59,7 @@ __all__ = [
     "FrozenCoreModel",
     "LayerEvidence",
     "LayerMoments",
+    "PrivateTraining",
     "Refresh",
     "SavedBasis",
     "Whitening",

@@ -1,0 +1,205 @@
+"""A ``Trainer`` trains cores privately: drawn rows, a cut gradient of each, noise, and a count of what is spent.
+
+A step takes each row with probability q, cuts the gradient of each row to the length C, adds noise of standard
+deviation σ·C to every entry of the sum, and divides by the expected number of rows. All that follows (optimiser, rate,
+weight decay) sees no row. What the final cores say about one row is then bounded by the budget; ``docs/private.md``
+says what that covers and what it does not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import ExportableState
+
+from frozencore.adapter.per_example import RowLossFn, losses_and_gradients
+from frozencore.adapter.private.budget import CLIP, PrivateBudget, Schedule
+from frozencore.adapter.private.clipping import clipped_sum
+from frozencore.adapter.private.draws import drawn_rows, new_secret, noise_of
+from frozencore.adapter.private.guard import Guard
+from frozencore.adapter.private.refusals import private_cores, refuse_what_leaks
+from frozencore.adapter.private.steps import drawn_loader
+from frozencore.errors import DataError, TrainingError
+
+
+class PrivateTraining(TrainerCallback, ExportableState):
+    """Make a ``Trainer`` train the cores of its model privately; call its ``train`` afterwards, once.
+
+    A step is of ``per_device_train_batch_size * gradient_accumulation_steps`` rows on average. The Trainer's own loss
+    is not used. Logs get ``epsilon``, what is spent, and ``clipped``, the share of the step's rows that were cut. Logs
+    and checkpoints are not to be published: losses are exact, and checkpoints hold the secret of the noise.
+
+    Args:
+        trainer: Whose model has one active frozen-core adapter that trains nothing but cores.
+        epsilon, delta, clip: As in :class:`~frozencore.adapter.private.budget.PrivateBudget`.
+        loss_fn: The loss of each row; as for :func:`frozencore.per_example_gradients`.
+        basis_is_public: The bases were calibrated on rows that may be known. It needs no saying where the constructor
+            reads no data.
+
+    Raises:
+        ConfigError: Something would leak without being counted, something else than cores trains, or Opacus is missing.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        *,
+        epsilon: float,
+        delta: float,
+        clip: float = CLIP,
+        loss_fn: RowLossFn | None = None,
+        basis_is_public: bool = False,
+    ) -> None:
+        budget = PrivateBudget(epsilon, delta, clip)
+        refuse_what_leaks(trainer, basis_is_public=basis_is_public)
+        self._cores = private_cores(trainer.model)
+        self._trainer, self._budget, self._loss_fn = trainer, budget, loss_fn
+        self._secret = new_secret()
+        self._schedule: Schedule | None = None
+        self._num_steps = 0
+        self._guard = Guard(self._cores, clip)
+        self._sum = torch.zeros(sum(core.numel() for core in self._cores.values()))
+        self._plain_loader = trainer.get_train_dataloader
+        replaced: Any = trainer
+        replaced.get_train_dataloader, replaced.training_step = self._loader, self._training_step
+        trainer.callback_handler.callbacks.insert(0, self)  # the others see what it adds to logs and checkpoints
+
+    @property
+    def schedule(self) -> Schedule:
+        """Steps and noise, from the beginning of the training on."""
+        if self._schedule is None:
+            raise TrainingError("The noise of a private training is known once it trains. Call trainer.train() first.")
+        return self._schedule
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that were made, those before a resumed checkpoint included."""
+        return self._num_steps
+
+    @property
+    def spent(self) -> float:
+        """The epsilon that the steps so far have spent."""
+        return 0.0 if self._schedule is None else self._schedule.spent(self._num_steps)
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps of it: what was promised, and the secret that its draws follow from."""
+        return {"args": {}, "attributes": {"secret": self._secret, **self._promised()}}
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Take up a checkpoint's secret, or begin with one of its own; the noise follows from the number of steps."""
+        if state.global_step:
+            self._take_up(state)
+        elif self._schedule is not None:
+            raise TrainingError(
+                "A private training spends its budget once, but train() was called a second time. Resume from a "
+                "checkpoint, or make a new Trainer and a new PrivateTraining, whose budgets add up."
+            )
+        num_rows, rows_a_step = len(self._rows()), self._rows_a_step()
+        self._schedule = Schedule.of(self._budget, num_rows, rows_a_step, state.max_steps)
+        self._num_steps = state.global_step
+        self._sum = torch.zeros_like(self._sum, device=next(iter(self._cores.values())).device)
+
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Note the cores before the first step that moves them."""
+        optimizer: Any = self._trainer.optimizer
+        self._guard.before_step(optimizer.param_groups[0]["lr"])
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Count the step."""
+        self._num_steps = state.global_step
+        self._guard.after_step()
+
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, Any], **_: Any
+    ) -> None:
+        """Say what is spent."""
+        if "loss" in logs:
+            logs["epsilon"] = self.spent
+            logs["clipped"] = self._guard.clipped_share
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """A state that is saved after the training holds no secret."""
+        state.stateful_callbacks.pop(type(self).__name__, None)
+
+    def _loader(self) -> Any:
+        """Instead of ``get_train_dataloader``."""
+        rows_a_step = self._rows_a_step()
+        plain, passes = self._plain_loader(), self._trainer.args.gradient_accumulation_steps
+        num_rows = len(plain.dataset)
+        rate = min(1.0, rows_a_step / num_rows)
+        batches = math.ceil(num_rows / self._trainer.args.per_device_train_batch_size)
+        loader = drawn_loader(
+            plain,
+            lambda step: drawn_rows(self._secret, step, num_rows, rate),
+            math.ceil(batches / passes),
+            passes,
+        )
+        return self._trainer.accelerator.prepare(loader)
+
+    def _training_step(
+        self, model: nn.Module, inputs: Mapping[str, Any], num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor:
+        """Instead of ``training_step``: add the cut gradients of a pass, and behind the last pass the noise."""
+        step, schedule = inputs["step"], self.schedule
+        if step != self._trainer.state.global_step or step >= schedule.num_steps:
+            raise TrainingError(
+                f"A private training makes its {schedule.num_steps} steps in their order, each once, but step {step} "
+                f"came where {self._trainer.state.global_step} was due. Leave the Trainer's data loading as it is."
+            )
+        model.train()
+        loss = torch.zeros((), device=self._sum.device)
+        for batch in inputs["batches"]:
+            losses, gradients = losses_and_gradients(model, batch, self._loss_fn)
+            if len(losses) != inputs["num_rows"]:
+                raise DataError(
+                    f"Private training cuts the gradient of each row, but the collator made {len(losses)} rows of "
+                    f"{inputs['num_rows']}. Use a collator that keeps rows apart."
+                )
+            total, norms = clipped_sum(gradients, self._budget.clip)
+            self._guard.see(gradients, norms)
+            self._sum.add_(total)
+            loss += losses.sum().to(loss) / inputs["num_drawn"]
+        if self._trainer.accelerator.sync_gradients:
+            self._write_gradient(step)
+        return loss
+
+    def _write_gradient(self, step: int) -> None:
+        """The noised mean as the gradient of the cores."""
+        noise = noise_of(self._secret, step, len(self._sum)).to(self._sum.device)
+        self._sum.add_(noise, alpha=self.schedule.noise_multiplier * self._budget.clip)
+        self._sum.div_(self.schedule.rows_a_step)
+        sizes = [core.numel() for core in self._cores.values()]
+        for core, part in zip(self._cores.values(), self._sum.split(sizes), strict=True):
+            core.grad = part.view_as(core).to(core.device, core.dtype, copy=True)
+        self._sum.zero_()
+
+    def _rows(self) -> Any:
+        return self._trainer.train_dataset
+
+    def _rows_a_step(self) -> int:
+        args = self._trainer.args
+        return args.per_device_train_batch_size * args.gradient_accumulation_steps
+
+    def _promised(self) -> dict[str, Any]:
+        budget = self._budget
+        return {
+            "epsilon": budget.epsilon, "delta": budget.delta, "clip": budget.clip, "num_rows": len(self._rows()),
+            "rows_a_step": self._rows_a_step(), "max_steps": self._trainer.state.max_steps,
+        }  # fmt: skip
+
+    def _take_up(self, state: TrainerState) -> None:
+        saved: Any = state.stateful_callbacks.get(type(self).__name__)
+        kept = dict(saved["attributes"]) if isinstance(saved, Mapping) else {}
+        secret, promised = kept.pop("secret", None), self._promised()
+        if secret is None or kept != promised:
+            odd = [name for name in promised if kept.get(name) != promised[name]] or ["its secret"]
+            raise TrainingError(
+                f"To resume a private training, its checkpoint must be of the same one, but {odd[0]} is "
+                f"{kept.get(odd[0])} there and {promised.get(odd[0])} now. Resume with the same rows and options."
+            )
+        self._secret = secret

@@ -1,0 +1,359 @@
+"""A Trainer's private steps: what is drawn, cut, added, counted, refused and resumed."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import PeftModel
+from torch import Tensor
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
+
+from adapted import adapted, cores_of
+from frozencore import PrivateTraining, Refresh
+from frozencore.adapter.private import draws, training
+from frozencore.adapter.private.budget import PrivateBudget, Schedule
+from frozencore.adapter.private.clipping import clipped_sum
+from frozencore.errors import ConfigError, DataError, TrainingError
+from tiny import batch_of, draw_examples, tiny_qwen2
+
+opacus = pytest.importorskip("opacus")
+
+ROWS = draw_examples(num_examples=24, seed=3)
+SECRET = "5a" * 32
+
+
+def arguments(folder: Path, **options: Any) -> TrainingArguments:
+    own = {
+        "per_device_train_batch_size": 2, "gradient_accumulation_steps": 3, "num_train_epochs": 2, "max_grad_norm": 0.0,
+        "learning_rate": 1e-2, "logging_steps": 1, "save_strategy": "no", "report_to": "none", "disable_tqdm": True,
+        "remove_unused_columns": False, "use_cpu": True, "dataloader_pin_memory": False,
+    }  # fmt: skip
+    return TrainingArguments(output_dir=str(folder), **{**own, **options})
+
+
+def trainer_of(folder: Path, model: PeftModel | None = None, **options: Any) -> Trainer:
+    callbacks = options.pop("callbacks", [])
+    return Trainer(
+        model=adapted("random", trained=True) if model is None else model, args=arguments(folder, **options),
+        train_dataset=ROWS, data_collator=batch_of, callbacks=callbacks,
+    )  # fmt: skip
+
+
+def private(trainer: Trainer, **options: Any) -> PrivateTraining:
+    return PrivateTraining(trainer, **{"epsilon": 8.0, "delta": 1e-3, "clip": 0.5, **options})
+
+
+@pytest.fixture(autouse=True)
+def same_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training, "new_secret", lambda: SECRET)
+
+
+def cores(model: Any) -> Tensor:
+    return torch.cat([layer.core("default").detach().flatten() for layer in cores_of(model)])
+
+
+class Keeps(TrainerCallback):
+    """The gradient and the cores before each optimiser step."""
+
+    def __init__(self) -> None:
+        self.gradients: list[Tensor] = []
+        self.cores: list[Tensor] = []
+
+    def on_pre_optimizer_step(self, *_: Any, model: Any, **__: Any) -> None:
+        self.gradients.append(torch.cat([layer.core("default").grad.flatten() for layer in cores_of(model)]))
+        self.cores.append(cores(model))
+
+
+def with_cores(model: PeftModel, values: Tensor) -> PeftModel:
+    start = 0
+    for layer in cores_of(model):
+        R = layer.core("default")
+        R.data.copy_(values[start : start + R.numel()].view_as(R))
+        start += R.numel()
+    return model
+
+
+def test_each_step_is_the_noised_sum_of_a_loop_over_the_drawn_rows(tmp_path: Path) -> None:
+    keeps = Keeps()
+    trainer = trainer_of(tmp_path, callbacks=[keeps])
+    own = private(trainer)
+    trainer.train()
+    schedule = own.schedule
+    assert (schedule.num_steps, schedule.rows_a_step, schedule.num_rows) == (8, 6, 24)
+    assert len({tuple(draws.drawn_rows(SECRET, step, 24, 0.25)) for step in range(8)}) > 1
+    model, cut = adapted("random", trained=True), 0
+    for step, (gradient, values) in enumerate(zip(keeps.gradients, keeps.cores, strict=True)):
+        with_cores(model, values)
+        total = torch.zeros_like(values)
+        for index in draws.drawn_rows(SECRET, step, 24, 6 / 24):
+            loss = model(**batch_of([ROWS[index]])).loss
+            one = torch.autograd.grad(loss, [layer.core("default") for layer in cores_of(model)])
+            g = torch.cat([part.flatten() for part in one])
+            cut += bool(g.norm() > 0.5)
+            total += g * min(1.0, 0.5 / float(g.norm()))
+        noise = draws.noise_of(SECRET, step, len(values)) * schedule.noise_multiplier * 0.5
+        torch.testing.assert_close(gradient, (total + noise) / 6, rtol=5e-5, atol=1e-6)
+    assert cut  # or clipping was not tried
+
+
+def test_a_row_adds_no_more_than_the_clipping_length_and_nothing_if_it_is_not_finite() -> None:
+    generator = torch.Generator().manual_seed(0)
+    gradients = torch.randn(50, 7, generator=generator) * torch.logspace(-4, 4, 50).unsqueeze(1)
+    for one in gradients:
+        total, _ = clipped_sum(one.unsqueeze(0), 0.3)
+        assert float(total.norm()) <= 0.3
+        if one.norm() < 0.29:
+            torch.testing.assert_close(total, one)
+    expected = sum(g * min(1.0, 0.3 / float(g.norm())) for g in gradients)
+    broken = torch.cat([gradients, torch.full((1, 7), torch.nan), torch.full((1, 7), torch.inf)])
+    torch.testing.assert_close(clipped_sum(broken, 0.3)[0], expected, rtol=1e-4, atol=1e-5)
+    assert not clipped_sum(torch.empty(0, 7), 0.3)[0].any()
+
+
+def test_the_noise_has_the_promised_variance_and_differs_between_steps() -> None:
+    """Bounds of six standard errors; the draws are the same in every run of this test."""
+    noise = torch.stack([draws.noise_of(SECRET, step, 4096) for step in range(50)]).double()
+    count = noise.numel()
+    assert abs(float(noise.mean())) < 6 / math.sqrt(count)
+    assert abs(float(noise.var()) - 1) < 6 * math.sqrt(2 / count)
+    assert abs(float((noise.abs() < 1).double().mean()) - math.erf(1 / math.sqrt(2))) < 6 * 0.5 / math.sqrt(count)
+    between = (noise[:-1] * noise[1:]).mean()
+    assert abs(float(between)) < 6 / math.sqrt(count)
+    assert not torch.equal(noise[0], draws.noise_of("6b" * 32, 0, 4096).double())
+
+
+def test_rows_are_drawn_one_by_one_with_the_promised_probability() -> None:
+    """Poisson sampling: sizes are binomial, each row's share is q, and two rows come together with q²."""
+    rate, steps, num_rows = 0.2, 4000, 30
+    drawn = np.zeros((steps, num_rows))
+    for step in range(steps):
+        drawn[step, draws.drawn_rows(SECRET, step, num_rows, rate)] = 1
+    sizes = drawn.sum(1)
+    deviation = math.sqrt(rate * (1 - rate))
+    assert abs(drawn.mean(0) - rate).max() < 5 * deviation / math.sqrt(steps)
+    expected = num_rows * rate * (1 - rate)
+    assert abs(sizes.var() - expected) < 6 * expected * math.sqrt(2 / steps)
+    together = (drawn[:, 0] * drawn[:, 1]).mean()
+    assert abs(together - rate**2) < 5 * math.sqrt(rate**2 / steps)
+    in_turn = np.corrcoef(drawn[:-1, 0], drawn[1:, 0])[0, 1]
+    assert abs(in_turn) < 5 / math.sqrt(steps)
+    assert draws.drawn_rows(SECRET, 0, num_rows, 1.0) == list(range(num_rows))
+
+
+@pytest.mark.parametrize(("epsilon", "num_rows", "steps"), [(8.0, 1000, 96), (1.0, 500, 50), (3.0, 100, 400)])
+def test_epsilon_is_that_of_opacus_on_the_same_schedule(epsilon: float, num_rows: int, steps: int) -> None:
+    from opacus.accountants import RDPAccountant
+
+    schedule = Schedule.of(PrivateBudget(epsilon, 1e-5), num_rows, 32, steps)
+    accountant = RDPAccountant()
+    for step in range(1, steps + 1):
+        accountant.step(noise_multiplier=schedule.noise_multiplier, sample_rate=32 / num_rows)
+        if step in (1, steps // 2, steps):
+            assert schedule.spent(step) == pytest.approx(accountant.get_epsilon(1e-5), rel=1e-3)
+    assert 0.98 * epsilon < schedule.spent(steps) <= epsilon
+    assert schedule.spent(0) == 0
+
+
+def test_the_spent_epsilon_rises_in_the_logs_to_the_budget(tmp_path: Path) -> None:
+    told: list[tuple[float, float]] = []
+
+    class Told(TrainerCallback):
+        def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:
+            if "loss" in logs:
+                told.append((logs["epsilon"], logs["clipped"]))
+
+    trainer = trainer_of(tmp_path, callbacks=[Told()])
+    own = private(trainer)
+    trainer.train()
+    spent = [epsilon for epsilon, _ in told]
+    assert spent == [own.schedule.spent(step) for step in range(1, 9)]
+    assert spent == sorted(spent)
+    assert own.spent == spent[-1] <= 8.0
+    assert all(0 <= share <= 1 for _, share in told)
+
+
+@pytest.mark.parametrize("at", [2, 4, 7])
+def test_an_interrupted_training_goes_on_to_the_bit_and_spends_once(
+    tmp_path: Path, at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = trainer_of(tmp_path / "whole")
+    private(whole)
+    whole.train()
+
+    class StopsAt(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_save = control.should_training_stop = state.global_step == at
+
+    folder = tmp_path / "parts"
+    first = trainer_of(folder, callbacks=[StopsAt()])
+    before = private(first)
+    first.train()
+    assert before.num_steps == at
+    monkeypatch.setattr(training, "new_secret", lambda: "not the one that the checkpoint has")
+    second = trainer_of(folder)
+    after = private(second)
+    second.train(resume_from_checkpoint=str(folder / f"checkpoint-{at}"))
+    assert torch.equal(cores(second.model), cores(whole.model))
+    assert after.num_steps == 8
+    assert after.spent == after.schedule.spent(8) > before.spent == before.schedule.spent(at)
+
+
+def test_a_checkpoint_of_another_training_is_refused(tmp_path: Path) -> None:
+    plain = trainer_of(tmp_path / "plain", save_strategy="steps", save_steps=2)
+    plain.train()
+    own = trainer_of(tmp_path / "own")
+    private(own)
+    with pytest.raises(TrainingError, match="its checkpoint must be of the same one"):
+        own.train(resume_from_checkpoint=str(tmp_path / "plain" / "checkpoint-2"))
+    saved = trainer_of(tmp_path / "saved", save_strategy="steps", save_steps=2)
+    private(saved)
+    saved.train()
+    other = trainer_of(tmp_path / "other")
+    private(other, clip=0.7)
+    with pytest.raises(TrainingError, match="clip is 0.5 there and 0.7 now"):
+        other.train(resume_from_checkpoint=str(tmp_path / "saved" / "checkpoint-2"))
+
+
+def test_a_budget_is_spent_once_and_the_saved_state_holds_no_secret(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path)
+    private(trainer)
+    trainer.train()
+    trainer.save_state()
+    assert SECRET not in (tmp_path / "trainer_state.json").read_text()
+    assert "PrivateTraining" not in json.loads((tmp_path / "trainer_state.json").read_text())["stateful_callbacks"]
+    with pytest.raises(TrainingError, match="spends its budget once"):
+        trainer.train()
+
+
+def test_a_step_without_rows_is_noise_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keeps = Keeps()
+    trainer = trainer_of(tmp_path, callbacks=[keeps], max_steps=3)
+    own = private(trainer)
+    monkeypatch.setattr(training, "drawn_rows", lambda *_: [])
+    trainer.train()
+    size = len(keeps.gradients[0])
+    expected = draws.noise_of(SECRET, 1, size) * own.schedule.noise_multiplier * 0.5 / 6
+    torch.testing.assert_close(keeps.gradients[1], expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"load_best_model_at_end": True, "eval_strategy": "no", "save_strategy": "no"}, "load_best_model_at_end"),
+        ({"report_to": ["tensorboard"]}, "report_to"),
+        ({"push_to_hub": True}, "push_to_hub"),
+        ({"auto_find_batch_size": True}, "auto_find_batch_size"),
+        ({"ignore_data_skip": True}, "ignore_data_skip"),
+        ({"restore_callback_states_from_checkpoint": True}, "restore_callback_states"),
+        ({"fp16": True}, "fp16"),
+    ],
+)
+def test_arguments_that_leak_or_repeat_are_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    trainer = trainer_of(tmp_path)
+    for name, value in options.items():
+        setattr(trainer.args, name, value)
+    with pytest.raises(ConfigError, match=message):
+        private(trainer)
+
+
+def test_callbacks_that_look_at_rows_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="EarlyStoppingCallback"):
+        private(trainer_of(tmp_path, callbacks=[EarlyStoppingCallback()]))
+    model = adapted()
+    with pytest.raises(ConfigError, match="Refresh"):
+        private(trainer_of(tmp_path, model, callbacks=[Refresh(model, 2)]), basis_is_public=True)
+
+
+def test_a_basis_of_private_rows_is_refused_unless_it_is_said_to_be_public(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="basis_is_public=True"):
+        private(trainer_of(tmp_path, adapted("fcca")))
+    private(trainer_of(tmp_path, adapted("fcca")), basis_is_public=True)
+
+
+def test_what_trains_beside_cores_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="modules_to_save"):
+        private(trainer_of(tmp_path, adapted("random", modules_to_save=["lm_head"])))
+    model = adapted("random")
+    model.get_input_embeddings().weight.requires_grad_(True)
+    with pytest.raises(ConfigError, match="trains as well"):
+        private(trainer_of(tmp_path, model))
+    with pytest.raises(ConfigError, match="has none"):
+        private(Trainer(model=tiny_qwen2(), args=arguments(tmp_path), train_dataset=ROWS, data_collator=batch_of))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"epsilon": 0.0}, "epsilon"),
+        ({"epsilon": math.nan}, "epsilon"),
+        ({"delta": 1.0}, "delta"),
+        ({"clip": 0.0}, "clip"),
+    ],
+)
+def test_a_budget_out_of_bounds_is_refused(tmp_path: Path, options: dict[str, float], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        private(trainer_of(tmp_path), **options)
+
+
+def test_a_delta_that_could_publish_a_row_is_refused(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path)
+    private(trainer, delta=1 / 24)
+    with pytest.raises(ConfigError, match="below one in the number of rows"):
+        trainer.train()
+
+
+def test_the_first_step_says_that_clipping_drowns_the_gradients(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path)
+    private(trainer, clip=1e6)
+    with pytest.raises(TrainingError, match="Clip near the typical length"):
+        trainer.train()
+
+
+def test_the_first_step_says_that_a_core_has_no_gradient(tmp_path: Path) -> None:
+    """As when a loss does not reach a layer: the noise would hide it."""
+    model = adapted("random", trained=True)
+    cores_of(model)[2].register_forward_hook(lambda layer, args, output: layer.base_layer(*args))
+    trainer = trainer_of(tmp_path, model)
+    private(trainer)
+    with pytest.raises(TrainingError, match=r"\(1 of 8\) has none in any row"):
+        trainer.train()
+
+
+def test_the_first_step_says_that_a_core_did_not_move(tmp_path: Path) -> None:
+    model = adapted("random", trained=True)
+    own = [layer.core("default") for layer in cores_of(model)]
+    trainer = trainer_of(tmp_path, model)
+    trainer.optimizer = torch.optim.SGD(own[1:], lr=0.1)
+    private(trainer)
+    with pytest.raises(TrainingError, match=r"\(1 of 8\) did not"):
+        trainer.train()
+
+
+def test_a_collator_that_joins_rows_is_refused(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path)
+
+    def joined(rows: list[Any]) -> dict[str, Tensor]:
+        whole = batch_of(rows)
+        return {name: value.reshape(1, -1) for name, value in whole.items()}
+
+    trainer.data_collator = joined
+    private(trainer)
+    with pytest.raises(DataError, match="keeps rows apart"):
+        trainer.train()
+
+
+def test_the_same_step_twice_is_refused(tmp_path: Path) -> None:
+    class Again(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            state.global_step = 0
+
+    trainer = trainer_of(tmp_path, callbacks=[Again()])
+    private(trainer)
+    with pytest.raises(TrainingError, match="each once"):
+        trainer.train()
