@@ -10,10 +10,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import TrainerCallback
+from transformers.integrations.integration_utils import TensorBoardCallback
 
 from adapted import adapted
 from frozencore.errors import ConfigError, DivergenceError
@@ -24,11 +27,12 @@ from frozencore.lab.run.execute import execute
 from frozencore.lab.training import reporting
 from frozencore.lab.training.recipe import Recipe
 from frozencore.lab.training.selection import Selection
-from frozencore.lab.training.train import train
+from frozencore.lab.training.train import TrainingReport, train
 from tiny import draw_examples
 
 ROWS = [TokenRow(f"row-{i}", list(e.ids), e.num_prompt) for i, e in enumerate(draw_examples(20, seed=5))]
 RECIPE = Recipe(learning_rate=1e-2, warmup=0.3, epochs=3, batch_size=5, accumulation=1)
+WILD = replace(RECIPE, learning_rate=1e30, warmup=0.0)
 
 SMALL: dict[str, Any] = {
     "model": str(pocket_model_path()), "task": "pocket-sentiment", "rank": 4, "calibration_size": 8, "batch_size": 8,
@@ -48,37 +52,66 @@ def written(folder: Path) -> dict[str, dict[int, float]]:
 def test_a_package_that_is_not_installed_is_one_line(
     name: reporting.Reporter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(reporting._AVAILABLE, name, lambda: False)
+    monkeypatch.setattr(reporting, "get_available_reporting_integrations", lambda: ["mlflow"])
     leave_out = f"pip install {name}, or leave it out of --report-to"
     with pytest.raises(ConfigError, match=leave_out), reporting.reporting((name,), tmp_path, {}):
         raise AssertionError("it began")
 
 
-def test_a_reporter_that_cannot_end_hides_no_error_and_ends_no_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ended: list[str] = []
+class Reporter(TrainerCallback):
+    """Notes what it is told, and fails at one event."""
 
-    class Broken:
-        def __init__(self, _: Path) -> None: ...
+    def __init__(self, failing: str | None = None) -> None:
+        self.failing, self.told = failing, list[str]()
 
-        def close(self, *, failed: bool) -> None:
-            ended.append("broken")
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        self._note("begin")
+
+    def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:
+        self._note("test" if "test_loss" in logs else "log")
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        self._note("end")
+
+    def _note(self, event: str) -> None:
+        self.told.append(event)
+        if event == self.failing:
             raise OSError("no network")
 
-    class Fine(Broken):
-        def close(self, *, failed: bool) -> None:
-            ended.append(f"fine, failed: {failed}")
 
-    monkeypatch.setattr(reporting, "_REPORTERS", {"wandb": Broken, "trackio": Fine})
-    monkeypatch.setattr(reporting, "_AVAILABLE", {"wandb": lambda: True, "trackio": lambda: True})
-    with (
-        pytest.raises(DivergenceError),
-        pytest.warns(UserWarning, match="did not end well: no network"),
-        reporting.reporting(("wandb", "trackio"), tmp_path, {}),
-    ):
-        raise DivergenceError("it diverged")
-    assert ended == ["broken", "fine, failed: True"]
+def reported(folder: Path, recipe: Recipe) -> TrainingReport:
+    """A training and a score, told to two reporters."""
+    with reporting.reporting(("wandb", "trackio"), folder, {}) as told:
+        assert told is not None
+        report = train(adapted("random"), ROWS, recipe, pad_id=0, reports=told)
+        told.tell({"loss": 1.0})
+    return report
+
+
+@pytest.mark.parametrize(
+    ("failing", "heard"),
+    [("begin", ["begin", "end"]), ("log", ["begin", "log", "end"]), ("end", ["begin", *["log"] * 13, "test", "end"])],
+)
+def test_a_reporter_that_fails_is_a_warning_and_stops_neither_the_training_nor_another_reporter(
+    failing: str, heard: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken, fine = Reporter(failing), Reporter()
+    monkeypatch.setattr(reporting, "get_available_reporting_integrations", lambda: ["wandb", "trackio"])
+    monkeypatch.setattr(reporting, "get_reporting_integration_callbacks", lambda _: [lambda: broken, lambda: fine])
+    with pytest.warns(UserWarning, match="A reporter of the run failed: no network"):
+        report = reported(tmp_path, RECIPE)
+    assert report.num_steps == 12
+    assert broken.told == heard
+    assert fine.told == ["begin", *["log"] * 13, "test", "end"]  # each step, and the Trainer's summary
+
+
+def test_a_reporter_that_cannot_end_hides_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken, fine = Reporter("end"), Reporter()
+    monkeypatch.setattr(reporting, "get_available_reporting_integrations", lambda: ["wandb", "trackio"])
+    monkeypatch.setattr(reporting, "get_reporting_integration_callbacks", lambda _: [lambda: broken, lambda: fine])
+    with pytest.raises(DivergenceError), pytest.warns(UserWarning, match="A reporter of the run failed: no network"):
+        reported(tmp_path, WILD)
+    assert broken.told[-1] == fine.told[-1] == "end"
 
 
 def test_tensorboard_has_every_steps_loss_and_rate_and_every_score(tmp_path: Path) -> None:
@@ -101,7 +134,10 @@ def test_the_time_that_a_reporter_takes_to_begin_is_no_time_of_the_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("tensorboard")
-    monkeypatch.setattr(reporting.TensorBoardReporter, "tell_options", lambda *_: time.sleep(0.3))
+    begin = TensorBoardCallback.on_train_begin
+    monkeypatch.setattr(
+        TensorBoardCallback, "on_train_begin", lambda *event, **named: time.sleep(0.3) or begin(*event, **named)
+    )
     with reporting.reporting(("tensorboard",), tmp_path, {}) as told:
         start = time.perf_counter()
         report = train(adapted("random"), ROWS[:5], RECIPE, pad_id=0, reports=told)
@@ -110,9 +146,8 @@ def test_the_time_that_a_reporter_takes_to_begin_is_no_time_of_the_training(
 
 def test_tensorboard_has_what_came_before_a_training_diverged(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
-    wild = Recipe(learning_rate=1e30, warmup=0.0, epochs=3, batch_size=5, accumulation=1)
     with pytest.raises(DivergenceError), reporting.reporting(("tensorboard",), tmp_path, {}) as told:
-        train(adapted("random"), ROWS, wild, pad_id=0, reports=told)
+        train(adapted("random"), ROWS, WILD, pad_id=0, reports=told)
     assert 1 in written(tmp_path / "logs")["train/loss"]
 
 
@@ -161,9 +196,8 @@ def test_wandb_is_told_that_a_training_diverged_and_somebody_elses_run_stays_ope
 ) -> None:
     import wandb
 
-    wild = Recipe(learning_rate=1e30, warmup=0.0, epochs=3, batch_size=5, accumulation=1)
     with pytest.raises(DivergenceError), reporting.reporting(("wandb",), tmp_path, {}) as told:
-        train(adapted("random"), ROWS, wild, pad_id=0, reports=told)
+        train(adapted("random"), ROWS, WILD, pad_id=0, reports=told)
     _, _, logs, exit_code = wandb_run(wandb_files()[-1])
     assert "train/loss" in logs[0]
     assert exit_code == 1

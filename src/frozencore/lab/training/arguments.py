@@ -10,6 +10,7 @@ from transformers import TrainingArguments
 
 from frozencore.lab.training.low_rank import optimiser_arguments
 from frozencore.lab.training.recipe import Recipe
+from frozencore.lab.training.reporting import ReportedArguments
 
 
 def training_arguments(
@@ -27,7 +28,7 @@ def training_arguments(
         own: What this process does of it.
         folder: For checkpoints, where ``saves``: one every ``checkpoint_steps``, or an epoch.
     """
-    arguments = TrainingArguments(
+    arguments = ReportedArguments(
         output_dir=str(folder),
         learning_rate=recipe.learning_rate,
         lr_scheduler_type="cosine",

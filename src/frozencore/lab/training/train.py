@@ -12,7 +12,7 @@ import json
 import math
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -182,15 +182,12 @@ def train(
             callbacks=[monitor, *filter(None, [selector, rounds]), Seal(identity, asked), StopWhenAsked(asked), *told],
         )
         trainer.remove_callback(PrinterCallback)
-        with disk_errors_told(checkpoint_dir):
+        with disk_errors_told(checkpoint_dir), suppress(NoBetterError):
             try:
                 trainer.train(resume_from_checkpoint=None if resumed_from is None else str(resumed_from))
             except DivergenceError:
                 monitor.put_back(trainer.state.global_step)
                 raise
-            except NoBetterError:
-                for reporter in told:
-                    reporter.on_train_end(trainer.args, trainer.state, trainer.control)
     stopped = selector is not None and selector.stopped
     if trainer.state.global_step < trainer.state.max_steps and not stopped:  # and what the signal calls has come back
         raise TrainingError(
