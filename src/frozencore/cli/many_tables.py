@@ -12,6 +12,8 @@ from frozencore.lab.run.record import Failure, Sweep, TunedRecord
 from frozencore.naming import num_of
 from frozencore.sizes import bytes_in_words
 
+RATE = "learning_rate"
+
 
 def tenants_summary(outcomes: Mapping[str, TunedRecord | Failure]) -> Group:
     """Many tenants: what each was worth, and what they cost together."""
@@ -54,6 +56,17 @@ def sweep_summary(sweep: Sweep) -> Table:
     for number, run in enumerate(sweep.runs):
         loss = "diverged" if run.held_out_loss is None else f"{run.held_out_loss:.4f}"
         step = "" if run.kept_step is None else str(run.kept_step)
-        mark = "best" if number == sweep.best else ""
+        mark = "" if number != sweep.best else "best †" if _at_end(sweep) else "best"
         table.add_row(*(f"{run.options[name]:g}" for name in names), loss, step, mark)
+    if _at_end(sweep):
+        table.caption = "† The largest or the smallest learning rate of the sweep: a better one may lie beyond it."
     return table
+
+
+def _at_end(sweep: Sweep) -> bool:
+    """Whether the best run has the largest or the smallest of several learning rates."""
+    best = sweep.runs[sweep.best].options
+    if RATE not in best:
+        return False
+    rates = [run.options[RATE] for run in sweep.runs if {**run.options, RATE: best[RATE]} == best]
+    return len(rates) > 1 and best[RATE] in (min(rates), max(rates))
