@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ MODEL_CONFIG, BASIS_MODEL_TYPE = "config.json", "frozencore_basis_model"
 IN_A_RUN = "adapter"  # the folder of a run's adapter
 PEFT_TYPE = "FROZENCORE"
 LARGEST_CONFIG = 2**24
+LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
 SEAL_FORMAT, BASIS_FORMAT = 3, 1
 
 
@@ -117,7 +117,7 @@ def _require_header_types(header: Mapping[str, Any]) -> None:
     scales, base = header["scales"], header["base"]
     fine = (
         isinstance(scales, dict) and scales and isinstance(header["options"], dict)
-        and all(isinstance(s, int | float) and not isinstance(s, bool) and math.isfinite(s) for s in scales.values())
+        and all(type(s) in (int, float) and abs(s) <= LARGEST_FLOAT32 for s in scales.values())
         and (base is None or isinstance(base, dict))
         and all(isinstance(header[name], str | None) for name in ("calibrated_on", "base_model"))
     )  # fmt: skip
@@ -144,6 +144,14 @@ def places_of_a_basis(adapter: Path | None) -> Iterator[Path]:
             yield from (place / "basis", place)
 
 
+def is_folder(place: str | Path) -> bool:
+    """Whether a text names a folder that is there; no system has one whose name is too long or holds a zero byte."""
+    try:
+        return Path(place).is_dir()
+    except (OSError, ValueError):
+        return False
+
+
 def folder_of(place: str) -> Path:
     """Where an adapter or a basis is on this disk: the folder itself, or the files of a hub id in the offline cache.
 
@@ -153,7 +161,7 @@ def folder_of(place: str) -> Path:
         ArtifactError: It is no folder, and neither the cache nor the hub has it.
     """
     folder = Path(place)
-    if folder.exists() or not is_hub_id(place):
+    if not is_hub_id(place) or is_folder(place):
         return folder
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from frozencore.adapter.layer import FrozenCoreLayer, frozen_core_layers
 from frozencore.adapter.mixed_batch import encoder_modules, rows_through
 from frozencore.adapter.seal.flat_cores import by_layer
+from frozencore.adapter.seal.values import require_finite_in
 from frozencore.adapter.swap import flat_cores_of
 from frozencore.errors import ConfigError
 
@@ -47,7 +48,7 @@ class CoreBank:
     def __init__(
         self, model: nn.Module, capacity: int, *, adapter_name: str = "default", dtype: torch.dtype = torch.float32
     ) -> None:
-        self.model, self.adapter_name, self.capacity = model, adapter_name, capacity
+        self.model, self.adapter_name, self.capacity, self.dtype = model, adapter_name, capacity, dtype
         self.layers = frozen_core_layers(model, adapter_name)
         if not self.layers:
             raise ConfigError(f"A bank needs a frozen-core adapter, but the model has none called {adapter_name!r}.")
@@ -89,6 +90,7 @@ class CoreBank:
             raise ConfigError(f"A core has a name (None is the base model in a batch), but {name!r:.60} came.")
         configs: Any = self.model.peft_config
         flat = flat_cores_of(source, self.layers, self.adapter_name, configs[self.adapter_name].basis_id)
+        require_finite_in(f"the core {name!r:.60}", flat, self.dtype)
         by_device = self._by_device(flat)
         with self._names_lock:
             slot = self._slot_of.get(name)

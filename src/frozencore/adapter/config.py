@@ -13,7 +13,7 @@ from frozencore.adapter.option_fields import add_option_fields
 from frozencore.adapter.saved_config import SavedConfig
 from frozencore.adapter.saved_names import with_layer_names
 from frozencore.adapter.seal.saved_basis import SavedBasis, find_basis, read_header
-from frozencore.adapter_folder import PEFT_TYPE, read_seal
+from frozencore.adapter_folder import LARGEST_FLOAT32, PEFT_TYPE, read_seal
 from frozencore.constructors import (
     BasisOptions,
     Constructor,
@@ -25,6 +25,8 @@ from frozencore.constructors import (
 from frozencore.constructors.options import Alpha, RankBudget, trained_values
 from frozencore.errors import ArtifactError, ConfigError
 from frozencore.options import options_of, without_lists
+
+MOST_ROUNDS = 1000
 
 
 class FrozenCoreType(str, Enum):  # noqa: UP042 - PEFT formats the type with str(), which StrEnum changes
@@ -104,7 +106,8 @@ class FrozenCoreConfig(SavedConfig, EveryOption):  # type: ignore[misc]  # froze
         self.expressions: dict[str, tuple[Any, Any]] = {}  # fields with what they said before layers were named
         if self.basis is not None and self.basis_id is None:
             self._take_from_basis(self.basis)
-        if self.rounds < 1 or (self.rounds > 1 and not self.load_bases):
+        several = isinstance(self.rounds, int) and 1 < self.rounds <= MOST_ROUNDS and self.basis_id is None
+        if self.rounds != 1 and not (several and self.load_bases):
             raise ConfigError(
                 f"rounds is written by training that refreshes, but rounds={self.rounds!r:.50} came. Leave it out."
             )
@@ -118,6 +121,8 @@ class FrozenCoreConfig(SavedConfig, EveryOption):  # type: ignore[misc]  # froze
             self.exclude_modules = set(self.exclude_modules)  # type: ignore[assignment]  # these too
         for alpha in (self.alpha, *self.alpha_pattern.values()):
             options_of(FrozenCoreConfig)["alpha"].check(alpha)
+            if isinstance(alpha, int | float) and alpha > LARGEST_FLOAT32:
+                raise ConfigError("alpha must be a number above 0 that a float32 holds, but a larger one came.")
         find_constructor(self.constructor)
         if not self.load_bases:  # what does not decide bases that are there is of no harm
             refuse_unread(self.constructor, {name: getattr(self, name) for name in constructor_options()})

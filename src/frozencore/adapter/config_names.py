@@ -37,6 +37,7 @@ def require_names(config: Any) -> None:
             if plain_key(key) is None:
                 compile_expression(field, key)
     _require_layer_numbers(config)
+    _require_tokens(config.trainable_token_indices)
 
 
 def _require_texts(field: str, value: Any) -> None:
@@ -62,3 +63,12 @@ def _require_layer_numbers(config: Any) -> None:
     listed = numbers if isinstance(numbers, list | tuple | set | range) else () if numbers is None else (numbers,)
     if any(type(number) is not int for number in listed):
         raise ConfigError(f"layers_to_transform holds numbers of layers, but {numbers!r:.100} came.")
+
+
+def _require_tokens(indices: Any) -> None:
+    lists = list(indices.values()) if isinstance(indices, dict) else [indices]
+    for tokens in lists if indices is not None else ():
+        if not isinstance(tokens, list | tuple) or any(type(token) is not int or token < 0 for token in tokens):
+            raise ConfigError(
+                f"trainable_token_indices holds numbers of tokens, or such lists by module, but {indices!r:.100} came."
+            )

@@ -25,7 +25,7 @@ from frozencore.adapter.layer import FrozenCoreLayer, frozen_core_layers
 from frozencore.adapter.linear import FrozenCoreLinear
 from frozencore.adapter.mixed_batch import adapter_of_each_row
 from frozencore.adapter.named_basis import lay_named_basis, other_base
-from frozencore.adapter.named_layers import name_layers
+from frozencore.adapter.named_layers import name_layers, require_tokens
 from frozencore.adapter.patterns import rank_of, scale_of
 from frozencore.adapter.quantised_linear import FrozenCoreQuantisedLinear
 from frozencore.adapter.ranks import spread_evenly
@@ -61,6 +61,7 @@ class FrozenCoreModel(BaseTuner):
             ArtifactError: The adapter was made on another base model, unless its configuration allows that.
         """
         name_layers(self.peft_config[adapter_name], model)
+        require_tokens(self.peft_config[adapter_name].trainable_token_indices, model)
         keep_weights(model)
         super().inject_adapter(model, adapter_name, *args, **kwargs)
         layers = frozen_core_layers(model, adapter_name)

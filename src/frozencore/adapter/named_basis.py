@@ -12,6 +12,7 @@ from frozencore.adapter.layer import FrozenCoreLayer, frozen_core_layers
 from frozencore.adapter.seal.integrity import require_orthonormal
 from frozencore.adapter.seal.same_base import differing_layer
 from frozencore.adapter.seal.saved_basis import SavedBasis
+from frozencore.adapter.seal.values import require_finite_in
 from frozencore.errors import ArtifactError
 from frozencore.maths.basis import known_basis
 
@@ -31,6 +32,8 @@ def require_basis_fits(
             "one of them alone). Load the base model that it was calibrated on."
         )
     for name, layer in layers.items():
+        for X, own in zip(basis.layers[name], layer.factors(adapter_name), strict=False):
+            require_finite_in(f"layer {name!r} of the basis of {origin}", X, own.dtype)
         (P, Q), scale, (m, n) = basis.layers[name], basis.scales[name], layer.shape
         r, own_scale = layer.rank(adapter_name), layer.frozencore_scale[adapter_name]
         if (P.shape, Q.shape, scale) != ((m, r), (n, r), own_scale):

@@ -15,7 +15,7 @@ from torch import nn
 
 from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.adapter.layer import is_linear
-from frozencore.adapter.layer_names import Clock, is_all_linear, is_expression, matcher, plain_key, searcher
+from frozencore.adapter.layer_names import Clock, is_all_linear, is_end_of, is_expression, matcher, plain_key, searcher
 from frozencore.errors import ConfigError
 
 MODULES, PATTERNS = ("target_modules", "exclude_modules"), ("rank_pattern", "alpha_pattern")
@@ -141,3 +141,25 @@ def _by_name(option: str, pattern: Mapping[str, Any], layers: Iterable[str], clo
     if unused:
         warnings.warn(f"No layer is matched by {sorted(unused)} in {option}.", RuntimeWarning, stacklevel=6)
     return {layer: value for layer, (_, value) in found.items()}
+
+
+def require_tokens(indices: Any, model: nn.Module) -> None:
+    """Refuse tokens to train that a model has no embedding of.
+
+    Raises:
+        ConfigError: The largest of them.
+    """
+    if not indices:
+        return
+    by_name = indices if isinstance(indices, dict) else {None: indices}
+    for name, tokens in by_name.items():
+        for module_name, module in model.named_modules():
+            found = isinstance(module, nn.Embedding) if name is None else is_end_of(name, module_name)
+            weight: Any = getattr(module, "weight", None)
+            if found and weight is not None and tokens and max(tokens) >= len(weight):
+                raise ConfigError(
+                    f"trainable_token_indices names token {max(tokens)}, but {module_name!r} has {len(weight)}. Name "
+                    "tokens of this model."
+                )
+            if found and name is None:
+                break

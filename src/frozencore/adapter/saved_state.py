@@ -14,13 +14,13 @@ from frozencore.adapter.saved_rounds import make_room, with_last_cores, with_who
 from frozencore.adapter.seal.factors import BASE, PREFIX, Factors
 from frozencore.adapter.seal.flat_cores import FLAT, flatten_cores, with_factors
 from frozencore.adapter.seal.integrity import (
-    require_finite,
     require_fit,
     require_sealed,
     require_sound,
     require_sound_cores,
 )
 from frozencore.adapter.seal.same_base import record_base
+from frozencore.adapter.seal.values import require_finite, require_finite_in, require_modules
 
 
 def state_to_save(
@@ -65,10 +65,13 @@ def state_to_load(
     make_room(config, layers, adapter_name, state_dict)
     own = {name: layer.factors(adapter_name) for name, layer in layers.items()}
     seal = config.take_seal()
+    require_modules(origin, config.modules_to_save, state_dict)
     if FLAT in state_dict:
         require_sound_cores(origin, state_dict, config.basis_id)
         require_sealed(origin, seal, state_dict)
         on_meta = any(P.is_meta or Q.is_meta for P, Q, _ in own.values())
+        for core_dtype in {R.dtype for _, _, R in own.values()}:
+            require_finite_in(origin, state_dict[FLAT], core_dtype)
         bases = config.find_basis(origin).layers if on_meta else {name: (P, Q) for name, (P, Q, _) in own.items()}
         state_dict = with_factors(origin, state_dict, bases)  # which were checked when they were laid
     else:

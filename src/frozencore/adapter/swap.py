@@ -19,7 +19,8 @@ from frozencore.adapter.layer import FrozenCoreLayer, frozen_core_layers
 from frozencore.adapter.patterns import scale_of
 from frozencore.adapter.seal.factors import PREFIX
 from frozencore.adapter.seal.flat_cores import FLAT, flatten_cores, require_size, split_cores
-from frozencore.adapter.seal.integrity import read_config, read_folder, require_finite
+from frozencore.adapter.seal.integrity import read_config, read_folder
+from frozencore.adapter.seal.values import require_finite, require_finite_in
 from frozencore.errors import ArtifactError, ConfigError
 
 
@@ -85,6 +86,8 @@ def prepare_swap(
     configs[adapter_name].require_one_round("A swap of cores")
     ranks = {name: layer.rank(adapter_name) for name, layer in layers.items()}
     flat = flat_cores_of(source, layers, adapter_name, configs[adapter_name].basis_id)
+    for dtype in {layer.core(adapter_name).dtype for layer in layers.values()}:
+        require_finite_in("the core", flat, dtype)
     new = split_cores(str(source), flat, ranks)
     bases, cores = [], []
     for name, layer in layers.items():
@@ -150,7 +153,7 @@ def _checked(
     _require_same_layers(cores, layers)
     for name, layer in layers.items():
         r = layer.rank(adapter_name)
-        if cores[name].shape != (r, r) or not torch.isfinite(cores[name]).all():
+        if cores[name].shape != (r, r) or not torch.isfinite(cores[name].float()).all():
             raise ArtifactError(
                 f"The core of layer {name!r} is {r} x {r} and finite here, but one of shape "
                 f"{tuple(cores[name].shape)} came, or one with NaN or Inf."

@@ -206,6 +206,12 @@ def _arrays(content: bytes) -> dict[str, StoredArray]:
         name: np.frombuffer(held["data"], dtype=_FLOATS[held["dtype"]]).reshape(held["shape"])
         for name, held in deserialize(content)
     }
-    if not arrays or not all(np.isfinite(array).all() for array in arrays.values()):
+    if not arrays or not all(map(_is_finite, arrays.values())):
         raise NotPlainError
     return arrays
+
+
+def _is_finite(array: StoredArray) -> bool:
+    """Whether values are finite as float32, in which cores are computed."""
+    with np.errstate(over="ignore"):
+        return bool(np.isfinite(array.astype(np.float32) if array.dtype.itemsize > 4 else array).all())

@@ -25,8 +25,8 @@ from adapted import adapted, cores_of, logits, train_at_random
 from frozencore import FrozenCoreConfig, export_lora, save_basis, swap_core
 from frozencore.adapter.directory import read_adapter
 from frozencore.adapter.export.merged import export_merged
-from frozencore.adapter.seal.integrity import require_finite
 from frozencore.adapter.seal.same_base import differing_layer, record_base, sample_weight
+from frozencore.adapter.seal.values import require_finite
 from frozencore.errors import ArtifactError, FrozenCoreError
 from frozencore.lab.evaluation.adapters import AdapterStand
 from tiny import tiny_qwen2

@@ -43,12 +43,17 @@ def layer_factors(origin: str, tensors: Mapping[str, Tensor]) -> dict[str, Facto
     return {layer: Factors(**parts) for layer, parts in layers.items()}
 
 
+def is_usable_float(tensor: Tensor) -> bool:
+    """Whether a tensor holds floats that torch computes with: those of 8 bits are only stored."""
+    return tensor.is_floating_point() and tensor.dtype.itemsize > 1
+
+
 def _require_shapes(origin: str, layer: str, factors: Factors) -> None:
     P, Q, R = factors.P, factors.Q, factors.R
     together = P.ndim == Q.ndim == R.ndim == 2 and P.shape[1] == Q.shape[1] == R.shape[0] == R.shape[1] > 0
-    if not together or not all(X.is_floating_point() for X in (P, Q, R)):
+    if not together or not all(is_usable_float(X) and len(X) for X in (P, Q, R)):
         shapes = ", ".join(f"{tuple(X.shape)} {X.dtype}" for X in (P, Q, R))
         raise ArtifactError(
-            f"Layer {layer!r} of {origin} must hold floats P (m x r), Q (n x r), R (r x r), but {shapes} came. "
-            "Save or download it again."
+            f"Layer {layer!r} of {origin} must hold floats of 16 bits or more, P (m x r), Q (n x r), R (r x r), but "
+            f"{shapes} came. Save or download it again."
         )

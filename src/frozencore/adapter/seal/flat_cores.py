@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from frozencore.adapter.seal.factors import BASE, PREFIX
+from frozencore.adapter.seal.factors import BASE, PREFIX, is_usable_float
 from frozencore.errors import ArtifactError
 
 FLAT = f"{PREFIX}cores"
@@ -29,7 +29,7 @@ def require_size(origin: str, flat: Tensor, size: int) -> None:
     Raises:
         ArtifactError: It is no vector of so many floats.
     """
-    if flat.ndim != 1 or not flat.is_floating_point() or flat.numel() != size:
+    if flat.ndim != 1 or not is_usable_float(flat) or flat.numel() != size:
         raise ArtifactError(
             f"The cores of this basis are {size} numbers, but {origin} holds {flat.dtype} {tuple(flat.shape)}. They "
             "are of another basis, or damaged: save or download them again."

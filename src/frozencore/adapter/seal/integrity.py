@@ -30,6 +30,7 @@ from torch import Tensor
 
 from frozencore.adapter.seal.factors import PREFIX, Factors, layer_factors
 from frozencore.adapter.seal.flat_cores import FLAT
+from frozencore.adapter.seal.values import require_finite, require_finite_in, require_modules
 from frozencore.adapter_folder import (
     CONFIG_FILE,
     PEFT_TYPE,
@@ -44,7 +45,6 @@ from frozencore.adapter_folder import (
 from frozencore.errors import ArtifactError
 from frozencore.fingerprint import fingerprint_tensors
 from frozencore.maths.basis import ORTHONORMAL_COORDINATES, known_basis
-from frozencore.maths.linalg import all_finite
 
 CORES_FORMAT = 2  # of cores alone
 ROUNDS_FORMAT = 3  # of several rounds, whose bases are orthonormal one by one
@@ -77,6 +77,7 @@ def read_folder(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             require_sound_cores(str(directory), tensors, values.get("basis_id"))
         else:
             require_sound(str(directory), tensors, values.get("coordinates", "qr"), values.get("rounds", 1))
+        require_modules(str(directory), values.get("modules_to_save"), tensors)
         recorded = seal.get("weights_sha256")
         came = hashlib.sha256(content).hexdigest()
         if recorded not in (None, came):
@@ -191,17 +192,6 @@ def _require_names(origin: str, tensors: Mapping[str, Tensor]) -> None:
         raise ArtifactError(f"A tensor is named like a module, but {origin} holds {odd[:80]!r}. Do not use this file.")
 
 
-def require_finite(origin: str, tensors: Mapping[str, Tensor], way_out: str) -> None:
-    """Refuse NaN and Inf.
-
-    Raises:
-        ArtifactError: The first tensor that holds one.
-    """
-    for key, tensor in tensors.items():
-        if not _finite(tensor):
-            raise ArtifactError(f"An adapter is finite, but {key!r} of {origin} holds NaN or Inf. {way_out}")
-
-
 def require_fit(origin: str, layers: Mapping[str, tuple[Tensor, Tensor, Tensor]], came: Mapping[str, Factors]) -> None:
     """Refuse factors of other layers or shapes than a model has.
 
@@ -222,18 +212,14 @@ def require_fit(origin: str, layers: Mapping[str, tuple[Tensor, Tensor, Tensor]]
             )
     for name, own in layers.items():
         theirs = (came[name].P, came[name].Q, came[name].R)
+        for mine, other in zip(own, theirs, strict=True):
+            require_finite_in(f"layer {name!r} of {origin}", other, mine.dtype)
         if any(mine.shape != other.shape for mine, other in zip(own, theirs, strict=True)):
             m, n, r = own[0].shape[0], own[1].shape[0], own[2].shape[0]
             raise ArtifactError(
                 f"Layer {name!r} is {m} x {n} at rank {r} in this model, but P {tuple(theirs[0].shape)} and Q "
                 f"{tuple(theirs[1].shape)} came with {origin}. Load the base model that it was trained on."
             )
-
-
-def _finite(tensor: Tensor) -> bool:
-    if tensor.is_meta or not tensor.is_floating_point():
-        return True
-    return all_finite(tensor.float() if tensor.dtype.itemsize == 1 else tensor)
 
 
 def _tensor_hashes(tensors: Iterable[Tensor]) -> list[str]:

@@ -22,7 +22,15 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save_file
 from torch import Tensor
 
-from frozencore.adapter_folder import BASIS_FORMAT, FACTORS_FILE, HEADER_FILE, basis_header, places_of_a_basis
+from frozencore.adapter.seal.factors import is_usable_float
+from frozencore.adapter_folder import (
+    BASIS_FORMAT,
+    FACTORS_FILE,
+    HEADER_FILE,
+    basis_header,
+    is_folder,
+    places_of_a_basis,
+)
 from frozencore.errors import ArtifactError
 from frozencore.fingerprint import fingerprint_options
 from frozencore.hub import hub_answers, is_hub_id
@@ -135,10 +143,8 @@ def _with_factors(place: str | Path, revision: str | None, header: Mapping[str, 
         raise _damaged(place, f"{FACTORS_FILE} has other layers than {HEADER_FILE}")
     layers = {name: (tensors[f"{name}.P"], tensors[f"{name}.Q"]) for name in names}
     for name, (P, Q) in layers.items():
-        plain = (
-            P.is_floating_point() and Q.is_floating_point() and P.ndim == Q.ndim == 2 and P.shape[1] == Q.shape[1] > 0
-        )
-        if not plain or not all_finite(P) or not all_finite(Q):
+        plain = is_usable_float(P) and is_usable_float(Q) and P.ndim == Q.ndim == 2 and P.shape[1] == Q.shape[1] > 0
+        if not plain or not len(P) or not len(Q) or not all(all_finite(X.float()) for X in (P, Q)):
             raise _damaged(place, f"P and Q of layer {name!r} are not finite matrices of one rank")
     kept = ("scales", "options", "calibrated_on", "base", "base_model")
     said = {name: header[name] for name in kept}
@@ -185,8 +191,8 @@ def find_basis(
         )
     if not _is_there(named):
         raise ArtifactError(
-            f"{origin} holds cores alone, on the basis {short}, which is neither beside it nor at {named}. Get that "
-            "basis folder and put it beside the adapter as 'basis', or pass basis=FOLDER."
+            f"{origin} holds cores alone, on the basis {short}, which is neither beside it nor at {named[:300]}. Get "
+            "that basis folder and put it beside the adapter as 'basis', or pass basis=FOLDER."
         )
     header = read_header(named, revision)
     if header["identity"] != identity:
@@ -199,18 +205,18 @@ def find_basis(
 
 def _is_there(place: str) -> bool:
     """False for a folder that is gone; whether the hub has an id is found out by asking for it."""
-    return Path(place).is_dir() or is_hub_id(place)
+    return is_folder(place) or is_hub_id(place)
 
 
 def _file(place: str | Path, revision: str | None, name: str) -> Path:
     folder = Path(place)
-    if folder.is_dir() and (folder / name).is_file():
+    if is_folder(place) and (folder / name).is_file():
         return folder / name
     hub_id = str(place)
-    if folder.exists() or not _is_there(hub_id):
+    if is_folder(place) or not _is_there(hub_id):
         raise ArtifactError(
-            f"A basis is a folder with {HEADER_FILE} and {FACTORS_FILE}, but {place} has no {name}. Point at one that "
-            "save_basis or `frozencore calibrate` wrote, or at a hub id."
+            f"A basis is a folder with {HEADER_FILE} and {FACTORS_FILE}, but {str(place)[:300]} has no {name}. Point "
+            "at one that save_basis or `frozencore calibrate` wrote, or at a hub id."
         )
     try:
         only_here = not hub_answers("model", hub_id)

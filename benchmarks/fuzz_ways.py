@@ -1,0 +1,211 @@
+"""Adapter and basis folders with crafted values, and every way in that reads them.
+
+A class of values is a field with what a stranger may write there: another type, a number too large for a float, a
+name too long for a file, an expression that never ends. Seals and identities are made anew, so that the value itself is
+what is met.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from frozencore import CoreBank, FrozenCoreConfig, export_lora, load_basis, save_basis, swap_core
+from frozencore.adapter.arithmetic import merge_adapters
+from frozencore.adapter.directory import read_adapter, read_adapter_or_basis
+from frozencore.adapter.export.basis_model import export_basis_model
+from frozencore.adapter.export.merged import export_merged
+from frozencore.adapter.export.tenant import export_tenant
+from frozencore.adapter.inspection import inspect_adapter
+from frozencore.adapter.packing import pack_adapter, unpack_adapter
+from frozencore.cli.findings import diagnose
+from frozencore.fingerprint import fingerprint_options
+from frozencore.lab.evaluation.adapters import AdapterStand
+
+WEIGHTS, CONFIG, HEADER = "adapter_model.safetensors", "adapter_config.json", "basis.json"
+ENDLESS = "(([a-z_.]+)+)+X"
+HUGE = int("9" * 400)
+VALUES: tuple[Any, ...] = (
+    None, True, False, 0, 1, -1, 2**63, HUGE, -HUGE, 0.5, 1e300, "", "x", "x" * 5000, "../x", "[/x]", "\x1b[31m",
+    ENDLESS, "(", "all-linear", [], [1], [[]], [ENDLESS], ["q_proj"], [""], {}, {"a": 1}, {"": 2}, {"q_proj": HUGE},
+    {"q_proj": "x"}, {ENDLESS: 2}, {"(": 2}, [10**12], {"embed_tokens": [10**12]}, ["lm_head"],
+)  # fmt: skip
+FLOATS = (0.0, 3e38, 1e300, -1e-300, 5e-324, float("nan"), float("inf"))
+DTYPES = (
+    torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.int64,
+    torch.bool, torch.uint8, torch.complex64,
+)  # fmt: skip
+
+
+def tiny_base() -> nn.Module:
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=20, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=16, tie_word_embeddings=False,
+    )  # fmt: skip
+    return Qwen2ForCausalLM(config).eval()
+
+
+def make_sources(folder: Path) -> dict[str, Path]:
+    """Sound folders: an adapter, one of cores alone on a basis beside it, and that basis."""
+    options: dict[str, Any] = {"r": 2, "target_modules": ["q_proj", "v_proj"], "constructor": "random"}
+    get_peft_model(tiny_base(), FrozenCoreConfig(**options)).save_pretrained(str(folder / "adapter"))
+    on_basis = get_peft_model(tiny_base(), FrozenCoreConfig(**options))
+    save_basis(on_basis, folder / "cores" / "basis")
+    on_basis.save_pretrained(str(folder / "cores"))
+    tiny_base().save_pretrained(folder / "base")
+    return {name: folder / name for name in ("adapter", "cores")}
+
+
+def ways_in(folder: Path) -> dict[str, Callable[[Path], object]]:
+    """What reads an adapter folder, by name.
+
+    Args:
+        folder: Of :func:`make_sources`; outputs are written into it too.
+    """
+    base, out = tiny_base(), itertools.count()
+
+    def new() -> Path:
+        place = folder / "written" / str(next(out))
+        place.parent.mkdir(exist_ok=True)
+        return place
+
+    def worn() -> PeftModel:
+        return PeftModel.from_pretrained(tiny_base(), str(folder / "adapter"))
+
+    def load_with_peft(path: Path) -> None:
+        PeftModel.from_pretrained(tiny_base(), str(path))
+
+    def evaluate(path: Path) -> None:
+        AdapterStand(tiny_base()).wear(path)
+
+    def inspect(path: Path) -> None:
+        inspect_adapter(*read_adapter_or_basis(path))
+
+    def written(write: Callable[[Path, Path], object]) -> Callable[[Path], None]:
+        def do(path: Path) -> None:
+            place = new()
+            try:
+                write(path, place)
+            finally:
+                shutil.rmtree(place, ignore_errors=True)
+
+        return do
+
+    return {
+        "PEFT": load_with_peft,
+        "read": read_adapter,
+        "inspect": inspect,
+        "doctor": diagnose,
+        "evaluate": evaluate,
+        "LoRA": written(lambda path, to: export_lora(path, to, base=base)),
+        "merged": written(lambda path, to: export_merged(path, to, base=folder / "base")),
+        "tenant": written(lambda path, to: export_tenant(path, to)),
+        "basis model": written(lambda path, to: export_basis_model(path, to, base=folder / "base")),
+        "bank": lambda path: CoreBank(worn(), 1).put("a", path),
+        "swap": lambda path: swap_core(worn(), path),
+        "pack": written(lambda path, to: pack_adapter(path, folder / "cores" / "basis", to)),
+        "unpack": written(lambda path, to: unpack_adapter(path, to)),
+        "sum": written(lambda path, to: merge_adapters([path, path], to)),
+    }
+
+
+def ways_into_a_basis(folder: Path) -> dict[str, Callable[[Path], object]]:
+    """What reads the folder of a basis, by name."""
+    return {
+        "load_basis": load_basis,
+        "doctor": diagnose,
+        "inspect": lambda path: inspect_adapter(*read_adapter_or_basis(path)),
+        "configuration": lambda path: get_peft_model(tiny_base(), FrozenCoreConfig(basis=str(path))),
+    }
+
+
+def set_values(folder: Path, **values: Any) -> None:
+    """Write values into the configuration of an adapter."""
+    file = folder / CONFIG
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+def set_in_header(folder: Path, keys: tuple[str, ...], value: Any) -> None:
+    """Write a value into ``basis.json``, and the identity that this gives; an adapter above it names that one."""
+    file = folder / HEADER
+    header = json.loads(file.read_text())
+    place = header
+    for key in keys[:-1]:
+        place = place[key]
+    place[keys[-1]] = value
+    rest = {key: held for key, held in header.items() if key != "identity"}
+    if keys != ("identity",):
+        header["identity"] = fingerprint_options(rest)
+    file.write_text(json.dumps(header))
+    if (folder.parent / CONFIG).is_file():
+        set_values(folder.parent, basis_id=header["identity"])
+
+
+def set_tensors(folder: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
+    """Write other tensors into an adapter, without a seal."""
+    tensors = change(load_file(folder / WEIGHTS))
+    save_file({key: X.contiguous() for key, X in tensors.items()}, folder / WEIGHTS, {"format": "pt"})
+    set_values(folder, seal=None)
+
+
+def draw(folder: Path, rng: random.Random) -> str:
+    """Craft one folder of an adapter in place; what was done to it."""
+    basis = folder / "basis"
+    kind = rng.choice(("value", "value", "tensor", "header" if basis.is_dir() else "value"))
+    if kind == "tensor":
+        return _draw_tensor(folder, rng)
+    value = rng.choice(VALUES)
+    if kind == "header":
+        header = json.loads((basis / HEADER).read_text())
+        inner = [("options", name) for name in header["options"]] + [("scales", name) for name in header["scales"]]
+        keys = rng.choice([*((name,) for name in header), *inner])
+        set_in_header(basis, keys, value)
+        return f"basis.json {'.'.join(keys)} = {value!r:.60}"
+    known = json.loads((folder / CONFIG).read_text())
+    name = rng.choice([*sorted(known), "basis_id", "basis", "rounds", "rank_budget", "seal"])
+    set_values(folder, **{name: value})
+    return f"{name} = {value!r:.60}"
+
+
+def _draw_tensor(folder: Path, rng: random.Random) -> str:
+    key = rng.choice(sorted(load_file(folder / WEIGHTS)))
+    done = []
+
+    def change(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        X = tensors[key]
+        match rng.randrange(5):
+            case 0:
+                dtype = rng.choice(DTYPES)
+                done.append(str(dtype))
+                tensors[key] = X.to(dtype)
+            case 1:
+                value = rng.choice(FLOATS)
+                done.append(str(value))
+                tensors[key] = torch.full_like(X, value, dtype=rng.choice((torch.float32, torch.float64)))
+            case 2:
+                shape = rng.choice(((0,), (0, 2), (2, 0), (16, 0), (1,), (2, 2, 2), (3, 5), ()))
+                done.append(str(shape))
+                tensors[key] = torch.zeros(shape)
+            case 3:
+                done.append("gone")
+                del tensors[key]
+            case _:
+                name = rng.choice(("x" * 300, "[/x]", "a.b", f"{key}\x1b[0m", "base_model.model.lm_head.weight", ""))
+                done.append(f"named {name[:20]!r}")
+                tensors[name] = tensors.pop(key)
+        return tensors
+
+    set_tensors(folder, change)
+    return f"{key}: {done[0]}"
