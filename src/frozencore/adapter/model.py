@@ -33,6 +33,7 @@ from frozencore.adapter.saved_state import state_to_load, state_to_save
 from frozencore.adapter.seal.factors import PREFIX
 from frozencore.adapter.seal.same_base import differing_layer
 from frozencore.adapter.sum_in_model import add_weighted_sum
+from frozencore.adapter.uncalibrated import is_uncalibrated, warn_of_uncalibrated
 from frozencore.calibration.quantised import keep_weights
 from frozencore.calibration.shards import require_same_bases
 from frozencore.constructors import LayerEvidence, build_basis
@@ -221,6 +222,24 @@ class FrozenCoreModel(BaseTuner):
             )
         if adapter_name not in self.peft_config:
             add_weighted_sum(self, adapters, weights, adapter_name)
+
+    def merge_adapter(self, adapter_names: list[str] | None = None, safe_merge: bool = False) -> None:
+        """As PEFT does; warns of an adapter that was never calibrated."""
+        self._warn_before_merging(adapter_names)
+        super().merge_adapter(adapter_names=adapter_names, safe_merge=safe_merge)
+
+    def _unload_and_optionally_merge(
+        self, merge: bool = True, progressbar: bool = False, safe_merge: bool = False,
+        adapter_names: list[str] | None = None,
+    ) -> Any:  # fmt: skip
+        if merge:
+            self._warn_before_merging(adapter_names)
+        return super()._unload_and_optionally_merge(merge, progressbar, safe_merge, adapter_names)
+
+    def _warn_before_merging(self, adapter_names: list[str] | None) -> None:
+        for name in self.active_adapters if adapter_names is None else adapter_names:
+            if is_uncalibrated(frozen_core_layers(self.model, name).values(), name):
+                warn_of_uncalibrated(f"The adapter {name!r} that is merged", "before it is merged")
 
     @contextmanager
     def _enable_peft_forward_hooks(self, *args: Any, **kwargs: Any) -> Iterator[None]:

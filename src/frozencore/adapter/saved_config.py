@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,6 +17,7 @@ from frozencore.adapter.saved_names import layers_in, with_layer_names
 from frozencore.adapter.seal.card import CARD_FILE, write_model_card
 from frozencore.adapter.seal.integrity import ROUNDS_FORMAT, require_loadable, seal_tensors
 from frozencore.adapter.seal.written import holds_no_basis, seal_file
+from frozencore.adapter.uncalibrated import warn_of_uncalibrated
 from frozencore.adapter_folder import CONFIG_FILE, PEFT_TYPE, WEIGHTS_FILE, read_config
 from frozencore.errors import ArtifactError, FrozenCoreError
 from frozencore.one_line import one_line
@@ -139,11 +139,7 @@ class SavedConfig(PeftConfig):
             super().save_pretrained(aside, **kwargs)
             os.replace(Path(aside) / CONFIG_FILE, folder / CONFIG_FILE)
         if holds_no_basis(tensors):
-            warnings.warn(
-                f"The adapter saved in {save_directory} was never calibrated: its bases are zero and it changes "
-                "nothing. Call frozencore.calibrate(model, dataloader) and save it again.",
-                stacklevel=3,
-            )
+            warn_of_uncalibrated(f"The adapter saved in {save_directory}", "and save it again")
         if (folder / CARD_FILE).exists():
             write_model_card(save_directory)
             self.written_card = (folder / CARD_FILE).read_text(encoding="utf-8")

@@ -21,6 +21,8 @@ from frozencore.adapter.seal.integrity import (
 )
 from frozencore.adapter.seal.same_base import record_base
 from frozencore.adapter.seal.values import require_finite, require_finite_in, require_modules
+from frozencore.adapter.seal.written import holds_no_basis
+from frozencore.adapter.uncalibrated import warn_of_uncalibrated
 
 
 def state_to_save(
@@ -78,6 +80,8 @@ def state_to_load(
         factors = require_sound(origin, state_dict, config.coordinates, config.rounds)
         require_sealed(origin, seal, state_dict)
         require_fit(origin, own, factors)
+        if holds_no_basis(state_dict):
+            warn_of_uncalibrated(f"The adapter {adapter_name!r}", "before it is trained or used")
         if config.basis_id is not None and not _same_bases(own, factors):
             config.name_basis(None)  # it has one of its own now
     state_dict = with_last_cores(state_dict, layers, adapter_name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 from transformers import GenerationConfig
 
-from frozencore.errors import DataError
+from frozencore.errors import DataError, ModelError
 from frozencore.lab.rows.prompts import PromptEncoder
 from frozencore.lab.scoring.exact_match import generate_greedily, predict_numbers
 from frozencore.lab.tasks.task import Example
@@ -107,3 +108,15 @@ def test_a_completion_without_an_answer_is_refused(byte_tokenizer: Callable[...,
         predict_numbers(
             byte_model, PromptEncoder(byte_tokenizer()), [Example("row-1", "How many?", " 5")], max_new_tokens=2
         )
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_generation_from_logits_that_are_not_finite_is_refused(
+    value: float, byte_tokenizer: Callable[..., Any], byte_model: nn.Module
+) -> None:
+    encoder = PromptEncoder(byte_tokenizer(), style="plain", max_length=64)
+    model = copy.deepcopy(byte_model)
+    with torch.no_grad():
+        model.get_output_embeddings().weight[3] = value
+    with pytest.raises(ModelError, match="not finite.*core that is too large"):
+        generate_greedily(model, [[5, 6, 7]], encoder=encoder, max_new_tokens=4)

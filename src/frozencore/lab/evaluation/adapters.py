@@ -13,6 +13,7 @@ from torch import nn
 from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.adapter.named_layers import name_layers_of
 from frozencore.adapter.seal.integrity import read_folder
+from frozencore.adapter.uncalibrated import UncalibratedWarning
 from frozencore.errors import ArtifactError
 from frozencore.lab.scoring.virtual_tokens import take_off
 from frozencore.one_line import one_line
@@ -52,6 +53,7 @@ class AdapterStand:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # PEFT warns of missing tensors; they are refused below
+                warnings.simplefilter("always", UncalibratedWarning)
                 config = self._read_config(folder)
                 _refuse_prompt_learning(folder, config)
                 model, found = self._load(folder, config)

@@ -11,7 +11,7 @@ from torch import nn
 from frozencore.errors import DataError, ModelError
 from frozencore.lab.rows.batches import pad
 from frozencore.lab.rows.prompts import ChoiceTokens, PromptEncoder
-from frozencore.lab.scoring.logits import token_logprobs
+from frozencore.lab.scoring.logits import NOT_FINITE, token_logprobs
 from frozencore.lab.scoring.memory import score_in_groups
 from frozencore.lab.scoring.mode import scoring_mode, vocabulary_of
 from frozencore.lab.scoring.score import Prediction
@@ -87,10 +87,7 @@ def choice_logprobs(
         scored = of_rows(model, [rows[i] for i in group], pad_id=pad_id)
         for i, values in zip(group, scored, strict=True):
             if not all(map(math.isfinite, values)):
-                raise ModelError(
-                    f"Row {rows[i].id}: the model's log-likelihoods are not finite: {values}. "
-                    f"Check its weights and dtype for NaN."
-                )
+                raise ModelError(f"Row {rows[i].id}: the model's log-likelihoods are {values[:3]}, which {NOT_FINITE}")
             logprobs[i] = values
 
     with scoring_mode(model):

@@ -14,6 +14,7 @@ from transformers import GenerationConfig
 from frozencore.errors import DataError
 from frozencore.lab.rows.batches import pad
 from frozencore.lab.rows.prompts import PromptEncoder, context_limit
+from frozencore.lab.scoring.logits import RequireFinite
 from frozencore.lab.scoring.memory import score_in_groups
 from frozencore.lab.scoring.mode import base_of, scoring_mode, vocabulary_of
 from frozencore.lab.scoring.score import Prediction
@@ -83,6 +84,9 @@ def generate_greedily(
     model carries would make decoding other than greedy. Where the model's context ends, so does the generation: a row
     that reaches it is generated beside rows of its own length only, so that no row's room depends on another. So is
     every row after virtual tokens, since PEFT counts padding between them and the row as positions.
+
+    Raises:
+        ModelError: Logits are not finite.
     """
     device = next(model.parameters()).device
     end_ids = _end_tokens(base_of(model), encoder.eos_id)
@@ -98,7 +102,9 @@ def generate_greedily(
             for (room, _), rows in groupby(sorted(group, key=kinds.__getitem__), key=kinds.__getitem__):
                 own = list(rows)
                 tokens, mask = (t.to(device) for t in pad([contexts[i] for i in own], encoder.pad_id, side="left"))
-                output = generating(model).generate(input_ids=tokens, attention_mask=mask, max_new_tokens=room)
+                output = generating(model).generate(
+                    input_ids=tokens, attention_mask=mask, max_new_tokens=room, logits_processor=[RequireFinite()]
+                )
                 for i, ids in zip(own, output[:, tokens.shape[1] :].tolist(), strict=True):
                     generations[i] = _until_end(ids, end_ids, encoder.tokenizer)
 

@@ -10,7 +10,7 @@ from torch import nn
 from frozencore.errors import DataError, ModelError
 from frozencore.lab.rows.batches import IGNORED, PaddingCollator
 from frozencore.lab.rows.prompts import TokenRow
-from frozencore.lab.scoring.logits import token_logprobs
+from frozencore.lab.scoring.logits import NOT_FINITE, token_logprobs
 from frozencore.lab.scoring.memory import score_in_groups
 from frozencore.lab.scoring.mode import scoring_mode, vocabulary_of
 from frozencore.lab.scoring.virtual_tokens import logits_at
@@ -53,5 +53,5 @@ def held_out_loss(
     if num_tokens == 0:
         raise DataError("A held-out loss needs rows with at least one completion token after another token.")
     if not math.isfinite(total):
-        raise ModelError("The model's loss on held-out rows is not finite. Check its weights and dtype for NaN.")
+        raise ModelError(f"The model's log-probabilities on held-out rows {NOT_FINITE}")
     return total / num_tokens
