@@ -80,7 +80,7 @@ def test_a_day_of_forty_steps(tmp_path: Path) -> None:
     # The first run
     day.do(f"tune --model pocket --data rows.jsonl {FEW} --out runs/first --dry-run", r"36 rows to train on")
     assert not (tmp_path / "runs").exists()
-    day.do(f"tune --model pocket --data rows.jsonl {FEW} --out runs/first", r"steps of 8 x 1 rows")
+    day.do(f"tune --model pocket --data rows.jsonl {FEW} --out runs/first", r"steps of 8 rows")
     written = {path.name for path in (tmp_path / "runs" / "first").iterdir()}
     assert written >= {"adapter", "result.json", "run.yaml", "history.csv", "training.png"}
     mode = (tmp_path / "runs" / "first" / "adapter" / "adapter_model.safetensors").stat().st_mode

@@ -79,7 +79,10 @@ def test_an_adapter_that_is_neither_here_nor_cached_is_not_exported_but_one_line
     status, _, errors = command("export", "org/name", "--to", form, "--out", tmp_path / "out")
     assert time.monotonic() - started < HUB_TIMEOUT_S
     assert (status, errors.count("\n")) == (2, 1)
-    assert "No adapter at org/name: it is neither a folder nor in the offline cache" in errors
+    assert errors == (
+        "frozencore: No adapter at org/name: it is neither a folder nor in the offline cache, and the hub cannot be "
+        "reached. Give the folder of a saved adapter.\n"
+    )
     assert not (tmp_path / "out").exists()
 
 

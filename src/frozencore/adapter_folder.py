@@ -9,7 +9,7 @@ from typing import Any
 
 from frozencore.errors import ArtifactError
 from frozencore.fingerprint import fingerprint_options
-from frozencore.hub import hub_answers, is_hub_id
+from frozencore.hub import hub_answers, is_hub_id, why_not_given
 from frozencore.one_line import one_line
 
 CONFIG_FILE, WEIGHTS_FILE, PICKLE_FILE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
@@ -173,6 +173,6 @@ def folder_of(place: str) -> Path:
         return Path(snapshot_download(place, allow_patterns=wanted, local_files_only=only_here))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise ArtifactError(
-            f"No adapter at {place}: it is neither a folder nor in the offline cache, and the hub does not give it "
-            f"({one_line(error)}). Give the folder of a saved adapter."
+            f"No adapter at {place}: it is neither a folder nor in the offline cache, and "
+            f"{why_not_given(error)}. Give the folder of a saved adapter."
         ) from error

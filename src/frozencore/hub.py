@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from frozencore.errors import ModelError
 from frozencore.gguf_model import find_gguf
+from frozencore.one_line import one_line
 
 HUB_TIMEOUT_S = 10.0
 _left_alone: ContextVar[bool] = ContextVar("hub_left_alone", default=False)
@@ -43,6 +44,29 @@ def hub_answers(kind: Literal["model", "dataset"], name: str, *, timeout_s: floa
     except Exception:  # every way in which a network can fail
         return False
     return True
+
+
+def why_not_given(error: Exception) -> str:
+    """Why the hub's client did not give a file, in a few words of ours: its own are several sentences."""
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
+
+    for kind, words in (
+        (GatedRepoError, "its owner admits only some users"),
+        (RepositoryNotFoundError, "the hub has no such repository, or it is private"),
+        (LocalEntryNotFoundError, "the hub cannot be reached"),
+        (HFValidationError, "the hub has no repositories of such names"),
+    ):
+        if isinstance(error, kind):
+            return words
+    if isinstance(error, HfHubHTTPError) and error.response is not None:
+        return f"the hub answers with status {error.response.status_code}"
+    return f"the hub does not give it ({one_line(error)})"
 
 
 def is_hub_id(place: str) -> bool:

@@ -82,7 +82,7 @@ def test_the_default_targets_are_the_attention_projections() -> None:
 
 
 def test_target_names_that_do_not_exist_are_refused_and_named() -> None:
-    with pytest.raises(ValueError, match=r"qq_proj.*not found") as caught:
+    with pytest.raises(ValueError, match=r"qq_proj.*match no layer") as caught:
         get_peft_model(tiny_qwen2(), FrozenCoreConfig(target_modules=["qq_proj"]))
     assert "\n" not in str(caught.value)
 
@@ -167,7 +167,25 @@ def test_loras_names_are_met_with_ours_in_one_line(name: str) -> None:
         FrozenCoreConfig(r=4, **{name: 1})
     assert "\n" not in str(error.value)
     assert isinstance(error.value, TypeError)  # as Python's own of an unknown argument, by which PEFT asks
-    assert name == "rank" or name in signature(LoraConfig).parameters
+    assert name in signature(LoraConfig).parameters
+
+
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [("method", "constructor"), ("rank", "r"), ("lora_r", "r"), ("targets", "target_modules"), ("dampin", "damping")],
+)
+def test_a_name_that_is_not_ours_gets_ours_in_one_line(name: str, ours: str) -> None:
+    with pytest.raises(ConfigError, match=rf"unexpected keyword argument '{name}'. Give {ours} instead") as error:
+        FrozenCoreConfig(**{name: 1})
+    assert "\n" not in str(error.value)
+    assert "LoraConfig" not in str(error.value)
+
+
+def test_targets_that_match_no_layer_are_met_with_the_names_that_there_are() -> None:
+    with pytest.raises(ConfigError, match="'q_prj' match no layer of this model. Did you mean 'q_proj'") as error:
+        get_peft_model(tiny_qwen2(), FrozenCoreConfig(r=2, constructor="random", target_modules=["q_prj"]))
+    assert "down_proj, gate_proj, k_proj" in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 def test_the_signature_of_a_configuration_is_its_fields_and_peft_leaves_out_what_it_does_not_know(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import runpy
@@ -12,8 +13,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console, Group
 
 from frozencore.cli import app as cli
+from frozencore.cli.samples import sample_lines
+from frozencore.cli.tables import recipe_in_words
 from frozencore.errors import ArtifactError
 from frozencore.lab.pocket import pocket_model_path
 from frozencore.lab.run.bench import prepare
@@ -69,6 +73,10 @@ def test_calibrate_then_inspect_shows_what_the_basis_captured(command, tmp_path:
     [
         (["tune", *SHORT[:2], "--task", "svmp", "--out", "x"], "Did you mean 'svamp'"),
         (["tune", *SHORT, "--method", "fca", "--out", "x"], "Did you mean 'fcca'"),
+        (["train", *SHORT, "--out", "x"], "There is no verb 'train'. Did you mean 'tune'"),
+        (["--debug", "evalute", "--out", "x"], "There is no verb 'evalute'. Did you mean 'evaluate'"),
+        (["tune", *SHORT, "--lora-r", "8", "--out", "x"], "There is no flag --lora-r. Give --rank instead"),
+        (["tune", *SHORT, "--learning_rate=1e-3", "--out", "x"], "no flag --learning_rate. Give --learning-rate"),
         (["tune", *SHORT, "--rank", "0", "--out", "x"], "--rank"),
         (["tune", *SHORT, "--targets", "nothing", "--out", "x"], "matches no layer"),
         (["tune", *SHORT[:2], "--data", "none.jsonl", "--out", "x"], "no file none.jsonl"),
@@ -127,11 +135,25 @@ def test_a_dry_run_says_what_would_be_read_and_taken_and_writes_nothing(command,
     assert f"18 rows to train on: {sum(lengths)} tokens, {with_loss} of them with loss; " in out
     assert f"{max(lengths)} at most (limit 512)" in out
     assert "2 rows to score: " in out
-    assert "6 steps of 3 x 2 rows in 2 epochs; learning rate 0.005" in out
+    assert "6 steps of 6 rows, 3 at a time in 2 epochs; learning rate 0.005" in out
     assert "fcca: 256 trained values (3,072 bytes of state), about " in out
     uncounted = command(*words, "--out", tmp_path / "run", "--dry-run", "--method", "unilora")
     assert "unilora: about " in uncounted[1]
     assert re.fullmatch(r"Tom has \d+ cats \.⟦ two cats<\|endoftext\|>⟧", out.splitlines()[-1])
+
+
+def test_samples_are_shown_in_full_and_steps_in_rows(command, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    long = " ".join(f"word{i}" for i in range(60))
+    sample = {"id": "row-1", "prompt": "What?", "wanted": long, "before": "", "after": "[b]x[/x]"}
+    (tmp_path / "samples.jsonl").write_text(json.dumps(sample) + "\n")
+    console = Console(width=80, file=io.StringIO())
+    console.print(Group(*sample_lines(tmp_path / "samples.jsonl")))
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert " ".join(shown.split()).count(long) == 1
+    assert "[b]x[/x]" in shown
+    once, apart = ({"batch_size": 8 // n, "accumulation": n, "learning_rate": 1, "warmup": 0} for n in (1, 4))
+    assert recipe_in_words(3, once).startswith("3 steps of 8 rows; ")
+    assert recipe_in_words(3, apart).startswith("3 steps of 8 rows, 2 at a time; ")
 
 
 def test_an_empty_file_and_a_file_without_labels_are_one_line(command, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]

@@ -13,6 +13,7 @@ from types import ModuleType
 import pytest
 from peft import LoraConfig, get_peft_model
 
+import frozencore
 from adapted import adapted
 from frozencore import __version__, naming, public, save_basis
 from frozencore.cli.verbs import VERBS
@@ -165,6 +166,10 @@ def test_in_the_commands_own_process_every_public_name_is_there_when_it_is_asked
     exec("from frozencore import *; from frozencore import naming", names)
     assert {name: names[name] for name in public.__all__} == {name: getattr(public, name) for name in public.__all__}
     assert names["naming"] is naming
+
+
+def test_the_package_lists_its_public_names_and_no_others() -> None:
+    assert dir(frozencore) == sorted([*public.__all__, "__version__"])
 
 
 def test_the_list_of_verbs_shows_every_verb_and_each_shows_the_same_line(command) -> None:  # type: ignore[no-untyped-def]

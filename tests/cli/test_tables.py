@@ -94,14 +94,14 @@ def test_a_run_says_the_recipe_that_its_method_chose(method: str) -> None:
     resolved = {"targets": "all-linear", "max_length": 512, "recipe": {**own, "batch_size": 1, "accumulation": 8}}
     text = shown(run_summary(made_up_record({"task": "svamp"}, method=method, resolved=resolved)))
     rate = {"fcca": "0.005", "pissa": "0.0002"}[method]
-    assert f"262 steps of 1 x 8 rows; learning rate {rate}, warm-up 0.1 of them." in text
+    assert f"262 steps of 8 rows, 1 at a time; learning rate {rate}, warm-up 0.1 of them." in text
 
 
 def test_a_run_says_in_how_many_rounds_it_trained() -> None:
     recipe = {"learning_rate": 5e-3, "warmup": 0.1, "batch_size": 1, "accumulation": 8, "refresh": 7}
     resolved = {"targets": "all-linear", "max_length": 512, "recipe": recipe}
     text = shown(run_summary(made_up_record({"task": "svamp"}, resolved=resolved)))
-    assert "262 steps of 1 x 8 rows, in 7 rounds; learning rate" in text
+    assert "262 steps of 8 rows, 1 at a time, in 7 rounds; learning rate" in text
 
 
 def test_a_run_says_which_step_it_kept_and_why() -> None:

@@ -1,12 +1,14 @@
-"""LoRA's names of options, given to a frozen-core configuration out of habit: one line that names ours."""
+"""Names of options given to a frozen-core configuration out of habit, LoRA's above all: one line that names ours."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import wraps
+from inspect import signature
 from typing import Any
 
 from frozencore.errors import ConfigError
+from frozencore.naming import nearest_name
 
 _NO_DROPOUT = "a core is trained without dropout: leave it out"
 _INITIAL = "constructor chooses the bases (fcca, eva, lora_xs, ...), and cores start at zero: give constructor instead"
@@ -14,7 +16,6 @@ _ALPHA = "the scale is alpha / r, and 1 without alpha: give alpha instead"
 OURS: Mapping[str, str] = {
     "lora_alpha": _ALPHA,
     "use_rslora": "the scale is alpha / r: choose alpha",
-    "rank": "the rank is r: give r instead",
     "lora_dropout": _NO_DROPOUT,
     "init_lora_weights": _INITIAL,
     "use_dora": "there are no magnitudes beside a core: leave it out",
@@ -25,7 +26,15 @@ OURS: Mapping[str, str] = {
     "corda_config": "constructor='fcca' reads inputs and output errors: give constructor and its options instead",
     "loftq_config": "bases are computed of the weights as they are: quantise the model when it is loaded",
 }
-"""What to do instead of each."""
+"""What to do instead of each of LoRA's."""
+HABITS: Mapping[str, str] = {
+    **dict.fromkeys(("method", "init", "initialization"), "constructor"),
+    **dict.fromkeys(("rank", "lora_r", "r_core"), "r"),
+    **dict.fromkeys(("targets", "target", "modules", "lora_target_modules"), "target_modules"),
+    **dict.fromkeys(("budget", "num_values"), "rank_budget"),
+    **dict.fromkeys(("scale", "scaling"), "alpha"),
+}
+"""Our name for each that others use."""
 
 
 class ForeignNameError(ConfigError, TypeError):
@@ -35,11 +44,18 @@ class ForeignNameError(ConfigError, TypeError):
 def refusing_lora_names(init: Callable[..., None]) -> Callable[..., None]:
     """An ``__init__``, of the same signature, that meets LoRA's names with a line of ours."""
 
+    known = tuple(signature(init).parameters)[1:]
+
     @wraps(init)
     def checked(self: Any, *args: Any, **kwargs: Any) -> None:
         for name in kwargs:
             if name in OURS:
                 raise ForeignNameError(f"FrozenCoreConfig has no {name!r}, which is LoraConfig's: {OURS[name]}.")
+            if name not in known:
+                near = HABITS.get(name) or nearest_name(name, known)
+                meant = f"Give {near} instead." if near else "help(frozencore.FrozenCoreConfig) says what it takes."
+                # PEFT knows these words: it then leaves out what a file of a later version says
+                raise ForeignNameError(f"FrozenCoreConfig got an unexpected keyword argument {name!r}. {meant}")
         init(self, *args, **kwargs)
 
     return checked

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from peft import NoMatchingPeftModuleError
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_PREFIX_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
 from peft.tuners.lora import LoraModel
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
@@ -38,6 +39,7 @@ from frozencore.calibration.quantised import keep_weights
 from frozencore.calibration.shards import require_same_bases
 from frozencore.constructors import LayerEvidence, build_basis
 from frozencore.errors import ArtifactError, ConfigError, ModelError
+from frozencore.naming import nearest_name
 
 ATTENTION_PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "out_proj"]
 
@@ -60,11 +62,17 @@ class FrozenCoreModel(BaseTuner):
 
         Raises:
             ArtifactError: The adapter was made on another base model, unless its configuration allows that.
+            ConfigError: No layer is called as the configuration says.
         """
         name_layers(self.peft_config[adapter_name], model)
         require_tokens(self.peft_config[adapter_name].trainable_token_indices, model)
         keep_weights(model)
-        super().inject_adapter(model, adapter_name, *args, **kwargs)
+        try:
+            super().inject_adapter(model, adapter_name, *args, **kwargs)
+        except NoMatchingPeftModuleError as error:
+            if "not found in the base model" not in str(error):  # what else PEFT says of targets has its reason in it
+                raise
+            raise _no_match(self.peft_config[adapter_name], model) from error
         layers = frozen_core_layers(model, adapter_name)
         config = self.peft_config[adapter_name]
         if config.awaits_ranks:
@@ -283,3 +291,16 @@ def register_with_peft() -> None:
     PEFT_TYPE_TO_CONFIG_MAPPING[kind] = FrozenCoreConfig
     PEFT_TYPE_TO_TUNER_MAPPING[kind] = FrozenCoreModel
     PEFT_TYPE_TO_PREFIX_MAPPING[kind] = PREFIX
+
+
+def _no_match(config: FrozenCoreConfig, model: nn.Module) -> ConfigError:
+    """What is said of targets that match no layer: the names that there are."""
+    came = config.target_modules
+    targets = [came] if isinstance(came, str) else sorted(came or ())
+    there = sorted({name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)})
+    near = next((found for target in targets if (found := nearest_name(target, there))), None)
+    guess = f"Did you mean {near!r}? " if near else ""
+    return ConfigError(
+        f"target_modules {', '.join(map(repr, targets))} match no layer of this model. {guess}Its linear layers are "
+        f"called {', '.join(there)}; or use 'all-linear'."
+    )

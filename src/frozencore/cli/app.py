@@ -13,6 +13,7 @@ import typer
 from frozencore import __version__
 from frozencore.cli.console import console
 from frozencore.cli.flag_groups import HELP, HELP_ALL, command_of
+from frozencore.cli.other_names import refuse_unknown_verb
 from frozencore.cli.verbs import VERBS, add_verbs
 from frozencore.errors import CalibrationError, FrozenCoreError
 from frozencore.lab.run.processes import is_first, refuse_several
@@ -59,6 +60,8 @@ def app() -> None:
     if words[:1] not in [[verb.name] for verb in VERBS if verb.by_several]:
         refuse_several(f"frozencore {' '.join(words[:1])}".strip())
     console.quiet = not is_first()
+    if _ASKS not in os.environ:
+        refuse_unknown_verb(words, [verb.name for verb in VERBS])
     asked = [HELP if word == HELP_ALL else word for word in sys.argv[1:]]
     command_of(program(words), words)(asked, prog_name="frozencore")  # shells complete it by this name
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 import yaml
 
+from frozencore.cli.other_names import FLAGS_ELSEWHERE
 from frozencore.errors import ConfigError
 from frozencore.lab.run.config import RunConfig
 from frozencore.lab.run.option_groups import GROUPS
@@ -57,7 +58,7 @@ def _values(file: Path, context: typer.Context) -> dict[str, Any]:
     for key, value in given.items():
         name = str(key).replace("_", "-")
         if name not in own:
-            near = nearest_name(name, own)
+            near = FLAGS_ELSEWHERE.get(f"--{name}", "").removeprefix("--") or nearest_name(name, own)
             meant = f"Did you mean {near}?" if near else f"See `frozencore {context.info_name} --help`."
             raise ConfigError(
                 f"{file} has the key {str(key)!r:.80}, which `{context.info_name}` does not know. {meant}"

@@ -10,6 +10,7 @@ from rich.markup import escape
 from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 from typer.main import get_command
 
+from frozencore.cli.other_names import refuse_other_flags
 from frozencore.naming import num_of
 
 HELP, HELP_ALL = "--help", "--help-all"
@@ -73,6 +74,10 @@ def command_of(program: typer.Typer, words: Iterable[str]) -> TyperGroup:
     words = list(words)
     command = get_command(program)
     assert isinstance(command, TyperGroup)
+    for verb in _commands(command):
+        if verb.name in words[:1] and _takes_run(verb):
+            flags = [spelled for parameter in verb.params for spelled in parameter.opts]
+            refuse_other_flags([word for word in words if word.startswith("-")], [*flags, HELP, HELP_ALL])
     if HELP in words or HELP_ALL in words:
         _show_as_text(command)
     if HELP in words and HELP_ALL not in words:
@@ -92,14 +97,16 @@ def _show_as_text(command: TyperGroup | TyperCommand) -> None:
 
 def _hide_rest(program: TyperGroup) -> None:
     """Of each verb that takes a run: leave out the flags that are not in sight, and say how many there are."""
-    for verb in _commands(program):
+    for verb in filter(_takes_run, _commands(program)):
         flags = {str(flag.name): flag for flag in verb.params if isinstance(flag, TyperOption)}
-        if "calibration_size" not in flags:
-            continue
         rest = [flag for name, flag in flags.items() if name not in group_of(name).in_sight]
         for flag in rest:
             flag.hidden = True
         verb.epilog = f"{num_of(len(rest), 'more flag')}: frozencore {verb.name} {HELP_ALL}"
+
+
+def _takes_run(verb: TyperGroup | TyperCommand) -> bool:
+    return any(parameter.name == "calibration_size" for parameter in verb.params)
 
 
 def _commands(command: TyperGroup | TyperCommand) -> Iterable[TyperGroup | TyperCommand]:

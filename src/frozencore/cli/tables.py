@@ -71,8 +71,10 @@ def recipe_in_words(num_steps: int, recipe: Mapping[str, Any], num_epochs: int |
     """
     laid_out = " without padding" if recipe.get("padding_free") else ""
     epochs = "" if num_epochs is None else f" in {num_of(num_epochs, 'epoch')}"
+    at_once, rows = recipe["batch_size"], recipe["batch_size"] * recipe["accumulation"]
+    cut = "" if at_once == rows else f", {at_once} at a time"
     return (
-        f"{num_of(num_steps, 'step')} of {recipe['batch_size']} x {recipe['accumulation']} rows{laid_out}{epochs}"
+        f"{num_of(num_steps, 'step')} of {num_of(rows, 'row')}{cut}{laid_out}{epochs}"
         f"{_in_rounds(recipe.get('refresh', 1))}; learning rate {recipe['learning_rate']:g}, "
         f"warm-up {recipe['warmup']:g} of them."
     )

@@ -33,7 +33,7 @@ from frozencore.adapter_folder import (
 )
 from frozencore.errors import ArtifactError
 from frozencore.fingerprint import fingerprint_options
-from frozencore.hub import hub_answers, is_hub_id
+from frozencore.hub import hub_answers, is_hub_id, why_not_given
 from frozencore.maths.linalg import all_finite
 from frozencore.one_line import one_line
 from frozencore.whole_file import whole_folder
@@ -223,8 +223,8 @@ def _file(place: str | Path, revision: str | None, name: str) -> Path:
         return Path(hf_hub_download(hub_id, name, revision=revision, local_files_only=only_here))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise ArtifactError(
-            f"No basis at {place}: it is neither a folder nor in the offline cache, and the hub does not give it "
-            f"({one_line(error)}). Give the folder of a saved basis."
+            f"No basis at {place}: it is neither a folder nor in the offline cache, and "
+            f"{why_not_given(error)}. Give the folder of a saved basis."
         ) from error
 
 
