@@ -10,6 +10,7 @@ from frozencore.adapter.bases.carried import get_bases, save_basis, set_bases
 from frozencore.adapter.bases.refresh import Refresh
 from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.adapter.export.basis_model import export_basis_model
+from frozencore.adapter.export.gguf_lora import export_gguf_lora
 from frozencore.adapter.export.lora import export_lora
 from frozencore.adapter.export.merged import export_merged
 from frozencore.adapter.export.serving import check_lora_directory
@@ -70,6 +71,7 @@ __all__ = [
     "collect_moments",
     "eva_basis",
     "export_basis_model",
+    "export_gguf_lora",
     "export_lora",
     "export_merged",
     "export_tenant",

@@ -19,19 +19,22 @@ def export(
         str,
         typer.Argument(help="Folder of a run; folder or hub id of an adapter, or of a basis (for a basis model)."),
     ],
-    output: Annotated[Path, typer.Option("--output", "--out", help="New folder for the export.")],
+    output: Annotated[
+        Path, typer.Option("--output", "--out", help="New folder for the export; a new file for a gguf-lora.")
+    ],
     to: Annotated[
         str,
         typer.Option(
-            help="lora: an exact LoRA directory. merged: base model plus update. basis-model: base model with P and Q "
-            "in it, once for all tenants. tenant: the cores, as a LoRA for the basis model."
+            help="lora: an exact LoRA directory. gguf-lora: the same in one file, for llama.cpp beside the base "
+            "model's GGUF file. merged: base model plus update. basis-model: base model with P and Q in it, once for "
+            "all tenants. tenant: the cores, as a LoRA for the basis model."
         ),
     ] = "lora",
     base: Annotated[
         str | None,
         typer.Option(
-            help="Folder or hub id of the base model; default: the one that the adapter names. Of a tenant: its basis "
-            "model, to compare the bases."
+            help="Folder, GGUF file or hub id of the base model; default: the one that the adapter names. Of a "
+            "tenant: its basis model, to compare the bases."
         ),
     ] = None,
     dtype: Annotated[str, typer.Option(help="auto (of factors float32, of models the base's), float32, ...")] = "auto",

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import torch
 
+from frozencore.adapter.directory import read_adapter
 from frozencore.adapter.export.basis_model import BasisModelExport, export_basis_model
+from frozencore.adapter.export.gguf_lora import GgufLoraExport, export_gguf_lora
 from frozencore.adapter.export.lora import LoraExport, export_lora
 from frozencore.adapter.export.merged import export_merged
 from frozencore.adapter.export.serving import ENGINES, LoraReport, check_lora_directory
@@ -41,6 +43,13 @@ def export_adapter(adapter: Path, output: Path, wanted: Wanted) -> list[str]:
     if wanted.to == "tenant":
         tenant = export_tenant(adapter, output, basis_model=base, dtype=own or torch.float32, overwrite=overwrite)
         return [*_tenant_lines(tenant, base), *serving_lines(check_lora_directory(output))]
+    if wanted.to == "gguf-lora":
+        return _gguf_lines(
+            export_gguf_lora(
+                adapter, output, base=base, dtype=own or torch.float32, rank=wanted.rank, overwrite=overwrite
+            ),
+            read_adapter(adapter)[0].base_model_name_or_path,
+        )
     found = export_lora(adapter, output, base=base, dtype=own or torch.float32, rank=wanted.rank, overwrite=overwrite)
     return [*_lora_lines(found), *serving_lines(check_lora_directory(output))]
 
@@ -87,9 +96,21 @@ def _tenant_lines(found: TenantExport, basis_model: str | None) -> list[str]:
     return [f"Tenant: {found.directory}, {layers}, on the basis {found.identity[:12]} ({compared})"]
 
 
+def _gguf_lines(found: GgufLoraExport, base: str | None) -> list[str]:
+    """What was written, and how llama.cpp takes it; its model file is known where it was trained on."""
+    model = base if base and base.endswith(".gguf") else "MODEL.gguf"
+    lines = [f"LoRA for llama.cpp: {found.file}, rank {found.rank}, {len(found.layers)} layers of {found.architecture}"]
+    lines += _left_out(found.error)
+    return [*lines, f"llama.cpp: llama-server --model {model} --lora {found.file}"]
+
+
+def _left_out(error: float | None) -> list[str]:
+    if error is None:
+        return []
+    return [f"Of the adapter's update, {error:.2%} (Frobenius norm) does not fit into that rank."]
+
+
 def _lora_lines(found: LoraExport) -> list[str]:
     zero = f" and {len(found.zero_layers)} of zeros that engines pack with them" if found.zero_layers else ""
     lines = [f"LoRA: {found.directory}, rank {found.rank}, {len(found.layers)} layers{zero}"]
-    if found.error is not None:
-        lines.append(f"Of the adapter's update, {found.error:.2%} (Frobenius norm) does not fit into that rank.")
-    return lines
+    return [*lines, *_left_out(found.error)]

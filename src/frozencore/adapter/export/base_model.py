@@ -9,7 +9,6 @@ from transformers import AutoConfig
 
 from frozencore.errors import ModelError
 from frozencore.gguf_model import model_class, read_tokenizer, read_weights, why_unreadable
-from frozencore.quiet import quiet_loading
 
 _TOKENIZER = "tokenizer_config.json"
 
@@ -33,8 +32,7 @@ def load_base_model(base: str, dtype: str, loading: dict[str, Any], not_quantise
                 "Name the unquantised model with base= (--base), or export a LoRA."
             )
         if "gguf_file" in loading:
-            with quiet_loading():
-                return read_weights(model_class(config), dtype, loading)
+            return read_weights(model_class(config), dtype, loading)
         return model_class(config).from_pretrained(dtype=dtype, **loading)
     except ModelError:
         raise

@@ -28,6 +28,15 @@ class LeavingAdapter:
     base: BaseLayers | None
 
 
+def leaving_adapter(
+    model_or_directory: nn.Module | str | Path, adapter_name: str | None, base: nn.Module | str | Path | None
+) -> LeavingAdapter:
+    """An adapter of a model or of a folder; see :func:`from_model` and :func:`from_directory`."""
+    if isinstance(model_or_directory, nn.Module):
+        return from_model(model_or_directory, adapter_name)
+    return from_directory(Path(model_or_directory), base)
+
+
 def from_model(model: nn.Module, adapter_name: str | None) -> LeavingAdapter:
     """An adapter of a model; the active one by default.
 

@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 
 from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.adapter.directory import CONFIG_FILE, WEIGHTS_FILE, Factors
-from frozencore.adapter.export.leaving import LeavingAdapter, from_directory, from_model, require_cores_only
+from frozencore.adapter.export.leaving import LeavingAdapter, leaving_adapter, require_cores_only
 from frozencore.adapter.export.lora_layers import layers_to_name, target_modules
 from frozencore.adapter.seal.card import num_tokens, write_model_card
 from frozencore.errors import ArtifactError, ConfigError
@@ -79,21 +79,12 @@ def export_lora(
     """
     if dtype not in DTYPES:
         raise ConfigError(f"Serving engines read float32, float16 and bfloat16 factors, but {dtype} came.")
-    if rank is not None and (not isinstance(rank, int) or rank < 1):
-        raise ConfigError(f"A LoRA has a rank of at least 1, but {rank!r:.50} came.")
-    if isinstance(model_or_directory, nn.Module):
-        folder, adapter = None, from_model(model_or_directory, adapter_name)
-    else:
-        folder = Path(model_or_directory)
-        adapter = from_directory(folder, base)
+    adapter = leaving_adapter(model_or_directory, adapter_name, base)
+    folder = None if isinstance(model_or_directory, nn.Module) else Path(model_or_directory)
     require_cores_only(adapter)
     shapes = {name: (f.P.shape[0], f.Q.shape[0]) for name, f in adapter.factors.items()}
     named = layers_to_name(shapes, adapter.base)
-    own_rank = max(f.R.shape[0] for f in adapter.factors.values())
-    if rank is None or rank >= own_rank:
-        rank, error = own_rank, None
-    else:
-        adapter, error = _cut(adapter, rank)
+    adapter, rank, error = to_rank(adapter, rank)
     conv1d = adapter.base is not None and not adapter.base.conv1d.isdisjoint(adapter.factors)
     with whole_folder(Path(out), overwrite=overwrite, reads=folder) as aside:
         save_file(_lora_tensors(adapter, named, rank, dtype), aside / WEIGHTS_FILE, metadata={"format": "pt"})
@@ -108,6 +99,21 @@ def export_lora(
         fan_in_fan_out=conv1d,
         error=error,
     )
+
+
+def to_rank(adapter: LeavingAdapter, rank: int | None) -> tuple[LeavingAdapter, int, float | None]:
+    """The adapter with at most that rank in each layer, the rank that a LoRA of it has, and what the cut leaves out.
+
+    Raises:
+        ConfigError: A rank below 1.
+    """
+    if rank is not None and (not isinstance(rank, int) or rank < 1):
+        raise ConfigError(f"A LoRA has a rank of at least 1, but {rank!r:.50} came.")
+    own_rank = max(factors.R.shape[0] for factors in adapter.factors.values())
+    if rank is None or rank >= own_rank:
+        return adapter, own_rank, None
+    cut, error = _cut(adapter, rank)
+    return cut, rank, error
 
 
 def _cut(adapter: LeavingAdapter, rank: int) -> tuple[LeavingAdapter, float]:

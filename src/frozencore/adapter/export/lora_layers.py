@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import PeftModel
@@ -30,10 +31,11 @@ _MAYBE_CONV1D = {"c_attn", "c_proj", "c_fc", "q_attn"}
 
 @dataclass(frozen=True)
 class BaseLayers:
-    """The linear layers of a base model: (m, n) by name, and which of them are ``Conv1D``."""
+    """The linear layers of a base model: (m, n) by name, and which are ``Conv1D``; and the model's configuration."""
 
     shapes: Mapping[str, tuple[int, int]]
     conv1d: frozenset[str]
+    config: Any
 
 
 def layers_of(base: nn.Module | str | Path) -> BaseLayers:
@@ -50,6 +52,7 @@ def layers_of(base: nn.Module | str | Path) -> BaseLayers:
     return BaseLayers(
         shapes={name: layer_shape(module) for name, module in linear.items()},
         conv1d=frozenset(name for name, module in linear.items() if isinstance(module, Conv1D)),
+        config=getattr(model, "config", None),
     )
 
 

@@ -1,0 +1,176 @@
+"""A frozen core as a LoRA in a GGUF file, for llama.cpp's ``--lora`` beside the very file that it was trained on.
+
+llama.cpp names layers by its own scheme (``blk.3.attn_q.weight``). For Llama it also stores the rows of q and k in
+another order: within a head, row i of the first half stands before row i of the second half, since its rotation takes
+neighbouring rows as a pair where transformers takes rows half a head apart. B has the rows of the weight it adds to,
+so B is reordered the same way. A is not.
+
+Shapes: m out features, n in features, r rank; ``lora_a`` is r x n, ``lora_b`` m x r, their product s·P R Qᵀ.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from frozencore.adapter.export.leaving import LeavingAdapter, leaving_adapter, require_cores_only
+from frozencore.adapter.export.lora import DTYPES, lora_factors, to_rank
+from frozencore.errors import ArtifactError, ConfigError, ModelError
+from frozencore.whole_file import whole_file
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """How llama.cpp keeps a model type of transformers.
+
+    Attributes:
+        name: Its own name, which adapter and model file must share.
+        pairs_rows: The rows of q and k are in llama.cpp's order.
+    """
+
+    name: str
+    pairs_rows: bool
+
+
+# Each is compared with llama.cpp's own converter in tests/engines/test_gguf_lora.py.
+ARCHITECTURES = {
+    "llama": Architecture("llama", pairs_rows=True),
+    "mistral": Architecture("llama", pairs_rows=True),
+    "qwen2": Architecture("qwen2", pairs_rows=False),
+    "qwen3": Architecture("qwen3", pairs_rows=False),
+}
+
+
+@dataclass(frozen=True)
+class GgufLoraExport:
+    """What was written.
+
+    Attributes:
+        architecture: llama.cpp's name of it.
+        rank: The one rank of all layers; smaller cores are zero-padded to it.
+        layers: The adapted layers, by transformers' names.
+        error: As in :class:`frozencore.adapter.export.lora.LoraExport`.
+    """
+
+    file: Path
+    architecture: str
+    rank: int
+    layers: tuple[str, ...]
+    error: float | None = None
+
+
+def export_gguf_lora(
+    model_or_directory: nn.Module | str | Path,
+    out: str | Path,
+    *,
+    adapter_name: str | None = None,
+    base: nn.Module | str | Path | None = None,
+    dtype: torch.dtype = torch.float32,
+    rank: int | None = None,
+    overwrite: bool = False,
+) -> GgufLoraExport:
+    """Write a frozen-core adapter as a GGUF file that llama.cpp applies to the base model's own GGUF file.
+
+    Args:
+        model_or_directory, adapter_name, dtype, rank: As for :func:`frozencore.adapter.export.lora.export_lora`.
+        base: With a folder: the base model, its folder, its GGUF file or its hub id; by default what the adapter names,
+            if it lies here. Its weights are not read.
+        overwrite: Replace a file that is there.
+
+    Raises:
+        ArtifactError: The adapter is damaged, of another base model, or ``out`` is in the way.
+        ConfigError: The base model is not known, or the adapter holds what no LoRA can hold.
+        ModelError: The package ``gguf`` is missing, or llama.cpp's names and row order of the model are not known.
+    """
+    out = Path(out)
+    if dtype not in DTYPES:
+        raise ConfigError(f"llama.cpp reads float32, float16 and bfloat16 factors, but {dtype} came.")
+    if out.is_dir() or (out.exists() and not overwrite):
+        raise ArtifactError(f"{out} is there already. Choose another file, or allow a file to be overwritten.")
+    try:
+        import gguf
+    except ImportError as missing:
+        raise ModelError("To write a GGUF file takes the package gguf: pip install 'frozencore[gguf]'.") from missing
+    adapter = leaving_adapter(model_or_directory, adapter_name, base)
+    require_cores_only(adapter)
+    if adapter.base is None:
+        raise ConfigError(
+            f"llama.cpp's order of rows depends on the base model, and {model_or_directory} names none that lies here: "
+            "give base=, its GGUF file, folder or hub id (--base)."
+        )
+    config = adapter.base.config
+    kept = ARCHITECTURES.get(config.model_type)
+    if kept is None:
+        raise ModelError(
+            f"A GGUF LoRA is written for {', '.join(ARCHITECTURES)}, but the base model is {config.model_type!r}. "
+            "Export a LoRA, and let llama.cpp's convert_lora_to_gguf.py convert it."
+        )
+    names = _names(gguf, kept, adapter, config)
+    adapter, rank, error = to_rank(adapter, rank)
+    with whole_file(out) as aside:
+        writer = gguf.GGUFWriter(aside, kept.name)
+        writer.add_type(gguf.GGUFType.ADAPTER)
+        writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
+        writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, float(rank))  # the scale is in B: alpha over rank is one
+        number = gguf.GGMLQuantizationType[{torch.float32: "F32", torch.float16: "F16"}.get(dtype, "BF16")]
+        for layer, name in names.items():
+            A, B = lora_factors(adapter.factors[layer], adapter.scales[layer], rank)
+            heads = _paired_heads(layer, kept, config)
+            for side, X in (("a", A), ("b", B if heads is None else rows_in_pairs(B, heads))):
+                _require_finite(X, layer, dtype)
+                values = gguf.quants.quantize(X.float().contiguous().numpy(), number)
+                writer.add_tensor(f"{name}.weight.lora_{side}", values, raw_dtype=number)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    return GgufLoraExport(out, kept.name, rank, tuple(names), error)
+
+
+def rows_in_pairs(X: Tensor, num_heads: int) -> Tensor:
+    """Rows 0, h/2, 1, h/2 + 1, ... of each head of h rows, as llama.cpp keeps q and k of Llama."""
+    return X.reshape(num_heads, 2, -1, X.shape[1]).transpose(1, 2).reshape(X.shape)
+
+
+def _paired_heads(layer: str, kept: Architecture, config: Any) -> int | None:
+    """Heads of a layer whose rows llama.cpp pairs; None where it does not."""
+    if not kept.pairs_rows:
+        return None
+    heads: dict[str, int] = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    return heads.get(layer.rpartition(".")[2])
+
+
+def _names(gguf: Any, kept: Architecture, adapter: LeavingAdapter, config: Any) -> dict[str, str]:
+    """llama.cpp's names by transformers', of the adapted layers.
+
+    Raises:
+        ArtifactError: A layer is not of this base model.
+        ModelError: llama.cpp has no such layer.
+    """
+    assert adapter.base is not None
+    scheme = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}[kept.name]
+    found = gguf.get_tensor_name_map(scheme, config.num_hidden_layers)
+    names = {}
+    for layer, factors in adapter.factors.items():
+        shape = (factors.P.shape[0], factors.Q.shape[0])
+        if adapter.base.shapes.get(layer) != shape:
+            raise ArtifactError(
+                f"The adapter is of another base model: its layer {layer!r} is {shape[0]} x {shape[1]}, the base has "
+                f"{adapter.base.shapes.get(layer, 'none')}. Name the model it was trained on."
+            )
+        name = found.get_name(layer)
+        if name is None or (name == "output" and config.tie_word_embeddings):
+            raise ModelError(
+                f"llama.cpp has no layer of its own for {layer!r} of {kept.name}. Merge the adapter (--to merged)."
+            )
+        names[layer] = name
+    return names
+
+
+def _require_finite(X: Tensor, layer: str, dtype: torch.dtype) -> None:
+    if not torch.isfinite(X.to(dtype)).all():
+        raise ArtifactError(f"{layer!r} would hold NaN or Inf in {dtype}. Train again, or export in float32.")
