@@ -1,4 +1,4 @@
-"""``tune --dry-run``: what a run would read and take, and a row as it is trained on; nothing is written."""
+"""``--dry-run`` of ``tune`` and ``tune-many``: what they would read and take, and a row as it is trained on."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ from frozencore.lab.run.accounting import optimiser_bytes, trainable_parameters
 from frozencore.lab.run.bench import Bench, prepare
 from frozencore.lab.run.config import RunConfig
 from frozencore.lab.run.execute import recipe_of
+from frozencore.lab.run.many.execute import tenant_of
+from frozencore.lab.run.many.rows import read_tenants, tenants_of
 from frozencore.lab.run.named_basis import on_named_basis
 from frozencore.lab.run.targets import resolve_targets
 from frozencore.lab.training.reporting import require_reporters
@@ -40,10 +42,37 @@ def dry_run_lines(config: RunConfig, progress: Progress) -> Iterator[Text]:
     bench = prepare(config, progress)
     yield from _rows(config, bench)
     yield from _cost(config, bench)
+    yield from _as_asked(config, bench, bench.rows.train[0])
+
+
+def dry_run_many_lines(config: RunConfig, num_slots: int, progress: Progress) -> Iterator[Text]:
+    """What ``tune-many`` would do, from its model and the rows of all tenants.
+
+    Raises:
+        FrozenCoreError: What it would refuse before it scores or trains.
+    """
+    config, files = tenants_of(config)
+    bench, own = read_tenants(config, files, progress)
+    at_once = min(num_slots, len(own))
+    basis = f"the basis {config.basis}" if config.basis else f"a basis of {num_of(len(bench.rows.calibration), 'row')}"
+    yield Text(f"{num_of(len(own), 'tenant')} on {basis}, {at_once} at a time.")
+    for name, one in own.items():
+        rows, tenant = one.rows, tenant_of(one, bench.model)
+        tokens = sum(len(row.input_ids) for row in rows.train)
+        yield Text(
+            f"{name}: {num_of(len(rows.train), 'row')} to train on ({num_of(tokens, 'token')}), {len(rows.held_out):,} "
+            f"to score; {num_of(tenant.num_steps, 'step')}."
+        )
+    if (adapted := _adapted(config, bench)) is not None:
+        yield Text(f"{config.method}: {num_of(trainable_parameters(adapted), 'trained value')} each.")
+    yield from _as_asked(config, bench, next(iter(own.values())).rows.train[0])
+
+
+def _as_asked(config: RunConfig, bench: Bench, row: TokenRow) -> Iterator[Text]:
     yield Text("\nWhat was asked for, as a file for --config (all else is as ever)", style="bold")
     yield Text(as_flags(config, exclude_defaults=True).rstrip())
     yield Text("\nThe first row that is trained on (what carries loss is marked)", style="bold")
-    yield _marked(bench.rows.train[0], bench.encoder)
+    yield _marked(row, bench.encoder)
 
 
 def _rows(config: RunConfig, bench: Bench) -> Iterator[Text]:

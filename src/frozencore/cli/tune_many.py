@@ -13,9 +13,10 @@ from frozencore.lab.rows.row_sources import require_source
 from frozencore.lab.run.config import RunConfig
 from frozencore.lab.run.early import refuse_early
 from frozencore.lab.run.many.tenants import find_tenants
-from frozencore.lab.run.processes import is_first, joined
+from frozencore.lab.run.processes import is_first, joined, refuse_several
 
-NOT_OF_MANY = ("task", "data_root", "evaluate_on", "max_new_tokens", "paper_steps", "select_by", *OF_ONE_TRAINING)
+_ALONE = tuple(name for name in OF_ONE_TRAINING if name != "save_steps")
+NOT_OF_MANY = ("task", "data_root", "evaluate_on", "max_new_tokens", "paper_steps", "select_by", *_ALONE)
 TENANTS = "Folder with a row file (as for `tune --data`) for each tenant, named after it; or a YAML file 'name: file'."
 
 
@@ -26,10 +27,18 @@ def _tune_many(
         int, typer.Option(min=1, help="Tenants that train at once in a process; the others wait for a slot.")
     ] = 64,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from what is kept in --output.")] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Write nothing: say what it would read and train, and show the first row."),
+    ] = False,
 ) -> None:
     refuse_early(config.model_copy(update={"data": None}))
     for file in find_tenants(Path(str(config.data))).values():
         require_source(str(file))
+    if dry_run:
+        refuse_several("--dry-run")
+        _show(config, slots)
+        return
     from frozencore.cli.display import StageDisplay, resume_line
     from frozencore.cli.many_tables import tenants_summary
     from frozencore.lab.run.many.execute import execute_many
@@ -45,6 +54,16 @@ def _tune_many(
     console.print(f"Adapters: {output}/NAME/adapter   Records: {output}/NAME/result.json", highlight=False)
     if any(isinstance(outcome, Failure) for outcome in outcomes.values()):
         raise typer.Exit(1)
+
+
+def _show(config: RunConfig, slots: int) -> None:
+    from frozencore.cli.display import StageDisplay
+    from frozencore.cli.dry_run import dry_run_many_lines
+
+    with StageDisplay(console) as progress:
+        lines = list(dry_run_many_lines(config, slots, progress))
+    for line in lines:
+        console.print(line, soft_wrap=True)
 
 
 tune_many = TakesRun(_tune_many, without=NOT_OF_MANY, required={"data": ("--tenants", TENANTS)})

@@ -201,3 +201,21 @@ def test_the_command_shows_what_each_tenant_was_worth(command, tenants: Path, tm
         assert f"{record['held_out_loss']:.3f}" in out
     assert "3 tenants on one basis" in out
     assert command("tune-many", "--model", "pocket", "--out", tmp_path / "none")[0] == 2
+
+
+def test_a_dry_run_counts_the_rows_and_steps_that_are_then_recorded(  # type: ignore[no-untyped-def]
+    command, tenants: Path, tmp_path: Path
+) -> None:
+    few = ("--rank", "4", "--calibration-size", "16", "--batch-size", "2", "--accumulation", "2", "--device", "cpu")
+    words = ("tune-many", "--model", "pocket", "--tenants", tenants, *few, "--slots", "2", "--out", tmp_path / "out")
+    status, out, err = command(*words, "--dry-run")
+    assert (status, err, list(tmp_path.iterdir())) == (0, "", [])
+    assert "3 tenants on a basis of 16 rows, 2 at a time." in out
+    assert "How many is" in out.splitlines()[-1]
+    assert command(*words)[0] == 0
+    for name in SIZES:
+        record = json.loads((tmp_path / "out" / name / "result.json").read_text())
+        used, steps = record["rows"], record["training"]["num_steps"]
+        assert f"{name}: {used['trained']} rows to train on (" in out
+        assert f"), {used['scored']} to score; {steps} steps." in out
+    assert f"{record['trainable_parameters']:,} trained values each" in out

@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from frozencore.lab.rows.batches import PaddingCollator
 from frozencore.lab.rows.prompts import TokenRow
 from frozencore.lab.scoring.heldout import held_out_loss
 from frozencore.lab.training.many import company
+from frozencore.lab.training.many.checkpoint import Checkpoints
 from frozencore.lab.training.many.losses import row_losses
 from frozencore.lab.training.many.seat import Trained
 from frozencore.lab.training.many.tenant import Tenant, Validation
@@ -197,6 +199,23 @@ def test_a_resumed_training_is_bit_equal_to_an_uninterrupted_one(
 
 def company_in(folder: Path) -> None:
     company_of(adapted(), VALIDATED, num_slots=2, checkpoint_dir=folder, checkpoint_s=0)
+
+
+def test_a_checkpoint_is_written_every_so_many_common_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[int] = []
+    write = Checkpoints.write
+
+    def note(self: Checkpoints, company: Any) -> None:
+        written.append(len(steps))  # of which progress has been told: the step that ends now is not among them
+        write(self, company)
+
+    steps: list[int] = []
+    monkeypatch.setattr(Checkpoints, "write", note)
+    company_of(
+        adapted(), TENANTS, num_slots=8, checkpoint_dir=tmp_path, checkpoint_s=1e9, checkpoint_steps=3,
+        progress=lambda *_: steps.append(1),
+    )  # fmt: skip
+    assert written == [0, *range(2, len(steps) - 1, 3), len(steps) - 1]
 
 
 def test_a_training_that_is_killed_goes_on_bit_equal(tmp_path: Path, whole: dict[str, Trained]) -> None:

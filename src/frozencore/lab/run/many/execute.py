@@ -11,6 +11,7 @@ from pathlib import Path
 from warnings import WarningMessage
 
 from peft import PeftModel
+from torch import nn
 
 from frozencore.adapter.bases.calibrate import Calibration
 from frozencore.adapter.bases.carried import basis_fingerprint, save_basis, set_bases
@@ -22,16 +23,13 @@ from frozencore.fingerprint import fingerprint_model
 from frozencore.lab.run.adapting import adapt_from_data, adapter_of
 from frozencore.lab.run.bench import Bench
 from frozencore.lab.run.config import RunConfig
-from frozencore.lab.run.config_rules import refuse_of_one_alone
 from frozencore.lab.run.execute import recipe_of
 from frozencore.lab.run.files import BASE_SCORE, BASIS, CHECKPOINTS, FOUND, RECORD
 from frozencore.lab.run.found import Found
 from frozencore.lab.run.interrupted import refuse_interrupted
 from frozencore.lab.run.many.finish import Finisher, TenantOutcome
-from frozencore.lab.run.many.rows import TenantRows, read_tenants
+from frozencore.lab.run.many.rows import TenantRows, read_tenants, tenants_of
 from frozencore.lab.run.many.shares import ShareFolders, own_tenants
-from frozencore.lab.run.many.tenants import find_tenants
-from frozencore.lab.run.named_basis import on_named_basis
 from frozencore.lab.run.peak_memory import PeakMemory
 from frozencore.lab.run.recording import calibrated_on
 from frozencore.lab.run.targets import resolve_targets
@@ -110,10 +108,11 @@ def execute_many(
     each_by_itself(
         lambda: train_many(
             model,
-            {name: _tenant(one, model) for name, one in own.items()},
+            {name: tenant_of(one, model) for name, one in own.items()},
             pad_id=bench.encoder.pad_id,
             num_slots=num_slots,
             checkpoint_dir=folders.own,
+            checkpoint_steps=config.save_steps,
             resume=resume,
             identity={"base model": model_hash},
             on_end=finisher,
@@ -131,13 +130,7 @@ def _read(
     config: RunConfig, out: Path, folders: ShareFolders, progress: Progress, *, resume: bool
 ) -> tuple[RunConfig, Bench, dict[str, TenantRows]]:
     """The configuration on its basis, the bench of all tenants, and their rows."""
-    refuse_of_one_alone(config, "tenants")
-    config = on_named_basis(config)
-    if config.data is None or not config.method_entry.has_bases:
-        raise ConfigError(
-            f"Tenants have a row file and a core each, on one basis, but {config.method!r} trains others."
-        )
-    files = find_tenants(Path(config.data))
+    config, files = tenants_of(config)
     _refuse_finished(out, files, resume=resume)
     folders.require_as_many()
     return config, *read_tenants(config, files, progress)
@@ -196,7 +189,8 @@ def _name_basis(model: PeftModel, folder: Path, calibrated_on: str | None) -> No
         save_basis(model, folder, calibrated_on=calibrated_on)
 
 
-def _tenant(own: TenantRows, model: PeftModel) -> Tenant:
+def tenant_of(own: TenantRows, model: nn.Module) -> Tenant:
+    """A tenant as it trains."""
     rows, every, validation = own.rows.validation, own.config.select_checkpoint, None
     if rows is not None and every != "none":
         validation = Validation(rows.tokens, every, own.config.patience)

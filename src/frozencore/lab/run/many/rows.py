@@ -7,11 +7,14 @@ from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 
-from frozencore.errors import FrozenCoreError
+from frozencore.errors import ConfigError, FrozenCoreError
 from frozencore.lab.rows.prompts import TokenRow
 from frozencore.lab.run.bench import Base, Bench, prepare
 from frozencore.lab.run.config import RunConfig
+from frozencore.lab.run.config_rules import refuse_of_one_alone
 from frozencore.lab.run.loading import load_model
+from frozencore.lab.run.many.tenants import find_tenants
+from frozencore.lab.run.named_basis import on_named_basis
 from frozencore.lab.run.rows import RunRows
 from frozencore.progress import Progress
 
@@ -22,6 +25,22 @@ class TenantRows:
 
     config: RunConfig
     rows: RunRows
+
+
+def tenants_of(config: RunConfig) -> tuple[RunConfig, dict[str, Path]]:
+    """The configuration on its basis, and the row file of each tenant.
+
+    Raises:
+        ConfigError: It asks for what many tenants cannot have, or for a method without cores.
+        DataError: There are no row files.
+    """
+    refuse_of_one_alone(config, "tenants")
+    config = on_named_basis(config)
+    if config.data is None or not config.method_entry.has_bases:
+        raise ConfigError(
+            f"Tenants have a row file and a core each, on one basis, but {config.method!r} trains others."
+        )
+    return config, find_tenants(Path(config.data))
 
 
 def read_tenants(

@@ -82,6 +82,7 @@ def execute_sweep(
             tenants,
             pad_id=bench.encoder.pad_id,
             checkpoint_dir=out / CHECKPOINTS,
+            checkpoint_steps=config.save_steps,
             resume=resume,
             identity=identity,
             progress=progress,

@@ -45,6 +45,7 @@ def train_many(
     tokens_per_batch: int | None = None,
     checkpoint_dir: Path | None = None,
     checkpoint_s: float = CHECKPOINT_S,
+    checkpoint_steps: int | None = None,
     resume: bool = False,
     identity: Mapping[str, Any] | None = None,
     on_end: OnEnd | None = None,
@@ -61,6 +62,7 @@ def train_many(
         tokens_per_batch: Of one forward pass; None for what fills the device.
         checkpoint_dir, resume, identity: As for :func:`frozencore.lab.training.train.train`.
         checkpoint_s: Seconds between checkpoints.
+        checkpoint_steps: Common steps after which one is written in any case.
         on_end: Called with the tenants that ended in a step, some of them again after a kill.
 
     Returns:
@@ -105,17 +107,19 @@ def train_many(
         elif kept is not None:  # what ends before the next one belongs to this training, and says so
             with disk_errors_told(checkpoint_dir):
                 kept.write(company)
-        saved = time.perf_counter()
+        saved, steps = time.perf_counter(), 0
         while company.fill():
+            steps += 1
             these = {seat.name: _trained(slots, seat, values, resumed_from) for seat, values in company.step()}
             stops = asked()
             with disk_errors_told(checkpoint_dir):
                 if kept is not None:
                     kept.write_ended(these)
                     is_over = not company.seats and not company.waiting
-                    if is_over or stops or time.perf_counter() - saved >= checkpoint_s:
+                    is_due = time.perf_counter() - saved >= checkpoint_s or steps == checkpoint_steps
+                    if is_over or stops or is_due:
                         kept.write(company)
-                        saved = time.perf_counter()
+                        saved, steps = time.perf_counter(), 0
                         done, total, _ = _standing(company, tenants, len(ended))
                         asked.saved = f"{done} of {total} steps of all are saved"
             take(these)
