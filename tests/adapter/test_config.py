@@ -44,7 +44,7 @@ pytestmark = pytest.mark.usefixtures("as_a_user")
         ({"fisher": "block"}, "fisher must be one of diagonal, dense, but 'block' came"),
         ({"shrinkage": 0.5}, "needs fisher='dense'"),
         ({"shrinkage": 2, "fisher": "dense"}, "shrinkage must be a number from 0 to 1"),
-        ({"coordinates": "lu"}, "coordinates must be one of qr, raw, scaled_raw, polar, but 'lu' came"),
+        ({"coordinates": "lu"}, "coordinates must be one of fisher, qr, raw, scaled_raw, polar, but 'lu' came"),
         ({"svd_method": "fast"}, "svd_method must be one of"),
         ({"constructor": "filora", "filora_fisher": "none"}, "filora_fisher must be one of"),
         ({"constructor": "eva", "eva_output": "none"}, "eva_output must be one of"),
@@ -87,15 +87,14 @@ def test_target_names_that_do_not_exist_are_refused_and_named() -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_the_scale_is_alpha_over_rank_and_one_without_alpha() -> None:
+def test_the_scale_is_alpha_over_rank_16_over_it_by_default_and_one_without_alpha() -> None:
     def scales(**options: object) -> dict[str, float]:
         layers = cores_of(adapted("random", r=4, **options))
         return {layer.name.rsplit(".", 1)[-1]: layer.frozencore_scale["default"] for layer in layers}
 
-    assert set(scales().values()) == {1.0}
+    assert set(scales().values()) == set(scales(alpha="auto").values()) == {4.0}  # 16 / r
     assert set(scales(alpha=8.0).values()) == {2.0}
-    assert set(scales(alpha="auto").values()) == {4.0}  # 16 / r
-    assert set(scales(rank_pattern={"q_proj": 2}).values()) == {1.0}
+    assert set(scales(alpha=None).values()) == set(scales(alpha=None, rank_pattern={"q_proj": 2}).values()) == {1.0}
     patterned = scales(alpha=8.0, rank_pattern={"q_proj": 2}, alpha_pattern={"v_proj": 2.0})
     assert patterned == {"q_proj": 4.0, "k_proj": 2.0, "v_proj": 0.5, "o_proj": 2.0}
 

@@ -39,7 +39,7 @@ def test_zero_core_leaves_the_logits_bit_equal(constructor: str, dtype: torch.dt
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @EVERY
 def test_cores_are_float32_and_bases_are_in_the_models_dtype(constructor: str, dtype: torch.dtype) -> None:
-    layers = cores_of(adapted(constructor, dtype=dtype))
+    layers = cores_of(adapted(constructor, dtype=dtype, coordinates="qr"))
     assert len(layers) == 8
     for layer in layers:
         P, Q, R = layer.factors("default")
@@ -152,7 +152,7 @@ def test_a_merge_of_one_adapter_leaves_the_other_out_and_a_second_unmerge_only_w
 
 
 def test_a_16_bit_weight_is_rounded_once_when_an_update_is_merged() -> None:
-    layer = cores_of(adapted("random", dtype=torch.bfloat16, trained=True))[0]
+    layer = cores_of(adapted("random", dtype=torch.bfloat16, trained=True, alpha=None))[0]
     P, Q, R = (numpy_of(factor) for factor in layer.factors("default"))
     exact = numpy_of(layer.get_base_layer().weight) + P @ R @ Q.T
     layer.merge()
@@ -171,7 +171,7 @@ def test_active_adapters_add_up_in_the_models_dtype(dtype: torch.dtype) -> None:
     found = layer(x)
     assert found.dtype == dtype
     expected = numpy_of(base)
-    for name, scale in (("default", 1.0), ("other", 2.5)):
+    for name, scale in (("default", 16 / 3), ("other", 2.5)):
         P, Q, R = (numpy_of(factor) for factor in layer.factors(name))
         expected = expected + scale * numpy_of(x) @ Q @ R.T @ P.T
     error = np.abs(numpy_of(found) - expected).max() / np.abs(expected).max()

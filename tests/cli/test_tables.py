@@ -93,7 +93,7 @@ def test_a_run_says_the_recipe_that_its_method_chose(method: str) -> None:
     own = {"learning_rate": recipe.resolved_learning_rate, "warmup": recipe.resolved_warmup}
     resolved = {"targets": "all-linear", "max_length": 512, "recipe": {**own, "batch_size": 1, "accumulation": 8}}
     text = shown(run_summary(made_up_record({"task": "svamp"}, method=method, resolved=resolved)))
-    rate = {"fcca": "0.005", "pissa": "0.0002"}[method]
+    rate = {"fcca": "0.01", "pissa": "0.0002"}[method]
     assert f"262 steps of 8 rows, 1 at a time; learning rate {rate}, warm-up 0.1 of them." in text
 
 

@@ -82,6 +82,12 @@ def test_coordinates_keep_the_spans(constructor: str, coordinates: str) -> None:
     assert ref.span_distance(numpy_of(basis.Q), numpy_of(expected.Q)) < 1e-5
 
 
+def in_fisher(X: np.ndarray, second: np.ndarray) -> np.ndarray:
+    """Orthonormal in the metric of a diagonal second moment, in units of its mean."""
+    X = WRITTEN_IN["qr"](X)
+    return X @ ref.power(X.T @ (second[:, None] / second.mean() * X), -0.5)
+
+
 WRITTEN_IN = {
     "raw": lambda X: X,
     "scaled_raw": lambda X: X * (X.shape[1] ** 0.5 / np.linalg.norm(X)),
@@ -96,8 +102,12 @@ def test_every_constructor_writes_its_raw_factors_in_the_chosen_coordinates(cons
     layer = drawn_layer().evidence()
     raw = build_basis(constructor, layer, BasisOptions(rank=4, coordinates="raw"))
     found = build_basis(constructor, layer, BasisOptions(rank=4, coordinates=coordinates))
-    for X, X0 in ((found.P, raw.P), (found.Q, raw.Q)):
-        expected = WRITTEN_IN[coordinates](numpy_of(X0))
+    measured = {"P": constructor in READS_GRADIENT, "Q": constructor in READS_DATA}
+    for side, X, X0, second in (("P", found.P, raw.P, layer.data.d), ("Q", found.Q, raw.Q, layer.data.a)):
+        if coordinates == "fisher" and measured[side]:
+            expected = in_fisher(numpy_of(X0), numpy_of(second))
+        else:
+            expected = WRITTEN_IN["qr" if coordinates == "fisher" else coordinates](numpy_of(X0))
         np.testing.assert_allclose(numpy_of(X), expected, rtol=0, atol=1e-5 * np.abs(expected).max())
 
 
@@ -117,7 +127,7 @@ def test_the_chosen_svd_runs_under_the_layers_own_seed(constructor: str, method:
 
 @EVERY
 def test_a_basis_is_float32_orthonormal_and_of_full_effective_rank(constructor: str) -> None:
-    basis = build_basis(constructor, drawn_layer().evidence(), BasisOptions(rank=4))
+    basis = build_basis(constructor, drawn_layer().evidence(), BasisOptions(rank=4, coordinates="qr"))
     assert basis.P.dtype == basis.Q.dtype == torch.float32
     assert basis.P.shape == (12, 4)
     assert basis.Q.shape == (10, 4)
@@ -198,7 +208,7 @@ def test_bases_ignore_loss_scale_and_sums_against_means(constructor: str) -> Non
 
 @EVERY
 def test_one_direction_is_a_rank(constructor: str) -> None:
-    basis = build_basis(constructor, drawn_layer().evidence(), BasisOptions(rank=1))
+    basis = build_basis(constructor, drawn_layer().evidence(), BasisOptions(rank=1, coordinates="qr"))
     assert (basis.P.shape, basis.Q.shape) == ((12, 1), (10, 1))
     assert basis.orthonormality_error() < 1e-6
 
@@ -206,7 +216,7 @@ def test_one_direction_is_a_rank(constructor: str) -> None:
 @pytest.mark.parametrize("shape", [(3, 10), (10, 3), (1, 6), (6, 1)])
 @EVERY
 def test_a_narrow_layer_gets_the_rank_that_fits(constructor: str, shape: tuple[int, int]) -> None:
-    basis = build_basis(constructor, drawn_layer(*shape).evidence(), BasisOptions(rank=8))
+    basis = build_basis(constructor, drawn_layer(*shape).evidence(), BasisOptions(rank=8, coordinates="qr"))
     assert basis.rank == min(shape)
     assert basis.orthonormality_error() < 1e-6
 
@@ -224,6 +234,8 @@ def test_a_rank_deficient_layer_is_completed_with_orthonormal_directions(constru
         assert basis.orthonormality_error() < 1e-6
     if constructor in ("fcca", "rawgrad", "filora", "eva", "lora_xs"):
         assert basis.effective_rank == 2
+        if coordinates == "fisher":  # which mixes them with the directions that complete them
+            return
         P0, Q0 = ref.REFERENCE_FACTORS[constructor](layer.reference(), 2)
         assert ref.span_distance(numpy_of(basis.P)[:, :2], P0) < 1e-5
         assert ref.span_distance(numpy_of(basis.Q)[:, :2], Q0) < 1e-5
@@ -233,16 +245,17 @@ def test_a_rank_deficient_layer_is_completed_with_orthonormal_directions(constru
 def test_a_layer_without_gradient_gets_a_seeded_basis_of_effective_rank_zero(constructor: str) -> None:
     layer = drawn_layer()
     silent = dataclasses.replace(layer, E=0 * layer.E).evidence()
-    basis = build_basis(constructor, silent, BasisOptions(rank=4))
+    options = BasisOptions(rank=4, coordinates="qr")
+    basis = build_basis(constructor, silent, options)
     assert basis.effective_rank == 0
     assert basis.orthonormality_error() < 1e-6
-    other = build_basis(constructor, dataclasses.replace(silent, name="layer.1"), BasisOptions(rank=4))
+    other = build_basis(constructor, dataclasses.replace(silent, name="layer.1"), options)
     assert not torch.allclose(basis.P, other.P)
 
 
 @pytest.mark.parametrize("constructor", ["fcca", "rawgrad", "filora", "eva", "lora_xs"])
 def test_completions_are_a_layers_own_and_follow_the_seed_where_the_data_decides(constructor: str) -> None:
-    evidence, options = layer_of_rank(2).evidence, BasisOptions(rank=5, seed=1)
+    evidence, options = layer_of_rank(2).evidence, BasisOptions(rank=5, seed=1, coordinates="qr")
     basis = build_basis(constructor, evidence(name="layer.0"), options)
     elsewhere = build_basis(constructor, evidence(name="layer.1"), options)
     reseeded = build_basis(constructor, evidence(name="layer.0"), dataclasses.replace(options, seed=2))

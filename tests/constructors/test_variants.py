@@ -78,7 +78,7 @@ def test_filora_with_diagonal_factors_selects_coordinates() -> None:
 def test_filora_reads_dense_or_diagonal_moments() -> None:
     layer = drawn_layer().evidence()
     for fisher in ("dense", "diagonal"):
-        one = build_basis("filora", layer, FiLoRAOptions(rank=3, filora_fisher=fisher))
+        one = build_basis("filora", layer, FiLoRAOptions(rank=3, filora_fisher=fisher, coordinates="qr"))
         assert torch.equal(one.P, filora_basis(layer.data, 3, fisher=fisher).P)
 
 
@@ -138,7 +138,7 @@ def test_the_table_hands_evas_options_on() -> None:
     layer = drawn_layer(mean=3.0).evidence()
     for center in (False, True):
         for output in EVA_OUTPUTS:
-            options = EvaOptions(rank=3, eva_center=center, eva_output=output, seed=4)
+            options = EvaOptions(rank=3, eva_center=center, eva_output=output, seed=4, coordinates="qr")
             expected = eva_basis(layer.data, layer.weight(), 3, center=center, output=output, seed=layer.seed(4))
             found = build_basis("eva", layer, options)
             assert torch.equal(found.P, expected.P)
@@ -270,10 +270,10 @@ def test_a_direction_a_thousandth_as_strong_as_the_first_still_counts(constructo
 # ------------------------------------------------------------------------------------------------ all of them alone
 
 
-def test_the_functions_have_the_defaults_of_the_options() -> None:
+def test_the_functions_have_the_papers_coordinates_and_else_the_defaults_of_the_options() -> None:
     layer, o = layer_of_rank(2).evidence(), BasisOptions()
     moments, W, shape, eva = layer.data, layer.weight(), layer.shape, EvaOptions()
-    written = {"coordinates": o.coordinates}
+    written = {"coordinates": "qr"}
     seeded = written | {"seed": o.seed}
     factored = seeded | {"svd_method": o.svd_method}
     calls = [

@@ -8,7 +8,8 @@ import torch
 
 import references as ref
 from frozencore.errors import CalibrationError, ConfigError
-from frozencore.maths.basis import COORDINATES, Basis, basis_from_factors
+from frozencore.maths.basis import COORDINATES, Basis, Energies, basis_from_factors
+from frozencore.maths.objective import closed_form_core, core_gradient
 from references import numpy_of
 
 
@@ -97,5 +98,65 @@ def test_a_factor_that_is_not_finite_is_refused(bad: float, side: str) -> None:
 
 @pytest.mark.usefixtures("as_a_user")
 def test_unknown_coordinates_are_refused() -> None:
-    with pytest.raises(ConfigError, match="coordinates must be one of qr, raw, scaled_raw, polar, but 'lu' came"):
+    with pytest.raises(
+        ConfigError, match="coordinates must be one of fisher, qr, raw, scaled_raw, polar, but 'lu' came"
+    ):
         made("lu")
+
+
+def uneven(size: int, seed: int) -> torch.Tensor:
+    """A second moment whose largest channel is a hundred times the smallest one."""
+    return torch.tensor(10 ** np.random.default_rng(seed).normal(0, 0.8, size=size), dtype=torch.float32)
+
+
+def test_in_fisher_coordinates_each_direction_reads_as_much_as_a_random_one() -> None:
+    a, d = uneven(9, 3), uneven(12, 4)
+    P0, Q0 = anisotropic(12, 4, 0), anisotropic(9, 4, 1)
+    basis = basis_from_factors(P0, Q0, rank=4, spectrum=torch.ones(4), coordinates="fisher", energies=lambda: (d, a))
+    for X, second in ((numpy_of(basis.P), numpy_of(d)), (numpy_of(basis.Q), numpy_of(a))):
+        np.testing.assert_allclose(X.T @ (second[:, None] * X), second.mean() * np.eye(4), atol=1e-4 * second.mean())
+
+
+def test_a_direction_that_the_data_hardly_reach_is_lengthened_within_bounds() -> None:
+    a = torch.tensor([1e-12] * 4 + [1.0] * 5)
+    basis = basis_from_factors(
+        torch.eye(12)[:, :4], torch.eye(9)[:, :4], rank=4, spectrum=torch.ones(4), coordinates="fisher",
+        energies=lambda: (torch.ones(12), a),
+    )  # fmt: skip
+    torch.testing.assert_close(basis.Q.norm(dim=0), torch.full((4,), 1000**0.5), rtol=1e-4, atol=0)
+
+
+def test_in_fisher_coordinates_the_closed_form_core_is_the_gradient_itself() -> None:
+    """R* = -(PᵀDP)^-1 PᵀGQ (QᵀAQ)^-1 (docs/maths.md) needs no division there: steepest descent is Newton's step."""
+    a, d = uneven(9, 3), uneven(12, 4)
+    G = torch.randn(12, 9, generator=torch.Generator().manual_seed(5))
+    basis = basis_from_factors(
+        anisotropic(12, 4, 0), anisotropic(9, 4, 1), rank=4, spectrum=torch.ones(4), coordinates="fisher",
+        energies=lambda: (d, a),
+    )  # fmt: skip
+    newton = closed_form_core(G, a, d, basis)
+    torch.testing.assert_close(newton, -core_gradient(G, basis) / (a.mean() * d.mean()), rtol=1e-4, atol=1e-4)
+
+
+def test_fisher_coordinates_of_even_channels_are_orthonormal_ones() -> None:
+    even = torch.full((12,), 1e-9), torch.full((9,), 0.3)
+    P0, Q0 = anisotropic(12, 4, 0), anisotropic(9, 4, 1)
+    plain, fisher = (
+        basis_from_factors(P0, Q0, rank=4, spectrum=torch.ones(4), coordinates=name, energies=lambda: even)
+        for name in ("qr", "fisher")
+    )
+    torch.testing.assert_close(fisher.P, plain.P, rtol=1e-3, atol=1e-6)
+    torch.testing.assert_close(fisher.Q, plain.Q, rtol=1e-3, atol=1e-6)
+
+
+def test_a_side_that_was_not_measured_is_orthonormal() -> None:
+    of_inputs: Energies = (None, uneven(9, 3))
+    half, none = (
+        basis_from_factors(
+            anisotropic(12, 4, 0), anisotropic(9, 4, 1), rank=4, spectrum=torch.ones(4), coordinates="fisher",
+            energies=energies,
+        )
+        for energies in (lambda: of_inputs, None)
+    )  # fmt: skip
+    for X in (half.P, none.P, none.Q):
+        torch.testing.assert_close(X.mT @ X, torch.eye(4), rtol=0, atol=1e-6)

@@ -136,7 +136,7 @@ def test_fcca_has_the_largest_j_and_rawgrad_the_largest_projected_gradient(seed:
     G, A, D = metric(layer, 1e-3, dense=False)
     correlations, norms = {}, {}
     for name in CONSTRUCTORS:
-        basis = build_basis(name, layer.evidence(), BasisOptions(rank=RANK, seed=seed))
+        basis = build_basis(name, layer.evidence(), BasisOptions(rank=RANK, seed=seed, coordinates="qr"))
         correlations[name] = captured_correlation(*tensors(G, A, D), basis)
         norms[name] = projected_gradient_norm(torch.tensor(G), basis)
     assert max(correlations, key=correlations.__getitem__) == "fcca"

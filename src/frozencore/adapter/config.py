@@ -22,7 +22,7 @@ from frozencore.constructors import (
     find_constructor,
     refuse_unread,
 )
-from frozencore.constructors.options import Alpha, RankBudget, trained_values
+from frozencore.constructors.options import Alpha, RankBudget, ScaleOptions, trained_values
 from frozencore.errors import ArtifactError, ConfigError
 from frozencore.options import options_of, without_lists
 
@@ -47,7 +47,7 @@ class FrozenCoreConfig(SavedConfig, EveryOption):  # type: ignore[misc]  # froze
         target_modules: Module names, a regular expression, or ``"all-linear"``; by default the attention projections.
         constructor: How P and Q are chosen: a name of :data:`frozencore.CONSTRUCTORS`.
         alpha: The scale is ``s = alpha / r``; ``"auto"`` is 16, by which one learning rate serves all ranks; None means
-            ``s = 1``.
+            ``s = 1``, the paper's.
         seed: Seed of random directions.
         rank_budget: Trained values of all cores together instead of a rank: a number, or the size of so many as
             float32 (``"150KB"``). ``calibrate`` spends them on the layers where they are worth most and writes what
@@ -77,7 +77,7 @@ class FrozenCoreConfig(SavedConfig, EveryOption):  # type: ignore[misc]  # froze
     target_modules: list[str] | str | None = None
     exclude_modules: list[str] | str | None = None
     constructor: str = "fcca"
-    alpha: Alpha = None
+    alpha: Alpha = ScaleOptions.alpha
     seed: int = BasisOptions.seed
     rank_budget: RankBudget = None
     rank_pattern: dict[str, int] = field(default_factory=dict)

@@ -34,7 +34,7 @@ from frozencore.calibration.shards import all_ranks_or_none, sum_over_ranks
 from frozencore.calibration.taps import Taps
 from frozencore.errors import CalibrationError
 from frozencore.maths.linalg import TruncatedSVD, canonical_signs, require_finite, seeded_generator
-from frozencore.maths.moments import LayerMoments, MomentName
+from frozencore.maths.moments import DIAGONALS, LayerMoments, MomentName
 from frozencore.maths.whitening import Whitening
 from frozencore.progress import Progress
 
@@ -86,7 +86,7 @@ def stream_whitened_svds(
     for number in range(SKETCH_PASSES):
         projections = {name: stream.projection for name, stream in streams.items()}
         with all_ranks_or_none(), preserved(model):
-            taps = Taps(layers, whitening.needs() | CROSS if number == 0 else CROSS, options, projections)
+            taps = Taps(layers, DIAGONALS | CROSS if number == 0 else CROSS, options, projections)
             recorders = run_pass(model, batches, taps, share_of(progress, number, SKETCH_PASSES))
             refuse_unreached({name: recorder.num_tokens for name, recorder in recorders.items()})
         del projections, taps

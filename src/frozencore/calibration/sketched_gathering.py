@@ -16,7 +16,7 @@ from frozencore.calibration.shards import own_rank, sum_over_ranks
 from frozencore.calibration.sketch import CROSS, Sketch
 from frozencore.errors import CalibrationError
 from frozencore.maths.linalg import Shape, TruncatedSVD
-from frozencore.maths.moments import LayerMoments
+from frozencore.maths.moments import DIAGONALS, LayerMoments
 from frozencore.maths.whitening import Whitening
 
 
@@ -36,7 +36,7 @@ class SketchedGathering(Gathering):
         widths: Mapping[str, int],
         whitening: Whitening,
     ) -> None:
-        super().__init__(model, layers, whitening.needs() | CROSS)
+        super().__init__(model, layers, DIAGONALS | CROSS)
         self.sketches = {name: RunningSketch(shapes[name], widths[name], whitening) for name in layers}
         for name, recorder in self.capture.recorders.items():
             recorder.sketch = self.sketches[name]

@@ -24,7 +24,7 @@ from frozencore.constructors.vera import vera_basis
 from frozencore.errors import CalibrationError, ConfigError
 from frozencore.maths.basis import Basis
 from frozencore.maths.linalg import TruncatedSVD
-from frozencore.maths.moments import LayerMoments, MomentName
+from frozencore.maths.moments import DIAGONAL_OF, DIAGONALS, LayerMoments, MomentName
 from frozencore.maths.whitening import Whitening
 from frozencore.naming import unknown_name
 from frozencore.options import Option, options_of
@@ -70,8 +70,14 @@ class Constructor:
         return bool(self.needs(options))
 
 
-def _only_cross(_: BasisOptions) -> frozenset[MomentName]:
-    return frozenset({"cross"})
+def _with_cross(needs: frozenset[MomentName], options: BasisOptions) -> frozenset[MomentName]:
+    """These moments, G, and the diagonals that Fisher coordinates are measured by."""
+    diagonals = DIAGONALS - {vector for vector, matrix in DIAGONAL_OF.items() if matrix in needs}
+    return (diagonals if options.coordinates == "fisher" else frozenset[MomentName]()) | needs | {"cross"}
+
+
+def _cross(options: BasisOptions) -> frozenset[MomentName]:
+    return _with_cross(frozenset(), options)
 
 
 def _nothing(_: BasisOptions) -> frozenset[MomentName]:
@@ -80,7 +86,7 @@ def _nothing(_: BasisOptions) -> frozenset[MomentName]:
 
 CONSTRUCTORS: dict[str, Constructor] = {
     "fcca": Constructor(
-        lambda o: o.whitening.needs() | {"cross"},
+        lambda o: _with_cross(o.whitening.needs(), o),
         lambda layer, o: fcca_basis(
             layer.data, o.rank, whitening=o.whitening, coordinates=o.coordinates, svd_method=o.svd_method,
             seed=layer.seed(o.seed),
@@ -90,7 +96,7 @@ CONSTRUCTORS: dict[str, Constructor] = {
         label="FCCA", colour="orange", options=FCCAOptions,
     ),
     "rawgrad": Constructor(
-        _only_cross,
+        _cross,
         lambda layer, o: rawgrad_basis(
             layer.data, o.rank, coordinates=o.coordinates, svd_method=o.svd_method, seed=layer.seed(o.seed)
         ),
@@ -99,7 +105,7 @@ CONSTRUCTORS: dict[str, Constructor] = {
         label="RawGrad", colour="blue",
     ),
     "signgrad": Constructor(
-        _only_cross,
+        _cross,
         lambda layer, o: signgrad_basis(
             layer.data, o.rank, coordinates=o.coordinates, svd_method=o.svd_method, seed=layer.seed(o.seed)
         ),

@@ -52,7 +52,7 @@ def eva_basis(
     *,
     center: bool = EvaOptions.eva_center,
     output: EvaOutput = EvaOptions.eva_output,
-    coordinates: Coordinates = EvaOptions.coordinates,
+    coordinates: Coordinates = "qr",
     seed: int = 0,
 ) -> Basis:
     """Leading input directions, and an output side that follows from them or stands for itself.
@@ -77,7 +77,10 @@ def eva_basis(
         P0 = truncated_svd(W.float(), rank, seed=seed).U
     else:
         raise ConfigError(f"eva_output must be one of {', '.join(EVA_OUTPUTS)}, but {output!r} came.")
-    return basis_from_factors(P0, Q0, rank=rank, spectrum=energy, coordinates=coordinates, seed=seed)
+    return basis_from_factors(
+        P0, Q0, rank=rank, spectrum=energy, coordinates=coordinates, seed=seed,
+        energies=lambda: (None, moments.A.diagonal()),
+    )  # fmt: skip
 
 
 def _leading(

@@ -7,6 +7,7 @@ Shapes: G m x n, A n x n, D m x m (diagonal by default), r the rank.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -14,7 +15,7 @@ from jaxtyping import Float
 from pydantic import Field
 
 from frozencore.constructors.options import BasisOptions
-from frozencore.maths.basis import Basis, Coordinates, basis_from_factors
+from frozencore.maths.basis import Basis, Coordinates, Energies, basis_from_factors
 from frozencore.maths.linalg import SvdMethod, TruncatedSVD, effective_rank, truncated_svd
 from frozencore.maths.moments import LayerMoments
 from frozencore.maths.whitening import Damping, Fisher, InverseRoot, Share, Sides, Whitening
@@ -46,7 +47,7 @@ def fcca_basis(
     rank: int,
     *,
     whitening: Whitening | None = None,
-    coordinates: Coordinates = BasisOptions.coordinates,
+    coordinates: Coordinates = "qr",
     svd_method: SvdMethod = BasisOptions.svd_method,
     seed: int = 0,
 ) -> Basis:
@@ -68,11 +69,14 @@ def fcca_basis(
     rank = min(rank, *G.shape)
     if not G.any():
         return basis_from_factors(
-            G[:, :0], G.mT[:, :0], rank=rank, spectrum=torch.zeros(rank), coordinates=coordinates, seed=seed
-        )
+            G[:, :0], G.mT[:, :0], rank=rank, spectrum=torch.zeros(rank), coordinates=coordinates,
+            energies=_energies(moments, whitening), seed=seed,
+        )  # fmt: skip
     A_root, D_root = whitening.input_root(moments), whitening.output_root(moments)
     svd = truncated_svd(_whitened(G, A_root, D_root, whitening), rank, method=svd_method, seed=seed)
-    return _unwhitened(svd, A_root, D_root, rank=rank, coordinates=coordinates, seed=seed)
+    return _unwhitened(
+        svd, A_root, D_root, _energies(moments, whitening), rank=rank, coordinates=coordinates, seed=seed
+    )
 
 
 def fcca_basis_of_svd(
@@ -81,22 +85,41 @@ def fcca_basis_of_svd(
     rank: int,
     *,
     whitening: Whitening,
-    coordinates: Coordinates = BasisOptions.coordinates,
+    coordinates: Coordinates = "qr",
     seed: int = 0,
 ) -> Basis:
     """The basis of :func:`fcca_basis` from the leading singular triples of T instead of G.
 
     Args:
         svd: No triples at all for a layer without gradient.
-        diagonals: Holds what ``whitening.needs()`` names.
+        diagonals: Holds what ``whitening.needs()`` names, and a and d for ``fisher`` coordinates.
     """
     rank = min(rank, len(svd.U), len(svd.V))
     if len(svd.S) == 0:
         return basis_from_factors(
-            svd.U, svd.V, rank=rank, spectrum=torch.zeros(rank), coordinates=coordinates, seed=seed
+            svd.U,
+            svd.V,
+            rank=rank,
+            spectrum=torch.zeros(rank),
+            coordinates=coordinates,
+            energies=_energies(diagonals, whitening),
+            seed=seed,
         )
     A_root, D_root = whitening.input_root(diagonals), whitening.output_root(diagonals)
-    return _unwhitened(svd, A_root, D_root, rank=rank, coordinates=coordinates, seed=seed)
+    return _unwhitened(
+        svd, A_root, D_root, _energies(diagonals, whitening), rank=rank, coordinates=coordinates, seed=seed
+    )
+
+
+def _energies(moments: LayerMoments, whitening: Whitening) -> Callable[[], Energies] | None:
+    """The diagonals d and a, from those moments that the metric reads; None for a layer that no token has reached."""
+    if not moments.num_tokens:
+        return None
+    dense = whitening.needs()
+    return lambda: (
+        moments.D.diagonal() if "error_outer" in dense else moments.d,
+        moments.A.diagonal() if "input_outer" in dense else moments.a,
+    )
 
 
 def whitened_cross_moment(moments: LayerMoments, whitening: Whitening) -> Float[torch.Tensor, "m n"]:
@@ -121,6 +144,7 @@ def _unwhitened(
     svd: TruncatedSVD,
     A_root: InverseRoot,
     D_root: InverseRoot,
+    energies: Callable[[], Energies] | None,
     *,
     rank: int,
     coordinates: Coordinates,
@@ -129,4 +153,4 @@ def _unwhitened(
     U, S, V = svd
     k = effective_rank(S)
     P0, Q0 = D_root(U[:, :k].double()), A_root(V[:, :k].double())
-    return basis_from_factors(P0, Q0, rank=rank, spectrum=S, coordinates=coordinates, seed=seed)
+    return basis_from_factors(P0, Q0, rank=rank, spectrum=S, coordinates=coordinates, energies=energies, seed=seed)

@@ -14,7 +14,7 @@ from typing import Annotated
 from pydantic import Field
 
 from frozencore.constructors.options import BasisOptions
-from frozencore.maths.basis import Basis, Coordinates, basis_from_factors
+from frozencore.maths.basis import Basis, Coordinates, Energies, basis_from_factors
 from frozencore.maths.linalg import energy_rank
 from frozencore.maths.moments import LayerMoments, MomentName
 from frozencore.maths.whitening import Fisher
@@ -41,7 +41,7 @@ def filora_basis(
     rank: int,
     *,
     fisher: Fisher = FiLoRAOptions.filora_fisher,
-    coordinates: Coordinates = FiLoRAOptions.coordinates,
+    coordinates: Coordinates = "qr",
     seed: int = 0,
 ) -> Basis:
     """Directions in which inputs and output errors have the most energy, chosen separately.
@@ -62,8 +62,15 @@ def filora_basis(
         rank=rank,
         spectrum=input_energy * error_energy,
         coordinates=coordinates,
+        energies=lambda: _energies(moments, fisher),
         seed=seed,
     )
+
+
+def _energies(moments: LayerMoments, fisher: Fisher) -> Energies:
+    if fisher == "dense":
+        return moments.D.diagonal(), moments.A.diagonal()
+    return moments.d, moments.a
 
 
 def _largest(factor: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -19,7 +19,7 @@ def lora_xs_basis(
     W: Float[torch.Tensor, "m n"],
     rank: int,
     *,
-    coordinates: Coordinates = BasisOptions.coordinates,
+    coordinates: Coordinates = "qr",
     svd_method: SvdMethod = BasisOptions.svd_method,
     seed: int = 0,
 ) -> Basis:

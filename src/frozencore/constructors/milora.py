@@ -9,15 +9,12 @@ from __future__ import annotations
 
 from jaxtyping import Float
 
-from frozencore.constructors.options import BasisOptions
 from frozencore.maths.basis import Basis, Coordinates, basis_from_factors
 from frozencore.maths.linalg import canonical_signs, require_finite
 from frozencore.torch_later import torch
 
 
-def milora_basis(
-    W: Float[torch.Tensor, "m n"], rank: int, *, coordinates: Coordinates = BasisOptions.coordinates
-) -> Basis:
+def milora_basis(W: Float[torch.Tensor, "m n"], rank: int, *, coordinates: Coordinates = "qr") -> Basis:
     """Directions that pretraining used least, in float64; singular vectors exist for zero singular values too."""
     rank = min(rank, *W.shape)
     require_finite(W)

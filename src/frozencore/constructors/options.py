@@ -47,7 +47,7 @@ Alpha = Annotated[
     Positive | Literal["auto"] | None,
     Field(
         description="Scale s = alpha / r of what the cores add; auto is 16, by which one learning rate serves all "
-        "ranks (docs/rank-budget.md). Default: s = 1."
+        "ranks (docs/rank-budget.md); none is s = 1, the paper's."
     ),
 ]
 
@@ -66,8 +66,13 @@ class BasisOptions:
 
     rank: Rank = 16
     coordinates: Annotated[
-        Coordinates, Field(description="How P and Q are written in their spans; raw and scaled_raw are ablations.")
-    ] = "qr"
+        Coordinates,
+        Field(
+            description="How P and Q are written in their spans: fisher, by second moments of the data, by which one "
+            "learning rate serves all constructors (orthonormal where none are read); qr, orthonormal, the paper's; "
+            "polar; raw and scaled_raw, ablations."
+        ),
+    ] = "fisher"
     svd_method: Annotated[SvdMethod, Field(description="How truncated SVDs are computed.")] = "auto"
     seed: int = 0
 
@@ -79,4 +84,4 @@ class BasisOptions:
 class ScaleOptions:
     """What no constructor reads: how much of what the cores add is added."""
 
-    alpha: Alpha = None
+    alpha: Alpha = "auto"

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from frozencore.constructors.options import BasisOptions
 from frozencore.maths.basis import Basis, Coordinates, basis_from_factors
 from frozencore.maths.linalg import seeded_generator
 from frozencore.torch_later import torch
 
 
-def random_basis(
-    shape: tuple[int, int], rank: int, *, coordinates: Coordinates = BasisOptions.coordinates, seed: int = 0
-) -> Basis:
+def random_basis(shape: tuple[int, int], rank: int, *, coordinates: Coordinates = "qr", seed: int = 0) -> Basis:
     """Gaussian m x r and n x r matrices, orthonormalised."""
     rank = min(rank, *shape)
     P0, Q0 = (

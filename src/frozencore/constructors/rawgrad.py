@@ -17,7 +17,7 @@ def rawgrad_basis(
     moments: LayerMoments,
     rank: int,
     *,
-    coordinates: Coordinates = BasisOptions.coordinates,
+    coordinates: Coordinates = "qr",
     svd_method: SvdMethod = BasisOptions.svd_method,
     seed: int = 0,
 ) -> Basis:

@@ -32,7 +32,7 @@ def signgrad_basis(
     moments: LayerMoments,
     rank: int,
     *,
-    coordinates: Coordinates = BasisOptions.coordinates,
+    coordinates: Coordinates = "qr",
     svd_method: SvdMethod = BasisOptions.svd_method,
     seed: int = 0,
 ) -> Basis:
@@ -44,7 +44,15 @@ def signgrad_basis(
     rank = min(rank, *sign.shape)
     U, S, V = truncated_svd(sign, rank, method=svd_method, seed=seed)
     k = effective_rank(S)
-    basis = basis_from_factors(U[:, :k], V[:, :k], rank=rank, spectrum=S, coordinates=coordinates, seed=seed)
+    basis = basis_from_factors(
+        U[:, :k],
+        V[:, :k],
+        rank=rank,
+        spectrum=S,
+        coordinates=coordinates,
+        seed=seed,
+        energies=lambda: (moments.d, moments.a),
+    )
     # Pseudo-inverses, because P and Q are orthonormal in some coordinates only.
     left, right = torch.linalg.pinv(basis.P.double()), torch.linalg.pinv(basis.Q.double())
     core = -(left @ U[:, :k].double()) @ S[:k].double().diag() @ (right @ V[:, :k].double()).mT

@@ -4,7 +4,6 @@ et al., 2024).
 
 from __future__ import annotations
 
-from frozencore.constructors.options import BasisOptions
 from frozencore.maths.basis import Basis, Coordinates, basis_from_factors
 from frozencore.maths.linalg import seeded_generator
 from frozencore.torch_later import torch
@@ -12,9 +11,7 @@ from frozencore.torch_later import torch
 BLOCK_ROWS = 1024
 
 
-def vera_basis(
-    shape: tuple[int, int], rank: int, *, coordinates: Coordinates = BasisOptions.coordinates, seed: int = 0
-) -> Basis:
+def vera_basis(shape: tuple[int, int], rank: int, *, coordinates: Coordinates = "qr", seed: int = 0) -> Basis:
     """The first m and n rows (and r columns) of the shared pair, orthonormalised; the seed is that of all layers."""
     rank = min(rank, *shape)
     return basis_from_factors(

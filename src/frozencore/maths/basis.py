@@ -2,22 +2,33 @@
 
 A constructor chooses the spans and hands over raw factors P₀, Q₀. Coordinates do not change a span; they decide how
 the core R sees it (paper, section 3.3): ``P₀ Z Q₀ᵀ = P (T_P Z T_Qᵀ) Qᵀ`` for ``P₀ = P T_P``, ``Q₀ = Q T_Q``.
+
+Fisher coordinates are orthonormal in the metric of the data instead of the plain one (docs/maths.md): with A and D the
+diagonal second moments of the layer's inputs and output errors,
+
+    QᵀAQ = mean(a)·I,   PᵀDP = mean(d)·I
+
+so every column of Q reads as much of the inputs as a random unit direction does, whichever constructor chose the span.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 from jaxtyping import Float
 
 from frozencore.errors import CalibrationError, ConfigError
-from frozencore.maths.linalg import complete_orthonormal, polar_factor, seeded_generator, thin_qr
+from frozencore.maths.linalg import complete_orthonormal, inverse_root, polar_factor, seeded_generator, thin_qr
 from frozencore.torch_later import torch
 
-Coordinates = Literal["qr", "raw", "scaled_raw", "polar"]
+Coordinates = Literal["fisher", "qr", "raw", "scaled_raw", "polar"]
 COORDINATES: tuple[str, ...] = get_args(Coordinates)
 ORTHONORMAL_COORDINATES: frozenset[str] = frozenset({"qr", "polar"})
+Energies = tuple["torch.Tensor | None", "torch.Tensor | None"]
+"""The diagonal second moments of a layer's output errors (m) and inputs (n), as far as a constructor reads them."""
+LEAST_ENERGY = 1e-3  # of a direction, over the mean channel's: no column is more than 32 times as long as a unit one
 
 
 @dataclass(frozen=True)
@@ -25,7 +36,8 @@ class Basis:
     """Frozen factors of one layer.
 
     Attributes:
-        P: Output-side factor, m x r; orthonormal columns in ``qr`` and ``polar`` coordinates.
+        P: Output-side factor, m x r; orthonormal columns in ``qr`` and ``polar`` coordinates, and in the metric of the
+            moments in ``fisher`` coordinates.
         Q: Input-side factor, n x r.
         spectrum: The constructor's singular values or eigenvalues, largest first; empty where it has none.
         effective_rank: How many of the r directions come from data or weights; the rest are seeded completions.
@@ -60,6 +72,7 @@ def basis_from_factors(
     rank: int,
     spectrum: Float[torch.Tensor, " k"],
     coordinates: Coordinates,
+    energies: Callable[[], Energies] | None = None,
     seed: int = 0,
 ) -> Basis:
     """Write the spans of two raw factors in the chosen coordinates and fill missing directions.
@@ -68,9 +81,12 @@ def basis_from_factors(
         P0, Q0: Raw factors that hold meaningful columns only; at most ``rank`` of them each. Fewer (a
             rank-deficient moment) are completed with seeded orthonormal directions.
         rank: Columns of the result, at most ``min(m, n)``.
+        energies: Gives the diagonals d and a that ``fisher`` coordinates are measured by. A side without one, or with
+            zeros alone, is written as ``qr`` writes it.
 
     Raises:
-        CalibrationError: A factor is not finite (QR would return something plausible).
+        CalibrationError: A second moment that is read was not collected, or a factor is not finite (QR would return
+            something plausible).
     """
     for side, factor in (("P", P0), ("Q", Q0)):
         if not torch.isfinite(factor).all():
@@ -79,13 +95,28 @@ def basis_from_factors(
         complete_orthonormal(_write_in(X.double(), coordinates), rank, seeded_generator(seed, "complete", side))
         for side, X in (("P", P0), ("Q", Q0))
     )
+    if coordinates == "fisher" and energies is not None:
+        P, Q = (fisher_orthonormal(X, energy) for X, energy in zip((P, Q), energies(), strict=True))
     return Basis(P=P.float(), Q=Q.float(), spectrum=spectrum.float(), effective_rank=min(P0.shape[1], Q0.shape[1]))
+
+
+def fisher_orthonormal(
+    X: Float[torch.Tensor, "m r"], energy: Float[torch.Tensor, " m"] | None
+) -> Float[torch.Tensor, "m r"]:
+    """``X (XᵀMX)^-1/2`` in float64, with M the diagonal second moment over its mean; X without it or where it is zero.
+
+    Directions that the data hardly reach are lengthened as if they had ``LEAST_ENERGY``.
+    """
+    if energy is None or not energy.any():
+        return X
+    X, M = X.double(), energy.double() / energy.double().mean()
+    return X @ inverse_root(X.mT @ (M[:, None] * X), LEAST_ENERGY)
 
 
 def _write_in(X: torch.Tensor, coordinates: Coordinates) -> torch.Tensor:
     if X.shape[1] == 0 or coordinates == "raw":
         return X
-    if coordinates == "qr":
+    if coordinates in ("qr", "fisher"):
         return thin_qr(X)[0]
     if coordinates == "polar":
         return polar_factor(X)

@@ -32,7 +32,7 @@ class Capture:
     """One layer's basis against its moments.
 
     Attributes:
-        gradient, gradient_total: ``‖PᵀGQ‖_F``, the gradient that reaches a zero core, and ``‖G‖_F``.
+        gradient, gradient_total: The gradient inside the spans, ``‖PᵀGQ‖_F`` for orthonormal P and Q, and ``‖G‖_F``.
         values: Singular values of C, largest first; for FCCA in this metric they are those of T.
         energy: ``‖T‖²_F``, which J is a share of.
         input_spread, error_spread: Maximum over median of a and of d.
@@ -79,7 +79,7 @@ def capture(moments: LayerMoments, basis: Basis, metric: Whitening = METRIC) -> 
     core = core_gradient(G, basis) / count
     square, energy = _squares(G, A, D, largest)
     return Capture(
-        gradient=float(core.norm()),
+        gradient=float(whitened_core(core, torch.ones_like(A), torch.ones_like(D), basis).norm()),
         gradient_total=largest * square**0.5 / count,
         values=tuple(torch.linalg.svdvals(whitened_core(core, A, D, basis)).tolist()),
         energy=energy * (largest / count) ** 2,

@@ -22,6 +22,9 @@ MomentName = Literal[
 ]  # fmt: skip
 DenseMoment = Literal["input_outer", "error_outer", "output_outer"]
 MOMENT_NAMES: tuple[MomentName, ...] = get_args(MomentName)
+DIAGONAL_OF: dict[MomentName, DenseMoment] = {"input_square": "input_outer", "error_square": "error_outer"}
+"""The vectors of second moments, and the matrices whose diagonals they are."""
+DIAGONALS: frozenset[MomentName] = frozenset(DIAGONAL_OF)
 BACKWARD_MOMENTS: frozenset[MomentName] = frozenset({"cross", "error_square", "error_outer"})
 
 

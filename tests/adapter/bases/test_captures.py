@@ -68,7 +68,9 @@ def test_a_pass_of_its_own_says_it_where_it_sums_g_and_a_and_d_take_no_further_o
 ) -> None:
     """RawGrad's G is of the data's labels; a d of drawn ones would be a second backward pass for a remark."""
     options = CalibrationOptions(fisher_labels=labels)
-    calibration = calibrate(adapted(constructor, calibrated=False), BATCHES, options=options, progress=False)
+    calibration = calibrate(
+        adapted(constructor, coordinates="qr", calibrated=False), BATCHES, options=options, progress=False
+    )
     said = constructor == "fcca" or (constructor in ("rawgrad", "signgrad") and labels == "empirical")
     assert {layer.capture is not None for layer in calibration.layers.values()} == {said}
 

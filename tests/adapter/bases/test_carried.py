@@ -86,9 +86,9 @@ WRONG: dict[str, tuple[Callable[[Bases], object], str]] = {
 @pytest.mark.parametrize("case", WRONG)
 def test_wrong_bases_are_refused_in_one_line_and_none_is_set(case: str) -> None:
     change, message = WRONG[case]
-    bases = get_bases(adapted("fcca"))
+    bases = get_bases(adapted("fcca", coordinates="qr"))
     change(bases)
-    model = adapted("fcca", calibrated=False)
+    model = adapted("fcca", coordinates="qr", calibrated=False)
     with pytest.raises(CalibrationError, match=f"(?i){message}") as caught:
         set_bases(model, bases)
     assert "\n" not in str(caught.value)
@@ -99,7 +99,7 @@ def test_raw_coordinates_promise_no_orthonormality() -> None:
     bases = get_bases(adapted("fcca", coordinates="raw"))
     set_bases(adapted("fcca", coordinates="raw", calibrated=False), bases)
     with pytest.raises(CalibrationError, match="same coordinates"):
-        set_bases(adapted("fcca", calibrated=False), bases)
+        set_bases(adapted("fcca", coordinates="qr", calibrated=False), bases)
 
 
 def test_what_bases_cannot_give_is_refused() -> None:

@@ -61,7 +61,7 @@ def factors_of(model: nn.Module) -> list[Tensor]:
 
 
 def test_a_layer_gives_the_sum_of_its_rounds_before_and_after_a_refresh() -> None:
-    model = adapted(model=tiny_qwen2().double(), dtype=torch.float64)
+    model = adapted(model=tiny_qwen2().double(), dtype=torch.float64, alpha=None)
     layer = cores_of(model)[0]
     x = torch.randn(5, layer.in_features, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     W, bias = (numpy_of(value) for value in (layer.base_layer.weight, layer.base_layer.bias))
@@ -235,7 +235,6 @@ def test_a_saved_sum_loads_bit_equal_and_merges_and_exports(refreshed: PeftModel
     assert loaded.peft_config["default"].rounds == 3
     for report in inspect_adapter(*read_adapter(tmp_path / "adapter")).values():
         assert (report.basis.rank, report.basis.core_parameters) == (9, 27)
-        assert report.basis.orthonormality_error < 1e-5
     lora = export_lora(tmp_path / "adapter", tmp_path / "lora", base=tiny_qwen2())
     assert lora.rank == 9
     exported = PeftModel.from_pretrained(tiny_qwen2(), tmp_path / "lora").eval()

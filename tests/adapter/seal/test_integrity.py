@@ -42,7 +42,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
         model = AutoModelForCausalLM.from_pretrained(folder / "base")
-        adapted("random", model=model, trained=True, task_type="CAUSAL_LM").save_pretrained(str(folder / "adapter"))
+        adapted("random", model=model, trained=True, coordinates="qr", task_type="CAUSAL_LM").save_pretrained(
+            str(folder / "adapter")
+        )
     return folder
 
 

@@ -50,11 +50,13 @@ def test_a_record_says_what_its_run_was_asked_for(name: str) -> None:
 def test_a_warm_up_of_before_it_was_the_methods_own_keeps_its_id() -> None:
     """Ids of version 0.1.0, where 0.03 was the default of every method."""
     options = {"model": "pocket", "task": "pocket-math", "seed": 42}
+    papers = {"coordinates": "qr", "alpha": None, "learning_rate": 5e-3}
     before = {("fcca", 0.03): "a95b3872990e6d0d", ("fcca", 0.1): "6b902d5293dc8321"}
     before |= {("lora", 0.03): "ca2e9b1af23b44e5", ("lora", 0.1): "ced8d6fbabf52ad9"}
     for (method, warmup), run_id in before.items():
-        assert make_job("tune", {**options, "method": method, "warmup": warmup}).id == run_id
-        assert make_job("tune", {**options, "method": method}).id == before[method, 0.1]
+        own = {**options, "method": method, **(papers if method == "fcca" else {})}
+        assert make_job("tune", {**own, "warmup": warmup}).id == run_id
+        assert make_job("tune", own).id == before[method, 0.1]
 
 
 @pytest.mark.parametrize(
@@ -78,5 +80,6 @@ def test_every_option_keeps_the_ids_and_the_moments_of_its_runs(
     options: dict[str, Any], run_id: str, moments: str
 ) -> None:
     """Those of version 0.1.0, in which options stood in a list of the lab's own."""
-    job = make_job("tune", {"model": "pocket", "task": "pocket-math", "seed": 42, "warmup": 0.03, **options})
+    papers = {"coordinates": "qr", "alpha": None, "learning_rate": 5e-3, "warmup": 0.03}
+    job = make_job("tune", {"model": "pocket", "task": "pocket-math", "seed": 42, **papers, **options})
     assert (job.id, moments_key(job.config)) == (run_id, moments)

@@ -54,7 +54,7 @@ def test_the_id_is_the_configuration_and_nothing_else() -> None:
     job = make_job("tune", OPTIONS)
     assert job.id == make_job("tune", {**OPTIONS, "rank": 16}).id  # the default, written out
     assert (
-        job.id == make_job("tune", {**OPTIONS, "learning_rate": 5e-3, "epochs": 3}).id
+        job.id == make_job("tune", {**OPTIONS, "learning_rate": 1e-2, "epochs": 3}).id
     )  # what the task and method say
     moved = job.config.model_copy(update={"device": "cuda:1", "data_root": Path("/elsewhere")})
     assert job.id == type(job)("tune", moved).id
@@ -123,7 +123,8 @@ OF_OLD = {
 def test_runs_and_moments_with_drawn_labels_are_made_again_and_all_others_keep_their_names(
     option: tuple[str, str] | None,
 ) -> None:
-    job = make_job("tune", OPTIONS | {"warmup": 0.03} | ({} if option is None else dict([option])))
+    papers = {"coordinates": "qr", "alpha": None, "learning_rate": 5e-3, "warmup": 0.03}
+    job = make_job("tune", OPTIONS | papers | ({} if option is None else dict([option])))
     is_old = (job.id, moments_key(job.config)) == OF_OLD[option]
     assert is_old == (option != ("fisher_labels", "mc"))
     assert job.resolved.get("calibration", {}).get("fisher_labels") in (None, "mc")  # the name that a user knows

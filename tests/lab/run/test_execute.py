@@ -131,7 +131,7 @@ def test_the_record_holds_what_is_needed_to_trust_it(tmp_path: Path) -> None:
     record = execute(config_of(), tmp_path / "run", silent)
     assert record.trainable_parameters == 16 * 4**2
     assert record.config.content()["calibration_size"] == 16
-    assert record.resolved.recipe["learning_rate"] == 5e-3
+    assert record.resolved.recipe["learning_rate"] == 1e-2
     assert record.resolved.targets == ("q_proj", "k_proj", "v_proj", "o_proj")
     assert {"model", "train", "calibration", "evaluation", "basis"} == record.hashes.content().keys()
     assert record.training.num_steps == len(record.training.losses) == 3
@@ -221,7 +221,7 @@ def bytes_in(folder: Path) -> dict[Path, bytes]:
         ({"targets": ("q_proj",)}, r"others: targets \['q_proj', .* \(now \['q_proj'\]\), trainable"),
         ({"dtype": "bfloat16"}, r"others: base model \w{12} \(now \w{12}\)"),
         ({"num_train": 16}, r"others: calibration rows .*, rows \w{12} \(now \w{12}\)\. Resume"),
-        ({"learning_rate": 1e-4}, r"others: learning_rate 0\.005 \(now 0\.0001\)\. Resume"),
+        ({"learning_rate": 1e-4}, r"others: learning_rate 0\.01 \(now 0\.0001\)\. Resume"),
     ],
 )
 def test_a_run_is_not_resumed_with_other_options_and_the_difference_is_shown(

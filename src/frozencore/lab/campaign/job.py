@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from frozencore.calibration.options import as_hashed
+from frozencore.constructors import readers
 from frozencore.errors import ConfigError
 from frozencore.fingerprint import fingerprint_options
 from frozencore.lab.campaign.spec import Kind
@@ -23,6 +24,8 @@ from frozencore.options import own_refusal
 
 ID_DIGITS = 16
 FORMER_DEFAULTS = {"warmup": 0.03}  # of every method, until each had its own
+PAPERS_CORES = {"coordinates": "qr", "alpha": None}
+"""The paper's values of core options that have other defaults. An id leaves them out, as it does defaults elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,9 @@ class Job:
         former value is what is left out.
         """
         values = self.config.model_dump(mode="json", exclude=set(PLACES), exclude_defaults=True)
+        values.pop("core", None)
+        if core := self._core_options():
+            values["core"] = core
         values["learning_rate"] = self.config.resolved_learning_rate
         values["warmup"] = self.config.resolved_warmup
         if self.config.task is not None:
@@ -57,6 +63,16 @@ class Job:
             if values[name] == former:
                 del values[name]
         return {"kind": self.kind, "reference_size": self.reference_size, **values}
+
+    def _core_options(self) -> dict[str, Any]:
+        """The core options that the method reads, without those that say what an id leaves out."""
+        given = self.config.core.model_dump(mode="json")
+        default = type(self.config.core)().model_dump(mode="json") | PAPERS_CORES
+        return {
+            name: value
+            for name, value in given.items()
+            if value != default[name] and self.config.method in readers(name)
+        }
 
     @cached_property
     def id(self) -> str:

@@ -105,7 +105,7 @@ class _Group:
 def _groups(campaign: Campaign, study: Study) -> Iterator[_Group]:
     others = {axis: values for axis, values in study.axes.items() if axis != "seed"}
     for axes in _products(others):
-        options: dict[str, Any] = {**campaign.base, **study.options_of(axes)}
+        options: dict[str, Any] = campaign.options_of(study, axes)
         options["model"] = campaign.models[str(axes["model"])]
         method = str(axes.get("method") or options.get("method", RunConfig.model_fields["method"].default))
         yield _Group(axes, options, _products(study.search.grid(method)) if study.search else [{}])

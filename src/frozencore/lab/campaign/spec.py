@@ -37,10 +37,12 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails
 
+from frozencore.constructors import readers
 from frozencore.errors import ConfigError
 from frozencore.lab.campaign.study_options import METHODS_OF_GRID, Fixed, Grid, StudyAxes, Value
 from frozencore.lab.methods import METHODS
-from frozencore.lab.run.config import SelectionMetric
+from frozencore.lab.run.config import RunConfig, SelectionMetric
+from frozencore.lab.run.option_groups import GROUPS
 from frozencore.naming import unknown_name
 from frozencore.options import own_refusal
 from frozencore.strict_yaml import line_of, read_yaml
@@ -207,6 +209,21 @@ class Campaign(_Strict):
     keep_adapters: bool = False
     studies: Annotated[dict[Name, Study], Field(min_length=1)]
     frontier: tuple[Name, ...] = ()
+
+    def options_of(self, study: Study, axes: Mapping[str, Value]) -> dict[str, Value]:
+        """The options of a study's runs with these values of its axes.
+
+        An option of cores in ``base`` is for the methods that read it: the others go without it.
+        """
+        own = study.options_of(axes)
+        options = {**self.base, **own}
+        method = str(options.get("method", RunConfig.model_fields["method"].default))
+        of_cores = GROUPS["core"]()
+        return {
+            name: value
+            for name, value in options.items()
+            if name in own or name not in of_cores or method in readers(name)
+        }
 
     @model_validator(mode="after")
     def _names_are_known(self) -> Campaign:

@@ -95,7 +95,7 @@ class RunConfig(Frozen):
         str | None, Field(description="Task that the calibration rows are of. Default: the one to learn.")
     ] = None
     learning_rate: Annotated[
-        float | None, Field(gt=0, description="The peak. Default: the method's own, 5e-3 for cores.")
+        float | None, Field(gt=0, description="The peak. Default: the method's own, 1e-2 for cores.")
     ] = None
     warmup: Annotated[
         float | None,

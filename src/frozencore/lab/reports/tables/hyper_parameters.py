@@ -90,7 +90,7 @@ class _Options:
 
     @property
     def _given(self) -> dict[str, Any]:
-        return {**self.campaign.base, **self.study.options_of({"method": self.method})}
+        return self.campaign.options_of(self.study, {"method": self.method})
 
     @property
     def _grid(self) -> dict[str, tuple[Any, ...]]:
