@@ -79,7 +79,7 @@ def _ended_early(status: int, end: BaseException) -> NoReturn:
     how = "interrupted" if status == INTERRUPTED else "terminated"
     ways_on = {verb.name: verb.when_ended_early for verb in VERBS}
     way_on = [ways_on[word] for word in sys.argv[1:] if word in ways_on][:1]
-    sys.stderr.write(f"frozencore: {'; '.join([how, *_notes(end), *way_on])}\n")
+    sys.stderr.write(f"frozencore: {one_line('; '.join([how, *_notes(end), *way_on]))}\n")
     sys.exit(status)
 
 

@@ -34,8 +34,8 @@ class Board:
         self.told = 0
         self.running: dict[int, Job] = {}
         self.progress = Bars(
-            TextColumn("runs"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-            TextColumn("{task.fields[note]}"), console=console,
+            TextColumn("runs", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+            TextColumn("{task.fields[note]}", markup=False), console=console,
         )  # fmt: skip
         self.task = self.progress.add_task("runs", total=None, note="")
         self.live = Live(console=console, refresh_per_second=4, get_renderable=self._render)

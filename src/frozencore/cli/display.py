@@ -54,11 +54,11 @@ class StageDisplay:
         self.finished: set[str] = set()
         self.progress = Bars(
             SpinnerColumn(finished_text="✓"),
-            TextColumn("{task.description:<21}"),
+            TextColumn("{task.description:<21}", markup=False),
             BarColumn(bar_width=min(WIDEST_BAR, max(NARROWEST_BAR, console.width - BESIDE_BAR))),
             MofNCompleteColumn(),
             TimeRemainingColumn(compact=True, elapsed_when_finished=True),
-            TextColumn("[dim]{task.fields[note]}"),
+            TextColumn("{task.fields[note]}", style="dim", markup=False),
             console=console,
         )
 

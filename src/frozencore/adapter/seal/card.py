@@ -19,6 +19,7 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
 from frozencore.errors import ArtifactError
+from frozencore.one_line import one_line
 
 CARD_FILE = "README.md"
 _BEGIN, _END = "<!-- frozencore:begin -->", "<!-- frozencore:end -->"
@@ -88,9 +89,11 @@ def _lines(
     is_lora = config["peft_type"] == "LORA"
     base = config.get("base_model_name_or_path")
     rounds = config.get("rounds", 1)
+    place = _code(base) if _is_hub_id(base) else f"a local folder, {_code(Path(base or '').name)}"
+    own = "LoRA, exported exactly from a frozen core" if is_lora else f"frozen core, {_code(config['constructor'])}"
     facts = {
-        "Base model": (f"`{base}`" if _is_hub_id(base) else f"a local folder, `{Path(base).name}`") if base else None,
-        "Method": "LoRA, exported exactly from a frozen core" if is_lora else f"frozen core, `{config['constructor']}`",
+        "Base model": place if base else None,
+        "Method": own,
         "Rank": _ranks(config) if rounds == 1 else f"{_ranks(config)}, in each of {rounds} rounds",
         "Layers": _targets(config["target_modules"]),
         "Calibrated on": calibration or num_tokens(config.get("calibration_tokens")),
@@ -142,7 +145,12 @@ def _is_hub_id(name: str | None) -> bool:
 
 
 def _targets(targets: Any) -> str:
-    return f"`{targets}`" if isinstance(targets, str) else ", ".join(f"`{name}`" for name in sorted(targets or []))
+    return _code(targets) if isinstance(targets, str) else ", ".join(map(_code, sorted(targets or [])))
+
+
+def _code(text: object) -> str:
+    """A text on one line between backticks, which nothing in it ends."""
+    return f"`{one_line(text).replace('`', chr(39))}`"
 
 
 def num_tokens(count: int | None) -> str | None:

@@ -174,7 +174,7 @@ def pretrain(out: Path, *, recipe: PretrainingRecipe, num_steps: int | None, min
     config = pocket_config(tokenizer)
     if num_steps is None:
         num_steps = steps_in(minutes or 0.0, recipe, config, windows)
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Bars(*columns, console=console) as progress:
         model, report = train(recipe, config, windows, num_steps, progress)
     save(model, tokenizer, model_card(recipe, report), out)

@@ -9,7 +9,7 @@ from frozencore.lab.reports.document import Document, Table, count_runs
 from frozencore.lab.reports.figures.style import save_figure
 from frozencore.lab.reports.pages.document_page import document_page
 from frozencore.lab.reports.pages.protocol import protocol_yaml
-from frozencore.lab.reports.sheets.render import csv_text, latex, markdown
+from frozencore.lab.reports.sheets.render import csv_text, latex, markdown, markdown_text
 from frozencore.lab.reports.tables.pivot_csv import means_csv, runs_csv
 from frozencore.whole_file import write_text
 
@@ -56,14 +56,26 @@ def _table_files(table: Table) -> Mapping[str, str]:
 
 
 def _markdown(document: Document) -> str:
-    parts = [f"# {document.name}", *([document.about] if document.about else []), f"**{count_runs(document.runs)}.**"]
+    parts = [
+        f"# {markdown_text(document.name)}",
+        *([document.about] if document.about else []),
+        f"**{count_runs(document.runs)}.**",
+    ]
     for section in document.sections:
-        parts += [f"## {section.title}", *([section.note] if section.note else [])]
+        parts += [f"## {markdown_text(section.title)}", *([section.note] if section.note else [])]
         parts += [f"{count_runs(section.runs)}."] if section.runs else []
-        parts += [f"![{drawing.alt}](figures/{drawing.name}.png)" for drawing in section.drawings]
+        parts += [f"![{markdown_text(drawing.alt)}](figures/{drawing.name}.png)" for drawing in section.drawings]
         for table in section.tables:
             parts += [markdown(table.sheet).rstrip("\n"), *([table.remark] if table.remark else [])]
     for results in document.campaigns:
         title = "Protocol" if len(document.campaigns) == 1 else f"Protocol of {results.campaign.name}"
-        parts += [f"## {title}", f"```yaml\n{protocol_yaml(results.campaign)}```"]
+        parts += [f"## {markdown_text(title)}", _fenced(protocol_yaml(results.campaign))]
     return "\n\n".join(parts) + "\n"
+
+
+def _fenced(text: str) -> str:
+    """YAML in a block that nothing in it ends."""
+    fence = "```"
+    while fence in text:
+        fence += "`"
+    return f"{fence}yaml\n{text}{fence}"

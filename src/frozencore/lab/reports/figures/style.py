@@ -13,6 +13,8 @@ mpl.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 
+plt.rcParams["text.parse_math"] = False  # in a name a dollar sign is a dollar sign
+
 __all__ = ["BLACK", "BLUE", "GREY", "NAVY", "ORANGE", "method_colour", "plt", "save_figure"]
 
 ORANGE, BLUE, NAVY, GREY, BLACK = "#E69F00", "#56B4E9", "#0072B2", "#999999", "#222222"

@@ -15,11 +15,13 @@ from frozencore.one_line import one_line
 
 LATEX = {
     "\\": r"\textbackslash{}", "{": r"\{", "}": r"\}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_",
+    "[": "{[}", "]": "{]}", "*": "{*}",  # behind the end of a line they would be its options
     "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$", "Δ": r"$\Delta$", "×": r"$\times$",
     "<": r"$<$", ">": r"$>$", "–": "--", "−": "$-$", "†": r"$^\dagger$", "²": "$^2$",
     "‖": r"$\|$", "ρ": r"$\rho$", "·": r"$\cdot$", "ᵀ": r"$^\top$",
 }  # fmt: skip
 WIDE = 9
+FORMULA = re.compile(r"\s*[=+\-@]|[\t\r\n]")
 MARKDOWN = re.compile(r"([\\`*_|<>\[\]#])")
 
 
@@ -27,28 +29,29 @@ def markdown(sheet: Sheet) -> str:
     """The title, the note and a pipe table; the best bold, the second best underlined."""
     aligned = ["---" if i < sheet.num_labels else "---:" for i in range(len(sheet.headings))]
     lines = [
-        [_markdown(heading) for heading in sheet.headings],
+        [markdown_text(heading) for heading in sheet.headings],
         aligned,
         *([_markdown_cell(cell) for cell in line] for line in (*sheet.rows, *sheet.foot)),
     ]
-    head = f"**{_markdown(sheet.title)}**\n\n" + (f"{_markdown(sheet.note)}\n\n" if sheet.note else "")
+    head = f"**{markdown_text(sheet.title)}**\n\n" + (f"{markdown_text(sheet.note)}\n\n" if sheet.note else "")
     return head + "".join(f"| {' | '.join(line)} |\n" for line in lines) + _reasons(sheet)
 
 
 def _reasons(sheet: Sheet) -> str:
     """Why averages are missing, since Markdown has no place to point at."""
     found = dict.fromkeys(cell.hint for line in sheet.foot for cell in line if cell.value is None and cell.hint)
-    return "".join(f"\n- {_markdown(reason)}" for reason in found) + ("\n" if found else "")
+    return "".join(f"\n- {markdown_text(reason)}" for reason in found) + ("\n" if found else "")
 
 
 def _markdown_cell(cell: SheetCell) -> str:
-    text = _markdown(_joined(cell))
+    text = markdown_text(_joined(cell))
     if cell.second:
         return f"<ins>{text}</ins>"
     return f"**{text}**" if cell.best else text
 
 
-def _markdown(text: str) -> str:
+def markdown_text(text: str) -> str:
+    """A text in which nothing is Markdown, on one line."""
     return MARKDOWN.sub(r"\\\1", one_line(text))
 
 
@@ -100,10 +103,19 @@ def csv_text(sheet: Sheet) -> str:
 
 
 def csv_lines(lines: Iterable[Iterable[object]]) -> str:
-    """Values as CSV."""
+    """Values as CSV. A text that a spreadsheet would compute begins with an apostrophe; numbers are numbers."""
     out = io.StringIO()
-    csv.writer(out, lineterminator="\n").writerows(lines)
+    csv.writer(out, lineterminator="\n").writerows(map(_csv_value, line) for line in lines)
     return out.getvalue()
+
+
+def _csv_value(value: object) -> object:
+    return f"'{value}" if isinstance(value, str) and FORMULA.match(value) else value
+
+
+def without_apostrophe(cell: str) -> str:
+    """The text that :func:`csv_lines` wrote into a cell."""
+    return cell[1:] if cell[:1] == "'" and FORMULA.match(cell[1:]) else cell
 
 
 def rich_table(sheet: Sheet) -> Table:

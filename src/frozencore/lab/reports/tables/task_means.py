@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from frozencore.errors import DataError
+from frozencore.lab.reports.sheets.render import without_apostrophe
 from frozencore.lab.reports.tables.comparison import TaskTable
 
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
@@ -22,6 +23,7 @@ def read_task_means(path: Path) -> TaskTable:
     """
     try:
         lines = list(csv.reader(path.read_text(encoding="utf-8-sig").splitlines(), strict=True))
+        lines = [[without_apostrophe(cell) for cell in line] for line in lines]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise DataError(f"{path} cannot be read as a CSV table: {reason}.") from error

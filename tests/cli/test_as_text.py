@@ -1,0 +1,197 @@
+"""What others wrote is printed as text: no markup, no escape sequence, no formula, no tag, no command of LaTeX."""
+
+from __future__ import annotations
+
+import ast
+import csv
+import html.parser
+import io
+import re
+from pathlib import Path
+
+import pytest
+import typer
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+from typer.testing import CliRunner
+
+import frozencore
+from frozencore.cli import console as our_console
+from frozencore.cli.console import PlainConsole
+from frozencore.cli.display import StageDisplay
+from frozencore.cli.doctor import doctor
+from frozencore.lab.reports.pages.html_parts import html_document
+from frozencore.lab.reports.sheets.html_table import html_table
+from frozencore.lab.reports.sheets.render import csv_lines, csv_text, latex, markdown, rich_table
+from frozencore.lab.reports.sheets.sheet import SeedValue, Sheet, SheetCell, label, number
+from frozencore.lab.reports.tables.task_means import read_task_means
+
+PACKAGE = Path(frozencore.__file__).parent
+HOSTILE = [
+    "[/x]",
+    "[red]",
+    ":smile:",
+    "\x1b[31mred",
+    "a\x1b]0;title\x07b",
+    "\u202eabc",
+    "\x9b31m",
+    "back\x08",
+    "[link=x]y",
+]
+UNSEEN = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+
+def printed(what: RenderableType, *, is_terminal: bool = False, **options: object) -> str:
+    out = io.StringIO()
+    PlainConsole(file=out, width=160, force_terminal=is_terminal, color_system=None).print(what, **options)
+    return out.getvalue()
+
+
+def as_table(text: str) -> Table:
+    table = Table(title=text, caption=text)
+    table.add_column(text)
+    table.add_row(text)
+    table.add_row(Text(text))
+    return table
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_a_text_is_printed_as_it_is_by_all_that_prints(text: str) -> None:
+    seen = text if text.isprintable() else None
+    for what, times in ((text, 1), (Text(text), 1), (Group(text, Text(text)), 2), (as_table(text), 5)):
+        found = printed(what, highlight=False)
+        assert not UNSEEN.search(found)
+        assert seen is None or found.count(seen) == times
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_the_display_of_a_run_prints_stages_and_notes_as_text(text: str) -> None:
+    for is_terminal in (False, True):
+        out = io.StringIO()
+        with StageDisplay(PlainConsole(file=out, width=160, force_terminal=is_terminal, color_system=None)) as stages:
+            stages(text, 1, 2, text)
+            stages(text, 2, 2, text)
+        assert "\x1b[31m" not in out.getvalue()
+        assert "\x1b]0;" not in out.getvalue()
+        assert not text.isprintable() or text in out.getvalue()
+
+
+def nodes() -> list[tuple[Path, ast.AST]]:
+    return [(path, node) for path in PACKAGE.rglob("*.py") for node in ast.walk(ast.parse(path.read_text("utf-8")))]
+
+
+def test_every_place_that_prints_uses_a_console_without_markup() -> None:
+    """No other console is made, no column of a bar reads markup, and nothing is printed past the console."""
+    for path, node in nodes():
+        where = f"{path}:{getattr(node, 'lineno', 0)}"
+        if not isinstance(node, ast.Call):
+            continue
+        called = ast.unparse(node.func)
+        words = {word.arg: ast.unparse(word.value) for word in node.keywords}
+        assert called != "Console" or path.name == "pretrain.py", where  # which prints nothing of others
+        assert called != "TextColumn" or words.get("markup") == "False", where
+        assert not called.endswith("from_markup"), where
+        assert words.get("markup", "False") == "False", where
+        assert called not in {"typer.echo", "typer.secho", "rprint"}, where
+        if called in {"sys.stdout.write", "sys.stderr.write"}:
+            text = ast.unparse(node)
+            fine = ("one_line", "json.dumps", "{error}", "{refused}", "__version__", "run_id")
+            assert any(part in text for part in fine), where
+
+
+def test_the_console_of_the_verbs_is_that_one() -> None:
+    assert isinstance(our_console.console, PlainConsole)
+
+
+def test_the_doctor_prints_the_name_of_a_folder_as_text(tmp_path: Path) -> None:
+    out = io.StringIO()
+    app = typer.Typer()
+    app.command()(doctor)
+    folder = tmp_path / "[red]x\x1b[31m"
+    folder.mkdir()
+    CliRunner().invoke(app, [str(folder)], obj=PlainConsole(file=out, width=400))
+    assert "[red]x\\x1b[31m" in out.getvalue()
+
+
+BAD = [
+    "=1+1",
+    "+x",
+    "-x",
+    "@x",
+    "\t=1",
+    "<script>alert(1)</script>",
+    '"><b>',
+    "a|b",
+    "[/x]",
+    "*x",
+    r"\input{x}",
+    "$x",
+    "a\nb",
+    "`x`",
+]
+
+
+def sheet_of(text: str) -> Sheet:
+    run = SeedValue(text, text, None, "failed", text, {})
+    cells = (label(text), SheetCell("-", hint=text, runs=(run,)), number(-1.5, 2))
+    return Sheet("name", text, text, (text, text, text), (cells, cells), (cells,))
+
+
+class Tags(html.parser.HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.data: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.data += [value or "" for _, value in attrs]
+
+    def handle_data(self, data: str) -> None:
+        self.data.append(data)
+
+
+@pytest.mark.parametrize("text", BAD)
+def test_a_text_in_html_makes_no_tag(text: str) -> None:
+    plain, hostile = Tags(), Tags()
+    for page, value in ((plain, "x"), (hostile, text)):
+        page.feed(html_document(value, html_table(sheet_of(value))))
+    assert hostile.tags == plain.tags
+    assert text in hostile.data
+
+
+@pytest.mark.parametrize("text", BAD)
+def test_no_cell_of_a_csv_is_a_formula_and_numbers_are_numbers(text: str) -> None:
+    lines = list(csv.reader(io.StringIO(csv_text(sheet_of(text)))))
+    assert not any(cell.lstrip()[:1] in tuple("=+-@") for line in lines for cell in line[:2] if cell)
+    assert lines[1][2] == "-1.5"
+
+
+def test_names_that_begin_like_formulas_come_back_from_a_csv(tmp_path: Path) -> None:
+    file = tmp_path / "means.csv"
+    file.write_text(csv_lines([["task", "=fcca", "-eva", "'quoted"], ["+svamp", -1.5, 2, 3], ["gsm8k", 1, 2, 3]]))
+    table = read_task_means(file)
+    assert table.tasks == ("+svamp", "gsm8k")
+    assert list(table.columns) == ["=fcca", "-eva", "'quoted"]
+    assert table.columns["=fcca"]["+svamp"] == -1.5
+
+
+def test_tables_on_the_screen_and_in_markdown_show_the_text() -> None:
+    for text in BAD:
+        assert not UNSEEN.search(printed(rich_table(sheet_of(text))))
+        row = [line for line in markdown(sheet_of(text)).splitlines() if line.startswith("|")][-1]
+        assert len(re.findall(r"(?<!\\)\|", row)) == 4
+
+
+@pytest.mark.parametrize("text", ["[/x]", "*x", "[2cm]"])
+def test_a_cell_of_latex_is_no_option_of_the_line_before_it(text: str) -> None:
+    for line in latex(sheet_of(text)).splitlines():
+        assert not line.startswith(("[", "*"))
+
+
+def test_a_console_of_rich_would_obey_it() -> None:
+    """The markup above is markup: Rich's own console eats it."""
+    out = io.StringIO()
+    Console(file=out, width=80).print("[red]x[/red]")
+    assert "[red]" not in out.getvalue()
