@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from frozencore import FrozenCoreConfig
 from frozencore.calibration.collect import collect_moments
 from frozencore.calibration.options import CalibrationOptions
-from frozencore.calibration.store import MomentsFingerprint, load_moments, save_moments
+from frozencore.calibration.store import FORMAT, KEY, MomentsFingerprint, _hash_of, load_moments, save_moments
 from frozencore.errors import ArtifactError
 from frozencore.fingerprint import fingerprint_batches, fingerprint_model, fingerprint_options, fingerprint_tensors
 from frozencore.maths.moments import MOMENT_NAMES, LayerMoments
@@ -78,18 +77,6 @@ def test_moments_of_something_else_are_refused(part: str, message: str, written:
     assert "\n" not in str(caught.value)
 
 
-def test_moments_whose_g_was_of_drawn_labels_are_refused(written: tuple) -> None:
-    """Their file says ``mc``, as it would today if nothing had been done about it."""
-    path, moments, _ = written
-    model, options = tiny_qwen2(), CalibrationOptions(fisher_labels="mc")
-    today = MomentsFingerprint.of(model, BATCHES, options)
-    save_moments(path, moments, replace(today, options={**today.options, "fisher_labels": "mc"}))
-    with pytest.raises(ArtifactError, match=r"other options \(fisher_labels\)"):
-        load_moments(path, today)
-    save_moments(path, moments, today)
-    assert list(load_moments(path, MomentsFingerprint.of(model, BATCHES, options))) == list(moments)
-
-
 def test_a_weighting_by_its_short_name_is_the_same_moments() -> None:
     one, other = (MomentsFingerprint.of(tiny_qwen2(), BATCHES, CalibrationOptions(weighting=w)) for w in WEIGHTINGS)
     assert one == other
@@ -111,7 +98,17 @@ def test_garbage_is_refused(tmp_path: Path) -> None:
         load_moments(path)
 
 
-@pytest.mark.parametrize("metadata", [None, {"format": "pt"}, {"format": "frozencore-moments-0"}])
+def write_ours(path: Path, tensors: dict[str, torch.Tensor], said: dict) -> None:
+    """A file with the right hash, whatever it says."""
+    header = {
+        "format": FORMAT,
+        **said,
+        "content_sha256": _hash_of({name: said.get(name) for name in ("fingerprint", "num_tokens")}, tensors),
+    }
+    save_file(tensors, path, metadata={KEY: json.dumps(header)})
+
+
+@pytest.mark.parametrize("metadata", [None, {"format": "pt"}, {"format": "frozencore-moments-1"}])
 def test_a_file_that_is_not_ours_is_refused(metadata: dict | None, tmp_path: Path) -> None:
     path = tmp_path / "other.safetensors"
     save_file({"weight": torch.ones(2)}, path, metadata=metadata)
@@ -123,18 +120,18 @@ def test_a_file_that_is_not_ours_is_refused(metadata: dict | None, tmp_path: Pat
     "metadata",
     [
         {},
-        {"num_tokens": "{}", "fingerprint": "not json"},
-        {"num_tokens": "[]", "fingerprint": "[]"},
-        {"num_tokens": '{"x": 3}', "fingerprint": "{}"},
-        {"num_tokens": '{"x": "three"}', "fingerprint": json.dumps({"model": "a", "data": "b", "options": {}})},
-        {"num_tokens": '{"x": 3}', "fingerprint": "[]"},
-        {"num_tokens": '{"x": 3}', "fingerprint": json.dumps({"model": "a", "data": "b", "options": []})},
-        {"num_tokens": "3", "fingerprint": json.dumps({"model": "a", "data": "b", "options": {}})},
+        {"num_tokens": {}, "fingerprint": "not an object"},
+        {"num_tokens": [], "fingerprint": []},
+        {"num_tokens": {"x": 3}, "fingerprint": {}},
+        {"num_tokens": {"x": "three"}, "fingerprint": {"model": "a", "data": "b", "options": {}}},
+        {"num_tokens": {"x": 3}, "fingerprint": []},
+        {"num_tokens": {"x": 3}, "fingerprint": {"model": "a", "data": "b", "options": []}},
+        {"num_tokens": 3, "fingerprint": {"model": "a", "data": "b", "options": {}}},
     ],
 )
 def test_a_file_with_broken_metadata_is_refused(metadata: dict, tmp_path: Path) -> None:
     path = tmp_path / "m.safetensors"
-    save_file({"x/input_square": torch.ones(2)}, path, metadata={"format": "frozencore-moments-1", **metadata})
+    write_ours(path, {"x/input_square": torch.ones(2)}, metadata)
     with pytest.raises(ArtifactError):
         load_moments(path, MomentsFingerprint("a", "b", {}))
 
@@ -142,8 +139,7 @@ def test_a_file_with_broken_metadata_is_refused(metadata: dict, tmp_path: Path) 
 @pytest.mark.parametrize("key", ["x/nonsense", "y/input_square", "input_square"])
 def test_an_unknown_tensor_is_refused(key: str, tmp_path: Path) -> None:
     path = tmp_path / "m.safetensors"
-    metadata = {"format": "frozencore-moments-1", "num_tokens": '{"x": 3}', "fingerprint": "{}"}
-    save_file({key: torch.ones(2)}, path, metadata=metadata)
+    write_ours(path, {key: torch.ones(2)}, {"num_tokens": {"x": 3}, "fingerprint": {}})
     with pytest.raises(ArtifactError, match=f"unknown tensor '{key}'"):
         load_moments(path)
 
@@ -158,8 +154,7 @@ def test_what_is_not_finite_is_neither_saved_nor_loaded(value: float, written: t
     ):
         save_moments(path, moments, fingerprint)
     assert path.read_bytes() == before
-    metadata = {"format": "frozencore-moments-1", "num_tokens": '{"x": 3}', "fingerprint": "{}"}
-    save_file({"x/input_square": torch.tensor([1.0, value])}, path, metadata=metadata)
+    write_ours(path, {"x/input_square": torch.tensor([1.0, value])}, {"num_tokens": {"x": 3}, "fingerprint": {}})
     with pytest.raises(ArtifactError, match="holds NaN or Inf in 'x/input_square'"):
         load_moments(path)
 
@@ -190,10 +185,14 @@ def test_the_same_moments_are_the_same_bytes(written: tuple, tmp_path: Path) -> 
         assert (tmp_path / name).read_bytes() == path.read_bytes()
 
 
-def test_a_file_of_the_first_format_is_read(tmp_path: Path) -> None:
-    said = {"num_tokens": json.dumps({"x": 3}), "fingerprint": json.dumps({"model": "a", "data": "b", "options": {}})}
-    save_file({"x/input_square": torch.ones(2)}, tmp_path / "m", metadata={"format": "frozencore-moments-1", **said})
-    assert load_moments(tmp_path / "m", MomentsFingerprint("a", "b", {}))["x"].num_tokens == 3
+def test_a_file_without_its_hash_is_refused(tmp_path: Path) -> None:
+    said = {"num_tokens": {"x": 3}, "fingerprint": {}}
+    tensors = {"x/input_square": torch.ones(2)}
+    write_ours(tmp_path / "whole", tensors, said)
+    assert load_moments(tmp_path / "whole")["x"].num_tokens == 3
+    save_file(tensors, tmp_path / "m", metadata={KEY: json.dumps({"format": FORMAT, **said})})
+    with pytest.raises(ArtifactError, match="content has another hash"):
+        load_moments(tmp_path / "m")
 
 
 def test_a_file_of_a_newer_format_is_refused(tmp_path: Path) -> None:

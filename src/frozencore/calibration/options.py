@@ -107,15 +107,6 @@ class CalibrationOptions:
         object.__setattr__(self, "weighting", _full_name(self.weighting))
 
 
-def as_hashed(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of a pass, by name, as they enter the hash of what is made with them.
-
-    ``mc`` has another name there than everywhere else: under its own, G was of drawn labels as well, and such moments
-    and runs must not pass for those of today.
-    """
-    return {**options, "fisher_labels": "mc of d"} if options.get("fisher_labels") == "mc" else dict(options)
-
-
 def of_the_sums(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Those options, as they are hashed, that decide the sums."""
-    return {name: value for name, value in as_hashed(options).items() if name not in WHERE_AND_HOW}
+    """The options of a pass, by name, that decide its sums."""
+    return {name: value for name, value in options.items() if name not in WHERE_AND_HOW}

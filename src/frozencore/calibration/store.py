@@ -28,7 +28,6 @@ from frozencore.torch_later import torch
 from frozencore.whole_file import whole_file
 
 FORMAT, KEY = 2, "frozencore-moments"
-_FIRST_FORMAT = "frozencore-moments-1"
 
 
 @dataclass(frozen=True)
@@ -101,7 +100,7 @@ def load_moments(path: str | Path, expected: MomentsFingerprint | None = None) -
         reason = one_line(error, 200)
         raise ArtifactError(f"The moments file {path} is damaged ({reason}). Calibrate again.") from error
     said = {"fingerprint": fingerprint, "num_tokens": num_tokens}
-    if header.get("content_sha256") not in (None, _hash_of(said, tensors)):
+    if header.get("content_sha256") != _hash_of(said, tensors):
         raise ArtifactError(f"The moments file {path} is damaged (its content has another hash). Calibrate again.")
     bad = _not_finite(tensors)
     if bad is not None:
@@ -116,13 +115,10 @@ def load_moments(path: str | Path, expected: MomentsFingerprint | None = None) -
 
 
 def _header(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
-    """Token counts by layer, the fingerprint, and the hash of both with the tensors if there is one."""
-    if metadata.get("format") == _FIRST_FORMAT:
-        header = {name: json.loads(metadata[name]) for name in ("num_tokens", "fingerprint")}
-    else:
-        header = json.loads(metadata.get(KEY, "{}"))
-        if not isinstance(header, dict) or header.get("format") != FORMAT:
-            raise ArtifactError(f"{path} is not a moments file of this version ({KEY}-{FORMAT}). Calibrate again.")
+    """Token counts by layer, the fingerprint, and the hash of both with the tensors."""
+    header = json.loads(metadata.get(KEY, "{}"))
+    if not isinstance(header, dict) or header.get("format") != FORMAT:
+        raise ArtifactError(f"{path} is not a moments file of this version ({KEY}-{FORMAT}). Calibrate again.")
     num_tokens, fingerprint = header["num_tokens"], header["fingerprint"]
     if not (isinstance(num_tokens, dict) and all(type(count) is int for count in num_tokens.values())):
         raise ValueError("its token counts are malformed")

@@ -137,7 +137,7 @@ def _may_be_moments(path: Path) -> bool:
     try:
         with safe_open(path, framework="numpy") as file:
             metadata = file.metadata() or {}
-            return KEY in metadata or metadata.get("format", "").startswith(KEY)
+            return KEY in metadata
     except (SafetensorError, OSError, ValueError):
         return True
 

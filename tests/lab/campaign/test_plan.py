@@ -110,26 +110,6 @@ def test_damping_is_a_number_or_a_pair_for_the_two_sides(tmp_path: Path) -> None
         make_job("tune", {**OPTIONS, "damping": [0.1, 0.1, 0.1]})
 
 
-OF_OLD = {
-    None: ("a95b3872990e6d0d", "1fe4883d9213237a"),
-    ("weighting", "token_sum"): ("84993542241ddd70", "ce95b86b000874a5"),
-    ("tokens", "completion"): ("d11aa4f3c00ca818", "8449f8b932ff7af3"),
-    ("fisher_labels", "mc"): ("11fd217f47576c50", "ed83319fe936b4d1"),
-}
-"""Run id and key of the moments when G was of drawn labels under ``mc``, and 0.03 the warm-up that nothing set."""
-
-
-@pytest.mark.parametrize("option", OF_OLD)
-def test_runs_and_moments_with_drawn_labels_are_made_again_and_all_others_keep_their_names(
-    option: tuple[str, str] | None,
-) -> None:
-    papers = {"coordinates": "qr", "alpha": None, "learning_rate": 5e-3, "warmup": 0.03}
-    job = make_job("tune", OPTIONS | papers | ({} if option is None else dict([option])))
-    is_old = (job.id, moments_key(job.config)) == OF_OLD[option]
-    assert is_old == (option != ("fisher_labels", "mc"))
-    assert job.resolved.get("calibration", {}).get("fisher_labels") in (None, "mc")  # the name that a user knows
-
-
 def test_a_run_is_the_same_by_the_short_name_of_its_weighting() -> None:
     one, other = (make_job("tune", {**OPTIONS, "weighting": name}) for name in ("token", "token_sum"))
     assert one == other

@@ -117,12 +117,6 @@ def test_a_run_that_diverged_has_no_outcome_to_correlate(told):
     assert correlate(points, "J", "accuracy").num_points == len(points)
 
 
-def test_records_that_are_older_than_the_criterion_leave_the_sheet_out_and_the_report_says_so(told):
-    section = criterion_section(told(lambda axes, record: {k: v for k, v in record.items() if k != "criterion"}))
-    assert section.note == "Left out: the records are older than the key that says what a run's bases capture."
-    assert (section.tables, section.drawings) == ((), ())
-
-
 def test_runs_that_nothing_measured_leave_it_out_for_another_reason(told):
     section = criterion_section(told(lambda axes, record: {**record, "criterion": None}))
     assert section.note.startswith("Left out: no run was measured, as no method here reads the gradient G")

@@ -9,7 +9,6 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from frozencore.calibration.options import as_hashed
 from frozencore.constructors import readers
 from frozencore.errors import ConfigError
 from frozencore.fingerprint import fingerprint_options
@@ -23,7 +22,6 @@ from frozencore.lab.run.options_by_name import in_groups
 from frozencore.options import own_refusal
 
 ID_DIGITS = 16
-FORMER_DEFAULTS = {"warmup": 0.03}  # of every method, until each had its own
 PAPERS_CORES = {"coordinates": "qr", "alpha": None}
 """The paper's values of core options that have other defaults. An id leaves them out, as it does defaults elsewhere."""
 
@@ -44,8 +42,7 @@ class Job:
     def resolved(self) -> dict[str, Any]:
         """What decides the run: options that are not at their defaults, and numbers that a task or method fills in.
 
-        An option that is new to a later version does not change it, nor does a default that is another one today: its
-        former value is what is left out.
+        An option that is new to a later version does not change it.
         """
         values = self.config.model_dump(mode="json", exclude=set(PLACES), exclude_defaults=True)
         values.pop("core", None)
@@ -59,9 +56,6 @@ class Job:
                 ("epochs", task.epochs), ("num_train", task.num_train), ("num_evaluation", task.num_evaluation)
             ):  # fmt: skip
                 values.setdefault(name, default)
-        for name, former in FORMER_DEFAULTS.items():
-            if values[name] == former:
-                del values[name]
         return {"kind": self.kind, "reference_size": self.reference_size, **values}
 
     def _core_options(self) -> dict[str, Any]:
@@ -77,9 +71,7 @@ class Job:
     @cached_property
     def id(self) -> str:
         """Hash of the resolved configuration, 16 hexadecimal digits."""
-        values = self.resolved
-        hashed = {"calibration": as_hashed(values["calibration"])} if "calibration" in values else {}
-        return fingerprint_options(values | hashed)[:ID_DIGITS]
+        return fingerprint_options(self.resolved)[:ID_DIGITS]
 
 
 def make_job(kind: Kind, options: dict[str, Any], reference_size: int | None = None) -> Job:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
@@ -37,7 +36,6 @@ _DECIDES_MOMENTS = (
     "max_length", "truncate", "prompt_style", "dtype", "paper_steps", "calibration", "layers",
 )  # fmt: skip
 _DECIDES_WEIGHT_BASES = ("method", "rank", "core", "targets", "dtype", "rank_budget", "layers")
-_SINCE = ("rank_budget", "layers")  # what is not said of them leaves the files of earlier versions what they are
 
 Needs = Mapping[str, frozenset[MomentName]]
 """By the key of a moments file, what all runs together want of it."""
@@ -45,15 +43,11 @@ Needs = Mapping[str, frozenset[MomentName]]
 
 def moments_key(config: RunConfig) -> str:
     """Names the moments that runs share as far as options tell; see :func:`moments_file`."""
-    values = _said(config.model_dump(mode="json", include=set(_DECIDES_MOMENTS)))
+    values = config.model_dump(mode="json", include=set(_DECIDES_MOMENTS))
     values["calibration"] = of_the_sums(values["calibration"])
     if config.calibration_task is not None:  # its rows do not depend on the task that is learned
         values |= {"task": config.calibration_task, "data": None, "num_train": None, "num_evaluation": None}
     return fingerprint_options({name: values[name] for name in values if name != "calibration_task"})[:16]
-
-
-def _said(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if not (name in _SINCE and value is None)}
 
 
 def moments_file(config: RunConfig, rows: RunRows) -> str:
@@ -150,7 +144,7 @@ class SharedWork:
 
     def _with_weight_bases(self, config: RunConfig, bench: Bench, targets: Targets) -> PeftModel:
         decides = config.model_dump(mode="json", include=set(_DECIDES_WEIGHT_BASES))
-        key = fingerprint_options({**_said(decides), "weights": fingerprint_model(bench.model)})[:16]
+        key = fingerprint_options({**decides, "weights": fingerprint_model(bench.model)})[:16]
         file = self.store.shared / "weight-bases" / f"{key}.safetensors"
         method, options = config.method_entry, config.adapter_options(targets)
         with self.store.locked(f"weight-{key}"):

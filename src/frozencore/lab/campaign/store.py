@@ -23,10 +23,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from frozencore.errors import ArtifactError
-from frozencore.lab.campaign.answers import with_answers
 from frozencore.lab.campaign.plan import Outcome
 from frozencore.lab.campaign.spec import Campaign, read_campaign
-from frozencore.lab.run.files import PREDICTIONS, RECORD
+from frozencore.lab.run.files import RECORD
 from frozencore.lab.run.record import Failure, RunRecord, read_failure, read_record
 from frozencore.whole_file import remove_left, require_writable, write_json, write_lines, write_text
 
@@ -179,8 +178,7 @@ class Store:
     def _record(self, run_id: str) -> RunRecord | None:
         file = self.runs / run_id / RECORD
         if run_id not in self._records and file.exists():
-            record = _read(file, read_record).model_copy(update={"run_id": run_id})
-            self._records[run_id] = with_answers(record, file.with_name(PREDICTIONS))
+            self._records[run_id] = _read(file, read_record).model_copy(update={"run_id": run_id})
         return self._records.get(run_id) or self._index.get(run_id)
 
     @cached_property
