@@ -43,6 +43,7 @@ FLAG_GROUPS = (
         ("learning_rate", "epochs", "batch_size", "accumulation", "warmup", "seed", "refresh", "sweep", "slots"),
         ("padding_free", "refresh_cost", "refresh_memory"),
     ),
+    Group("Privacy", ("private_epsilon", "private_delta"), ("private_clip",)),
     Group(
         "Scoring",
         ("select_checkpoint", "patience", "samples", "exact_match"),

@@ -27,7 +27,10 @@ from frozencore.naming import flag_of
 from frozencore.options import Option, own_refusal
 
 SPELLED = {"learning_rate": ("--lr", "--learning-rate")}
-OF_ONE_TRAINING = (*OF_ONE_ALONE, "refresh_cost", "refresh_memory", "save_steps", "samples", "exact_match")
+OF_ONE_TRAINING = (
+    *OF_ONE_ALONE, "refresh_cost", "refresh_memory", "private_delta", "private_clip", "save_steps", "samples",
+    "exact_match",
+)  # fmt: skip
 """Options that only a training of its own reads."""
 _AS_TYPER_READS = (bool, int, float, str, Path)
 

@@ -34,7 +34,8 @@ def run_summary(record: TunedRecord) -> Group:
         f"{record.trainable_parameters:,} trained values; calibration {record.calibration_s:.1f} s, "
         f"training {record.training_s:.1f} s, peak memory {bytes_in_words(record.peak_memory_bytes)}"
     )
-    said = [*_read(record), *_spent(record), *_recipe(record), *_too_long(record), *_kept_step(record)]
+    said = [*_read(record), *_spent(record), *_recipe(record), *_private(record), *_too_long(record)]
+    said += _kept_step(record)
     return Group(table, *words, *map(Text, said), cost)
 
 
@@ -46,6 +47,14 @@ def _read(record: TunedRecord) -> Iterator[str]:
 def _spent(record: TunedRecord) -> Iterator[str]:
     if record.allocation is not None:
         yield allocation_line(record.allocation.budget, record.allocation.ranks)
+
+
+def _private(record: TunedRecord) -> Iterator[str]:
+    if (own := record.private) is not None:
+        yield (
+            f"Private: epsilon {own.spent:.3f} of {own.epsilon:g} spent at delta {own.delta:g}, for the rows trained "
+            "on. Held-out rows are scored without noise, and no samples of them are kept."
+        )
 
 
 def allocation_line(budget: int, ranks: Mapping[str, int]) -> str:

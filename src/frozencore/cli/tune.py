@@ -77,10 +77,11 @@ def _tune(
     if (output / SAMPLES).is_file():
         console.print(Group(*sample_lines(output / SAMPLES)))
     write_text(output / ASKED, as_flags(config))
-    write_learning(record, output)
-    console.print(
-        f"Adapter: {output / 'adapter'}   Record: {output / 'result.json'}   Curve: {output / FIGURE}", highlight=False
-    )
+    curve = ""
+    if record.training.losses:  # a private training tells none
+        write_learning(record, output)
+        curve = f"   Curve: {output / FIGURE}"
+    console.print(f"Adapter: {output / 'adapter'}   Record: {output / 'result.json'}{curve}", highlight=False)
 
 
 def _show(config: RunConfig) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
-from transformers import EarlyStoppingCallback, Trainer
+from transformers import EarlyStoppingCallback
 
 from frozencore.adapter.bases.refresh import Refresh
 from frozencore.adapter.per_example import cores_in_use
@@ -14,6 +14,9 @@ from frozencore.adapter.private.budget import require_opacus
 from frozencore.adapter.trainable import require_own_parameters
 from frozencore.calibration.shards import num_ranks
 from frozencore.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import Trainer
 
 
 def private_cores(model: Any) -> dict[str, nn.Parameter]:

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
 from frozencore.adapter.per_example import RowLossFn, losses_and_gradients
@@ -25,6 +25,9 @@ from frozencore.adapter.private.guard import Guard
 from frozencore.adapter.private.refusals import private_cores, refuse_what_leaks
 from frozencore.adapter.private.steps import drawn_loader
 from frozencore.errors import DataError, TrainingError
+
+if TYPE_CHECKING:
+    from transformers import Trainer
 
 
 class PrivateTraining(TrainerCallback, ExportableState):

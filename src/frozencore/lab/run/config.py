@@ -19,6 +19,7 @@ from pydantic import (
     model_validator,
 )
 
+from frozencore.adapter.private.budget import CLIP, PrivateBudget
 from frozencore.calibration.options import CalibrationOptions, MemoryBudget, RefreshMemory
 from frozencore.constructors import BasisOptions
 from frozencore.constructors.options import Rank, RankBudget
@@ -139,6 +140,21 @@ class RunConfig(Frozen):
         ),
     ] = None
     refresh_memory: RefreshMemory = None
+    private_epsilon: Annotated[
+        float | None,
+        Field(
+            gt=0,
+            description="Train within this privacy budget, which bounds what the cores say of any one row. Usual: 1 "
+            "to 8; with --private-delta.",
+        ),
+    ] = None
+    private_delta: Annotated[
+        float | None,
+        Field(gt=0, lt=1, description="The chance that the bound may fail; below one in the training rows, 1e-5."),
+    ] = None
+    private_clip: Annotated[
+        float | None, Field(gt=0, description=f"The longest gradient that a row may add to a step. Default: {CLIP:g}.")
+    ] = None
     seed: Annotated[
         int, Field(ge=0, lt=2**32, description="Of calibration rows, row order, drawn labels and random directions.")
     ] = 42
@@ -277,6 +293,13 @@ class RunConfig(Frozen):
     def refreshes(self) -> bool:
         """Whether it may train in more than one round."""
         return self.refresh != 1
+
+    @property
+    def private_budget(self) -> PrivateBudget | None:
+        """What a private training may spend; None for one that is not private."""
+        if self.private_epsilon is None or self.private_delta is None:
+            return None
+        return PrivateBudget(self.private_epsilon, self.private_delta, self.private_clip or CLIP)
 
     @property
     def rows_a_step(self) -> int:

@@ -9,14 +9,15 @@ from frozencore.constructors import BasisOptions, refuse_unread
 from frozencore.errors import ConfigError
 from frozencore.lab.methods import find_method
 from frozencore.lab.rows.suite import find_task
+from frozencore.lab.run.private_rules import refuse_uncounted
 from frozencore.naming import flag_of
 
 if TYPE_CHECKING:
     from frozencore.lab.run.config import RunConfig
 
 OF_OWN_ROWS = ("columns", "skip_bad", "packing")
-OF_ONE_ALONE = ("padding_free", "report_to", "refresh")
-"""How a training lays out its rows, who follows it, and whether it leaves its basis."""
+OF_ONE_ALONE = ("padding_free", "report_to", "refresh", "private_epsilon")
+"""How a training lays out its rows, who follows it, whether it leaves its basis, and whether it has a budget."""
 
 
 def refuse_contradictions(config: RunConfig) -> None:
@@ -47,6 +48,7 @@ def refuse_contradictions(config: RunConfig) -> None:
         _check_rank_budget(config)
     if config.refreshes:
         _refuse_refresh(config)
+    refuse_uncounted(config)
 
 
 def refuse_of_one_alone(config: RunConfig, these: str) -> None:

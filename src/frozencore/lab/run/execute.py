@@ -17,6 +17,7 @@ from frozencore.adapter.bases.refresh_plan import COST
 from frozencore.calibration.shards import all_ranks_or_none, from_first, num_ranks, own_rank
 from frozencore.errors import DivergenceError
 from frozencore.fingerprint import fingerprint_model
+from frozencore.lab.rows.prompts import PROTOCOL_MAX_LENGTH
 from frozencore.lab.run.adapting import Adapt, adapt_from_data, adapter_of
 from frozencore.lab.run.bench import Bench, Score, prepare
 from frozencore.lab.run.config import RunConfig
@@ -86,7 +87,7 @@ def execute(
     with all_ranks_or_none():  # none writes before all have looked
         refuse_used(out, resume=resume)
         require_reporters(config.report_to or ())
-        config = on_named_basis(config)
+        config = _without_samples(on_named_basis(config))
         started, is_first = time.perf_counter(), own_rank() == 0
         config.method_entry.require()
         bench = bench or prepare(config, progress)
@@ -114,7 +115,8 @@ def execute(
             else:
                 own = partial(adapt_from_data, config, bench, targets, progress, moments_file)
                 model, calibration, calibration_s = found.adapter(identity, bench, method, own, caught)
-        captures = calibration.captures if calibration else measure(config, bench, model, progress) if measure else {}
+        measures = measure if config.private_budget is None else None  # which would read private rows
+        captures = calibration.captures if calibration else measures(config, bench, model, progress) if measures else {}
     if is_first:
         out.mkdir(parents=True, exist_ok=True)
         method.keep_start(model, out / "start")
@@ -160,6 +162,8 @@ def recipe_of(config: RunConfig, rows: RunRows, model: nn.Module) -> Recipe:
     if batch_size == "auto":
         longest = max(len(row.input_ids) for row in rows.train)
         pass_tokens = None if laid_out else pass_tokens_of(model)
+        if config.private_budget is not None:  # the record says the batch size: it must not tell how long rows are
+            longest, pass_tokens = config.max_length or PROTOCOL_MAX_LENGTH, None
         batch_size = rows_at_once(config.rows_a_step, longest, model, padding_free=laid_out)
         accumulation = config.rows_a_step // batch_size
     return Recipe(
@@ -176,7 +180,13 @@ def recipe_of(config: RunConfig, rows: RunRows, model: nn.Module) -> Recipe:
         padding_free=laid_out,
         optimiser=method.optimiser or PLAIN,
         optimiser_rank=config.rank if method.optimiser else None,
+        private=config.private_budget,
     )
+
+
+def _without_samples(config: RunConfig) -> RunConfig:
+    """A private run keeps no held-out rows as samples: they may be of the same people."""
+    return config if config.private_budget is None else config.model_copy(update={"samples": 0})
 
 
 def train_once(

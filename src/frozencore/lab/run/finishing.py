@@ -81,7 +81,7 @@ def finish(config: RunConfig, bench: Bench, out: Path, made: Made, recipe: Recip
     if method.has_bases:
         said = calibrated_on(config, bench, made.calibration)
         write_model_card(out / ADAPTER, calibration=said, scores=headline(after))
-    if after.task is not None:
+    if after.task is not None and config.private_budget is None:  # they hold the texts of held-out rows
         write_lines(out / PREDICTIONS, map(asdict, after.task.predictions))
     assert bench.before is not None
     if after.samples:

@@ -18,6 +18,7 @@ from frozencore.lab.run.record_parts import (
     Count,
     Hashes,
     Part,
+    PrivateSpending,
     Provenance,
     RecordedConfig,
     Resolved,
@@ -52,6 +53,7 @@ class TunedRecord(RunRecord):
     Attributes:
         accuracy, score: Missing where plain text was learned.
         held_out_loss: Nats per completion token.
+        private: Missing where the training had no budget.
         selection: Missing where the last step was kept unasked.
         company: Missing where the run trained alone.
         processes: How many worked on it together; missing where one did.
@@ -76,6 +78,7 @@ class TunedRecord(RunRecord):
     peak_memory_bytes: Count
     resources: Resources | None = None
     training: Training
+    private: PrivateSpending | None = None
     selection: SelectedCheckpoint | None = None
     company: CompanySize | None = None
     processes: Count | None = None

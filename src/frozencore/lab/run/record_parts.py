@@ -99,11 +99,31 @@ class AccuracyDetails(Part):
 
 
 class Training(Part):
-    """Optimiser steps, and their losses in nats per completion token."""
+    """Optimiser steps, and their losses in nats per completion token: those of a private training are not told."""
 
     num_steps: Count
     final_loss: float | None = None
     losses: tuple[float | None, ...] = ()
+
+
+class PrivateSpending(Part):
+    """The budget of a private training, its noise, and what its steps have spent.
+
+    Attributes:
+        epsilon, delta, clip: As :class:`frozencore.adapter.private.budget.PrivateBudget` has them.
+        num_rows, rows_a_step, num_steps, noise_multiplier: As :class:`frozencore.adapter.private.budget.Schedule` has
+            them.
+        spent: The epsilon of the steps that were made.
+    """
+
+    epsilon: float
+    delta: float
+    clip: float
+    num_rows: Count
+    rows_a_step: Count
+    num_steps: Count
+    noise_multiplier: float
+    spent: float
 
 
 class StepScored(Part):

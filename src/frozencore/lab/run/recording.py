@@ -30,6 +30,7 @@ from frozencore.lab.run.record_parts import (
     AccuracyDetails,
     CompanySize,
     Hashes,
+    PrivateSpending,
     Provenance,
     RecordedConfig,
     Resolved,
@@ -108,8 +109,9 @@ def make_record(
             peak_memory_bytes=run.memory.largest,
             peaks=run.memory.peaks if report.company is None else None,  # its training was another's, too
         ),
-        training=Training(num_steps=report.num_steps, final_loss=report.final_loss, losses=report.losses),
+        training=_training(report),
         **_if_any(
+            private=_spending(report),
             selection=selected_checkpoint(config, bench, report),
             allocation=_allocation(config, run.model),
             company=_company(report),
@@ -118,10 +120,31 @@ def make_record(
         resolved=resolved,
         calibration=_calibration_summary(run.calibration),
         criterion=criterion_of(run.captures),
-        hashes=Hashes(**hashes),
+        hashes=_told(config, hashes),
         warnings=tuple(sorted({str(warning.message) for warning in warned})),
         provenance=Provenance.here(),
     )
+
+
+def _training(report: TrainingReport) -> Training:
+    """Losses of private rows are exact, and would tell about the rows."""
+    if report.schedule is not None:
+        return Training(num_steps=report.num_steps)
+    return Training(num_steps=report.num_steps, final_loss=report.final_loss, losses=report.losses)
+
+
+def _spending(report: TrainingReport) -> PrivateSpending | None:
+    if report.schedule is None:
+        return None
+    return PrivateSpending(**report.schedule.content(), spent=report.schedule.spent(report.num_steps))
+
+
+def _told(config: RunConfig, hashes: Mapping[str, str]) -> Hashes:
+    """By a hash of private rows one could try whether a row is among them."""
+    untold = set() if config.private_budget is None else {"train"}
+    if untold and config.calibration_task is None:
+        untold.add("calibration")
+    return Hashes(**{name: digest for name, digest in hashes.items() if name not in untold})
 
 
 def _company(report: TrainingReport) -> CompanySize | None:

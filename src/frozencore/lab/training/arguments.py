@@ -36,7 +36,7 @@ def training_arguments(
         num_train_epochs=recipe.epochs,
         per_device_train_batch_size=own.batch_size,
         gradient_accumulation_steps=own.accumulation,
-        max_grad_norm=recipe.max_grad_norm,
+        max_grad_norm=recipe.max_grad_norm if recipe.private is None else 0.0,  # each row's gradient is cut instead
         weight_decay=recipe.weight_decay,
         seed=recipe.seed,
         data_seed=recipe.seed,

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from frozencore.adapter.bases.refresh_plan import COST
+from frozencore.adapter.private.budget import PrivateBudget
 from frozencore.errors import ConfigError
 from frozencore.lab.training.low_rank import PLAIN
 
@@ -39,6 +40,8 @@ class Recipe:
             (:mod:`frozencore.lab.training.padding_free`); not together with ``pass_tokens``.
         optimiser: As transformers calls it. One whose state has a rank chooses its directions in each of the rounds.
         optimiser_rank: That rank.
+        private: What the training may spend of privacy; rows are then drawn for each step, and the gradient of each is
+            cut in place of the step's. None for a training that is not private.
     """
 
     learning_rate: float
@@ -56,6 +59,7 @@ class Recipe:
     padding_free: bool = False
     optimiser: str = PLAIN
     optimiser_rank: int | None = None
+    private: PrivateBudget | None = None
 
     def __post_init__(self) -> None:
         fewest = min(self.epochs, self.batch_size, self.accumulation, 1 if self.refresh == "auto" else self.refresh)
@@ -68,6 +72,8 @@ class Recipe:
             "max_grad_norm must be positive": self.max_grad_norm > 0,
             "weight_decay must not be negative": self.weight_decay >= 0,
             "refresh_cost must be positive": self.refresh_cost > 0,
+            "private excludes refresh, pass_tokens and other optimisers": self.private is None
+            or (self.refresh == 1 and self.pass_tokens is None and self.optimiser == PLAIN),
             "refresh is a number for an optimiser of low rank": self.refresh != "auto" or self.optimiser == PLAIN,
         }
         for rule, kept in rules.items():
@@ -92,7 +98,7 @@ class Recipe:
 
     def content(self) -> dict[str, Any]:
         """JSON values by name, for records and checkpoints: how padding is avoided is no word of those without it."""
-        unsaid = (("pass_tokens", None), ("padding_free", False))
+        unsaid = (("pass_tokens", None), ("padding_free", False), ("private", None))
         return {name: value for name, value in asdict(self).items() if (name, value) not in unsaid}
 
     def num_steps(self, num_rows: int) -> int:

@@ -22,11 +22,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PrinterCallback
+from transformers import PrinterCallback, Trainer
 
 from frozencore.adapter.bases.in_rounds import InRounds
 from frozencore.adapter.bases.refresh import Refresh
 from frozencore.adapter.config import FrozenCoreConfig
+from frozencore.adapter.private.budget import Schedule
+from frozencore.adapter.private.training import PrivateTraining
 from frozencore.adapter.trainable import require_own_parameters
 from frozencore.calibration.shards import num_ranks
 from frozencore.errors import ConfigError, DataError, DivergenceError, TrainingError
@@ -70,6 +72,7 @@ class TrainingReport:
         company: Of how many trainings it was one, and how many of them ran at once; None for a training alone.
         rounds: How many rounds it had, each of which trains other values.
         values_at_once: How many values trained at a moment; None in company, for as many as are left trainable.
+        schedule: Steps and noise of a private training; None for one that is not.
     """
 
     num_steps: int
@@ -82,6 +85,7 @@ class TrainingReport:
     company: tuple[int, int] | None = None
     rounds: int = 1
     values_at_once: int | None = None
+    schedule: Schedule | None = None
 
 
 def train(
@@ -182,6 +186,7 @@ def train(
             callbacks=[monitor, *filter(None, [selector, rounds]), Seal(identity, asked), StopWhenAsked(asked), *told],
         )
         trainer.remove_callback(PrinterCallback)
+        private = _made_private(trainer, recipe, selection, reports)
         with disk_errors_told(checkpoint_dir), suppress(NoBetterError):
             try:
                 trainer.train(resume_from_checkpoint=None if resumed_from is None else str(resumed_from))
@@ -209,6 +214,7 @@ def train(
         selected=selected,
         rounds=1 if rounds is None else rounds.round_now,
         values_at_once=values_at_once,
+        schedule=None if private is None else private.schedule,
     )
 
 
@@ -218,6 +224,21 @@ def _collator(recipe: Recipe, rows: Sequence[TokenRow], pad_id: int, *, grouped:
         return lay_end_to_end if recipe.padding_free else PaddingCollator(pad_id)
     most_tokens = recipe.batch_size * max(len(row.input_ids) for row in rows)
     return GroupingCollator(pad_id, most_tokens, recipe.pass_tokens or 0)
+
+
+def _made_private(
+    trainer: Trainer, recipe: Recipe, selection: Selection | None, reports: Reports | None
+) -> PrivateTraining | None:
+    """Give the training its budget, if it has one. Whose rows the bases are of is known to the caller."""
+    if recipe.private is None:
+        return None
+    if selection is not None or reports is not None:
+        raise ConfigError(
+            "A private training counts its steps alone: scores choose no checkpoint, and no reporter is told exact "
+            "losses. Leave select_checkpoint and report_to out."
+        )
+    budget = recipe.private
+    return PrivateTraining(trainer, epsilon=budget.epsilon, delta=budget.delta, clip=budget.clip, basis_is_public=True)
 
 
 def _rounds_of(model: nn.Module, recipe: Recipe, selection: Selection | None) -> InRounds | None:

@@ -136,7 +136,9 @@ class LossMonitor(TrainerCallback):
         self._good, self._tried = self._tried, self._good
         if self.progress is not None:
             self._told = state.global_step, state.max_steps
-            self.progress("train", *self._told, f"loss {loss:.3f}, rate {logs['learning_rate']:.1e}{self._speed()}")
+            spent = f", epsilon {logs['epsilon']:.3f}" if "epsilon" in logs else ""
+            rate = f"rate {logs['learning_rate']:.1e}"
+            self.progress("train", *self._told, f"loss {loss:.3f}, {rate}{spent}{self._speed()}")
 
     def put_back(self, step: int) -> None:
         """Give the parameters their last good values, after a step that has diverged."""
