@@ -17,9 +17,9 @@ from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, Traini
 from adapted import adapted, cores_of
 from frozencore import PrivateTraining, Refresh
 from frozencore.adapter.private import draws, training
-from frozencore.adapter.private.budget import PrivateBudget, Schedule
 from frozencore.adapter.private.clipping import clipped_sum
 from frozencore.errors import ConfigError, DataError, TrainingError
+from frozencore.privacy import PrivateBudget, Schedule
 from tiny import batch_of, draw_examples, tiny_qwen2
 
 opacus = pytest.importorskip("opacus")

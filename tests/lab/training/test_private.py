@@ -12,12 +12,12 @@ from torch import Tensor
 
 from adapted import adapted, cores_of
 from frozencore.adapter.private import training
-from frozencore.adapter.private.budget import PrivateBudget
 from frozencore.errors import ConfigError, TrainingError
 from frozencore.lab.rows.prompts import TokenRow
 from frozencore.lab.training.recipe import Recipe
 from frozencore.lab.training.selection import Selection
 from frozencore.lab.training.train import TrainingReport, train
+from frozencore.privacy import PrivateBudget
 from tiny import draw_examples
 
 opacus = pytest.importorskip("opacus")

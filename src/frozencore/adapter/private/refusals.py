@@ -10,10 +10,10 @@ from transformers import EarlyStoppingCallback
 
 from frozencore.adapter.bases.refresh import Refresh
 from frozencore.adapter.per_example import cores_in_use
-from frozencore.adapter.private.budget import require_opacus
 from frozencore.adapter.trainable import require_own_parameters
 from frozencore.calibration.shards import num_ranks
 from frozencore.errors import ConfigError
+from frozencore.privacy import require_opacus
 
 if TYPE_CHECKING:
     from transformers import Trainer

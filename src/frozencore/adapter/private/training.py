@@ -18,13 +18,13 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_callback import ExportableState
 
 from frozencore.adapter.per_example import RowLossFn, losses_and_gradients
-from frozencore.adapter.private.budget import CLIP, PrivateBudget, Schedule
 from frozencore.adapter.private.clipping import clipped_sum
 from frozencore.adapter.private.draws import drawn_rows, new_secret, noise_of
 from frozencore.adapter.private.guard import Guard
 from frozencore.adapter.private.refusals import private_cores, refuse_what_leaks
 from frozencore.adapter.private.steps import drawn_loader
 from frozencore.errors import DataError, TrainingError
+from frozencore.privacy import CLIP, PrivateBudget, Schedule
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -39,7 +39,7 @@ class PrivateTraining(TrainerCallback, ExportableState):
 
     Args:
         trainer: Whose model has one active frozen-core adapter that trains nothing but cores.
-        epsilon, delta, clip: As in :class:`~frozencore.adapter.private.budget.PrivateBudget`.
+        epsilon, delta, clip: As in :class:`~frozencore.privacy.PrivateBudget`.
         loss_fn: The loss of each row; as for :func:`frozencore.per_example_gradients`.
         basis_is_public: The bases were calibrated on rows that may be known. It needs no saying where the constructor
             reads no data.

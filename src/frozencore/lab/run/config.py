@@ -19,7 +19,6 @@ from pydantic import (
     model_validator,
 )
 
-from frozencore.adapter.private.budget import CLIP, PrivateBudget
 from frozencore.calibration.options import CalibrationOptions, MemoryBudget, RefreshMemory
 from frozencore.constructors import BasisOptions
 from frozencore.constructors.options import Rank, RankBudget
@@ -33,6 +32,7 @@ from frozencore.maths.moments import MomentName
 from frozencore.naming import flag_of
 from frozencore.one_line import one_line
 from frozencore.options import own_refusal
+from frozencore.privacy import CLIP, PrivateBudget
 
 SelectionMetric = Literal["accuracy", "held_out_loss"]
 

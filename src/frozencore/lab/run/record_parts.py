@@ -110,8 +110,8 @@ class PrivateSpending(Part):
     """The budget of a private training, its noise, and what its steps have spent.
 
     Attributes:
-        epsilon, delta, clip: As :class:`frozencore.adapter.private.budget.PrivateBudget` has them.
-        num_rows, rows_a_step, num_steps, noise_multiplier: As :class:`frozencore.adapter.private.budget.Schedule` has
+        epsilon, delta, clip: As :class:`frozencore.privacy.PrivateBudget` has them.
+        num_rows, rows_a_step, num_steps, noise_multiplier: As :class:`frozencore.privacy.Schedule` has
             them.
         spent: The epsilon of the steps that were made.
     """

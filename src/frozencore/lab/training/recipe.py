@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from frozencore.adapter.bases.refresh_plan import COST
-from frozencore.adapter.private.budget import PrivateBudget
 from frozencore.errors import ConfigError
 from frozencore.lab.training.low_rank import PLAIN
+from frozencore.privacy import PrivateBudget
 
 UNREFRESHED = (
     ("refresh", 1),

@@ -27,7 +27,6 @@ from transformers import PrinterCallback, Trainer
 from frozencore.adapter.bases.in_rounds import InRounds
 from frozencore.adapter.bases.refresh import Refresh
 from frozencore.adapter.config import FrozenCoreConfig
-from frozencore.adapter.private.budget import Schedule
 from frozencore.adapter.private.training import PrivateTraining
 from frozencore.adapter.trainable import require_own_parameters
 from frozencore.calibration.shards import num_ranks
@@ -53,6 +52,7 @@ from frozencore.lab.training.trainer import (
     own_use_cache,
     without_dropout,
 )
+from frozencore.privacy import Schedule
 from frozencore.progress import Progress
 from frozencore.randomness import own_random_state
 
