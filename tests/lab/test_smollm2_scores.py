@@ -1,4 +1,4 @@
-"""``smollm2`` is the model that it says: its scores lie near the published ones, by our scorer in their prompts."""
+"""``smollm2`` is the model that it says: our scorer finds the published score, in the prompts it was measured with."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ from places import SHARED
 
 pytestmark = pytest.mark.slow
 
-PUBLISHED = {"arc_challenge": 0.277, "hellaswag": 0.430}
-NUM_ROWS = {"arc_challenge": 1172, "hellaswag": 500}
+# acc_norm of lm-evaluation-harness without examples, on the unquantised model, as the card of
+# lldois/SmolLM2-135M-Reasoning-SLERP-Champion gives it.
+PUBLISHED_ARC_CHALLENGE = 0.2773
+CHANCE = 0.25
 
 
 def without_options(example: Example) -> Example:
@@ -43,14 +45,23 @@ def accuracies(model: Any, tokenizer: Any, task: str, num_rows: int) -> tuple[fl
     return sum(prediction.correct for prediction in found) / len(rows), by_length / len(rows), len(rows)
 
 
-@pytest.mark.parametrize("task", PUBLISHED)
-def test_scores_lie_near_the_published_ones(task: str) -> None:
+@pytest.fixture(scope="module")
+def smollm2() -> tuple[Any, Any]:
     if not (SHARED / "data").is_dir():
         pytest.skip("no ../shared beside this checkout")
     try:
-        model, tokenizer = load_model("smollm2", device="cpu")
+        return load_model("smollm2", device="cpu")
     except ModelError as missing:
         pytest.skip(str(missing))
-    _, by_length, n = accuracies(model, tokenizer, task, NUM_ROWS[task])
-    published = PUBLISHED[task]
-    assert abs(by_length - published) < 3 * math.sqrt(published * (1 - published) / n)
+
+
+def test_arc_challenge_is_the_published_score(smollm2: tuple[Any, Any]) -> None:
+    _, by_length, n = accuracies(*smollm2, "arc_challenge", 1172)
+    error = math.sqrt(PUBLISHED_ARC_CHALLENGE * (1 - PUBLISHED_ARC_CHALLENGE) / n)
+    assert abs(by_length - PUBLISHED_ARC_CHALLENGE) < 2 * error
+
+
+def test_hellaswag_is_far_above_chance(smollm2: tuple[Any, Any]) -> None:
+    """The published 43.0 % is of all 10,042 rows; the 3,000 at hand are captions of videos alone, without advice."""
+    _, by_length, n = accuracies(*smollm2, "hellaswag", 500)
+    assert by_length > CHANCE + 3 * math.sqrt(CHANCE * (1 - CHANCE) / n)
