@@ -267,10 +267,11 @@ def test_averages_of_the_harness_are_not_counted_again_from_its_rows(copied: Pat
 def test_of_a_campaigns_runs_those_without_a_record_and_those_that_failed_are_named(copied: Path) -> None:
     campaign = copied / "campaign"
     lines = (campaign / "records.jsonl").read_text().splitlines(keepends=True)
-    whole, lost, failed = (json.loads(line)["run_id"] for line in lines[:3])
+    lines.sort(key=lambda line: '"method": "milora"' not in line)  # its runs wait for no search
+    failed, whole, lost = (json.loads(line)["run_id"] for line in lines[:3])
     for run_id in (whole, lost):
         (campaign / "runs" / run_id).mkdir(parents=True)
-    (campaign / "runs" / whole / "result.json").write_text(lines[0])
+    (campaign / "runs" / whole / "result.json").write_text(lines[1])
     (campaign / "records.jsonl").write_text("".join(line for line in lines if failed not in line))
     write_json(campaign / "failed" / failed / "failure.json", {"reason": "out of memory", "message": "too large"})
     unsound = {finding.part: finding.found for finding in diagnose(campaign).findings if not finding.sound}
