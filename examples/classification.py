@@ -28,7 +28,7 @@ def main() -> None:
     base.config.pad_token_id = tokenizer.pad_token_id
     model = get_peft_model(base, FrozenCoreConfig(r=options.rank, constructor="fcca", task_type="SEQ_CLS"))
     arguments = TrainingArguments(
-        str(options.output / "trainer"), learning_rate=5e-3, num_train_epochs=options.epochs,
+        str(options.output / "trainer"), learning_rate=1e-2, num_train_epochs=options.epochs,
         per_device_train_batch_size=8, logging_steps=1, report_to="none", use_cpu=not torch.cuda.is_available(),
     )  # fmt: skip
     trainer = Trainer(model, arguments, train_dataset=rows, processing_class=tokenizer)

@@ -44,7 +44,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--data", type=Path, required=True, help="JSONL with prompt, chosen and rejected.")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--learning-rate", type=float, default=5e-3)
+    parser.add_argument("--learning-rate", type=float, default=1e-2)
     parser.add_argument("--epochs", type=int, default=1)
     return parser.parse_args()
 

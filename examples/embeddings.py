@@ -51,7 +51,7 @@ def main() -> None:
 
     batches = DataLoader(rows, batch_size=16, collate_fn=collate, shuffle=True, drop_last=True)
     calibrate(model, batches, num_examples=128, loss_fn=contrastive)
-    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=5e-3, weight_decay=0.0)
+    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2, weight_decay=0.0)
     for epoch in range(options.epochs):
         losses = []
         for pair in batches:

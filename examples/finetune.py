@@ -46,7 +46,7 @@ def main() -> None:
 
     arguments = TrainingArguments(
         str(options.output),
-        learning_rate=5e-3,
+        learning_rate=1e-2,
         lr_scheduler_type="cosine",
         weight_decay=0.0,
         per_device_train_batch_size=options.batch_size,

@@ -35,7 +35,7 @@ def main() -> None:
         return {"pixel_values": pixels, "labels": torch.tensor([row["label"] for row in rows])}
 
     arguments = TrainingArguments(
-        str(options.output / "trainer"), learning_rate=5e-3, num_train_epochs=options.epochs, logging_steps=1,
+        str(options.output / "trainer"), learning_rate=1e-2, num_train_epochs=options.epochs, logging_steps=1,
         per_device_train_batch_size=8, remove_unused_columns=False, report_to="none",
         use_cpu=not torch.cuda.is_available(),
     )  # fmt: skip

@@ -27,7 +27,7 @@ Look = Callable[[Path], Any]
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("made")
-    model = adapted("fcca", trained=True)
+    model = adapted("fcca", trained=True, coordinates="qr")
     model.save_pretrained(str(folder / "adapter"))
     save_basis(model, folder / "cores" / "basis")
     model.save_pretrained(str(folder / "cores"))

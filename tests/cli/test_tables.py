@@ -142,3 +142,23 @@ def test_layers_stand_in_the_order_of_their_numbers() -> None:
         "layers.2.v",
         "layers.10.q",
     ]
+
+
+def falling(losses: list[float], **recipe: object) -> str:
+    training = {"num_steps": len(losses), "final_loss": losses[-1], "losses": losses}
+    own = {"learning_rate": 1e-2, "warmup": 0.1, "batch_size": 8, "accumulation": 1, "epochs": 3}
+    resolved = {"targets": "all-linear", "max_length": 512, "recipe": own | recipe}
+    return shown(run_summary(made_up_record({"task": "svamp"}, resolved=resolved, training=training)))
+
+
+def test_a_run_whose_loss_was_still_falling_says_so_and_what_to_try() -> None:
+    said = falling([4.0 * 0.9**step for step in range(40)])
+    assert "The training loss was still falling: " in said
+    assert "Try --epochs 6 or a larger --lr." in " ".join(said.split())
+
+
+def test_a_run_whose_loss_no_longer_falls_or_only_swings_says_nothing_of_it() -> None:
+    flat = [4.0 * 0.5**step + 0.3 for step in range(40)]
+    swinging = [0.3 + 0.25 * (-1) ** step - 0.001 * step for step in range(40)]
+    for losses in (flat, swinging, flat[:4]):
+        assert "falling" not in falling(losses)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from math import sqrt
+from statistics import mean, variance
 from typing import Any
 
 from rich.console import Group
@@ -15,6 +17,8 @@ from frozencore.lab.run.record_parts import AccuracyDetails
 from frozencore.lab.run.rows import Reading
 from frozencore.naming import num_of
 from frozencore.sizes import bytes_in_words
+
+STILL_FALLING = 0.1  # of the loss, from one quarter of the steps to the next
 
 
 def run_summary(record: TunedRecord) -> Group:
@@ -34,9 +38,8 @@ def run_summary(record: TunedRecord) -> Group:
         f"{record.trainable_parameters:,} trained values; calibration {record.calibration_s:.1f} s, "
         f"training {record.training_s:.1f} s, peak memory {bytes_in_words(record.peak_memory_bytes)}"
     )
-    said = [*_read(record), *_spent(record), *_recipe(record), *_private(record), *_too_long(record)]
-    said += _kept_step(record)
-    return Group(table, *words, *map(Text, said), cost)
+    parts = (_read, _spent, _recipe, _falling, _private, _too_long, _kept_step)
+    return Group(table, *words, *(Text(line) for part in parts for line in part(record)), cost)
 
 
 def _read(record: TunedRecord) -> Iterator[str]:
@@ -69,6 +72,22 @@ def _recipe(record: TunedRecord) -> Iterator[str]:
     """What the run was trained with, most of which its method chose where nobody did."""
     if record.resolved is not None:
         yield recipe_in_words(record.training.num_steps, record.resolved.recipe)
+
+
+def _falling(record: TunedRecord) -> Iterator[str]:
+    """Whether the training loss was still going down at the end, and what to try then."""
+    losses = [loss for loss in record.training.losses if loss is not None]
+    quarter = len(losses) // 4
+    if quarter < 2 or record.resolved is None:
+        return
+    before, last = losses[-2 * quarter : -quarter], losses[-quarter:]
+    drop, error = mean(before) - mean(last), sqrt((variance(before) + variance(last)) / quarter)
+    if drop > max(STILL_FALLING * mean(before), 2 * error):
+        epochs = record.resolved.recipe["epochs"]
+        yield (
+            f"The training loss was still falling: {mean(last):.3f} in the last quarter of the steps, {mean(before):.3f} "
+            f"in the one before. Try --epochs {2 * epochs} or a larger --lr."
+        )
 
 
 def recipe_in_words(num_steps: int, recipe: Mapping[str, Any], num_epochs: int | None = None) -> str:

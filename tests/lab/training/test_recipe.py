@@ -23,7 +23,7 @@ from all_logits import tiny_all_logits
 from frozencore.errors import ConfigError, DataError, DivergenceError, TrainingError
 from frozencore.lab.rows.batches import PaddingCollator
 from frozencore.lab.rows.prompts import TokenRow
-from frozencore.lab.training.recipe import Recipe
+from frozencore.lab.training.recipe import Recipe, epochs_for
 from frozencore.lab.training.train import TrainingReport, train
 from tiny import draw_examples, tiny_gpt2, tiny_qwen2
 
@@ -315,3 +315,9 @@ def test_a_model_that_cannot_leave_logits_out_trains_to_the_same_losses() -> Non
     one_by_one = replace(RECIPE, accumulation=1)
     expected = train(tiny_qwen2(), ROWS, one_by_one, pad_id=0).losses
     assert train(tiny_all_logits(), ROWS, one_by_one, pad_id=0).losses == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize(("rows", "epochs"), [(3, 8), (48, 8), (64, 6), (192, 2), (384, 1), (10_000, 1)])
+def test_few_rows_of_ones_own_are_seen_several_times(rows: int, epochs: int) -> None:
+    """48 steps of 8 rows, in 8 epochs at most."""
+    assert epochs_for(rows, 8) == epochs

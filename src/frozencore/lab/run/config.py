@@ -102,7 +102,10 @@ class RunConfig(Frozen):
         float | None,
         Field(ge=0, le=1, description="Share of the steps in which the rate rises. Default: the method's own."),
     ] = None
-    epochs: Annotated[int | None, Field(ge=1, description="Default: the task's number; 1 for own data.")] = None
+    epochs: Annotated[
+        int | None,
+        Field(ge=1, description="Default: the task's number; of own data 1, up to 8 where the rows are few."),
+    ] = None
     batch_size: Annotated[
         Literal["auto"] | PositiveInt,
         Field(

@@ -34,7 +34,7 @@ from frozencore.lab.run.selecting import score_run, selection_of
 from frozencore.lab.run.targets import resolve_targets
 from frozencore.lab.training.by_length import pass_tokens_of
 from frozencore.lab.training.low_rank import PLAIN
-from frozencore.lab.training.recipe import Recipe
+from frozencore.lab.training.recipe import Recipe, epochs_for
 from frozencore.lab.training.reporting import Reports, reporting, require_reporters
 from frozencore.lab.training.train import TrainingReport
 from frozencore.lab.training.train import train as train_alone
@@ -169,7 +169,7 @@ def recipe_of(config: RunConfig, rows: RunRows, model: nn.Module) -> Recipe:
     return Recipe(
         learning_rate=config.resolved_learning_rate,
         warmup=config.resolved_warmup,
-        epochs=config.epochs or (rows.task.epochs if rows.task else 1),
+        epochs=config.epochs or (rows.task.epochs if rows.task else epochs_for(len(rows.train), config.rows_a_step)),
         batch_size=batch_size,
         accumulation=accumulation,
         seed=config.seed,

@@ -20,6 +20,14 @@ UNREFRESHED = (
 )  # not told to checkpoints, which are as they were before
 
 
+FEWEST_STEPS, MOST_EPOCHS = 48, 8
+
+
+def epochs_for(num_rows: int, rows_a_step: int) -> int:
+    """Epochs of one's own rows, where nobody says: as many as make ``FEWEST_STEPS`` optimizer steps, at most 8."""
+    return min(MOST_EPOCHS, math.ceil(FEWEST_STEPS / math.ceil(num_rows / rows_a_step)))
+
+
 @dataclass(frozen=True)
 class Recipe:
     """How to train.
