@@ -153,6 +153,8 @@ def _value(option: Option, given: Any) -> Any:
     kinds = _kinds(option)
     if not isinstance(given, str) or (len(kinds) == 1 and (kinds[0] is str or get_origin(kinds[0]) is Literal)):
         return given
+    if given == "none" and option.default is not None and NoneType in _parts(option.plain):
+        return None
     several = [part.strip() for part in given.split(",") if part.strip()]
     for meant in (given, several) if _takes_several(option) else (given,):
         try:
