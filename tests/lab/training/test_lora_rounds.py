@@ -172,6 +172,22 @@ def test_on_a_16_bit_base_the_sum_is_not_rounded_to_it() -> None:
     assert all(torch.equal(*pair) for pair in zip(take_off(model).state_dict().values(), original, strict=True))
 
 
+def test_on_a_16_bit_base_earlier_rounds_are_computed_with_beside_weights_that_stay() -> None:
+    model = adapted(tiny_llama().to(torch.bfloat16))
+    rounds = LoRARounds(model, 2)
+    rounds._seed = 1
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if "lora_B" in key:
+                parameter.normal_(std=0.3, generator=torch.Generator().manual_seed(1))
+    before, own = logits(model), weights(model)
+    rounds.next_round(torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]))
+    assert all(torch.equal(*pair) for pair in zip(weights(model), own, strict=True))
+    beside = (logits(model) - before).abs().max()
+    rounds.close()
+    assert beside < 0.05 * (logits(model) - before).abs().max()
+
+
 def test_a_training_that_diverges_leaves_the_base_as_it_was() -> None:
     base = tiny_qwen2()
     original = {key: value.clone() for key, value in base.state_dict().items()}
