@@ -190,6 +190,23 @@ def test_packed_and_unpacked_is_the_same_folder(tmp_path: Path) -> None:
     assert torch.equal(logits(loaded), logits(model))
 
 
+def test_a_basis_that_was_not_saved_is_written_beside_the_cores_and_shared(tmp_path: Path) -> None:
+    model = adapted("fcca")
+    for name in ("anna", "ben"):
+        train_at_random(model)
+        model.save_pretrained(str(tmp_path / name))
+        pack_adapter(tmp_path / name, None, tmp_path / "shared" / name)
+        unpack_adapter(tmp_path / "shared" / name, tmp_path / f"{name}-again")
+        for file in (WEIGHTS, CONFIG):
+            assert (tmp_path / f"{name}-again" / file).read_bytes() == (tmp_path / name / file).read_bytes()
+    assert load_basis(tmp_path / "shared" / "basis").identity == save_basis(model, tmp_path / "by hand")
+    adapted("rawgrad", trained=True).save_pretrained(str(tmp_path / "other"))
+    with pytest.raises(ArtifactError, match="not those of"):
+        pack_adapter(tmp_path / "other", None, tmp_path / "shared" / "other")
+    loaded = PeftModel.from_pretrained(tiny_qwen2(), str(tmp_path / "shared" / "ben")).eval()
+    assert torch.equal(logits(loaded), logits(model))
+
+
 def test_cores_in_16_bits_are_half_the_size(model: PeftModel, tmp_path: Path) -> None:
     unpack_adapter(saved_as(model, tmp_path / "named"), tmp_path / "whole")
     pack_adapter(tmp_path / "whole", tmp_path / "basis", tmp_path / "half", dtype=torch.bfloat16)

@@ -8,21 +8,25 @@ from pathlib import Path
 import torch
 
 from frozencore.adapter.arithmetic import placed
-from frozencore.adapter.config import FrozenCoreConfig
+from frozencore.adapter.config import FrozenCoreConfig, options_of_basis
 from frozencore.adapter.directory import read_tensors, write_adapter
 from frozencore.adapter.named_basis import differing_basis
+from frozencore.adapter.seal.card import num_tokens
 from frozencore.adapter.seal.factors import PREFIX, Factors, layer_factors
 from frozencore.adapter.seal.flat_cores import FLAT, flatten_cores
-from frozencore.adapter.seal.saved_basis import SavedBasis, load_basis
+from frozencore.adapter.seal.saved_basis import SavedBasis, load_basis, write_basis
 from frozencore.errors import ArtifactError
 
 
-def pack_adapter(adapter: str | Path, basis: str | Path, out: str | Path, *, dtype: torch.dtype | None = None) -> Path:
+def pack_adapter(
+    adapter: str | Path, basis: str | Path | None, out: str | Path, *, dtype: torch.dtype | None = None
+) -> Path:
     """Write an adapter that holds its basis as cores alone.
 
     Args:
         adapter: Folder of an adapter whose P and Q are those of the basis, bit for bit.
-        basis: Folder of the basis, or a hub id.
+        basis: Folder of the basis, or a hub id. None: the folder ``basis`` beside ``out``, which is written from the
+            adapter if it is not there.
         out: New folder.
         dtype: Of the cores; by default that in which they are saved. Cores in 16 bits are rounded.
 
@@ -33,13 +37,33 @@ def pack_adapter(adapter: str | Path, basis: str | Path, out: str | Path, *, dty
     if config.basis_id is not None:
         raise ArtifactError(f"{adapter} holds cores alone already, on the basis {config.basis_id[:12]}.")
     config.require_one_round("Packing")
-    saved, factors = load_basis(basis), layer_factors(str(adapter), tensors)
+    factors = layer_factors(str(adapter), tensors)
+    if basis is None:
+        basis = Path(out).parent / "basis"
+        if not basis.exists():
+            _write_own_basis(adapter, config, factors, basis)
+    saved = load_basis(basis)
     _require_same_basis(str(adapter), config, factors, str(basis), saved)
     cores = flatten_cores({name: f.R for name, f in factors.items()})
     others = {key: tensor for key, tensor in tensors.items() if f".{PREFIX}" not in key}
     changes = {"basis": str(basis), "basis_id": saved.identity, "base": None}
     packed = {FLAT: cores if dtype is None else cores.to(dtype), **others}
     return write_adapter(Path(out), packed, like=Path(adapter), changes=changes)
+
+
+def _write_own_basis(adapter: str | Path, config: FrozenCoreConfig, factors: Mapping[str, Factors], out: Path) -> None:
+    if config.initial_step:
+        raise ArtifactError(f"The cores in {adapter} began with an initial step, which no basis holds: keep it whole.")
+    known = options_of_basis()
+    write_basis(
+        out,
+        {f"{name}.{side}": X for name, f in factors.items() for side, X in (("P", f.P), ("Q", f.Q))},
+        scales={name: scale for name, (_, _, scale) in placed(config, factors).items()},
+        options={name: value for name, value in config.to_dict().items() if name in known},
+        calibrated_on=num_tokens(config.calibration_tokens),
+        base=(config.seal or {}).get("base"),
+        base_model=config.base_model_name_or_path,
+    )
 
 
 def unpack_adapter(adapter: str | Path, out: str | Path, *, basis: str | Path | None = None) -> Path:

@@ -20,8 +20,14 @@ NewFolder = Annotated[Path, typer.Option("--output", "--out", help="New folder."
 @adapter_app.command()
 def pack(
     adapter: Adapter,
-    basis: Annotated[str, typer.Option(help="Folder or hub id of the basis that it was trained on.")],
     output: NewFolder,
+    basis: Annotated[
+        str | None,
+        typer.Option(
+            help="Folder or hub id of the basis that it was trained on. Default: the folder basis beside --output, "
+            "written from the adapter if it is not there."
+        ),
+    ] = None,
     dtype: Annotated[str, typer.Option(help="Of the cores: auto (as saved), float32, bfloat16 or float16.")] = "auto",
 ) -> None:
     """Write an adapter as its cores alone: it needs the basis beside it from then on."""

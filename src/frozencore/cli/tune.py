@@ -50,13 +50,14 @@ def _tune(
         return
     refuse_used(output, resume=resume)
     choices = read_choices(sweep or [], SWEPT)
+    from frozencore.cli.adapter_size import size_lines
     from frozencore.cli.display import StageDisplay, resume_line
     from frozencore.cli.learning import FIGURE, write_learning
     from frozencore.cli.many_tables import sweep_summary
     from frozencore.cli.samples import sample_lines
     from frozencore.cli.tables import run_summary
     from frozencore.lab.run.execute import execute
-    from frozencore.lab.run.files import ASKED, SAMPLES
+    from frozencore.lab.run.files import ADAPTER, ASKED, SAMPLES
     from frozencore.lab.run.many.sweep import execute_sweep
     from frozencore.whole_file import write_text
 
@@ -76,6 +77,8 @@ def _tune(
     console.print(run_summary(record))
     if (output / SAMPLES).is_file():
         console.print(Group(*sample_lines(output / SAMPLES)))
+    for line in size_lines(output / ADAPTER):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
     write_text(output / ASKED, as_flags(config))
     curve = ""
     if record.training.losses:  # a private training tells none

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from frozencore.adapter_folder import HEADER_FILE, folder_of
+from frozencore.adapter_folder import FACTORS_FILE, HEADER_FILE
 from frozencore.errors import ArtifactError, DataError, ModelError
-from frozencore.hub import safe_loading
+from frozencore.hub import is_hub_id, safe_loading
 from frozencore.lab.rows.row_sources import require_source
 from frozencore.lab.run.config import RunConfig
 from frozencore.lab.run.model_names import model_location
@@ -24,12 +24,18 @@ def refuse_early(config: RunConfig, moments_file: Path | None = None) -> None:
     if config.data is not None:
         require_source(config.data)
     require_data_root(config.data_root)
-    if config.basis is not None and not (folder_of(config.basis) / HEADER_FILE).is_file():
-        raise ArtifactError(
-            f"--basis {config.basis} has no {HEADER_FILE}. Give a folder that `frozencore calibrate` wrote."
-        )
+    if config.basis is not None:
+        _require_basis(config.basis)
     if moments_file is not None and not moments_file.is_file():
         raise ArtifactError(f"There is no moments file at {moments_file}. Write one with `frozencore calibrate`.")
+
+
+def _require_basis(place: str) -> None:
+    if not (Path(place) / HEADER_FILE).is_file() and (Path(place).exists() or not is_hub_id(place)):
+        raise ArtifactError(
+            f"A basis is a folder with {HEADER_FILE} and {FACTORS_FILE}, but {place} has no {HEADER_FILE}. Point at one "
+            "that save_basis or `frozencore calibrate` wrote, or at a hub id."
+        )
 
 
 def require_model(name: str) -> None:
