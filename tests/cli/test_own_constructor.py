@@ -50,7 +50,7 @@ def specification(tmp_path: Path, method: str = "toy") -> Path:
 def test_its_option_is_a_flag_with_its_help(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     for verb in ("tune", "calibrate"):
-        status, out, _ = command(verb, "--help")
+        status, out, _ = command(verb, "--help-all")
         assert status == 0
         line = next(line for line in out.splitlines() if "--toy-offset" in line)
         assert "toy: The coordinate that comes first. [default: 0]" in line

@@ -33,8 +33,8 @@ def refuse_early(config: RunConfig, moments_file: Path | None = None) -> None:
 def _require_basis(place: str) -> None:
     if not (Path(place) / HEADER_FILE).is_file() and (Path(place).exists() or not is_hub_id(place)):
         raise ArtifactError(
-            f"A basis is a folder with {HEADER_FILE} and {FACTORS_FILE}, but {place} has no {HEADER_FILE}. Point at one "
-            "that save_basis or `frozencore calibrate` wrote, or at a hub id."
+            f"A basis is a folder with {HEADER_FILE} and {FACTORS_FILE}, but {place} has no {HEADER_FILE}. Point at "
+            "one that save_basis or `frozencore calibrate` wrote, or at a hub id."
         )
 
 
