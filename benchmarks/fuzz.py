@@ -1,12 +1,14 @@
-"""Mutated files against every loader: how many were tried, and that nothing but our own errors came out.
+"""Mutated files and crafted folders against every loader: how many were tried, and that only our own errors came out.
 
     python benchmarks/fuzz.py                    # a minute; figures go to results/fuzz.json beside this file
     python benchmarks/fuzz.py --seconds 600 --seed 1
 
-A seed file of each kind is made by the library itself. A mutation flips bits, cuts, doubles or overwrites stretches
-of bytes, puts in text that breaks parsers, or gives a JSON field (a safetensors header's too) another value. The file
-is then read by its loader: it may be taken, or refused with an error of ours in one line. Anything else, or a loader
-that computes longer than ``SLOWEST_S``, is a failure, and its file is kept.
+Half of the time goes to bytes. A seed file of each kind is made by the library itself (fuzz_files.py). A mutation flips
+bits, cuts, doubles or overwrites stretches of bytes, puts in text that breaks parsers, or gives a JSON field (a
+safetensors header's too) another value. The other half goes to values: an adapter or a basis gets a value of another
+type, a huge number, an endless expression, or tensors of other shapes, dtypes and names (fuzz_ways.py), under a seal
+that fits, and goes through every way in. What is tried may be taken, or refused with an error of ours in one line.
+Anything else, or a loader that computes longer than ``SLOWEST_S``, is a failure, and what caused it is kept.
 """
 
 from __future__ import annotations
@@ -25,81 +27,23 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import pyarrow
-import torch
-from peft import PeftModel, get_peft_model
-from pyarrow import parquet
 from rich.console import Console
 from rich.table import Table
-from torch import nn
-from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import logging
 
-from frozencore import FrozenCoreConfig, export_lora, load_basis, save_basis
-from frozencore.adapter.directory import read_adapter
-from frozencore.adapter.export.merged import export_merged
-from frozencore.adapter.export.serving import check_lora_directory
-from frozencore.calibration.store import MomentsFingerprint, load_moments, save_moments
-from frozencore.cli.campaign_status import status_lines
-from frozencore.cli.findings import diagnose
 from frozencore.errors import FrozenCoreError
-from frozencore.lab.campaign.plan import Outcome, plan
-from frozencore.lab.campaign.results import load_results
-from frozencore.lab.campaign.spec import read_campaign
-from frozencore.lab.reports.tables.task_means import read_task_means
-from frozencore.lab.rows.own_task import read_own_task
-from frozencore.lab.rows.row_files import read_file
 from frozencore.lab.run.provenance import provenance
-from frozencore.lab.run.record import read_record
-from frozencore.lab.training.checkpoints import newest_complete_checkpoint, seal_checkpoint
-from frozencore.maths.moments import LayerMoments
-from frozencore.strict_yaml import read_yaml
-from frozencore.whole_file import write_json, write_lines
+from frozencore.whole_file import write_json
+from fuzz_files import make_targets
+from fuzz_ways import draw, make_sources, ways_in, ways_into_a_basis
 
 SLOWEST_S = 20.0
-WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 POISON = (
     b"\x00", b"\xff\xfe", b"NaN", b"1e999", b"-1", b"9" * 400, b"null", b"true", b"[]", b"{}", b'"', b"[" * 3000,
     b"../../", b"\\u0000", b"\\ud800", b"\n", b"\r", b"\t", b"\xe2\x80\xa8", b"18446744073709551615",
     b"&a [*a]", b"!!python/object/apply:os.system [id]", b"---\n", b"!!bool maybe", b"!!timestamp x", b"!!int",
     b"2020-13-45", b"<<: ", b"F64", b"BF16", b"I8", b"FROZENCORE", b"LORA",
 )  # fmt: skip
-CAMPAIGN = """name: small
-models: {pocket: pocket}
-base: {batch_size: 8, epochs: 1}
-studies:
-  main:
-    title: Two methods
-    axes: {model: [pocket], task: [pocket-sentiment], method: [fcca, eva], seed: [42]}
-    search: {grids: [{for: [fcca], warmup: [0.03, 1e-1]}]}
-    report: {reference: fcca}
-"""
-RECORD = {
-    "format": 1, "config": {"task": "x"}, "method": "fcca", "task": "x", "seed": 42, "accuracy": 0.5,
-    "accuracy_before": 0.25, "held_out_loss": 1.5, "held_out_loss_before": 2.5, "hashes": {"model": "0" * 64},
-    "total_s": 2.0, "trainable_parameters": 8, "calibration_s": 0.5, "training_s": 1.0, "peak_memory_bytes": 1000,
-    "training": {"num_steps": 4, "losses": [2.0]},
-}  # fmt: skip
-PREDICTIONS = """{"id": "a", "prediction": "1", "gold": "1", "correct": true}
-{"id": "b", "prediction": null, "gold": "2", "correct": false}
-"""
-OWN_TASK = """name: capitals
-scoring: choice
-evaluation: rows.jsonl
-prompt: "Q: {question}\\nA:"
-choices: [it is, "no"]
-answer: answer
-"""
-
-
-@dataclass(frozen=True)
-class Target:
-    """A kind of file: where a sound one lies, which of its files is mutated, and what reads it."""
-
-    kind: str
-    folder: Path
-    file: str
-    load: Callable[[Path], object]
 
 
 @dataclass
@@ -166,141 +110,69 @@ def _places(tree: Any) -> Iterator[tuple[Any, Any]]:
         yield from _places(value)
 
 
-def tiny_base() -> nn.Module:
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=20, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=16,
-    )  # fmt: skip
-    return Qwen2ForCausalLM(config).eval()
-
-
-def make_targets(folder: Path) -> list[Target]:
-    """A sound file of every kind, and its loader."""
-    base = tiny_base()
-    config = FrozenCoreConfig(r=2, target_modules=["q_proj", "v_proj"], constructor="random")
-    get_peft_model(tiny_base(), config).save_pretrained(str(folder / "adapter"))
-    shutil.copytree(folder / "adapter", folder / "unsealed")
-    on_basis = get_peft_model(tiny_base(), config)
-    save_basis(on_basis, folder / "cores" / "basis")
-    on_basis.save_pretrained(str(folder / "cores"))
-    values = json.loads((folder / "unsealed" / CONFIG).read_text())
-    (folder / "unsealed" / CONFIG).write_text(json.dumps(values | {"seal": None}))
-    export_lora(folder / "adapter", folder / "lora", base=base)
-
-    def load_with_peft(path: Path) -> None:
-        model = PeftModel.from_pretrained(base, str(path))
-        model.unload()
-
-    def write_lora(path: Path) -> None:
-        export_lora(path, folder / "written", base=base, overwrite=True)
-
-    def write_merged(path: Path) -> None:
-        export_merged(path, folder / "merged", base=folder / "base", overwrite=True)
-
-    base.save_pretrained(folder / "base")
-    (folder / "moments").mkdir()
-    moments = {"a.b": LayerMoments(5, input_square=torch.arange(1.0, 9.0), cross=torch.ones(2, 8))}
-    save_moments(folder / "moments" / "moments.safetensors", moments, MomentsFingerprint("m", "d", {}))
-    for name, text in (("campaign", CAMPAIGN), ("task", OWN_TASK)):
-        (folder / name).mkdir()
-        (folder / name / "a.yaml").write_text(text)
-    rows = "".join(
-        json.dumps({"prompt": f"Q{i}", "question": f"{i}?", "answer": i % 2, "more": "é"}) + "\n" for i in range(4)
-    )
-    (folder / "task" / "rows.jsonl").write_text(rows)
-    (folder / "run").mkdir()
-    (folder / "run" / "result.json").write_text(json.dumps(RECORD))
-    (folder / "run" / "predictions.jsonl").write_text(PREDICTIONS)
-    finished = _finish_campaign(folder)
-    parquet.write_table(
-        pyarrow.table({"prompt": ["a", "é"] * 9, "completion": ["b", "c"] * 9}), folder / "rows.parquet"
-    )
-    (folder / "means.csv").write_text("task,fcca,eva\nsvamp,60.5,61\ngsm8k,1e1,-2\n")
-    step = folder / "checkpoints" / "checkpoint-4"
-    step.mkdir(parents=True)
-    (step / "state.json").write_text("{}")
-    seal_checkpoint(step, {"seed": 1})
-    return [
-        Target("adapter weights", folder / "adapter", WEIGHTS, read_adapter),
-        Target("adapter weights without a seal", folder / "unsealed", WEIGHTS, read_adapter),
-        Target("adapter configuration", folder / "adapter", CONFIG, read_adapter),
-        Target("adapter configuration without a seal", folder / "unsealed", CONFIG, read_adapter),
-        Target("adapter weights, through PEFT", folder / "unsealed", WEIGHTS, load_with_peft),
-        Target("adapter weights, as LoRA", folder / "unsealed", WEIGHTS, write_lora),
-        Target("adapter configuration, as LoRA", folder / "unsealed", CONFIG, write_lora),
-        Target("adapter configuration, merged", folder / "unsealed", CONFIG, write_merged),
-        Target("basis", folder / "cores" / "basis", "basis.safetensors", load_basis),
-        Target("basis header", folder / "cores" / "basis", "basis.json", load_basis),
-        Target("basis header, by doctor", folder / "cores" / "basis", "basis.json", diagnose),
-        Target("cores alone", folder / "cores", WEIGHTS, read_adapter),
-        Target("cores alone, configuration", folder / "cores", CONFIG, read_adapter),
-        Target("cores alone, through PEFT", folder / "cores", WEIGHTS, load_with_peft),
-        Target("cores alone, basis header", folder / "cores", "basis/basis.json", read_adapter),
-        Target("moments", folder / "moments", "moments.safetensors", lambda p: load_moments(p / "moments.safetensors")),
-        Target("LoRA weights", folder / "lora", WEIGHTS, check_lora_directory),
-        Target("LoRA configuration", folder / "lora", CONFIG, check_lora_directory),
-        Target("campaign YAML", folder / "campaign", "a.yaml", lambda p: read_campaign(p / "a.yaml")),
-        Target("YAML", folder / "campaign", "a.yaml", lambda p: read_yaml(p / "a.yaml")),
-        Target("task YAML", folder / "task", "a.yaml", lambda p: read_own_task(p / "a.yaml")),
-        Target("JSONL rows", folder / "task", "rows.jsonl", lambda p: read_file(p / "rows.jsonl", option="--data")),
-        Target("Parquet rows", folder, "rows.parquet", lambda p: read_file(p / "rows.parquet", option="--data")),
-        Target("table of means", folder, "means.csv", lambda p: read_task_means(p / "means.csv")),
-        Target("run record, by doctor", folder / "run", "result.json", diagnose),
-        Target("predictions, by doctor", folder / "run", "predictions.jsonl", diagnose),
-        Target("campaign index", folder / "results", "records.jsonl", load_results),
-        Target("campaign index, by doctor", folder / "results", "records.jsonl", diagnose),
-        Target("run record of a campaign", folder / "driven", finished, lambda p: list(status_lines(p))),
-        Target("campaign folder, by doctor", folder / "results", "campaign.json", diagnose),
-        Target(
-            "checkpoint seal",
-            folder / "checkpoints",
-            "checkpoint-4/complete.json",
-            lambda p: newest_complete_checkpoint(p, {"seed": 1}),
-        ),
-    ]
-
-
-def _finish_campaign(folder: Path) -> str:
-    """A campaign by its index in ``results``, and by its runs in ``driven``; the file of one of those."""
-    campaign = read_campaign(folder / "campaign" / "a.yaml")
-    jobs = plan(campaign, lambda _: Outcome(read_record(json.dumps(RECORD))))
-    files = [f"runs/{run.job.id}/result.json" for run in jobs if run.job]
-    for name in ("results", "driven"):
-        write_json(folder / name / "campaign.json", campaign.model_dump(mode="json"))
-    write_lines(folder / "results" / "records.jsonl", ({**RECORD, "run_id": file.split("/")[1]} for file in files))
-    for file in files:
-        write_json(folder / "driven" / file, RECORD)
-    return files[0]
-
-
 def fuzz(seconds: float, seed: int, keep: Path) -> dict[str, Tally]:
-    """Try files until the time is over, which all kinds share evenly."""
-    rng = random.Random(seed)
+    """Try files and folders until the time is over, which both halves share, and within them all kinds of files."""
     with TemporaryDirectory() as made, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        targets = make_targets(Path(made))
-        for target in targets:
-            target.load(target.folder)
-        contents = {target.kind: (target.folder / target.file).read_bytes() for target in targets}
-        outcomes = {target.kind: Tally() for target in targets}
+        halves = (mutated_files(Path(made) / "files", seed, keep), crafted_folders(Path(made) / "folders", seed, keep))
+        outcomes: tuple[dict[str, Tally], dict[str, Tally]] = ({}, {})
+        for tried, half in zip(outcomes, halves, strict=True):
+            tried.update(next(half))  # before the clock starts
         end = time.monotonic() + seconds
         while time.monotonic() < end:
-            target = min(targets, key=lambda one: outcomes[one.kind].spent_s)
-            path, outcome = target.folder / target.file, outcomes[target.kind]
-            mutated = mutate(contents[target.kind], rng)
-            path.write_bytes(mutated)
-            _try(target, outcome, mutated, keep)
-            path.write_bytes(contents[target.kind])
-    return outcomes
+            spent = [sum(one.spent_s for one in tried.values()) for tried in outcomes]
+            next(halves[spent.index(min(spent))])
+    return outcomes[0] | outcomes[1]
 
 
-def _try(target: Target, outcome: Tally, mutated: bytes, keep: Path) -> None:
+def mutated_files(folder: Path, seed: int, keep: Path) -> Iterator[dict[str, Tally]]:
+    """Yields its tallies, and then tries one file at each step."""
+    folder.mkdir()
+    rng, targets = random.Random(seed), make_targets(folder)
+    for target in targets:
+        target.load(target.folder)
+    contents = {target.kind: (target.folder / target.file).read_bytes() for target in targets}
+    outcomes = {target.kind: Tally() for target in targets}
+    while True:
+        yield outcomes
+        target = min(targets, key=lambda one: outcomes[one.kind].spent_s)
+        path, mutated = target.folder / target.file, mutate(contents[target.kind], rng)
+        path.write_bytes(mutated)
+        if _try(target.load, target.folder, outcomes[target.kind]):
+            _keep(keep, f"{target.kind}-{len(outcomes[target.kind].failures)}-{Path(target.file).name}", mutated)
+        path.write_bytes(contents[target.kind])
+
+
+def crafted_folders(folder: Path, seed: int, keep: Path) -> Iterator[dict[str, Tally]]:
+    """Yields its tallies, and then crafts one folder at each step, which goes through every way in."""
+    folder.mkdir()
+    rng, sources = random.Random(seed), make_sources(folder)
+    adapter, basis = ways_in(folder), ways_into_a_basis(folder)
+    outcomes = {f"crafted adapter: {name}": Tally() for name in adapter}
+    outcomes |= {f"crafted basis: {name}": Tally() for name in basis}
+    while True:
+        yield outcomes
+        source = rng.choice(sorted(sources.values()))
+        place = folder / "crafted"
+        shutil.rmtree(place, ignore_errors=True)
+        shutil.copytree(source, place)
+        done = draw(place, rng)
+        ways = [(f"crafted adapter: {name}", load, place) for name, load in adapter.items()]
+        if (place / "basis").is_dir():
+            ways += [(f"crafted basis: {name}", load, place / "basis") for name, load in basis.items()]
+        for kind, load, where in ways:
+            if _try(load, where, outcomes[kind]):
+                outcomes[kind].failures[-1] += f" ({source.name}: {done})"
+                _keep(keep, f"{kind}-{len(outcomes[kind].failures)}.txt", outcomes[kind].failures[-1].encode())
+
+
+def _try(load: Callable[[Path], object], path: Path, outcome: Tally) -> bool:
+    """Whether a loader failed on what lies there."""
     started = time.process_time()  # whatever else the machine does
     outcome.tried += 1
     failure = None
     try:
-        target.load(target.folder)
+        load(path)
         outcome.taken += 1
     except FrozenCoreError as error:
         outcome.refused[type(error).__name__] += 1
@@ -315,13 +187,16 @@ def _try(target: Target, outcome: Tally, mutated: bytes, keep: Path) -> None:
         failure = f"took {took:.1f} s"
     if failure is not None:
         outcome.failures.append(failure)
-        keep.mkdir(parents=True, exist_ok=True)
-        name = f"{target.kind.replace(' ', '_')}-{len(outcome.failures)}-{Path(target.file).name}"
-        (keep / name).write_bytes(mutated)
+    return failure is not None
+
+
+def _keep(folder: Path, name: str, content: bytes) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name.replace(" ", "_").replace(":", "")).write_bytes(content)
 
 
 def show(outcomes: dict[str, Tally]) -> None:
-    table = Table(title=f"{sum(o.tried for o in outcomes.values()):,} mutated files")
+    table = Table(title=f"{sum(o.tried for o in outcomes.values()):,} mutated files and crafted folders")
     for heading in ("kind", "tried", "taken", "refused", "failures", "slowest"):
         table.add_column(heading, justify="left" if heading == "kind" else "right")
     for kind, one in outcomes.items():

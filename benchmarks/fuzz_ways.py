@@ -174,6 +174,7 @@ def draw(folder: Path, rng: random.Random) -> str:
         set_in_header(basis, keys, value)
         return f"basis.json {'.'.join(keys)} = {value!r:.60}"
     known = json.loads((folder / CONFIG).read_text())
+    known.pop("peft_type")  # PEFT looks it up before anything of ours sees it
     name = rng.choice([*sorted(known), "basis_id", "basis", "rounds", "rank_budget", "seal"])
     set_values(folder, **{name: value})
     return f"{name} = {value!r:.60}"

@@ -93,6 +93,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "token indices of 10^12": {"trainable_token_indices": [10**12]},
     "negative token indices": {"trainable_token_indices": [-1]},
     "token indices by name of 10^12": {"trainable_token_indices": {"embed_tokens": [10**12]}},
+    "tokens that are not in the file": {"trainable_token_indices": [1]},
     "layers_to_transform a text": {"layers_to_transform": "x"},
     "a seal that is a number": {"seal": 7},
 }
@@ -136,6 +137,15 @@ BAD_TENSORS: dict[str, Callable[[dict[str, Tensor]], dict[str, Tensor]]] = {
 def test_crafted_tensors_are_refused_in_one_line(case: str, made: Path, copied: Callable[[str], Path]) -> None:
     folder = copied("adapter")
     ways.set_tensors(folder, BAD_TENSORS[case])
+    assert not outcomes(ways.ways_in(made), folder)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bool, torch.float8_e4m3fn, torch.complex64])
+def test_cores_alone_that_are_no_floats_to_compute_with_are_refused(
+    dtype: torch.dtype, made: Path, copied: Callable[[str], Path]
+) -> None:
+    folder = copied("cores")
+    ways.set_tensors(folder, _every("", lambda X: X.to(dtype)))
     assert not outcomes(ways.ways_in(made), folder)
 
 

@@ -67,7 +67,7 @@ def state_to_load(
     make_room(config, layers, adapter_name, state_dict)
     own = {name: layer.factors(adapter_name) for name, layer in layers.items()}
     seal = config.take_seal()
-    require_modules(origin, config.modules_to_save, state_dict)
+    require_modules(origin, config.modules_to_save, config.trainable_token_indices, state_dict)
     if FLAT in state_dict:
         require_sound_cores(origin, state_dict, config.basis_id)
         require_sealed(origin, seal, state_dict)

@@ -77,7 +77,7 @@ def read_folder(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             require_sound_cores(str(directory), tensors, values.get("basis_id"))
         else:
             require_sound(str(directory), tensors, values.get("coordinates", "qr"), values.get("rounds", 1))
-        require_modules(str(directory), values.get("modules_to_save"), tensors)
+        require_modules(str(directory), values.get("modules_to_save"), values.get("trainable_token_indices"), tensors)
         recorded = seal.get("weights_sha256")
         came = hashlib.sha256(content).hexdigest()
         if recorded not in (None, came):

@@ -33,6 +33,8 @@ def require_finite_in(what: str, came: Tensor, dtype: torch.dtype) -> None:
     Raises:
         ArtifactError: They are not.
     """
+    if not came.is_floating_point() or came.numel() == 0:
+        return
     if torch.finfo(came.dtype).max > torch.finfo(dtype).max and not all_finite(came.to(dtype)):
         raise ArtifactError(
             f"An adapter is finite in the dtype of its model, but {what} holds values that {dtype} does not. "
@@ -40,12 +42,20 @@ def require_finite_in(what: str, came: Tensor, dtype: torch.dtype) -> None:
         )
 
 
-def require_modules(origin: str, modules: Any, tensors: Mapping[str, Tensor]) -> None:
-    """Refuse an adapter that names trained modules and does not hold them.
+def require_modules(origin: str, modules: Any, tokens: Any, tensors: Mapping[str, Tensor]) -> None:
+    """Refuse an adapter that names trained modules or tokens and does not hold them.
+
+    Args:
+        modules: ``modules_to_save`` of its configuration.
+        tokens: ``trainable_token_indices``.
 
     Raises:
         ArtifactError: The first that is missing.
     """
+    if tokens and not any(".token_adapter." in key for key in tensors):
+        raise ArtifactError(
+            f"trainable_token_indices names tokens, but {origin} holds none of them. Save or download it again."
+        )
     for name in modules if isinstance(modules, list | set | tuple) else ():
         if not any(f".{name}." in f".{key}." for key in tensors):
             raise ArtifactError(

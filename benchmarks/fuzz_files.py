@@ -1,0 +1,170 @@
+"""A sound file of every kind that frozencore reads, with its loader."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow
+import torch
+from peft import PeftModel, get_peft_model
+from pyarrow import parquet
+
+from frozencore import FrozenCoreConfig, export_lora, load_basis, save_basis
+from frozencore.adapter.directory import read_adapter
+from frozencore.adapter.export.merged import export_merged
+from frozencore.adapter.export.serving import check_lora_directory
+from frozencore.calibration.store import MomentsFingerprint, load_moments, save_moments
+from frozencore.cli.campaign_status import status_lines
+from frozencore.cli.findings import diagnose
+from frozencore.lab.campaign.plan import Outcome, plan
+from frozencore.lab.campaign.results import load_results
+from frozencore.lab.campaign.spec import read_campaign
+from frozencore.lab.reports.tables.task_means import read_task_means
+from frozencore.lab.rows.own_task import read_own_task
+from frozencore.lab.rows.row_files import read_file
+from frozencore.lab.run.record import read_record
+from frozencore.lab.training.checkpoints import newest_complete_checkpoint, seal_checkpoint
+from frozencore.maths.moments import LayerMoments
+from frozencore.strict_yaml import read_yaml
+from frozencore.whole_file import write_json, write_lines
+from fuzz_ways import CONFIG, WEIGHTS, tiny_base
+
+CAMPAIGN = """name: small
+models: {pocket: pocket}
+base: {batch_size: 8, epochs: 1}
+studies:
+  main:
+    title: Two methods
+    axes: {model: [pocket], task: [pocket-sentiment], method: [fcca, eva], seed: [42]}
+    search: {grids: [{for: [fcca], warmup: [0.03, 1e-1]}]}
+    report: {reference: fcca}
+"""
+RECORD = {
+    "format": 1, "config": {"task": "x"}, "method": "fcca", "task": "x", "seed": 42, "accuracy": 0.5,
+    "accuracy_before": 0.25, "held_out_loss": 1.5, "held_out_loss_before": 2.5, "hashes": {"model": "0" * 64},
+    "total_s": 2.0, "trainable_parameters": 8, "calibration_s": 0.5, "training_s": 1.0, "peak_memory_bytes": 1000,
+    "training": {"num_steps": 4, "losses": [2.0]},
+}  # fmt: skip
+PREDICTIONS = """{"id": "a", "prediction": "1", "gold": "1", "correct": true}
+{"id": "b", "prediction": null, "gold": "2", "correct": false}
+"""
+OWN_TASK = """name: capitals
+scoring: choice
+evaluation: rows.jsonl
+prompt: "Q: {question}\\nA:"
+choices: [it is, "no"]
+answer: answer
+"""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A kind of file: where a sound one lies, which of its files is mutated, and what reads it."""
+
+    kind: str
+    folder: Path
+    file: str
+    load: Callable[[Path], object]
+
+
+def make_targets(folder: Path) -> list[Target]:
+    """A sound file of every kind, and its loader."""
+    base = tiny_base()
+    config = FrozenCoreConfig(r=2, target_modules=["q_proj", "v_proj"], constructor="random")
+    get_peft_model(tiny_base(), config).save_pretrained(str(folder / "adapter"))
+    shutil.copytree(folder / "adapter", folder / "unsealed")
+    on_basis = get_peft_model(tiny_base(), config)
+    save_basis(on_basis, folder / "cores" / "basis")
+    on_basis.save_pretrained(str(folder / "cores"))
+    values = json.loads((folder / "unsealed" / CONFIG).read_text())
+    (folder / "unsealed" / CONFIG).write_text(json.dumps(values | {"seal": None}))
+    export_lora(folder / "adapter", folder / "lora", base=base)
+
+    def load_with_peft(path: Path) -> None:
+        model = PeftModel.from_pretrained(base, str(path))
+        model.unload()
+
+    def write_lora(path: Path) -> None:
+        export_lora(path, folder / "written", base=base, overwrite=True)
+
+    def write_merged(path: Path) -> None:
+        export_merged(path, folder / "merged", base=folder / "base", overwrite=True)
+
+    base.save_pretrained(folder / "base")
+    (folder / "moments").mkdir()
+    moments = {"a.b": LayerMoments(5, input_square=torch.arange(1.0, 9.0), cross=torch.ones(2, 8))}
+    save_moments(folder / "moments" / "moments.safetensors", moments, MomentsFingerprint("m", "d", {}))
+    for name, text in (("campaign", CAMPAIGN), ("task", OWN_TASK)):
+        (folder / name).mkdir()
+        (folder / name / "a.yaml").write_text(text)
+    rows = "".join(
+        json.dumps({"prompt": f"Q{i}", "question": f"{i}?", "answer": i % 2, "more": "é"}) + "\n" for i in range(4)
+    )
+    (folder / "task" / "rows.jsonl").write_text(rows)
+    (folder / "run").mkdir()
+    (folder / "run" / "result.json").write_text(json.dumps(RECORD))
+    (folder / "run" / "predictions.jsonl").write_text(PREDICTIONS)
+    finished = _finish_campaign(folder)
+    parquet.write_table(
+        pyarrow.table({"prompt": ["a", "é"] * 9, "completion": ["b", "c"] * 9}), folder / "rows.parquet"
+    )
+    (folder / "means.csv").write_text("task,fcca,eva\nsvamp,60.5,61\ngsm8k,1e1,-2\n")
+    step = folder / "checkpoints" / "checkpoint-4"
+    step.mkdir(parents=True)
+    (step / "state.json").write_text("{}")
+    seal_checkpoint(step, {"seed": 1})
+    return [
+        Target("adapter weights", folder / "adapter", WEIGHTS, read_adapter),
+        Target("adapter weights without a seal", folder / "unsealed", WEIGHTS, read_adapter),
+        Target("adapter configuration", folder / "adapter", CONFIG, read_adapter),
+        Target("adapter configuration without a seal", folder / "unsealed", CONFIG, read_adapter),
+        Target("adapter weights, through PEFT", folder / "unsealed", WEIGHTS, load_with_peft),
+        Target("adapter weights, as LoRA", folder / "unsealed", WEIGHTS, write_lora),
+        Target("adapter configuration, as LoRA", folder / "unsealed", CONFIG, write_lora),
+        Target("adapter configuration, merged", folder / "unsealed", CONFIG, write_merged),
+        Target("basis", folder / "cores" / "basis", "basis.safetensors", load_basis),
+        Target("basis header", folder / "cores" / "basis", "basis.json", load_basis),
+        Target("basis header, by doctor", folder / "cores" / "basis", "basis.json", diagnose),
+        Target("cores alone", folder / "cores", WEIGHTS, read_adapter),
+        Target("cores alone, configuration", folder / "cores", CONFIG, read_adapter),
+        Target("cores alone, through PEFT", folder / "cores", WEIGHTS, load_with_peft),
+        Target("cores alone, basis header", folder / "cores", "basis/basis.json", read_adapter),
+        Target("moments", folder / "moments", "moments.safetensors", lambda p: load_moments(p / "moments.safetensors")),
+        Target("LoRA weights", folder / "lora", WEIGHTS, check_lora_directory),
+        Target("LoRA configuration", folder / "lora", CONFIG, check_lora_directory),
+        Target("campaign YAML", folder / "campaign", "a.yaml", lambda p: read_campaign(p / "a.yaml")),
+        Target("YAML", folder / "campaign", "a.yaml", lambda p: read_yaml(p / "a.yaml")),
+        Target("task YAML", folder / "task", "a.yaml", lambda p: read_own_task(p / "a.yaml")),
+        Target("JSONL rows", folder / "task", "rows.jsonl", lambda p: read_file(p / "rows.jsonl", option="--data")),
+        Target("Parquet rows", folder, "rows.parquet", lambda p: read_file(p / "rows.parquet", option="--data")),
+        Target("table of means", folder, "means.csv", lambda p: read_task_means(p / "means.csv")),
+        Target("run record, by doctor", folder / "run", "result.json", diagnose),
+        Target("predictions, by doctor", folder / "run", "predictions.jsonl", diagnose),
+        Target("campaign index", folder / "results", "records.jsonl", load_results),
+        Target("campaign index, by doctor", folder / "results", "records.jsonl", diagnose),
+        Target("run record of a campaign", folder / "driven", finished, lambda p: list(status_lines(p))),
+        Target("campaign folder, by doctor", folder / "results", "campaign.json", diagnose),
+        Target(
+            "checkpoint seal",
+            folder / "checkpoints",
+            "checkpoint-4/complete.json",
+            lambda p: newest_complete_checkpoint(p, {"seed": 1}),
+        ),
+    ]
+
+
+def _finish_campaign(folder: Path) -> str:
+    """A campaign by its index in ``results``, and by its runs in ``driven``; the file of one of those."""
+    campaign = read_campaign(folder / "campaign" / "a.yaml")
+    jobs = plan(campaign, lambda _: Outcome(read_record(json.dumps(RECORD))))
+    files = [f"runs/{run.job.id}/result.json" for run in jobs if run.job]
+    for name in ("results", "driven"):
+        write_json(folder / name / "campaign.json", campaign.model_dump(mode="json"))
+    write_lines(folder / "results" / "records.jsonl", ({**RECORD, "run_id": file.split("/")[1]} for file in files))
+    for file in files:
+        write_json(folder / "driven" / file, RECORD)
+    return files[0]
