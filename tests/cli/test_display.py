@@ -33,7 +33,7 @@ def test_in_a_file_a_stage_is_one_line_when_it_ends_however_often_it_speaks() ->
 
 
 def test_in_a_file_a_long_stage_says_every_few_seconds_how_far_it_is_and_how_long_it_takes() -> None:
-    printed, now = io.StringIO(), iter([0.0, 4.0, 10.0, 11.0, 80.0, 90.0])
+    printed, now = io.StringIO(), iter([0.0, 0.0, 0.0, 4.0, 10.0, 11.0, 80.0, 90.0])
     with StageDisplay(Console(file=printed, width=120), clock=lambda: next(now)) as stages:
         for done in (50, 52, 55, 56, 90, 100):  # as a run that is resumed begins
             stages("train", done, 100, f"loss {done}")
@@ -42,6 +42,31 @@ def test_in_a_file_a_long_stage_says_every_few_seconds_how_far_it_is_and_how_lon
         "Train: 90 of 100 (loss 90), 20 s to go",
         "Train: 100 in 90.0 s (loss 100)",
     ]
+
+
+def test_the_lines_of_stages_add_up_to_the_whole_though_each_speaks_late() -> None:
+    printed, now = io.StringIO(), iter([0.0, 0.0, 6.0, 20.0, 21.0, 36.5])
+    with StageDisplay(Console(file=printed, width=120), clock=lambda: next(now)) as stages:
+        stages("load", 1, 1)
+        stages("score base", 6, 6)  # its first word is its last
+        stages("train", 1, 2)
+        stages("train", 2, 2)
+    assert printed.getvalue().splitlines() == [
+        "Load model and rows: 1 in 6.0 s",
+        "Score the base model: 6 in 14.0 s",
+        "Train: 2 in 16.5 s",
+    ]
+
+
+def test_a_bar_counts_from_the_end_of_the_stage_before_it() -> None:
+    now = iter([0.0, 0.0, 6.0, 20.0])
+    with StageDisplay(Console(file=io.StringIO(), force_terminal=True), clock=lambda: next(now)) as stages:
+        stages("load", 1, 1)
+        stages("score base", 6, 6)
+        first, second = (bar.elapsed for bar in stages.progress.tasks)
+    assert first is not None
+    assert second is not None
+    assert (round(first), round(second)) == (6, 14)
 
 
 def test_on_eighty_columns_the_note_of_training_is_whole() -> None:

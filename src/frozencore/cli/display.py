@@ -49,7 +49,8 @@ class StageDisplay:
         self.console = console
         self.clock = clock
         self.tasks: dict[str, TaskID] = {}
-        self.started: dict[str, tuple[float, int]] = {}
+        self.latest = clock()  # when something was last told: the next stage begins then, and not at its first word
+        self.started: dict[str, tuple[float, float, int]] = {}  # its beginning, its first word, and how far it was then
         self.told: dict[str, float] = {}
         self.finished: set[str] = set()
         self.progress = Bars(
@@ -63,6 +64,7 @@ class StageDisplay:
         )
 
     def __enter__(self) -> StageDisplay:
+        self.latest = self.clock()
         if self.console.is_terminal:
             self.progress.start()
         return self
@@ -74,27 +76,30 @@ class StageDisplay:
             self.progress.stop()
 
     def __call__(self, stage: str, done: int, total: int | None, note: str = "") -> None:
-        label = LABELS.get(stage, stage)
+        label, now = LABELS.get(stage, stage), self.clock()
+        began, *_ = self.started.setdefault(stage, (self.latest, now, done))
+        self.latest = now
         if not self.console.is_terminal:
-            self._line(stage, label, done, total, note)
+            self._line(stage, label, done, total, note, now)
             return
         if stage not in self.tasks:
             self.tasks[stage] = self.progress.add_task(label, total=total, note=note)
+            bar = next(bar for bar in self.progress.tasks if bar.id == self.tasks[stage])
+            bar.start_time = bar.get_time() - (now - began)
         self.progress.update(self.tasks[stage], completed=done, total=total, note=note)
 
-    def _line(self, stage: str, label: str, done: int, total: int | None, note: str) -> None:
-        now = self.clock()
-        began, already = self.started.setdefault(stage, (now, done))
+    def _line(self, stage: str, label: str, done: int, total: int | None, note: str, now: float) -> None:
+        began, first, already = self.started[stage]
         noted = f" ({note})" if note else ""
         if stage in self.finished:
             return
         if total is not None and done >= total:
             self.finished.add(stage)
             self.console.print(f"{label}: {total} in {now - began:.1f} s{noted}", highlight=False)
-        elif now - self.told.setdefault(stage, began) >= LINE_EVERY_S and done > already:
+        elif now - self.told.setdefault(stage, first) >= LINE_EVERY_S and done > already:
             self.told[stage] = now
             to_go = (
-                "" if total is None else f", {time_in_words((now - began) / (done - already) * (total - done))} to go"
+                "" if total is None else f", {time_in_words((now - first) / (done - already) * (total - done))} to go"
             )
             self.console.print(
                 f"{label}: {done}" + ("" if total is None else f" of {total}") + f"{noted}{to_go}", highlight=False
