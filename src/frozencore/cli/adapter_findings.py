@@ -1,8 +1,9 @@
-"""What is found in an adapter, in a basis, in a basis model and in a LoRA, where a glance does not settle it."""
+"""What is found in an adapter, in a basis, in a basis model and in a LoRA: what their readers say."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from frozencore.adapter.directory import read_adapter
@@ -11,14 +12,81 @@ from frozencore.adapter.export.serving import check_lora_directory
 from frozencore.adapter.export.serving.tensor_rules import no_tenant
 from frozencore.adapter.seal.integrity import read_folder
 from frozencore.adapter.seal.saved_basis import load_basis
-from frozencore.cli.adapter_lines import SeenAdapter, SeenBasis, other_method
-from frozencore.cli.findings import Finding
+from frozencore.adapter_folder import CONFIG_FILE
+from frozencore.cli.findings import Finding, inside
 from frozencore.errors import FrozenCoreError
+from frozencore.lab.run.files import ADAPTER, BASIS
 from frozencore.one_line import one_line
 
 
+@dataclass(frozen=True)
+class SeenAdapter:
+    """What was seen of a frozen core.
+
+    Attributes:
+        sealed: Whether hashes of its tensors were recorded, with which they agree.
+        basis_id: Of the basis that cores alone are on.
+        base_model: Its name; ``base_recorded``: whether values of its weights are.
+    """
+
+    num_layers: int
+    num_values: int
+    constructor: str
+    coordinates: str
+    calibrated: bool
+    sealed: bool
+    basis_id: str | None
+    base_model: str | None
+    base_recorded: bool
+
+    def findings(self) -> Iterator[Finding]:
+        """Weights, bases, seal and base model."""
+        said = f"{self.num_layers} layers, {self.num_values:,} trained values, all finite"
+        yield Finding("weights and configuration", said)
+        of = f"of {self.constructor}, in {self.coordinates} coordinates"
+        never = "zero: it was never calibrated and changes nothing. Call frozencore.calibrate and save it again."
+        yield Finding("bases", of if self.calibrated else never, self.calibrated)
+        yield Finding("seal", "hashes agree" if self.sealed else "none: changes since it was saved go unseen")
+        if self.basis_id is not None:
+            yield Finding("basis", f"{self.basis_id[:12]}, found; it records the base model")
+        else:
+            yield _base_model(self.base_model, recorded=self.base_recorded)
+
+
+@dataclass(frozen=True)
+class SeenBasis:
+    """What was seen of a basis in a folder of its own."""
+
+    num_layers: int
+    identity: str
+    constructor: str | None
+    calibrated_on: str | None
+    base_model: str | None
+    base_recorded: bool
+
+    def findings(self) -> Iterator[Finding]:
+        """Factors, identity and base model."""
+        yield Finding("factors and header", f"{self.num_layers} layers, all finite; hashes agree")
+        of = f", calibrated on {self.calibrated_on}" if self.calibrated_on else ""
+        yield Finding("identity", f"{self.identity[:12]}, of {self.constructor}{of}")
+        yield _base_model(self.base_model, recorded=self.base_recorded)
+
+
+def other_method(kind: object, num_tensors: int) -> Finding:
+    """Of the adapter of another PEFT method, as far as its file tells."""
+    return Finding("weights and configuration", f"{kind}, {num_tensors} tensors, all finite")
+
+
+def _base_model(name: str | None, *, recorded: bool) -> Finding:
+    made_on = f"made on {name or 'a model without a name'}"
+    return Finding("base model", f"{made_on}, {'recorded' if recorded else 'not recorded: any of its shape fits'}")
+
+
 def adapter(path: Path) -> Iterator[Finding]:
-    """Weights, bases, seal and base model of a frozen core."""
+    """Weights, bases, seal and base model of a frozen core, or of one in the folder ``adapter`` of a folder."""
+    if not (path / CONFIG_FILE).exists() and (path / ADAPTER / CONFIG_FILE).is_file():
+        yield from beside(path)
+        return
     try:
         config, factors = read_adapter(path)
     except FrozenCoreError as error:
@@ -36,6 +104,13 @@ def adapter(path: Path) -> Iterator[Finding]:
         base_model=config.base_model_name_or_path,
         base_recorded=bool(seal.get("base")),
     ).findings()
+
+
+def beside(path: Path) -> Iterator[Finding]:
+    """The adapter and the basis in a folder of ``frozencore calibrate``."""
+    yield from inside(path / ADAPTER, ADAPTER, adapter)
+    if (path / BASIS).is_dir():
+        yield from inside(path / BASIS, BASIS, basis)
 
 
 def basis(path: Path) -> Iterator[Finding]:

@@ -69,7 +69,7 @@ def diagnose(path: Path) -> Diagnosis:
 def _examiner(kind: str) -> Callable[[Path], Iterator[Finding]]:
     """The function that looks; what only an adapter needs is not imported for a campaign."""
     room = {
-        "adapter": "at_a_glance", "basis": "at_a_glance", "basis model": "adapter_findings",
+        "adapter": "adapter_findings", "basis": "adapter_findings", "basis model": "adapter_findings",
         "LoRA": "adapter_findings", "moments": "moments_findings",
     }  # fmt: skip
     module = import_module(f"frozencore.cli.{room.get(kind, 'run_findings')}")

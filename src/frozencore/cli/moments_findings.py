@@ -26,6 +26,6 @@ def moments(path: Path) -> Iterator[Finding]:
         said = f"{len(moments)} layers, {', '.join(names)}; {min(counts, default=0):,} tokens"
         yield Finding(file.name, said if counted else f"{said}: nothing was counted. Calibrate again.", counted)
     if path.is_dir():
-        from frozencore.cli.at_a_glance import beside
+        from frozencore.cli.adapter_findings import beside
 
         yield from beside(path)

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from frozencore.cli.at_a_glance import adapter, baseline
 from frozencore.cli.findings import Finding, diagnose, inside, read_json, things_in
 from frozencore.errors import FrozenCoreError
 from frozencore.lab.run.files import ADAPTER, CHECKPOINTS, FAILURE, PREDICTIONS, RECORD
@@ -39,6 +38,8 @@ def run(path: Path) -> Iterator[Finding]:
         yield _rescored(path / PREDICTIONS, record.accuracy)
     if (path / ADAPTER).exists():
         of_baseline = record.hashes is None or record.hashes.basis is None
+        from frozencore.cli.adapter_findings import adapter, baseline
+
         yield from inside(path / ADAPTER, "adapter", baseline if of_baseline else adapter)
 
 
