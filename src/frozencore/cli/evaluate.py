@@ -23,7 +23,7 @@ tasks_app = typer.Typer(no_args_is_help=True)
 
 def evaluate(
     context: typer.Context,
-    model: Annotated[str, typer.Option(help="Hub id or local folder of a causal language model.")],
+    model: Annotated[str, typer.Option(help="Hub id, local folder or GGUF file of a causal language model.")],
     output: Annotated[Path, typer.Option("--output", "--out", help="Folder of the scores; finished ones are kept.")],
     task: Annotated[
         str | None, typer.Option(help="all (the paper's eleven), names, or YAML files of your own; comma-separated.")
