@@ -85,8 +85,8 @@ def _falling(record: TunedRecord) -> Iterator[str]:
     if drop > max(STILL_FALLING * mean(before), 2 * error):
         epochs = record.resolved.recipe["epochs"]
         yield (
-            f"The training loss was still falling: {mean(last):.3f} in the last quarter of the steps, {mean(before):.3f} "
-            f"in the one before. Try --epochs {2 * epochs} or a larger --lr."
+            f"The training loss was still falling: {mean(last):.3f} in the last quarter of the steps, "
+            f"{mean(before):.3f} in the one before. Try --epochs {2 * epochs} or a larger --lr."
         )
 
 

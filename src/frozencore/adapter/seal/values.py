@@ -42,6 +42,10 @@ def require_finite_in(what: str, came: Tensor, dtype: torch.dtype) -> None:
         )
 
 
+CLASSIFIERS = ("classifier", "score")
+"""The heads that PEFT names in every adapter of a classifier, which has one of the two."""
+
+
 def require_modules(origin: str, modules: Any, tokens: Any, tensors: Mapping[str, Tensor]) -> None:
     """Refuse an adapter that names trained modules or tokens and does not hold them.
 
@@ -56,8 +60,12 @@ def require_modules(origin: str, modules: Any, tokens: Any, tensors: Mapping[str
         raise ArtifactError(
             f"trainable_token_indices names tokens, but {origin} holds none of them. Save or download it again."
         )
-    for name in modules if isinstance(modules, list | set | tuple) else ():
-        if not any(f".{name}." in f".{key}." for key in tensors):
+    named = list(modules) if isinstance(modules, list | set | tuple) else []
+    held = [name for name in named if any(f".{name}." in f".{key}." for key in tensors)]
+    if any(name in held for name in CLASSIFIERS):
+        held += CLASSIFIERS
+    for name in named:
+        if name not in held:
             raise ArtifactError(
                 f"modules_to_save names {name!r:.60}, but {origin} holds no such module. Save or download it again."
             )
