@@ -172,8 +172,8 @@ def sentences(machine: Found, gpu: Found) -> str:
         f"**Calibration** on {growth['plan']['job']['num_examples']} examples, SVDs included, takes "
         f"{over_floor[narrow]:.3f} times (width {narrow}) to {over_floor[wide]:.3f} times (width {wide}) a plain "
         f"forward and backward pass that computes the same logits (medians of {growth['runs']} runs). At width 512 "
-        f"PEFT's LoRA-GA takes {lora_ga:.2f} times and its EVA {eva:.1f} times as long as ours; both compute the logits of "
-        f"prompts too, which ours does not.",
+        f"PEFT's LoRA-GA takes {lora_ga:.2f} times and its EVA {eva:.1f} times as long as ours; both compute the "
+        f"logits of prompts too, which ours does not.",
         f"**On one {device}** (bfloat16, random weights, `benchmarks/gpu.py`, medians of 2 rounds), seconds of a step "
         f"of eight rows of 128 tokens: {steps_s}. On {slower} LoRA is faster; the two rounds of one model differ by up "
         f"to {_spread(races):.0%}. Peak memory at Qwen2.5-3B {peak['frozencore']} GB "
