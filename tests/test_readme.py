@@ -6,7 +6,7 @@ import json
 import random
 import re
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean, median, stdev
 from typing import Any
 
 import pytest
@@ -115,6 +115,7 @@ def test_the_table_of_when_to_use_it_is_that_of_the_committed_runs() -> None:
         assert shown[1:3] == [f"{trained:,}", f"{state / 1000:.0f} KB"]
         assert shown[3].removesuffix(" beside the basis") == f"{kept / 1000:,.0f} KB"
         assert shown[4] == f"{mean(record['held_out_loss'] for record in own):.3f}"
+        assert stdev(record["held_out_loss"] for record in own) < 0.007  # as its heading says
 
 
 def test_its_first_figure_is_that_of_the_committed_campaign() -> None:
