@@ -13,6 +13,7 @@ from scipy import stats
 
 from frozencore.errors import DataError
 from frozencore.lab.reports.statistics.over_tasks import (
+    REAL_COVERAGE,
     bootstrap_interval,
     differences,
     holm,
@@ -115,3 +116,15 @@ def test_spread_is_the_sample_standard_deviation():
 def test_nothing_has_no_mean():
     with pytest.raises(DataError, match="at least one value, but none came"):
         mean({})
+
+
+@pytest.mark.parametrize("num_tasks", [3, 4, 11])
+def test_the_interval_of_few_tasks_holds_the_mean_as_often_as_the_report_says(num_tasks: int) -> None:
+    drawn = np.random.default_rng(0)
+    held = 0
+    for _ in range(1500):
+        own = drawn.normal(size=num_tasks)
+        means = own[drawn.integers(0, num_tasks, (400, num_tasks))].mean(1)
+        low, high = np.quantile(means, [0.025, 0.975])
+        held += bool(low <= 0 <= high)
+    assert held / 1500 == pytest.approx(REAL_COVERAGE[num_tasks], abs=0.03)

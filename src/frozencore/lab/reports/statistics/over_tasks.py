@@ -20,6 +20,8 @@ MOST_EXACT = 100
 """Nonzero differences up to which the signed-rank distribution is counted out; beyond, it is taken as normal."""
 NUM_RESAMPLES = 10_000
 COVERAGE = 0.95
+REAL_COVERAGE = {2: 0.50, 3: 0.74, 4: 0.79, 5: 0.83, 6: 0.86, 7: 0.87, 8: 0.89, 9: 0.90, 10: 0.90, 11: 0.90}
+"""How often the bootstrap interval of so few normal differences holds their mean, by simulation."""
 
 
 @dataclass(frozen=True)
