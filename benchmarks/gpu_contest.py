@@ -20,7 +20,7 @@ from peft import EvaConfig, LoraConfig, get_peft_model, initialize_lora_eva_weig
 from torch import Tensor, nn
 
 from frozencore import FrozenCoreConfig, calibrate
-from frozencore.lab.run.accounting import trainable_parameters
+from frozencore.lab.run.accounting import values_at_once
 
 RANK = 16
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -217,7 +217,7 @@ def _race_once(bench: Bench, name: str) -> dict[str, Any]:
                 found |= _calibrate(bench, model, name, job.examples // job.rows)
         model.train()
         stepper = Stepper(model)
-        found["num_trainable"] = trainable_parameters(model)
+        found["num_trainable"] = values_at_once(model)
         for kind, batches, repeats in (("step", one, job.repeats), ("accumulated", several, job.accumulated_repeats)):
             for _ in range(WARM_UP if kind == "step" else 1):
                 stepper.step(batches)

@@ -47,8 +47,9 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from frozencore import FrozenCoreConfig, prepare_swap, swap_core
 from frozencore.lab.methods import METHODS, AdapterOptions
-from frozencore.lab.run.accounting import optimizer_state_bytes, trainable_parameters
+from frozencore.lab.run.accounting import values_at_once
 from frozencore.lab.run.provenance import provenance
+from frozencore.lab.training.state_held import states_of, total_bytes
 from frozencore.whole_file import write_json
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -152,7 +153,7 @@ class Contestant:
         self.step(keep_gradients=True)
         gradients = sum(p.grad.nbytes for p in self.trained if p.grad is not None)
         self.optimizer.zero_grad()
-        return gradients + optimizer_state_bytes(self.optimizer)
+        return gradients + total_bytes(states_of(self.optimizer))
 
 
 def saved_bytes(model: Any, batch: dict[str, Tensor]) -> int:
@@ -191,7 +192,7 @@ def race(base: nn.Module, setting: Setting, rank: int, num_rounds: int) -> list[
             step_s=median(times[name]),
             over_floor=spread(times[name], times["floor"]),
             over_lora=spread(times[name], times["lora"]),
-            num_trainable=trainable_parameters(contestants[name].model),
+            num_trainable=values_at_once(contestants[name].model),
             saved_bytes=saved[name],
             saved_over_floor=saved[name] / saved["floor"] - 1,
             training_state_bytes=state[name],

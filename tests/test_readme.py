@@ -102,19 +102,22 @@ def test_the_table_of_when_to_use_it_is_that_of_the_committed_runs() -> None:
     page = README.read_text(encoding="utf-8")
     table = page[page.index("<!-- use:begin -->") : page.index("<!-- use:end -->")].splitlines()[1:]
     _, _, base, *rows = [[cell.strip(" *") for cell in row.split("|")[1:-1]] for row in table]
-    assert base[-1] == f"{mean(one['held_out_loss_before'] for own in runs.values() for one in own):.3f}"
+    (model_bytes,) = {one["model_bytes"] for own in runs.values() for one in own}
+    loss = mean(one["held_out_loss_before"] for own in runs.values() for one in own)
+    assert base[4:] == [f"{model_bytes / 1000:,.0f} KB", f"{loss:.3f}"]
     loras = [("attention", 1), ("attention", 16), ("all-linear", 1), ("all-linear", 7)]
     cores = [(1, 4096), (1, 65536), (16, 1024), (16, 4096), (16, 65536)]
     for shown, kind in zip(rows, [*loras, *cores], strict=True):
         own = runs[kind]
         assert len(own) == 3
-        trained = median(record["trainable_parameters"] for record in own)
-        state = median(record["resources"]["optimizer_bytes"] for record in own)
-        alone = [record["resources"]["adapter_bytes_without_bases"] for record in own]
-        kept = median(alone if kind[0] == 1 else [record["adapter_bytes"] for record in own])
-        assert shown[1:3] == [f"{trained:,}", f"{state / 1000:.0f} KB"]
-        assert shown[3].removesuffix(" beside the basis") == f"{kept / 1000:,.0f} KB"
-        assert shown[4] == f"{mean(record['held_out_loss'] for record in own):.3f}"
+        at_once, in_all, state = (
+            median(record[count] for record in own) for count in ("values_at_once", "values_in_all", "state_held_bytes")
+        )
+        alone = [record["resources"]["saved_bytes_without_bases"] for record in own]
+        kept = median(alone if kind[0] == 1 else [record["saved_bytes"] for record in own])
+        assert shown[1:4] == [f"{at_once:,}", f"{in_all:,}", f"{state / 1000:,.0f} KB"]
+        assert shown[4].removesuffix(" beside the basis") == f"{kept / 1000:,.0f} KB"
+        assert shown[5] == f"{mean(record['held_out_loss'] for record in own):.3f}"
         assert stdev(record["held_out_loss"] for record in own) < 0.007  # as its heading says
 
 

@@ -16,13 +16,13 @@ def fingerprint_tensors(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
     for name, tensor in tensors:
         digest.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
         if tensor.device.type != "meta":
-            for stored in _stored(tensor.detach()):
+            for stored in stored_tensors(tensor.detach()):
                 flat = stored.cpu().contiguous().flatten()
                 digest.update(flat.view(torch.uint8).numpy().data if flat.numel() else b"")
     return digest.hexdigest()
 
 
-def _stored(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+def stored_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """The plain tensors in which a tensor's values lie: itself, or codes and scales of a quantised one (torchao)."""
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -30,7 +30,7 @@ def _stored(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield tensor
         return
     for attribute in tensor.__tensor_flatten__()[0]:
-        yield from _stored(getattr(tensor, attribute))
+        yield from stored_tensors(getattr(tensor, attribute))
 
 
 def fingerprint_model(model: torch.nn.Module) -> str:
@@ -39,6 +39,11 @@ def fingerprint_model(model: torch.nn.Module) -> str:
     A model with adapters gives the hash of the plain one, so that an artefact finds its base again. Merged adapters
     change the weights and therefore the hash.
     """
+    return fingerprint_tensors(sorted(base_tensors(model)))
+
+
+def base_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Weights and buffers of the base model under all adapters, by the names that they have without any."""
     from peft import PeftModel
 
     base = model.get_base_model() if isinstance(model, PeftModel) else model
@@ -53,8 +58,7 @@ def fingerprint_model(model: torch.nn.Module) -> str:
     def plain(name: str) -> str:
         return name.replace(".base_layer.", ".").replace(".original_module.", ".")
 
-    tensors = base.state_dict().items()
-    return fingerprint_tensors(sorted((plain(name), tensor) for name, tensor in tensors if belongs(name)))
+    return ((plain(name), tensor) for name, tensor in base.state_dict().items() if belongs(name))
 
 
 def _wrapped_in(module: torch.nn.Module) -> str | None:

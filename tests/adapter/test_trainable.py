@@ -14,7 +14,7 @@ from frozencore import FrozenCoreConfig
 from frozencore.adapter.trainable import require_own_parameters
 from frozencore.errors import ConfigError
 from frozencore.lab.rows.prompts import TokenRow
-from frozencore.lab.run.accounting import trainable_parameters
+from frozencore.lab.run.accounting import values_at_once
 from frozencore.lab.training.recipe import Recipe
 from frozencore.lab.training.train import train
 from tiny import draw_examples, tiny_qwen2
@@ -63,7 +63,7 @@ def test_a_count_that_is_not_the_sum_of_r_squared_is_refused_before_a_step(fault
 def test_what_the_configuration_names_may_train(options: dict) -> None:
     model = adapted("random", model=tiny_qwen2(tie_word_embeddings=False), **options)
     own = require_own_parameters(model)
-    assert sum(parameter.numel() for parameter in own) == trainable_parameters(model)
+    assert sum(parameter.numel() for parameter in own) == values_at_once(model)
     assert (len(own) > 8) == bool(options)
     assert train(model, ROWS, RECIPE, pad_id=0).num_steps == 2
 

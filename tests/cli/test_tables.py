@@ -19,7 +19,7 @@ from frozencore.lab.run.record_parts import AccuracyDetails
 from frozencore.naming import counted
 from made_up import made_up_record
 
-BASIS = BasisReport((8, 6), 2, 4, 112, 3e-8, 1.25, 2.5, 0.75)
+BASIS = BasisReport((8, 6), 2, 4, 4, 112, 3e-8, 1.25, 2.5, 0.75)
 CAPTURE = CaptureReport(3.0, 0.4, 5.0, 0.9, (2.0, 1.5), 2, 7.0, 9.0)
 ANGLES = AngleReport(0.875, 0.625)
 
@@ -102,6 +102,9 @@ def test_a_run_says_in_how_many_rounds_it_trained() -> None:
     resolved = {"targets": "all-linear", "max_length": 512, "recipe": recipe}
     text = shown(run_summary(made_up_record({"task": "svamp"}, resolved=resolved)))
     assert "262 steps of 8 rows, 1 at a time, in 7 rounds; learning rate" in text
+    assert "36,864 trained values; 432.0 KiB of state held while training; saved in 28.3 MiB" in text
+    several = made_up_record({"task": "svamp"}, resolved=resolved, values_in_all=7 * 36_864)
+    assert "36,864 trained values at once, 258,048 in all; " in shown(run_summary(several))
 
 
 def test_a_run_says_which_step_it_kept_and_why() -> None:

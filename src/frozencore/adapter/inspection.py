@@ -31,14 +31,15 @@ class BasisReport:
     Attributes:
         output_coherence, input_coherence: Largest leverage of a row of P and of Q over its mean; 1 is spread evenly,
             m/r (or n/r) sits on single coordinates.
-        core_parameters: r², of each round.
+        values_at_once, values_in_all: r², and r² of every round together.
         orthonormality_error: Of the worst round.
         core_norm: ``‖R‖_F``: how far training moved.
     """
 
     shape: tuple[int, int]
     rank: int
-    core_parameters: int
+    values_at_once: int
+    values_in_all: int
     basis_bytes: int
     orthonormality_error: float
     output_coherence: float
@@ -120,7 +121,8 @@ def report_basis(P: Tensor, Q: Tensor, R: Tensor, rounds: int = 1) -> BasisRepor
     return BasisReport(
         shape=(P.shape[0], Q.shape[0]),
         rank=basis.rank,
-        core_parameters=R.numel() // rounds,
+        values_at_once=R.numel() // rounds**2,
+        values_in_all=R.numel() // rounds,
         basis_bytes=sum(X.numel() * X.element_size() for X in (P, Q)),
         orthonormality_error=max(known_basis(*pair).orthonormality_error() for pair in of_rounds),
         output_coherence=coherence(orthonormal[0]),

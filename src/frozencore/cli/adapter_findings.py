@@ -95,7 +95,7 @@ def adapter(path: Path) -> Iterator[Finding]:
     seal = config.seal or {}
     yield from SeenAdapter(
         num_layers=len(factors),
-        num_values=sum(f.R.numel() for f in factors.values()),
+        num_values=sum(f.R.numel() for f in factors.values()) // config.rounds,
         constructor=config.constructor,
         coordinates=config.coordinates,
         calibrated=any(bool(f.P.any()) for f in factors.values()),

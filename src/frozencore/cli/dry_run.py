@@ -11,13 +11,15 @@ from rich.text import Text
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from frozencore.adapter.bases.refresh import Refresh
+from frozencore.adapter.bases.refresh_plan import rounds_for
 from frozencore.cli.flag_file import as_flags
 from frozencore.cli.showing import MARKS
-from frozencore.cli.tables import recipe_in_words
+from frozencore.cli.tables import recipe_in_words, values_in_words
 from frozencore.lab.campaign.estimate import memory_bytes, size_of
 from frozencore.lab.rows.prompts import PromptEncoder
 from frozencore.lab.rows.row_forms import TokenRow
-from frozencore.lab.run.accounting import optimiser_bytes, trainable_parameters
+from frozencore.lab.run.accounting import optimiser_bytes, values_at_once
 from frozencore.lab.run.bench import Bench, prepare
 from frozencore.lab.run.config import RunConfig
 from frozencore.lab.run.execute import recipe_of
@@ -64,7 +66,7 @@ def dry_run_many_lines(config: RunConfig, num_slots: int, progress: Progress) ->
             f"to score; {num_of(tenant.num_steps, 'step')}."
         )
     if (adapted := _adapted(config, bench)) is not None:
-        yield Text(f"{config.method}: {num_of(trainable_parameters(adapted), 'trained value')} each.")
+        yield Text(f"{config.method}: {num_of(values_at_once(adapted), 'trained value')} each.")
     yield from _as_asked(config, bench, next(iter(own.values())).rows.train[0])
 
 
@@ -105,8 +107,19 @@ def _cost(config: RunConfig, bench: Bench) -> Iterator[Text]:
     memory = memory_bytes(config, size_of(bench.model.config))
     values = ""
     if (adapted := _adapted(config, bench)) is not None:
-        state = optimiser_bytes(adapted, config.rank if config.method_entry.optimiser else None)
-        values = f"{num_of(trainable_parameters(adapted), 'trained value')} ({state:,} bytes of state), "
+        state, at_once = optimiser_bytes(adapted, recipe.optimiser_rank), values_at_once(adapted)
+        rounds = 1
+        if recipe.refresh != 1 and config.method_entry.has_bases:
+            refresh = Refresh(adapted, recipe.refresh, cost=recipe.refresh_cost, memory_budget=recipe.refresh_memory)
+            steps = recipe.num_steps(num_rows)
+            rounds = (
+                rounds_for(config.rows_a_step * steps, steps, refresh.share)
+                if recipe.refresh == "auto"
+                else refresh.rounds
+            )
+            state += refresh.foreseen_bytes(rounds)
+        about = "about " if rounds > 1 else ""
+        values = f"{values_in_words(at_once, rounds * at_once)} ({about}{state:,} bytes of state held while training), "
     yield Text(f"{config.method}: {values}about {bytes_in_words(memory)} of memory with the model.")
 
 

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from frozencore.adapter.bases.calibrate import Calibration
 from frozencore.adapter.inspection import LayerReport
-from frozencore.cli.tables import allocation_line
+from frozencore.cli.tables import allocation_line, values_in_words
 from frozencore.naming import num_of
 
 LEGEND = {
@@ -65,14 +65,15 @@ def inspection_table(reports: Mapping[str, LayerReport], *, every_layer: bool = 
     """A saved adapter's bases and their totals: the spread over the layers, or a line for each of them."""
     columns, names = _columns(list(reports.values())), list(reports)
     shapes = [f"{report.basis.shape[0]} x {report.basis.shape[1]}" for report in reports.values()]
-    parameters = sum(report.basis.core_parameters for report in reports.values())
+    at_once = sum(report.basis.values_at_once for report in reports.values())
+    in_all = sum(report.basis.values_in_all for report in reports.values())
     basis_bytes = sum(report.basis.basis_bytes for report in reports.values())
     worst = max(report.basis.orthonormality_error for report in reports.values())
     return Group(
         _by_layer("Bases", names, columns, shapes) if every_layer else _spread("Bases", names, columns),
         _legend([*(["m x n"] if every_layer else []), *columns]),
         Text(
-            f"{len(reports)} layers; {parameters:,} trained values ({4 * parameters:,} bytes), "
+            f"{len(reports)} layers; {values_in_words(at_once, in_all)} ({4 * in_all:,} bytes), "
             f"bases {basis_bytes:,} bytes; largest |PᵀP - I| {worst:.1e}"
         ),
     )

@@ -39,7 +39,7 @@ def tenants_summary(outcomes: Mapping[str, TunedRecord | Failure]) -> Group:
     if not records:
         return Group(table, *failures)
     cost = Text(
-        f"{records[0].trainable_parameters:,} trained values each; calibration {records[0].calibration_s:.1f} s, "
+        f"{records[0].values_at_once:,} trained values each; calibration {records[0].calibration_s:.1f} s, "
         f"training {sum(record.training_s for record in records):.1f} s together, "
         f"peak memory {bytes_in_words(max(record.peak_memory_bytes for record in records))}"
     )

@@ -35,11 +35,20 @@ def run_summary(record: TunedRecord) -> Group:
     losses = (record.held_out_loss_before, record.held_out_loss)
     table.add_row("held-out loss, nats/token", *("" if loss is None else f"{loss:.3f}" for loss in losses))
     cost = Text(
-        f"{record.trainable_parameters:,} trained values; calibration {record.calibration_s:.1f} s, "
-        f"training {record.training_s:.1f} s, peak memory {bytes_in_words(record.peak_memory_bytes)}"
+        f"{values_in_words(record.values_at_once, record.values_in_all)}; "
+        f"{bytes_in_words(record.state_held_bytes)} of state held while training; "
+        f"saved in {bytes_in_words(record.saved_bytes)}, the base model has {bytes_in_words(record.model_bytes)}\n"
+        f"calibration {record.calibration_s:.1f} s, training {record.training_s:.1f} s, "
+        f"peak memory {bytes_in_words(record.peak_memory_bytes)}"
     )
     parts = (_read, _spent, _recipe, _falling, _private, _too_long, _kept_step)
     return Group(table, *words, *(Text(line) for part in parts for line in part(record)), cost)
+
+
+def values_in_words(at_once: int, in_all: int) -> str:
+    """How many values trained; with the number in all where rounds have trained others."""
+    said = num_of(at_once, "trained value")
+    return said if in_all == at_once else f"{said} at once, {in_all:,} in all"
 
 
 def _read(record: TunedRecord) -> Iterator[str]:

@@ -40,7 +40,16 @@ def test_save_pretrained_writes_a_card_that_the_hub_client_reads(named: PeftMode
     assert card.data.base_model == "Qwen/Qwen2.5-0.5B"
     assert "frozencore" in card.data.tags
     validate_repo_id(card.data.base_model)
-    for fact in ("`Qwen/Qwen2.5-0.5B`", "`fcca`", "- Rank: 3", "import frozencore", "- Licence: not stated", "tokens"):
+    for fact in (
+        "`Qwen/Qwen2.5-0.5B`",
+        "`fcca`",
+        "- Rank: 3",
+        "- Trained values: 72\n",
+        "- Saved in: ",
+        "import frozencore",
+        "- Licence: not stated",
+        "tokens",
+    ):
         assert fact in card.text
     assert "More Information Needed" not in card.text
 

@@ -56,7 +56,7 @@ def test_a_row_is_enough_for_a_campaign_and_its_report(command: Command, tmp_pat
     (record,) = [record for record in map(json.loads, lines) if record["method"] == "norms"]
     recipe = record["resolved"]["recipe"]
     assert (recipe["learning_rate"], recipe["warmup"]) == (3e-3, 0.25)
-    assert record["trainable_parameters"] < 4096  # fewer than the cores of rank 16
+    assert record["values_at_once"] < 4096  # fewer than the cores of rank 16
     assert "basis" not in record["hashes"]
     report = (folder / "report" / "report.md").read_text(encoding="utf-8")
     assert "Layer norms" in report

@@ -14,7 +14,7 @@ from torch import nn
 from frozencore.errors import ConfigError, TrainingError
 from frozencore.lab.methods import METHODS, AdapterOptions
 from frozencore.lab.rows.prompts import TokenRow
-from frozencore.lab.run.accounting import trainable_parameters
+from frozencore.lab.run.accounting import values_at_once
 from frozencore.lab.run.config import make_config
 from frozencore.lab.scoring.virtual_tokens import take_off
 from frozencore.lab.training.recipe import Recipe
@@ -97,7 +97,7 @@ def test_the_same_seed_gives_the_same_values_and_leaves_the_global_state_alone(n
 
 def test_what_they_train_is_counted_by_their_papers_formulas() -> None:
     outputs = LAYERS * (2 * WIDTH + 2 * KEYS)
-    counted = {name: trainable_parameters(adapted(name)) for name in NAMES}
+    counted = {name: values_at_once(adapted(name)) for name in NAMES}
     assert counted == {
         "vera_vectors": LAYERS * 4 * OPTIONS.rank + outputs,
         "tinylora": LAYERS * 4 * 64,
@@ -130,12 +130,12 @@ def test_ia3_scales_the_inputs_of_the_last_feed_forward_projection(targets: obje
     ],
 )
 def test_a_budget_is_met_or_nearly(name: str, budget: int | str, targets: object, trained: int) -> None:
-    assert trainable_parameters(adapted(name, rank_budget=budget, targets=targets)) == trained
+    assert values_at_once(adapted(name, rank_budget=budget, targets=targets)) == trained
 
 
 def test_a_budget_of_tinylora_counts_layers_of_a_transposed_kind() -> None:
     model = METHODS["tinylora"].add(tiny_gpt2(), replace(OPTIONS, targets=("c_attn",), rank_budget=100))
-    assert trainable_parameters(model) == 100
+    assert values_at_once(model) == 100
 
 
 def test_wrong_options_are_one_line() -> None:

@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 from frozencore.errors import ConfigError, TrainingError
 from frozencore.lab.methods import METHODS, AdapterOptions
 from frozencore.lab.rows.prompts import TokenRow
-from frozencore.lab.run.accounting import trainable_parameters
+from frozencore.lab.run.accounting import values_at_once
 from frozencore.lab.run.config import make_config
 from frozencore.lab.run.targets import resolve_targets
 from frozencore.lab.scoring.virtual_tokens import take_off
@@ -57,7 +57,7 @@ def test_untrained_it_is_the_base_model_and_trains_every_parameter_once(kind: st
     expected, count = logits(base), sum(parameter.numel() for parameter in base.parameters())
     model = adapted(base)
     assert torch.equal(logits(model), expected)
-    assert trainable_parameters(model) == count
+    assert values_at_once(model) == count
 
 
 @EVERY
@@ -97,9 +97,9 @@ def test_trained_it_reloads_on_the_original_base_which_comes_out_as_it_went_in(k
 
 def test_with_targets_those_layers_alone_train() -> None:
     weights = [value for key, value in tiny_llama().named_parameters() if any(target in key for target in ATTENTION)]
-    assert trainable_parameters(adapted(tiny_llama(), targets=ATTENTION)) == sum(weight.numel() for weight in weights)
+    assert values_at_once(adapted(tiny_llama(), targets=ATTENTION)) == sum(weight.numel() for weight in weights)
     of_block = [value for key, value in tiny_llama().named_parameters() if "layers.1." in key]
-    assert trainable_parameters(adapted(tiny_llama(), layers=1)) == sum(weight.numel() for weight in of_block)
+    assert values_at_once(adapted(tiny_llama(), layers=1)) == sum(weight.numel() for weight in of_block)
 
 
 @pytest.mark.parametrize("options", [{}, {"targets": ATTENTION}])

@@ -16,7 +16,7 @@ from frozencore.errors import ConfigError, TrainingError
 from frozencore.lab.evaluation.adapters import AdapterStand
 from frozencore.lab.methods import METHODS, AdapterOptions
 from frozencore.lab.rows.prompts import TokenRow
-from frozencore.lab.run.accounting import optimiser_bytes, optimizer_state_bytes, trainable_parameters
+from frozencore.lab.run.accounting import values_at_once
 from frozencore.lab.run.config import make_config
 from frozencore.lab.scoring.virtual_tokens import take_off
 from frozencore.lab.training.low_rank import optimiser_arguments
@@ -55,7 +55,7 @@ def test_untrained_it_is_the_base_model_and_trains_the_weights_of_the_targets(na
     model = adapted(name)
     assert torch.equal(logits(model), logits(tiny_llama()))
     weights = [value for key, value in tiny_llama().named_parameters() if any(target in key for target in ATTENTION)]
-    assert trainable_parameters(model) == sum(weight.numel() for weight in weights)
+    assert values_at_once(model) == sum(weight.numel() for weight in weights)
 
 
 @EVERY
@@ -108,27 +108,6 @@ def test_a_resumed_training_is_bit_equal_to_an_uninterrupted_one(name: str, tmp_
     resumed = trained(tmp_path / "stopped", resume=True)
     assert resumed.keys() == whole.keys()
     assert all(torch.equal(resumed[key], value) for key, value in whole.items())
-
-
-@EVERY
-def test_the_state_is_as_large_as_is_recorded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its gradients apart; the directions are no tensors of the state but lie in an object of it."""
-    from frozencore.lab.training import train as module
-
-    kept: list[torch.optim.Optimizer] = []
-
-    class Kept(module.CompletionTrainer):
-        def create_optimizer(self, *args: Any) -> torch.optim.Optimizer:
-            kept.append(super().create_optimizer(*args))
-            return kept[-1]
-
-    monkeypatch.setattr(module, "CompletionTrainer", Kept)
-    recipe, model = recipe_for(name), adapted(name)
-    train(model, ROWS, replace(recipe, epochs=1, refresh=1), pad_id=0)
-    directions = [one["projector"].ortho_matrix for one in kept[0].state.values() if "projector" in one]
-    assert directions
-    held = optimizer_state_bytes(kept[0]) + sum(matrix.numel() * matrix.element_size() for matrix in directions)
-    assert held + 4 * trainable_parameters(model) == optimiser_bytes(model, OPTIONS.rank)
 
 
 def test_rounds_decide_how_often_directions_are_chosen_and_biases_have_none() -> None:

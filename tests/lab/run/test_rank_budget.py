@@ -37,7 +37,7 @@ def test_the_record_the_adapter_and_the_screen_say_what_was_spent_where(tmp_path
     record = execute(config, tmp_path / "run", silent)
     ranks = record.allocation.ranks
     assert record.allocation.budget == config.rank_budget == 500
-    assert record.trainable_parameters == num_values(ranks) <= 500
+    assert record.values_at_once == num_values(ranks) <= 500
     assert len(set(ranks.values())) > 1
     assert json.loads((tmp_path / "run" / "result.json").read_text())["allocation"]["ranks"] == ranks
     model = PeftModel.from_pretrained(prepare(config, silent).model, tmp_path / "run" / "adapter")
@@ -59,7 +59,7 @@ def test_a_run_on_a_basis_has_the_ranks_that_its_budget_bought(calibrated: Path,
 def test_a_run_with_a_budget_is_refreshed_at_the_ranks_that_it_bought(tmp_path: Path) -> None:
     config = config_of(**{**FEW, "num_train": 32}, refresh=2)
     record = execute(config, tmp_path / "run", silent)
-    assert record.trainable_parameters == num_values(record.allocation.ranks) <= 500
+    assert record.values_at_once == num_values(record.allocation.ranks) <= 500
     bench = prepare(config, silent)
     model = PeftModel.from_pretrained(bench.model, tmp_path / "run" / "adapter")
     sums = {name: layer.factors("default")[2].shape[0] for name, layer in frozen_core_layers(model, "default").items()}

@@ -73,8 +73,8 @@ def test_what_a_later_version_adds_is_kept_and_what_is_not_there_is_not_made_up(
     content = record_content({"task": "svamp"}, later=[1, {"x": None}], resources={"step_s": None, "fans": 3})
     record = made_up_record({"task": "svamp"}, later=[1, {"x": None}], resources={"step_s": None, "fans": 3})
     assert record.content() == content
-    assert (record.resources.step_s, record.resources.optimizer_bytes) == (None, None)
-    assert "optimizer_bytes" not in record.content()["resources"]
+    assert (record.resources.step_s, record.resources.saved_bytes_without_bases) == (None, None)
+    assert "saved_bytes_without_bases" not in record.content()["resources"]
 
 
 def test_a_number_that_was_not_finite_is_there_and_none() -> None:

@@ -19,7 +19,14 @@ from transformers import TrainerState, TrainingArguments
 from frozencore.adapter.bases.calibratable import adapter_for_new_bases
 from frozencore.adapter.bases.in_rounds import InRounds
 from frozencore.adapter.bases.passes import BasisWork
-from frozencore.adapter.bases.refresh_plan import COST, rounds_for, share_to_gather, widths_within
+from frozencore.adapter.bases.refresh_plan import (
+    COST,
+    held_in_rounds,
+    rounds_for,
+    share_to_gather,
+    sums_bytes,
+    widths_within,
+)
 from frozencore.calibration.gathering import Gathering
 from frozencore.calibration.shards import assign_owners, own_rank, reduce_moments, require_same_bases, share_bases
 from frozencore.calibration.sketched_gathering import SketchedGathering
@@ -104,6 +111,12 @@ class Refresh(InRounds):
     @property
     def earlier_values(self) -> int:
         return (self.config.rounds - 1) * sum(rank**2 for rank in self._ranks.values())
+
+    def foreseen_bytes(self, rounds: int) -> int:
+        """About what :meth:`held_tensors` will be at most in a training of so many rounds."""
+        sums = sums_bytes(self._shapes, self._ranks, self.widths, self.config)
+        weights = next(iter(self.layers.values())).frozencore_P[self.adapter_name].dtype
+        return held_in_rounds(self._shapes, self._ranks, sums, rounds, weights)
 
     def held_tensors(self) -> Iterator[Tensor]:
         """Sums or sketches of moments, and what the earlier rounds left."""

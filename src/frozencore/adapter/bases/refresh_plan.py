@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import nn
 
 from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.adapter.layer import is_linear, layer_shape
+from frozencore.adapter.rounds import NARROW
 from frozencore.calibration.budget import layer_cost, memory_bytes
 from frozencore.calibration.running_sketch import sketch_bytes
 from frozencore.errors import ConfigError
@@ -91,3 +93,39 @@ def widths_within(
         f"A memory budget of {memory_budget} is too small for the sums that refreshing chooses bases by: the smallest "
         f'that works is "{at_least(smallest)}". Fewer target modules or a lower rank need less.'
     )
+
+
+def held_in_rounds(
+    shapes: Mapping[str, Shape], ranks: Mapping[str, int], sums: int, rounds: int, weights: torch.dtype
+) -> int:
+    """Bytes that a training in rounds holds at its peak for being one, beside gradients and optimiser states.
+
+    That peak is at the end of the last round, or of the one before it, which still sums moments.
+
+    Args:
+        sums: What the sums or sketches of moments take.
+        weights: The dtype of the base model's weights, and of P and Q.
+    """
+
+    def past(earlier: int) -> int:
+        if earlier < 1:
+            return 0
+        held = 0
+        for name, (m, n) in shapes.items():
+            r, k = ranks[name], (earlier + 1) * ranks[name]
+            held += weights.itemsize * earlier * r * (m + n) + 4 * k * k
+            if weights == torch.float32 and k * (m + n) >= NARROW * m * n:
+                held += 4 * (m * n + r * (m + n))
+        return held
+
+    return max(sums + past(rounds - 2), past(rounds - 1)) if rounds > 1 else 0
+
+
+def sums_bytes(
+    shapes: Mapping[str, Shape], ranks: Mapping[str, int], widths: Mapping[str, int] | None, config: FrozenCoreConfig
+) -> int:
+    """Bytes of the sums of moments, at most, or of sketches of so many columns."""
+    if widths is not None:
+        return sum(sketch_bytes(shape, widths[name])[0] for name, shape in shapes.items())
+    needs = config.constructor_entry.needs(config.basis_options())
+    return sum(layer_cost(shape, needs, ranks[name], num_rows=0).sums for name, shape in shapes.items())

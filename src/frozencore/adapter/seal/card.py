@@ -7,6 +7,7 @@ someone has written keeps its text and gets ours as one marked section.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from functools import cache
@@ -17,9 +18,13 @@ import peft
 from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
+from safetensors import safe_open
 
+from frozencore.adapter.seal.factors import PREFIX
+from frozencore.adapter_folder import WEIGHTS_FILE
 from frozencore.errors import ArtifactError
 from frozencore.one_line import one_line
+from frozencore.sizes import bytes_in_words
 
 CARD_FILE = "README.md"
 _BEGIN, _END = "<!-- frozencore:begin -->", "<!-- frozencore:end -->"
@@ -56,7 +61,7 @@ def write_model_card(
     except (OSError, ValueError) as error:
         raise ArtifactError(f"The card of {directory} cannot be brought up to date: {error}.") from error
     _describe(card.data, config, license)
-    section = "\n".join([_BEGIN, *_lines(config, calibration, scores, card.data.get("license")), _END])
+    section = "\n".join([_BEGIN, *_lines(directory, config, calibration, scores, card.data.get("license")), _END])
     card.text = _placed(card.text, section)
     card.save(path)
 
@@ -84,7 +89,11 @@ def _describe(data: ModelCardData, config: Mapping[str, Any], license: str | Non
 
 
 def _lines(
-    config: Mapping[str, Any], calibration: str | None, scores: Mapping[str, float] | None, license: str | None
+    directory: Path,
+    config: Mapping[str, Any],
+    calibration: str | None,
+    scores: Mapping[str, float] | None,
+    license: str | None,
 ) -> list[str]:
     is_lora = config["peft_type"] == "LORA"
     base = config.get("base_model_name_or_path")
@@ -95,6 +104,8 @@ def _lines(
         "Base model": place if base else None,
         "Method": own,
         "Rank": _ranks(config) if rounds == 1 else f"{_ranks(config)}, in each of {rounds} rounds",
+        "Trained values": None if is_lora else _trained_values(directory / WEIGHTS_FILE, rounds),
+        "Saved in": _size(directory / WEIGHTS_FILE),
         "Layers": _targets(config["target_modules"]),
         "Calibrated on": calibration or num_tokens(config.get("calibration_tokens")),
         "Scores": ", ".join(f"{name} {value:.4g}" for name, value in (scores or {}).items()) or None,
@@ -116,6 +127,21 @@ def _loading(base: str | None, is_lora: bool) -> list[str]:
         f'base = AutoModelForCausalLM.from_pretrained("{named}")',
         'model = PeftModel.from_pretrained(base, "THIS_FOLDER")',
     ]
+
+
+def _trained_values(weights: Path, rounds: int) -> str | None:
+    """What the cores in a file have, read from its header; in rounds they are the blocks of one matrix a layer."""
+    if not weights.is_file():
+        return None
+    with safe_open(weights, framework="np") as stored:
+        cores = [key for key in stored.keys() if key.endswith((f"{PREFIX}R.weight", f"{PREFIX}cores"))]  # noqa: SIM118
+        sizes = [math.prod(stored.get_slice(key).get_shape()) for key in cores]
+    in_all = sum(sizes) // rounds
+    return f"{in_all:,}" if rounds == 1 else f"{in_all // rounds:,} at once, {in_all:,} in all"
+
+
+def _size(weights: Path) -> str | None:
+    return bytes_in_words(weights.stat().st_size) if weights.is_file() else None
 
 
 def _ranks(config: Mapping[str, Any]) -> str:

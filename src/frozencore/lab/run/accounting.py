@@ -1,15 +1,17 @@
-"""What an adapter costs: trainable values, optimiser state, stored bytes.
+"""What an adapter costs: values that train, bytes of state, stored bytes; formulas but for what a model itself tells.
 
 Shapes: a target matrix is (m, n), outputs and inputs; r is the rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import torch
 from torch import nn
 
+from frozencore.fingerprint import base_tensors, stored_tensors
+from frozencore.lab.training.state_held import total_bytes
 from frozencore.maths.linalg import Shape
 
 ADAM_STATES = 2  # first and second moment
@@ -35,7 +37,7 @@ def optimiser_bytes(model: nn.Module, rank: int | None) -> int:
             what AdamW holds.
     """
     if rank is None:
-        return training_state_bytes(trainable_parameters(model))
+        return training_state_bytes(values_at_once(model))
     count = 0
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -45,17 +47,11 @@ def optimiser_bytes(model: nn.Module, rank: int | None) -> int:
     return FLOAT32_BYTES * count
 
 
-def trainable_parameters(model: nn.Module) -> int:
-    """Values that an optimiser would get."""
+def values_at_once(model: nn.Module) -> int:
+    """Values that train at a moment: those that an optimiser would get."""
     return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
 
-def optimizer_state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of the tensors that an optimiser holds for its parameters, step counters left out."""
-    states: Iterable[Mapping[str, object]] = optimizer.state.values()
-    return sum(
-        value.numel() * value.element_size()
-        for state in states
-        for value in state.values()
-        if isinstance(value, torch.Tensor) and value.ndim
-    )
+def model_bytes(model: nn.Module) -> int:
+    """Bytes of the base model's weights as they are loaded, whatever adapters are on it; tied ones count once."""
+    return total_bytes(stored for _, tensor in base_tensors(model) for stored in stored_tensors(tensor))

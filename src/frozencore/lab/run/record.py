@@ -56,6 +56,12 @@ class TunedRecord(RunRecord):
         private: Missing where the training had no budget.
         selection: Missing where the last step was kept unasked.
         company: Missing where the run trained alone.
+        values_at_once: How many values train at a moment.
+        values_in_all: How many values were trained and saved: every round of a training in rounds trains others.
+        state_held_bytes: The state held while training, at its peak (:mod:`frozencore.lab.training.state_held`); of one
+            of several processes, and of training in company the run's share.
+        saved_bytes: What the adapter's own files of tensors take.
+        model_bytes: What the weights of the base model take as they are loaded.
         processes: How many worked on it together; missing where one did.
         allocation: Missing where ranks were given.
         criterion: None for methods without bases, and where G, a and d were not at hand.
@@ -70,8 +76,11 @@ class TunedRecord(RunRecord):
     accuracy_before: float | None = None
     accuracy: float | None = None
     score: AccuracyDetails | None = None
-    trainable_parameters: Count
-    adapter_bytes: Count | None = None
+    values_at_once: Count
+    values_in_all: Count
+    state_held_bytes: Count
+    saved_bytes: Count
+    model_bytes: Count
     calibration_s: float
     training_s: float
     total_s: float | None = None

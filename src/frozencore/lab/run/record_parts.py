@@ -185,18 +185,14 @@ class Resources(Part):
     """What the method cost, in the terms of the paper's tables.
 
     Attributes:
-        magnitude_parameters: Those of the trainable ones that are DoRA's magnitudes.
-        optimizer_bytes: Gradients and states of AdamW beside the values themselves.
-        adapter_bytes_without_bases: With bases that can be made again.
+        magnitude_parameters: Those of the values that train that are DoRA's magnitudes.
+        saved_bytes_without_bases: What must be saved where bases can be made again.
         step_s: Median; None for a single step.
         peaks: None where the system does not tell phases apart.
     """
 
-    trainable_parameters: Count | None = None
     magnitude_parameters: Count | None = None
-    optimizer_bytes: Count | None = None
-    adapter_bytes: Count | None = None
-    adapter_bytes_without_bases: Count | None = None
+    saved_bytes_without_bases: Count | None = None
     calibration_s: float | None = None
     step_s: float | None = None
     num_steps: Count | None = None

@@ -19,7 +19,7 @@ from frozencore.adapter.seal.saved_basis import read_header
 from frozencore.calibration.shards import num_ranks
 from frozencore.constructors.options import trained_values
 from frozencore.lab.rows.row_sources import named
-from frozencore.lab.run.accounting import FLOAT32_BYTES, optimiser_bytes, trainable_parameters, training_state_bytes
+from frozencore.lab.run.accounting import FLOAT32_BYTES, model_bytes, values_at_once
 from frozencore.lab.run.bench import Bench, Score
 from frozencore.lab.run.config import RunConfig
 from frozencore.lab.run.criterion import criterion_of
@@ -76,9 +76,9 @@ def make_record(
     """
     assert bench.before is not None
     report = run.training
-    trained = report.values_at_once or trainable_parameters(run.model)
+    at_once = report.values_at_once or values_at_once(run.model)
     can_be_made_again = config.method_entry.frozen_can_be_made_again and resolved.recipe["refresh"] == 1
-    stored = sum(file.stat().st_size for file in run.adapter.glob("*.safetensors"))
+    saved = sum(file.stat().st_size for file in run.adapter.glob("*.safetensors"))
     return TunedRecord(
         format=RECORD_FORMAT,
         config=RecordedConfig.of(config),
@@ -89,20 +89,18 @@ def make_record(
         held_out_loss_before=_finite(bench.before.held_out_loss),
         held_out_loss=_finite(run.score.held_out_loss),
         **_accuracies(bench.before, run.score),
-        trainable_parameters=trained,
-        adapter_bytes=stored,
+        values_at_once=at_once,
+        values_in_all=at_once + report.earlier_values,
+        state_held_bytes=report.state_held_bytes,
+        saved_bytes=saved,
+        model_bytes=model_bytes(run.model),
         calibration_s=run.calibration_s,
         training_s=report.time_s,
         total_s=time.perf_counter() - started,
         peak_memory_bytes=run.memory.largest,
         resources=Resources(
-            trainable_parameters=trained,
             magnitude_parameters=sum(p.numel() for name, p in run.model.named_parameters() if "magnitude" in name),
-            optimizer_bytes=optimiser_bytes(run.model, config.rank)
-            if config.method_entry.optimiser
-            else training_state_bytes(trained),
-            adapter_bytes=stored,
-            adapter_bytes_without_bases=FLOAT32_BYTES * trained if can_be_made_again else stored,
+            saved_bytes_without_bases=FLOAT32_BYTES * at_once if can_be_made_again else saved,
             calibration_s=run.calibration_s,
             step_s=report.step_s,
             num_steps=report.num_steps,

@@ -43,6 +43,7 @@ from frozencore.lab.training.recipe import UNREFRESHED, Recipe
 from frozencore.lab.training.reporting import Reports
 from frozencore.lab.training.row_order import RowCollator, filled_up, without_fillers
 from frozencore.lab.training.selection import NoBetterError, Selected, Selection, Selector
+from frozencore.lab.training.state_held import StateHeld
 from frozencore.lab.training.termination import Stop, stop_held_back
 from frozencore.lab.training.trainer import (
     CompletionTrainer,
@@ -71,6 +72,8 @@ class TrainingReport:
         selected: The step whose values were kept, and what chose it; None where the last one was kept unasked.
         company: Of how many trainings it was one, and how many of them ran at once; None for a training alone.
         rounds: How many rounds it had, each of which trains other values.
+        earlier_values: How many values earlier rounds trained, which are saved and no longer train; 0 for one round.
+        state_held_bytes: The state held while training, at its peak (:mod:`frozencore.lab.training.state_held`).
         values_at_once: How many values trained at a moment; None in company, for as many as are left trainable.
         schedule: Steps and noise of a private training; None for one that is not.
     """
@@ -84,8 +87,10 @@ class TrainingReport:
     selected: Selected | None = None
     company: tuple[int, int] | None = None
     rounds: int = 1
+    earlier_values: int = 0
     values_at_once: int | None = None
     schedule: Schedule | None = None
+    state_held_bytes: int = 0
 
 
 def train(
@@ -147,6 +152,7 @@ def train(
     rounds = _rounds_of(model, recipe, selection)
     values_at_once = sum(p.numel() for p in model.parameters() if p.requires_grad)
     resumed_from = starting_point(checkpoint_dir, resume, identity)
+    held = StateHeld(model, rounds)
     start = time.perf_counter()
     selector: Selector | None = None
     monitor = LossMonitor(
@@ -176,6 +182,7 @@ def train(
         restored.enter_context(readable_state(recipe.optimiser))
         if rounds is not None:
             restored.callback(rounds.close)
+        watching = [monitor, *filter(None, [selector, rounds]), held]
         trainer = (GroupingTrainer if grouped else CompletionTrainer)(
             model=model,
             args=training_arguments(
@@ -183,7 +190,7 @@ def train(
             ),
             data_collator=without_fillers(_collator(recipe, rows, pad_id, grouped=grouped)),
             train_dataset=filled_up(rows, own.batch_size * num_ranks()),
-            callbacks=[monitor, *filter(None, [selector, rounds]), Seal(identity, asked), StopWhenAsked(asked), *told],
+            callbacks=[*watching, Seal(identity, asked), StopWhenAsked(asked), *told],
         )
         trainer.remove_callback(PrinterCallback)
         private = _made_private(trainer, recipe, selection, reports)
@@ -213,6 +220,8 @@ def train(
         resumed_from=resumed_from,
         selected=selected,
         rounds=1 if rounds is None else rounds.round_now,
+        earlier_values=0 if rounds is None else rounds.earlier_values,
+        state_held_bytes=held.peak_bytes,
         values_at_once=values_at_once,
         schedule=None if private is None else private.schedule,
     )

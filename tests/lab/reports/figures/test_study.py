@@ -8,7 +8,7 @@ from matplotlib import pyplot as plt
 from frozencore.lab.reports.figures.study import study_drawings
 from frozencore.lab.reports.tables.measures import ACCURACY
 from frozencore.lab.reports.tables.pivot import pivots
-from frozencore.lab.reports.tables.tradeoff import trained_values
+from frozencore.lab.reports.tables.tradeoff import counted_values
 
 BY_RANK = """
   ranks:
@@ -64,8 +64,9 @@ def test_what_a_column_trains_is_known_from_the_runs_of_its_own_table_alone(stud
     def record(axes):
         if axes["method"] == "eva" and axes["model"] == "small":
             return None
-        return make_record(axes, trainable_parameters=10 if axes["model"] == "small" else 20)
+        at_once = 10 if axes["model"] == "small" else 20
+        return make_record(axes, values_at_once=at_once, values_in_all=3 * at_once)
 
     small, large = pivots(study(STATE, record), ACCURACY)
-    assert trained_values(small) == {("fcca",): 10, ("rawgrad",): 10, ("lora",): 10}
-    assert trained_values(large) == dict.fromkeys([("fcca",), ("rawgrad",), ("eva",), ("lora",)], 20)
+    assert counted_values(small) == {("fcca",): (10, 30), ("rawgrad",): (10, 30), ("lora",): (10, 30)}
+    assert counted_values(large) == dict.fromkeys([("fcca",), ("rawgrad",), ("eva",), ("lora",)], (20, 60))

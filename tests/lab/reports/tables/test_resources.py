@@ -30,23 +30,23 @@ def paper(study, make_record):
     def record(axes):
         initialisation, step, peak, trained = PAPER[axes["method"]]
         resources = {
-            "trainable_parameters": trained,
-            "optimizer_bytes": 12 * trained,
-            "adapter_bytes": 4 * 7_372_800 + 4 * 36_864,
-            "adapter_bytes_without_bases": 4 * 36_864,
+            "saved_bytes_without_bases": 4 * 36_864,
             "calibration_s": initialisation,
             "step_s": step,
             "num_steps": 262,
             "peak_memory_bytes": round(peak * 1e9),
         }
-        whole = {name: resources[name] for name in ("calibration_s", "peak_memory_bytes", "adapter_bytes")}
-        return make_record(axes, trainable_parameters=trained, resources=resources, **whole)
+        whole = {name: resources[name] for name in ("calibration_s", "peak_memory_bytes")}
+        saved = 4 * 7_372_800 + 4 * 36_864
+        return make_record(
+            axes, values_at_once=trained, values_in_all=3 * trained, saved_bytes=saved, resources=resources, **whole
+        )
 
     return study(PROFILE, record)
 
 
 def cost(initialisation_s: float, step_s: float | None) -> Cost:
-    return Cost("x", 1, {"core": 1}, None, None, None, initialisation_s, step_s, 262, 0)
+    return Cost("x", 1, 1, {"core": 1}, 12, 4, None, 1000, initialisation_s, step_s, 262, 0)
 
 
 def test_break_even_is_at_the_papers_70_and_318_steps():
@@ -78,22 +78,23 @@ def test_the_papers_profile_projects_to_the_papers_totals(paper):
 def test_trained_values_are_told_apart_as_cores_factors_and_magnitudes(paper):
     (costs,) = study_costs(paper)
     shown = {line[0].text: [cell.text for cell in line[1:]] for line in state_sheet(costs, "s", "t").rows}
-    assert shown["FCCA"] == ["36,864", "36,864", "0", "0", "442.37 kB", "29.64 MB", "147.46 kB"]
-    assert shown["LoRA"][:4] == ["7,372,800", "0", "7,372,800", "0"]
-    assert shown["DoRA"][:4] == ["7,538,688", "0", "7,372,800", "165,888"]
+    assert shown["FCCA"][:5] == ["36,864", "110,592", "36,864", "0", "0"]
+    assert shown["FCCA"][5:] == ["442.37 kB", "29.64 MB", "147.46 kB", "6.00 GB"]
+    assert shown["LoRA"][2:5] == ["0", "7,372,800", "0"]
+    assert shown["DoRA"][2:5] == ["0", "7,372,800", "165,888"]
 
 
 def test_doras_magnitudes_are_unknown_without_a_lora_to_subtract(study, make_record):
     alone = study(PROFILE.replace("fcca, lora, dora, pissa", "dora").replace(", reference: fcca", ""), make_record)
     (costs,) = study_costs(alone)
     assert costs.costs[0].kinds == {"factors": None, "magnitudes": None}
-    assert [cell.text for cell in state_sheet(costs, "s", "t").rows[0][2:5]] == ["0", "n/a", "n/a"]
+    assert [cell.text for cell in state_sheet(costs, "s", "t").rows[0][3:6]] == ["0", "n/a", "n/a"]
 
 
 def test_records_without_resources_give_their_mean_step(study, make_record):
     (costs,) = study_costs(study(PROFILE, make_record))
     assert costs.costs[0].step_s == pytest.approx(0.1)
-    assert costs.costs[0].optimizer_bytes is None
+    assert costs.costs[0].saved_bytes_without_bases is None
 
 
 def test_a_comparison_pools_its_tasks_and_a_profile_keeps_them_apart(study, make_record):
@@ -117,8 +118,8 @@ def test_a_study_without_a_record_has_no_costs(study):
 
 def test_what_was_not_measured_is_not_available_and_never_nought(study, make_record):
     resources = {
-        "trainable_parameters": 8, "optimizer_bytes": 96, "adapter_bytes": 32, "adapter_bytes_without_bases": 32,
-        "calibration_s": 0.05, "step_s": None, "num_steps": 1, "peak_memory_bytes": 1_500,
+        "saved_bytes_without_bases": 32, "calibration_s": 0.05, "step_s": None, "num_steps": 1,
+        "peak_memory_bytes": 1_500,
     }  # fmt: skip
 
     def record(axes):

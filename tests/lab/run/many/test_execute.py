@@ -47,7 +47,7 @@ def test_a_tenant_of_tune_many_is_that_of_tune_on_the_same_basis(
     assert record.held_out_loss_before == pytest.approx(alone.held_out_loss_before, rel=1e-5)
     assert record.held_out_loss == pytest.approx(alone.held_out_loss, rel=1e-5)
     assert (record.selection.kept_step, record.rows) == (alone.selection.kept_step, alone.rows)
-    assert (record.resolved, record.trainable_parameters) == (alone.resolved, alone.trainable_parameters)
+    assert (record.resolved, record.values_at_once) == (alone.resolved, alone.values_at_once)
     for key in ("model", "train", "evaluation", "validation", "basis"):
         assert getattr(record.hashes, key) == getattr(alone.hashes, key)
     mine, theirs = cores_in(out / name), cores_in(tmp_path / "alone")

@@ -24,7 +24,7 @@ from frozencore.lab.reports.labels import axis_name, value_name
 from frozencore.lab.reports.tables.averages import column_averages, over_rows
 from frozencore.lab.reports.tables.measures import COSINES, measures_of
 from frozencore.lab.reports.tables.pivot import Key, Pivot, PivotCell, pivots
-from frozencore.lab.reports.tables.tradeoff import trained_values
+from frozencore.lab.reports.tables.tradeoff import counted_values
 
 GREEN, VERMILION, PURPLE = "#009E73", "#D55E00", "#CC79A7"
 CYCLE = (ORANGE, BLUE, GREEN, VERMILION, NAVY, PURPLE, BLACK, GREY)
@@ -169,8 +169,8 @@ def _legend(axis: Axes) -> None:
 
 
 def _state(axis: Axes, pivot: Pivot) -> None:
-    """Each column's mean over the rows against what it trains."""
-    trained = trained_values(pivot)
+    """Each column's mean over the rows against the values that it trains in all."""
+    trained = {column: in_all for column, (_, in_all) in counted_values(pivot).items()}
     points = sorted(
         (average.value, column)
         for column, average in column_averages(pivot).items()
@@ -190,7 +190,7 @@ def _state(axis: Axes, pivot: Pivot) -> None:
             )  # fmt: skip
     axis.set_xscale("log")
     axis.margins(x=0.3)
-    axis.set_xlabel("trained values", fontsize=8)
+    axis.set_xlabel("values trained in all", fontsize=8)
     axis.set_ylabel(f"mean {pivot.measure.title}", fontsize=8)
 
 

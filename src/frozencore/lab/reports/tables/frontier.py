@@ -1,4 +1,4 @@
-"""What a trained value buys: held-out loss against trained values, over several studies of one campaign.
+"""What a trained value buys: held-out loss against values at once and in all, over several studies of one campaign.
 
 A study is a family; so is each value of its further axes, as a method or a rate. The axes that set how many values
 train, as rank and budget, tell the points of a family apart.
@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import mean, median, stdev
+from typing import Literal
 
 from scipy import stats
 
@@ -19,11 +20,14 @@ from frozencore.lab.reports.labels import column_name, value_name
 from frozencore.lab.reports.sheets.sheet import Sheet, SheetCell, label, number, signed
 from frozencore.lab.reports.statistics.over_tasks import COVERAGE
 from frozencore.lab.reports.tables.pivot import Key
-from frozencore.lab.reports.tables.resource_sheets import bytes_cell, seconds_cell
+from frozencore.lab.reports.tables.resource_sheets import HELD, bytes_cell, seconds_cell
 from frozencore.lab.run.record import TunedRecord
 
 SIZES = ("rank", "rank_budget", "layers")
 """Axes that set how many values are trained: along them a family goes."""
+Count = Literal["at_once", "in_all"]
+COUNTS: dict[Count, str] = {"at_once": "values at once", "in_all": "values in all"}
+"""The two counts of trained values, as reports call them."""
 DECIMALS = 3
 NEARLY = math.log(1.05)
 
@@ -47,14 +51,16 @@ class FrontierPoint:
     Attributes:
         family: Number of the family among all, and its name.
         size: The values of its size axes, as they are shown.
-        trained: Values, the mean over the seeds that are done; 0 where none is.
+        at_once, in_all: How many values train at a moment and how many were trained, the means over the seeds that are
+            done; 0 where none is.
         losses: Held-out loss of each seed, in nats per token; none where one of them is not done.
     """
 
     family: tuple[int, str]
     size: str
     panel: Panel
-    trained: int
+    at_once: int
+    in_all: int
     losses: tuple[float, ...]
     records: tuple[TunedRecord, ...]
 
@@ -104,10 +110,13 @@ def _points_of(study: StudyResults, families: dict[str, int]) -> list[FrontierPo
         family = _family(study, further, kind)
         number_of = families.setdefault(family, len(families))
         losses = tuple(record.held_out_loss for record in known if record.held_out_loss is not None)
-        trained = round(mean(record.trainable_parameters for record in known)) if known else 0
+        at_once, in_all = (
+            round(mean(getattr(record, count) for record in known)) if known else 0
+            for count in ("values_at_once", "values_in_all")
+        )
         whole = losses if len(known) == len(records) else ()
         shown = column_name(sizes, size)
-        found.append(FrontierPoint((number_of, family), shown, panel, trained, whole, tuple(known)))
+        found.append(FrontierPoint((number_of, family), shown, panel, at_once, in_all, whole, tuple(known)))
     return found
 
 
@@ -118,7 +127,7 @@ def _family(study: StudyResults, further: Sequence[str], kind: tuple[Value, ...]
 
 
 def frontier_sheet(points: Sequence[FrontierPoint]) -> Sheet:
-    """A line for each size of each family: what it trains, its loss in every panel, what it costs."""
+    """A line for each size of each family: its values at once and in all, its loss in every panel, what it costs."""
     panels = panels_of(points)
     lines: dict[tuple[tuple[int, str], str], dict[Panel, FrontierPoint]] = {}
     for point in points:
@@ -128,16 +137,15 @@ def frontier_sheet(points: Sequence[FrontierPoint]) -> Sheet:
         records = [record for point in found.values() for record in point.records]
         if not records:
             continue
-        resources = [record.resources for record in records if record.resources is not None]
-        optimiser = [one.optimizer_bytes for one in resources if one.optimizer_bytes is not None]
-        trained = sorted({point.trained for point in found.values() if point.records})
+        done = [point for point in found.values() if point.records]
         rows.append(
             (
                 label(family[1]), label(size or "-"),
-                SheetCell(f"{trained[0]:,}" + (f" to {trained[-1]:,}" if len(trained) > 1 else ""), value=trained[-1]),
+                _span({point.at_once for point in done}), _span({point.in_all for point in done}),
                 *(_loss(found.get(panel)) for panel in panels),
-                bytes_cell(max(optimiser) if optimiser else None),
-                bytes_cell(max((record.adapter_bytes or 0) for record in records) or None),
+                bytes_cell(max(record.state_held_bytes for record in records)),
+                bytes_cell(max(record.saved_bytes for record in records)),
+                bytes_cell(max(record.model_bytes for record in records)),
                 bytes_cell(max(record.peak_memory_bytes for record in records)),
                 seconds_cell(median(record.training_s for record in records)),
             )
@@ -147,12 +155,21 @@ def frontier_sheet(points: Sequence[FrontierPoint]) -> Sheet:
     return Sheet(
         "frontier",
         "Held-out loss and cost by trained values",
-        "Nats per token, mean over seeds ± half of its 95 % interval (Student's t). Optimiser: gradients and states "
-        "beside the values; stored: the adapter's files; memory the largest of the runs, training the median.",
-        ("family", "size", "trained", *headings, "optimiser", "stored", "peak memory", "training"),
+        "Nats per token, mean over seeds ± half of its 95 % interval (Student's t). Values that train at once, and "
+        f"those trained in all. {HELD} Saved: the adapter's files, beside the base model's own weights. Peak memory "
+        "is the largest of the runs, training the median.",
+        (
+            "family", "size", "at once", "in all", *headings, "state held", "saved", "base model", "peak memory",
+            "training",
+        ),
         tuple(rows),
         num_labels=2,
-    )
+    )  # fmt: skip
+
+
+def _span(counts: set[int]) -> SheetCell:
+    low, high = min(counts), max(counts)
+    return SheetCell(f"{low:,}" if low == high else f"{low:,} to {high:,}", value=high)
 
 
 def _loss(point: FrontierPoint | None) -> SheetCell:
@@ -165,16 +182,17 @@ def _loss(point: FrontierPoint | None) -> SheetCell:
     return SheetCell(f"{point.loss:.{DECIMALS}f}", spread=spread, value=point.loss)
 
 
-def at_equal_values(points: Sequence[FrontierPoint], trained: int) -> float | None:
+def at_equal_values(points: Sequence[FrontierPoint], trained: int, count: Count) -> float | None:
     """The loss that a family has at a number of values, between its neighbours in the logarithm of their number.
 
     Args:
         points: Of one family in one panel.
+        count: Which number of values that is.
 
     Returns:
         None outside of the range that was measured; a number within 5 % of its end counts as the end.
     """
-    known = sorted((math.log(point.trained), point.loss) for point in points)
+    known = sorted((math.log(getattr(point, count)), point.loss) for point in points)
     at = min(max(math.log(trained), known[0][0]), known[-1][0])
     if abs(at - math.log(trained)) > NEARLY:
         return None
@@ -184,8 +202,8 @@ def at_equal_values(points: Sequence[FrontierPoint], trained: int) -> float | No
     return None
 
 
-def ahead_sheet(points: Sequence[FrontierPoint]) -> Sheet | None:
-    """The first family against every other at equal trained values; None where there is one family."""
+def ahead_sheet(points: Sequence[FrontierPoint], count: Count) -> Sheet | None:
+    """The first family against every other at equal values of one count; None where there is one family."""
     families = sorted({point.family for point in points if point.losses})
     if len(families) < 2:
         return None
@@ -194,10 +212,11 @@ def ahead_sheet(points: Sequence[FrontierPoint]) -> Sheet | None:
     for point in points:
         if point.family != first or not point.losses:
             continue
-        line = [label(point.panel.name), number(point.trained, 0), _loss(point)]
+        trained = getattr(point, count)
+        line = [label(point.panel.name), number(trained, 0), _loss(point)]
         for family in others:
             own = [one for one in points if one.family == family and one.panel == point.panel and one.losses]
-            there = at_equal_values(own, point.trained) if own else None
+            there = at_equal_values(own, trained, count) if own else None
             line.append(
                 SheetCell("n/a", hint="no such number of values was trained", is_undefined=True)
                 if there is None
@@ -205,10 +224,10 @@ def ahead_sheet(points: Sequence[FrontierPoint]) -> Sheet | None:
             )
         rows.append(tuple(line))
     return Sheet(
-        "frontier-ahead",
-        f"{first[1]} against the others at equal trained values",
+        "frontier-ahead" if count == "at_once" else "frontier-ahead-in-all",
+        f"{first[1]} against the others at equal {COUNTS[count]}",
         "Its loss less theirs, which is taken between their neighbouring sizes, straight in the logarithm of the "
-        "trained values; below zero it is ahead.",
-        ("task", "trained", first[1], *(name for _, name in others)),
+        "number of values; below zero it is ahead.",
+        ("task", COUNTS[count], first[1], *(name for _, name in others)),
         tuple(rows),
     )

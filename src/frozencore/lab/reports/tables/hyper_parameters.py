@@ -19,7 +19,7 @@ from frozencore.lab.training.recipe import Recipe
 
 HEADINGS = (
     "study", "methods", "rank", "modules", "precision", "batch", "learning rate", "warm-up", "calibration", "further",
-    "selection", "seeds", "trained values",
+    "selection", "seeds", "values in all",
 )  # fmt: skip
 SHOWN_APART = (
     "model", "task", "method", "seed", "rank", "rank_budget", "targets", "dtype", "batch_size", "accumulation",
@@ -130,9 +130,9 @@ def _method(axes: Axes, record: TunedRecord) -> str:
 
 
 def _trained(study: StudyResults, methods: list[str]) -> SheetCell:
-    """What the runs of these methods train, as their records have it."""
+    """How many values the runs of these methods train in all, as their records have it."""
     ended = [(run.axes, run.record) for run in study.runs if isinstance(run.record, TunedRecord)]
-    counts = sorted({record.trainable_parameters for axes, record in ended if _method(axes, record) in methods})
+    counts = sorted({record.values_in_all for axes, record in ended if _method(axes, record) in methods})
     if not counts:
         return SheetCell("-", hint="nothing was trained", is_undefined=True)
     return SheetCell(f"{counts[0]:,}" + (f" to {counts[-1]:,}" if len(counts) > 1 else ""), value=counts[0])

@@ -8,23 +8,30 @@ from frozencore.lab.reports.labels import full_name
 from frozencore.lab.reports.sheets.sheet import Sheet, SheetCell, label, number
 from frozencore.lab.reports.tables.resources import Cost, Costs, ahead
 
+HELD = (
+    "State held while training, at its peak: gradients, optimiser states, and what rounds hold (sums of moments, "
+    "earlier factors, copies of weights)."
+)
+
 
 def state_sheet(costs: Costs, name: str, title: str) -> Sheet:
-    """Trained values by kind, optimiser bytes, and adapter bytes with and without bases."""
+    """Values at once, in all and by kind, the state held while training, and what is saved beside the model's size."""
     kinds = dict.fromkeys(("core", "factors", "magnitudes", *(kind for cost in costs.costs for kind in cost.kinds)))
     rows = tuple(
         (
-            label(cost.name), number(cost.trained, 0), *(_kind(cost.kinds.get(kind, 0)) for kind in kinds),
-            bytes_cell(cost.optimizer_bytes), bytes_cell(cost.adapter_bytes),
-            bytes_cell(cost.adapter_bytes_without_bases),
+            label(cost.name), number(cost.values_at_once, 0), number(cost.values_in_all, 0),
+            *(_kind(cost.kinds.get(kind, 0)) for kind in kinds),
+            bytes_cell(cost.state_held_bytes), bytes_cell(cost.saved_bytes),
+            bytes_cell(cost.saved_bytes_without_bases), bytes_cell(cost.model_bytes),
         )
         for cost in costs.costs
     )  # fmt: skip
     return Sheet(
-        name, f"{_titled(title, costs)}: trained and stored",
-        "Trained values by kind; gradients and AdamW states; the adapter as stored, and without bases that can be made "
-        "again from the base model and the calibration rows.",
-        ("method", "trained", *kinds, "optimiser", "adapter", "without bases"), rows,
+        name, f"{_titled(title, costs)}: trained, held and saved",
+        f"Values that train at once, also by kind, and values trained in all. {HELD} Saved: the adapter's files, also "
+        "without bases that can be made again from the base model and the calibration rows, and the base model's own "
+        "weights beside them.",
+        ("method", "at once", "in all", *kinds, "state held", "saved", "without bases", "base model"), rows,
     )  # fmt: skip
 
 

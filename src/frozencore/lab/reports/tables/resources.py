@@ -39,9 +39,12 @@ class Cost:
     """What one method needs, over the runs of a group.
 
     Attributes:
-        kinds: Trained values by kind (``Method.trains``); None where a record does not tell them apart.
-        optimizer_bytes: Gradients and states of AdamW beside the values themselves.
-        adapter_bytes, adapter_bytes_without_bases: As stored; the latter with bases that can be made again.
+        values_at_once, values_in_all: How many train at a moment, and how many were trained and saved.
+        kinds: The values that train at a moment by kind (``Method.trains``); None where a record does not tell them
+            apart.
+        state_held_bytes: The state held while training, at its peak.
+        saved_bytes, saved_bytes_without_bases: Of the adapter's files; the latter where bases can be made again.
+        model_bytes: The base model's weights as they are loaded.
         initialisation_s: Calibration, or a weight SVD; 0 for methods that have no such phase.
         step_s, num_steps: Medians over the runs.
         peak_memory_bytes: The largest of the runs'.
@@ -49,11 +52,13 @@ class Cost:
     """
 
     name: str
-    trained: int
+    values_at_once: int
+    values_in_all: int
     kinds: Mapping[str, int | None]
-    optimizer_bytes: int | None
-    adapter_bytes: int | None
-    adapter_bytes_without_bases: int | None
+    state_held_bytes: int
+    saved_bytes: int
+    saved_bytes_without_bases: int | None
+    model_bytes: int
     initialisation_s: float
     step_s: float | None
     num_steps: int
@@ -148,11 +153,13 @@ def _cost(name: str, records: Sequence[TunedRecord], factors: Mapping[RankAndTar
     steps = [record.step_s for record in records if record.step_s is not None]
     return Cost(
         name,
-        first.trainable_parameters,
+        first.values_at_once,
+        first.values_in_all,
         _kinds(first, factors.get(_shape(first))),
-        resources.optimizer_bytes,
-        first.adapter_bytes,
-        resources.adapter_bytes_without_bases,
+        max(record.state_held_bytes for record in records),
+        max(record.saved_bytes for record in records),
+        resources.saved_bytes_without_bases,
+        first.model_bytes,
         median(record.calibration_s for record in records) if _initialises(first) else 0.0,
         median(steps) if steps else None,
         round(median(record.training.num_steps for record in records)),
@@ -168,8 +175,8 @@ def _initialises(record: TunedRecord) -> bool:
 
 
 def _kinds(record: TunedRecord, factors: int | None) -> dict[str, int | None]:
-    """Trained values by kind, where the record's method has one kind, or magnitudes beside factors."""
-    kinds, trained = _trained_by(record), record.trainable_parameters
+    """Values that train at a moment by kind, where the method has one kind, or magnitudes beside factors."""
+    kinds, trained = _trained_by(record), record.values_at_once
     if len(kinds) == 1:
         return {kinds[0]: trained}
     found: dict[str, int | None] = dict.fromkeys(kinds)
@@ -184,7 +191,7 @@ def _kinds(record: TunedRecord, factors: int | None) -> dict[str, int | None]:
 
 def _factor_parameters(records: Sequence[TunedRecord]) -> dict[RankAndTargets, int]:
     """What LoRA or PiSSA train at each rank and targets: DoRA's factors are as many."""
-    return {_shape(record): record.trainable_parameters for record in records if _trained_by(record) == FACTORS}
+    return {_shape(record): record.values_at_once for record in records if _trained_by(record) == FACTORS}
 
 
 def _trained_by(record: TunedRecord) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Accuracy beside the number of trained values (paper, table "efficiency-state")."""
+"""Accuracy beside the values that train at once and in all (paper, table "efficiency-state")."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from frozencore.lab.run.record import TunedRecord
 
 def tradeoff_sheet(pivot: Pivot, name: str) -> Sheet:
     """Each column's macro-average, what it trains, and how far its average is from the reference's."""
-    means, trained, decimals = column_averages(pivot), trained_values(pivot), pivot.measure.decimals
+    means, counts, decimals = column_averages(pivot), counted_values(pivot), pivot.measure.decimals
     wanted = pivot.study.study.report.reference
     reference = next((column for column in pivot.columns if column_key(column) == wanted), None)
     best = best_printed({column: mean.value for column, mean in means.items()}, pivot)
@@ -23,17 +23,17 @@ def tradeoff_sheet(pivot: Pivot, name: str) -> Sheet:
         line = [
             label(pivot.column_name(column)),
             average_cell(means[column], decimals, best=column in best),
-            number(trained.get(column), 0, reason="no run is done"),
+            *(number(count, 0, reason="no run is done") for count in counts.get(column, (None, None))),
         ]
         if reference is not None:
             line.append(
                 SheetCell("reference") if column == reference else _gap(means[column], means[reference], decimals + 1)
             )
         rows.append(tuple(line))
-    headings = (", ".join(map(axis_name, pivot.column_axes)), "mean", "trained values")
+    headings = (", ".join(map(axis_name, pivot.column_axes)), "mean", "values at once", "values in all")
     return Sheet(
         name,
-        f"{pivot.title}: {pivot.measure.title.split(',')[0]} and trained values",
+        f"{pivot.title}: {pivot.measure.title.split(',')[0]} and values",
         f"{sentence(pivot.measure.title)}, macro-average of unrounded task means ± its standard deviation over seeds.",
         headings if reference is None else (*headings, f"Δ vs. {pivot.column_name(reference)}"),
         tuple(rows),
@@ -46,12 +46,12 @@ def _gap(own: Average, reference: Average, decimals: int) -> SheetCell:
     return signed(differences([own.value], [reference.value])[0], decimals)
 
 
-def trained_values(pivot: Pivot) -> dict[Key, int]:
-    """What each column trains."""
+def counted_values(pivot: Pivot) -> dict[Key, tuple[int, int]]:
+    """How many values each column trains at once and in all."""
     found = {}
     for run in pivot.study.runs:
         inside = all(run.axes[axis] == value for axis, value in pivot.group.items())
         if isinstance(run.record, TunedRecord) and inside:
             column = tuple(run.axes[axis] for axis in pivot.column_axes)
-            found[column] = run.record.trainable_parameters
+            found[column] = run.record.values_at_once, run.record.values_in_all
     return found

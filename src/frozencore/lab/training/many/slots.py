@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from frozencore.lab.training.many.stack import CoreStack
+from frozencore.lab.training.state_held import total_bytes
 
 BETAS, EPSILON = (0.9, 0.999), 1e-8  # as the Trainer's
 CLIP_EPSILON = 1e-6  # as torch's clip_grad_norm_
@@ -31,6 +32,11 @@ class TrainedSlots(CoreStack):
     def state(self) -> dict[str, Tensor]:
         """What a training goes on from: cores, moments, and the cores whose loss was last finite."""
         return {"values": self.values, "first": self.first, "second": self.second, "sound": self.sound}
+
+    @property
+    def state_held_bytes(self) -> int:
+        """A slot's share of the state held while training: its gradient and moments."""
+        return total_bytes((self.gradients, self.first, self.second)) // len(self)
 
     def clear(self, slot: int) -> None:
         """A new tenant's slot: the adapter's own core, without any history."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +137,8 @@ def train_many(
 
 
 def _trained(slots: TrainedSlots, seat: Seat, values: Tensor, resumed_from: Path | None) -> Trained:
-    return Trained(slots.by_layer(values.cpu()), seat.report(resumed_from), seat.diverged)
+    report = replace(seat.report(resumed_from), state_held_bytes=slots.state_held_bytes)
+    return Trained(slots.by_layer(values.cpu()), report, seat.diverged)
 
 
 def _standing(company: Company, tenants: Mapping[str, Tenant], num_ended: int) -> tuple[int, int, str]:
