@@ -46,7 +46,9 @@ studies:
 RECORD = {
     "format": 1, "config": {"task": "x"}, "method": "fcca", "task": "x", "seed": 42, "accuracy": 0.5,
     "accuracy_before": 0.25, "held_out_loss": 1.5, "held_out_loss_before": 2.5, "hashes": {"model": "0" * 64},
-    "total_s": 2.0, "values_at_once": 8, "values_in_all": 8, "state_held_bytes": 96, "saved_bytes": 32, "model_bytes": 1000, "calibration_s": 0.5, "training_s": 1.0, "peak_memory_bytes": 1000,
+    "total_s": 2.0, "values_at_once": 8,
+    "values_in_all": 8, "state_held_bytes": 96, "saved_bytes": 32, "model_bytes": 1000,
+    "calibration_s": 0.5, "training_s": 1.0, "peak_memory_bytes": 1000,
     "training": {"num_steps": 4, "losses": [2.0]},
 }  # fmt: skip
 PREDICTIONS = """{"id": "a", "prediction": "1", "gold": "1", "correct": true}
