@@ -37,7 +37,7 @@ def information_sheet(campaign: Campaign) -> Sheet | None:
 def _information(name: str) -> tuple[str, str, str]:
     """Task signal, geometry and source."""
     row = CONSTRUCTORS[name]
-    needs = row.needs(row.options())
+    needs = row.needs(row.options(coordinates="qr"))  # of the spans: Fisher coordinates read a and d beside
     if not needs:
         return ("no", "weight", "spectrum of W") if row.weights_only else ("no", "no", "random draw")
     sides = [side for side, moments in (("input", INPUT), ("output", OUTPUT)) if needs & moments]
