@@ -23,9 +23,10 @@ def adapted(
     constructor: str = "fcca", *, model: nn.Module | None = None, dtype: torch.dtype | None = torch.float32,
     calibrated: bool = True, trained: bool = False, **options: object,
 ) -> PeftModel:  # fmt: skip
-    """A tiny model with one adapter of rank 3; ``trained`` cores are random instead of zero; no
-    ``dtype`` leaves the model as it is."""
-    options = {"r": 3, "constructor": constructor, **options}
+    """A tiny model with one adapter of rank 3, in the paper's coordinates and at its scale of 1 unless ``options`` say
+    otherwise; ``trained`` cores are random instead of zero; no ``dtype`` leaves the model as it is."""
+    papers = {} if "basis" in options else {"alpha": None, "coordinates": "qr"}
+    options = {"r": 3, "constructor": constructor, **papers, **options}
     if model is None:
         adapter = copy.deepcopy(_once(dtype, calibrated, json.dumps(options)))
     else:

@@ -25,11 +25,11 @@ pytestmark = pytest.mark.usefixtures("as_a_user")
     [
         ({"constructor": "fca"}, "'fca'.*Did you mean 'fcca'"),
         ({"constructor": None}, "constructor"),
-        ({"r": 0}, "rank must be a whole number of at least 1, but 0 came"),
-        ({"r": -3}, "rank must be a whole number of at least 1, but -3 came"),
-        ({"r": 2.5}, "rank must be a whole number of at least 1, but 2.5 came"),
-        ({"r": "16"}, "rank must be a whole number of at least 1, but '16' came"),
-        ({"rank_pattern": {"q_proj": -1}}, "rank must be a whole number of at least 1, but -1 came"),
+        ({"r": 0}, "rank must be a whole number from 1 to 100000, but 0 came"),
+        ({"r": -3}, "rank must be a whole number from 1 to 100000, but -3 came"),
+        ({"r": 2.5}, "rank must be a whole number from 1 to 100000, but 2.5 came"),
+        ({"r": "16"}, "rank must be a whole number from 1 to 100000, but '16' came"),
+        ({"rank_pattern": {"q_proj": -1}}, "rank must be a whole number from 1 to 100000, but -1 came"),
         ({"alpha": 0}, "alpha must be a number above 0 or one of auto or none, but 0 came"),
         ({"alpha": -1.0}, "alpha must be a number above 0 or one of auto or none, but -1.0 came"),
         ({"alpha": float("nan")}, "alpha must be a number above 0 or one of auto or none, but nan came"),
@@ -92,7 +92,8 @@ def test_the_scale_is_alpha_over_rank_16_over_it_by_default_and_one_without_alph
         layers = cores_of(adapted("random", r=4, **options))
         return {layer.name.rsplit(".", 1)[-1]: layer.frozencore_scale["default"] for layer in layers}
 
-    assert set(scales().values()) == set(scales(alpha="auto").values()) == {4.0}  # 16 / r
+    assert FrozenCoreConfig().alpha == "auto"
+    assert set(scales(alpha="auto").values()) == {4.0}  # 16 / r
     assert set(scales(alpha=8.0).values()) == {2.0}
     assert set(scales(alpha=None).values()) == set(scales(alpha=None, rank_pattern={"q_proj": 2}).values()) == {1.0}
     patterned = scales(alpha=8.0, rank_pattern={"q_proj": 2}, alpha_pattern={"v_proj": 2.0})

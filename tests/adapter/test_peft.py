@@ -198,7 +198,7 @@ def test_a_layer_compiles_without_a_graph_break() -> None:
 
 def test_a_core_on_a_model_of_transformers_own_integration_can_be_calibrated() -> None:
     model = tiny_qwen2()
-    model.add_adapter(FrozenCoreConfig(r=3))
+    model.add_adapter(FrozenCoreConfig(r=3, coordinates="qr"))
     calibrate(model, BATCHES, progress=False)
     for layer, other in zip(cores_of(model), cores_of(adapted("fcca")), strict=True):
         assert torch.equal(layer.factors("default")[0], other.factors("default")[0])
@@ -275,7 +275,7 @@ def test_a_state_dict_moves_an_adapter_to_another_model() -> None:
     from peft import get_peft_model_state_dict
 
     model = adapted("fcca", trained=True)
-    other = get_peft_model(tiny_qwen2(), FrozenCoreConfig(r=3)).eval()
+    other = get_peft_model(tiny_qwen2(), FrozenCoreConfig(r=3, alpha=None)).eval()
     report = set_peft_model_state_dict(other, get_peft_model_state_dict(model))
     assert not report.unexpected_keys
     assert torch.equal(logits(other), logits(model))

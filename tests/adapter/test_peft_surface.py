@@ -202,7 +202,7 @@ def test_prepared_cores_are_refused_once_the_adapter_is_another_one() -> None:
 
 def test_an_injected_adapter_needs_no_peft_model() -> None:
     expected = adapted("fcca", trained=True)
-    model = inject_adapter_in_model(FrozenCoreConfig(r=3), tiny_qwen2()).eval()
+    model = inject_adapter_in_model(FrozenCoreConfig(r=3, alpha=None), tiny_qwen2()).eval()
     assert not isinstance(model, PeftModel)
     report = set_peft_model_state_dict(model, get_peft_model_state_dict(expected))
     assert not report.unexpected_keys

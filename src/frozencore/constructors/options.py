@@ -14,7 +14,8 @@ from frozencore.maths.whitening import Positive
 from frozencore.options import check_options
 from frozencore.sizes import read_size
 
-Rank = Annotated[int, Field(ge=1, description="Rank r of the bases; a core holds r x r values.")]
+MOST_RANK = 100_000  # no layer is as wide
+Rank = Annotated[int, Field(ge=1, le=MOST_RANK, description="Rank r of the bases; a core holds r x r values.")]
 VALUE_BYTES = 4  # a core is float32
 
 

@@ -157,7 +157,7 @@ def test_progress_reports_both_stages_to_the_end() -> None:
 def test_calibration_looks_at_the_base_model_whatever_adapters_are_active() -> None:
     expected = bases(adapted("fcca"))
     model = adapted("random", trained=True)
-    model.add_adapter("new", FrozenCoreConfig(r=3))
+    model.add_adapter("new", FrozenCoreConfig(r=3, coordinates="qr"))
     assert model.active_adapters == ["default"]
     calibrate(model, BATCHES, adapter_name="new", progress=False)
     assert bases(model, "new") == expected

@@ -212,7 +212,7 @@ def test_where_no_spectrum_tells_layers_apart_ranks_are_equal(constructor: str) 
     assert set(model.peft_config["default"].rank_pattern.values()) == {3}
     if constructor in ("eva", "filora"):
         calibrate(model, BATCHES, progress=False)
-    given = adapted(constructor, model=base(), r=3, target_modules="all-linear")
+    given = adapted(constructor, model=base(), r=3, coordinates="fisher", target_modules="all-linear")
     for mine, theirs in zip(cores_of(model), cores_of(given), strict=True):
         assert all(torch.equal(X, Y) for X, Y in zip(mine.factors("default"), theirs.factors("default"), strict=True))
 

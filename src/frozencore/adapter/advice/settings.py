@@ -33,8 +33,8 @@ class Setting:
     rank_budget: int | None = None
 
     def basis_options(self, rank: int, seed: int) -> BasisOptions:
-        """Those of its bases."""
-        return CONSTRUCTORS[self.method].options(rank=rank, seed=seed, **self.options)
+        """Those of its bases, which are orthonormal here: what is compared are spans."""
+        return CONSTRUCTORS[self.method].options(rank=rank, seed=seed, coordinates="qr", **self.options)
 
     @property
     def needs(self) -> frozenset[MomentName]:
