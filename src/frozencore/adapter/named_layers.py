@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.constants import DUMMY_TARGET_MODULES
 from torch import nn
 
 from frozencore.adapter.config import FrozenCoreConfig
@@ -68,7 +69,7 @@ def name_layers_of(config: Any, model: nn.Module) -> None:
 
 
 def _is_searched(value: Any) -> bool:
-    return isinstance(value, str) and not is_all_linear(value)
+    return isinstance(value, str) and value != DUMMY_TARGET_MODULES and not is_all_linear(value)
 
 
 def _modules(model: nn.Module) -> dict[str, nn.Module]:

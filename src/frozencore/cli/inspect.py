@@ -46,5 +46,5 @@ def inspect(
         console.print(inspection_table(reports, every_layer=all_layers))
         if config.rank_budget is not None:
             console.print(allocation_line(trained_values(config.rank_budget), config.rank_pattern), highlight=False)
-        saved = sum(file.stat().st_size for file in adapter.glob("*.safetensors"))
+        saved = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
         console.print(f"Saved in {saved:,} bytes.", highlight=False)

@@ -218,4 +218,4 @@ def test_a_dry_run_counts_the_rows_and_steps_that_are_then_recorded(  # type: ig
         used, steps = record["rows"], record["training"]["num_steps"]
         assert f"{name}: {used['trained']} rows to train on (" in out
         assert f"), {used['scored']} to score; {steps} steps." in out
-    assert f"{record['trainable_parameters']:,} trained values each" in out
+    assert f"{record['values_at_once']:,} trained values each" in out

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from frozencore.lab.reports.figures.study import CYCLE, DASHES, MARKERS
 from frozencore.lab.reports.figures.style import plt
-from frozencore.lab.reports.tables.frontier import COUNTS, Count, FrontierPoint, Panel, panels_of
+from frozencore.lab.reports.tables.frontier import COUNTS, FrontierPoint, ValueCount, Panel, panels_of
 
 MOST_IN_A_ROW = 3
 
@@ -43,7 +43,7 @@ def frontier_panels(points: Sequence[FrontierPoint]) -> Figure:
     return figure
 
 
-def _panel(axis: Axes, points: Sequence[FrontierPoint], task: Panel, count: Count, title: str) -> None:
+def _panel(axis: Axes, points: Sequence[FrontierPoint], task: Panel, count: ValueCount, title: str) -> None:
     """Every family's losses on one task against one of the two counts."""
     axis.set_visible(True)
     for family in sorted({point.family for point in points if point.losses}):

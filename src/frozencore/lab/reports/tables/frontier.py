@@ -25,8 +25,8 @@ from frozencore.lab.run.record import TunedRecord
 
 SIZES = ("rank", "rank_budget", "layers")
 """Axes that set how many values are trained: along them a family goes."""
-Count = Literal["at_once", "in_all"]
-COUNTS: dict[Count, str] = {"at_once": "values at once", "in_all": "values in all"}
+ValueCount = Literal["at_once", "in_all"]
+COUNTS: dict[ValueCount, str] = {"at_once": "values at once", "in_all": "values in all"}
 """The two counts of trained values, as reports call them."""
 DECIMALS = 3
 NEARLY = math.log(1.05)
@@ -182,7 +182,7 @@ def _loss(point: FrontierPoint | None) -> SheetCell:
     return SheetCell(f"{point.loss:.{DECIMALS}f}", spread=spread, value=point.loss)
 
 
-def at_equal_values(points: Sequence[FrontierPoint], trained: int, count: Count) -> float | None:
+def at_equal_values(points: Sequence[FrontierPoint], trained: int, count: ValueCount) -> float | None:
     """The loss that a family has at a number of values, between its neighbours in the logarithm of their number.
 
     Args:
@@ -202,7 +202,7 @@ def at_equal_values(points: Sequence[FrontierPoint], trained: int, count: Count)
     return None
 
 
-def ahead_sheet(points: Sequence[FrontierPoint], count: Count) -> Sheet | None:
+def ahead_sheet(points: Sequence[FrontierPoint], count: ValueCount) -> Sheet | None:
     """The first family against every other at equal values of one count; None where there is one family."""
     families = sorted({point.family for point in points if point.losses})
     if len(families) < 2:
