@@ -8,7 +8,8 @@ row train side by side on one basis. Under AdamW a scale s at a rate η is a sca
 scale multiplies the gradients that are clipped at 1. The row with ``alpha`` null was trained at a scale of 1 and the
 same steps to see what that makes. A rank budget has ranks of its own in every layer: it was trained both ways.
 
-Losses are held-out nats per completion token, of one seed. What is there already in ``--out`` is not trained again.
+Losses are held-out nats per completion token, of one seed, in orthonormal coordinates. What is there already in
+``--out`` is not trained again.
 """
 
 from __future__ import annotations
@@ -85,7 +86,9 @@ def bench_of(model: str, place: str, data_root: Path | None, plan: Plan) -> Benc
 def losses_of(row: Row, bench: Bench, plan: Plan) -> list[float | None]:
     """Held-out loss at each rate; None where it diverged."""
     ranks = {"r": row["rank"]} if row["budget"] is None else {"rank_budget": row["budget"]}
-    config = FrozenCoreConfig(**ranks, alpha=row["alpha"], target_modules=TARGETS[row["targets"]], damping=0.1, seed=42)
+    config = FrozenCoreConfig(
+        **ranks, alpha=row["alpha"], target_modules=TARGETS[row["targets"]], coordinates="qr", damping=0.1, seed=42
+    )
     model = get_peft_model(bench.model, config)
     try:
         calibrate(model, calibration_batches(bench.rows, bench.encoder.pad_id), progress=False)

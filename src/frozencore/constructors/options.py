@@ -69,8 +69,8 @@ class BasisOptions:
     coordinates: Annotated[
         Coordinates,
         Field(
-            description="How P and Q are written in their spans: fisher, by second moments of the data, by which one "
-            "learning rate serves all constructors (orthonormal where none are read); qr, orthonormal, the paper's; "
+            description="How P and Q are written in their spans: fisher, by second moments of the data, by which a "
+            "step is as long for all constructors (orthonormal where none are read); qr, orthonormal, the paper's; "
             "polar; raw and scaled_raw, ablations."
         ),
     ] = "fisher"

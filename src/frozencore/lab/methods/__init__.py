@@ -1,8 +1,8 @@
 """The table of what can be trained: every basis constructor's frozen core, and methods of PEFT beside them.
 
 Adding a method is one file here and one row below; a constructor has its row already. The recipes are the middle of
-what is customary for each, to be searched around: the paper's own defaults where it gives any (warm-up 0.1; 1e-2 for
-cores).
+what is customary for each, to be searched around: the paper's own warm-up of 0.1, and for cores 1e-2
+(``frozen_core.py``).
 """
 
 from __future__ import annotations
