@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from frozencore.lab.reports.figures.study import CYCLE, DASHES, MARKERS
 from frozencore.lab.reports.figures.style import plt
-from frozencore.lab.reports.tables.frontier import COUNTS, FrontierPoint, ValueCount, Panel, panels_of
+from frozencore.lab.reports.tables.frontier import COUNTS, FrontierPoint, Panel, ValueCount, panels_of
 
 MOST_IN_A_ROW = 3
 
