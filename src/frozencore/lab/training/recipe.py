@@ -20,7 +20,7 @@ UNREFRESHED = (
 )  # not told to checkpoints, which are as they were before
 
 
-FEWEST_STEPS, MOST_EPOCHS = 48, 8
+FEWEST_STEPS, MOST_EPOCHS = 32, 8
 
 
 def epochs_for(num_rows: int, rows_a_step: int) -> int:
