@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from frozencore.adapter.config import FrozenCoreConfig
 
-CORE_LEARNING_RATE = 1e-2  # ours (docs/maths.md); the paper's, for orthonormal bases and s = 1, is 5e-3
+CORE_LEARNING_RATE = 1e-2  # ours (docs/scale.md); the paper's, for orthonormal bases and s = 1, is 5e-3
 
 
 @dataclass(frozen=True, kw_only=True)
