@@ -5,7 +5,7 @@ from __future__ import annotations
 from matplotlib.figure import Figure
 
 from frozencore.adapter.advice.advise import Advice
-from frozencore.lab.reports.figures.style import NAVY, ORANGE, method_colour, plt
+from frozencore.lab.reports.figures.style import NAVY, ORANGE, method_colour, plain_ticks, plt
 from frozencore.lab.reports.labels import bases_name
 
 FIGURE = "advice.png"
@@ -30,6 +30,7 @@ def advice_figure(advice: Advice) -> Figure:
     if advice.bought:
         curve.plot(list(advice.bought), list(advice.bought.values()), "o-", color=NAVY)
         curve.set_xscale("log")
+        plain_ticks(curve.xaxis)
     curve.set_ylim(0, 1.02)
     curve.set_xlabel("trained values")
     curve.set_title("share of what the halves agree on", fontsize=9, loc="left")

@@ -6,6 +6,7 @@ import pytest
 from matplotlib import pyplot as plt
 
 from frozencore.lab.reports.figures.study import study_drawings
+from frozencore.lab.reports.figures.style import plain_ticks
 from frozencore.lab.reports.tables.measures import ACCURACY
 from frozencore.lab.reports.tables.pivot import pivots
 from frozencore.lab.reports.tables.tradeoff import counted_values
@@ -70,3 +71,14 @@ def test_what_a_column_trains_is_known_from_the_runs_of_its_own_table_alone(stud
     small, large = pivots(study(STATE, record), ACCURACY)
     assert counted_values(small) == {("fcca",): (10, 30), ("rawgrad",): (10, 30), ("lora",): (10, 30)}
     assert counted_values(large) == dict.fromkeys([("fcca",), ("rawgrad",), ("eva",), ("lora",)], (20, 60))
+
+
+def test_a_logarithmic_axis_is_labelled_with_plain_numbers() -> None:
+    figure, axis = plt.subplots()
+    axis.plot([50, 2e6], [1, 2])
+    axis.set_xscale("log")
+    plain_ticks(axis.xaxis)
+    figure.canvas.draw()
+    said = [label.get_text() for label in axis.get_xticklabels() if label.get_text()]
+    assert {"100", "1k", "10k", "100k", "1M"} <= set(said)
+    plt.close(figure)

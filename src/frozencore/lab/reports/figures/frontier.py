@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from frozencore.lab.reports.figures.study import CYCLE, DASHES, MARKERS
-from frozencore.lab.reports.figures.style import plt
+from frozencore.lab.reports.figures.style import plain_ticks, plt
 from frozencore.lab.reports.tables.frontier import COUNTS, FrontierPoint, Panel, ValueCount, panels_of
 
 MOST_IN_A_ROW = 3
@@ -57,6 +57,7 @@ def _panel(axis: Axes, points: Sequence[FrontierPoint], task: Panel, count: Valu
             marker=MARKERS[(number + again) % len(MARKERS)], ls=DASHES[again % len(DASHES)], ms=5, lw=1.4, capsize=2,
         )  # fmt: skip
     axis.set_xscale("log")
+    plain_ticks(axis.xaxis)
     axis.set_title(title, fontsize=9, loc="left", parse_math=False)
     axis.set_xlabel(COUNTS[count], fontsize=8)
     axis.tick_params(labelsize=8)

@@ -19,7 +19,7 @@ from frozencore.lab.campaign.spec import column_key
 from frozencore.lab.reports.document import Drawing
 from frozencore.lab.reports.figures.curves import learning_curves
 from frozencore.lab.reports.figures.rows import row_panels
-from frozencore.lab.reports.figures.style import BLACK, BLUE, GREY, NAVY, ORANGE, method_colour, plt
+from frozencore.lab.reports.figures.style import BLACK, BLUE, GREY, NAVY, ORANGE, method_colour, plain_ticks, plt
 from frozencore.lab.reports.labels import axis_name, value_name
 from frozencore.lab.reports.tables.averages import column_averages, over_rows
 from frozencore.lab.reports.tables.measures import COSINES, measures_of
@@ -189,6 +189,7 @@ def _state(axis: Axes, pivot: Pivot) -> None:
                 va="center", arrowprops={"arrowstyle": "-", "lw": 0.4, "color": GREY},
             )  # fmt: skip
     axis.set_xscale("log")
+    plain_ticks(axis.xaxis)
     axis.margins(x=0.3)
     axis.set_xlabel("values trained in all", fontsize=8)
     axis.set_ylabel(f"mean {pivot.measure.title}", fontsize=8)

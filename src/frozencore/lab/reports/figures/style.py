@@ -11,11 +11,13 @@ from frozencore.lab.methods import METHODS
 
 mpl.use("Agg")
 from matplotlib import pyplot as plt
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, NullFormatter
 
 plt.rcParams["text.parse_math"] = False  # in a name a dollar sign is a dollar sign
 
-__all__ = ["BLACK", "BLUE", "GREY", "NAVY", "ORANGE", "method_colour", "plt", "save_figure"]
+__all__ = ["BLACK", "BLUE", "GREY", "NAVY", "ORANGE", "method_colour", "plain_ticks", "plt", "save_figure"]
 
 ORANGE, BLUE, NAVY, GREY, BLACK = "#E69F00", "#56B4E9", "#0072B2", "#999999", "#222222"
 COLOURS: dict[Colour, str] = {"orange": ORANGE, "blue": BLUE, "navy": NAVY, "grey": GREY, "black": BLACK}
@@ -24,6 +26,17 @@ COLOURS: dict[Colour, str] = {"orange": ORANGE, "blue": BLUE, "navy": NAVY, "gre
 def method_colour(name: str) -> str:
     """A method's own colour; grey for one that is not in the table."""
     return COLOURS[METHODS[name].colour] if name in METHODS else GREY
+
+
+def plain_ticks(axis: Axis) -> None:
+    """Label a logarithmic axis 1k, 10k, 1M: matplotlib writes powers in its mathematical text, which is off."""
+    axis.set_major_formatter(FuncFormatter(lambda value, _: _short(value)))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def _short(value: float) -> str:
+    size, unit = next(((size, unit) for size, unit in ((1e6, "M"), (1e3, "k")) if value >= size), (1, ""))
+    return f"{value / size:g}{unit}"
 
 
 def save_figure(figure: Figure, path: Path) -> None:
