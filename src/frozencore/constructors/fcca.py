@@ -7,7 +7,6 @@ Shapes: G m x n, A n x n, D m x m (diagonal by default), r the rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -15,7 +14,7 @@ from jaxtyping import Float
 from pydantic import Field
 
 from frozencore.constructors.options import BasisOptions
-from frozencore.maths.basis import Basis, Coordinates, Energies, basis_from_factors
+from frozencore.maths.basis import Basis, Coordinates, basis_from_factors
 from frozencore.maths.linalg import SvdMethod, TruncatedSVD, effective_rank, truncated_svd
 from frozencore.maths.moments import LayerMoments
 from frozencore.maths.whitening import Damping, Fisher, InverseRoot, Share, Sides, Whitening
@@ -70,13 +69,11 @@ def fcca_basis(
     if not G.any():
         return basis_from_factors(
             G[:, :0], G.mT[:, :0], rank=rank, spectrum=torch.zeros(rank), coordinates=coordinates,
-            energies=_energies(moments, whitening), seed=seed,
+            energies=lambda: moments.energies(whitening.needs()), seed=seed,
         )  # fmt: skip
     A_root, D_root = whitening.input_root(moments), whitening.output_root(moments)
     svd = truncated_svd(_whitened(G, A_root, D_root, whitening), rank, method=svd_method, seed=seed)
-    return _unwhitened(
-        svd, A_root, D_root, _energies(moments, whitening), rank=rank, coordinates=coordinates, seed=seed
-    )
+    return _unwhitened(svd, A_root, D_root, moments, whitening, rank=rank, coordinates=coordinates, seed=seed)
 
 
 def fcca_basis_of_svd(
@@ -97,29 +94,11 @@ def fcca_basis_of_svd(
     rank = min(rank, len(svd.U), len(svd.V))
     if len(svd.S) == 0:
         return basis_from_factors(
-            svd.U,
-            svd.V,
-            rank=rank,
-            spectrum=torch.zeros(rank),
-            coordinates=coordinates,
-            energies=_energies(diagonals, whitening),
-            seed=seed,
-        )
+            svd.U, svd.V, rank=rank, spectrum=torch.zeros(rank), coordinates=coordinates,
+            energies=lambda: diagonals.energies(whitening.needs()), seed=seed,
+        )  # fmt: skip
     A_root, D_root = whitening.input_root(diagonals), whitening.output_root(diagonals)
-    return _unwhitened(
-        svd, A_root, D_root, _energies(diagonals, whitening), rank=rank, coordinates=coordinates, seed=seed
-    )
-
-
-def _energies(moments: LayerMoments, whitening: Whitening) -> Callable[[], Energies] | None:
-    """The diagonals d and a, from those moments that the metric reads; None for a layer that no token has reached."""
-    if not moments.num_tokens:
-        return None
-    dense = whitening.needs()
-    return lambda: (
-        moments.D.diagonal() if "error_outer" in dense else moments.d,
-        moments.A.diagonal() if "input_outer" in dense else moments.a,
-    )
+    return _unwhitened(svd, A_root, D_root, diagonals, whitening, rank=rank, coordinates=coordinates, seed=seed)
 
 
 def whitened_cross_moment(moments: LayerMoments, whitening: Whitening) -> Float[torch.Tensor, "m n"]:
@@ -144,7 +123,8 @@ def _unwhitened(
     svd: TruncatedSVD,
     A_root: InverseRoot,
     D_root: InverseRoot,
-    energies: Callable[[], Energies] | None,
+    moments: LayerMoments,
+    whitening: Whitening,
     *,
     rank: int,
     coordinates: Coordinates,
@@ -153,4 +133,7 @@ def _unwhitened(
     U, S, V = svd
     k = effective_rank(S)
     P0, Q0 = D_root(U[:, :k].double()), A_root(V[:, :k].double())
-    return basis_from_factors(P0, Q0, rank=rank, spectrum=S, coordinates=coordinates, energies=energies, seed=seed)
+    return basis_from_factors(
+        P0, Q0, rank=rank, spectrum=S, coordinates=coordinates, seed=seed,
+        energies=lambda: moments.energies(whitening.needs()),
+    )  # fmt: skip

@@ -14,7 +14,7 @@ from typing import Annotated
 from pydantic import Field
 
 from frozencore.constructors.options import BasisOptions
-from frozencore.maths.basis import Basis, Coordinates, Energies, basis_from_factors
+from frozencore.maths.basis import Basis, Coordinates, basis_from_factors
 from frozencore.maths.linalg import energy_rank
 from frozencore.maths.moments import LayerMoments, MomentName
 from frozencore.maths.whitening import Fisher
@@ -62,15 +62,9 @@ def filora_basis(
         rank=rank,
         spectrum=input_energy * error_energy,
         coordinates=coordinates,
-        energies=lambda: _energies(moments, fisher),
+        energies=lambda: moments.energies(filora_needs(fisher)),
         seed=seed,
     )
-
-
-def _energies(moments: LayerMoments, fisher: Fisher) -> Energies:
-    if fisher == "dense":
-        return moments.D.diagonal(), moments.A.diagonal()
-    return moments.d, moments.a
 
 
 def _largest(factor: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:

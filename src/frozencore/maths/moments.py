@@ -99,6 +99,19 @@ class LayerMoments:
             raise CalibrationError(f"The moment {name!r} holds NaN or Inf. Check the model and the calibration data.")
         return total
 
+    def energies(self, read: frozenset[MomentName]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The diagonals d (m) and a (n), from ``D`` and ``A`` where those are among what is read; None without a token.
+
+        Raises:
+            CalibrationError: As :meth:`mean`.
+        """
+        if not self.num_tokens:
+            return None, None
+        return (
+            self.D.diagonal() if "error_outer" in read else self.d,
+            self.A.diagonal() if "input_outer" in read else self.a,
+        )
+
     def leading(self, name: DenseMoment, rank: int) -> tuple[Float[torch.Tensor, "k r"], Float[torch.Tensor, " r"]]:
         """Leading eigenvectors and eigenvalues of a dense second moment, as :func:`top_eigenvectors` gives them."""
         return top_eigenvectors(self.mean(name), rank)
