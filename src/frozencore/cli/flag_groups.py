@@ -47,7 +47,7 @@ FLAG_GROUPS = (
     Group(
         "Scoring",
         ("select_checkpoint", "patience", "samples", "exact_match"),
-        ("evaluate_on", "select_by", "max_new_tokens", "paper_steps"),
+        ("evaluate_on", "select_by", "max_new_tokens", "forgetting", "paper_steps"),
     ),
     Group("Output", ("output", "resume", "dry_run", "report_to", "all_layers", "config_file"), ("save_steps",)),
 )

@@ -29,7 +29,7 @@ from frozencore.options import Option, own_refusal
 SPELLED = {"learning_rate": ("--lr", "--learning-rate")}
 OF_ONE_TRAINING = (
     *OF_ONE_ALONE, "refresh_cost", "refresh_memory", "private_delta", "private_clip", "save_steps", "samples",
-    "exact_match",
+    "exact_match", "forgetting",
 )  # fmt: skip
 """Options that only a training of its own reads."""
 _AS_TYPER_READS = (bool, int, float, str, Path)

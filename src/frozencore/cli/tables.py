@@ -34,6 +34,9 @@ def run_summary(record: TunedRecord) -> Group:
         words = [Text(verdict(record.accuracy, record.accuracy_before, record.score))]
     losses = (record.held_out_loss_before, record.held_out_loss)
     table.add_row("held-out loss, nats/token", *("" if loss is None else f"{loss:.3f}" for loss in losses))
+    for name, other in (record.forgetting or {}).items():
+        rises = ("" if loss is None else f"{loss:.3f}" for loss in (other.loss_before, other.loss))
+        table.add_row(f"loss on texts of {name}, nats/token", *rises)
     cost = Text(
         f"{values_in_words(record.values_at_once, record.values_in_all)}; "
         f"{bytes_in_words(record.state_held_bytes)} of state held while training; "

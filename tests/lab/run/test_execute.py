@@ -32,12 +32,15 @@ from frozencore.fingerprint import fingerprint_model
 from frozencore.lab.methods import METHODS
 from frozencore.lab.pocket import pocket_model_path
 from frozencore.lab.rows.prompts import TokenRow
+from frozencore.lab.rows.suite import find_task
 from frozencore.lab.run.bench import prepare
 from frozencore.lab.run.calibrating import execute_calibration
 from frozencore.lab.run.config import RunConfig, make_config
 from frozencore.lab.run.execute import execute
 from frozencore.lab.run.loading import load_model
+from frozencore.lab.run.record import read_record
 from frozencore.lab.scoring.task_score import score_task
+from frozencore.lab.tasks.splits import split_task
 from frozencore.sizes import bytes_in_words
 
 
@@ -55,6 +58,35 @@ def config_of(**overrides: Any) -> RunConfig:
         "batch_size": 8, "accumulation": 1, "epochs": 1, "num_train": 24, "num_evaluation": 10, "device": "cpu",
     }  # fmt: skip
     return make_config(**{**few, **overrides})
+
+
+def test_a_run_tells_what_it_forgets_as_the_loss_on_the_plain_text_of_other_tasks(tmp_path):
+    config = config_of(forgetting=("pocket-math", "pocket-comparison"), epochs=2)
+    record = execute(config, tmp_path / "run", silent)
+    assert record.forgetting is not None
+    assert list(record.forgetting) == ["pocket-math", "pocket-comparison"]
+    model, tokenizer = load_model(str(pocket_model_path()), dtype="auto", device="cpu")
+    trained = PeftModel.from_pretrained(load_model(str(pocket_model_path()))[0], tmp_path / "run" / "adapter")
+    for task, told in record.forgetting.items():
+        rows = split_task(find_task(task), None).evaluation[:32]
+        texts = [tokenizer(row.prompt + row.completion)["input_ids"] + [tokenizer.eos_token_id] for row in rows]
+        for scored, loss in ((model, told.loss_before), (trained, told.loss)):
+            with torch.no_grad():
+                sums = [scored(torch.tensor([ids]), labels=torch.tensor([ids])).loss * (len(ids) - 1) for ids in texts]
+            assert loss == pytest.approx(float(sum(sums)) / sum(len(ids) - 1 for ids in texts), rel=1e-4)
+    rises = [told.loss - told.loss_before for told in record.forgetting.values()]
+    assert record.forgotten == pytest.approx(sum(rises) / 2)
+    assert record.has("forgotten")
+    assert read_record((tmp_path / "run" / "result.json").read_text()) == record
+
+
+def test_what_a_run_forgets_is_not_scored_while_options_are_chosen():
+    assert prepare(config_of(forgetting=("pocket-math",), evaluate_on="validation"), silent).rows.others == {}
+
+
+def test_a_run_cannot_forget_the_task_that_it_learns():
+    with pytest.raises(ConfigError, match="about other tasks"):
+        config_of(forgetting=("pocket-sentiment",))
 
 
 # The others' bases are built and read back in the tests of the adapter, and every campaign's rehearsal runs them.

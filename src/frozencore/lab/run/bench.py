@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -27,11 +28,12 @@ CALIBRATION_BATCH = 8
 @dataclass(frozen=True)
 class Score:
     """What a model scored on the evaluation rows: nats per completion token, the task's accuracy if it has one,
-    and what it said to a few of them if asked."""
+    what it said to a few of them if asked, and by name its loss on the texts of other tasks."""
 
     held_out_loss: float
     task: TaskScore | None = None
     samples: tuple[Prediction, ...] = ()
+    others: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -211,6 +211,13 @@ class RunConfig(Frozen):
             "word; auto: where none is longer than 16 tokens."
         ),
     ] = "no"
+    forgetting: Annotated[
+        tuple[str, ...] | None,
+        Field(
+            description="Other tasks by name: the loss on the plain text of 32 of each one's evaluation rows is scored "
+            "before and after the training, and tells what it made the model forget."
+        ),
+    ] = None
     paper_steps: Annotated[
         bool,
         Field(

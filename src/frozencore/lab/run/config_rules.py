@@ -34,6 +34,10 @@ def refuse_contradictions(config: RunConfig) -> None:
             raise ConfigError(f"{flag_of(name)} is of your own rows (--data), but a task came. Leave one out.")
     if config.calibration_task is not None:
         find_task(config.calibration_task)
+    for name in config.forgetting or ():
+        find_task(name)
+    if config.task in (config.forgetting or ()):
+        raise ConfigError(f"--forgetting is about other tasks, but the run learns {config.task!r}. Leave it out there.")
     find_method(config.method)
     refuse_unread(config.method, config.core.model_dump(exclude_defaults=True))
     for name in _given(config, config.method_entry.unread):

@@ -148,6 +148,8 @@ def scored_as(config: RunConfig, bench: Bench, hashes: Mapping[str, str]) -> dic
         "max_new_tokens": config.max_new_tokens,
         "max_length": bench.encoder.max_length,
     }
+    if config.forgetting:
+        own["others"] = hashes.get("others")
     return {"base model": hashes["model"], "evaluation rows": hashes["evaluation"], **own}
 
 

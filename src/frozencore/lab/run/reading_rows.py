@@ -20,6 +20,7 @@ from frozencore.lab.tasks.task import Example, Task
 
 HELD_OUT_SHARE, HELD_OUT_MOST = 0.1, 500
 TOO_LONG = "too long"
+OTHER_ROWS = 32
 
 
 def prepare_rows(config: RunConfig, encoder: PromptEncoder, kept: KeptRows | None = None) -> RunRows:
@@ -35,9 +36,11 @@ def prepare_rows(config: RunConfig, encoder: PromptEncoder, kept: KeptRows | Non
         task = find_task(config.task)
         if config.max_new_tokens is not None:
             task = replace(task, max_new_tokens=config.max_new_tokens)
-        return _task_rows(config, task, encoder, kept or KeptRows())
-    assert config.data is not None
-    return _own_rows(config, config.data, encoder)
+        rows = _task_rows(config, task, encoder, kept or KeptRows())
+    else:
+        assert config.data is not None
+        rows = _own_rows(config, config.data, encoder)
+    return replace(rows, others=_other_texts(config, encoder, kept or KeptRows()))
 
 
 def task_splits(config: RunConfig, kept: KeptRows | None = None) -> TaskSplits:
@@ -117,6 +120,18 @@ def _tokens(config: RunConfig, examples: Sequence[Example], encoder: PromptEncod
         lambda: encoder.training_rows([encoder.render(example) for example in examples]),
         len,
     )
+
+
+def _other_texts(config: RunConfig, encoder: PromptEncoder, kept: KeptRows) -> dict[str, list[TokenRow]]:
+    """By task, the first evaluation rows that fit, each as plain text; none while options are chosen."""
+    if config.evaluate_on == "validation":
+        return {}
+    found = {}
+    for task in config.forgetting or ():
+        examples = _splits_like(config, _Drawn(task), kept).evaluation
+        rows = encoder.whole_rows([TextRow(row.id, "", row.prompt + row.completion) for row in examples])
+        found[task] = [row for row in rows if len(row.input_ids) <= encoder.max_length][:OTHER_ROWS]
+    return found
 
 
 def _own_rows(config: RunConfig, data: str, encoder: PromptEncoder) -> RunRows:

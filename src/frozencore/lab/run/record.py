@@ -17,6 +17,7 @@ from frozencore.lab.run.record_parts import (
     CompanySize,
     Count,
     Hashes,
+    OtherTask,
     Part,
     PrivateSpending,
     Provenance,
@@ -56,6 +57,7 @@ class TunedRecord(RunRecord):
         private: Missing where the training had no budget.
         selection: Missing where the last step was kept unasked.
         company: Missing where the run trained alone.
+        forgetting: By other task, the loss on its texts; missing where none were scored.
         values_at_once: How many values train at a moment.
         values_in_all: How many values were trained and saved: every round of a training in rounds trains others.
         state_held_bytes: The state held while training, at its peak (:mod:`frozencore.lab.training.state_held`); of one
@@ -90,6 +92,7 @@ class TunedRecord(RunRecord):
     private: PrivateSpending | None = None
     selection: SelectedCheckpoint | None = None
     company: CompanySize | None = None
+    forgetting: dict[str, OtherTask] | None = None
     processes: Count | None = None
     resolved: Resolved | None = None
     allocation: Allocation | None = None
@@ -103,6 +106,16 @@ class TunedRecord(RunRecord):
         if self.resources is not None:
             return self.resources.step_s
         return self.training_s / self.training.num_steps if self.training.num_steps else None
+
+    @property
+    def forgotten(self) -> float | None:
+        """Nats per token that other tasks' texts lost, the mean over these tasks; None where none were scored."""
+        others = (self.forgetting or {}).values()
+        rises = [one.loss - one.loss_before for one in others if one.loss is not None and one.loss_before is not None]
+        return sum(rises) / len(rises) if rises else None
+
+    def has(self, name: str) -> bool:
+        return self.forgotten is not None if name == "forgotten" else super().has(name)
 
     @property
     def scores(self) -> dict[str, float]:

@@ -59,6 +59,7 @@ class Hashes(Part):
     calibration: str | None = None
     evaluation: str | None = None
     validation: str | None = None
+    others: str | None = None
     basis: str | None = None
 
 
@@ -124,6 +125,13 @@ class PrivateSpending(Part):
     num_steps: Count
     noise_multiplier: float
     spent: float
+
+
+class OtherTask(Part):
+    """Nats per token of another task's texts before and after the training; none where they were not finite."""
+
+    loss_before: float | None
+    loss: float | None
 
 
 class StepScored(Part):

@@ -30,6 +30,7 @@ from frozencore.lab.run.record_parts import (
     AccuracyDetails,
     CompanySize,
     Hashes,
+    OtherTask,
     PrivateSpending,
     Provenance,
     RecordedConfig,
@@ -113,6 +114,7 @@ def make_record(
             selection=selected_checkpoint(config, bench, report),
             allocation=_allocation(config, run.model),
             company=_company(report),
+            forgetting=_forgetting(bench.before, run.score),
             processes=num_ranks() if num_ranks() > 1 else None,
         ),
         resolved=resolved,
@@ -203,6 +205,14 @@ def _accuracies(before: Score, after: Score) -> dict[str, Any]:
         "accuracy": after.task.accuracy,
         "score": AccuracyDetails(**details),
     }
+
+
+def _forgetting(before: Score, after: Score) -> dict[str, OtherTask] | None:
+    rows = {
+        task: OtherTask(loss_before=_finite(before.others[task]), loss=_finite(loss))
+        for task, loss in after.others.items()
+    }
+    return rows or None
 
 
 def _allocation(config: RunConfig, model: nn.Module) -> Allocation | None:

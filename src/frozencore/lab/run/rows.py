@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from frozencore.fingerprint import fingerprint_options
@@ -60,6 +60,7 @@ class RunRows:
             neither was allowed.
         reading: What came of the rows that were read; None for a task.
         exact_match: Whether completions of one's own rows are generated and compared.
+        others: By task, plain texts of other tasks; their loss before and after tells what the run forgets.
     """
 
     task: Task | None
@@ -73,6 +74,7 @@ class RunRows:
     num_skipped: int = 0
     reading: Reading | None = None
     exact_match: bool = False
+    others: Mapping[str, list[TokenRow]] = field(default_factory=dict)
 
     @property
     def scored(self) -> ScoredRows:
@@ -88,4 +90,6 @@ class RunRows:
         sets = {"train": self.train, "calibration": self.calibration, "evaluation": self.held_out}
         if self.validation is not None:
             sets["validation"] = self.validation.tokens
+        if self.others:
+            sets["others"] = [row for rows in self.others.values() for row in rows]
         return {name: fingerprint_options({"rows": [vars(row) for row in rows]}) for name, rows in sets.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import nn
 
@@ -53,9 +54,14 @@ def score_rows(
 
 def score_run(config: RunConfig, model: nn.Module, bench: Bench, progress: Progress) -> Score:
     """Score a model on the rows that say what the configured run was worth."""
-    return score_rows(
+    score = score_rows(
         model, bench, bench.rows.scored, progress, samples=config.samples, max_new_tokens=config.max_new_tokens
     )
+    others = {
+        task: held_out_loss(model, rows, pad_id=bench.encoder.pad_id, progress=progress)
+        for task, rows in bench.rows.others.items()
+    }
+    return replace(score, others=others)
 
 
 def samples_of(bench: Bench, before: Sequence[Prediction], after: Sequence[Prediction]) -> list[dict[str, str]]:

@@ -39,6 +39,9 @@ LOSS = Measure(
     before="held_out_loss_before",
     suffix="-loss",
 )
+FORGOTTEN = Measure(
+    "forgotten", "rise of the loss on other tasks' texts, nats per token", 3, lower_is_better=True, suffix="-forgotten"
+)
 COSINES = (
     Measure("cosine_P", "mean principal-angle cosine of P to the reference", 3, ranked=False, suffix="-cos-p"),
     Measure("cosine_Q", "mean principal-angle cosine of Q to the reference", 3, ranked=False, suffix="-cos-q"),
@@ -46,9 +49,11 @@ COSINES = (
 
 
 def measures_of(results: StudyResults) -> tuple[Measure, ...]:
-    """What a study's tables show: cosines of a stability study; else accuracy, if tasks have it, and held-out loss."""
+    """Measures of a study's tables: cosines of a stability study; else accuracy, held-out loss and what was forgotten,
+    each where records have it."""
     if results.study.kind == "stability":
         return COSINES
     records = [run.record for run in results.runs if run.record is not None]
     has_accuracy = not records or any(record.has("accuracy") for record in records)
-    return (ACCURACY, LOSS) if has_accuracy else (LOSS,)
+    further = (FORGOTTEN,) if any(record.has("forgotten") for record in records) else ()
+    return ((ACCURACY, LOSS) if has_accuracy else (LOSS,)) + further
