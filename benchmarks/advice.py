@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 from frozencore.constructors import CONSTRUCTORS
+from frozencore.files.whole_file import write_json
 from frozencore.lab.methods import METHODS
 from frozencore.lab.pocket import pocket_model_path
 from frozencore.lab.reports.figures.style import method_colour, plt, save_figure
@@ -37,7 +38,6 @@ from frozencore.lab.run.advising import advice_record, advise_run
 from frozencore.lab.run.bench import Bench, calibration_batches, prepare
 from frozencore.lab.run.config import RunConfig, make_config
 from frozencore.lab.run.provenance import provenance
-from frozencore.whole_file import write_json
 from machine import load_average
 
 RESULTS = Path(__file__).parents[1] / "results"

@@ -27,8 +27,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from frozencore.files.whole_file import write_json
 from frozencore.lab.run.provenance import provenance
-from frozencore.whole_file import write_json
 from machine import machine_name
 from targets import Verdict, check_targets
 

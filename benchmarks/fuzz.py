@@ -32,8 +32,8 @@ from rich.table import Table
 from transformers.utils import logging
 
 from frozencore.errors import FrozenCoreError
+from frozencore.files.whole_file import write_json
 from frozencore.lab.run.provenance import provenance
-from frozencore.whole_file import write_json
 from fuzz_files import make_targets
 from fuzz_ways import draw, make_sources, ways_in, ways_into_a_basis
 

@@ -20,6 +20,8 @@ from frozencore.adapter.export.serving import check_lora_directory
 from frozencore.calibration.store import MomentsFingerprint, load_moments, save_moments
 from frozencore.cli.campaign_status import status_lines
 from frozencore.cli.findings import diagnose
+from frozencore.files.strict_yaml import read_yaml
+from frozencore.files.whole_file import write_json, write_lines
 from frozencore.lab.campaign.plan import Outcome, plan
 from frozencore.lab.campaign.results import load_results
 from frozencore.lab.campaign.spec import read_campaign
@@ -29,8 +31,6 @@ from frozencore.lab.rows.row_files import read_file
 from frozencore.lab.run.record import read_record
 from frozencore.lab.training.checkpoints import newest_complete_checkpoint, seal_checkpoint
 from frozencore.maths.moments import LayerMoments
-from frozencore.strict_yaml import read_yaml
-from frozencore.whole_file import write_json, write_lines
 from fuzz_ways import CONFIG, WEIGHTS, tiny_base
 
 CAMPAIGN = """name: small

@@ -27,8 +27,8 @@ from rich.table import Table
 from torch import Tensor
 
 from fitting import fit_constants
+from frozencore.files.whole_file import write_json
 from frozencore.lab.run.provenance import provenance
-from frozencore.whole_file import write_json
 from growth_points import (
     COMPLETION,
     ROWS,

@@ -31,10 +31,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from frozencore.files.whole_file import write_json, write_text
 from frozencore.lab.pocket.word_problems import COMPLETION, NUM_KINDS, PROMPT, draw
 from frozencore.lab.run.provenance import provenance
-from frozencore.naming import num_of
-from frozencore.whole_file import write_json, write_text
+from frozencore.words import num_of
 from machine import load_average, machine_name
 
 RESULTS = Path(__file__).parent / "results" / f"many-commands-{machine_name()}.json"

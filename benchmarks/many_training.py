@@ -36,6 +36,7 @@ from rich.table import Table
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from frozencore.files.whole_file import write_json, write_text
 from frozencore.lab.methods import METHODS, AdapterOptions
 from frozencore.lab.pocket import pocket_model_path
 from frozencore.lab.rows.batches import PaddingCollator, row_costs
@@ -47,7 +48,6 @@ from frozencore.lab.training.many.tenant import Tenant
 from frozencore.lab.training.many.train import train_many
 from frozencore.lab.training.recipe import Recipe
 from frozencore.lab.training.train import train
-from frozencore.whole_file import write_json, write_text
 from machine import load_average, machine_name
 from tenants import ATTENTION, RANK, quartiles, qwen2
 

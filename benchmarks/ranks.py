@@ -38,8 +38,8 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from frozencore import FrozenCoreConfig, calibrate
+from frozencore.files.whole_file import write_json
 from frozencore.lab.run.provenance import provenance
-from frozencore.whole_file import write_json
 from machine import load_average
 from operations import sent_by_formula
 from step import ATTENTION, wide_model

@@ -31,8 +31,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 
 from frozencore import FrozenCoreConfig, Refresh, calibrate
 from frozencore.adapter.bases.refresh_plan import rounds_for
+from frozencore.files.whole_file import write_json
 from frozencore.lab.run.provenance import provenance
-from frozencore.whole_file import write_json
 from step import ATTENTION, timed
 
 TRAINED, A_STEP = 1600, 8  # rows

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from frozencore.whole_file import whole_folder
+from frozencore.files.whole_file import whole_folder
 
 SPREADS = (0.0, 0.5, 1.0, 1.5, 2.0)
 

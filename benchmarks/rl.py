@@ -27,13 +27,13 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from frozencore import FrozenCoreConfig, calibrate
+from frozencore.files.whole_file import write_json
 from frozencore.lab.rows.prompts import TokenRow
 from frozencore.lab.run.bench import Bench, prepare
 from frozencore.lab.run.config import make_config
 from frozencore.lab.run.provenance import provenance
 from frozencore.lab.training.recipe import Recipe
 from frozencore.lab.training.train import train
-from frozencore.whole_file import write_json
 
 TASK, LENGTH, END = "pocket-math", 9, 0
 QUESTIONS, SAMPLES = 4, 8

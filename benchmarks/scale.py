@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from frozencore import FrozenCoreConfig, calibrate
+from frozencore.files.whole_file import write_json
 from frozencore.lab.pocket import pocket_model_path
 from frozencore.lab.run.bench import Bench, calibration_batches, prepare
 from frozencore.lab.run.config import make_config
@@ -36,7 +37,6 @@ from frozencore.lab.training.many.stack import CoreStack
 from frozencore.lab.training.many.tenant import Tenant
 from frozencore.lab.training.many.train import train_many
 from frozencore.lab.training.recipe import Recipe
-from frozencore.whole_file import write_json
 from machine import load_average
 
 ALPHA = 16.0  # s = 16 / r: at the paper's rank the paper's scale

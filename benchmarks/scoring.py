@@ -35,6 +35,7 @@ from torch import nn
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 from frozencore.errors import DataError
+from frozencore.files.whole_file import write_json
 from frozencore.lab.evaluation.harness.run import harness_version
 from frozencore.lab.pocket import pocket_model_path
 from frozencore.lab.rows.prompts import PromptEncoder, context_limit
@@ -44,7 +45,6 @@ from frozencore.lab.run.provenance import provenance
 from frozencore.lab.scoring.choice import predict_choices
 from frozencore.lab.tasks.splits import evaluation_rows
 from frozencore.lab.tasks.task import Example
-from frozencore.whole_file import write_json
 
 FOUR_CHOICES = ("arc_challenge", "openbookqa", "hellaswag")
 

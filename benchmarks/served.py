@@ -29,8 +29,8 @@ from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from frozencore import FrozenCoreConfig, export_basis_model, export_lora, export_tenant, frozen_core_layers
+from frozencore.files.whole_file import write_json
 from frozencore.lab.run.provenance import provenance
-from frozencore.whole_file import write_json
 from machine import load_average, machine_name
 
 ROOT = Path(__file__).parents[1]

@@ -13,7 +13,7 @@ import pytest
 
 import frozencore
 from frozencore.errors import ModelError
-from frozencore.hub import safe_loading
+from frozencore.files.hub import safe_loading
 from frozencore.lab.pocket import pocket_model_path
 from frozencore.lab.run.loading import load_config, load_model, load_tokenizer
 

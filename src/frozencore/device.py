@@ -1,8 +1,10 @@
-"""A device by its name, if it is there, and how much it holds."""
+"""A device: found by its name, how much memory it has, and work that does not fit into it."""
 
 from __future__ import annotations
 
+import gc
 import os
+from collections.abc import Callable
 
 import torch
 
@@ -13,7 +15,7 @@ def find_device(name: str) -> torch.device:
     """The device of that name.
 
     Raises:
-        ConfigError: This machine has none, or it is no name of a device.
+        ConfigError: This machine has no such device, or the name is no device name.
     """
     try:
         return torch.empty(0, device=name).device
@@ -22,12 +24,32 @@ def find_device(name: str) -> torch.device:
 
 
 def sent(tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor:
-    """The tensor on a device (None: where it is), without waiting unless that is the CPU, which reads at once."""
+    """The tensor on a device (None: where it is). Only a copy to the CPU, which reads at once, waits for the values."""
     return tensor if device is None else tensor.to(device, non_blocking=device.type != "cpu")
 
 
 def memory_of(device: torch.device) -> int:
-    """Bytes of a GPU; of the machine, for any other device."""
+    """Bytes of a GPU's memory; for any other device, bytes of the machine's."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device or the machine refused an allocation. On a CPU torch says so only in the message."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)
+
+
+def fits(work: Callable[[], object]) -> bool:
+    """Do the work; False if there was no memory for it. What it held is free again then."""
+    try:
+        work()
+    except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
+        if not is_out_of_memory(error):
+            raise
+    else:
+        return True
+    gc.collect()  # only here is the traceback gone that kept the work's tensors alive
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return False

@@ -1,6 +1,6 @@
 """One family of errors. Each message says the rule, what came, and the way out."""
 
-from frozencore.one_line import one_line
+from frozencore.words import one_line
 
 
 class FrozenCoreError(Exception):

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from frozencore import FrozenCoreConfig, frozen_core_layers
 from frozencore.adapter.directory import read_adapter
-from frozencore.adapter_folder import LARGEST_CONFIG
 from frozencore.errors import ArtifactError
+from frozencore.files.adapter_folder import LARGEST_CONFIG
 from tiny import tiny_qwen2
 
 

@@ -21,7 +21,7 @@ from frozencore.adapter.directory import read_adapter
 from frozencore.adapter.layer_names import Clock, key_for, searcher
 from frozencore.cli.findings import diagnose
 from frozencore.errors import ArtifactError, ConfigError, FrozenCoreError
-from frozencore.fingerprint import fingerprint_options
+from frozencore.files.fingerprint import fingerprint_options
 from frozencore.lab.evaluation.adapters import AdapterStand
 from tiny import tiny_qwen2
 

@@ -25,7 +25,7 @@ from frozencore.adapter.layer import FrozenCoreLayer
 from frozencore.calibration.collect import collect_moments
 from frozencore.calibration.options import CalibrationOptions
 from frozencore.errors import ModelError
-from frozencore.fingerprint import fingerprint_model
+from frozencore.files.fingerprint import fingerprint_model
 from references import numpy_of, reference_moments, span_distance
 from tiny import attention_names, tiny_qwen2
 

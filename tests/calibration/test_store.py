@@ -16,7 +16,12 @@ from frozencore.calibration.collect import collect_moments
 from frozencore.calibration.options import CalibrationOptions
 from frozencore.calibration.store import FORMAT, KEY, MomentsFingerprint, _hash_of, load_moments, save_moments
 from frozencore.errors import ArtifactError
-from frozencore.fingerprint import fingerprint_batches, fingerprint_model, fingerprint_options, fingerprint_tensors
+from frozencore.files.fingerprint import (
+    fingerprint_batches,
+    fingerprint_model,
+    fingerprint_options,
+    fingerprint_tensors,
+)
 from frozencore.maths.moments import MOMENT_NAMES, LayerMoments
 from tiny import attention_names, batches_of, draw_examples, tiny_qwen2
 

@@ -11,8 +11,8 @@ from peft import LoraConfig, get_peft_model
 
 from adapted import adapted
 from frozencore import export_lora
-from frozencore.adapter_folder import WEIGHTS_FILE
 from frozencore.cli.adapter_size import size_lines
+from frozencore.files.adapter_folder import WEIGHTS_FILE
 from tiny import tiny_qwen2
 
 UNITS = {"KiB": 2**10, "MiB": 2**20}

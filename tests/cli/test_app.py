@@ -23,7 +23,7 @@ from frozencore.lab.pocket import pocket_model_path
 from frozencore.lab.run.bench import prepare
 from frozencore.lab.run.config import make_config
 from frozencore.lab.training.trainer import CompletionTrainer
-from frozencore.naming import counted
+from frozencore.words import counted
 
 FEW = ["--model", str(pocket_model_path()), "--task", "pocket-sentiment", "--rank", "4", "--calibration-size", "16"]
 SHORT = [

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from adapted import adapted
 from frozencore import export_basis_model, export_lora, export_tenant, save_basis
 from frozencore.cli.findings import Diagnosis, diagnose
+from frozencore.files.whole_file import write_json
 from frozencore.lab.evaluation.evaluate import Evaluation, evaluate
 from frozencore.lab.pocket import pocket_model_path
 from frozencore.lab.rows.suite import find_tasks
@@ -23,7 +24,6 @@ from frozencore.lab.run.calibrating import execute_calibration
 from frozencore.lab.run.config import make_config
 from frozencore.lab.run.execute import execute
 from frozencore.lab.run.many.execute import execute_many
-from frozencore.whole_file import write_json
 from places import ROOT
 from tiny import tiny_qwen2
 

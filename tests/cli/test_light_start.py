@@ -14,7 +14,7 @@ import pytest
 
 import frozencore
 from adapted import adapted
-from frozencore import __version__, naming, public
+from frozencore import __version__, public
 from frozencore.cli.verbs import VERBS
 from places import ROOT
 
@@ -144,9 +144,9 @@ def test_in_the_commands_own_process_every_public_name_is_there_when_it_is_asked
     assert not hasattr(package, "no_such_name")
     assert not hasattr(package, "__wrapped__")
     names: dict[str, object] = {}
-    exec("from frozencore import *; from frozencore import naming", names)
+    exec("from frozencore import *; from frozencore import words", names)
     assert {name: names[name] for name in public.__all__} == {name: getattr(public, name) for name in public.__all__}
-    assert names["naming"] is naming
+    assert names["words"] is words
 
 
 def test_the_package_lists_its_public_names_and_no_others() -> None:

@@ -13,12 +13,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from frozencore.adapter_folder import WEIGHTS_FILE
 from frozencore.calibration.options import CalibrationOptions
 from frozencore.cli.calibrate import OF_TRAINING, calibrate
 from frozencore.cli.run_flags import TakesRun
 from frozencore.cli.tune import tune
 from frozencore.constructors import CONSTRUCTORS
+from frozencore.files.adapter_folder import WEIGHTS_FILE
 from frozencore.lab.methods import METHODS
 from frozencore.lab.run.config import RunConfig, make_config
 from frozencore.options import options_of

@@ -16,7 +16,7 @@ from frozencore.lab.reports.sheets.render import rich_table
 from frozencore.lab.reports.sheets.sheet import Sheet, SheetCell, label
 from frozencore.lab.run.config import make_config
 from frozencore.lab.run.record_parts import AccuracyDetails
-from frozencore.naming import counted
+from frozencore.words import counted
 from made_up import made_up_record
 
 BASIS = BasisReport((8, 6), 2, 4, 4, 112, 3e-8, 1.25, 2.5, 0.75)

@@ -13,7 +13,6 @@ from frozencore.adapter.option_fields import add_option_fields
 from frozencore.adapter.saved_config import SavedConfig
 from frozencore.adapter.saved_names import with_layer_names
 from frozencore.adapter.seal.saved_basis import SavedBasis, find_basis, read_header
-from frozencore.adapter_folder import LARGEST_FLOAT32, PEFT_TYPE, read_seal
 from frozencore.constructors import (
     BasisOptions,
     Constructor,
@@ -24,6 +23,7 @@ from frozencore.constructors import (
 )
 from frozencore.constructors.options import Alpha, RankBudget, ScaleOptions, trained_values
 from frozencore.errors import ArtifactError, ConfigError
+from frozencore.files.adapter_folder import LARGEST_FLOAT32, PEFT_TYPE, read_seal
 from frozencore.options import options_of, without_lists
 
 MOST_ROUNDS = 1000

@@ -22,10 +22,10 @@ from frozencore.adapter.seal.factors import Factors, layer_factors
 from frozencore.adapter.seal.flat_cores import FLAT, with_factors
 from frozencore.adapter.seal.integrity import read_folder, seal_tensors
 from frozencore.adapter.seal.saved_basis import load_basis
-from frozencore.adapter_folder import CONFIG_FILE, HEADER_FILE, PEFT_TYPE, WEIGHTS_FILE, read_config
 from frozencore.errors import ArtifactError, FrozenCoreError
-from frozencore.one_line import one_line
-from frozencore.whole_file import whole_folder
+from frozencore.files.adapter_folder import CONFIG_FILE, HEADER_FILE, PEFT_TYPE, WEIGHTS_FILE, read_config
+from frozencore.files.whole_file import whole_folder
+from frozencore.words import one_line
 
 __all__ = ["CONFIG_FILE", "WEIGHTS_FILE", "Factors", "layer_factors", "read_adapter"]
 

@@ -18,8 +18,8 @@ from frozencore.maths.linalg import effective_rank, principal_cosines, truncated
 from frozencore.maths.moments import LayerMoments
 from frozencore.maths.objective import coherence
 from frozencore.maths.whitening import Whitening
-from frozencore.naming import counted
 from frozencore.options import without_lists
+from frozencore.words import counted
 
 T = TypeVar("T")
 

@@ -8,7 +8,7 @@ from inspect import signature
 from typing import Any
 
 from frozencore.errors import ConfigError
-from frozencore.naming import nearest_name
+from frozencore.words import nearest_name
 
 _NO_DROPOUT = "a core is trained without dropout: leave it out"
 _INITIAL = "constructor chooses the bases (fcca, eva, lora_xs, ...), and cores start at zero: give constructor instead"

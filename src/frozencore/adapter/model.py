@@ -39,7 +39,7 @@ from frozencore.calibration.quantised import keep_weights
 from frozencore.calibration.shards import require_same_bases
 from frozencore.constructors import LayerEvidence, build_basis
 from frozencore.errors import ArtifactError, ConfigError, ModelError
-from frozencore.naming import nearest_name
+from frozencore.words import nearest_name
 
 ATTENTION_PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "out_proj"]
 

@@ -15,7 +15,7 @@ from torch import nn
 from transformers.utils import PushToHubMixin
 
 from frozencore.adapter.seal.card import CARD_FILE, write_model_card
-from frozencore.adapter_folder import CONFIG_FILE, PEFT_TYPE, read_config
+from frozencore.files.adapter_folder import CONFIG_FILE, PEFT_TYPE, read_config
 
 if TYPE_CHECKING:
     from frozencore.adapter.config import FrozenCoreConfig

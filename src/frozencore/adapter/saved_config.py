@@ -18,9 +18,9 @@ from frozencore.adapter.seal.card import CARD_FILE, write_model_card
 from frozencore.adapter.seal.integrity import ROUNDS_FORMAT, require_loadable, seal_tensors
 from frozencore.adapter.seal.written import holds_no_basis, seal_file
 from frozencore.adapter.uncalibrated import warn_of_uncalibrated
-from frozencore.adapter_folder import CONFIG_FILE, PEFT_TYPE, WEIGHTS_FILE, read_config
 from frozencore.errors import ArtifactError, FrozenCoreError
-from frozencore.one_line import one_line
+from frozencore.files.adapter_folder import CONFIG_FILE, PEFT_TYPE, WEIGHTS_FILE, read_config
+from frozencore.words import one_line
 
 WAY_OUT_OF_EXPRESSIONS = (
     "Download the whole adapter and load its folder; if that says the same, write the layers' full names into "

@@ -15,8 +15,8 @@ from safetensors import SafetensorError, safe_open
 
 from frozencore.adapter.layer_names import is_all_linear, is_expression, plain_key
 from frozencore.adapter.seal.factors import BASE, PREFIX
-from frozencore.adapter_folder import HEADER_FILE, WEIGHTS_FILE, basis_header, places_of_a_basis
 from frozencore.errors import ArtifactError
+from frozencore.files.adapter_folder import HEADER_FILE, WEIGHTS_FILE, basis_header, places_of_a_basis
 
 LARGEST_HEADER = 2**24
 

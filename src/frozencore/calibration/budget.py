@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from frozencore.errors import ConfigError
 from frozencore.maths.linalg import GRAM_LIMIT, KRYLOV_BLOCKS, KRYLOV_WIDTH, Shape
 from frozencore.maths.moments import MomentName
-from frozencore.sizes import at_least, bytes_in_words, read_size
+from frozencore.words import at_least, bytes_in_words, read_size
 
 SKETCH_WIDTH, KEPT_WIDTH = 8, 2  # times the rank: columns of a sketch, and of what its first round leaves
 SKETCH_PASSES = 4

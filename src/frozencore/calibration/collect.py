@@ -14,7 +14,7 @@ from frozencore.calibration.run_pass import run_pass
 from frozencore.calibration.taps import Taps
 from frozencore.errors import CalibrationError
 from frozencore.maths.moments import LayerMoments, MomentName
-from frozencore.progress import Progress
+from frozencore.words import Progress
 
 FCCA_NEEDS: frozenset[MomentName] = frozenset({"cross", "input_square", "error_square"})
 

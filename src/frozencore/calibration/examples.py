@@ -12,8 +12,8 @@ from torch.utils.data import Dataset, IterableDataset
 
 from frozencore.calibration.batches import Batch, is_batch, take_examples
 from frozencore.errors import ConfigError, DataError
-from frozencore.one_line import one_line
 from frozencore.randomness import own_random_state
+from frozencore.words import one_line
 
 Collator = Callable[[list[Any]], Batch]
 """Makes a batch of a list of rows: any data collator of transformers or TRL."""

@@ -18,7 +18,7 @@ from frozencore.calibration.sketch import CROSS, Sketch
 from frozencore.calibration.taps import Taps
 from frozencore.errors import CalibrationError
 from frozencore.maths.whitening import Whitening
-from frozencore.progress import Progress
+from frozencore.words import Progress
 
 
 def in_halves(batches: Iterable[Batch]) -> tuple[list[Batch], list[Batch]]:

@@ -7,7 +7,7 @@ from typing import TypeVar, cast
 
 from frozencore.calibration.shards import by_itself, gathered, num_ranks, own_rank
 from frozencore.errors import TrainingError
-from frozencore.one_line import one_line
+from frozencore.words import one_line
 
 T = TypeVar("T")
 

@@ -39,7 +39,7 @@ from frozencore.calibration.taps import CalibrationPass, Taps, capturing
 from frozencore.device import sent
 from frozencore.errors import CalibrationError, ConfigError
 from frozencore.maths.linalg import seeded_generator
-from frozencore.progress import Progress
+from frozencore.words import Progress
 
 
 def run_pass(

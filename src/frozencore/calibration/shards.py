@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from frozencore.device import is_out_of_memory
 from frozencore.errors import CalibrationError, TrainingError
-from frozencore.fingerprint import fingerprint_tensors
+from frozencore.files.fingerprint import fingerprint_tensors
 from frozencore.maths.basis import Basis
 from frozencore.maths.linalg import Shape
 from frozencore.maths.moments import LayerMoments
-from frozencore.one_line import one_line
-from frozencore.out_of_memory import is_out_of_memory
+from frozencore.words import one_line
 
 T = TypeVar("T")
 _BY_ITSELF = ContextVar("by itself", default=False)

@@ -36,7 +36,7 @@ from frozencore.errors import CalibrationError
 from frozencore.maths.linalg import TruncatedSVD, canonical_signs, require_finite, seeded_generator
 from frozencore.maths.moments import DIAGONALS, LayerMoments, MomentName
 from frozencore.maths.whitening import Whitening
-from frozencore.progress import Progress
+from frozencore.words import Progress
 
 CROSS: frozenset[MomentName] = frozenset({"cross"})
 LEAST_SINE = 1e-2  # a kept direction nearer than this to the span of Q₂ is round-off

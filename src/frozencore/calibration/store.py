@@ -20,12 +20,12 @@ from safetensors import SafetensorError, safe_open
 
 from frozencore.calibration.options import CalibrationOptions, of_the_sums
 from frozencore.errors import ArtifactError
-from frozencore.fingerprint import fingerprint_batches, fingerprint_model, fingerprint_tensors
+from frozencore.files.fingerprint import fingerprint_batches, fingerprint_model, fingerprint_tensors
+from frozencore.files.whole_file import whole_file
 from frozencore.maths.linalg import all_finite
 from frozencore.maths.moments import MOMENT_NAMES, LayerMoments
-from frozencore.one_line import one_line
 from frozencore.torch_later import torch
-from frozencore.whole_file import whole_file
+from frozencore.words import one_line
 
 FORMAT, KEY = 2, "frozencore-moments"
 

@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from frozencore.adapter_folder import adapter_in
 from frozencore.cli.console import console
 from frozencore.errors import ConfigError
+from frozencore.files.adapter_folder import adapter_in
 
 adapter_app = typer.Typer(no_args_is_help=True)
 

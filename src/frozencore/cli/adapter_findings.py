@@ -12,11 +12,11 @@ from frozencore.adapter.export.serving import check_lora_directory
 from frozencore.adapter.export.serving.tensor_rules import no_tenant
 from frozencore.adapter.seal.integrity import read_folder
 from frozencore.adapter.seal.saved_basis import load_basis
-from frozencore.adapter_folder import CONFIG_FILE
 from frozencore.cli.findings import Finding, inside
 from frozencore.errors import FrozenCoreError
+from frozencore.files.adapter_folder import CONFIG_FILE
 from frozencore.lab.run.files import ADAPTER, BASIS
-from frozencore.one_line import one_line
+from frozencore.words import one_line
 
 
 @dataclass(frozen=True)

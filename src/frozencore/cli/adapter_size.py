@@ -10,8 +10,8 @@ from safetensors import safe_open
 
 from frozencore.adapter.seal.factors import PREFIX
 from frozencore.adapter.seal.flat_cores import FLAT
-from frozencore.adapter_folder import WEIGHTS_FILE, read_config
-from frozencore.sizes import bytes_in_words
+from frozencore.files.adapter_folder import WEIGHTS_FILE, read_config
+from frozencore.words import bytes_in_words
 
 VALUE_BYTES = 4  # of a core and of an exported LoRA: float32
 

@@ -11,7 +11,7 @@ from frozencore.adapter.advice.trials import Worth
 from frozencore.lab.reports.labels import bases_name
 from frozencore.lab.run.advising import flags_of
 from frozencore.lab.run.config import RunConfig
-from frozencore.naming import num_of
+from frozencore.words import num_of
 
 
 def advice_lines(config: RunConfig, advice: Advice) -> Iterator[str | Table]:

@@ -17,8 +17,8 @@ from frozencore.cli.other_names import refuse_unknown_verb
 from frozencore.cli.verbs import VERBS, add_verbs
 from frozencore.errors import CalibrationError, FrozenCoreError
 from frozencore.lab.run.processes import is_first, refuse_several
-from frozencore.one_line import one_line
 from frozencore.quiet import ignore_known_warnings
+from frozencore.words import one_line
 
 _ASKS = "_FROZENCORE_COMPLETE"  # set by a shell that asks how a command line could go on
 INTERRUPTED, TERMINATED = 130, 143  # the exit status of Ctrl-C, and of SIGTERM
@@ -118,7 +118,7 @@ def main() -> None:
             _ended_early(end.code, end)
         raise
     except (RuntimeError, MemoryError) as error:
-        from frozencore.out_of_memory import is_out_of_memory
+        from frozencore.device import is_out_of_memory
 
         if os.environ.get("FROZENCORE_DEBUG") or not is_out_of_memory(error):
             raise

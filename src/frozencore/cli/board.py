@@ -16,7 +16,7 @@ from frozencore.lab.campaign.crew import Event
 from frozencore.lab.campaign.job import Job
 from frozencore.lab.campaign.standing import Tally
 from frozencore.lab.campaign.store import Store
-from frozencore.sizes import time_in_words
+from frozencore.words import time_in_words
 
 LINE_EVERY = 10  # runs between two lines where there is no terminal
 

@@ -23,8 +23,7 @@ from frozencore.lab.campaign.spec import Campaign, read_campaign
 from frozencore.lab.campaign.standing import Tally, tally
 from frozencore.lab.campaign.store import Store
 from frozencore.lab.campaign.worker import Place, Worker
-from frozencore.naming import num_of
-from frozencore.progress import Progress
+from frozencore.words import Progress, num_of
 
 MOST_WORKERS = 8  # by default, on a machine without GPUs
 
@@ -195,10 +194,10 @@ def write_campaign_report(folders: Sequence[Path], output: Path | None) -> Itera
 
 def report_on_table(table: Path, reference: str, json_file: Path | None) -> RenderableType:
     """Compare the columns of a table of task means with one of them."""
+    from frozencore.files.whole_file import write_json
     from frozencore.lab.reports.tables.comparison import analyse, comparison_json
     from frozencore.lab.reports.tables.significance import comparison_view
     from frozencore.lab.reports.tables.task_means import read_task_means
-    from frozencore.whole_file import write_json
 
     comparison = analyse(read_task_means(table), reference)
     if json_file is not None:

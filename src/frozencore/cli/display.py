@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TaskID, 
 from rich.progress import Progress as Bars
 
 from frozencore.lab.run.interrupted import kept_of
-from frozencore.sizes import time_in_words
+from frozencore.words import time_in_words
 
 LABELS = {
     "load": "Load model and rows",

@@ -9,7 +9,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from frozencore.one_line import one_line
+from frozencore.words import one_line
 
 HEALTHY, WRONG, NOT_OURS = 0, 1, 2
 

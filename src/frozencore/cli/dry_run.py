@@ -28,9 +28,7 @@ from frozencore.lab.run.many.rows import read_tenants, tenants_of
 from frozencore.lab.run.named_basis import on_named_basis
 from frozencore.lab.run.targets import resolve_targets
 from frozencore.lab.training.reporting import require_reporters
-from frozencore.naming import num_of
-from frozencore.progress import Progress
-from frozencore.sizes import bytes_in_words
+from frozencore.words import Progress, bytes_in_words, num_of
 
 
 def dry_run_lines(config: RunConfig, progress: Progress) -> Iterator[Text]:

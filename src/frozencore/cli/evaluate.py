@@ -9,9 +9,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from frozencore.adapter_folder import adapter_in
 from frozencore.cli.options import DTYPE_NAMES, TODAY, DataRoot, PromptDate, read_date, require_name
 from frozencore.errors import ConfigError
+from frozencore.files.adapter_folder import adapter_in
 
 STYLES = ("auto", "chat", "plain")
 

@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from frozencore.adapter_folder import adapter_in, folder_of
 from frozencore.cli.console import console
 from frozencore.cli.export_options import Wanted
+from frozencore.files.adapter_folder import adapter_in, folder_of
 from frozencore.lab.run.model_names import model_location
 from frozencore.quiet import quiet_loading
 

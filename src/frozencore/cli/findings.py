@@ -16,7 +16,9 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from frozencore.adapter_folder import (
+from frozencore.calibration.store import KEY
+from frozencore.errors import ArtifactError
+from frozencore.files.adapter_folder import (
     BASIS_MODEL_TYPE,
     CONFIG_FILE,
     FACTORS_FILE,
@@ -27,8 +29,6 @@ from frozencore.adapter_folder import (
     WEIGHTS_FILE,
     read_config,
 )
-from frozencore.calibration.store import KEY
-from frozencore.errors import ArtifactError
 from frozencore.lab.run.files import ADAPTER, CHECKPOINTS, FAILURE, FOUND, MOMENTS_FILE, PREDICTIONS, RECORD
 from frozencore.lab.training.checkpoints import SEATS
 

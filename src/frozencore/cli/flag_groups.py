@@ -11,7 +11,7 @@ from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 from typer.main import get_command
 
 from frozencore.cli.other_names import refuse_other_flags
-from frozencore.naming import num_of
+from frozencore.words import num_of
 
 HELP, HELP_ALL = "--help", "--help-all"
 

@@ -10,8 +10,8 @@ from typing import Annotated
 
 import typer
 
-from frozencore.adapter_folder import adapter_in
 from frozencore.cli.console import console
+from frozencore.files.adapter_folder import adapter_in
 
 
 def inspect(

@@ -12,7 +12,7 @@ from rich.text import Text
 from frozencore.adapter.bases.calibrate import Calibration
 from frozencore.adapter.inspection import LayerReport
 from frozencore.cli.tables import allocation_line, values_in_words
-from frozencore.naming import num_of
+from frozencore.words import num_of
 
 LEGEND = {
     "m x n": "outputs by inputs of the layer",

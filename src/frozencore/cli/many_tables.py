@@ -9,8 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from frozencore.lab.run.record import Failure, Sweep, TunedRecord
-from frozencore.naming import num_of
-from frozencore.sizes import bytes_in_words
+from frozencore.words import bytes_in_words, num_of
 
 RATE = "learning_rate"
 

@@ -9,7 +9,7 @@ from frozencore.calibration.store import load_moments
 from frozencore.cli.findings import Finding
 from frozencore.errors import FrozenCoreError
 from frozencore.lab.run.files import MOMENTS_FILE
-from frozencore.one_line import one_line
+from frozencore.words import one_line
 
 
 def moments(path: Path) -> Iterator[Finding]:

@@ -11,7 +11,7 @@ import typer
 
 from frozencore.errors import ConfigError
 from frozencore.lab.rows.prompt_date import PROMPT_DATE
-from frozencore.naming import unknown_name
+from frozencore.words import unknown_name
 
 DataRoot = Annotated[Path | None, typer.Option(help="Folder that holds the data sets under their hub ids.")]
 PromptDate = Annotated[str, typer.Option(metavar="YYYY-MM-DD", help="Today, to a chat template that asks for it.")]

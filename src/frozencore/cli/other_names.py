@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from frozencore.errors import ConfigError
-from frozencore.naming import nearest_name
+from frozencore.words import nearest_name
 
 VERBS_ELSEWHERE: Mapping[str, str] = {
     **dict.fromkeys(("train", "finetune", "fine-tune", "fit", "sft", "run"), "tune"),

@@ -19,8 +19,7 @@ from frozencore.lab.campaign.store import Store
 from frozencore.lab.campaign.worker import Place, Worker
 from frozencore.lab.rehearsal.rehearse import Means, Rehearsal, rehearse
 from frozencore.lab.rehearsal.sample import quick_sample, whole_sample
-from frozencore.naming import num_of
-from frozencore.sizes import time_in_words
+from frozencore.words import num_of, time_in_words
 
 MOST_WORKERS = 4
 MOST_REASONS = 10

@@ -12,7 +12,7 @@ from frozencore.errors import FrozenCoreError
 from frozencore.lab.run.files import ADAPTER, CHECKPOINTS, FAILURE, PREDICTIONS, RECORD
 from frozencore.lab.run.interrupted import kept_of
 from frozencore.lab.run.record import TunedRecord, read_record
-from frozencore.one_line import one_line
+from frozencore.words import one_line
 
 ACCURACY_ROUNDING = 1e-9
 

@@ -23,8 +23,8 @@ from frozencore.lab.rows.suite import TASKS
 from frozencore.lab.run.config import make_config
 from frozencore.lab.run.config_rules import OF_ONE_ALONE
 from frozencore.lab.run.options_by_name import in_groups, run_options
-from frozencore.naming import flag_of
 from frozencore.options import Option, own_refusal
+from frozencore.words import flag_of
 
 SPELLED = {"learning_rate": ("--lr", "--learning-rate")}
 OF_ONE_TRAINING = (

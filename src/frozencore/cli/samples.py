@@ -10,7 +10,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from frozencore.one_line import one_line
+from frozencore.words import one_line
 
 END_OF_PROMPT = 200  # characters: what is asked mostly stands at the end
 MOST = 2_000  # characters of an answer; samples.jsonl has all of it

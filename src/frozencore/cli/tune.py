@@ -56,10 +56,10 @@ def _tune(
     from frozencore.cli.many_tables import sweep_summary
     from frozencore.cli.samples import sample_lines
     from frozencore.cli.tables import run_summary
+    from frozencore.files.whole_file import write_text
     from frozencore.lab.run.execute import execute
     from frozencore.lab.run.files import ADAPTER, ASKED, SAMPLES
     from frozencore.lab.run.many.sweep import execute_sweep
-    from frozencore.whole_file import write_text
 
     if resume:
         console.print(resume_line(output), highlight=False, markup=False)

@@ -26,8 +26,8 @@ from frozencore.maths.basis import Basis
 from frozencore.maths.linalg import TruncatedSVD
 from frozencore.maths.moments import DIAGONAL_OF, DIAGONALS, LayerMoments, MomentName
 from frozencore.maths.whitening import Whitening
-from frozencore.naming import unknown_name
 from frozencore.options import Option, options_of
+from frozencore.words import unknown_name
 
 if TYPE_CHECKING:
     from torch import Tensor

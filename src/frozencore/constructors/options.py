@@ -12,7 +12,7 @@ from frozencore.maths.basis import Coordinates
 from frozencore.maths.linalg import SvdMethod
 from frozencore.maths.whitening import Positive
 from frozencore.options import check_options
-from frozencore.sizes import read_size
+from frozencore.words import read_size
 
 MOST_RANK = 100_000  # no layer is as wide
 Rank = Annotated[int, Field(ge=1, le=MOST_RANK, description="Rank r of the bases; a core holds r x r values.")]

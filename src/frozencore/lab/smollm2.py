@@ -15,11 +15,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from frozencore.errors import FrozenCoreError, ModelError
-from frozencore.gguf_model import read_tokenizer, read_weights
-from frozencore.hub import safe_loading
-from frozencore.one_line import one_line
-from frozencore.sizes import bytes_in_words
-from frozencore.whole_file import whole_folder
+from frozencore.files.gguf_model import read_tokenizer, read_weights
+from frozencore.files.hub import safe_loading
+from frozencore.files.whole_file import whole_folder
+from frozencore.words import bytes_in_words, one_line
 
 SMOLLM2 = "smollm2"
 """The name that stands for the model where a hub id is asked for."""

@@ -12,7 +12,7 @@ from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 
 from frozencore import FrozenCoreConfig
 from frozencore.errors import ArtifactError, ConfigError, DataError
-from frozencore.fingerprint import fingerprint_model
+from frozencore.files.fingerprint import fingerprint_model
 from frozencore.lab.evaluation import evaluate as module
 from frozencore.lab.evaluation.adapters import AdapterStand, adapter_names
 from frozencore.lab.evaluation.evaluate import Evaluation, evaluate

@@ -28,7 +28,7 @@ from frozencore.errors import (
     ModelError,
     TrainingError,
 )
-from frozencore.fingerprint import fingerprint_model
+from frozencore.files.fingerprint import fingerprint_model
 from frozencore.lab.methods import METHODS
 from frozencore.lab.pocket import pocket_model_path
 from frozencore.lab.rows.prompts import TokenRow
@@ -41,7 +41,7 @@ from frozencore.lab.run.loading import load_model
 from frozencore.lab.run.record import read_record
 from frozencore.lab.scoring.task_score import score_task
 from frozencore.lab.tasks.splits import split_task
-from frozencore.sizes import bytes_in_words
+from frozencore.words import bytes_in_words
 
 
 def silent(stage: str, done: int, total: int | None, note: str = "") -> None:

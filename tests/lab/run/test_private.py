@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from frozencore.errors import ConfigError
-from frozencore.fingerprint import fingerprint_options
+from frozencore.files.fingerprint import fingerprint_options
 from frozencore.lab.pocket import pocket_model_path
 from frozencore.lab.run.bench import prepare
 from frozencore.lab.run.calibrating import execute_calibration

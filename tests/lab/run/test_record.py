@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from frozencore.errors import ArtifactError
+from frozencore.files.whole_file import require_writable, write_json, write_lines
 from frozencore.lab.run.provenance import provenance, source_commit
 from frozencore.lab.run.record import Failure, StabilityRecord, read_failure, read_record
 from frozencore.lab.run.record_parts import Provenance
-from frozencore.whole_file import require_writable, write_json, write_lines
 from made_up import made_up_record, record_content
 from places import ROOT
 

@@ -11,7 +11,7 @@ import pytest
 from datasets.arrow_writer import ArrowWriter
 
 from frozencore.errors import DataError
-from frozencore.hub import HUB_TIMEOUT_S
+from frozencore.files.hub import HUB_TIMEOUT_S
 from frozencore.lab.rows.suite import TASKS
 from frozencore.lab.tasks import PAPER_TASKS, arc_challenge, gsm8k, hellaswag, sst2, svamp, winogrande
 from frozencore.lab.tasks.answers import parse_answer, parse_number

@@ -24,7 +24,7 @@ from frozencore.lab.training import train as training
 from frozencore.lab.training.recipe import Recipe
 from frozencore.lab.training.selection import Every, Selection
 from frozencore.lab.training.train import TrainingReport, train
-from frozencore.progress import Progress
+from frozencore.words import Progress
 from tiny import draw_examples
 
 ROWS = [TokenRow(f"row-{i}", list(e.ids), e.num_prompt) for i, e in enumerate(draw_examples(20, seed=5))]

@@ -22,7 +22,7 @@ from frozencore.calibration.preserve import preserved
 from frozencore.constructors.options import BasisOptions, trained_values
 from frozencore.errors import ConfigError
 from frozencore.maths.allocation import num_values
-from frozencore.progress import Progress
+from frozencore.words import Progress
 
 LEVEL = 0.02  # of the largest gain: so near to it, settings are level
 SCORED = 4  # one batch in so many of the half that bases do not see

@@ -25,7 +25,7 @@ from frozencore.maths.allocation import allocate_ranks, allocations, num_candida
 from frozencore.maths.capture import CAPTURE_NEEDS
 from frozencore.maths.linalg import Shape, TruncatedSVD
 from frozencore.maths.moments import LayerMoments, MomentName, spread
-from frozencore.progress import Progress
+from frozencore.words import Progress
 
 MOST_DENSE_BYTES = 8 * 2**30  # what dense second moments of all linear layers may take, where nobody named these
 DENSE: frozenset[MomentName] = frozenset({"input_outer", "error_outer"})

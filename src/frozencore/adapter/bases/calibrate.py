@@ -26,7 +26,7 @@ from frozencore.errors import CalibrationError
 from frozencore.maths.basis import Basis
 from frozencore.maths.capture import Capture
 from frozencore.maths.moments import LayerMoments, spread
-from frozencore.progress import Progress
+from frozencore.words import Progress
 
 
 @dataclass(frozen=True)

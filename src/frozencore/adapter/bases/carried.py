@@ -17,7 +17,7 @@ from frozencore.adapter.seal.card import num_tokens
 from frozencore.adapter.seal.same_base import record_base
 from frozencore.adapter.seal.saved_basis import SavedBasis, write_basis
 from frozencore.errors import CalibrationError, ConfigError
-from frozencore.fingerprint import fingerprint_tensors
+from frozencore.files.fingerprint import fingerprint_tensors
 from frozencore.maths.basis import ORTHONORMAL_COORDINATES, Basis, known_basis
 
 

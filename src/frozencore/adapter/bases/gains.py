@@ -24,7 +24,7 @@ from frozencore.calibration.shards import all_ranks_or_none, gathered, own_rank
 from frozencore.constructors import LayerEvidence
 from frozencore.maths.agreement import agreed_gains, gains_of
 from frozencore.maths.moments import LayerMoments
-from frozencore.progress import Progress
+from frozencore.words import Progress
 
 
 @dataclass

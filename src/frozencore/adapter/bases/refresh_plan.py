@@ -17,7 +17,7 @@ from frozencore.calibration.budget import layer_cost, memory_bytes
 from frozencore.calibration.running_sketch import sketch_bytes
 from frozencore.errors import ConfigError
 from frozencore.maths.linalg import Shape
-from frozencore.sizes import at_least
+from frozencore.words import at_least
 
 COST = 0.09  # of the products of a training that gathering may add: with the refreshes 15 % of the time at most
 ROWS_OF_A_ROUND = 100  # of fewer, bases lose more than their being newer brings

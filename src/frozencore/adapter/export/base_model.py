@@ -8,7 +8,7 @@ from typing import Any
 from transformers import AutoConfig
 
 from frozencore.errors import ModelError
-from frozencore.gguf_model import model_class, read_tokenizer, read_weights, why_unreadable
+from frozencore.files.gguf_model import model_class, read_tokenizer, read_weights, why_unreadable
 
 _TOKENIZER = "tokenizer_config.json"
 
@@ -18,7 +18,7 @@ def load_base_model(base: str, dtype: str, loading: dict[str, Any], not_quantise
 
     Args:
         dtype: ``auto`` is that of its file.
-        loading: As :func:`frozencore.hub.safe_loading` gives it.
+        loading: As :func:`frozencore.files.hub.safe_loading` gives it.
         not_quantised: Why a quantised one is refused.
 
     Raises:

@@ -12,10 +12,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from frozencore.adapter_folder import MODEL_CONFIG
 from frozencore.errors import ArtifactError
+from frozencore.files.adapter_folder import MODEL_CONFIG
 from frozencore.maths.linalg import all_finite
-from frozencore.one_line import one_line
+from frozencore.words import one_line
 from frozencore_basis_model import ENTRY
 
 Bases = Mapping[str, tuple[Tensor, Tensor]]

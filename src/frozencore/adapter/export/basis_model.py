@@ -26,10 +26,10 @@ from frozencore.adapter.named_basis import other_base
 from frozencore.adapter.seal.card import CARD_FILE
 from frozencore.adapter.seal.same_base import differing_layer, sample_weight
 from frozencore.adapter.seal.saved_basis import load_basis
-from frozencore.adapter_folder import BASIS_MODEL_TYPE, HEADER_FILE, MODEL_CONFIG
 from frozencore.errors import ArtifactError, ConfigError, ModelError
-from frozencore.hub import safe_loading
-from frozencore.whole_file import whole_folder
+from frozencore.files.adapter_folder import BASIS_MODEL_TYPE, HEADER_FILE, MODEL_CONFIG
+from frozencore.files.hub import safe_loading
+from frozencore.files.whole_file import whole_folder
 from frozencore_basis_model import ENTRY, config_class
 
 CODE_FILE = "frozencore_basis_model.py"

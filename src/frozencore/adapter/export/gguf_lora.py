@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from frozencore.adapter.export.leaving import LeavingAdapter, leaving_adapter, require_cores_only
 from frozencore.adapter.export.lora import DTYPES, lora_factors, to_rank
 from frozencore.errors import ArtifactError, ConfigError, ModelError
-from frozencore.whole_file import whole_file
+from frozencore.files.whole_file import whole_file
 
 
 @dataclass(frozen=True)

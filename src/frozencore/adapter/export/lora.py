@@ -25,7 +25,7 @@ from frozencore.adapter.export.leaving import LeavingAdapter, leaving_adapter, r
 from frozencore.adapter.export.lora_layers import layers_to_name, target_modules
 from frozencore.adapter.seal.card import num_tokens, write_model_card
 from frozencore.errors import ArtifactError, ConfigError
-from frozencore.whole_file import whole_folder
+from frozencore.files.whole_file import whole_folder
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 

@@ -21,8 +21,8 @@ from transformers.pytorch_utils import Conv1D
 
 from frozencore.adapter.layer import is_linear, layer_shape
 from frozencore.errors import ArtifactError, ModelError
-from frozencore.gguf_model import model_class, why_unreadable
-from frozencore.hub import safe_loading
+from frozencore.files.gguf_model import model_class, why_unreadable
+from frozencore.files.hub import safe_loading
 
 PACKS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _SAME_SHAPE = {"k_proj": "v_proj", "v_proj": "k_proj", "gate_proj": "up_proj", "up_proj": "gate_proj"}

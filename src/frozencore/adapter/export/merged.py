@@ -9,9 +9,9 @@ from peft import PeftModel
 from frozencore.adapter.directory import read_adapter
 from frozencore.adapter.export.base_model import load_base_model, save_tokenizer
 from frozencore.errors import ConfigError, FrozenCoreError, ModelError
-from frozencore.hub import safe_loading
-from frozencore.one_line import one_line
-from frozencore.whole_file import whole_folder
+from frozencore.files.hub import safe_loading
+from frozencore.files.whole_file import whole_folder
+from frozencore.words import one_line
 
 _NOT_QUANTISED = "rounding to its grid would lose most of an update"
 

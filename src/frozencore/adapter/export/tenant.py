@@ -20,7 +20,7 @@ from frozencore.adapter.export.leaving import LeavingAdapter, from_directory, fr
 from frozencore.adapter.export.lora import DTYPES, lora_config
 from frozencore.adapter.seal.card import CARD_FILE
 from frozencore.errors import ArtifactError, ConfigError
-from frozencore.whole_file import whole_folder
+from frozencore.files.whole_file import whole_folder
 
 CORE = "core"
 IDENTITY = "frozencore_basis"  # in the metadata of the weights file, which no reader minds

@@ -21,10 +21,9 @@ from huggingface_hub.utils import validate_repo_id
 from safetensors import safe_open
 
 from frozencore.adapter.seal.factors import PREFIX
-from frozencore.adapter_folder import WEIGHTS_FILE
 from frozencore.errors import ArtifactError
-from frozencore.one_line import one_line
-from frozencore.sizes import bytes_in_words
+from frozencore.files.adapter_folder import WEIGHTS_FILE
+from frozencore.words import bytes_in_words, one_line
 
 CARD_FILE = "README.md"
 _BEGIN, _END = "<!-- frozencore:begin -->", "<!-- frozencore:end -->"

@@ -31,7 +31,8 @@ from torch import Tensor
 from frozencore.adapter.seal.factors import PREFIX, Factors, layer_factors
 from frozencore.adapter.seal.flat_cores import FLAT
 from frozencore.adapter.seal.values import require_finite, require_finite_in, require_modules
-from frozencore.adapter_folder import (
+from frozencore.errors import ArtifactError
+from frozencore.files.adapter_folder import (
     CONFIG_FILE,
     PEFT_TYPE,
     PICKLE_FILE,
@@ -42,8 +43,7 @@ from frozencore.adapter_folder import (
     read_config,
     read_seal,
 )
-from frozencore.errors import ArtifactError
-from frozencore.fingerprint import fingerprint_tensors
+from frozencore.files.fingerprint import fingerprint_tensors
 from frozencore.maths.basis import ORTHONORMAL_COORDINATES, known_basis
 
 CORES_FORMAT = 2  # of cores alone

@@ -23,7 +23,8 @@ from safetensors.torch import load, save_file
 from torch import Tensor
 
 from frozencore.adapter.seal.factors import is_usable_float
-from frozencore.adapter_folder import (
+from frozencore.errors import ArtifactError
+from frozencore.files.adapter_folder import (
     BASIS_FORMAT,
     FACTORS_FILE,
     HEADER_FILE,
@@ -31,12 +32,11 @@ from frozencore.adapter_folder import (
     is_folder,
     places_of_a_basis,
 )
-from frozencore.errors import ArtifactError
-from frozencore.fingerprint import fingerprint_options
-from frozencore.hub import hub_answers, is_hub_id, why_not_given
+from frozencore.files.fingerprint import fingerprint_options
+from frozencore.files.hub import hub_answers, is_hub_id, why_not_given
+from frozencore.files.whole_file import whole_folder
 from frozencore.maths.linalg import all_finite
-from frozencore.one_line import one_line
-from frozencore.whole_file import whole_folder
+from frozencore.words import one_line
 
 LARGEST_HEADER = 2**24
 

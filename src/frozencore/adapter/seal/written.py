@@ -13,7 +13,7 @@ from torch import Tensor
 from frozencore.adapter.seal.factors import PREFIX
 from frozencore.adapter.seal.integrity import require_sealed
 from frozencore.errors import ArtifactError
-from frozencore.whole_file import allow_as_umask
+from frozencore.files.whole_file import allow_as_umask
 
 
 def seal_file(path: Path, seal: dict[str, Any] | None) -> dict[str, Tensor]:

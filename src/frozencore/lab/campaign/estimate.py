@@ -30,8 +30,7 @@ from frozencore.lab.run.accounting import basis_bytes
 from frozencore.lab.run.config import RunConfig
 from frozencore.lab.run.loading import load_config, load_tokenizer
 from frozencore.lab.run.targets import attention_shapes
-from frozencore.naming import num_of
-from frozencore.sizes import bytes_in_words, time_in_words
+from frozencore.words import bytes_in_words, num_of, time_in_words
 
 TOKENS_A_ROW = 128  # where the rows cannot be read
 SAMPLED_ROWS = 32

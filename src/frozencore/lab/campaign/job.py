@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from frozencore.constructors import readers
 from frozencore.errors import ConfigError
-from frozencore.fingerprint import fingerprint_options
+from frozencore.files.fingerprint import fingerprint_options
 from frozencore.lab.campaign.spec import Kind
 from frozencore.lab.campaign.study_options import PLACES
 from frozencore.lab.rows.row_sources import STANDARD_INPUT

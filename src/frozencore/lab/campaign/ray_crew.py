@@ -22,8 +22,8 @@ from frozencore.lab.campaign.job import Job
 from frozencore.lab.campaign.shared import Needs, SharedWork
 from frozencore.lab.campaign.store import SPECIFICATION, Store
 from frozencore.lab.campaign.worker import Place, Worker
-from frozencore.one_line import one_line
 from frozencore.quiet import ignore_known_warnings
+from frozencore.words import one_line
 
 ANSWER_S = 5.0  # until a port that does not answer counts as unreachable; Ray alone would wait 70 s
 TELL_EVERY_S = 0.5

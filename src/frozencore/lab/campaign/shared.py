@@ -16,7 +16,8 @@ from frozencore.adapter.bases.carried import get_bases
 from frozencore.adapter.layer import frozen_core_layers
 from frozencore.calibration.options import of_the_sums
 from frozencore.calibration.store import MomentsFingerprint, load_moments, save_moments
-from frozencore.fingerprint import fingerprint_model, fingerprint_options
+from frozencore.files.fingerprint import fingerprint_model, fingerprint_options
+from frozencore.files.whole_file import remove_left, whole_file
 from frozencore.lab.campaign.job import Job
 from frozencore.lab.campaign.store import Store
 from frozencore.lab.methods import Targets
@@ -28,8 +29,7 @@ from frozencore.lab.run.rows import RunRows
 from frozencore.maths.basis import known_basis
 from frozencore.maths.capture import CAPTURE_NEEDS, Capture, capture_if_whole
 from frozencore.maths.moments import LayerMoments, MomentName
-from frozencore.progress import Progress
-from frozencore.whole_file import remove_left, whole_file
+from frozencore.words import Progress
 
 _DECIDES_MOMENTS = (
     "model", "task", "data", "calibration_task", "calibration_size", "seed", "num_train", "num_evaluation", "targets",

@@ -39,13 +39,13 @@ from pydantic_core import ErrorDetails
 
 from frozencore.constructors import readers
 from frozencore.errors import ConfigError
+from frozencore.files.strict_yaml import line_of, read_yaml
 from frozencore.lab.campaign.study_options import METHODS_OF_GRID, Fixed, Grid, StudyAxes, Value
 from frozencore.lab.methods import METHODS
 from frozencore.lab.run.config import RunConfig, SelectionMetric
 from frozencore.lab.run.option_groups import GROUPS
-from frozencore.naming import unknown_name
 from frozencore.options import own_refusal
-from frozencore.strict_yaml import line_of, read_yaml
+from frozencore.words import unknown_name
 
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")]
 Kind = Literal["tune", "stability", "profile"]

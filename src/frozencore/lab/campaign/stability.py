@@ -15,7 +15,7 @@ from frozencore.lab.run.record import RECORD_FORMAT, StabilityRecord
 from frozencore.lab.run.record_parts import Provenance, RecordedConfig
 from frozencore.lab.run.targets import resolve_targets
 from frozencore.maths.linalg import principal_cosines
-from frozencore.progress import Progress
+from frozencore.words import Progress
 
 
 @dataclass(frozen=True)

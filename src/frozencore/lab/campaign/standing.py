@@ -9,7 +9,7 @@ from statistics import mean
 from frozencore.lab.campaign.plan import Planned
 from frozencore.lab.campaign.store import Store
 from frozencore.lab.run.record import TunedRecord
-from frozencore.sizes import time_in_words
+from frozencore.words import time_in_words
 
 
 @dataclass(frozen=True)

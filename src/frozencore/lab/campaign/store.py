@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import TypeVar
 
 from frozencore.errors import ArtifactError
+from frozencore.files.whole_file import remove_left, require_writable, write_json, write_lines, write_text
 from frozencore.lab.campaign.plan import Outcome
 from frozencore.lab.campaign.spec import Campaign, read_campaign
 from frozencore.lab.run.files import RECORD
 from frozencore.lab.run.record import Failure, RunRecord, read_failure, read_record
-from frozencore.whole_file import remove_left, require_writable, write_json, write_lines, write_text
 
 INDEX = "records.jsonl"
 LOG = "log.txt"

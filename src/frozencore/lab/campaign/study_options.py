@@ -12,8 +12,8 @@ from pydantic_core import CoreSchema
 from frozencore.constructors import CONSTRUCTORS, described
 from frozencore.errors import ConfigError
 from frozencore.lab.run.options_by_name import run_options
-from frozencore.naming import unknown_name
 from frozencore.options import Option
+from frozencore.words import unknown_name
 
 Value = bool | int | float | str | tuple[str, ...] | tuple[float, ...] | None
 Values = Annotated[tuple[Value, ...], Field(min_length=1)]

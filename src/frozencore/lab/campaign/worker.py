@@ -13,7 +13,9 @@ from typing import Literal, TextIO
 
 from peft import PeftModel
 
+from frozencore.device import is_out_of_memory
 from frozencore.errors import ArtifactError, DivergenceError, FrozenCoreError
+from frozencore.files.whole_file import write_json
 from frozencore.lab.campaign.job import Job
 from frozencore.lab.campaign.shared import SharedWork, calibrating, moments_key, replace_size
 from frozencore.lab.campaign.stability import Calibrated, compare_bases
@@ -30,10 +32,7 @@ from frozencore.lab.run.record import Failure, StabilityRecord
 from frozencore.lab.run.record_parts import Provenance
 from frozencore.lab.scoring.virtual_tokens import take_off
 from frozencore.maths.moments import MomentName
-from frozencore.one_line import one_line
-from frozencore.out_of_memory import is_out_of_memory
-from frozencore.progress import Progress
-from frozencore.whole_file import write_json
+from frozencore.words import Progress, one_line
 
 Reason = Literal["diverged", "out of memory", "bad input", "error"]
 NOT_WRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)

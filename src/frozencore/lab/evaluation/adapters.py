@@ -16,7 +16,7 @@ from frozencore.adapter.seal.integrity import read_folder
 from frozencore.adapter.uncalibrated import UncalibratedWarning
 from frozencore.errors import ArtifactError
 from frozencore.lab.scoring.virtual_tokens import take_off
-from frozencore.one_line import one_line
+from frozencore.words import one_line
 
 BASE = "base"
 

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from frozencore.errors import ArtifactError, ConfigError, DataError
-from frozencore.fingerprint import fingerprint_model
+from frozencore.files.fingerprint import fingerprint_model
+from frozencore.files.whole_file import require_writable, write_json, write_lines
 from frozencore.lab.evaluation.adapters import BASE, AdapterStand, adapter_names
 from frozencore.lab.evaluation.scorers import TaskScorer, harness_scorer, own_scorer, suite_scorers
 from frozencore.lab.rows.prompt_date import PROMPT_DATE, asks_for_today
@@ -26,8 +27,7 @@ from frozencore.lab.run.files import PREDICTIONS, RECORD
 from frozencore.lab.run.loading import load_model
 from frozencore.lab.run.provenance import provenance
 from frozencore.lab.tasks.task import Task
-from frozencore.progress import Progress, as_stage
-from frozencore.whole_file import require_writable, write_json, write_lines
+from frozencore.words import Progress, as_stage
 
 RECORD_FORMAT = 1
 

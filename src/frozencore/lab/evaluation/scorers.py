@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from frozencore.errors import ConfigError, DataError
-from frozencore.fingerprint import fingerprint_options
+from frozencore.files.fingerprint import fingerprint_options
 from frozencore.lab.evaluation.harness.run import harness_score, harness_version
 from frozencore.lab.rows.own_rows import read_rows
 from frozencore.lab.rows.prompts import PromptEncoder
@@ -21,7 +21,7 @@ from frozencore.lab.scoring.heldout import held_out_loss
 from frozencore.lab.scoring.task_score import score_task
 from frozencore.lab.tasks.splits import evaluation_rows
 from frozencore.lab.tasks.task import Example, Task
-from frozencore.progress import Progress
+from frozencore.words import Progress
 
 Scored = tuple[dict[str, Any], Iterable[Mapping[str, Any]]]
 """The numbers of a score, and its predictions row by row."""

@@ -21,7 +21,7 @@ from frozencore.lab.methods.tinylora import TinyLoRA
 from frozencore.lab.methods.unilora import UniLoRA
 from frozencore.lab.methods.vera_vectors import VeRA
 from frozencore.lab.methods.whole_weights import FullFineTuning
-from frozencore.naming import unknown_name
+from frozencore.words import unknown_name
 
 __all__ = ["METHODS", "AdapterOptions", "Method", "Targets", "find_method"]
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from frozencore.constructors import Colour
+from frozencore.files.whole_file import whole_folder
 from frozencore.maths.moments import MomentName
-from frozencore.whole_file import whole_folder
 
 if TYPE_CHECKING:
     from peft import PeftModel

@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.utils import logging
 
 from frozencore.errors import ModelError
-from frozencore.hub import without_hub
+from frozencore.files.hub import without_hub
 from frozencore.lab.rehearsal.architectures import known_model
 from frozencore.lab.run.loading import load_config, load_tokenizer
-from frozencore.one_line import one_line
+from frozencore.words import one_line
 
 WIDTH, HEAD_WIDTH, HEADS = 64, 32, 4  # no projection is narrower than the largest rank of the paper
 LAYERS = 2

@@ -13,8 +13,8 @@ from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
 from frozencore.device import memory_of
 from frozencore.errors import ModelError
-from frozencore.gguf_model import find_gguf
-from frozencore.hub import hub_answers
+from frozencore.files.gguf_model import find_gguf
+from frozencore.files.hub import hub_answers
 from frozencore.lab.campaign.estimate import RECORD_BYTES, ModelSize, memory_bytes, shared_bytes, size_of
 from frozencore.lab.campaign.job import Job
 from frozencore.lab.campaign.plan import plan
@@ -22,7 +22,7 @@ from frozencore.lab.campaign.spec import Campaign
 from frozencore.lab.rehearsal.models import Original
 from frozencore.lab.rehearsal.stand_ins import StandIns
 from frozencore.lab.run.model_names import model_location
-from frozencore.sizes import bytes_in_words
+from frozencore.words import bytes_in_words
 
 HUB_TIMEOUT_S = 3.0
 STORED_BYTES = 2  # of a value, as hub models are mostly stored

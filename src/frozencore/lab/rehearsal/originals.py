@@ -11,12 +11,12 @@ from typing import Any
 import yaml
 
 from frozencore.errors import DataError
-from frozencore.hub import without_hub
+from frozencore.files.hub import without_hub
+from frozencore.files.strict_yaml import read_yaml
+from frozencore.files.whole_file import write_lines, write_text
 from frozencore.lab.rows.own_task import FileSource
 from frozencore.lab.tasks.hub import HubDataset
 from frozencore.lab.tasks.task import Source, Split
-from frozencore.strict_yaml import read_yaml
-from frozencore.whole_file import write_lines, write_text
 
 SPLITS: tuple[Split, ...] = ("train", "validation", "evaluation")
 

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from frozencore.errors import ArtifactError
+from frozencore.files.whole_file import require_writable, write_json
 from frozencore.lab.campaign.crew import Crew
 from frozencore.lab.campaign.drive import Watch, drive
 from frozencore.lab.campaign.plan import plan
@@ -24,7 +25,6 @@ from frozencore.lab.rehearsal.sample import Sample
 from frozencore.lab.rehearsal.stand_ins import StandIns, originals_of, set_up
 from frozencore.lab.reports.campaign import campaign_document
 from frozencore.lab.reports.writing import write_document
-from frozencore.whole_file import require_writable, write_json
 
 MARK = "rehearsal.json"
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from frozencore.files.whole_file import write_text
 from frozencore.lab.reports.document import Document, Table, count_runs
 from frozencore.lab.reports.figures.style import save_figure
 from frozencore.lab.reports.pages.document_page import document_page
 from frozencore.lab.reports.pages.protocol import protocol_yaml
 from frozencore.lab.reports.sheets.render import csv_text, latex, markdown, markdown_text
 from frozencore.lab.reports.tables.pivot_csv import means_csv, runs_csv
-from frozencore.whole_file import write_text
 
 
 def write_document(document: Document, folder: Path) -> list[Path]:

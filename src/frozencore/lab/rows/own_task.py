@@ -24,11 +24,11 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from frozencore.errors import ConfigError, DataError
+from frozencore.files.strict_yaml import read_yaml
 from frozencore.lab.rows.row_files import read_file
 from frozencore.lab.tasks.answers import parse_number
 from frozencore.lab.tasks.fields import position_of, texts_field
 from frozencore.lab.tasks.task import Example, Origin, Split, Task
-from frozencore.strict_yaml import read_yaml
 
 _COLUMN = re.compile(r"\{(\w+)\}")
 

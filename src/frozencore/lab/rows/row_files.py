@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from frozencore.errors import DataError
-from frozencore.one_line import one_line
+from frozencore.words import one_line
 
 Row = Mapping[str, Any]
 

@@ -9,7 +9,7 @@ from frozencore.lab.pocket import POCKET_TASKS
 from frozencore.lab.rows.own_task import read_own_task
 from frozencore.lab.tasks import PAPER_TASKS, Task
 from frozencore.lab.tasks.texts import TEXT_TASKS
-from frozencore.naming import unknown_name
+from frozencore.words import unknown_name
 
 TASKS: dict[str, Task] = PAPER_TASKS | TEXT_TASKS | POCKET_TASKS
 

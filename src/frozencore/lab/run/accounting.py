@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from frozencore.fingerprint import base_tensors, stored_tensors
+from frozencore.files.fingerprint import base_tensors, stored_tensors
 from frozencore.lab.training.state_held import total_bytes
 from frozencore.maths.linalg import Shape
 

@@ -19,7 +19,7 @@ from frozencore.errors import ConfigError
 from frozencore.lab.methods import Targets
 from frozencore.lab.run.bench import CALIBRATION_BATCH, Bench, calibration_batches
 from frozencore.lab.run.config import RunConfig
-from frozencore.progress import Progress
+from frozencore.words import Progress
 
 Adapted = tuple[PeftModel, Calibration | None]
 Adapt = Callable[[RunConfig, Bench, Targets, Progress], Adapted]

@@ -10,14 +10,13 @@ from frozencore.adapter.advice.advise import Advice, advise
 from frozencore.adapter.advice.settings import Setting
 from frozencore.adapter.advice.trials import Worth
 from frozencore.errors import ArtifactError
+from frozencore.files.whole_file import require_writable, write_json
 from frozencore.lab.run.bench import Bench, calibration_batches, prepare
 from frozencore.lab.run.config import RunConfig
 from frozencore.lab.run.files import ADVICE
 from frozencore.lab.run.provenance import provenance
 from frozencore.lab.run.targets import resolve_targets
-from frozencore.naming import flag_of
-from frozencore.progress import Progress
-from frozencore.whole_file import require_writable, write_json
+from frozencore.words import Progress, flag_of
 
 
 def advise_run(config: RunConfig, bench: Bench, progress: Progress) -> Advice:

@@ -19,8 +19,7 @@ from frozencore.lab.run.reading_rows import TOO_LONG, prepare_rows
 from frozencore.lab.run.rows import RunRows
 from frozencore.lab.scoring.score import Prediction, TaskScore
 from frozencore.lab.training.padding_free import require_rows_apart
-from frozencore.naming import num_of
-from frozencore.progress import Progress
+from frozencore.words import Progress, num_of
 
 CALIBRATION_BATCH = 8
 

@@ -17,6 +17,7 @@ from frozencore.calibration.collect import collect_moments
 from frozencore.calibration.halves import in_halves
 from frozencore.calibration.store import MomentsFingerprint, save_moments
 from frozencore.errors import ArtifactError, ConfigError
+from frozencore.files.whole_file import require_writable
 from frozencore.lab.run.bench import calibration_batches, prepare
 from frozencore.lab.run.config import RunConfig
 from frozencore.lab.run.files import ADAPTER, BASIS, MOMENTS_FILE
@@ -24,8 +25,7 @@ from frozencore.lab.run.recording import calibrated_on
 from frozencore.lab.run.targets import resolve_targets
 from frozencore.maths.capture import CAPTURE_NEEDS
 from frozencore.maths.moments import LayerMoments, MomentName
-from frozencore.progress import Progress
-from frozencore.whole_file import require_writable
+from frozencore.words import Progress
 
 
 def collect_for(

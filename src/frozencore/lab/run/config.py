@@ -29,10 +29,9 @@ from frozencore.lab.rows.prompts import PromptStyle
 from frozencore.lab.run.config_rules import refuse_contradictions
 from frozencore.lab.run.option_groups import GROUPS, Frozen, read_group
 from frozencore.maths.moments import MomentName
-from frozencore.naming import flag_of
-from frozencore.one_line import one_line
 from frozencore.options import own_refusal
 from frozencore.privacy import CLIP, PrivateBudget
+from frozencore.words import flag_of, one_line
 
 SelectionMetric = Literal["accuracy", "held_out_loss"]
 

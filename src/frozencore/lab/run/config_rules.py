@@ -10,7 +10,7 @@ from frozencore.errors import ConfigError
 from frozencore.lab.methods import find_method
 from frozencore.lab.rows.suite import find_task
 from frozencore.lab.run.private_rules import refuse_uncounted
-from frozencore.naming import flag_of
+from frozencore.words import flag_of
 
 if TYPE_CHECKING:
     from frozencore.lab.run.config import RunConfig

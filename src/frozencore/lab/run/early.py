@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from frozencore.adapter_folder import FACTORS_FILE, HEADER_FILE
 from frozencore.errors import ArtifactError, DataError, ModelError
-from frozencore.hub import is_hub_id, safe_loading
+from frozencore.files.adapter_folder import FACTORS_FILE, HEADER_FILE
+from frozencore.files.hub import is_hub_id, safe_loading
 from frozencore.lab.rows.row_sources import require_source
 from frozencore.lab.run.config import RunConfig
 from frozencore.lab.run.model_names import model_location

@@ -16,7 +16,7 @@ from torch import nn
 from frozencore.adapter.bases.refresh_plan import COST
 from frozencore.calibration.shards import all_ranks_or_none, from_first, num_ranks, own_rank
 from frozencore.errors import DivergenceError
-from frozencore.fingerprint import fingerprint_model
+from frozencore.files.fingerprint import fingerprint_model
 from frozencore.lab.rows.prompts import PROTOCOL_MAX_LENGTH
 from frozencore.lab.run.adapting import Adapt, adapt_from_data, adapter_of
 from frozencore.lab.run.bench import Bench, Score, prepare
@@ -39,7 +39,7 @@ from frozencore.lab.training.reporting import Reports, reporting, require_report
 from frozencore.lab.training.train import TrainingReport
 from frozencore.lab.training.train import train as train_alone
 from frozencore.maths.capture import Capture
-from frozencore.progress import Progress, as_stage
+from frozencore.words import Progress, as_stage
 
 LAST_GOOD = "last-good-adapter"  # beside the checkpoints of a training that diverged
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from frozencore.adapter_folder import IN_A_RUN
+from frozencore.files.adapter_folder import IN_A_RUN
 
 RECORD, FAILURE = "result.json", "failure.json"
 ASKED = "run.yaml"  # what `tune` was asked for, as its --config takes it

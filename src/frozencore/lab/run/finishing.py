@@ -14,6 +14,7 @@ from frozencore.adapter.bases.calibrate import Calibration
 from frozencore.adapter.bases.carried import basis_fingerprint
 from frozencore.adapter.seal.card import write_model_card
 from frozencore.errors import DivergenceError, ModelError
+from frozencore.files.whole_file import write_json, write_lines
 from frozencore.lab.methods import Targets
 from frozencore.lab.run.bench import Bench
 from frozencore.lab.run.config import RunConfig
@@ -26,8 +27,7 @@ from frozencore.lab.run.selecting import samples_of, score_run
 from frozencore.lab.training.recipe import Recipe
 from frozencore.lab.training.train import TrainingReport
 from frozencore.maths.capture import Capture
-from frozencore.progress import Progress, as_stage
-from frozencore.whole_file import write_json, write_lines
+from frozencore.words import Progress, as_stage
 
 
 @dataclass(frozen=True)

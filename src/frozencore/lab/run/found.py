@@ -21,11 +21,11 @@ from pydantic import TypeAdapter, ValidationError
 
 from frozencore.adapter.bases.calibrate import Calibration
 from frozencore.errors import ArtifactError, FrozenCoreError
+from frozencore.files.whole_file import write_text
 from frozencore.lab.methods import Method
 from frozencore.lab.run.bench import Bench
 from frozencore.lab.run.files import ADAPTER, CALIBRATION, CHECKPOINTS, FOUND
 from frozencore.lab.training.checkpoints import checkpoints
-from frozencore.whole_file import write_text
 
 T = TypeVar("T")
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from frozencore.errors import ArtifactError, TrainingError
+from frozencore.files.whole_file import require_writable
 from frozencore.lab.run.files import BASE_SCORE, CALIBRATION, CHECKPOINTS, FOUND, RECORD
 from frozencore.lab.training.checkpoints import newest_complete
-from frozencore.whole_file import require_writable
 
 
 def kept_of(out: Path) -> str | None:

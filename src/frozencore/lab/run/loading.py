@@ -9,8 +9,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from frozencore.device import find_device
 from frozencore.errors import ModelError
-from frozencore.gguf_model import read_tokenizer, read_weights, why_unreadable
-from frozencore.hub import safe_loading
+from frozencore.files.gguf_model import read_tokenizer, read_weights, why_unreadable
+from frozencore.files.hub import safe_loading
 from frozencore.lab.run.model_names import model_location
 from frozencore.quiet import quiet_loading
 

@@ -7,7 +7,7 @@ from typing import Any
 from frozencore.adapter.seal.saved_basis import read_header
 from frozencore.errors import ConfigError
 from frozencore.lab.run.config import RunConfig, make_config
-from frozencore.naming import flag_of
+from frozencore.words import flag_of
 
 DECIDED = {"method": "constructor", "rank": "r", "rank_budget": "rank_budget", "targets": "target_modules"}
 

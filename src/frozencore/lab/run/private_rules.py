@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from frozencore.errors import ConfigError
-from frozencore.naming import flag_of
+from frozencore.words import flag_of
 
 if TYPE_CHECKING:
     from frozencore.lab.run.config import RunConfig

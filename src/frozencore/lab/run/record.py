@@ -28,7 +28,7 @@ from frozencore.lab.run.record_parts import (
     Training,
     UsedRows,
 )
-from frozencore.one_line import one_line
+from frozencore.words import one_line
 
 RECORD_FORMAT: Final = 1
 P = TypeVar("P", bound=Part)

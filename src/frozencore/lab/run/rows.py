@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from frozencore.fingerprint import fingerprint_options
+from frozencore.files.fingerprint import fingerprint_options
 from frozencore.lab.rows.prompts import TokenRow
 from frozencore.lab.tasks.splits import ValidationSource
 from frozencore.lab.tasks.task import Example, Task
-from frozencore.naming import num_of
+from frozencore.words import num_of
 
 
 @dataclass(frozen=True)

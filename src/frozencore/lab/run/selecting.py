@@ -17,7 +17,7 @@ from frozencore.lab.scoring.score import Prediction
 from frozencore.lab.scoring.task_score import score_task
 from frozencore.lab.training.selection import Selection
 from frozencore.lab.training.train import TrainingReport
-from frozencore.progress import Progress
+from frozencore.words import Progress
 
 SAMPLE_TOKENS = 64
 

@@ -15,7 +15,7 @@ from frozencore.errors import ConfigError
 from frozencore.lab.methods import Targets
 from frozencore.lab.methods.targeted import targeted_layers
 from frozencore.lab.run.config import RunConfig
-from frozencore.naming import num_of
+from frozencore.words import num_of
 
 _BLOCK = re.compile(r"\.(\d+)\.")
 

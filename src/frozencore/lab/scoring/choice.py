@@ -18,7 +18,7 @@ from frozencore.lab.scoring.score import Prediction
 from frozencore.lab.scoring.shared_prefix import can_share_prefix, shared_prefix_logprobs
 from frozencore.lab.scoring.virtual_tokens import logits_at
 from frozencore.lab.tasks.task import Example
-from frozencore.progress import Progress
+from frozencore.words import Progress
 
 
 def predict_choices(

@@ -12,7 +12,7 @@ from frozencore.lab.rows.prompts import PromptEncoder
 from frozencore.lab.rows.row_forms import TokenRow
 from frozencore.lab.scoring.exact_match import generate_greedily
 from frozencore.lab.scoring.score import Prediction, TaskScore, accuracy_with_error
-from frozencore.progress import Progress
+from frozencore.words import Progress
 
 SHORT = 16  # tokens of a completion, its end token left out
 

@@ -21,7 +21,7 @@ from frozencore.lab.scoring.score import Prediction
 from frozencore.lab.scoring.virtual_tokens import generating, num_virtual_tokens
 from frozencore.lab.tasks.answers import format_number, parse_answer
 from frozencore.lab.tasks.task import Example
-from frozencore.progress import Progress
+from frozencore.words import Progress
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from frozencore.lab.scoring.logits import NOT_FINITE, token_logprobs
 from frozencore.lab.scoring.memory import score_in_groups
 from frozencore.lab.scoring.mode import scoring_mode, vocabulary_of
 from frozencore.lab.scoring.virtual_tokens import logits_at
-from frozencore.progress import Progress
+from frozencore.words import Progress
 
 
 def held_out_loss(

@@ -7,10 +7,10 @@ from functools import partial
 
 import torch
 
+from frozencore.device import fits
 from frozencore.errors import ModelError
 from frozencore.lab.rows.batches import group_rows
-from frozencore.out_of_memory import fits
-from frozencore.progress import Progress
+from frozencore.words import Progress
 
 
 def score_in_groups(

@@ -14,7 +14,7 @@ from frozencore.lab.scoring.exact_match import predict_numbers
 from frozencore.lab.scoring.heldout import held_out_loss
 from frozencore.lab.scoring.score import TaskScore, accuracy_with_error, chance_and_majority
 from frozencore.lab.tasks.task import Example, Task
-from frozencore.progress import Progress
+from frozencore.words import Progress
 
 
 def score_task(

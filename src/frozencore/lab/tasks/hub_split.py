@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from frozencore.errors import DataError
-from frozencore.hub import hub_answers
-from frozencore.one_line import one_line
+from frozencore.files.hub import hub_answers
+from frozencore.words import one_line
 
 
 def load_split(name: str, config: str | None, split: str, *, folder: Path | None, way_out: str) -> Any:

@@ -17,7 +17,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from frozencore.errors import ConfigError, TrainingError
-from frozencore.one_line import one_line
+from frozencore.words import one_line
 
 SEAL = "complete.json"
 SEATS = "seats.json"  # in a checkpoint of many tenants: who has a slot

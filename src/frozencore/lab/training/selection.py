@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from frozencore.errors import ConfigError, DivergenceError, ModelError, TrainingError
-from frozencore.progress import Progress
 from frozencore.randomness import own_random_state
+from frozencore.words import Progress
 
 Every = Literal["epoch"] | int
 SCORES, VALUES = "selection.json", "selection.safetensors"

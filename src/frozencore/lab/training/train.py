@@ -54,8 +54,8 @@ from frozencore.lab.training.trainer import (
     without_dropout,
 )
 from frozencore.privacy import Schedule
-from frozencore.progress import Progress
 from frozencore.randomness import own_random_state
+from frozencore.words import Progress
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from frozencore.lab.scoring.virtual_tokens import num_virtual_tokens
 from frozencore.lab.training.checkpoints import seal_checkpoint
 from frozencore.lab.training.row_order import SharedOrder
 from frozencore.lab.training.termination import Stop
-from frozencore.progress import Progress
+from frozencore.words import Progress
 
 SPEED_STEPS = 20  # whose speed is said
 

@@ -24,7 +24,7 @@ from frozencore.lab.run.many.execute import execute_many
 from frozencore.lab.run.many.finish import TenantOutcome
 from frozencore.lab.run.many.tenants import find_tenants
 from frozencore.lab.run.record import Failure, TunedRecord, read_record
-from frozencore.progress import Progress
+from frozencore.words import Progress
 from small_tenants import SIZES, adapter_in, config_of, cores_in, silent
 
 

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from frozencore.adapter.directory import CONFIG_FILE, WEIGHTS_FILE
 from frozencore.errors import ArtifactError
-from frozencore.one_line import one_line
+from frozencore.words import one_line
 
 _SIDES = {
     ".lora_A.weight": "A", ".lora_B.weight": "B", ".lora_embedding_A": "A", ".lora_embedding_B": "B"

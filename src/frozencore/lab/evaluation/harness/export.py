@@ -20,10 +20,10 @@ from typing import Any
 import yaml
 
 from frozencore.errors import ArtifactError, ConfigError
+from frozencore.files.whole_file import require_writable, write_lines, write_text
 from frozencore.lab.tasks import answers
 from frozencore.lab.tasks.splits import evaluation_rows
 from frozencore.lab.tasks.task import Example, Task
-from frozencore.whole_file import require_writable, write_lines, write_text
 
 PREFIX = "frozencore_"
 _MODULE = "frozencore_tasks"

@@ -14,8 +14,8 @@ from torch import nn
 
 from frozencore.errors import ConfigError, DataError, ModelError
 from frozencore.lab.rows.prompts import PromptEncoder
-from frozencore.one_line import one_line
 from frozencore.randomness import own_random_state
+from frozencore.words import one_line
 
 _FIRST_METRICS = ("acc", "exact_match", "f1")
 

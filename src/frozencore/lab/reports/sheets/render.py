@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from frozencore.lab.reports.sheets.sheet import Line, Sheet, SheetCell
-from frozencore.one_line import one_line
+from frozencore.words import one_line
 
 LATEX = {
     "\\": r"\textbackslash{}", "{": r"\{", "}": r"\}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_",

@@ -19,7 +19,7 @@ from frozencore.lab.reports.statistics.over_tasks import (
     whole,
     wins_ties_losses,
 )
-from frozencore.naming import unknown_name
+from frozencore.words import unknown_name
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ from frozencore.adapter.seal.saved_basis import load_basis
 from frozencore.calibration.ranks_apart import each_by_itself, first_before_others
 from frozencore.calibration.shards import from_first, gathered, own_rank
 from frozencore.errors import ArtifactError, ConfigError
-from frozencore.fingerprint import fingerprint_model
+from frozencore.files.fingerprint import fingerprint_model
+from frozencore.files.whole_file import require_writable
 from frozencore.lab.run.adapting import adapt_from_data, adapter_of
 from frozencore.lab.run.bench import Bench
 from frozencore.lab.run.config import RunConfig
@@ -36,8 +37,7 @@ from frozencore.lab.run.targets import resolve_targets
 from frozencore.lab.training.many.losses import held_out_losses
 from frozencore.lab.training.many.tenant import Tenant, Validation
 from frozencore.lab.training.many.train import SLOTS, train_many
-from frozencore.progress import Progress, as_stage
-from frozencore.whole_file import require_writable
+from frozencore.words import Progress, as_stage
 
 
 def execute_many(

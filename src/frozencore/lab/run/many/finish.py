@@ -14,6 +14,7 @@ from torch import Tensor
 from frozencore.adapter.bases.calibrate import Calibration
 from frozencore.adapter.seal.card import write_model_card
 from frozencore.adapter.swap import swap_core
+from frozencore.files.whole_file import write_json
 from frozencore.lab.methods import Targets
 from frozencore.lab.run.bench import Bench, Score
 from frozencore.lab.run.config import RunConfig
@@ -27,7 +28,6 @@ from frozencore.lab.run.recording import TrainedRun, calibrated_on, headline, ma
 from frozencore.lab.training.many.losses import held_out_losses
 from frozencore.lab.training.many.seat import Trained
 from frozencore.lab.training.many.stack import CoreStack
-from frozencore.whole_file import write_json
 
 TenantOutcome = TunedRecord | Failure
 """What the ``result.json`` or the ``failure.json`` of a tenant holds."""

@@ -16,7 +16,7 @@ from frozencore.lab.run.loading import load_model
 from frozencore.lab.run.many.tenants import find_tenants
 from frozencore.lab.run.named_basis import on_named_basis
 from frozencore.lab.run.rows import RunRows
-from frozencore.progress import Progress
+from frozencore.words import Progress
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from frozencore.calibration.shards import num_ranks, own_rank, spread
 from frozencore.errors import ConfigError, TrainingError
 from frozencore.lab.run.files import CHECKPOINTS
 from frozencore.lab.run.many.rows import TenantRows
-from frozencore.naming import num_of
+from frozencore.words import num_of
 
 
 def own_tenants(tenants: Mapping[str, TenantRows]) -> dict[str, TenantRows]:

@@ -11,6 +11,7 @@ from peft import PeftModel
 
 from frozencore.adapter.swap import swap_core
 from frozencore.errors import ConfigError, DivergenceError, NoRowsError
+from frozencore.files.whole_file import write_json
 from frozencore.lab.run.bench import Bench, prepare
 from frozencore.lab.run.config import RunConfig
 from frozencore.lab.run.config_rules import refuse_of_one_alone
@@ -23,8 +24,7 @@ from frozencore.lab.training.many.tenant import Tenant, Validation
 from frozencore.lab.training.many.train import train_many
 from frozencore.lab.training.reporting import Reports
 from frozencore.lab.training.train import TrainingReport
-from frozencore.progress import Progress
-from frozencore.whole_file import write_json
+from frozencore.words import Progress
 
 
 def execute_sweep(

@@ -6,10 +6,10 @@ import re
 from pathlib import Path
 
 from frozencore.errors import ConfigError, DataError
+from frozencore.files.strict_yaml import read_yaml
 from frozencore.lab.rows.row_files import KINDS, READERS
 from frozencore.lab.run.files import BASIS, CHECKPOINTS
-from frozencore.one_line import one_line
-from frozencore.strict_yaml import read_yaml
+from frozencore.words import one_line
 
 RESERVED = (BASIS, CHECKPOINTS)  # folders of these names lie beside those of the tenants
 _NAME = re.compile(r"\w[\w.-]{0,99}")

@@ -16,7 +16,7 @@ from frozencore.lab.training.many.seat import Trained
 from frozencore.lab.training.many.tenant import Tenant
 from frozencore.lab.training.many.train import SLOTS, train_many
 from frozencore.lab.training.recipe import Recipe
-from frozencore.progress import Progress
+from frozencore.words import Progress
 
 
 def tune_many(

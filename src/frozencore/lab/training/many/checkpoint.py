@@ -20,7 +20,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from frozencore.errors import TrainingError
-from frozencore.fingerprint import fingerprint_options, fingerprint_tensors
+from frozencore.files.fingerprint import fingerprint_options, fingerprint_tensors
+from frozencore.files.whole_file import whole_file
 from frozencore.lab.training.checkpoints import SEATS, checkpoints, seal_checkpoint
 from frozencore.lab.training.many.company import Company
 from frozencore.lab.training.many.seat import Seat, Trained
@@ -28,8 +29,7 @@ from frozencore.lab.training.many.slots import TrainedSlots
 from frozencore.lab.training.many.tenant import Tenant
 from frozencore.lab.training.selection import Selected, StepScore
 from frozencore.lab.training.train import TrainingReport
-from frozencore.one_line import one_line
-from frozencore.whole_file import whole_file
+from frozencore.words import one_line
 
 VALUES, ENDED = "values.safetensors", "ended"
 NUM_KEPT = 2  # the newest may be half-written

@@ -10,6 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from frozencore.device import fits
 from frozencore.lab.rows.batches import PaddingCollator, row_costs
 from frozencore.lab.rows.prompts import TokenRow
 from frozencore.lab.training.by_length import group_by_length, pass_tokens_of
@@ -18,7 +19,6 @@ from frozencore.lab.training.many.seat import Seat
 from frozencore.lab.training.many.slots import TrainedSlots
 from frozencore.lab.training.many.tenant import Tenant
 from frozencore.lab.training.trainer import divergence
-from frozencore.out_of_memory import fits
 
 
 class Company:

@@ -20,7 +20,7 @@ from frozencore.lab.rows.batches import IGNORED, PaddingCollator
 from frozencore.lab.rows.prompts import TokenRow
 from frozencore.lab.scoring.memory import score_in_groups
 from frozencore.lab.scoring.mode import base_of, forward_accepts, scoring_mode, vocabulary_of
-from frozencore.progress import Progress
+from frozencore.words import Progress
 
 
 def row_losses(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:

@@ -27,8 +27,8 @@ from frozencore.lab.training.many.slots import TrainedSlots
 from frozencore.lab.training.many.tenant import Tenant
 from frozencore.lab.training.termination import Stop, stop_held_back
 from frozencore.lab.training.trainer import own_use_cache, without_dropout
-from frozencore.progress import Progress
 from frozencore.randomness import own_random_state
+from frozencore.words import Progress
 
 SLOTS = 64
 CHECKPOINT_S = 60.0

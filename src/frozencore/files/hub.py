@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from frozencore.errors import ModelError
-from frozencore.gguf_model import find_gguf
-from frozencore.one_line import one_line
+from frozencore.files.gguf_model import find_gguf
+from frozencore.words import one_line
 
 HUB_TIMEOUT_S = 10.0
 _left_alone: ContextVar[bool] = ContextVar("hub_left_alone", default=False)
@@ -80,7 +80,7 @@ def safe_loading(model: str) -> dict[str, Any]:
     The hub is left out where it is not needed or silent. A repository's own code is never run.
 
     Args:
-        model: Hub id, folder, or GGUF file (:mod:`frozencore.gguf_model` reads its weights and tokenizer).
+        model: Hub id, folder, or GGUF file (:mod:`frozencore.files.gguf_model` reads its weights and tokenizer).
 
     Raises:
         ModelError: It is none of them, or the hub is silent and it is not in the cache.

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from frozencore.errors import ArtifactError
-from frozencore.fingerprint import fingerprint_options
-from frozencore.hub import hub_answers, is_hub_id, why_not_given
-from frozencore.one_line import one_line
+from frozencore.files.fingerprint import fingerprint_options
+from frozencore.files.hub import hub_answers, is_hub_id, why_not_given
+from frozencore.words import one_line
 
 CONFIG_FILE, WEIGHTS_FILE, PICKLE_FILE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 HEADER_FILE, FACTORS_FILE = "basis.json", "basis.safetensors"  # of a basis in a folder of its own

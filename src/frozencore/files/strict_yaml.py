@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from frozencore.errors import ConfigError
-from frozencore.one_line import one_line
+from frozencore.words import one_line
 
 
 class _Loader(yaml.SafeLoader):

@@ -18,7 +18,7 @@ from adapted import adapted
 from frozencore import FrozenCoreConfig, export_lora, get_bases, load_basis, save_basis
 from frozencore.adapter.export.merged import export_merged
 from frozencore.errors import ArtifactError, ModelError
-from frozencore.hub import HUB_TIMEOUT_S, hub_answers, safe_loading
+from frozencore.files.hub import HUB_TIMEOUT_S, hub_answers, safe_loading
 from frozencore.lab.pocket import pocket_model_path
 from frozencore.lab.run.loading import load_config, load_model, load_tokenizer
 from tiny import tiny_qwen2
@@ -110,7 +110,7 @@ def test_of_an_adapter_on_the_hub_its_files_alone_are_asked_for(
         asked.update(options, name=name)
         return str(adapter)
 
-    monkeypatch.setattr("frozencore.adapter_folder.hub_answers", lambda *_: True)
+    monkeypatch.setattr("frozencore.files.adapter_folder.hub_answers", lambda *_: True)
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     assert command("export", "org/name", "--out", tmp_path / "out")[0] == 0
     assert (asked["name"], asked["local_files_only"]) == ("org/name", False)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from frozencore.errors import ModelError
-from frozencore.fingerprint import fingerprint_model
+from frozencore.files.fingerprint import fingerprint_model
 from frozencore.lab.run.loading import load_config, load_model, load_tokenizer
 from places import SHARED
 
@@ -70,7 +70,7 @@ def test_every_damage_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(ModelError, match="transformers reads no such GGUF file: .*nobody") as caught:
         load_model(str(unknown))
     assert "\n" not in str(caught.value)
-    monkeypatch.setattr("frozencore.gguf_model.find_spec", lambda _: None)
+    monkeypatch.setattr("frozencore.files.gguf_model.find_spec", lambda _: None)
     with pytest.raises(ModelError, match=r"pip install 'frozencore\[gguf\]'"):
         load_model(str(tmp_path / "tiny.gguf"))
 

@@ -1,4 +1,4 @@
-"""Work without room: told from other errors, and what it held is free before less is tried."""
+"""Work without memory is told from other errors, and what it held is free before less is tried."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 
-from frozencore.out_of_memory import fits, is_out_of_memory
+from frozencore.device import fits, is_out_of_memory
 
 NO_ROOM = [
     torch.OutOfMemoryError("CUDA out of memory"),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from frozencore.errors import ConfigError
-from frozencore.strict_yaml import line_of, read_yaml
+from frozencore.files.strict_yaml import line_of, read_yaml
 
 
 def written(tmp_path: Path, text: str) -> Path:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from frozencore.errors import ModelError
-from frozencore.one_line import one_line
+from frozencore.words import one_line
 
 _MAGIC = b"GGUF"
 
@@ -61,7 +61,7 @@ def read_weights(model_class: Any, dtype: str, loading: dict[str, Any]) -> Any:
     Args:
         model_class: Of transformers, an automatic one too.
         dtype: ``auto`` is the file's; float32 where the file is quantised.
-        loading: As :func:`frozencore.hub.safe_loading` gives it.
+        loading: As :func:`frozencore.files.hub.safe_loading` gives it.
     """
     import transformers
 
@@ -96,7 +96,7 @@ def read_tokenizer(loading: dict[str, Any]) -> Any:
     """The tokenizer of any model, a GGUF file's with its chat template and its way to cut digits.
 
     Args:
-        loading: As :func:`frozencore.hub.safe_loading` gives it.
+        loading: As :func:`frozencore.files.hub.safe_loading` gives it.
     """
     from transformers import AutoTokenizer
 

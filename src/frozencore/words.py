@@ -1,0 +1,103 @@
+"""Words for people: text on one line, sizes, times, names, and how a long step reports its progress."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import Protocol, runtime_checkable
+
+_LAYOUT = re.compile(r"(?:\r\n|[\n\t]|[^\S\r\v\f\x1c-\x1f\x85\u2028\u2029])+")
+UNITS = {"b": 1} | {
+    f"{prefix}{infix}b": base**power
+    for power, prefix in enumerate("kmgt", start=1)
+    for infix, base in (("", 1000), ("i", 1024))
+}
+
+
+def one_line(text: object, longest: int | None = None) -> str:
+    """``str(text)`` on one line: layout (spaces, tabs, line ends) becomes one space, invisible characters are escaped.
+
+    A lone carriage return, a terminal's escape sequence, a mark that turns the direction of writing and half a
+    surrogate pair are shown as Python writes them: ``\\r``, ``\\x1b``, ``\\u202e``, ``\\ud800``.
+
+    Args:
+        longest: The number of characters that are kept; None keeps all.
+    """
+    line = _LAYOUT.sub(" ", str(text)).strip(" ")
+    if not line.isprintable():
+        line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+    return line[:longest]
+
+
+def read_size(size: object) -> tuple[int, bool] | None:
+    """A positive whole number, and whether it counts bytes (1 GB = 1000³, 1 GiB = 1024³); None if it is no size."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(size))
+    if found is None or isinstance(size, bool) or (found[2] and found[2].lower() not in UNITS):
+        return None
+    number = int(float(found[1]) * UNITS.get(found[2].lower(), 1))
+    return (number, bool(found[2])) if number >= 1 else None
+
+
+def bytes_in_words(num_bytes: float) -> str:
+    """A rounded number of bytes: ``1.5 MiB``, ``12.0 GiB``."""
+    unit, length = ("GiB", 2**30) if num_bytes >= 2**30 else ("MiB", 2**20) if num_bytes >= 2**20 else ("KiB", 2**10)
+    return f"{num_bytes / length:.1f} {unit}"
+
+
+def at_least(num_bytes: int) -> str:
+    """A size, rounded up, that :func:`read_size` reads: ``97MiB``."""
+    unit, length = ("MiB", 2**20) if num_bytes > 10 * 2**20 else ("KiB", 2**10)
+    return f"{-(-num_bytes // length)}{unit}"
+
+
+def time_in_words(seconds: float) -> str:
+    """A rounded time: ``90 s``, ``45 min``, ``3 h 05 min``, ``2 days 4 h``."""
+    minutes, hours = round(seconds / 60), round(seconds / 3600)
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    if minutes < 60:
+        return f"{minutes} min"
+    return f"{minutes // 60} h {minutes % 60:02} min" if hours < 48 else f"{hours // 24} days {hours % 24} h"
+
+
+def counted(name: str) -> list[str | int]:
+    """A key to sort names by, in which layer 2 comes before layer 10."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"([0-9]+)", name)]
+
+
+def num_of(count: int, thing: str) -> str:
+    """A count with what it counts: ``1 run``, ``2 runs``."""
+    return f"{count:,} {thing}{'' if count == 1 else 's'}"
+
+
+def flag_of(option: str) -> str:
+    """An option as the command line spells it: ``--learning-rate``."""
+    return "--" + option.replace("_", "-")
+
+
+def nearest_name(came: str, known: Iterable[str]) -> str | None:
+    """The known name that is most like the one that came; None if none is like it."""
+    by_plain = {name.casefold(): name for name in known}
+    nearest = get_close_matches(came.casefold(), list(by_plain), n=1)
+    return by_plain[nearest[0]] if nearest else None
+
+
+def unknown_name(kind: str, came: str, known: Iterable[str]) -> str:
+    """One line for an error: ``There is no method 'fca'. Did you mean 'fcca'? Known: ...``."""
+    names = list(known)
+    nearest = nearest_name(came, names)
+    guess = f"Did you mean {nearest!r}? " if nearest else ""
+    return f"There is no {kind} {came!r}. {guess}Known: {', '.join(names)}."
+
+
+@runtime_checkable
+class Progress(Protocol):
+    """Called with a stage's name, the steps done, their total if it is known, and a short note (``"loss 0.412"``)."""
+
+    def __call__(self, stage: str, done: int, total: int | None, note: str = "", /) -> None: ...
+
+
+def as_stage(progress: Progress, name: str) -> Progress:
+    """A progress whose reports all appear as one stage of that name."""
+    return lambda _, done, total, note="": progress(name, done, total, note)
