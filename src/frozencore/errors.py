@@ -38,5 +38,9 @@ class TrainingError(FrozenCoreError):
     """Training diverged or cannot go on from what it found."""
 
 
+class RankError(CalibrationError, TrainingError):
+    """Another process of the same work failed, died or stopped answering."""
+
+
 class DivergenceError(TrainingError):
     """A loss or a gradient is not a finite number any more."""

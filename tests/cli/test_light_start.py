@@ -14,7 +14,7 @@ import pytest
 
 import frozencore
 from adapted import adapted
-from frozencore import __version__, public
+from frozencore import __version__, public, words
 from frozencore.cli.verbs import VERBS
 from places import ROOT
 

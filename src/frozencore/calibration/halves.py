@@ -13,11 +13,11 @@ from frozencore.calibration.options import CalibrationOptions
 from frozencore.calibration.preserve import preserved
 from frozencore.calibration.recorder import Projection
 from frozencore.calibration.run_pass import run_pass
-from frozencore.calibration.shards import all_ranks_or_none, sum_over_ranks
 from frozencore.calibration.sketch import CROSS, Sketch
 from frozencore.calibration.taps import Taps
 from frozencore.errors import CalibrationError
 from frozencore.maths.whitening import Whitening
+from frozencore.ranks import all_ranks_or_none, sum_over_ranks
 from frozencore.words import Progress
 
 

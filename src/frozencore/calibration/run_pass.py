@@ -34,11 +34,11 @@ from frozencore.calibration.loss import (
 )
 from frozencore.calibration.options import CalibrationOptions, FisherLabels
 from frozencore.calibration.recorder import LayerRecorder
-from frozencore.calibration.shards import own_rank
 from frozencore.calibration.taps import CalibrationPass, Taps, capturing
 from frozencore.device import sent
 from frozencore.errors import CalibrationError, ConfigError
 from frozencore.maths.linalg import seeded_generator
+from frozencore.ranks import own_rank
 from frozencore.words import Progress
 
 

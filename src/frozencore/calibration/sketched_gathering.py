@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from frozencore.calibration.gathering import SAME_BUDGET, SKETCH, Gathering, require_finite_sums
 from frozencore.calibration.running_sketch import RunningSketch
-from frozencore.calibration.shards import own_rank, sum_over_ranks
 from frozencore.calibration.sketch import CROSS, Sketch
 from frozencore.errors import CalibrationError
 from frozencore.maths.linalg import Shape, TruncatedSVD
 from frozencore.maths.moments import DIAGONALS, LayerMoments
 from frozencore.maths.whitening import Whitening
+from frozencore.ranks import own_rank, sum_over_ranks
 
 
 class SketchedGathering(Gathering):

@@ -20,12 +20,13 @@ from frozencore.adapter.ranks import give_ranks, layers_to_share
 from frozencore.calibration.any_loss import LossFn, with_loss
 from frozencore.calibration.examples import Collator, batches_from
 from frozencore.calibration.options import CalibrationOptions
-from frozencore.calibration.shards import all_ranks_or_none, assign_owners, gathered, require_same_bases, share_bases
+from frozencore.calibration.shards import assign_owners, require_same_bases, share_bases
 from frozencore.constructors.options import trained_values
 from frozencore.errors import CalibrationError
 from frozencore.maths.basis import Basis
 from frozencore.maths.capture import Capture
 from frozencore.maths.moments import LayerMoments, spread
+from frozencore.ranks import all_ranks_or_none, gathered
 from frozencore.words import Progress
 
 

@@ -20,10 +20,10 @@ from frozencore.calibration.budget import LayerCost
 from frozencore.calibration.collect import share_of
 from frozencore.calibration.halves import crossed, in_halves
 from frozencore.calibration.options import CalibrationOptions
-from frozencore.calibration.shards import all_ranks_or_none, gathered, own_rank
 from frozencore.constructors import LayerEvidence
 from frozencore.maths.agreement import agreed_gains, gains_of
 from frozencore.maths.moments import LayerMoments
+from frozencore.ranks import all_ranks_or_none, gathered, own_rank
 from frozencore.words import Progress
 
 

@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from frozencore.calibration.shards import own_rank
 from frozencore.errors import CalibrationError, ConfigError
+from frozencore.ranks import own_rank
 
 WARMUP = 0.1  # of a round's steps
 

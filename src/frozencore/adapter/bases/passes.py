@@ -21,7 +21,7 @@ from frozencore.calibration.collect import collect_moments, share_of
 from frozencore.calibration.examples import KeptBatches
 from frozencore.calibration.fisher_labels import backward_passes
 from frozencore.calibration.options import CalibrationOptions
-from frozencore.calibration.shards import all_ranks_or_none, largest_over_ranks, own_rank, reduce_moments
+from frozencore.calibration.shards import reduce_moments
 from frozencore.calibration.sketch import Sketch, SketchTarget, stream_whitened_svds
 from frozencore.constructors import BasisOptions, LayerEvidence, build_basis, build_streamed_basis
 from frozencore.device import fits
@@ -29,6 +29,7 @@ from frozencore.maths.basis import Basis
 from frozencore.maths.capture import CAPTURE_NEEDS, Capture, capture_if_whole
 from frozencore.maths.moments import LayerMoments, MomentName
 from frozencore.maths.whitening import Whitening
+from frozencore.ranks import all_ranks_or_none, largest_over_ranks, own_rank
 from frozencore.words import Progress
 
 LAYERS_OF_A_BLOCK = 8  # target modules in a decoder block, at most

@@ -28,11 +28,12 @@ from frozencore.adapter.bases.refresh_plan import (
     widths_within,
 )
 from frozencore.calibration.gathering import Gathering
-from frozencore.calibration.shards import assign_owners, own_rank, reduce_moments, require_same_bases, share_bases
+from frozencore.calibration.shards import assign_owners, reduce_moments, require_same_bases, share_bases
 from frozencore.calibration.sketched_gathering import SketchedGathering
 from frozencore.errors import ConfigError
 from frozencore.maths.linalg import Shape
 from frozencore.maths.whitening import Whitening
+from frozencore.ranks import own_rank
 
 KEPT = 0.5  # of the older moments, at each refresh
 

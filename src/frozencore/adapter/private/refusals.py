@@ -11,9 +11,9 @@ from transformers import EarlyStoppingCallback
 from frozencore.adapter.bases.refresh import Refresh
 from frozencore.adapter.per_example import cores_in_use
 from frozencore.adapter.trainable import require_own_parameters
-from frozencore.calibration.shards import num_ranks
 from frozencore.errors import ConfigError
 from frozencore.privacy import require_opacus
+from frozencore.ranks import num_ranks
 
 if TYPE_CHECKING:
     from transformers import Trainer

@@ -13,12 +13,12 @@ from frozencore.adapter.bases.spend import spends_by_spectrum
 from frozencore.adapter.seal.saved_basis import read_header
 from frozencore.calibration.batches import Batch
 from frozencore.calibration.options import of_the_sums
-from frozencore.calibration.shards import num_ranks, own_rank
 from frozencore.calibration.store import MomentsFingerprint, load_moments
 from frozencore.errors import ConfigError
 from frozencore.lab.methods import Targets
 from frozencore.lab.run.bench import CALIBRATION_BATCH, Bench, calibration_batches
 from frozencore.lab.run.config import RunConfig
+from frozencore.ranks import num_ranks, own_rank
 from frozencore.words import Progress
 
 Adapted = tuple[PeftModel, Calibration | None]

@@ -14,7 +14,6 @@ from peft import PeftModel
 from torch import nn
 
 from frozencore.adapter.bases.refresh_plan import COST
-from frozencore.calibration.shards import all_ranks_or_none, from_first, num_ranks, own_rank
 from frozencore.errors import DivergenceError
 from frozencore.files.fingerprint import fingerprint_model
 from frozencore.lab.rows.prompts import PROTOCOL_MAX_LENGTH
@@ -39,6 +38,7 @@ from frozencore.lab.training.reporting import Reports, reporting, require_report
 from frozencore.lab.training.train import TrainingReport
 from frozencore.lab.training.train import train as train_alone
 from frozencore.maths.capture import Capture
+from frozencore.ranks import all_ranks_or_none, from_first, num_ranks, own_rank
 from frozencore.words import Progress, as_stage
 
 LAST_GOOD = "last-good-adapter"  # beside the checkpoints of a training that diverged

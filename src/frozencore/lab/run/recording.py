@@ -16,7 +16,6 @@ from torch import nn
 
 from frozencore.adapter.bases.calibrate import Calibration
 from frozencore.adapter.seal.saved_basis import read_header
-from frozencore.calibration.shards import num_ranks
 from frozencore.constructors.options import trained_values
 from frozencore.lab.rows.row_sources import named
 from frozencore.lab.run.accounting import FLOAT32_BYTES, model_bytes, values_at_once
@@ -43,6 +42,7 @@ from frozencore.lab.run.rows import RunRows
 from frozencore.lab.run.selecting import selected_checkpoint
 from frozencore.lab.training.train import TrainingReport
 from frozencore.maths.capture import Capture
+from frozencore.ranks import num_ranks
 
 
 @dataclass(frozen=True)

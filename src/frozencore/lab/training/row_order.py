@@ -8,8 +8,8 @@ from typing import Any
 from accelerate.data_loader import SeedableRandomSampler
 from torch.utils.data import Sampler
 
-from frozencore.calibration.shards import num_ranks
 from frozencore.lab.rows.prompts import TokenRow
+from frozencore.ranks import num_ranks
 
 WITHOUT_LOSS = TokenRow("", [0], 1)
 RowCollator = Callable[[Sequence[TokenRow]], dict[str, Any]]

@@ -29,7 +29,6 @@ from frozencore.adapter.bases.refresh import Refresh
 from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.adapter.private.training import PrivateTraining
 from frozencore.adapter.trainable import require_own_parameters
-from frozencore.calibration.shards import num_ranks
 from frozencore.errors import ConfigError, DataError, DivergenceError, TrainingError
 from frozencore.lab.rows.batches import PaddingCollator
 from frozencore.lab.rows.prompts import TokenRow
@@ -55,6 +54,7 @@ from frozencore.lab.training.trainer import (
 )
 from frozencore.privacy import Schedule
 from frozencore.randomness import own_random_state
+from frozencore.ranks import num_ranks
 from frozencore.words import Progress
 
 

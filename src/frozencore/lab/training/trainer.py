@@ -18,7 +18,6 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from frozencore.adapter.bases.in_rounds import InRounds
 from frozencore.adapter.seal.card import begin_model_card
-from frozencore.calibration.shards import largest_over_ranks, num_ranks, wait_for_all
 from frozencore.errors import DivergenceError
 from frozencore.lab.rows.batches import IGNORED
 from frozencore.lab.scoring.mode import base_of, forward_accepts
@@ -26,6 +25,7 @@ from frozencore.lab.scoring.virtual_tokens import num_virtual_tokens
 from frozencore.lab.training.checkpoints import seal_checkpoint
 from frozencore.lab.training.row_order import SharedOrder
 from frozencore.lab.training.termination import Stop
+from frozencore.ranks import largest_over_ranks, num_ranks, wait_for_all
 from frozencore.words import Progress
 
 SPEED_STEPS = 20  # whose speed is said

@@ -17,13 +17,13 @@ import psutil
 import pytest
 
 from forked import Ended, as_ranks, ended
-from frozencore.calibration.shards import spread
 from frozencore.cli import app as cli
 from frozencore.errors import ConfigError, TrainingError
 from frozencore.lab.pocket import pocket_model_path
 from frozencore.lab.run.many import execute as executing
 from frozencore.lab.run.many import shares
 from frozencore.lab.run.many.finish import TenantOutcome
+from frozencore.ranks import spread
 from small_tenants import SIZES, cores_in
 
 TORCHRUN = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
@@ -85,7 +85,7 @@ def test_of_two_processes_one_fails_in_a_line_and_both_go_on_to_what_one_process
     done = by_two(words(tenants, out), tmp_path / "first", fails=1)
     assert done.status != 0
     assert [line for line in done.err.splitlines() if line.startswith("frozencore: ")] == [
-        "frozencore: Process 2 of 2 failed: No room on the disk."
+        "frozencore: Rank 1 failed: No room on the disk."
     ]
     assert [path.parent.name for path in out.glob("*/result.json")] == ["ben"]  # that is the first's whole share
     status, _, said = command(*words(tenants, out, "--resume"))

@@ -16,8 +16,6 @@ from torch import nn
 from frozencore.adapter.bases.calibrate import Calibration
 from frozencore.adapter.bases.carried import basis_fingerprint, save_basis, set_bases
 from frozencore.adapter.seal.saved_basis import load_basis
-from frozencore.calibration.ranks_apart import each_by_itself, first_before_others
-from frozencore.calibration.shards import from_first, gathered, own_rank
 from frozencore.errors import ArtifactError, ConfigError
 from frozencore.files.fingerprint import fingerprint_model
 from frozencore.files.whole_file import require_writable
@@ -37,6 +35,7 @@ from frozencore.lab.run.targets import resolve_targets
 from frozencore.lab.training.many.losses import held_out_losses
 from frozencore.lab.training.many.tenant import Tenant, Validation
 from frozencore.lab.training.many.train import SLOTS, train_many
+from frozencore.ranks import each_by_itself, first_before_others, from_first, gathered, own_rank
 from frozencore.words import Progress, as_stage
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from frozencore.calibration.shards import num_ranks, own_rank, spread
 from frozencore.errors import ConfigError, TrainingError
 from frozencore.lab.run.files import CHECKPOINTS
 from frozencore.lab.run.many.rows import TenantRows
+from frozencore.ranks import num_ranks, own_rank, spread
 from frozencore.words import num_of
 
 
