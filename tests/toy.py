@@ -13,6 +13,7 @@ from torch import Tensor
 from frozencore import FrozenCoreConfig, register_constructor
 from frozencore.constructors import CONSTRUCTORS, BasisOptions, Constructor, LayerEvidence
 from frozencore.maths.basis import Basis, basis_from_factors
+from frozencore.maths.moments import MomentName
 
 
 @dataclass(frozen=True)
@@ -20,16 +21,22 @@ class ToyOptions(BasisOptions):
     toy_offset: Annotated[int, Field(ge=0, le=8, description="The coordinate that comes first.")] = 0
 
 
-def toy_basis(layer: LayerEvidence, options: ToyOptions) -> Basis:
-    P0, Q0 = (coordinates_from(options.toy_offset, width, options.rank) for width in layer.shape)
-    return basis_from_factors(P0, Q0, rank=options.rank, spectrum=torch.empty(0), coordinates=options.coordinates)
-
-
 def coordinates_from(offset: int, width: int, rank: int) -> Tensor:
     return torch.eye(width)[:, offset : offset + rank]
 
 
-TOY = Constructor(lambda _: frozenset(), toy_basis, options=ToyOptions)
+class Toy(Constructor[ToyOptions]):
+    options = ToyOptions
+
+    def needs(self, options: ToyOptions) -> frozenset[MomentName]:
+        return frozenset()
+
+    def build(self, layer: LayerEvidence, options: ToyOptions) -> Basis:
+        P0, Q0 = (coordinates_from(options.toy_offset, width, options.rank) for width in layer.shape)
+        return basis_from_factors(P0, Q0, rank=options.rank, spectrum=torch.empty(0), coordinates=options.coordinates)
+
+
+TOY = Toy()
 
 
 def register_toy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,11 +14,11 @@ from pydantic import Field
 
 from adapted import cores_of
 from frozencore import FrozenCoreConfig, register_constructor
-from frozencore.constructors import CONSTRUCTORS, BasisOptions, Constructor, FCCAOptions
+from frozencore.constructors import CONSTRUCTORS, BasisOptions, FCCAOptions
 from frozencore.errors import ArtifactError, ConfigError
 from frozencore.options import options_of
 from tiny import tiny_qwen2
-from toy import TOY, ToyOptions, coordinates_from, register_toy, toy_basis
+from toy import TOY, Toy, ToyOptions, coordinates_from, register_toy
 
 pytestmark = pytest.mark.usefixtures("as_a_user")
 
@@ -91,16 +91,22 @@ class Alpha(BasisOptions):
     alpha: float = 1.0
 
 
+def toy_with(options: type[BasisOptions]) -> Toy:
+    own = Toy()
+    own.options = options  # type: ignore[assignment]
+    return own
+
+
 @pytest.mark.parametrize(
     ("name", "row", "taken"),
     [
         ("fcca", TOY, "fcca"),
-        ("other", Constructor(TOY.needs, toy_basis, options=OtherDamping), "damping"),
-        ("other", Constructor(TOY.needs, toy_basis, options=FarDamping), "damping"),
-        ("other", Constructor(TOY.needs, toy_basis, options=Alpha), "alpha"),
+        ("other", toy_with(OtherDamping), "damping"),
+        ("other", toy_with(FarDamping), "damping"),
+        ("other", toy_with(Alpha), "alpha"),
     ],
 )
-def test_a_name_that_means_something_already_is_refused(name: str, row: Constructor, taken: str) -> None:
+def test_a_name_that_means_something_already_is_refused(name: str, row: Toy, taken: str) -> None:
     before = dict(CONSTRUCTORS)
     with pytest.raises(ConfigError, match=f"'{taken}' is taken"):
         register_constructor(name, row)

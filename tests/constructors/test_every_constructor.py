@@ -21,7 +21,6 @@ from frozencore.constructors import (
     FiLoRAOptions,
     LayerEvidence,
     build_basis,
-    build_streamed_basis,
     find_constructor,
 )
 from frozencore.constructors.eva import EVA_OUTPUTS
@@ -178,8 +177,15 @@ def test_weights_alone_decide_a_basis_whose_row_says_so(constructor: str) -> Non
 
 @EVERY
 def test_a_core_to_start_from_comes_from_the_constructors_that_are_told_its_size(constructor: str) -> None:
+    row = CONSTRUCTORS[constructor]
+    reads = "initial_step" in options_of(row.options)
     basis = build_basis(constructor, drawn_layer().evidence(), BasisOptions(rank=4))
-    assert (basis.initial_core is not None) == ("initial_step" in options_of(CONSTRUCTORS[constructor].options))
+    told, silent = row.options(rank=4, **({"initial_step": 0.5} if reads else {})), row.options(rank=4)
+    assert row.start_core(basis, silent, 2.0) is None
+    start = row.start_core(basis, told, 2.0)
+    assert (start is not None) == reads
+    if start is not None and basis.initial_core is not None:
+        torch.testing.assert_close(start, basis.initial_core / 4)
 
 
 @pytest.mark.parametrize("constructor", ref.REFERENCE_FACTORS)
@@ -346,7 +352,7 @@ def test_a_streamed_basis_is_that_of_the_whole_moment(constructor: str, drawn: D
     layer = drawn.evidence()
     options = CONSTRUCTORS[constructor].options(4, coordinates, seed=3, **own)
     slim = dataclasses.replace(layer, moments=layer.data.without_matrices())
-    found = build_streamed_basis(constructor, slim, truncated_svd(T, 4), options)
+    found = CONSTRUCTORS[constructor].build_streamed(slim, truncated_svd(T, 4), options)
     expected = build_basis(constructor, layer, options)
     assert found.effective_rank == expected.effective_rank
     torch.testing.assert_close(found.spectrum, expected.spectrum, atol=1e-5 * float(expected.spectrum[0]), rtol=0)
@@ -363,7 +369,7 @@ def test_a_streamed_layer_without_gradient_gets_the_basis_of_a_whole_one(
     silent = dataclasses.replace(layer, E=0 * layer.E).evidence()
     nothing = TruncatedSVD(torch.zeros(shape[0], 0), torch.zeros(0), torch.zeros(shape[1], 0))
     found, expected = (
-        build_streamed_basis(constructor, silent, nothing, options),
+        CONSTRUCTORS[constructor].build_streamed(silent, nothing, options),
         build_basis(constructor, silent, options),
     )
     for X, Y in ((found.P, expected.P), (found.Q, expected.Q), (found.spectrum, expected.spectrum)):

@@ -176,7 +176,7 @@ class FrozenCoreConfig(SavedConfig, EveryOption):  # type: ignore[misc]  # froze
         return self.rank_budget is not None and not self.rank_pattern
 
     @property
-    def constructor_entry(self) -> Constructor:
+    def constructor_entry(self) -> Constructor[Any]:
         """The row of the constructor table."""
         return find_constructor(self.constructor)
 

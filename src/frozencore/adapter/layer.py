@@ -125,10 +125,10 @@ class FrozenCoreLayer(AdapterRounds, BaseTunerLayer):
         self.frozencore_ready[adapter_name] = False
 
     def set_basis(
-        self, adapter_name: str, basis: Basis, *, initial_step: float = 0.0, random_core: bool = False
+        self, adapter_name: str, basis: Basis, *, start_core: Tensor | None = None, random_core: bool = False
     ) -> None:
-        """Fix P and Q and reset the core: to zero, to a step along the basis's own initial core, or as
-        torch draws a linear layer.
+        """Fix P and Q and reset the core: to zero, to ``start_core``, or as torch draws a linear
+        layer.
         """
         self.require_fit(adapter_name, basis)
         R = self.core(adapter_name)
@@ -139,8 +139,8 @@ class FrozenCoreLayer(AdapterRounds, BaseTunerLayer):
             R.zero_()
             if random_core:
                 nn.init.kaiming_uniform_(R, a=5**0.5)
-            if initial_step and basis.initial_core is not None:
-                R.copy_(basis.initial_core * (initial_step / self.frozencore_scale[adapter_name]))
+            if start_core is not None:
+                R.copy_(start_core)
         self.frozencore_ready[adapter_name] = True
 
     def require_fit(self, adapter_name: str, basis: Basis) -> None:

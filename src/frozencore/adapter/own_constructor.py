@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.adapter.option_fields import add_option_fields
 from frozencore.constructors import CONSTRUCTORS, BasisOptions, Constructor, constructor_options
@@ -9,7 +11,7 @@ from frozencore.errors import ConfigError
 from frozencore.options import options_of
 
 
-def register_constructor(name: str, row: Constructor) -> None:
+def register_constructor(name: str, row: Constructor[Any]) -> None:
     """Enter a basis constructor of your own into the table: it is then as those that are in it.
 
     Its options are fields of :class:`FrozenCoreConfig`, and with the lab keys of campaigns and flags of ``tune``.

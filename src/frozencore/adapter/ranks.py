@@ -40,7 +40,7 @@ def spread_evenly(adapter_name: str, config: FrozenCoreConfig, layers: Mapping[s
         ConfigError: Rank one in every layer is beyond a budget that is to be spent evenly.
     """
     assert config.rank_budget is not None
-    for_good = config.constructor_entry.matrix is None
+    for_good = not config.constructor_entry.has_gains
     budget = trained_values(config.rank_budget)
     shapes = {name: layer.shape for name, layer in layers.items()}
     ranks = uniform_ranks(shapes, budget if for_good else max(budget, len(shapes)))

@@ -14,6 +14,7 @@ from typing import Annotated, Literal, get_args
 from jaxtyping import Float
 from pydantic import Field
 
+from frozencore.constructors.constructor import Constructor, LayerEvidence
 from frozencore.constructors.options import BasisOptions
 from frozencore.errors import ConfigError
 from frozencore.maths.basis import Basis, Coordinates, basis_from_factors
@@ -90,3 +91,17 @@ def _leading(
         return moments.leading(outer, rank)
     second, mean = moments.mean(outer), moments.mean(total).double()
     return top_eigenvectors((second.double() - mean.outer(mean)).to(second.dtype), rank)
+
+
+class Eva(Constructor[EvaOptions]):
+    options = EvaOptions
+    label, colour = "EVA-core", "navy"
+
+    def needs(self, options: EvaOptions) -> frozenset[MomentName]:
+        return eva_needs(center=options.eva_center, output=options.eva_output)
+
+    def build(self, layer: LayerEvidence, options: EvaOptions) -> Basis:
+        return eva_basis(
+            layer.data, layer.weight(), options.rank, center=options.eva_center, output=options.eva_output,
+            coordinates=options.coordinates, seed=layer.seed(options.seed),
+        )  # fmt: skip

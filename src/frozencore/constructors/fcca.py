@@ -7,17 +7,19 @@ Shapes: G m x n, A n x n, D m x m (diagonal by default), r the rank.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Annotated
 
 from jaxtyping import Float
 from pydantic import Field
 
+from frozencore.constructors.constructor import Constructor, LayerEvidence, Options, with_cross
 from frozencore.constructors.options import BasisOptions
 from frozencore.maths.basis import Basis, Coordinates, basis_from_factors
 from frozencore.maths.linalg import SvdMethod, TruncatedSVD, effective_rank, truncated_svd
-from frozencore.maths.moments import LayerMoments
-from frozencore.maths.whitening import Damping, Fisher, InverseRoot, Share, Sides, Whitening
+from frozencore.maths.moments import LayerMoments, MomentName
+from frozencore.maths.whitening import Damping, Fisher, InverseRoot, Share, Sides, Whitening, identity
 from frozencore.torch_later import torch
 
 
@@ -67,13 +69,11 @@ def fcca_basis(
     G = moments.G
     rank = min(rank, *G.shape)
     if not G.any():
-        return basis_from_factors(
-            G[:, :0], G.mT[:, :0], rank=rank, spectrum=torch.zeros(rank), coordinates=coordinates,
-            energies=lambda: moments.energies(whitening.needs()), seed=seed,
-        )  # fmt: skip
-    A_root, D_root = whitening.input_root(moments), whitening.output_root(moments)
-    svd = truncated_svd(_whitened(G, A_root, D_root, whitening), rank, method=svd_method, seed=seed)
-    return _unwhitened(svd, A_root, D_root, moments, whitening, rank=rank, coordinates=coordinates, seed=seed)
+        svd = TruncatedSVD(G[:, :0], G.new_zeros(0), G.mT[:, :0])
+        return fcca_basis_of_svd(svd, moments, rank, whitening=whitening, coordinates=coordinates, seed=seed)
+    roots = whitening.output_root(moments), whitening.input_root(moments)
+    svd = truncated_svd(_whitened(G, *roots, whitening), rank, method=svd_method, seed=seed)
+    return _unwhitened(svd, *roots, moments, whitening, rank=rank, coordinates=coordinates, seed=seed)
 
 
 def fcca_basis_of_svd(
@@ -92,13 +92,12 @@ def fcca_basis_of_svd(
         diagonals: Holds what ``whitening.needs()`` names, and a and d for ``fisher`` coordinates.
     """
     rank = min(rank, len(svd.U), len(svd.V))
+    roots: tuple[InverseRoot, InverseRoot] = identity, identity
     if len(svd.S) == 0:
-        return basis_from_factors(
-            svd.U, svd.V, rank=rank, spectrum=torch.zeros(rank), coordinates=coordinates,
-            energies=lambda: diagonals.energies(whitening.needs()), seed=seed,
-        )  # fmt: skip
-    A_root, D_root = whitening.input_root(diagonals), whitening.output_root(diagonals)
-    return _unwhitened(svd, A_root, D_root, diagonals, whitening, rank=rank, coordinates=coordinates, seed=seed)
+        svd = svd._replace(S=torch.zeros(rank))
+    else:
+        roots = whitening.output_root(diagonals), whitening.input_root(diagonals)
+    return _unwhitened(svd, *roots, diagonals, whitening, rank=rank, coordinates=coordinates, seed=seed)
 
 
 def whitened_cross_moment(moments: LayerMoments, whitening: Whitening) -> Float[torch.Tensor, "m n"]:
@@ -108,12 +107,10 @@ def whitened_cross_moment(moments: LayerMoments, whitening: Whitening) -> Float[
         CalibrationError: As :func:`fcca_basis`.
     """
     G = moments.G
-    if not G.any():
-        return G
-    return _whitened(G, whitening.input_root(moments), whitening.output_root(moments), whitening)
+    return _whitened(G, whitening.output_root(moments), whitening.input_root(moments), whitening) if G.any() else G
 
 
-def _whitened(G: torch.Tensor, A_root: InverseRoot, D_root: InverseRoot, whitening: Whitening) -> torch.Tensor:
+def _whitened(G: torch.Tensor, D_root: InverseRoot, A_root: InverseRoot, whitening: Whitening) -> torch.Tensor:
     if whitening.fisher == "diagonal":  # in place: G is the largest thing in memory
         return G.mul_(D_root(G.new_ones(len(G), 1))).mul_(A_root(G.new_ones(G.shape[1], 1)).mT)
     return A_root(D_root(G).mT).mT
@@ -121,8 +118,8 @@ def _whitened(G: torch.Tensor, A_root: InverseRoot, D_root: InverseRoot, whiteni
 
 def _unwhitened(
     svd: TruncatedSVD,
-    A_root: InverseRoot,
     D_root: InverseRoot,
+    A_root: InverseRoot,
     moments: LayerMoments,
     whitening: Whitening,
     *,
@@ -137,3 +134,44 @@ def _unwhitened(
         P0, Q0, rank=rank, spectrum=S, coordinates=coordinates, seed=seed,
         energies=lambda: moments.energies(whitening.needs()),
     )  # fmt: skip
+
+
+class WhitenedCrossMoment(Constructor[Options]):
+    """A constructor that takes the leading singular directions of the cross moment in some metric."""
+
+    has_gains = True
+
+    @abstractmethod
+    def whitening(self, options: Options) -> Whitening:
+        """The metric."""
+
+    def needs(self, options: Options) -> frozenset[MomentName]:
+        return with_cross(self.whitening(options).needs(), options)
+
+    def build(self, layer: LayerEvidence, options: Options) -> Basis:
+        return fcca_basis(
+            layer.data, options.rank, whitening=self.whitening(options), coordinates=options.coordinates,
+            svd_method=options.svd_method, seed=layer.seed(options.seed),
+        )  # fmt: skip
+
+    def metric(self, options: Options) -> Whitening | None:
+        whitening = self.whitening(options)
+        return whitening if whitening.fisher == "diagonal" else None
+
+    def build_streamed(self, layer: LayerEvidence, svd: TruncatedSVD, options: Options) -> Basis:
+        return fcca_basis_of_svd(
+            svd, layer.data, options.rank, whitening=self.whitening(options), coordinates=options.coordinates,
+            seed=layer.seed(options.seed),
+        )  # fmt: skip
+
+    def matrix(self, moments: LayerMoments, options: Options) -> torch.Tensor:
+        return whitened_cross_moment(moments, self.whitening(options))
+
+
+class FCCA(WhitenedCrossMoment[FCCAOptions]):
+    options = FCCAOptions
+    label, colour = "FCCA", "orange"
+    variants = ({"damping": 0.1}, {"damping": 10.0}, {"whiten": "input"}, {"whiten": "output"})
+
+    def whitening(self, options: FCCAOptions) -> Whitening:
+        return options.whitening

@@ -13,6 +13,7 @@ from typing import Annotated
 
 from pydantic import Field
 
+from frozencore.constructors.constructor import Constructor, LayerEvidence
 from frozencore.constructors.options import BasisOptions
 from frozencore.maths.basis import Basis, Coordinates, basis_from_factors
 from frozencore.maths.linalg import energy_rank
@@ -70,3 +71,17 @@ def filora_basis(
 def _largest(factor: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     energy, index = factor.sort(descending=True, stable=True)
     return torch.nn.functional.one_hot(index[:rank], factor.shape[0]).mT.to(factor.dtype), energy[:rank]
+
+
+class FiLoRA(Constructor[FiLoRAOptions]):
+    options = FiLoRAOptions
+    label = "FiLoRA-core"
+
+    def needs(self, options: FiLoRAOptions) -> frozenset[MomentName]:
+        return filora_needs(options.filora_fisher)
+
+    def build(self, layer: LayerEvidence, options: FiLoRAOptions) -> Basis:
+        return filora_basis(
+            layer.data, options.rank, fisher=options.filora_fisher, coordinates=options.coordinates,
+            seed=layer.seed(options.seed),
+        )  # fmt: skip

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from jaxtyping import Float
 
+from frozencore.constructors.constructor import Constructor, LayerEvidence
 from frozencore.constructors.options import BasisOptions
 from frozencore.maths.basis import Basis, Coordinates, basis_from_factors
 from frozencore.maths.linalg import SvdMethod, effective_rank, truncated_svd
+from frozencore.maths.moments import MomentName
 from frozencore.torch_later import torch
 
 
@@ -28,3 +30,19 @@ def lora_xs_basis(
     U, S, V = truncated_svd(W.float(), rank, method=svd_method, seed=seed)
     k = effective_rank(S)
     return basis_from_factors(U[:, :k] * S[:k], V[:, :k], rank=rank, spectrum=S, coordinates=coordinates, seed=seed)
+
+
+class LoRAXS(Constructor[BasisOptions]):
+    """Its seed is always 0: directions of the weight alone are the same under every seed."""
+
+    weights_only = True
+    label = "LoRA-XS-core"
+
+    def needs(self, options: BasisOptions) -> frozenset[MomentName]:
+        return frozenset()
+
+    def build(self, layer: LayerEvidence, options: BasisOptions) -> Basis:
+        return lora_xs_basis(
+            layer.weight(), options.rank, coordinates=options.coordinates, svd_method=options.svd_method,
+            seed=layer.seed(0),
+        )  # fmt: skip

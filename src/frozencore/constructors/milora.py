@@ -9,8 +9,11 @@ from __future__ import annotations
 
 from jaxtyping import Float
 
+from frozencore.constructors.constructor import Constructor, LayerEvidence
+from frozencore.constructors.options import BasisOptions
 from frozencore.maths.basis import Basis, Coordinates, basis_from_factors
 from frozencore.maths.linalg import canonical_signs, require_finite
+from frozencore.maths.moments import MomentName
 from frozencore.torch_later import torch
 
 
@@ -21,3 +24,14 @@ def milora_basis(W: Float[torch.Tensor, "m n"], rank: int, *, coordinates: Coord
     U, S, Vh = torch.linalg.svd(W.double(), full_matrices=False)
     U, S, V = canonical_signs(U[:, -rank:], S[-rank:], Vh[-rank:].mT)
     return basis_from_factors(U, V, rank=rank, spectrum=S, coordinates=coordinates)
+
+
+class MiLoRA(Constructor[BasisOptions]):
+    weights_only = True
+    label = "MiLoRA-core"
+
+    def needs(self, options: BasisOptions) -> frozenset[MomentName]:
+        return frozenset()
+
+    def build(self, layer: LayerEvidence, options: BasisOptions) -> Basis:
+        return milora_basis(layer.weight(), options.rank, coordinates=options.coordinates)

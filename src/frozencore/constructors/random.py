@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from frozencore.constructors.constructor import Constructor, LayerEvidence
+from frozencore.constructors.options import BasisOptions
 from frozencore.maths.basis import Basis, Coordinates, basis_from_factors
 from frozencore.maths.linalg import seeded_generator
+from frozencore.maths.moments import MomentName
 from frozencore.torch_later import torch
 
 
@@ -15,3 +18,13 @@ def random_basis(shape: tuple[int, int], rank: int, *, coordinates: Coordinates 
         for side, width in zip(("P", "Q"), shape, strict=True)
     )
     return basis_from_factors(P0, Q0, rank=rank, spectrum=torch.empty(0), coordinates=coordinates)
+
+
+class Random(Constructor[BasisOptions]):
+    label = "Random"
+
+    def needs(self, options: BasisOptions) -> frozenset[MomentName]:
+        return frozenset()
+
+    def build(self, layer: LayerEvidence, options: BasisOptions) -> Basis:
+        return random_basis(layer.shape, options.rank, coordinates=options.coordinates, seed=layer.seed(options.seed))

@@ -5,7 +5,7 @@ G = U Σ Vᵀ,   P = U_r,   Q = V_r
 
 from __future__ import annotations
 
-from frozencore.constructors.fcca import fcca_basis
+from frozencore.constructors.fcca import WhitenedCrossMoment, fcca_basis
 from frozencore.constructors.options import BasisOptions
 from frozencore.maths.basis import Basis, Coordinates
 from frozencore.maths.linalg import SvdMethod
@@ -30,3 +30,10 @@ def rawgrad_basis(
         svd_method=svd_method,
         seed=seed,
     )
+
+
+class RawGrad(WhitenedCrossMoment[BasisOptions]):
+    label, colour = "RawGrad", "blue"
+
+    def whitening(self, options: BasisOptions) -> Whitening:
+        return Whitening(sides="none")

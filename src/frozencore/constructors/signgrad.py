@@ -12,10 +12,11 @@ from typing import Annotated
 
 from pydantic import Field
 
+from frozencore.constructors.constructor import Constructor, LayerEvidence, with_cross
 from frozencore.constructors.options import BasisOptions
 from frozencore.maths.basis import Basis, Coordinates, basis_from_factors
 from frozencore.maths.linalg import SvdMethod, effective_rank, truncated_svd
-from frozencore.maths.moments import LayerMoments
+from frozencore.maths.moments import LayerMoments, MomentName
 from frozencore.torch_later import torch
 
 
@@ -57,3 +58,26 @@ def signgrad_basis(
     left, right = torch.linalg.pinv(basis.P.double()), torch.linalg.pinv(basis.Q.double())
     core = -(left @ U[:, :k].double()) @ S[:k].double().diag() @ (right @ V[:, :k].double()).mT
     return replace(basis, initial_core=core.float())
+
+
+class SignGrad(Constructor[SignGradOptions]):
+    options = SignGradOptions
+    has_gains = True
+    label = "SignGrad"
+
+    def needs(self, options: SignGradOptions) -> frozenset[MomentName]:
+        return with_cross(frozenset(), options)
+
+    def build(self, layer: LayerEvidence, options: SignGradOptions) -> Basis:
+        return signgrad_basis(
+            layer.data, options.rank, coordinates=options.coordinates, svd_method=options.svd_method,
+            seed=layer.seed(options.seed),
+        )  # fmt: skip
+
+    def matrix(self, moments: LayerMoments, options: SignGradOptions) -> torch.Tensor:
+        return moments.G.sign()
+
+    def start_core(self, basis: Basis, options: SignGradOptions, scale: float) -> torch.Tensor | None:
+        if not options.initial_step or basis.initial_core is None:
+            return None
+        return basis.initial_core * (options.initial_step / scale)

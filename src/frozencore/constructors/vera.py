@@ -4,8 +4,11 @@ et al., 2024).
 
 from __future__ import annotations
 
+from frozencore.constructors.constructor import Constructor, LayerEvidence
+from frozencore.constructors.options import BasisOptions
 from frozencore.maths.basis import Basis, Coordinates, basis_from_factors
 from frozencore.maths.linalg import seeded_generator
+from frozencore.maths.moments import MomentName
 from frozencore.torch_later import torch
 
 BLOCK_ROWS = 1024
@@ -36,3 +39,15 @@ def shared_rows(num_rows: int, rank: int, seed: int, side: str) -> torch.Tensor:
         for column in range(rank)
     ]
     return torch.stack(columns, dim=1)[:num_rows]
+
+
+class VeRA(Constructor[BasisOptions]):
+    """Its seed is not the layer's: all layers share one pair of matrices."""
+
+    label = "VeRA-core"
+
+    def needs(self, options: BasisOptions) -> frozenset[MomentName]:
+        return frozenset()
+
+    def build(self, layer: LayerEvidence, options: BasisOptions) -> Basis:
+        return vera_basis(layer.shape, options.rank, coordinates=options.coordinates, seed=options.seed)

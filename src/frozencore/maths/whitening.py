@@ -68,14 +68,14 @@ class Whitening:
     def input_root(self, moments: LayerMoments) -> InverseRoot:
         """``A^-1/2``, or the identity where the input side is not whitened."""
         if self.sides not in ("both", "input"):
-            return _identity
+            return identity
         second_moment = moments.a if self.fisher == "diagonal" else moments.A
         return damped_inverse_root(second_moment, self.damping_by_side[0], self.shrinkage)
 
     def output_root(self, moments: LayerMoments) -> InverseRoot:
         """``D^-1/2``, or the identity where the output side is not whitened."""
         if self.sides not in ("both", "output"):
-            return _identity
+            return identity
         second_moment = moments.d if self.fisher == "diagonal" else moments.D
         return damped_inverse_root(second_moment, self.damping_by_side[1], self.shrinkage)
 
@@ -117,5 +117,6 @@ def _epsilon(second_moment: torch.Tensor, damping: float) -> float:
     return epsilon
 
 
-def _identity(X: torch.Tensor) -> torch.Tensor:
+def identity(X: torch.Tensor) -> torch.Tensor:
+    """The root of a side that is not whitened."""
     return X

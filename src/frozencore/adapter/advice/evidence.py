@@ -19,7 +19,7 @@ from frozencore.calibration.batches import Batch
 from frozencore.calibration.collect import collect_moments, share_of
 from frozencore.calibration.halves import in_halves
 from frozencore.calibration.options import CalibrationOptions
-from frozencore.constructors import CONSTRUCTORS, LayerEvidence
+from frozencore.constructors import CONSTRUCTORS, DEFAULT, LayerEvidence
 from frozencore.maths.agreement import Crossed, crossed_by_gram, gains_of
 from frozencore.maths.allocation import allocate_ranks, allocations, num_candidates, uniform_ranks
 from frozencore.maths.capture import CAPTURE_NEEDS
@@ -74,15 +74,15 @@ class Evidence:
         if setting.rank is not None:
             return {name: min(setting.rank, *shape) for name, shape in shapes.items()}
         assert setting.rank_budget is not None
-        if CONSTRUCTORS[setting.method].matrix is None:
+        if not CONSTRUCTORS[setting.method].has_gains:
             return uniform_ranks(shapes, setting.rank_budget)
         return allocate_ranks(self._gains(setting, shapes, setting.rank_budget, seed), setting.rank_budget)
 
     def bought(self, budgets: Sequence[int], seed: int) -> dict[int, float]:
-        """By budget, which share of the whitened gradient that both halves agree on the ranks of FCCA hold."""
-        fcca = Setting("fcca", on=max(self.names, key=lambda on: len(self.names[on])))
-        shapes = {name: self.layers[name].shape for name in self.names[fcca.on]}
-        gains = self._gains(fcca, shapes, max(budgets), seed)
+        """By budget, the share of the agreed whitened gradient that the ranks of the default constructor hold."""
+        default = Setting(DEFAULT, on=max(self.names, key=lambda on: len(self.names[on])))
+        shapes = {name: self.layers[name].shape for name in self.names[default.on]}
+        gains = self._gains(default, shapes, max(budgets), seed)
         total = sum(map(sum, gains.values()))
         spent = dict(zip(budgets, allocations(gains, budgets), strict=True))
         return {
@@ -92,8 +92,8 @@ class Evidence:
 
     def num_agreed(self, rank: int, seed: int) -> float:
         """Of the ``rank`` leading directions of the median layer's whitened gradient, on how many the halves agree."""
-        fcca = Setting("fcca", rank=rank)
-        found = [self._agreed(fcca, name, rank, seed) for name in self.names["asked"]]
+        default = Setting(DEFAULT, rank=rank)
+        found = [self._agreed(default, name, rank, seed) for name in self.names["asked"]]
         return median(sum(gain > 0 for gain in gains) for gains in found)
 
     def spreads(self) -> Spreads:
@@ -113,9 +113,8 @@ class Evidence:
         """What each of a layer's leading directions is worth to both halves; 0 is noise."""
         key = _key(setting, name)
         if key not in self.crossed or len(self.crossed[key].C1) < count:
-            matrix, options = CONSTRUCTORS[setting.method].matrix, setting.basis_options(count, seed)
-            assert matrix is not None
-            one, other = (matrix(moments, options) for moments in (self.seen[name], self.unseen[name]))
+            row, options = CONSTRUCTORS[setting.method], setting.basis_options(count, seed)
+            one, other = (row.matrix(moments, options) for moments in (self.seen[name], self.unseen[name]))
             self.crossed[key] = crossed_by_gram(one, other, min(count, *one.shape))
         C1, C2, _ = self.crossed[key]
         gains: list[float] = gains_of(C1[:count, :count], C2[:count, :count]).tolist()

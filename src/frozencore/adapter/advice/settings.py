@@ -6,12 +6,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from frozencore.constructors import CONSTRUCTORS
+from frozencore.constructors import CONSTRUCTORS, DEFAULT
 from frozencore.constructors.options import BasisOptions
 from frozencore.maths.moments import MomentName
 
 On = Literal["asked", "all-linear"]
-DAMPINGS = (0.1, 10.0)  # beside the default: up to where FCCA is all but RawGrad
 
 
 @dataclass(frozen=True)
@@ -44,20 +43,19 @@ class Setting:
     @property
     def spends_by_spectrum(self) -> bool:
         """Whether its ranks are what two halves of the examples agree on."""
-        return self.rank_budget is not None and CONSTRUCTORS[self.method].matrix is not None
+        return self.rank_budget is not None and CONSTRUCTORS[self.method].has_gains
 
 
 def bases_to_try(rank: int | None, rank_budget: int | None) -> Iterator[Setting]:
-    """FCCA, every other constructor, then FCCA's metric in variants."""
-    fcca = Setting("fcca", rank=rank, rank_budget=rank_budget)
-    yield fcca
+    """Every constructor, the default one first, then their variants."""
+    default = Setting(DEFAULT, rank=rank, rank_budget=rank_budget)
+    yield default
     for name in CONSTRUCTORS:
-        if name != fcca.method:
-            yield replace(fcca, method=name)
-    for damping in DAMPINGS:
-        yield replace(fcca, options={"damping": damping})
-    for side in ("input", "output"):
-        yield replace(fcca, options={"whiten": side})
+        if name != DEFAULT:
+            yield replace(default, method=name)
+    for name, row in CONSTRUCTORS.items():
+        for options in row.variants:
+            yield replace(default, method=name, options=options)
 
 
 def shapes_to_try(best: Setting, num_values: int, *, elsewhere: bool) -> Iterator[Setting]:
@@ -67,7 +65,7 @@ def shapes_to_try(best: Setting, num_values: int, *, elsewhere: bool) -> Iterato
         num_values: What they train.
         elsewhere: There are linear layers beside those that were asked about.
     """
-    if best.rank is not None and CONSTRUCTORS[best.method].matrix is not None:
+    if best.rank is not None and CONSTRUCTORS[best.method].has_gains:
         yield replace(best, rank=None, rank_budget=num_values)
     if elsewhere:
         yield replace(best, on="all-linear", rank=None, rank_budget=num_values)

@@ -20,7 +20,7 @@ from frozencore.calibration.batches import Batch, num_examples_of
 from frozencore.calibration.options import CalibrationOptions
 from frozencore.calibration.run_pass import mean_loss, mean_losses
 from frozencore.calibration.trial import NotSideBySideError, Update, tried, tried_side_by_side
-from frozencore.constructors import build_basis, build_streamed_basis
+from frozencore.constructors import CONSTRUCTORS, build_basis
 from frozencore.maths.allocation import num_values
 from frozencore.maths.first_step import first_step, of_length
 
@@ -107,7 +107,7 @@ class Trials:
                 options = setting.basis_options(rank, self.seed)
                 layer, svd = self.evidence.of_layer(name), self.evidence.known_svd(setting, name, rank)
                 if svd is not None:
-                    bases[name] = build_streamed_basis(setting.method, layer, svd, options)
+                    bases[name] = CONSTRUCTORS[setting.method].build_streamed(layer, svd, options)
                 else:
                     bases[name] = build_basis(setting.method, layer, options)
                 G, A, D = moments.total("cross"), moments.total("input_outer"), moments.total("error_outer")

@@ -160,9 +160,9 @@ def calibrate(
     if by_spectrum:
         give_ranks(adapter_name, config, layers, work.ranks)
     for name, layer in work.layers.items():
-        layer.set_basis(
-            adapter_name, bases[name], initial_step=config.initial_step, random_core=not config.init_weights
-        )
+        scale = layer.frozencore_scale[adapter_name]
+        start = config.constructor_entry.start_core(bases[name], config.basis_options(), scale)
+        layer.set_basis(adapter_name, bases[name], start_core=start, random_core=not config.init_weights)
     config.name_basis(None)
     if work.diagonals:
         config.calibration_tokens = max(layer.num_tokens for layer in work.diagonals.values())

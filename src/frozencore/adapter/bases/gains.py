@@ -21,7 +21,7 @@ from frozencore.calibration.collect import share_of
 from frozencore.calibration.halves import crossed, in_halves
 from frozencore.calibration.options import CalibrationOptions
 from frozencore.constructors import LayerEvidence
-from frozencore.maths.agreement import agreed_gains, gains_of
+from frozencore.maths.agreement import gains_of
 from frozencore.maths.moments import LayerMoments
 from frozencore.ranks import all_ranks_or_none, gathered, own_rank
 from frozencore.words import Progress
@@ -112,12 +112,9 @@ class GainWork(BasisWork):
             return in_halves(batches)
 
     def _gains(self, name: str, first: LayerMoments, second: LayerMoments) -> tuple[float, ...]:
-        row, options, layer = self.config.constructor_entry, self.config.basis_options(), self.layers[name]
-        assert row.matrix is not None
+        row, layer = self.config.constructor_entry, self.layers[name]
         evidence = LayerEvidence(name, layer.shape, layer.dense_weight)
-        T1, T2 = (row.matrix(moments, options) for moments in (first, second))
-        seed = evidence.seed(options.seed)
-        return _plain(agreed_gains(T1, T2, self._rank(name), svd_method=options.svd_method, seed=seed))
+        return _plain(row.gains((first, second), evidence, self._rank(name), self.config.basis_options()))
 
     def _tell(self) -> None:
         self.progress("ranks", len(self.gains), sum(owner == own_rank() for owner in self.owners.values()))

@@ -23,7 +23,7 @@ from frozencore.calibration.fisher_labels import backward_passes
 from frozencore.calibration.options import CalibrationOptions
 from frozencore.calibration.shards import reduce_moments
 from frozencore.calibration.sketch import Sketch, SketchTarget, stream_whitened_svds
-from frozencore.constructors import BasisOptions, LayerEvidence, build_basis, build_streamed_basis
+from frozencore.constructors import BasisOptions, LayerEvidence, build_basis
 from frozencore.device import fits
 from frozencore.maths.basis import Basis
 from frozencore.maths.capture import CAPTURE_NEEDS, Capture, capture_if_whole
@@ -153,7 +153,7 @@ class BasisWork:
             for name, sketch in sketches:
                 evidence = self._evidence(name, sketch.diagonals)
                 if self.owners[name] == own_rank():
-                    basis = build_streamed_basis(self.config.constructor, evidence, sketch.svd, self._options_of(name))
+                    basis = self.config.constructor_entry.build_streamed(evidence, sketch.svd, self._options_of(name))
                     self._keep(name, basis)
         self.build_s += time.perf_counter() - started
 

@@ -42,7 +42,7 @@ BasisSource = Iterable[Batch] | GivenMoments
 
 def spends_by_spectrum(config: FrozenCoreConfig) -> bool:
     """Whether calibration is to choose ranks; other constructors have had equal ones from the start."""
-    return config.rank_budget is not None and config.constructor_entry.matrix is not None
+    return config.rank_budget is not None and config.constructor_entry.has_gains
 
 
 def spend_budget(work: BasisWork, source: BasisSource, options: CalibrationOptions) -> tuple[BasisWork, BasisSource]:

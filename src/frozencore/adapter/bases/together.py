@@ -7,8 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from frozencore.constructors import BasisOptions, LayerEvidence, build_streamed_basis, find_constructor
-from frozencore.constructors.fcca import whitened_cross_moment
+from frozencore.constructors import BasisOptions, LayerEvidence, find_constructor
 from frozencore.errors import CalibrationError
 from frozencore.maths.basis import Basis
 from frozencore.maths.batched_svd import truncated_svds
@@ -59,12 +58,10 @@ def build_together(
     Raises:
         CalibrationError: A moment is missing or not finite; the layer is named.
     """
-    whitened = []
+    row, whitened = find_constructor(constructor), []
     for layer, own in zip(layers, options, strict=True):
-        metric = find_constructor(constructor).metric(own)
-        assert metric is not None
         try:
-            whitened.append(whitened_cross_moment(layer.data, metric))
+            whitened.append(row.matrix(layer.data, own))
         except CalibrationError as error:
             raise CalibrationError(f"Layer {layer.name!r}: {error}") from error
     T = torch.stack(whitened)
@@ -73,7 +70,7 @@ def build_together(
     svds = truncated_svds(T, options[0].rank, seeds=seeds)
     has_signal = T.flatten(1).any(1).tolist()
     return {
-        layer.name: build_streamed_basis(constructor, layer, svd if some else _nothing(svd), own)
+        layer.name: row.build_streamed(layer, svd if some else _nothing(svd), own)
         for layer, own, svd, some in zip(layers, options, svds, has_signal, strict=True)
     }
 
