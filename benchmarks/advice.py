@@ -3,10 +3,10 @@
     nice python benchmarks/advice.py --data-root DIR --model DIR      # minutes;  --only TASK: one of the seven tasks
     python benchmarks/advice.py --quick --out FILE                    # a few rows, which only shows that it runs
 
-``--model`` is ``tiny1m``, whose outcomes are in results/tiny1m-text; the pocket model is in the package, and its
-outcomes are in results/pocket. An outcome is the held-out loss of a constructor at its best searched setting, the mean
-of three seeds. FCCA's damping and sides are compared with those of results/pocket-ablations. Rank correlations are
-taken within tasks, with a bootstrap interval over tasks and constructors.
+``--model`` is ``tiny1m``, whose outcomes are in lab/results/tiny1m-text; the pocket model is in the package, and its
+outcomes are in lab/results/pocket. An outcome is the held-out loss of a constructor at its best searched setting, the
+mean of three seeds. FCCA's damping and sides are compared with those of lab/results/pocket-ablations. Rank correlations
+are taken within tasks, with a bootstrap interval over tasks and constructors.
 
 Times are seconds of CPU of one thread, the median of three rounds, over those of a plain forward and backward pass over
 the same rows, with and without gradients of the weights. Tasks that are in ``--out`` already are not advised on again;
@@ -27,20 +27,20 @@ from typing import Any
 
 import torch
 
+from frozencore.cli.figure_style import method_colour, plt, save_figure
 from frozencore.constructors import CONSTRUCTORS
 from frozencore.files.whole_file import write_json
-from frozencore.lab.methods import METHODS
-from frozencore.lab.pocket import pocket_model_path
-from frozencore.lab.reports.figures.style import method_colour, plt, save_figure
-from frozencore.lab.reports.labels import bases_name
-from frozencore.lab.reports.statistics.rank_correlation import rank_correlation
-from frozencore.lab.run.advising import advice_record, advise_run
-from frozencore.lab.run.bench import Bench, calibration_batches, prepare
-from frozencore.lab.run.config import RunConfig, make_config
-from frozencore.lab.run.provenance import provenance
+from frozencore.tune.methods import METHODS
+from frozencore.tune.pocket import pocket_model_path
+from frozencore.tune.run.advising import advice_record, advise_run
+from frozencore.tune.run.bench import Bench, calibration_batches, prepare
+from frozencore.tune.run.config import RunConfig, make_config
+from frozencore.tune.run.provenance import provenance
+from frozencore_lab.reports.labels import bases_name
+from frozencore_lab.reports.statistics.rank_correlation import rank_correlation
 from machine import load_average
 
-RESULTS = Path(__file__).parents[1] / "results"
+RESULTS = Path(__file__).parents[1] / "lab" / "results"
 TASKS = {
     "hellaswag-text": "tiny1m-text", "gsm8k-text": "tiny1m-text", "sst2-text": "tiny1m-text",
     "pocket-math": "pocket", "pocket-sentiment": "pocket", "pocket-entailment": "pocket", "pocket-comparison": "pocket",
@@ -142,7 +142,7 @@ def against_the_best(row: Row) -> Row | None:
     """The recommended bases and the best constructor, trained: means, and their difference with its standard error.
 
     None where no committed run has trained those bases. ``places``: with as many values over all linear layers, as it
-    recommends (``campaigns/advised.yaml``).
+    recommends (``lab/campaigns/advised.yaml``).
     """
     constructors = trained_seeds(row["campaign"], row["task"], rank=16, targets=None)
     if row["bases"] not in constructors:

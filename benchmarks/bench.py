@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from frozencore.files.whole_file import write_json
-from frozencore.lab.run.provenance import provenance
+from frozencore.tune.run.provenance import provenance
 from machine import machine_name
 from targets import Verdict, check_targets
 

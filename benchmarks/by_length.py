@@ -15,12 +15,12 @@ from pathlib import Path
 from peft import get_peft_model
 
 from frozencore import FrozenCoreConfig
-from frozencore.lab.run.bench import prepare
-from frozencore.lab.run.config import make_config
-from frozencore.lab.run.execute import recipe_of
-from frozencore.lab.run.targets import resolve_targets
-from frozencore.lab.training.recipe import Recipe
-from frozencore.lab.training.train import train
+from frozencore.tune.run.bench import prepare
+from frozencore.tune.run.config import make_config
+from frozencore.tune.run.execute import recipe_of
+from frozencore.tune.run.targets import resolve_targets
+from frozencore.tune.training.recipe import Recipe
+from frozencore.tune.training.train import train
 
 ROUNDS, STEPS = 4, 4
 

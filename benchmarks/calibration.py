@@ -39,7 +39,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from frozencore import FrozenCoreConfig, calibrate
 from frozencore.calibration.loss import IGNORED, predicted
 from frozencore.files.whole_file import write_json
-from frozencore.lab.run.provenance import provenance
+from frozencore.tune.run.provenance import provenance
 
 RANK = 16
 FLOOR, FULL_FLOOR = "floor", "floor, all logits"

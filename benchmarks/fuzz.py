@@ -33,7 +33,7 @@ from transformers.utils import logging
 
 from frozencore.errors import FrozenCoreError
 from frozencore.files.whole_file import write_json
-from frozencore.lab.run.provenance import provenance
+from frozencore.tune.run.provenance import provenance
 from fuzz_files import make_targets
 from fuzz_ways import draw, make_sources, ways_in, ways_into_a_basis
 

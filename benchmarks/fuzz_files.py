@@ -18,19 +18,19 @@ from frozencore.adapter.directory import read_adapter
 from frozencore.adapter.export.merged import export_merged
 from frozencore.adapter.export.serving import check_lora_directory
 from frozencore.calibration.store import MomentsFingerprint, load_moments, save_moments
-from frozencore.cli.campaign_status import status_lines
 from frozencore.cli.findings import diagnose
 from frozencore.files.strict_yaml import read_yaml
 from frozencore.files.whole_file import write_json, write_lines
-from frozencore.lab.campaign.plan import Outcome, plan
-from frozencore.lab.campaign.results import load_results
-from frozencore.lab.campaign.spec import read_campaign
-from frozencore.lab.reports.tables.task_means import read_task_means
-from frozencore.lab.rows.own_task import read_own_task
-from frozencore.lab.rows.row_files import read_file
-from frozencore.lab.run.record import read_record
-from frozencore.lab.training.checkpoints import newest_complete_checkpoint, seal_checkpoint
 from frozencore.maths.moments import LayerMoments
+from frozencore.tune.rows.own_task import read_own_task
+from frozencore.tune.rows.row_files import read_file
+from frozencore.tune.run.record import read_record
+from frozencore.tune.training.checkpoints import newest_complete_checkpoint, seal_checkpoint
+from frozencore_lab.campaign.plan import Outcome, plan
+from frozencore_lab.campaign.results import load_results
+from frozencore_lab.campaign.spec import read_campaign
+from frozencore_lab.cli.campaign_status import status_lines
+from frozencore_lab.reports.tables.task_means import read_task_means
 from fuzz_ways import CONFIG, WEIGHTS, tiny_base
 
 CAMPAIGN = """name: small

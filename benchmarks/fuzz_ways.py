@@ -31,7 +31,7 @@ from frozencore.adapter.inspection import inspect_adapter
 from frozencore.adapter.packing import pack_adapter, unpack_adapter
 from frozencore.cli.findings import diagnose
 from frozencore.files.fingerprint import fingerprint_options
-from frozencore.lab.evaluation.adapters import AdapterStand
+from frozencore.tune.evaluation.adapters import AdapterStand
 
 WEIGHTS, CONFIG, HEADER = "adapter_model.safetensors", "adapter_config.json", "basis.json"
 ENDLESS = "(([a-z_.]+)+)+X"

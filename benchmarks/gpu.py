@@ -40,7 +40,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from frozencore.files.whole_file import write_json
-from frozencore.lab.run.provenance import provenance
+from frozencore.tune.run.provenance import provenance
 from gpu_contest import RANK, TINY, Bench, Deadline, Job, eva, full_pissa, kernels, race
 from gpu_faster import compiled_steps, graphed_steps
 from gpu_products import products, svds

@@ -20,7 +20,7 @@ from peft import EvaConfig, LoraConfig, get_peft_model, initialize_lora_eva_weig
 from torch import Tensor, nn
 
 from frozencore import FrozenCoreConfig, calibrate
-from frozencore.lab.run.accounting import values_at_once
+from frozencore.tune.run.accounting import values_at_once
 
 RANK = 16
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]

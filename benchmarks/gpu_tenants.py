@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from frozencore import CoreBank, frozen_core_layers
-from frozencore.lab.rows.prompts import TokenRow
-from frozencore.lab.training.many.tenant import Tenant
-from frozencore.lab.training.many.train import train_many
-from frozencore.lab.training.recipe import Recipe
+from frozencore.tune.rows.prompts import TokenRow
+from frozencore.tune.training.many.tenant import Tenant
+from frozencore.tune.training.many.train import train_many
+from frozencore.tune.training.recipe import Recipe
 from gpu_contest import UNCALIBRATED, Bench, Stepper, adapted, peak_memory, peft_config, timed
 
 Found = dict[str, Any]

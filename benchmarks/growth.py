@@ -28,7 +28,7 @@ from torch import Tensor
 
 from fitting import fit_constants
 from frozencore.files.whole_file import write_json
-from frozencore.lab.run.provenance import provenance
+from frozencore.tune.run.provenance import provenance
 from growth_points import (
     COMPLETION,
     ROWS,

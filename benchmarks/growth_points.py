@@ -14,7 +14,7 @@ from peft import get_peft_model
 from torch import Tensor, nn
 
 from frozencore import FrozenCoreConfig, calibrate
-from frozencore.lab.methods import METHODS, AdapterOptions
+from frozencore.tune.methods import METHODS, AdapterOptions
 from operations import (
     Architecture,
     core_operations,

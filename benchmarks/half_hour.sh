@@ -3,13 +3,13 @@
 #
 #   bash benchmarks/half_hour.sh gpu             # steps, calibration, peaks: gpu.json; about eight minutes, alone on the device
 #   bash benchmarks/half_hour.sh campaign FILE   # a campaign, 14 processes side by side, nine minutes at a time; goes on when it is called again
-#   bash benchmarks/half_hour.sh outliers        # campaigns/outliers.yaml on MODEL, a Llama or Qwen2 folder
+#   bash benchmarks/half_hour.sh outliers        # lab/campaigns/outliers.yaml on MODEL, a Llama or Qwen2 folder
 #   bash benchmarks/half_hour.sh suite           # the tests that need a device
 #
 # Reads DATA (../shared/data), works in WORK (runs/half-hour). Writes to OUT (WORK/out), again every half a minute, so that a command that is
 # stopped leaves what it had: folders compressed, in parts of 14 MB. Afterwards, on any machine:
 #
-#   cat pocket.tgz.* | tar xz -C results/pocket      # records and report of campaigns/pocket.yaml
+#   cat pocket.tgz.* | tar xz -C lab/results/pocket      # records and report of lab/campaigns/pocket.yaml
 #   cp gpu.json benchmarks/results/gpu.json && python benchmarks/cost_page.py
 #
 # WORKERS, DEVICE, SECONDS_LEFT and PACK_EVERY are for trying it at a tiny size.
@@ -17,7 +17,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 DATA=${DATA:-../shared/data} WORK=${WORK:-runs/half-hour} PYTHON=${PYTHON:-python}
 OUT=${OUT:-$WORK/out} DEVICE=${DEVICE:-cuda} WORKERS=${WORKERS:-14} SECONDS_LEFT=${SECONDS_LEFT:-540}
-export PYTHONPATH=$PWD/src${PYTHONPATH:+:$PYTHONPATH} TOKENIZERS_PARALLELISM=${TOKENIZERS_PARALLELISM:-true} PYTHONUNBUFFERED=1
+export PYTHONPATH=$PWD/src:$PWD/lab/src${PYTHONPATH:+:$PYTHONPATH} TOKENIZERS_PARALLELISM=${TOKENIZERS_PARALLELISM:-true} PYTHONUNBUFFERED=1
 mkdir -p "$WORK" "$OUT"
 
 pack() { # NAME FOLDER MEMBER...: what is there of a folder's members, as OUT/NAME.tgz.aa, .ab, ...
@@ -57,7 +57,7 @@ case ${1:-} in
     # shellcheck disable=SC2086
     "$PYTHON" benchmarks/gpu.py --out "$OUT/gpu.json" ${GPU:-}
     ;;
-  campaign) campaign "${2:?campaign needs a file: campaigns/pocket.yaml}" "$(basename "$2" .yaml)" "${@:3}" ;;
+  campaign) campaign "${2:?campaign needs a file: lab/campaigns/pocket.yaml}" "$(basename "$2" .yaml)" "${@:3}" ;;
   outliers)
     mapfile -t paths < <("$PYTHON" benchmarks/rescale.py --model "${MODEL:?outliers needs MODEL=DIR}" --out "$WORK/spreads" | tr ' ' '\n')
     campaign "${CAMPAIGN:-campaigns/outliers.yaml}" outliers "${paths[@]}"

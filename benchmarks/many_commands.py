@@ -32,8 +32,8 @@ from rich.console import Console
 from rich.table import Table
 
 from frozencore.files.whole_file import write_json, write_text
-from frozencore.lab.pocket.word_problems import COMPLETION, NUM_KINDS, PROMPT, draw
-from frozencore.lab.run.provenance import provenance
+from frozencore.tune.pocket.word_problems import COMPLETION, NUM_KINDS, PROMPT, draw
+from frozencore.tune.run.provenance import provenance
 from frozencore.words import num_of
 from machine import load_average, machine_name
 

@@ -37,17 +37,17 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from frozencore.files.whole_file import write_json, write_text
-from frozencore.lab.methods import METHODS, AdapterOptions
-from frozencore.lab.pocket import pocket_model_path
-from frozencore.lab.rows.batches import PaddingCollator, row_costs
-from frozencore.lab.rows.prompts import TokenRow
-from frozencore.lab.run.provenance import provenance
-from frozencore.lab.training.by_length import group_by_length, pass_tokens_of
-from frozencore.lab.training.many.losses import num_targets, row_losses, row_sizes
-from frozencore.lab.training.many.tenant import Tenant
-from frozencore.lab.training.many.train import train_many
-from frozencore.lab.training.recipe import Recipe
-from frozencore.lab.training.train import train
+from frozencore.tune.methods import METHODS, AdapterOptions
+from frozencore.tune.pocket import pocket_model_path
+from frozencore.tune.rows.batches import PaddingCollator, row_costs
+from frozencore.tune.rows.prompts import TokenRow
+from frozencore.tune.run.provenance import provenance
+from frozencore.tune.training.by_length import group_by_length, pass_tokens_of
+from frozencore.tune.training.many.losses import num_targets, row_losses, row_sizes
+from frozencore.tune.training.many.tenant import Tenant
+from frozencore.tune.training.many.train import train_many
+from frozencore.tune.training.recipe import Recipe
+from frozencore.tune.training.train import train
 from machine import load_average, machine_name
 from tenants import ATTENTION, RANK, quartiles, qwen2
 

@@ -21,7 +21,7 @@ from rich.table import Table
 
 from frozencore.calibration.budget import memory_bytes
 from frozencore.files.whole_file import write_json
-from frozencore.lab.run.provenance import provenance
+from frozencore.tune.run.provenance import provenance
 
 ROOT = Path(__file__).parents[1]
 PROGRAM = ROOT / "tests" / "calibration" / "peak_memory.py"

@@ -31,8 +31,8 @@ from torch.nn.functional import cross_entropy
 
 from frozencore import per_example_gradients
 from frozencore.files.whole_file import write_json
-from frozencore.lab.run.peak_memory import PeakMemory
-from frozencore.lab.run.provenance import provenance
+from frozencore.tune.run.peak_memory import PeakMemory
+from frozencore.tune.run.provenance import provenance
 from step import adapt, spread, timed, wide_model
 
 RANKS = {"frozencore": 16, "lora-r16": 16, "lora-r1": 1}

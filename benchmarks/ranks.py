@@ -39,7 +39,7 @@ from torch import Tensor, nn
 
 from frozencore import FrozenCoreConfig, calibrate
 from frozencore.files.whole_file import write_json
-from frozencore.lab.run.provenance import provenance
+from frozencore.tune.run.provenance import provenance
 from machine import load_average
 from operations import sent_by_formula
 from step import ATTENTION, wide_model

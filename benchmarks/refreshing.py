@@ -32,7 +32,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 from frozencore import FrozenCoreConfig, Refresh, calibrate
 from frozencore.adapter.bases.refresh_plan import rounds_for
 from frozencore.files.whole_file import write_json
-from frozencore.lab.run.provenance import provenance
+from frozencore.tune.run.provenance import provenance
 from step import ATTENTION, timed
 
 TRAINED, A_STEP = 1600, 8  # rows
@@ -186,7 +186,7 @@ def main() -> None:
     parser.add_argument("--model", choices=["tiny", "wide"], help="Only settings of this model.")
     parser.add_argument("--quick", action="store_true", help="One narrow layer, short rows: does it run?")
     parser.add_argument(
-        "--out", type=Path, help="Default: results/refreshing.json beside this file; none with --quick."
+        "--out", type=Path, help="Default: lab/results/refreshing.json beside this file; none with --quick."
     )
     options = parser.parse_args()
     out = options.out or (None if options.quick else Path(__file__).parent / "results" / "refreshing.json")

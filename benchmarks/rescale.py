@@ -1,4 +1,4 @@
-"""The same function in uneven channels: copies of a model whose channels are rescaled, for campaigns/outliers.yaml.
+"""The same function in uneven channels: copies of a model whose channels are rescaled, for lab/campaigns/outliers.yaml.
 
     python benchmarks/rescale.py --model DIR --out runs/spreads     # spread-0, spread-0.5, ... spread-2
 

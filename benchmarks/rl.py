@@ -28,12 +28,12 @@ from transformers import AutoModelForCausalLM
 
 from frozencore import FrozenCoreConfig, calibrate
 from frozencore.files.whole_file import write_json
-from frozencore.lab.rows.prompts import TokenRow
-from frozencore.lab.run.bench import Bench, prepare
-from frozencore.lab.run.config import make_config
-from frozencore.lab.run.provenance import provenance
-from frozencore.lab.training.recipe import Recipe
-from frozencore.lab.training.train import train
+from frozencore.tune.rows.prompts import TokenRow
+from frozencore.tune.run.bench import Bench, prepare
+from frozencore.tune.run.config import make_config
+from frozencore.tune.run.provenance import provenance
+from frozencore.tune.training.recipe import Recipe
+from frozencore.tune.training.train import train
 
 TASK, LENGTH, END = "pocket-math", 9, 0
 QUESTIONS, SAMPLES = 4, 8

@@ -28,15 +28,15 @@ from rich.table import Table
 
 from frozencore import FrozenCoreConfig, calibrate
 from frozencore.files.whole_file import write_json
-from frozencore.lab.pocket import pocket_model_path
-from frozencore.lab.run.bench import Bench, calibration_batches, prepare
-from frozencore.lab.run.config import make_config
-from frozencore.lab.run.provenance import provenance
-from frozencore.lab.training.many.losses import held_out_losses
-from frozencore.lab.training.many.stack import CoreStack
-from frozencore.lab.training.many.tenant import Tenant
-from frozencore.lab.training.many.train import train_many
-from frozencore.lab.training.recipe import Recipe
+from frozencore.tune.pocket import pocket_model_path
+from frozencore.tune.run.bench import Bench, calibration_batches, prepare
+from frozencore.tune.run.config import make_config
+from frozencore.tune.run.provenance import provenance
+from frozencore.tune.training.many.losses import held_out_losses
+from frozencore.tune.training.many.stack import CoreStack
+from frozencore.tune.training.many.tenant import Tenant
+from frozencore.tune.training.many.train import train_many
+from frozencore.tune.training.recipe import Recipe
 from machine import load_average
 
 ALPHA = 16.0  # s = 16 / r: at the paper's rank the paper's scale

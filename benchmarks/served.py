@@ -30,7 +30,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from frozencore import FrozenCoreConfig, export_basis_model, export_lora, export_tenant, frozen_core_layers
 from frozencore.files.whole_file import write_json
-from frozencore.lab.run.provenance import provenance
+from frozencore.tune.run.provenance import provenance
 from machine import load_average, machine_name
 
 ROOT = Path(__file__).parents[1]

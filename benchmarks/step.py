@@ -47,10 +47,10 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from frozencore import FrozenCoreConfig, prepare_swap, swap_core
 from frozencore.files.whole_file import write_json
-from frozencore.lab.methods import METHODS, AdapterOptions
-from frozencore.lab.run.accounting import values_at_once
-from frozencore.lab.run.provenance import provenance
-from frozencore.lab.training.state_held import states_of, total_bytes
+from frozencore.tune.methods import METHODS, AdapterOptions
+from frozencore.tune.run.accounting import values_at_once
+from frozencore.tune.run.provenance import provenance
+from frozencore.tune.training.state_held import states_of, total_bytes
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 CONTESTANTS = ("floor", "lora", "dora", "pissa", "frozencore")

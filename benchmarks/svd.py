@@ -21,8 +21,8 @@ from rich.table import Table
 from torch import Tensor
 
 from frozencore.files.whole_file import write_json
-from frozencore.lab.run.provenance import provenance
 from frozencore.maths.linalg import principal_cosines, truncated_svd
+from frozencore.tune.run.provenance import provenance
 
 RANK = 16
 DECAY = 0.3

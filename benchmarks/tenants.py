@@ -36,8 +36,8 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from frozencore import CoreBank, FrozenCoreConfig, frozen_core_layers, load_basis, save_basis, set_bases, unpack_adapter
 from frozencore.files.whole_file import write_json
-from frozencore.lab.pocket import pocket_model_path
-from frozencore.lab.run.provenance import provenance
+from frozencore.tune.pocket import pocket_model_path
+from frozencore.tune.run.provenance import provenance
 from machine import load_average, machine_name
 
 RANK = 16

@@ -14,7 +14,7 @@ from typer.main import get_command
 
 import frozencore
 from frozencore.cli.app import program
-from frozencore.cli.verbs import VERBS
+from frozencore.cli.verbs import all_verbs
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -52,9 +52,9 @@ def python_reference() -> Iterator[str]:
 
 def command_reference() -> Iterator[str]:
     """What each verb says of itself."""
-    commands = get_command(program([verb.name for verb in VERBS])).commands
+    commands = get_command(program([verb.name for verb in all_verbs()])).commands
     yield "# Command line\n\nWhat `frozencore VERB --help` says. A flag without a value says yes.\n"
-    for verb in VERBS:
+    for verb in all_verbs():
         command = commands[verb.name]
         yield f"## frozencore {verb.name}\n\n{verb.help}\n"
         yield from _flags(command)

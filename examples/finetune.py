@@ -22,8 +22,8 @@ from peft import get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
 from frozencore import FrozenCoreConfig, calibrate
-from frozencore.lab.rows.batches import PaddingCollator, make_batches
-from frozencore.lab.rows.prompts import PromptEncoder, TextRow
+from frozencore.tune.rows.batches import PaddingCollator, make_batches
+from frozencore.tune.rows.prompts import PromptEncoder, TextRow
 
 
 def main() -> None:

@@ -8,4 +8,6 @@ TESTS = Path(__file__).parent
 ROOT = TESTS.parent
 SOURCES = ROOT / "src"
 DATA = TESTS / "data"
+LAB = ROOT / "lab"
+PAPER_TABLES = LAB / "tests" / "data"
 SHARED = ROOT.parent / "shared"

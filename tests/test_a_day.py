@@ -16,7 +16,7 @@ from typing import IO
 
 import pytest
 
-from frozencore.lab.pocket import pocket_model_path
+from frozencore.tune.pocket import pocket_model_path
 
 FROZENCORE = [sys.executable, "-m", "frozencore"]
 FEW = "--epochs 1 --rank 4 --calibration-size 16 --device cpu"
@@ -31,7 +31,7 @@ GENERATE = """
 import frozencore
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from frozencore.lab.pocket import pocket_model_path
+from frozencore.tune.pocket import pocket_model_path
 base = AutoModelForCausalLM.from_pretrained(pocket_model_path())
 tokenizer = AutoTokenizer.from_pretrained(pocket_model_path())
 model = PeftModel.from_pretrained(base, "runs/first/adapter")

@@ -47,7 +47,7 @@ def test_both_hold_the_package_and_its_model_and_no_test(built: Path) -> None:
     with tarfile.open(next(built.glob("*.tar.gz"))) as archive:
         source = archive.getnames()
     for names in (wheel, source):
-        for file in ("frozencore/py.typed", "frozencore/lab/pocket/model/model.safetensors", "frozencore/cli/app.py"):
+        for file in ("frozencore/py.typed", "frozencore/tune/pocket/model/model.safetensors", "frozencore/cli/app.py"):
             assert any(name.endswith(file) for name in names), file
     assert not [name for name in wheel if not name.startswith("frozencore")]
 

@@ -18,12 +18,12 @@ from datasets import Dataset
 from typer.main import get_command
 
 from frozencore.cli.app import program
-from frozencore.cli.verbs import VERBS
-from frozencore.lab.pocket import pocket_model_path
-from frozencore.lab.tasks import PAPER_TASKS
-from frozencore.lab.tasks.hub_folder import write_hub_folders
+from frozencore.cli.verbs import all_verbs
+from frozencore.tune.pocket import pocket_model_path
+from frozencore.tune.tasks import PAPER_TASKS
+from frozencore.tune.tasks.hub_folder import write_hub_folders
 from gguf_files import tiny_model, write_gguf
-from places import DATA, ROOT, TESTS
+from places import LAB, PAPER_TABLES, ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 OTHER_LANGUAGES = {"python", "diff", "yaml", "json"}
@@ -49,7 +49,7 @@ def in_sentences(page: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def verbs() -> Any:
-    return get_command(program([verb.name for verb in VERBS]))
+    return get_command(program([verb.name for verb in all_verbs()]))
 
 
 def flags_of(line: str, verbs: Any) -> tuple[set[str], set[str]]:
@@ -70,9 +70,9 @@ def test_verbs_and_flags_of_the_pages_are_the_programs(page: Path, verbs: Any) -
 
 
 RUN_ELSEWHERE = {
-    r"campaign (plan|rehearse) campaigns/paper-3b.yaml$": "lab/rehearsal/test_campaigns.py",
-    r"campaign run campaigns/pocket.yaml": "lab/rehearsal/test_campaigns.py",  # on a tiny model; itself it takes hours
-    r"--ray ": "lab/campaign/test_ray_crew.py",
+    r"campaign (plan|rehearse) lab/campaigns/paper-3b.yaml$": "rehearsal/test_campaigns.py",
+    r"campaign run lab/campaigns/pocket.yaml": "rehearsal/test_campaigns.py",  # on a tiny model; itself it takes hours
+    r"--ray ": "campaign/test_ray_crew.py",
     r"\$(spec|folder)": "cli/test_campaign.py",
 }
 FEW = {"--num-train": "64", "--num-evaluation": "8", "--epochs": "1", "--calibration-size": "16"}
@@ -103,15 +103,15 @@ def lay_out(place: Path) -> None:
             for source in dict.fromkeys(task.source for task in PAPER_TASKS.values())
         },
     )
-    for name in ("campaigns", "examples"):
+    for name in ("lab", "examples"):
         (place / name).symlink_to(ROOT / name)
-    results = ROOT / "results" / "pocket"
+    results = LAB / "results" / "pocket"
     campaign = json.loads((results / "campaign.json").read_text())
     for name in ("pocket", "a", "b", "c"):
         (place / "runs" / name).mkdir(parents=True)
         shutil.copy(results / "records.jsonl", place / "runs" / name)
         (place / "runs" / name / "campaign.json").write_text(json.dumps(campaign | {"name": name}))
-    shutil.copy(DATA / "paper_q3.csv", place / "means.csv")
+    shutil.copy(PAPER_TABLES / "paper_q3.csv", place / "means.csv")
     write_gguf(tiny_model("llama"), place / "SmolLM2-135M-Instruct.Q4_1.gguf")
 
 
@@ -129,7 +129,7 @@ def test_the_command_lines_of_a_page_do_their_work_one_after_the_other(  # type:
     for line in command_lines(page):
         elsewhere = [test for said, test in RUN_ELSEWHERE.items() if re.search(said, line)]
         if elsewhere:
-            assert (TESTS / elsewhere[0]).exists()
+            assert (LAB / "tests" / elsewhere[0]).exists()
             continue
         said = line
         for written, stands_for in SAID_AS.items():

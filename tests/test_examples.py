@@ -29,7 +29,7 @@ from transformers import (
 )
 
 from adapted import cores_of
-from frozencore.lab.pocket import pocket_model_path
+from frozencore.tune.pocket import pocket_model_path
 from places import ROOT
 
 EXAMPLES = ROOT / "examples"

@@ -21,10 +21,10 @@ from frozencore import FrozenCoreConfig, export_lora
 from frozencore.calibration.store import MomentsFingerprint, load_moments, save_moments
 from frozencore.errors import ArtifactError, ConfigError, FrozenCoreError
 from frozencore.files.strict_yaml import read_yaml
-from frozencore.lab.methods import METHODS
-from frozencore.lab.run.config import RunConfig, make_config
-from frozencore.lab.tasks.answers import find_answer, parse_answer, parse_number
 from frozencore.maths.moments import LayerMoments
+from frozencore.tune.methods import METHODS
+from frozencore.tune.run.config import RunConfig, make_config
+from frozencore.tune.tasks.answers import find_answer, parse_answer, parse_number
 from trials import tried
 
 JSON = st.recursive(

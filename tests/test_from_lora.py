@@ -14,7 +14,7 @@ from peft import PeftModel
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_PREFIX_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
 from transformers import AutoModelForCausalLM
 
-from frozencore.lab.pocket import pocket_model_path
+from frozencore.tune.pocket import pocket_model_path
 from works_with import CLAIMS, PAGE, ROOT, named_on_page
 
 HUB_ID = "Qwen/Qwen2.5-0.5B-Instruct"

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import yaml
 
-from frozencore.lab.pocket import pocket_model_path
-from places import ROOT, SHARED
+from frozencore.tune.pocket import pocket_model_path
+from places import LAB, ROOT, SHARED
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not (SHARED / "data").is_dir(), reason="needs ../shared/data")]
 FEW = {"num_train": 16, "num_evaluation": 4, "max_length": 96, "calibration_size": 8, "rank": 4}
@@ -32,7 +32,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def write_few(name: str, folder: Path, axes: dict[str, list[Any]]) -> None:
     """The first study of a shipped campaign with those values, and a search of one trial."""
-    campaign = yaml.safe_load((ROOT / "campaigns" / f"{name}.yaml").read_text())
+    campaign = yaml.safe_load((LAB / "campaigns" / f"{name}.yaml").read_text())
     campaign["base"] |= FEW
     first = next(iter(campaign["studies"]))
     study = campaign["studies"][first]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from places import ROOT
+from places import LAB, ROOT
 
 PAGE = (ROOT / "docs" / "maths.md").read_text(encoding="utf-8")
 FUNCTIONS = sorted(set(re.findall(r"`(frozencore(?:\.\w+)+)`", PAGE)))
@@ -56,7 +56,7 @@ ROWS = {
 @pytest.fixture(scope="module")
 def losses() -> Callable[[str, tuple[str, str]], Mapping[int, float]]:
     """Of the committed campaign: held-out losses of a task under a weighting and labels, by seed."""
-    lines = (ROOT / "results" / "calibration-labels" / "records.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = (LAB / "results" / "calibration-labels" / "records.jsonl").read_text(encoding="utf-8").splitlines()
     records: list[dict[str, Any]] = [json.loads(line) for line in lines]
 
     def found(task: str, options: tuple[str, str]) -> dict[int, float]:

@@ -6,7 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-SOURCE = Path(__file__).parents[1] / "src" / "frozencore"
+ROOT = Path(__file__).parents[1]
+SOURCES = (ROOT / "src" / "frozencore", ROOT / "lab" / "src" / "frozencore_lab")
 
 
 def types_in(file: Path) -> Iterator[str]:
@@ -20,8 +21,8 @@ def types_in(file: Path) -> Iterator[str]:
 
 def test_no_two_types_bear_one_name() -> None:
     places = defaultdict(list)
-    for file in sorted(SOURCE.rglob("*.py")):
+    for file in (file for source in SOURCES for file in sorted(source.rglob("*.py"))):
         for name in types_in(file):
-            places[name].append(str(file.relative_to(SOURCE)))
+            places[name].append(str(file.relative_to(ROOT)))
     assert len(places) > 100
     assert {name: where for name, where in places.items() if len(where) > 1} == {}

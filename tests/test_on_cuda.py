@@ -15,10 +15,10 @@ from adapted import cores_of
 from frozencore import CalibrationOptions, FrozenCoreConfig, calibrate, collect_moments
 from frozencore.adapter.core_product import adapted_linear, core_output, plus_core
 from frozencore.calibration.finite import FiniteBatches
-from frozencore.lab.methods import METHODS
-from frozencore.lab.pocket import pocket_model_path
-from frozencore.lab.run.config import RunConfig, make_config
-from frozencore.lab.run.execute import execute
+from frozencore.tune.methods import METHODS
+from frozencore.tune.pocket import pocket_model_path
+from frozencore.tune.run.config import RunConfig, make_config
+from frozencore.tune.run.execute import execute
 from tiny import ATTENTION, batches_of, draw_examples, tiny_qwen2
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -205,7 +205,7 @@ def little_memory() -> Iterator[None]:
 
 
 def test_out_of_memory_scores_in_smaller_groups(little_memory: None) -> None:
-    from frozencore.lab.scoring.memory import score_in_groups
+    from frozencore.tune.scoring.memory import score_in_groups
 
     seen: list[list[int]] = []
 

@@ -15,11 +15,11 @@ from peft import PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from frozencore import CoreBank, FrozenCoreConfig
-from frozencore.lab.pocket import POCKET_TASKS, pocket_model_path
-from frozencore.lab.rows.batches import make_batches
-from frozencore.lab.rows.prompts import PromptEncoder
-from frozencore.lab.tasks.splits import split_task
-from places import ROOT
+from frozencore.tune.pocket import POCKET_TASKS, pocket_model_path
+from frozencore.tune.rows.batches import make_batches
+from frozencore.tune.rows.prompts import PromptEncoder
+from frozencore.tune.tasks.splits import split_task
+from places import LAB, ROOT
 
 README = ROOT / "README.md"
 HUB_ID = "Qwen/Qwen2.5-0.5B-Instruct"
@@ -91,7 +91,7 @@ def test_one_basis_and_32_tenants_in_ten_lines(  # type: ignore[no-untyped-def]
 
 
 def test_the_table_of_when_to_use_it_is_that_of_the_committed_runs() -> None:
-    lines = (ROOT / "results" / "frontier" / "records.jsonl").read_text().splitlines()
+    lines = (LAB / "results" / "frontier" / "records.jsonl").read_text().splitlines()
     finals = [record for record in map(json.loads, lines) if record["config"].get("evaluate_on") != "validation"]
     runs: dict[tuple[object, ...], list[dict[str, Any]]] = {}
     for record in finals:
@@ -122,5 +122,5 @@ def test_the_table_of_when_to_use_it_is_that_of_the_committed_runs() -> None:
 
 
 def test_its_first_figure_is_that_of_the_committed_campaign() -> None:
-    drawn = ROOT / "results" / "frontier" / "report" / "figures" / "frontier.png"
+    drawn = LAB / "results" / "frontier" / "report" / "figures" / "frontier.png"
     assert (ROOT / "docs" / "figures" / "frontier.png").read_bytes() == drawn.read_bytes()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from frozencore.lab.run.accounting import training_state_bytes
+from frozencore.tune.run.accounting import training_state_bytes
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "refreshing.md").read_text(encoding="utf-8")
@@ -25,7 +25,7 @@ KINDS = {
 
 
 def records(campaign: str) -> list[dict[str, Any]]:
-    lines = (ROOT / "results" / campaign / "records.jsonl").read_text().splitlines()
+    lines = (ROOT / "lab" / "results" / campaign / "records.jsonl").read_text().splitlines()
     return [record for record in map(json.loads, lines) if record["config"]["evaluate_on"] == "evaluation"]
 
 

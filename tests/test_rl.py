@@ -12,8 +12,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from frozencore.lab.pocket import pocket_model_path
-from frozencore.lab.rows.prompts import TokenRow
+from frozencore.tune.pocket import pocket_model_path
+from frozencore.tune.rows.prompts import TokenRow
 from places import ROOT
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import frozencore
+import frozencore_lab
 
 TWO_METHODS = """
 name: small
@@ -33,7 +34,7 @@ ENVIRONMENT = {
     **os.environ,
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
-    "PYTHONPATH": str(Path(frozencore.__file__).parents[1]),
+    "PYTHONPATH": os.pathsep.join(str(Path(one.__file__).parents[1]) for one in (frozencore, frozencore_lab)),
 }
 
 

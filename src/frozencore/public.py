@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from frozencore.adapter.advice.advise import Advice, advise
 from frozencore.adapter.arithmetic import merge_adapters
 from frozencore.adapter.bank import CoreBank
 from frozencore.adapter.bases.calibrate import Calibration, calibrate
@@ -24,6 +23,7 @@ from frozencore.adapter.private.training import PrivateTraining
 from frozencore.adapter.seal.card import write_model_card
 from frozencore.adapter.seal.saved_basis import SavedBasis, load_basis
 from frozencore.adapter.swap import prepare_swap, swap_core
+from frozencore.advice.advise import Advice, advise
 from frozencore.calibration.collect import collect_moments
 from frozencore.calibration.options import CalibrationOptions
 from frozencore.calibration.store import load_moments, save_moments

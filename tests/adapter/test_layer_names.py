@@ -22,7 +22,7 @@ from frozencore.adapter.layer_names import Clock, key_for, searcher
 from frozencore.cli.findings import diagnose
 from frozencore.errors import ArtifactError, ConfigError, FrozenCoreError
 from frozencore.files.fingerprint import fingerprint_options
-from frozencore.lab.evaluation.adapters import AdapterStand
+from frozencore.tune.evaluation.adapters import AdapterStand
 from tiny import tiny_qwen2
 
 ENDLESS = "(([a-z_]+)+)+X"  # re needs years for the name of a layer

@@ -13,10 +13,10 @@ from adapted import adapted
 from frozencore import FrozenCoreConfig
 from frozencore.adapter.trainable import require_own_parameters
 from frozencore.errors import ConfigError
-from frozencore.lab.rows.prompts import TokenRow
-from frozencore.lab.run.accounting import values_at_once
-from frozencore.lab.training.recipe import Recipe
-from frozencore.lab.training.train import train
+from frozencore.tune.rows.prompts import TokenRow
+from frozencore.tune.run.accounting import values_at_once
+from frozencore.tune.training.recipe import Recipe
+from frozencore.tune.training.train import train
 from tiny import draw_examples, tiny_qwen2
 
 ROWS = [TokenRow(f"row-{i}", list(e.ids), e.num_prompt) for i, e in enumerate(draw_examples(4, seed=5))]

@@ -17,7 +17,7 @@ from trl import SFTConfig, SFTTrainer
 from adapted import cores_of
 from frozencore import FrozenCoreConfig, Refresh, calibrate, get_bases, set_bases
 from frozencore.errors import CalibrationError
-from frozencore.lab.pocket import pocket_model_path
+from frozencore.tune.pocket import pocket_model_path
 
 PAIRS = [(f"tom has {i} apples and", f" tom has {i % 3} .") for i in range(16)]
 PROMPTS = [{"prompt": prompt, "completion": completion} for prompt, completion in PAIRS]

@@ -10,7 +10,7 @@ from peft import PeftModel
 
 from adapted import adapted
 from frozencore.adapter.uncalibrated import UncalibratedWarning
-from frozencore.lab.evaluation.adapters import AdapterStand
+from frozencore.tune.evaluation.adapters import AdapterStand
 from tiny import tiny_qwen2
 
 SAID = "was never calibrated: its bases are zero"

@@ -15,7 +15,7 @@ from transformers import DataCollatorForSeq2Seq, DataCollatorWithPadding
 from adapted import EXAMPLES, adapted
 from frozencore import calibrate, get_bases
 from frozencore.errors import CalibrationError, ConfigError, DataError, FrozenCoreError
-from frozencore.lab.pocket import pocket_model_path
+from frozencore.tune.pocket import pocket_model_path
 from tiny import batch_of, batches_of
 
 ROWS = [

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from frozencore.lab.pocket import pocket_model_path
+from frozencore.tune.pocket import pocket_model_path
 
 Command = Callable[..., tuple[int, str, str]]
 ASKED = ["--model", pocket_model_path(), "--task", "pocket-sentiment"]

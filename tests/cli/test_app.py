@@ -19,10 +19,10 @@ from frozencore.cli import app as cli
 from frozencore.cli.samples import sample_lines
 from frozencore.cli.tables import recipe_in_words
 from frozencore.errors import ArtifactError
-from frozencore.lab.pocket import pocket_model_path
-from frozencore.lab.run.bench import prepare
-from frozencore.lab.run.config import make_config
-from frozencore.lab.training.trainer import CompletionTrainer
+from frozencore.tune.pocket import pocket_model_path
+from frozencore.tune.run.bench import prepare
+from frozencore.tune.run.config import make_config
+from frozencore.tune.training.trainer import CompletionTrainer
 from frozencore.words import counted
 
 FEW = ["--model", str(pocket_model_path()), "--task", "pocket-sentiment", "--rank", "4", "--calibration-size", "16"]
@@ -214,7 +214,7 @@ def test_ctrl_c_in_a_command_is_status_130_and_sigterm_143_and_each_is_one_line(
         (130, "interrupted", raising(KeyboardInterrupt())),
         (143, "terminated", lambda: signal.raise_signal(signal.SIGTERM)),
     ):
-        monkeypatch.setattr("frozencore.cli.campaign_status.status_lines", lambda _, end=end: end())
+        monkeypatch.setattr("frozencore_lab.cli.campaign_status.status_lines", lambda _, end=end: end())
         came, _, err = command("campaign", "status", tmp_path)
         assert came == status
         assert err.splitlines()[-1] == f"frozencore: {how}; the same command goes on from what is there"

@@ -21,11 +21,11 @@ from frozencore.cli import console as our_console
 from frozencore.cli.console import PlainConsole
 from frozencore.cli.display import StageDisplay
 from frozencore.cli.doctor import doctor
-from frozencore.lab.reports.pages.html_parts import html_document
-from frozencore.lab.reports.sheets.html_table import html_table
-from frozencore.lab.reports.sheets.render import csv_lines, csv_text, latex, markdown, rich_table
-from frozencore.lab.reports.sheets.sheet import SeedValue, Sheet, SheetCell, label, number
-from frozencore.lab.reports.tables.task_means import read_task_means
+from frozencore_lab.reports.pages.html_parts import html_document
+from frozencore_lab.reports.sheets.html_table import html_table
+from frozencore_lab.reports.sheets.render import csv_lines, csv_text, latex, markdown, rich_table
+from frozencore_lab.reports.sheets.sheet import SeedValue, Sheet, SheetCell, label, number
+from frozencore_lab.reports.tables.task_means import read_task_means
 
 PACKAGE = Path(frozencore.__file__).parent
 HOSTILE = [

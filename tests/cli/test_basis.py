@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
-from frozencore.lab.pocket import pocket_model_path
+from frozencore.tune.pocket import pocket_model_path
 
 Command = Callable[..., tuple[int, str, str]]
 FEW = ["--model", pocket_model_path(), "--task", "pocket-sentiment"]

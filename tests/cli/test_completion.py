@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from frozencore.cli.verbs import VERBS
+from frozencore.cli.verbs import all_verbs
 
 OFFERED = {
-    "": {verb.name for verb in VERBS},
+    "": {verb.name for verb in all_verbs()},
     "tu": {"tune", "tune-many"},
     "tune --calibration-": {"--calibration-size", "--calibration-task"},
     "tune --method mil": {"milora"},

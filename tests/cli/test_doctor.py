@@ -17,14 +17,14 @@ from adapted import adapted
 from frozencore import export_basis_model, export_lora, export_tenant, save_basis
 from frozencore.cli.findings import Diagnosis, diagnose
 from frozencore.files.whole_file import write_json
-from frozencore.lab.evaluation.evaluate import Evaluation, evaluate
-from frozencore.lab.pocket import pocket_model_path
-from frozencore.lab.rows.suite import find_tasks
-from frozencore.lab.run.calibrating import execute_calibration
-from frozencore.lab.run.config import make_config
-from frozencore.lab.run.execute import execute
-from frozencore.lab.run.many.execute import execute_many
-from places import ROOT
+from frozencore.tune.evaluation.evaluate import Evaluation, evaluate
+from frozencore.tune.pocket import pocket_model_path
+from frozencore.tune.rows.suite import find_tasks
+from frozencore.tune.run.calibrating import execute_calibration
+from frozencore.tune.run.config import make_config
+from frozencore.tune.run.execute import execute
+from frozencore.tune.run.many.execute import execute_many
+from places import LAB
 from tiny import tiny_qwen2
 
 MODEL = str(pocket_model_path())
@@ -65,7 +65,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     export_tenant(folder / "adapter", folder / "tenant", basis_model=folder / "basis model")
     tasks = tuple(find_tasks("pocket-sentiment"))
     evaluate(Evaluation(MODEL, tasks, num_evaluation=10, device="cpu"), folder / "evaluation", silent)
-    shutil.copytree(ROOT / "results" / "pocket", folder / "campaign")
+    shutil.copytree(LAB / "results" / "pocket", folder / "campaign")
     return folder
 
 

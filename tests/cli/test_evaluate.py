@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from frozencore.lab.pocket import pocket_model_path
+from frozencore.tune.pocket import pocket_model_path
 
 POCKET = ["--model", str(pocket_model_path())]
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import frozencore_basis_model
 from adapted import adapted, logits
-from frozencore.lab.pocket import pocket_model_path
+from frozencore.tune.pocket import pocket_model_path
 from tiny import tiny_qwen2
 
 Command = Callable[..., tuple[int, str, str]]

@@ -11,7 +11,7 @@ import yaml
 
 from frozencore.cli.flag_file import as_flags
 from frozencore.cli.run_flags import TakesRun
-from frozencore.lab.run.config import RunConfig, make_config
+from frozencore.tune.run.config import RunConfig, make_config
 
 Command = Callable[..., tuple[int, str, str]]
 

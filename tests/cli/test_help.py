@@ -11,8 +11,8 @@ from typer.main import get_command
 
 from frozencore.cli.app import program
 from frozencore.cli.flag_groups import FLAG_GROUPS
-from frozencore.cli.verbs import VERBS
-from frozencore.lab.run.options_by_name import run_options
+from frozencore.cli.verbs import all_verbs
+from frozencore.tune.run.options_by_name import run_options
 
 Command = Callable[..., tuple[int, str, str]]
 IN_SIGHT = 10
@@ -21,7 +21,7 @@ OF_A_RUN = ("tune", "tune-many", "calibrate", "advise")
 
 def verbs() -> Iterator[tuple[list[str], Any]]:
     """The words of each verb, and what typer made of it."""
-    for name, command in get_command(program([verb.name for verb in VERBS])).commands.items():  # type: ignore[attr-defined]
+    for name, command in get_command(program([verb.name for verb in all_verbs()])).commands.items():  # type: ignore[attr-defined]
         yield [name], command
         for own, inner in getattr(command, "commands", {}).items():
             yield [name, own], inner

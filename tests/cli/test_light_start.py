@@ -15,10 +15,10 @@ import pytest
 import frozencore
 from adapted import adapted
 from frozencore import __version__, public, words
-from frozencore.cli.verbs import VERBS
-from places import ROOT
+from frozencore.cli.verbs import all_verbs
+from places import LAB, ROOT
 
-POCKET = ROOT / "results" / "pocket"
+POCKET = LAB / "results" / "pocket"
 HEAVY = {"torch", "transformers", "peft", "datasets", "accelerate", "matplotlib", "scipy", "torchao", "bitsandbytes"}
 
 
@@ -155,8 +155,8 @@ def test_the_package_lists_its_public_names_and_no_others() -> None:
 
 def test_the_list_of_verbs_shows_every_verb_and_each_shows_the_same_line(command) -> None:  # type: ignore[no-untyped-def]
     listed = re.findall(r"^│ ([a-z][a-z-]*) {2,}", command("--help")[1], flags=re.MULTILINE)
-    assert listed == [verb.name for verb in VERBS]
-    for verb in VERBS:
+    assert listed == [verb.name for verb in all_verbs()]
+    for verb in all_verbs():
         text = " ".join(command(verb.name, "--help")[1].split())
         assert verb.help in text
         assert f"frozencore {verb.name} " in text

@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from frozencore.cli.many_tables import sweep_summary
-from frozencore.lab.run.record import Sweep, SweptRun
+from frozencore.tune.run.record import Sweep, SweptRun
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from frozencore.errors import ConfigError
-from frozencore.lab.campaign.job import make_job
-from frozencore.lab.campaign.plan import plan
-from frozencore.lab.campaign.spec import read_campaign
-from frozencore.lab.run.config import make_config
+from frozencore.tune.run.config import make_config
+from frozencore_lab.campaign.job import make_job
+from frozencore_lab.campaign.plan import plan
+from frozencore_lab.campaign.spec import read_campaign
 from toy import register_toy
 
 pytestmark = pytest.mark.usefixtures("as_a_user")

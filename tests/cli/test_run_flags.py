@@ -19,9 +19,9 @@ from frozencore.cli.run_flags import TakesRun
 from frozencore.cli.tune import tune
 from frozencore.constructors import CONSTRUCTORS
 from frozencore.files.adapter_folder import WEIGHTS_FILE
-from frozencore.lab.methods import METHODS
-from frozencore.lab.run.config import RunConfig, make_config
 from frozencore.options import options_of
+from frozencore.tune.methods import METHODS
+from frozencore.tune.run.config import RunConfig, make_config
 
 Command = Callable[..., tuple[int, str, str]]
 RUN = ("--model", "pocket", "--task", "pocket-sentiment", "--rank", "4", "--calibration-size", "16")

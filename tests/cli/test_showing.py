@@ -10,9 +10,9 @@ import pytest
 
 from frozencore.cli.showing import show_example
 from frozencore.errors import ConfigError
-from frozencore.lab.rows.own_task import FileSource
-from frozencore.lab.rows.prompts import PromptEncoder
-from frozencore.lab.tasks.task import Example, Scoring, Task
+from frozencore.tune.rows.own_task import FileSource
+from frozencore.tune.rows.prompts import PromptEncoder
+from frozencore.tune.tasks.task import Example, Scoring, Task
 
 
 def task_of(scoring: Scoring, folder: Path, *, split: str = "train") -> Task:

@@ -12,11 +12,11 @@ from rich.text import Text
 from frozencore.adapter.inspection import AngleReport, BasisReport, CaptureReport, LayerReport
 from frozencore.cli.layer_tables import inspection_table
 from frozencore.cli.tables import run_summary, verdict
-from frozencore.lab.reports.sheets.render import rich_table
-from frozencore.lab.reports.sheets.sheet import Sheet, SheetCell, label
-from frozencore.lab.run.config import make_config
-from frozencore.lab.run.record_parts import AccuracyDetails
+from frozencore.tune.run.config import make_config
+from frozencore.tune.run.record_parts import AccuracyDetails
 from frozencore.words import counted
+from frozencore_lab.reports.sheets.render import rich_table
+from frozencore_lab.reports.sheets.sheet import Sheet, SheetCell, label
 from made_up import made_up_record
 
 BASIS = BasisReport((8, 6), 2, 4, 4, 112, 3e-8, 1.25, 2.5, 0.75)

@@ -15,7 +15,7 @@ from frozencore.adapter.seal.saved_basis import load_basis
 from frozencore.cli.findings import Finding, inside
 from frozencore.errors import FrozenCoreError
 from frozencore.files.adapter_folder import CONFIG_FILE
-from frozencore.lab.run.files import ADAPTER, BASIS
+from frozencore.tune.run.files import ADAPTER, BASIS
 from frozencore.words import one_line
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from matplotlib.figure import Figure
 
-from frozencore.adapter.advice.advise import Advice
-from frozencore.lab.reports.figures.style import NAVY, ORANGE, method_colour, plain_ticks, plt
-from frozencore.lab.reports.labels import bases_name
+from frozencore.advice.advise import Advice
+from frozencore.cli.figure_style import NAVY, ORANGE, method_colour, plain_ticks, plt
+from frozencore.tune.methods import bases_name
 
 FIGURE = "advice.png"
 

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 from rich.table import Table
 
-from frozencore.adapter.advice.advise import Advice
-from frozencore.adapter.advice.trials import Worth
-from frozencore.lab.reports.labels import bases_name
-from frozencore.lab.run.advising import flags_of
-from frozencore.lab.run.config import RunConfig
+from frozencore.advice.advise import Advice
+from frozencore.advice.trials import Worth
+from frozencore.tune.methods import bases_name
+from frozencore.tune.run.advising import flags_of
+from frozencore.tune.run.config import RunConfig
 from frozencore.words import num_of
 
 

@@ -10,9 +10,9 @@ import typer
 from frozencore.cli.calibrate import OF_TRAINING
 from frozencore.cli.console import console
 from frozencore.cli.run_flags import TakesRun
-from frozencore.lab.run.config import RunConfig
-from frozencore.lab.run.early import refuse_early
-from frozencore.lab.run.option_groups import GROUPS
+from frozencore.tune.run.config import RunConfig
+from frozencore.tune.run.early import refuse_early
+from frozencore.tune.run.option_groups import GROUPS
 
 OF_SCORING = ("evaluate_on", "num_evaluation", "max_new_tokens", "paper_steps", "select_checkpoint", "select_by")
 
@@ -27,9 +27,9 @@ def _advise(
     from frozencore.cli.advice_figure import FIGURE, advice_figure
     from frozencore.cli.advice_lines import advice_lines
     from frozencore.cli.display import StageDisplay
-    from frozencore.lab.reports.figures.style import save_figure
-    from frozencore.lab.run.advising import execute_advice
-    from frozencore.lab.run.files import ADVICE
+    from frozencore.cli.figure_style import save_figure
+    from frozencore.tune.run.advising import execute_advice
+    from frozencore.tune.run.files import ADVICE
 
     with StageDisplay(console) as progress:
         advice = execute_advice(config, output, progress)

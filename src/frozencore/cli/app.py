@@ -14,10 +14,10 @@ from frozencore import __version__
 from frozencore.cli.console import console
 from frozencore.cli.flag_groups import HELP, HELP_ALL, command_of
 from frozencore.cli.other_names import refuse_unknown_verb
-from frozencore.cli.verbs import VERBS, add_verbs
-from frozencore.errors import CalibrationError, FrozenCoreError
-from frozencore.lab.run.processes import is_first, refuse_several
+from frozencore.cli.verbs import IN_LAB, LAB_MISSING, add_verbs, all_verbs
+from frozencore.errors import CalibrationError, ConfigError, FrozenCoreError
 from frozencore.quiet import ignore_known_warnings
+from frozencore.tune.run.processes import is_first, refuse_several
 from frozencore.words import one_line
 
 _ASKS = "_FROZENCORE_COMPLETE"  # set by a shell that asks how a command line could go on
@@ -57,11 +57,14 @@ def program(words: Collection[str]) -> typer.Typer:
 def app() -> None:
     """Do what the words of the command line ask for; only the verbs among them are imported."""
     words = _words()
-    if words[:1] not in [[verb.name] for verb in VERBS if verb.by_several]:
+    if words[:1] not in [[verb.name] for verb in all_verbs() if verb.by_several]:
         refuse_several(f"frozencore {' '.join(words[:1])}".strip())
     console.quiet = not is_first()
     if _ASKS not in os.environ:
-        refuse_unknown_verb(words, [verb.name for verb in VERBS])
+        known = [verb.name for verb in all_verbs()]
+        if words[:1] not in [[name] for name in known] and words[:1] in [[name] for name in IN_LAB]:
+            raise ConfigError(f"frozencore {words[0]}: {LAB_MISSING}")
+        refuse_unknown_verb(words, known)
     asked = [HELP if word == HELP_ALL else word for word in sys.argv[1:]]
     command_of(program(words), words)(asked, prog_name="frozencore")  # shells complete it by this name
 
@@ -77,7 +80,7 @@ def _words() -> list[str]:
 def _ended_early(status: int, end: BaseException) -> NoReturn:
     """One line: what was saved, where a training says it, and how to go on."""
     how = "interrupted" if status == INTERRUPTED else "terminated"
-    ways_on = {verb.name: verb.when_ended_early for verb in VERBS}
+    ways_on = {verb.name: verb.when_ended_early for verb in all_verbs()}
     way_on = [ways_on[word] for word in sys.argv[1:] if word in ways_on][:1]
     sys.stderr.write(f"frozencore: {one_line('; '.join([how, *_notes(end), *way_on]))}\n")
     sys.exit(status)

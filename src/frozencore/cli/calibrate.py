@@ -9,8 +9,8 @@ import typer
 
 from frozencore.cli.console import console
 from frozencore.cli.run_flags import OF_ONE_TRAINING, TakesRun
-from frozencore.lab.run.config import RunConfig
-from frozencore.lab.run.early import refuse_early
+from frozencore.tune.run.config import RunConfig
+from frozencore.tune.run.early import refuse_early
 
 OF_TRAINING = ("basis", "learning_rate", "warmup", "epochs", "batch_size", "accumulation", "patience", *OF_ONE_TRAINING)
 
@@ -30,8 +30,8 @@ def _calibrate(
     refuse_early(config)
     from frozencore.cli.display import StageDisplay
     from frozencore.cli.layer_tables import calibration_summary
-    from frozencore.lab.run.calibrating import execute_calibration
-    from frozencore.lab.run.files import ADAPTER, BASIS, MOMENTS_FILE
+    from frozencore.tune.run.calibrating import execute_calibration
+    from frozencore.tune.run.files import ADAPTER, BASIS, MOMENTS_FILE
 
     with StageDisplay(console) as progress:
         calibration = execute_calibration(config, output, progress)

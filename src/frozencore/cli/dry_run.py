@@ -16,18 +16,18 @@ from frozencore.adapter.bases.refresh_plan import rounds_for
 from frozencore.cli.flag_file import as_flags
 from frozencore.cli.showing import MARKS
 from frozencore.cli.tables import recipe_in_words, values_in_words
-from frozencore.lab.campaign.estimate import memory_bytes, size_of
-from frozencore.lab.rows.prompts import PromptEncoder
-from frozencore.lab.rows.row_forms import TokenRow
-from frozencore.lab.run.accounting import optimiser_bytes, values_at_once
-from frozencore.lab.run.bench import Bench, prepare
-from frozencore.lab.run.config import RunConfig
-from frozencore.lab.run.execute import recipe_of
-from frozencore.lab.run.many.execute import tenant_of
-from frozencore.lab.run.many.rows import read_tenants, tenants_of
-from frozencore.lab.run.named_basis import on_named_basis
-from frozencore.lab.run.targets import resolve_targets
-from frozencore.lab.training.reporting import require_reporters
+from frozencore.tune.rows.prompts import PromptEncoder
+from frozencore.tune.rows.row_forms import TokenRow
+from frozencore.tune.run.accounting import optimiser_bytes, values_at_once
+from frozencore.tune.run.bench import Bench, prepare
+from frozencore.tune.run.config import RunConfig
+from frozencore.tune.run.execute import recipe_of
+from frozencore.tune.run.many.execute import tenant_of
+from frozencore.tune.run.many.rows import read_tenants, tenants_of
+from frozencore.tune.run.model_size import memory_bytes, size_of
+from frozencore.tune.run.named_basis import on_named_basis
+from frozencore.tune.run.targets import resolve_targets
+from frozencore.tune.training.reporting import require_reporters
 from frozencore.words import Progress, bytes_in_words, num_of
 
 

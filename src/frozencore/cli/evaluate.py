@@ -64,9 +64,9 @@ def evaluate(
     require_name("dtype", dtype, DTYPE_NAMES)
     if task is None and lm_eval is None and data is None:
         raise ConfigError("There is nothing to score: give --data FILE, --task all, --task NAME or --lm-eval NAME.")
-    from frozencore.lab.rows.row_sources import require_source
-    from frozencore.lab.rows.suite import find_tasks
-    from frozencore.lab.run.early import require_data_root, require_model
+    from frozencore.tune.rows.row_sources import require_source
+    from frozencore.tune.rows.suite import find_tasks
+    from frozencore.tune.run.early import require_data_root, require_model
 
     tasks = tuple(find_tasks(task)) if task is not None else ()
     require_model(model)
@@ -76,8 +76,8 @@ def evaluate(
     adapters = tuple(map(adapter_in, adapter or ()))
     from frozencore.cli.display import StageDisplay
     from frozencore.cli.evaluation_tables import evaluation_table
-    from frozencore.lab.evaluation.evaluate import Evaluation
-    from frozencore.lab.evaluation.evaluate import evaluate as run_evaluation
+    from frozencore.tune.evaluation.evaluate import Evaluation
+    from frozencore.tune.evaluation.evaluate import evaluate as run_evaluation
 
     evaluation = Evaluation(
         model=model,
@@ -110,7 +110,7 @@ def evaluate(
 def list_tasks(context: typer.Context) -> None:
     """Every task with its rows, epochs, scoring and data set."""
     from frozencore.cli.showing import task_lines
-    from frozencore.lab.rows.suite import TASKS
+    from frozencore.tune.rows.suite import TASKS
 
     table = Table()
     for heading in ("task", "train / evaluation rows", "epochs", "scoring", "data"):
@@ -133,10 +133,10 @@ def show_task(
 ) -> None:
     """Print a real example as the model sees it; what stands in ⟦ ⟧ carries the loss."""
     from frozencore.cli.showing import show_example
-    from frozencore.lab.pocket import pocket_model_path
-    from frozencore.lab.rows.prompts import PromptEncoder
-    from frozencore.lab.rows.suite import find_task
-    from frozencore.lab.run.loading import load_tokenizer
+    from frozencore.tune.pocket import pocket_model_path
+    from frozencore.tune.rows.prompts import PromptEncoder
+    from frozencore.tune.rows.suite import find_task
+    from frozencore.tune.run.loading import load_tokenizer
 
     require_name("prompt style", prompt_style, STYLES)
     task = find_task(name)
@@ -156,8 +156,8 @@ def export(
     num_evaluation: NumRows = None,
 ) -> None:
     """Write tasks, with their evaluation rows, in a form that another evaluator runs."""
-    from frozencore.lab.evaluation.harness.export import export_tasks
-    from frozencore.lab.rows.suite import find_tasks
+    from frozencore.tune.evaluation.harness.export import export_tasks
+    from frozencore.tune.rows.suite import find_tasks
 
     require_name("export", to, ("lm-eval",))
     names = export_tasks(find_tasks(task), folder, data_root=data_root, num_evaluation=num_evaluation)

@@ -10,8 +10,8 @@ import typer
 from frozencore.cli.console import console
 from frozencore.cli.export_options import Wanted
 from frozencore.files.adapter_folder import adapter_in, folder_of
-from frozencore.lab.run.model_names import model_location
 from frozencore.quiet import quiet_loading
+from frozencore.tune.run.model_names import model_location
 
 
 def export(

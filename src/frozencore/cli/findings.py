@@ -11,12 +11,14 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
 from frozencore.calibration.store import KEY
+from frozencore.cli.verbs import LAB_MISSING
 from frozencore.errors import ArtifactError
 from frozencore.files.adapter_folder import (
     BASIS_MODEL_TYPE,
@@ -29,8 +31,8 @@ from frozencore.files.adapter_folder import (
     WEIGHTS_FILE,
     read_config,
 )
-from frozencore.lab.run.files import ADAPTER, CHECKPOINTS, FAILURE, FOUND, MOMENTS_FILE, PREDICTIONS, RECORD
-from frozencore.lab.training.checkpoints import SEATS
+from frozencore.tune.run.files import ADAPTER, CHECKPOINTS, FAILURE, FOUND, MOMENTS_FILE, PREDICTIONS, RECORD
+from frozencore.tune.training.checkpoints import SEATS
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,11 @@ def diagnose(path: Path) -> Diagnosis:
 
 def _examiner(kind: str) -> Callable[[Path], Iterator[Finding]]:
     """The function that looks; what only an adapter needs is not imported for a campaign."""
+    for other in entry_points(group="frozencore.doctor", name=kind):
+        found: Callable[[Path], Iterator[Finding]] = other.load()
+        return found
+    if kind == "campaign":
+        return _needs_lab
     room = {
         "adapter": "adapter_findings", "basis": "adapter_findings", "basis model": "adapter_findings",
         "LoRA": "adapter_findings", "moments": "moments_findings",
@@ -75,6 +82,10 @@ def _examiner(kind: str) -> Callable[[Path], Iterator[Finding]]:
     module = import_module(f"frozencore.cli.{room.get(kind, 'run_findings')}")
     examiner: Callable[[Path], Iterator[Finding]] = getattr(module, kind.lower().replace(" ", "_"))
     return examiner
+
+
+def _needs_lab(path: Path) -> Iterator[Finding]:
+    yield Finding("campaign", f"not looked at: {LAB_MISSING}", sound=False)
 
 
 def _kind_of(path: Path) -> str | None:

@@ -14,8 +14,8 @@ import yaml
 from frozencore.cli.other_names import FLAGS_ELSEWHERE
 from frozencore.errors import ConfigError
 from frozencore.files.strict_yaml import read_yaml
-from frozencore.lab.run.config import RunConfig
-from frozencore.lab.run.option_groups import GROUPS
+from frozencore.tune.run.config import RunConfig
+from frozencore.tune.run.option_groups import GROUPS
 from frozencore.words import nearest_name
 
 SIMPLE = (bool, int, float, str)

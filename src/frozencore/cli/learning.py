@@ -8,10 +8,9 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
+from frozencore.cli.figure_style import GREY, NAVY, ORANGE, binned, plt, save_figure
 from frozencore.files.whole_file import write_text
-from frozencore.lab.reports.figures.curves import binned
-from frozencore.lab.reports.figures.style import GREY, NAVY, ORANGE, plt, save_figure
-from frozencore.lab.run.record import TunedRecord
+from frozencore.tune.run.record import TunedRecord
 
 HISTORY, FIGURE = "history.csv", "training.png"
 COLUMNS = ("step", "loss", "validation_loss", "validation_accuracy")

@@ -8,7 +8,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from frozencore.lab.run.record import Failure, Sweep, TunedRecord
+from frozencore.tune.run.record import Failure, Sweep, TunedRecord
 from frozencore.words import bytes_in_words, num_of
 
 RATE = "learning_rate"

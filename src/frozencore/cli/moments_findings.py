@@ -8,7 +8,7 @@ from pathlib import Path
 from frozencore.calibration.store import load_moments
 from frozencore.cli.findings import Finding
 from frozencore.errors import FrozenCoreError
-from frozencore.lab.run.files import MOMENTS_FILE
+from frozencore.tune.run.files import MOMENTS_FILE
 from frozencore.words import one_line
 
 

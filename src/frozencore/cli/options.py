@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from frozencore.errors import ConfigError
-from frozencore.lab.rows.prompt_date import PROMPT_DATE
+from frozencore.tune.rows.prompt_date import PROMPT_DATE
 from frozencore.words import unknown_name
 
 DataRoot = Annotated[Path | None, typer.Option(help="Folder that holds the data sets under their hub ids.")]

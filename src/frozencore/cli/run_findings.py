@@ -1,4 +1,4 @@
-"""What is found in a run, in an evaluation and in a campaign."""
+"""What is found in a run and in an evaluation."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from frozencore.cli.findings import Finding, diagnose, inside, read_json, things_in
-from frozencore.errors import FrozenCoreError
-from frozencore.lab.run.files import ADAPTER, CHECKPOINTS, FAILURE, PREDICTIONS, RECORD
-from frozencore.lab.run.interrupted import kept_of
-from frozencore.lab.run.record import TunedRecord, read_record
+from frozencore.tune.run.files import ADAPTER, CHECKPOINTS, FAILURE, PREDICTIONS, RECORD
+from frozencore.tune.run.interrupted import kept_of
+from frozencore.tune.run.record import TunedRecord, read_record
 from frozencore.words import one_line
 
 ACCURACY_ROUNDING = 1e-9
@@ -88,40 +87,6 @@ def evaluation(path: Path) -> Iterator[Finding]:
             yield Finding(name, f"{RECORD} is missing or damaged: evaluate again, it is scored again.", sound=False)
         elif "metric" not in score and score.get("accuracy", 0) is not None:  # not an average or a loss of other rows
             yield _rescored(predictions, score.get("accuracy"), name)
-
-
-def campaign(path: Path) -> Iterator[Finding]:
-    """Its runs, those that failed and those that are open."""
-    from frozencore.lab.campaign.results import load_results
-    from frozencore.lab.campaign.store import INDEX, Store
-
-    try:
-        store = Store(path)
-        results = load_results(path)
-        campaign = store.campaign()
-    except (FrozenCoreError, RecursionError) as error:
-        yield Finding("campaign", one_line(error), sound=False)
-        return
-    runs = [run for study in results.studies for run in study.runs]
-    failed, missing = [run for run in runs if run.failure is not None], [run for run in runs if run.record is None]
-    yield Finding("campaign", f"{campaign.name}: {len(runs) - len(missing)} of {len(runs)} final runs are there")
-    if failed:
-        reasons = sorted({run.failure.reason for run in failed if run.failure is not None})
-        yield Finding(
-            "failed runs",
-            f"{len(failed)} ({', '.join(reasons)}): see {path}/failed, then `frozencore campaign run --retry-failed`.",
-            sound=False,
-        )
-    left = len(missing) - len(failed)
-    if left > 0:
-        yield Finding("open runs", f"{left}: `frozencore campaign run` with the same file goes on.", sound=False)
-    for folder in sorted(p for p in (path / "runs").glob("*") if p.is_dir() and not p.name.startswith(".")):
-        if not isinstance(read_json(folder / RECORD), dict):
-            yield Finding(
-                folder.name,
-                f"{RECORD} is missing or damaged: remove {folder} and {INDEX}, it is made again.",
-                sound=False,
-            )
 
 
 def _rescored(path: Path, recorded: Any, part: str = PREDICTIONS) -> Finding:

@@ -18,12 +18,12 @@ from frozencore.cli.flag_file import ConfigFile
 from frozencore.cli.flag_groups import group_of, in_order
 from frozencore.constructors import described
 from frozencore.errors import ConfigError
-from frozencore.lab.methods import METHODS
-from frozencore.lab.rows.suite import TASKS
-from frozencore.lab.run.config import make_config
-from frozencore.lab.run.config_rules import OF_ONE_ALONE
-from frozencore.lab.run.options_by_name import in_groups, run_options
 from frozencore.options import Option, own_refusal
+from frozencore.tune.methods import METHODS
+from frozencore.tune.rows.suite import TASKS
+from frozencore.tune.run.config import make_config
+from frozencore.tune.run.config_rules import OF_ONE_ALONE
+from frozencore.tune.run.options_by_name import in_groups, run_options
 from frozencore.words import flag_of
 
 SPELLED = {"learning_rate": ("--lr", "--learning-rate")}

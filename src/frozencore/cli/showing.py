@@ -8,9 +8,9 @@ from pathlib import Path
 from rich.text import Text
 
 from frozencore.errors import ConfigError
-from frozencore.lab.rows.prompts import PromptEncoder
-from frozencore.lab.tasks.hub import HubDataset
-from frozencore.lab.tasks.task import Example, Task
+from frozencore.tune.rows.prompts import PromptEncoder
+from frozencore.tune.tasks.hub import HubDataset
+from frozencore.tune.tasks.task import Example, Task
 
 MARKS = "⟦", "⟧"
 

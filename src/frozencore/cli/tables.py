@@ -12,9 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from frozencore.adapter.seal.card import allocation_in_words
-from frozencore.lab.run.record import TunedRecord
-from frozencore.lab.run.record_parts import AccuracyDetails
-from frozencore.lab.run.rows import Reading
+from frozencore.tune.run.record import TunedRecord
+from frozencore.tune.run.record_parts import AccuracyDetails
+from frozencore.tune.run.rows import Reading
 from frozencore.words import bytes_in_words, num_of
 
 STILL_FALLING = 0.1  # of the loss, from one quarter of the steps to the next

@@ -11,11 +11,11 @@ from rich.console import Group
 from frozencore.cli.console import console
 from frozencore.cli.flag_file import as_flags
 from frozencore.cli.run_flags import TakesRun, read_choices
-from frozencore.lab.run.config import RunConfig
-from frozencore.lab.run.early import refuse_early
-from frozencore.lab.run.interrupted import refuse_used
-from frozencore.lab.run.options_by_name import SWEPT
-from frozencore.lab.run.processes import is_first, joined, refuse_several
+from frozencore.tune.run.config import RunConfig
+from frozencore.tune.run.early import refuse_early
+from frozencore.tune.run.interrupted import refuse_used
+from frozencore.tune.run.options_by_name import SWEPT
+from frozencore.tune.run.processes import is_first, joined, refuse_several
 
 
 def _tune(
@@ -57,9 +57,9 @@ def _tune(
     from frozencore.cli.samples import sample_lines
     from frozencore.cli.tables import run_summary
     from frozencore.files.whole_file import write_text
-    from frozencore.lab.run.execute import execute
-    from frozencore.lab.run.files import ADAPTER, ASKED, SAMPLES
-    from frozencore.lab.run.many.sweep import execute_sweep
+    from frozencore.tune.run.execute import execute
+    from frozencore.tune.run.files import ADAPTER, ASKED, SAMPLES
+    from frozencore.tune.run.many.sweep import execute_sweep
 
     if resume:
         console.print(resume_line(output), highlight=False, markup=False)

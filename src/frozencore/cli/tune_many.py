@@ -9,11 +9,11 @@ import typer
 
 from frozencore.cli.console import console
 from frozencore.cli.run_flags import OF_ONE_TRAINING, TakesRun
-from frozencore.lab.rows.row_sources import require_source
-from frozencore.lab.run.config import RunConfig
-from frozencore.lab.run.early import refuse_early
-from frozencore.lab.run.many.tenants import find_tenants
-from frozencore.lab.run.processes import is_first, joined, refuse_several
+from frozencore.tune.rows.row_sources import require_source
+from frozencore.tune.run.config import RunConfig
+from frozencore.tune.run.early import refuse_early
+from frozencore.tune.run.many.tenants import find_tenants
+from frozencore.tune.run.processes import is_first, joined, refuse_several
 
 _ALONE = tuple(name for name in OF_ONE_TRAINING if name != "save_steps")
 NOT_OF_MANY = ("task", "data_root", "evaluate_on", "max_new_tokens", "paper_steps", "select_by", *_ALONE)
@@ -41,8 +41,8 @@ def _tune_many(
         return
     from frozencore.cli.display import StageDisplay, resume_line
     from frozencore.cli.many_tables import tenants_summary
-    from frozencore.lab.run.many.execute import execute_many
-    from frozencore.lab.run.record import Failure
+    from frozencore.tune.run.many.execute import execute_many
+    from frozencore.tune.run.record import Failure
 
     if resume:
         console.print(resume_line(output), highlight=False, markup=False)

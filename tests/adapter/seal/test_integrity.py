@@ -28,7 +28,7 @@ from frozencore.adapter.export.merged import export_merged
 from frozencore.adapter.seal.same_base import differing_layer, record_base, sample_weight
 from frozencore.adapter.seal.values import require_finite
 from frozencore.errors import ArtifactError, FrozenCoreError
-from frozencore.lab.evaluation.adapters import AdapterStand
+from frozencore.tune.evaluation.adapters import AdapterStand
 from tiny import tiny_qwen2
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"

@@ -1,0 +1,132 @@
+"""The driver: gives workers what is ready until nothing is left, from whatever state the folder is in."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from frozencore.errors import ArtifactError
+from frozencore.tune.run.record import Failure
+from frozencore_lab.campaign.crew import Crew, Event
+from frozencore_lab.campaign.job import Job
+from frozencore_lab.campaign.plan import Planned, plan
+from frozencore_lab.campaign.shared import Needs, needs_of
+from frozencore_lab.campaign.spec import Campaign
+from frozencore_lab.campaign.standing import Tally, tally
+from frozencore_lab.campaign.store import Store
+
+MOST_DEATHS = 3  # of workers on one run, before it counts as failed
+WAIT_S = 0.5
+
+
+Watch = Callable[[Tally, dict[int, Job], Event | None], None]
+"""Called with how the campaign stands, what each worker does, and what has just happened."""
+
+
+def drive(campaign: Campaign, store: Store, crew: Crew, watch: Watch, *, retry_failed: bool = False) -> Tally:
+    """Run everything that has neither finished nor failed. Interrupt it at any time; it goes on from there.
+
+    Raises:
+        ArtifactError: Another process drives it, or its folder cannot be written (any more).
+    """
+    with store.locked("driver", wait=False):
+        store.open(campaign)
+        if retry_failed:
+            store.forget_failures()
+        try:
+            return _Driver(campaign, store, crew, watch).run()
+        finally:
+            crew.close()
+            store.write_index()
+
+
+@dataclass
+class _Driver:
+    campaign: Campaign
+    store: Store
+    crew: Crew
+    watch: Watch
+    running: dict[int, Job] = field(default_factory=dict)
+    queue: list[Job] = field(default_factory=list)
+    needs: Needs = field(default_factory=dict)
+    deaths: Counter[str] = field(default_factory=Counter)
+    last_model: dict[int, str] = field(default_factory=dict)
+    standing: Tally = field(default_factory=lambda: Tally(0, 0, 0, 0))
+    trials: set[str] = field(default_factory=set)
+    is_stale: bool = False
+
+    def run(self) -> Tally:
+        self._plan()
+        while True:
+            self._give()
+            self.watch(self.standing, self.running, None)
+            if not self.running:
+                return self.standing
+            for event in self.crew.events(WAIT_S):
+                self._take(event)
+
+    def _plan(self) -> None:
+        self.is_stale = False
+        planned = plan(self.campaign, self.store.outcome)
+        self.needs = needs_of(run.job for run in planned if run.job)
+        self.standing = tally(planned, self.store)
+        busy = {job.id for job in self.running.values()}
+        self.trials = {run.job.id for run in planned if run.job and run.phase == "search"}
+        jobs = {run.job.id: run.job for run in sorted(planned, key=_order) if run.job}
+        self.queue = [job for job in jobs.values() if job.id not in busy and self.store.outcome(job.id) is None]
+
+    def _give(self) -> None:
+        for worker in range(self.crew.size):
+            if worker in self.running:
+                continue
+            job = self._next(worker)
+            if self.is_stale and (job is None or job.id not in self.trials):  # what searches hid comes before others
+                self._plan()
+                job = self._next(worker)
+            if job is not None:
+                self.queue.remove(job)
+                self.running[worker] = job
+                self.last_model[worker] = job.config.model
+                self.crew.start(worker, job, self.needs)
+
+    def _next(self, worker: int) -> Job | None:
+        """The first run in the queue, rather one of the model that the worker has loaded.
+
+        A profile is made while nothing else runs, and begins when the queue holds nothing else: until it ends, nothing
+        joins the queue.
+        """
+        shareable = [job for job in self.queue if job.kind != "profile"]
+        if not shareable:
+            return self.queue[0] if self.queue and not self.running else None
+        return next((job for job in shareable if job.config.model == self.last_model.get(worker)), shareable[0])
+
+    def _take(self, event: Event) -> None:
+        if event.kind != "stage":
+            job = self.running.pop(event.worker)
+            if event.kind == "halted":
+                raise ArtifactError(event.message)
+            if event.kind == "died":
+                self._bury(job, event.message)
+                self._plan()
+            else:
+                self._count(job, failed=event.kind == "failed")
+        self.watch(self.standing, self.running, event)
+
+    def _count(self, job: Job, *, failed: bool) -> None:
+        """What an ended run changes; what it reveals is planned when it is needed: planning takes its time."""
+        now = self.standing
+        ended = {"failed": now.failed + 1} if failed else {"finished": now.finished + 1}
+        self.standing = replace(now, ready=now.ready - 1, **ended)
+        self.is_stale |= job.id in self.trials
+
+    def _bury(self, job: Job, known: str) -> None:
+        self.deaths[job.id] += 1
+        if self.deaths[job.id] >= MOST_DEATHS:
+            message = f"{MOST_DEATHS} workers died of it: killed from outside, or out of memory"
+            self.store.fail(job.id, Failure(reason="worker died", message=message, config=job.resolved), known)
+
+
+def _order(run: Planned) -> tuple[bool, bool]:
+    """Searches first: what they hide is known before the runs that share moments with it."""
+    return run.job is not None and run.job.kind == "profile", run.phase == "final"

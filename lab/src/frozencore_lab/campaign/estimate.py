@@ -1,0 +1,143 @@
+"""What a campaign will take, before anything starts: time, memory, disk.
+
+Operations are counted from shapes (a token of training costs a forward and a backward pass through frozen weights,
+4 operations a weight; a scored token 2), and the machine's speed is measured for a moment on a matrix product. Runs
+that are there already give the time of the others of their kind. It is an estimate: see ``EFFICIENCY``.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from statistics import mean
+
+import torch
+
+from frozencore.errors import FrozenCoreError, ModelError
+from frozencore.tune.rows.prompts import PromptEncoder
+from frozencore.tune.rows.suite import find_task
+from frozencore.tune.run.accounting import basis_bytes
+from frozencore.tune.run.config import RunConfig
+from frozencore.tune.run.loading import load_config, load_tokenizer
+from frozencore.tune.run.model_size import TOKENS_A_ROW, ModelSize, memory_bytes, moment_bytes, size_of
+from frozencore.words import bytes_in_words, num_of, time_in_words
+from frozencore_lab.campaign.job import Job
+from frozencore_lab.campaign.plan import Planned
+from frozencore_lab.campaign.shared import moments_key
+from frozencore_lab.campaign.standing import measured_seconds, tally
+from frozencore_lab.campaign.store import Store
+from frozencore_lab.campaign.worker import Place
+
+SAMPLED_ROWS = 32
+EFFICIENCY = 0.3  # of a matrix product's speed that small batches reach, Python included
+
+START_S = 15.0  # processor time that a worker imports for, torch, transformers and PEFT; the model comes after it
+OVERHEAD_S = 2.0  # a run's own: rows, checkpoints, records
+OWN_DATA = {"epochs": 1, "num_train": 1000, "num_evaluation": 500}  # rows of a user's file are not counted
+RECORD_BYTES = 100_000  # record and predictions
+
+
+def estimate_lines(planned: Sequence[Planned], store: Store, place: Place) -> Iterator[str]:
+    """Time, memory and disk of what is left, in words."""
+    jobs = {run.job.id: run.job for run in planned if run.job and store.outcome(run.job.id) is None}
+    left = tally(planned, store).left
+    if not jobs:
+        return
+    configs = {job.config.model: place.put(job.config) for job in jobs.values()}
+    sizes = {name: model_size(config.model) for name, config in configs.items()}
+    unknown = [model for model, size in sizes.items() if size is None]
+    if unknown:
+        yield f"No estimate: {', '.join(unknown)} cannot be read from here."
+        return
+    speed = operations_per_s(place.device)
+    tasks = {(job.config.model, job.config.task): place.put(job.config) for job in jobs.values()}
+    tokens = {key: tokens_a_row(config) for key, config in tasks.items()}
+    seconds = [
+        run_seconds(job, size, tokens[job.config.model, job.config.task], speed)
+        for job in jobs.values()
+        if (size := sizes[job.config.model])
+    ]
+    measured = measured_seconds(planned, store)
+    each = mean(measured) if measured else mean(seconds)
+    basis = f"as {len(measured)} finished runs took" if measured else f"at {speed * EFFICIENCY / 1e9:.0f} Gop/s"
+    memory = max(memory_bytes(job.config, size) for job in jobs.values() if (size := sizes[job.config.model]))
+    disk = shared_bytes(jobs.values(), sizes) + left * RECORD_BYTES
+    starts = 1 + sum(job.kind == "profile" for job in jobs.values())  # each of these in a process of its own
+    started = "it has started" if starts == 1 else f"its {starts} processes have started"
+    yield (
+        f"Estimate for the {num_of(left, 'run')} left: {time_in_words(each * left + START_S * starts)} on one worker, "
+        f"{time_in_words(START_S * starts)} of it until {started} "
+        f"({basis}, {mean(tokens.values()):.0f} tokens a row), {bytes_in_words(memory)} of memory a worker, "
+        f"{bytes_in_words(disk)} of disk."
+    )
+
+
+def model_size(location: str) -> ModelSize | None:
+    """The size of a model from its configuration alone; None where that cannot be read."""
+    try:
+        return size_of(load_config(location))
+    except ModelError:
+        return None
+
+
+def operations_per_s(device: str) -> float:
+    """Floating-point operations a second of a matrix product, measured for a tenth of a second."""
+    place = torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
+    size, rounds = (4096 if place.type == "cuda" else 512), 0
+    a = torch.ones(size, size, device=place, dtype=torch.bfloat16 if place.type == "cuda" else torch.float32)
+    float((a @ a)[0, 0])
+    started = time.perf_counter()
+    while time.perf_counter() - started < 0.1:
+        float((a @ a)[0, 0])
+        rounds += 1
+    return 2 * size**3 * rounds / (time.perf_counter() - started)
+
+
+def tokens_a_row(config: RunConfig) -> float:
+    """Mean tokens of a task's first training rows; ``TOKENS_A_ROW`` where they cannot be read from here."""
+    try:
+        tokenizer = load_tokenizer(config.model)
+        encoder = PromptEncoder(tokenizer, style=config.prompt_style, too_long="truncate", today=config.prompt_date)
+        task = find_task(config.task or "")
+        rows = islice(iter(task.source.rows("train", config.data_root)), SAMPLED_ROWS)
+        texts = [encoder.render(task.to_example(row, str(index))) for index, row in enumerate(rows)]
+        short = [text for text, fit in zip(texts, encoder.fits(texts), strict=True) if fit != "too long"]
+        return mean(len(row.input_ids) for row in encoder.training_rows(short)) if short else TOKENS_A_ROW
+    except FrozenCoreError:
+        return TOKENS_A_ROW
+
+
+def run_seconds(job: Job, size: ModelSize, row_tokens: float, speed: float) -> float:
+    """Seconds of one run from its operations."""
+    config = job.config
+    rows = OWN_DATA | job.resolved
+    trained, scored = rows["num_train"] * rows["epochs"], (2 + num_choices(job)) * rows["num_evaluation"]
+    if job.kind == "stability":
+        trained = scored = 0
+    calibrated = config.calibration_size if config.moments_needed else 0
+    operations = row_tokens * size.num_parameters * (4 * (trained + calibrated) + 2 * scored)
+    return OVERHEAD_S + operations / (speed * EFFICIENCY)
+
+
+def num_choices(job: Job) -> int:
+    """How often validation rows are scored to choose a step: about as many as are evaluated."""
+    every, rows = job.config.select_checkpoint, OWN_DATA | job.resolved
+    if every in ("none", "epoch"):
+        return rows["epochs"] if every == "epoch" else 0
+    steps_an_epoch = math.ceil(rows["num_train"] / job.config.rows_a_step)
+    return math.ceil(rows["epochs"] * steps_an_epoch / int(every))
+
+
+def shared_bytes(jobs: Iterable[Job], sizes: dict[str, ModelSize | None]) -> int:
+    """Bytes of the moments and bases that runs share."""
+    files: dict[str, int] = {}
+    for job in jobs:
+        size = sizes[job.config.model]
+        if size is not None and job.config.moments_needed:
+            key = moments_key(job.config)
+            files[key] = max(files.get(key, 0), moment_bytes(job.config, size))
+        elif size is not None and job.config.method_entry.weights_only:
+            files[f"{job.config.model} {job.config.method}"] = basis_bytes(size.shapes, job.config.rank, torch.float32)
+    return sum(files.values())

@@ -1,0 +1,93 @@
+"""A job: one run with everything that decides it, and the id that is the hash of that."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from pydantic import ValidationError
+
+from frozencore.constructors import readers
+from frozencore.errors import ConfigError
+from frozencore.files.fingerprint import fingerprint_options
+from frozencore.options import own_refusal
+from frozencore.tune.rows.row_sources import STANDARD_INPUT
+from frozencore.tune.rows.suite import find_task
+from frozencore.tune.run.config import RunConfig
+from frozencore.tune.run.option_groups import GROUPS
+from frozencore.tune.run.options_by_name import in_groups
+from frozencore_lab.campaign.spec import Kind
+from frozencore_lab.campaign.study_options import PLACES
+
+ID_DIGITS = 16
+PAPERS_CORES = {"coordinates": "qr", "alpha": None}
+"""The paper's values of core options that have other defaults. An id leaves them out, as it does defaults elsewhere."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of a campaign; equal jobs of different studies are one.
+
+    Attributes:
+        reference_size: Calibration examples that a ``stability`` job compares with.
+    """
+
+    kind: Kind
+    config: RunConfig
+    reference_size: int | None = None
+
+    @cached_property
+    def resolved(self) -> dict[str, Any]:
+        """What decides the run: options that are not at their defaults, and numbers that a task or method fills in.
+
+        An option that is new to a later version does not change it.
+        """
+        values = self.config.model_dump(mode="json", exclude=set(PLACES), exclude_defaults=True)
+        values.pop("core", None)
+        if core := self._core_options():
+            values["core"] = core
+        values["learning_rate"] = self.config.resolved_learning_rate
+        values["warmup"] = self.config.resolved_warmup
+        if self.config.task is not None:
+            task = find_task(self.config.task)
+            for name, default in (
+                ("epochs", task.epochs), ("num_train", task.num_train), ("num_evaluation", task.num_evaluation)
+            ):  # fmt: skip
+                values.setdefault(name, default)
+        return {"kind": self.kind, "reference_size": self.reference_size, **values}
+
+    def _core_options(self) -> dict[str, Any]:
+        """The core options that the method reads, without those that say what an id leaves out."""
+        given = self.config.core.model_dump(mode="json")
+        default = type(self.config.core)().model_dump(mode="json") | PAPERS_CORES
+        return {
+            name: value
+            for name, value in given.items()
+            if value != default[name] and self.config.method in readers(name)
+        }
+
+    @cached_property
+    def id(self) -> str:
+        """Hash of the resolved configuration, 16 hexadecimal digits."""
+        return fingerprint_options(self.resolved)[:ID_DIGITS]
+
+
+def make_job(kind: Kind, options: dict[str, Any], reference_size: int | None = None) -> Job:
+    """A job from options of a run by name, core options among them.
+
+    Raises:
+        ConfigError: In one line, what is wrong with which option.
+    """
+    if options.get("data") == STANDARD_INPUT:
+        raise ConfigError("data: the standard input can be read once, but each run reads its rows. Give a file.")
+    try:  # through JSON, in which a list may become a tuple and text never becomes a number
+        return Job(kind, RunConfig.model_validate_json(json.dumps(in_groups(options)), strict=True), reference_size)
+    except ValidationError as error:
+        errors = error.errors()
+        first = next((one for one in errors if not one["type"].endswith("_type")), errors[0])  # of a union
+        if (refused := own_refusal(first)) is not None:
+            raise refused from error
+        name = next((str(part) for part in first["loc"] if part not in GROUPS), "a run")
+        raise ConfigError(f"{name}: {first['msg'].lower()}, but {first['input']!r} came.") from error

@@ -1,0 +1,202 @@
+"""Workers of a campaign on a Ray cluster: one actor a GPU, or a CPU where the cluster has no GPUs.
+
+Only runs, stages and deaths travel through Ray. Results go into the campaign's folder, which every node must see under
+the same path, and its file locks keep two nodes from making the same run.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from frozencore.errors import ArtifactError, ConfigError
+from frozencore.quiet import ignore_known_warnings
+from frozencore.words import one_line
+from frozencore_lab.campaign.crew import Event
+from frozencore_lab.campaign.job import Job
+from frozencore_lab.campaign.shared import Needs, SharedWork
+from frozencore_lab.campaign.store import SPECIFICATION, Store
+from frozencore_lab.campaign.worker import Place, Worker
+
+ANSWER_S = 5.0  # until a port that does not answer counts as unreachable; Ray alone would wait 70 s
+TELL_EVERY_S = 0.5
+DEVICES = ("auto", "cpu", "cuda")
+
+
+class RayCrew:
+    """Actors of a Ray cluster. One whose process or node died is hired anew at its next run, wherever there is room.
+
+    Args:
+        address: ``HOST:PORT`` of the cluster, or ``auto``; this process runs on one of its nodes.
+        num_workers: At most so many; None is as many as the cluster offers.
+        folder: The campaign's, under a path that every node sees.
+
+    Raises:
+        ConfigError: Ray is not installed, the cluster cannot be reached, or it offers nothing.
+    """
+
+    def __init__(
+        self, address: str, num_workers: int | None, folder: Path, place: Place, *, keep_adapters: bool = False
+    ) -> None:
+        if num_workers == 0:
+            raise ConfigError("--workers 0 is this process alone, --ray is a cluster: leave one of them out.")
+        if place.device not in DEVICES:
+            raise ConfigError(
+                f"On a cluster --device is {', '.join(DEVICES)}, not {place.device!r}: Ray deals GPUs out."
+            )
+        self._ray, self._connected = _connect(address)
+        self._num_workers = num_workers
+        self._resource = "GPU" if place.device != "cpu" and self._offered("GPU") else "CPU"
+        self._hired_with = (folder.absolute(), place, keep_adapters, Path.cwd())
+        self._actors: dict[int, Any] = {}
+        self._runs: dict[Any, int] = {}
+        self._tellings: dict[Any, int] = {}
+        if not self._offered(self._resource):
+            self.close()
+            raise ConfigError(f"The Ray cluster at {address} offers neither CPUs nor GPUs. Add a node to it.")
+
+    @property
+    def size(self) -> int:
+        """What the cluster offers at this moment: it follows nodes that come and go."""
+        offered = max(1, self._offered(self._resource))
+        return offered if self._num_workers is None else min(offered, self._num_workers)
+
+    def start(self, worker: int, job: Job, needs: Needs) -> None:
+        if job.kind == "profile" and worker in self._actors:
+            self._dismiss(worker)  # what earlier runs left in a process would count as this one's memory
+        if worker not in self._actors:
+            self._actors[worker] = self._hire()
+        self._runs[self._actors[worker].run.remote(job, needs)] = worker
+        self._listen_to(worker)
+
+    def events(self, timeout_s: float) -> Sequence[Event]:
+        told: list[Event] = []
+        ready, _ = self._ray.wait([*self._runs, *self._tellings], timeout=timeout_s)
+        for answer in ready:
+            over = answer in self._runs
+            worker = self._runs.pop(answer) if over else self._tellings.pop(answer)
+            try:
+                told += [Event(worker, *words) for words in self._ray.get(answer)]
+            except self._ray.exceptions.RayTaskError:
+                raise  # a mistake of ours
+            except self._ray.exceptions.RayError as error:
+                if over:
+                    self._bury(worker)
+                    told.append(Event(worker, "died", message=f"Ray lost the worker's process or its node: {error}\n"))
+                continue
+            if not over:
+                self._listen_to(worker)
+            elif len(self._actors) > self.size:  # a node is gone: another worker waits for this one's room
+                self._dismiss(worker)
+        return told
+
+    def close(self) -> None:
+        for actor in self._actors.values():
+            with suppress(self._ray.exceptions.RayError):
+                self._ray.kill(actor)
+        self._actors.clear()
+        if self._connected:
+            self._ray.shutdown()
+
+    def _hire(self) -> Any:
+        room = {"num_gpus": 1} if self._resource == "GPU" else {"num_cpus": 1}
+        actor = self._ray.remote(_Actor).options(max_concurrency=2, scheduling_strategy="SPREAD", **room)
+        return actor.remote(*self._hired_with)
+
+    def _dismiss(self, worker: int) -> None:
+        self._ray.kill(self._actors[worker])
+        self._bury(worker)
+
+    def _bury(self, worker: int) -> None:
+        del self._actors[worker]
+        self._tellings = {answer: teller for answer, teller in self._tellings.items() if teller != worker}
+
+    def _listen_to(self, worker: int) -> None:
+        if worker in self._runs.values() and worker not in self._tellings.values():
+            self._tellings[self._actors[worker].told.remote()] = worker
+
+    def _offered(self, resource: str) -> int:
+        return int(self._ray.cluster_resources().get(resource, 0))
+
+
+class _Actor:
+    """A worker on a node. One thread runs, another is asked for the stage meanwhile."""
+
+    def __init__(self, folder: Path, place: Place, keep_adapters: bool, driven_from: Path) -> None:
+        self._folder = folder
+        ignore_known_warnings()
+        if driven_from.is_dir():
+            os.chdir(driven_from)  # relative paths of a specification mean what they mean to the driver
+        self._worker = Worker(Store(folder), place, keep_adapters=keep_adapters)
+        self._words: tuple[Any, ...] | None = None
+        self._changed = threading.Event()
+
+    def run(self, job: Job, needs: Needs) -> list[tuple[Any, ...]]:
+        """Make a run; how it ended, as words of an event."""
+        try:
+            if not (self._folder / SPECIFICATION).is_file():
+                raise ArtifactError(
+                    f"The node {socket.gethostname()} does not see the campaign's folder {self._folder}. "
+                    "Choose an --output that every node of the cluster sees under the same path."
+                )
+            finished = self._worker.run(job, SharedWork(self._worker.store, needs), self._tell)
+        except ArtifactError as error:
+            return [("halted", "", 0, None, str(error))]
+        finally:
+            self._words = None
+            self._changed.set()
+        return [("finished" if finished else "failed",)]
+
+    def told(self) -> list[tuple[Any, ...]]:
+        """The newest stage, when there is one; empty at the end of the run."""
+        time.sleep(TELL_EVERY_S)
+        self._changed.wait()
+        self._changed.clear()
+        return [self._words] if self._words else []
+
+    def _tell(self, stage: str, done: int, total: int | None, _: str = "") -> None:
+        self._words = ("stage", stage, done, total)
+        self._changed.set()
+
+
+def _connect(address: str) -> tuple[ModuleType, bool]:
+    """Ray, and whether it was connected here; a process that is in a cluster stays in that one."""
+    try:
+        import ray
+    except ImportError as error:
+        raise ConfigError("--ray needs Ray, which is not installed: pip install 'frozencore-lab[ray]'.") from error
+    if ray.is_initialized():
+        return ray, False
+    _require_answer(address)
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level="error")
+    except (Exception, SystemExit) as error:  # SystemExit: what listens there is no Ray cluster
+        raise ConfigError(_no_cluster(address, str(error))) from error
+    return ray, True
+
+
+def _require_answer(address: str) -> None:
+    """Refuse an address where nobody listens."""
+    from ray._private.services import canonicalize_bootstrap_address  # what ray.init asks for the meaning of "auto"
+
+    if "://" in address:
+        raise ConfigError(f"--ray takes HOST:PORT or auto, got {address}. Start this command on a node of the cluster.")
+    try:
+        host, _, port = str(canonicalize_bootstrap_address(address)).rpartition(":")
+        socket.create_connection((host, int(port)), ANSWER_S).close()
+    except (OSError, ValueError, ConnectionError) as error:
+        raise ConfigError(_no_cluster(address, str(error))) from error
+
+
+def _no_cluster(address: str, reason: str) -> str:
+    return (
+        f"No Ray cluster answers at {address} ({one_line(reason, 200)}). Start one with `ray start --head`, or give "
+        "its HOST:PORT."
+    )

@@ -1,0 +1,157 @@
+"""What runs share: moments of one model, task, size and seed for every constructor; bases of a weight for every seed.
+
+Both are kept as files of the campaign, each computed once under a lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+
+from frozencore.adapter.bases.calibrate import calibrate
+from frozencore.adapter.bases.carried import get_bases
+from frozencore.adapter.layer import frozen_core_layers
+from frozencore.calibration.options import of_the_sums
+from frozencore.calibration.store import MomentsFingerprint, load_moments, save_moments
+from frozencore.files.fingerprint import fingerprint_model, fingerprint_options
+from frozencore.files.whole_file import remove_left, whole_file
+from frozencore.maths.basis import known_basis
+from frozencore.maths.capture import CAPTURE_NEEDS, Capture, capture_if_whole
+from frozencore.maths.moments import LayerMoments, MomentName
+from frozencore.tune.methods import Targets
+from frozencore.tune.run.adapting import Adapted, adapt_from_data
+from frozencore.tune.run.bench import Bench, calibration_batches
+from frozencore.tune.run.calibrating import collect_for
+from frozencore.tune.run.config import RunConfig
+from frozencore.tune.run.rows import RunRows
+from frozencore.words import Progress
+from frozencore_lab.campaign.job import Job
+from frozencore_lab.campaign.store import Store
+
+_DECIDES_MOMENTS = (
+    "model", "task", "data", "calibration_task", "calibration_size", "seed", "num_train", "num_evaluation", "targets",
+    "max_length", "truncate", "prompt_style", "dtype", "paper_steps", "calibration", "layers",
+)  # fmt: skip
+_DECIDES_WEIGHT_BASES = ("method", "rank", "core", "targets", "dtype", "rank_budget", "layers")
+
+Needs = Mapping[str, frozenset[MomentName]]
+"""By the key of a moments file, what all runs together want of it."""
+
+
+def moments_key(config: RunConfig) -> str:
+    """Names the moments that runs share as far as options tell; see :func:`moments_file`."""
+    values = config.model_dump(mode="json", include=set(_DECIDES_MOMENTS))
+    values["calibration"] = of_the_sums(values["calibration"])
+    if config.calibration_task is not None:  # its rows do not depend on the task that is learned
+        values |= {"task": config.calibration_task, "data": None, "num_train": None, "num_evaluation": None}
+    return fingerprint_options({name: values[name] for name in values if name != "calibration_task"})[:16]
+
+
+def moments_file(config: RunConfig, rows: RunRows) -> str:
+    """Names the file of a run's moments, by the rows that it calibrates on.
+
+    A trial draws them from fewer rows than a final run that trains on all, where its validation rows are a part of
+    those; elsewhere both draw the same ones and share the file.
+    """
+    return f"{moments_key(config)}-{rows.fingerprints()['calibration'][:16]}.safetensors"
+
+
+def needs_of(jobs: Iterable[Job]) -> Needs:
+    """What the jobs want of each moments file; what ``profile`` jobs want they collect themselves.
+
+    Where one method of a campaign reads the gradient G of a model, all runs with bases on that model want G, a and d:
+    so that each records what its bases capture, whether or not it reads them, in whatever order the runs are made.
+    """
+    sharing = [job for job in jobs if job.kind != "profile" and _shares_moments(job.config)]
+    measured = {job.config.model for job in sharing if "cross" in job.config.moments_needed}
+    needs: dict[str, frozenset[MomentName]] = {}
+    for job in sharing:
+        wanted = job.config.moments_needed
+        if job.kind == "tune" and job.config.model in measured and job.config.method_entry.has_bases:
+            wanted |= CAPTURE_NEEDS
+        for config in calibrating(job) if wanted else ():
+            key = moments_key(config)
+            needs[key] = needs.get(key, frozenset()) | wanted
+    return needs
+
+
+def _shares_moments(config: RunConfig) -> bool:
+    """Not the sums that a memory budget is to avoid, nor those of halves by which a rank budget is spent."""
+    return config.memory_budget is None and (config.rank_budget is None or not config.moments_needed)
+
+
+def calibrating(job: Job) -> set[RunConfig]:
+    """The run of a job, and the same with as many examples as it compares with."""
+    sizes = (job.config.calibration_size, job.reference_size or job.config.calibration_size)
+    return {replace_size(job.config, size) for size in sizes}
+
+
+def replace_size(config: RunConfig, size: int) -> RunConfig:
+    """The same run with another number of calibration examples."""
+    return config.model_copy(update={"calibration_size": size})
+
+
+@dataclass(frozen=True)
+class SharedWork:
+    """Puts adapters on models with what other runs of the campaign have computed."""
+
+    store: Store
+    needs: Needs = field(default_factory=dict)
+
+    def adapt(self, config: RunConfig, bench: Bench, targets: Targets, progress: Progress) -> Adapted:
+        """As :func:`frozencore.tune.run.adapting.adapt_from_data`, with shared moments and weight bases."""
+        if not _shares_moments(config):
+            return adapt_from_data(config, bench, targets, progress)
+        if config.method_entry.weights_only:
+            return self._with_weight_bases(config, bench, targets), None
+        model = config.method_entry.add(bench.model, config.adapter_options(targets))
+        if not config.moments_needed:
+            return model, None
+        moments = self.moments(config, model, bench, progress)
+        return model, calibrate(model, moments=moments, progress=progress)
+
+    def moments(self, config: RunConfig, model: PeftModel, bench: Bench, progress: Progress) -> dict[str, LayerMoments]:
+        """The moments of a run's calibration rows: from the file, or collected for all runs that want them."""
+        needs = self.needs.get(moments_key(config), frozenset()) | config.moments_needed
+        file = self.store.shared / "moments" / moments_file(config, bench.rows)
+        batches = calibration_batches(bench.rows, bench.encoder.pad_id)
+        fingerprint = MomentsFingerprint.of(model, batches, config.calibration_options)
+        with self.store.locked(f"moments-{file.stem}"):
+            if file.exists():
+                there = load_moments(file, fingerprint)
+                has = frozenset(next(iter(there.values())).names())
+                if needs <= has:
+                    return there
+                needs |= has
+            remove_left(file.parent, file.name)
+            found = collect_for(config, model, batches, needs, progress)
+            save_moments(file, found, fingerprint)
+        return found
+
+    def measure(self, config: RunConfig, bench: Bench, model: PeftModel, progress: Progress) -> dict[str, Capture]:
+        """What a run's bases capture of the moments that others share; nothing if the campaign wants no G, a and d."""
+        shared = _shares_moments(config) and self.needs.get(moments_key(config), frozenset()) >= CAPTURE_NEEDS
+        if not (shared and config.method_entry.has_bases):
+            return {}
+        moments = self.moments(config, model, bench, progress)
+        layers = frozen_core_layers(model, "default")
+        bases = {name: known_basis(*layer.factors("default")[:2]) for name, layer in layers.items()}
+        found = {name: capture_if_whole(moments[name], basis) for name, basis in bases.items()}
+        return {name: captured for name, captured in found.items() if captured is not None}
+
+    def _with_weight_bases(self, config: RunConfig, bench: Bench, targets: Targets) -> PeftModel:
+        decides = config.model_dump(mode="json", include=set(_DECIDES_WEIGHT_BASES))
+        key = fingerprint_options({**decides, "weights": fingerprint_model(bench.model)})[:16]
+        file = self.store.shared / "weight-bases" / f"{key}.safetensors"
+        method, options = config.method_entry, config.adapter_options(targets)
+        with self.store.locked(f"weight-{key}"):
+            if file.exists():
+                return method.add(bench.model, options, load_file(file))
+            model = method.add(bench.model, options)
+            remove_left(file.parent, file.name)
+            with whole_file(file) as aside:
+                save_file(get_bases(model), aside)
+        return model

@@ -1,0 +1,278 @@
+"""What a campaign is: models, options of every run, and studies, from one strict YAML file.
+
+    name: pocket
+    models: {pocket: pocket}                 # a short name, and its hub id or folder
+    base: {batch_size: 8, accumulation: 1}   # options of every run, as in `frozencore tune`
+    studies:
+      matched-budget:
+        title: Matched-budget comparison
+        axes:
+          model: [pocket]
+          task: [pocket-math, pocket-stories]
+          method: [fcca, rawgrad]
+          seed: [42, 43, 44]
+        search:                              # chosen on validation rows, once for all seeds
+          grids:
+            - {for: [fcca], warmup: [0.03, 0.1], calibration_size: [128, 256]}
+            - {for: [rawgrad], learning_rate: [2e-3, 5e-3]}
+        report: {rows: [task], columns: [method], reference: fcca, figure: ranking}
+
+An axis is an option of a run; a study runs the product of its axes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from itertools import product
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import ErrorDetails
+
+from frozencore.constructors import readers
+from frozencore.errors import ConfigError
+from frozencore.files.strict_yaml import line_of, read_yaml
+from frozencore.options import own_refusal
+from frozencore.tune.methods import METHODS
+from frozencore.tune.run.config import RunConfig, SelectionMetric
+from frozencore.tune.run.option_groups import GROUPS
+from frozencore.words import unknown_name
+from frozencore_lab.campaign.study_options import METHODS_OF_GRID, Fixed, Grid, StudyAxes, Value
+
+Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")]
+Kind = Literal["tune", "stability", "profile"]
+Figure = Literal["ranking", "gains", "lines", "state", "panels", "curves"]
+
+MATCHED = "matched"
+"""As a reference: on each task the calibration on that task."""
+MOST_RUNS = 100_000
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class Search(_Strict):
+    """A choice among trials on validation rows, made once for every model, task, method and other axis but the seed.
+
+    Attributes:
+        grids: Each a product of options, for the methods named under ``for``.
+        seed: Of every trial.
+        select: What the best trial has most of (accuracy; ties go to the lower held-out loss) or least of (loss).
+        beyond: How many trials are added, one at a time, while the best learning rate of a grid with several is the
+            largest or the smallest that was tried: the next one is twice or half as large. 0 keeps to the grid.
+    """
+
+    grids: Annotated[tuple[Grid, ...], Field(min_length=1)]
+    seed: int = Field(default=42, ge=0, lt=2**32)
+    select: SelectionMetric = "accuracy"
+    beyond: int = Field(default=4, ge=0, le=16)
+
+    def grid(self, method: str) -> Mapping[str, tuple[Value, ...]]:
+        """The options tried for a method, without ``for``; one empty trial where no grid names it."""
+        found = next((grid for grid in self.grids if method in grid.get(METHODS_OF_GRID, (method,))), {})
+        return {name: values for name, values in found.items() if name != METHODS_OF_GRID}
+
+
+class Report(_Strict):
+    """How a study is shown: a table of means over seeds, and figures.
+
+    Attributes:
+        rows, columns: Axes; further axes but the seed give one table each.
+        reference: The column that the others are compared with, or the row where the tasks are columns. ``matched``:
+            of ``calibration_task``, on each task the task itself.
+        differences: Columns whose difference from the reference stands beside the table. A table of one row of tasks
+            shows all of them below, one with the tasks as columns all of them beside.
+        mean: Add the macro-average over the rows.
+        best: Add a table of each row's best column and of how the runs ended.
+        diverged_as_zero: A run that diverged counts as accuracy 0 and is marked; elsewhere it leaves its cell empty.
+        figure: ``ranking`` (means by column, best first), ``gains`` (over the reference), ``lines`` (against the
+            column axis), ``state`` (accuracy against trained values), ``panels`` (every column of each row, beside the
+            untouched model), ``curves`` (training loss against steps); one, or several.
+    """
+
+    rows: Annotated[tuple[str, ...], Field(min_length=1)] = ("task",)
+    columns: Annotated[tuple[str, ...], Field(min_length=1)] = ("method",)
+    reference: str | None = None
+    differences: tuple[str, ...] = ()
+    mean: bool = True
+    best: bool = False
+    diverged_as_zero: bool = False
+    figure: Figure | tuple[Figure, ...] | None = None
+
+    @property
+    def figures(self) -> tuple[Figure, ...]:
+        """Those that are asked for, in order."""
+        if self.figure is None:
+            return ()
+        return self.figure if isinstance(self.figure, tuple) else (self.figure,)
+
+
+def column_key(column: tuple[Value, ...]) -> str:
+    """A column (or row) as ``reference``, ``differences`` and the CSV files name it: its values, as they stand here."""
+    return "/".join("/".join(map(str, value)) if isinstance(value, tuple) else str(value) for value in column)
+
+
+class Study(_Strict):
+    """The product of some axes.
+
+    Attributes:
+        kind: ``tune`` calibrates, trains and scores; ``stability`` compares the bases with those of
+            ``reference_size`` examples; ``profile`` is ``tune`` alone on the machine, with nothing taken from other
+            runs, for its times and memory.
+        fixed: Options of every run of this study, over those of the campaign.
+        variants: Methods with options of their own, over ``fixed``, under names of their own as values of the axis
+            ``method``: ``{lora-r1: {method: lora, rank: 1}}``.
+    """
+
+    title: str
+    kind: Kind = "tune"
+    axes: StudyAxes
+    fixed: Fixed = {}
+    variants: dict[Name, Fixed] = {}
+    search: Search | None = None
+    reference_size: int | None = Field(default=None, ge=1)
+    report: Report = Report()
+    note: str = ""
+
+    @model_validator(mode="after")
+    def _is_consistent(self) -> Study:
+        for name in ("model", "task", "seed"):
+            if name not in self.axes:
+                raise ConfigError(f"A study needs the axis {name}: [...].")
+        for name, values in self.axes.items():
+            if len(set(values)) < len(values):
+                raise ConfigError(f"The axis {name} names a value twice: {list(values)}.")
+        for name in (*self.report.rows, *self.report.columns):
+            if name not in self.axes:
+                raise ConfigError(unknown_name("axis of this study", name, tuple(self.axes)))
+        self._require_differences()
+        self._require_variants()
+        if (self.kind == "stability") != (self.reference_size is not None):
+            raise ConfigError("reference_size belongs to 'kind: stability', and that kind needs it.")
+        if self.kind == "stability" and self.search is not None:
+            raise ConfigError("A stability study trains nothing: it takes no search.")
+        return self
+
+    def method_of(self, name: str) -> str:
+        """Which method a value of the axis ``method`` is: itself, or that of a variant."""
+        return str(self.options_of({"method": name})["method"])
+
+    def options_of(self, axes: Mapping[str, Value]) -> dict[str, Value]:
+        """What the study fixes of a run with these values of its axes, and the values; of a variant its own options."""
+        return {**self.fixed, **axes, **self.variants.get(str(axes.get("method")), {})}
+
+    def _require_variants(self) -> None:
+        for name, options in self.variants.items():
+            if name not in self.axes.get("method", ()):
+                raise ConfigError(f"The variant {name} is no value of the axis method. Name it there too.")
+            if name in METHODS:
+                raise ConfigError(f"A variant cannot be called {name}, which is a method. Give it another name.")
+            if "method" not in options:
+                raise ConfigError(f"The variant {name} does not say which method it is: add method: to it.")
+            for axis in self.axes:
+                if axis != "method" and axis in options:
+                    raise ConfigError(f"The variant {name} gives {axis}, which is an axis of the study. Leave one out.")
+
+    def _require_differences(self) -> None:
+        report = self.report
+        if not report.differences:
+            return
+        columns = [column_key(key) for key in product(*(self.axes[axis] for axis in report.columns))]
+        for name in report.differences:
+            if name not in columns:
+                raise ConfigError(unknown_name("column to show the difference of", name, columns))
+        if report.reference not in columns:
+            raise ConfigError(f"differences need a reference: one of the columns {', '.join(columns)}.")
+
+
+class Campaign(_Strict):
+    """A whole campaign; see the head of this file.
+
+    Attributes:
+        frontier: Studies that the report draws together, held-out loss against trained values; the others are compared
+            with the first.
+    """
+
+    name: Name
+    about: str = ""
+    models: Annotated[dict[Name, str], Field(min_length=1)]
+    base: Fixed = {}
+    keep_adapters: bool = False
+    studies: Annotated[dict[Name, Study], Field(min_length=1)]
+    frontier: tuple[Name, ...] = ()
+
+    def options_of(self, study: Study, axes: Mapping[str, Value]) -> dict[str, Value]:
+        """The options of a study's runs with these values of its axes.
+
+        An option of cores in ``base`` is for the methods that read it: the others go without it.
+        """
+        own = study.options_of(axes)
+        options = {**self.base, **own}
+        method = str(options.get("method", RunConfig.model_fields["method"].default))
+        of_cores = GROUPS["core"]()
+        return {
+            name: value
+            for name, value in options.items()
+            if name in own or name not in of_cores or method in readers(name)
+        }
+
+    @model_validator(mode="after")
+    def _names_are_known(self) -> Campaign:
+        for study in self.studies.values():
+            for model in study.axes["model"]:
+                if model not in self.models:
+                    raise ConfigError(unknown_name("model", str(model), tuple(self.models)))
+        for name in self.frontier:
+            if name not in self.studies:
+                raise ConfigError(unknown_name("study", name, tuple(self.studies)))
+            if self.studies[name].kind == "stability":
+                raise ConfigError(f"A stability study trains nothing: {name} has no place in frontier.")
+        return self
+
+
+def read_campaign(path: Path) -> Campaign:
+    """The campaign that a YAML (or JSON) file specifies.
+
+    Raises:
+        ConfigError: In one line, what is wrong on which line.
+    """
+    content = read_yaml(path)
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} must hold a campaign: name, models, studies. See `frozencore schema`.")
+    try:  # through JSON, in which a list may become a tuple and text never becomes a number
+        return Campaign.model_validate_json(json.dumps(content, default=str), strict=True)
+    except ValidationError as error:
+        first = _most_telling(error)
+        loc = [part for part in first["loc"] if part in _keys_on_the_way(content, first["loc"])]
+        where = f"{path}, line {line_of(path, loc)}: {'.'.join(map(str, loc))}"
+        if (refused := own_refusal(first)) is not None:
+            raise ConfigError(f"{where}: {refused}") from error
+        came = "" if first["type"] == "missing" else f", but {first['input']!r} came"
+        raise ConfigError(f"{where}: {first['msg'].lower()}{came}. See `frozencore schema`.") from error
+
+
+def _most_telling(error: ValidationError) -> ErrorDetails:
+    """The first error; of a value that fits none of several types, what is said of the type that it nearly fits."""
+    first, *others = error.errors()
+    siblings = [first, *(other for other in others if other["loc"][:-1] == first["loc"][:-1])]
+    return next((one for one in siblings if not one["type"].endswith("_type")), first)
+
+
+def _keys_on_the_way(content: Any, loc: tuple[int | str, ...]) -> set[int | str]:
+    """The parts of pydantic's location that are keys or positions of the file, not names of its own types."""
+    found: set[int | str] = set()
+    for part in loc:
+        inside = dict(enumerate(content)) if isinstance(content, list) else content
+        if isinstance(inside, dict) and part in inside:
+            content = inside[part]
+            found.add(part)
+    return found

@@ -1,0 +1,76 @@
+"""The options of a run as a study may say them: one value, those of an axis or of a grid, each under its name."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, dataclass
+from functools import cache
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field, GetJsonSchemaHandler
+from pydantic_core import CoreSchema
+
+from frozencore.constructors import CONSTRUCTORS, described
+from frozencore.errors import ConfigError
+from frozencore.options import Option
+from frozencore.tune.run.options_by_name import run_options
+from frozencore.words import unknown_name
+
+Value = bool | int | float | str | tuple[str, ...] | tuple[float, ...] | None
+Values = Annotated[tuple[Value, ...], Field(min_length=1)]
+
+PLACES = ("data_root", "device")
+"""Options that say where a run happens, not what it is: the command line's."""
+METHODS_OF_GRID = "for"
+
+
+def _options() -> dict[str, Option]:
+    return _of_table(tuple(row.options for row in CONSTRUCTORS.values()))
+
+
+@cache
+def _of_table(_table: tuple[type, ...]) -> dict[str, Option]:
+    """Those that there are with that table of constructors: they are asked for at every key of a specification."""
+    return {name: option for name, option in run_options().items() if name not in PLACES}
+
+
+def _option(name: str) -> str:
+    if name not in (known := _options()):
+        raise ConfigError(unknown_name("option", name, known))
+    return name
+
+
+def _option_or_for(name: str) -> str:
+    return name if name == METHODS_OF_GRID else _option(name)
+
+
+OptionName = Annotated[str, AfterValidator(_option)]
+
+
+@dataclass(frozen=True)
+class _Described:
+    """Lets the JSON schema of a mapping from options say what each of them is: its values, its default and its help.
+
+    Attributes:
+        listed: It maps each to a list of values.
+        also: A further key, with a list of texts.
+    """
+
+    listed: bool = False
+    also: str | None = None
+
+    def __get_pydantic_json_schema__(self, _: CoreSchema, __: GetJsonSchemaHandler) -> dict[str, Any]:
+        known = {name: _schema(option) for name, option in _options().items()}
+        if self.listed:
+            known |= {} if self.also is None else {self.also: {"type": "string"}}
+            known = {name: {"type": "array", "items": one, "minItems": 1} for name, one in known.items()}
+        return {"type": "object", "properties": known, "additionalProperties": False}
+
+
+def _schema(option: Option) -> dict[str, Any]:
+    default = {} if option.default is MISSING else {"default": option.adapter.dump_python(option.default, mode="json")}
+    return {**option.adapter.json_schema(), "description": described(option), **default}
+
+
+Fixed = Annotated[dict[OptionName, Value], _Described()]
+StudyAxes = Annotated[dict[OptionName, Values], _Described(listed=True)]
+Grid = Annotated[dict[Annotated[str, AfterValidator(_option_or_for)], Values], _Described(True, METHODS_OF_GRID)]

@@ -1,0 +1,1 @@
+"""The verbs ``campaign``, ``demo`` and ``schema`` of the ``frozencore`` command."""

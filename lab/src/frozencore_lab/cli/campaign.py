@@ -1,0 +1,187 @@
+"""``frozencore campaign`` and ``frozencore schema``: parse, call, print."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from frozencore.cli.console import console
+from frozencore.cli.options import DataRoot
+from frozencore.errors import ConfigError
+
+campaign_app = typer.Typer(no_args_is_help=True)
+
+Spec = Annotated[Path, typer.Argument(help="YAML file of a campaign; see `frozencore schema` and campaigns/.")]
+Folder = Annotated[Path, typer.Argument(help="Folder of a campaign.")]
+Output = Annotated[
+    Path | None, typer.Option("--output", "--out", help="The campaign's folder. Default: runs/<name>; it is resumed.")
+]
+ModelPath = Annotated[
+    list[str] | None, typer.Option("--model-path", help="NAME=FOLDER: where a model of the campaign lies.")
+]
+
+
+@campaign_app.command("plan")
+def plan_(
+    spec: Spec,
+    output: Output = None,
+    ids: Annotated[
+        bool,
+        typer.Option("--ids", help="Print only the ids of ready runs, a line each; makes the folder for `one`."),
+    ] = False,
+    runs: Annotated[bool, typer.Option("--runs", help="Print every run with its options and its state.")] = False,
+    device: Annotated[str, typer.Option(help="Where it will run, for the estimate.")] = "auto",
+    data_root: DataRoot = None,
+    model_path: ModelPath = None,
+) -> None:
+    """Print the runs, where the searches' rows come from, and what it is estimated to take; nothing is started."""
+    from frozencore_lab.cli.campaign_lines import plan_lines, ready_ids, run_lines
+
+    if ids:
+        sys.stdout.write("".join(f"{run_id}\n" for run_id in ready_ids(spec, output, data_root=data_root)))
+        return
+    for line in run_lines(spec, output) if runs else ():
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    for part in plan_lines(spec, output, data_root=data_root, models=_models(model_path), device=device):
+        console.print(part, highlight=False)
+
+
+@campaign_app.command()
+def run(
+    spec: Spec,
+    output: Output = None,
+    data_root: DataRoot = None,
+    model_path: ModelPath = None,
+    workers: Annotated[
+        int | None, typer.Option(min=0, help="Processes. 0: in this one. Default: one per device, or per core.")
+    ] = None,
+    device: Annotated[
+        str, typer.Option(help="auto, cpu, cuda, or several for the workers in turn: cuda:0,cuda:1.")
+    ] = "auto",
+    ray: Annotated[str | None, typer.Option(help="Address of a Ray cluster (needs frozencore-lab[ray]).")] = None,
+    retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Try failed runs again.")] = False,
+) -> None:
+    """Run what has not been run yet. Stop it at any time; the same command goes on from there."""
+    from frozencore_lab.campaign.spec import read_campaign
+    from frozencore_lab.cli.campaign_lines import default_folder, run_campaign
+
+    campaign = read_campaign(spec)
+    standing = run_campaign(
+        campaign, output, console, data_root=data_root, models=_models(model_path), num_workers=workers, device=device,
+        ray_address=ray, retry_failed=retry_failed,
+    )  # fmt: skip
+    console.print(f"Next: frozencore campaign report {output or default_folder(campaign)}", highlight=False)
+    raise typer.Exit(0 if not standing.failed and not standing.left else 1)
+
+
+@campaign_app.command(name="rehearse")
+def rehearse_(
+    spec: Spec,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "--out", help="A folder of its own. Default: runs/<name>-rehearsal; it is made anew."),
+    ] = None,
+    data_root: DataRoot = None,
+    model_path: Annotated[
+        list[str] | None,
+        typer.Option("--model-path", help="NAME=FOLDER: a small model to use for one of the campaign."),
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=0, help="Processes. 0: in this one. Default: one per core, at most 4.")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="One axis at a time, instead of all combinations.")] = False,
+) -> None:
+    """Run a whole campaign on tiny models and a few rows; say what its report holds. Status 1 if a cell is empty."""
+    from frozencore_lab.cli.rehearsal_lines import rehearsal_screen, run_rehearsal
+
+    found = run_rehearsal(
+        spec, output, console, data_root=data_root, models=_models(model_path), num_workers=workers, quick=quick
+    )
+    for part in rehearsal_screen(found):
+        console.print(part, highlight=False)
+    raise typer.Exit(1 if found.lacks else 0)
+
+
+@campaign_app.command()
+def one(
+    run_id: Annotated[str, typer.Argument(help="Id of a run, from `frozencore campaign plan --ids`.")],
+    output: Annotated[Path, typer.Option("--output", "--out", help="The campaign's folder.")] = Path(),
+    data_root: DataRoot = None,
+    model_path: ModelPath = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
+) -> None:
+    """Make one run, if it is not there yet: what a Slurm array calls."""
+    from frozencore.cli.display import StageDisplay
+    from frozencore_lab.cli.campaign_lines import run_one
+
+    with StageDisplay(console) as progress:
+        message = run_one(output, run_id, progress, data_root=data_root, models=_models(model_path), device=device)
+    console.print(message, highlight=False)
+
+
+@campaign_app.command()
+def status(folder: Folder) -> None:
+    """Show how many runs are done, running, failed and left, the time to go, and why runs failed."""
+    from frozencore_lab.cli.campaign_status import status_lines
+
+    for part in status_lines(folder):
+        console.print(part, highlight=False)
+
+
+@campaign_app.command()
+def report(
+    folders: Annotated[
+        list[Path] | None, typer.Argument(help="Folder of a campaign; of several, for one report over all of them.")
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "--out",
+            help="Folder of the report. Default: report/ in the campaign's; for several, across/ beside them.",
+        ),
+    ] = None,
+    table: Annotated[
+        Path | None,
+        typer.Option(help="Instead: analyse a CSV of task means; first column the task, then one a method."),
+    ] = None,
+    reference: Annotated[
+        str | None, typer.Option(help="With --table: the method that the others are compared with.")
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="With --table: write the analysis there too.")
+    ] = None,
+) -> None:
+    """Write every table and figure and one HTML page from a campaign's records; or what several campaigns share, model
+    beside model; or analyse a table of task means."""
+    from frozencore_lab.cli.campaign_lines import report_on_table, write_campaign_report
+
+    if folders and table is None:
+        for part in write_campaign_report(folders, output):
+            console.print(part, highlight=False)
+    elif table is not None and not folders:
+        if reference is None:
+            raise ConfigError("--table needs --reference NAME: the method that the others are compared with.")
+        console.print(report_on_table(table, reference, json_file))
+    else:
+        raise ConfigError("A report is of campaigns' folders or of --table FILE.csv: give one of them.")
+
+
+def schema() -> None:
+    from frozencore_lab.campaign.spec import Campaign
+
+    sys.stdout.write(json.dumps(Campaign.model_json_schema(), indent=2) + "\n")
+
+
+def _models(pairs: list[str] | None) -> dict[str, str]:
+    places = {}
+    for pair in pairs or []:
+        name, separator, path = pair.partition("=")
+        if not separator or not name or not path:
+            raise ConfigError(f"--model-path takes NAME=FOLDER, got {pair!r}.")
+        places[name] = path
+    return places

@@ -1,0 +1,235 @@
+"""What the ``frozencore campaign`` commands do, between the command line and the campaign's parts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+
+import torch
+from rich.console import Console, RenderableType
+from rich.table import Table
+
+from frozencore.errors import ConfigError, TrainingError
+from frozencore.words import Progress, num_of
+from frozencore_lab.campaign.crew import Crew, LocalCrew, OwnProcess
+from frozencore_lab.campaign.drive import drive
+from frozencore_lab.campaign.plan import Planned, most_further_trials, plan
+from frozencore_lab.campaign.search_rows import SearchRows, search_rows
+from frozencore_lab.campaign.shared import SharedWork, needs_of
+from frozencore_lab.campaign.spec import Campaign, read_campaign
+from frozencore_lab.campaign.standing import Tally, tally
+from frozencore_lab.campaign.store import Store
+from frozencore_lab.campaign.worker import Place, Worker
+from frozencore_lab.cli.board import Board
+from frozencore_lab.cli.campaign_status import failure_lines
+
+MOST_WORKERS = 8  # by default, on a machine without GPUs
+
+
+def run_campaign(
+    campaign: Campaign,
+    output: Path | None,
+    console: Console,
+    *,
+    data_root: Path | None,
+    models: dict[str, str],
+    num_workers: int | None,
+    device: str,
+    ray_address: str | None,
+    retry_failed: bool,
+) -> Tally:
+    """Make every run of a campaign that is not there yet.
+
+    Raises:
+        ConfigError: The specification, or what it asks for, is wrong.
+        ArtifactError: The folder is not writable, of another campaign, or driven by another process.
+    """
+    store = Store(output or default_folder(campaign))
+    place = Place(data_root, device, by_location(campaign, models))
+    search_rows(_left(plan(campaign, store.outcome), store), place)  # every error shows before the folder is made
+    store.require_own(campaign)
+    crew = _crew(store, place, campaign, num_workers, device, ray_address)
+    with closing(crew), Board(console, store) as board:
+        standing = drive(campaign, store, crew, board, retry_failed=retry_failed)
+    console.print(
+        f"{num_of(standing.finished, 'run')} finished, {standing.failed} failed, {standing.left} left.", highlight=False
+    )
+    for line in failure_lines(plan(campaign, store.outcome), store):
+        console.print(line, markup=False, highlight=False, style="yellow")
+    return standing
+
+
+def run_one(
+    folder: Path, run_id: str, progress: Progress, *, data_root: Path | None, models: dict[str, str], device: str
+) -> str:
+    """Make one run of a campaign's folder, and say what became of it.
+
+    Raises:
+        ConfigError: The campaign has no such run, or it waits for a search.
+        TrainingError: It failed.
+    """
+    store = Store(folder)
+    campaign = store.campaign()
+    jobs = {run.job.id: run.job for run in plan(campaign, store.outcome) if run.job}
+    if run_id not in jobs:
+        raise ConfigError(
+            f"The campaign in {folder} has no run {run_id!r} now: `frozencore campaign plan --ids` lists those that "
+            "can be made. A final run appears when its search is over."
+        )
+    known = store.outcome(run_id)
+    if known is not None and known.record is not None:
+        return f"{run_id} is finished already: {store.runs / run_id}"
+    place = Place(data_root, device, by_location(campaign, models))
+    worker = Worker(store, place, keep_adapters=campaign.keep_adapters)
+    if not worker.run(jobs[run_id], SharedWork(store, needs_of(jobs.values())), progress):
+        failure = Store(folder).outcome(run_id)
+        assert failure is not None
+        assert failure.failure is not None
+        raise TrainingError(
+            f"Run {run_id} failed ({failure.failure.reason}): {failure.failure.message} "
+            f"Its log: {store.failed / run_id / 'log.txt'}"
+        )
+    return f"{run_id} finished: {store.runs / run_id}"
+
+
+def ready_ids(spec: Path, output: Path | None, *, data_root: Path | None) -> list[str]:
+    """Ids of the runs that could be made now, searches first; the folder is there for ``campaign one`` afterwards."""
+    campaign = read_campaign(spec)
+    store = Store(output or default_folder(campaign))
+    runs = sorted(plan(campaign, store.outcome), key=lambda run: run.phase == "final")
+    search_rows(_left(runs, store), Place(data_root))
+    store.open(campaign)
+    ids = dict.fromkeys(run.job.id for run in runs if run.job)
+    return [run_id for run_id in ids if store.outcome(run_id) is None]
+
+
+def run_lines(spec: Path, output: Path | None) -> Iterator[str]:
+    """Every run: its id, study, phase, options, and what became of it."""
+    campaign = read_campaign(spec)
+    store = Store(output or default_folder(campaign))
+    for run in plan(campaign, store.outcome):
+        outcome = store.outcome(run.job.id) if run.job else None
+        state = "left" if outcome is None else "finished" if outcome.record else "failed"
+        run_id = run.job.id if run.job else "-" * 16
+        axes = " ".join(f"{name}={value}" for name, value in run.axes.items())
+        yield f"{run_id} {state if run.job else 'waits'} {run.study} {run.phase} {axes}"
+
+
+def plan_lines(
+    spec: Path, output: Path | None, *, data_root: Path | None, models: dict[str, str], device: str
+) -> Iterator[RenderableType]:
+    """The studies with their runs, and what they are estimated to take."""
+    from frozencore_lab.campaign.estimate import estimate_lines
+
+    campaign = read_campaign(spec)
+    store = Store(output or default_folder(campaign))
+    planned = plan(campaign, store.outcome)
+    table = Table(title=f"Campaign {campaign.name}", title_justify="left")
+    for heading in ("study", "what", "search runs", "final runs", "done"):
+        table.add_column(heading, justify="left" if heading in ("study", "what") else "right")
+    for name, study in campaign.studies.items():
+        own = [run for run in planned if run.study == name]
+        done = sum(bool(run.job and store.outcome(run.job.id)) for run in own)
+        searched = sum(run.phase == "search" for run in own)
+        table.add_row(name, study.title, str(searched), str(len(own) - searched), str(done))
+    yield table
+    standing = tally(planned, store)
+    further = most_further_trials(campaign, store.outcome)
+    beyond = f", and up to {num_of(further, 'trial')} beyond the ends of grids" if further else ""
+    yield (
+        f"{num_of(standing.finished + standing.failed + standing.left, 'different run')} at most (studies share equal "
+        f"ones){beyond}: "
+        f"{standing.finished} finished, {standing.failed} failed, {standing.ready} ready, "
+        f"{standing.waiting} wait for their search. Folder: {store.folder}"
+    )
+    place = Place(data_root, device, by_location(campaign, models))
+    rows = search_rows(planned, place)
+    if rows:
+        yield _search_table(rows)
+    yield from (f"Rows of {found.task}: could not look. {found.unseen}" for found in rows if found.unseen)
+    yield from estimate_lines(planned, store, place)
+
+
+def _left(planned: Sequence[Planned], store: Store) -> Iterator[Planned]:
+    """The runs that have neither finished nor failed."""
+    return (run for run in planned if run.job is None or store.outcome(run.job.id) is None)
+
+
+def _search_table(rows: Sequence[SearchRows]) -> Table:
+    """Where each task's search is scored."""
+    table = Table(title="Rows of the searches", title_justify="left")
+    for heading in ("task", "trained on", "scored on", "which are", "studies"):
+        table.add_column(heading, justify="right" if heading in ("trained on", "scored on") else "left")
+    for found in rows:
+        counts = ("?", "?") if found.unseen else (str(found.trained), str(found.scored))
+        table.add_row(found.task, *counts, found.source or "could not look", ", ".join(found.studies))
+    return table
+
+
+def write_campaign_report(folders: Sequence[Path], output: Path | None) -> Iterator[RenderableType]:
+    """Write every table, figure and the page of a campaign, or of several together; say what there is.
+
+    Args:
+        output: ``report/`` in the campaign's folder where it is None; ``across/`` beside the folders of several.
+    """
+    from frozencore_lab.campaign.results import load_results
+    from frozencore_lab.reports.across import write_across
+    from frozencore_lab.reports.campaign import write_report
+
+    campaigns = [load_results(folder) for folder in folders]
+    if len(campaigns) == 1:
+        output = output or folders[0] / "report"
+        files = write_report(campaigns[0], output)
+    else:
+        output = output or Path(os.path.commonpath([folder.absolute().parent for folder in folders])) / "across"
+        files = write_across(campaigns, output)
+    studies = [study for results in campaigns for study in results.studies]
+    missing = sum(len(study.missing) for study in studies)
+    num_runs = sum(len(study.runs) for study in studies)
+    has = f"{num_runs - missing} of {num_runs} final runs have a result"
+    yield f"{has}; {len(files)} files. Open {output / 'index.html'}"
+
+
+def report_on_table(table: Path, reference: str, json_file: Path | None) -> RenderableType:
+    """Compare the columns of a table of task means with one of them."""
+    from frozencore.files.whole_file import write_json
+    from frozencore_lab.reports.tables.comparison import analyse, comparison_json
+    from frozencore_lab.reports.tables.significance import comparison_view
+    from frozencore_lab.reports.tables.task_means import read_task_means
+
+    comparison = analyse(read_task_means(table), reference)
+    if json_file is not None:
+        write_json(json_file, comparison_json(comparison))
+    return comparison_view(comparison)
+
+
+def default_folder(campaign: Campaign) -> Path:
+    """Where a campaign lies unless it is told otherwise."""
+    return Path("runs") / campaign.name
+
+
+def by_location(campaign: Campaign, models: dict[str, str]) -> dict[str, str]:
+    """Folders by what the specification says of a model."""
+    for name in models:
+        if name not in campaign.models:
+            raise ConfigError(f"--model-path {name}=...: the campaign's models are {', '.join(campaign.models)}.")
+    return {campaign.models[name]: path for name, path in models.items()}
+
+
+def _crew(
+    store: Store, place: Place, campaign: Campaign, num_workers: int | None, device: str, ray_address: str | None
+) -> Crew:
+    if ray_address is not None:
+        from frozencore_lab.campaign.ray_crew import RayCrew
+
+        return RayCrew(ray_address, num_workers, store.folder, place, keep_adapters=campaign.keep_adapters)
+    if num_workers == 0:
+        return OwnProcess(Worker(store, place, keep_adapters=campaign.keep_adapters))
+    devices = device.split(",")
+    if device == "auto" and torch.cuda.is_available():
+        devices = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+    on_cpu = devices in (["auto"], ["cpu"])
+    size = num_workers or (min(MOST_WORKERS, os.cpu_count() or 1) if on_cpu else len(devices))
+    return LocalCrew(size, store.folder, place, devices=devices, keep_adapters=campaign.keep_adapters)

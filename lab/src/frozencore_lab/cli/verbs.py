@@ -1,0 +1,16 @@
+"""The verbs that the lab adds to the ``frozencore`` command."""
+
+from __future__ import annotations
+
+from frozencore.cli.verb import GOES_ON, Verb
+
+SCHEMA = Verb("schema", "frozencore_lab.cli.campaign:schema", "Print the JSON schema of a campaign's YAML file.")
+CAMPAIGN = Verb(
+    "campaign", "frozencore_lab.cli.campaign:campaign_app",
+    "Many runs from one specification: plan, run, look, report.", GOES_ON,
+)  # fmt: skip
+DEMO = Verb(
+    "demo", "frozencore_lab.cli.demo:demo",
+    "Adapt the shipped pocket model to its four tasks with every constructor and LoRA; show what each was worth.",
+    GOES_ON,
+)  # fmt: skip

@@ -1,0 +1,1 @@
+"""How the shipped pocket model is made: generated text, tokenizer, training and card."""

@@ -1,0 +1,226 @@
+"""What of a campaign a rehearsal runs: all of it but the seeds, or quickly each value of each axis once.
+
+All of it is in 16 bits, where the campaign is, on one task of each kind of scoring: a task gives rows and a way to
+score them, and neither knows the weights' dtype. A processor without such arithmetic takes fifteen times as long.
+
+In the quick form a value that comes once stands beside one value of every other axis: a fault that needs the eighth
+method on the seventh task, and shows with neither of them elsewhere, is not looked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from frozencore.tune.rows.suite import find_task
+from frozencore_lab.campaign.spec import MATCHED, Campaign, Study, column_key
+from frozencore_lab.campaign.study_options import METHODS_OF_GRID, Value, Values
+from frozencore_lab.rehearsal.place import IN_16_BITS
+
+SEEDS = 2  # the fewest that have a standard deviation
+FEW = 2
+MODEL_AND_SEED = ("model", "seed")
+OF_EACH_FILE = ("task", "searched task", "method")  # that every campaign goes through, whatever others did
+
+AxisValue = tuple[str, Value]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Parts of a campaign that together stand for it.
+
+    Attributes:
+        parts: Campaigns of the same name; the report of the last is written.
+        left_out: What was left out or done otherwise, in words.
+        tasks_in_16_bits: Whose runs have the dtype of the campaign; all others have 32 bits.
+        is_quick: Whether runs are made faster, too.
+    """
+
+    parts: tuple[Campaign, ...]
+    left_out: tuple[str, ...]
+    tasks_in_16_bits: tuple[str, ...] = ()
+    is_quick: bool = False
+
+
+def whole_sample(campaign: Campaign) -> Sample:
+    """Everything, with two seeds, and 16 bits on one task of each kind of scoring."""
+    studies = {name: _changed(study, {"seed": study.axes["seed"][:SEEDS]}) for name, study in campaign.studies.items()}
+    kept, others = _by_scoring(campaign)
+    said = (f"{', '.join(_dtypes_of_16_bits(campaign))} on {' and '.join(kept)}, float32 elsewhere",) if others else ()
+    return Sample((_with(campaign, studies),), (*_seeds_left_out(campaign), *said), tasks_in_16_bits=kept)
+
+
+def _by_scoring(campaign: Campaign) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The first task of each kind of scoring, and those of the others that have 16 bits anywhere."""
+    tasks = dict.fromkeys(str(task) for study in campaign.studies.values() for task in study.axes["task"])
+    first = {find_task(task).scoring: task for task in reversed(tasks)}
+    kept = tuple(task for task in tasks if task in first.values())
+    return kept, tuple(task for task in tasks if task not in kept) if _dtypes_of_16_bits(campaign) else ()
+
+
+def _dtypes_of_16_bits(campaign: Campaign) -> list[str]:
+    options = [campaign.base]
+    for study in campaign.studies.values():
+        options += [study.fixed, *study.variants.values()]
+    named = [one["dtype"] for one in options if "dtype" in one]
+    named += [value for study in campaign.studies.values() for value in study.axes.get("dtype", ())]
+    return [str(dtype) for dtype in dict.fromkeys(named) if dtype in IN_16_BITS]
+
+
+def quick_sample(campaign: Campaign, seen: Sequence[Campaign] = ()) -> Sample:
+    """Each study with two columns of its table; then what has not come yet, each value once, in plain tables.
+
+    Studies that compare columns over tasks have two of them, the first study two seeds. Searches have two trials in the
+    first part and for each task.
+
+    Args:
+        seen: Campaigns rehearsed before: values of theirs come again only where a table needs them, tasks and methods
+            apart. One that differs from any of them in its models alone searches nothing, and compares over tasks in
+            its first study only.
+    """
+    is_searched = all(_but_for_the_models(campaign) != _but_for_the_models(other) for other in seen)
+    first = next(iter(campaign.studies))
+    parts: list[dict[str, Study]] = [{}]
+    for name, study in campaign.studies.items():
+        num_tasks = FEW if name == first or (is_searched and _compares_over_tasks(study)) else 1
+        part = _two_columns(study, num_tasks, SEEDS if name == first else 1)
+        parts[0][name] = _few_trials(part, FEW if is_searched else 1)
+    passed = {pair for other in seen for study in other.studies.values() for pair in _pairs(study)}
+    passed = {pair for pair in passed if pair[0] not in OF_EACH_FILE}
+    passed |= {pair for study in parts[0].values() for pair in _pairs(study)}
+    while parts[-1]:
+        parts.append({})
+        for name, study in campaign.studies.items():
+            values, axis = _most_lacking(study, passed)
+            if values:
+                part = _few_trials(_alone(study, axis, values), FEW if is_searched and axis == "task" else 1)
+                parts[-1][name] = part
+                passed |= set(_pairs(part))
+    said = (
+        *_seeds_left_out(campaign),
+        "two columns of each table, then each value once beside one of every other axis",
+        f"{'two trials a search' if is_searched else 'no search'}, one seed but in the first study",
+        "float32, a layer, all examples of an optimiser step at once",
+    )
+    return Sample(tuple(_with(campaign, part) for part in (*parts[1:], parts[0]) if part), said, is_quick=True)
+
+
+def _pairs(study: Study) -> Iterator[AxisValue]:
+    """An axis and a value of it: each. A task that is searched counts as a task, too."""
+    for axis, values in study.axes.items():
+        for key in {axis, _key(study, axis)} if axis not in MODEL_AND_SEED else ():
+            yield from ((key, value) for value in values)
+
+
+def _key(study: Study, axis: str) -> str:
+    return f"searched {axis}" if axis == "task" and study.search is not None else axis
+
+
+def _most_lacking(study: Study, passed: set[AxisValue]) -> tuple[Values, str]:
+    """The axis of which most values have not come yet, and these."""
+    lacking = [
+        (tuple(value for value in values if (_key(study, axis), value) not in passed), axis)
+        for axis, values in study.axes.items()
+        if axis not in MODEL_AND_SEED
+    ]
+    return max(lacking, key=lambda one: len(one[0]))
+
+
+def _two_columns(study: Study, num_tasks: int, num_seeds: int) -> Study:
+    """What the report names, two columns where it names fewer, and the first value of every other axis."""
+    changes = {}
+    for axis, values in study.axes.items():
+        named = _named(study, axis, values)
+        num = num_tasks if axis == "task" else FEW if axis in study.report.columns or named else 1
+        kept = named or values[:1]
+        others = [value for value in values if value not in kept]
+        chosen = {*kept, *(others[-(num - len(kept)) :] if num > len(kept) else ())}
+        changes[axis] = tuple(value for value in values if value in chosen)
+    return _changed(study, {**changes, "model": study.axes["model"], "seed": study.axes["seed"][:num_seeds]})
+
+
+def _compares_over_tasks(study: Study) -> bool:
+    return study.report.reference is not None and "task" in study.report.rows
+
+
+def _named(study: Study, axis: str, values: Values) -> Values:
+    """The values of an axis that the report names."""
+    report = study.report
+    if axis == "calibration_task" and report.reference == MATCHED:
+        return values  # each task is compared with its own
+    named = {part for key in (report.reference, *report.differences) if key for part in (key, *key.split("/"))}
+    return tuple(value for value in values if column_key((value,)) in named)
+
+
+def _alone(study: Study, axis: str, values: Values) -> Study:
+    """Some values of an axis beside one of every other, as a table in which nothing is compared.
+
+    Beside tasks it is a method with a search, if there is one.
+    """
+    few = _two_columns(study, 1, 1)
+    axes = {name: kept if name == "model" else kept[:1] for name, kept in few.axes.items()}
+    if axis == "task" and "method" in few.axes:
+        axes["method"] = (max(few.axes["method"], key=lambda method: _is_searched(study, str(method))),)
+    report = study.report.model_copy(update={"reference": None, "differences": (), "figure": None})
+    return _changed(study, {**axes, axis: values}).model_copy(update={"report": report})
+
+
+def _is_searched(study: Study, method: str) -> bool:
+    return study.search is not None and any(len(values) > 1 for values in study.search.grid(method).values())
+
+
+def _few_trials(study: Study, num: int) -> Study:
+    """One or two trials for each method: of one option the first and the last value, of the others the last.
+
+    Methods of one grid take its options in turn, so that every option is gone through by some method. A search goes on
+    beyond an end of its grid by one trial at most.
+    """
+    if study.search is None:
+        return study
+    methods = [str(method) for method in study.axes.get("method", ())]
+    grids: list[dict[str, tuple[Value, ...]]] = []
+    for grid in study.search.grids:
+        own = [str(name) for name in grid.get(METHODS_OF_GRID, ())] or methods or [""]
+        options = {name: values for name, values in grid.items() if name != METHODS_OF_GRID}
+        several = [name for name, values in options.items() if len(values) > 1]
+        for place, method in enumerate(own):
+            varied = several[place % len(several)] if several and num > 1 else None
+            few = {name: (values[0], values[-1]) if name == varied else values[-1:] for name, values in options.items()}
+            grids.append(few | ({METHODS_OF_GRID: (method,)} if method else {}))
+    search = study.search.model_copy(update={"grids": tuple(grids), "beyond": min(study.search.beyond, 1)})
+    return study.model_copy(update={"search": search})
+
+
+def _changed(study: Study, axes: dict[str, tuple[Value, ...]]) -> Study:
+    """The study with other values of its axes, in its own order, and with the variants that are left."""
+    kept = {axis: axes.get(axis, values) for axis, values in study.axes.items()}
+    variants = {name: options for name, options in study.variants.items() if name in kept["method"]}
+    return study.model_copy(update={"axes": kept, "variants": variants})
+
+
+def _with(campaign: Campaign, studies: dict[str, Study]) -> Campaign:
+    drawn = tuple(name for name in campaign.frontier if name in studies)
+    return campaign.model_copy(update={"studies": studies, "frontier": drawn})
+
+
+def _seeds_left_out(campaign: Campaign) -> tuple[str, ...]:
+    most = max(len(study.axes["seed"]) for study in campaign.studies.values())
+    return (f"{SEEDS} of {most} seeds",) if most > SEEDS else ()
+
+
+def _but_for_the_models(campaign: Campaign) -> tuple[object, ...]:
+    """What decides a campaign's runs beside its models."""
+    studies = [
+        (
+            name,
+            study.kind,
+            [axis for axis in study.axes.items() if axis[0] != "model"],
+            study.fixed,
+            study.variants,
+            study.search,
+            study.reference_size,
+            study.report,
+        )
+        for name, study in campaign.studies.items()
+    ]
+    return campaign.base, studies

@@ -1,0 +1,274 @@
+"""A small campaign from specification to results."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from frozencore.errors import ArtifactError
+from frozencore.tune.run.config import RunConfig
+from frozencore.tune.run.execute import execute
+from frozencore.tune.run.record import StabilityRecord, TunedRecord
+from frozencore_lab.campaign.crew import Event, OwnProcess
+from frozencore_lab.campaign.drive import MOST_DEATHS, _Driver, drive
+from frozencore_lab.campaign.job import Job
+from frozencore_lab.campaign.plan import plan
+from frozencore_lab.campaign.results import CampaignResults, load_results
+from frozencore_lab.campaign.shared import Needs
+from frozencore_lab.campaign.spec import read_campaign
+from frozencore_lab.campaign.standing import Tally
+from frozencore_lab.campaign.store import Store
+from frozencore_lab.campaign.worker import Place, Worker
+from made_up import record_content
+from small_campaign import write_spec
+
+
+def run_small(folder: Path, spec: Path) -> Tally:
+    store = Store(folder)
+    campaign = read_campaign(spec)
+    store.open(campaign)
+    return drive(campaign, store, OwnProcess(Worker(store, Place())), lambda *_: None)
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tally]:
+    folder = tmp_path_factory.mktemp("campaign")
+    return folder / "out", run_small(folder / "out", write_spec(folder))
+
+
+@pytest.fixture
+def results(done: tuple[Path, Tally]) -> CampaignResults:
+    return load_results(done[0])
+
+
+def test_everything_is_run_once_and_search_goes_first(done: tuple[Path, Tally], results: CampaignResults) -> None:
+    folder, standing = done
+    assert standing == Tally(finished=4 + 6 + 2, failed=0, ready=0, waiting=0)
+    assert len(list((folder / "runs").glob("*/result.json"))) == standing.finished
+    main, _ = results.studies
+    assert [run.axes["method"] for run in main.runs] == ["fcca"] * 2 + ["eva"] * 2 + ["milora"] * 2
+    assert not main.missing
+    assert len(main.choices) == 2
+
+
+def test_a_campaigns_run_is_the_run_that_tune_makes(results: CampaignResults, tmp_path: Path) -> None:
+    """Shared moments, a base model that other runs have used, and shared weight bases change nothing."""
+    for run in results.studies[0].runs[1::2]:
+        assert isinstance(run.record, TunedRecord)
+        config = RunConfig.model_validate(run.record.config.content())
+        alone = execute(config, tmp_path / config.method, lambda *_: None)
+        for key in ("hashes", "accuracy", "held_out_loss", "held_out_loss_before"):
+            assert getattr(run.record, key) == getattr(alone, key), (config.method, key)
+        assert run.record.training.losses == alone.training.losses
+
+
+def test_every_run_says_what_its_bases_capture_and_fcca_captures_most(results: CampaignResults) -> None:
+    found: dict[Any, dict[Any, float]] = {}
+    for run in results.studies[0].runs:
+        assert isinstance(run.record, TunedRecord)
+        assert run.record.criterion is not None
+        assert len(run.record.criterion.layers.name) == 16
+        found.setdefault(run.axes["seed"], {})[run.axes["method"]] = run.record.criterion.J
+    assert {seed: max(J, key=J.__getitem__) for seed, J in found.items()} == {42: "fcca", 43: "fcca"}
+
+
+def test_what_runs_share_is_computed_once(done: tuple[Path, Tally]) -> None:
+    shared = done[0] / "shared"
+    # 16 rows under seeds 42 and 43; 8 and 24 rows of the stability study
+    assert len(list((shared / "moments").glob("*.safetensors"))) == 4
+    assert len(list((shared / "weight-bases").glob("*.safetensors"))) == 1
+
+
+def test_stability_compares_with_the_reference(results: CampaignResults) -> None:
+    few, all_of_them = (run.record for run in results.studies[1].runs)
+    assert isinstance(few, StabilityRecord)
+    assert isinstance(all_of_them, StabilityRecord)
+    assert few.cosine_P is not None
+    assert few.cosine_Q is not None
+    assert 0.3 < few.cosine_P < 0.999
+    assert 0.3 < few.cosine_Q < 0.999
+    assert all_of_them.cosine_P == pytest.approx(1.0, abs=1e-6)
+    assert all_of_them.cosine_Q == pytest.approx(1.0, abs=1e-6)
+
+
+def test_a_second_driver_finds_nothing_to_do(done: tuple[Path, Tally], tmp_path: Path) -> None:
+    folder, standing = done
+    times = {file: file.stat().st_mtime_ns for file in folder.glob("runs/*/result.json")}
+    assert run_small(folder, write_spec(tmp_path)) == standing
+    assert {file: file.stat().st_mtime_ns for file in folder.glob("runs/*/result.json")} == times
+
+
+def test_results_are_read_from_the_index_alone(
+    done: tuple[Path, Tally], results: CampaignResults, tmp_path: Path
+) -> None:
+    for name in ("campaign.json", "records.jsonl"):
+        (tmp_path / name).write_bytes((done[0] / name).read_bytes())
+    assert load_results(tmp_path) == results
+    (tmp_path / "records.jsonl").write_text('{"run_id": "0123\n', encoding="utf-8")
+    with pytest.raises(ArtifactError, match=r"line 1 is damaged, and there are no runs/ to rebuild it from"):
+        load_results(tmp_path)
+
+
+def test_runs_of_one_model_in_two_dtypes_stand_beside_one_another(done: tuple[Path, Tally], tmp_path: Path) -> None:
+    (tmp_path / "campaign.json").write_bytes((done[0] / "campaign.json").read_bytes())
+    first, *others = (done[0] / "records.jsonl").read_text().splitlines()
+    record = json.loads(first)
+    assert record["config"]["dtype"] == "float32"
+    record["config"]["dtype"] = "bfloat16"
+    record["hashes"] = {**record.get("hashes", {}), "model": "0" * 64}
+    (tmp_path / "records.jsonl").write_text("\n".join([json.dumps(record), *others]) + "\n", encoding="utf-8")
+    assert not load_results(tmp_path).studies[0].missing
+
+
+def test_runs_on_different_weights_under_one_name_are_refused(done: tuple[Path, Tally], tmp_path: Path) -> None:
+    (tmp_path / "campaign.json").write_bytes((done[0] / "campaign.json").read_bytes())
+    first, *others = (done[0] / "records.jsonl").read_text().splitlines()
+    record = json.loads(first)
+    record["hashes"] = {**record.get("hashes", {}), "model": "0" * 64}
+    (tmp_path / "records.jsonl").write_text("\n".join([json.dumps(record), *others]) + "\n", encoding="utf-8")
+    with pytest.raises(ArtifactError, match="made on different weights"):
+        load_results(tmp_path)
+
+
+def test_a_failed_run_keeps_its_reason_and_its_log(tmp_path: Path) -> None:
+    spec = write_spec(
+        tmp_path,
+        """
+name: failing
+models: {pocket: pocket, nowhere: ./no/such/model}
+base: {batch_size: 8, accumulation: 1, num_train: 16, num_evaluation: 8, epochs: 1, calibration_size: 8}
+studies:
+  wild:
+    title: A rate that diverges
+    fixed: {coordinates: raw, learning_rate: 1e30}
+    axes: {model: [pocket], task: [pocket-sentiment], method: [fcca], seed: [42]}
+  absent:
+    title: A model that is not there
+    axes: {model: [nowhere], task: [pocket-sentiment], method: [fcca], seed: [42]}
+""",
+    )
+    assert run_small(tmp_path / "out", spec).failed == 2
+    failures = {f["reason"]: f for f in map(_json, (tmp_path / "out" / "failed").glob("*/failure.json"))}
+    assert failures.keys() == {"diverged", "bad input"}
+    assert "Training diverged" in failures["diverged"]["message"]
+    assert "there is no such folder" in failures["bad input"]["message"]
+    assert all("Traceback" in log.read_text() for log in (tmp_path / "out" / "failed").glob("*/log.txt"))
+    assert not list((tmp_path / "out" / "runs").glob(".*"))
+    store = Store(tmp_path / "out")
+    assert store.forget_failures() == 2
+
+
+def test_a_folder_of_another_campaign_is_refused(done: tuple[Path, Tally], tmp_path: Path) -> None:
+    spec = write_spec(tmp_path)
+    spec.write_text(spec.read_text().replace("name: small", "name: other"), encoding="utf-8")
+    with pytest.raises(ArtifactError, match="holds the campaign 'small', not 'other'"):
+        run_small(done[0], spec)
+
+
+PROFILED = """
+name: profiled
+models: {pocket: pocket}
+studies:
+  speed:
+    title: Alone on the machine
+    kind: profile
+    axes: {model: [pocket], task: [pocket-math], method: [fcca, eva], seed: [42]}
+  main:
+    title: Side by side
+    axes: {model: [pocket], task: [pocket-math], method: [fcca, eva, random], seed: [42]}
+"""
+
+
+class NotedCrew:
+    """Workers that end every run in one way, and note what ran beside what."""
+
+    def __init__(self, store: Store, size: int = 2, end: str = "finished") -> None:
+        self.size = size
+        self.beside: list[set[str]] = []
+        self.started: list[str] = []
+        self.is_closed = False
+        self._store = store
+        self._end = end
+        self._jobs: dict[int, Job] = {}
+
+    def start(self, worker: int, job: Job, needs: Needs) -> None:
+        self._jobs[worker] = job
+        self.started.append(job.id)
+        self.beside.append({each.kind for each in self._jobs.values()} | {f"{len(self._jobs)} at once"})
+
+    def events(self, timeout_s: float) -> Sequence[Event]:
+        worker, job = self._jobs.popitem()
+        if self._end == "finished":
+            with self._store.running(job.id) as folder:
+                assert folder is not None
+                (folder / "result.json").write_text(json.dumps(record_content({"task": "pocket-math"})))
+        return [Event(worker, self._end, message="the disk is full")]  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def test_what_is_profiled_runs_alone_and_after_the_others(tmp_path: Path) -> None:
+    store = Store(tmp_path / "out")
+    crew = NotedCrew(store)
+    standing = drive(read_campaign(write_spec(tmp_path, PROFILED)), store, crew, lambda *_: None)
+    assert (standing.finished, standing.left) == (5, 0)
+    assert {"tune", "2 at once"} in crew.beside
+    assert crew.beside[-2:] == [{"profile", "1 at once"}] * 2
+    assert not any("profile" in beside for beside in crew.beside[:-2])
+
+
+def test_a_driver_plans_when_a_search_hides_what_could_run_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The order of runs is that of a driver which plans after every run, at three plans instead of twelve."""
+    campaign = read_campaign(write_spec(tmp_path))
+    orders, counts = [], []
+    for eager in (True, False):
+        plans: list[int] = []
+        monkeypatch.setattr("frozencore_lab.campaign.drive.plan", lambda *args, p=plans: p.append(0) or plan(*args))
+        store = Store(tmp_path / str(eager))
+        crew = NotedCrew(store, size=1)
+        if eager:
+            monkeypatch.setattr(_Driver, "_count", lambda self, *_, **__: self._plan())
+        standing = drive(campaign, store, crew, lambda *_: None)
+        monkeypatch.undo()
+        assert standing == Tally(finished=12, failed=0, ready=0, waiting=0)
+        orders.append(crew.started)
+        counts.append(len(plans))
+    assert orders[0] == orders[1]
+    assert counts == [13, 2]
+
+
+def test_a_worker_that_cannot_write_ends_the_campaign_and_every_worker(tmp_path: Path) -> None:
+    store = Store(tmp_path / "out")
+    crew = NotedCrew(store, end="halted")
+    with pytest.raises(ArtifactError, match="the disk is full"):
+        drive(read_campaign(write_spec(tmp_path, PROFILED)), store, crew, lambda *_: None)
+    assert crew.is_closed
+    assert len(crew.started) == 2
+    assert not list(store.failed.glob("*"))
+
+
+def test_a_run_that_kills_its_workers_counts_as_failed_and_is_made_again_only_on_request(tmp_path: Path) -> None:
+    store, campaign = Store(tmp_path / "out"), read_campaign(write_spec(tmp_path, PROFILED))
+    crew = NotedCrew(store, end="died")
+    assert drive(campaign, store, crew, lambda *_: None).failed == 5
+    assert sorted(crew.started) == sorted([*set(crew.started)] * MOST_DEATHS)
+    failures = [_json(file) for file in store.failed.glob("*/failure.json")]
+    assert {failure["reason"] for failure in failures} == {"worker died"}
+    again = NotedCrew(store)
+    assert drive(campaign, store, again, lambda *_: None).failed == 5
+    assert again.started == []
+    retried = drive(campaign, store, again, lambda *_: None, retry_failed=True)
+    assert (retried.finished, retried.failed) == (5, 0)
+    assert sorted(again.started) == sorted(set(crew.started))
+
+
+def _json(path: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(path.read_text())
+    return content

@@ -1,0 +1,448 @@
+"""From a specification to runs: ids, searches, choices."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from frozencore.errors import ConfigError
+from frozencore.tune.run.record import Failure
+from frozencore_lab.campaign.estimate import (
+    EFFICIENCY,
+    OVERHEAD_S,
+    START_S,
+    ModelSize,
+    estimate_lines,
+    num_choices,
+    run_seconds,
+    shared_bytes,
+)
+from frozencore_lab.campaign.job import Job, make_job
+from frozencore_lab.campaign.plan import Outcome, Outcomes, Planned, choices, most_further_trials, plan
+from frozencore_lab.campaign.results import load_results
+from frozencore_lab.campaign.shared import moments_key, needs_of
+from frozencore_lab.campaign.spec import Campaign, column_key, read_campaign
+from frozencore_lab.campaign.standing import tally, time_to_go
+from frozencore_lab.campaign.store import Store
+from frozencore_lab.campaign.worker import Place
+from made_up import made_up_record, record_content
+from small_campaign import write_spec
+
+OPTIONS: dict[str, Any] = {"model": "pocket", "task": "pocket-math", "seed": 42}
+
+
+@pytest.fixture
+def campaign(tmp_path: Path) -> Campaign:
+    return read_campaign(write_spec(tmp_path))
+
+
+def unknown(_: str) -> None:
+    return None
+
+
+def scored(**values: Any) -> Outcome:
+    return Outcome(made_up_record({"task": "pocket-math"}, **values))
+
+
+def test_the_id_is_the_configuration_and_nothing_else() -> None:
+    job = make_job("tune", OPTIONS)
+    assert job.id == make_job("tune", {**OPTIONS, "rank": 16}).id  # the default, written out
+    assert (
+        job.id == make_job("tune", {**OPTIONS, "learning_rate": 1e-2, "epochs": 3}).id
+    )  # what the task and method say
+    moved = job.config.model_copy(update={"device": "cuda:1", "data_root": Path("/elsewhere")})
+    assert job.id == type(job)("tune", moved).id
+    others = ({"rank": 8}, {"seed": 43}, {"damping": 0.1}, {"tokens": "completion"}, {"evaluate_on": "validation"})
+    ids = {make_job("tune", {**OPTIONS, **other}).id for other in others} | {make_job("profile", OPTIONS).id, job.id}
+    assert len(ids) == len(others) + 2
+
+
+def test_where_and_how_much_at_a_time_sums_are_made_decides_neither_them_nor_at_its_default_a_run() -> None:
+    plain = make_job("tune", OPTIONS)
+    assert make_job("tune", {**OPTIONS, "group_size": 999, "stats_device": None, "memory_budget": None}).id == plain.id
+    for option in ({"group_size": 4}, {"stats_device": "cpu"}):
+        job = make_job("tune", OPTIONS | option)
+        assert job.id != plain.id  # a study may compare them
+        assert job.resolved["calibration"] == option
+        assert moments_key(job.config) == moments_key(plain.config)
+
+
+def test_a_variant_is_the_run_of_its_options_and_is_searched_under_its_own_name(tmp_path: Path) -> None:
+    file = write_spec(
+        tmp_path,
+        "name: x\nmodels: {pocket: pocket}\nstudies:\n  main:\n    title: t\n"
+        "    axes: {model: [pocket], task: [pocket-math], method: [lora, lora-r1], seed: [42]}\n"
+        "    fixed: {rank: 4}\n"
+        "    variants: {lora-r1: {method: lora, rank: 1}}\n"
+        "    search: {grids: [{for: [lora-r1], learning_rate: [1e-2, 2e-2]}]}\n",
+    )
+    plain, *trials, blocked = plan(read_campaign(file), unknown)
+    assert plain.job is not None
+    assert plain.job.id == make_job("tune", {**OPTIONS, "method": "lora", "rank": 4}).id
+    assert blocked.job is None
+    assert blocked.axes["method"] == "lora-r1"
+    of_rank_1 = {**OPTIONS, "method": "lora", "rank": 1, "evaluate_on": "validation"}
+    assert [trial.job.id for trial in trials if trial.job] == [
+        make_job("tune", of_rank_1 | {"learning_rate": rate}).id for rate in (1e-2, 2e-2)
+    ]
+
+
+def test_damping_is_a_number_or_a_pair_for_the_two_sides(tmp_path: Path) -> None:
+    file = write_spec(
+        tmp_path,
+        "name: x\nmodels: {pocket: pocket}\nstudies:\n  main:\n    title: t\n"
+        "    axes: {model: [pocket], task: [pocket-math], damping: [0.1, [0.1, 0.01]], seed: [42]}\n"
+        "    report: {columns: [damping]}\n",
+    )
+    one, pair = (run.job for run in plan(read_campaign(file), unknown))
+    assert (one, pair) == tuple(make_job("tune", {**OPTIONS, "damping": damping}) for damping in (0.1, [0.1, 0.01]))
+    assert one.id != pair.id
+    damping = pair.config.core.model_dump()["damping"]
+    assert damping == pair.config.adapter_options(()).core["damping"] == (0.1, 0.01)
+    assert column_key((damping,)) == "0.1/0.01"
+    with pytest.raises(ConfigError, match="damping: .*tuple should have at most 2 items"):
+        make_job("tune", {**OPTIONS, "damping": [0.1, 0.1, 0.1]})
+
+
+def test_a_run_is_the_same_by_the_short_name_of_its_weighting() -> None:
+    one, other = (make_job("tune", {**OPTIONS, "weighting": name}) for name in ("token", "token_sum"))
+    assert one == other
+    assert one.id == other.id
+    assert one.config.calibration_options.weighting == "token_sum"
+
+
+def test_equal_runs_of_two_studies_are_one(tmp_path: Path) -> None:
+    text = """
+name: twice
+models: {pocket: pocket}
+studies:
+  a: {title: a, axes: {model: [pocket], task: [pocket-math], method: [fcca], rank: [8, 16], seed: [42]}}
+  b: {title: b, axes: {model: [pocket], task: [pocket-math], method: [fcca], whiten: [both, none], seed: [42]}}
+"""
+    runs = plan(read_campaign(write_spec(tmp_path, text)), unknown)
+    assert len(runs) == 4
+    assert len({run.job.id for run in runs if run.job}) == 3
+
+
+def test_a_task_calibrated_on_itself_is_the_plain_run_and_stands_under_its_axis_value(tmp_path: Path) -> None:
+    text = """
+name: mismatched
+models: {pocket: pocket}
+studies:
+  plain: {title: a, axes: {model: [pocket], task: [pocket-math], method: [fcca], seed: [42]}}
+  mismatch:
+    title: b
+    axes: {model: [pocket], task: [pocket-math], calibration_task: [pocket-math, pocket-sentiment], seed: [42]}
+    report: {columns: [calibration_task]}
+"""
+    campaign = read_campaign(write_spec(tmp_path, text))
+    plain, matched, other = (run.job for run in plan(campaign, unknown))
+    assert plain is not None
+    assert plain == matched
+    assert plain != other
+    store = Store(tmp_path / "out")
+    store.open(campaign)
+    with store.running(plain.id) as folder:
+        assert folder is not None
+        (folder / "result.json").write_text(json.dumps(record_content({"task": "pocket-math"}, accuracy=0.25)))
+    found = {run.axes["calibration_task"]: run.record for run in load_results(store.folder).studies[1].runs}
+    assert found["pocket-math"] is not None
+    assert found["pocket-math"].accuracy == 0.25
+    assert found["pocket-sentiment"] is None
+
+
+def test_final_runs_wait_for_their_search_and_take_what_it_chose(campaign: Campaign) -> None:
+    runs = [run for run in plan(campaign, unknown) if run.study == "main"]
+    trials = [run for run in runs if run.phase == "search" and run.axes["method"] == "fcca"]
+    assert [run.axes["warmup"] for run in trials] == [0.03, 0.1]
+    assert all(run.job and run.job.config.evaluate_on == "validation" for run in trials)
+    finals = [run for run in runs if run.phase == "final" and run.axes["method"] == "fcca"]
+    assert [run.job for run in finals] == [None, None]
+
+    accuracy = {trials[0].job.id: 0.5, trials[1].job.id: 0.6}  # type: ignore[union-attr]
+
+    def outcome(run_id: str) -> Outcome | None:
+        return scored(accuracy=accuracy[run_id], held_out_loss=1.0) if run_id in accuracy else None
+
+    finals = [run for run in plan(campaign, outcome) if run.phase == "final" and run.axes.get("method") == "fcca"]
+    assert [run.job.config.warmup for run in finals if run.job] == [0.1, 0.1]
+    assert [run.job.config.seed for run in finals if run.job] == [42, 43]
+    assert {run.job.config.evaluate_on for run in finals if run.job} == {"evaluation"}
+    ((study, group, choice),) = choices(campaign, outcome)
+    assert (study, group["method"], choice.options) == ("main", "fcca", {"warmup": 0.1})
+
+
+def test_equally_accurate_trials_are_told_apart_by_their_loss(campaign: Campaign) -> None:
+    trials = [r.job.id for r in plan(campaign, unknown) if r.phase == "search" and r.job and r.axes["method"] == "eva"]
+    loss = dict(zip(trials, (1.5, 1.4), strict=True))
+    found = choices(campaign, lambda i: scored(accuracy=0.5, held_out_loss=loss[i]) if i in loss else None)
+    assert found[0][2].options == {"learning_rate": 5e-3}
+
+
+def test_a_search_without_a_good_trial_blocks_its_final_runs(campaign: Campaign) -> None:
+    runs = plan(campaign, lambda _: Outcome(failure=Failure(reason="diverged", message="loss nan.")))
+    blocked = [run for run in runs if run.phase == "final" and run.study == "main" and run.axes["method"] == "eva"]
+    assert [run.blocked for run in blocked] == ["no trial of the search succeeded (diverged: loss nan.)"] * 2
+
+
+@pytest.mark.parametrize("name", ["accuracy", "held_out_loss"])
+def test_a_trial_without_a_number_is_never_chosen(name: str, campaign: Campaign) -> None:
+    for worst in (0, 1):
+        trials = [r for r in plan(campaign, unknown) if r.phase == "search" and r.axes["method"] == "eva"]
+        values = {"accuracy": 0.1, "held_out_loss": 2.0}
+        outcomes = [scored(**values | ({name: None} if i == worst else {})) for i in range(2)]
+        of_run = {run.job.id: outcome for run, outcome in zip(trials, outcomes, strict=True) if run.job}
+        ((_, _, choice),) = choices(campaign, of_run.get)
+        assert choice.options == {"learning_rate": trials[1 - worst].axes["learning_rate"]}
+
+
+def test_a_search_by_accuracy_refuses_a_task_without_one(campaign: Campaign) -> None:
+    with pytest.raises(ConfigError, match="selects by accuracy"):
+        plan(campaign, lambda _: scored(accuracy=...))
+
+
+def searched(folder: Path, rates: list[float], search: str = "") -> Campaign:
+    text = f"""
+name: rates
+models: {{pocket: pocket}}
+studies:
+  main:
+    title: t
+    axes: {{model: [pocket], task: [pocket-math], method: [fcca], seed: [42, 43]}}
+    search: {{{search}select: held_out_loss, grids: [{{warmup: [0.03, 0.1], learning_rate: {rates}}}]}}
+"""
+    return read_campaign(write_spec(folder, text))
+
+
+def run_searches(campaign: Campaign, loss: Callable[[float, float], float | None]) -> tuple[list[Planned], Outcomes]:
+    """The plan when every trial has ended, one at a time, with the loss of its learning rate and its warm-up."""
+    ended: dict[str, Outcome] = {}
+    while True:
+        planned = plan(campaign, ended.get)
+        open_jobs = [run.job for run in planned if run.phase == "search" and run.job and run.job.id not in ended]
+        if not open_jobs:
+            return planned, ended.get
+        job = open_jobs[0]
+        found = loss(job.config.resolved_learning_rate, job.config.resolved_warmup)
+        diverged = Outcome(failure=Failure(reason="diverged", message="loss nan."))
+        ended[job.id] = diverged if found is None else scored(held_out_loss=found)
+
+
+@pytest.mark.parametrize(("rates", "best"), [([1e-3, 2e-3], 8e-3), ([3e-2, 1e-1], 0.0075), ([2e-3, 4e-3, 8e-3], 4e-3)])
+def test_a_search_finds_a_best_rate_that_is_planted_outside_its_grid(
+    rates: list[float], best: float, tmp_path: Path
+) -> None:
+    campaign = searched(tmp_path, rates)
+    planned, outcome = run_searches(campaign, lambda rate, warmup: abs(math.log(rate / best)) + warmup)
+    finals = [run.job.config for run in planned if run.phase == "final" and run.job]
+    assert [(config.learning_rate, config.warmup, config.seed) for config in finals] == [
+        (best, 0.03, 42), (best, 0.03, 43)
+    ]  # fmt: skip
+    ((_, _, choice),) = choices(campaign, outcome)
+    assert not choice.at_end
+    assert tally(planned, SimpleNamespace(outcome=outcome)).waiting == 0  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("search", "num_added"), [("", 4), ("beyond: 2, ", 2), ("beyond: 0, ", 0)])
+def test_a_search_that_only_gets_better_ends_after_as_many_more_and_is_marked(
+    search: str, num_added: int, tmp_path: Path
+) -> None:
+    campaign = searched(tmp_path, [1e-3, 2e-3], search)
+    planned, outcome = run_searches(campaign, lambda rate, warmup: -rate - warmup)
+    trials = [run.axes for run in planned if run.phase == "search"]
+    assert [(trial["learning_rate"], trial["warmup"]) for trial in trials[4:]] == [
+        (2e-3 * 2**n, 0.1) for n in range(1, num_added + 1)
+    ]
+    ((_, _, choice),) = choices(campaign, outcome)
+    assert choice.options == {"learning_rate": 2e-3 * 2**num_added, "warmup": 0.1}
+    assert choice.at_end
+
+
+def test_a_rate_beyond_which_training_diverges_is_no_end(tmp_path: Path) -> None:
+    campaign = searched(tmp_path, [1e-3, 2e-3])
+    planned, outcome = run_searches(campaign, lambda rate, _: None if rate > 4e-3 else -rate)
+    ((_, _, choice),) = choices(campaign, outcome)
+    assert (choice.options["learning_rate"], choice.at_end) == (4e-3, False)
+    assert len([run for run in planned if run.phase == "search"]) == 6
+    assert most_further_trials(campaign, outcome) == 0
+
+
+def test_a_search_of_one_rate_and_one_of_none_stay_as_they_are(tmp_path: Path) -> None:
+    campaign = searched(tmp_path, [1e-3])
+    planned, outcome = run_searches(campaign, lambda rate, warmup: warmup)
+    assert len([run for run in planned if run.phase == "search"]) == 2
+    assert not choices(campaign, outcome)[0][2].at_end
+
+
+def test_final_runs_wait_while_a_search_goes_on(tmp_path: Path) -> None:
+    campaign = searched(tmp_path, [1e-3, 2e-3])
+    of_grid = [run.job for run in plan(campaign, unknown) if run.phase == "search" and run.job]
+    ended = {job.id: scored(held_out_loss=-job.config.resolved_learning_rate) for job in of_grid}
+    planned = plan(campaign, ended.get)
+    assert len([run for run in planned if run.phase == "search"]) == len(of_grid) + 1
+    assert (most_further_trials(campaign, unknown), most_further_trials(campaign, ended.get)) == (4, 3)
+    assert all(run.job is None for run in planned if run.phase == "final")
+    assert planned == plan(campaign, ended.get)  # a second look, or another process, sees the same
+
+
+def test_moments_are_shared_by_methods_and_learning_rates_but_not_by_seeds_or_rows() -> None:
+    key = moments_key(make_job("tune", OPTIONS).config)
+    for same in ({"method": "eva"}, {"learning_rate": 1e-3}, {"rank": 4}, {"damping": 1.0}):
+        assert moments_key(make_job("tune", {**OPTIONS, **same}).config) == key
+    for other in ({"seed": 43}, {"calibration_size": 64}, {"num_train": 9}, {"tokens": "completion"}):
+        assert moments_key(make_job("tune", {**OPTIONS, **other}).config) != key
+
+
+def test_moments_of_a_calibration_task_are_shared_by_all_tasks_that_are_learned() -> None:
+    elsewhere = {**OPTIONS, "calibration_task": "pocket-sentiment"}
+    key = moments_key(make_job("tune", elsewhere).config)
+    for same in ({"task": "pocket-comparison"}, {"num_train": 9}, {"num_evaluation": 5}):
+        assert moments_key(make_job("tune", {**elsewhere, **same}).config) == key
+    assert moments_key(make_job("tune", {**elsewhere, "seed": 43}).config) != key
+    assert moments_key(make_job("tune", OPTIONS).config) != key
+
+
+def test_a_run_on_own_rows_takes_no_tasks_numbers(tmp_path: Path) -> None:
+    own = {"model": "pocket", "seed": 42, "data": str(tmp_path / "rows.jsonl")}
+    resolved = make_job("tune", own).resolved
+    assert not {"epochs", "num_train", "num_evaluation", "task"} & resolved.keys()
+    assert make_job("tune", {**own, "data": str(tmp_path / "others.jsonl")}).id != make_job("tune", own).id
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"task": None}, "A run learns either a task"),
+        ({"method": "fca"}, "'fca'. Did you mean 'fcca'"),
+        ({"method": "eva", "damping": 0.1}, "The method 'eva' does not read damping"),
+    ],
+)
+def test_options_that_contradict_one_another_are_refused_in_the_words_of_a_run(
+    options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        make_job("tune", {**OPTIONS, **options})
+    assert "\n" not in str(caught.value)
+
+
+def test_one_pass_collects_what_all_methods_want() -> None:
+    jobs = [make_job("tune", {**OPTIONS, "method": method}) for method in ("fcca", "filora", "random")]
+    ((_, needs),) = needs_of(jobs).items()
+    assert needs == {"cross", "input_square", "error_square", "input_outer", "error_outer"}
+
+
+def test_where_one_method_reads_g_every_run_with_bases_on_that_model_is_measured_on_g_a_and_d() -> None:
+    def wanted(jobs: list[Job]) -> set[frozenset[str]]:
+        return set(needs_of(jobs).values())
+
+    eva, free, lora = (make_job("tune", {**OPTIONS, "method": method}) for method in ("eva", "milora", "lora"))
+    assert wanted([eva, free, lora]) == {frozenset({"input_outer"})}
+    reads = make_job("tune", {**OPTIONS, "method": "signgrad", "seed": 43})  # another seed: other rows
+    gad = frozenset({"cross", "input_square", "error_square"})
+    assert wanted([eva, reads]) == {gad | {"input_outer"}, gad}
+    assert needs_of([lora, free, reads]) == needs_of([reads, free]) == dict.fromkeys(needs_of([free, reads]), gad)
+    assert moments_key(free.config) in needs_of([free, reads])
+    assert moments_key(lora.config) not in needs_of([lora, reads])
+    for elsewhere in (
+        make_job("profile", {**OPTIONS, "method": "fcca"}),
+        make_job("tune", {**OPTIONS, "method": "fcca", "memory_budget": "1GiB"}),
+        make_job("tune", {**OPTIONS, "method": "fcca", "model": "another"}),
+    ):
+        assert not needs_of([free, elsewhere]).get(moments_key(free.config))
+
+
+def test_the_time_to_go_is_the_mean_of_the_finished_runs_shared_by_the_workers(campaign: Campaign) -> None:
+    runs = plan(campaign, unknown)
+    first, second, *_ = dict.fromkeys(run.job.id for run in runs if run.job)
+    outcomes: dict[str, Outcome] = {}
+    store: Any = SimpleNamespace(outcome=outcomes.get)
+    assert time_to_go(runs, store, 2) == ""  # nothing to go by
+    outcomes |= {first: scored(total_s=1800.0), second: scored(total_s=5400.0)}
+    left = tally(runs, store).left
+    hours = {
+        workers: f"{left // workers} h {left % workers * 60 // workers:02} min" for workers in (1, 2)
+    }  # an hour each
+    assert time_to_go(runs, store, 2) == f", about {hours[2]} to go on 2 workers"
+    assert time_to_go(runs, store, 0) == f", about {hours[1]} to go on 1 workers"
+
+
+def test_an_estimate_names_the_models_that_cannot_be_read(campaign: Campaign, tmp_path: Path) -> None:
+    text = f"""
+name: elsewhere
+models: {{gone: {tmp_path / "gone"}}}
+studies:
+  a: {{title: a, axes: {{model: [gone], task: [pocket-math], method: [fcca], seed: [42]}}}}
+"""
+    runs = plan(read_campaign(write_spec(tmp_path, text)), unknown)
+    store: Any = SimpleNamespace(outcome=unknown)
+    assert list(estimate_lines(runs, store, Place())) == [f"No estimate: {tmp_path / 'gone'} cannot be read from here."]
+
+
+def test_an_estimate_counts_the_start_of_the_worker_and_of_every_profile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = """
+name: starts
+models: {pocket: pocket}
+studies:
+  a: {title: a, axes: {model: [pocket], task: [pocket-math], method: [random], seed: [42, 43]}}
+"""
+    axes = "{model: [pocket], task: [pocket-math], method: [random, lora], seed: [42]}"
+    profiled = f"{text}  b: {{title: b, kind: profile, axes: {axes}}}\n"
+    monkeypatch.setattr("frozencore_lab.campaign.estimate.run_seconds", lambda *_, **__: 4.0)
+    for spec, num_runs, starts in ((text, 2, 1), (profiled, 4, 3)):
+        runs = plan(read_campaign(write_spec(tmp_path, spec)), unknown)
+        store: Any = SimpleNamespace(outcome=unknown)
+        (line,) = estimate_lines(runs, store, Place())
+        seconds = 4 * num_runs + starts * START_S
+        assert line.startswith(f"Estimate for the {num_runs} runs left: {seconds:.0f} s on one worker, ")
+        assert f" {starts * START_S:.0f} s of it until " in line
+
+
+def test_a_finished_campaign_needs_no_estimate(campaign: Campaign) -> None:
+    runs = [run for run in plan(campaign, unknown) if run.phase == "final" and run.job]
+    store: Any = SimpleNamespace(outcome=lambda _: scored(total_s=1.0))
+    assert list(estimate_lines(runs, store, Place())) == []
+
+
+def test_a_stability_run_is_estimated_at_its_calibration_alone() -> None:
+    size, speed, row_tokens = ModelSize(1_000_000, ((8, 8),)), 1e9, 10.0
+    options = {**OPTIONS, "num_train": 50, "num_evaluation": 20, "epochs": 1, "calibration_size": 30}
+    stability = run_seconds(make_job("stability", options, 64), size, row_tokens, speed)
+    tuned = run_seconds(make_job("tune", options), size, row_tokens, speed)
+    operations = row_tokens * size.num_parameters
+    assert stability == pytest.approx(OVERHEAD_S + operations * 4 * 30 / (speed * EFFICIENCY))
+    assert tuned - stability == pytest.approx(operations * (4 * 50 + 2 * 2 * 20) / (speed * EFFICIENCY))
+
+
+def test_scores_that_choose_a_step_are_estimated_as_well() -> None:
+    options = {**OPTIONS, "num_train": 50, "num_evaluation": 20, "epochs": 3, "batch_size": 2, "accumulation": 4}
+    choices = {"none": 0, "epoch": 3, 10: 3, 21: 1, 4: 6}  # of 3 epochs of 7 steps
+    for every, scores in choices.items():
+        assert num_choices(make_job("tune", {**options, "select_checkpoint": every})) == scores
+    size, speed, row_tokens = ModelSize(1_000_000, ((8, 8),)), 1e9, 10.0
+    seconds = [
+        run_seconds(make_job("tune", {**options, "select_checkpoint": every}), size, row_tokens, speed)
+        for every in ("none", "epoch")
+    ]
+    scored = row_tokens * size.num_parameters * 2 * 3 * 20
+    assert seconds[1] - seconds[0] == pytest.approx(scored / (speed * EFFICIENCY))
+
+
+def test_the_disk_holds_the_bases_of_a_weight_once_for_all_tasks_and_seeds() -> None:
+    size = ModelSize(1000, ((8, 6), (6, 6)))
+    jobs = [
+        make_job("tune", {**OPTIONS, "method": "lora_xs", "rank": 4, **other})
+        for other in ({}, {"seed": 43}, {"task": "pocket-sentiment"})
+    ]
+    once = 4 * 4 * (8 + 6 + 6 + 6)  # float32 values of P and Q at rank 4
+    assert shared_bytes(jobs, {"pocket": size}) == once
+    jobs.append(make_job("tune", {**OPTIONS, "method": "random"}))  # drawn from a seed, kept nowhere
+    assert shared_bytes(jobs, {"pocket": size}) == once
+    assert shared_bytes(jobs, {"pocket": None}) == 0

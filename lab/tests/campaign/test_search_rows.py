@@ -1,0 +1,167 @@
+"""Where trials are scored: for each task of the paper's campaigns, in what a plan says, and in the records."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from frozencore.errors import NoRowsError
+from frozencore.tune.rows.prompts import PromptEncoder
+from frozencore.tune.run.execute import execute
+from frozencore.tune.run.reading_rows import prepare_rows, task_splits
+from frozencore.tune.tasks import PAPER_TASKS
+from frozencore_lab.campaign.job import Job, make_job
+from frozencore_lab.campaign.plan import Planned, plan
+from frozencore_lab.campaign.search_rows import search_rows
+from frozencore_lab.campaign.shared import moments_file
+from frozencore_lab.campaign.spec import read_campaign
+from frozencore_lab.campaign.worker import Place
+from hub_folders import ROWS, write_hub_folder
+from places import LAB
+from small_campaign import write_spec
+from small_task import write_task
+
+UNUSED, OFFICIAL, TENTH = "unused train rows", "official validation", "10% of train"
+TRIALS = {  # trained on, scored on, which those are; final runs: trained on, evaluated (paper, table "datasets")
+    "svamp": (630, 70, TENTH, 700, 300),
+    "gsm8k": (1500, 300, UNUSED, 1500, 300),
+    "sst2": (2000, 500, UNUSED, 2000, 500),
+    "qnli": (2000, 500, UNUSED, 2000, 500),
+    "cola": (2000, 500, UNUSED, 2000, 500),
+    "rte": (2000, 490, UNUSED, 2000, 277),
+    "mrpc": (2000, 500, UNUSED, 2000, 408),
+    "arc_challenge": (1119, 299, OFFICIAL, 1119, 500),
+    "openbookqa": (2000, 500, UNUSED, 2000, 500),
+    "hellaswag": (2000, 500, UNUSED, 2000, 500),
+    "winogrande": (2000, 500, UNUSED, 2000, 500),
+}
+BY_SCHEMA = {"rte": (2490, 277), "mrpc": (3668, 408), "openbookqa": (4957, 500), "winogrande": (4000, 1267)}
+"""Official rows to train and evaluate on; WinoGrande's first tenth, which leaves as many unused as are wanted."""
+SAMPLED = {"qnli": (1800, 200, TENTH, 2000, 500)}
+"""Of what lies beside this checkout: 2,000 of QNLI's 104,743 rows."""
+
+
+@pytest.fixture(scope="module")
+def hub_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("hub")
+    for name, (num_train, num_evaluation) in BY_SCHEMA.items():
+        write_hub_folder(root / name, name, num_train, num_evaluation)
+    return root
+
+
+@cache
+def planned() -> list[Planned]:
+    """The runs of a paper campaign of which nothing is there."""
+    return plan(read_campaign(LAB / "campaigns" / "paper-3b.yaml"), lambda _: None)
+
+
+def jobs_of(name: str) -> tuple[Job, Job]:
+    """A trial of a paper campaign on that task, and a final run."""
+    trial = next(run.job for run in planned() if run.job and run.axes["task"] == name)
+    return trial, Job(trial.kind, trial.config.model_copy(update={"evaluate_on": "evaluation"}))
+
+
+def test_the_table_holds_the_papers_tasks() -> None:
+    assert TRIALS.keys() == PAPER_TASKS.keys()
+
+
+# One of each way to come by rows; the sizes of every task's splits are asked for in tests/tune/tasks too.
+EACH_WAY = ("svamp", "rte", "arc_challenge", "hellaswag")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in EACH_WAY else pytest.param(name, marks=pytest.mark.slow) for name in TRIALS]
+)
+def test_trials_of_the_papers_campaigns_are_scored_on_rows_that_nothing_else_uses(
+    name: str, request: pytest.FixtureRequest
+) -> None:
+    root = request.getfixturevalue("hub_folder") / name if name in ROWS else request.getfixturevalue("shared_data")
+    trial, final = (task_splits(Place(root).put(job.config)) for job in jobs_of(name))
+    expected = SAMPLED.get(name, TRIALS[name])
+    assert (len(trial.train), len(trial.validation), trial.validation_from) == expected[:3]
+    assert (len(final.train), len(final.evaluation)) == expected[3:]
+    assert trial.evaluation == final.evaluation
+    scored, trained = ({row.id for row in rows} for rows in (trial.validation, trial.train))
+    assert not scored & (trained | {row.id for row in trial.evaluation})
+    if expected[2] != TENTH:
+        assert trial.train == final.train
+
+
+SEARCH = """
+name: searched
+models: {pocket: pocket}
+base:
+  {batch_size: 8, accumulation: 1, dtype: float32, epochs: 1, calibration_size: 8, rank: 4, paper_steps: true}
+studies:
+  main:
+    title: One task
+    axes: {model: [pocket], task: [TASK], method: [fcca], seed: [42]}
+    search: {grids: [{warmup: [0.03, 0.1]}]}
+"""
+
+
+def spec_of(folder: Path, task: str) -> Path:
+    return write_spec(folder, SEARCH.replace("TASK", task))
+
+
+def test_a_plan_says_where_each_search_is_scored(
+    command: Callable[..., Any], shared_data: Path, tmp_path: Path
+) -> None:
+    spec = spec_of(tmp_path, "svamp, rte")
+    status, out, _ = command("campaign", "plan", spec, "--out", tmp_path / "out", "--data-root", shared_data)
+    (svamp,) = (line.split() for line in out.splitlines() if "svamp" in line)
+    assert (status, svamp[3], svamp[5], " ".join(svamp[7:10])) == (0, "630", "70", TENTH)
+    assert "Rows of rte: could not look. Data set nyu-mll/glue (rte) could not be read" in " ".join(out.split())
+
+
+@pytest.mark.parametrize("words", [("plan",), ("plan", "--ids"), ("run", "--workers", "0")])
+def test_a_search_without_rows_is_refused_before_anything_starts(
+    words: tuple[str, ...], command: Callable[..., Any], tmp_path: Path
+) -> None:
+    spec = spec_of(tmp_path, write_task(tmp_path, num_train=1))
+    status, _, error = command("campaign", words[0], spec, *words[1:], "--out", tmp_path / "out")
+    assert status == 2
+    assert "Study 'main' searches on task" in error
+    assert "sums.yaml', but has no rows for it: " in error
+    assert "leaves no validation rows beside its 1 to train on" in error
+    assert len(error.strip().splitlines()) == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_empty_task_is_no_task_that_could_not_be_looked_at(tmp_path: Path) -> None:
+    campaign = read_campaign(spec_of(tmp_path, write_task(tmp_path, num_train=0, num_evaluation=1)))
+    (tmp_path / "train.jsonl").write_text((tmp_path / "evaluation.jsonl").read_text())  # what is evaluated is not used
+    with pytest.raises(NoRowsError, match="Study 'main' searches on task .* needs rows to train and to evaluate on"):
+        search_rows(plan(campaign, lambda _: None), Place())
+
+
+OPTIONS: dict[str, Any] = {"model": "pocket", "seed": 42, "calibration_size": 16, "paper_steps": True}
+
+
+def test_trials_and_final_runs_share_moments_where_they_calibrate_on_the_same_rows(
+    byte_tokenizer: Callable[..., Any], tmp_path: Path
+) -> None:
+    sums = {**OPTIONS, "task": write_task(tmp_path, num_train=20)}
+    plenty = {**OPTIONS, "task": "pocket-sentiment", "num_train": 16, "num_evaluation": 4}
+    encoder = PromptEncoder(byte_tokenizer())
+    files = [
+        moments_file(
+            config := make_job("tune", {**options, "evaluate_on": scored_on}).config, prepare_rows(config, encoder)
+        )
+        for options in (sums, plenty)
+        for scored_on in ("validation", "evaluation")
+    ]
+    assert files[0] != files[1]
+    assert files[2] == files[3]
+    assert len(set(files)) == 3
+
+
+def test_a_trials_record_says_which_rows_were_used(tmp_path: Path) -> None:
+    options = {**OPTIONS, "task": write_task(tmp_path, num_train=20), "evaluate_on": "validation"}
+    config = make_job("tune", {**options, "method": "random", "rank": 4, "batch_size": 8, "epochs": 1}).config
+    record = execute(config, tmp_path / "run", lambda *_: None)
+    assert record.rows.content() == {"trained": 18, "scored": 2, "scored_on": "validation", "validation_from": TENTH}

@@ -1,0 +1,163 @@
+"""One worker, run after run: what it takes up, what it shares, and what one run leaves for the next."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import get_peft_model
+
+from frozencore import FrozenCoreConfig
+from frozencore.adapter.layer import frozen_core_layers
+from frozencore.calibration.collect import collect_moments
+from frozencore.calibration.store import load_moments
+from frozencore.errors import ArtifactError
+from frozencore.maths.basis import known_basis
+from frozencore.maths.objective import captured_correlation
+from frozencore.maths.whitening import damped
+from frozencore.tune.pocket import pocket_model_path
+from frozencore.tune.run.bench import calibration_batches, prepare
+from frozencore.tune.run.execute import execute
+from frozencore_lab.campaign.job import Job, make_job
+from frozencore_lab.campaign.shared import SharedWork, needs_of
+from frozencore_lab.campaign.store import Store
+from frozencore_lab.campaign.worker import Place, Worker
+from made_up import record_content
+
+OPTIONS: dict[str, Any] = {
+    "model": "pocket", "task": "pocket-sentiment", "dtype": "float32", "seed": 42, "batch_size": 8, "accumulation": 1,
+    "num_train": 16, "num_evaluation": 8, "epochs": 1, "calibration_size": 8,
+}  # fmt: skip
+
+
+def job_of(method: str, **options: object) -> Job:
+    return make_job("tune", {**OPTIONS, "method": method, **options})
+
+
+def silent(*_: object) -> None:
+    """Nobody listens."""
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path / "campaign")
+
+
+def record_of(store: Store, job: Job) -> Any:
+    outcome = store.outcome(job.id)
+    assert outcome is not None
+    assert outcome.failure is None, outcome.failure
+    return outcome.record
+
+
+def test_a_run_that_another_worker_has_finished_is_done_without_a_stage(store: Store) -> None:
+    job, stages = job_of("random"), []
+    with store.running(job.id) as folder:
+        assert folder is not None
+        (folder / "result.json").write_text(json.dumps(record_content({"task": "svamp"}, accuracy=0.5)))
+    assert Worker(store, Place()).run(job, SharedWork(store), lambda *words: stages.append(words))
+    assert stages == []
+    assert record_of(store, job).accuracy == 0.5
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), "out of memory"),
+        (MemoryError(), "out of memory"),
+        (ArtifactError("not this one"), "bad input"),
+        (KeyError("a mistake of ours"), "error"),
+    ],
+)
+def test_a_failure_says_what_kind_it_is_also_where_another_error_hides_it(
+    error: Exception, reason: str, store: Store
+) -> None:
+    def fails(*_: object) -> None:
+        try:
+            raise error
+        finally:
+            if reason == "out of memory":
+                raise RuntimeError("a trainer's own words")
+
+    job = job_of("random")
+    assert not Worker(store, Place()).run(job, SharedWork(store), fails)
+    outcome = store.outcome(job.id)
+    assert outcome is not None
+    assert outcome.failure is not None
+    assert outcome.failure.reason == reason
+    assert outcome.failure.config == job.resolved
+    assert outcome.failure.message
+
+
+def test_after_pissa_which_changes_the_base_model_the_next_run_is_as_if_alone(store: Store, tmp_path: Path) -> None:
+    first, second = job_of("pissa"), job_of("lora_xs")
+    worker = Worker(store, Place(), keep_adapters=True)
+    assert worker.run(first, SharedWork(store), silent)
+    assert worker.run(second, SharedWork(store), silent)
+    alone = execute(second.config, tmp_path / "alone", silent)
+    for key in ("hashes", "held_out_loss_before", "held_out_loss", "accuracy"):
+        assert getattr(record_of(store, second), key) == getattr(alone, key), key
+
+
+def test_moments_that_lack_what_a_later_method_wants_are_collected_again_for_both(store: Store) -> None:
+    """No run said before what the others want: each asks for its own."""
+    worker = Worker(store, Place())
+    names = []
+    for method in ("signgrad", "eva", "signgrad"):
+        assert worker.run(job_of(method, rank=4 + len(names)), SharedWork(store), silent)
+        (file,) = (store.shared / "moments").glob("*.safetensors")
+        names.append(set(next(iter(load_moments(file).values())).names()))
+    own, both, unchanged = names
+    assert own < both
+    assert both == unchanged
+
+
+def test_a_run_that_reads_no_data_is_measured_on_the_moments_that_others_share(store: Store) -> None:
+    free, reader = job_of("lora_xs", rank=4), job_of("rawgrad", rank=4)
+    worker = Worker(store, Place())
+    assert worker.run(free, SharedWork(store, needs_of([free, reader])), silent)
+    assert worker.run(reader, SharedWork(store, needs_of([free, reader])), silent)
+    assert len(list((store.shared / "moments").glob("*.safetensors"))) == 1
+
+    bench = prepare(free.config, silent)
+    options = FrozenCoreConfig(r=4, constructor="lora_xs", seed=42, task_type="CAUSAL_LM")
+    layers = frozen_core_layers(get_peft_model(bench.model, options), "default")
+    batches = calibration_batches(bench.rows, bench.encoder.pad_id)
+    moments = collect_moments(bench.model, batches, {name: layer.get_base_layer() for name, layer in layers.items()})
+    J = {}
+    for name, layer in layers.items():
+        A, D = damped(moments[name].a, 1e-3), damped(moments[name].d, 1e-3)
+        J[name] = captured_correlation(moments[name].G, A, D, known_basis(*layer.factors("default")[:2]))
+    criterion = record_of(store, free).criterion
+    assert dict(zip(criterion.layers.name, criterion.layers.J, strict=True)) == pytest.approx(J, rel=1e-4)
+    assert pytest.approx(sum(J.values()), rel=1e-4) == criterion.J
+    assert record_of(store, reader).criterion.gradient > criterion.gradient
+
+
+def test_a_run_that_nobody_shares_moments_with_collects_none_for_a_remark(store: Store) -> None:
+    job = job_of("lora_xs")
+    assert Worker(store, Place()).run(job, SharedWork(store, needs_of([job])), silent)
+    assert record_of(store, job).criterion is None
+    assert not (store.shared / "moments").exists()
+
+
+def test_a_first_run_collects_for_all_also_where_the_model_lies_elsewhere(store: Store) -> None:
+    place = Place(models={"somewhere": str(pocket_model_path())})
+    jobs = [job_of(method, model="somewhere") for method in ("signgrad", "eva")]
+    worker, shared = Worker(store, place), SharedWork(store, needs_of(jobs))
+    files = []
+    for job in jobs:
+        assert worker.run(job, shared, silent)
+        (file,) = (store.shared / "moments").glob("*.safetensors")
+        files.append((file.stat().st_ino, file.stat().st_mtime_ns))
+    assert files[0] == files[1]
+
+
+def test_a_run_with_a_memory_budget_shares_no_sums(store: Store) -> None:
+    job = job_of("fcca", memory_budget="1GiB")
+    assert Worker(store, Place()).run(job, SharedWork(store), silent)
+    assert record_of(store, job).config.content()["memory_budget"] == "1GiB"
+    assert not store.shared.exists()

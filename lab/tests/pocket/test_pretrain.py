@@ -1,0 +1,142 @@
+"""The pretraining script, run for a few steps."""
+
+from __future__ import annotations
+
+import io
+import re
+import runpy
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config
+
+from frozencore.errors import TrainingError
+from frozencore.tune.pocket import pocket_model_path
+from frozencore_lab.pocket.pretrain import (
+    PretrainingRecipe,
+    batches,
+    new_model,
+    pocket_config,
+    pretrain,
+    save,
+    train,
+    train_step,
+)
+from tiny import tiny_qwen2
+
+TINY = replace(PretrainingRecipe(), window=32, batch=4, num_corpus_tokens=20_000, num_tokenizer_documents=500)
+SMALLEST = {
+    "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1,
+    "num_key_value_heads": 1, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+def smallest(tokenizer: PreTrainedTokenizerFast) -> Qwen2Config:
+    return Qwen2Config(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, **SMALLEST)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _smallest_model() -> Iterator[None]:
+    """A step of the shipped model's size takes a second."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("frozencore_lab.pocket.pretrain.pocket_config", smallest)
+        yield
+
+
+@pytest.fixture(scope="module")
+def two_runs(_smallest_model: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    outs = tuple(tmp_path_factory.mktemp("pretrain") / name for name in ("first", "second"))
+    for out in outs:
+        pretrain(out, recipe=TINY, num_steps=8, minutes=None)
+    return outs[0], outs[1]
+
+
+def test_the_script_makes_a_model_of_the_shipped_ones_sizes() -> None:
+    made = pocket_config(AutoTokenizer.from_pretrained(pocket_model_path())).to_dict()
+    shipped = AutoConfig.from_pretrained(pocket_model_path()).to_dict()
+    told = {"_name_or_path", "architectures", "dtype", "transformers_version"}  # by saving
+    assert {name: made[name] for name in made.keys() - told} == {name: shipped[name] for name in made.keys() - told}
+
+
+def test_the_same_seed_gives_the_same_weights(two_runs: tuple[Path, Path]) -> None:
+    first, second = (AutoModelForCausalLM.from_pretrained(out).state_dict() for out in two_runs)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_the_folder_loads_and_nothing_is_left_beside_it(two_runs: tuple[Path, Path]) -> None:
+    for out in two_runs:
+        assert AutoTokenizer.from_pretrained(out).eos_token == "<|endoftext|>"
+        assert [path.name for path in out.parent.iterdir()] == [out.name]
+        assert "not** a reproduction" in (out / "README.md").read_text()
+
+
+def test_minutes_choose_the_number_of_steps(tmp_path: Path) -> None:
+    report = pretrain(tmp_path / "model", recipe=TINY, num_steps=None, minutes=0.01)
+    assert report.num_steps >= 1
+    assert report.num_tokens == report.num_steps * TINY.batch * TINY.window
+
+
+def test_every_pass_over_the_windows_is_whole_and_in_an_order_of_its_own() -> None:
+    windows = torch.arange(12).view(12, 1)
+    recipe = replace(TINY, batch=4)
+    first, second = (list(islice(batches(windows, recipe), 6)) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    passes = [torch.cat(first[i : i + 3]).flatten().tolist() for i in (0, 3)]
+    assert passes[0] != passes[1]
+    assert sorted(passes[0]) == sorted(passes[1]) == list(range(12))
+
+
+def test_a_loss_that_is_not_finite_stops_before_anything_is_updated() -> None:
+    model, optimizers = new_model(TINY, Qwen2Config(vocab_size=40, **SMALLEST))
+    model.model.norm.weight.data[0] = torch.nan
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    with pytest.raises(TrainingError, match="must stay finite, but it became nan. Lower the learning rate"):
+        train_step(model, optimizers, torch.arange(20).view(2, 10))
+    for parameter, value in zip(model.parameters(), before, strict=True):
+        assert torch.equal(parameter.nan_to_num(7.0), value.nan_to_num(7.0))
+
+
+def test_a_model_takes_the_place_of_the_one_before_and_leaves_no_file_of_it(
+    tmp_path: Path, byte_tokenizer: Callable[..., Any]
+) -> None:
+    out = tmp_path / "model"
+    save(tiny_qwen2(seed=1), byte_tokenizer(), "first", out)
+    (out / "of the first").touch()
+    save(tiny_qwen2(seed=2), byte_tokenizer(), "second", out)
+    assert (out / "README.md").read_text() == "second"
+    assert not (out / "of the first").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    weights, expected = (
+        model.state_dict() for model in (AutoModelForCausalLM.from_pretrained(out), tiny_qwen2(seed=2))
+    )
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
+def test_in_a_file_every_two_hundredth_step_is_a_line() -> None:
+    config = Qwen2Config(vocab_size=40, **SMALLEST)
+    printed = io.StringIO()
+    windows = torch.randint(40, (12, 6), generator=torch.Generator().manual_seed(0))
+    recipe = replace(TINY, batch=2, window=6)
+    _, report = train(recipe, config, windows, 201, Progress(console=Console(file=printed, width=80)))
+    (line,) = printed.getvalue().splitlines()
+    assert re.fullmatch(r"step 200/201 loss \d\.\d{3}", line)
+    assert report.num_tokens == 201 * 2 * 6
+
+
+@pytest.mark.filterwarnings("ignore:'frozencore_lab.pocket.pretrain' found in sys.modules")
+def test_the_script_takes_one_length_and_not_two(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["pretrain", "--out", "model", "--steps", "3", "--minutes", "1"])
+    with pytest.raises(SystemExit) as exit_:
+        runpy.run_module("frozencore_lab.pocket.pretrain", run_name="__main__")
+    assert exit_.value.code == 2
+    assert "--minutes: not allowed with argument --steps" in capsys.readouterr().err

@@ -1,0 +1,123 @@
+"""Few rows in place of many: their splits are formed as in the real run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+
+import pytest
+from datasets import Dataset
+
+from frozencore.errors import DataError
+from frozencore.tune.rows.suite import find_task
+from frozencore.tune.run.config import RunConfig, make_config
+from frozencore.tune.run.reading_rows import task_splits
+from frozencore.tune.tasks import PAPER_TASKS
+from frozencore.tune.tasks.hub_folder import write_hub_folders
+from frozencore_lab.rehearsal.data import lay_out
+from frozencore_lab.rehearsal.place import RehearsalPlace
+from frozencore_lab.rehearsal.sizes import rows_to_train
+from small_task import write_task
+
+PAPER = {"model": "any", "paper_steps": True}
+
+
+def place_of(configs: list[RunConfig], root: Path, data_root: Path | None = None) -> RehearsalPlace:
+    data = lay_out(configs, root, data_root)
+    return RehearsalPlace(data.root, shares=data.shares, own_tasks=data.own_tasks)
+
+
+def write_real_sizes(name: str, root: Path) -> None:
+    """As many made-up rows as the official splits have."""
+    source = PAPER_TASKS[name].source
+    rng = Random(1)
+    splits = {
+        split: Dataset.from_list([source.made_up(rng, i) for i in range(count)])  # type: ignore[attr-defined]
+        for split, count in source.num_rows.items()  # type: ignore[attr-defined]
+    }
+    write_hub_folders(root, {source: splits})  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize(
+    "name", ["svamp", "rte", *(pytest.param(n, marks=pytest.mark.slow) for n in ("arc_challenge", "mrpc"))]
+)
+def test_rows_to_search_on_come_from_where_the_real_ones_do(name: str, tmp_path: Path) -> None:
+    final = make_config(**PAPER, task=name)
+    trial = final.model_copy(update={"evaluate_on": "validation"})
+    write_real_sizes(name, tmp_path / "real")
+    place = place_of([final, trial], tmp_path / "few")
+    for config in (final, trial):
+        real = task_splits(config.model_copy(update={"data_root": tmp_path / "real"}))
+        few = task_splits(place.put(config))
+        assert few.validation_from == real.validation_from
+        assert len(few.train) + len(few.validation) + len(few.evaluation) < 30
+        trains_on_all = len(real.train) == PAPER_TASKS[name].source.num_rows["train"]  # type: ignore[attr-defined]
+        assert trains_on_all == (len(few.train) == len(few_rows(name, tmp_path / "few")))
+
+
+def few_rows(name: str, root: Path) -> list[object]:
+    return list(PAPER_TASKS[name].source.rows("train", root))
+
+
+@pytest.mark.parametrize("name", [*PAPER_TASKS, "hellaswag-text", "pocket-math"])
+@pytest.mark.parametrize("batch", [(1, 8), (8, 1), (4, 4)])
+def test_a_trial_makes_two_steps_on_what_it_is_left(name: str, batch: tuple[int, int], tmp_path: Path) -> None:
+    task = find_task(name)
+    config = make_config(**PAPER, task=name, evaluate_on="validation", batch_size=batch[0], accumulation=batch[1])
+    rows = rows_to_train(task, config)
+    trained = rows - max(1, round(rows / 10))
+    assert -(-trained // (batch[0] * batch[1])) * min(2, task.epochs) >= 2
+    assert rows <= batch[0] * batch[1] + 4
+
+
+def test_a_task_that_shares_its_rows_with_one_of_more_makes_two_steps_too(tmp_path: Path) -> None:
+    """hellaswag trains on 2,000 rows and hellaswag-text on 1,600 of the same: each is left rows enough."""
+    configs = [make_config(**PAPER, task=name, epochs=1) for name in ("hellaswag", "hellaswag-text")]
+    place = place_of(configs, tmp_path)
+    for config in configs:
+        few = task_splits(place.put(config))
+        assert len(few.train) > config.batch_size * config.accumulation, config.task
+
+
+def test_real_rows_are_taken_where_they_are_at_hand_and_the_others_said(tmp_path: Path) -> None:
+    write_real_sizes("rte", tmp_path / "real")
+    configs = [make_config(**PAPER, task=name) for name in ("rte", "mrpc", "svamp")]
+    data = lay_out(configs, tmp_path / "few", tmp_path / "real")
+    assert data.at_hand == ["nyu-mll/glue (rte)"]
+    assert set(data.made_up) == {"nyu-mll/glue (mrpc)", "ChilleD/SVAMP"}
+    assert "there is no such folder" in data.made_up["ChilleD/SVAMP"]
+    real = {row["sentence1"] for row in PAPER_TASKS["rte"].source.rows("train", tmp_path / "real")}
+    few = [row["sentence1"] for row in PAPER_TASKS["rte"].source.rows("train", tmp_path / "few")]
+    assert set(few) <= real
+    assert len(few) < 20
+    assert data.texts
+
+
+def test_a_users_own_task_is_rehearsed_on_a_copy_with_few_rows(tmp_path: Path) -> None:
+    path = write_task(tmp_path / "mine", num_train=300, num_evaluation=50)
+    final = make_config(**PAPER, task=path)
+    trial = final.model_copy(update={"evaluate_on": "validation", "calibration_task": None})
+    place = place_of([final], tmp_path / "few")
+    assert place.put(final).task != path
+    few = [task_splits(place.put(config)) for config in (final, trial)]
+    assert [splits.validation_from for splits in few] == ["none", "10% of train"]
+    assert [len(splits.evaluation) for splits in few] == [6, 6]
+    assert len(few[0].train) == len(few[1].train) + len(few[1].validation) == 10
+    (tmp_path / "mine" / "train.jsonl").unlink()
+    with pytest.raises(DataError, match="no file"):
+        place_of([final], tmp_path / "other")
+
+
+def test_a_rehearsed_run_keeps_its_proportions(tmp_path: Path) -> None:
+    configs = [make_config(**PAPER, task="svamp", calibration_size=size) for size in (16, 64, 128, 256, 512)]
+    data = lay_out(configs, tmp_path, None)
+    place = RehearsalPlace(
+        data.root, "cpu", {"any": "elsewhere"}, shares=data.shares, stand_ins=("any",), calibration_share=5 / 512
+    )
+    put = [place.put(config) for config in configs]
+    assert [config.calibration_size for config in put] == [2, 2, 2, 2, 5]  # rank 16 needs as many tokens
+    assert place.put(configs[0].model_copy(update={"rank": 64})).calibration_size == 8
+    assert {(c.num_train, c.num_evaluation, c.epochs, c.max_new_tokens, c.max_length, c.model) for c in put} == {
+        (5, 6, 2, 3, 2048, "elsewhere")
+    }
+    assert place.put(configs[0].model_copy(update={"truncate": True, "max_length": 64})).max_length == 64

@@ -1,0 +1,84 @@
+"""What a study's figure draws, read off its axes."""
+
+from __future__ import annotations
+
+import pytest
+from matplotlib import pyplot as plt
+
+from frozencore.cli.figure_style import plain_ticks
+from frozencore_lab.reports.figures.study import study_drawings
+from frozencore_lab.reports.tables.measures import ACCURACY
+from frozencore_lab.reports.tables.pivot import pivots
+from frozencore_lab.reports.tables.tradeoff import counted_values
+
+BY_RANK = """
+  ranks:
+    title: Ranks
+    axes: {model: [small], task: [svamp, gsm8k], rank: [8, 16, 32], seed: [42]}
+    report: {rows: [rank], columns: [task], figure: lines}
+"""
+STATE = """
+  state:
+    title: Trained state
+    axes: {model: [small, large], task: [svamp], method: [fcca, rawgrad, eva, lora], seed: [42]}
+    report: {rows: [task], columns: [method], figure: state}
+"""
+
+
+@pytest.fixture
+def drawn():
+    """The axes of a study's figures by file name."""
+
+    def draw(results):
+        found = {drawing.name: drawing.draw() for drawing in study_drawings(results)}
+        for figure in found.values():
+            plt.close(figure)
+        return {name: figure.axes[0] for name, figure in found.items()}
+
+    return draw
+
+
+def test_where_the_tasks_are_columns_each_is_a_line_against_the_rows(study, make_record, drawn):
+    results = study(BY_RANK, lambda axes: make_record(axes, accuracy=axes["rank"] / 64 + (axes["task"] == "svamp") / 4))
+    axis = drawn(results)["ranks"]
+    bars, names = axis.get_legend_handles_labels()
+    lines = {name: list(map(float, bar.lines[0].get_ydata())) for name, bar in zip(names, bars, strict=True)}
+    assert lines == {"SVAMP": [37.5, 50.0, 75.0], "GSM8K": [12.5, 25.0, 50.0]}
+    assert [tick.get_text() for tick in axis.get_xticklabels()] == ["8", "16", "32"]
+
+
+def test_names_of_methods_that_score_alike_stand_apart_and_their_points_where_they_are(study, make_record, drawn):
+    scores = {"fcca": 0.700, "rawgrad": 0.7001, "eva": 0.6999, "lora": 0.9}
+    results = study(STATE, lambda axes: make_record(axes, accuracy=scores[axes["method"]]))
+    axis = drawn(results)["state-small"]
+    points = {round(float(line.get_ydata()[0]), 4) for line in axis.lines}
+    assert points == {70.0, 70.01, 69.99, 90.0}
+    places = {text.get_text(): text.xyann[1] for text in axis.texts}
+    low, middle, high = places["EVA-core"], places["FCCA"], places["RawGrad"]
+    assert middle == pytest.approx(70)
+    assert middle - low == pytest.approx(high - middle)
+    assert high - middle > 1  # of the 20 that the points span
+    assert places["LoRA"] == pytest.approx(90)
+
+
+def test_what_a_column_trains_is_known_from_the_runs_of_its_own_table_alone(study, make_record):
+    def record(axes):
+        if axes["method"] == "eva" and axes["model"] == "small":
+            return None
+        at_once = 10 if axes["model"] == "small" else 20
+        return make_record(axes, values_at_once=at_once, values_in_all=3 * at_once)
+
+    small, large = pivots(study(STATE, record), ACCURACY)
+    assert counted_values(small) == {("fcca",): (10, 30), ("rawgrad",): (10, 30), ("lora",): (10, 30)}
+    assert counted_values(large) == dict.fromkeys([("fcca",), ("rawgrad",), ("eva",), ("lora",)], (20, 60))
+
+
+def test_a_logarithmic_axis_is_labelled_with_plain_numbers() -> None:
+    figure, axis = plt.subplots()
+    axis.plot([50, 2e6], [1, 2])
+    axis.set_xscale("log")
+    plain_ticks(axis.xaxis)
+    figure.canvas.draw()
+    said = [label.get_text() for label in axis.get_xticklabels() if label.get_text()]
+    assert {"100", "1k", "10k", "100k", "1M"} <= set(said)
+    plt.close(figure)

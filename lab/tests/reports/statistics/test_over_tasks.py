@@ -1,0 +1,130 @@
+"""Statistics against SciPy, against counting by hand, and against the paper's tables."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+
+from frozencore.errors import DataError
+from frozencore_lab.reports.statistics.over_tasks import (
+    REAL_COVERAGE,
+    bootstrap_interval,
+    differences,
+    holm,
+    mean,
+    mean_ranks,
+    paired_t,
+    sample_std,
+    signed_rank,
+    wins_ties_losses,
+)
+
+DISTINCT = st.lists(st.integers(1, 1000), min_size=1, max_size=14, unique=True)
+
+
+@given(DISTINCT, st.randoms(use_true_random=False))
+def test_wilcoxon_without_ties_is_scipys_exact_test(sizes, draw):
+    signed = [float(size * draw.choice((-1, 1))) for size in sizes]
+    found, theirs = signed_rank(signed), stats.wilcoxon(signed, method="exact")
+    assert found.p == pytest.approx(theirs.pvalue, rel=1e-12)
+    assert found.statistic == theirs.statistic
+
+
+@given(st.lists(st.integers(-3, 3), min_size=1, max_size=10))
+def test_wilcoxon_with_ties_and_zeros_counts_every_assignment_of_signs(values):
+    nonzero = [abs(value) for value in values if value]
+    observed = _rank_sum_distance(nonzero, [value > 0 for value in values if value])
+    signs = list(itertools.product((False, True), repeat=len(nonzero)))
+    as_far = sum(_rank_sum_distance(nonzero, list(sign)) >= observed for sign in signs)
+    assert signed_rank([float(value) for value in values]).p == pytest.approx(as_far / len(signs))
+
+
+def _rank_sum_distance(sizes, positive):
+    """How far the rank sum of the positive ones is from its mean, in quarters of a rank."""
+    ranks = [sum(2 for other in sizes if other < size) + sizes.count(size) + 1 for size in sizes]  # doubled
+    return abs(2 * sum(rank for rank, plus in zip(ranks, positive, strict=True) if plus) - sum(ranks))
+
+
+def test_differences_that_are_equal_in_print_are_ties():
+    gains = differences([95.1, 85.9, 88.9, 0.0], [94.8, 85.6, 88.9, 0.0])
+    assert gains == [0.3, 0.3, 0.0, 0.0]
+    assert wins_ties_losses(gains) == (2, 2, 0)
+    assert signed_rank([1.0, -1.0]).p == 1.0
+
+
+def test_no_difference_at_all_is_no_evidence():
+    assert signed_rank([0.0, 0.0]).p == 1.0
+    assert paired_t([0.0, 0.0]) is None
+
+
+def test_many_tasks_take_the_normal_approximation_and_say_so():
+    drawn = np.random.default_rng(0).normal(0.1, size=150).tolist()
+    found = signed_rank(drawn)
+    assert not found.exact
+    assert found.p == pytest.approx(stats.wilcoxon(drawn, method="asymptotic").pvalue)
+    assert signed_rank(drawn[:100]).p == pytest.approx(stats.wilcoxon(drawn[:100], method="exact").pvalue)
+
+
+def test_paired_t_is_scipys():
+    x, y = [79.7, 68.1, 95.1, 88.9], [74.9, 66.7, 93.6, 86.9]
+    assert paired_t(differences(x, y)) == pytest.approx(stats.ttest_rel(x, y).pvalue)
+
+
+def test_holm_is_the_textbooks_example():
+    assert holm([0.01, 0.04, None, 0.03, 0.005]) == pytest.approx([0.03, 0.06, None, 0.06, 0.02])
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=8))
+def test_holm_keeps_order_and_lies_between_the_p_and_bonferroni(p_values):
+    adjusted = [value for value in holm(p_values) if value is not None]
+    by_p = [value for _, value in sorted(zip(p_values, adjusted, strict=True))]
+    assert by_p == sorted(by_p)
+    assert all(p <= q <= min(1.0, len(p_values) * p) for p, q in zip(p_values, adjusted, strict=True))
+
+
+def test_the_bootstrap_interval_is_seeded_and_near_scipys():
+    gains = [4.8, 1.4, 1.5, 2.0, 1.2, 1.8, 1.7, 1.8, 10.0, 7.4, 18.8]
+    low, high = bootstrap_interval(gains)
+    assert bootstrap_interval(gains) == (low, high)
+    theirs = stats.bootstrap((gains,), np.mean, method="percentile", random_state=1).confidence_interval
+    assert (low, high) == pytest.approx((theirs.low, theirs.high), abs=0.15)
+
+
+def test_ranks_share_ties_and_turn_where_lower_is_better():
+    columns = {"a": [3.0, 2.0], "b": [3.0, 1.0], "c": [1.0, 0.0]}
+    assert mean_ranks(columns) == {"a": 1.25, "b": 1.75, "c": 3.0}
+    assert mean_ranks(columns, lower_is_better=True) == {"a": 2.75, "b": 2.25, "c": 1.0}
+
+
+@pytest.mark.parametrize("bad", [None, math.nan, math.inf])
+def test_a_cell_without_a_number_is_named_and_never_averaged(bad):
+    with pytest.raises(DataError, match="fcca on svamp"):
+        mean({"fcca on gsm8k": 60.0, "fcca on svamp": bad})
+
+
+def test_spread_is_the_sample_standard_deviation():
+    assert sample_std([1.0, 2.0, 4.0]) == pytest.approx(math.sqrt(7 / 3))
+    assert sample_std([1.0]) is None
+
+
+def test_nothing_has_no_mean():
+    with pytest.raises(DataError, match="at least one value, but none came"):
+        mean({})
+
+
+@pytest.mark.parametrize("num_tasks", [3, 4, 11])
+def test_the_interval_of_few_tasks_holds_the_mean_as_often_as_the_report_says(num_tasks: int) -> None:
+    drawn = np.random.default_rng(0)
+    held = 0
+    for _ in range(1500):
+        own = drawn.normal(size=num_tasks)
+        means = own[drawn.integers(0, num_tasks, (400, num_tasks))].mean(1)
+        low, high = np.quantile(means, [0.025, 0.975])
+        held += bool(low <= 0 <= high)
+    assert held / 1500 == pytest.approx(REAL_COVERAGE[num_tasks], abs=0.03)

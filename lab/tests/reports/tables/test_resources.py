@@ -1,0 +1,189 @@
+"""Costs against the paper's tables "efficiency-runtime", "phase-profile" and "projected-time"."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from frozencore_lab.reports.study import study_section
+from frozencore_lab.reports.tables.resource_sheets import memory_sheet, state_sheet, time_sheet
+from frozencore_lab.reports.tables.resources import Cost, ahead, study_costs
+
+PAPER = {  # initialisation s, step s, peak GB, trained values
+    "fcca": (35, 0.81, 6.92, 36_864),
+    "lora": (0, 0.92, 7.19, 7_372_800),
+    "dora": (0, 1.31, 7.27, 7_538_688),
+    "pissa": (41, 1.76, 7.20, 7_372_800),
+}
+PROFILE = """
+  profile:
+    title: Phase profile
+    kind: profile
+    axes: {model: [small], task: [svamp], method: [fcca, lora, dora, pissa], seed: [42]}
+    report: {rows: [task], columns: [method], reference: fcca}
+"""
+
+
+@pytest.fixture
+def paper(study, make_record):
+    def record(axes):
+        initialisation, step, peak, trained = PAPER[axes["method"]]
+        resources = {
+            "saved_bytes_without_bases": 4 * 36_864,
+            "calibration_s": initialisation,
+            "step_s": step,
+            "num_steps": 262,
+            "peak_memory_bytes": round(peak * 1e9),
+        }
+        whole = {name: resources[name] for name in ("calibration_s", "peak_memory_bytes")}
+        saved = 4 * 7_372_800 + 4 * 36_864
+        return make_record(
+            axes, values_at_once=trained, values_in_all=3 * trained, saved_bytes=saved, resources=resources, **whole
+        )
+
+    return study(PROFILE, record)
+
+
+def cost(initialisation_s: float, step_s: float | None) -> Cost:
+    return Cost("x", 1, 1, {"core": 1}, 12, 4, None, 1000, initialisation_s, step_s, 262, 0)
+
+
+def test_break_even_is_at_the_papers_70_and_318_steps():
+    fcca = cost(35, 0.81)
+    assert ahead(fcca, cost(0, 1.31)) == (pytest.approx(70), math.inf)
+    assert ahead(fcca, cost(0, 0.92)) == (pytest.approx(318, abs=0.5), math.inf)
+
+
+def test_break_even_knows_always_never_and_up_to():
+    assert ahead(cost(35, 0.81), cost(41, 1.76)) == (0.0, math.inf)
+    assert ahead(cost(35, 0.81), cost(0, 0.5)) == (math.inf, math.inf)
+    assert ahead(cost(35, 0.81), cost(35, 0.81)) == (math.inf, math.inf)
+    assert ahead(cost(0, 1.0), cost(50, 0.5)) == (0.0, 100.0)
+    assert ahead(cost(0, None), cost(50, 0.5)) is None
+
+
+def test_the_papers_profile_projects_to_the_papers_totals(paper):
+    (costs,) = study_costs(paper)
+    sheet = time_sheet(costs, "profile", "Phase profile", alone=True)
+    shown = {line[0].text: [cell.text for cell in line[1:]] for line in sheet.rows}
+    assert shown == {
+        "FCCA": ["35.0 s", "0.81 s", "262", "3.5 min", "4.1 min", "14 %", "6.92 GB", "reference"],
+        "LoRA": ["none", "0.92 s", "262", "4.0 min", "4.0 min", "n/a", "7.19 GB", "318"],
+        "DoRA": ["none", "1.31 s", "262", "5.7 min", "5.7 min", "n/a", "7.27 GB", "70"],
+        "PiSSA": ["41.0 s", "1.76 s", "262", "7.7 min", "8.4 min", "8 %", "7.20 GB", "always"],
+    }
+
+
+def test_trained_values_are_told_apart_as_cores_factors_and_magnitudes(paper):
+    (costs,) = study_costs(paper)
+    shown = {line[0].text: [cell.text for cell in line[1:]] for line in state_sheet(costs, "s", "t").rows}
+    assert shown["FCCA"][:5] == ["36,864", "110,592", "36,864", "0", "0"]
+    assert shown["FCCA"][5:] == ["442.37 kB", "29.64 MB", "147.46 kB", "6.00 GB"]
+    assert shown["LoRA"][2:5] == ["0", "7,372,800", "0"]
+    assert shown["DoRA"][2:5] == ["0", "7,372,800", "165,888"]
+
+
+def test_doras_magnitudes_are_unknown_without_a_lora_to_subtract(study, make_record):
+    alone = study(PROFILE.replace("fcca, lora, dora, pissa", "dora").replace(", reference: fcca", ""), make_record)
+    (costs,) = study_costs(alone)
+    assert costs.costs[0].kinds == {"factors": None, "magnitudes": None}
+    assert [cell.text for cell in state_sheet(costs, "s", "t").rows[0][3:6]] == ["0", "n/a", "n/a"]
+
+
+def test_records_without_resources_give_their_mean_step(study, make_record):
+    (costs,) = study_costs(study(PROFILE, make_record))
+    assert costs.costs[0].step_s == pytest.approx(0.1)
+    assert costs.costs[0].saved_bytes_without_bases is None
+
+
+def test_a_comparison_pools_its_tasks_and_a_profile_keeps_them_apart(study, make_record):
+    two = PROFILE.replace("task: [svamp]", "task: [svamp, gsm8k]")
+
+    def record(axes):
+        return make_record(axes, calibration_s=1.0 if axes["task"] == "svamp" else 3.0)
+
+    apart = study_costs(study(two, record))
+    assert [(costs.group, costs.costs[0].initialisation_s) for costs in apart] == [
+        ({"task": "svamp"}, 1.0),
+        ({"task": "gsm8k"}, 3.0),
+    ]
+    (pooled,) = study_costs(study(two.replace("kind: profile", "kind: tune"), record))
+    assert (pooled.costs[0].initialisation_s, pooled.costs[0].num_runs) == (2.0, 2)
+
+
+def test_a_study_without_a_record_has_no_costs(study):
+    assert study_costs(study(PROFILE, lambda axes: None)) == []
+
+
+def test_what_was_not_measured_is_not_available_and_never_nought(study, make_record):
+    resources = {
+        "saved_bytes_without_bases": 32, "calibration_s": 0.05, "step_s": None, "num_steps": 1,
+        "peak_memory_bytes": 1_500,
+    }  # fmt: skip
+
+    def record(axes):
+        step = {"step_s": 2.0 if axes["method"] == "fcca" else None}
+        one = {"calibration_s": 0.05, "peak_memory_bytes": 1_500, "training": {"num_steps": 1}}
+        return make_record(axes, resources={**resources, **step}, **one)
+
+    (costs,) = study_costs(study(PROFILE, record))
+    rows = {line[0].text: line[1:] for line in time_sheet(costs, "t", "t", alone=False).rows}
+    assert [cell.text for cell in rows["LoRA"]] == ["none", "n/a", "1", "n/a", "n/a", "n/a", "1.50 kB", "n/a"]
+    assert (rows["LoRA"][1].hint, rows["LoRA"][-1].hint) == ("not measured", "no step was measured")
+    assert rows["LoRA"][1].value is None
+    assert rows["FCCA"][1].text == "2.00 s"
+
+
+def test_doras_magnitudes_are_those_that_its_own_record_counts(study, make_record):
+    alone = PROFILE.replace("fcca, lora, dora, pissa", "dora").replace(", reference: fcca", "")
+    counted = {"magnitude_parameters": 165_888, "num_steps": 262}
+    (costs,) = study_costs(study(alone, lambda axes: make_record(axes, resources=counted)))
+    assert costs.costs[0].kinds == {"factors": 7_372_800, "magnitudes": 165_888}
+
+
+def test_methods_without_a_phase_before_training_have_none_however_long_they_took_to_attach(study, make_record):
+    (costs,) = study_costs(study(PROFILE, lambda axes: make_record(axes, calibration_s=0.4)))
+    shown = {line[0].text: [cell.text for cell in line[1:]] for line in time_sheet(costs, "t", "t", alone=True).rows}
+    assert [shown[name][0] for name in ("FCCA", "LoRA", "DoRA", "PiSSA")] == ["0.40 s", "none", "none", "0.40 s"]
+    assert (shown["LoRA"][5], shown["LoRA"][3] == shown["LoRA"][4]) == ("n/a", True)
+
+
+def with_peaks(make_record, axes, **changed):
+    more = {"fcca": 40_000_000, "lora": 0}[axes["method"]] + (axes["seed"] - 42) * 1_000_000
+    peaks = {
+        "measured": "process", "held_bytes": 500_000_000, "calibration_bytes": 501_000_000 + more,
+        "training_bytes": 530_000_000, "scoring_bytes": 499_000_000, **changed,
+    }  # fmt: skip
+    largest = max(peaks["calibration_bytes"], peaks["training_bytes"])
+    return make_record(axes, resources={"peaks": peaks}, peak_memory_bytes=largest)
+
+
+TWO_SEEDS = PROFILE.replace("[fcca, lora, dora, pissa]", "[fcca, lora]").replace("seed: [42]", "seed: [42, 43]")
+
+
+def test_each_phase_shows_the_most_that_a_run_took_beyond_what_was_held(study, make_record):
+    (costs,) = study_costs(study(TWO_SEEDS, lambda axes: with_peaks(make_record, axes)))
+    sheet = memory_sheet(costs, "m", "Phase profile")
+    assert sheet.headings == ("method", "held", "calibration", "training", "scoring", "peak")
+    assert [[cell.text for cell in line] for line in sheet.rows] == [
+        ["FCCA", "500.00 MB", "42.00 MB", "30.00 MB", "0 B", "542.00 MB"],
+        ["LoRA", "500.00 MB", "2.00 MB", "30.00 MB", "0 B", "530.00 MB"],
+    ]
+    assert "whole life" not in time_sheet(costs, "t", "t", alone=True).note
+
+
+def test_a_profile_of_records_that_tell_no_phases_apart_has_no_such_table_and_says_so(study, make_record):
+    plain = study(TWO_SEEDS, make_record)
+    (costs,) = study_costs(plain)
+    assert memory_sheet(costs, "m", "t") is None
+    assert "of a process's whole life" in time_sheet(costs, "t", "t", alone=True).note
+    assert [table.sheet.name for table in study_section(plain).main] == ["profile", "profile-state", "profile-time"]
+    measured = study_section(study(TWO_SEEDS, lambda axes: with_peaks(make_record, axes)))
+    assert measured.main[-1].sheet.name == "profile-memory"
+
+    def half(axes):
+        return with_peaks(make_record, axes) if axes["seed"] == 42 else make_record(axes, peak_memory_bytes=6)
+
+    (costs,) = study_costs(study(TWO_SEEDS, half))
+    assert memory_sheet(costs, "m", "t") is None

@@ -1,0 +1,177 @@
+"""``advise(model, dataloader)``: before any training, what bases, ranks and targets would be worth."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.utils.data import Dataset
+
+from frozencore.adapter.bases.calibrate import reporting
+from frozencore.advice.evidence import Spreads, gather
+from frozencore.advice.settings import Setting, bases_to_try, shapes_to_try
+from frozencore.advice.trials import Trials, Worth
+from frozencore.calibration.any_loss import LossFn, with_loss
+from frozencore.calibration.batches import num_examples_of
+from frozencore.calibration.examples import Collator, batches_from
+from frozencore.calibration.options import CalibrationOptions
+from frozencore.calibration.preserve import preserved
+from frozencore.constructors.options import BasisOptions, trained_values
+from frozencore.errors import ConfigError
+from frozencore.maths.allocation import num_values
+from frozencore.words import Progress
+
+LEVEL = 0.02  # of the largest gain: so near to it, settings are level
+SCORED = 4  # one batch in so many of the half that bases do not see
+BUDGETS = (1, 4, 16, 64)  # of what was asked about, a sixteenth, a quarter, all and four times as much
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What settings would be worth, and what was seen on the way.
+
+    Attributes:
+        bases: Each constructor and variants of FCCA's metric, the best first; on the layers and at the ranks that were
+            asked about.
+        kept: What stays where it is level with the best of them: FCCA as it stands.
+        shapes: The best bases with as many values in other places.
+        bought: By rank budget, which share of the whitened gradient that both halves agree on its ranks hold, on the
+            most layers that were looked at; empty where only bases were compared.
+        base_loss: Nats on the rows that gains are of.
+        length: Of the updates that were tried.
+        num_agreed, num_looked_at: Of the leading whitened directions of the median layer, on how many the two halves
+            agree; the others are noise.
+        num_rows: That were read.
+        passes: Forward and backward passes over all rows that this took, three forward passes counting as one; what the
+            bases took is not among them.
+    """
+
+    bases: tuple[Worth, ...]
+    kept: Worth
+    shapes: tuple[Worth, ...]
+    bought: dict[int, float]
+    base_loss: float
+    length: float
+    spreads: Spreads
+    num_agreed: float
+    num_looked_at: int
+    num_rows: int
+    passes: float
+    time_s: float
+
+    @property
+    def best_bases(self) -> Worth:
+        """What is kept where it is level with the best of them, else the best.
+
+        A variant of FCCA's metric is not, where a constructor as it stands is level with it.
+        """
+        return _best_bases(self.bases, self.kept)
+
+    @property
+    def recommended(self) -> Worth:
+        """What to train with as many values as were asked about."""
+        best = self.best_bases
+        elsewhere = max(self.shapes, key=lambda worth: worth.gain, default=best)
+        return elsewhere if elsewhere.gain > best.gain + LEVEL * abs(best.gain) else best
+
+
+def advise(
+    model: nn.Module,
+    data: Iterable[Any] | Dataset[Any],
+    *,
+    target_modules: list[str] | str | None = None,
+    r: int | None = None,
+    rank_budget: int | str | None = None,
+    seed: int = BasisOptions.seed,
+    collator: Collator | None = None,
+    batch_size: int | None = None,
+    num_examples: int | None = None,
+    options: CalibrationOptions | None = None,
+    loss_fn: LossFn | None = None,
+    only_bases: bool = False,
+    progress: bool | Progress = True,
+) -> Advice:
+    """Say what frozen cores would gain on examples that they have not seen, before any of them is trained.
+
+    The examples are read in two halves. Moments, bases and the first step of each core come from one; the loss with
+    that step, on the other, is compared. How well that orders what training gives is in docs/advise.md.
+
+    Args:
+        model: The plain base model.
+        data, collator, batch_size, num_examples, options, loss_fn, progress: As for :func:`frozencore.calibrate`.
+        target_modules: The layers asked about, as in ``FrozenCoreConfig``; by default the attention projections.
+        r: The rank asked about; 16 by default.
+        rank_budget: A number of trained values, or their size, instead.
+        seed: Of whatever is drawn.
+        only_bases: Compare bases on those layers and at that rank, and nothing else.
+
+    Returns:
+        The advice. The model is as before.
+
+    Raises:
+        CalibrationError: Fewer than two examples, no labels, NaN or Inf.
+        ConfigError: A model with adapters, or both a rank and a budget.
+        DataError: The data are not batches.
+    """
+    if getattr(model, "peft_config", None):
+        raise ConfigError("Advice is of a plain base model, but this one has adapters. Pass the base model itself.")
+    if r is not None and rank_budget is not None:
+        raise ConfigError(f"rank_budget chooses the ranks, but r={r} came too. Leave one of them out.")
+    started = time.perf_counter()
+    budget = None if rank_budget is None else trained_values(rank_budget)
+    rank = None if budget is not None else BasisOptions(rank=BasisOptions.rank if r is None else r).rank
+    options = with_loss(options, loss_fn)
+    with reporting(progress) as tell, preserved(model):
+        batches = list(
+            batches_from(
+                data, collator=collator, batch_size=batch_size, num_examples=num_examples,
+                any_form=loss_fn is not None,
+            )
+        )  # fmt: skip
+        settings = list(bases_to_try(rank, budget))
+        evidence = gather(model, batches, target_modules, options, tell, settings=settings, elsewhere=not only_bases)
+        trials = Trials(model, evidence, options, evidence.held_back[::SCORED], seed)
+        looked_at, asked = 2 * (rank or BasisOptions.rank), num_values(evidence.ranks_of(settings[0], seed))
+        budgets = [max(1, asked * part // 16) for part in BUDGETS]
+        bought = {} if only_bases else evidence.bought(budgets, seed)
+        num_agreed = evidence.num_agreed(looked_at, seed)
+        trials.find_length(settings[0])
+        bases = _tried(trials, settings, tell, "bases")
+        kept = bases[0]
+        best = _best_bases(bases, kept)
+        elsewhere = "all-linear" in evidence.names
+        others = [] if only_bases else list(shapes_to_try(best.setting, best.num_values, elsewhere=elsewhere))
+        shapes = _tried(trials, others, tell, "places")
+        num_rows = sum(map(num_examples_of, batches))
+        return Advice(
+            bases=tuple(sorted(bases, key=lambda worth: -worth.gain)),
+            kept=kept,
+            shapes=tuple(shapes),
+            bought=bought,
+            base_loss=trials.base_loss,
+            length=trials.length,
+            spreads=evidence.spreads(),
+            num_agreed=num_agreed,
+            num_looked_at=looked_at,
+            num_rows=num_rows,
+            passes=1 + trials.num_forward / (3 * num_rows),
+            time_s=time.perf_counter() - started,
+        )
+
+
+def _tried(trials: Trials, settings: Sequence[Setting], tell: Progress, stage: str) -> list[Worth]:
+    found = []
+    for number, worth in enumerate(trials.worths(settings), start=1):
+        found.append(worth)
+        tell(f"try {stage}", number, len(settings))
+    return found
+
+
+def _best_bases(among: Sequence[Worth], kept: Worth) -> Worth:
+    best = max(among, key=lambda worth: worth.gain)
+    plain = (worth for worth in among if worth.setting.options == kept.setting.options)
+    best_plain = max(plain, key=lambda worth: worth.gain)  # gains order constructors better than variants of one
+    return next(worth for worth in (kept, best_plain, best) if worth.gain >= best.gain - LEVEL * abs(best.gain))

@@ -1,0 +1,188 @@
+"""What advice is drawn from: the layers of a plain model, and their moments in two halves of the examples."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from peft import get_peft_model
+from torch import nn
+
+from frozencore.adapter.layer import FrozenCoreLayer, frozen_core_layers
+from frozencore.adapter.model import FrozenCoreConfig
+from frozencore.advice.remembered import Memory, RememberedMoments
+from frozencore.advice.settings import On, Setting
+from frozencore.advice.short_rows import together
+from frozencore.calibration.batches import Batch
+from frozencore.calibration.collect import collect_moments, share_of
+from frozencore.calibration.halves import in_halves
+from frozencore.calibration.options import CalibrationOptions
+from frozencore.constructors import CONSTRUCTORS, DEFAULT, LayerEvidence
+from frozencore.maths.agreement import Crossed, crossed_by_gram, gains_of
+from frozencore.maths.allocation import allocate_ranks, allocations, num_candidates, uniform_ranks
+from frozencore.maths.capture import CAPTURE_NEEDS
+from frozencore.maths.linalg import Shape, TruncatedSVD
+from frozencore.maths.moments import LayerMoments, MomentName, spread
+from frozencore.words import Progress
+
+MOST_DENSE_BYTES = 8 * 2**30  # what dense second moments of all linear layers may take, where nobody named these
+DENSE: frozenset[MomentName] = frozenset({"input_outer", "error_outer"})
+
+
+@dataclass(frozen=True)
+class Spreads:
+    """How large outlier channels are: maximum over median of a layer's second moments, a of inputs and d of errors."""
+
+    median_a: float
+    largest_a: float
+    median_d: float
+    largest_d: float
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """A model's layers and what the two halves say of them.
+
+    Attributes:
+        layers: By name, every layer that some setting adapts.
+        names: Of the layers that were asked about, and of all linear ones if these are looked at.
+        seen: Moments of the half that bases and steps are made from, dense ones among them.
+        unseen: Of the other: G, a and d.
+        held_back: Batches of the other half.
+        modules: The layers as the plain model has them.
+        crossed: What the leading directions of one half are in the other, by what they are of: as far as was asked.
+    """
+
+    layers: Mapping[str, FrozenCoreLayer]
+    names: Mapping[On, tuple[str, ...]]
+    seen: Mapping[str, LayerMoments]
+    unseen: Mapping[str, LayerMoments]
+    held_back: Sequence[Batch]
+    modules: Mapping[str, nn.Module]
+    crossed: dict[Hashable, Crossed] = field(default_factory=dict)
+
+    def of_layer(self, name: str) -> LayerEvidence:
+        """What a constructor may look at in a layer: one half."""
+        layer = self.layers[name]
+        return LayerEvidence(name, layer.shape, lambda: layer.dense_weight().float(), self.seen[name])
+
+    def ranks_of(self, setting: Setting, seed: int) -> dict[str, int]:
+        """Equal ones, or a budget spent on what both halves agree on."""
+        shapes = {name: self.layers[name].shape for name in self.names[setting.on]}
+        if setting.rank is not None:
+            return {name: min(setting.rank, *shape) for name, shape in shapes.items()}
+        assert setting.rank_budget is not None
+        if not CONSTRUCTORS[setting.method].has_gains:
+            return uniform_ranks(shapes, setting.rank_budget)
+        return allocate_ranks(self._gains(setting, shapes, setting.rank_budget, seed), setting.rank_budget)
+
+    def bought(self, budgets: Sequence[int], seed: int) -> dict[int, float]:
+        """By budget, the share of the agreed whitened gradient that the ranks of the default constructor hold."""
+        default = Setting(DEFAULT, on=max(self.names, key=lambda on: len(self.names[on])))
+        shapes = {name: self.layers[name].shape for name in self.names[default.on]}
+        gains = self._gains(default, shapes, max(budgets), seed)
+        total = sum(map(sum, gains.values()))
+        spent = dict(zip(budgets, allocations(gains, budgets), strict=True))
+        return {
+            budget: sum(sum(gains[name][:rank]) for name, rank in ranks.items()) / total if total else 0.0
+            for budget, ranks in spent.items()
+        }
+
+    def num_agreed(self, rank: int, seed: int) -> float:
+        """Of the ``rank`` leading directions of the median layer's whitened gradient, on how many the halves agree."""
+        default = Setting(DEFAULT, rank=rank)
+        found = [self._agreed(default, name, rank, seed) for name in self.names["asked"]]
+        return median(sum(gain > 0 for gain in gains) for gains in found)
+
+    def spreads(self) -> Spreads:
+        """Of the layers that were asked about, over all examples."""
+        halves = [(self.seen[name], self.unseen[name]) for name in self.names["asked"]]
+        a = [spread(one.total("input_square") + other.total("input_square")) for one, other in halves]
+        d = [spread(one.total("error_square") + other.total("error_square")) for one, other in halves]
+        return Spreads(median(a), max(a), median(d), max(d))
+
+    def _gains(self, setting: Setting, shapes: Mapping[str, Shape], budget: int, seed: int) -> dict[str, list[float]]:
+        return {
+            name: self._agreed(setting, name, num_candidates(shape, len(shapes), budget), seed)
+            for name, shape in shapes.items()
+        }
+
+    def _agreed(self, setting: Setting, name: str, count: int, seed: int) -> list[float]:
+        """What each of a layer's leading directions is worth to both halves; 0 is noise."""
+        key = _key(setting, name)
+        if key not in self.crossed or len(self.crossed[key].C1) < count:
+            row, options = CONSTRUCTORS[setting.method], setting.basis_options(count, seed)
+            one, other = (row.matrix(moments, options) for moments in (self.seen[name], self.unseen[name]))
+            self.crossed[key] = crossed_by_gram(one, other, min(count, *one.shape))
+        C1, C2, _ = self.crossed[key]
+        gains: list[float] = gains_of(C1[:count, :count], C2[:count, :count]).tolist()
+        return gains
+
+    def known_svd(self, setting: Setting, name: str, rank: int) -> TruncatedSVD | None:
+        """The leading triples that a layer's basis is made of, where they are known so far down."""
+        found = self.crossed.get(_key(setting, name))
+        reads_more = CONSTRUCTORS[setting.method].metric(setting.basis_options(rank, 0)) is None
+        if found is None or reads_more or len(found.C1) < rank or not found.first.S[0]:
+            return None
+        return TruncatedSVD(*(part[..., :rank].float() for part in found.first))
+
+
+def _key(setting: Setting, name: str) -> Hashable:
+    return setting.method, tuple(setting.options.items()), name
+
+
+def gather(
+    model: nn.Module,
+    batches: Sequence[Batch],
+    target_modules: Any,
+    options: CalibrationOptions,
+    progress: Progress | None,
+    *,
+    settings: Sequence[Setting],
+    elsewhere: bool,
+) -> Evidence:
+    """Read the examples: one forward and one backward pass over each.
+
+    Args:
+        settings: Those that are to be tried: the moments are what they need.
+        elsewhere: Look at all linear layers too, if their dense second moments take no more than 8 GiB.
+
+    Raises:
+        CalibrationError, ConfigError, DataError: As :func:`frozencore.calibrate`.
+    """
+    layers = _layers(model, target_modules)
+    names: dict[On, tuple[str, ...]] = {"asked": tuple(layers)}
+    if elsewhere:
+        every = _layers(model, "all-linear")
+        dense = sum(4 * (m * m + n * n) for m, n in (layer.shape for layer in every.values()))
+        if every.keys() > layers.keys() and dense <= MOST_DENSE_BYTES:
+            layers, names["all-linear"] = every, tuple(every)
+    modules = {name: layer.get_base_layer() for name, layer in layers.items()}
+    needs = CAPTURE_NEEDS | DENSE.union(*(setting.needs for setting in settings))
+    to_agree = CAPTURE_NEEDS.union(*(setting.needs for setting in settings if setting.spends_by_spectrum))
+    halves = in_halves(batches)
+    seen, unseen = (
+        collect_moments(
+            model,
+            together(model, half, options),
+            modules,
+            needs=own,
+            options=options,
+            progress=share_of(progress, number, 2),
+        )
+        for number, (half, own) in enumerate(zip(halves, (needs, to_agree), strict=True))
+    )
+    memory = Memory()
+    seen = {name: RememberedMoments(**vars(moments), memory=memory) for name, moments in seen.items()}
+    return Evidence(layers, names, seen, unseen, halves[1], modules)
+
+
+def _layers(model: Any, target_modules: Any) -> dict[str, FrozenCoreLayer]:
+    """The layers that an adapter on those targets would have; the model is left without one."""
+    config = FrozenCoreConfig(r=1, target_modules=target_modules, constructor="random", load_bases=True)
+    adapted = get_peft_model(model, config)  # no basis is made for it
+    layers = frozen_core_layers(adapted, "default")
+    adapted.unload()
+    return layers

@@ -1,1 +1,0 @@
-"""The lab: tasks, scoring, training recipe, pocket model, reports. The library never imports it."""

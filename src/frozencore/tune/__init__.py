@@ -1,0 +1,1 @@
+"""What ``frozencore tune`` does: rows, tasks, scoring, training, methods, one run. The library never imports it."""

@@ -1,0 +1,122 @@
+"""Several saved adapters on one base model, one after the other; the base is loaded once and left as it was."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+from peft import PeftConfig, PeftModel, PeftModelForCausalLM
+from torch import nn
+
+from frozencore.adapter.config import FrozenCoreConfig
+from frozencore.adapter.named_layers import name_layers_of
+from frozencore.adapter.seal.integrity import read_folder
+from frozencore.adapter.uncalibrated import UncalibratedWarning
+from frozencore.errors import ArtifactError
+from frozencore.tune.scoring.virtual_tokens import take_off
+from frozencore.words import one_line
+
+BASE = "base"
+
+
+class AdapterStand:
+    """Holds a base model and puts one adapter at a time on it: frozen cores, LoRA, or what else PEFT saves.
+
+    The next adapter of the same kind is loaded beside the present one, which is then deleted. Another kind needs
+    another wrapper: the base is taken out of the old one first.
+    """
+
+    def __init__(self, base: nn.Module) -> None:
+        self.base = base
+        self._worn: PeftModel | None = None
+        self._num_loaded = 0
+
+    def bare(self) -> nn.Module:
+        """The base model without any adapter."""
+        if self._worn is not None:
+            self.base, self._worn = take_off(self._worn), None
+        return self.base
+
+    def wear(self, folder: Path) -> nn.Module:
+        """The base model with the adapter saved in a folder, in evaluation mode.
+
+        Raises:
+            ArtifactError: There is no adapter, it is damaged or a pickle, or it does not fit this base.
+        """
+        if not (folder / "adapter_config.json").is_file():
+            raise ArtifactError(
+                f"--adapter {folder} must be a folder of save_pretrained, but has no adapter_config.json."
+            )
+        read_folder(folder)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # PEFT warns of missing tensors; they are refused below
+                warnings.simplefilter("always", UncalibratedWarning)
+                config = self._read_config(folder)
+                _refuse_prompt_learning(folder, config)
+                model, found = self._load(folder, config)
+        except ArtifactError:
+            raise
+        except Exception as error:  # PEFT and safetensors raise a dozen kinds for a folder that does not fit
+            reason = one_line(error, 200)
+            raise ArtifactError(f"--adapter {folder} does not go on this base model: {reason}") from error
+        odd = [*found.missing_keys, *found.unexpected_keys]
+        if odd:
+            raise ArtifactError(
+                f"--adapter {folder} must fit this base model tensor by tensor, but {len(found.missing_keys)} tensors "
+                f"are missing and {len(found.unexpected_keys)} have no layer, for instance {odd[0]}. "
+                f"Give the base model that it was trained on."
+            )
+        return model.eval()
+
+    def _read_config(self, folder: Path) -> PeftConfig:
+        """The configuration, which names layers: whoever wrote it, PEFT searches none of its expressions."""
+        config = PeftConfig.from_pretrained(str(folder))
+        if isinstance(config, FrozenCoreConfig):
+            return FrozenCoreConfig.from_pretrained(str(folder))
+        name_layers_of(config, self.base if self._worn is None else self._worn.get_base_model())
+        return config
+
+    def _load(self, folder: Path, config: PeftConfig) -> tuple[PeftModel, Any]:
+        name = f"evaluated_{self._num_loaded}"
+        self._num_loaded += 1
+        before = None if self._worn is None else self._worn.active_adapter
+        config.inference_mode = True
+        if self._worn is None or self._worn.peft_config[before].peft_type != config.peft_type:
+            self._worn = PeftModelForCausalLM(self.bare(), config, adapter_name=name)
+            return self._worn, self._worn.load_adapter(str(folder), adapter_name=name)
+        self._worn.add_adapter(name, config)
+        found = self._worn.load_adapter(str(folder), adapter_name=name)
+        self._worn.set_adapter(name)
+        self._worn.delete_adapter(before)
+        return self._worn, found
+
+
+def adapter_names(folders: list[Path]) -> list[str]:
+    """A short name of its own for each adapter folder: its last parts, as many as tell it from the others.
+
+    ``runs/a/adapter`` and ``runs/b/adapter`` are ``a`` and ``b``; none is called as the bare model is.
+
+    Raises:
+        ArtifactError: A folder comes twice, or in upper and lower case.
+    """
+    whole = [Path(os.path.abspath(folder)).parts for folder in folders]  # no `..`, links as they are called
+    parts = [[part for part in own if part != "adapter"] or ["adapter"] for own in whole]
+    for length in range(1, max(map(len, parts), default=0) + 1):
+        names = ["-".join(own[-length:]).strip("/") for own in parts]
+        if len({BASE, *map(str.casefold, names)}) == len(names) + 1:  # some file systems do not tell A from a
+            return names
+    if not folders:
+        return []
+    raise ArtifactError("Two --adapter options name the same folder, or differ in case only. Give each once.")
+
+
+def _refuse_prompt_learning(folder: Path, config: PeftConfig) -> None:
+    """Its virtual tokens shift every position, and generation from the base model would leave them out."""
+    if config.is_prompt_learning:
+        raise ArtifactError(
+            f"--adapter {folder} holds virtual tokens ({config.peft_type}), which are not scored here. Give an "
+            "adapter that changes layers."
+        )

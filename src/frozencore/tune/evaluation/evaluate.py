@@ -1,0 +1,211 @@
+"""Scores of one base model, or of several adapters on it, over many tasks; a finished task is not scored again.
+
+    OUT/<subject>/<task>/predictions.jsonl    what was said about every evaluation row
+    OUT/<subject>/<task>/result.json          its score, written last: a task without it is scored again
+    OUT/result.json                           all of them
+
+A subject is an adapter by a short name, or ``base``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from frozencore.errors import ArtifactError, ConfigError, DataError
+from frozencore.files.fingerprint import fingerprint_model
+from frozencore.files.whole_file import require_writable, write_json, write_lines
+from frozencore.tune.evaluation.adapters import BASE, AdapterStand, adapter_names
+from frozencore.tune.evaluation.scorers import TaskScorer, harness_scorer, own_scorer, suite_scorers
+from frozencore.tune.rows.prompt_date import PROMPT_DATE, asks_for_today
+from frozencore.tune.rows.prompts import PromptEncoder, PromptStyle, context_limit
+from frozencore.tune.run.files import PREDICTIONS, RECORD
+from frozencore.tune.run.loading import load_model
+from frozencore.tune.run.provenance import provenance
+from frozencore.tune.tasks.task import Task
+from frozencore.words import Progress, as_stage
+
+RECORD_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What is scored on what, and how.
+
+    Attributes:
+        data: Rows of one's own, as ``frozencore tune --data`` takes them; ``columns`` says which column is which.
+        harness_tasks: Names of tasks of lm-evaluation-harness, or of the task files in ``include_path``.
+        adapters: Folders of saved adapters; the bare model where there are none, or with ``with_base``.
+        prompt_date: Today, to a chat template that asks for it.
+        max_length: Tokens of a prompt with its answer; None is the model's context.
+        num_evaluation: Rows of each task; None is the protocol's number.
+    """
+
+    model: str
+    tasks: tuple[Task, ...] = ()
+    data: str | None = None
+    columns: str | None = None
+    harness_tasks: tuple[str, ...] = ()
+    include_path: Path | None = None
+    adapters: tuple[Path, ...] = ()
+    with_base: bool = False
+    data_root: Path | None = None
+    prompt_style: PromptStyle = "auto"
+    prompt_date: date = PROMPT_DATE
+    max_length: int | None = None
+    truncate: bool = False
+    length_normalised: bool = False
+    num_evaluation: int | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+
+
+def evaluate(evaluation: Evaluation, out: Path, progress: Progress) -> dict[str, Any]:
+    """Score every subject on every task and write ``out``.
+
+    A task whose data are missing, malformed or too long is reported under ``"failed"``, and the others go on.
+
+    Returns:
+        The record of ``out/result.json``.
+
+    Raises:
+        DataError: No task could be scored; the first one's reason.
+        ArtifactError: ``out`` holds scores of something else, or an adapter does not fit.
+        FrozenCoreError: From loading the model.
+    """
+    require_writable(out)
+    subjects = _subjects(evaluation)
+    progress("load", 0, None, evaluation.model)
+    model, tokenizer = load_model(evaluation.model, dtype=evaluation.dtype, device=evaluation.device)
+    encoder = _encoder(evaluation, model, tokenizer)
+    scorers, failed = _scorers(evaluation, encoder)
+    progress("load", 1, 1, f"{len(scorers)} tasks")
+
+    common = {
+        "model": fingerprint_model(model),
+        "dtype": str(model.dtype),
+        "prompt_style": "chat" if encoder.is_chat else "plain",
+        "max_length": encoder.max_length,
+        "truncate": evaluation.truncate,
+    }
+    if encoder.is_chat and asks_for_today(tokenizer):
+        common["prompt_date"] = evaluation.prompt_date.isoformat()
+    stand = AdapterStand(model)
+    scores: list[dict[str, Any]] = []
+    for subject, folder in subjects.items():
+        identity = {**common, "adapter": None if folder is None else _fingerprint_folder(folder)}
+        found, reasons = _score_subject(subject, folder, stand, scorers, identity, out, progress)
+        scores += found
+        failed |= reasons
+    if not scores:
+        raise DataError(next(iter(failed.values())))
+    record = {
+        "format": RECORD_FORMAT,
+        **common,
+        "model": evaluation.model,
+        "adapters": {subject: folder for subject, folder in subjects.items() if folder is not None},
+        "length_normalised": evaluation.length_normalised,
+        "scores": scores,
+        "failed": failed,
+        "hashes": {"model": common["model"]},
+        "provenance": provenance(),
+    }
+    write_json(out / RECORD, record)
+    return record
+
+
+def _subjects(evaluation: Evaluation) -> dict[str, Path | None]:
+    names = adapter_names(list(evaluation.adapters))
+    subjects: dict[str, Path | None] = dict(zip(names, evaluation.adapters, strict=True))
+    return {BASE: None, **subjects} if evaluation.with_base or not subjects else subjects
+
+
+def _encoder(evaluation: Evaluation, model: Any, tokenizer: Any) -> PromptEncoder:
+    limit = context_limit(model, tokenizer)
+    if evaluation.max_length is not None and evaluation.max_length > limit:
+        raise ConfigError(f"--max-length {evaluation.max_length} is beyond the model's context of {limit} tokens.")
+    return PromptEncoder(
+        tokenizer,
+        style=evaluation.prompt_style,
+        today=evaluation.prompt_date,
+        max_length=evaluation.max_length or limit,
+        too_long="truncate" if evaluation.truncate else "refuse",
+    )
+
+
+def _scorers(evaluation: Evaluation, encoder: PromptEncoder) -> tuple[list[TaskScorer], dict[str, str]]:
+    scorers, failed = suite_scorers(
+        evaluation.tasks,
+        encoder,
+        data_root=evaluation.data_root,
+        num_evaluation=evaluation.num_evaluation,
+        length_normalised=evaluation.length_normalised,
+    )
+    if evaluation.data is not None:
+        scorers.append(own_scorer(evaluation.data, evaluation.columns, encoder, num_rows=evaluation.num_evaluation))
+    scorers += [
+        harness_scorer(name, encoder, include_path=evaluation.include_path, limit=evaluation.num_evaluation)
+        for name in evaluation.harness_tasks
+    ]
+    return scorers, failed
+
+
+def _score_subject(
+    subject: str,
+    folder: Path | None,
+    stand: AdapterStand,
+    scorers: list[TaskScorer],
+    identity: dict[str, Any],
+    out: Path,
+    progress: Progress,
+) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """The scores of one adapter, and why a task has none. It is loaded only if a task is left to score."""
+    scores: list[dict[str, Any]] = []
+    failed: dict[str, str] = {}
+    model = None
+    for scorer in scorers:
+        place = out / subject / scorer.name
+        wanted = {**identity, **scorer.identity}
+        score = _finished(place, wanted)
+        if score is None:
+            if model is None:
+                model = stand.bare() if folder is None else stand.wear(folder)
+            try:
+                summary, predictions = scorer.score(model, as_stage(progress, f"{subject}: {scorer.name}"))
+            except DataError as error:
+                failed[scorer.name] = str(error)
+                continue
+            write_lines(place / PREDICTIONS, predictions)
+            score = {"subject": subject, **summary, "identity": wanted}
+            write_json(place / RECORD, score)
+        scores.append(score)
+    return scores, failed
+
+
+def _fingerprint_folder(folder: Path) -> str:
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob("adapter_*")):
+        digest.update(path.name.encode())
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()
+
+
+def _finished(place: Path, identity: dict[str, Any]) -> dict[str, Any] | None:
+    """The score that lies there already, if it was finished."""
+    try:
+        score: dict[str, Any] = json.loads((place / RECORD).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    if not isinstance(score, dict):
+        return None
+    if score.get("identity") != identity:
+        raise ArtifactError(
+            f"{place} holds the score of another model, adapter, set of rows or options. "
+            f"Choose another --out, or remove that folder."
+        )
+    return score

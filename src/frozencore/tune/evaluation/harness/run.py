@@ -1,0 +1,140 @@
+"""Tasks of lm-evaluation-harness by name, on a model that is already loaded."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from frozencore.errors import ConfigError, DataError, ModelError
+from frozencore.randomness import own_random_state
+from frozencore.tune.rows.prompts import PromptEncoder
+from frozencore.words import one_line
+
+_FIRST_METRICS = ("acc", "exact_match", "f1")
+
+
+@dataclass(frozen=True)
+class HarnessScore:
+    """What the harness found for one task.
+
+    Attributes:
+        metric: The one shown: accuracy, exact match or F1 where the task has it, its first metric otherwise.
+        metrics: All of them, by the harness's own names (``"acc_norm,none"``).
+        samples: Its record of every row.
+    """
+
+    metric: str
+    value: float
+    standard_error: float | None
+    metrics: Mapping[str, Any]
+    samples: Sequence[Mapping[str, Any]]
+
+
+def harness_score(
+    model: nn.Module,
+    encoder: PromptEncoder,
+    task: str,
+    *,
+    include_path: Path | None = None,
+    limit: int | None = None,
+    batch_size: int = 8,
+) -> HarnessScore:
+    """Run one task of the harness, by the harness's own code; the global random states are left as they were.
+
+    Args:
+        include_path: A folder of task files; its own tasks are looked for in there alone.
+
+    Raises:
+        ConfigError: The harness is not installed, or knows no such task.
+        DataError: The task's data cannot be had.
+    """
+    lm_eval = _import_harness()
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    with own_random_state(), _quiet():  # simple_evaluate seeds Python, NumPy and torch
+        manager = TaskManager(include_path=include_path and str(include_path), include_defaults=include_path is None)
+        if task not in manager.all_tasks:
+            place = f"in {include_path}" if include_path else "in lm-evaluation-harness"
+            raise ConfigError(f"There is no task {task!r} {place}. `lm_eval ls tasks` lists the harness's own.")
+        lm = HFLM(
+            pretrained=model,
+            tokenizer=encoder.tokenizer,
+            batch_size=batch_size,
+            max_length=encoder.max_length,
+            device=str(next(model.parameters()).device),
+        )
+        try:
+            results = lm_eval.simple_evaluate(
+                model=lm,
+                tasks=[task],
+                limit=limit,
+                bootstrap_iters=0,
+                task_manager=manager,
+                apply_chat_template=encoder.is_chat,
+            )
+        except (OSError, ValueError, KeyError, AssertionError) as error:
+            reason = one_line(error, 200)
+            raise DataError(f"The harness could not run {task!r}: {reason}") from error
+    metrics = results["results"].get(task) or results["groups"][task]
+    metric = _headline(metrics)
+    error_of = metrics.get(metric.replace(",", "_stderr,"))
+    return HarnessScore(
+        metric=metric,
+        value=float(metrics[metric]),
+        standard_error=error_of if isinstance(error_of, float) else None,
+        metrics=metrics,
+        samples=[sample for samples in results["samples"].values() for sample in samples],
+    )
+
+
+def harness_version() -> str:
+    """The version of the installed harness.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    _import_harness()
+    from importlib.metadata import version
+
+    return version("lm_eval")
+
+
+def _import_harness() -> Any:
+    try:
+        import lm_eval
+    except ImportError as error:
+        raise ConfigError(
+            "Tasks of lm-evaluation-harness need it installed, and it is not: pip install 'frozencore[lm-eval]'."
+        ) from error
+    return lm_eval
+
+
+def _headline(metrics: Mapping[str, Any]) -> str:
+    numbers = [
+        name
+        for name, value in metrics.items()
+        if isinstance(value, float) and math.isfinite(value) and "_stderr" not in name
+    ]
+    if not numbers:
+        raise ModelError(f"The harness gave no metric that is a number: {dict(metrics)}. Check the model's weights.")
+    return next((name for first in _FIRST_METRICS for name in numbers if name.split(",")[0] == first), numbers[0])
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """The harness logs each step it takes."""
+    logger = logging.getLogger("lm_eval")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

@@ -1,0 +1,70 @@
+"""The table of what can be trained: every basis constructor's frozen core, and methods of PEFT beside them.
+
+Adding a method is one file here and one row below; a constructor has its row already. The recipes are the middle of
+what is customary for each, to be searched around: the paper's own warm-up of 0.1, and for cores 1e-2
+(``frozen_core.py``).
+"""
+
+from __future__ import annotations
+
+from collections import ChainMap
+from collections.abc import Mapping
+from typing import Any
+
+from frozencore.errors import ConfigError
+from frozencore.tune.methods.frozen_core import FrozenCores
+from frozencore.tune.methods.ia3 import IA3
+from frozencore.tune.methods.lora import LoRA
+from frozencore.tune.methods.low_rank_gradients import LowRankGradients
+from frozencore.tune.methods.method import AdapterOptions, Method, Targets
+from frozencore.tune.methods.pissa import PiSSA
+from frozencore.tune.methods.prompt_tuning import PromptTuning
+from frozencore.tune.methods.tinylora import TinyLoRA
+from frozencore.tune.methods.unilora import UniLoRA
+from frozencore.tune.methods.vera_vectors import VeRA
+from frozencore.tune.methods.whole_weights import FullFineTuning
+from frozencore.words import unknown_name
+
+__all__ = ["METHODS", "AdapterOptions", "Method", "Targets", "bases_name", "find_method", "method_name"]
+
+METHODS: ChainMap[str, Method] = ChainMap(
+    {
+        "lora": LoRA(label="LoRA", trains=("factors",), learning_rate=1e-3),
+        "dora": LoRA(label="DoRA", trains=("factors", "magnitudes"), learning_rate=1e-3, use_dora=True),
+        "pissa": PiSSA(label="PiSSA", trains=("factors",), learning_rate=2e-4),
+        "vera_vectors": VeRA(label="VeRA (vectors)", trains=("vectors",), learning_rate=1e-2),
+        "tinylora": TinyLoRA(label="TinyLoRA", trains=("vectors",), learning_rate=5e-3),
+        "unilora": UniLoRA(label="Uni-LoRA", trains=("vectors",), learning_rate=5e-3),
+        "ia3": IA3(label="(IA)³", trains=("scales",), learning_rate=3e-3),
+        "prompt_tuning": PromptTuning(label="Prompt tuning", trains=("embeddings",), learning_rate=3e-2),
+        "galore": LowRankGradients(
+            label="GaLore", trains=("weights",), learning_rate=1e-3, optimiser="galore_adamw", package="galore_torch"
+        ),
+        "apollo": LowRankGradients(
+            label="APOLLO", trains=("weights",), learning_rate=1e-3, optimiser="apollo_adamw", package="apollo_torch"
+        ),
+        "full": FullFineTuning(label="Full fine-tuning", trains=("weights",), learning_rate=2e-5),
+    },
+    FrozenCores(),  # type: ignore[arg-type]  # only read
+)
+
+
+def find_method(name: str) -> Method:
+    """The table's row of that name.
+
+    Raises:
+        ConfigError: No such method; the nearest name is offered.
+    """
+    if name not in METHODS:
+        raise ConfigError(unknown_name("method", name, METHODS))
+    return METHODS[name]
+
+
+def method_name(name: str) -> str:
+    """A method's label; the name itself of one that is not in the table, as in records of another version."""
+    return METHODS[name].label if name in METHODS else name
+
+
+def bases_name(method: str, options: Mapping[str, Any]) -> str:
+    """A method by its label, with the options of its bases that are not its defaults."""
+    return ", ".join([method_name(method), *(f"{name} {value}" for name, value in options.items())])

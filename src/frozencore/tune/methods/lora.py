@@ -1,0 +1,46 @@
+"""LoRA and DoRA through PEFT, at the rank and on the targets of the frozen cores.
+
+Scale 1 (``lora_alpha = r``) and no dropout. They train about ``r (m + n)`` values a layer where a core trains ``r r``,
+at smaller steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from frozencore.tune.methods.from_peft import FromPEFT, as_peft_takes
+from frozencore.tune.methods.method import AdapterOptions
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
+    from torch import nn
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoRA(FromPEFT):
+    """Both factors train; a magnitude for each output beside them with ``use_dora``."""
+
+    use_dora: bool = False
+    initialisation: ClassVar[Literal[True, "pissa"]] = True
+
+    unread: ClassVar[tuple[str, ...]] = ("refresh_cost", "refresh_memory")
+
+    @property
+    def adds_up(self) -> bool:
+        """Of plain factors the sum is a LoRA of a higher rank (:mod:`frozencore.tune.training.lora_rounds`)."""
+        return not self.use_dora and self.initialisation is True
+
+    def config(self, options: AdapterOptions, model: nn.Module) -> PeftConfig:
+        from peft import LoraConfig
+
+        return LoraConfig(
+            r=options.rank,
+            lora_alpha=options.rank,
+            lora_dropout=0.0,
+            bias="none",
+            target_modules=as_peft_takes(options),
+            init_lora_weights=self.initialisation,
+            use_dora=self.use_dora,
+            task_type="CAUSAL_LM",
+        )

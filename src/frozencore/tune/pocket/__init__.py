@@ -1,0 +1,20 @@
+"""The pocket model and its tasks: a whole experiment offline, in seconds, at no claim to the paper's numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from frozencore.tune.pocket import comparison, entailment, sentiment, word_problems
+from frozencore.tune.tasks.task import Task
+
+POCKET_MODEL = "pocket"
+"""The name that stands for the shipped model where a hub id is asked for."""
+
+POCKET_TASKS: dict[str, Task] = {
+    task.name: task for task in (word_problems.TASK, sentiment.TASK, entailment.TASK, comparison.TASK)
+}
+
+
+def pocket_model_path() -> Path:
+    """The folder of the shipped model, as ``AutoModelForCausalLM.from_pretrained`` takes it."""
+    return Path(__file__).parent / "model"

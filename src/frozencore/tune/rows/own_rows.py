@@ -1,0 +1,207 @@
+"""The user's own training rows, in the forms that trainers share.
+
+    {"prompt": "Capital of France?", "completion": " Paris"}
+    {"prompt": [{"role": "user", "content": "Capital of France?"}], "completion": [{"role": "assistant", ...}]}
+    {"messages": [{"role": "user", "content": "Capital of France?"}, {"role": "assistant", "content": "Paris"}]}
+    {"instruction": "Name the capital.", "input": "France", "output": "Paris"}            (Alpaca)
+    {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}   (ShareGPT)
+    {"text": "Paris is the capital of France."}
+
+The loss is on the completion, the output, the assistant's last turn, or the whole text. Turns may call tools, listed in
+the column ``tools``; such a turn's ``content`` may be null.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from frozencore.errors import ConfigError, DataError, NoRowsError
+from frozencore.tune.rows.prompts import PromptEncoder, TextRow
+from frozencore.tune.rows.row_files import Row
+from frozencore.tune.rows.row_sources import STANDARD_INPUT, read_source
+from frozencore.tune.tasks.fields import text_field
+from frozencore.tune.tasks.task import Example
+
+SHAREGPT_ROLES = {
+    "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "model": "assistant",
+    "system": "system",
+}  # fmt: skip
+ALPACA = "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
+ALPACA_WITHOUT_INPUT = "### Instruction:\n{instruction}\n\n### Response:\n"
+
+
+@dataclass(frozen=True)
+class OwnRows:
+    """Rows as they were read.
+
+    Attributes:
+        columns: Those that make them a form: ``("prompt", "completion")``.
+        bad: How many rows were left out by what is wrong with them; those of each reason once.
+    """
+
+    texts: list[TextRow]
+    columns: tuple[str, ...]
+    bad: Mapping[str, int]
+
+    @property
+    def num_read(self) -> int:
+        return len(self.texts) + sum(self.bad.values())
+
+
+def read_rows(data: str, encoder: PromptEncoder, columns: str | None = None, *, skip_bad: bool = False) -> OwnRows:
+    """Read every row (:mod:`frozencore.tune.rows.row_sources`) and render it; ids are ``row-1``, ``row-2``, ...
+
+    Args:
+        columns: Where they have names of their own: ``prompt=question,completion=answer``.
+        skip_bad: Leave out and count a row that lacks its columns or holds no text in one; otherwise it is an error.
+
+    Raises:
+        ConfigError: The rows are messages and the tokenizer has no chat template; or ``columns`` is no such list.
+        DataError: The source is absent, empty, of another kind, or a row lacks its columns; with the row number.
+    """
+    rows, origin = read_source(data), "The standard input" if data == STANDARD_INPUT else data
+    if columns is not None:
+        rows = _renamed(rows, columns, origin)
+    form = _form_of(rows, origin)
+    texts: list[TextRow] = []
+    bad: Counter[str] = Counter()
+    for number, row in enumerate(rows, start=1):
+        try:
+            texts.append(_FORMS[form](row, f"row-{number}", encoder))
+        except DataError as error:
+            if not skip_bad:
+                raise
+            bad[_reason(error)] += 1
+    if not texts:
+        raise NoRowsError(f"--skip-bad left none of {len(rows)} rows of {origin}: {next(iter(bad))}.")
+    return OwnRows(texts, form, bad)
+
+
+def render_rows(rows: Sequence[Row], origin: str, encoder: PromptEncoder) -> list[TextRow]:
+    """As :func:`read_rows`, of rows that are at hand, none of which may be bad.
+
+    Args:
+        origin: What an error calls them.
+    """
+    if not rows:
+        raise DataError(f"{origin} holds no rows. Give at least one.")
+    render = _FORMS[_form_of(rows, origin)]
+    return [render(row, f"row-{number}", encoder) for number, row in enumerate(rows, start=1)]
+
+
+def _reason(error: DataError) -> str:
+    """What is wrong with a row, in the words that it shares with others."""
+    return str(error).partition(": ")[2].partition(", but")[0].rstrip(".")
+
+
+def _renamed(rows: Sequence[Row], columns: str, origin: str) -> list[Row]:
+    pairs = [part.strip().partition("=") for part in columns.split(",")]
+    theirs = {ours.strip(): own.strip() for ours, _, own in pairs}
+    if len(theirs) < len(pairs) or not theirs.keys() <= KNOWN or not all(theirs.values()):
+        raise ConfigError(
+            f"--columns says which column is which, as prompt=question,completion=answer, of "
+            f"{', '.join(sorted(KNOWN))}, but {columns!r} came."
+        )
+    if absent := [own for own in theirs.values() if own not in rows[0]]:
+        raise DataError(f"{origin} has no column {absent[0]!r} (--columns); row 1 has {', '.join(rows[0]) or 'none'}.")
+    taken = {*theirs, *theirs.values()}
+    return [
+        {name: value for name, value in row.items() if name not in taken}
+        | {ours: row.get(own) for ours, own in theirs.items()}
+        for row in rows
+    ]
+
+
+def _form_of(rows: Sequence[Row], origin: str) -> tuple[str, ...]:
+    """The columns that the first row has of a form, which is then that of all."""
+    for columns in _FORMS:
+        if all(column in rows[0] for column in columns):
+            return columns
+    raise DataError(
+        f"{origin} needs the columns prompt and completion, or messages, or instruction and output, or conversations, "
+        f"or text, but row 1 has {', '.join(rows[0]) or 'none'}. Columns of other names: --columns."
+    )
+
+
+def _render_pair(row: Row, row_id: str, encoder: PromptEncoder) -> TextRow:
+    if isinstance(row["prompt"], list):
+        prompt, completion = (_turns(row.get(column), column, row_id) for column in ("prompt", "completion"))
+        return _render_turns([*prompt, *completion], "completion", row, row_id, encoder)
+    text_field(row, "prompt", row_id)
+    text_field(row, "completion", row_id)
+    return encoder.render(Example(row_id, row["prompt"], row["completion"]))
+
+
+def _render_messages(row: Row, row_id: str, encoder: PromptEncoder) -> TextRow:
+    return _render_turns(_turns(row.get("messages"), "messages", row_id), "messages", row, row_id, encoder)
+
+
+def _render_instruction(row: Row, row_id: str, encoder: PromptEncoder) -> TextRow:
+    """A chat model is asked in a user's turn; another by the headings that Alpaca was trained with."""
+    said = {"instruction": text_field(row, "instruction", row_id), "input": (row.get("input") or "").strip()}
+    output = text_field(row, "output", row_id)
+    if encoder.is_chat:
+        return encoder.render(Example(row_id, "\n\n".join(filter(None, said.values())), output))
+    return encoder.render(Example(row_id, (ALPACA if said["input"] else ALPACA_WITHOUT_INPUT).format(**said), output))
+
+
+def _render_conversation(row: Row, row_id: str, encoder: PromptEncoder) -> TextRow:
+    turns = []
+    for turn in _turns(row.get("conversations"), "conversations", row_id, role="from"):
+        if turn["from"] not in SHAREGPT_ROLES:
+            known = ", ".join(SHAREGPT_ROLES)
+            raise DataError(f"Row {row_id}: a turn of 'conversations' is from {known}, but {turn['from']!r:.60} came.")
+        turns.append({"role": SHAREGPT_ROLES[turn["from"]], "content": text_field(turn, "value", row_id)})
+    return _render_turns(turns, "conversations", row, row_id, encoder)
+
+
+def _render_text(row: Row, row_id: str, encoder: PromptEncoder) -> TextRow:
+    text_field(row, "text", row_id)
+    return TextRow(row_id, context="", completion=row["text"])
+
+
+def _turns(value: Any, column: str, row_id: str, role: str = "role") -> list[dict[str, Any]]:
+    if not isinstance(value, list) or not all(isinstance(turn, Mapping) for turn in value):
+        raise DataError(f"Row {row_id}: column {column!r} must hold a list of turns, each with a {role} and a content.")
+    for turn in value:
+        text_field(turn, role, row_id)
+    return [dict(turn) for turn in value]
+
+
+def _render_turns(turns: list[dict[str, Any]], column: str, row: Row, row_id: str, encoder: PromptEncoder) -> TextRow:
+    for number, turn in enumerate(turns, start=1):
+        if turn.get("tool_calls") and not turn.get("content") and number < len(turns):
+            turn["content"] = ""  # who calls a tool need not speak; templates concatenate
+        else:
+            text_field(turn, "content", row_id)
+    if len(turns) < 2 or turns[-1]["role"] != "assistant":
+        raise DataError(
+            f"Row {row_id}: {column!r} must end with the assistant's turn after another one: it is the label."
+        )
+    return encoder.render_messages(turns, row_id, tools=_tools(row, row_id))
+
+
+def _tools(row: Row, row_id: str) -> list[Any] | None:
+    """A list, or such a list as JSON, as some data sets write it."""
+    given = row.get("tools") or None
+    try:
+        tools = json.loads(given) if isinstance(given, str) else given
+    except ValueError:
+        tools = given
+    if tools is not None and not isinstance(tools, list):
+        raise DataError(f"Row {row_id}: column 'tools' must hold a list of tools, or that as JSON.")
+    return tools
+
+
+_FORMS: dict[tuple[str, ...], Callable[[Row, str, PromptEncoder], TextRow]] = {
+    ("prompt", "completion"): _render_pair,
+    ("messages",): _render_messages,
+    ("instruction", "output"): _render_instruction,
+    ("conversations",): _render_conversation,
+    ("text",): _render_text,
+}
+KNOWN = {column for columns in _FORMS for column in columns} | {"input", "tools"}

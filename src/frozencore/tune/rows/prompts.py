@@ -1,0 +1,267 @@
+"""From a row to the exact text and tokens a model meets: the same for calibration, training and scoring.
+
+The boundary between prompt and completion follows lm-evaluation-harness: white space at the end of a plain prompt
+moves to the completion, and both are tokenised together. Where the tokenizer merges across the boundary, so that the
+prompt's own tokens no longer begin the joint ones, the completion is tokenised alone: that is what generation
+continues from, while the harness would score tokens that do not spell the text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from datetime import date
+from typing import Any, Literal
+
+from frozencore.errors import ConfigError, DataError, ModelError
+from frozencore.tune.rows.prompt_date import PROMPT_DATE, with_fixed_date
+from frozencore.tune.rows.row_forms import ChoiceTokens, TextRow, TokenRow
+from frozencore.tune.tasks.task import Example
+
+PromptStyle = Literal["auto", "chat", "plain"]
+TooLong = Literal["refuse", "truncate"]
+Fit = Literal["whole", "cut", "too long"]
+PROTOCOL_MAX_LENGTH = 512
+
+
+class PromptEncoder:
+    """Renders and tokenises rows for one tokenizer.
+
+    Args:
+        style: ``chat`` renders prompts through the tokenizer's chat template, ``plain`` leaves them as they are;
+            ``auto`` is ``chat`` where there is a template.
+        max_length: The limit in tokens, end token included.
+        today: What a chat template is told that asks for the date.
+        too_long: What to do with longer rows: ``refuse`` (an error that counts them), or ``truncate`` (the oldest
+            tokens of the prompt go, and one at least stays; a text without prompt loses its end). A completion is
+            never cut: one that leaves no room for its prompt is an error in any case.
+
+    Raises:
+        ConfigError: ``chat`` without a template, or a limit below two tokens.
+        ModelError: The tokenizer has no end token.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        style: PromptStyle = "auto",
+        max_length: int = PROTOCOL_MAX_LENGTH,
+        too_long: TooLong = "refuse",
+        today: date = PROMPT_DATE,
+    ) -> None:
+        if style == "chat" and not tokenizer.chat_template:
+            raise ConfigError(
+                "The prompt style 'chat' needs a chat template, but this tokenizer has none. Use 'plain'."
+            )
+        if max_length < 2:
+            raise ConfigError(f"A row needs room for two tokens, got max_length={max_length}.")
+        if tokenizer.eos_token_id is None:
+            raise ModelError("Training and scoring need an end token, but this tokenizer has none. Set eos_token.")
+        self.tokenizer = with_fixed_date(tokenizer, today)
+        self.is_chat = style == "chat" or (style == "auto" and bool(tokenizer.chat_template))
+        self.max_length = max_length
+        self.too_long = too_long
+        self.eos_id: int = tokenizer.eos_token_id
+        self.pad_id: int = self.eos_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        self._start_ids = _start_tokens(tokenizer)
+
+    def render(self, example: Example) -> TextRow:
+        """The text of an example; in chat style a completion loses the space that separates plain text.
+
+        Without a prompt it is plain text in either style.
+        """
+        if self.is_chat and example.prompt:
+            context = self._chat([{"role": "user", "content": example.prompt}], example.id)
+            choices = tuple(choice.lstrip() for choice in example.choices)
+            return TextRow(example.id, context, example.completion.lstrip(), choices, templated=True)
+        context = example.prompt.rstrip()
+        space = example.prompt[len(context) :]
+        choices = tuple(space + choice for choice in example.choices)
+        return TextRow(example.id, context, space + example.completion, choices)
+
+    def render_messages(
+        self, messages: Sequence[Mapping[str, Any]], row_id: str, tools: Sequence[Any] | None = None
+    ) -> TextRow:
+        """The text of a conversation whose last turn is the assistant's: that turn is the completion.
+
+        Args:
+            tools: What the assistant may call, as the chat template takes it.
+        """
+        context = self._chat(messages[:-1], row_id, tools)
+        return TextRow(row_id, context, messages[-1]["content"], templated=True)
+
+    def training_rows(self, rows: Sequence[TextRow]) -> list[TokenRow]:
+        """Tokens of context, completion and end token.
+
+        Raises:
+            DataError: Rows longer than the limit (unless their prompts are cut to it), or a completion without tokens.
+        """
+        encoded = self.whole_rows(rows)
+        self._refuse_too_long([(row.id, len(row.input_ids)) for row in encoded], "; --skip-long leaves such rows out")
+        self._refuse_long_completions(rows, encoded)
+        return [self._truncate_training(row) for row in encoded]
+
+    def whole_rows(self, rows: Sequence[TextRow]) -> list[TokenRow]:
+        """As :meth:`training_rows`, of any length."""
+        pairs = self._pairs(rows, [row.completion for row in rows])
+        return [
+            TokenRow(row.id, [*context, *completion, self.eos_id], len(context))
+            for row, (context, completion) in zip(rows, pairs, strict=True)
+        ]
+
+    def fits(self, rows: Sequence[TextRow]) -> list[Fit]:
+        """Of each row whether it fits with its completion and every choice, with its prompt cut, or not at all."""
+        pairs = self._pairs(rows, [row.completion for row in rows])
+        choices = iter(self._encoded_choices([row for row in rows if row.choices]))
+        found: list[Fit] = []
+        for row, (context, completion) in zip(rows, pairs, strict=True):
+            rest = [len(completion) + 1, *(map(len, next(choices).choice_ids) if row.choices else ())]
+            found.append(self._fit(bool(row.context), len(context), max(rest)))
+        return found
+
+    def choice_rows(self, rows: Sequence[TextRow]) -> list[ChoiceTokens]:
+        """Tokens of each context and of every choice, without end token.
+
+        Raises:
+            DataError: As for training rows, or a row without choices, with an empty prompt, or with no room for it.
+        """
+        encoded = self._encoded_choices(rows)
+        self._refuse_too_long([(row.id, _longest(row)) for row in encoded])
+        return [replace(row, context_ids=self._cut_before_choices(row)) for row in encoded]
+
+    def context_rows(self, rows: Sequence[TextRow]) -> list[list[int]]:
+        """Tokens of each context alone, to generate from. Raises ``DataError`` for contexts beyond the limit."""
+        contexts = self._contexts(rows)
+        self._refuse_too_long([(row.id, len(ids)) for row, ids in zip(rows, contexts, strict=True)])
+        return [self._cut_context(ids, self.max_length) for ids in contexts]
+
+    def count_too_long(self, rows: Sequence[TextRow]) -> int:
+        """How many rows are scored with a shortened prompt: it, or it and the longest choice, is beyond the limit."""
+        choices = self._encoded_choices([row for row in rows if row.choices])
+        contexts = self._contexts([row for row in rows if not row.choices])
+        return sum(length > self.max_length for length in (*map(_longest, choices), *map(len, contexts)))
+
+    def _chat(self, messages: Sequence[Mapping[str, Any]], row_id: str, tools: Sequence[Any] | None = None) -> str:
+        if not self.tokenizer.chat_template:
+            raise ConfigError(
+                "Chat messages need a chat template, but this tokenizer has none. Use prompt/completion rows."
+            )
+        try:
+            text: str = self.tokenizer.apply_chat_template(
+                list(messages), tools=tools, tokenize=False, add_generation_prompt=True
+            )
+        except Exception as error:  # templates are programs of the model's author and raise what they like
+            raise DataError(f"Row {row_id}: the tokenizer's chat template refuses it: {error}") from error
+        return text
+
+    def _tokenise(self, texts: Sequence[str]) -> list[list[int]]:
+        if not texts:
+            return []
+        unique = list(dict.fromkeys(texts))  # choices share their prompt
+        ids = self.tokenizer(unique, add_special_tokens=False, verbose=False)["input_ids"]
+        of_text: dict[str, list[int]] = dict(zip(unique, ids, strict=True))
+        return [of_text[text] for text in texts]
+
+    def _contexts(self, rows: Sequence[TextRow]) -> list[list[int]]:
+        encoded = self._tokenise([row.context for row in rows])
+        return [ids if row.templated else self._start_ids + ids for row, ids in zip(rows, encoded, strict=True)]
+
+    def _pairs(self, rows: Sequence[TextRow], completions: Sequence[str]) -> list[tuple[list[int], list[int]]]:
+        contexts = self._tokenise([row.context for row in rows])
+        wholes = self._tokenise([row.context + text for row, text in zip(rows, completions, strict=True)])
+        pairs = []
+        for row, text, context, whole in zip(rows, completions, contexts, wholes, strict=True):
+            joint = whole[: len(context)] == context
+            completion = whole[len(context) :] if joint else self._tokenise([text])[0]
+            if not completion:
+                raise DataError(f"Row {row.id}: a completion must hold at least one token, got {text!r}.")
+            pairs.append((context if row.templated else self._start_ids + context, completion))
+        return pairs
+
+    def _encoded_choices(self, rows: Sequence[TextRow]) -> list[ChoiceTokens]:
+        for row in rows:
+            if not row.choices or not row.context:
+                raise DataError(
+                    f"Row {row.id}: scoring by choice needs a prompt and choices, and one of them is empty."
+                )
+        pairs = iter(self._pairs([row for row in rows for _ in row.choices], [c for row in rows for c in row.choices]))
+        encoded = []
+        for row in rows:
+            own = [next(pairs) for _ in row.choices]
+            encoded.append(ChoiceTokens(row.id, own[0][0], [choice for _, choice in own]))
+        return encoded
+
+    def _fit(self, has_prompt: bool, num_context: int, num_rest: int) -> Fit:
+        room = self.max_length - num_rest
+        if num_context <= room:
+            return "whole"
+        leaves_room = room > len(self._start_ids) or not has_prompt
+        return "cut" if self.too_long == "truncate" and leaves_room else "too long"
+
+    def _refuse_long_completions(self, rows: Sequence[TextRow], encoded: Sequence[TokenRow]) -> None:
+        too_long = [
+            (len(row.input_ids) - row.num_context, row.num_context, row.id)
+            for text, row in zip(rows, encoded, strict=True)
+            if self._fit(bool(text.context), row.num_context, len(row.input_ids) - row.num_context) == "too long"
+        ]
+        if too_long:
+            longest, num_context, row_id = max(too_long)
+            raise DataError(
+                f"A completion is not cut, but those of {len(too_long)} of {len(rows)} rows leave no room for their "
+                f"prompts within the limit of {self.max_length} tokens (the longest, {row_id}, has {longest} after a "
+                f"prompt of {num_context}). Raise the limit with --max-length, or leave such rows out with --skip-long."
+            )
+
+    def _refuse_too_long(self, lengths: Sequence[tuple[str, int]], further: str = "") -> None:
+        too_long = [(length, row_id) for row_id, length in lengths if length > self.max_length]
+        if too_long and self.too_long == "refuse":
+            longest, row_id = max(too_long)
+            raise DataError(
+                f"{len(too_long)} of {len(lengths)} rows are longer than the limit of {self.max_length} tokens "
+                f"(the longest, {row_id}, has {longest}). Raise the limit with --max-length, "
+                f"or cut the beginning of long prompts with --truncate{further}."
+            )
+
+    def _truncate_training(self, row: TokenRow) -> TokenRow:
+        context, completion = row.input_ids[: row.num_context], row.input_ids[row.num_context :]
+        context = self._cut_context(context, max(len(self._start_ids), self.max_length - len(completion)))
+        return replace(row, input_ids=(context + completion)[: self.max_length], num_context=len(context))
+
+    def _cut_before_choices(self, row: ChoiceTokens) -> list[int]:
+        longest = max(map(len, row.choice_ids))
+        room = self.max_length - longest
+        if room <= len(self._start_ids) and room < len(row.context_ids):
+            raise DataError(
+                f"Row {row.id}: a choice of {longest} tokens leaves no room for its prompt within the limit of "
+                f"{self.max_length}. Raise the limit with --max-length, or leave the row out."
+            )
+        return self._cut_context(row.context_ids, room)
+
+    def _cut_context(self, ids: list[int], room: int) -> list[int]:
+        if len(ids) <= room:
+            return ids
+        start = self._start_ids if ids[: len(self._start_ids)] == self._start_ids else []
+        kept = max(0, room - len(start))
+        return start + ids[len(ids) - kept :]
+
+
+def _longest(row: ChoiceTokens) -> int:
+    return len(row.context_ids) + max(map(len, row.choice_ids))
+
+
+def context_limit(model: Any, tokenizer: Any) -> int:
+    """The most tokens that model and tokenizer say they take; the protocol's 512 where neither says.
+
+    Pass ``min(PROTOCOL_MAX_LENGTH, context_limit(model, tokenizer))`` as an encoder's ``max_length``.
+    """
+    stated = [getattr(model.config, "max_position_embeddings", None), tokenizer.model_max_length]
+    limits = [int(limit) for limit in stated if isinstance(limit, int | float) and 0 < limit < 1e9]
+    return min(limits, default=PROTOCOL_MAX_LENGTH)
+
+
+def _start_tokens(tokenizer: Any) -> list[int]:
+    """What the tokenizer itself puts in front of a text (``<s>``), without what it may append."""
+    bare = tokenizer("a", add_special_tokens=False)["input_ids"]
+    full = tokenizer("a")["input_ids"]
+    return next((full[:i] for i in range(len(full)) if full[i : i + len(bare)] == bare), [])

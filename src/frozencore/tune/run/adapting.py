@@ -1,0 +1,89 @@
+"""Where a run's adapter comes from: what it is built by, and its bases, computed from the calibration rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from peft import PeftModel
+
+from frozencore.adapter.bases.calibrate import Calibration, calibrate
+from frozencore.adapter.bases.spend import spends_by_spectrum
+from frozencore.adapter.seal.saved_basis import read_header
+from frozencore.calibration.batches import Batch
+from frozencore.calibration.options import of_the_sums
+from frozencore.calibration.store import MomentsFingerprint, load_moments
+from frozencore.errors import ConfigError
+from frozencore.ranks import num_ranks, own_rank
+from frozencore.tune.methods import Targets
+from frozencore.tune.run.bench import CALIBRATION_BATCH, Bench, calibration_batches
+from frozencore.tune.run.config import RunConfig
+from frozencore.words import Progress
+
+Adapted = tuple[PeftModel, Calibration | None]
+Adapt = Callable[[RunConfig, Bench, Targets, Progress], Adapted]
+"""Puts the configured adapter on a bench's model, calibrated; what was found is None where no data were read."""
+
+
+def adapt_from_data(
+    config: RunConfig, bench: Bench, targets: Targets, progress: Progress, moments_file: Path | None = None
+) -> Adapted:
+    """The adapter, its bases computed from the run's calibration rows.
+
+    Args:
+        moments_file: Moments of ``frozencore calibrate`` instead of a new pass; refused if they are of anything else.
+    """
+    model = config.method_entry.add(bench.model, config.adapter_options(targets))
+    if not config.moments_needed:
+        if moments_file:
+            what = f"the method {config.method!r}, which reads no data" if config.basis is None else "a saved basis"
+            raise ConfigError(f"--moments is of no use to {what}: leave it out.")
+        return model, None
+    if moments_file and spends_by_spectrum(model.peft_config["default"]):
+        raise ConfigError(
+            "A rank budget is spent on what two halves of the calibration rows agree on, but a moments file is of all "
+            "of them: leave --moments out."
+        )
+    batches = calibration_batches(bench.rows, bench.encoder.pad_id)
+    fingerprint = MomentsFingerprint.of(model, batches, config.calibration_options)
+    moments = load_moments(moments_file, fingerprint) if moments_file else None
+    if moments is None:
+        batches = own_share(batches)
+    return model, calibrate(
+        model,
+        batches,
+        options=config.calibration_options,
+        moments=moments,
+        progress=progress,
+    )
+
+
+def own_share(batches: list[Batch]) -> list[Batch]:
+    """What this process calibrates on, where several do: all of it together is what one would see, batch by batch.
+
+    Raises:
+        ConfigError: There is less than a batch for each.
+    """
+    if len(batches) < num_ranks():
+        raise ConfigError(
+            f"Each process calibrates on a batch of {CALIBRATION_BATCH} rows at least, but there are {len(batches)} "
+            f"batches for {num_ranks()} processes. Start fewer, or give a larger --calibration-size."
+        )
+    return batches[own_rank() :: num_ranks()]
+
+
+def adapter_of(config: RunConfig, targets: Targets, hashes: Mapping[str, str]) -> dict[str, Any]:
+    """What an adapter is built by and computed from: JSON values by name."""
+    return {
+        "base model": hashes["model"],
+        "calibration rows": hashes["calibration"],
+        "method": config.method,
+        "rank": config.rank,
+        "targets": targets if isinstance(targets, str) else list(targets),
+        "memory_budget": config.memory_budget,
+        **config.core.model_dump(mode="json"),
+        **of_the_sums(config.calibration.model_dump()),
+        **({} if config.rank_budget is None else {"rank_budget": config.rank_budget}),
+        **({} if config.basis is None else {"basis": read_header(config.basis)["identity"]}),
+    }

@@ -1,0 +1,87 @@
+"""Advice on a run before it is made: what its calibration rows say of bases, ranks and targets."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from frozencore.advice.advise import Advice, advise
+from frozencore.advice.settings import Setting
+from frozencore.advice.trials import Worth
+from frozencore.errors import ArtifactError
+from frozencore.files.whole_file import require_writable, write_json
+from frozencore.tune.run.bench import Bench, calibration_batches, prepare
+from frozencore.tune.run.config import RunConfig
+from frozencore.tune.run.files import ADVICE
+from frozencore.tune.run.provenance import provenance
+from frozencore.tune.run.targets import resolve_targets
+from frozencore.words import Progress, flag_of
+
+
+def advise_run(config: RunConfig, bench: Bench, progress: Progress) -> Advice:
+    """What the run's own calibration rows say; its method and the options of its bases are not looked at."""
+    targets = resolve_targets(config, bench.model)
+    return advise(
+        bench.model,
+        calibration_batches(bench.rows, bench.encoder.pad_id),
+        target_modules=targets if isinstance(targets, str) else list(targets),
+        r=config.rank if config.rank_budget is None else None,
+        rank_budget=config.rank_budget,
+        seed=config.seed,
+        options=config.calibration_options,
+        progress=progress,
+    )
+
+
+def execute_advice(config: RunConfig, out: Path | None, progress: Progress) -> Advice:
+    """Advise, and write ``out/advice.json``.
+
+    Raises:
+        ArtifactError: ``out`` holds advice already.
+    """
+    if out is not None:
+        if (out / ADVICE).exists():
+            raise ArtifactError(f"{out} already holds advice. Choose another --output, or remove that folder.")
+        require_writable(out)
+    bench = prepare(config, progress)
+    advice = advise_run(config, bench, progress)
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        write_json(out / ADVICE, advice_record(config, bench, advice))
+    return advice
+
+
+def advice_record(config: RunConfig, bench: Bench, advice: Advice) -> dict[str, Any]:
+    """All of it as JSON values."""
+    asked = {"model": config.model, "task": config.task, "data": None if config.data is None else str(config.data)}
+    return {
+        "format": 1,
+        "asked": {**asked, "targets": config.targets, "rank": config.rank, "rank_budget": config.rank_budget},
+        "recommended": {**_told(advice.recommended), "flags": flags_of(config, advice.recommended.setting)},
+        **{
+            name: value
+            for name, value in asdict(advice).items()
+            if name not in ("bases", "kept", "shapes")
+        },
+        "bases": [_told(worth) for worth in advice.bases],
+        "shapes": [_told(worth) for worth in advice.shapes],
+        "hashes": bench.rows.fingerprints(),
+        "provenance": provenance(),
+    }  # fmt: skip
+
+
+def flags_of(config: RunConfig, setting: Setting) -> str:
+    """The words by which ``frozencore tune`` trains a setting, beside those that name model and rows."""
+    targets = "all-linear" if setting.on == "all-linear" else config.targets
+    words = {"method": setting.method, **setting.options, "targets": targets}
+    words |= {"rank": setting.rank, "rank_budget": setting.rank_budget}
+    return " ".join(
+        f"{flag_of(name)} {value if isinstance(value, str | int | float) else ','.join(value)}"
+        for name, value in words.items()
+        if value is not None
+    )
+
+
+def _told(worth: Worth) -> dict[str, Any]:
+    return {**asdict(worth.setting), "gain": worth.gain, "num_values": worth.num_values, "ranks": dict(worth.ranks)}

@@ -1,0 +1,98 @@
+"""What a run works on: a loaded model, its tokenizer, and the rows of a configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from frozencore.calibration.batches import Batch
+from frozencore.errors import ConfigError
+from frozencore.tune.rows.batches import make_batches
+from frozencore.tune.rows.prompts import PROTOCOL_MAX_LENGTH, PromptEncoder, context_limit
+from frozencore.tune.run.config import RunConfig
+from frozencore.tune.run.kept_rows import KeptRows
+from frozencore.tune.run.loading import load_model
+from frozencore.tune.run.reading_rows import TOO_LONG, prepare_rows
+from frozencore.tune.run.rows import RunRows
+from frozencore.tune.scoring.score import Prediction, TaskScore
+from frozencore.tune.training.padding_free import require_rows_apart
+from frozencore.words import Progress, num_of
+
+CALIBRATION_BATCH = 8
+
+
+@dataclass(frozen=True)
+class Score:
+    """What a model scored on the evaluation rows: nats per completion token, the task's accuracy if it has one,
+    what it said to a few of them if asked, and by name its loss on the texts of other tasks."""
+
+    held_out_loss: float
+    task: TaskScore | None = None
+    samples: tuple[Prediction, ...] = ()
+    others: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Base:
+    """A loaded base model and its tokenizer, of any number of runs one after the other."""
+
+    model: PreTrainedModel
+    tokenizer: Any
+
+
+@dataclass
+class Bench:
+    """A loaded model with one run's rows; the score of the untouched model is kept for runs that share them."""
+
+    model: PreTrainedModel
+    encoder: PromptEncoder
+    rows: RunRows
+    before: Score | None = None
+
+
+def prepare(
+    config: RunConfig, progress: Progress, base: Base | None = None, *, kept_rows: KeptRows | None = None
+) -> Bench:
+    """Load what a run needs. Every error in the input shows here, before anything is written.
+
+    Args:
+        base: The configured model, loaded before.
+        kept_rows: What earlier runs have read and tokenised.
+    """
+    progress("load", 0, None, config.model)
+    base = base or Base(*load_model(config.model, dtype=config.dtype, device=config.device))
+    if config.padding_free:
+        require_rows_apart(base.model)
+    limit = context_limit(base.model, base.tokenizer)
+    encoder = PromptEncoder(
+        base.tokenizer,
+        style=config.prompt_style,
+        today=config.prompt_date,
+        max_length=config.max_length or min(PROTOCOL_MAX_LENGTH, limit),
+        too_long="truncate" if config.truncate else "refuse",
+    )
+    if encoder.max_length > limit:
+        raise ConfigError(f"--max-length {encoder.max_length} is beyond the model's context of {limit} tokens.")
+    rows = prepare_rows(config, encoder, kept_rows)
+    progress("load", 1, 1, _told(rows))
+    return Bench(base.model, encoder, rows)
+
+
+def _told(rows: RunRows) -> str:
+    said = [num_of(len(rows.train), "training row") + (f" of {rows.reading.read:,} read" if rows.reading else "")]
+    if rows.num_cut:
+        said.append(f"{num_of(rows.num_cut, 'prompt')} cut")
+    if rows.num_skipped:
+        said.append(f"{num_of(rows.num_skipped, 'row')} skipped as too long")
+    if rows.reading:
+        said += [f"{count:,} left out: {why}" for why, count in rows.reading.left_out.items() if why != TOO_LONG]
+    return ", ".join(said)
+
+
+def calibration_batches(rows: RunRows, pad_id: int) -> list[Batch]:
+    """The calibration rows as batches of similar length, which wastes little on padding."""
+    by_length = sorted(rows.calibration, key=lambda row: len(row.input_ids))
+    return list(make_batches(by_length, pad_id=pad_id, batch_size=CALIBRATION_BATCH))

@@ -1,0 +1,80 @@
+"""Calibration without training: moments once, bases from them, both saved for later runs."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from peft import PeftModel
+
+from frozencore.adapter.bases.calibrate import Calibration, calibrate
+from frozencore.adapter.bases.carried import save_basis
+from frozencore.adapter.bases.spend import GivenMoments
+from frozencore.adapter.layer import frozen_core_layers
+from frozencore.calibration.batches import Batch
+from frozencore.calibration.collect import collect_moments
+from frozencore.calibration.halves import in_halves
+from frozencore.calibration.store import MomentsFingerprint, save_moments
+from frozencore.errors import ArtifactError, ConfigError
+from frozencore.files.whole_file import require_writable
+from frozencore.maths.capture import CAPTURE_NEEDS
+from frozencore.maths.moments import LayerMoments, MomentName
+from frozencore.tune.run.bench import calibration_batches, prepare
+from frozencore.tune.run.config import RunConfig
+from frozencore.tune.run.files import ADAPTER, BASIS, MOMENTS_FILE
+from frozencore.tune.run.recording import calibrated_on
+from frozencore.tune.run.targets import resolve_targets
+from frozencore.words import Progress
+
+
+def collect_for(
+    config: RunConfig, model: PeftModel, batches: list[Batch], needs: frozenset[MomentName], progress: Progress
+) -> dict[str, LayerMoments]:
+    """Moments of the layers that carry the adapter, which is still zero."""
+    layers = {name: layer.get_base_layer() for name, layer in frozen_core_layers(model, "default").items()}
+    return collect_moments(
+        model.get_base_model(),
+        batches,
+        layers,
+        needs=needs,
+        options=config.calibration_options,
+        progress=progress,
+    )
+
+
+def execute_calibration(config: RunConfig, out: Path, progress: Progress) -> Calibration:
+    """Write ``out/moments.safetensors``, ``out/adapter`` with zero cores, and ``out/basis`` for many adapters.
+
+    With a memory budget there is no file of moments: the sums of all layers are what the budget is to avoid.
+
+    Raises:
+        ConfigError: The method reads no data.
+        ArtifactError: ``out`` holds moments or an adapter already.
+    """
+    if not config.moments_needed:
+        raise ConfigError(f"The method {config.method!r} reads no calibration data: `frozencore tune` is all it needs.")
+    if (out / MOMENTS_FILE).exists() or (config.memory_budget is not None and (out / ADAPTER).exists()):
+        raise ArtifactError(f"{out} already holds a calibration. Choose another --output, or remove that folder.")
+    require_writable(out)
+    bench = prepare(config, progress)
+    targets = resolve_targets(config, bench.model)
+    batches = calibration_batches(bench.rows, bench.encoder.pad_id)
+    fingerprint = MomentsFingerprint.of(bench.model, batches, config.calibration_options)
+    model = config.method_entry.add(bench.model, config.adapter_options(targets))
+    needs = config.moments_needed | CAPTURE_NEEDS  # inspect reads G, a and d
+    started = time.perf_counter()
+    parts = None
+    if config.memory_budget is None:
+        sets = [batches] if config.rank_budget is None else in_halves(batches)
+        parts = [collect_for(config, model, some, needs, progress) for some in sets]
+    collect_s = time.perf_counter() - started
+    calibration = calibrate(model, batches, options=config.calibration_options, moments=parts, progress=progress)
+    calibration = replace(calibration, collect_s=calibration.collect_s + collect_s)
+    out.mkdir(parents=True, exist_ok=True)
+    config.method_entry.save(model, out / ADAPTER, out)
+    save_basis(model, out / BASIS, calibrated_on=calibrated_on(config, bench, calibration))
+    if parts is not None:
+        # last: it says that the folder is whole
+        save_moments(out / MOMENTS_FILE, GivenMoments(parts).taken(), fingerprint)
+    return calibration

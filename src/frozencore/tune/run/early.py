@@ -1,0 +1,63 @@
+"""What can be refused about a run before torch and PEFT are imported, which takes seconds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from frozencore.errors import ArtifactError, DataError, ModelError
+from frozencore.files.adapter_folder import FACTORS_FILE, HEADER_FILE
+from frozencore.files.hub import is_hub_id, safe_loading
+from frozencore.tune.rows.row_sources import require_source
+from frozencore.tune.run.config import RunConfig
+from frozencore.tune.run.model_names import model_location
+
+MODEL_CONFIG = "config.json"
+
+
+def refuse_early(config: RunConfig, moments_file: Path | None = None) -> None:
+    """Refuse a configuration whose model, rows, basis or moments do not exist.
+
+    Raises:
+        FrozenCoreError: In one line, what is missing.
+    """
+    require_model(config.model)
+    if config.data is not None:
+        require_source(config.data)
+    require_data_root(config.data_root)
+    if config.basis is not None:
+        _require_basis(config.basis)
+    if moments_file is not None and not moments_file.is_file():
+        raise ArtifactError(f"There is no moments file at {moments_file}. Write one with `frozencore calibrate`.")
+
+
+def _require_basis(place: str) -> None:
+    if not (Path(place) / HEADER_FILE).is_file() and (Path(place).exists() or not is_hub_id(place)):
+        raise ArtifactError(
+            f"A basis is a folder with {HEADER_FILE} and {FACTORS_FILE}, but {place} has no {HEADER_FILE}. Point at "
+            "one that save_basis or `frozencore calibrate` wrote, or at a hub id."
+        )
+
+
+def require_model(name: str) -> None:
+    """Refuse a model that is nowhere.
+
+    Raises:
+        ModelError: There is no such folder, it holds no model, or the hub cannot be asked for it.
+    """
+    place = model_location(name)
+    loading = safe_loading(place)
+    if Path(place).is_dir() and "gguf_file" not in loading and not (Path(place) / MODEL_CONFIG).is_file():
+        raise ModelError(
+            f"--model {name} cannot be read as a causal language model: it has no {MODEL_CONFIG}. Give a folder that "
+            "save_pretrained wrote, or a hub id."
+        )
+
+
+def require_data_root(folder: Path | None) -> None:
+    """Refuse a folder of data sets that does not exist.
+
+    Raises:
+        DataError: There is no such folder.
+    """
+    if folder is not None and not folder.is_dir():
+        raise DataError(f"--data-root must name the folder that holds the data sets, but there is no folder {folder}.")

@@ -1,0 +1,218 @@
+"""One run: calibrate a basis, train the core, score before and after, save the adapter and the record."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from peft import PeftModel
+from torch import nn
+
+from frozencore.adapter.bases.refresh_plan import COST
+from frozencore.errors import DivergenceError
+from frozencore.files.fingerprint import fingerprint_model
+from frozencore.maths.capture import Capture
+from frozencore.ranks import all_ranks_or_none, from_first, num_ranks, own_rank
+from frozencore.tune.rows.prompts import PROTOCOL_MAX_LENGTH
+from frozencore.tune.run.adapting import Adapt, adapt_from_data, adapter_of
+from frozencore.tune.run.bench import Bench, Score, prepare
+from frozencore.tune.run.config import RunConfig
+from frozencore.tune.run.files import BASE_SCORE, CHECKPOINTS
+from frozencore.tune.run.finishing import Made, finish
+from frozencore.tune.run.found import Found
+from frozencore.tune.run.interrupted import refuse_used
+from frozencore.tune.run.named_basis import on_named_basis
+from frozencore.tune.run.peak_memory import PeakMemory
+from frozencore.tune.run.record import TunedRecord
+from frozencore.tune.run.rows import RunRows
+from frozencore.tune.run.rows_at_once import rows_at_once
+from frozencore.tune.run.selecting import score_run, selection_of
+from frozencore.tune.run.targets import resolve_targets
+from frozencore.tune.training.by_length import pass_tokens_of
+from frozencore.tune.training.low_rank import PLAIN
+from frozencore.tune.training.recipe import Recipe, epochs_for
+from frozencore.tune.training.reporting import Reports, reporting, require_reporters
+from frozencore.tune.training.train import TrainingReport
+from frozencore.tune.training.train import train as train_alone
+from frozencore.words import Progress, as_stage
+
+LAST_GOOD = "last-good-adapter"  # beside the checkpoints of a training that diverged
+
+Train = Callable[
+    [RunConfig, PeftModel, Bench, Path, bool, Mapping[str, Any], Progress, Reports | None],
+    tuple[RunConfig, TrainingReport],
+]
+"""Trains the adapter on a bench's rows. Comes: configuration, model, bench, the run's folder, whether to resume, what a
+checkpoint must share, who is told. Goes: the configuration that it trained by, and what it did."""
+MeasureBases = Callable[[RunConfig, Bench, PeftModel, Progress], Mapping[str, Capture]]
+"""What bases capture, by layer, that were made without looking at the data; nothing where that is not known."""
+
+
+def execute(
+    config: RunConfig,
+    out: Path,
+    progress: Progress,
+    *,
+    bench: Bench | None = None,
+    resume: bool = False,
+    moments_file: Path | None = None,
+    adapt: Adapt | None = None,
+    measure: MeasureBases | None = None,
+    train: Train | None = None,
+) -> TunedRecord:
+    """Run a configuration and write ``out/``: the adapter, predictions, and last of all ``result.json``.
+
+    Args:
+        bench: Loaded before by :func:`prepare`; its model is used up by the run.
+        resume: Go on from what an interrupted run has kept in ``out``: the base model's score, the bases, the newest
+            complete checkpoint.
+        moments_file: As for :func:`adapt_from_data`.
+        adapt: Where the adapter and its bases come from; by default :func:`adapt_from_data`, and what it found is kept
+            for a run that resumes.
+        measure: What the bases capture, for a method that has read no data; its time counts as nobody's.
+        train: How it trains; by default once, by the configured recipe.
+
+    Returns:
+        The record that was written.
+
+    Raises:
+        FrozenCoreError: Bad input, a folder that holds a finished run, or one that is not resumed, or training that
+            diverged.
+    """
+    with all_ranks_or_none():  # none writes before all have looked
+        refuse_used(out, resume=resume)
+        require_reporters(config.report_to or ())
+        config = _without_samples(on_named_basis(config))
+        started, is_first = time.perf_counter(), own_rank() == 0
+        config.method_entry.require()
+        bench = bench or prepare(config, progress)
+        recipe_of(config, bench.rows, bench.model).of_each(num_ranks())  # refuses what cannot be shared
+    targets = resolve_targets(config, bench.model)
+    hashes = {"model": fingerprint_model(bench.model), **bench.rows.fingerprints()}
+    found = Found(out, reads_only=not is_first)
+    bench.before = bench.before or from_first(
+        lambda: found.kept(
+            BASE_SCORE,
+            Score,
+            scored_as(config, bench, hashes),
+            lambda: score_run(config, bench.model, bench, as_stage(progress, "score base")),
+        )
+    )
+    memory = PeakMemory(bench.model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with memory.phase("calibration"), found.unless_refused():
+            method, identity = config.method_entry, adapter_of(config, targets, hashes)
+            adapting = time.perf_counter()
+            if adapt is not None:
+                model, calibration = adapt(config, bench, targets, progress)
+                calibration_s = time.perf_counter() - adapting
+            else:
+                own = partial(adapt_from_data, config, bench, targets, progress, moments_file)
+                model, calibration, calibration_s = found.adapter(identity, bench, method, own, caught)
+        measures = measure if config.private_budget is None else None  # which would read private rows
+        captures = calibration.captures if calibration else measures(config, bench, model, progress) if measures else {}
+    if is_first:
+        out.mkdir(parents=True, exist_ok=True)
+        method.keep_start(model, out / "start")
+    with reporting(config.report_to or (), out, config.model_dump(mode="json")) as reports:
+        try:
+            with memory.phase("training"):
+                config, report = (train or train_once)(config, model, bench, out, resume, identity, progress, reports)
+        except DivergenceError as error:
+            if not (method.has_bases and is_first):
+                raise
+            method.save(model, out / LAST_GOOD, out / "start")
+            raise DivergenceError(f"{error} The last good core is in {out / LAST_GOOD}.") from error
+        made = Made(model, calibration, calibration_s, captures, memory, report, targets, hashes, caught, started)
+        recipe = recipe_of(config, bench.rows, bench.model)
+        if config.refresh == "auto":
+            recipe = replace(recipe, refresh=report.rounds)
+        record = from_first(lambda: finish(config, bench, out, made, recipe, progress))
+        if reports is not None:
+            reports.tell(record.scores)
+    return record
+
+
+def scored_as(config: RunConfig, bench: Bench, hashes: Mapping[str, str]) -> dict[str, Any]:
+    """What the score of a base model depends on: JSON values by name."""
+    own: dict[str, Any] = {
+        "exact_match": bench.rows.exact_match,
+        "samples": config.samples,
+        "task": config.task,
+        "max_new_tokens": config.max_new_tokens,
+        "max_length": bench.encoder.max_length,
+    }
+    if config.forgetting:
+        own["others"] = hashes.get("others")
+    return {"base model": hashes["model"], "evaluation rows": hashes["evaluation"], **own}
+
+
+def recipe_of(config: RunConfig, rows: RunRows, model: nn.Module) -> Recipe:
+    """What the configuration says of the training, with the defaults of its method and its task.
+
+    Args:
+        model: It decides how many rows fit at once, where that is left to it.
+    """
+    batch_size, accumulation, pass_tokens = config.batch_size, config.accumulation, None
+    method, laid_out = config.method_entry, config.padding_free
+    if batch_size == "auto":
+        longest = max(len(row.input_ids) for row in rows.train)
+        pass_tokens = None if laid_out else pass_tokens_of(model)
+        if config.private_budget is not None:  # the record says the batch size: it must not tell how long rows are
+            longest, pass_tokens = config.max_length or PROTOCOL_MAX_LENGTH, None
+        batch_size = rows_at_once(config.rows_a_step, longest, model, padding_free=laid_out)
+        accumulation = config.rows_a_step // batch_size
+    return Recipe(
+        learning_rate=config.resolved_learning_rate,
+        warmup=config.resolved_warmup,
+        epochs=config.epochs or (rows.task.epochs if rows.task else epochs_for(len(rows.train), config.rows_a_step)),
+        batch_size=batch_size,
+        accumulation=accumulation,
+        seed=config.seed,
+        refresh=config.refresh,
+        refresh_cost=config.refresh_cost or COST,
+        refresh_memory=config.refresh_memory,
+        pass_tokens=pass_tokens,
+        padding_free=laid_out,
+        optimiser=method.optimiser or PLAIN,
+        optimiser_rank=config.rank if method.optimiser else None,
+        private=config.private_budget,
+    )
+
+
+def _without_samples(config: RunConfig) -> RunConfig:
+    """A private run keeps no held-out rows as samples: they may be of the same people."""
+    return config if config.private_budget is None else config.model_copy(update={"samples": 0})
+
+
+def train_once(
+    config: RunConfig,
+    model: nn.Module,
+    bench: Bench,
+    out: Path,
+    resume: bool,
+    identity: Mapping[str, Any],
+    progress: Progress,
+    reports: Reports | None = None,
+) -> tuple[RunConfig, TrainingReport]:
+    """Train an adapter alone, by the configured recipe: a :data:`Train`."""
+    report = train_alone(
+        model,
+        bench.rows.train,
+        recipe_of(config, bench.rows, bench.model),
+        pad_id=bench.encoder.pad_id,
+        checkpoint_dir=out / CHECKPOINTS,
+        checkpoint_steps=config.save_steps,
+        resume=resume,
+        identity=identity,
+        selection=selection_of(config, bench, progress),
+        reports=reports,
+        progress=progress,
+    )
+    return config, report

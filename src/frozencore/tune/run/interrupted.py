@@ -1,0 +1,49 @@
+"""What an interrupted run has left in its folder, and who may go on from it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from frozencore.errors import ArtifactError, TrainingError
+from frozencore.files.whole_file import require_writable
+from frozencore.tune.run.files import BASE_SCORE, CALIBRATION, CHECKPOINTS, FOUND, RECORD
+from frozencore.tune.training.checkpoints import newest_complete
+
+
+def kept_of(out: Path) -> str | None:
+    """What an interrupted run has kept in its folder, in words; None where there is nothing of one."""
+    newest = newest_complete(out / CHECKPOINTS)
+    if newest is not None:
+        return f"its step {newest.name.rpartition('-')[2]}"
+    kept = ((CALIBRATION, "its bases"), (BASE_SCORE, "the base model's score"))
+    for name, words in kept:
+        if (out / FOUND / name).is_file():
+            return words
+    return None
+
+
+def refuse_interrupted(out: Path) -> None:
+    """Of a run that is not to be resumed: say so before any work is done.
+
+    Raises:
+        TrainingError: The folder holds an interrupted run.
+    """
+    if (kept := kept_of(out)) is not None:
+        raise TrainingError(
+            f"{out} holds an interrupted run, which has kept {kept}. Go on from there with --resume, or choose another "
+            "--output."
+        )
+
+
+def refuse_used(out: Path, *, resume: bool) -> None:
+    """Before any work is done for a run.
+
+    Raises:
+        ArtifactError: The folder cannot be written, or holds a finished run.
+        TrainingError: It holds an interrupted one, which is not to be resumed.
+    """
+    require_writable(out)
+    if (out / RECORD).exists():
+        raise ArtifactError(f"{out} already holds a finished run. Choose another --output, or remove that folder.")
+    if not resume:
+        refuse_interrupted(out)

@@ -1,0 +1,208 @@
+"""``tune-many``: one basis, every tenant's core on its own rows at once, an adapter and a record for each."""
+
+from __future__ import annotations
+
+import shutil
+import time
+import warnings
+from collections.abc import Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from warnings import WarningMessage
+
+from peft import PeftModel
+from torch import nn
+
+from frozencore.adapter.bases.calibrate import Calibration
+from frozencore.adapter.bases.carried import basis_fingerprint, save_basis, set_bases
+from frozencore.adapter.seal.saved_basis import load_basis
+from frozencore.errors import ArtifactError, ConfigError
+from frozencore.files.fingerprint import fingerprint_model
+from frozencore.files.whole_file import require_writable
+from frozencore.ranks import each_by_itself, first_before_others, from_first, gathered, own_rank
+from frozencore.tune.run.adapting import adapt_from_data, adapter_of
+from frozencore.tune.run.bench import Bench
+from frozencore.tune.run.config import RunConfig
+from frozencore.tune.run.execute import recipe_of
+from frozencore.tune.run.files import BASE_SCORE, BASIS, CHECKPOINTS, FOUND, RECORD
+from frozencore.tune.run.found import Found
+from frozencore.tune.run.interrupted import refuse_interrupted
+from frozencore.tune.run.many.finish import Finisher, TenantOutcome
+from frozencore.tune.run.many.rows import TenantRows, read_tenants, tenants_of
+from frozencore.tune.run.many.shares import ShareFolders, own_tenants
+from frozencore.tune.run.peak_memory import PeakMemory
+from frozencore.tune.run.recording import calibrated_on
+from frozencore.tune.run.targets import resolve_targets
+from frozencore.tune.training.many.losses import held_out_losses
+from frozencore.tune.training.many.tenant import Tenant, Validation
+from frozencore.tune.training.many.train import SLOTS, train_many
+from frozencore.words import Progress, as_stage
+
+
+def execute_many(
+    config: RunConfig,
+    out: Path,
+    progress: Progress,
+    *,
+    num_slots: int = SLOTS,
+    resume: bool = False,
+) -> dict[str, TenantOutcome]:
+    """Train every tenant of ``config.data`` and write a folder ``out/NAME`` for each as it ends.
+
+    Their basis is the saved one that is configured, or ``out/basis``, of a pass over rows of all tenants. Processes
+    that were started together train a share of the tenants each; the first computes the basis, and the others read it.
+
+    Args:
+        config: Its ``data`` name the tenants' files, as :func:`find_tenants` reads them; the rest holds for all.
+        num_slots: Tenants that train at once in a process.
+        resume: Go on from the newest complete checkpoint in ``out``.
+
+    Returns:
+        What was written of each, in their order.
+
+    Raises:
+        FrozenCoreError: Bad input in any of the files, before anything is written, or a folder of finished runs.
+    """
+    started, folders = time.perf_counter(), ShareFolders(out)
+    config, bench, every = each_by_itself(partial(_read, config, out, folders, progress, resume=resume))
+    targets, model_hash = resolve_targets(config, bench.model), fingerprint_model(bench.model)
+    own, found = own_tenants(every), Found(out, reads_only=own_rank() > 0)
+    before = _score_base(every, own, found, bench, model_hash, progress)
+    memory = PeakMemory(bench.model)
+    caught: list[WarningMessage] = []
+
+    def adapt() -> tuple[PeftModel, Calibration | None, float]:
+        with warnings.catch_warnings(record=True) as heard, found.unless_refused():
+            warnings.simplefilter("always")
+            model, calibration, calibration_s = found.adapter(
+                adapter_of(config, targets, {"model": model_hash, **bench.rows.fingerprints()}),
+                bench,
+                config.method_entry,
+                lambda: adapt_from_data(config, bench, targets, progress),
+                heard,
+            )
+        caught.extend(heard)
+        _name_basis(model, out / BASIS, calibrated_on(config, bench, calibration))
+        return model, calibration, calibration_s
+
+    model, calibration, calibration_s = first_before_others(adapt)
+    basis = _common_basis(model, out)
+    folders.make()
+    finisher = Finisher(
+        out=out,
+        config=config,
+        bench=bench,
+        own=own,
+        model=model,
+        targets=targets,
+        calibration=calibration,
+        calibration_s=calibration_s,
+        before=before,
+        company=(len(own), min(num_slots, len(own))),
+        hashes={"model": model_hash, "basis": basis},
+        warned=[entry for entry in caught if entry.category is UserWarning],
+        memory=memory,
+        started=started,
+    )
+    each_by_itself(
+        lambda: train_many(
+            model,
+            {name: tenant_of(one, model) for name, one in own.items()},
+            pad_id=bench.encoder.pad_id,
+            num_slots=num_slots,
+            checkpoint_dir=folders.own,
+            checkpoint_steps=config.save_steps,
+            resume=resume,
+            identity={"base model": model_hash},
+            on_end=finisher,
+            progress=progress,
+        )
+    )
+    outcomes = gathered(finisher.outcomes)
+    if own_rank() == 0:
+        for left in (CHECKPOINTS, FOUND):
+            shutil.rmtree(out / left, ignore_errors=True)
+    return {name: outcomes[name] for name in every}
+
+
+def _read(
+    config: RunConfig, out: Path, folders: ShareFolders, progress: Progress, *, resume: bool
+) -> tuple[RunConfig, Bench, dict[str, TenantRows]]:
+    """The configuration on its basis, the bench of all tenants, and their rows."""
+    config, files = tenants_of(config)
+    _refuse_finished(out, files, resume=resume)
+    folders.require_as_many()
+    return config, *read_tenants(config, files, progress)
+
+
+def _score_base(
+    every: Mapping[str, TenantRows],
+    own: Mapping[str, TenantRows],
+    found: Found,
+    bench: Bench,
+    model_hash: str,
+    progress: Progress,
+) -> dict[str, float]:
+    """Held-out loss of the base model on the rows of each tenant: of its own by each process, kept by the first."""
+    rows = {name: one.rows.fingerprints()["evaluation"] for name, one in every.items()}
+    of = {"base model": model_hash, "rows": rows}
+    losses = from_first(lambda: found.read(BASE_SCORE, list[float], of))
+    if losses is None:
+        scored = each_by_itself(
+            lambda: held_out_losses(
+                bench.model,
+                [one.rows.held_out for one in own.values()],
+                pad_id=bench.encoder.pad_id,
+                progress=as_stage(progress, "score base"),
+            )
+        )
+        by_name = gathered(dict(zip(own, scored, strict=True)))
+        losses = [by_name[name] for name in every]
+        found.keep(BASE_SCORE, list[float], of, losses)
+    return dict(zip(every, losses, strict=True))
+
+
+def _common_basis(model: PeftModel, out: Path) -> str:
+    """The fingerprint of the basis, which is the same in all processes.
+
+    Raises:
+        ConfigError: It is not.
+    """
+    own = basis_fingerprint(model)
+    if len(set(gathered({str(own_rank()): own}).values())) > 1:
+        raise ConfigError(
+            f"All processes train on one basis, which the first leaves in {out}, but others found another one. Let "
+            "--output be on a disk that all of them see, or calibrate first and give --basis."
+        )
+    return own
+
+
+def _name_basis(model: PeftModel, folder: Path, calibrated_on: str | None) -> None:
+    """Keep a basis that has no name yet, once for all tenants: their adapters are then cores alone."""
+    chosen = model.peft_config["default"]
+    if chosen.basis_id is not None or chosen.initial_step:  # such cores are saved with bases of their own
+        return
+    if folder.exists():
+        set_bases(model, load_basis(folder))
+    else:
+        save_basis(model, folder, calibrated_on=calibrated_on)
+
+
+def tenant_of(own: TenantRows, model: nn.Module) -> Tenant:
+    """A tenant as it trains."""
+    rows, every, validation = own.rows.validation, own.config.select_checkpoint, None
+    if rows is not None and every != "none":
+        validation = Validation(rows.tokens, every, own.config.patience)
+    return Tenant(own.rows.train, recipe_of(own.config, own.rows, model), validation)
+
+
+def _refuse_finished(out: Path, names: Iterable[str], *, resume: bool) -> None:
+    require_writable(out)
+    if not resume:
+        refuse_interrupted(out)
+    finished = [name for name in names if (out / name / RECORD).exists()]
+    if finished and not (resume and (out / CHECKPOINTS).is_dir()):
+        raise ArtifactError(
+            f"{out} already holds a finished run of {finished[0]!r} ({len(finished)} in all). Choose another --output, "
+            "or remove that folder."
+        )

@@ -1,0 +1,132 @@
+"""What is written of a tenant that has ended: its adapter, and its record or why there is none."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from warnings import WarningMessage
+
+from peft import PeftModel
+from torch import Tensor
+
+from frozencore.adapter.bases.calibrate import Calibration
+from frozencore.adapter.seal.card import write_model_card
+from frozencore.adapter.swap import swap_core
+from frozencore.files.whole_file import write_json
+from frozencore.tune.methods import Targets
+from frozencore.tune.run.bench import Bench, Score
+from frozencore.tune.run.config import RunConfig
+from frozencore.tune.run.execute import LAST_GOOD, recipe_of
+from frozencore.tune.run.files import ADAPTER, FAILURE, RECORD
+from frozencore.tune.run.many.rows import TenantRows
+from frozencore.tune.run.peak_memory import PeakMemory
+from frozencore.tune.run.record import Failure, TunedRecord, read_record
+from frozencore.tune.run.record_parts import Provenance, Resolved
+from frozencore.tune.run.recording import TrainedRun, calibrated_on, headline, make_record
+from frozencore.tune.training.many.losses import held_out_losses
+from frozencore.tune.training.many.seat import Trained
+from frozencore.tune.training.many.stack import CoreStack
+
+TenantOutcome = TunedRecord | Failure
+"""What the ``result.json`` or the ``failure.json`` of a tenant holds."""
+
+
+@dataclass(frozen=True)
+class Finisher:
+    """Scores, saves and records tenants as they end; what is there already is left as it is.
+
+    Attributes:
+        config: Of all tenants.
+        bench: The model as it was loaded, the encoder, and the rows that the basis is of.
+        model: The same with the adapter that has the basis; its core is each saved tenant's in turn.
+        before: Held-out loss of the base model on each tenant's rows.
+        company: How many tenants there are, and how many of them train at once.
+        hashes: Of the base model and the basis.
+        started: ``time.perf_counter()`` when the first of them began.
+    """
+
+    out: Path
+    config: RunConfig
+    bench: Bench
+    own: Mapping[str, TenantRows]
+    model: PeftModel
+    targets: Targets
+    calibration: Calibration | None
+    calibration_s: float
+    before: Mapping[str, float]
+    company: tuple[int, int]
+    hashes: Mapping[str, str]
+    warned: Sequence[WarningMessage]
+    memory: PeakMemory
+    started: float
+    outcomes: dict[str, TenantOutcome] = field(default_factory=dict)
+
+    def __call__(self, ended: Mapping[str, Trained]) -> None:
+        losses = self._held_out({name: one.cores for name, one in ended.items() if one.diverged is None})
+        for name, trained in ended.items():
+            folder = self.out / name
+            if (folder / RECORD).exists():  # a run that was killed has come this far before
+                record = read_record((folder / RECORD).read_text())
+                assert isinstance(record, TunedRecord)
+                self.outcomes[name] = record
+            elif trained.diverged is not None:
+                self.outcomes[name] = self._fail(name, trained, trained.diverged)
+            elif not math.isfinite(losses[name]):
+                self.outcomes[name] = self._fail(name, trained, "Training diverged: the held-out loss is not finite.")
+            else:
+                self.outcomes[name] = self._record(name, trained, losses[name])
+
+    def _held_out(self, cores: Mapping[str, Mapping[str, Tensor]]) -> dict[str, float]:
+        if not cores:
+            return {}
+        stack = CoreStack(self.model, len(cores))
+        for slot, of_tenant in enumerate(cores.values()):
+            stack.put(slot, of_tenant)
+        sets = [self.own[name].rows.held_out for name in cores]
+        losses = held_out_losses(self.model, sets, pad_id=self.bench.encoder.pad_id, through=stack.rows)
+        return dict(zip(cores, losses, strict=True))
+
+    def _record(self, name: str, trained: Trained, loss: float) -> TunedRecord:
+        folder, config, rows = self.out / name, self.own[name].config, self.own[name].rows
+        bench = Bench(self.bench.model, self.bench.encoder, rows, before=Score(self.before[name]))
+        score = Score(loss)
+        self._save(config, trained, folder / ADAPTER)
+        captures = self.calibration.captures if self.calibration else {}
+        record = make_record(
+            config,
+            bench,
+            TrainedRun(
+                self.model, folder / ADAPTER, self.calibration, self.calibration_s, captures, self.memory,
+                replace(trained.report, company=self.company), score,
+            ),
+            resolved=Resolved(
+                targets=self.targets,
+                recipe=recipe_of(config, rows, bench.model).content(),
+                max_length=bench.encoder.max_length,
+            ),
+            hashes={**rows.fingerprints(), **self.hashes},
+            warned=self.warned,
+            started=self.started,
+        )  # fmt: skip
+        calibration = calibrated_on(self.config, self.bench, self.calibration)
+        write_model_card(folder / ADAPTER, calibration=calibration, scores=headline(score))
+        write_json(folder / RECORD, record.content())
+        return record
+
+    def _fail(self, name: str, trained: Trained, why: str) -> Failure:
+        folder, config = self.out / name, self.own[name].config
+        self._save(config, trained, folder / LAST_GOOD)
+        failure = Failure(
+            reason="diverged",
+            message=f"{why} The last good core is in {folder / LAST_GOOD}.",
+            config=config.model_dump(mode="json"),
+            provenance=Provenance.here(),
+        )
+        write_json(folder / FAILURE, failure.content())
+        return failure
+
+    def _save(self, config: RunConfig, trained: Trained, folder: Path) -> None:
+        swap_core(self.model, trained.cores)
+        config.method_entry.save(self.model, folder, folder.parent / "start")

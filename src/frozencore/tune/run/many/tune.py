@@ -1,0 +1,64 @@
+"""Many tenants from Python: rows at hand, a model with a basis on it, and a core for each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from peft import PeftModel
+
+from frozencore.errors import FrozenCoreError
+from frozencore.tune.rows.own_rows import Row, render_rows
+from frozencore.tune.rows.prompts import PROTOCOL_MAX_LENGTH, PromptEncoder, context_limit
+from frozencore.tune.scoring.mode import base_of
+from frozencore.tune.training.many.seat import Trained
+from frozencore.tune.training.many.tenant import Tenant
+from frozencore.tune.training.many.train import SLOTS, train_many
+from frozencore.tune.training.recipe import Recipe
+from frozencore.words import Progress
+
+
+def tune_many(
+    model: PeftModel,
+    tokenizer: Any,
+    rows: Mapping[str, Sequence[Row]],
+    recipe: Recipe,
+    *,
+    num_slots: int = SLOTS,
+    checkpoint_dir: Path | None = None,
+    resume: bool = False,
+    progress: Progress | None = None,
+) -> dict[str, Trained]:
+    """Train a core for each tenant, all at once, on the basis of the adapter "default", whose own core stays.
+
+    ``swap_core(model, trained[name].cores)`` puts one into the adapter, to be used or saved; a :class:`CoreBank` takes
+    them all.
+
+    Args:
+        rows: By tenant, as a file of own rows holds them: prompt and completion, messages, or text.
+        recipe: Of every tenant.
+        num_slots, checkpoint_dir, resume: As for :func:`frozencore.tune.training.many.train.train_many`.
+
+    Raises:
+        DataError: In one line, which tenant's row is missing, malformed or too long.
+        ConfigError, TrainingError: As for :func:`train_many`.
+    """
+    limit = context_limit(base_of(model), tokenizer)
+    encoder = PromptEncoder(tokenizer, max_length=min(PROTOCOL_MAX_LENGTH, limit))
+    tenants = {}
+    for name, own in rows.items():
+        try:
+            tokens = encoder.training_rows(render_rows(own, "the list of rows", encoder))
+        except FrozenCoreError as error:
+            raise type(error)(f"Tenant {name!r}: {error}") from error
+        tenants[name] = Tenant(tokens, recipe)
+    return train_many(
+        model,
+        tenants,
+        pad_id=encoder.pad_id,
+        num_slots=num_slots,
+        checkpoint_dir=checkpoint_dir,
+        resume=resume,
+        progress=progress,
+    )

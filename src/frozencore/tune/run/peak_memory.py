@@ -1,0 +1,113 @@
+"""The largest memory of each phase of a run: on the GPUs of its model, else what this process has resident.
+
+The system counts the largest of a process's whole life, and freed memory stays with the process until it is asked for.
+So before each phase what is free is given back and the count begins anew: a phase that needs little then says so, also
+after one that needed much. What Python and its libraries hold is in every count of a process; what a method needs is
+what its peaks have above ``held_bytes``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import resource
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import nn
+
+from frozencore.tune.run.record_parts import PhasePeaks
+
+RunPhase = Literal["calibration", "training", "scoring"]
+STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+FORGET_THE_PEAK = "5"
+
+
+class PeakMemory:
+    """Notes the peak of each phase of one run.
+
+    Args:
+        model: Loaded, nothing added to it yet: what is held now is what ``held_bytes`` says.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
+        self._forgets = self._begin_anew()
+        self._held = self._now()
+        self._peaks: dict[RunPhase, int] = {}
+
+    @contextmanager
+    def phase(self, name: RunPhase) -> Iterator[None]:
+        """Measure what happens in the block; nothing is noted of one that fails."""
+        self._begin_anew()
+        yield
+        self._peaks[name] = self._peak()
+
+    @property
+    def largest(self) -> int:
+        """Bytes: of the phases, or of this process's life where peaks cannot be told apart."""
+        return max(self._peaks.values()) if self._forgets and self._peaks else self._peak()
+
+    @property
+    def peaks(self) -> PhasePeaks | None:
+        """By phase; None where the system counts over the process's life alone, or a phase is missing."""
+        if not self._forgets or len(self._peaks) < 3:
+            return None
+        return PhasePeaks(
+            measured="device" if self._devices else "process",
+            held_bytes=self._held,
+            calibration_bytes=self._peaks["calibration"],
+            training_bytes=self._peaks["training"],
+            scoring_bytes=self._peaks["scoring"],
+        )
+
+    def _begin_anew(self) -> bool:
+        """Forget the largest so far; False where that cannot be."""
+        if self._devices:
+            for device in self._devices:
+                torch.cuda.reset_peak_memory_stats(device)
+            return True
+        _give_back_what_is_free()
+        try:
+            CLEAR_REFS.write_text(FORGET_THE_PEAK)
+        except OSError:  # not Linux, or not permitted
+            return False
+        return True
+
+    def _now(self) -> int:
+        if self._devices:
+            return max(torch.cuda.memory_allocated(device) for device in self._devices)
+        return _status("VmRSS") or 0
+
+    def _peak(self) -> int:
+        if self._devices:
+            return max(torch.cuda.max_memory_allocated(device) for device in self._devices)
+        return process_peak_bytes()
+
+
+def process_peak_bytes() -> int:
+    """The largest memory that was resident in this process, in its life or since that was forgotten."""
+    peak = _status("VmHWM")  # rusage would report the peak of the process that started this one, if that was larger
+    if peak is not None:
+        return peak
+    largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return largest if sys.platform == "darwin" else largest * 1024
+
+
+def _status(field: str) -> int | None:
+    """Bytes of a field of this process's status; None where there is no such file or it lacks the field."""
+    try:
+        lines = STATUS.read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(field)), None)
+
+
+def _give_back_what_is_free() -> None:
+    """Return what the C library keeps of freed memory; where it is another library, it keeps what it keeps."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

@@ -1,0 +1,229 @@
+"""From a configuration to the rows of its run: read, drawn, held out and tokenised."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from frozencore.errors import ConfigError, NoRowsError
+from frozencore.tune.rows.own_rows import read_rows
+from frozencore.tune.rows.packing import pack
+from frozencore.tune.rows.prompts import PromptEncoder, TextRow, TokenRow
+from frozencore.tune.rows.suite import find_task
+from frozencore.tune.run.config import RunConfig
+from frozencore.tune.run.kept_rows import KeptRows
+from frozencore.tune.run.rows import Reading, RunRows, ScoredRows
+from frozencore.tune.scoring.completions import are_short
+from frozencore.tune.tasks.splits import TaskSplits, calibration_rows, normalised, split_task
+from frozencore.tune.tasks.task import Example, Task
+
+HELD_OUT_SHARE, HELD_OUT_MOST = 0.1, 500
+TOO_LONG = "too long"
+OTHER_ROWS = 32
+
+
+def prepare_rows(config: RunConfig, encoder: PromptEncoder, kept: KeptRows | None = None) -> RunRows:
+    """Load, split and tokenise what the configuration names.
+
+    Args:
+        kept: What earlier runs have read and tokenised.
+
+    Raises:
+        DataError, ConfigError: Missing, malformed, empty or overlong rows.
+    """
+    if config.task is not None:
+        task = find_task(config.task)
+        if config.max_new_tokens is not None:
+            task = replace(task, max_new_tokens=config.max_new_tokens)
+        rows = _task_rows(config, task, encoder, kept or KeptRows())
+    else:
+        assert config.data is not None
+        rows = _own_rows(config, config.data, encoder)
+    return replace(rows, others=_other_texts(config, encoder, kept or KeptRows()))
+
+
+def task_splits(config: RunConfig, kept: KeptRows | None = None) -> TaskSplits:
+    """The splits of the run's task. Who trains on all of it (``paper_steps``) does so only to be evaluated.
+
+    Raises:
+        DataError: The task's rows cannot be read.
+        NoRowsError: No row is left to train on, or to score on.
+    """
+    assert config.task is not None
+    splits = _splits_like(config, _Drawn.of(config), kept or KeptRows())
+    if config.evaluate_on == "validation" and not splits.validation:
+        raise NoRowsError(
+            f"Task {config.task!r} leaves no validation rows beside its {len(splits.train)} to train on. "
+            "Give it more rows, or leave out what is to be chosen on them."
+        )
+    return splits
+
+
+@dataclass(frozen=True)
+class _Drawn:
+    """The rows of a task as a run draws them."""
+
+    task: str
+    num_train: int | None = None
+    num_evaluation: int | None = None
+
+    @classmethod
+    def of(cls, config: RunConfig) -> _Drawn:
+        return cls(str(config.task), config.num_train, config.num_evaluation)
+
+
+def _splits_like(config: RunConfig, drawn: _Drawn, kept: KeptRows) -> TaskSplits:
+    train_on_all = config.paper_steps and config.evaluate_on == "evaluation"
+    return kept.get(
+        (drawn, config.data_root, train_on_all),
+        lambda: split_task(
+            find_task(drawn.task),
+            config.data_root,
+            num_train=drawn.num_train,
+            num_evaluation=drawn.num_evaluation,
+            train_on_all=train_on_all,
+        ),
+        lambda splits: len(splits.train) + len(splits.validation) + len(splits.evaluation),
+    )
+
+
+def _task_rows(config: RunConfig, task: Task, encoder: PromptEncoder, kept: KeptRows) -> RunRows:
+    splits, fitting = task_splits(config, kept), _Fitting(config, encoder)
+    evaluation = splits.evaluation if config.evaluate_on == "evaluation" else splits.validation
+    of_training, evaluation = fitting.examples(splits.train), fitting.examples(evaluation)
+    train, held_out = (_tokens(config, examples, encoder, kept) for examples in (of_training, evaluation))
+    calibration = _calibration_rows(config, of_training, encoder, kept)
+    validation = None
+    if config.select_checkpoint != "none" and splits.validation:
+        chosen_on = fitting.examples(splits.validation)
+        validation = ScoredRows(chosen_on, _tokens(config, chosen_on, encoder, kept))
+    return RunRows(
+        task, evaluation, train, calibration, held_out, splits.validation_from, validation,
+        num_cut=fitting.num_cut, num_skipped=fitting.num_skipped,
+    )  # fmt: skip
+
+
+def _calibration_rows(
+    config: RunConfig, train: Sequence[Example], encoder: PromptEncoder, kept: KeptRows
+) -> list[TokenRow]:
+    """Of another task they are the rows that a run of that task would calibrate on."""
+    if config.calibration_task is not None:
+        train = _Fitting(config, encoder).examples(_splits_like(config, _Drawn(config.calibration_task), kept).train)
+    return _tokens(config, calibration_rows(train, config.calibration_size, seed=config.seed), encoder, kept)
+
+
+def _tokens(config: RunConfig, examples: Sequence[Example], encoder: PromptEncoder, kept: KeptRows) -> list[TokenRow]:
+    encoded_by = (config.model, config.max_length, config.truncate, config.prompt_style, config.prompt_date)
+    return kept.get(
+        (tuple(examples), encoded_by),
+        lambda: encoder.training_rows([encoder.render(example) for example in examples]),
+        len,
+    )
+
+
+def _other_texts(config: RunConfig, encoder: PromptEncoder, kept: KeptRows) -> dict[str, list[TokenRow]]:
+    """By task, the first evaluation rows that fit, each as plain text; none while options are chosen."""
+    if config.evaluate_on == "validation":
+        return {}
+    found = {}
+    for task in config.forgetting or ():
+        examples = _splits_like(config, _Drawn(task), kept).evaluation
+        rows = encoder.whole_rows([TextRow(row.id, "", row.prompt + row.completion) for row in examples])
+        found[task] = [row for row in rows if len(row.input_ids) <= encoder.max_length][:OTHER_ROWS]
+    return found
+
+
+def _own_rows(config: RunConfig, data: str, encoder: PromptEncoder) -> RunRows:
+    fitting, own = _Fitting(config, encoder), read_rows(data, encoder, config.columns, skip_bad=config.skip_bad)
+    texts = own.texts if config.packing else fitting.texts(own.texts)
+    if config.packing and own.columns != ("text",):
+        raise ConfigError(
+            f"--packing is for rows of text, but {data} has {' and '.join(own.columns)}: a prompt would be trained on. "
+            "Leave it out."
+        )
+
+    def encode(rows: Sequence[TextRow]) -> list[TokenRow]:
+        return pack(encoder.whole_rows(rows), encoder.max_length) if config.packing else encoder.training_rows(rows)
+
+    train, held_out = _hold_out(texts, config.num_evaluation or _share_of(texts))
+    validated: list[TextRow] = []
+    if config.evaluate_on == "validation" or config.select_checkpoint != "none":
+        train, validated = _hold_out(train, _share_of(train))
+    unused = {TOO_LONG: fitting.num_skipped}
+    if config.evaluate_on == "validation":
+        unused["kept to evaluate on"] = len(held_out)
+        held_out = validated
+    if not train:
+        raise NoRowsError(f"{data} needs rows to train on beside those held out, but its {len(texts)} rows read alike.")
+    unused["beyond --num-train"] = max(0, len(train) - (config.num_train or len(train)))
+    train = train[: config.num_train]
+    rows, scored = encode(train), encode(held_out)
+    if config.calibration_task is not None:
+        calibrate = _calibration_rows(config, (), encoder, KeptRows())
+    else:
+        among: Sequence[TextRow | TokenRow] = rows if config.packing else train
+        chosen = sorted(range(len(among)), key=lambda i: _rank(among[i], config.seed + 1))[: config.calibration_size]
+        calibrate = [rows[i] for i in chosen]
+    chooses = config.select_checkpoint != "none"
+    compares = config.exact_match == "yes" or (config.exact_match == "auto" and are_short(scored))
+    matches = compares and own.columns != ("text",)
+    validation = ScoredRows((), encode(validated)) if chooses else None
+    return RunRows(
+        None, (), rows, calibrate, scored, "10% of train" if validated else "none", validation,
+        num_cut=fitting.num_cut, num_skipped=fitting.num_skipped, exact_match=matches, reading=Reading(
+            own.num_read,
+            own.columns,
+            {why: count for why, count in {**own.bad, **unused}.items() if count},
+            len(rows) if config.packing else None,
+       ),
+    )  # fmt: skip
+
+
+class _Fitting:
+    """Leaves out what is too long, where that is allowed, and counts it and the prompts that will be cut."""
+
+    def __init__(self, config: RunConfig, encoder: PromptEncoder) -> None:
+        self._config, self._encoder = config, encoder
+        self.num_cut = self.num_skipped = 0
+
+    def texts(self, rows: list[TextRow]) -> list[TextRow]:
+        return [row for row, fits in zip(rows, self._fits(rows), strict=True) if fits]
+
+    def examples(self, examples: Sequence[Example]) -> tuple[Example, ...]:
+        fits = self._fits([self._encoder.render(example) for example in examples])
+        return tuple(example for example, one in zip(examples, fits, strict=True) if one)
+
+    def _fits(self, rows: Sequence[TextRow]) -> list[bool]:
+        if not (self._config.truncate or self._config.skip_long):
+            return [True] * len(rows)
+        found = self._encoder.fits(rows)
+        skipped = found.count("too long") if self._config.skip_long else 0
+        if rows and skipped == len(rows):
+            raise NoRowsError(
+                f"--skip-long left none of {len(rows)} rows: all are longer than {self._encoder.max_length} tokens. "
+                "Raise the limit with --max-length."
+            )
+        self.num_cut += found.count("cut")
+        self.num_skipped += skipped
+        return [fit != "too long" or not self._config.skip_long for fit in found]
+
+
+def _share_of(rows: Sequence[TextRow]) -> int:
+    return min(HELD_OUT_MOST, max(1, round(HELD_OUT_SHARE * len(rows))))
+
+
+def _hold_out(texts: Sequence[TextRow], num_held_out: int) -> tuple[list[TextRow], list[TextRow]]:
+    """Training rows and held-out rows; the seed does not move them, and rows that read alike stay together."""
+    by_text: dict[str, list[TextRow]] = {}
+    for row in texts:
+        by_text.setdefault(normalised(row.context + row.completion), []).append(row)
+    train: list[TextRow] = []
+    held_out: list[TextRow] = []
+    for rows in sorted(by_text.values(), key=lambda rows: _rank(rows[0], 0)):
+        (held_out if len(held_out) < num_held_out else train).extend(rows)
+    return train, held_out
+
+
+def _rank(row: TextRow | TokenRow, seed: int) -> bytes:
+    return hashlib.sha256(f"{seed}:{row.id}".encode()).digest()

@@ -1,0 +1,248 @@
+"""What a finished run was worth and cost, as its record and its model card say it."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, cast
+from warnings import WarningMessage
+
+from peft import PeftModel
+from torch import nn
+
+from frozencore.adapter.bases.calibrate import Calibration
+from frozencore.adapter.seal.saved_basis import read_header
+from frozencore.constructors.options import trained_values
+from frozencore.maths.capture import Capture
+from frozencore.ranks import num_ranks
+from frozencore.tune.rows.row_sources import named
+from frozencore.tune.run.accounting import FLOAT32_BYTES, model_bytes, values_at_once
+from frozencore.tune.run.bench import Bench, Score
+from frozencore.tune.run.config import RunConfig
+from frozencore.tune.run.criterion import criterion_of
+from frozencore.tune.run.peak_memory import PeakMemory
+from frozencore.tune.run.record import RECORD_FORMAT, TunedRecord
+from frozencore.tune.run.record_of_bases import Allocation, CalibrationSummary
+from frozencore.tune.run.record_parts import (
+    AccuracyDetails,
+    CompanySize,
+    Hashes,
+    OtherTask,
+    PrivateSpending,
+    Provenance,
+    RecordedConfig,
+    Resolved,
+    Resources,
+    Training,
+    UsedRows,
+)
+from frozencore.tune.run.rows import RunRows
+from frozencore.tune.run.selecting import selected_checkpoint
+from frozencore.tune.training.train import TrainingReport
+
+
+@dataclass(frozen=True)
+class TrainedRun:
+    """What a run has made: the trained model, its saved adapter, what calibration found (if data were read), what the
+    bases capture, how much memory each phase took, and the score."""
+
+    model: nn.Module
+    adapter: Path
+    calibration: Calibration | None
+    calibration_s: float
+    captures: Mapping[str, Capture]
+    memory: PeakMemory
+    training: TrainingReport
+    score: Score
+
+
+def make_record(
+    config: RunConfig,
+    bench: Bench,
+    run: TrainedRun,
+    *,
+    resolved: Resolved,
+    hashes: Mapping[str, str],
+    warned: Sequence[WarningMessage],
+    started: float,
+) -> TunedRecord:
+    """What ``result.json`` holds.
+
+    Args:
+        started: ``time.perf_counter()`` when the run began.
+    """
+    assert bench.before is not None
+    report = run.training
+    at_once = report.values_at_once or values_at_once(run.model)
+    can_be_made_again = config.method_entry.frozen_can_be_made_again and resolved.recipe["refresh"] == 1
+    saved = sum(file.stat().st_size for file in run.adapter.glob("*.safetensors"))
+    return TunedRecord(
+        format=RECORD_FORMAT,
+        config=RecordedConfig.of(config),
+        task=config.task,
+        method=config.method,
+        seed=config.seed,
+        rows=_used_rows(config, bench.rows),
+        held_out_loss_before=_finite(bench.before.held_out_loss),
+        held_out_loss=_finite(run.score.held_out_loss),
+        **_accuracies(bench.before, run.score),
+        values_at_once=at_once,
+        values_in_all=at_once + report.earlier_values,
+        state_held_bytes=report.state_held_bytes,
+        saved_bytes=saved,
+        model_bytes=model_bytes(run.model),
+        calibration_s=run.calibration_s,
+        training_s=report.time_s,
+        total_s=time.perf_counter() - started,
+        peak_memory_bytes=run.memory.largest,
+        resources=Resources(
+            magnitude_parameters=sum(p.numel() for name, p in run.model.named_parameters() if "magnitude" in name),
+            saved_bytes_without_bases=FLOAT32_BYTES * at_once if can_be_made_again else saved,
+            calibration_s=run.calibration_s,
+            step_s=report.step_s,
+            num_steps=report.num_steps,
+            peak_memory_bytes=run.memory.largest,
+            peaks=run.memory.peaks if report.company is None else None,  # its training was another's, too
+        ),
+        training=_training(report),
+        **_if_any(
+            private=_spending(report),
+            selection=selected_checkpoint(config, bench, report),
+            allocation=_allocation(config, run.model),
+            company=_company(report),
+            forgetting=_forgetting(bench.before, run.score),
+            processes=num_ranks() if num_ranks() > 1 else None,
+        ),
+        resolved=resolved,
+        calibration=_calibration_summary(run.calibration),
+        criterion=criterion_of(run.captures),
+        hashes=_told(config, hashes),
+        warnings=tuple(sorted({str(warning.message) for warning in warned})),
+        provenance=Provenance.here(),
+    )
+
+
+def _training(report: TrainingReport) -> Training:
+    """Losses of private rows are exact, and would tell about the rows."""
+    if report.schedule is not None:
+        return Training(num_steps=report.num_steps)
+    return Training(num_steps=report.num_steps, final_loss=report.final_loss, losses=report.losses)
+
+
+def _spending(report: TrainingReport) -> PrivateSpending | None:
+    if report.schedule is None:
+        return None
+    return PrivateSpending(**report.schedule.content(), spent=report.schedule.spent(report.num_steps))
+
+
+def _told(config: RunConfig, hashes: Mapping[str, str]) -> Hashes:
+    """By a hash of private rows one could try whether a row is among them."""
+    untold = set() if config.private_budget is None else {"train"}
+    if untold and config.calibration_task is None:
+        untold.add("calibration")
+    return Hashes(**{name: digest for name, digest in hashes.items() if name not in untold})
+
+
+def _company(report: TrainingReport) -> CompanySize | None:
+    if report.company is None:
+        return None
+    tenants, slots = report.company
+    return CompanySize(tenants=tenants, slots=slots)
+
+
+def _if_any(**parts: Any) -> dict[str, Any]:
+    """By key of the record, without those that are None."""
+    return {name: part for name, part in parts.items() if part is not None}
+
+
+def _used_rows(config: RunConfig, rows: RunRows) -> UsedRows:
+    found = {} if rows.reading is None else asdict(rows.reading)
+    further: dict[str, Any] = {name: value for name, value in found.items() if value is not None}
+    if config.truncate:
+        further["cut"] = rows.num_cut
+    if config.skip_long:
+        further["skipped"] = rows.num_skipped
+    return UsedRows(
+        trained=len(rows.train),
+        scored=len(rows.held_out),
+        scored_on=config.evaluate_on,
+        validation_from=rows.validation_from,
+        **further,
+    )
+
+
+def headline(score: Score) -> dict[str, float]:
+    """The scores that the model card shows."""
+    accuracy = {"accuracy": score.task.accuracy} if score.task else {}
+    return {**accuracy, "held-out nats per token": score.held_out_loss}
+
+
+def calibrated_on(config: RunConfig, bench: Bench, calibration: Calibration | None) -> str | None:
+    """What the model card says of the calibration data; None where none were read."""
+    if config.basis is not None:
+        said: str | None = read_header(config.basis)["calibrated_on"]
+        return said
+    if calibration is None:
+        return None
+    source = config.task or (named(config.data) if config.data else "rows of the user")
+    num_tokens = next(iter(calibration.layers.values())).num_tokens
+    return f"{len(bench.rows.calibration)} rows of {source}, {num_tokens:,} tokens"
+
+
+def _accuracies(before: Score, after: Score) -> dict[str, Any]:
+    """By key of the record; nothing where the task has none."""
+    if not (before.task and after.task):
+        return {}
+    details = {name: value for name, value in vars(after.task).items() if name != "predictions"}
+    details["held_out_loss"] = _finite(after.task.held_out_loss)
+    details["correct"] = "".join("01"[prediction.correct] for prediction in after.task.predictions)
+    return {
+        "accuracy_before": before.task.accuracy,
+        "accuracy": after.task.accuracy,
+        "score": AccuracyDetails(**details),
+    }
+
+
+def _forgetting(before: Score, after: Score) -> dict[str, OtherTask] | None:
+    rows = {
+        task: OtherTask(loss_before=_finite(before.others[task]), loss=_finite(loss))
+        for task, loss in after.others.items()
+    }
+    return rows or None
+
+
+def _allocation(config: RunConfig, model: nn.Module) -> Allocation | None:
+    if config.rank_budget is None or not config.method_entry.has_bases:
+        return None
+    chosen = cast(PeftModel, model).peft_config["default"]
+    return Allocation(budget=trained_values(config.rank_budget), ranks=chosen.rank_pattern)
+
+
+def _calibration_summary(calibration: Calibration | None) -> CalibrationSummary | None:
+    if calibration is None:
+        return None
+    layers = list(calibration.layers.values())
+    return CalibrationSummary(
+        collect_s=calibration.collect_s,
+        build_s=calibration.build_s,
+        num_layers=len(layers),
+        num_tokens=layers[0].num_tokens,
+        smallest_effective_rank=min(layer.effective_rank for layer in layers),
+        median_spread={
+            "input_spread": _median(layer.input_spread for layer in layers),
+            "error_spread": _median(layer.error_spread for layer in layers),
+        },
+    )
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return _finite(median(known)) if known else None
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

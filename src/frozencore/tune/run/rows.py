@@ -1,0 +1,95 @@
+"""The rows of one run, as text and as tokens: to calibrate on, to train on, to evaluate."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from frozencore.files.fingerprint import fingerprint_options
+from frozencore.tune.rows.prompts import TokenRow
+from frozencore.tune.tasks.splits import ValidationSource
+from frozencore.tune.tasks.task import Example, Task
+from frozencore.words import num_of
+
+
+@dataclass(frozen=True)
+class ScoredRows:
+    """Rows to score a model on, as the task's examples (none of own data) and as tokens."""
+
+    examples: tuple[Example, ...]
+    tokens: list[TokenRow]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What was read of one's own rows.
+
+    Attributes:
+        read: How many rows there were.
+        columns: What each of them is read by: ``("prompt", "completion")``.
+        left_out: How many of them are neither trained on nor held out, by why.
+        packed: Into how many rows those to train on were packed; None where they were not.
+    """
+
+    read: int
+    columns: tuple[str, ...]
+    left_out: Mapping[str, int]
+    packed: int | None = None
+
+    @property
+    def in_words(self) -> str:
+        columns = " and ".join(self.columns)
+        why = ", ".join(f"{count:,} left out ({why})" for why, count in self.left_out.items())
+        packed = "" if self.packed is None else f"; those to train on are packed to {self.packed:,}"
+        return f"Read {num_of(self.read, 'row')} by {columns}; {why or 'none left out'}{packed}."
+
+
+@dataclass(frozen=True)
+class RunRows:
+    """Rows of a task, or of the user's own file.
+
+    Attributes:
+        task, evaluation: None and empty for own data, which is scored by held-out loss alone.
+        train, calibration, held_out: Token rows; calibration rows are drawn by the run's seed from the training rows,
+            of ``calibration_task`` where one is named. The held-out ones are scored.
+        validation_from: Where rows to validate on come from, whether or not they are used.
+        validation: Those that choose among the steps of the training; None where nothing is to be chosen, or no row is
+            left for it.
+        num_cut, num_skipped: How many rows have a prompt that was cut, and how many were left out as too long; 0 where
+            neither was allowed.
+        reading: What came of the rows that were read; None for a task.
+        exact_match: Whether completions of one's own rows are generated and compared.
+        others: By task, plain texts of other tasks; their loss before and after tells what the run forgets.
+    """
+
+    task: Task | None
+    evaluation: tuple[Example, ...]
+    train: list[TokenRow]
+    calibration: list[TokenRow]
+    held_out: list[TokenRow]
+    validation_from: ValidationSource
+    validation: ScoredRows | None = None
+    num_cut: int = 0
+    num_skipped: int = 0
+    reading: Reading | None = None
+    exact_match: bool = False
+    others: Mapping[str, list[TokenRow]] = field(default_factory=dict)
+
+    @property
+    def scored(self) -> ScoredRows:
+        """Those that say what the run was worth."""
+        return ScoredRows(self.evaluation, self.held_out)
+
+    def fingerprints(self) -> dict[str, str]:
+        """A hash of each set of rows."""
+        return self._fingerprints
+
+    @cached_property
+    def _fingerprints(self) -> dict[str, str]:
+        sets = {"train": self.train, "calibration": self.calibration, "evaluation": self.held_out}
+        if self.validation is not None:
+            sets["validation"] = self.validation.tokens
+        if self.others:
+            sets["others"] = [row for rows in self.others.values() for row in rows]
+        return {name: fingerprint_options({"rows": [vars(row) for row in rows]}) for name, rows in sets.items()}

@@ -1,0 +1,109 @@
+"""What rows say of a run's model: at its end, and while it trains, where validation rows choose the step to keep."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import nn
+
+from frozencore.tune.run.bench import Bench, Score
+from frozencore.tune.run.config import RunConfig, SelectionMetric
+from frozencore.tune.run.record_parts import SelectedCheckpoint, StepScored
+from frozencore.tune.run.rows import ScoredRows
+from frozencore.tune.scoring.completions import complete, score_completions
+from frozencore.tune.scoring.heldout import held_out_loss
+from frozencore.tune.scoring.score import Prediction
+from frozencore.tune.scoring.task_score import score_task
+from frozencore.tune.training.selection import Selection
+from frozencore.tune.training.train import TrainingReport
+from frozencore.words import Progress
+
+SAMPLE_TOKENS = 64
+
+
+def score_rows(
+    model: nn.Module,
+    bench: Bench,
+    rows: ScoredRows,
+    progress: Progress,
+    *,
+    by: SelectionMetric = "accuracy",
+    samples: int = 0,
+    max_new_tokens: int | None = None,
+) -> Score:
+    """Score a model on rows of the bench's task or file.
+
+    Args:
+        by: ``held_out_loss`` leaves the accuracy out.
+        samples: Rows of one's own whose completions are generated, of at most ``max_new_tokens``.
+    """
+    task = bench.rows.task
+    if task is None:
+        loss = held_out_loss(model, rows.tokens, pad_id=bench.encoder.pad_id, progress=progress)
+        matched = None
+        if bench.rows.exact_match and by == "accuracy":
+            matched = score_completions(model, bench.encoder, rows.tokens, held_out_loss=loss, progress=progress)
+        said, _ = complete(model, bench.encoder, rows.tokens[:samples], max_new_tokens=max_new_tokens or SAMPLE_TOKENS)
+        return Score(loss, matched, tuple(said))
+    if task.scoring == "text" or by == "held_out_loss":
+        return Score(held_out_loss(model, rows.tokens, pad_id=bench.encoder.pad_id, progress=progress))
+    score = score_task(model, bench.encoder, task, rows.examples, progress=progress)
+    return Score(score.held_out_loss, task=score)
+
+
+def score_run(config: RunConfig, model: nn.Module, bench: Bench, progress: Progress) -> Score:
+    """Score a model on the rows that say what the configured run was worth."""
+    score = score_rows(
+        model, bench, bench.rows.scored, progress, samples=config.samples, max_new_tokens=config.max_new_tokens
+    )
+    others = {
+        task: held_out_loss(model, rows, pad_id=bench.encoder.pad_id, progress=progress)
+        for task, rows in bench.rows.others.items()
+    }
+    return replace(score, others=others)
+
+
+def samples_of(bench: Bench, before: Sequence[Prediction], after: Sequence[Prediction]) -> list[dict[str, str]]:
+    """Prompts as the model read them, what was wanted, and what was said; JSON values by name."""
+    decode, found = bench.encoder.tokenizer.decode, []
+    for row, was, now in zip(bench.rows.held_out, before, after, strict=False):
+        prompt = decode(row.input_ids[: row.num_context or max(1, len(row.input_ids) // 2)])
+        found.append({"id": row.id, "prompt": prompt, "wanted": now.gold, "before": was.text, "after": now.text})
+    return found
+
+
+def selection_of(config: RunConfig, bench: Bench, progress: Progress) -> Selection | None:
+    """How the run's validation rows choose among the steps; None where they do not, or where there are none."""
+    rows = bench.rows.validation
+    if config.select_checkpoint == "none" or rows is None:
+        return None
+
+    def score(model: nn.Module, go_on: Progress) -> tuple[float, float | None]:
+        def told(stage: str, done: int, total: int | None, note: str = "") -> None:
+            go_on(stage, done, total, note)
+            progress("validate", done, total, note)
+
+        found = score_rows(model, bench, rows, told, by=config.select_by)
+        return found.held_out_loss, found.task.accuracy if found.task else None
+
+    identity = f"{bench.rows.fingerprints()['validation']} by {config.select_by}"
+    return Selection(config.select_checkpoint, score, identity, config.patience)
+
+
+def selected_checkpoint(config: RunConfig, bench: Bench, report: TrainingReport) -> SelectedCheckpoint | None:
+    """What the record says of the choice; None where none was asked for."""
+    if config.select_checkpoint == "none":
+        return None
+    rows, found = bench.rows.validation, report.selected
+    if rows is None or found is None:
+        return SelectedCheckpoint(every=config.select_checkpoint, rows=0, kept_step=report.num_steps)
+    return SelectedCheckpoint(
+        every=config.select_checkpoint,
+        by="held_out_loss" if found.scores[0].accuracy is None else "accuracy",
+        rows=len(rows.tokens),
+        kept_step=found.step,
+        scores=tuple(StepScored(**vars(score)) for score in found.scores),
+        time_s=found.time_s,
+        **({"stopped_early": True} if found.stopped else {}),
+    )

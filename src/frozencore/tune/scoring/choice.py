@@ -1,0 +1,120 @@
+"""Choice by log-likelihood: the choice whose tokens are likeliest after the prompt, summed in nats."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from frozencore.errors import DataError, ModelError
+from frozencore.tune.rows.batches import pad
+from frozencore.tune.rows.prompts import ChoiceTokens, PromptEncoder
+from frozencore.tune.scoring.logits import NOT_FINITE, token_logprobs
+from frozencore.tune.scoring.memory import score_in_groups
+from frozencore.tune.scoring.mode import scoring_mode, vocabulary_of
+from frozencore.tune.scoring.score import Prediction
+from frozencore.tune.scoring.shared_prefix import can_share_prefix, shared_prefix_logprobs
+from frozencore.tune.scoring.virtual_tokens import logits_at
+from frozencore.tune.tasks.task import Example
+from frozencore.words import Progress
+
+
+def predict_choices(
+    model: nn.Module,
+    encoder: PromptEncoder,
+    examples: Sequence[Example],
+    *,
+    length_normalised: bool = False,
+    tokens_per_batch: int | None = None,
+    progress: Progress | None = None,
+) -> list[Prediction]:
+    """The likeliest choice of every example, in the examples' order; the first of equally likely ones.
+
+    Args:
+        length_normalised: Compare log-likelihood per character of the choice (the harness's ``acc_norm``).
+
+    Raises:
+        DataError: An example's completion is not among its choices, or from encoding.
+        ModelError: From scoring.
+    """
+    for example in examples:
+        if example.completion not in example.choices:
+            raise DataError(
+                f"Row {example.id}: the answer {example.completion!r} is not among its choices {example.choices}."
+            )
+    rows = encoder.choice_rows([encoder.render(example) for example in examples])
+    logprobs = choice_logprobs(model, rows, pad_id=encoder.pad_id, tokens_per_batch=tokens_per_batch, progress=progress)
+    predictions = []
+    for example, values in zip(examples, logprobs, strict=True):
+        if length_normalised:
+            values = [v / len(choice.strip()) for v, choice in zip(values, example.choices, strict=True)]
+        choice = example.choices[max(range(len(values)), key=values.__getitem__)]
+        predictions.append(
+            Prediction(example.id, choice, example.completion, choice == example.completion, tuple(values))
+        )
+    return predictions
+
+
+def choice_logprobs(
+    model: nn.Module,
+    rows: Sequence[ChoiceTokens],
+    *,
+    pad_id: int,
+    tokens_per_batch: int | None = None,
+    share_prefix: bool | None = None,
+    progress: Progress | None = None,
+) -> list[list[float]]:
+    """Summed log-probabilities, in nats, of the tokens of every choice, in the rows' order.
+
+    Args:
+        tokens_per_batch: Padded tokens in one forward pass: what bounds the memory, halved where it is still
+            too much. ``None``: by device.
+        share_prefix: Compute each prompt once for all its choices. ``None``: where the model allows it.
+
+    Raises:
+        ModelError: A log-likelihood is not finite, or one row does not fit in memory.
+    """
+    share_prefix = can_share_prefix(model) if share_prefix is None else share_prefix
+    vocabulary = vocabulary_of(model)
+    sizes = [_tokens_and_logits(row, vocabulary, share_prefix) for row in rows]
+    device = next(model.parameters()).device
+    logprobs: list[list[float]] = [[] for _ in rows]
+    of_rows = shared_prefix_logprobs if share_prefix else full_sequence_logprobs
+
+    def score(group: list[int]) -> None:
+        scored = of_rows(model, [rows[i] for i in group], pad_id=pad_id)
+        for i, values in zip(group, scored, strict=True):
+            if not all(map(math.isfinite, values)):
+                raise ModelError(f"Row {rows[i].id}: the model's log-likelihoods are {values[:3]}, which {NOT_FINITE}")
+            logprobs[i] = values
+
+    with scoring_mode(model):
+        score_in_groups(score, sizes, device, tokens_per_batch=tokens_per_batch, progress=progress)
+    return logprobs
+
+
+def full_sequence_logprobs(model: nn.Module, rows: Sequence[ChoiceTokens], *, pad_id: int) -> list[list[float]]:
+    """The same from one whole sequence per choice, padded right: slower, and right for every causal model."""
+    device = next(model.parameters()).device
+    pairs = [(row.context_ids, choice) for row in rows for choice in row.choice_ids]
+    tokens, mask = (t.to(device) for t in pad([context + choice for context, choice in pairs], pad_id, side="right"))
+    scored = torch.zeros_like(mask[:, 1:])
+    for i, (context, choice) in enumerate(pairs):
+        scored[i, len(context) - 1 : len(context) + len(choice) - 1] = 1
+    wanted = scored.any(0).nonzero().squeeze(-1)
+    logits = logits_at(model, wanted, input_ids=tokens, attention_mask=mask)
+    # a float32 sum of some hundred nats is off in the fifth digit
+    logprobs = (token_logprobs(logits, tokens[:, wanted + 1]) * scored[:, wanted]).cpu().double()
+    totals = iter(logprobs.sum(-1).tolist())
+    return [[next(totals) for _ in row.choice_ids] for row in rows]
+
+
+def _tokens_and_logits(row: ChoiceTokens, vocabulary: int, share_prefix: bool) -> tuple[int, int]:
+    """Tokens and logits that a row adds to a forward pass."""
+    if share_prefix:
+        num_scored = sum(map(len, row.choice_ids))
+        return len(row.context_ids) + num_scored, num_scored * vocabulary
+    num_choices, longest = len(row.choice_ids), max(map(len, row.choice_ids))
+    return num_choices * (len(row.context_ids) + longest), num_choices * longest * vocabulary

@@ -1,0 +1,162 @@
+"""Which rows are evaluated, trained on and validated on.
+
+Rows are drawn by a hash of their id, so a subset depends on the seed and the ids alone: not on the method, the run
+seed, the order of the file or a library's random numbers. A row whose text is also evaluated is never trained on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import unicodedata
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Literal
+
+from frozencore.errors import ConfigError, NoRowsError
+from frozencore.tune.tasks.task import Example, Split, Task
+
+SPLIT_SEED = 0
+VALIDATION_SHARE = 0.1
+
+ValidationSource = Literal["unused train rows", "official validation", "10% of train", "none"]
+
+
+@dataclass(frozen=True)
+class TaskSplits:
+    """The rows of one task, disjoint as ids and as normalised text.
+
+    Attributes:
+        validation_from: Where the validation rows come from; ``"none"`` when there are none.
+        num_leaked: Train rows passed over because their text is also an evaluation row.
+    """
+
+    train: tuple[Example, ...]
+    validation: tuple[Example, ...]
+    evaluation: tuple[Example, ...]
+    validation_from: ValidationSource
+    num_leaked: int
+
+
+def split_task(
+    task: Task,
+    data_root: Path | None = None,
+    *,
+    num_train: int | None = None,
+    num_evaluation: int | None = None,
+    train_on_all: bool = False,
+    seed: int = SPLIT_SEED,
+) -> TaskSplits:
+    """Draw a task's rows by the protocol.
+
+    Validation rows are unused train rows; where all of train is used, the official validation split; where there
+    is none, a tenth of train, which is then trained on no longer.
+
+    Args:
+        num_train, num_evaluation: Sizes other than the protocol's; a split that has fewer gives all it has.
+        train_on_all: Hold out no tenth: train on all ``num_train`` rows even where that leaves none to validate on.
+        seed: Of the subsets. Results under different seeds are not comparable: leave it alone.
+
+    Raises:
+        ConfigError: A size is not positive.
+        DataError: From the task's source.
+        NoRowsError: No row is left to train or evaluate on.
+    """
+    num_train = task.num_train if num_train is None else num_train
+    num_evaluation = task.num_evaluation if num_evaluation is None else num_evaluation
+    _require_positive(num_train=num_train, num_evaluation=num_evaluation)
+
+    evaluation = list(islice(_drawn(task, "evaluation", data_root, seed), num_evaluation))
+    evaluated_texts = {normalised_text(example) for example in evaluation}
+
+    leaked: list[Example] = []
+    usable = _without(_drawn(task, "train", data_root, seed), evaluated_texts, passed_over=leaked)
+    train = list(islice(usable, num_train))
+    if not train or not evaluation:
+        raise NoRowsError(
+            f"Task {task.name!r} needs rows to train and to evaluate on, but has {len(train)} and {len(evaluation)} "
+            f"({len(leaked)} train rows are also evaluation rows)."
+        )
+
+    seen_texts = evaluated_texts | {normalised_text(example) for example in train}
+    validation = list(islice(_without(usable, seen_texts), num_evaluation))
+    source: ValidationSource = "unused train rows"
+    if not validation:
+        official = _drawn(task, "validation", data_root, seed)
+        validation, source = list(islice(_without(official, seen_texts), num_evaluation)), "official validation"
+    if not validation and not train_on_all and len(train) > 1:
+        held_out = max(1, round(VALIDATION_SHARE * len(train)))
+        rest = list(_without(train[held_out:], {normalised_text(example) for example in train[:held_out]}))
+        if rest:
+            validation, train, source = train[:held_out], rest, "10% of train"
+
+    return TaskSplits(
+        train=tuple(train),
+        validation=tuple(validation),
+        evaluation=tuple(evaluation),
+        validation_from=source if validation else "none",
+        num_leaked=len(leaked),
+    )
+
+
+def evaluation_rows(
+    task: Task, data_root: Path | None = None, *, num_evaluation: int | None = None, seed: int = SPLIT_SEED
+) -> tuple[Example, ...]:
+    """The rows that :func:`split_task` evaluates, without reading the training split.
+
+    Raises:
+        ConfigError: ``num_evaluation`` is not positive.
+        DataError: From the task's source.
+        NoRowsError: It has no evaluation rows.
+    """
+    num_evaluation = task.num_evaluation if num_evaluation is None else num_evaluation
+    _require_positive(num_evaluation=num_evaluation)
+    drawn = tuple(islice(_drawn(task, "evaluation", data_root, seed), num_evaluation))
+    if not drawn:
+        raise NoRowsError(f"Task {task.name!r} needs rows to evaluate on, but has none.")
+    return drawn
+
+
+def calibration_rows(train: Sequence[Example], num_rows: int, *, seed: int = SPLIT_SEED) -> tuple[Example, ...]:
+    """Draw calibration rows from the training rows; all of them when there are fewer than asked for."""
+    return tuple(sorted(train, key=lambda example: _rank(example.id, seed + 1))[:num_rows])
+
+
+def normalised_text(example: Example) -> str:
+    """Prompt, or plain text, and choices: equal for rows that read the same."""
+    return normalised("\n".join((example.prompt or example.completion, *example.choices)))
+
+
+def normalised(text: str) -> str:
+    """A text without case, punctuation and spacing."""
+    return re.sub(r"\W+", " ", unicodedata.normalize("NFKC", text).casefold()).strip()
+
+
+def _require_positive(**counts: int) -> None:
+    if min(counts.values()) < 1:
+        came = ", ".join(f"{name}={count}" for name, count in counts.items())
+        raise ConfigError(f"Row counts must be positive, got {came}.")
+
+
+def _drawn(task: Task, split: Split, data_root: Path | None, seed: int) -> Iterator[Example]:
+    """The examples of a split in the order of their ids' hashes; a row is not read before it is asked for."""
+    rows = task.source.rows(split, data_root)
+    for index in sorted(range(len(rows)), key=lambda index: _rank(f"{split}-{index}", seed)):
+        yield task.to_example(rows[index], f"{split}-{index}")
+
+
+def _rank(row_id: str, seed: int) -> bytes:
+    return hashlib.sha256(f"{seed}:{row_id}".encode()).digest()
+
+
+def _without(
+    examples: Iterable[Example], texts: set[str], *, passed_over: list[Example] | None = None
+) -> Iterator[Example]:
+    """The examples that read like none of the texts; the others go into ``passed_over``."""
+    for example in examples:
+        if normalised_text(example) not in texts:
+            yield example
+        elif passed_over is not None:
+            passed_over.append(example)

@@ -1,0 +1,153 @@
+"""What a training of many tenants goes on from: a sealed folder with every slot, and a file for each tenant that ended.
+
+A tenant's file is written once, when it ends; the folders ``checkpoint-N`` hold those that are under way, and a new one
+takes the place of the last but one. After a kill, those that ended since the newest checkpoint train again, to the same
+values: batches must be what they were.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from frozencore.errors import TrainingError
+from frozencore.files.fingerprint import fingerprint_options, fingerprint_tensors
+from frozencore.files.whole_file import whole_file
+from frozencore.tune.training.checkpoints import SEATS, checkpoints, seal_checkpoint
+from frozencore.tune.training.many.company import Company
+from frozencore.tune.training.many.seat import Seat, Trained
+from frozencore.tune.training.many.slots import TrainedSlots
+from frozencore.tune.training.many.tenant import Tenant
+from frozencore.tune.training.selection import Selected, StepScore
+from frozencore.tune.training.train import TrainingReport
+from frozencore.words import one_line
+
+VALUES, ENDED = "values.safetensors", "ended"
+NUM_KEPT = 2  # the newest may be half-written
+
+
+def identity_of(tenants: Mapping[str, Tenant], slots: TrainedSlots) -> dict[str, Any]:
+    """What a checkpoint must share with the training that goes on from it; JSON values by name."""
+    return {
+        "tenants": fingerprint_options({name: _content(tenant) for name, tenant in tenants.items()}),
+        "slots": len(slots),
+        "basis": fingerprint_tensors(_basis(slots)),
+        "first core": fingerprint_tensors([("start", slots.start)]),
+    }
+
+
+def _basis(slots: TrainedSlots) -> Iterator[tuple[str, Tensor]]:
+    """What the cores stand between in each layer: P, Q and the scale."""
+    for name, layer in slots.layers.items():
+        P, Q, _ = layer.factors(slots.adapter_name)
+        yield from ((f"{name}.P", P), (f"{name}.Q", Q))
+        yield f"{name}.scale", torch.tensor(layer.frozencore_scale[slots.adapter_name])
+
+
+def _content(tenant: Tenant) -> dict[str, Any]:
+    chosen = tenant.validation
+    return {
+        "recipe": tenant.recipe.content(),
+        "rows": [[row.input_ids, row.num_context] for row in tenant.rows],
+        "validation": None if chosen is None else [[row.input_ids, row.num_context] for row in chosen.rows],
+        "scored": None if chosen is None else [chosen.every, chosen.patience],
+    }
+
+
+class Checkpoints:
+    """Those of one training.
+
+    Args:
+        names: Of all tenants; their places in it name the files of those that ended.
+    """
+
+    def __init__(self, out: Path, identity: Mapping[str, Any], names: Sequence[str]) -> None:
+        self.out, self.identity = out, identity
+        self._number = {name: number for number, name in enumerate(names)}
+
+    def write(self, company: Company) -> None:
+        """Write a checkpoint, whole or not at all, and remove older ones."""
+        folder = self.out / f"checkpoint-{company.num_steps}"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        seats = company.seats
+        tensors = {name: state[: len(seats)].cpu() for name, state in company.slots.state().items()}
+        tensors |= {f"best.{i}": seat.best.cpu() for i, seat in enumerate(seats) if seat.best is not None}
+        save_file(tensors, folder / VALUES)
+        written = {"seats": [seat.written() for seat in seats], "waiting": company.waiting}
+        (folder / SEATS).write_text(json.dumps(written))
+        seal_checkpoint(folder, self.identity)
+        for old in sorted(checkpoints(self.out), key=_step_of)[:-NUM_KEPT]:
+            shutil.rmtree(old)
+
+    def read(self, folder: Path, company: Company) -> dict[str, Trained]:
+        """Put the company where a checkpoint has it; the tenants that had ended by then."""
+        written, tensors = json.loads((folder / SEATS).read_text()), load_file(folder / VALUES)
+        company.seats, company.waiting, company.num_steps = [], written["waiting"], _step_of(folder)
+        for i, content in enumerate(written["seats"]):
+            best = tensors.get(f"best.{i}")
+            tenant = company.tenants[content["name"]]
+            company.seats.append(Seat.read(content, tenant, None if best is None else best.to(company.slots.device)))
+        for name, state in company.slots.state().items():
+            state[: len(company.seats)].copy_(tensors[name])
+        under_way = {seat.name for seat in company.seats} | set(company.waiting)
+        return {name: self._read_ended(name, folder) for name in self._number if name not in under_way}
+
+    def write_ended(self, ended: Mapping[str, Trained]) -> None:
+        """Keep what became of tenants."""
+        for name, trained in ended.items():
+            _write_trained(self._file(name), trained)
+
+    def _read_ended(self, name: str, resumed_from: Path) -> Trained:
+        file = self._file(name)
+        try:
+            trained = _read_trained(file)
+        except ValueError as error:
+            raise TrainingError(
+                f"The tenant {name!r} had ended, but {file} is damaged ({error}). Remove {self.out} and train again."
+            ) from error
+        return replace(trained, report=replace(trained.report, resumed_from=resumed_from))
+
+    def _file(self, name: str) -> Path:
+        return self.out / ENDED / f"{self._number[name]}.safetensors"
+
+
+def _write_trained(file: Path, trained: Trained) -> None:
+    """Keep what became of a tenant, whole or not at all."""
+    report = asdict(replace(trained.report, resumed_from=None))
+    said = {"report": report, "diverged": trained.diverged}
+    cores = {layer: core.contiguous() for layer, core in trained.cores.items()}
+    with whole_file(file) as aside:
+        save_file(cores, aside, metadata={"said": json.dumps(said)})
+
+
+def _read_trained(file: Path) -> Trained:
+    """What :func:`_write_trained` kept.
+
+    Raises:
+        ValueError: In one line, how the file is damaged.
+    """
+    try:
+        with safe_open(file, framework="pt") as opened:
+            said = json.loads(opened.metadata()["said"])
+        report = said["report"] | {"losses": tuple(said["report"]["losses"])}
+        if (chosen := report["selected"]) is not None:
+            report["selected"] = Selected(
+                **chosen | {"scores": tuple(StepScore(**score) for score in chosen["scores"])}
+            )
+        return Trained(load_file(file), TrainingReport(**report), said["diverged"])
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(one_line(error, 120)) from error
+
+
+def _step_of(folder: Path) -> int:
+    return int(folder.name.rpartition("-")[2])

@@ -1,0 +1,160 @@
+"""The tenants that train at the moment, a slot each, and their common step."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from frozencore.device import fits
+from frozencore.tune.rows.batches import PaddingCollator, row_costs
+from frozencore.tune.rows.prompts import TokenRow
+from frozencore.tune.training.by_length import group_by_length, pass_tokens_of
+from frozencore.tune.training.many.losses import held_out_losses, num_targets, row_losses, row_sizes
+from frozencore.tune.training.many.seat import Seat
+from frozencore.tune.training.many.slots import TrainedSlots
+from frozencore.tune.training.many.tenant import Tenant
+from frozencore.tune.training.trainer import divergence
+
+
+class Company:
+    """The first slots belong to the seats, in their order; ``waiting`` are the names that have none yet.
+
+    Args:
+        tokens_per_batch: Of one forward pass; None for what fills the device.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tenants: Mapping[str, Tenant],
+        slots: TrainedSlots,
+        *,
+        pad_id: int,
+        tokens_per_batch: int | None = None,
+    ) -> None:
+        self.model, self.tenants, self.slots, self.pad_id = model, tenants, slots, pad_id
+        self.tokens_per_batch = tokens_per_batch
+        self.seats: list[Seat] = []
+        self.waiting = sorted(tenants, key=lambda name: -tenants[name].num_steps)  # the long ones end last
+        self.num_steps = 0
+        self._shrink, self._pass_tokens = 1, pass_tokens_of(model)
+
+    def fill(self) -> bool:
+        """Give free slots to those that wait; False when all have ended."""
+        while self.waiting and len(self.seats) < len(self.slots):
+            name = self.waiting.pop(0)
+            self.slots.clear(len(self.seats))
+            self.seats.append(Seat(name, self.tenants[name]))
+        return bool(self.seats)
+
+    def step(self) -> list[tuple[Seat, Tensor]]:
+        """One optimiser step of every seat; those that have ended with it, and the cores that each keeps."""
+        started = time.perf_counter()
+        rows = [seat.tenant.step_rows(seat.step) for seat in self.seats]
+        num_tokens = [sum(map(num_targets, of_seat)) for of_seat in rows]
+        losses, norms = self._gradients(rows, num_tokens)
+        for seat, loss, norm in zip(self.seats, losses.tolist(), norms.tolist(), strict=True):
+            if not (math.isfinite(loss) and math.isfinite(norm)):
+                seat.diverged = divergence(
+                    seat.step + 1, seat.tenant.num_steps, loss, norm, seat.tenant.recipe.learning_rate
+                )
+        good = {seat.name: self.slots.sound[i].clone() for i, seat in enumerate(self.seats) if seat.diverged}
+        recipes = [seat.tenant.recipe for seat in self.seats]
+        self.slots.step(
+            norms,
+            rates=[seat.tenant.rate(seat.step) for seat in self.seats],
+            counts=[seat.step + 1 for seat in self.seats],
+            largest_norms=[recipe.max_grad_norm for recipe in recipes],
+            decays=[recipe.weight_decay for recipe in recipes],
+        )
+        self.num_steps += 1
+        sizes = [sum(len(row.input_ids) for row in of_seat) for of_seat in rows]
+        share_s = (time.perf_counter() - started) / sum(sizes)
+        for seat, loss, size in zip(self.seats, losses.tolist(), sizes, strict=True):
+            if not seat.diverged:
+                seat.losses.append(loss)
+            seat.steps_s.append(share_s * size)
+        self._score()
+        return self._leave(good)
+
+    def _gradients(self, rows: list[list[TokenRow]], num_tokens: list[int]) -> tuple[Tensor, Tensor]:
+        """The loss of each seat, whose gradient is then in the slots, and that gradient's norm."""
+        flat = [row for of_seat in rows for row in of_seat]
+        slot_of = [slot for slot, of_seat in enumerate(rows) for _ in of_seat]
+        costs, most = row_costs(row_sizes(self.model, flat), self.slots.device, self.tokens_per_batch)
+        while True:
+            groups = group_by_length(costs, most // self._shrink, self._pass_tokens)
+            losses = torch.zeros(len(rows), device=self.slots.device)
+            work = partial(self._passes, groups, flat, slot_of, num_tokens, losses)
+            if all(len(group) == 1 for group in groups):
+                work()
+            elif not fits(work):
+                self.slots.gradients.zero_()
+                self._shrink *= 2
+                continue
+            return losses, self.slots.gradient_norms(len(rows))
+
+    def _passes(
+        self,
+        groups: list[list[int]],
+        rows: list[TokenRow],
+        slot_of: list[int],
+        num_tokens: list[int],
+        losses: Tensor,
+    ) -> None:
+        collate, device = PaddingCollator(self.pad_id), losses.device
+        for group in groups:
+            batch = {name: tensor.to(device) for name, tensor in collate([rows[i] for i in group]).items()}
+            slots = [slot_of[i] for i in group]
+            weights = torch.tensor([1 / num_tokens[slot] if num_tokens[slot] else math.nan for slot in slots])
+            with self.slots.rows(slots):
+                means = row_losses(self.model, batch) * weights.to(device)
+                self.slots.add_gradient(means.sum())
+            losses.index_add_(0, torch.tensor(slots, device=device), means.detach())
+
+    def _score(self) -> None:
+        """Score the seats that are due on their validation rows."""
+        due = [slot for slot, seat in enumerate(self.seats) if not seat.diverged and seat.tenant.is_scored(seat.step)]
+        if not due:
+            return
+        started = time.perf_counter()
+        sets = [chosen.rows for slot in due if (chosen := self.seats[slot].tenant.validation)]
+        losses = held_out_losses(
+            self.model,
+            sets,
+            pad_id=self.pad_id,
+            through=lambda of_rows: self.slots.rows([due[i] for i in of_rows]),
+            tokens_per_batch=self.tokens_per_batch,
+        )
+        share_s = (time.perf_counter() - started) / sum(map(len, sets))
+        for slot, rows, loss in zip(due, sets, losses, strict=True):
+            self._note(slot, loss, share_s * len(rows))
+
+    def _note(self, slot: int, loss: float, time_s: float) -> None:
+        seat = self.seats[slot]
+        seat.scoring_s += time_s
+        if math.isfinite(loss):
+            seat.scored(loss, self.slots.values[slot])
+        else:
+            seat.diverged = f"Training diverged at step {seat.step}: the loss on validation rows is {loss}."
+
+    def _leave(self, good: Mapping[str, Tensor]) -> list[tuple[Seat, Tensor]]:
+        """Let those go that have ended; the last seat moves into the hole."""
+        gone = []
+        for slot, seat in enumerate(self.seats):
+            if seat.has_ended:
+                last = self.slots.values[slot] if seat.diverged is None else self.slots.sound[slot]
+                kept = good.get(seat.name, last if seat.best is None or seat.diverged else seat.best)
+                gone.append((seat, kept.clone()))
+        for slot in reversed(range(len(self.seats))):
+            if self.seats[slot].has_ended:
+                if slot < len(self.seats) - 1:
+                    self.slots.move(len(self.seats) - 1, slot)
+                    self.seats[slot] = self.seats[-1]
+                self.seats.pop()
+        return gone

@@ -1,0 +1,107 @@
+"""The loss of each row of a mixed batch, with logits at its completion tokens and nowhere else.
+
+The rows of many tenants have their completions in different places, and ``logits_to_keep`` takes whole columns: with a
+large vocabulary the logits that nobody asked for would cost more than the layers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, pad
+
+from frozencore.adapter.layer import FrozenCoreLayer
+from frozencore.tune.rows.batches import IGNORED, PaddingCollator
+from frozencore.tune.rows.prompts import TokenRow
+from frozencore.tune.scoring.memory import score_in_groups
+from frozencore.tune.scoring.mode import base_of, forward_accepts, scoring_mode, vocabulary_of
+from frozencore.words import Progress
+
+
+def row_losses(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Nats of each row's completion tokens together, (rows,).
+
+    A causal model is not told what is padding: it stands on the right, where no token of a row sees it.
+
+    Args:
+        batch: ``input_ids``, ``attention_mask`` and ``labels``, each (rows, tokens), padded on the right.
+    """
+    inputs = {"input_ids": batch["input_ids"]}
+    if not _is_causal(model):
+        inputs["attention_mask"] = batch["attention_mask"]
+    targets = pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
+    wanted = targets != IGNORED
+    with _logits_at(model, wanted) as are_narrowed:
+        logits = model(**inputs).logits
+    logits = logits.flatten(0, 1) if are_narrowed else logits[wanted]
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    nats = cross_entropy(logits, targets[wanted].to(logits.device), reduction="none")
+    row_of = wanted.nonzero()[:, 0].to(nats.device)
+    return nats.new_zeros(len(targets)).index_add(0, row_of, nats)
+
+
+def _is_causal(model: nn.Module) -> bool:
+    """Whether every layer with attention says that its tokens see those before them alone."""
+    said = [module.__dict__["is_causal"] for module in model.modules() if "is_causal" in module.__dict__]
+    return bool(said) and all(said)
+
+
+@contextmanager
+def _logits_at(model: nn.Module, wanted: Tensor) -> Iterator[bool]:
+    """Let the output layer see the wanted positions alone, as one row; False where that cannot be."""
+    head: Any = base_of(model).get_output_embeddings()
+    if head is None or isinstance(head, FrozenCoreLayer) or not forward_accepts(model, "logits_to_keep"):
+        yield False  # its cores belong to rows, or the model reads logits otherwise
+        return
+    handle = head.register_forward_pre_hook(lambda _, args: (args[0][wanted].unsqueeze(0), *args[1:]))
+    try:
+        yield True
+    finally:
+        handle.remove()
+
+
+def held_out_losses(
+    model: nn.Module,
+    sets: Sequence[Sequence[TokenRow]],
+    *,
+    pad_id: int,
+    through: Callable[[list[int]], AbstractContextManager[None]] = lambda _: nullcontext(),
+    tokens_per_batch: int | None = None,
+    progress: Progress | None = None,
+) -> list[float]:
+    """Nats per completion token of each set of rows, all sets in common batches; NaN for a set without such tokens.
+
+    Args:
+        through: Given the set of each row of a batch, what the model is to be in while it runs.
+    """
+    rows = [row for rows in sets for row in rows]
+    set_of = [i for i, rows in enumerate(sets) for _ in rows]
+    device, collate, totals = next(model.parameters()).device, PaddingCollator(pad_id), [0.0] * len(sets)
+
+    def score(group: list[int]) -> None:
+        batch = {name: tensor.to(device) for name, tensor in collate([rows[i] for i in group]).items()}
+        with through([set_of[i] for i in group]):
+            nats = row_losses(model, batch).tolist()
+        for i, loss in zip(group, nats, strict=True):
+            totals[set_of[i]] += loss
+
+    with scoring_mode(model):
+        score_in_groups(score, row_sizes(model, rows), device, tokens_per_batch=tokens_per_batch, progress=progress)
+    counts = [sum(map(num_targets, rows)) for rows in sets]
+    return [total / count if count else math.nan for total, count in zip(totals, counts, strict=True)]
+
+
+def num_targets(row: TokenRow) -> int:
+    """Tokens of a row that have a loss: those of the completion that stand behind another token."""
+    return len(row.input_ids) - max(1, row.num_context)
+
+
+def row_sizes(model: nn.Module, rows: Sequence[TokenRow]) -> list[tuple[int, int]]:
+    """Tokens and logits of each row, as :func:`frozencore.tune.rows.batches.row_costs` takes them."""
+    vocabulary = vocabulary_of(model)
+    return [(len(row.input_ids), num_targets(row) * vocabulary) for row in rows]

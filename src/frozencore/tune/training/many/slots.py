@@ -1,0 +1,97 @@
+"""The cores that train together, and AdamW over all of them at once.
+
+    m ← β₁ m + (1 - β₁) g,    v ← β₂ v + (1 - β₂) g²,    R ← (1 - η λ) R - η m̂ / (√v̂ + ε)
+
+η, λ, the step count and the clipping factor are one number a slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from frozencore.tune.training.many.stack import CoreStack
+from frozencore.tune.training.state_held import total_bytes
+
+BETAS, EPSILON = (0.9, 0.999), 1e-8  # as the Trainer's
+CLIP_EPSILON = 1e-6  # as torch's clip_grad_norm_
+
+
+class TrainedSlots(CoreStack):
+    """Cores with their gradients and moments; the first so many slots are in use. As :class:`CoreStack` otherwise."""
+
+    def __init__(self, model: nn.Module, num_slots: int, *, adapter_name: str = "default") -> None:
+        super().__init__(model, num_slots, adapter_name=adapter_name)
+        self.gradients, self.first, self.second, self.sound = (torch.zeros_like(self.values) for _ in range(4))
+        self._gradient_of = self.by_layer(self.gradients)
+        for core in self.cores.values():
+            core.requires_grad_()
+
+    def state(self) -> dict[str, Tensor]:
+        """What a training goes on from: cores, moments, and the cores whose loss was last finite."""
+        return {"values": self.values, "first": self.first, "second": self.second, "sound": self.sound}
+
+    @property
+    def state_held_bytes(self) -> int:
+        """A slot's share of the state held while training: its gradient and moments."""
+        return total_bytes((self.gradients, self.first, self.second)) // len(self)
+
+    def clear(self, slot: int) -> None:
+        """A new tenant's slot: the adapter's own core, without any history."""
+        for state in (self.gradients, self.first, self.second):
+            state[slot].zero_()
+        self.values[slot] = self.start
+        self.sound[slot] = self.start
+
+    def move(self, source: int, target: int) -> None:
+        """Give a tenant another slot, between two steps."""
+        for state in self.state().values():
+            state[target] = state[source]
+
+    def add_gradient(self, loss: Tensor) -> None:
+        """Add what a loss says of each core."""
+        found = torch.autograd.grad(loss, list(self.cores.values()), materialize_grads=True)
+        torch._foreach_add_([self._gradient_of[name] for name in self.cores], list(found))
+
+    def gradient_norms(self, num_used: int) -> Tensor:
+        """Of each slot's gradients in all layers together."""
+        return torch.linalg.vector_norm(self.gradients[:num_used], dim=1)
+
+    def step(
+        self,
+        norms: Tensor,
+        *,
+        rates: Sequence[float],
+        counts: Sequence[int],
+        largest_norms: Sequence[float],
+        decays: Sequence[float],
+    ) -> None:
+        """One step on the first slots, one number each; their gradients are zero afterwards.
+
+        Args:
+            norms: Of their gradients.
+            rates: η.
+            counts: Steps, this one included.
+            largest_norms: To which gradients are clipped.
+            decays: λ.
+        """
+        used = len(norms)
+        values, g, m, v = (state[:used] for state in (self.values, self.gradients, self.first, self.second))
+        (beta1, beta2), column = BETAS, self._column
+        self.sound[:used].copy_(values)
+        g.mul_((column(largest_norms) / (norms.unsqueeze(1) + CLIP_EPSILON)).clamp_(max=1.0))
+        m.lerp_(g, 1 - beta1)
+        v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+        if any(decays):
+            values.mul_(column([1 - rate * decay for rate, decay in zip(rates, decays, strict=True)]))
+        torch.sqrt(v, out=g)  # the gradient is used up: its memory holds what is subtracted
+        g.div_(column([(1 - beta2**count) ** 0.5 for count in counts])).add_(EPSILON)
+        torch.div(m, g, out=g)
+        g.mul_(column([rate / (1 - beta1**count) for rate, count in zip(rates, counts, strict=True)]))
+        values.sub_(g)
+        g.zero_()
+
+    def _column(self, numbers: Sequence[float]) -> Tensor:
+        return torch.tensor(numbers, device=self.device).unsqueeze(1)

@@ -1,0 +1,152 @@
+"""Many tenants in one training: each step's batches hold the next rows of every tenant that has a slot.
+
+Nothing of one tenant reaches another: its rows go through its own core, its loss is the mean over its own tokens of
+the step, and clipping, rate and moments are its slot's. A tenant in company is the tenant alone, to rounding. One that
+has come to its end, stopped early or diverged gives its slot to the next.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from peft.utils.other import AuxiliaryTrainingWrapper
+from torch import Tensor, nn
+
+from frozencore.errors import ConfigError, TrainingError
+from frozencore.randomness import own_random_state
+from frozencore.tune.scoring.mode import base_of
+from frozencore.tune.training.checkpoints import disk_errors_told, starting_point
+from frozencore.tune.training.many.checkpoint import Checkpoints, identity_of
+from frozencore.tune.training.many.company import Company
+from frozencore.tune.training.many.seat import Seat, Trained
+from frozencore.tune.training.many.slots import TrainedSlots
+from frozencore.tune.training.many.tenant import Tenant
+from frozencore.tune.training.termination import Stop, stop_held_back
+from frozencore.tune.training.trainer import own_use_cache, without_dropout
+from frozencore.words import Progress
+
+SLOTS = 64
+CHECKPOINT_S = 60.0
+
+OnEnd = Callable[[Mapping[str, Trained]], None]
+
+
+def train_many(
+    model: nn.Module,
+    tenants: Mapping[str, Tenant],
+    *,
+    pad_id: int,
+    adapter_name: str = "default",
+    num_slots: int = SLOTS,
+    tokens_per_batch: int | None = None,
+    checkpoint_dir: Path | None = None,
+    checkpoint_s: float = CHECKPOINT_S,
+    checkpoint_steps: int | None = None,
+    resume: bool = False,
+    identity: Mapping[str, Any] | None = None,
+    on_end: OnEnd | None = None,
+    progress: Progress | None = None,
+) -> dict[str, Trained]:
+    """Train a core for each tenant on the basis of one adapter, all from that adapter's own core, which stays.
+
+    The model is left in evaluation mode; the global random state is left as it was. With ``checkpoint_dir``, SIGTERM
+    and Ctrl-C take effect at the end of the running step, whose checkpoint is then written; a second Ctrl-C at once.
+
+    Args:
+        num_slots: Tenants that train at once, those with the most steps first: ``16·Σr²`` bytes each and ``4·Σr²`` for
+            the gradient.
+        tokens_per_batch: Of one forward pass; None for what fills the device.
+        checkpoint_dir, resume, identity: As for :func:`frozencore.tune.training.train.train`.
+        checkpoint_s: Seconds between checkpoints.
+        checkpoint_steps: Common steps after which one is written in any case.
+        on_end: Called with the tenants that ended in a step, some of them again after a kill.
+
+    Returns:
+        What became of each, in the order of ``tenants``; one that diverged says so and ends no other's training.
+
+    Raises:
+        ConfigError: No adapter of that name, no basis, or the adapter trains more than cores.
+        TrainingError: A checkpoint cannot be written, or the folder holds checkpoints that are not resumed or of
+            another training.
+    """
+    if num_slots < 1:
+        raise ConfigError(f"Tenants train in at least one slot, got {num_slots}.")
+    if not tenants:
+        return {}
+    if any(isinstance(module, AuxiliaryTrainingWrapper) for module in model.modules()):
+        raise ConfigError(
+            "Tenants share all but their cores, so an adapter with modules_to_save or trainable_token_indices "
+            "trains alone: leave these out of its configuration."
+        )
+    slots = TrainedSlots(model, min(num_slots, len(tenants)), adapter_name=adapter_name)
+    company = Company(model, tenants, slots, pad_id=pad_id, tokens_per_batch=tokens_per_batch)
+    identity = {**(identity or {}), **identity_of(tenants, slots)}
+    resumed_from = starting_point(checkpoint_dir, resume, identity)
+    ended: dict[str, Trained] = {}
+
+    def take(these: dict[str, Trained]) -> None:
+        ended.update(these)
+        if these and on_end is not None:
+            on_end(these)
+
+    with ExitStack() as restored:
+        asked = restored.enter_context(stop_held_back()) if checkpoint_dir else Stop()
+        restored.enter_context(own_random_state())
+        restored.enter_context(without_dropout(model))
+        restored.enter_context(own_use_cache(model))
+        base_of(model).config.use_cache = False
+        restored.callback(model.eval)
+        model.train()
+        kept = Checkpoints(checkpoint_dir, identity, list(tenants)) if checkpoint_dir else None
+        if kept is not None and resumed_from is not None:
+            take(kept.read(resumed_from, company))
+        elif kept is not None:  # what ends before the next one belongs to this training, and says so
+            with disk_errors_told(checkpoint_dir):
+                kept.write(company)
+        saved, steps = time.perf_counter(), 0
+        while company.fill():
+            steps += 1
+            these = {seat.name: _trained(slots, seat, values, resumed_from) for seat, values in company.step()}
+            stops = asked()
+            with disk_errors_told(checkpoint_dir):
+                if kept is not None:
+                    kept.write_ended(these)
+                    is_over = not company.seats and not company.waiting
+                    is_due = time.perf_counter() - saved >= checkpoint_s or steps == checkpoint_steps
+                    if is_over or stops or is_due:
+                        kept.write(company)
+                        saved, steps = time.perf_counter(), 0
+                        done, total, _ = _standing(company, tenants, len(ended))
+                        asked.saved = f"{done} of {total} steps of all are saved"
+            take(these)
+            if progress is not None:
+                progress("train", *_standing(company, tenants, len(ended)))
+            if stops:
+                break
+    if len(ended) < len(tenants):  # and what the signal calls has come back
+        raise TrainingError(
+            f"Training was told to stop with {len(ended)} of {len(tenants)} tenants at their end. "
+            "Its checkpoint is whole: resume it."
+        )
+    return {name: ended[name] for name in tenants}
+
+
+def _trained(slots: TrainedSlots, seat: Seat, values: Tensor, resumed_from: Path | None) -> Trained:
+    report = replace(seat.report(resumed_from), state_held_bytes=slots.state_held_bytes)
+    return Trained(slots.by_layer(values.cpu()), report, seat.diverged)
+
+
+def _standing(company: Company, tenants: Mapping[str, Tenant], num_ended: int) -> tuple[int, int, str]:
+    """Steps done and to do of all tenants together, and in words what the losses are."""
+    to_do = {name: tenants[name].num_steps for name in company.waiting}
+    to_do |= {seat.name: seat.tenant.num_steps - seat.step for seat in company.seats}
+    total = sum(tenant.num_steps for tenant in tenants.values())
+    note = f"{num_ended} of {len(tenants)} have ended"
+    if losses := [seat.losses[-1] for seat in company.seats if seat.losses]:
+        note += f", {len(company.seats)} train at loss {sum(losses) / len(losses):.3f}"
+    return total - sum(to_do.values()), total, note

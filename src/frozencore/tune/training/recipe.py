@@ -1,0 +1,114 @@
+"""The one training recipe: what a training is told (paper, appendix "Complete Experimental Protocol")."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+from frozencore.adapter.bases.refresh_plan import COST
+from frozencore.errors import ConfigError
+from frozencore.privacy import PrivateBudget
+from frozencore.tune.training.low_rank import PLAIN
+
+UNREFRESHED = (
+    ("refresh", 1),
+    ("refresh_cost", COST),
+    ("refresh_memory", None),
+    ("optimiser", PLAIN),
+    ("optimiser_rank", None),
+)  # not told to checkpoints, which are as they were before
+
+
+FEWEST_STEPS, MOST_EPOCHS = 32, 8
+
+
+def epochs_for(num_rows: int, rows_a_step: int) -> int:
+    """Epochs of one's own rows, where nobody says: as many as make ``FEWEST_STEPS`` optimizer steps, at most 8."""
+    return min(MOST_EPOCHS, math.ceil(FEWEST_STEPS / math.ceil(num_rows / rows_a_step)))
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How to train.
+
+    Attributes:
+        learning_rate: The peak.
+        warmup: Share of the optimiser steps in which the learning rate rises from zero.
+        batch_size: Examples in one forward pass.
+        accumulation: Forward passes in one optimiser step.
+        seed: Of the order of the rows.
+        refresh: Rounds, each on new bases; 1 trains on the first ones to the end, ``auto`` makes as many as pay.
+        refresh_cost: Of the products of the training, how many the moments for new bases may add.
+        refresh_memory: What those moments may take; as of :class:`frozencore.Refresh`.
+        pass_tokens: With it the rows of a step go through the model in groups of similar length, each of as many tokens
+            as ``batch_size`` of the longest rows at most: what a pass costs beside its tokens, in tokens. Without it,
+            and in several processes, ``batch_size`` rows in the order in which they come.
+        padding_free: The rows of a forward pass are laid end to end in one
+            (:mod:`frozencore.tune.training.padding_free`); not together with ``pass_tokens``.
+        optimiser: As transformers calls it. One whose state has a rank chooses its directions in each of the rounds.
+        optimiser_rank: That rank.
+        private: What the training may spend of privacy; rows are then drawn for each step, and the gradient of each is
+            cut in place of the step's. None for a training that is not private.
+    """
+
+    learning_rate: float
+    warmup: float
+    epochs: int = 1
+    batch_size: int = 1
+    accumulation: int = 8
+    max_grad_norm: float = 1.0
+    weight_decay: float = 0.0
+    seed: int = 42
+    refresh: int | Literal["auto"] = 1
+    refresh_cost: float = COST
+    refresh_memory: int | str | None = None
+    pass_tokens: int | None = None
+    padding_free: bool = False
+    optimiser: str = PLAIN
+    optimiser_rank: int | None = None
+    private: PrivateBudget | None = None
+
+    def __post_init__(self) -> None:
+        fewest = min(self.epochs, self.batch_size, self.accumulation, 1 if self.refresh == "auto" else self.refresh)
+        rules = {
+            "pass_tokens must not be negative": (self.pass_tokens or 0) >= 0,
+            "pass_tokens and padding_free exclude each other": self.pass_tokens is None or not self.padding_free,
+            "learning_rate must be positive": self.learning_rate > 0,
+            "warmup is a share from 0 to 1": 0 <= self.warmup <= 1,
+            "epochs, batch_size, accumulation and refresh must be at least 1": fewest >= 1,
+            "max_grad_norm must be positive": self.max_grad_norm > 0,
+            "weight_decay must not be negative": self.weight_decay >= 0,
+            "refresh_cost must be positive": self.refresh_cost > 0,
+            "private excludes refresh, pass_tokens and other optimisers": self.private is None
+            or (self.refresh == 1 and self.pass_tokens is None and self.optimiser == PLAIN),
+            "refresh is a number for an optimiser of low rank": self.refresh != "auto" or self.optimiser == PLAIN,
+        }
+        for rule, kept in rules.items():
+            if not kept:
+                raise ConfigError(f"In a recipe {rule}, got {self}.")
+
+    def of_each(self, processes: int) -> Recipe:
+        """What each of several processes does of it: of every step as many rows as the others.
+
+        Raises:
+            ConfigError: A step's rows cannot be shared evenly.
+        """
+        rows = self.batch_size * self.accumulation
+        if rows % processes:
+            raise ConfigError(
+                f"The rows of an optimiser step are shared evenly, but {rows} came for {processes} processes. Choose "
+                "--batch-size and --accumulation whose product is a multiple of that number."
+            )
+        own = rows // processes
+        batch_size = next(n for n in range(min(self.batch_size, own), 0, -1) if own % n == 0)
+        return replace(self, batch_size=batch_size, accumulation=own // batch_size)
+
+    def content(self) -> dict[str, Any]:
+        """JSON values by name, for records and checkpoints: how padding is avoided is no word of those without it."""
+        unsaid = (("pass_tokens", None), ("padding_free", False), ("private", None))
+        return {name: value for name, value in asdict(self).items() if (name, value) not in unsaid}
+
+    def num_steps(self, num_rows: int) -> int:
+        """Optimiser steps over all epochs; the last one of an epoch may hold fewer rows."""
+        return self.epochs * math.ceil(math.ceil(num_rows / self.batch_size) / self.accumulation)

@@ -1,0 +1,293 @@
+"""A training by the one recipe, on transformers' ``Trainer`` (paper, appendix "Complete Experimental Protocol").
+
+AdamW without weight decay over the trainable parameters, cosine schedule with warm-up, gradients clipped at 1, no
+dropout. The loss is the mean over the completion tokens of one optimiser step: how its examples are cut into batches
+and accumulated changes speed and memory, not the result.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PrinterCallback, Trainer
+
+from frozencore.adapter.bases.in_rounds import InRounds
+from frozencore.adapter.bases.refresh import Refresh
+from frozencore.adapter.config import FrozenCoreConfig
+from frozencore.adapter.private.training import PrivateTraining
+from frozencore.adapter.trainable import require_own_parameters
+from frozencore.errors import ConfigError, DataError, DivergenceError, TrainingError
+from frozencore.privacy import Schedule
+from frozencore.randomness import own_random_state
+from frozencore.ranks import num_ranks
+from frozencore.tune.rows.batches import PaddingCollator
+from frozencore.tune.rows.prompts import TokenRow
+from frozencore.tune.training.arguments import training_arguments
+from frozencore.tune.training.by_length import GroupingCollator, GroupingTrainer
+from frozencore.tune.training.checkpoints import disk_errors_told, starting_point
+from frozencore.tune.training.lora_rounds import LoRARounds
+from frozencore.tune.training.low_rank import PLAIN, readable_state
+from frozencore.tune.training.padding_free import lay_end_to_end, require_rows_apart
+from frozencore.tune.training.recipe import UNREFRESHED, Recipe
+from frozencore.tune.training.reporting import Reports
+from frozencore.tune.training.row_order import RowCollator, filled_up, without_fillers
+from frozencore.tune.training.selection import NoBetterError, Selected, Selection, Selector
+from frozencore.tune.training.state_held import StateHeld
+from frozencore.tune.training.termination import Stop, stop_held_back
+from frozencore.tune.training.trainer import (
+    CompletionTrainer,
+    LossMonitor,
+    Seal,
+    StopWhenAsked,
+    own_use_cache,
+    without_dropout,
+)
+from frozencore.words import Progress
+
+
+@dataclass(frozen=True)
+class TrainingReport:
+    """What training did.
+
+    Attributes:
+        num_steps: Optimiser steps, those before a resumed checkpoint included.
+        losses: The loss of each step, in nats per completion token.
+        final_loss: Mean over the last tenth of the steps.
+        time_s: Wall time of this call, without the scoring of validation rows and the reporters' beginning.
+        step_s: Median seconds from one step's end to the next; None for a single step.
+        resumed_from: The checkpoint it went on from.
+        selected: The step whose values were kept, and what chose it; None where the last one was kept unasked.
+        company: Of how many trainings it was one, and how many of them ran at once; None for a training alone.
+        rounds: How many rounds it had, each of which trains other values.
+        earlier_values: How many values earlier rounds trained, which are saved and no longer train; 0 for one round.
+        state_held_bytes: The state held while training, at its peak (:mod:`frozencore.tune.training.state_held`).
+        values_at_once: How many values trained at a moment; None in company, for as many as are left trainable.
+        schedule: Steps and noise of a private training; None for one that is not.
+    """
+
+    num_steps: int
+    losses: tuple[float, ...]
+    final_loss: float
+    time_s: float
+    step_s: float | None
+    resumed_from: Path | None
+    selected: Selected | None = None
+    company: tuple[int, int] | None = None
+    rounds: int = 1
+    earlier_values: int = 0
+    values_at_once: int | None = None
+    schedule: Schedule | None = None
+    state_held_bytes: int = 0
+
+
+def train(
+    model: nn.Module,
+    rows: Sequence[TokenRow],
+    recipe: Recipe,
+    *,
+    pad_id: int,
+    checkpoint_dir: Path | None = None,
+    checkpoint_steps: int | None = None,
+    resume: bool = False,
+    identity: Mapping[str, Any] | None = None,
+    selection: Selection | None = None,
+    reports: Reports | None = None,
+    progress: Progress | None = None,
+) -> TrainingReport:
+    """Train the trainable parameters of a model in place, on the device it is on.
+
+    The model is left in evaluation mode; the global random state is left as it was. With ``checkpoint_dir``, SIGTERM
+    and Ctrl-C take effect at the end of the running step, whose checkpoint is then written; a second Ctrl-C at once.
+
+    Args:
+        checkpoint_dir: Where checkpoints go; ``None`` for none.
+        checkpoint_steps: Optimiser steps between checkpoints; ``None`` for one an epoch.
+        resume: Go on from the newest complete checkpoint, bit for bit as if never interrupted (on a CPU); from
+            the start when there is none.
+        identity: What a checkpoint must share with the run that resumes it beside recipe, rows and the shapes of
+            what trains; JSON values by name.
+        selection: Keep what trained best by validation rows; the last step's values otherwise.
+        reports: Who is told the losses as they come.
+
+    Raises:
+        ConfigError: Nothing is trainable, trainable parameters are below float32, others than the cores of a
+            frozen-core adapter and what its configuration names are trainable, or the model does not keep rows apart
+            that are laid end to end.
+        DataError: There are no rows.
+        DivergenceError: The loss is not finite; what a frozen-core adapter trains is as it was when it last was.
+        TrainingError: A checkpoint cannot be written, or the folder holds checkpoints that are not resumed or of
+            another run.
+    """
+    if not rows:
+        raise DataError("Training needs at least one row, got none.")
+    _require_float32(model)
+    if recipe.padding_free:
+        require_rows_apart(model)
+    kept = require_own_parameters(model)
+    if checkpoint_steps is not None and checkpoint_steps < 1:
+        raise ConfigError(
+            f"Between checkpoints there must be at least one step, got checkpoint_steps={checkpoint_steps}."
+        )
+    own = recipe.of_each(num_ranks())
+    grouped = recipe.pass_tokens is not None and num_ranks() == 1  # processes go through the model equally often
+    if grouped:
+        own = replace(own, batch_size=own.batch_size * own.accumulation, accumulation=1)
+    identity = {**(identity or {}), **_identity(model, recipe, rows)}
+    if selection is not None:
+        identity |= {"scored every": selection.every, "validation rows": selection.identity}
+        identity |= {} if selection.patience is None else {"patience": selection.patience}
+    rounds = _rounds_of(model, recipe, selection)
+    values_at_once = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    resumed_from = starting_point(checkpoint_dir, resume, identity)
+    held = StateHeld(model, rounds)
+    start = time.perf_counter()
+    selector: Selector | None = None
+    monitor = LossMonitor(
+        progress,
+        kept,
+        rounds,
+        paused_s=lambda: selector.time_s if selector else 0.0,
+        tokens_a_step=sum(len(row.input_ids) for row in rows) * recipe.epochs / recipe.num_steps(len(rows)),
+    )
+    with ExitStack() as restored:
+        asked = restored.enter_context(stop_held_back(monitor.say_it_stops)) if checkpoint_dir else Stop()
+        restored.enter_context(own_random_state())
+        restored.enter_context(without_dropout(model))
+        restored.enter_context(own_use_cache(model))
+        told = [reports] if reports else []
+        folder = checkpoint_dir or Path(restored.enter_context(TemporaryDirectory()))
+        if selection is not None:
+            steps_an_epoch = recipe.num_steps(len(rows)) // recipe.epochs
+            selector = Selector(
+                selection,
+                model,
+                steps_an_epoch=steps_an_epoch,
+                asked=asked,
+                resumed_from=resumed_from,
+                reporters=told,
+            )
+        restored.enter_context(readable_state(recipe.optimiser))
+        if rounds is not None:
+            restored.callback(rounds.close)
+        watching = [monitor, *filter(None, [selector, rounds]), held]
+        trainer = (GroupingTrainer if grouped else CompletionTrainer)(
+            model=model,
+            args=training_arguments(
+                model, recipe, own, len(rows), folder, checkpoint_dir is not None, checkpoint_steps
+            ),
+            data_collator=without_fillers(_collator(recipe, rows, pad_id, grouped=grouped)),
+            train_dataset=filled_up(rows, own.batch_size * num_ranks()),
+            callbacks=[*watching, Seal(identity, asked), StopWhenAsked(asked), *told],
+        )
+        trainer.remove_callback(PrinterCallback)
+        private = _made_private(trainer, recipe, selection, reports)
+        with disk_errors_told(checkpoint_dir), suppress(NoBetterError):
+            try:
+                trainer.train(resume_from_checkpoint=None if resumed_from is None else str(resumed_from))
+            except DivergenceError:
+                monitor.put_back(trainer.state.global_step)
+                raise
+    stopped = selector is not None and selector.stopped
+    if trainer.state.global_step < trainer.state.max_steps and not stopped:  # and what the signal calls has come back
+        raise TrainingError(
+            f"Training was told to stop at step {trainer.state.global_step} of {trainer.state.max_steps}. "
+            "Its checkpoint is whole: resume it."
+        )
+    model.eval()
+    selected = selector.put_back() if selector else None
+    losses = tuple(entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
+    beside_s = (selected.time_s if selected else 0.0) + (reports.begin_s if reports else 0.0)
+    tail = losses[-math.ceil(len(losses) / 10) :]
+    return TrainingReport(
+        num_steps=trainer.state.global_step,
+        losses=losses,
+        final_loss=sum(tail) / len(tail),
+        time_s=time.perf_counter() - start - beside_s,
+        step_s=median(b - a for a, b in pairwise(monitor.step_ends)) if len(monitor.step_ends) > 1 else None,
+        resumed_from=resumed_from,
+        selected=selected,
+        rounds=1 if rounds is None else rounds.round_now,
+        earlier_values=0 if rounds is None else rounds.earlier_values,
+        state_held_bytes=held.peak_bytes,
+        values_at_once=values_at_once,
+        schedule=None if private is None else private.schedule,
+    )
+
+
+def _collator(recipe: Recipe, rows: Sequence[TokenRow], pad_id: int, *, grouped: bool) -> RowCollator:
+    """What makes rows a batch, or cuts a step's into groups, none larger than the recipe's batches may be."""
+    if not grouped:
+        return lay_end_to_end if recipe.padding_free else PaddingCollator(pad_id)
+    most_tokens = recipe.batch_size * max(len(row.input_ids) for row in rows)
+    return GroupingCollator(pad_id, most_tokens, recipe.pass_tokens or 0)
+
+
+def _made_private(
+    trainer: Trainer, recipe: Recipe, selection: Selection | None, reports: Reports | None
+) -> PrivateTraining | None:
+    """Give the training its budget, if it has one. Whose rows the bases are of is known to the caller."""
+    if recipe.private is None:
+        return None
+    if selection is not None or reports is not None:
+        raise ConfigError(
+            "A private training counts its steps alone: scores choose no checkpoint, and no reporter is told exact "
+            "losses. Leave select_checkpoint and report_to out."
+        )
+    budget = recipe.private
+    return PrivateTraining(trainer, epsilon=budget.epsilon, delta=budget.delta, clip=budget.clip, basis_is_public=True)
+
+
+def _rounds_of(model: nn.Module, recipe: Recipe, selection: Selection | None) -> InRounds | None:
+    """What ends a round, by what trains; None for a single round, and for an optimiser that has rounds of its own."""
+    if recipe.refresh == 1 or recipe.optimiser != PLAIN:
+        return None
+    if selection is not None:
+        raise ConfigError(
+            "Of a training in rounds the last step is kept: the values of others are of rounds that are over. Leave "
+            "select_checkpoint or refresh out."
+        )
+    config = getattr(model, "peft_config", {}).get("default")
+    if config is None or isinstance(config, FrozenCoreConfig):
+        return Refresh(model, recipe.refresh, cost=recipe.refresh_cost, memory_budget=recipe.refresh_memory)
+    if recipe.refresh == "auto":
+        raise ConfigError("auto counts the rounds of a core. Give a LoRA a number of rounds.")
+    return LoRARounds(model, recipe.refresh)
+
+
+def _require_float32(model: nn.Module) -> None:
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not trainable:
+        raise ConfigError("Training needs trainable parameters, but this model has none. Add an adapter first.")
+    for name, parameter in trainable.items():
+        if parameter.dtype != torch.float32:
+            raise ConfigError(
+                f"Trainable parameters must be float32 (the frozen ones need not be), but {name!r} is "
+                f"{parameter.dtype}. Add the adapter with autocast_adapter_dtype=True, or load the model in float32."
+            )
+
+
+def _identity(model: nn.Module, recipe: Recipe, rows: Sequence[TokenRow]) -> dict[str, Any]:
+    """What a checkpoint must share with the run that resumes it: what trains, how, and on what."""
+    shapes = {name: list(p.shape) for name, p in model.named_parameters() if p.requires_grad}
+    return {
+        **{name: value for name, value in recipe.content().items() if (name, value) not in UNREFRESHED},
+        "rows": _hash_of([[row.input_ids, row.num_context] for row in rows]),
+        "trainable parameters": _hash_of(shapes),
+    }
+
+
+def _hash_of(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()

@@ -1,0 +1,170 @@
+"""Tiny models, tokenizers and batches, and the real data and model where a checkout has them beside it.
+
+jaxtyping's shapes of the package are checked in every test. ``tests`` and ``lab/tests`` share these fixtures.
+"""
+
+from __future__ import annotations
+
+import jaxtyping
+
+from places import SHARED, SOURCES
+
+# Only modules that say shapes: wrapping every function of the others took a quarter of the tests' time for nothing.
+SHAPE_CHECKED = [
+    ".".join(file.relative_to(SOURCES).with_suffix("").parts)
+    for file in sorted((SOURCES / "frozencore").rglob("*.py"))
+    if "from jaxtyping import" in file.read_text(encoding="utf-8")
+]
+jaxtyping.install_import_hook(SHAPE_CHECKED, "beartype.beartype")  # must come before the first import of frozencore
+
+# torch, transformers and what needs them are imported in the fixtures: pytest-xdist's controller reads this file too,
+# runs no test, and would need nine seconds for them.
+import gc  # noqa: E402
+import os  # noqa: E402
+import signal  # noqa: E402
+import sys  # noqa: E402
+from collections.abc import Callable, Iterator  # noqa: E402
+from pathlib import Path  # noqa: E402
+from typing import TYPE_CHECKING, Any  # noqa: E402
+
+import pytest  # noqa: E402
+from hypothesis import settings  # noqa: E402
+
+from trials import FIXED  # noqa: E402
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from tiny import Example
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.pop("COLUMNS", None)  # of the terminal that the tests were started in
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell started them in the background
+settings.load_profile(FIXED)
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<s>{{ m.role }}\n{{ m.content }}</s>\n{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
+)
+
+
+def pytest_collection_finish() -> None:
+    """What has been imported stays: a collection of garbage, for which every Trainer asks, need not look at it."""
+    import transformers  # noqa: F401 - before a test: its log keeps the stderr that it finds, and a test's is closed
+
+    import frozencore.cli.console  # noqa: F401 - before a test that sets COLUMNS: it reads them once
+
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture
+def examples() -> list[Example]:
+    """Seven examples of 4 to 9 tokens."""
+    from tiny import draw_examples
+
+    return draw_examples(num_examples=7, seed=3)
+
+
+@pytest.fixture
+def qwen2() -> nn.Module:
+    """Two layers, width 32, four heads over two key/value heads, float32."""
+    from tiny import tiny_qwen2
+
+    return tiny_qwen2()
+
+
+@pytest.fixture
+def llama() -> nn.Module:
+    from tiny import tiny_llama
+
+    return tiny_llama()
+
+
+@pytest.fixture
+def gpt2() -> nn.Module:
+    """Conv1D weights, learned positions, dropout 0.3 in the config."""
+    from tiny import tiny_gpt2
+
+    return tiny_gpt2()
+
+
+@pytest.fixture
+def as_a_user() -> Iterator[None]:
+    """No runtime type checks, as in a user's process: a wrong option must meet our own refusal."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture(autouse=True)
+def same_global_seed() -> None:
+    import torch
+
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):  # type: ignore[no-untyped-def]
+    """Runs ``frozencore`` with those words: exit status, what it printed, and its errors."""
+    from frozencore.cli import app as cli
+
+    def run(*words: str | Path) -> tuple[int, str, str]:
+        capsys.readouterr()  # what the fixtures wrote
+        monkeypatch.setattr(sys, "argv", ["frozencore", *map(str, words)])
+        with pytest.raises(SystemExit) as exit_:
+            cli.main()
+        captured = capsys.readouterr()
+        return int(exit_.value.code or 0), captured.out, captured.err
+
+    return run
+
+
+@pytest.fixture
+def shared_data() -> Path:
+    """The real benchmark rows, of the hub's schema."""
+    if not (SHARED / "data").is_dir():
+        pytest.skip("no ../shared/data beside this checkout")
+    return SHARED / "data"
+
+
+@pytest.fixture
+def tiny1m() -> Path:
+    """A real pretrained Llama of a million parameters; it puts ``<s>`` in front and pads with ``</s>``."""
+    if not (SHARED / "models" / "tiny1m").is_dir():
+        pytest.skip("no ../shared/models/tiny1m beside this checkout")
+    return SHARED / "models" / "tiny1m"
+
+
+@pytest.fixture
+def byte_tokenizer() -> Callable[..., Any]:
+    """Makes a tokenizer of one token a byte (258 in all), plus merges of the pairs given."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    def make(*, adds_start: bool = False, chat: bool = False, merges: tuple[tuple[str, str], ...] = ()) -> Any:
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        pieces = [*alphabet, *(left + right for left, right in merges)]
+        tokenizer = Tokenizer(models.BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=list(merges)))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        tokenizer.add_special_tokens([AddedToken("<s>", special=True), AddedToken("</s>", special=True)])
+        if adds_start:
+            tokenizer.post_processor = processors.TemplateProcessing(
+                single="<s> $A", special_tokens=[("<s>", tokenizer.token_to_id("<s>"))]
+            )
+        fast = PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="</s>", model_max_length=512
+        )
+        fast.chat_template = CHAT_TEMPLATE if chat else None
+        return fast
+
+    return make
+
+
+@pytest.fixture
+def byte_model() -> nn.Module:
+    """A tiny Qwen2 over the byte tokenizer's vocabulary."""
+    from tiny import tiny_qwen2
+
+    return tiny_qwen2(vocab_size=300, max_position_embeddings=512)

@@ -1,0 +1,75 @@
+"""A method from outside of the package is one row: commands, campaigns and reports then know it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from peft import LNTuningConfig, PeftModel, get_peft_model
+from torch import Tensor, nn
+
+from frozencore.cli.figure_style import ORANGE, method_colour
+from frozencore.tune.methods import METHODS, AdapterOptions, Method
+from small_campaign import write_spec
+
+Command = Callable[..., tuple[int, str, str]]
+
+CAMPAIGN = """
+name: with-norms
+models: {pocket: pocket}
+base: {batch_size: 8, accumulation: 1, dtype: float32, num_train: 32, num_evaluation: 20, epochs: 1}
+studies:
+  main:
+    title: A new method beside an old one
+    axes: {model: [pocket], task: [pocket-sentiment], method: [random, norms], seed: [42]}
+    report: {reference: random}
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Norms(Method):
+    """The gains of the layer norms."""
+
+    def add(self, model: nn.Module, options: AdapterOptions, bases: Mapping[str, Tensor] | None = None) -> PeftModel:
+        return get_peft_model(model, LNTuningConfig(task_type="CAUSAL_LM", target_modules=["input_layernorm"]))
+
+
+@pytest.fixture
+def _row(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = Norms(label="Layer norms", colour="orange", trains=("gains",), learning_rate=3e-3, warmup=0.25)
+    monkeypatch.setitem(METHODS, "norms", row)
+
+
+@pytest.mark.usefixtures("_row")
+def test_a_row_is_enough_for_a_campaign_and_its_report(command: Command, tmp_path: Path) -> None:
+    spec, folder = write_spec(tmp_path, CAMPAIGN), tmp_path / "out"
+    status, planned, _ = command("campaign", "plan", spec, "--out", folder)
+    assert status == 0
+    assert "2 different runs" in planned
+    assert command("campaign", "run", spec, "--out", folder, "--workers", 0)[0] == 0
+    assert command("campaign", "report", folder)[0] == 0
+
+    lines = (folder / "records.jsonl").read_text(encoding="utf-8").splitlines()
+    (record,) = [record for record in map(json.loads, lines) if record["method"] == "norms"]
+    recipe = record["resolved"]["recipe"]
+    assert (recipe["learning_rate"], recipe["warmup"]) == (3e-3, 0.25)
+    assert record["values_at_once"] < 4096  # fewer than the cores of rank 16
+    assert "basis" not in record["hashes"]
+    report = (folder / "report" / "report.md").read_text(encoding="utf-8")
+    assert "Layer norms" in report
+    assert "gains" in report
+    assert method_colour("norms") == ORANGE
+
+
+@pytest.mark.usefixtures("_row")
+def test_the_command_line_lists_it_and_offers_it_for_a_misspelling(command: Command, tmp_path: Path) -> None:
+    shown = " ".join(command("tune", "--help")[1].replace("│", " ").split())
+    offered = shown.partition("What to train.")[2].partition("One of ")[2].partition(".")[0]
+    assert all(name in offered for name in METHODS)
+    assert "norms" in METHODS
+    status, _, error = command("tune", "--model", "pocket", "--task", "sst2", "--method", "normss", "--out", tmp_path)
+    assert status == 2
+    assert "Did you mean 'norms'?" in error

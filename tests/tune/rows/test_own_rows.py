@@ -1,0 +1,197 @@
+"""The user's own rows: the forms that trainers share in six kinds of file, and one line for what is wrong."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset
+
+from frozencore.errors import ConfigError, DataError, NoRowsError
+from frozencore.tune.rows.own_rows import read_rows
+from frozencore.tune.rows.prompts import PromptEncoder
+
+PAIR = {"prompt": "Capital of France?", "completion": " Paris"}
+MESSAGES = {"messages": [{"role": "user", "content": "Capital?"}, {"role": "assistant", "content": "Paris"}]}
+TEXT = {"text": "Paris is a capital."}
+
+
+CONVERSATIONAL = {"prompt": MESSAGES["messages"][:1], "completion": MESSAGES["messages"][1:]}
+SHAREGPT = {"conversations": [{"from": "human", "value": "Capital?"}, {"from": "gpt", "value": "Paris"}]}
+ALPACA = {"instruction": "Name the capital.", "input": "France", "output": "Paris"}
+TABLES = (".csv", ".tsv")
+KINDS = (".jsonl", ".json", ".parquet", ".arrow", *TABLES)
+
+
+def write(path: Path, rows: list[Any]) -> str:
+    if path.suffix == ".parquet":
+        Dataset.from_list(rows).to_parquet(path)
+    elif path.suffix == ".arrow":
+        Dataset.from_list(rows).save_to_disk(path.parent / "saved")
+        (written,) = (path.parent / "saved").glob("*.arrow")
+        shutil.copy(written, path)
+    elif path.suffix in TABLES:
+        Dataset.from_list(rows).to_csv(path, sep="," if path.suffix == ".csv" else "\t")
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows))
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.mark.parametrize("suffix", KINDS)
+def test_each_form_puts_the_loss_where_it_belongs(
+    tmp_path: Path, suffix: str, byte_tokenizer: Callable[..., Any]
+) -> None:
+    encoder = PromptEncoder(byte_tokenizer(adds_start=True, chat=True))
+    asked = "<s>user\nCapital?</s>\n<s>assistant\n"
+    flat = (
+        (PAIR, "<s>user\nCapital of France?</s>\n<s>assistant\n", "Paris</s>"),
+        (ALPACA, "<s>user\nName the capital.\n\nFrance</s>\n<s>assistant\n", "Paris</s>"),
+        (TEXT, "<s>", "Paris is a capital.</s>"),
+    )
+    nested = ((MESSAGES, asked, "Paris</s>"), (CONVERSATIONAL, asked, "Paris</s>"), (SHAREGPT, asked, "Paris</s>"))
+    for row, context, completion in (*flat, *(() if suffix in TABLES else nested)):
+        texts = read_rows(write(tmp_path / f"rows{suffix}", [row, row]), encoder).texts
+        assert [text.id for text in texts] == ["row-1", "row-2"]
+        tokens = encoder.training_rows(texts)[1]
+        assert encoder.tokenizer.decode(tokens.input_ids[: tokens.num_context]) == context
+        assert encoder.tokenizer.decode(tokens.input_ids[tokens.num_context :]) == completion
+
+
+def test_a_model_without_chat_reads_instructions_under_alpacas_headings(
+    tmp_path: Path, byte_tokenizer: Callable[..., Any]
+) -> None:
+    rows = write(tmp_path / "rows.jsonl", [ALPACA, ALPACA | {"input": ""}])
+    with_input, without = read_rows(rows, PromptEncoder(byte_tokenizer())).texts
+    assert with_input.context + with_input.completion == (
+        "### Instruction:\nName the capital.\n\n### Input:\nFrance\n\n### Response:\nParis"
+    )
+    assert without.context + without.completion == "### Instruction:\nName the capital.\n\n### Response:\nParis"
+
+
+@pytest.mark.parametrize("as_text", [True, False])
+def test_who_calls_a_tool_need_not_speak_and_the_template_is_told_the_tools(
+    tmp_path: Path, as_text: bool, byte_tokenizer: Callable[..., Any]
+) -> None:
+    tools = [{"type": "function", "function": {"name": "capital", "parameters": {}}}]
+    called = [{"type": "function", "function": {"name": "capital", "arguments": {"of": "France"}}}]
+    turns = [
+        {"role": "user", "content": "Capital?"}, {"role": "assistant", "content": None, "tool_calls": called},
+        {"role": "tool", "content": "Paris"}, {"role": "assistant", "content": "It is Paris."},
+    ]  # fmt: skip
+    encoder = PromptEncoder(byte_tokenizer(chat=True))
+    encoder.tokenizer.chat_template = (
+        "{% for t in tools %}[{{ t.function.name }}]{% endfor %}{% for m in messages %}{{ m.role + m.content }}"
+        "{% for c in m.tool_calls %}({{ c.function.name }}){% endfor %};{% endfor %}"
+    )
+    row = {"messages": turns, "tools": json.dumps(tools) if as_text else tools}
+    (text,) = read_rows(write(tmp_path / "rows.jsonl", [row]), encoder).texts
+    assert text.context == "[capital]userCapital?;assistant(capital);toolParis;"
+    assert text.completion == "It is Paris."
+
+
+def test_columns_of_other_names_are_named(tmp_path: Path, byte_tokenizer: Callable[..., Any]) -> None:
+    encoder = PromptEncoder(byte_tokenizer())
+    row = {"question": "Capital?", "answer": " Paris", "text": "a column that nobody asked for"}
+    path = write(tmp_path / "rows.csv", [row])
+    (text,) = read_rows(path, encoder, "prompt=question, completion=answer").texts
+    assert text.context + text.completion == "Capital? Paris"
+    for columns, reason in (
+        ("prompt=question,completion=reply", "has no column 'reply' .*; row 1 has question, answer, text"),
+        ("prompt", "says which column is which"),
+        ("promt=question", "says which column is which"),
+        ("prompt=question,prompt=answer", "says which column is which"),
+    ):
+        with pytest.raises((ConfigError, DataError), match=reason):
+            read_rows(path, encoder, columns)
+
+
+def test_plain_pairs_keep_their_own_separator(tmp_path: Path, byte_tokenizer: Callable[..., Any]) -> None:
+    (text,) = read_rows(write(tmp_path / "rows.jsonl", [PAIR]), PromptEncoder(byte_tokenizer())).texts
+    assert text.context + text.completion == "Capital of France? Paris"
+
+
+@pytest.mark.parametrize(
+    ("rows", "reason"),
+    [
+        ([], "holds no rows"),
+        (
+            [{"question": "a"}],
+            "needs the columns prompt and completion, .* or text, but row 1 has question",
+        ),
+        ([PAIR, {"prompt": "a"}], r"Row row-2: column 'completion' must hold text, but holds nothing"),
+        ([PAIR, PAIR, {"prompt": "a", "completion": ""}], r"Row row-3: column 'completion'"),
+        ([{"text": 3}], r"Row row-1: column 'text' must hold text, but holds 3"),
+        ([MESSAGES, {"messages": MESSAGES["messages"][:1]}], r"Row row-2: 'messages' must end with the assistant"),
+        ([{"messages": "hello"}], r"Row row-1: column 'messages' must hold a list"),
+        ([{"messages": [{"role": "user"}]}], r"Row row-1: column 'content'"),
+        ([PAIR, 5], r"line 2: each line must be a JSON object"),
+        (
+            [{"messages": [{"role": "user", "content": None}, *MESSAGES["messages"][1:]]}],
+            r"Row row-1: column 'content'",
+        ),
+        ([CONVERSATIONAL | {"completion": "Paris"}], r"Row row-1: column 'completion' must hold a list of turns"),
+        ([{"conversations": [{"from": "bing", "value": "a"}]}], r"a turn of 'conversations' is from human, .*'bing'"),
+        ([MESSAGES | {"tools": "{"}], r"Row row-1: column 'tools' must hold a list"),
+    ],
+)
+def test_a_wrong_file_is_one_line_with_the_row(
+    tmp_path: Path, rows: list[Any], reason: str, byte_tokenizer: Callable[..., Any]
+) -> None:
+    with pytest.raises(DataError, match=reason) as error:
+        read_rows(write(tmp_path / "rows.jsonl", rows), PromptEncoder(byte_tokenizer(chat=True)))
+    assert "\n" not in str(error.value)
+
+
+def test_broken_and_missing_files_are_one_line(tmp_path: Path, byte_tokenizer: Callable[..., Any]) -> None:
+    encoder = PromptEncoder(byte_tokenizer())
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"text": \n')
+    (tmp_path / "b.parquet").write_bytes(b"nothing")
+    (tmp_path / "c.jsonl").write_bytes(b'{"text": "\xff\xfe"}\n')
+    (tmp_path / "d.xlsx").write_text("text\na\n")
+    (tmp_path / "f.csv").write_text("text,other\na\n")
+    (tmp_path / "g.json").write_text('{"text": "a"}')
+    (tmp_path / "h.arrow").write_bytes(b"ARROW1 no")
+    (tmp_path / "i.csv").write_text('text\n"a\n')
+    (tmp_path / "j.csv").write_text("text\n")
+    for name, reason in (
+        ("a.jsonl", "line 2"),
+        ("b.parquet", "cannot be read as Parquet"),
+        ("c.jsonl", "must be UTF-8"),
+        ("d.xlsx", "must name a .jsonl, .json, .csv, .tsv, .parquet or .arrow file"),
+        ("f.csv", "line 2: a row must have the 2 columns"),
+        ("g.json", "must be one JSON list of objects"),
+        ("h.arrow", "cannot be read as Arrow"),
+        ("i.csv", "i.csv, line 1: .*Write it again"),
+        ("j.csv", "holds no rows"),
+        ("e.jsonl", "there is no file"),
+    ):
+        with pytest.raises(DataError, match=reason) as error:
+            read_rows(str(tmp_path / name), encoder)
+        assert "\n" not in str(error.value)
+
+
+def test_bad_rows_are_left_out_and_counted_by_what_is_wrong_where_that_is_allowed(
+    tmp_path: Path, byte_tokenizer: Callable[..., Any]
+) -> None:
+    bad = [{"prompt": "a"}, {"prompt": "b", "completion": " "}, {"prompt": None, "completion": "c"}]
+    read = read_rows(write(tmp_path / "rows.jsonl", [PAIR, *bad, PAIR]), PromptEncoder(byte_tokenizer()), skip_bad=True)
+    assert [text.id for text in read.texts] == ["row-1", "row-5"]
+    assert read.num_read == 5
+    assert read.bad == {"column 'completion' must hold text": 2, "column 'prompt' must hold text": 1}
+    with pytest.raises(NoRowsError, match=r"--skip-bad left none of 3 rows of .*: column 'completion' must hold text"):
+        read_rows(
+            write(tmp_path / "bad.jsonl", [{**row, "completion": ""} for row in bad]),
+            PromptEncoder(byte_tokenizer()),
+            skip_bad=True,
+        )
+
+
+def test_messages_need_a_chat_template(tmp_path: Path, byte_tokenizer: Callable[..., Any]) -> None:
+    with pytest.raises(ConfigError, match="need a chat template"):
+        read_rows(write(tmp_path / "rows.jsonl", [MESSAGES]), PromptEncoder(byte_tokenizer()))

@@ -1,0 +1,115 @@
+"""The user's own rows as a task."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from frozencore.errors import ConfigError, DataError
+from frozencore.tune.rows.suite import find_task, find_tasks
+from frozencore.tune.tasks.splits import evaluation_rows, split_task
+
+CAPITALS = """\
+name: capitals
+scoring: choice
+train: train.jsonl
+evaluation: test.jsonl
+prompt: "Question: capital of {country}?\\nAnswer:"
+choices: options
+answer: answer
+epochs: 3
+"""
+SUMS = 'name: sums\nscoring: exact_match\nevaluation: test.jsonl\nprompt: "{a} + {b} ="\nanswer: sum\n'
+
+
+def task_file(folder: Path, text: str, rows: list[dict[str, Any]], train: list[dict[str, Any]] | None = None) -> str:
+    for name, own in (("test.jsonl", rows), ("train.jsonl", train or rows)):
+        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in own))
+    (folder / "task.yaml").write_text(text)
+    return str(folder / "task.yaml")
+
+
+def country(name: str, answer: Any = "Paris") -> dict[str, Any]:
+    return {"country": name, "options": ["Paris", "Rome"], "answer": answer}
+
+
+def test_ten_lines_make_a_choice_task(tmp_path: Path) -> None:
+    train = [country(f"T{i}") for i in range(20)]
+    task = find_task(task_file(tmp_path, CAPITALS, [country("France"), country("Italy", 1)], train))
+    splits = split_task(task)
+    assert (task.name, task.epochs, len(splits.train), len(splits.validation)) == ("capitals", 3, 18, 2)
+    by_prompt = {example.prompt: example for example in splits.evaluation}
+    italy = by_prompt["Question: capital of Italy?\nAnswer:"]
+    assert (italy.completion, italy.choices) == (" Rome", (" Paris", " Rome"))
+    assert by_prompt["Question: capital of France?\nAnswer:"].completion == " Paris"
+
+
+def test_choices_may_stand_in_the_file_and_numbers_need_none(tmp_path: Path) -> None:
+    path = task_file(tmp_path, CAPITALS.replace("options", '["yes", "no"]'), [country("France", "no")])
+    (example,) = evaluation_rows(find_task(path))
+    assert (example.completion, example.choices) == (" no", (" yes", " no"))
+    (example,) = evaluation_rows(find_task(task_file(tmp_path, SUMS, [{"a": 1, "b": 2, "sum": 3}])))
+    assert (example.prompt, example.completion) == ("1 + 2 =", " The answer is: 3")
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("- 1\n", "must hold keys such as name, scoring"),
+        (CAPITALS + "epoch: 3\n", "epoch: extra inputs are not permitted"),
+        (CAPITALS + "epochs: 3\n", "the key 'epochs' is given twice"),
+        (CAPITALS.replace("epochs: 3", "epochs: 1e1"), "epochs: input should be a valid integer"),
+        (CAPITALS.replace("epochs: 3", "epochs: '3'"), "epochs: input should be a valid integer, but '3' came"),
+        (CAPITALS.replace("scoring: choice", "scoring: chance"), "scoring: input should be 'choice' or 'exact_match'"),
+        (CAPITALS.replace("scoring: choice", "scoring: exact_match"), "choices belong to 'scoring: choice'"),
+        (CAPITALS.replace("choices: options\n", ""), "choices belong to 'scoring: choice'"),
+        (CAPITALS.replace("options", "[yes-only]"), "give two texts or more"),
+        (CAPITALS.replace("answer: answer\n", ""), "answer: field required"),
+        (CAPITALS.replace("name: capitals", "name: a/b"), "name: string should match"),
+        (CAPITALS.replace("name: capitals", "name: .."), "name: string should match"),
+        (CAPITALS.replace("name: capitals", f"name: {'x' * 300}"), "name: string should match"),
+        (CAPITALS.replace("name: capitals", 'name: "a\\nb"'), "name: string should match"),
+    ],
+)
+def test_a_bad_description_is_one_line(text: str, reason: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=reason) as error:
+        find_task(task_file(tmp_path, text, [country("France")]))
+    assert "\n" not in str(error.value)
+    assert "task.yaml" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        (country("France", "Oslo"), "Row evaluation-0: column 'answer' must hold one of Paris, Rome, but holds 'Oslo'"),
+        (country("France", 2), "must hold one of 0, 1, but holds 2"),
+        (country("France", None), "but holds None"),
+        (country(" "), "column 'country' must hold text or a number, but holds ' '"),
+        ({"options": ["a", "b"], "answer": "a"}, "column 'country' .* nothing"),
+        ({"country": "x", "options": ["a", ""], "answer": "a"}, "column 'options' must hold two texts or more"),
+    ],
+)
+def test_a_bad_row_is_one_line(row: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=reason) as error:
+        evaluation_rows(find_task(task_file(tmp_path, CAPITALS, [row])))
+    assert "\n" not in str(error.value)
+
+
+def test_without_training_rows_a_task_is_for_evaluation_only(tmp_path: Path) -> None:
+    task = find_task(task_file(tmp_path, SUMS, [{"a": 1, "b": 2, "sum": 3}]))
+    with pytest.raises(DataError, match="needs rows to train and to evaluate on"):
+        split_task(task)
+    (tmp_path / "test.jsonl").unlink()
+    with pytest.raises(DataError, match="'evaluation:' must name a .jsonl, .*file, but there is no file"):
+        evaluation_rows(task)
+
+
+def test_a_list_of_tasks_names_each_once() -> None:
+    assert len(find_tasks("all")) == 11
+    assert [task.name for task in find_tasks("sst2, svamp")] == ["sst2", "svamp"]
+    for names, reason in (("all,sst2", "sst2 comes twice"), (" , ", "names no task"), ("sst3", "Did you mean 'sst2'")):
+        with pytest.raises(ConfigError, match=reason):
+            find_tasks(names)

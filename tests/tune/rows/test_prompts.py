@@ -1,0 +1,196 @@
+"""Text and tokens of rows, against what the tokenizer says of the text itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from frozencore.errors import ConfigError, DataError, ModelError
+from frozencore.tune.rows.batches import PaddingCollator, group_rows, make_batches
+from frozencore.tune.rows.prompts import PromptEncoder, TextRow, TokenRow
+from frozencore.tune.rows.suite import find_task
+from frozencore.tune.tasks.splits import split_task
+from frozencore.tune.tasks.task import Example
+
+EXAMPLE = Example("row-1", "Is it?", " yes", (" yes", " no"))
+
+
+@pytest.mark.parametrize("adds_start", [False, True])
+def test_plain_rows_are_prompt_completion_and_end(byte_tokenizer: Callable[..., Any], adds_start: bool) -> None:
+    encoder = PromptEncoder(byte_tokenizer(adds_start=adds_start))
+    (row,) = encoder.training_rows([encoder.render(EXAMPLE)])
+    tokenizer = encoder.tokenizer
+    assert row.input_ids == [*tokenizer("Is it? yes")["input_ids"], tokenizer.eos_token_id]
+    assert tokenizer.decode(row.input_ids[row.num_context :]) == " yes</s>"
+    assert (row.input_ids[0] == tokenizer.bos_token_id) == adds_start
+
+
+def test_training_choices_and_generation_see_the_same_context(byte_tokenizer: Callable[..., Any]) -> None:
+    for options in ({}, {"adds_start": True}, {"adds_start": True, "chat": True}):
+        encoder = PromptEncoder(byte_tokenizer(**options))
+        text = encoder.render(EXAMPLE)
+        (row,), (choices,), (context,) = (
+            encoder.training_rows([text]),
+            encoder.choice_rows([text]),
+            encoder.context_rows([text]),
+        )
+        assert row.input_ids[: row.num_context] == choices.context_ids == context
+        assert row.input_ids[row.num_context : -1] == choices.choice_ids[0]
+
+
+def test_chat_rows_go_through_the_template_with_one_start_token(byte_tokenizer: Callable[..., Any]) -> None:
+    encoder = PromptEncoder(byte_tokenizer(adds_start=True, chat=True))
+    text = encoder.render(EXAMPLE)
+    assert (text.context, text.completion) == ("<s>user\nIs it?</s>\n<s>assistant\n", "yes")
+    assert text.choices == ("yes", "no")
+    (row,) = encoder.training_rows([text])
+    assert encoder.tokenizer.decode(row.input_ids) == "<s>user\nIs it?</s>\n<s>assistant\nyes</s>"
+    assert not PromptEncoder(byte_tokenizer(chat=True), style="plain").is_chat
+    with pytest.raises(ConfigError, match="needs a chat template"):
+        PromptEncoder(byte_tokenizer(), style="chat")
+
+
+def test_space_at_the_end_of_a_prompt_moves_to_the_completion(byte_tokenizer: Callable[..., Any]) -> None:
+    encoder = PromptEncoder(byte_tokenizer())
+    text = encoder.render(Example("row-1", "Is it? ", "yes", ("yes", "no")))
+    assert (text.context, text.completion, text.choices) == ("Is it?", " yes", (" yes", " no"))
+
+
+def test_a_token_over_the_boundary_is_cut_where_generation_cuts_it(byte_tokenizer: Callable[..., Any]) -> None:
+    encoder = PromptEncoder(byte_tokenizer(merges=(("b", "c"),)))
+    row = TextRow("row-1", "ab", "cd", ("cd", "d"))
+    assert encoder.tokenizer("abcd")["input_ids"][:2] != encoder.tokenizer("ab")["input_ids"]
+    (tokens,) = encoder.training_rows([row])
+    assert encoder.tokenizer.convert_ids_to_tokens(tokens.input_ids) == ["a", "b", "c", "d", "</s>"]
+    assert tokens.num_context == 2
+    (choices,) = encoder.choice_rows([row])
+    assert [encoder.tokenizer.decode(ids) for ids in choices.choice_ids] == ["cd", "d"]
+
+
+def test_a_merge_inside_the_completion_is_kept(byte_tokenizer: Callable[..., Any]) -> None:
+    encoder = PromptEncoder(byte_tokenizer(merges=(("b", "c"),)))
+    (tokens,) = encoder.training_rows([TextRow("row-1", "a", "bc")])
+    assert encoder.tokenizer.convert_ids_to_tokens(tokens.input_ids) == ["a", "bc", "</s>"]
+
+
+def test_text_rows_carry_loss_everywhere(byte_tokenizer: Callable[..., Any]) -> None:
+    plain, started = PromptEncoder(byte_tokenizer()), PromptEncoder(byte_tokenizer(adds_start=True))
+    row = TextRow("row-1", "", "abc")
+    assert plain.training_rows([row])[0].num_context == 0
+    assert started.training_rows([row])[0].num_context == 1
+
+
+def test_long_rows_are_refused_in_one_line_with_counts(byte_tokenizer: Callable[..., Any]) -> None:
+    encoder = PromptEncoder(byte_tokenizer(), max_length=8)
+    rows = [TextRow(f"row-{i}", "p" * i, "c", ("c",)) for i in range(4, 11)]
+    for encode, longest in ((encoder.training_rows, 12), (encoder.choice_rows, 11), (encoder.context_rows, 10)):
+        with pytest.raises(
+            DataError, match=rf"of 7 rows .* 8 tokens \(the longest, row-10, has {longest}\).*--max-len"
+        ):
+            encode(rows)
+
+
+def test_truncation_cuts_the_oldest_prompt_tokens_and_keeps_start_and_completion(
+    byte_tokenizer: Callable[..., Any],
+) -> None:
+    encoder = PromptEncoder(byte_tokenizer(adds_start=True), max_length=8, too_long="truncate")
+    rows = [TextRow("row-1", "0123456789", "abc", ("abc", "d")), TextRow("row-2", "", "0123456789", ("0",))]
+    decode = encoder.tokenizer.decode
+    long_prompt, long_text = encoder.training_rows(rows)
+    assert decode(long_prompt.input_ids) == "<s>789abc</s>"
+    assert long_prompt.num_context == 4
+    assert decode(long_text.input_ids) == "<s>0123456"
+    (choices,) = encoder.choice_rows(rows[:1])
+    assert decode(choices.context_ids) == "<s>6789"
+    assert [len(ids) for ids in encoder.context_rows(rows[:1])] == [8]
+
+
+def test_a_completion_is_never_cut_and_what_leaves_no_room_for_its_prompt_is_named(
+    byte_tokenizer: Callable[..., Any],
+) -> None:
+    rows = [TextRow("row-1", "0123456789", "abcd"), TextRow("row-2", "xyz", "abcdef"), TextRow("row-3", "x", "a" * 99)]
+    encoder = PromptEncoder(byte_tokenizer(adds_start=True), max_length=8, too_long="truncate")
+    for kept, said in (
+        (rows[:2], r"1 of 2 rows .* 8 tokens \(the longest, row-2, has 7 after a prompt of 4\)"),
+        (rows, r"2 of 3 rows .* 8 tokens \(the longest, row-3, has 100 after a prompt of 2\)"),
+    ):
+        with pytest.raises(DataError, match=rf"completion is not cut.* {said}.*--max-length.*--skip-long") as error:
+            encoder.training_rows(kept)
+        assert "\n" not in str(error.value)
+    rows += [
+        TextRow("row-4", "x", "abcd"),
+        TextRow("row-5", "", "a" * 99),
+        TextRow("row-6", "0123", "a", ("a", "b" * 9)),
+    ]
+    assert encoder.fits(rows) == ["cut", "too long", "too long", "whole", "cut", "too long"]
+    refusing = PromptEncoder(byte_tokenizer(adds_start=True), max_length=8)
+    assert refusing.fits(rows) == ["too long", "too long", "too long", "whole", "too long", "too long"]
+    fitting = [row for row, fit in zip(rows, encoder.fits(rows), strict=True) if fit != "too long"]
+    ends = [encoder.tokenizer.decode(row.input_ids[row.num_context :]) for row in encoder.training_rows(fitting)]
+    assert ends == ["abcd</s>", "abcd</s>", "a" * 7]
+
+
+def test_empty_completions_and_empty_prompts_are_named(byte_tokenizer: Callable[..., Any]) -> None:
+    encoder = PromptEncoder(byte_tokenizer())
+    with pytest.raises(DataError, match=r"Row row-1: a completion"):
+        encoder.training_rows([TextRow("row-1", "a", "")])
+    with pytest.raises(DataError, match=r"Row row-1: scoring by choice"):
+        encoder.choice_rows([TextRow("row-1", "", "a", ("a",))])
+
+
+def test_what_no_row_could_be_made_with_is_refused_at_once(byte_tokenizer: Callable[..., Any]) -> None:
+    with pytest.raises(ConfigError, match="needs a chat template, but this tokenizer has none. Use 'plain'"):
+        PromptEncoder(byte_tokenizer(), style="chat")
+    with pytest.raises(ConfigError, match="room for two tokens, got max_length=1"):
+        PromptEncoder(byte_tokenizer(), max_length=1)
+    endless = byte_tokenizer()
+    endless.eos_token = None
+    with pytest.raises(ModelError, match="need an end token, but this tokenizer has none"):
+        PromptEncoder(endless)
+
+
+def test_a_chat_template_that_raises_names_the_row_and_says_why(byte_tokenizer: Callable[..., Any]) -> None:
+    tokenizer = byte_tokenizer(chat=True)
+    tokenizer.chat_template = "{{ raise_exception('no users here') }}"
+    with pytest.raises(DataError, match=r"Row 7: the tokenizer's chat template refuses it: .*no users here"):
+        PromptEncoder(tokenizer).render(Example(id="7", prompt="Two and two?", completion=" Four."))
+
+
+def test_real_rows_spell_their_text_and_no_boundary_merges(tiny1m: Path, shared_data: Path) -> None:
+    encoder = PromptEncoder(AutoTokenizer.from_pretrained(tiny1m), max_length=256)
+    for name in ("sst2", "svamp"):
+        examples = split_task(find_task(name), shared_data).train[:200]
+        texts = [encoder.render(example) for example in examples]
+        for row, text in zip(encoder.training_rows(texts), texts, strict=True):
+            assert row.input_ids[:-1] == encoder.tokenizer(text.context + text.completion)["input_ids"]
+            assert row.input_ids[0] == 1
+            assert row.input_ids[-1] == 2
+
+
+def test_labels_mark_completions_only_also_where_padding_is_the_end_token() -> None:
+    rows = [TokenRow("a", [5, 6, 7, 2], 2), TokenRow("b", [5, 2], 1)]
+    batch = PaddingCollator(pad_id=2)(rows)
+    assert batch["input_ids"].tolist() == [[5, 6, 7, 2], [5, 2, 2, 2]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1, 1], [1, 1, 0, 0]]
+    assert batch["labels"].tolist() == [[-100, -100, 7, 2], [-100, 2, -100, -100]]
+
+
+def test_batches_keep_the_order_of_their_rows() -> None:
+    rows = [TokenRow(str(i), [i, i], 1) for i in range(5)]
+    batches = make_batches(rows, pad_id=0, batch_size=2)
+    assert [batch["input_ids"][:, 0].tolist() for batch in batches] == [[0, 1], [2, 3], [4]]
+
+
+def test_groups_hold_every_row_once_within_the_budget() -> None:
+    import torch
+
+    sizes = [(length, 0) for length in (3, 50, 7, 7, 1, 20, 120)]
+    groups = group_rows(sizes, torch.device("cpu"), 60)
+    assert sorted(i for group in groups for i in group) == list(range(7))
+    assert groups[0] == [6]
+    assert all(len(group) == 1 or len(group) * max(sizes[i][0] for i in group) <= 60 for group in groups)
+    assert len(group_rows([(1, 2**26)] * 3, torch.device("cpu"), 60)) == 3

@@ -1,0 +1,102 @@
+"""Rows of one's own from a pipe and from a data set's split, by the same path as from the hub."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset
+
+from frozencore.errors import ConfigError, DataError
+from frozencore.tune.rows.row_sources import named, read_source
+
+ROWS = [{"text": f"Tom has {i} cats."} for i in range(6)]
+
+
+def pipe(monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """As a data set lies on the hub: a configuration of two splits, and a card that names them."""
+    place = tmp_path / "owner" / "cats"
+    (place / "few").mkdir(parents=True)
+    for split, rows in (("train", ROWS), ("test", ROWS[:2])):
+        Dataset.from_list(rows).to_parquet(place / "few" / f"{split}.parquet")
+    splits = "".join(f"  - split: {split}\n    path: few/{split}.parquet\n" for split in ("train", "test"))
+    (place / "README.md").write_text(f"---\nconfigs:\n- config_name: few\n  data_files:\n{splits}---\n")
+    return place
+
+
+def test_a_split_of_a_folder_is_its_rows_and_may_be_cut(folder: Path) -> None:
+    assert read_source(f"{folder}:train") == ROWS
+    assert read_source(f"{folder}:few:test") == ROWS[:2]
+    assert read_source(f"{folder}:train[1:3]") == ROWS[1:3]
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ("{}:nothing", r"could not be read from .*nothing"),
+        ("{}:many:train", r"Data set .* \(many\) could not be read"),
+        ("{}:test[2:]", "could not be read .*no data"),
+        ("{}", "a split of a folder's data set as .*:train. It is a folder"),
+        ("/no/such/folder:train", "must name a folder or a hub id .* but /no/such/folder is neither"),
+        ("no/such.jsonl", "there is no file no/such.jsonl"),
+    ],
+)
+def test_what_is_not_there_is_one_line(words: str, reason: str, folder: Path) -> None:
+    with pytest.raises(DataError, match=reason) as error:
+        read_source(words.format(folder))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["owner/cats", "cats"])
+def test_with_no_hub_in_reach_a_hub_id_is_one_line_at_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("frozencore.tune.tasks.hub_split.hub_answers", lambda *_: False)
+    with pytest.raises(DataError, match=f"Data set {name} is not in the offline cache and the hub cannot be reached"):
+        read_source(f"{name}:train")
+
+
+def test_the_code_of_a_data_set_is_not_run(tmp_path: Path) -> None:
+    (tmp_path / "cats").mkdir()
+    (tmp_path / "cats" / "cats.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    with pytest.raises(DataError, match="could not be read"):
+        read_source(f"{tmp_path / 'cats'}:train")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_the_standard_input_is_jsonl(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = [*ROWS, {"text": "a line\u2028that JSON does not end: ä"}]
+    pipe(monkeypatch, "\n\n".join(json.dumps(row, ensure_ascii=False) for row in texts).encode())
+    assert read_source("-") == texts
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [(b"", "holds no rows"), (b'{"text": "a"}\n{"text"', "The standard input, line 2"), (b"\xff", "must be UTF-8")],
+)
+def test_a_wrong_standard_input_is_one_line(content: bytes, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe(monkeypatch, content)
+    with pytest.raises(DataError, match=reason):
+        read_source("-")
+
+
+def test_a_terminal_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr(sys, "stdin", Terminal())
+    with pytest.raises(ConfigError, match="is a terminal"):
+        read_source("-")
+
+
+def test_a_card_names_a_file_without_its_folder(folder: Path) -> None:
+    named_as: dict[str, Any] = {str(folder / "README.md"): "README.md", "-": "standard input", "a/b:train": "a/b:train"}
+    assert {data: named(data) for data in named_as} == named_as

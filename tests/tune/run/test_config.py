@@ -1,0 +1,66 @@
+"""A configuration that cannot run is refused in one line; one that can is complete."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from frozencore.errors import ConfigError
+from frozencore.tune.methods import METHODS
+from frozencore.tune.run.config import make_config
+
+GOOD: dict[str, Any] = {"model": "somewhere", "task": "svamp"}
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"task": None}, "either a task .* or your own rows"),
+        ({"data": "rows.jsonl"}, "give one"),
+        ({"task": "svmp"}, "Did you mean 'svamp'"),
+        ({"method": "fca"}, "Did you mean 'fcca'"),
+        ({"rank": 0}, "--rank: .*greater than or equal to 1, but 0 came"),
+        ({"warmup": 1.5}, "--warmup"),
+        ({"learning_rate": 0.0}, "--learning-rate"),
+        ({"learning_rate": float("nan")}, "--learning-rate"),
+        ({"calibration_size": 0}, "--calibration-size"),
+        ({"prompt_style": "latin"}, "--prompt-style"),
+        ({"unheard_of": 1}, "--unheard-of"),
+        ({"core": {"whitening": "both"}}, "--whitening"),
+        ({"core": {"whiten": "sideways"}}, "--whiten: input should be 'both', 'input', 'output' or 'none'"),
+        ({"core": {"damping": 0}}, "--damping"),
+        ({"seed": -1}, "--seed"),
+        ({"seed": 2**32}, "--seed"),
+        ({"targets": ()}, "--targets"),
+        ({"method": "lora", "core": {"whiten": "input"}}, "'lora' does not read whiten .it is for fcca.. Leave"),
+        ({"method": "vera", "core": {"damping": 0.1}}, "'vera' does not read damping"),
+        ({"method": "lora", "core": {"alpha": 64}}, "'lora' does not read alpha"),
+        ({"method": "lora", "rank_budget": 4096}, "budget is for cores, but 'lora' has none: give --rank instead"),
+        ({"rank": 8, "rank_budget": 4096}, "--rank-budget chooses the ranks, but --rank 8 came too. Leave one out"),
+        ({"refresh": 0}, "--refresh: .*greater than 0, but 0 came"),
+        ({"refresh": "often"}, "--refresh: .*valid integer.* but 'often' came"),
+        ({"refresh": "auto", "method": "galore"}, "auto counts the rounds of a core, but 'galore' has none: give"),
+        ({"method": "prompt_tuning", "padding_free": True}, "does not read padding_free. Leave --padding-free out"),
+        ({"refresh": "auto", "method": "dora"}, "which the method 'dora' does not read. Use one that does"),
+        ({"refresh": 2, "method": "dora"}, "which the method 'dora' does not read. Use one that does, such as fcca"),
+        ({"refresh": 2, "method": "random"}, "which the method 'random' does not read"),
+        ({"refresh": 2, "basis": "basis"}, "cannot share a basis with others: give --basis or --refresh"),
+        ({"refresh": 2, "select_checkpoint": "epoch"}, "the last step is kept: .*leave --refresh out"),
+        ({"refresh": 2, "refresh_cost": 0}, "--refresh-cost: .*greater than 0, but 0 came"),
+        ({"rank_budget": "4 apples"}, "number of trained values such as 36864, .* but '4 apples' came"),
+    ],
+)
+def test_what_cannot_run_is_refused_in_one_line(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as error:
+        make_config(**{**GOOD, **values})
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_recipe_is_the_methods_own_where_a_run_does_not_say(method: str) -> None:
+    own, said = make_config(**GOOD, method=method), make_config(**GOOD, method=method, learning_rate=1e-4, warmup=0.0)
+    assert (own.learning_rate, own.warmup) == (None, None)
+    assert own.resolved_learning_rate == METHODS[method].learning_rate > 0
+    assert own.resolved_warmup == METHODS[method].warmup == 0.1
+    assert (said.resolved_learning_rate, said.resolved_warmup) == (1e-4, 0.0)

@@ -1,0 +1,165 @@
+"""Rows of a run: of its own task, or of another one to calibrate on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from frozencore.errors import DataError, NoRowsError
+from frozencore.tune.rows.prompts import PromptEncoder
+from frozencore.tune.run.config import RunConfig, make_config
+from frozencore.tune.run.kept_rows import KeptRows
+from frozencore.tune.run.reading_rows import prepare_rows
+from small_task import write_task
+
+
+@pytest.fixture
+def encoder(byte_tokenizer: Callable[..., Any]) -> PromptEncoder:
+    return PromptEncoder(byte_tokenizer())
+
+
+def config_of(**options: Any) -> RunConfig:
+    return make_config(**{"model": "any", "calibration_size": 5, **options})
+
+
+def counts(config: RunConfig, encoder: PromptEncoder) -> tuple[int, int, str]:
+    rows = prepare_rows(config, encoder)
+    return len(rows.train), len(rows.held_out), rows.validation_from
+
+
+def test_trials_hold_out_a_tenth_where_final_runs_train_on_all_rows(encoder: PromptEncoder, tmp_path: Path) -> None:
+    final = config_of(task=write_task(tmp_path, num_train=20), paper_steps=True)
+    trial = final.model_copy(update={"evaluate_on": "validation"})
+    assert counts(final, encoder) == (20, 3, "none")
+    assert counts(trial, encoder) == (18, 2, "10% of train")
+    plain = trial.model_copy(update={"paper_steps": False})
+    assert prepare_rows(trial, encoder).fingerprints() == prepare_rows(plain, encoder).fingerprints()
+
+
+def test_a_task_without_a_row_to_validate_on_says_so(encoder: PromptEncoder, tmp_path: Path) -> None:
+    one_row = config_of(task=write_task(tmp_path, num_train=1), evaluate_on="validation")
+    with pytest.raises(NoRowsError, match=r"leaves no validation rows beside its 1 to train on\. Give it more"):
+        prepare_rows(one_row, encoder)
+
+
+def test_own_rows_to_validate_on_are_neither_trained_on_nor_evaluated(encoder: PromptEncoder, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"text": f"Tom has {i} cats."}) + "\n" for i in range(50)))
+    final = prepare_rows(config_of(data=path), encoder)
+    trial = prepare_rows(config_of(data=path, evaluate_on="validation"), encoder)
+    evaluated, trained, scored = ({row.id for row in rows} for rows in (final.held_out, trial.train, trial.held_out))
+    assert (len(evaluated), len(trained), len(scored)) == (5, 41, 4)
+    assert evaluated | trained | scored == {row.id for row in (*final.train, *final.held_out)}
+    assert (final.validation_from, trial.validation_from) == ("none", "10% of train")
+
+
+def test_rows_that_are_too_long_are_left_out_and_counted_where_that_is_allowed(
+    byte_tokenizer: Callable[..., Any], tmp_path: Path
+) -> None:
+    rows = [{"prompt": f"Tom has {i} cats", "completion": " and one"} for i in range(30)]
+    rows += [{"prompt": "Tom " * 40 + str(i), "completion": " ends"} for i in range(3)]
+    rows += [{"prompt": f"Tell me {i}", "completion": " all" * 40} for i in range(2)]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    cutting = PromptEncoder(byte_tokenizer(), max_length=60, too_long="truncate")
+    refusing = PromptEncoder(byte_tokenizer(), max_length=60)
+    with pytest.raises(DataError, match=r"of [12] of \d+ rows leave no room"):
+        prepare_rows(config_of(data=path, truncate=True), cutting)
+    for encoder, truncate, expected in ((cutting, True, (33, 3, 2)), (refusing, False, (30, 0, 5))):
+        found = prepare_rows(config_of(data=path, truncate=truncate, skip_long=True), encoder)
+        assert (len(found.train) + len(found.held_out), found.num_cut, found.num_skipped) == expected
+        assert max(len(row.input_ids) for row in (*found.train, *found.held_out)) <= 60
+        assert {row.input_ids[-1] for row in (*found.train, *found.held_out)} == {encoder.eos_id}
+    task = config_of(task=write_task(tmp_path, num_train=20), skip_long=True)
+    with pytest.raises(NoRowsError, match="--skip-long left none of 18 rows"):
+        prepare_rows(task, PromptEncoder(byte_tokenizer(), max_length=5))
+
+
+def test_every_row_that_was_read_is_trained_on_held_out_or_said_to_be_left_out(
+    encoder: PromptEncoder, tmp_path: Path
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    texts = [*(f"Tom has {i} cats." for i in range(30)), "long " * 200, ""]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    for options, why in (
+        ({}, {}),
+        ({"num_train": 20}, {"beyond --num-train": 7}),
+        ({"evaluate_on": "validation"}, {"kept to evaluate on": 3}),
+    ):
+        found = prepare_rows(config_of(data=path, skip_bad=True, skip_long=True, **options), encoder)
+        assert found.reading is not None
+        assert found.reading.left_out == {"column 'text' must hold text": 1, "too long": 1} | why
+        used = len(found.train) + len(found.held_out)
+        assert found.reading.read == len(texts) == used + sum(found.reading.left_out.values())
+    assert prepare_rows(config_of(task=write_task(tmp_path, num_train=20)), encoder).reading is None
+
+
+@pytest.mark.parametrize("evaluate_on", ["evaluation", "validation"])
+def test_another_tasks_rows_are_those_that_its_own_run_calibrates_on(
+    evaluate_on: str, encoder: PromptEncoder, tmp_path: Path
+) -> None:
+    sums = write_task(tmp_path, num_train=20)
+    same = {"paper_steps": True, "evaluate_on": evaluate_on, "calibration_size": 16}
+    own = prepare_rows(config_of(task=sums, **same), encoder)
+    across = prepare_rows(config_of(task="pocket-sentiment", calibration_task=sums, num_train=8, **same), encoder)
+    assert across.calibration == own.calibration
+
+
+def test_rows_of_another_task_calibrate_and_only_calibrate(encoder: PromptEncoder, tmp_path: Path) -> None:
+    other = prepare_rows(config_of(task="pocket-comparison", num_evaluation=2), encoder)
+    few = {"num_train": 12, "num_evaluation": 3}
+    own = prepare_rows(config_of(task="pocket-sentiment", **few), encoder)
+    across = prepare_rows(config_of(task="pocket-sentiment", calibration_task="pocket-comparison", **few), encoder)
+    assert (across.train, across.held_out) == (own.train, own.held_out)
+    assert across.calibration == other.calibration != own.calibration
+
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"text": f"Tom has {i} cats."}) + "\n" for i in range(9)))
+    of_file = prepare_rows(config_of(data=path, calibration_task="pocket-comparison"), encoder)
+    assert of_file.calibration == other.calibration
+    assert len(of_file.train) == 8
+
+
+def test_rows_that_are_kept_are_those_that_would_be_read_and_are_read_once(
+    encoder: PromptEncoder, tmp_path: Path
+) -> None:
+    final = config_of(task=write_task(tmp_path, num_train=20), paper_steps=True)
+    runs = [
+        final.model_copy(update=changes)
+        for changes in ({}, {"evaluate_on": "validation"}, {"seed": 7}, {"calibration_size": 3}, {"num_train": 10})
+    ]
+
+    def rows_of(kept: KeptRows | None) -> list[Any]:
+        found = [prepare_rows(run, encoder, kept) for run in runs]
+        return [(rows.evaluation, rows.train, rows.calibration, rows.held_out, rows.validation_from) for rows in found]
+
+    fresh, kept = rows_of(None), KeptRows()
+    assert rows_of(kept) == fresh
+    (tmp_path / "train.jsonl").unlink()
+    assert rows_of(kept) == fresh
+
+
+def test_what_was_not_asked_for_the_longest_makes_room() -> None:
+    kept, made = KeptRows(most_rows=5), []
+
+    def ask(key: str) -> str:
+        def make() -> str:
+            made.append(key)
+            return key
+
+        return kept.get(key, make, len)
+
+    for key in ("aa", "bb", "aa", "cc", "aa", "bb", "tooo long", "bb"):
+        assert ask(key) == key
+    assert made == ["aa", "bb", "cc", "bb", "tooo long", "bb"]
+
+
+def test_a_run_may_answer_in_fewer_tokens_than_its_task_allows(encoder: PromptEncoder, tmp_path: Path) -> None:
+    config = config_of(task=write_task(tmp_path, num_train=5))
+    few = config.model_copy(update={"max_new_tokens": 2})
+    tokens = [rows.task.max_new_tokens for rows in (prepare_rows(run, encoder) for run in (config, few)) if rows.task]
+    assert tokens == [8, 2]

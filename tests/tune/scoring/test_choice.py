@@ -1,0 +1,275 @@
+"""Choice log-likelihoods against one full sequence at a time, in float64."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, MistralConfig, MistralForCausalLM
+
+from all_logits import tiny_all_logits
+from frozencore.errors import DataError, ModelError
+from frozencore.tune.rows.prompts import ChoiceTokens, PromptEncoder
+from frozencore.tune.rows.suite import find_task
+from frozencore.tune.scoring.choice import choice_logprobs, full_sequence_logprobs, predict_choices
+from frozencore.tune.scoring.prefix_mask import prefix_mask_logprobs
+from frozencore.tune.scoring.prefix_tree import PrefixTree, prefix_tree_logprobs
+from frozencore.tune.scoring.shared_prefix import can_share_prefix
+from frozencore.tune.tasks.splits import split_task
+from frozencore.tune.tasks.task import Example
+from tiny import VOCABULARY, tiny_gpt2, tiny_llama, tiny_qwen2
+
+
+def reference_logprobs(model: nn.Module, rows: list[ChoiceTokens]) -> list[list[float]]:
+    """Every choice as its own sequence, token by token, in float64."""
+    model = copy.deepcopy(model).double().eval()
+    logprobs = []
+    for row in rows:
+        logprobs.append([])
+        for choice in row.choice_ids:
+            with torch.no_grad():
+                logits = model(torch.tensor([row.context_ids + choice])).logits[0].log_softmax(-1)
+            start = len(row.context_ids) - 1
+            logprobs[-1].append(sum(float(logits[start + i, token]) for i, token in enumerate(choice)))
+    return logprobs
+
+
+def random_rows(num_rows: int, *, longest_context: int = 12, longest_choice: int = 5) -> list[ChoiceTokens]:
+    generator = torch.Generator().manual_seed(1)
+
+    def ids(length: int) -> list[int]:
+        return torch.randint(3, VOCABULARY, (length,), generator=generator).tolist()
+
+    def length(longest: int) -> int:
+        return int(torch.randint(1, longest + 1, (), generator=generator))
+
+    return [
+        ChoiceTokens(f"row-{i}", ids(length(longest_context)), [ids(length(longest_choice)) for _ in range(1 + i % 4)])
+        for i in range(num_rows)
+    ]
+
+
+def sliding_window_model() -> nn.Module:
+    config = MistralConfig(
+        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=64, initializer_range=0.2, sliding_window=3,
+    )  # fmt: skip
+    return MistralForCausalLM(config)
+
+
+def assert_close(actual: list[list[float]], expected: list[list[float]]) -> None:
+    assert [len(row) for row in actual] == [len(row) for row in expected]
+    for ours, theirs in zip(actual, expected, strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-4)
+
+
+@pytest.mark.parametrize("make_model", [tiny_qwen2, tiny_llama, tiny_gpt2, sliding_window_model])
+@pytest.mark.parametrize("tokens_per_batch", [1, 40, None])
+@pytest.mark.parametrize("share_prefix", [None, False])
+def test_logprobs_equal_one_sequence_at_a_time(
+    make_model: Callable[[], nn.Module], tokens_per_batch: int | None, share_prefix: bool | None
+) -> None:
+    model, rows = make_model(), random_rows(9)
+    actual = choice_logprobs(model, rows, pad_id=0, tokens_per_batch=tokens_per_batch, share_prefix=share_prefix)
+    assert_close(actual, reference_logprobs(model, rows))
+
+
+def test_logprobs_of_an_adapted_model_are_the_adapters() -> None:
+    model = get_peft_model(tiny_qwen2(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+    rows = random_rows(6)
+    actual = choice_logprobs(model, rows, pad_id=0)
+    assert_close(actual, reference_logprobs(model, rows))
+    with model.disable_adapter():
+        assert actual != choice_logprobs(model, rows, pad_id=0)
+
+
+def test_the_prefix_is_shared_only_where_the_mask_decides_what_is_seen() -> None:
+    assert can_share_prefix(tiny_qwen2())
+    assert can_share_prefix(tiny_gpt2())
+    assert not can_share_prefix(sliding_window_model())
+
+
+@pytest.mark.parametrize("make_model", [tiny_qwen2, tiny_llama, tiny_gpt2])
+def test_the_mask_and_the_tree_give_what_one_sequence_at_a_time_gives(make_model: Callable[[], nn.Module]) -> None:
+    model, rows = make_model().eval(), random_rows(9)
+    expected = reference_logprobs(model, rows)
+    with torch.no_grad():
+        assert_close(prefix_mask_logprobs(model, rows, pad_id=0), expected)
+        assert_close(prefix_tree_logprobs(model, rows), expected)
+
+
+def test_eager_attention_scores_as_sdpa() -> None:
+    model, rows = tiny_qwen2(), random_rows(9)
+    expected = choice_logprobs(model, rows, pad_id=0)
+    model.set_attn_implementation("eager")
+    assert can_share_prefix(model)
+    assert_close(choice_logprobs(model, rows, pad_id=0), expected)
+
+
+def test_rows_of_the_same_beginning_share_it_and_score_as_alone() -> None:
+    model = tiny_qwen2()
+    first = ChoiceTokens("first", [5, 6, 7, 8], [[9, 10, 11], [9, 10, 12], [9], [13, 10, 11], [9, 10, 11]])
+    rows = [
+        first,
+        ChoiceTokens("second", [5, 6, 7, 14], [[9, 3], [4, 5]]),
+        ChoiceTokens("third", [5, 6], [[7, 8], [3]]),
+    ]
+    assert_close(choice_logprobs(model, rows, pad_id=0), reference_logprobs(model, rows))
+    assert choice_logprobs(model, [first], pad_id=0)[0][0] == choice_logprobs(model, [first], pad_id=0)[0][4]
+
+
+def test_a_tree_holds_every_prefix_once() -> None:
+    tree = PrefixTree()
+    assert [tree.add(ids) for ids in ([5, 6, 7], [5, 6, 8, 7], [9])] == [[0, 1, 2], [0, 1, 3, 4], [5]]
+    assert (tree.tokens, tree.positions) == ([5, 6, 7, 8, 7, 9], [0, 1, 2, 2, 3, 0])
+    assert [(segment.start, segment.stop) for segment in tree.segments()] == [(0, 3), (3, 5), (5, 6)]
+
+
+def test_the_models_own_attention_is_back_also_after_an_error() -> None:
+    model = tiny_qwen2()
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("injected")
+
+    model.lm_head.register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="injected"):
+        prefix_tree_logprobs(model, random_rows(3))
+    assert model.config._attn_implementation == "sdpa"
+
+
+class MaskIgnored(nn.Module):
+    """A model that sees whatever came before, however it is masked."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model, self.config, self.dtype = model, model.config, model.dtype
+
+    def forward(self, input_ids, attention_mask=None, position_ids=None, logits_to_keep=0, use_cache=None):  # type: ignore[no-untyped-def]
+        return self.model(input_ids, logits_to_keep=logits_to_keep)
+
+
+def test_a_model_that_ignores_the_mask_is_found_out_and_scored_in_full() -> None:
+    model, rows = tiny_llama(), random_rows(4)
+    assert not can_share_prefix(MaskIgnored(model))
+    assert_close(choice_logprobs(MaskIgnored(model), rows, pad_id=0), reference_logprobs(model, rows))
+
+
+def test_a_prompt_is_computed_once_for_all_its_choices() -> None:
+    model, rows = tiny_qwen2(), random_rows(5)
+    fed = []
+    model.register_forward_pre_hook(lambda _, __, kwargs: fed.append(kwargs["input_ids"].numel()), with_kwargs=True)
+    choice_logprobs(model, rows, pad_id=0, share_prefix=True, tokens_per_batch=1)
+    read = [[tuple(row.context_ids + choice[:-1]) for choice in row.choice_ids] for row in rows]
+    assert sum(fed) == sum(len({ids[: i + 1] for ids in own for i in range(len(ids))}) for own in read)
+
+
+@pytest.mark.parametrize("make_model", [tiny_qwen2, sliding_window_model])
+def test_half_precision_scores_as_one_sequence_at_a_time_in_half_precision(
+    make_model: Callable[[], nn.Module],
+) -> None:
+    model, rows = make_model().to(torch.bfloat16), random_rows(9)
+    expected = [
+        [
+            full_sequence_logprobs(model, [ChoiceTokens("one", row.context_ids, [c])], pad_id=0)[0][0]
+            for c in row.choice_ids
+        ]
+        for row in rows
+    ]
+    for ours, theirs in zip(choice_logprobs(model, rows, pad_id=0), expected, strict=True):
+        assert ours == pytest.approx(theirs, rel=0.02, abs=0.1)
+
+
+def test_out_of_memory_halves_the_batch_and_gives_the_same_scores() -> None:
+    model, rows = tiny_qwen2(), random_rows(12)
+    expected = choice_logprobs(model, rows, pad_id=0)
+    most, fed = 90, []
+
+    def refuse(_: nn.Module, __: object, kwargs: dict[str, Any]) -> None:
+        fed.append(kwargs["input_ids"].numel())
+        if fed[-1] > most:
+            raise torch.OutOfMemoryError("injected")
+
+    model.register_forward_pre_hook(refuse, with_kwargs=True)
+    notes: list[tuple[str, int, int, str]] = []
+    actual = choice_logprobs(model, rows, pad_id=0, progress=lambda *step: notes.append(step))
+    assert max(fed) > most
+    assert_close(actual, expected)
+    assert notes[-1][:3] == ("score", 12, 12)
+    assert notes[-1][3].startswith("out of memory: 1/")
+
+
+def test_a_row_that_fits_nowhere_is_one_line() -> None:
+    model = tiny_qwen2()
+
+    def refuse(_: nn.Module, __: object, kwargs: dict[str, Any]) -> None:
+        raise torch.OutOfMemoryError("injected")
+
+    model.register_forward_pre_hook(refuse, with_kwargs=True)
+    with pytest.raises(
+        ModelError, match=r"One row of \d+ tokens does not fit in the memory of cpu. Use --dtype"
+    ) as error:
+        choice_logprobs(model, random_rows(3), pad_id=0, share_prefix=False)
+    assert "\n" not in str(error.value)
+
+
+def test_scoring_leaves_the_model_as_it_was_also_after_an_error() -> None:
+    model = tiny_qwen2().train()
+    model.lm_head.eval()
+    choice_logprobs(model, random_rows(3), pad_id=0)
+    model.lm_head.weight.data[0] = torch.nan
+    with pytest.raises(ModelError, match="not finite"):
+        choice_logprobs(model, random_rows(3), pad_id=0)
+    assert model.training
+    assert model.model.training
+    assert not model.lm_head.training
+    assert not torch.is_inference_mode_enabled()
+
+
+def test_the_likeliest_choice_wins_and_lengths_normalise_by_characters(
+    byte_tokenizer: Callable[..., Any], byte_model: nn.Module
+) -> None:
+    encoder = PromptEncoder(byte_tokenizer())
+    example = Example("row-1", "Is it so?", " no", (" yes, very much so", " no"))
+    (plain,) = predict_choices(byte_model, encoder, [example])
+    (normalised,) = predict_choices(byte_model, encoder, [example], length_normalised=True)
+    (row,) = encoder.choice_rows([encoder.render(example)])
+    (expected,) = reference_logprobs(byte_model, [row])
+    assert plain.logprobs == pytest.approx(expected, abs=1e-4)
+    assert plain.prediction == example.choices[expected.index(max(expected))]
+    assert normalised.logprobs == pytest.approx([expected[0] / 17, expected[1] / 2], abs=1e-4)
+
+
+def test_an_answer_outside_the_choices_is_refused(byte_tokenizer: Callable[..., Any], byte_model: nn.Module) -> None:
+    with pytest.raises(DataError, match=r"row-1.*maybe.*not among"):
+        predict_choices(
+            byte_model, PromptEncoder(byte_tokenizer()), [Example("row-1", "So?", " maybe", (" yes", " no"))]
+        )
+
+
+@pytest.mark.slow
+def test_real_reviews_score_as_one_sequence_at_a_time(tiny1m: Path, shared_data: Path) -> None:
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny1m), AutoTokenizer.from_pretrained(tiny1m)
+    encoder = PromptEncoder(tokenizer, max_length=256)
+    examples = split_task(find_task("sst2"), shared_data).evaluation[:30]
+    rows = encoder.choice_rows([encoder.render(example) for example in examples])
+    assert_close(choice_logprobs(model, rows, pad_id=encoder.pad_id), reference_logprobs(model, rows))
+
+
+def test_a_model_that_cannot_leave_logits_out_scores_as_one_that_can() -> None:
+    model, rows = tiny_all_logits(), random_rows(9)
+    assert not can_share_prefix(model)
+    assert_close(choice_logprobs(model, rows, pad_id=0), reference_logprobs(tiny_qwen2(), rows))
+
+
+def test_no_prefix_is_shared_by_attention_without_masks_nor_behind_a_learned_prompt() -> None:
+    model = tiny_qwen2()
+    model.config._attn_implementation = "flash_attention_2"
+    assert not can_share_prefix(model)
+    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    assert not can_share_prefix(get_peft_model(tiny_qwen2(), config))

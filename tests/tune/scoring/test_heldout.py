@@ -1,0 +1,53 @@
+"""Held-out loss against a sum over tokens in float64."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from all_logits import tiny_all_logits
+from frozencore.errors import DataError, ModelError
+from frozencore.tune.rows.prompts import TokenRow
+from frozencore.tune.scoring.heldout import held_out_loss
+from tiny import draw_examples, tiny_gpt2, tiny_qwen2
+
+ROWS = [TokenRow(f"row-{i}", list(e.ids), e.num_prompt) for i, e in enumerate(draw_examples(9, seed=5))]
+
+
+@pytest.mark.parametrize("tokens_per_batch", [1, 30, None])
+@pytest.mark.parametrize("make_model", [tiny_qwen2, tiny_gpt2])
+def test_the_loss_is_the_mean_over_completion_tokens(
+    make_model: Callable[[], nn.Module], tokens_per_batch: int | None
+) -> None:
+    model = make_model().train()
+    reference = copy.deepcopy(model).double().eval()
+    total, count = 0.0, 0
+    for row in ROWS:
+        logprobs = reference(torch.tensor([row.input_ids])).logits[0].detach().log_softmax(-1)
+        for position in range(max(1, row.num_context), len(row.input_ids)):
+            total -= float(logprobs[position - 1, row.input_ids[position]])
+            count += 1
+    actual = held_out_loss(model, ROWS, pad_id=0, tokens_per_batch=tokens_per_batch)
+    assert actual == pytest.approx(total / count, abs=1e-5)
+    assert model.training
+
+
+def test_rows_without_a_token_to_predict_are_refused() -> None:
+    with pytest.raises(DataError, match="at least one completion token"):
+        held_out_loss(tiny_qwen2(), [TokenRow("row-1", [3], 0)], pad_id=0)
+
+
+def test_a_nan_in_the_model_is_an_error() -> None:
+    model = tiny_qwen2()
+    model.lm_head.weight.data[3] = torch.nan
+    with pytest.raises(ModelError, match="not finite"):
+        held_out_loss(model, ROWS, pad_id=0)
+
+
+def test_a_model_that_cannot_leave_logits_out_has_the_same_loss() -> None:
+    expected = held_out_loss(tiny_qwen2(), ROWS, pad_id=0)
+    assert held_out_loss(tiny_all_logits(), ROWS, pad_id=0) == pytest.approx(expected, rel=1e-6)

@@ -1,0 +1,128 @@
+"""The parser against its documented table, and properties over generated numbers."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from frozencore.tune.tasks.answers import find_answer, format_number, parse_answer, parse_number
+
+NUMBERS = {
+    "145": 145,
+    "145.": 145,
+    "145.0": 145,
+    "0.50": "1/2",
+    ".5": "1/2",
+    "...5": 5,
+    "1,234,567": 1234567,
+    "1,234,567.89": "123456789/100",
+    "1'234": 1234,
+    "1,00,000": 100000,
+    "1\u00a0234": 1234,
+    "1\u202f234\u202f567": 1234567,
+    "1 234": 1,
+    "3, 4": 3,
+    "1,2,3": 1,
+    "1.234,50": "2469/2",
+    "12,5": "25/2",
+    "0,125": "1/8",
+    "$1,234.50": "2469/2",
+    "\\$12": 12,
+    "-$5": -5,
+    "$-5": -5,
+    "€ 3": 3,
+    "+3": 3,
+    "−3": -3,
+    "- 3": -3,
+    "x-3": 3,
+    "(3)": 3,
+    "3/4": "3/4",
+    "3 / 4": "3/4",
+    "-3/4": "-3/4",
+    "6/8": "3/4",
+    "\\frac{3}{4}": "3/4",
+    "¾": "3/4",
+    "1 3/4": "7/4",
+    "1¾": "7/4",
+    "12 km": 12,
+    "12km": 12,
+    "25%": 25,
+    "x = 5": 5,
+    "**27** apples": 27,
+    "\\boxed{27}": 27,
+    "1.2e3": 1200,
+    "1.2E-3": "3/2500",
+    "1.2 × 10^3": 1200,
+    "1.2 x 10^{-3}": "3/2500",
+    "1.2 × 10³": 1200,
+    "5 eggs": 5,
+    "١٤٥": 145,
+    "１４５": 145,
+    "१२": 12,
+    "7 or 8": 7,
+    "3 + 4 = 7": 3,
+}
+NO_NUMBERS = ["", "seven", "7/0", "1e999", "1e-99999999999", "9" * 5000, "-", "$", "half"]
+
+TEXTS = {
+    " The answer is: 5": 5,
+    "2 + 3 = 5\n#### 5": 5,
+    "The answer is:\n\n 5 apples": 5,
+    "The answer is: 5. No, The answer is: 6": 5,
+    "#### 5\nThe answer is: 6": 5,
+    "The answer is: 5 #### 6": 5,
+    "The answer is: 5\n\nQuestion: what is 6?": 5,
+    "The answer is 5": None,
+    "the answer is: 5": None,
+    "5": None,
+    "The answer is:": None,
+    "The answer is: unknown\n5": None,
+    "The answer is: unknown. #### 5": 5,
+    "": None,
+}
+
+
+@pytest.mark.parametrize(("text", "number"), NUMBERS.items())
+def test_a_number_is_read_as_the_table_says(text: str, number: int | str) -> None:
+    assert parse_number(text) == Fraction(number)
+
+
+@pytest.mark.parametrize("text", NO_NUMBERS)
+def test_what_is_not_a_number_one_could_mean_is_none(text: str) -> None:
+    assert parse_number(text) is None
+
+
+@pytest.mark.parametrize(("text", "number"), TEXTS.items())
+def test_the_first_marker_decides(text: str, number: int | None) -> None:
+    assert parse_answer(text) == number
+
+
+def test_the_answer_is_the_first_line_after_the_marker_that_is_not_empty() -> None:
+    assert find_answer("#### \n  12 km \nmore") == "12 km "
+    assert find_answer("no marker 12") is None
+
+
+@given(st.integers(-(10**12), 10**12))
+def test_every_spelling_of_an_integer_is_the_same_number(number: int) -> None:
+    arabic = str(number).translate({ord("0") + digit: 0x660 + digit for digit in range(10)})
+    spellings = [str(number), f"{number:,}", f"{number}.00", f"{number}.", f"${number}", f"{number} units", arabic]
+    assert {parse_answer(f"so The answer is: {spelling}\nand more 77") for spelling in spellings} == {Fraction(number)}
+
+
+@given(st.decimals(allow_nan=False, allow_infinity=False, min_value=-(10**9), max_value=10**9, places=4))
+def test_a_decimal_is_read_exactly(number: object) -> None:
+    assert parse_number(f"{number:f}") == Fraction(str(number))
+
+
+@given(st.fractions())
+def test_the_one_spelling_of_a_number_is_read_back(number: Fraction) -> None:
+    assert parse_number(format_number(number)) == number
+
+
+@given(st.text())
+def test_no_text_breaks_the_parser(text: str) -> None:
+    parse_number(text)
+    parse_answer("####" + text)

@@ -1,0 +1,156 @@
+"""Which rows are drawn: the protocol's rule, checked on generated sources."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from frozencore.errors import ConfigError, DataError
+from frozencore.tune.rows.suite import TASKS
+from frozencore.tune.tasks.splits import calibration_rows, evaluation_rows, normalised_text, split_task
+from frozencore.tune.tasks.task import Example, Split, Task
+
+
+@dataclass(frozen=True)
+class ListSource:
+    texts: Mapping[str, Sequence[str]]
+
+    def rows(self, split: Split, data_root: Path | None) -> Sequence[Mapping[str, Any]]:
+        return [{"text": text} for text in self.texts.get(split, ())]
+
+
+def task(num_train: int = 20, num_evaluation: int = 5, **texts: Sequence[str]) -> Task:
+    return Task(
+        name="made",
+        scoring="exact_match",
+        source=ListSource(texts),
+        to_example=lambda row, row_id: Example(row_id, row["text"], " 1"),
+        num_train=num_train,
+        num_evaluation=num_evaluation,
+        epochs=1,
+        licence="none",
+    )
+
+
+def texts(prefix: str, count: int) -> list[str]:
+    return [f"{prefix} {i}" for i in range(count)]
+
+
+def ids(examples: Sequence[Example]) -> list[str]:
+    return [example.id for example in examples]
+
+
+def test_unused_train_rows_validate_first() -> None:
+    splits = split_task(task(train=texts("t", 23), evaluation=texts("e", 9), validation=texts("v", 9)))
+    assert (len(splits.train), len(splits.validation), len(splits.evaluation)) == (20, 3, 5)
+    assert splits.validation_from == "unused train rows"
+    assert not set(ids(splits.train)) & set(ids(splits.validation))
+
+
+def test_without_unused_rows_the_official_validation_split_serves() -> None:
+    splits = split_task(task(train=texts("t", 20), evaluation=texts("e", 9), validation=texts("v", 9)))
+    assert (len(splits.train), len(splits.validation)) == (20, 5)
+    assert splits.validation_from == "official validation"
+
+
+def test_without_either_a_tenth_of_train_is_held_out() -> None:
+    splits = split_task(task(train=texts("t", 20), evaluation=texts("e", 9)))
+    assert (len(splits.train), len(splits.validation)) == (18, 2)
+    assert splits.validation_from == "10% of train"
+
+
+def test_who_trains_on_all_rows_validates_elsewhere_or_nowhere() -> None:
+    official = task(train=texts("t", 20), evaluation=texts("e", 9), validation=texts("v", 3))
+    splits = split_task(official, train_on_all=True)
+    assert (len(splits.train), len(splits.validation), splits.validation_from) == (20, 3, "official validation")
+    splits = split_task(task(train=texts("t", 20), evaluation=texts("e", 9)), train_on_all=True)
+    assert (len(splits.train), splits.validation, splits.validation_from) == (20, (), "none")
+
+
+def test_the_tenth_that_is_held_out_reads_like_nothing_that_is_trained_on() -> None:
+    splits = split_task(task(train=[*texts("t", 10), *texts("T.", 10)], evaluation=texts("e", 9)))
+    assert splits.validation_from == "10% of train"
+    validated = {normalised_text(example) for example in splits.validation}
+    assert not validated & {normalised_text(example) for example in splits.train}
+
+
+@pytest.mark.parametrize("train", [["t"], ["t", "T!"]])
+def test_rows_that_cannot_be_divided_are_all_trained_on(train: list[str]) -> None:
+    splits = split_task(task(train=train, evaluation=texts("e", 9)))
+    assert (len(splits.train), splits.validation, splits.validation_from) == (len(train), (), "none")
+
+
+def test_no_evaluated_text_is_trained_on_however_it_is_spelled() -> None:
+    train = [*texts("t", 20), "E  3!", "e 4."]
+    splits = split_task(task(train=train, evaluation=texts("e", 5)))
+    evaluated = {normalised_text(example) for example in splits.evaluation}
+    assert splits.num_leaked == 2
+    assert not evaluated & {normalised_text(example) for example in splits.train + splits.validation}
+
+
+def test_the_evaluation_subset_depends_on_ids_alone() -> None:
+    few = split_task(task(train=texts("t", 30), evaluation=texts("e", 9)), num_train=3)
+    many = split_task(task(train=texts("u", 99), evaluation=texts("f", 9)), num_train=25)
+    assert ids(few.evaluation) == ids(many.evaluation)
+    assert few.evaluation != split_task(task(train=texts("t", 30), evaluation=texts("e", 9)), seed=1).evaluation
+
+
+def test_the_drawn_ids_never_change() -> None:
+    """Results are comparable over the years only if this list stays as it is."""
+    drawn = evaluation_rows(task(evaluation=texts("e", 1000)), num_evaluation=5)
+    assert ids(drawn) == ["evaluation-889", "evaluation-576", "evaluation-288", "evaluation-163", "evaluation-52"]
+
+
+def test_evaluation_rows_are_those_of_the_split_and_need_no_training_rows() -> None:
+    both = task(train=texts("t", 30), evaluation=texts("e", 9))
+    assert evaluation_rows(both) == split_task(both).evaluation
+    assert evaluation_rows(task(evaluation=texts("e", 9)), num_evaluation=100)[:5] == split_task(both).evaluation
+    with pytest.raises(DataError, match="needs rows to evaluate on, but has none"):
+        evaluation_rows(task(train=texts("t", 3)))
+    with pytest.raises(ConfigError, match="must be positive, got num_evaluation=0"):
+        evaluation_rows(both, num_evaluation=0)
+
+
+def test_calibration_rows_are_training_rows() -> None:
+    train = split_task(task(train=texts("t", 30), evaluation=texts("e", 9))).train
+    drawn = calibration_rows(train, 8)
+    assert len(set(ids(drawn))) == 8
+    assert set(ids(drawn)) <= set(ids(train))
+    assert drawn == calibration_rows(train, 8)
+    assert len(calibration_rows(train, 1000)) == len(train)
+
+
+def test_sizes_and_emptiness_are_checked() -> None:
+    with pytest.raises(ConfigError, match="must be positive"):
+        split_task(task(train=texts("t", 3), evaluation=texts("e", 3)), num_train=0)
+    with pytest.raises(DataError, match="needs rows to train and to evaluate on"):
+        split_task(task(train=texts("e", 3), evaluation=texts("e", 3)))
+
+
+REAL_TRAIN = {
+    "svamp": 630, "gsm8k": 1500, "sst2": 2000, "qnli": 1800, "cola": 2000, "arc_challenge": 1119, "hellaswag": 2000,
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REAL_TRAIN)
+def test_real_splits_have_the_protocols_sizes(name: str, shared_data: Path) -> None:
+    real = TASKS[name]
+    splits = split_task(real, shared_data)
+    assert len(splits.evaluation) == real.num_evaluation
+    assert len(splits.train) == REAL_TRAIN[name]
+    assert len(split_task(real, shared_data, train_on_all=True).train) == real.num_train
+    evaluated = {normalised_text(example) for example in splits.evaluation}
+    assert not evaluated & {normalised_text(example) for example in splits.train + splits.validation}
+
+
+def test_pocket_splits_are_disjoint() -> None:
+    for real in TASKS.values():
+        if not hasattr(real.source, "path"):
+            splits = split_task(replace(real, num_train=50, num_evaluation=20))
+            assert splits.validation_from == "unused train rows"
+            assert (len(splits.train), len(splits.evaluation)) == (50, 20)

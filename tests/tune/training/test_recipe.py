@@ -1,0 +1,323 @@
+"""The recipe against a training loop written out, and what resuming, diverging and interrupting leave behind."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import random
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+from adapted import adapted
+from all_logits import tiny_all_logits
+from frozencore.errors import ConfigError, DataError, DivergenceError, TrainingError
+from frozencore.tune.rows.batches import PaddingCollator
+from frozencore.tune.rows.prompts import TokenRow
+from frozencore.tune.training.recipe import Recipe, epochs_for
+from frozencore.tune.training.train import TrainingReport, train
+from tiny import draw_examples, tiny_gpt2, tiny_qwen2
+
+ROWS = [TokenRow(f"row-{i}", list(e.ids), e.num_prompt) for i, e in enumerate(draw_examples(20, seed=5))]
+RECIPE = Recipe(learning_rate=1e-2, epochs=2, batch_size=2, accumulation=3, warmup=0.3)
+
+
+def with_lora(model: nn.Module) -> nn.Module:
+    targets = ["c_attn"] if hasattr(model, "transformer") else ["q_proj", "v_proj"]
+    torch.manual_seed(7)
+    return get_peft_model(model, LoraConfig(r=2, target_modules=targets, init_lora_weights=False))
+
+
+def weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def assert_same_weights(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_training_is_the_written_out_loop(adapted: bool) -> None:
+    model = with_lora(tiny_qwen2()) if adapted else tiny_qwen2()
+    by_hand = copy.deepcopy(model).train()
+    recipe = Recipe(learning_rate=3e-3, epochs=10, batch_size=len(ROWS), accumulation=1, warmup=0.2)
+    report = train(model, ROWS, recipe, pad_id=0)
+
+    batch = PaddingCollator(pad_id=0)(ROWS)
+    parameters = [parameter for parameter in by_hand.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, weight_decay=0.0)
+    losses = []
+    for step in range(10):
+        rate = step / 2 if step < 2 else 0.5 * (1 + math.cos(math.pi * (step - 2) / 8))
+        optimizer.param_groups[0]["lr"] = 3e-3 * rate
+        loss = by_hand(**batch).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+
+    assert report.losses == pytest.approx(losses, abs=1e-4)
+    for name, value in weights(by_hand).items():
+        torch.testing.assert_close(weights(model)[name], value, atol=1e-4, rtol=1e-3)
+    assert report.num_steps == 10
+    assert losses[-1] < losses[0]
+
+
+def test_cutting_a_step_into_batches_does_not_change_it() -> None:
+    reports = [
+        train(tiny_qwen2(), ROWS, replace(RECIPE, batch_size=size, accumulation=accumulation), pad_id=0)
+        for size, accumulation in ((1, 6), (2, 3), (6, 1))
+    ]
+    for report in reports:
+        assert report.losses == pytest.approx(reports[0].losses, abs=1e-4)
+        assert report.num_steps == RECIPE.num_steps(len(ROWS)) == 8
+
+
+def test_dropout_is_off_and_comes_back() -> None:
+    rows, recipe = ROWS[:4], Recipe(learning_rate=5e-3, warmup=0.03, batch_size=4, accumulation=1)
+    model = with_lora(tiny_gpt2())
+    with torch.no_grad():
+        expected = float(model.eval()(**PaddingCollator(pad_id=0)(rows)).loss)
+    assert train(model, rows, recipe, pad_id=0).losses[0] == pytest.approx(expected, abs=1e-5)
+    assert {m.p for m in model.modules() if isinstance(m, nn.Dropout)} == {0.3}
+
+
+@pytest.mark.usefixtures("as_a_user")  # beartype draws from Python's RNG
+def test_only_trainable_parameters_change_and_states_are_put_back() -> None:
+    model = with_lora(tiny_qwen2())
+    model.config.use_cache = True
+    before = weights(model)
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
+    train(model, ROWS, RECIPE, pad_id=0)
+    assert random.getstate() == states[0]
+    assert np.random.get_state()[1].tolist() == states[1]
+    assert torch.equal(torch.get_rng_state(), states[2])
+    changed = {name for name, value in weights(model).items() if not torch.equal(value, before[name])}
+    assert changed == {name for name in before if "lora_" in name}
+    assert model.config.use_cache is True
+    assert not model.training
+
+
+def test_the_seed_alone_decides_the_order_of_the_rows() -> None:
+    first, again, other = (train(tiny_qwen2(), ROWS, replace(RECIPE, seed=seed), pad_id=0) for seed in (1, 1, 2))
+    assert first.losses == again.losses
+    assert first.losses != other.losses
+
+
+class StoppedError(Exception):
+    pass
+
+
+def train_until(step: int | None, model: nn.Module, folder: Path | None, *, resume: bool = False) -> TrainingReport:
+    def progress(stage: str, done: int, total: int | None, note: str = "") -> None:
+        assert (stage, total) == ("train", 8)
+        assert re.fullmatch(r"loss \d+\.\d{3}, rate \d\.\de[-+]\d\d(, [\d,]+ tokens/s)?", note)
+        if done == step:
+            raise StoppedError
+
+    return train(
+        model, ROWS, RECIPE, pad_id=0, checkpoint_dir=folder, checkpoint_steps=2, resume=resume, progress=progress
+    )
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["alone", "with LoRA"])
+def stopped(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Callable[[], nn.Module], TrainingReport, nn.Module, Path]:
+    """What makes a model, a whole training of it, and the checkpoints of one that was stopped at step 7."""
+
+    def make_model() -> nn.Module:
+        return with_lora(tiny_gpt2()) if request.param else tiny_gpt2()
+
+    whole, folder = make_model(), tmp_path_factory.mktemp("stopped")
+    expected = train_until(None, whole, None)
+    with pytest.raises(StoppedError):
+        train_until(7, make_model(), folder)
+    return make_model, expected, whole, folder
+
+
+@pytest.mark.parametrize("damage", ["none", "truncated", "unsealed", "empty"])
+def test_a_resumed_training_is_bit_equal_to_an_uninterrupted_one(
+    tmp_path: Path, stopped: tuple[Callable[[], nn.Module], TrainingReport, nn.Module, Path], damage: str
+) -> None:
+    make_model, expected, whole, checkpoints = stopped
+    shutil.copytree(checkpoints, tmp_path, dirs_exist_ok=True)
+    newest = tmp_path / "checkpoint-6"
+    if damage == "truncated":
+        file = next(newest.glob("*.safetensors"))
+        file.write_bytes(file.read_bytes()[:-9])
+    elif damage == "unsealed":
+        (newest / "complete.json").unlink()
+    elif damage == "empty":
+        (tmp_path / "checkpoint-7").mkdir()
+
+    resumed = make_model()
+    report = train_until(None, resumed, tmp_path, resume=True)
+    assert report.resumed_from == tmp_path / ("checkpoint-6" if damage in ("none", "empty") else "checkpoint-4")
+    assert report.losses == expected.losses
+    assert_same_weights(weights(resumed), weights(whole))
+
+
+def test_a_finished_training_resumes_to_its_end(tmp_path: Path) -> None:
+    model, again = tiny_qwen2(), tiny_qwen2()
+    expected = train_until(None, model, tmp_path)
+    report = train_until(None, again, tmp_path, resume=True)
+    assert (report.num_steps, report.losses) == (8, expected.losses)
+    assert_same_weights(weights(again), weights(model))
+
+
+def test_resuming_without_checkpoints_starts_from_the_start(tmp_path: Path) -> None:
+    assert train_until(None, tiny_qwen2(), tmp_path / "new", resume=True).resumed_from is None
+
+
+def test_checkpoints_of_another_run_are_refused(tmp_path: Path) -> None:
+    train(tiny_qwen2(), ROWS, RECIPE, pad_id=0, checkpoint_dir=tmp_path)
+    with pytest.raises(TrainingError, match=r"made with others: seed 42 \(now 1\)\. Resume"):
+        train(tiny_qwen2(), ROWS, replace(RECIPE, seed=1), pad_id=0, checkpoint_dir=tmp_path, resume=True)
+    with pytest.raises(TrainingError, match=r"made with others: rows \w{12} \(now \w{12}\)\. Resume"):
+        train(tiny_qwen2(), ROWS[1:], RECIPE, pad_id=0, checkpoint_dir=tmp_path, resume=True)
+    with pytest.raises(TrainingError, match=r"made with others: trainable parameters \w{12} "):
+        train(with_lora(tiny_qwen2()), ROWS, RECIPE, pad_id=0, checkpoint_dir=tmp_path, resume=True)
+    with pytest.raises(TrainingError, match="folder without checkpoints"):
+        train(tiny_qwen2(), ROWS, RECIPE, pad_id=0, checkpoint_dir=tmp_path)
+
+
+def test_divergence_stops_at_its_step_and_is_never_saved(tmp_path: Path) -> None:
+    model = tiny_qwen2()
+    with pytest.raises(TrainingError, match=r"diverged at step \d of 8: .*Lower the learning rate") as error:
+        train(model, ROWS, replace(RECIPE, learning_rate=1e38), pad_id=0, checkpoint_dir=tmp_path, checkpoint_steps=1)
+    assert "\n" not in str(error.value)
+    for state in tmp_path.glob("*/trainer_state.json"):
+        assert all(math.isfinite(entry["loss"]) for entry in json.loads(state.read_text())["log_history"])
+
+
+def test_after_divergence_the_cores_are_those_whose_loss_was_last_finite() -> None:
+    def trained(until: int, fault: Callable[[nn.Module], None], kind: type[Exception]) -> dict[str, torch.Tensor]:
+        model = adapted("random")
+
+        def progress(_: str, done: int, *__: object) -> None:
+            if done == until:
+                fault(model)
+
+        with pytest.raises(kind):
+            train(model, ROWS, RECIPE, pad_id=0, progress=progress)
+        return {name: value for name, value in weights(model).items() if "frozencore_R" in name}
+
+    def stop(_: nn.Module) -> None:
+        raise StoppedError
+
+    def spoil(model: nn.Module) -> None:
+        model.model.model.norm.weight.data[0] = torch.nan
+
+    good, kept = trained(3, stop, StoppedError), trained(4, spoil, DivergenceError)  # the fifth loss is NaN
+    assert any(core.any() for core in good.values())
+    assert_same_weights(kept, good)
+
+
+def test_new_bases_are_of_as_many_steps_as_their_cost_allows() -> None:
+    """At a hundredth of the products of the first step of a round alone; from a half on of all of them."""
+
+    def cores(cost: float) -> dict[str, torch.Tensor]:
+        model = adapted()
+        train(model, ROWS, replace(RECIPE, refresh=2, refresh_cost=cost), pad_id=0)
+        return {name: value for name, value in model.state_dict().items() if "frozencore_R" in name}
+
+    sparing, whole, more = cores(0.01), cores(0.5), cores(5.0)
+    assert all(torch.equal(whole[name], more[name]) for name in whole)
+    assert any(not torch.equal(whole[name], sparing[name]) for name in whole)
+
+
+def test_after_divergence_at_the_start_of_a_round_the_round_before_is_back() -> None:
+    """The fifth of eight steps begins the second round; what the fourth made of the core has no finite loss."""
+    recipe = replace(RECIPE, refresh=2)
+
+    def factors_in(model: nn.Module) -> dict[str, torch.Tensor]:
+        return {name: value for name, value in model.state_dict().items() if "frozencore_" in name}
+
+    seen: dict[str, dict[str, torch.Tensor]] = {}
+
+    def trained(until: int) -> nn.Module:
+        model = adapted()
+
+        def progress(_: str, done: int, *__: object) -> None:
+            if done == until - 1:
+                seen["before"] = {
+                    name: value.clone() for name, value in model.state_dict().items() if "frozenc" in name
+                }
+            if done == until:
+                model.model.model.norm.weight.data[0] = torch.nan
+
+        with pytest.raises(DivergenceError, match=f"at step {until + 1} of 8"):
+            train(model, ROWS, recipe, pad_id=0, progress=progress)
+        return model
+
+    model = trained(4)
+    assert model.peft_config["default"].rounds == 1
+    assert_same_weights(
+        {name: value for name, value in model.state_dict().items() if "frozenc" in name}, seen["before"]
+    )
+    assert trained(5).peft_config["default"].rounds == 2
+
+
+def test_a_nan_in_the_model_is_told_from_divergence() -> None:
+    model = tiny_qwen2()
+    model.model.norm.weight.data[0] = torch.nan
+    with pytest.raises(TrainingError, match=r"at step 1 of 8: .*check the model's weights"):
+        train(model, ROWS, RECIPE, pad_id=0)
+
+
+def test_an_adapter_trains_in_float32_on_a_bf16_base() -> None:
+    model = with_lora(tiny_qwen2().bfloat16())
+    report = train(model, ROWS, RECIPE, pad_id=0)
+    assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
+    assert {p.dtype for p in model.parameters() if not p.requires_grad} == {torch.bfloat16}
+    assert report.losses[-1] < report.losses[0]
+
+
+def test_what_cannot_be_trained_is_refused() -> None:
+    with pytest.raises(ConfigError, match="must be float32"):
+        train(tiny_qwen2().bfloat16(), ROWS, RECIPE, pad_id=0)
+    with pytest.raises(ConfigError, match="has none"):
+        train(tiny_qwen2().requires_grad_(False), ROWS, RECIPE, pad_id=0)
+    with pytest.raises(DataError, match="at least one row"):
+        train(tiny_qwen2(), [], RECIPE, pad_id=0)
+    with pytest.raises(ConfigError, match="at least one step"):
+        train(tiny_qwen2(), ROWS, RECIPE, pad_id=0, checkpoint_steps=0)
+    with pytest.raises(ConfigError, match="give checkpoint_dir"):
+        train(tiny_qwen2(), ROWS, RECIPE, pad_id=0, resume=True)
+    for wrong in ({"learning_rate": 0.0}, {"warmup": 1.5}, {"epochs": 0}, {"accumulation": 0}, {"max_grad_norm": 0.0}):
+        with pytest.raises(ConfigError, match="In a recipe"):
+            replace(RECIPE, **wrong)
+
+
+def test_nothing_is_printed_and_no_folder_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    train(tiny_qwen2(), ROWS, RECIPE, pad_id=0)
+    assert list(tmp_path.iterdir()) == []
+    assert capfd.readouterr().out == ""
+
+
+def test_a_model_that_cannot_leave_logits_out_trains_to_the_same_losses() -> None:
+    one_by_one = replace(RECIPE, accumulation=1)
+    expected = train(tiny_qwen2(), ROWS, one_by_one, pad_id=0).losses
+    assert train(tiny_all_logits(), ROWS, one_by_one, pad_id=0).losses == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize(("rows", "epochs"), [(3, 8), (32, 8), (60, 4), (128, 2), (256, 1), (10_000, 1)])
+def test_few_rows_of_ones_own_are_seen_several_times(rows: int, epochs: int) -> None:
+    """32 steps of 8 rows, in 8 epochs at most."""
+    assert epochs_for(rows, 8) == epochs

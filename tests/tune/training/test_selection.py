@@ -1,0 +1,307 @@
+"""The step that is kept, against copies of the values taken at every scored step; and kills in between."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from adapted import adapted
+from frozencore.errors import ConfigError, DivergenceError, ModelError, TrainingError
+from frozencore.tune.rows.prompts import TokenRow
+from frozencore.tune.scoring.heldout import held_out_loss
+from frozencore.tune.training import selection, trainer
+from frozencore.tune.training import train as training
+from frozencore.tune.training.recipe import Recipe
+from frozencore.tune.training.selection import Every, Selection
+from frozencore.tune.training.train import TrainingReport, train
+from frozencore.words import Progress
+from tiny import draw_examples
+
+ROWS = [TokenRow(f"row-{i}", list(e.ids), e.num_prompt) for i, e in enumerate(draw_examples(20, seed=5))]
+VALIDATION = [TokenRow(f"other-{i}", list(e.ids), e.num_prompt) for i, e in enumerate(draw_examples(6, seed=8))]
+RECIPE = Recipe(learning_rate=1e-2, warmup=0.3, epochs=3, batch_size=5, accumulation=1)
+STEPS_AN_EPOCH, NUM_STEPS = 4, 12
+Values = dict[str, torch.Tensor]
+
+
+class StoppedError(Exception):
+    pass
+
+
+def values(model: nn.Module) -> Values:
+    return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+
+
+def same(a: Values, b: Values) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+class Scripted:
+    """Scores as they are written down, in the order in which they are asked for; keeps the values it was shown."""
+
+    def __init__(self, *scores: tuple[float, float | None]) -> None:
+        self.scores = scores
+        self.seen: list[Values] = []
+
+    def __call__(self, model: nn.Module, progress: Progress) -> tuple[float, float | None]:
+        self.seen.append(values(model))
+        random.random(), torch.rand(3)  # a scorer may draw; the training must not notice
+        return self.scores[len(self.seen) - 1]
+
+
+def really(model: nn.Module, progress: Progress) -> tuple[float, float | None]:
+    return held_out_loss(model, VALIDATION, pad_id=0, progress=progress), None
+
+
+def run(
+    score: Callable[[nn.Module, Progress], tuple[float, float | None]] | None,
+    *,
+    every: Every = "epoch",
+    model: nn.Module | None = None,
+    folder: Path | None = None,
+    resume: bool = False,
+    stop_after: int | None = None,
+) -> tuple[TrainingReport, nn.Module]:
+    def progress(stage: str, done: int, total: int | None, note: str = "") -> None:
+        if done == stop_after:
+            raise StoppedError
+
+    model = model or adapted("random")
+    chooses = None if score is None else Selection(every, score, identity="rows")
+    report = train(
+        model, ROWS, RECIPE, pad_id=0, checkpoint_dir=folder, resume=resume, selection=chooses, progress=progress
+    )
+    return report, model
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> Callable[[Every], tuple[TrainingReport, Values]]:
+    """A training that real scores chose from: its report, and the values that it kept."""
+
+    @cache
+    def trained(every: Every) -> tuple[TrainingReport, Values]:
+        report, model = run(really, every=every)
+        return report, values(model)
+
+    return trained
+
+
+@pytest.mark.parametrize(
+    ("scores", "kept"),
+    [
+        (((3.0, None), (1.0, None), (2.0, None)), 1),
+        (((1.0, 0.5), (2.0, 0.75), (3.0, 0.5)), 1),  # accuracy goes first
+        (((3.0, 0.5), (2.0, 0.5), (1.0, 0.5)), 2),  # the loss among equals
+        (((1.0, 0.5), (1.0, 0.5), (1.0, 0.5)), 0),  # the first of equal ones
+        (((3.0, 0.0), (2.0, 0.0), (2.5, 0.0)), 1),
+    ],
+)
+def test_the_values_of_the_best_scored_step_are_kept(scores: tuple[tuple[float, float | None], ...], kept: int) -> None:
+    scorer = Scripted(*scores)
+    report, model = run(scorer)
+    assert same(values(model), scorer.seen[kept])
+    assert not any(same(scorer.seen[kept], other) for i, other in enumerate(scorer.seen) if i != kept)
+    assert report.selected is not None
+    assert [(s.step, s.held_out_loss, s.accuracy) for s in report.selected.scores] == [
+        (STEPS_AN_EPOCH * (i + 1), *score) for i, score in enumerate(scores)
+    ]
+    assert report.selected.step == STEPS_AN_EPOCH * (kept + 1)
+
+
+def test_scoring_changes_nothing_of_the_training() -> None:
+    plain, model = run(None)
+    scorer = Scripted((1.0, None), (2.0, None), (3.0, None))
+    report, _ = run(scorer)
+    assert report.losses == plain.losses
+    assert same(scorer.seen[-1], values(model))
+    assert (plain.selected, report.num_steps) == (None, NUM_STEPS)
+
+
+def test_real_scores_are_those_of_the_values_that_are_kept() -> None:
+    report, model = run(really)
+    assert report.selected is not None
+    losses = [score.held_out_loss for score in report.selected.scores]
+    assert len(set(losses)) == 3
+    assert held_out_loss(model, VALIDATION, pad_id=0) == min(losses)
+
+
+@pytest.mark.parametrize(("every", "steps"), [(5, [5, 10, 12]), (4, [4, 8, 12]), (100, [12])])
+def test_every_so_many_steps_and_the_last_one_are_scored(every: int, steps: list[int]) -> None:
+    report, _ = run(Scripted(*((float(-i), None) for i in range(3))), every=every)
+    assert report.selected is not None
+    assert [score.step for score in report.selected.scores] == steps
+
+
+@pytest.mark.parametrize(
+    ("every", "stop_after"),
+    [("epoch", 2), (3, 5), ("epoch", 11)]
+    + [pytest.param(*words, marks=pytest.mark.slow) for words in ((3, 2), ("epoch", 5), (3, 11))],
+)
+def test_a_training_that_was_stopped_chooses_as_if_it_had_not_been(
+    every: Every, stop_after: int, undisturbed: Callable[[Every], tuple[TrainingReport, Values]], tmp_path: Path
+) -> None:
+    expected, whole = undisturbed(every)
+    with pytest.raises(StoppedError):
+        run(really, every=every, folder=tmp_path, stop_after=stop_after)
+    report, resumed = run(really, every=every, folder=tmp_path, resume=True)
+    assert (report.resumed_from is None) == (stop_after < STEPS_AN_EPOCH)
+    assert expected.selected is not None
+    assert report.selected is not None
+    assert (report.selected.scores, report.selected.step) == (expected.selected.scores, expected.selected.step)
+    assert same(values(resumed), whole)
+
+
+@pytest.mark.parametrize("stopped_at", [1, pytest.param(2, marks=pytest.mark.slow), 3])
+def test_a_step_whose_scoring_was_stopped_is_scored_when_the_training_goes_on(stopped_at: int, tmp_path: Path) -> None:
+    """The best one comes first: what is kept must come through every checkpoint."""
+    scores = ((1.0, None), (2.0, None), (3.0, None))
+    whole = Scripted(*scores)
+    expected, _ = run(whole)
+
+    def stopping(model: nn.Module, progress: Progress) -> tuple[float, float | None]:
+        if len(first.seen) == stopped_at - 1:
+            raise StoppedError
+        return first(model, progress)
+
+    first = Scripted(*scores)
+    with pytest.raises(StoppedError):
+        run(stopping, folder=tmp_path)
+    second = Scripted(*scores[stopped_at - 1 :])
+    report, model = run(second, folder=tmp_path, resume=True)
+    assert report.resumed_from == tmp_path / f"checkpoint-{STEPS_AN_EPOCH * stopped_at}"
+    assert len(second.seen) == 4 - stopped_at
+    assert report.selected is not None
+    assert expected.selected is not None
+    assert report.selected.scores == expected.selected.scores
+    assert same(values(model), whole.seen[0])
+
+
+@contextmanager
+def sigterm_does_nothing() -> Iterator[None]:
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize("told_at", [1, 3])
+def test_sigterm_while_a_step_is_scored_stops_at_once_and_loses_no_step(
+    told_at: int, undisturbed: Callable[[Every], tuple[TrainingReport, Values]], tmp_path: Path
+) -> None:
+    calls = 0
+
+    def told(model: nn.Module, progress: Progress) -> tuple[float, float | None]:
+        nonlocal calls
+        calls += 1
+        if calls == told_at:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return really(model, progress)
+
+    step = STEPS_AN_EPOCH * told_at
+    with sigterm_does_nothing(), pytest.raises(TrainingError, match=f"while step {step} of 12 was scored.* resume"):
+        run(told, folder=tmp_path)
+    report, resumed = run(really, folder=tmp_path, resume=True)
+    expected, whole = undisturbed("epoch")
+    assert report.resumed_from == tmp_path / f"checkpoint-{step}"
+    assert report.selected is not None
+    assert expected.selected is not None
+    assert report.selected.scores == expected.selected.scores
+    assert same(values(resumed), whole)
+
+
+def test_checkpoints_of_another_choice_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(StoppedError):
+        run(really, folder=tmp_path, stop_after=6)
+    with pytest.raises(TrainingError, match=r"others: scored every epoch \(now 2\)\. Resume"):
+        run(really, every=2, folder=tmp_path, resume=True)
+    with pytest.raises(
+        TrainingError, match=r"others: scored every epoch \(now None\), validation rows rows \(now None"
+    ):
+        run(None, folder=tmp_path, resume=True)
+
+
+def test_a_model_whose_validation_loss_is_no_number_has_diverged_and_gets_its_last_good_core_back() -> None:
+    model = adapted("random")
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+    def broken(model: nn.Module, progress: Progress) -> tuple[float, float | None]:
+        for parameter in trained:
+            parameter.data.fill_(torch.nan)
+        raise ModelError("The model's loss on held-out rows is not finite.")
+
+    with pytest.raises(DivergenceError, match="Training diverged at step 4 of 12: The model's loss on held-out rows"):
+        run(broken, model=model)
+    assert all(bool(parameter.isfinite().all()) for parameter in trained)
+    assert any(bool(parameter.any()) for parameter in trained)  # of step 3
+
+
+def test_the_time_of_scoring_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock of ours, which only scoring moves."""
+    now = 100.0
+
+    def slow(model: nn.Module, progress: Progress) -> tuple[float, float | None]:
+        nonlocal now
+        now += 60.0
+        return 1.0, None
+
+    for module in (training, selection, trainer):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now))
+    report, _ = run(slow, every=1)
+    assert report.selected is not None
+    assert (report.selected.time_s, report.time_s, report.step_s) == (60.0 * NUM_STEPS, 0.0, 0.0)
+
+
+def test_no_steps_between_two_scores_is_refused() -> None:
+    with pytest.raises(ConfigError, match="there must be at least one step, got 0"):
+        Selection(0, really, identity="rows")
+
+
+@pytest.mark.parametrize("stop_after", [None, 6])
+def test_a_training_ends_after_so_many_scores_that_are_no_better_and_keeps_the_best(
+    tmp_path: Path, stop_after: int | None
+) -> None:
+    def trained(scorer: Scripted, *, resume: bool = False, stop_after: int | None = None) -> TrainingReport:
+        def progress(stage: str, done: int, total: int | None, note: str = "") -> None:
+            if done == stop_after:
+                raise StoppedError
+
+        chooses = Selection(2, scorer, identity="rows", patience=2)
+        return train(
+            model, ROWS, RECIPE, pad_id=0, checkpoint_dir=tmp_path, checkpoint_steps=1, resume=resume,
+            selection=chooses, progress=progress,
+        )  # fmt: skip
+
+    scores = ((3.0, None), (2.0, None), (2.0, None), (2.5, None), (1.0, None))
+    model, scorer = adapted("random"), Scripted(*scores)
+    if stop_after is not None:
+        with pytest.raises(StoppedError):
+            trained(scorer, stop_after=stop_after)
+        scorer = Scripted(*scores[len(scorer.seen) :])
+    report = trained(scorer, resume=stop_after is not None)
+    assert report.selected is not None
+    assert report.selected.stopped
+    assert (report.num_steps, len(report.losses), report.selected.step) == (8, 8, 4)
+    assert [score.step for score in report.selected.scores] == [2, 4, 6, 8]
+
+
+def test_patience_that_is_never_lost_changes_nothing() -> None:
+    falling = Scripted((3.0, None), (2.0, None), (2.5, None))
+    report, _ = run(falling)
+    patient = Selection("epoch", Scripted((3.0, None), (2.0, None), (2.5, None)), identity="rows", patience=1)
+    other = train(adapted("random"), ROWS, RECIPE, pad_id=0, selection=patient)
+    assert (other.losses, other.num_steps) == (report.losses, NUM_STEPS)
+    assert other.selected is not None
+    assert not other.selected.stopped  # the last score has no step after it
+    with pytest.raises(ConfigError, match="At least one score"):
+        Selection("epoch", really, identity="rows", patience=0)

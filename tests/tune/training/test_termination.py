@@ -1,0 +1,262 @@
+"""SIGTERM, with which schedulers end a job, and Ctrl-C: a checkpoint after the running step, one line, and bit-equal
+from there."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from forked import start
+from frozencore.errors import TrainingError
+from frozencore.tune.pocket import pocket_model_path
+from frozencore.tune.rows.prompts import TokenRow
+from frozencore.tune.training.checkpoints import checkpoints, is_complete
+from frozencore.tune.training.recipe import Recipe
+from frozencore.tune.training.train import TrainingReport, train
+from tiny import draw_examples, tiny_qwen2
+from undisturbed import TWO_METHODS, results_of, specification
+
+ROWS = [TokenRow(f"row-{i}", list(e.ids), e.num_prompt) for i, e in enumerate(draw_examples(20, seed=5))]
+RECIPE = Recipe(learning_rate=1e-2, epochs=2, batch_size=2, accumulation=3, warmup=0.3)  # four steps an epoch
+TERMINATED, INTERRUPTED = 143, 130
+TWO_RUNS = (
+    TWO_METHODS.replace("[fcca, lora_xs]", "[lora_xs]")
+    .replace("[42]", "[42, 43]")
+    .replace("num_train: 16", "num_train: 24")
+    .replace("epochs: 2", "epochs: 5")
+)
+Heard = list[int]
+BOTH = (signal.SIGTERM, signal.SIGINT)
+
+
+@pytest.fixture
+def heard() -> Iterator[Heard]:
+    """The signals that a handler of the user's own is called with."""
+    calls: Heard = []
+    before = {number: signal.getsignal(number) for number in BOTH}
+    for number in BOTH:
+        signal.signal(number, lambda number, _: calls.append(number))
+    yield calls
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def told_at(step: int | None, number: int = signal.SIGTERM) -> Callable[[str, int, int, str], None]:
+    """Sends the signal when the training first reports that step."""
+    steps = [step]
+
+    def tell(_: str, done: int, *__: object) -> None:
+        if done == steps[0]:
+            steps.clear()
+            steps.append(None)
+            os.kill(os.getpid(), number)
+
+    return tell
+
+
+def run(
+    folder: Path, model: torch.nn.Module, *, every: int | None, at: int | None = None, number: int = signal.SIGTERM
+) -> TrainingReport:
+    return train(
+        model, ROWS, RECIPE, pad_id=0, checkpoint_dir=folder, checkpoint_steps=every, resume=True,
+        progress=told_at(at, number),
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[torch.nn.Module, TrainingReport]:
+    model = tiny_qwen2()
+    return model, run(tmp_path_factory.mktemp("whole"), model, every=None)
+
+
+@pytest.mark.parametrize(
+    ("step", "every", "number"),
+    [
+        *((step, every, signal.SIGTERM) for step, every in [(1, 100), (3, None), (3, 2), (4, None), (4, 2), (6, 100)]),
+        *((step, every, signal.SIGINT) for step, every in [(1, None), (4, 2)]),
+    ],
+)
+def test_a_training_that_is_told_to_stop_goes_on_bit_equal(
+    step: int,
+    every: int | None,
+    number: int,
+    tmp_path: Path,
+    heard: Heard,
+    uninterrupted: tuple[torch.nn.Module, TrainingReport],
+) -> None:
+    handler = signal.getsignal(number)
+    model, (whole, expected) = tiny_qwen2(), uninterrupted
+    with pytest.raises(
+        TrainingError, match=rf"told to stop at step {step + 1} of 8\. Its checkpoint is whole"
+    ) as caught:
+        run(tmp_path / "cut", model, every=every, at=step, number=number)
+    assert "\n" not in str(caught.value)
+    assert heard == [number]
+    assert signal.getsignal(number) is handler
+    assert is_complete(tmp_path / "cut" / f"checkpoint-{step + 1}")
+    resumed = tiny_qwen2()
+    report = run(tmp_path / "cut", resumed, every=every)
+    assert report.resumed_from == tmp_path / "cut" / f"checkpoint-{step + 1}"
+    assert report.losses == expected.losses
+    assert all(torch.equal(a, b) for a, b in zip(resumed.parameters(), whole.parameters(), strict=True))
+
+
+def test_ctrl_c_itself_says_which_step_is_saved_and_a_second_one_does_not_wait(tmp_path: Path) -> None:
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    with pytest.raises(KeyboardInterrupt) as once:
+        run(tmp_path / "once", tiny_qwen2(), every=None, at=2, number=signal.SIGINT)
+    assert once.value.__notes__ == ["step 3 of 8 is saved"]
+    assert [folder.name for folder in checkpoints(tmp_path / "once")] == ["checkpoint-3"]
+
+    said: list[str] = []
+
+    def twice(_: str, done: int, __: int | None, note: str = "") -> None:
+        said.append(note)
+        if done == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):  # the first is told to the reporter, which sends the second
+        train(tiny_qwen2(), ROWS, RECIPE, pad_id=0, checkpoint_dir=tmp_path / "twice", progress=twice)
+    assert said[-1] == "stops after this step; Ctrl-C again ends it at once"
+    assert not checkpoints(tmp_path / "twice")
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_training_that_ends_with_the_step_is_done_before_the_signal_is_heard(tmp_path: Path, heard: Heard) -> None:
+    assert run(tmp_path, tiny_qwen2(), every=2, at=8).num_steps == 8
+    assert len(heard) == 1
+
+
+def test_without_checkpoints_and_in_a_thread_the_signal_comes_at_once(tmp_path: Path, heard: Heard) -> None:
+    def note(_: str, done: int, *__: object) -> None:
+        if done == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        elif done == 4:
+            assert len(heard) == 1
+
+    assert train(tiny_qwen2(), ROWS, RECIPE, pad_id=0, progress=note).num_steps == 8
+    in_a_thread: list[int] = []
+    thread = threading.Thread(
+        target=lambda: in_a_thread.append(run(tmp_path, tiny_qwen2(), every=100).num_steps), daemon=True
+    )
+    thread.start()
+    thread.join()
+    assert in_a_thread == [8]
+
+
+def tune(out: Path, *words: str) -> list[str]:
+    return [
+        "tune", "--model", str(pocket_model_path()), "--task", "pocket-sentiment", "--output", str(out), "--rank", "4",
+        "--batch-size", "8", "--accumulation", "1", "--num-train", "32", "--num-evaluation", "8", "--epochs", "8",
+        "--dtype", "float32", *words,
+    ]  # fmt: skip
+
+
+def finished(words: list[str], said: Path) -> None:
+    process = start(words, said)
+    process.join()
+    assert process.exitcode == 0, (said / "err").read_text()
+
+
+def terminated(words: list[str], said: Path, begun: Callable[[], bool], number: int = signal.SIGTERM) -> str:
+    """Tell a command to end once it has begun: it says so in one line."""
+    process = start(words, said)
+    while not begun():
+        assert process.is_alive(), (said / "err").read_text()
+        time.sleep(0.005)
+    os.kill(process.pid, number)
+    process.join(60)
+    status, how = (TERMINATED, "terminated") if number == signal.SIGTERM else (INTERRUPTED, "interrupted")
+    assert process.exitcode == status, (said / "err").read_text()
+    (line,) = (said / "err").read_text().splitlines()
+    assert line.startswith(f"frozencore: {how}; ")
+    assert line.endswith(" goes on from what is there")
+    return line
+
+
+def newest(folder: Path) -> Path:
+    return max(checkpoints(folder), key=lambda path: int(path.name.split("-")[1]))
+
+
+def test_a_run_that_is_interrupted_goes_on_to_the_same_end_from_what_it_has_found(tmp_path: Path) -> None:
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    checkpoint = cut / "checkpoints" / "checkpoint-3" / "complete.json"
+    line = terminated(tune(cut, "--save-steps", "3"), tmp_path, checkpoint.exists, signal.SIGINT)
+    last = newest(cut / "checkpoints")
+    assert is_complete(last)
+    step = last.name.split("-")[1]
+    way_on = "the same command with --resume goes on from what is there"
+    assert line == f"frozencore: interrupted; step {step} of 32 is saved; {way_on}"
+    assert not (cut / "result.json").exists()
+    process = start(tune(cut), tmp_path)
+    process.join()
+    assert process.exitcode == 2
+    assert (tmp_path / "err").read_text().startswith(f"frozencore: {cut} holds an interrupted run, which has kept its ")
+    assert (tmp_path / "out").read_text() == ""
+    finished(tune(cut, "--resume"), tmp_path)
+    said = (tmp_path / "out").read_text()
+    assert "".join(said.split()).startswith(f"Goesonfromitsstep{step}in{cut}Load")  # a long path is cut into lines
+    assert not re.search("Score the base model|Calibrate:|Build the bases", said)
+    finished(tune(whole), tmp_path)
+    assert re.search("Score the base model.*Calibrate.*Build the bases", (tmp_path / "out").read_text(), re.DOTALL)
+    one, other = (json.loads((folder / "result.json").read_text()) for folder in (whole, cut))
+    parts = ("training", "accuracy", "accuracy_before", "held_out_loss_before", "hashes", "criterion", "warnings")
+    assert {name: one[name] for name in parts} == {name: other[name] for name in parts}
+    assert other["calibration"]["median_spread"] == one["calibration"]["median_spread"]
+    for name in ("adapter/adapter_model.safetensors", "adapter/adapter_config.json", "predictions.jsonl"):
+        assert (whole / name).read_bytes() == (cut / name).read_bytes()
+    assert {path.name for path in cut.iterdir()} == {
+        "adapter", "history.csv", "predictions.jsonl", "result.json", "run.yaml", "training.png",
+    }  # fmt: skip
+
+
+def test_a_run_that_is_terminated_before_it_trains_ends_at_once(tmp_path: Path) -> None:
+    said = tmp_path / "out"
+    line = terminated(tune(tmp_path / "run"), tmp_path, lambda: said.is_file() and said.stat().st_size > 0)
+    assert line == "frozencore: terminated; the same command with --resume goes on from what is there"
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def campaign(folder: Path, num_workers: int) -> list[str]:
+    spec = specification(folder.parent, TWO_RUNS)
+    return ["campaign", "run", str(spec), "--output", str(folder), "--workers", str(num_workers)]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    finished(campaign(folder / "whole", 0), folder)
+    return results_of(folder / "whole")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_campaign_that_is_terminated_keeps_the_step_of_every_run(
+    num_workers: int, undisturbed: dict[str, Any], tmp_path: Path
+) -> None:
+    cut, num_runs = tmp_path / "cut", max(1, num_workers)
+
+    def all_train() -> bool:
+        logs = [log.read_text() for log in cut.glob("runs/.*.partial/log.txt")]
+        return len(logs) == num_runs and all("train 6/" in log for log in logs)
+
+    terminated(campaign(cut, num_workers), tmp_path, all_train)
+    trained = list(cut.glob("runs/.*.partial"))
+    assert len(trained) == num_runs
+    for folder in trained:
+        last = newest(folder / "checkpoints")
+        assert is_complete(last)
+        told = [line for line in (folder / "log.txt").read_text().splitlines() if line.startswith("train ")]
+        assert told[-1].startswith(f"train {last.name.split('-')[1]}/")
+    finished(campaign(cut, 0), tmp_path)
+    assert results_of(cut) == undisturbed
