@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from frozencore.constructors import CONSTRUCTORS
-from frozencore.tune import pocket
 from frozencore.tune.pocket import POCKET_TASKS
+from frozencore_lab.cli import demo
 from frozencore_lab.cli.demo import demo_campaign
 from places import LAB
 
@@ -22,13 +22,13 @@ FEW = {"rank": 4, "calibration_size": 8, "epochs": 1, "num_train": 16, "num_eval
 @pytest.fixture
 def few_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The shipped file with two tasks, two methods and few rows."""
-    content = yaml.safe_load(pocket.DEMO.read_text())
+    content = yaml.safe_load(demo.FILE.read_text())
     content["base"] |= FEW
     study = content["studies"]["demo"]
     study["axes"] |= {"task": ["pocket-sentiment", "pocket-math"], "method": ["random", "lora-r1"]}
     study["variants"] = {"lora-r1": study["variants"]["lora-r1"]}
     (tmp_path / "few.yaml").write_text(yaml.safe_dump(content))
-    monkeypatch.setattr(pocket, "DEMO", tmp_path / "few.yaml")
+    monkeypatch.setattr(demo, "FILE", tmp_path / "few.yaml")
 
 
 def test_every_constructor_rounds_and_lora_meet_on_every_pocket_task_with_one_seed() -> None:
@@ -39,7 +39,7 @@ def test_every_constructor_rounds_and_lora_meet_on_every_pocket_task_with_one_se
 
 
 def test_the_shipped_file_lies_among_the_campaigns() -> None:
-    assert (LAB / "campaigns" / "demo.yaml").read_bytes() == (LAB / "src" / "frozencore_lab" / "demo.yaml").read_bytes()
+    assert (LAB / "campaigns" / "demo.yaml").read_bytes() == demo.FILE.read_bytes()
 
 
 @pytest.mark.usefixtures("few_runs")

@@ -9,10 +9,10 @@ import typer
 
 from frozencore.cli.console import console
 
-_FILE = Path(__file__).parents[1] / "demo.yaml"
-
 if TYPE_CHECKING:
     from frozencore_lab.campaign.spec import Campaign
+
+FILE = Path(__file__).parents[1] / "demo.yaml"
 
 
 def demo(
@@ -50,7 +50,7 @@ def demo_campaign(seed: int = 42) -> Campaign:
     """The campaign of the demo, from another seed if wanted."""
     from frozencore_lab.campaign.spec import read_campaign
 
-    campaign = read_campaign(_FILE)
+    campaign = read_campaign(FILE)
     studies = {
         name: study.model_copy(update={"axes": {**study.axes, "seed": (seed,)}})
         for name, study in campaign.studies.items()

@@ -13,9 +13,9 @@ from frozencore_lab.reports.statistics.over_tasks import differences, wins_ties_
 from frozencore_lab.reports.tables.comparison import TaskTable, analyse, comparison_json
 from frozencore_lab.reports.tables.significance import comparison_view, family_sheet
 from frozencore_lab.reports.tables.task_means import read_task_means
-from places import DATA
+from places import PAPER_TABLES
 
-PAPER = DATA
+PAPER = PAPER_TABLES
 
 
 def paper(name: str) -> TaskTable:
