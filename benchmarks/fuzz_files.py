@@ -14,9 +14,9 @@ from peft import PeftModel, get_peft_model
 from pyarrow import parquet
 
 from frozencore import FrozenCoreConfig, export_lora, load_basis, save_basis
-from frozencore.adapter.directory import read_adapter
 from frozencore.adapter.export.merged import export_merged
 from frozencore.adapter.export.serving import check_lora_directory
+from frozencore.adapter.saved.folder import read_adapter
 from frozencore.calibration.store import MomentsFingerprint, load_moments, save_moments
 from frozencore.cli.findings import diagnose
 from frozencore.files.strict_yaml import read_yaml

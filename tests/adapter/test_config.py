@@ -13,7 +13,7 @@ from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 
 from adapted import adapted, cores_of, logits
 from frozencore import FrozenCoreConfig
-from frozencore.adapter.lora_names import OURS
+from frozencore.adapter.config_checks import INSTEAD_OF_LORA
 from frozencore.errors import ArtifactError, ConfigError
 from tiny import tiny_llama, tiny_qwen2
 
@@ -161,7 +161,7 @@ def test_a_configuration_that_is_saved_again_beside_its_weights_keeps_their_seal
     assert torch.equal(logits(PeftModel.from_pretrained(tiny_qwen2(), str(tmp_path))), logits(model))
 
 
-@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("name", INSTEAD_OF_LORA)
 def test_loras_names_are_met_with_ours_in_one_line(name: str) -> None:
     with pytest.raises(ConfigError, match=f"no '{name}', which is LoraConfig's: .*") as error:
         FrozenCoreConfig(r=4, **{name: 1})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +13,7 @@ from peft import PeftConfig, PeftModel, get_peft_model
 from pydantic import Field
 
 from adapted import cores_of
-from frozencore import FrozenCoreConfig, register_constructor
+from frozencore import FrozenCoreConfig, register_constructor, save_basis
 from frozencore.constructors import CONSTRUCTORS, BasisOptions, FCCAOptions
 from frozencore.errors import ArtifactError, ConfigError
 from frozencore.options import options_of
@@ -29,12 +29,14 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("toy")
-def test_its_option_is_a_field_with_its_default_and_its_help() -> None:
-    fields = {field.name: field for field in dataclasses.fields(FrozenCoreConfig)}
-    assert (fields["toy_offset"].type, fields["toy_offset"].default) == (int, 0)
-    assert inspect.signature(FrozenCoreConfig).parameters["toy_offset"].default == 0
-    assert "toy_offset: toy: The coordinate that comes first." in (FrozenCoreConfig.__doc__ or "")
+def test_its_option_is_a_keyword_argument_with_its_default() -> None:
+    assert FrozenCoreConfig(constructor="toy").basis_options() == ToyOptions()
     assert FrozenCoreConfig(constructor="toy", toy_offset=3).basis_options() == ToyOptions(toy_offset=3)
+    assert FrozenCoreConfig(constructor="toy", own_options={"toy_offset": 3}).basis_options() == ToyOptions(
+        toy_offset=3
+    )
+    with pytest.raises(TypeError, match="'no_such' argument|keyword argument 'no_such'"):
+        FrozenCoreConfig(constructor="toy", own_options={"no_such": 3})
 
 
 @pytest.mark.usefixtures("toy")
@@ -46,8 +48,16 @@ def test_its_bases_are_built_as_its_option_says_and_survive_their_file(tmp_path:
         assert torch.equal(P, coordinates_from(2, len(P), 4))
         assert torch.equal(Q, coordinates_from(2, len(Q), 4))
     model.save_pretrained(str(tmp_path))
+    assert json.loads((tmp_path / "adapter_config.json").read_text())["toy_offset"] == 2
     loaded = PeftModel.from_pretrained(tiny_qwen2(), str(tmp_path)).peft_config["default"]
-    assert (loaded.constructor, loaded.toy_offset) == ("toy", 2)
+    assert (loaded.constructor, loaded.basis_options(4)) == ("toy", ToyOptions(rank=4, toy_offset=2))
+
+
+@pytest.mark.usefixtures("toy")
+def test_its_option_is_kept_by_a_basis_that_adapters_share(tmp_path: Path) -> None:
+    config = FrozenCoreConfig(r=4, target_modules=["q_proj"], constructor="toy", toy_offset=2)
+    save_basis(get_peft_model(tiny_qwen2(), config), tmp_path / "basis")
+    assert FrozenCoreConfig(basis=str(tmp_path / "basis")).basis_options() == ToyOptions(rank=4, toy_offset=2)
 
 
 @pytest.mark.usefixtures("toy")
@@ -66,7 +76,6 @@ def test_what_it_does_not_allow_or_does_not_read_is_refused(options: dict, messa
 
 
 def test_without_the_row_the_option_is_none() -> None:
-    assert not hasattr(FrozenCoreConfig, "toy_offset")
     with pytest.raises(TypeError, match="toy_offset"):
         FrozenCoreConfig(toy_offset=1)
 

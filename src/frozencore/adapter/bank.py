@@ -20,8 +20,7 @@ from torch import Tensor, nn
 
 from frozencore.adapter.layer import FrozenCoreLayer, frozen_core_layers
 from frozencore.adapter.mixed_batch import encoder_modules, rows_through
-from frozencore.adapter.seal.flat_cores import by_layer
-from frozencore.adapter.seal.values import require_finite_in
+from frozencore.adapter.saved.tensors import by_layer, require_finite_in
 from frozencore.adapter.swap import flat_cores_of
 from frozencore.errors import ConfigError
 

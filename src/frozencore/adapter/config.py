@@ -1,27 +1,29 @@
-"""What a user says about a frozen-core adapter, and PEFT's registration of the method."""
+"""The configuration of a frozen-core adapter: the fields of ``FrozenCoreConfig`` and the options of constructors."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, make_dataclass
 from enum import Enum
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from frozencore.adapter.config_names import require_names
-from frozencore.adapter.option_fields import add_option_fields
-from frozencore.adapter.saved_config import SavedConfig
-from frozencore.adapter.saved_names import with_layer_names
-from frozencore.adapter.seal.saved_basis import SavedBasis, find_basis, read_header
+from frozencore.adapter.config_checks import refuse_foreign_names, require_names
+from frozencore.adapter.layer_names import key_for
+from frozencore.adapter.saved.basis import SavedBasis, find_basis, read_header
+from frozencore.adapter.saved.config_file import SavedConfig, refuse_expressions
 from frozencore.constructors import (
+    CONSTRUCTORS,
     BasisOptions,
     Constructor,
-    EveryOption,
     constructor_options,
+    described,
     find_constructor,
     refuse_unread,
 )
-from frozencore.constructors.options import Alpha, RankBudget, ScaleOptions, trained_values
+from frozencore.constructors.options import AUTO_ALPHA, Alpha, RankBudget, ScaleOptions, trained_values
 from frozencore.errors import ArtifactError, ConfigError
 from frozencore.files.adapter_folder import LARGEST_FLOAT32, PEFT_TYPE, read_seal
 from frozencore.options import options_of, without_lists
@@ -30,16 +32,45 @@ MOST_ROUNDS = 1000
 
 
 class FrozenCoreType(str, Enum):  # noqa: UP042 - PEFT formats the type with str(), which StrEnum changes
-    """PEFT's own enum of methods is closed; a str enum whose name equals its value passes for a member."""
+    """The name of the method for PEFT, whose own enum of methods is closed: a str enum passes for a member."""
 
     FROZENCORE = PEFT_TYPE
 
 
+if TYPE_CHECKING:
+    from frozencore.constructors import EveryOption
+else:  # a field for each option of the constructors, made from their table
+    EveryOption = make_dataclass(
+        "EveryOption", [(option.name, option.plain, option.default) for option in constructor_options().values()]
+    )
+
+
+def _with_named_options(config: type) -> type:
+    """Let ``__init__`` take options of registered constructors by name, and refuse names of other libraries."""
+    init: Callable[..., None] = config.__init__  # type: ignore[misc]
+    own = [option.name for option in fields(config)]
+
+    @wraps(init)
+    def by_name(self: Any, *args: Any, **given: Any) -> None:
+        registered = constructor_options().keys() - set(own)
+        refuse_foreign_names(given, [*own, *registered])
+        mine = {name: given.pop(name) for name in registered & given.keys()}
+        if mine:
+            given["own_options"] = {**given.get("own_options", {}), **mine}
+        init(self, *args, **given)
+
+    config.__init__ = by_name  # type: ignore[misc]
+    said = (f"{option.name}: {described(option)}" for option in constructor_options().values())
+    config.__doc__ = "\n        ".join([(config.__doc__ or "").rstrip(), *said])
+    return config
+
+
+@_with_named_options
 @dataclass
 class FrozenCoreConfig(SavedConfig, EveryOption):  # type: ignore[misc]  # frozen it is for type checkers alone
     """Configuration of a frozen-core adapter: ``y = (W + s·P R Qᵀ) x`` with only R (r x r) trained.
 
-    Every option of a constructor is a field too, flat and under its own name (:mod:`frozencore.constructors`); one that
+    Every option of a constructor is a field too, under its own name (:mod:`frozencore.constructors`). An option that
     the chosen constructor does not read is refused.
 
     Args:
@@ -49,28 +80,29 @@ class FrozenCoreConfig(SavedConfig, EveryOption):  # type: ignore[misc]  # froze
         alpha: The scale is ``s = alpha / r``; ``"auto"`` is 16, by which one learning rate serves all ranks; None means
             ``s = 1``, the paper's.
         seed: Seed of random directions.
-        rank_budget: Trained values of all cores together instead of a rank: a number, or the size of so many as
-            float32 (``"150KB"``). ``calibrate`` spends them on the layers where they are worth most and writes what
-            each got into ``rank_pattern``; constructors that have no spectrum for that get equal ranks. See
-            docs/rank-budget.md.
-        rank_pattern: Ranks of layers whose name matches a key; one of rank 0 is not adapted.
+        rank_budget: Trained values of all cores together instead of a rank: a number, or their size as float32
+            (``"150KB"``). ``calibrate`` spends them on the layers where they are worth most, and writes the ranks into
+            ``rank_pattern``. Constructors without a spectrum get equal ranks. See docs/rank-budget.md.
+        rank_pattern: Ranks of layers whose name matches a key; a layer of rank 0 is not adapted.
         alpha_pattern: Alphas of layers whose name matches a key.
         exclude_modules: As in ``LoraConfig``, and so are ``layers_to_transform``, ``layers_pattern``,
             ``modules_to_save``, ``trainable_token_indices`` and ``ensure_weight_tying``.
-        init_weights: False starts from cores drawn from torch's global generator instead of zero, so that an untrained
-            adapter changes the output: for trying out serving and switching, not for training.
+        init_weights: False draws cores from torch's global generator instead of zeros, so that an untrained adapter
+            changes the output: for trying out serving and switching, not for training.
         calibration_tokens: Written by ``calibrate``: how many tokens the bases were computed from.
         load_bases: Written by ``save_pretrained``: P and Q are in the file, so none is built.
         seal: Written by ``save_pretrained``: hashes of the weights and some values of the base model, which loading
-            checks (:mod:`frozencore.adapter.seal.integrity`).
-        basis: Use that basis instead of choosing one: the folder of :func:`frozencore.save_basis`, or a hub id (with
-            ``basis_revision``). Rank, targets, scale and constructor are the basis's. The adapter is saved as cores
-            alone.
+            checks (:mod:`frozencore.adapter.saved.seal`).
+        basis: A saved basis to use instead of choosing one: the folder of :func:`frozencore.save_basis`, or a hub id
+            (with ``basis_revision``). Rank, targets, scale and constructor are the basis's. The adapter is saved as
+            cores alone.
         rounds: Written by training that refreshes (:class:`frozencore.Refresh`): how many bases stand side by side in
             P and Q of each layer, each with a core of its own. The layers have rank ``rounds * r``.
         basis_id: Written by ``save_pretrained``: the identity of the basis that the cores belong to.
         allow_other_base: Load onto a base model whose weights are not those that the adapter was made on. Never saved:
             ``PeftModel.from_pretrained(base, folder, allow_other_base=True)``.
+        own_options: Options of a registered constructor (:func:`frozencore.register_constructor`), which may also be
+            given as keyword arguments.
     """
 
     r: int = BasisOptions.rank
@@ -96,14 +128,13 @@ class FrozenCoreConfig(SavedConfig, EveryOption):  # type: ignore[misc]  # froze
     basis_revision: str | None = None
     basis_id: str | None = None
     allow_other_base: bool = False
+    own_options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._seal_to_write: dict[str, Any] | None = None
-        self._folder: Path | None = None
-        self.written_card: str | None = None  # beside the adapter, when it was last saved
-        self.refreshes = False  # set by what refreshes it
-        self.expressions: dict[str, tuple[Any, Any]] = {}  # fields with what they said before layers were named
+        self._folder: Path | None = None  # where the adapter was read
+        self._expressions: dict[str, tuple[Any, Any]] = {}  # fields as given, and as the names of a model's layers
         if self.basis is not None and self.basis_id is None:
             self._take_from_basis(self.basis)
         several = isinstance(self.rounds, int) and 1 < self.rounds <= MOST_ROUNDS and self.basis_id is None
@@ -115,17 +146,17 @@ class FrozenCoreConfig(SavedConfig, EveryOption):  # type: ignore[misc]  # froze
             self.seal = read_seal("this configuration", self.seal)
         self.peft_type = FrozenCoreType.FROZENCORE
         require_names(self)
-        if isinstance(self.target_modules, list | tuple):
-            self.target_modules = set(self.target_modules)  # type: ignore[assignment]  # PEFT compares sets
-        if isinstance(self.exclude_modules, list | tuple):
-            self.exclude_modules = set(self.exclude_modules)  # type: ignore[assignment]  # these too
+        refuse_foreign_names(self.own_options, constructor_options())
+        for name in ("target_modules", "exclude_modules"):
+            if isinstance(given := getattr(self, name), list | tuple):
+                setattr(self, name, set(given))  # PEFT compares sets
         for alpha in (self.alpha, *self.alpha_pattern.values()):
             options_of(FrozenCoreConfig)["alpha"].check(alpha)
             if isinstance(alpha, int | float) and alpha > LARGEST_FLOAT32:
                 raise ConfigError("alpha must be a number above 0 that a float32 holds, but a larger one came.")
         find_constructor(self.constructor)
-        if not self.load_bases:  # what does not decide bases that are there is of no harm
-            refuse_unread(self.constructor, {name: getattr(self, name) for name in constructor_options()})
+        if not self.load_bases:  # an option that is not read does no harm to bases that are there
+            refuse_unread(self.constructor, {name: self._option(name) for name in constructor_options()})
         adapted = (rank for rank in self.rank_pattern.values() if type(rank) is not int or rank != 0)
         for rank in (self.r, *adapted):
             self.basis_options(rank)  # refuses bad values now, not in the middle of a calibration
@@ -142,21 +173,22 @@ class FrozenCoreConfig(SavedConfig, EveryOption):  # type: ignore[misc]  # froze
             raise ConfigError(f"rank_budget chooses the ranks, but {given} came too. Leave one of them out.")
 
     def _take_from_basis(self, place: str | Path) -> None:
-        """Rank, targets, scale and constructor are those of the basis, where they are left at their defaults."""
+        """Take rank, targets, scale and constructor from a saved basis where they are left at their defaults."""
         if self.load_bases:
             raise ConfigError("The adapter holds a basis of its own: leave basis out, or `frozencore adapter pack` it.")
         header = read_header(place, self.basis_revision)
-        options = with_layer_names(
-            f"the basis {place}", header["options"], lambda: header["scales"], "Save the basis again."
-        )
-        known, fields = options_of_basis(), self.__dataclass_fields__
-        for name, value in options.items():
+        refuse_expressions(f"the basis {place}", header["options"], "Save the basis again.")
+        known, defaults = options_of_basis(), {each.name: each.default for each in fields(self)}
+        for name, value in header["options"].items():
             if name not in known:
                 raise ArtifactError(
                     f"The basis in {place} has an option {name!r:.50} that this frozencore does not know."
                 )
+            if name not in defaults:
+                self.own_options.setdefault(name, value)
+                continue
             own = getattr(self, name)
-            if own != {} and own != fields[name].default and _plain(own) != value:
+            if own != {} and own != defaults[name] and _plain(own) != value:
                 raise ConfigError(
                     f"The basis in {place} has {name}={value!r:.100}, but {_plain(own)!r:.100} came. Leave {name} out."
                 )
@@ -177,7 +209,7 @@ class FrozenCoreConfig(SavedConfig, EveryOption):  # type: ignore[misc]  # froze
 
     @property
     def constructor_entry(self) -> Constructor[Any]:
-        """The row of the constructor table."""
+        """The constructor's entry in the table."""
         return find_constructor(self.constructor)
 
     @property
@@ -186,19 +218,37 @@ class FrozenCoreConfig(SavedConfig, EveryOption):  # type: ignore[misc]  # froze
         return self.basis_id is None and self.constructor_entry.needs_data(self.basis_options())
 
     def basis_options(self, rank: int | None = None) -> BasisOptions:
-        """The options of the constructors, checked; ``rank`` overrides r for one layer."""
-        row = self.constructor_entry
-        given = {name: without_lists(getattr(self, name)) for name in options_of(row.options) if name != "rank"}
-        return row.options(rank=self.r if rank is None else rank, **given)
+        """The options of the constructor, checked; ``rank`` overrides r for one layer."""
+        options = self.constructor_entry.options
+        given = {name: without_lists(self._option(name)) for name in options_of(options) if name != "rank"}
+        return options(rank=self.r if rank is None else rank, **given)
+
+    def _option(self, name: str) -> Any:
+        """The value of an option of any constructor."""
+        if name in self.own_options:
+            return self.own_options[name]
+        return getattr(self, name) if hasattr(self, name) else constructor_options()[name].default
+
+    def rank_of(self, layer: str) -> int:
+        """The rank that was asked for in a layer; 0 for a layer that is not adapted."""
+        if self.rank_budget is not None:  # an allocation has full names, which may be the ends of others
+            return self.rank_pattern.get(layer, self.r)
+        key = key_for(self.rank_pattern, layer, "rank_pattern")
+        return self.r if key is None else self.rank_pattern[key]
+
+    def scale_of(self, layer: str) -> float:
+        """The scale s of a layer: alpha over the rank that was asked for, or 1."""
+        key = key_for(self.alpha_pattern, layer, "alpha_pattern")
+        alpha = self.alpha if key is None else self.alpha_pattern[key]
+        if alpha is None:
+            return 1.0
+        return (AUTO_ALPHA if alpha == "auto" else alpha) / self.rank_of(layer)
 
     def require_one_round(self, what: str) -> None:
-        """Refuse what takes an adapter on one basis.
+        """Refuse an adapter of several rounds.
 
         Args:
-            what: What it would be, as a sentence begins.
-
-        Raises:
-            ConfigError: The adapter was refreshed.
+            what: The operation that takes one basis, as a sentence begins.
         """
         if self.rounds > 1:
             raise ConfigError(
@@ -207,7 +257,7 @@ class FrozenCoreConfig(SavedConfig, EveryOption):  # type: ignore[misc]  # froze
             )
 
     def find_basis(self, origin: str) -> SavedBasis:
-        """The named basis: in or beside the folder that this was read from, or where ``basis`` says.
+        """Read the named basis: in or beside the adapter's folder, or where ``basis`` says.
 
         Raises:
             ArtifactError: It is nowhere, another one, or damaged.
@@ -216,16 +266,13 @@ class FrozenCoreConfig(SavedConfig, EveryOption):  # type: ignore[misc]  # froze
         return find_basis(origin, self.basis_id, beside=self._folder, named=self.basis, revision=self.basis_revision)
 
     def name_basis(self, identity: str | None, place: str | None = None, revision: str | None = None) -> None:
-        """The adapter is on that basis from now on, and is saved as cores alone; None: on one of its own."""
+        """Note that the adapter is on a saved basis now, and is saved as cores alone; None: on a basis of its own."""
         self.rounds = 1
         self.basis, self.basis_revision, self.basis_id, self._folder = place, revision, identity, None
 
 
-add_option_fields(FrozenCoreConfig)
-
-
 def options_of_basis() -> frozenset[str]:
-    """The fields that say how P and Q came about and which layers they are of: what a saved basis records."""
+    """The fields that a saved basis records: how P and Q came about, and which layers they belong to."""
     own = ("r", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "constructor", "alpha",
            "seed", "rank_budget", "rank_pattern", "alpha_pattern", "calibration_tokens")  # fmt: skip
     return frozenset({*own, *constructor_options()}) - {"initial_step"}
@@ -234,3 +281,26 @@ def options_of_basis() -> frozenset[str]:
 def _plain(value: Any) -> Any:
     """A field as JSON gives it back."""
     return sorted(value) if isinstance(value, set | list) else json.loads(json.dumps(value))
+
+
+def register_constructor(name: str, row: Constructor[Any]) -> None:
+    """Add a basis constructor of your own to the table.
+
+    Its options are keyword arguments of :class:`FrozenCoreConfig`, and with the lab keys of campaigns and flags of
+    ``tune``.
+
+    Raises:
+        ConfigError: The name is taken, or one of its options has the name of another.
+    """
+    held, known = {each.name for each in fields(FrozenCoreConfig)}, constructor_options()
+    new = {own: option for own, option in options_of(row.options).items() if own not in options_of(BasisOptions)}
+    taken = [
+        own
+        for own, option in new.items()
+        if (own in held or own in known) and (own not in known or known[own].meaning != option.meaning)
+    ]
+    if name in CONSTRUCTORS or taken:
+        raise ConfigError(
+            f"A constructor and its options have names of their own, but {(taken or [name])[0]!r} is taken. Rename it."
+        )
+    CONSTRUCTORS[name] = row

@@ -1,5 +1,6 @@
-"""``y += s·z Rᵀ Pᵀ`` in one kernel on a GPU, for 16-bit models: apart it is two casts and two products, and what a
-small batch waits for is the launching of kernels.
+"""``y += s·z Rᵀ Pᵀ`` in one kernel on a GPU, for 16-bit models.
+
+Without it the sum is two casts and two products, and a small batch waits for the launching of kernels.
 
 Shapes: y tokens x m, z tokens x r, P m x r, R r x r; or rows x r x r, a core for each row of the batch, whose tokens
 lie one after the other.
@@ -53,7 +54,7 @@ def add_core_by_kernel(y: Tensor, z: Tensor, R: Tensor, P: Tensor, scale: float)
     tokens = 16 if of_a_core <= 16 else 64
     features = 128 if rank <= 32 else 64
     grid: Any = (triton.cdiv(of_a_core, tokens), triton.cdiv(m, features), num_cores)
-    with torch.cuda.device(y.device) if y.is_cuda else nullcontext():  # Triton launches where the process is
+    with torch.cuda.device(y.device) if y.is_cuda else nullcontext():  # Triton launches on the current device
         _add_core_kernel[grid](
             y, z, R, P, float(scale), of_a_core, m, r, y.stride(0), z.stride(0),
             R.stride(0) if R.ndim == 3 else 0, *R.stride()[-2:], *P.stride(),

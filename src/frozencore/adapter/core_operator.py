@@ -1,35 +1,95 @@
-"""The adapted product as operators of torch, for whoever does not call the arithmetic itself: compilers, which see one
-opaque node with shapes and derivatives and so keep the kernel in it, and layers whose own product is not ours to make.
+"""The arithmetic of a core beside a base product, and its operators in torch.
 
     frozencore::adapted_linear   y = W x + b + s·P R Qᵀ x, and z = Qᵀ x
     frozencore::plus_core        y + s·P R Qᵀ x for the output y of any base layer, and z
 
-Both keep z alone for the backward pass; z is an output, because only so does a second derivative find its way from it
-back to x. Eager code takes the same arithmetic by ``core_product``, without the price of a dispatched call.
+A compiler sees an operator as one node with shapes and derivatives, and so keeps our kernel. Eager code calls the same
+arithmetic directly (:mod:`frozencore.adapter.core_product`), without the cost of a dispatched call. Both keep z alone
+for the backward pass. z is an output, because a second derivative finds its way back to x only through an output.
+
+Shapes: inputs x (..., n), outputs y (..., m), P m x r, Q n x r, z = Qᵀx and h = Pᵀg tokens x r, R r x r; or rows x r x
+r, a core for each row, with the tokens of a row one after the other.
 """
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
-from frozencore.adapter.core_arithmetic import (
-    HAS_TRITON,
-    LARGEST_RANK,
-    add_core,
-    core_gradient,
-    forward,
-    input_gradient,
-)
 from frozencore.calibration.sums import HALF
 
+LARGEST_RANK = 128  # a block of the kernel holds all of R
+HAS_TRITON = find_spec("triton") is not None
 _FACTORS = "Tensor P, Tensor Q, Tensor R, float scale"
 
 
+def forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, P: Tensor, Q: Tensor, R: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """y (..., m) and z, tokens x r in the dtype of Q."""
+    shape = x.shape
+    tokens = x.reshape(-1, shape[-1])
+    z = tokens.mm(Q)
+    y = add_core(linear(tokens, weight, bias), z, R, P, scale)
+    return y.view(*shape[:-1], weight.shape[0]), z
+
+
+def input_gradient(g: Tensor, h: Tensor, weight: Tensor | None, Q: Tensor, R: Tensor, scale: float) -> Tensor:
+    """``Wᵀ g + s·Q Rᵀ h`` of each token, tokens x n: g tokens x m, h tokens x r; None leaves the first part out."""
+    if weight is None:
+        return (through(h.to(R.dtype), R.mT) * scale).to(Q.dtype) @ Q.mT
+    return add_core(g @ weight, h, R.mT, Q, scale)
+
+
+def add_core(y: Tensor, z: Tensor, R: Tensor, P: Tensor, scale: float) -> Tensor:
+    """``y += s·z Rᵀ Pᵀ``: y tokens x m, z tokens x r, the tokens of a row one after the other."""
+    if fits_kernel(z, R):
+        from frozencore.adapter.core_kernel import add_core_by_kernel
+
+        return add_core_by_kernel(y, z, R, P, scale)
+    u = through(z, R) if z.dtype == R.dtype else through(z.to(R.dtype), R).to(P.dtype)  # a call that does nothing costs
+    return y.addmm_(u, P.mT, alpha=scale)
+
+
+def through(z: Tensor, R: Tensor) -> Tensor:
+    """``z Rᵀ`` with one core, or with that of each row: z (..., r) with all tokens of a row together."""
+    if R.ndim == 2:
+        return linear(z, R)
+    rows, r, _ = R.shape
+    if z.numel() == rows * r:  # a token a row, as in generation: bmm calls a library for each, 2 to 5 times this
+        product = (R.mT * z.reshape(rows, r, 1)).sum(1)
+        return product if z.ndim == 2 else product.view(z.shape)
+    return torch.bmm(z.reshape(rows, -1, r), R.mT).view(z.shape)
+
+
+def core_gradient(h: Tensor, z: Tensor, R: Tensor, scale: float) -> Tensor:
+    """``s·hᵀ z`` in the dtype of R: h and z tokens x r."""
+    if R.ndim == 3:
+        h, z = (X.to(R.dtype).view(len(R), -1, X.shape[-1]) for X in (h, z))
+        return h.mT @ z * scale
+    if fits_kernel(z, R):
+        return torch.addmm(R, h.mT, z, beta=0, alpha=scale, out_dtype=R.dtype)
+    return h.to(R.dtype).mT @ z.to(R.dtype) * scale
+
+
+def fits_kernel(z: Tensor, R: Tensor) -> bool:
+    """16-bit activations around a float32 core on a CUDA device; a second derivative needs the plain products."""
+    return (
+        z.is_cuda
+        and z.dtype in HALF
+        and R.dtype == torch.float32
+        and R.shape[-1] <= LARGEST_RANK
+        and HAS_TRITON
+        and not torch.is_grad_enabled()
+    )
+
+
 def operator_pays(x: Tensor, P: Tensor) -> bool:
-    """Whether the kernel is in it: elsewhere a compiler does better with the plain expression, which it can fuse."""
+    """Whether an operator would use the kernel; otherwise a compiler does better with an expression it can fuse."""
     return x.is_cuda and x.dtype in HALF and x.dtype == P.dtype and P.shape[1] <= LARGEST_RANK and HAS_TRITON
 
 
@@ -42,7 +102,7 @@ def adapted_linear_operator(
     x: Tensor, weight: Tensor, bias: Tensor | None, P: Tensor, Q: Tensor, R: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
     """y (..., m) and z, tokens x r, of inputs x (..., n); weight, bias, P and Q are frozen."""
-    with torch.no_grad():  # or the arithmetic would prepare for a second derivative
+    with torch.no_grad():  # otherwise the arithmetic would prepare for a second derivative
         return forward(x, weight, bias, P, Q, R, scale)
 
 
@@ -102,7 +162,7 @@ def _like_z(x: Tensor, Q: Tensor) -> Tensor:
 
 
 def keep(ctx: Any, x: Tensor, weight: Tensor | None, P: Tensor, Q: Tensor, R: Tensor, scale: float, z: Tensor) -> None:
-    """What the backward pass of an adapted product needs, z only where R trains; without a weight it is of the core."""
+    """Save what the backward pass needs: z only where R trains, no weight for the core's part alone."""
     ctx.set_materialize_grads(False)
     ctx.scale, ctx.shape = scale, x.shape
     ctx.save_for_backward(weight, P, Q, R, z if R.requires_grad else None)
@@ -117,7 +177,7 @@ def _gradients(ctx: Any, grads: tuple[Tensor | None, ...], wants_x: bool) -> tup
 def gradients(
     ctx: Any, grads: tuple[Tensor | None, ...], wants_x: bool, of_input: Any, of_core: Any
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Of x and of R, by :func:`input_gradient` and :func:`core_gradient` or the operators of them."""
+    """Gradients of x and of R, by :func:`input_gradient` and :func:`core_gradient` or their operators."""
     grad_y, grad_z = grads
     weight, P, Q, R, z = ctx.saved_tensors
     grad_x = grad_R = None

@@ -1,8 +1,8 @@
 """The adapted product ``y = W x + b + s·P R Qᵀ x``, with autograd and by hand.
 
-By hand it keeps one tensor for the backward pass, ``z = Qᵀ x``, r values a token, and adds the core's parts into
-the results of the two base products instead of beside them: a fresh m-wide tensor costs more than the arithmetic.
-With g = ∂loss/∂y and h = Pᵀ g a token's gradients are
+The product by hand keeps one tensor for the backward pass, ``z = Qᵀ x``, r values a token. It adds the core's parts
+in place into the results of the two base products: a fresh m-wide tensor would cost more than the arithmetic. With
+g = ∂loss/∂y and h = Pᵀ g, the gradients of a token are
 
     ∂loss/∂R = s·h zᵀ,    ∂loss/∂x = Wᵀ g + s·Q Rᵀ h.
 
@@ -18,13 +18,16 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.modules import module as global_hooks
 
-from frozencore.adapter.core_arithmetic import core_gradient, forward, input_gradient, through
 from frozencore.adapter.core_operator import (
     adapted_linear_operator,
+    core_gradient,
+    forward,
     gradients,
+    input_gradient,
     keep,
     operator_pays,
     plus_core_operator,
+    through,
 )
 
 PLAIN = (Tensor, nn.Parameter)
@@ -65,8 +68,8 @@ def adapted_linear(
 def is_plain(base: nn.Module, x: Tensor, P: Tensor) -> TypeGuard[nn.Linear]:
     """Whether calling the base layer is nothing but ``linear`` with frozen weights, in one dtype.
 
-    Hooks may keep the layer's own output, subclasses of tensors and modules compute otherwise, and what rewrites
-    programs (compilers, ``torch.func``, forward-mode differentiation, autocast) wants the expression itself.
+    Hooks may keep the layer's own output, and subclasses of tensors and modules compute otherwise. Compilers,
+    ``torch.func``, forward-mode differentiation and autocast rewrite the program, and need the expression itself.
     """
     if torch.compiler.is_compiling() and not operator_pays(x, P):
         return False
@@ -94,7 +97,7 @@ def _is_rewritten() -> bool:
 
 
 class _AdaptedLinear(torch.autograd.Function):
-    """z is an output too: only so does a second derivative find its way from the saved z back to x."""
+    """The product with z as an output too, so that a second derivative finds its way from the saved z back to x."""
 
     @staticmethod
     def forward(

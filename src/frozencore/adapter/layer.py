@@ -1,4 +1,4 @@
-"""The frozen cores on one linear layer: what they hold, and merging them into its weight.
+"""The adapters on one linear layer: their factors, and merging them into its weight.
 
 P (m x r) and Q (n x r) are buffers in the base layer's dtype, R (r x r) is a trained float32 parameter. Until a basis
 is set P and Q are zero, so the layer is its base layer.
@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from frozencore.adapter.core_product import core_output, plus_core
-from frozencore.adapter.laid_rows import EndToEnd
-from frozencore.adapter.rounds import AdapterRounds, LaidPast
-from frozencore.adapter.seal.same_base import sample_weight
+from frozencore.adapter.packed_rows import PackedRows
+from frozencore.adapter.rounds import AdapterRounds, FoldedPast
+from frozencore.adapter.saved.same_base import sample_weight
 from frozencore.adapter.shared_factors import SharedFactors
 from frozencore.errors import ArtifactError, CalibrationError
 from frozencore.maths.basis import Basis
@@ -34,19 +34,20 @@ class RowCores:
         basis: P, Q and s of every core; None where no row has a core here.
         R: rows x r x r, the core of each row; zeros are none. Its values may change between two calls of a compiled
             model. Rows of one token are fastest where the transposes lie contiguous.
-        laid: Where the rows are, if they lie end to end; None where each is an input of its own.
+        packed: The places of rows that are packed into sequences; None where each row is an input of its own.
     """
 
     basis: tuple[Tensor, Tensor, float] | None
     R: Tensor
-    laid: EndToEnd | None = None
+    packed: PackedRows | None = None
 
 
 class FrozenCoreLayer(AdapterRounds, BaseTunerLayer):
     """State and arithmetic of the adapters on one base layer with n inputs and m outputs.
 
     ``frozencore_scale``: s. ``frozencore_ready``: whether a basis was set. ``base_samples``: some values of the weight
-    as it was when it was wrapped. ``awaits_core``: adapters whose core is still to be loaded.
+    as it was when it was wrapped. ``awaits_core``: adapters whose core is still to be loaded. ``refreshed``: adapters
+    that train in rounds.
     """
 
     adapter_layer_names = ("frozencore_R",)
@@ -57,7 +58,7 @@ class FrozenCoreLayer(AdapterRounds, BaseTunerLayer):
     def __init__(self, base_layer: nn.Module, name: str, *, dtype: torch.dtype = torch.float32, **kwargs: Any) -> None:
         """
         Args:
-            dtype: Of the model, for a quantised weight that does not tell in what dtype it computes.
+            dtype: The model's, for a quantised weight that does not show in what dtype it computes.
         """
         self.base_layer = base_layer
         self.name = name
@@ -67,11 +68,12 @@ class FrozenCoreLayer(AdapterRounds, BaseTunerLayer):
         self.frozencore_Q = SharedFactors()
         self.frozencore_R = nn.ModuleDict()
         self.frozencore_past = BufferDict({}, persistent=True)
-        self.laid_past: dict[str, LaidPast] = {}
+        self.folded_past: dict[str, FoldedPast] = {}
         self.frozencore_scale: dict[str, float] = {}
         self.frozencore_ready: dict[str, bool] = {}
         self.row_cores: RowCores | None = None
         self.awaits_core: set[str] = set()
+        self.refreshed: set[str] = set()
         self._disable_adapters = False
         self.merged_adapters: list[str] = []
         self.out_features, self.in_features = layer_shape(self.get_base_layer())
@@ -86,15 +88,15 @@ class FrozenCoreLayer(AdapterRounds, BaseTunerLayer):
         self, adapter_name: str, rank: int, scale: float, *, rounds: int = 1, inference_mode: bool
     ) -> None:
         """Add an adapter without a basis: zero P, Q and R."""
-        self._lay_zeros(adapter_name, rank, scale, self._device_and_dtype()[0])
+        self._add_zeros(adapter_name, rank, scale, self._device_and_dtype()[0])
         self.set_rounds(adapter_name, rounds)
         self.set_adapter(self.active_adapters, inference_mode=inference_mode)
 
     def resize(self, adapter_name: str, rank: int, scale: float, *, trains: bool) -> None:
-        """Another rank for an adapter, whose P, Q and R are zero then; rank 0 takes it off this layer.
+        """Give an adapter another rank, with P, Q and R of zeros; rank 0 takes it off this layer.
 
         Args:
-            trains: Whether the core does, in a layer that the adapter was not on.
+            trains: Whether the core trains, in a layer that the adapter was not on.
         """
         if adapter_name not in self.frozencore_R:
             device, own_dtype = self._device_and_dtype()
@@ -108,10 +110,10 @@ class FrozenCoreLayer(AdapterRounds, BaseTunerLayer):
                 if adapter_name in (held := getattr(self, attribute)):
                     del held[adapter_name]
         if rank:
-            self._lay_zeros(adapter_name, rank, scale, device)
+            self._add_zeros(adapter_name, rank, scale, device)
             self.frozencore_R[adapter_name].to(core_dtype).requires_grad_(trains)
 
-    def _lay_zeros(self, adapter_name: str, rank: int, scale: float, device: torch.device) -> None:
+    def _add_zeros(self, adapter_name: str, rank: int, scale: float, device: torch.device) -> None:
         rank = min(rank, self.in_features, self.out_features)
         dtype = self._device_and_dtype()[1]
         core = nn.Linear(rank, rank, bias=False, device="meta")  # a drawn initial value would move the user's RNG
@@ -127,9 +129,7 @@ class FrozenCoreLayer(AdapterRounds, BaseTunerLayer):
     def set_basis(
         self, adapter_name: str, basis: Basis, *, start_core: Tensor | None = None, random_core: bool = False
     ) -> None:
-        """Fix P and Q and reset the core: to zero, to ``start_core``, or as torch draws a linear
-        layer.
-        """
+        """Fix P and Q, and reset the core to zero, to ``start_core``, or to random values."""
         self.require_fit(adapter_name, basis)
         R = self.core(adapter_name)
         self.set_rounds(adapter_name, 1)
@@ -157,10 +157,10 @@ class FrozenCoreLayer(AdapterRounds, BaseTunerLayer):
                 "Use the rank of the adapter, and moments of this layer."
             )
 
-    def row_cores_of(self, adapter_name: str, R: Tensor, laid: EndToEnd | None = None) -> RowCores:
-        """Cores rows x r x r on the basis of an adapter, for rows that are inputs of their own or lie end to end."""
+    def row_cores_of(self, adapter_name: str, R: Tensor, packed: PackedRows | None = None) -> RowCores:
+        """Cores rows x r x r on the basis of an adapter, for rows that are inputs of their own or packed."""
         P, Q, _ = self._trained_factors(adapter_name)
-        return RowCores((P, Q, self.frozencore_scale[adapter_name]), R, laid)
+        return RowCores((P, Q, self.frozencore_scale[adapter_name]), R, packed)
 
     def dense_weight(self) -> Tensor:
         """W as m x n in floating point: dequantised if need be, Conv1D transposed. The stored weight is not changed."""
@@ -222,9 +222,9 @@ class FrozenCoreLayer(AdapterRounds, BaseTunerLayer):
         """``y + s·P R Qᵀ x`` for a base layer's output y, with one core, r x r, or one for each row, rows x r x r."""
         return plus_core(y, self._cast_input_dtype(x, Q.dtype), P, Q, R, scale)
 
-    @torch.compiler.assume_constant_result  # it looks at values, which would break a compiled graph
+    @torch.compiler.assume_constant_result  # reading values would break a compiled graph
     def require_basis(self, adapter_name: str) -> None:
-        """A loaded basis is not zero; one that was never set is, and must not be trained."""
+        """Refuse a basis of zeros: it was never set, and must not be trained."""
         if not bool(self.frozencore_P[adapter_name].any()):
             raise CalibrationError(
                 f"A frozen core needs a basis before training, but layer {self.name!r} of adapter {adapter_name!r} "
@@ -240,7 +240,7 @@ class FrozenCoreLayer(AdapterRounds, BaseTunerLayer):
         self.move_past(adapter_name, kept)
 
     def _move_adapter_to_device_of_base_layer(self, adapter_name: str, device: torch.device | None = None) -> None:
-        """As PEFT's, which would round R to the base layer's dtype when it loads with ``low_cpu_mem_usage``."""
+        """Move an adapter; PEFT's method would round R to the base layer's dtype with ``low_cpu_mem_usage``."""
         P, Q, R = self.factors(adapter_name)
         if P.is_meta or Q.is_meta or R.is_meta:
             return

@@ -34,6 +34,11 @@ def is_all_linear(targets: object) -> bool:
     return isinstance(targets, str) and targets.lower() == ALL_LINEAR
 
 
+def is_searched(value: object) -> bool:
+    """Whether the value of ``target_modules`` or ``exclude_modules`` is a regular expression."""
+    return isinstance(value, str) and is_expression(value) and not is_all_linear(value)
+
+
 def is_end_of(name: str, layer: str) -> bool:
     """Whether a layer is called so, or its name ends so after a point."""
     return layer == name or layer.endswith(f".{name}")

@@ -9,8 +9,8 @@ from peft.utils import quantization_extra_repr
 from torch import Tensor, nn
 
 from frozencore.adapter.core_product import adapted_linear, is_plain
-from frozencore.adapter.laid_product import laid_core_output
 from frozencore.adapter.layer import FrozenCoreLayer, RowCores
+from frozencore.adapter.packed_rows import packed_core_output
 
 
 class FrozenCoreLinear(nn.Module, FrozenCoreLayer):
@@ -40,10 +40,10 @@ class FrozenCoreLinear(nn.Module, FrozenCoreLayer):
         active = [adapter_name for adapter_name in active if adapter_name in self.frozencore_R]
         base = self.base_layer
         if len(active) == 1 and not args and not kwargs:
-            laid = self.laid_past.get(active[0])
-            if laid is not None and is_plain(base, x, laid.P):
+            past = self.folded_past.get(active[0])
+            if past is not None and is_plain(base, x, past.P):
                 R, scale = self.core(active[0]), self.frozencore_scale[active[0]]
-                return adapted_linear(x, base, laid.P, laid.Q, R, scale, laid.weight)
+                return adapted_linear(x, base, past.P, past.Q, R, scale, past.weight)
             P, Q, R = self._trained_factors(active[0])
             if is_plain(base, x, P):
                 return adapted_linear(x, base, P, Q, R, self.frozencore_scale[active[0]])
@@ -56,7 +56,7 @@ class FrozenCoreLinear(nn.Module, FrozenCoreLayer):
     def _forward_rows(self, rows: RowCores, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Each row through its own core, on the one basis of them all."""
         base: Any = self._modules["base_layer"]  # each token asks; attributes are slow
-        if rows.laid is None and x.shape[0] != rows.R.shape[0]:
+        if rows.packed is None and x.shape[0] != rows.R.shape[0]:
             raise ValueError(
                 "Length of `adapter_names` should be the same as the number of inputs, but got "
                 f"{len(rows.R)} and {len(x)} respectively. Each row must be one input of layer {self.name!r}."
@@ -64,9 +64,9 @@ class FrozenCoreLinear(nn.Module, FrozenCoreLayer):
         if rows.basis is None:
             return base(x, *args, **kwargs)
         P, Q, scale = rows.basis
-        if rows.laid is not None:
+        if rows.packed is not None:
             result = base(x, *args, **kwargs)
-            return result + laid_core_output(x, P, Q, rows.R, scale, rows.laid).to(result.dtype)
+            return result + packed_core_output(x, P, Q, rows.R, scale, rows.packed).to(result.dtype)
         if not args and not kwargs and is_plain(base, x, P):
             return adapted_linear(x, base, P, Q, rows.R, scale)
         return self._plus(base(x, *args, **kwargs), x, P, Q, rows.R, scale)

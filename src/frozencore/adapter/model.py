@@ -25,16 +25,12 @@ from frozencore.adapter.config import FrozenCoreConfig, FrozenCoreType
 from frozencore.adapter.layer import FrozenCoreLayer, frozen_core_layers
 from frozencore.adapter.linear import FrozenCoreLinear
 from frozencore.adapter.mixed_batch import adapter_of_each_row
-from frozencore.adapter.named_basis import lay_named_basis, other_base
 from frozencore.adapter.named_layers import name_layers, require_tokens
-from frozencore.adapter.patterns import rank_of, scale_of
 from frozencore.adapter.quantised_linear import FrozenCoreQuantisedLinear
 from frozencore.adapter.ranks import spread_evenly
-from frozencore.adapter.saved_state import state_to_load, state_to_save
-from frozencore.adapter.seal.factors import PREFIX
-from frozencore.adapter.seal.same_base import differing_layer
-from frozencore.adapter.sum_in_model import add_weighted_sum
-from frozencore.adapter.uncalibrated import is_uncalibrated, warn_of_uncalibrated
+from frozencore.adapter.saved.state import require_same_base, set_named_basis, state_to_load, state_to_save
+from frozencore.adapter.saved.sums import add_weighted_sum
+from frozencore.adapter.saved.tensors import PREFIX, warn_of_uncalibrated
 from frozencore.calibration.quantised import keep_weights
 from frozencore.calibration.shards import require_same_bases
 from frozencore.constructors import LayerEvidence, build_basis
@@ -77,19 +73,19 @@ class FrozenCoreModel(BaseTuner):
         config = self.peft_config[adapter_name]
         if config.awaits_ranks:
             self._share_budget(config, adapter_name, layers)
-        if config.basis_id is None:
-            self._require_same_base(config, adapter_name, layers)
-        else:
-            try:
-                lay_named_basis(self.peft_config, adapter_name, self.model)
-            except ArtifactError:
-                self._take_back(adapter_name)
-                raise
-        narrow = [name for name, layer in layers.items() if len(layer.core(adapter_name)) < rank_of(config, name)]
+        try:
+            if config.basis_id is not None:
+                set_named_basis(self.peft_config, adapter_name, self.model)
+            elif config.load_bases:
+                require_same_base("The adapter", (config.seal or {}).get("base"), config, layers)
+        except ArtifactError:
+            self._take_back(adapter_name)
+            raise
+        narrow = [name for name, layer in layers.items() if len(layer.core(adapter_name)) < config.rank_of(name)]
         if narrow and not config.load_bases and not config.awaits_ranks:
             warnings.warn(
                 f"{len(narrow)} of {len(layers)} layers are narrower than the rank and got the rank that fits (first: "
-                f"{narrow[0]}, {len(layers[narrow[0]].core(adapter_name))} instead of {rank_of(config, narrow[0])}).",
+                f"{narrow[0]}, {len(layers[narrow[0]].core(adapter_name))} instead of {config.rank_of(narrow[0])}).",
                 stacklevel=2,
             )
 
@@ -103,14 +99,14 @@ class FrozenCoreModel(BaseTuner):
         current_key: str,
         parameter_name: str | None = None,
     ) -> None:
-        rank = rank_of(peft_config, current_key)
+        rank = peft_config.rank_of(current_key)
         if rank == 0:
             return
         layer = target if isinstance(target, FrozenCoreLayer) else self._new_layer(target, adapter_name, current_key)
         layer.update_layer(
             adapter_name,
             rank,
-            scale_of(peft_config, current_key),
+            peft_config.scale_of(current_key),
             rounds=peft_config.rounds,
             inference_mode=peft_config.inference_mode,
         )
@@ -161,17 +157,6 @@ class FrozenCoreModel(BaseTuner):
             self.unload()
         else:
             self.delete_adapter(adapter_name)
-
-    def _require_same_base(
-        self, config: FrozenCoreConfig, adapter_name: str, layers: dict[str, FrozenCoreLayer]
-    ) -> None:
-        recorded = (config.seal or {}).get("base")
-        if recorded is None or not config.load_bases or config.allow_other_base:
-            return
-        odd = differing_layer(recorded, {name: layer.base_samples for name, layer in layers.items()})
-        if odd is not None:
-            self._take_back(adapter_name)
-            raise other_base("The adapter", odd)
 
     @classmethod
     def _get_adapter_state_dict(
@@ -246,7 +231,8 @@ class FrozenCoreModel(BaseTuner):
 
     def _warn_before_merging(self, adapter_names: list[str] | None) -> None:
         for name in self.active_adapters if adapter_names is None else adapter_names:
-            if is_uncalibrated(frozen_core_layers(self.model, name).values(), name):
+            P = next((layer.frozencore_P[name] for layer in frozen_core_layers(self.model, name).values()), None)
+            if P is not None and not P.is_meta and not P.any():  # all layers get their bases at once, so one tells
                 warn_of_uncalibrated(f"The adapter {name!r} that is merged", "before it is merged")
 
     @contextmanager

@@ -31,12 +31,12 @@ def name_layers(config: FrozenCoreConfig, model: nn.Module) -> None:
     Raises:
         ConfigError: An expression is malformed, matches nothing, or takes too long.
     """
-    for field, (said, named) in config.expressions.items():
+    for field, (said, named) in config._expressions.items():
         if getattr(config, field) == named:
             setattr(config, field, said)
     before = {field: getattr(config, field) for field in (*MODULES, *PATTERNS)}
     name_layers_of(config, model)
-    config.expressions = {
+    config._expressions = {
         field: (said, getattr(config, field)) for field, said in before.items() if getattr(config, field) != said
     }
 

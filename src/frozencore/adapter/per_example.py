@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from frozencore.adapter.laid_rows import EndToEnd, laid_rows
 from frozencore.adapter.layer import FrozenCoreLayer
 from frozencore.adapter.mixed_batch import rows_through
-from frozencore.adapter.seal.flat_cores import by_layer
+from frozencore.adapter.packed_rows import PackedRows, packed_rows
+from frozencore.adapter.saved.tensors import by_layer
 from frozencore.calibration.batches import mapped, num_examples_of
 from frozencore.calibration.encoder_side import is_encoder_decoder
 from frozencore.calibration.loss import IGNORED, predicted
@@ -69,8 +69,8 @@ def losses_and_gradients(
     """The loss of each row and its gradient, as :func:`per_example_gradients` gives it."""
     name, layers = cores_in_use(model)
     batch = mapped(batch, lambda tensor: tensor.detach())
-    laid = laid_rows(batch)
-    num_rows = num_examples_of(batch) if laid is None else laid.num_rows
+    packed = packed_rows(batch)
+    num_rows = num_examples_of(batch) if packed is None else packed.num_rows
     if num_rows == 0:
         raise DataError("Gradients of each row need a batch with rows, but this batch holds no tensor with a row.")
     ranks = {str(number): layer.rank(name) for number, layer in enumerate(layers)}
@@ -83,8 +83,8 @@ def losses_and_gradients(
         for layer, part in zip(layers, parts, strict=True):
             copies = layer.core(name).detach().expand(num_rows, -1, -1).requires_grad_()
             undo.callback(copies.register_post_accumulate_grad_hook(partial(_take, part)).remove)
-            undo.enter_context(rows_through(layer, layer.row_cores_of(name, copies, laid)))
-        losses = _row_losses(model, batch, loss_fn, laid, num_rows)
+            undo.enter_context(rows_through(layer, layer.row_cores_of(name, copies, packed)))
+        losses = _row_losses(model, batch, loss_fn, packed, num_rows)
         losses.sum().backward()
     return losses.detach(), found
 
@@ -143,10 +143,10 @@ def _take(part: Tensor, copies: Tensor) -> None:
 
 
 def _row_losses(
-    model: Any, batch: Mapping[str, Any], loss_fn: RowLossFn | None, laid: EndToEnd | None, num_rows: int
+    model: Any, batch: Mapping[str, Any], loss_fn: RowLossFn | None, packed: PackedRows | None, num_rows: int
 ) -> Tensor:
     if loss_fn is None:
-        losses = _completion_losses(model, batch, laid, num_rows)
+        losses = _completion_losses(model, batch, packed, num_rows)
     else:
         losses = loss_fn(model(**_inputs(model, batch)), batch)
         if not isinstance(losses, Tensor) or losses.shape != (num_rows,):
@@ -163,7 +163,7 @@ def _row_losses(
     return losses
 
 
-def _completion_losses(model: Any, batch: Mapping[str, Any], laid: EndToEnd | None, num_rows: int) -> Tensor:
+def _completion_losses(model: Any, batch: Mapping[str, Any], packed: PackedRows | None, num_rows: int) -> Tensor:
     """The mean over each row's completion tokens; logits are computed where such tokens are predicted."""
     labels = batch.get("labels")
     if not is_language_model(model) or not isinstance(labels, Tensor) or labels.ndim != 2:
@@ -173,12 +173,12 @@ def _completion_losses(model: Any, batch: Mapping[str, Any], laid: EndToEnd | No
         )
     inputs = _inputs(model, batch)
     targets = labels if is_encoder_decoder(model) else predicted(labels)
-    if laid is None:
+    if packed is None:
         rows = torch.arange(num_rows, device=labels.device).unsqueeze(1).expand_as(labels)
     else:
-        rows = laid.row.to(labels.device).view(labels.shape)
+        rows = packed.row.to(labels.device).view(labels.shape)
         targets = targets.masked_fill(pad(rows.diff(dim=1) != 0, (0, 1)), IGNORED)  # of the next row's first token
-    if not is_encoder_decoder(model) and _narrows_logits(model, laid):
+    if not is_encoder_decoder(model) and _narrows_logits(model, packed):
         kept = targets.ne(IGNORED).any(0).nonzero().squeeze(1)
         if kept.numel():
             inputs, targets, rows = {**inputs, "logits_to_keep": kept}, targets[:, kept], rows[:, kept]
@@ -198,9 +198,9 @@ def _inputs(model: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
     return {**inputs, "use_cache": False} if is_language_model(model) else inputs
 
 
-def _narrows_logits(model: Any, laid: EndToEnd | None) -> bool:
+def _narrows_logits(model: Any, packed: PackedRows | None) -> bool:
     """Whether the model can leave logits out: a core on its output layer needs to see where the rows lie."""
     base = model.get_base_model() if isinstance(model, PeftModel) else model
-    if laid is not None and isinstance(base.get_output_embeddings(), FrozenCoreLayer):
+    if packed is not None and isinstance(base.get_output_embeddings(), FrozenCoreLayer):
         return False
     return "logits_to_keep" in inspect.signature(base.forward).parameters

@@ -8,7 +8,6 @@ from torch import nn
 
 from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.adapter.layer import FrozenCoreLayer
-from frozencore.adapter.patterns import scale_of
 from frozencore.constructors.options import trained_values
 from frozencore.maths.allocation import uniform_ranks
 
@@ -30,7 +29,7 @@ def give_ranks(
     config.rank_pattern = dict(ranks)
     for name, layer in layers.items():
         trains = not config.inference_mode and adapter_name in layer.active_adapters
-        layer.resize(adapter_name, ranks[name], scale_of(config, name) if ranks[name] else 0.0, trains=trains)
+        layer.resize(adapter_name, ranks[name], config.scale_of(name) if ranks[name] else 0.0, trains=trains)
 
 
 def spread_evenly(adapter_name: str, config: FrozenCoreConfig, layers: Mapping[str, FrozenCoreLayer]) -> None:

@@ -1,11 +1,10 @@
-"""The rounds of an adapter that is refreshed while it trains: ``y = W x + s·Σ_j P_j R_j Q_jᵀ x``, the last R trained.
+"""Rounds of an adapter that is refreshed while it trains: ``y = W x + s·Σ_j P_j R_j Q_jᵀ x``, only the last R trained.
 
-The bases of all rounds stand side by side in P and Q, so that the sum is one product of k = r_1 + … + r_j columns with
-the cores as blocks, and whatever reads P, R and Q of an adapter reads the sum.
+The bases of all rounds stand side by side in P and Q, with the cores as blocks of one R. So the sum is one product of
+k = r_1 + … + r_j columns, and all code that reads P, R and Q of an adapter reads the sum.
 
-While it trains, the earlier rounds of a narrow float32 layer are computed with in a copy of its weight, which is then
-cheaper than they are. The weight itself is never changed, and a 16-bit one could not take what is smaller than its
-rounding.
+During training, the earlier rounds of a narrow float32 layer are folded into a copy of its weight, where that is the
+cheaper product. The weight itself is never changed. A 16-bit weight would round small updates away.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ NARROW = 0.25  # of a weight's entries: with more of them in P and Q, a copy of 
 
 
 @dataclass(frozen=True)
-class LaidPast:
-    """The weight of a layer with the earlier rounds in it (m x n), and P and Q of the last round alone."""
+class FoldedPast:
+    """A copy of a layer's weight with the earlier rounds added (m x n), and P and Q of the last round alone."""
 
     weight: Tensor
     P: Tensor
@@ -36,13 +35,13 @@ class LaidPast:
 
 
 def with_last_core(past: Tensor, R: Tensor) -> Tensor:
-    """The cores of all rounds as blocks of one matrix (k x k): the earlier ones, and R (r x r) in its place."""
+    """The cores of all rounds as blocks of one matrix (k x k), with R (r x r) as the last block."""
     earlier = len(past) - len(R)
     return past + pad(R, (earlier, 0, earlier, 0))
 
 
 def without_last_core(whole: Tensor, r: int) -> tuple[Tensor, Tensor]:
-    """The inverse, copied: the earlier cores with zeros in the place of the last, and the last (r x r)."""
+    """The inverse, copied: the earlier cores with zeros for the last, and the last (r x r)."""
     past, earlier = whole.clone(), len(whole) - r
     past[earlier:, earlier:] = 0
     return past, whole[earlier:, earlier:].clone()
@@ -52,8 +51,8 @@ class AdapterRounds:
     """P, Q and the cores of the adapters on one layer with n inputs and m outputs, by adapter name.
 
     ``frozencore_P``, ``frozencore_Q``: buffers m x k and n x k, r columns a round. ``frozencore_R``: bias-free linear
-    layers r -> r, of the last round. ``frozencore_past``: after the first round, k x k: the cores of the earlier ones,
-    with zeros in the place of the last. ``laid_past``: where the earlier rounds are in a copy of the weight.
+    layers r -> r, the core of the last round. ``frozencore_past``: after the first round, the earlier cores, k x k with
+    zeros for the last. ``folded_past``: a copy of the weight with the earlier rounds added.
     """
 
     base_layer: nn.Module
@@ -62,10 +61,10 @@ class AdapterRounds:
     frozencore_R: nn.ModuleDict
     frozencore_past: BufferDict
     frozencore_scale: dict[str, float]
-    laid_past: dict[str, LaidPast]
+    folded_past: dict[str, FoldedPast]
 
     def core(self, adapter_name: str) -> Tensor:
-        """What trains of an adapter: R (r x r) of the last round."""
+        """The core that trains: R (r x r) of the last round."""
         linear: Any = self.frozencore_R[adapter_name]
         return linear.weight
 
@@ -81,8 +80,8 @@ class AdapterRounds:
         return self.frozencore_P[adapter_name].shape[1]
 
     def begin_round(self, adapter_name: str, basis: Basis) -> None:
-        """Keep P, Q and R as they are, and go on beside them, on a basis of the same r, from a core of zeros."""
-        self.lift_past(adapter_name)
+        """Keep P, Q and R, and add a basis of the same r beside them with a core of zeros."""
+        self.unfold_past(adapter_name)
         P, Q, whole = self.factors(adapter_name)
         R = self.core(adapter_name)
         with torch.no_grad():
@@ -91,9 +90,9 @@ class AdapterRounds:
             self.frozencore_Q[adapter_name] = torch.cat([Q, basis.Q.to(Q.device, Q.dtype)], dim=1)
             R.zero_()
 
-    def lay_past(self, adapter_name: str) -> None:
-        """Compute with the earlier rounds in a copy of the weight from now on, where that is cheaper and exact."""
-        self.lift_past(adapter_name)
+    def fold_past(self, adapter_name: str) -> None:
+        """Fold the earlier rounds into a copy of the weight, where computing with it is cheaper and exact."""
+        self.unfold_past(adapter_name)
         base: Any = self.base_layer
         weight: Any = getattr(base, "weight", None)
         if type(base) is not nn.Linear or type(weight) not in PLAIN or weight.dtype != torch.float32 or weight.is_meta:
@@ -103,24 +102,26 @@ class AdapterRounds:
         if earlier and P.numel() + Q.numel() >= NARROW * weight.numel():
             core = self.frozencore_past[adapter_name] * self.frozencore_scale[adapter_name]
             weight = torch.addmm(weight.detach(), P @ core, Q.mT)
-            self.laid_past[adapter_name] = LaidPast(weight, P[:, earlier:].contiguous(), Q[:, earlier:].contiguous())
+            self.folded_past[adapter_name] = FoldedPast(
+                weight, P[:, earlier:].contiguous(), Q[:, earlier:].contiguous()
+            )
 
     def held_of_past(self, adapter_name: str) -> Iterator[Tensor]:
-        """What earlier rounds leave in memory: their P and Q, all their cores, and the copies to compute with."""
+        """The tensors that earlier rounds keep in memory: P and Q, all cores, and the folded copies."""
         if adapter_name in self.frozencore_past:
             P, Q, past = (held[adapter_name] for held in (self.frozencore_P, self.frozencore_Q, self.frozencore_past))
             earlier = P.shape[1] - len(self.core(adapter_name))
             yield from (P[:, :earlier], Q[:, :earlier], past)
-        if (laid := self.laid_past.get(adapter_name)) is not None:
-            yield from (laid.weight, laid.P, laid.Q)
+        if (folded := self.folded_past.get(adapter_name)) is not None:
+            yield from (folded.weight, folded.P, folded.Q)
 
-    def lift_past(self, adapter_name: str) -> None:
-        """Forget that copy."""
-        self.laid_past.pop(adapter_name, None)
+    def unfold_past(self, adapter_name: str) -> None:
+        """Drop the copy of the weight."""
+        self.folded_past.pop(adapter_name, None)
 
     def take_back_round(self, adapter_name: str) -> None:
-        """The inverse of :meth:`begin_round`: the last round is gone, the one before it trains again."""
-        self.lift_past(adapter_name)
+        """Undo :meth:`begin_round`: drop the last round, and train the one before it again."""
+        self.unfold_past(adapter_name)
         R = self.core(adapter_name)
         earlier = self.rank(adapter_name) - len(R)
         before = earlier - len(R)
@@ -135,8 +136,8 @@ class AdapterRounds:
         self.frozencore_Q[adapter_name] = self.frozencore_Q[adapter_name][:, :earlier].contiguous()
 
     def set_rounds(self, adapter_name: str, rounds: int) -> None:
-        """Room for the factors of so many rounds, all of them zero, unless there is just that."""
-        self.lift_past(adapter_name)
+        """Allocate factors of zeros for that many rounds, unless there are as many already."""
+        self.unfold_past(adapter_name)
         P, Q, R = self.frozencore_P[adapter_name], self.frozencore_Q[adapter_name], self.core(adapter_name)
         k = rounds * len(R)
         if P.shape[1] == k:
@@ -149,6 +150,6 @@ class AdapterRounds:
             self.frozencore_past[adapter_name] = R.new_zeros(k, k)
 
     def move_past(self, adapter_name: str, *where: Any) -> None:
-        """The earlier cores in another device or dtype, as ``Tensor.to`` takes it."""
+        """Move the earlier cores to another device or dtype, as ``Tensor.to`` does."""
         if adapter_name in self.frozencore_past:
             self.frozencore_past[adapter_name] = self.frozencore_past[adapter_name].to(*where)

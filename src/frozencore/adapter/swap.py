@@ -14,14 +14,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from frozencore.adapter.directory import Factors, layer_factors, read_adapter
 from frozencore.adapter.layer import FrozenCoreLayer, frozen_core_layers
-from frozencore.adapter.patterns import scale_of
-from frozencore.adapter.seal.factors import PREFIX
-from frozencore.adapter.seal.flat_cores import FLAT, flatten_cores, require_size, split_cores
-from frozencore.adapter.seal.integrity import read_config, read_folder
-from frozencore.adapter.seal.values import require_finite, require_finite_in
+from frozencore.adapter.saved.folder import read_adapter
+from frozencore.adapter.saved.seal import read_folder
+from frozencore.adapter.saved.tensors import (
+    FLAT,
+    PREFIX,
+    Factors,
+    flatten_cores,
+    layer_factors,
+    require_finite,
+    require_finite_in,
+    require_size,
+    split_cores,
+)
 from frozencore.errors import ArtifactError, ConfigError
+from frozencore.files.adapter_folder import read_config
 
 
 @dataclass(frozen=True)
@@ -189,7 +197,7 @@ def _read_folder(folder: str | Path, layers: Mapping[str, FrozenCoreLayer], adap
     if config.trains_modules:
         raise _more_than_cores(folder)
     for name in factors.keys() & layers.keys():
-        mine, theirs = layers[name].frozencore_scale[adapter_name], scale_of(config, name)
+        mine, theirs = layers[name].frozencore_scale[adapter_name], config.scale_of(name)
         if mine != theirs:
             raise ArtifactError(
                 f"The core of layer {name!r} was trained at scale {theirs:g}, but the adapter {adapter_name!r} has "

@@ -32,7 +32,7 @@ def pack(
 ) -> None:
     """Write an adapter as its cores alone: it needs the basis beside it from then on."""
     folder = adapter_in(adapter)
-    from frozencore.adapter.packing import pack_adapter
+    from frozencore.adapter.saved.pack import pack_adapter
     from frozencore.cli.exporting import read_dtype
 
     pack_adapter(folder, basis, output, dtype=read_dtype(dtype))
@@ -49,7 +49,7 @@ def unpack(
 ) -> None:
     """Write an adapter of cores alone as one that holds its basis."""
     folder = adapter_in(adapter)
-    from frozencore.adapter.packing import unpack_adapter
+    from frozencore.adapter.saved.pack import unpack_adapter
 
     unpack_adapter(folder, output, basis=basis)
     console.print(_told(output), highlight=False)
@@ -64,7 +64,7 @@ def merge(
 ) -> None:
     """Write the weighted sum of adapters on one basis: the sum of what they do, exactly."""
     folders, shares = [adapter_in(adapter) for adapter in adapters], None if weights is None else _numbers(weights)
-    from frozencore.adapter.arithmetic import merge_adapters
+    from frozencore.adapter.saved.sums import merge_adapters
 
     merge_adapters(folders, output, weights=shares)
     console.print(_told(output), highlight=False)

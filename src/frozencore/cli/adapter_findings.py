@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from frozencore.adapter.directory import read_adapter
 from frozencore.adapter.export.basis_in_model import identity_of, read_bases, read_entry
 from frozencore.adapter.export.serving import check_lora_directory
 from frozencore.adapter.export.serving.tensor_rules import no_tenant
-from frozencore.adapter.seal.integrity import read_folder
-from frozencore.adapter.seal.saved_basis import load_basis
+from frozencore.adapter.saved.basis import load_basis
+from frozencore.adapter.saved.folder import read_adapter
+from frozencore.adapter.saved.seal import read_folder
 from frozencore.cli.findings import Finding, inside
 from frozencore.errors import FrozenCoreError
 from frozencore.files.adapter_folder import CONFIG_FILE

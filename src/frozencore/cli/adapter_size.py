@@ -8,8 +8,7 @@ from pathlib import Path
 
 from safetensors import safe_open
 
-from frozencore.adapter.seal.factors import PREFIX
-from frozencore.adapter.seal.flat_cores import FLAT
+from frozencore.adapter.saved.tensors import FLAT, PREFIX
 from frozencore.files.adapter_folder import WEIGHTS_FILE, read_config
 from frozencore.words import bytes_in_words
 

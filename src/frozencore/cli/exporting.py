@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 
-from frozencore.adapter.directory import read_adapter
 from frozencore.adapter.export.basis_model import BasisModelExport, export_basis_model
 from frozencore.adapter.export.gguf_lora import GgufLoraExport, export_gguf_lora
 from frozencore.adapter.export.lora import LoraExport, export_lora
@@ -14,6 +13,7 @@ from frozencore.adapter.export.merged import export_merged
 from frozencore.adapter.export.serving import ENGINES, LoraReport, check_lora_directory
 from frozencore.adapter.export.serving.config_rules import VLLM_MAX_RANKS, vllm_max_rank
 from frozencore.adapter.export.tenant import TenantExport, export_tenant
+from frozencore.adapter.saved.folder import read_adapter
 from frozencore.cli.export_options import Wanted
 from frozencore.cli.options import DTYPE_NAMES, require_name
 

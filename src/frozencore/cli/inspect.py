@@ -26,8 +26,8 @@ def inspect(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     folder, other = adapter_in(adapter), None if against is None else adapter_in(against)
-    from frozencore.adapter.directory import read_adapter_or_basis
     from frozencore.adapter.inspection import inspect_adapter
+    from frozencore.adapter.saved.folder import read_adapter_or_basis
     from frozencore.calibration.store import load_moments
     from frozencore.cli.layer_tables import inspection_table
     from frozencore.cli.tables import allocation_line

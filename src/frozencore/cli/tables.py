@@ -11,7 +11,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from frozencore.adapter.seal.card import allocation_in_words
+from frozencore.adapter.saved.card import allocation_in_words
 from frozencore.tune.run.record import TunedRecord
 from frozencore.tune.run.record_parts import AccuracyDetails
 from frozencore.tune.run.rows import Reading

@@ -14,8 +14,8 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from adapted import BATCHES, EXAMPLES, adapted, cores_of, logits, train_at_random
 from frozencore import CoreBank, Refresh, calibrate, export_lora, get_bases, prepare_swap, save_basis
-from frozencore.adapter.directory import read_adapter
 from frozencore.adapter.inspection import inspect_adapter
+from frozencore.adapter.saved.folder import read_adapter
 from frozencore.calibration.gathering import Gathering
 from frozencore.errors import CalibrationError, ConfigError
 from references import Evidence, fcca_factors, numpy_of, reference_moments, span_distance, sum_of_rounds, svd

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from frozencore.adapter.bases.calibratable import adapter_for_new_bases, find_adapter
 from frozencore.adapter.config import FrozenCoreConfig, options_of_basis
 from frozencore.adapter.layer import FrozenCoreLayer, frozen_core_layers
-from frozencore.adapter.named_basis import require_basis_fits
-from frozencore.adapter.seal.card import num_tokens
-from frozencore.adapter.seal.same_base import record_base
-from frozencore.adapter.seal.saved_basis import SavedBasis, write_basis
+from frozencore.adapter.saved.basis import SavedBasis, write_basis
+from frozencore.adapter.saved.card import num_tokens
+from frozencore.adapter.saved.same_base import record_base
+from frozencore.adapter.saved.state import require_basis_fits
 from frozencore.errors import CalibrationError, ConfigError
 from frozencore.files.fingerprint import fingerprint_tensors
 from frozencore.maths.basis import ORTHONORMAL_COORDINATES, Basis, known_basis

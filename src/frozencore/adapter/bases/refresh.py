@@ -94,7 +94,8 @@ class Refresh(InRounds):
                 f"Refreshing chooses bases by the training data, which {self.config.constructor!r} does not read. "
                 "Use a constructor that does, such as fcca, or train without refresh."
             )
-        self.config.refreshes = rounds != 1
+        for layer in self.layers.values():
+            (layer.refreshed.add if rounds != 1 else layer.refreshed.discard)(self.adapter_name)
         self.widths = widths_within(memory_budget, self._shapes, self._ranks, self.config) if rounds != 1 else None
         self._gathering: Gathering | None = None
         self.share = share_to_gather(model, self._shapes, cost, self.widths)
@@ -103,7 +104,7 @@ class Refresh(InRounds):
         """Take the hooks off the model, as the end of the training does; for a training that ended in an error."""
         self._stop_gathering()
         for layer in self.layers.values():
-            layer.lift_past(self.adapter_name)
+            layer.unfold_past(self.adapter_name)
 
     @property
     def round_now(self) -> int:
@@ -141,7 +142,7 @@ class Refresh(InRounds):
                 "memory_budget."
             )
         for layer in self.layers.values():
-            layer.lay_past(self.adapter_name)
+            layer.fold_past(self.adapter_name)
         if self.config.rounds == self.rounds:
             return
         self.gather()
@@ -229,7 +230,7 @@ class Refresh(InRounds):
         require_same_bases({name: (basis.P, basis.Q) for name, basis in bases.items()})
         for name, layer in self.layers.items():
             layer.begin_round(self.adapter_name, bases[name])
-            layer.lay_past(self.adapter_name)
+            layer.fold_past(self.adapter_name)
             optimizer.state.pop(layer.core(self.adapter_name), None)
         self.config.rounds += 1
         if self.config.rounds == self.rounds:

@@ -17,15 +17,15 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import frozencore_basis_model
-from frozencore.adapter.directory import read_adapter
 from frozencore.adapter.export.base_model import load_base_model, save_tokenizer
 from frozencore.adapter.export.basis_in_model import Bases, identity_of
 from frozencore.adapter.export.leaving import require_bases
 from frozencore.adapter.export.lora_layers import layers_of
-from frozencore.adapter.named_basis import other_base
-from frozencore.adapter.seal.card import CARD_FILE
-from frozencore.adapter.seal.same_base import differing_layer, sample_weight
-from frozencore.adapter.seal.saved_basis import load_basis
+from frozencore.adapter.saved.basis import load_basis
+from frozencore.adapter.saved.card import CARD_FILE
+from frozencore.adapter.saved.folder import read_adapter
+from frozencore.adapter.saved.same_base import differing_layer, sample_weight
+from frozencore.adapter.saved.state import other_base
 from frozencore.errors import ArtifactError, ConfigError, ModelError
 from frozencore.files.adapter_folder import BASIS_MODEL_TYPE, HEADER_FILE, MODEL_CONFIG
 from frozencore.files.hub import safe_loading

@@ -10,11 +10,10 @@ from typing import Any
 from torch import nn
 
 from frozencore.adapter.config import FrozenCoreConfig
-from frozencore.adapter.directory import Factors, layer_factors, read_tensors
 from frozencore.adapter.export.lora_layers import BaseLayers, layers_of
 from frozencore.adapter.layer import frozen_core_layers
-from frozencore.adapter.patterns import scale_of
-from frozencore.adapter.seal.factors import PREFIX
+from frozencore.adapter.saved.folder import read_tensors
+from frozencore.adapter.saved.tensors import PREFIX, Factors, layer_factors
 from frozencore.errors import ConfigError
 
 
@@ -81,7 +80,7 @@ def from_directory(folder: Path, base: nn.Module | str | Path | None = None) -> 
         raise ConfigError(f"{folder} also holds {others[0]!r}, {_NOT_LORA}")
     said = config.base_model_name_or_path
     base = base if base is not None else said if said and Path(said).exists() else None
-    scales = {name: scale_of(config, name) for name in factors}
+    scales = {name: config.scale_of(name) for name in factors}
     return LeavingAdapter(config, factors, scales, layers_of(base) if base is not None else None)
 
 

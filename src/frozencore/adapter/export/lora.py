@@ -20,11 +20,12 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from frozencore.adapter.config import FrozenCoreConfig
-from frozencore.adapter.directory import CONFIG_FILE, WEIGHTS_FILE, Factors
 from frozencore.adapter.export.leaving import LeavingAdapter, leaving_adapter, require_cores_only
 from frozencore.adapter.export.lora_layers import layers_to_name, target_modules
-from frozencore.adapter.seal.card import num_tokens, write_model_card
+from frozencore.adapter.saved.card import num_tokens, write_model_card
+from frozencore.adapter.saved.tensors import Factors
 from frozencore.errors import ArtifactError, ConfigError
+from frozencore.files.adapter_folder import CONFIG_FILE, WEIGHTS_FILE
 from frozencore.files.whole_file import whole_folder
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

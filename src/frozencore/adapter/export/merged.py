@@ -6,8 +6,8 @@ from pathlib import Path
 
 from peft import PeftModel
 
-from frozencore.adapter.directory import read_adapter
 from frozencore.adapter.export.base_model import load_base_model, save_tokenizer
+from frozencore.adapter.saved.folder import read_adapter
 from frozencore.errors import ConfigError, FrozenCoreError, ModelError
 from frozencore.files.hub import safe_loading
 from frozencore.files.whole_file import whole_folder

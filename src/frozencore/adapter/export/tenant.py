@@ -14,12 +14,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from frozencore.adapter.directory import CONFIG_FILE, WEIGHTS_FILE
 from frozencore.adapter.export.basis_in_model import Bases, identity_of, read_entry
 from frozencore.adapter.export.leaving import LeavingAdapter, from_directory, from_model, require_cores_only
 from frozencore.adapter.export.lora import DTYPES, lora_config
-from frozencore.adapter.seal.card import CARD_FILE
+from frozencore.adapter.saved.card import CARD_FILE
 from frozencore.errors import ArtifactError, ConfigError
+from frozencore.files.adapter_folder import CONFIG_FILE, WEIGHTS_FILE
 from frozencore.files.whole_file import whole_folder
 
 CORE = "core"

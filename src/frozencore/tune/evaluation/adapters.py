@@ -12,8 +12,8 @@ from torch import nn
 
 from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.adapter.named_layers import name_layers_of
-from frozencore.adapter.seal.integrity import read_folder
-from frozencore.adapter.uncalibrated import UncalibratedWarning
+from frozencore.adapter.saved.seal import read_folder
+from frozencore.adapter.saved.tensors import UncalibratedWarning
 from frozencore.errors import ArtifactError
 from frozencore.tune.scoring.virtual_tokens import take_off
 from frozencore.words import one_line

@@ -52,7 +52,7 @@ class FrozenCore(Method):
         return row.needs(row.options(rank=options.rank, seed=options.seed, **read))
 
     def _write(self, model: PeftModel, folder: Path, start: Path) -> None:
-        from frozencore.adapter.seal.card import begin_model_card
+        from frozencore.adapter.saved.card import begin_model_card
 
         begin_model_card(folder)
         super()._write(model, folder, start)

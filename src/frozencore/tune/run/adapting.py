@@ -10,7 +10,7 @@ from peft import PeftModel
 
 from frozencore.adapter.bases.calibrate import Calibration, calibrate
 from frozencore.adapter.bases.spend import spends_by_spectrum
-from frozencore.adapter.seal.saved_basis import read_header
+from frozencore.adapter.saved.basis import read_header
 from frozencore.calibration.batches import Batch
 from frozencore.calibration.options import of_the_sums
 from frozencore.calibration.store import MomentsFingerprint, load_moments

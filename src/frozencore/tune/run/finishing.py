@@ -12,7 +12,7 @@ from peft import PeftModel
 
 from frozencore.adapter.bases.calibrate import Calibration
 from frozencore.adapter.bases.carried import basis_fingerprint
-from frozencore.adapter.seal.card import write_model_card
+from frozencore.adapter.saved.card import write_model_card
 from frozencore.errors import DivergenceError, ModelError
 from frozencore.files.whole_file import write_json, write_lines
 from frozencore.maths.capture import Capture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from frozencore.adapter.seal.saved_basis import read_header
+from frozencore.adapter.saved.basis import read_header
 from frozencore.errors import ConfigError
 from frozencore.tune.run.config import RunConfig, make_config
 from frozencore.words import flag_of

@@ -15,7 +15,7 @@ from peft import PeftModel
 from torch import nn
 
 from frozencore.adapter.bases.calibrate import Calibration
-from frozencore.adapter.seal.saved_basis import read_header
+from frozencore.adapter.saved.basis import read_header
 from frozencore.constructors.options import trained_values
 from frozencore.maths.capture import Capture
 from frozencore.ranks import num_ranks

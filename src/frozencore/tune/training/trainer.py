@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from frozencore.adapter.bases.in_rounds import InRounds
-from frozencore.adapter.seal.card import begin_model_card
+from frozencore.adapter.saved.card import begin_model_card
 from frozencore.errors import DivergenceError
 from frozencore.ranks import largest_over_ranks, num_ranks, wait_for_all
 from frozencore.tune.rows.batches import IGNORED

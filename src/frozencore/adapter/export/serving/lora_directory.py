@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from frozencore.adapter.directory import CONFIG_FILE, WEIGHTS_FILE
 from frozencore.errors import ArtifactError
+from frozencore.files.adapter_folder import CONFIG_FILE, WEIGHTS_FILE
 from frozencore.words import one_line
 
 _SIDES = {

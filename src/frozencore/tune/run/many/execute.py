@@ -15,7 +15,7 @@ from torch import nn
 
 from frozencore.adapter.bases.calibrate import Calibration
 from frozencore.adapter.bases.carried import basis_fingerprint, save_basis, set_bases
-from frozencore.adapter.seal.saved_basis import load_basis
+from frozencore.adapter.saved.basis import load_basis
 from frozencore.errors import ArtifactError, ConfigError
 from frozencore.files.fingerprint import fingerprint_model
 from frozencore.files.whole_file import require_writable

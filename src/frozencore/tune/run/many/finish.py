@@ -12,7 +12,7 @@ from peft import PeftModel
 from torch import Tensor
 
 from frozencore.adapter.bases.calibrate import Calibration
-from frozencore.adapter.seal.card import write_model_card
+from frozencore.adapter.saved.card import write_model_card
 from frozencore.adapter.swap import swap_core
 from frozencore.files.whole_file import write_json
 from frozencore.tune.methods import Targets

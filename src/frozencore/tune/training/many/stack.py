@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from frozencore.adapter.layer import frozen_core_layers
 from frozencore.adapter.mixed_batch import rows_through
-from frozencore.adapter.seal.flat_cores import by_layer
+from frozencore.adapter.saved.tensors import by_layer
 from frozencore.errors import ConfigError
 
 

@@ -1,8 +1,8 @@
-"""Whether a base model is the one that an adapter was made on, told by a few values of each adapted weight.
+"""Whether a base model is the one that an adapter was made on, by a few values of each adapted weight.
 
-Values, not a hash, are stored: the same model is loaded in another dtype, and float32 -> float16 -> bfloat16 does not
-round as float32 -> bfloat16 does. In the same dtype values must be equal; between two dtypes they may differ by the
-rounding of both. A quantised, sharded or empty (meta) weight gives no values, and then nothing is recorded or compared.
+Values are stored, not a hash, because a model may be loaded in another dtype, and float32 -> float16 -> bfloat16 does
+not round as float32 -> bfloat16 does. In the same dtype values must be equal; between two dtypes they may differ by the
+rounding of both. A quantised, sharded or empty (meta) weight gives no values; then nothing is recorded or compared.
 
 Values are taken when a layer is wrapped, before anything can be merged into it.
 """
@@ -28,7 +28,7 @@ _DTYPES = {
 
 
 def sample_weight(layer: nn.Module) -> Tensor | None:
-    """Some values of a plain layer's weight, in its dtype; None where the weight is quantised, sharded or not there."""
+    """Some values of a plain layer's weight, in its dtype; None for a quantised, sharded or missing weight."""
     weight: Any = getattr(layer, "weight", None)
     if type(weight) not in (Tensor, nn.Parameter) or weight.is_meta or weight.dtype not in _DTYPES.values():
         return None
@@ -39,7 +39,7 @@ def sample_weight(layer: nn.Module) -> Tensor | None:
 
 
 def record_base(samples: Mapping[str, Tensor | None]) -> dict[str, str] | None:
-    """What is written of a base model, from the samples by layer name; None if one layer has none."""
+    """The record of a base model, from the samples by layer name; None if a layer has no sample."""
     found = [samples[name] for name in sorted(samples)]
     plain = [sample for sample in found if sample is not None]
     if not plain or len(plain) < len(found):
@@ -63,7 +63,7 @@ def differing_layer(recorded: Mapping[str, Any], samples: Mapping[str, Tensor | 
         return None
     theirs, mine = _read(recorded), _read(present)
     if theirs[0].shape != mine[0].shape:
-        return None  # other layers: that is said of their names
+        return None  # other layers, which are refused by their names
     bad = np.flatnonzero(~(np.abs(theirs[0] - mine[0]) <= _tolerance(theirs, mine)))
     return sorted(samples)[bad[0] // NUM_SAMPLES] if len(bad) else None
 

@@ -23,10 +23,10 @@ from transformers import AutoModelForCausalLM
 
 from adapted import adapted, cores_of, logits, train_at_random
 from frozencore import FrozenCoreConfig, export_lora, save_basis, swap_core
-from frozencore.adapter.directory import read_adapter
 from frozencore.adapter.export.merged import export_merged
-from frozencore.adapter.seal.same_base import differing_layer, record_base, sample_weight
-from frozencore.adapter.seal.values import require_finite
+from frozencore.adapter.saved.folder import read_adapter
+from frozencore.adapter.saved.same_base import differing_layer, record_base, sample_weight
+from frozencore.adapter.saved.tensors import require_finite
 from frozencore.errors import ArtifactError, FrozenCoreError
 from frozencore.tune.evaluation.adapters import AdapterStand
 from tiny import tiny_qwen2

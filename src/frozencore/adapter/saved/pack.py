@@ -1,4 +1,4 @@
-"""A saved adapter as cores alone beside a named basis, and back: the same numbers, bit for bit."""
+"""Packing a saved adapter into cores alone beside a named basis, and unpacking it: the same numbers, bit for bit."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ from pathlib import Path
 
 import torch
 
-from frozencore.adapter.arithmetic import placed
 from frozencore.adapter.config import FrozenCoreConfig, options_of_basis
-from frozencore.adapter.directory import read_tensors, write_adapter
-from frozencore.adapter.named_basis import differing_basis
-from frozencore.adapter.seal.card import num_tokens
-from frozencore.adapter.seal.factors import PREFIX, Factors, layer_factors
-from frozencore.adapter.seal.flat_cores import FLAT, flatten_cores
-from frozencore.adapter.seal.saved_basis import SavedBasis, load_basis, write_basis
+from frozencore.adapter.saved.basis import SavedBasis, load_basis, write_basis
+from frozencore.adapter.saved.card import num_tokens
+from frozencore.adapter.saved.folder import read_tensors, write_adapter
+from frozencore.adapter.saved.sums import bases_of_folder, differing_basis
+from frozencore.adapter.saved.tensors import FLAT, PREFIX, Factors, flatten_cores, layer_factors
 from frozencore.errors import ArtifactError
 
 
@@ -51,6 +49,25 @@ def pack_adapter(
     return write_adapter(Path(out), packed, like=Path(adapter), changes=changes)
 
 
+def unpack_adapter(adapter: str | Path, out: str | Path, *, basis: str | Path | None = None) -> Path:
+    """Write an adapter of cores alone as one that holds everything.
+
+    Args:
+        adapter: Folder of an adapter of cores alone.
+        out: New folder.
+        basis: Its basis, if not in the folder, beside it or where it says.
+
+    Raises:
+        ArtifactError: It holds its basis already, the basis is not found, or a folder cannot be read or written.
+    """
+    config, tensors = read_tensors(adapter, basis=basis)
+    if config.basis_id is None:
+        raise ArtifactError(f"{adapter} holds its basis already.")
+    base = config.find_basis(str(adapter)).base
+    changes = {"basis": None, "basis_revision": None, "basis_id": None, "base": base}
+    return write_adapter(Path(out), tensors, like=Path(adapter), changes=changes)
+
+
 def _write_own_basis(adapter: str | Path, config: FrozenCoreConfig, factors: Mapping[str, Factors], out: Path) -> None:
     if config.initial_step:
         raise ArtifactError(f"The cores in {adapter} began with an initial step, which no basis holds: keep it whole.")
@@ -58,31 +75,12 @@ def _write_own_basis(adapter: str | Path, config: FrozenCoreConfig, factors: Map
     write_basis(
         out,
         {f"{name}.{side}": X for name, f in factors.items() for side, X in (("P", f.P), ("Q", f.Q))},
-        scales={name: scale for name, (_, _, scale) in placed(config, factors).items()},
+        scales={name: config.scale_of(name) for name in factors},
         options={name: value for name, value in config.to_dict().items() if name in known},
         calibrated_on=num_tokens(config.calibration_tokens),
         base=(config.seal or {}).get("base"),
         base_model=config.base_model_name_or_path,
     )
-
-
-def unpack_adapter(adapter: str | Path, out: str | Path, *, basis: str | Path | None = None) -> Path:
-    """Write an adapter of cores alone as one that holds everything.
-
-    Args:
-        adapter: Folder of an adapter of cores alone.
-        out: New folder.
-        basis: Where its basis is, if not in the folder, beside it or where it says.
-
-    Raises:
-        ArtifactError: It holds its basis already, the basis is not to be found, or a folder cannot be read or written.
-    """
-    config, tensors = read_tensors(adapter, basis=basis)
-    if config.basis_id is None:
-        raise ArtifactError(f"{adapter} holds its basis already.")
-    changes = {"basis": None, "basis_revision": None, "basis_id": None}
-    base = config.find_basis(str(adapter)).base
-    return write_adapter(Path(out), tensors, like=Path(adapter), changes={**changes, "base": base})
 
 
 def _require_same_basis(
@@ -95,7 +93,7 @@ def _require_same_basis(
             f"{origin} and {place} alone. Name the basis that it was trained on."
         )
     of_basis = {name: (P, Q, basis.scales[name]) for name, (P, Q) in basis.layers.items()}
-    layer = differing_basis(placed(config, factors), of_basis)
+    layer = differing_basis(bases_of_folder(config, factors), of_basis)
     if layer is not None:
         raise ArtifactError(
             f"An adapter is packed beside its own basis, but P, Q or the scale of layer {layer!r} of {origin} are "

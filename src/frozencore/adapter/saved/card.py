@@ -1,7 +1,7 @@
 """The model card of a saved adapter: what it is, what it was made from, how to load it.
 
-PEFT writes an empty card before it saves the configuration; ours takes the place of its unfilled text. A card that
-someone has written keeps its text and gets ours as one marked section.
+PEFT writes an empty card before it saves the configuration; ours replaces its unfilled text. A card that someone has
+written keeps its text and gets ours as one marked section.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from safetensors import safe_open
 
-from frozencore.adapter.seal.factors import PREFIX
+from frozencore.adapter.saved.tensors import PREFIX
 from frozencore.errors import ArtifactError
 from frozencore.files.adapter_folder import WEIGHTS_FILE
 from frozencore.words import bytes_in_words, one_line
@@ -41,11 +41,11 @@ def write_model_card(
     scores: Mapping[str, float] | None = None,
     license: str | None = None,
 ) -> None:
-    """Write or bring up to date ``README.md`` in an adapter folder.
+    """Write ``README.md`` in an adapter folder, or bring it up to date.
 
     Args:
-        directory: Holds ``adapter_config.json``, of a frozen core or of its LoRA export.
-        calibration: What the bases were computed from, for instance ``"svamp, 128 rows"``.
+        directory: A folder with ``adapter_config.json``, of a frozen core or of its LoRA export.
+        calibration: The calibration data, for instance ``"svamp, 128 rows"``.
         scores: Named results, for instance ``{"accuracy": 0.71}``.
         license: Identifier of the licence, for instance ``"apache-2.0"``; the base model's terms apply besides.
 
@@ -66,8 +66,7 @@ def write_model_card(
 
 
 def begin_model_card(directory: Path) -> None:
-    """Leave a card to be filled, where there is none: PEFT would render its long template, which takes more time than
-    to save a core."""
+    """Write an empty card where there is none: PEFT would render its long template, which is slower than saving."""
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / CARD_FILE
     if not path.exists():
@@ -129,7 +128,7 @@ def _loading(base: str | None, is_lora: bool) -> list[str]:
 
 
 def _trained_values(weights: Path, rounds: int) -> str | None:
-    """What the cores in a file have, read from its header; in rounds they are the blocks of one matrix a layer."""
+    """The number of values of all cores in a file, from its header; rounds are the blocks of one matrix a layer."""
     if not weights.is_file():
         return None
     with safe_open(weights, framework="np") as stored:
@@ -150,7 +149,7 @@ def _ranks(config: Mapping[str, Any]) -> str:
 
 
 def allocation_in_words(budget: int, ranks: Mapping[str, int]) -> str:
-    """What a rank budget bought, in a line."""
+    """The ranks that a rank budget was spent on, in one line."""
     adapted = [rank for rank in ranks.values() if rank]
     if not adapted:
         return f"a budget of {budget:,} values, not spent yet"
@@ -174,12 +173,12 @@ def _targets(targets: Any) -> str:
 
 
 def _code(text: object) -> str:
-    """A text on one line between backticks, which nothing in it ends."""
+    """A text on one line between backticks, without backticks of its own."""
     return f"`{one_line(text).replace('`', chr(39))}`"
 
 
 def num_tokens(count: int | None) -> str | None:
-    """The size of a calibration as a card says it."""
+    """The size of a calibration in words."""
     return None if count is None else f"{count:,} tokens"
 
 
@@ -191,7 +190,7 @@ def _placed(text: str, section: str) -> str:
 
 
 def _is_unfilled(text: str) -> bool:
-    """Whether nobody has written into a template: it would be lost with it."""
+    """Whether a card is a template that nobody has written into."""
     if text.strip() in ("", _UNFILLED):
         return True
     return _UNFILLED in text and all(

@@ -1,4 +1,4 @@
-"""How the configuration of an adapter is saved and read: whole or not at all, checked with what lies beside it."""
+"""Saving and reading the configuration of an adapter, checked with the weights beside it."""
 
 from __future__ import annotations
 
@@ -13,23 +13,20 @@ from peft import PeftConfig
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
-from frozencore.adapter.saved_names import layers_in, with_layer_names
-from frozencore.adapter.seal.card import CARD_FILE, write_model_card
-from frozencore.adapter.seal.integrity import ROUNDS_FORMAT, require_loadable, seal_tensors
-from frozencore.adapter.seal.written import holds_no_basis, seal_file
-from frozencore.adapter.uncalibrated import warn_of_uncalibrated
+from frozencore.adapter.layer_names import is_searched, plain_key
+from frozencore.adapter.saved.card import CARD_FILE, write_model_card
+from frozencore.adapter.saved.seal import ROUNDS_FORMAT, require_loadable, seal_file, seal_tensors
+from frozencore.adapter.saved.tensors import holds_no_basis, warn_of_uncalibrated
+from frozencore.constructors import constructor_options
 from frozencore.errors import ArtifactError, FrozenCoreError
 from frozencore.files.adapter_folder import CONFIG_FILE, PEFT_TYPE, WEIGHTS_FILE, read_config
 from frozencore.words import one_line
 
-WAY_OUT_OF_EXPRESSIONS = (
-    "Download the whole adapter and load its folder; if that says the same, write the layers' full names into "
-    f"{CONFIG_FILE} in its place."
-)
+WRITE_NAMES = f"Write the layers' full names into {CONFIG_FILE} in its place."
 
 
 class SavedConfig(PeftConfig):
-    """What :class:`frozencore.FrozenCoreConfig` does in a folder; what it says is its own."""
+    """The part of :class:`frozencore.FrozenCoreConfig` that reads and writes folders."""
 
     if TYPE_CHECKING:
         seal: dict[str, Any] | None
@@ -37,15 +34,15 @@ class SavedConfig(PeftConfig):
         basis_id: str | None
         rank_budget: int | str | None
         rounds: int
+        own_options: dict[str, Any]
         _seal_to_write: dict[str, Any] | None
         _folder: Path | None
-        written_card: str | None
 
     @classmethod
     def from_pretrained(
         cls, pretrained_model_name_or_path: str | Path, subfolder: str | None = None, **kwargs: Any
     ) -> PeftConfig:
-        """As PEFT does, after a look at the whole folder where it is a local one.
+        """Read a configuration as PEFT does, after a check of the whole folder where it is a local one.
 
         Raises:
             ArtifactError: The adapter is damaged, changed since it was saved, or a pickle.
@@ -63,72 +60,62 @@ class SavedConfig(PeftConfig):
         except (TypeError, AttributeError, KeyError, ValueError, ArithmeticError) as error:
             if isinstance(error, FrozenCoreError) or not ours:
                 raise
-            reason = one_line(error, 200)
-            raise ArtifactError(
-                f"{folder / CONFIG_FILE} holds a value of a wrong type ({reason}). Save or download it again."
-            ) from error
+            raise wrong_type(folder, one_line(error, 200)) from error
 
     @classmethod
     def from_json_file(cls, path_json_file: str, **kwargs: Any) -> dict[str, Any]:
-        """As PEFT does, without what is not the adapter's to say, and with the names of layers for expressions.
+        """Read the values of a file as PEFT does, without those that a file may not decide.
 
         Raises:
-            ArtifactError: An expression stands where the weights beside the file do not give the names.
+            ArtifactError: A value is of a wrong type, or an expression stands where layers are named.
         """
         values = super().from_json_file(path_json_file, **kwargs)
         values = {name: value for name, value in values.items() if name != "allow_other_base"}
-        if values.get("peft_type") != PEFT_TYPE:
-            return values
-        folder = Path(path_json_file).parent
-        cls.require_types(folder, values)
-        return with_layer_names(
-            str(folder), values, lambda: layers_in(folder, values.get("basis_id")), WAY_OUT_OF_EXPRESSIONS
-        )
+        if values.get("peft_type") == PEFT_TYPE:
+            cls.require_types(Path(path_json_file).parent, values)
+            refuse_expressions(str(Path(path_json_file).parent), values, WRITE_NAMES)
+        return values
 
     @classmethod
     def require_types(cls, folder: Path, values: Mapping[str, Any]) -> None:
-        """Refuse options of a file that are not of their type: PEFT and we would stumble over them much later.
-
-        Raises:
-            ArtifactError: The first of them.
-        """
+        """Refuse values of a file that are not of their field's type: PEFT would fail on them much later."""
         for name, wanted in get_type_hints(cls).items():
             try:
                 if name in values:
                     TypeAdapter(wanted).validate_json(json.dumps(values[name]), strict=True)
             except ValidationError as error:
-                raise ArtifactError(
-                    f"{folder / CONFIG_FILE} holds a value of a wrong type "
-                    f"({name}: {error.errors()[0]['msg'].lower()}). Save or download it again."
-                ) from error
+                raise wrong_type(folder, f"{name}: {error.errors()[0]['msg'].lower()}") from error
 
     def take_seal(self) -> dict[str, Any]:
-        """What the file said of the weights beside it; said once, since other weights may be loaded later."""
+        """Return the seal of the file once: other weights may be loaded later."""
         seal, self.seal = self.seal, None
         return seal or {}
 
     def prepare_seal(self, tensors: Mapping[str, Tensor], base: Mapping[str, str] | None) -> None:
-        """Note what the tensors are that are about to be saved, and the base model they were made on, unless a basis
-        that has a name says it."""
+        """Note the hashes of the tensors that are about to be saved, and the base model that they were made on."""
         self._seal_to_write = {**seal_tensors(tensors), "base": None if base is None else dict(base)}
         if self.rounds > 1:
             self._seal_to_write["format"] = ROUNDS_FORMAT
 
     def to_dict(self) -> dict[str, Any]:
-        """What is saved: as PEFT does, with sets in order and the note that the bases are in the file beside it."""
+        """The values of the file: PEFT's, with sets in order, flat options, and a note that the bases lie beside it."""
         saved = {**super().to_dict(), "load_bases": True, "seal": self._seal_to_write or self.seal}
-        del saved["allow_other_base"]  # whoever loads an adapter says so, not the adapter
-        unsaid = {"basis", "basis_revision", "basis_id"} if self.basis_id is None else set()
+        own = {name: option.default for name, option in constructor_options().items()} | saved.pop("own_options")
+        saved = own | saved
+        unsaid = {"allow_other_base"}  # the caller who loads an adapter decides this, not the adapter
+        unsaid |= {"basis", "basis_revision", "basis_id"} if self.basis_id is None else set()
         unsaid |= {"rank_budget"} if self.rank_budget is None else set()
         unsaid |= {"rounds"} if self.rounds == 1 else set()
-        saved = {name: value for name, value in saved.items() if name not in unsaid}
-        return {name: sorted(value) if isinstance(value, set) else value for name, value in saved.items()}
+        return {
+            name: sorted(value) if isinstance(value, set) else value
+            for name, value in saved.items()
+            if name not in unsaid
+        }
 
     def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:
-        """As PEFT does, but whole or not at all, with the hash of the weights that were written before it.
+        """Write the file as PEFT does, but whole or not at all, with the hash of the weights written before it.
 
-        Then fills in the card that PEFT has left empty, where there is one. Warns if the weights hold no basis: an
-        adapter that was never calibrated.
+        A card that PEFT has left empty is filled. An adapter without a basis, which was never calibrated, is a warning.
         """
         folder = Path(save_directory)
         if folder.is_file():
@@ -142,4 +129,23 @@ class SavedConfig(PeftConfig):
             warn_of_uncalibrated(f"The adapter saved in {save_directory}", "and save it again")
         if (folder / CARD_FILE).exists():
             write_model_card(save_directory)
-            self.written_card = (folder / CARD_FILE).read_text(encoding="utf-8")
+
+
+def refuse_expressions(origin: str, values: Mapping[str, Any], way_out: str) -> None:
+    """Refuse saved values with a regular expression in place of layer names: a stranger's could take any time."""
+    odd: list[tuple[str, Any]] = [
+        (field, values[field]) for field in ("target_modules", "exclude_modules") if is_searched(values.get(field))
+    ]
+    for field in ("rank_pattern", "alpha_pattern"):
+        odd += [(field, key) for key in values.get(field) or () if isinstance(key, str) and plain_key(key) is None]
+    if odd:
+        field, expression = odd[0]
+        raise ArtifactError(
+            f"A saved adapter names its layers, but {field} of {origin} holds the expression "
+            f"{json.dumps(expression)[:80]}, which could take any time to search. {way_out}"
+        )
+
+
+def wrong_type(folder: Path, reason: str) -> ArtifactError:
+    """The error for a configuration with a value of a wrong type."""
+    return ArtifactError(f"{folder / CONFIG_FILE} holds a value of a wrong type ({reason}). Save or download it again.")

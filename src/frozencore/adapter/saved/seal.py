@@ -1,17 +1,17 @@
-"""Whether a saved adapter is whole, unchanged and sound; what is wrong is said in one line.
+"""The seal of a saved adapter: hashes that show whether it is whole, unchanged and sound.
 
 ``save_pretrained`` writes a seal into ``adapter_config.json``:
 
     format           of the folder; a newer one is refused
     weights_sha256   of the bytes of adapter_model.safetensors
     bases_sha256     of the values of P and Q; cores_sha256: of R
-    base             some values of the base model's weights (:mod:`frozencore.adapter.seal.same_base`)
+    base             some values of the base model's weights (:mod:`frozencore.adapter.saved.same_base`)
 
-Of an adapter of cores alone (format 2) bases and base model are those of the basis that its configuration names.
+An adapter of cores alone (format 2) takes bases and base model from the basis that its configuration names. A field
+that is missing is not checked.
 
-What a seal does not say is not checked, so adapters of earlier versions load. Where PEFT loads: a local folder is
-checked by ``FrozenCoreConfig.from_pretrained``, the tensors (from a hub id too) by ``FrozenCoreModel`` when they reach
-the model. transformers' own ``model.load_adapter`` passes by both; it checks format and base model only.
+``FrozenCoreConfig.from_pretrained`` checks a local folder. ``FrozenCoreModel`` checks the tensors when they reach the
+model, also those of a hub id. transformers' own ``model.load_adapter`` calls neither: it checks format and base model.
 """
 
 from __future__ import annotations
@@ -28,9 +28,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
 
-from frozencore.adapter.seal.factors import PREFIX, Factors, layer_factors
-from frozencore.adapter.seal.flat_cores import FLAT
-from frozencore.adapter.seal.values import require_finite, require_finite_in, require_modules
+from frozencore.adapter.saved.tensors import FLAT, PREFIX, Factors, layer_factors, require_finite
 from frozencore.errors import ArtifactError
 from frozencore.files.adapter_folder import (
     CONFIG_FILE,
@@ -44,18 +42,21 @@ from frozencore.files.adapter_folder import (
     read_seal,
 )
 from frozencore.files.fingerprint import fingerprint_tensors
+from frozencore.files.whole_file import allow_as_umask
 from frozencore.maths.basis import ORTHONORMAL_COORDINATES, known_basis
 
-CORES_FORMAT = 2  # of cores alone
-ROUNDS_FORMAT = 3  # of several rounds, whose bases are orthonormal one by one
+CORES_FORMAT = 2  # cores alone
+ROUNDS_FORMAT = 3  # several rounds, each with an orthonormal basis
 ORTHONORMALITY = 2 * torch.finfo(torch.bfloat16).eps  # a basis may have been bfloat16 before it was widened
+CLASSIFIERS = ("classifier", "score")  # PEFT names both in every adapter of a classifier, which has one of them
 _NAME = re.compile(r"[^/\\\x00-\x1f\x7f]+")
+_TRAIN_AGAIN = "Train it again, or load an earlier checkpoint."
 
 
 def read_folder(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Configuration and tensors of an adapter folder of any PEFT method; of ours, checked against the seal.
+    """Read the configuration and tensors of an adapter of any PEFT method; check ours against the seal.
 
-    The weights are read once: what was hashed is what is returned.
+    The weights are read once: the bytes that were hashed are the bytes that are returned.
 
     Raises:
         ArtifactError: A file is missing, no plain file, a pickle, damaged, not as sealed, or of a newer format.
@@ -69,39 +70,35 @@ def read_folder(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         tensors = load(content)
     except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError, OverflowError) as error:
         raise damaged(directory, error) from error
+    origin = str(directory)
     if values.get("peft_type") != PEFT_TYPE:
-        require_finite(str(directory), tensors, "Train it again, or load an earlier checkpoint.")
+        require_finite(origin, tensors, _TRAIN_AGAIN)
+        return values, tensors
+    seal = read_seal(origin, values.get("seal"))
+    if FLAT in tensors:
+        require_sound_cores(origin, tensors, values.get("basis_id"))
     else:
-        seal = read_seal(str(directory), values.get("seal"))
-        if FLAT in tensors:
-            require_sound_cores(str(directory), tensors, values.get("basis_id"))
-        else:
-            require_sound(str(directory), tensors, values.get("coordinates", "qr"), values.get("rounds", 1))
-        require_modules(str(directory), values.get("modules_to_save"), values.get("trainable_token_indices"), tensors)
-        recorded = seal.get("weights_sha256")
-        came = hashlib.sha256(content).hexdigest()
-        if recorded not in (None, came):
-            raise ArtifactError(
-                f"{WEIGHTS_FILE} in {directory} is not the file that was saved (SHA-256 {came[:12]}, recorded "
-                f"{str(recorded)[:12]!r}): changed, damaged, or just being written. Try again, or download it again."
-            )
-        require_sealed(str(directory), seal, tensors)
+        require_sound(origin, tensors, values.get("coordinates", "qr"), values.get("rounds", 1))
+    require_modules(origin, values.get("modules_to_save"), values.get("trainable_token_indices"), tensors)
+    recorded, came = seal.get("weights_sha256"), hashlib.sha256(content).hexdigest()
+    if recorded not in (None, came):
+        raise ArtifactError(
+            f"{WEIGHTS_FILE} in {directory} is not the file that was saved (SHA-256 {came[:12]}, recorded "
+            f"{str(recorded)[:12]!r}): changed, damaged, or just being written. Try again, or download it again."
+        )
+    require_sealed(origin, seal, tensors)
     return values, tensors
 
 
 def require_loadable(directory: Path) -> None:
-    """Check a local folder before PEFT reads it; one with a configuration alone passes.
-
-    Raises:
-        ArtifactError: As :func:`read_folder`.
-    """
+    """Check a local folder before PEFT reads it; a folder with a configuration alone passes."""
     holds_weights = (directory / WEIGHTS_FILE).exists() or (directory / WEIGHTS_FILE).is_symlink()
     if holds_weights or (directory / PICKLE_FILE).exists():
         read_folder(directory)
 
 
 def seal_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The part of a seal that tensors give, whatever their keys' prefix and adapter name."""
+    """Hash the factors, whatever the prefix of their keys and the name of their adapter."""
     if FLAT in tensors:
         return {"format": CORES_FORMAT, "cores_sha256": fingerprint_tensors([("", tensors[FLAT])])}
     of_side: dict[str, list[Tensor]] = {"P": [], "Q": [], "R": []}
@@ -116,12 +113,31 @@ def seal_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     }
 
 
-def require_sealed(origin: str, seal: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Refuse tensors that are not those of the seal.
+def seal_file(path: Path, seal: dict[str, Any] | None) -> dict[str, Tensor]:
+    """Give a new file of weights the permissions of the umask, and add its hash to the seal.
 
-    Raises:
-        ArtifactError: Bases or cores are others.
+    No hash is added where the file holds other tensors: those of an adapter that is about to be replaced.
+
+    Returns:
+        The tensors that were sealed.
     """
+    if not path.is_file():
+        return {}
+    allow_as_umask(path)
+    content = path.read_bytes()
+    tensors = load(content)
+    if seal is not None:
+        seal["weights_sha256"] = None
+        try:
+            require_sealed(str(path), seal, tensors)
+        except ArtifactError:
+            return {}
+        seal["weights_sha256"] = hashlib.sha256(content).hexdigest()
+    return tensors
+
+
+def require_sealed(origin: str, seal: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Refuse bases or cores whose hashes are not those of the seal."""
     wanted = {name: seal[name] for name in ("bases_sha256", "cores_sha256") if seal.get(name) is not None}
     came = seal_tensors(tensors) if wanted else {}
     for name, recorded in wanted.items():
@@ -134,17 +150,17 @@ def require_sealed(origin: str, seal: Mapping[str, Any], tensors: Mapping[str, T
 
 
 def require_sound(origin: str, tensors: Mapping[str, Tensor], coordinates: Any, rounds: Any = 1) -> dict[str, Factors]:
-    """The factors by layer, if every tensor is finite, named like a module, and bases are orthonormal where promised.
+    """Refuse tensors that are not finite or not named like a module, and bases that are not orthonormal as promised.
 
     Args:
-        rounds: How many bases stand side by side in P and Q.
+        rounds: The number of bases that stand side by side in P and Q.
 
-    Raises:
-        ArtifactError: Otherwise. Bases that are all zero are those of an adapter that was never calibrated.
+    Returns:
+        The factors by layer. Bases of zeros belong to an adapter that was never calibrated.
     """
     _require_names(origin, tensors)
     factors = layer_factors(origin, tensors)
-    require_finite(origin, tensors, "Train it again, or load an earlier checkpoint.")
+    require_finite(origin, tensors, _TRAIN_AGAIN)
     for layer, f in factors.items():
         k = f.P.shape[1]
         if not isinstance(rounds, int) or isinstance(rounds, bool) or rounds < 1 or k % rounds:
@@ -158,11 +174,7 @@ def require_sound(origin: str, tensors: Mapping[str, Tensor], coordinates: Any, 
 
 
 def require_orthonormal(origin: str, bases: Mapping[str, tuple[Tensor, Tensor]], coordinates: Any) -> None:
-    """Refuse P and Q that are not orthonormal where their coordinates promise it; all of them zero are none yet.
-
-    Raises:
-        ArtifactError: The first layer.
-    """
+    """Refuse P and Q that are not orthonormal though their coordinates promise it; bases of zeros pass."""
     promised = isinstance(coordinates, str) and coordinates in ORTHONORMAL_COORDINATES
     if promised and any(bool(P.any()) or bool(Q.any()) for P, Q in bases.values()):
         for layer, (P, Q) in bases.items():
@@ -175,15 +187,33 @@ def require_orthonormal(origin: str, bases: Mapping[str, tuple[Tensor, Tensor]],
 
 
 def require_sound_cores(origin: str, tensors: Mapping[str, Tensor], basis_id: Any) -> None:
-    """The same of an adapter of cores alone, whose basis may be elsewhere.
-
-    Raises:
-        ArtifactError: A tensor is not finite or not named like a module, or no basis is named.
-    """
+    """Refuse cores alone that are not finite, not named like a module, or name no basis."""
     _require_names(origin, tensors)
     if not isinstance(basis_id, str):
         raise ArtifactError(f"{origin} holds cores alone and does not say on which basis. Save or download it again.")
-    require_finite(origin, tensors, "Train it again, or load an earlier checkpoint.")
+    require_finite(origin, tensors, _TRAIN_AGAIN)
+
+
+def require_modules(origin: str, modules: Any, tokens: Any, tensors: Mapping[str, Tensor]) -> None:
+    """Refuse an adapter that names trained modules or tokens and does not hold them.
+
+    Args:
+        modules: ``modules_to_save`` of its configuration.
+        tokens: ``trainable_token_indices``.
+    """
+    if tokens and not any(".token_adapter." in key for key in tensors):
+        raise ArtifactError(
+            f"trainable_token_indices names tokens, but {origin} holds none of them. Save or download it again."
+        )
+    named = list(modules) if isinstance(modules, list | set | tuple) else []
+    held = [name for name in named if any(f".{name}." in f".{key}." for key in tensors)]
+    if any(name in held for name in CLASSIFIERS):
+        held += CLASSIFIERS
+    for name in named:
+        if name not in held:
+            raise ArtifactError(
+                f"modules_to_save names {name!r:.60}, but {origin} holds no such module. Save or download it again."
+            )
 
 
 def _require_names(origin: str, tensors: Mapping[str, Tensor]) -> None:
@@ -192,38 +222,8 @@ def _require_names(origin: str, tensors: Mapping[str, Tensor]) -> None:
         raise ArtifactError(f"A tensor is named like a module, but {origin} holds {odd[:80]!r}. Do not use this file.")
 
 
-def require_fit(origin: str, layers: Mapping[str, tuple[Tensor, Tensor, Tensor]], came: Mapping[str, Factors]) -> None:
-    """Refuse factors of other layers or shapes than a model has.
-
-    Args:
-        layers: The model's own P, Q and R by layer.
-
-    Raises:
-        ArtifactError: The first layer that only one of them has, or whose shapes differ.
-    """
-    for odd, what in (
-        (came.keys() - layers.keys(), "the base model lacks"),
-        (layers.keys() - came.keys(), "it has nothing for"),
-    ):
-        if odd:
-            raise ArtifactError(
-                f"An adapter fits its base model layer by layer, but {what} {len(odd)} of the layers of {origin} "
-                f"(first: {min(odd)!r}). Load the base model that it was trained on."
-            )
-    for name, own in layers.items():
-        theirs = (came[name].P, came[name].Q, came[name].R)
-        for mine, other in zip(own, theirs, strict=True):
-            require_finite_in(f"layer {name!r} of {origin}", other, mine.dtype)
-        if any(mine.shape != other.shape for mine, other in zip(own, theirs, strict=True)):
-            m, n, r = own[0].shape[0], own[1].shape[0], own[2].shape[0]
-            raise ArtifactError(
-                f"Layer {name!r} is {m} x {n} at rank {r} in this model, but P {tuple(theirs[0].shape)} and Q "
-                f"{tuple(theirs[1].shape)} came with {origin}. Load the base model that it was trained on."
-            )
-
-
 def _tensor_hashes(tensors: Iterable[Tensor]) -> list[str]:
-    """Without names, sorted: transformers may rename layers on loading."""
+    """Hashes without names, sorted: transformers may rename layers on loading."""
     return sorted(fingerprint_tensors([("", tensor)]) for tensor in tensors)
 
 

@@ -1,10 +1,10 @@
-"""The basis of many adapters as a folder of its own: P and Q of every layer, and what they are.
+"""A basis that many adapters share, in a folder of its own.
 
     basis.safetensors   ``<layer>.P`` (m x r) and ``<layer>.Q`` (n x r)
-    basis.json          options, scales, what it was calibrated on, values of the base model, and the identity
+    basis.json          options, scales, calibration data, values of the base model, and the identity
 
-The identity is the SHA-256 of everything else in the two files. Adapters of cores alone name it, so that a basis is
-found by what it holds, wherever it lies.
+The identity is the SHA-256 of everything else in the two files. Adapters of cores alone name their basis by it, so
+the folder may lie anywhere.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save_file
 from torch import Tensor
 
-from frozencore.adapter.seal.factors import is_usable_float
+from frozencore.adapter.saved.tensors import is_usable_float
 from frozencore.errors import ArtifactError
 from frozencore.files.adapter_folder import (
     BASIS_FORMAT,
@@ -43,18 +43,17 @@ LARGEST_HEADER = 2**24
 
 @dataclass(frozen=True)
 class SavedBasis:
-    """P and Q of every layer, and what they are.
+    """P and Q of every layer, and where they come from.
 
     Attributes:
         identity: SHA-256 of the content; 64 hexadecimal digits.
         layers: P (m x r) and Q (n x r) by layer name.
         scales: s by layer name.
         options: Fields of :class:`frozencore.FrozenCoreConfig`: the constructor with its options, ranks, targets.
-        calibrated_on: In words; None where nobody said.
-        base: Values of the base model's weights (:mod:`frozencore.adapter.seal.same_base`); None where they could not
-            be read.
-        base_model: Its name.
-        place, revision: Where it was read: a folder, or a hub id.
+        calibrated_on: The calibration data in words; None if unknown.
+        base: Values of the base model's weights (:mod:`frozencore.adapter.saved.same_base`); None if unknown.
+        base_model: The name of the base model.
+        place, revision: The folder or hub id that it was read from.
     """
 
     identity: str
@@ -86,7 +85,7 @@ def write_basis(
     base_model: str | None,
     overwrite: bool = False,
 ) -> str:
-    """Write a folder, whole or not at all.
+    """Write the folder of a basis, whole or not at all.
 
     Args:
         factors: P and Q under ``<layer>.P`` and ``<layer>.Q``, on the CPU.
@@ -117,7 +116,7 @@ def write_basis(
 
 
 def load_basis(place: str | Path, revision: str | None = None) -> SavedBasis:
-    """A basis that :func:`frozencore.save_basis` wrote.
+    """Read a basis that :func:`frozencore.save_basis` wrote.
 
     Args:
         place: A folder, or a hub id.
@@ -146,17 +145,12 @@ def _with_factors(place: str | Path, revision: str | None, header: Mapping[str, 
         plain = is_usable_float(P) and is_usable_float(Q) and P.ndim == Q.ndim == 2 and P.shape[1] == Q.shape[1] > 0
         if not plain or not len(P) or not len(Q) or not all(all_finite(X.float()) for X in (P, Q)):
             raise _damaged(place, f"P and Q of layer {name!r} are not finite matrices of one rank")
-    kept = ("scales", "options", "calibrated_on", "base", "base_model")
-    said = {name: header[name] for name in kept}
+    said = {name: header[name] for name in ("scales", "options", "calibrated_on", "base", "base_model")}
     return SavedBasis(header["identity"], layers, **said, place=str(place), revision=revision)
 
 
 def read_header(place: str | Path, revision: str | None = None) -> dict[str, Any]:
-    """What ``basis.json`` says, checked against the identity in it.
-
-    Raises:
-        ArtifactError: As :func:`load_basis`.
-    """
+    """Read ``basis.json``, checked against the identity in it; errors as for :func:`load_basis`."""
     path = _file(place, revision, HEADER_FILE)
     try:
         if path.stat().st_size > LARGEST_HEADER:
@@ -171,14 +165,14 @@ def read_header(place: str | Path, revision: str | None = None) -> dict[str, Any
 def find_basis(
     origin: str, identity: str, *, beside: Path | None, named: str | None, revision: str | None
 ) -> SavedBasis:
-    """The basis of that identity: in the adapter's folder, beside it, or where it is said to be.
+    """Find the basis of that identity.
 
     Args:
-        beside: The adapter's folder, where it has one: there, and in the two folders above, as ``basis`` or itself.
-        named: A folder or hub id.
+        beside: The adapter's folder. It and the two folders above are searched first, with their folder ``basis``.
+        named: The folder or hub id that the configuration names, searched last.
 
     Raises:
-        ArtifactError: It is nowhere, or another one is there; or it is damaged.
+        ArtifactError: It is nowhere, another one is there, or it is damaged.
     """
     for folder in places_of_a_basis(beside):
         if (folder / HEADER_FILE).is_file() and (header := read_header(folder))["identity"] == identity:
@@ -189,7 +183,7 @@ def find_basis(
             f"{origin} holds cores alone, on the basis {short}, which is not beside it. Get that basis folder and put "
             "it there as 'basis', or pass basis=FOLDER."
         )
-    if not _is_there(named):
+    if not (is_folder(named) or is_hub_id(named)):
         raise ArtifactError(
             f"{origin} holds cores alone, on the basis {short}, which is neither beside it nor at {named[:300]}. Get "
             "that basis folder and put it beside the adapter as 'basis', or pass basis=FOLDER."
@@ -203,17 +197,12 @@ def find_basis(
     return _with_factors(named, revision, header)
 
 
-def _is_there(place: str) -> bool:
-    """False for a folder that is gone; whether the hub has an id is found out by asking for it."""
-    return is_folder(place) or is_hub_id(place)
-
-
 def _file(place: str | Path, revision: str | None, name: str) -> Path:
     folder = Path(place)
     if is_folder(place) and (folder / name).is_file():
         return folder / name
     hub_id = str(place)
-    if is_folder(place) or not _is_there(hub_id):
+    if is_folder(place) or not is_hub_id(hub_id):
         raise ArtifactError(
             f"A basis is a folder with {HEADER_FILE} and {FACTORS_FILE}, but {str(place)[:300]} has no {name}. Point "
             "at one that save_basis or `frozencore calibrate` wrote, or at a hub id."

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import gc
-import json
-import pickle
 import weakref
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,15 +10,13 @@ from types import SimpleNamespace
 
 import pytest
 from huggingface_hub import CommitOperationAdd, HfApi, ModelCard, ModelCardData
-from huggingface_hub.errors import EntryNotFoundError
 from huggingface_hub.utils import validate_repo_id
 from peft import PeftModel
 
 from adapted import adapted
-from frozencore import FrozenCoreConfig, export_lora, write_model_card
-from frozencore.adapter.seal.card import begin_model_card
+from frozencore import export_lora, write_model_card
+from frozencore.adapter.saved.card import begin_model_card
 from frozencore.errors import ArtifactError
-from tiny import tiny_llama
 
 
 @pytest.fixture
@@ -145,60 +140,6 @@ def test_a_template_is_replaced_unless_someone_wrote_into_it(
     assert ("my own forge" in text) == ("[More Information Needed]" in text) == half_filled
 
 
-def test_the_first_push_to_a_repository_uploads_the_card_that_was_saved(
-    named: PeftModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    named.save_pretrained(tmp_path)
-    saved = ModelCard.load(tmp_path / "README.md")
-    uploaded = _uploads(monkeypatch)
-    named.push_to_hub("someone/mine")
-    assert uploaded.keys() == {"README.md", "adapter_config.json", "adapter_model.safetensors"}
-    assert json.loads(uploaded["adapter_config.json"])["peft_type"] == "FROZENCORE"
-    pushed = ModelCard(uploaded["README.md"].decode())
-    assert pushed.text == saved.text
-    assert pushed.data.to_dict() == saved.data.to_dict()
-
-
-def test_a_push_keeps_what_someone_wrote_in_the_repository(
-    named: PeftModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "README.md").write_text(
-        "---\nlicense: mit\ntags:\n- poetry\nlibrary_name: transformers\n---\n# Mine\n\nMy own words.\n"
-    )
-    uploaded = _uploads(monkeypatch, repository=tmp_path / "README.md")
-    for _ in range(2):  # the second one onto the card of the first
-        named.push_to_hub("someone/mine", tags=["verse"])
-        (tmp_path / "README.md").write_bytes(uploaded["README.md"])
-    card = ModelCard.load(tmp_path / "README.md")
-    assert card.text.startswith("# Mine\n\nMy own words.\n")
-    assert card.text.count("# Frozen-core adapter") == 1
-    assert "import frozencore" in card.text
-    assert card.data.license == "mit"
-    assert card.data.library_name == "peft"
-    assert {"poetry", "verse", "frozencore"} <= set(card.data.tags)
-
-
-def test_a_repository_made_with_a_licence_alone_keeps_it(
-    named: PeftModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
-    uploaded = _uploads(monkeypatch, repository=tmp_path / "README.md")
-    named.push_to_hub("someone/mine")
-    assert b"license: apache-2.0" in uploaded["README.md"]
-    assert b"- Licence: apache-2.0" in uploaded["README.md"]
-
-
-def test_a_copy_and_a_pickle_of_a_saved_model_push_the_card_too(
-    named: PeftModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    named.save_pretrained(tmp_path)
-    uploaded = _uploads(monkeypatch)
-    for again in (copy.deepcopy(named), pickle.loads(pickle.dumps(named))):
-        uploaded.clear()
-        again.push_to_hub("someone/mine")
-        assert b"import frozencore" in uploaded["README.md"]
-
-
 def test_a_saved_model_is_freed_with_its_last_reference(tmp_path: Path) -> None:
     model = adapted("random")
     model.save_pretrained(tmp_path)
@@ -211,33 +152,9 @@ def test_a_saved_model_is_freed_with_its_last_reference(tmp_path: Path) -> None:
         gc.enable()
 
 
-def test_a_transformers_model_with_an_adapter_pushes_its_card_and_without_it_none(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    model = tiny_llama()
-    model.add_adapter(FrozenCoreConfig(r=2, constructor="random", target_modules=["q_proj"]), "default")
-    uploaded = _uploads(monkeypatch)
-    model.push_to_hub("someone/mine")
-    assert b"# Frozen-core adapter" in uploaded["README.md"]
-    model.delete_adapter("default")
-    uploaded.clear()
-    model.push_to_hub("someone/base")
-    assert "model.safetensors" in uploaded
-    assert b"rozen-core" not in uploaded["README.md"]
-
-
-def _uploads(monkeypatch: pytest.MonkeyPatch, *, repository: Path | None = None) -> dict[str, bytes]:
-    """What the client would send, by path in the repository; nothing is sent and nothing is asked.
-
-    Args:
-        repository: Its card; None where it is new.
-    """
+def _uploads(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
+    """What the client would send, by path in the repository; nothing is sent and nothing is asked."""
     uploaded: dict[str, bytes] = {}
-
-    def download(repo_id: str, filename: str, **kwargs: object) -> str:
-        if repository is None:
-            raise EntryNotFoundError(f"{repo_id} has no {filename}.")
-        return str(repository)
 
     def commit(self: HfApi, repo_id: str, operations: Iterable[CommitOperationAdd], **kwargs: object) -> str:
         for operation in operations:
@@ -245,7 +162,6 @@ def _uploads(monkeypatch: pytest.MonkeyPatch, *, repository: Path | None = None)
                 uploaded[operation.path_in_repo] = file.read()
         return repo_id
 
-    monkeypatch.setattr("huggingface_hub.repocard.hf_hub_download", download)
     monkeypatch.setattr(HfApi, "create_repo", lambda self, repo_id, **kwargs: SimpleNamespace(repo_id=repo_id))
     monkeypatch.setattr("huggingface_hub.hf_api.is_xet_available", lambda: False)  # one commit, through the client
     monkeypatch.setattr(HfApi, "create_commit", commit)

@@ -1,0 +1,1 @@
+"""A saved adapter or basis: its tensors, its seal, its card, reading and writing it."""

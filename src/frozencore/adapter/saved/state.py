@@ -1,0 +1,262 @@
+"""The state of an adapter in a model: what is saved of it, and what may be loaded into it.
+
+A file holds P, Q and R of each layer, or on a named basis all cores in one vector. The cores of several rounds are one
+matrix in a file; in a model the last core trains and the earlier ones do not.
+
+Shapes: P m x k, Q n x k, R k x k in a file; k = r times the rounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from frozencore.adapter.config import FrozenCoreConfig
+from frozencore.adapter.layer import FrozenCoreLayer, frozen_core_layers
+from frozencore.adapter.rounds import with_last_core, without_last_core
+from frozencore.adapter.saved.basis import SavedBasis
+from frozencore.adapter.saved.same_base import differing_layer, record_base
+from frozencore.adapter.saved.seal import (
+    require_modules,
+    require_orthonormal,
+    require_sealed,
+    require_sound,
+    require_sound_cores,
+)
+from frozencore.adapter.saved.tensors import (
+    BASE,
+    FLAT,
+    PREFIX,
+    Factors,
+    flatten_cores,
+    holds_no_basis,
+    require_finite,
+    require_finite_in,
+    warn_of_uncalibrated,
+    with_factors,
+)
+from frozencore.errors import ArtifactError
+from frozencore.maths.basis import known_basis
+
+Layers = Mapping[str, FrozenCoreLayer]
+_PAST, _CORE = f".{PREFIX}past", f".{PREFIX}R"
+
+
+def state_to_save(
+    model: nn.Module,
+    config: FrozenCoreConfig,
+    adapter_name: str,
+    found: dict[str, Tensor],
+    whole: Mapping[str, Tensor],
+) -> dict[str, Tensor]:
+    """Turn PEFT's state dict of an adapter into the tensors of a file, and note their hashes in the configuration.
+
+    Args:
+        whole: The model's state dict, which holds trained modules too.
+
+    Raises:
+        ArtifactError: A factor, or a module that is saved with them, is not finite.
+    """
+    found = _with_whole_cores(found)
+    if config.basis_id is not None:
+        found = {FLAT: flatten_cores(_cores_in(found))}
+    modules = {key: value for key, value in whole.items() if f".modules_to_save.{adapter_name}." in key}
+    plain = {key: value for key, value in (found | modules).items() if not value.is_meta}
+    require_finite(f"the adapter {adapter_name!r}", plain, "It is not saved. Lower the learning rate.")
+    if len(plain) == len(found | modules):
+        samples = {name: layer.base_samples for name, layer in frozen_core_layers(model, adapter_name).items()}
+        config.prepare_seal(found, record_base(samples) if config.basis_id is None else None)
+    return found
+
+
+def state_to_load(
+    model: nn.Module, config: FrozenCoreConfig, adapter_name: str, state_dict: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """Turn the tensors of a file into PEFT's state dict, checked before one of them reaches the model.
+
+    Raises:
+        ArtifactError: They are not sound, not as sealed, or do not fit the model; or a named basis is missing.
+    """
+    origin, layers = f"the adapter {adapter_name!r}", frozen_core_layers(model, adapter_name)
+    _resize_for_rounds(config, layers, adapter_name, state_dict)
+    own = {name: layer.factors(adapter_name) for name, layer in layers.items()}
+    seal = config.take_seal()
+    require_modules(origin, config.modules_to_save, config.trainable_token_indices, state_dict)
+    if FLAT in state_dict:
+        require_sound_cores(origin, state_dict, config.basis_id)
+        require_sealed(origin, seal, state_dict)
+        on_meta = any(P.is_meta or Q.is_meta for P, Q, _ in own.values())
+        for core_dtype in {R.dtype for _, _, R in own.values()}:
+            require_finite_in(origin, state_dict[FLAT], core_dtype)
+        # the bases of a model were checked when they were set
+        bases = config.find_basis(origin).layers if on_meta else {name: (P, Q) for name, (P, Q, _) in own.items()}
+        state_dict = with_factors(origin, state_dict, bases)
+    else:
+        factors = require_sound(origin, state_dict, config.coordinates, config.rounds)
+        require_sealed(origin, seal, state_dict)
+        _require_fit(origin, own, factors)
+        if holds_no_basis(state_dict):
+            warn_of_uncalibrated(f"The adapter {adapter_name!r}", "before it is trained or used")
+        if config.basis_id is not None and not _same_bases(own, factors):
+            config.name_basis(None)  # the bases that came are not those of the named basis
+    state_dict = _with_last_cores(state_dict, layers, adapter_name)
+    for layer in layers.values():
+        layer.awaits_core.discard(adapter_name)
+    return state_dict
+
+
+def _cores_in(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """R by layer name, from PEFT's state dict of one adapter, with or without the adapter's name in the keys."""
+    parts = ((key.removeprefix(BASE).partition(_CORE), tensor) for key, tensor in tensors.items())
+    return {layer: tensor for (layer, found, _), tensor in parts if found}
+
+
+def _with_whole_cores(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Join the earlier cores and the last one of each layer under the name of R."""
+    joined = dict(tensors)
+    for key in tensors:
+        layer, found, adapter = key.partition(_PAST)
+        if found:
+            name = f"{layer}{_CORE}{adapter}.weight"
+            joined[name] = with_last_core(joined.pop(key), joined[name])
+    return joined
+
+
+def _with_last_cores(tensors: Mapping[str, Tensor], layers: Layers, adapter_name: str) -> dict[str, Tensor]:
+    """Split R of each layer of several rounds into the earlier cores and the last one."""
+    split = dict(tensors)
+    for name, layer in layers.items():
+        r = len(layer.core(adapter_name))
+        if layer.rank(adapter_name) == r:
+            continue
+        key = next(key for key in tensors if key.removeprefix(BASE) == f"{name}{_CORE}.weight")
+        split[key.removesuffix(f"{_CORE}.weight") + _PAST], split[key] = without_last_core(tensors[key], r)
+    return split
+
+
+def _resize_for_rounds(
+    config: FrozenCoreConfig, layers: Layers, adapter_name: str, tensors: Mapping[str, Tensor]
+) -> None:
+    """Let an adapter that is being refreshed take the rounds of one of its checkpoints."""
+    found = {key.removeprefix(BASE): tensor for key, tensor in tensors.items()}
+    for name, layer in layers.items():
+        P, r = found.get(f"{name}.{PREFIX}P"), len(layer.core(adapter_name))
+        if adapter_name in layer.refreshed and P is not None and P.ndim == 2 and r and P.shape[1] % r == 0:
+            config.rounds = P.shape[1] // r
+            layer.set_rounds(adapter_name, config.rounds)
+
+
+def _require_fit(origin: str, layers: Mapping[str, tuple[Tensor, Tensor, Tensor]], came: Mapping[str, Factors]) -> None:
+    """Refuse factors of other layers or shapes than the model's own P, Q and R."""
+    for odd, what in (
+        (came.keys() - layers.keys(), "the base model lacks"),
+        (layers.keys() - came.keys(), "it has nothing for"),
+    ):
+        if odd:
+            raise ArtifactError(
+                f"An adapter fits its base model layer by layer, but {what} {len(odd)} of the layers of {origin} "
+                f"(first: {min(odd)!r}). Load the base model that it was trained on."
+            )
+    for name, own in layers.items():
+        theirs = (came[name].P, came[name].Q, came[name].R)
+        for mine, other in zip(own, theirs, strict=True):
+            require_finite_in(f"layer {name!r} of {origin}", other, mine.dtype)
+        if any(mine.shape != other.shape for mine, other in zip(own, theirs, strict=True)):
+            m, n, r = own[0].shape[0], own[1].shape[0], own[2].shape[0]
+            raise ArtifactError(
+                f"Layer {name!r} is {m} x {n} at rank {r} in this model, but P {tuple(theirs[0].shape)} and Q "
+                f"{tuple(theirs[1].shape)} came with {origin}. Load the base model that it was trained on."
+            )
+
+
+def _same_bases(own: Mapping[str, tuple[Tensor, Tensor, Tensor]], came: Mapping[str, Factors]) -> bool:
+    """Whether P and Q that came are the layers' own; a layer on the meta device has none."""
+    return all(
+        mine.is_meta or torch.equal(mine, theirs.to(mine.device, mine.dtype))
+        for name, factors in came.items()
+        for mine, theirs in zip(own[name], (factors.P, factors.Q), strict=False)
+    )
+
+
+def set_named_basis(configs: Mapping[str, FrozenCoreConfig], adapter_name: str, model: nn.Module) -> None:
+    """Set P and Q of a new adapter to its named basis: another adapter's in the model, or from its folder.
+
+    Args:
+        configs: The configurations of all adapters of the model.
+
+    Raises:
+        ArtifactError: The basis is not found, or does not fit the model.
+    """
+    config, layers = configs[adapter_name], frozen_core_layers(model, adapter_name)
+    origin = f"the adapter {adapter_name!r}"
+    bases = _basis_in_model(configs, adapter_name, model)
+    if bases is None:
+        basis = config.find_basis(origin)
+        require_basis_fits(origin, basis, config, layers, adapter_name)
+        bases = basis.layers
+    elif bases.keys() != layers.keys():
+        raise ArtifactError(f"The basis of {origin} has other layers than its target_modules. Save it again.")
+    for name, layer in layers.items():
+        if not layer.frozencore_P[adapter_name].is_meta:
+            layer.set_basis(adapter_name, known_basis(*bases[name]), random_core=not config.init_weights)
+        if config.load_bases:
+            layer.awaits_core.add(adapter_name)
+
+
+def _basis_in_model(
+    configs: Mapping[str, FrozenCoreConfig], adapter_name: str, model: nn.Module
+) -> dict[str, tuple[Tensor, Tensor]] | None:
+    for other, config in configs.items():
+        if other != adapter_name and config.basis_id == configs[adapter_name].basis_id:
+            bases = {name: layer.factors(other)[:2] for name, layer in frozen_core_layers(model, other).items()}
+            if not any(X.is_meta for pair in bases.values() for X in pair):
+                return bases
+    return None
+
+
+def require_basis_fits(
+    origin: str, basis: SavedBasis, config: FrozenCoreConfig, layers: Layers, adapter_name: str
+) -> None:
+    """Refuse a basis of other layers, ranks, scales or another base model than an adapter's.
+
+    Raises:
+        ArtifactError: The first difference.
+    """
+    if basis.layers.keys() != layers.keys():
+        odd = sorted(basis.layers.keys() ^ layers.keys())
+        raise ArtifactError(
+            f"The basis of {origin} has {len(basis.layers)} layers and the model {len(layers)} to adapt ({odd[0]!r} in "
+            "one of them alone). Load the base model that it was calibrated on."
+        )
+    for name, layer in layers.items():
+        for X, own in zip(basis.layers[name], layer.factors(adapter_name), strict=False):
+            require_finite_in(f"layer {name!r} of the basis of {origin}", X, own.dtype)
+        (P, Q), scale, (m, n) = basis.layers[name], basis.scales[name], layer.shape
+        r, own_scale = layer.rank(adapter_name), layer.frozencore_scale[adapter_name]
+        if (P.shape, Q.shape, scale) != ((m, r), (n, r), own_scale):
+            raise ArtifactError(
+                f"Layer {name!r} is {m} x {n} at rank {r} and scale {own_scale:g} in this model, but the basis of "
+                f"{origin} has P {tuple(P.shape)}, Q {tuple(Q.shape)} and scale {scale:g} there. Leave rank, scale and "
+                "targets to the basis, and load the base model that it was calibrated on."
+            )
+    require_orthonormal(f"the basis of {origin}", basis.layers, config.coordinates)
+    require_same_base(f"The basis of {origin}", basis.base, config, layers)
+
+
+def require_same_base(what: str, recorded: Mapping[str, str] | None, config: FrozenCoreConfig, layers: Layers) -> None:
+    """Refuse a base model whose weights are not the recorded ones, unless the configuration allows that."""
+    if recorded is None or config.allow_other_base:
+        return
+    odd = differing_layer(recorded, {name: layer.base_samples for name, layer in layers.items()})
+    if odd is not None:
+        raise other_base(what, odd)
+
+
+def other_base(what: str, layer: str) -> ArtifactError:
+    """The error for a layer whose weight is not the recorded one."""
+    return ArtifactError(
+        f"{what} was made on another base model: the weight of layer {layer!r} differs. Load that model, or "
+        "pass allow_other_base=True to PeftModel.from_pretrained to use it on this one."
+    )
