@@ -22,9 +22,9 @@ from frozencore.cli.findings import diagnose
 from frozencore.files.strict_yaml import read_yaml
 from frozencore.files.whole_file import write_json, write_lines
 from frozencore.maths.moments import LayerMoments
-from frozencore.tune.rows.own_task import read_own_task
 from frozencore.tune.rows.row_files import read_file
 from frozencore.tune.run.record import read_record
+from frozencore.tune.tasks.described import read_own_task
 from frozencore.tune.training.checkpoints import newest_complete_checkpoint, seal_checkpoint
 from frozencore_lab.campaign.plan import Outcome, plan
 from frozencore_lab.campaign.results import load_results

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from frozencore import CoreBank, frozen_core_layers
-from frozencore.tune.rows.prompts import TokenRow
+from frozencore.tune.rows import TokenRow
 from frozencore.tune.training.many.tenant import Tenant
 from frozencore.tune.training.many.train import train_many
 from frozencore.tune.training.recipe import Recipe

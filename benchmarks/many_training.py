@@ -39,8 +39,8 @@ from transformers import AutoModelForCausalLM
 from frozencore.files.whole_file import write_json, write_text
 from frozencore.tune.methods import METHODS, AdapterOptions
 from frozencore.tune.pocket import pocket_model_path
+from frozencore.tune.rows import TokenRow
 from frozencore.tune.rows.batches import PaddingCollator, row_costs
-from frozencore.tune.rows.prompts import TokenRow
 from frozencore.tune.run.provenance import provenance
 from frozencore.tune.training.by_length import group_by_length, pass_tokens_of
 from frozencore.tune.training.many.losses import num_targets, row_losses, row_sizes

@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM
 
 from frozencore import FrozenCoreConfig, calibrate
 from frozencore.files.whole_file import write_json
-from frozencore.tune.rows.prompts import TokenRow
+from frozencore.tune.rows import TokenRow
 from frozencore.tune.run.bench import Bench, prepare
 from frozencore.tune.run.config import make_config
 from frozencore.tune.run.provenance import provenance

@@ -36,15 +36,15 @@ from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 from frozencore.errors import DataError
 from frozencore.files.whole_file import write_json
-from frozencore.tune.evaluation.harness.run import harness_version
+from frozencore.tune.evaluation.harness import harness_version
 from frozencore.tune.pocket import pocket_model_path
+from frozencore.tune.rows import Example
 from frozencore.tune.rows.prompts import PromptEncoder, context_limit
-from frozencore.tune.rows.suite import find_task
 from frozencore.tune.run.loading import load_model
 from frozencore.tune.run.provenance import provenance
 from frozencore.tune.scoring.choice import predict_choices
+from frozencore.tune.suite import find_task
 from frozencore.tune.tasks.splits import evaluation_rows
-from frozencore.tune.tasks.task import Example
 
 FOUR_CHOICES = ("arc_challenge", "openbookqa", "hellaswag")
 

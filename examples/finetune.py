@@ -22,8 +22,9 @@ from peft import get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
 from frozencore import FrozenCoreConfig, calibrate
+from frozencore.tune.rows import TextRow
 from frozencore.tune.rows.batches import PaddingCollator, make_batches
-from frozencore.tune.rows.prompts import PromptEncoder, TextRow
+from frozencore.tune.rows.prompts import PromptEncoder
 
 
 def main() -> None:

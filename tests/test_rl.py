@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from frozencore.tune.pocket import pocket_model_path
-from frozencore.tune.rows.prompts import TokenRow
+from frozencore.tune.rows import TokenRow
 from places import ROOT
 
 

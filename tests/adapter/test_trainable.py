@@ -13,7 +13,7 @@ from adapted import adapted
 from frozencore import FrozenCoreConfig
 from frozencore.adapter.trainable import require_own_parameters
 from frozencore.errors import ConfigError
-from frozencore.tune.rows.prompts import TokenRow
+from frozencore.tune.rows import TokenRow
 from frozencore.tune.run.accounting import values_at_once
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import train

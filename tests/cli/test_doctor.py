@@ -19,11 +19,11 @@ from frozencore.cli.findings import Diagnosis, diagnose
 from frozencore.files.whole_file import write_json
 from frozencore.tune.evaluation.evaluate import Evaluation, evaluate
 from frozencore.tune.pocket import pocket_model_path
-from frozencore.tune.rows.suite import find_tasks
 from frozencore.tune.run.calibrating import execute_calibration
 from frozencore.tune.run.config import make_config
 from frozencore.tune.run.execute import execute
 from frozencore.tune.run.many.execute import execute_many
+from frozencore.tune.suite import find_tasks
 from places import LAB
 from tiny import tiny_qwen2
 

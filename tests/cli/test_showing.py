@@ -10,9 +10,10 @@ import pytest
 
 from frozencore.cli.showing import show_example
 from frozencore.errors import ConfigError
-from frozencore.tune.rows.own_task import FileSource
+from frozencore.tune.rows import Example
 from frozencore.tune.rows.prompts import PromptEncoder
-from frozencore.tune.tasks.task import Example, Scoring, Task
+from frozencore.tune.tasks import Scoring, Task
+from frozencore.tune.tasks.described import FileSource
 
 
 def task_of(scoring: Scoring, folder: Path, *, split: str = "train") -> Task:

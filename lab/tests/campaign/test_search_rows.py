@@ -13,7 +13,7 @@ from frozencore.errors import NoRowsError
 from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.tune.run.execute import execute
 from frozencore.tune.run.reading_rows import prepare_rows, task_splits
-from frozencore.tune.tasks import PAPER_TASKS
+from frozencore.tune.suite import PAPER_TASKS
 from frozencore_lab.campaign.job import Job, make_job
 from frozencore_lab.campaign.plan import Planned, plan
 from frozencore_lab.campaign.search_rows import search_rows

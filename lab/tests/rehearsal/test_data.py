@@ -9,11 +9,10 @@ import pytest
 from datasets import Dataset
 
 from frozencore.errors import DataError
-from frozencore.tune.rows.suite import find_task
 from frozencore.tune.run.config import RunConfig, make_config
 from frozencore.tune.run.reading_rows import task_splits
-from frozencore.tune.tasks import PAPER_TASKS
-from frozencore.tune.tasks.hub_folder import write_hub_folders
+from frozencore.tune.suite import PAPER_TASKS, find_task
+from frozencore.tune.tasks.hub import write_hub_folders
 from frozencore_lab.rehearsal.data import lay_out
 from frozencore_lab.rehearsal.place import RehearsalPlace
 from frozencore_lab.rehearsal.sizes import rows_to_train

@@ -16,8 +16,8 @@ from frozencore.adapter.bases.refresh_plan import rounds_for
 from frozencore.cli.flag_file import as_flags
 from frozencore.cli.showing import MARKS
 from frozencore.cli.tables import recipe_in_words, values_in_words
+from frozencore.tune.rows import TokenRow
 from frozencore.tune.rows.prompts import PromptEncoder
-from frozencore.tune.rows.row_forms import TokenRow
 from frozencore.tune.run.accounting import optimiser_bytes, values_at_once
 from frozencore.tune.run.bench import Bench, prepare
 from frozencore.tune.run.config import RunConfig

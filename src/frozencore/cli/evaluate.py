@@ -65,8 +65,8 @@ def evaluate(
     if task is None and lm_eval is None and data is None:
         raise ConfigError("There is nothing to score: give --data FILE, --task all, --task NAME or --lm-eval NAME.")
     from frozencore.tune.rows.row_sources import require_source
-    from frozencore.tune.rows.suite import find_tasks
     from frozencore.tune.run.early import require_data_root, require_model
+    from frozencore.tune.suite import find_tasks
 
     tasks = tuple(find_tasks(task)) if task is not None else ()
     require_model(model)
@@ -110,7 +110,7 @@ def evaluate(
 def list_tasks(context: typer.Context) -> None:
     """Every task with its rows, epochs, scoring and data set."""
     from frozencore.cli.showing import task_lines
-    from frozencore.tune.rows.suite import TASKS
+    from frozencore.tune.suite import TASKS
 
     table = Table()
     for heading in ("task", "train / evaluation rows", "epochs", "scoring", "data"):
@@ -135,8 +135,8 @@ def show_task(
     from frozencore.cli.showing import show_example
     from frozencore.tune.pocket import pocket_model_path
     from frozencore.tune.rows.prompts import PromptEncoder
-    from frozencore.tune.rows.suite import find_task
     from frozencore.tune.run.loading import load_tokenizer
+    from frozencore.tune.suite import find_task
 
     require_name("prompt style", prompt_style, STYLES)
     task = find_task(name)
@@ -156,8 +156,8 @@ def export(
     num_evaluation: NumRows = None,
 ) -> None:
     """Write tasks, with their evaluation rows, in a form that another evaluator runs."""
-    from frozencore.tune.evaluation.harness.export import export_tasks
-    from frozencore.tune.rows.suite import find_tasks
+    from frozencore.tune.evaluation.harness_files import export_tasks
+    from frozencore.tune.suite import find_tasks
 
     require_name("export", to, ("lm-eval",))
     names = export_tasks(find_tasks(task), folder, data_root=data_root, num_evaluation=num_evaluation)

@@ -20,10 +20,10 @@ from frozencore.constructors import described
 from frozencore.errors import ConfigError
 from frozencore.options import Option, own_refusal
 from frozencore.tune.methods import METHODS
-from frozencore.tune.rows.suite import TASKS
 from frozencore.tune.run.config import make_config
 from frozencore.tune.run.config_rules import OF_ONE_ALONE
 from frozencore.tune.run.options_by_name import in_groups, run_options
+from frozencore.tune.suite import TASKS
 from frozencore.words import flag_of
 
 SPELLED = {"learning_rate": ("--lr", "--learning-rate")}

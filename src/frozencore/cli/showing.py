@@ -8,9 +8,10 @@ from pathlib import Path
 from rich.text import Text
 
 from frozencore.errors import ConfigError
+from frozencore.tune.rows import Example
 from frozencore.tune.rows.prompts import PromptEncoder
+from frozencore.tune.tasks import Task
 from frozencore.tune.tasks.hub import HubDataset
-from frozencore.tune.tasks.task import Example, Task
 
 MARKS = "⟦", "⟧"
 

@@ -18,9 +18,9 @@ from frozencore.tune.evaluation.adapters import AdapterStand, adapter_names
 from frozencore.tune.evaluation.evaluate import Evaluation, evaluate
 from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.rows.prompts import PromptEncoder
-from frozencore.tune.rows.suite import find_task
 from frozencore.tune.run.loading import load_model
-from frozencore.tune.scoring.task_score import score_task
+from frozencore.tune.scoring.score import score_task
+from frozencore.tune.suite import find_task
 from frozencore.tune.tasks.splits import evaluation_rows
 
 POCKET = str(pocket_model_path())

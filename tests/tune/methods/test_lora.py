@@ -13,7 +13,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from frozencore.errors import ConfigError
 from frozencore.tune.methods import METHODS, AdapterOptions
-from frozencore.tune.rows.prompts import TokenRow
+from frozencore.tune.rows import TokenRow
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import train
 from tiny import ATTENTION, VOCABULARY, draw_examples, tiny_qwen2

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from frozencore.tune.pocket import POCKET_TASKS, pocket_model_path
-from frozencore.tune.tasks.task import Example
+from frozencore.tune.rows import Example
 
 NUM_SCORED = 200
 

@@ -13,7 +13,8 @@ import pytest
 from frozencore.errors import DataError
 from frozencore.tune.pocket import POCKET_TASKS
 from frozencore.tune.pocket.generated import GeneratedSource, _draw_rows
-from frozencore.tune.tasks.task import Example, Split, Task
+from frozencore.tune.rows import Example
+from frozencore.tune.tasks import Split, Task
 from frozencore_lab.pocket.corpus import documents
 
 TASKS = list(POCKET_TASKS.values())

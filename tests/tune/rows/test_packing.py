@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from frozencore.errors import ConfigError
-from frozencore.tune.rows.packing import pack
-from frozencore.tune.rows.prompts import PromptEncoder, TextRow, TokenRow
+from frozencore.tune.rows import TextRow, TokenRow
+from frozencore.tune.rows.batches import pack
+from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.tune.run.config import make_config
 from frozencore.tune.run.reading_rows import prepare_rows
 

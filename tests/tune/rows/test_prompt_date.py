@@ -14,12 +14,12 @@ import transformers.utils.chat_template_utils as chat_template_utils
 from frozencore.errors import ArtifactError, ConfigError
 from frozencore.tune.evaluation.evaluate import Evaluation, evaluate
 from frozencore.tune.pocket import pocket_model_path
+from frozencore.tune.rows import Example
 from frozencore.tune.rows.prompt_date import PROMPT_DATE, with_fixed_date
 from frozencore.tune.rows.prompts import PromptEncoder
-from frozencore.tune.rows.suite import find_task
 from frozencore.tune.run.bench import prepare
 from frozencore.tune.run.config import make_config
-from frozencore.tune.tasks.task import Example
+from frozencore.tune.suite import find_task
 
 LLAMA = """{%- if not date_string is defined %}
     {%- if strftime_now is defined %}

@@ -10,11 +10,11 @@ import pytest
 from transformers import AutoTokenizer
 
 from frozencore.errors import ConfigError, DataError, ModelError
+from frozencore.tune.rows import Example, TextRow, TokenRow
 from frozencore.tune.rows.batches import PaddingCollator, group_rows, make_batches
-from frozencore.tune.rows.prompts import PromptEncoder, TextRow, TokenRow
-from frozencore.tune.rows.suite import find_task
+from frozencore.tune.rows.prompts import PromptEncoder
+from frozencore.tune.suite import find_task
 from frozencore.tune.tasks.splits import split_task
-from frozencore.tune.tasks.task import Example
 
 EXAMPLE = Example("row-1", "Is it?", " yes", (" yes", " no"))
 

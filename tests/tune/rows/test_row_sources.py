@@ -58,7 +58,7 @@ def test_what_is_not_there_is_one_line(words: str, reason: str, folder: Path) ->
 
 @pytest.mark.parametrize("name", ["owner/cats", "cats"])
 def test_with_no_hub_in_reach_a_hub_id_is_one_line_at_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("frozencore.tune.tasks.hub_split.hub_answers", lambda *_: False)
+    monkeypatch.setattr("frozencore.tune.rows.row_sources.hub_answers", lambda *_: False)
     with pytest.raises(DataError, match=f"Data set {name} is not in the offline cache and the hub cannot be reached"):
         read_source(f"{name}:train")
 

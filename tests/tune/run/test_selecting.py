@@ -19,7 +19,7 @@ from frozencore.tune.run.execute import execute
 from frozencore.tune.run.reading_rows import prepare_rows
 from frozencore.tune.run.record import TunedRecord
 from frozencore.tune.run.record_parts import SelectedCheckpoint
-from frozencore.tune.scoring.task_score import score_task
+from frozencore.tune.scoring.score import score_task
 from frozencore_lab.campaign.job import make_job
 from frozencore_lab.campaign.plan import plan
 from frozencore_lab.campaign.spec import read_campaign

@@ -9,12 +9,14 @@ import pytest
 import torch
 
 from frozencore.tune.pocket import pocket_model_path
-from frozencore.tune.rows.prompts import PromptEncoder, TextRow, TokenRow
+from frozencore.tune.rows import TextRow, TokenRow
+from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.tune.run.bench import Bench, prepare
 from frozencore.tune.run.config import RunConfig, make_config
 from frozencore.tune.run.execute import execute
 from frozencore.tune.run.loading import load_model
-from frozencore.tune.scoring.completions import SHORT, are_short, complete, score_completions
+from frozencore.tune.scoring.exact_match import SHORT, are_short, complete
+from frozencore.tune.scoring.score import score_completions
 
 
 def silent(stage: str, done: int, total: int | None, note: str = "") -> None:

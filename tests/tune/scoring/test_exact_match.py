@@ -13,9 +13,9 @@ from torch import nn
 from transformers import GenerationConfig
 
 from frozencore.errors import DataError, ModelError
+from frozencore.tune.rows import Example
 from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.tune.scoring.exact_match import generate_greedily, predict_numbers
-from frozencore.tune.tasks.task import Example
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import train
 from tiny import tiny_gpt2, tiny_qwen2

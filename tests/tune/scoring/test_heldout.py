@@ -11,8 +11,8 @@ from torch import nn
 
 from all_logits import tiny_all_logits
 from frozencore.errors import DataError, ModelError
-from frozencore.tune.rows.prompts import TokenRow
-from frozencore.tune.scoring.heldout import held_out_loss
+from frozencore.tune.rows import TokenRow
+from frozencore.tune.scoring.score import held_out_loss
 from tiny import draw_examples, tiny_gpt2, tiny_qwen2
 
 ROWS = [TokenRow(f"row-{i}", list(e.ids), e.num_prompt) for i, e in enumerate(draw_examples(9, seed=5))]

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from frozencore.errors import ModelError
-from frozencore.tune.rows.batches import LOGITS_BUDGET
-from frozencore.tune.rows.prompts import TokenRow
-from frozencore.tune.scoring.heldout import held_out_loss
-from frozencore.tune.scoring.memory import score_in_groups
+from frozencore.tune.rows import TokenRow
+from frozencore.tune.rows.batches import LOGITS_BUDGET, score_in_groups
+from frozencore.tune.scoring.score import held_out_loss
 from tiny import draw_examples, tiny_qwen2
 
 CPU = torch.device("cpu")

@@ -10,11 +10,10 @@ import torch
 from torch import nn
 
 from frozencore.errors import ConfigError, DataError
+from frozencore.tune.rows import Example
 from frozencore.tune.rows.prompts import PromptEncoder
-from frozencore.tune.rows.suite import find_task
-from frozencore.tune.scoring.task_score import score_task
-from frozencore.tune.tasks.task import Example
-from frozencore.tune.tasks.texts import TEXT_TASKS
+from frozencore.tune.scoring.score import score_task
+from frozencore.tune.suite import TEXT_TASKS, find_task
 
 CHOICES = (" no", " yes")
 EXAMPLES = [Example(f"row-{i}", f"Is {i} odd?", CHOICES[i % 4 != 0], CHOICES) for i in range(12)]

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from frozencore.tune.methods import METHODS, AdapterOptions
-from frozencore.tune.rows.prompts import ChoiceTokens, PromptEncoder, TokenRow
+from frozencore.tune.rows import ChoiceTokens, TokenRow
+from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.tune.scoring.choice import choice_logprobs
 from frozencore.tune.scoring.exact_match import generate_greedily
-from frozencore.tune.scoring.heldout import held_out_loss
-from frozencore.tune.scoring.virtual_tokens import num_virtual_tokens, take_off
+from frozencore.tune.scoring.forward import num_virtual_tokens, take_off
+from frozencore.tune.scoring.score import held_out_loss
 from tiny import ATTENTION, draw_examples, tiny_gpt2, tiny_qwen2
 
 ROWS = [TokenRow(f"row-{i}", list(e.ids), e.num_prompt) for i, e in enumerate(draw_examples(9, seed=5))]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from frozencore.errors import DataError
-from frozencore.tune.rows.suite import find_task
+from frozencore.tune.suite import find_task
 from frozencore.tune.tasks.splits import evaluation_rows, split_task
 from hub_folders import ROWS, write_hub_folder
 

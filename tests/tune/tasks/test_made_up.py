@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from datasets import Dataset
 
-from frozencore.tune.tasks import PAPER_TASKS, Task
-from frozencore.tune.tasks.hub import HubDataset
-from frozencore.tune.tasks.hub_folder import write_hub_folders
+from frozencore.tune.suite import PAPER_TASKS
+from frozencore.tune.tasks import Task
+from frozencore.tune.tasks.hub import HubDataset, write_hub_folders
 from frozencore.tune.tasks.splits import normalised_text, split_task
 
 NUM_ROWS = 200

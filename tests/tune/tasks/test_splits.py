@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from frozencore.errors import ConfigError, DataError
-from frozencore.tune.rows.suite import TASKS
+from frozencore.tune.rows import Example
+from frozencore.tune.suite import TASKS
+from frozencore.tune.tasks import Split, Task
 from frozencore.tune.tasks.splits import calibration_rows, evaluation_rows, normalised_text, split_task
-from frozencore.tune.tasks.task import Example, Split, Task
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,10 @@ from datasets.arrow_writer import ArrowWriter
 
 from frozencore.errors import DataError
 from frozencore.files.hub import HUB_TIMEOUT_S
-from frozencore.tune.rows.suite import TASKS
-from frozencore.tune.tasks import PAPER_TASKS, arc_challenge, gsm8k, hellaswag, sst2, svamp, winogrande
+from frozencore.tune.suite import PAPER_TASKS, TASKS, TEXT_TASKS
+from frozencore.tune.tasks import arc_challenge, gsm8k, hellaswag, sst2, svamp, winogrande
 from frozencore.tune.tasks.answers import parse_answer, parse_number
 from frozencore.tune.tasks.hub import HubDataset
-from frozencore.tune.tasks.texts import TEXT_TASKS
 
 SVAMP_ROW = {"Body": "Tom has 3 pens", "Question": "How many pens has he?", "Answer": "3"}
 

@@ -17,7 +17,7 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from forked import forget_cuda
 from frozencore.errors import TrainingError
-from frozencore.tune.rows.prompts import TokenRow
+from frozencore.tune.rows import TokenRow
 from frozencore.tune.training.checkpoints import is_complete
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.termination import Stop

@@ -14,9 +14,9 @@ from transformers import TrainerCallback
 
 from frozencore.errors import ConfigError, DivergenceError, TrainingError
 from frozencore.tune.methods import METHODS, AdapterOptions
-from frozencore.tune.rows.prompts import TokenRow
+from frozencore.tune.rows import TokenRow
 from frozencore.tune.run.config import make_config
-from frozencore.tune.scoring.virtual_tokens import take_off
+from frozencore.tune.scoring.forward import take_off
 from frozencore.tune.training import train as train_module
 from frozencore.tune.training.lora_rounds import LoRARounds
 from frozencore.tune.training.recipe import Recipe

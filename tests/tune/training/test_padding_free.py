@@ -12,9 +12,10 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, BloomConfig, MambaConfig, T5Config, T5ForConditionalGeneration
 
 from adapted import adapted, cores_of
+from frozencore.calibration.loss import IGNORED
 from frozencore.errors import ConfigError
-from frozencore.tune.rows.batches import IGNORED, PaddingCollator
-from frozencore.tune.rows.row_forms import TokenRow
+from frozencore.tune.rows import TokenRow
+from frozencore.tune.rows.batches import PaddingCollator
 from frozencore.tune.training.padding_free import lay_end_to_end, require_rows_apart
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import train

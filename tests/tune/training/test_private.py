@@ -14,7 +14,7 @@ from adapted import adapted, cores_of
 from frozencore.adapter.private import training
 from frozencore.errors import ConfigError, TrainingError
 from frozencore.privacy import PrivateBudget
-from frozencore.tune.rows.prompts import TokenRow
+from frozencore.tune.rows import TokenRow
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.selection import Selection
 from frozencore.tune.training.train import TrainingReport, train

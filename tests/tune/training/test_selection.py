@@ -17,8 +17,8 @@ from torch import nn
 
 from adapted import adapted
 from frozencore.errors import ConfigError, DivergenceError, ModelError, TrainingError
-from frozencore.tune.rows.prompts import TokenRow
-from frozencore.tune.scoring.heldout import held_out_loss
+from frozencore.tune.rows import TokenRow
+from frozencore.tune.scoring.score import held_out_loss
 from frozencore.tune.training import selection, trainer
 from frozencore.tune.training import train as training
 from frozencore.tune.training.recipe import Recipe

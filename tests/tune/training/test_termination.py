@@ -19,7 +19,7 @@ import torch
 from forked import start
 from frozencore.errors import TrainingError
 from frozencore.tune.pocket import pocket_model_path
-from frozencore.tune.rows.prompts import TokenRow
+from frozencore.tune.rows import TokenRow
 from frozencore.tune.training.checkpoints import checkpoints, is_complete
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import TrainingReport, train

@@ -17,11 +17,11 @@ import torch
 
 from frozencore.errors import FrozenCoreError, ModelError
 from frozencore.tune.rows.prompts import PromptEncoder
-from frozencore.tune.rows.suite import find_task
 from frozencore.tune.run.accounting import basis_bytes
 from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.loading import load_config, load_tokenizer
 from frozencore.tune.run.model_size import TOKENS_A_ROW, ModelSize, memory_bytes, moment_bytes, size_of
+from frozencore.tune.suite import find_task
 from frozencore.words import bytes_in_words, num_of, time_in_words
 from frozencore_lab.campaign.job import Job
 from frozencore_lab.campaign.plan import Planned

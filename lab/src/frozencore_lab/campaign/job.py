@@ -14,10 +14,10 @@ from frozencore.errors import ConfigError
 from frozencore.files.fingerprint import fingerprint_options
 from frozencore.options import own_refusal
 from frozencore.tune.rows.row_sources import STANDARD_INPUT
-from frozencore.tune.rows.suite import find_task
 from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.option_groups import GROUPS
 from frozencore.tune.run.options_by_name import in_groups
+from frozencore.tune.suite import find_task
 from frozencore_lab.campaign.spec import Kind
 from frozencore_lab.campaign.study_options import PLACES
 

@@ -27,7 +27,7 @@ from frozencore.tune.run.kept_rows import KeptRows
 from frozencore.tune.run.loading import load_model
 from frozencore.tune.run.record import Failure, StabilityRecord
 from frozencore.tune.run.record_parts import Provenance
-from frozencore.tune.scoring.virtual_tokens import take_off
+from frozencore.tune.scoring.forward import take_off
 from frozencore.words import Progress, one_line
 from frozencore_lab.campaign.job import Job
 from frozencore_lab.campaign.shared import SharedWork, calibrating, moments_key, replace_size

@@ -11,12 +11,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from frozencore.tune.rows.own_task import FileSource
-from frozencore.tune.rows.suite import find_task
 from frozencore.tune.run.config import RunConfig
-from frozencore.tune.tasks.hub import HubDataset
-from frozencore.tune.tasks.hub_folder import write_hub_folders
-from frozencore.tune.tasks.task import Split, Task
+from frozencore.tune.suite import find_task
+from frozencore.tune.tasks import Split, Task
+from frozencore.tune.tasks.described import FileSource
+from frozencore.tune.tasks.hub import HubDataset, write_hub_folders
 from frozencore_lab.rehearsal.originals import SPLITS, HubOriginal, copy_own_task, num_rows_of
 from frozencore_lab.rehearsal.sizes import Shares, scaled_official, shares_of, together, used_by, widest
 

@@ -14,9 +14,9 @@ from frozencore.errors import DataError
 from frozencore.files.hub import without_hub
 from frozencore.files.strict_yaml import read_yaml
 from frozencore.files.whole_file import write_lines, write_text
-from frozencore.tune.rows.own_task import FileSource
+from frozencore.tune.tasks import Source, Split
+from frozencore.tune.tasks.described import FileSource
 from frozencore.tune.tasks.hub import HubDataset
-from frozencore.tune.tasks.task import Source, Split
 
 SPLITS: tuple[Split, ...] = ("train", "validation", "evaluation")
 
@@ -40,7 +40,7 @@ class HubOriginal:
                 self._rows = {split: source.rows(split, data_root) for split in SPLITS}
         except DataError as error:
             self.missing = str(error)
-            if source.made_up is None:
+            if not source.sample:
                 raise
 
     @cached_property
@@ -59,7 +59,6 @@ class HubOriginal:
 
         if not self.missing:
             return self._rows[split].select(spread(len(self._rows[split]), count))
-        assert self.source.made_up is not None
         rng = Random(f"{self.source.name} {split}")
         return Dataset.from_list([self.source.made_up(rng, number) for number in range(count)])
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from frozencore.tune.rows.prompts import PROTOCOL_MAX_LENGTH
-from frozencore.tune.rows.suite import find_task
 from frozencore.tune.run.config import RunConfig
+from frozencore.tune.suite import find_task
 from frozencore_lab.campaign.worker import Place
 from frozencore_lab.rehearsal.sizes import STEPS, Shares, epochs_of, fewest_calibrated, scaled
 

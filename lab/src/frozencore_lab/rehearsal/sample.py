@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from frozencore.tune.rows.suite import find_task
+from frozencore.tune.suite import find_task
 from frozencore_lab.campaign.spec import MATCHED, Campaign, Study, column_key
 from frozencore_lab.campaign.study_options import METHODS_OF_GRID, Value, Values
 from frozencore_lab.rehearsal.place import IN_16_BITS

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from itertools import count
 
 from frozencore.tune.run.config import RunConfig
+from frozencore.tune.tasks import Split, Task
 from frozencore.tune.tasks.splits import VALIDATION_SHARE
-from frozencore.tune.tasks.task import Split, Task
 
 EVALUATED = 6
 FEWEST_TRAINED = 4

@@ -7,15 +7,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from frozencore.tune.methods import method_name
+from frozencore.tune.suite import PAPER_TASKS
 
-TASKS = {
-    "svamp": "SVAMP", "gsm8k": "GSM8K", "sst2": "SST-2", "qnli": "QNLI", "cola": "CoLA", "rte": "RTE", "mrpc": "MRPC",
-    "arc_challenge": "ARC-C", "openbookqa": "OBQA", "hellaswag": "HellaSwag", "winogrande": "WinoG",
-}  # fmt: skip
+TASKS = {name: task.label or name for name, task in PAPER_TASKS.items()}
 FAMILIES: dict[str, tuple[str, ...]] = {
-    "math": ("svamp", "gsm8k"),
-    "GLUE": ("sst2", "qnli", "cola", "rte", "mrpc"),
-    "reasoning/QA": ("arc_challenge", "openbookqa", "hellaswag", "winogrande"),
+    family: tuple(name for name, task in PAPER_TASKS.items() if task.family == family)
+    for family in dict.fromkeys(task.family for task in PAPER_TASKS.values() if task.family is not None)
 }
 """Families of the paper's tasks; other tasks have none."""
 

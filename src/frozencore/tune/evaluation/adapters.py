@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import warnings
 from pathlib import Path
-from typing import Any
 
 from peft import PeftConfig, PeftModel, PeftModelForCausalLM
 from torch import nn
@@ -15,23 +14,18 @@ from frozencore.adapter.named_layers import name_layers_of
 from frozencore.adapter.saved.seal import read_folder
 from frozencore.adapter.saved.tensors import UncalibratedWarning
 from frozencore.errors import ArtifactError
-from frozencore.tune.scoring.virtual_tokens import take_off
+from frozencore.tune.scoring.forward import take_off
 from frozencore.words import one_line
 
 BASE = "base"
 
 
 class AdapterStand:
-    """Holds a base model and puts one adapter at a time on it: frozen cores, LoRA, or what else PEFT saves.
-
-    The next adapter of the same kind is loaded beside the present one, which is then deleted. Another kind needs
-    another wrapper: the base is taken out of the old one first.
-    """
+    """Holds a base model and puts one adapter at a time on it: frozen cores, LoRA, or what else PEFT saves."""
 
     def __init__(self, base: nn.Module) -> None:
         self.base = base
         self._worn: PeftModel | None = None
-        self._num_loaded = 0
 
     def bare(self) -> nn.Module:
         """The base model without any adapter."""
@@ -54,9 +48,11 @@ class AdapterStand:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # PEFT warns of missing tensors; they are refused below
                 warnings.simplefilter("always", UncalibratedWarning)
-                config = self._read_config(folder)
+                base = self.bare()
+                config = _read_config(folder, base)
                 _refuse_prompt_learning(folder, config)
-                model, found = self._load(folder, config)
+                self._worn = PeftModelForCausalLM(base, config)
+                found = self._worn.load_adapter(str(folder), adapter_name="default")
         except ArtifactError:
             raise
         except Exception as error:  # PEFT and safetensors raise a dozen kinds for a folder that does not fit
@@ -69,29 +65,7 @@ class AdapterStand:
                 f"are missing and {len(found.unexpected_keys)} have no layer, for instance {odd[0]}. "
                 f"Give the base model that it was trained on."
             )
-        return model.eval()
-
-    def _read_config(self, folder: Path) -> PeftConfig:
-        """The configuration, which names layers: whoever wrote it, PEFT searches none of its expressions."""
-        config = PeftConfig.from_pretrained(str(folder))
-        if isinstance(config, FrozenCoreConfig):
-            return FrozenCoreConfig.from_pretrained(str(folder))
-        name_layers_of(config, self.base if self._worn is None else self._worn.get_base_model())
-        return config
-
-    def _load(self, folder: Path, config: PeftConfig) -> tuple[PeftModel, Any]:
-        name = f"evaluated_{self._num_loaded}"
-        self._num_loaded += 1
-        before = None if self._worn is None else self._worn.active_adapter
-        config.inference_mode = True
-        if self._worn is None or self._worn.peft_config[before].peft_type != config.peft_type:
-            self._worn = PeftModelForCausalLM(self.bare(), config, adapter_name=name)
-            return self._worn, self._worn.load_adapter(str(folder), adapter_name=name)
-        self._worn.add_adapter(name, config)
-        found = self._worn.load_adapter(str(folder), adapter_name=name)
-        self._worn.set_adapter(name)
-        self._worn.delete_adapter(before)
-        return self._worn, found
+        return self._worn.eval()
 
 
 def adapter_names(folders: list[Path]) -> list[str]:
@@ -114,9 +88,20 @@ def adapter_names(folders: list[Path]) -> list[str]:
 
 
 def _refuse_prompt_learning(folder: Path, config: PeftConfig) -> None:
-    """Its virtual tokens shift every position, and generation from the base model would leave them out."""
+    """Refuse virtual tokens: they shift every position, and generation from the base model would leave them out."""
     if config.is_prompt_learning:
         raise ArtifactError(
             f"--adapter {folder} holds virtual tokens ({config.peft_type}), which are not scored here. Give an "
             "adapter that changes layers."
         )
+
+
+def _read_config(folder: Path, base: nn.Module) -> PeftConfig:
+    """The configuration; its layers are named first, so that PEFT runs no regular expression of a stranger."""
+    config = PeftConfig.from_pretrained(str(folder))
+    if isinstance(config, FrozenCoreConfig):
+        config = FrozenCoreConfig.from_pretrained(str(folder))
+    else:
+        name_layers_of(config, base)
+    config.inference_mode = True
+    return config

@@ -20,13 +20,13 @@ from frozencore.errors import ArtifactError, ConfigError, DataError
 from frozencore.files.fingerprint import fingerprint_model
 from frozencore.files.whole_file import require_writable, write_json, write_lines
 from frozencore.tune.evaluation.adapters import BASE, AdapterStand, adapter_names
-from frozencore.tune.evaluation.scorers import TaskScorer, harness_scorer, own_scorer, suite_scorers
+from frozencore.tune.evaluation.scorers import TaskScorer, harness_scorer, own_scorer, suite_scorer
 from frozencore.tune.rows.prompt_date import PROMPT_DATE, asks_for_today
 from frozencore.tune.rows.prompts import PromptEncoder, PromptStyle, context_limit
 from frozencore.tune.run.files import PREDICTIONS, RECORD
 from frozencore.tune.run.loading import load_model
 from frozencore.tune.run.provenance import provenance
-from frozencore.tune.tasks.task import Task
+from frozencore.tune.tasks import Task
 from frozencore.words import Progress, as_stage
 
 RECORD_FORMAT = 1
@@ -37,10 +37,10 @@ class Evaluation:
     """What is scored on what, and how.
 
     Attributes:
-        data: Rows of one's own, as ``frozencore tune --data`` takes them; ``columns`` says which column is which.
+        data: The user's own rows, as ``frozencore tune --data`` takes them; ``columns`` says which column is which.
         harness_tasks: Names of tasks of lm-evaluation-harness, or of the task files in ``include_path``.
         adapters: Folders of saved adapters; the bare model where there are none, or with ``with_base``.
-        prompt_date: Today, to a chat template that asks for it.
+        prompt_date: The date, for a chat template that asks for it.
         max_length: Tokens of a prompt with its answer; None is the model's context.
         num_evaluation: Rows of each task; None is the protocol's number.
     """
@@ -138,19 +138,18 @@ def _encoder(evaluation: Evaluation, model: Any, tokenizer: Any) -> PromptEncode
 
 
 def _scorers(evaluation: Evaluation, encoder: PromptEncoder) -> tuple[list[TaskScorer], dict[str, str]]:
-    scorers, failed = suite_scorers(
-        evaluation.tasks,
-        encoder,
-        data_root=evaluation.data_root,
-        num_evaluation=evaluation.num_evaluation,
-        length_normalised=evaluation.length_normalised,
-    )
+    """A scorer for every task whose rows can be read, and one line of reason for every other."""
+    num_rows, scorers, failed = evaluation.num_evaluation, [], {}
+    for task in evaluation.tasks:
+        options: dict[str, Any] = {"data_root": evaluation.data_root, "length_normalised": evaluation.length_normalised}
+        try:
+            scorers.append(suite_scorer(task, encoder, num_rows=num_rows, **options))
+        except DataError as error:
+            failed[task.name] = str(error)
     if evaluation.data is not None:
-        scorers.append(own_scorer(evaluation.data, evaluation.columns, encoder, num_rows=evaluation.num_evaluation))
-    scorers += [
-        harness_scorer(name, encoder, include_path=evaluation.include_path, limit=evaluation.num_evaluation)
-        for name in evaluation.harness_tasks
-    ]
+        scorers.append(own_scorer(evaluation.data, evaluation.columns, encoder, num_rows=num_rows))
+    for name in evaluation.harness_tasks:
+        scorers.append(harness_scorer(name, encoder, include_path=evaluation.include_path, limit=num_rows))
     return scorers, failed
 
 
@@ -196,7 +195,7 @@ def _fingerprint_folder(folder: Path) -> str:
 
 
 def _finished(place: Path, identity: dict[str, Any]) -> dict[str, Any] | None:
-    """The score that lies there already, if it was finished."""
+    """The finished score in a folder, if there is one."""
     try:
         score: dict[str, Any] = json.loads((place / RECORD).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

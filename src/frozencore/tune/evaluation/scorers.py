@@ -1,4 +1,4 @@
-"""What there is to score: a task of the suite, rows of one's own, or a task of lm-evaluation-harness."""
+"""What can be scored: a task of the suite, the user's own rows, or a task of lm-evaluation-harness."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Any
 
 from torch import nn
 
-from frozencore.errors import ConfigError, DataError
+from frozencore.errors import ConfigError
 from frozencore.files.fingerprint import fingerprint_options
-from frozencore.tune.evaluation.harness.run import harness_score, harness_version
+from frozencore.tune.evaluation.harness import harness_score, harness_version
 from frozencore.tune.rows.own_rows import read_rows
 from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.tune.rows.row_sources import named
-from frozencore.tune.scoring.completions import are_short, score_completions
-from frozencore.tune.scoring.heldout import held_out_loss
-from frozencore.tune.scoring.task_score import score_task
+from frozencore.tune.scoring import TaskScore
+from frozencore.tune.scoring.exact_match import are_short
+from frozencore.tune.scoring.score import held_out_loss, score_completions, score_task
+from frozencore.tune.tasks import Task
 from frozencore.tune.tasks.splits import evaluation_rows
-from frozencore.tune.tasks.task import Example, Task
 from frozencore.words import Progress
 
 Scored = tuple[dict[str, Any], Iterable[Mapping[str, Any]]]
@@ -37,37 +37,34 @@ class TaskScorer:
     """
 
     name: str
-    num_rows: int | None
     identity: Mapping[str, Any]
     score: Callable[[nn.Module, Progress], Scored]
 
 
-def suite_scorers(
-    tasks: Iterable[Task],
-    encoder: PromptEncoder,
-    *,
-    data_root: Path | None,
-    num_evaluation: int | None,
-    length_normalised: bool,
-) -> tuple[list[TaskScorer], dict[str, str]]:
-    """A scorer for every task whose rows can be read, and one line of reason for every other."""
-    scorers: list[TaskScorer] = []
-    failed: dict[str, str] = {}
-    for task in tasks:
-        try:
-            examples = evaluation_rows(task, data_root, num_evaluation=num_evaluation)
-        except DataError as error:
-            failed[task.name] = str(error)
-        else:
-            scorers.append(_suite_scorer(task, examples, encoder, length_normalised=length_normalised))
-    return scorers, failed
+def suite_scorer(
+    task: Task, encoder: PromptEncoder, *, data_root: Path | None, num_rows: int | None, length_normalised: bool
+) -> TaskScorer:
+    """A task of the suite; raises ``DataError`` if its rows cannot be read."""
+    examples = evaluation_rows(task, data_root, num_evaluation=num_rows)
+
+    def score(model: nn.Module, progress: Progress) -> Scored:
+        return _scored(
+            score_task(model, encoder, task, examples, length_normalised=length_normalised, progress=progress)
+        )
+
+    identity = {
+        "rows": fingerprint_options({"rows": [asdict(example) for example in examples]}),
+        "max_new_tokens": task.max_new_tokens,
+        "length_normalised": length_normalised,
+    }
+    return TaskScorer(task.name, identity, score)
 
 
 def own_scorer(data: str, columns: str | None, encoder: PromptEncoder, *, num_rows: int | None) -> TaskScorer:
-    """The loss on rows of one's own and, where all completions are short, how many are generated word for word.
+    """The loss on the user's own rows and, where all completions are short, how many are generated word for word.
 
     Args:
-        num_rows: Of the first rows; all of them by default.
+        num_rows: How many of the first rows to score; all by default.
 
     Raises:
         ConfigError: ``num_rows`` is not positive.
@@ -78,17 +75,16 @@ def own_scorer(data: str, columns: str | None, encoder: PromptEncoder, *, num_ro
     own = read_rows(data, encoder, columns)
     rows = encoder.training_rows(own.texts[:num_rows])
     compares = own.columns != ("text",) and are_short(rows)
+    name = re.sub(r"[^\w.-]+", "-", named(data))  # it becomes a folder's name
 
     def score(model: nn.Module, progress: Progress) -> Scored:
         loss = held_out_loss(model, rows, pad_id=encoder.pad_id, progress=progress)
         if not compares:
             return {"task": name, "accuracy": None, "num_examples": len(rows), "held_out_loss": loss}, ()
-        found = score_completions(model, encoder, rows, held_out_loss=loss, progress=progress)
-        summary = {key: value for key, value in vars(found).items() if key != "predictions"}
-        return {**summary, "task": name}, map(asdict, found.predictions)
+        summary, predictions = _scored(score_completions(model, encoder, rows, held_out_loss=loss, progress=progress))
+        return {**summary, "task": name}, predictions
 
-    name = re.sub(r"[^\w.-]+", "-", named(data))  # of a folder too
-    return TaskScorer(name, len(rows), {"rows": fingerprint_options({"rows": [asdict(row) for row in rows]})}, score)
+    return TaskScorer(name, {"rows": fingerprint_options({"rows": [asdict(row) for row in rows]})}, score)
 
 
 def harness_scorer(name: str, encoder: PromptEncoder, *, include_path: Path | None, limit: int | None) -> TaskScorer:
@@ -112,21 +108,9 @@ def harness_scorer(name: str, encoder: PromptEncoder, *, include_path: Path | No
         }
         return summary, found.samples
 
-    identity = {"harness": harness_version(), "include_path": str(include_path), "limit": limit}
-    return TaskScorer(name, None, identity, score)
+    return TaskScorer(name, {"harness": harness_version(), "include_path": str(include_path), "limit": limit}, score)
 
 
-def _suite_scorer(
-    task: Task, examples: tuple[Example, ...], encoder: PromptEncoder, *, length_normalised: bool
-) -> TaskScorer:
-    def score(model: nn.Module, progress: Progress) -> Scored:
-        found = score_task(model, encoder, task, examples, length_normalised=length_normalised, progress=progress)
-        summary = {key: value for key, value in vars(found).items() if key != "predictions"}
-        return summary, map(asdict, found.predictions)
-
-    identity = {
-        "rows": fingerprint_options({"rows": [asdict(example) for example in examples]}),
-        "max_new_tokens": task.max_new_tokens,
-        "length_normalised": length_normalised,
-    }
-    return TaskScorer(task.name, len(examples), identity, score)
+def _scored(found: TaskScore) -> Scored:
+    summary = {key: value for key, value in vars(found).items() if key != "predictions"}
+    return summary, map(asdict, found.predictions)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from frozencore.tune.pocket import comparison, entailment, sentiment, word_problems
-from frozencore.tune.tasks.task import Task
+from frozencore.tune.tasks import Task
 
 POCKET_MODEL = "pocket"
 """The name that stands for the shipped model where a hub id is asked for."""

@@ -14,7 +14,8 @@ from typing import Any
 from frozencore.errors import DataError
 from frozencore.tune.pocket.generated import GeneratedRow, GeneratedSource
 from frozencore.tune.pocket.words import COUNTED, LARGEST_COMPARED, two_people
-from frozencore.tune.tasks.task import Example, Task
+from frozencore.tune.rows import Example
+from frozencore.tune.tasks import Task
 
 PROMPT = "Count of {things}: {first} {first_count}, {second} {second_count}. {first} against {second}:"
 LABELS = ("more", "fewer")

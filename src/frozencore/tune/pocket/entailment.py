@@ -15,7 +15,8 @@ from typing import Any
 from frozencore.errors import DataError
 from frozencore.tune.pocket.generated import GeneratedRow, GeneratedSource
 from frozencore.tune.pocket.words import BAD, GOOD, HAPPY, JUDGED, PEOPLE, SAD, polar_action
-from frozencore.tune.tasks.task import Example, Task
+from frozencore.tune.rows import Example
+from frozencore.tune.tasks import Task
 
 PROMPT = "Fact: {fact}. Verdict: Was {guess}?"
 LABELS = ("true", "false")

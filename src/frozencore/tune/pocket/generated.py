@@ -10,7 +10,7 @@ from random import Random
 from typing import Any
 
 from frozencore.errors import DataError
-from frozencore.tune.tasks.task import Origin, Split
+from frozencore.tune.tasks import Origin, Split
 
 GeneratedRow = dict[str, str]
 _DRAWS_PER_ROW = 200

@@ -15,7 +15,8 @@ from typing import Any
 from frozencore.errors import DataError
 from frozencore.tune.pocket.generated import GeneratedRow, GeneratedSource
 from frozencore.tune.pocket.words import JUDGED, PEOPLE, PLACES, polar_action, polar_clause
-from frozencore.tune.tasks.task import Example, Task
+from frozencore.tune.rows import Example
+from frozencore.tune.tasks import Task
 
 PROMPT = "Review: {review} Sentiment:"
 LABELS = ("positive", "negative")

@@ -1,1 +1,116 @@
-"""Text to tokens to batches: prompts, the user's own rows and tasks, the suite of tasks by name."""
+"""A row in its four forms: columns as they are read, an example of a task, text, tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from frozencore.errors import DataError
+
+Row = Mapping[str, Any]
+"""A row as it is read: values by column."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """One row as a language model meets it.
+
+    Attributes:
+        id: Stable name of the row within its task, for instance ``"train-17"``.
+        prompt: The text before the answer, without a chat template.
+        completion: The right answer as training text. It carries its own leading separator (a space), so
+            that ``prompt + completion`` is the text of a plain language model.
+        choices: Every candidate completion, the right one included; empty for generated answers.
+    """
+
+    id: str
+    prompt: str
+    completion: str
+    choices: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class TextRow:
+    """A row as text, to the byte. ``templated`` contexts carry the special tokens of the chat template."""
+
+    id: str
+    context: str
+    completion: str
+    choices: tuple[str, ...] = ()
+    templated: bool = False
+
+
+@dataclass(frozen=True)
+class TokenRow:
+    """A row as tokens. The loss is on ``input_ids[num_context:]``."""
+
+    id: str
+    input_ids: list[int]
+    num_context: int
+
+    @property
+    def num_targets(self) -> int:
+        """Tokens that have a loss: tokens of the completion that stand behind another token."""
+        return len(self.input_ids) - max(1, self.num_context)
+
+
+@dataclass(frozen=True)
+class ChoiceTokens:
+    """The tokens of a prompt and of each choice that may follow it."""
+
+    id: str
+    context_ids: list[int]
+    choice_ids: list[list[int]]
+
+
+def text_field(row: Row, column: str, row_id: str, *, or_number: bool = False) -> str:
+    """The text in a column, without the white space around it.
+
+    Args:
+        or_number: Take a number too, as it is printed.
+
+    Raises:
+        DataError: The column is absent, or holds something else or only white space.
+    """
+    value = row.get(column)
+    takes = (str, int, float) if or_number else (str,)
+    if isinstance(value, bool) or not isinstance(value, takes) or not str(value).strip():
+        wanted = "text or a number" if or_number else "text"
+        raise DataError(f"Row {row_id}: column {column!r} must hold {wanted}, but holds {_held(row, column)}.")
+    return str(value).strip()
+
+
+def texts_field(row: Row, column: str, row_id: str, *, within: str = "") -> list[str]:
+    """The texts in a list column, each without the white space around it.
+
+    Args:
+        within: The column whose mapping ``row`` is, for the error.
+
+    Raises:
+        DataError: The column is absent, holds no list of two texts or more, or one of them is empty.
+    """
+    given = row.get(column)
+    texts = given if isinstance(given, list | tuple) else ()
+    if len(texts) < 2 or not all(isinstance(text, str) and text.strip() for text in texts):
+        name = f"{within}.{column}" if within else column
+        raise DataError(f"Row {row_id}: column {name!r} must hold two texts or more, none empty, but holds {given!r}.")
+    return [text.strip() for text in texts]
+
+
+def position_of(row: Row, column: str, labels: Sequence[str], row_id: str) -> int:
+    """Where the label in a column stands among the labels; ``2`` and ``"2"`` are the same.
+
+    Raises:
+        DataError: The column is absent, the row is unlabeled, or its label is none of these.
+    """
+    label = str(row.get(column)).strip()
+    if label not in labels:
+        raise DataError(
+            f"Row {row_id}: column {column!r} must hold one of {', '.join(labels)}, but holds {_held(row, column)}."
+        )
+    return list(labels).index(label)
+
+
+def _held(row: Row, column: str) -> str:
+    return repr(row[column]) if column in row else f"nothing (the columns are {', '.join(row)})"

@@ -1,16 +1,21 @@
-"""Token rows as padded batches."""
+"""Token rows as padded batches, in groups that fit in memory, or packed to rows of one length."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from frozencore.calibration.loss import IGNORED
-from frozencore.tune.rows.prompts import TokenRow
+from frozencore.device import fits
+from frozencore.errors import ModelError
+from frozencore.tune.rows import TokenRow
+from frozencore.words import Progress
 
 LOGITS_BUDGET = 2**26  # values held at once: 256 MiB of float32
 
@@ -26,10 +31,13 @@ class PaddingCollator:
 
     def __call__(self, rows: Sequence[TokenRow]) -> dict[str, Tensor]:
         input_ids, attention_mask = pad([row.input_ids for row in rows], self.pad_id, side="right")
-        labels = input_ids.masked_fill(attention_mask == 0, IGNORED)
-        for i, row in enumerate(rows):
-            labels[i, : row.num_context] = IGNORED
+        labels, _ = pad([labels_of(row) for row in rows], IGNORED, side="right")
         return {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
+
+
+def labels_of(row: TokenRow) -> list[int]:
+    """The tokens of a row that have a loss, -100 in the place of the others."""
+    return [IGNORED] * row.num_context + row.input_ids[row.num_context :]
 
 
 def make_batches(rows: Sequence[TokenRow], *, pad_id: int, batch_size: int) -> list[dict[str, Tensor]]:
@@ -50,6 +58,57 @@ def pad(sequences: Sequence[Sequence[int]], pad_id: int, *, side: Literal["left"
     return tokens, mask
 
 
+def pack(documents: Sequence[TokenRow], length: int) -> list[TokenRow]:
+    """Concatenate documents, each with its start and end tokens, and cut them to rows of ``length`` tokens.
+
+    Nothing is padding, and only a last token alone is left out. A document may go on in the next row, and attention
+    runs across the documents of a row. The loss is on every token that has one before it in its row. Ids are
+    ``packed-1``, ``packed-2``, ...
+    """
+    stream = list(chain.from_iterable(document.input_ids for document in documents))
+    cut = [stream[start : start + length] for start in range(0, len(stream), length)]
+    return [TokenRow(f"packed-{number}", ids, 0) for number, ids in enumerate(cut, start=1) if len(ids) > 1]
+
+
+def score_in_groups(
+    score: Callable[[list[int]], None],
+    sizes: Sequence[tuple[int, int]],
+    device: torch.device,
+    *,
+    tokens_per_batch: int | None = None,
+    progress: Progress | None = None,
+) -> None:
+    """Call ``score`` with the indices of every row, in groups; a group that ran out of memory comes again, smaller.
+
+    Args:
+        score: Must leave nothing behind when it raises: its group is scored again.
+        sizes, tokens_per_batch: As for :func:`group_rows`.
+
+    Raises:
+        ModelError: A single row does not fit.
+    """
+    pending = list(range(len(sizes)))
+    shrink = 1
+    while pending:
+        groups = group_rows([sizes[i] for i in pending], device, tokens_per_batch, shrink=shrink)
+        done: set[int] = set()
+        for group in groups:
+            rows = [pending[i] for i in group]
+            if not fits(partial(score, rows)):
+                if len(rows) == 1:
+                    raise ModelError(
+                        f"One row of {sizes[rows[0]][0]} tokens does not fit in the memory of {device}. "
+                        f"Use --dtype bfloat16, a smaller --max-length with --truncate, or another --device."
+                    )
+                shrink *= 2
+                break
+            done.update(rows)
+            if progress is not None:
+                note = "" if shrink == 1 else f"out of memory: 1/{shrink} of the batch"
+                progress("score", len(sizes) - len(pending) + len(done), len(sizes), note)
+        pending = [i for i in pending if i not in done]
+
+
 def group_rows(
     sizes: Sequence[tuple[int, int]], device: torch.device, tokens_per_batch: int | None = None, *, shrink: int = 1
 ) -> list[list[int]]:
@@ -59,15 +118,15 @@ def group_rows(
     of its own.
 
     Args:
-        sizes: Of each row, its tokens and the logits it asks for (scored positions times vocabulary).
+        sizes: For each row, its tokens and the logits it asks for (scored positions times vocabulary).
         tokens_per_batch: ``None`` for what fills the device: a CPU gains nothing beyond its caches.
         shrink: Divides both budgets.
     """
     costs, most = row_costs(sizes, device, tokens_per_batch)
-    room = most // shrink
+    budget = most // shrink
     groups: list[list[int]] = []
     for index in sorted(range(len(costs)), key=lambda i: -costs[i]):
-        if groups and (len(groups[-1]) + 1) * costs[groups[-1][0]] <= room:
+        if groups and (len(groups[-1]) + 1) * costs[groups[-1][0]] <= budget:
             groups[-1].append(index)
         else:
             groups.append([index])
@@ -77,7 +136,7 @@ def group_rows(
 def row_costs(
     sizes: Sequence[tuple[int, int]], device: torch.device, tokens_per_batch: int | None = None
 ) -> tuple[list[int], int]:
-    """What each row takes of a batch's tokens, its logits counted too, and how many tokens a batch has.
+    """For each row the share of a batch's tokens that it takes, its logits counted too; and the tokens of a batch.
 
     Args:
         sizes, tokens_per_batch: As for :func:`group_rows`.

@@ -20,11 +20,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from frozencore.errors import ConfigError, DataError, NoRowsError
-from frozencore.tune.rows.prompts import PromptEncoder, TextRow
-from frozencore.tune.rows.row_files import Row
+from frozencore.tune.rows import Example, Row, TextRow, text_field
+from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.tune.rows.row_sources import STANDARD_INPUT, read_source
-from frozencore.tune.tasks.fields import text_field
-from frozencore.tune.tasks.task import Example
 
 SHAREGPT_ROLES = {
     "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "model": "assistant",
@@ -39,8 +37,8 @@ class OwnRows:
     """Rows as they were read.
 
     Attributes:
-        columns: Those that make them a form: ``("prompt", "completion")``.
-        bad: How many rows were left out by what is wrong with them; those of each reason once.
+        columns: The columns that tell the form: ``("prompt", "completion")``.
+        bad: For each thing that can be wrong with a row, how many rows were left out for it.
     """
 
     texts: list[TextRow]
@@ -56,7 +54,7 @@ def read_rows(data: str, encoder: PromptEncoder, columns: str | None = None, *, 
     """Read every row (:mod:`frozencore.tune.rows.row_sources`) and render it; ids are ``row-1``, ``row-2``, ...
 
     Args:
-        columns: Where they have names of their own: ``prompt=question,completion=answer``.
+        columns: Which of the source's columns is which: ``prompt=question,completion=answer``.
         skip_bad: Leave out and count a row that lacks its columns or holds no text in one; otherwise it is an error.
 
     Raises:
@@ -75,27 +73,18 @@ def read_rows(data: str, encoder: PromptEncoder, columns: str | None = None, *, 
         except DataError as error:
             if not skip_bad:
                 raise
-            bad[_reason(error)] += 1
+            bad[str(error).partition(": ")[2].partition(", but")[0].rstrip(".")] += 1  # without its row and value
     if not texts:
         raise NoRowsError(f"--skip-bad left none of {len(rows)} rows of {origin}: {next(iter(bad))}.")
     return OwnRows(texts, form, bad)
 
 
 def render_rows(rows: Sequence[Row], origin: str, encoder: PromptEncoder) -> list[TextRow]:
-    """As :func:`read_rows`, of rows that are at hand, none of which may be bad.
-
-    Args:
-        origin: What an error calls them.
-    """
+    """Render rows that are at hand, none of which may be bad; ``origin`` is their name in an error."""
     if not rows:
         raise DataError(f"{origin} holds no rows. Give at least one.")
     render = _FORMS[_form_of(rows, origin)]
     return [render(row, f"row-{number}", encoder) for number, row in enumerate(rows, start=1)]
-
-
-def _reason(error: DataError) -> str:
-    """What is wrong with a row, in the words that it shares with others."""
-    return str(error).partition(": ")[2].partition(", but")[0].rstrip(".")
 
 
 def _renamed(rows: Sequence[Row], columns: str, origin: str) -> list[Row]:
@@ -117,7 +106,7 @@ def _renamed(rows: Sequence[Row], columns: str, origin: str) -> list[Row]:
 
 
 def _form_of(rows: Sequence[Row], origin: str) -> tuple[str, ...]:
-    """The columns that the first row has of a form, which is then that of all."""
+    """The first form whose columns the first row has; all rows must have this form."""
     for columns in _FORMS:
         if all(column in rows[0] for column in columns):
             return columns
@@ -129,29 +118,28 @@ def _form_of(rows: Sequence[Row], origin: str) -> tuple[str, ...]:
 
 def _render_pair(row: Row, row_id: str, encoder: PromptEncoder) -> TextRow:
     if isinstance(row["prompt"], list):
-        prompt, completion = (_turns(row.get(column), column, row_id) for column in ("prompt", "completion"))
+        prompt, completion = (_turns(row, column, row_id) for column in ("prompt", "completion"))
         return _render_turns([*prompt, *completion], "completion", row, row_id, encoder)
-    text_field(row, "prompt", row_id)
-    text_field(row, "completion", row_id)
+    for column in ("prompt", "completion"):
+        text_field(row, column, row_id)
     return encoder.render(Example(row_id, row["prompt"], row["completion"]))
 
 
 def _render_messages(row: Row, row_id: str, encoder: PromptEncoder) -> TextRow:
-    return _render_turns(_turns(row.get("messages"), "messages", row_id), "messages", row, row_id, encoder)
+    return _render_turns(_turns(row, "messages", row_id), "messages", row, row_id, encoder)
 
 
 def _render_instruction(row: Row, row_id: str, encoder: PromptEncoder) -> TextRow:
-    """A chat model is asked in a user's turn; another by the headings that Alpaca was trained with."""
-    said = {"instruction": text_field(row, "instruction", row_id), "input": (row.get("input") or "").strip()}
-    output = text_field(row, "output", row_id)
-    if encoder.is_chat:
-        return encoder.render(Example(row_id, "\n\n".join(filter(None, said.values())), output))
-    return encoder.render(Example(row_id, (ALPACA if said["input"] else ALPACA_WITHOUT_INPUT).format(**said), output))
+    """A chat model is asked in a user's turn; another model by the headings that Alpaca was trained with."""
+    asked = {"instruction": text_field(row, "instruction", row_id), "input": (row.get("input") or "").strip()}
+    headings = ALPACA if asked["input"] else ALPACA_WITHOUT_INPUT
+    prompt = "\n\n".join(filter(None, asked.values())) if encoder.is_chat else headings.format(**asked)
+    return encoder.render(Example(row_id, prompt, text_field(row, "output", row_id)))
 
 
 def _render_conversation(row: Row, row_id: str, encoder: PromptEncoder) -> TextRow:
     turns = []
-    for turn in _turns(row.get("conversations"), "conversations", row_id, role="from"):
+    for turn in _turns(row, "conversations", row_id, role="from"):
         if turn["from"] not in SHAREGPT_ROLES:
             known = ", ".join(SHAREGPT_ROLES)
             raise DataError(f"Row {row_id}: a turn of 'conversations' is from {known}, but {turn['from']!r:.60} came.")
@@ -164,18 +152,19 @@ def _render_text(row: Row, row_id: str, encoder: PromptEncoder) -> TextRow:
     return TextRow(row_id, context="", completion=row["text"])
 
 
-def _turns(value: Any, column: str, row_id: str, role: str = "role") -> list[dict[str, Any]]:
-    if not isinstance(value, list) or not all(isinstance(turn, Mapping) for turn in value):
+def _turns(row: Row, column: str, row_id: str, role: str = "role") -> list[dict[str, Any]]:
+    turns = row.get(column)
+    if not isinstance(turns, list) or not all(isinstance(turn, Mapping) for turn in turns):
         raise DataError(f"Row {row_id}: column {column!r} must hold a list of turns, each with a {role} and a content.")
-    for turn in value:
+    for turn in turns:
         text_field(turn, role, row_id)
-    return [dict(turn) for turn in value]
+    return [dict(turn) for turn in turns]
 
 
 def _render_turns(turns: list[dict[str, Any]], column: str, row: Row, row_id: str, encoder: PromptEncoder) -> TextRow:
     for number, turn in enumerate(turns, start=1):
         if turn.get("tool_calls") and not turn.get("content") and number < len(turns):
-            turn["content"] = ""  # who calls a tool need not speak; templates concatenate
+            turn["content"] = ""  # a turn that calls a tool may say nothing; templates concatenate
         else:
             text_field(turn, "content", row_id)
     if len(turns) < 2 or turns[-1]["role"] != "assistant":
@@ -186,7 +175,7 @@ def _render_turns(turns: list[dict[str, Any]], column: str, row: Row, row_id: st
 
 
 def _tools(row: Row, row_id: str) -> list[Any] | None:
-    """A list, or such a list as JSON, as some data sets write it."""
+    """The column's list; some data sets write it as JSON."""
     given = row.get("tools") or None
     try:
         tools = json.loads(given) if isinstance(given, str) else given

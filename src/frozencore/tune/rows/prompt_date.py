@@ -1,8 +1,8 @@
 """One day for chat templates that print today's date.
 
 Such a template (Llama 3.2's, Mistral's) calls ``strftime_now``, which transformers gives it. Prompts would then differ
-from day to day, and with them moments, checkpoints and scores. Here a macro of that name stands in front of the
-template and spells a fixed day. transformers takes no function of ours: it passes plain values to templates.
+from day to day, and with them moments, checkpoints and scores. transformers takes no function of ours, so a macro of
+that name stands in front of the template and spells a fixed day.
 """
 
 from __future__ import annotations
@@ -37,8 +37,7 @@ def with_fixed_date(tokenizer: Any, today: date) -> Any:
 
 
 def _clock_of(today: date) -> str:
-    """A macro that replaces each of strftime's directives. The line break at its end belongs to the tag: what follows
-    is rendered as if it stood alone."""
+    """A macro that replaces each of strftime's directives; Jinja drops the line break at its end with the tag."""
     now = datetime.combine(today, time())
     spelled = {f"%{letter}": now.strftime(f"%{letter}") for letter in _DIRECTIVES}
     spelled |= {f"%-{letter}": str(int(spelled[f"%{letter}"])) for letter in _UNPADDED}

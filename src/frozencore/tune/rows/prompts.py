@@ -1,9 +1,9 @@
 """From a row to the exact text and tokens a model meets: the same for calibration, training and scoring.
 
 The boundary between prompt and completion follows lm-evaluation-harness: white space at the end of a plain prompt
-moves to the completion, and both are tokenised together. Where the tokenizer merges across the boundary, so that the
-prompt's own tokens no longer begin the joint ones, the completion is tokenised alone: that is what generation
-continues from, while the harness would score tokens that do not spell the text.
+moves to the completion, and both are tokenised together. If the tokenizer merges across the boundary, so that the
+joint tokens do not begin with the prompt's own, the completion is tokenised alone: generation continues from the
+prompt's own tokens, while the harness would score tokens that do not spell the text.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from datetime import date
 from typing import Any, Literal
 
 from frozencore.errors import ConfigError, DataError, ModelError
+from frozencore.tune.rows import ChoiceTokens, Example, TextRow, TokenRow
 from frozencore.tune.rows.prompt_date import PROMPT_DATE, with_fixed_date
-from frozencore.tune.rows.row_forms import ChoiceTokens, TextRow, TokenRow
-from frozencore.tune.tasks.task import Example
 
 PromptStyle = Literal["auto", "chat", "plain"]
 TooLong = Literal["refuse", "truncate"]
@@ -31,10 +30,10 @@ class PromptEncoder:
         style: ``chat`` renders prompts through the tokenizer's chat template, ``plain`` leaves them as they are;
             ``auto`` is ``chat`` where there is a template.
         max_length: The limit in tokens, end token included.
-        today: What a chat template is told that asks for the date.
         too_long: What to do with longer rows: ``refuse`` (an error that counts them), or ``truncate`` (the oldest
             tokens of the prompt go, and one at least stays; a text without prompt loses its end). A completion is
-            never cut: one that leaves no room for its prompt is an error in any case.
+            never cut: if it leaves no room for its prompt, it is an error in any case.
+        today: The date, for a chat template that asks for it.
 
     Raises:
         ConfigError: ``chat`` without a template, or a limit below two tokens.
@@ -67,9 +66,9 @@ class PromptEncoder:
         self._start_ids = _start_tokens(tokenizer)
 
     def render(self, example: Example) -> TextRow:
-        """The text of an example; in chat style a completion loses the space that separates plain text.
+        """The text of an example; an example without a prompt is plain text in either style.
 
-        Without a prompt it is plain text in either style.
+        In chat style a completion loses the space that separates plain text.
         """
         if self.is_chat and example.prompt:
             context = self._chat([{"role": "user", "content": example.prompt}], example.id)
@@ -86,7 +85,7 @@ class PromptEncoder:
         """The text of a conversation whose last turn is the assistant's: that turn is the completion.
 
         Args:
-            tools: What the assistant may call, as the chat template takes it.
+            tools: The tools that the assistant may call, as the chat template takes them.
         """
         context = self._chat(messages[:-1], row_id, tools)
         return TextRow(row_id, context, messages[-1]["content"], templated=True)
@@ -103,7 +102,7 @@ class PromptEncoder:
         return [self._truncate_training(row) for row in encoded]
 
     def whole_rows(self, rows: Sequence[TextRow]) -> list[TokenRow]:
-        """As :meth:`training_rows`, of any length."""
+        """As :meth:`training_rows`, for rows of any length."""
         pairs = self._pairs(rows, [row.completion for row in rows])
         return [
             TokenRow(row.id, [*context, *completion, self.eos_id], len(context))
@@ -111,7 +110,7 @@ class PromptEncoder:
         ]
 
     def fits(self, rows: Sequence[TextRow]) -> list[Fit]:
-        """Of each row whether it fits with its completion and every choice, with its prompt cut, or not at all."""
+        """Whether each row fits with its completion and every choice, fits with its prompt cut, or does not fit."""
         pairs = self._pairs(rows, [row.completion for row in rows])
         choices = iter(self._encoded_choices([row for row in rows if row.choices]))
         found: list[Fit] = []
@@ -137,7 +136,7 @@ class PromptEncoder:
         return [self._cut_context(ids, self.max_length) for ids in contexts]
 
     def count_too_long(self, rows: Sequence[TextRow]) -> int:
-        """How many rows are scored with a shortened prompt: it, or it and the longest choice, is beyond the limit."""
+        """How many rows are scored with a shortened prompt, which with its longest choice is beyond the limit."""
         choices = self._encoded_choices([row for row in rows if row.choices])
         contexts = self._contexts([row for row in rows if not row.choices])
         return sum(length > self.max_length for length in (*map(_longest, choices), *map(len, contexts)))
@@ -251,10 +250,7 @@ def _longest(row: ChoiceTokens) -> int:
 
 
 def context_limit(model: Any, tokenizer: Any) -> int:
-    """The most tokens that model and tokenizer say they take; the protocol's 512 where neither says.
-
-    Pass ``min(PROTOCOL_MAX_LENGTH, context_limit(model, tokenizer))`` as an encoder's ``max_length``.
-    """
+    """The most tokens that model and tokenizer say they take; the protocol's 512 where neither says."""
     stated = [getattr(model.config, "max_position_embeddings", None), tokenizer.model_max_length]
     limits = [int(limit) for limit in stated if isinstance(limit, int | float) and 0 < limit < 1e9]
     return min(limits, default=PROTOCOL_MAX_LENGTH)

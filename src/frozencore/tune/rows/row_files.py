@@ -1,17 +1,15 @@
-"""Rows from a file, each a table of columns: JSONL, JSON, CSV, TSV, Parquet or Arrow, told by its ending."""
+"""Rows from a file: JSONL, JSON, CSV, TSV, Parquet or Arrow, told by its ending."""
 
 from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from frozencore.errors import DataError
+from frozencore.tune.rows import Row
 from frozencore.words import one_line
-
-Row = Mapping[str, Any]
 
 
 def read_file(path: Path, *, option: str) -> list[Row]:
@@ -20,7 +18,6 @@ def read_file(path: Path, *, option: str) -> list[Row]:
     Raises:
         DataError: The file is absent, empty, damaged, or of another kind.
     """
-    path = Path(path)
     require_file(path, option=option)
     try:
         rows = list(READERS[path.suffix](path))
@@ -32,11 +29,7 @@ def read_file(path: Path, *, option: str) -> list[Row]:
 
 
 def require_file(path: Path, *, option: str) -> None:
-    """Refuse what is no file of these kinds.
-
-    Raises:
-        DataError: The file is absent, or of another kind.
-    """
+    """Refuse a path without a file, and a file of another kind, with a ``DataError``."""
     if not path.is_file():
         raise DataError(f"{option} must name {KINDS}, but there is no file {path}.")
     if path.suffix not in READERS:
@@ -47,28 +40,24 @@ def parse_jsonl(lines: Iterable[str], origin: str) -> Iterator[Row]:
     """A row from each line that is not empty.
 
     Raises:
-        DataError: A line is no JSON object, with its number; ``origin`` is what it is of.
+        DataError: A line is no JSON object; the message has its number and ``origin``, where the lines come from.
     """
     for number, line in enumerate(lines, start=1):
-        if line.strip():
-            yield _parse_line(line, number, origin)
+        if not line.strip():
+            continue
+        rule = f"{origin}, line {number}: each line must be a JSON object,"
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{rule} but this is none: {error}.") from error
+        if not isinstance(row, dict):
+            raise DataError(f"{rule} got {line.strip()[:60]!r}.")
+        yield row
 
 
 def _read_jsonl(path: Path) -> Iterator[Row]:
     with path.open(encoding="utf-8") as lines:
         yield from parse_jsonl(lines, str(path))
-
-
-def _parse_line(line: str, number: int, origin: str) -> Row:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise DataError(
-            f"{origin}, line {number}: each line must be a JSON object, but this is none: {error}."
-        ) from error
-    if not isinstance(row, dict):
-        raise DataError(f"{origin}, line {number}: each line must be a JSON object, got {line.strip()[:60]!r}.")
-    return row
 
 
 def _read_json(path: Path) -> Sequence[Row]:
@@ -82,9 +71,9 @@ def _read_json(path: Path) -> Sequence[Row]:
     return rows
 
 
-def _read_separated(path: Path, separator: str) -> Iterator[Row]:
+def _read_separated(path: Path) -> Iterator[Row]:
     with path.open(encoding="utf-8-sig", newline="") as lines:
-        reader = csv.DictReader(lines, delimiter=separator, strict=True)
+        reader = csv.DictReader(lines, delimiter="\t" if path.suffix == ".tsv" else ",", strict=True)
         try:
             for row in reader:
                 if None in row or None in row.values():
@@ -97,35 +86,30 @@ def _read_separated(path: Path, separator: str) -> Iterator[Row]:
             raise DataError(f"{path}, line {reader.line_num}: {error}. Write it again.") from error
 
 
-def _read_parquet(path: Path) -> Sequence[Row]:
-    from pyarrow import ArrowException, parquet
-
-    try:
-        rows: list[Row] = parquet.read_table(path).to_pylist()
-    except (ArrowException, OSError, ValueError) as error:  # Thrift's are OSError, text that is no UTF-8 a ValueError
-        raise DataError(f"{path} cannot be read as Parquet: {one_line(error, 200)} Write it again.") from error
-    return rows
-
-
 def _read_arrow(path: Path) -> Sequence[Row]:
-    """A file, or a stream as ``datasets`` writes it."""
-    from pyarrow import ArrowException, ipc
+    """Read Parquet, or Arrow as a file or as the stream that ``datasets`` writes."""
+    from pyarrow import ArrowException, ipc, parquet
 
-    content = path.read_bytes()
     try:
-        opened = ipc.open_file(content) if content.startswith(b"ARROW1") else ipc.open_stream(content)
-        rows: list[Row] = opened.read_all().to_pylist()
-    except (ArrowException, OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be read as Arrow: {one_line(error, 200)} Write it again.") from error
+        if path.suffix == ".parquet":
+            table = parquet.read_table(path)
+        else:
+            content = path.read_bytes()
+            opened = ipc.open_file(content) if content.startswith(b"ARROW1") else ipc.open_stream(content)
+            table = opened.read_all()
+        rows: list[Row] = table.to_pylist()
+    except (ArrowException, OSError, ValueError) as error:  # OSError from Thrift, ValueError from text that is no UTF-8
+        kind = path.suffix[1:].capitalize()
+        raise DataError(f"{path} cannot be read as {kind}: {one_line(error, 200)} Write it again.") from error
     return rows
 
 
 READERS: dict[str, Callable[[Path], Iterator[Row] | Sequence[Row]]] = {
     ".jsonl": _read_jsonl,
     ".json": _read_json,
-    ".csv": lambda path: _read_separated(path, ","),
-    ".tsv": lambda path: _read_separated(path, "\t"),
-    ".parquet": _read_parquet,
+    ".csv": _read_separated,
+    ".tsv": _read_separated,
+    ".parquet": _read_arrow,
     ".arrow": _read_arrow,
 }
 """How to read a file, by its ending."""

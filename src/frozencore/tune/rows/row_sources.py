@@ -1,14 +1,20 @@
-"""Where rows of one's own come from: a file, the standard input, or a split of a data set of the hub or on disk."""
+"""Where rows come from: a file, the standard input, or a split of a data set on the hub or in a folder."""
 
 from __future__ import annotations
 
+import hashlib
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from frozencore.errors import ConfigError, DataError
-from frozencore.tune.rows.row_files import KINDS, Row, parse_jsonl, read_file, require_file
-from frozencore.tune.tasks.hub_split import load_split
+from frozencore.files.hub import hub_answers
+from frozencore.tune.rows import Row
+from frozencore.tune.rows.row_files import KINDS, parse_jsonl, read_file, require_file
+from frozencore.words import one_line
 
 STANDARD_INPUT = "-"
 _SPLIT = re.compile(r"(?P<name>[^:]+)(:(?P<config>[^:\[\]]+))?:(?P<split>\w[\w.-]*(\[[^\]]*\])?)")
@@ -16,7 +22,7 @@ _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
 def read_source(data: str) -> list[Row]:
-    """Every row of it as it is.
+    """Every row of a source as it is.
 
     Args:
         data: A file (:mod:`frozencore.tune.rows.row_files`); ``-``, JSONL on the standard input; or a data set's split,
@@ -24,14 +30,14 @@ def read_source(data: str) -> list[Row]:
             ``datasets`` has it: ``train[:1000]``.
 
     Raises:
-        DataError: It is absent, empty or damaged.
+        DataError: The source is absent, empty or damaged.
         ConfigError: The standard input is a terminal.
     """
     if data == STANDARD_INPUT:
         return _read_standard_input()
     if not Path(data).is_file() and (found := _SPLIT.fullmatch(data)) is not None:
         return _read_split(found["name"], found["config"], found["split"])
-    _refuse_folder(data)
+    require_source(data)
     return read_file(Path(data), option="--data")
 
 
@@ -41,19 +47,67 @@ def require_source(data: str) -> None:
     Raises:
         DataError: As :func:`read_source`.
     """
-    if data != STANDARD_INPUT and (Path(data).is_file() or _SPLIT.fullmatch(data) is None):
-        _refuse_folder(data)
-        require_file(Path(data), option="--data")
-
-
-def _refuse_folder(data: str) -> None:
+    if data == STANDARD_INPUT or (not Path(data).is_file() and _SPLIT.fullmatch(data)):
+        return
     if Path(data).is_dir():
         raise DataError(f"--data must name {KINDS}, or a split of a folder's data set as {data}:train. It is a folder.")
+    require_file(Path(data), option="--data")
 
 
 def named(data: str) -> str:
-    """What a model card calls it: a path by its last name, for where that lies is nobody else's."""
+    """The name of a source on a model card: of a path its last part, since the folder is nobody else's business."""
     return "standard input" if data == STANDARD_INPUT else Path(data).name if Path(data).exists() else data
+
+
+def load_split(name: str, config: str | None, split: str, *, folder: Path | None, way_out: str) -> Any:
+    """Every row of a split, as a ``datasets.Dataset``; code of the data set is never run.
+
+    Args:
+        name: The hub id.
+        folder: Where it lies on disk; ``None`` for the hub and its offline cache.
+        way_out: What an error says to do.
+
+    Raises:
+        DataError: In one line, why it cannot be had.
+    """
+    from datasets import load_dataset  # a second of import that other rows need not pay
+
+    title = f"Data set {name}" + (f" ({config})" if config else "")
+    offline = folder is None and not _hub_has(name, title, way_out)
+    place = name if folder is None else str(folder)
+    try:
+        with without_bars(), _offline(offline):
+            return load_dataset(place, config, split=split, cache_dir=None if folder is None else cache_of(folder))
+    except Exception as error:  # datasets raises a dozen kinds, each for a state of the data that we only report
+        where = "the hub or its cache" if folder is None else place
+        raise DataError(f"{title} could not be read from {where}: {one_line(error, 200)} {way_out}") from error
+
+
+def cache_of(folder: Path) -> str:
+    """Where ``datasets`` keeps the converted rows of a local folder.
+
+    Its own cache knows a folder that has a card by its name and its card alone: another folder of that name, or other
+    rows in the same one, would be answered with the old rows.
+    """
+    from datasets.config import HF_DATASETS_CACHE
+
+    files = [(path, path.stat()) for path in sorted(folder.resolve().rglob("*")) if path.is_file()]
+    state = "\n".join(f"{path}|{stat.st_size}|{stat.st_mtime_ns}" for path, stat in files)
+    return str(Path(HF_DATASETS_CACHE) / "frozencore" / hashlib.sha256(state.encode()).hexdigest()[:32])
+
+
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """Inside, ``datasets`` shows no progress bars of its own."""
+    from datasets.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    were_disabled = are_progress_bars_disabled()
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        if not were_disabled:
+            enable_progress_bars()
 
 
 def _read_standard_input() -> list[Row]:
@@ -77,4 +131,31 @@ def _read_split(name: str, config: str | None, split: str) -> list[Row]:
     if folder is not None:
         way_out = "Give a configuration and a split that it has, and files of a kind that datasets reads."
     rows: list[Row] = load_split(name, config, split, folder=folder, way_out=way_out).to_list()
-    return rows  # one at least: datasets refuses others
+    return rows  # at least one: datasets refuses an empty split
+
+
+def _hub_has(name: str, title: str, way_out: str) -> bool:
+    """Whether the hub answers for a data set; False where its cache is to be read instead."""
+    from datasets.config import HF_DATASETS_CACHE
+    from datasets.naming import camelcase_to_snakecase
+
+    if hub_answers("dataset", name):
+        return True
+    *organisation, own = name.split("/")
+    cached = "___".join([*organisation, camelcase_to_snakecase(own)])
+    if not (Path(HF_DATASETS_CACHE) / cached).is_dir():
+        raise DataError(f"{title} is not in the offline cache and the hub cannot be reached. {way_out}")
+    return False
+
+
+@contextmanager
+def _offline(offline: bool) -> Iterator[None]:
+    """Inside, ``datasets`` reads its cache as under ``HF_HUB_OFFLINE=1``, without half a minute of retries."""
+    from datasets import config
+
+    before = config.HF_HUB_OFFLINE
+    config.HF_HUB_OFFLINE = before or offline
+    try:
+        yield
+    finally:
+        config.HF_HUB_OFFLINE = before

@@ -17,7 +17,7 @@ from frozencore.tune.run.kept_rows import KeptRows
 from frozencore.tune.run.loading import load_model
 from frozencore.tune.run.reading_rows import TOO_LONG, prepare_rows
 from frozencore.tune.run.rows import RunRows
-from frozencore.tune.scoring.score import Prediction, TaskScore
+from frozencore.tune.scoring import Prediction, TaskScore
 from frozencore.tune.training.padding_free import require_rows_apart
 from frozencore.words import Progress, num_of
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from frozencore.constructors import BasisOptions, refuse_unread
 from frozencore.errors import ConfigError
 from frozencore.tune.methods import find_method
-from frozencore.tune.rows.suite import find_task
 from frozencore.tune.run.private_rules import refuse_uncounted
+from frozencore.tune.suite import find_task
 from frozencore.words import flag_of
 
 if TYPE_CHECKING:

@@ -7,16 +7,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from frozencore.errors import ConfigError, NoRowsError
+from frozencore.tune.rows import Example, TextRow, TokenRow
+from frozencore.tune.rows.batches import pack
 from frozencore.tune.rows.own_rows import read_rows
-from frozencore.tune.rows.packing import pack
-from frozencore.tune.rows.prompts import PromptEncoder, TextRow, TokenRow
-from frozencore.tune.rows.suite import find_task
+from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.kept_rows import KeptRows
 from frozencore.tune.run.rows import Reading, RunRows, ScoredRows
-from frozencore.tune.scoring.completions import are_short
+from frozencore.tune.scoring.exact_match import are_short
+from frozencore.tune.suite import find_task
+from frozencore.tune.tasks import Task
 from frozencore.tune.tasks.splits import TaskSplits, calibration_rows, normalised, split_task
-from frozencore.tune.tasks.task import Example, Task
 
 HELD_OUT_SHARE, HELD_OUT_MOST = 0.1, 500
 TOO_LONG = "too long"

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from frozencore.files.fingerprint import fingerprint_options
-from frozencore.tune.rows.prompts import TokenRow
+from frozencore.tune.rows import Example, TokenRow
+from frozencore.tune.tasks import Task
 from frozencore.tune.tasks.splits import ValidationSource
-from frozencore.tune.tasks.task import Example, Task
 from frozencore.words import num_of
 
 

@@ -11,10 +11,9 @@ from frozencore.tune.run.bench import Bench, Score
 from frozencore.tune.run.config import RunConfig, SelectionMetric
 from frozencore.tune.run.record_parts import SelectedCheckpoint, StepScored
 from frozencore.tune.run.rows import ScoredRows
-from frozencore.tune.scoring.completions import complete, score_completions
-from frozencore.tune.scoring.heldout import held_out_loss
-from frozencore.tune.scoring.score import Prediction
-from frozencore.tune.scoring.task_score import score_task
+from frozencore.tune.scoring import Prediction
+from frozencore.tune.scoring.exact_match import complete
+from frozencore.tune.scoring.score import held_out_loss, score_completions, score_task
 from frozencore.tune.training.selection import Selection
 from frozencore.tune.training.train import TrainingReport
 from frozencore.words import Progress

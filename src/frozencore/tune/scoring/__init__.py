@@ -1,3 +1,65 @@
-"""Scoring: choice log-likelihood, greedy exact match, held-out loss."""
+"""What scoring a task gives: a prediction for each row, and the score of all."""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a model said about one example.
+
+    Attributes:
+        prediction: The chosen choice, or the generated number in its one spelling; ``None`` for no answer.
+        logprobs: Choice tasks: each choice's log-likelihood in nats, as it was compared.
+        text: Generated tasks: what was generated, without the prompt.
+    """
+
+    id: str
+    prediction: str | None
+    gold: str
+    correct: bool
+    logprobs: tuple[float, ...] = ()
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class TaskScore:
+    """A task's score over its evaluation rows.
+
+    Attributes:
+        accuracy: Share of correct predictions, from 0 to 1.
+        standard_error: Standard error of that share over the rows: ``sqrt(p (1 - p) / (n - 1))``.
+        num_ties: Choice tasks: examples whose best log-likelihood several choices share (the first one counts).
+        num_duplicate_choices: Choice tasks: examples in which two choices read the same.
+        num_cut: Prompts that lost their beginning because they were longer than the limit.
+        num_truncated: Generated tasks: answers that met the length limit before the end token.
+        num_unanswered: Generated tasks: texts without a marker and a number after it.
+        chance: Expected accuracy of a uniform guess; ``None`` for generated answers.
+        majority_class: Accuracy of always taking the most frequent position; ``None`` for generated answers.
+        held_out_loss: Nats per completion token, end token included.
+        time_s: Wall time of the scoring, the held-out loss included.
+    """
+
+    task: str
+    accuracy: float
+    standard_error: float
+    num_examples: int
+    num_ties: int
+    num_duplicate_choices: int
+    num_cut: int
+    num_truncated: int
+    num_unanswered: int
+    chance: float | None
+    majority_class: float | None
+    held_out_loss: float
+    predictions: tuple[Prediction, ...]
+    time_s: float
+
+
+def accuracy_with_error(predictions: Sequence[Prediction]) -> tuple[float, float]:
+    """Share of correct predictions and its standard error over the examples (0 for a single one)."""
+    share = sum(prediction.correct for prediction in predictions) / len(predictions)
+    return share, math.sqrt(share * (1 - share) / max(1, len(predictions) - 1))

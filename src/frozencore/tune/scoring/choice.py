@@ -9,15 +9,12 @@ import torch
 from torch import nn
 
 from frozencore.errors import DataError, ModelError
-from frozencore.tune.rows.batches import pad
-from frozencore.tune.rows.prompts import ChoiceTokens, PromptEncoder
-from frozencore.tune.scoring.logits import NOT_FINITE, token_logprobs
-from frozencore.tune.scoring.memory import score_in_groups
-from frozencore.tune.scoring.mode import scoring_mode, vocabulary_of
-from frozencore.tune.scoring.score import Prediction
+from frozencore.tune.rows import ChoiceTokens, Example
+from frozencore.tune.rows.batches import pad, score_in_groups
+from frozencore.tune.rows.prompts import PromptEncoder
+from frozencore.tune.scoring import Prediction
+from frozencore.tune.scoring.forward import NOT_FINITE, logits_at, scoring_mode, token_logprobs, vocabulary_of
 from frozencore.tune.scoring.shared_prefix import can_share_prefix, shared_prefix_logprobs
-from frozencore.tune.scoring.virtual_tokens import logits_at
-from frozencore.tune.tasks.task import Example
 from frozencore.words import Progress
 
 
@@ -27,7 +24,6 @@ def predict_choices(
     examples: Sequence[Example],
     *,
     length_normalised: bool = False,
-    tokens_per_batch: int | None = None,
     progress: Progress | None = None,
 ) -> list[Prediction]:
     """The likeliest choice of every example, in the examples' order; the first of equally likely ones.
@@ -45,7 +41,7 @@ def predict_choices(
                 f"Row {example.id}: the answer {example.completion!r} is not among its choices {example.choices}."
             )
     rows = encoder.choice_rows([encoder.render(example) for example in examples])
-    logprobs = choice_logprobs(model, rows, pad_id=encoder.pad_id, tokens_per_batch=tokens_per_batch, progress=progress)
+    logprobs = choice_logprobs(model, rows, pad_id=encoder.pad_id, progress=progress)
     predictions = []
     for example, values in zip(examples, logprobs, strict=True):
         if length_normalised:

@@ -1,4 +1,4 @@
-"""Greedy generation, and whether the number in it is the right one."""
+"""Greedy generation, and whether it is right: by its number, or word for word."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ from torch import nn
 from transformers import GenerationConfig
 
 from frozencore.errors import DataError
-from frozencore.tune.rows.batches import pad
+from frozencore.tune.rows import Example, TokenRow
+from frozencore.tune.rows.batches import pad, score_in_groups
 from frozencore.tune.rows.prompts import PromptEncoder, context_limit
-from frozencore.tune.scoring.logits import RequireFinite
-from frozencore.tune.scoring.memory import score_in_groups
-from frozencore.tune.scoring.mode import base_of, scoring_mode, vocabulary_of
-from frozencore.tune.scoring.score import Prediction
-from frozencore.tune.scoring.virtual_tokens import generating, num_virtual_tokens
+from frozencore.tune.scoring import Prediction
+from frozencore.tune.scoring.forward import RequireFinite, base_of, num_virtual_tokens, scoring_mode, vocabulary_of
 from frozencore.tune.tasks.answers import format_number, parse_answer
-from frozencore.tune.tasks.task import Example
 from frozencore.words import Progress
+
+SHORT = 16  # tokens of a completion, its end token left out
 
 
 @dataclass(frozen=True)
@@ -38,10 +37,9 @@ def predict_numbers(
     examples: Sequence[Example],
     *,
     max_new_tokens: int,
-    tokens_per_batch: int | None = None,
     progress: Progress | None = None,
 ) -> tuple[list[Prediction], int]:
-    """What each example is answered with, in the examples' order, and how many answers met the length limit.
+    """The answer to each example, in the examples' order, and how many answers met the length limit.
 
     Raises:
         DataError: An example's completion holds no answer, or from encoding.
@@ -53,20 +51,42 @@ def predict_numbers(
             raise DataError(f"Row {example.id}: the completion {example.completion!r} holds no marker with a number.")
         golds.append(gold)
     contexts = encoder.context_rows([encoder.render(example) for example in examples])
-    generations = generate_greedily(
-        model,
-        contexts,
-        encoder=encoder,
-        max_new_tokens=max_new_tokens,
-        tokens_per_batch=tokens_per_batch,
-        progress=progress,
-    )
+    found = generate_greedily(model, contexts, encoder=encoder, max_new_tokens=max_new_tokens, progress=progress)
     predictions = []
-    for example, gold, generation in zip(examples, golds, generations, strict=True):
+    for example, gold, generation in zip(examples, golds, found, strict=True):
         number = parse_answer(generation.text)
         spelled = None if number is None else format_number(number)
         predictions.append(Prediction(example.id, spelled, format_number(gold), number == gold, text=generation.text))
-    return predictions, sum(generation.truncated for generation in generations)
+    return predictions, sum(generation.truncated for generation in found)
+
+
+def are_short(rows: Sequence[TokenRow]) -> bool:
+    """Whether every completion is short enough to be compared word for word."""
+    return all(len(row.input_ids) - row.num_context - 1 <= SHORT for row in rows)
+
+
+def complete(
+    model: nn.Module,
+    encoder: PromptEncoder,
+    rows: Sequence[TokenRow],
+    *,
+    max_new_tokens: int,
+    progress: Progress | None = None,
+) -> tuple[list[Prediction], int]:
+    """What a model completes each row with, and how many completions met the length limit.
+
+    A completion is right if it reads as the row's own, apart from white space around it. Rows without a prompt are
+    continued from their first half.
+    """
+    starts = [row.num_context or max(1, len(row.input_ids) // 2) for row in rows]
+    contexts = [row.input_ids[:start] for row, start in zip(rows, starts, strict=True)]
+    found = generate_greedily(model, contexts, encoder=encoder, max_new_tokens=max_new_tokens, progress=progress)
+    predictions = []
+    for row, start, one in zip(rows, starts, found, strict=True):
+        gold = encoder.tokenizer.decode(row.input_ids[start:], skip_special_tokens=True).strip()
+        said = one.text.strip()
+        predictions.append(Prediction(row.id, said, gold, said == gold and not one.truncated, text=one.text))
+    return predictions, sum(one.truncated for one in found)
 
 
 def generate_greedily(
@@ -80,30 +100,31 @@ def generate_greedily(
 ) -> list[Generation]:
     """The likeliest next token, again and again, after each context; batches of similar length, padded left.
 
-    Nothing of the model's own generation settings is used but its end tokens: a repetition penalty that a chat
-    model carries would make decoding other than greedy. Where the model's context ends, so does the generation: a row
-    that reaches it is generated beside rows of its own length only, so that no row's room depends on another. So is
-    every row after virtual tokens, since PEFT counts padding between them and the row as positions.
+    Of the model's own generation settings only the end tokens are used: a chat model's repetition penalty would make
+    decoding other than greedy. Generation ends where the model's context ends. A row that reaches that end is generated
+    beside rows of its own length only, so that no row's limit depends on another row. The same holds for every row
+    after virtual tokens, since PEFT counts padding between them and the row as positions.
 
     Raises:
         ModelError: Logits are not finite.
     """
-    device = next(model.parameters()).device
-    end_ids = _end_tokens(base_of(model), encoder.eos_id)
+    base, device = base_of(model), next(model.parameters()).device
+    end_ids = _end_tokens(base, encoder.eos_id)
     num_virtual = num_virtual_tokens(model)
-    window = context_limit(base_of(model), encoder.tokenizer) - num_virtual
-    rooms = [max(1, min(max_new_tokens, window - len(context))) for context in contexts]
-    kinds = [(room, len(context) if num_virtual else 0) for room, context in zip(rooms, contexts, strict=True)]
+    generating: Any = model if num_virtual else base  # the base's layers carry every other adapter
+    window = context_limit(base, encoder.tokenizer) - num_virtual
+    limits = [max(1, min(max_new_tokens, window - len(context))) for context in contexts]
+    kinds = [(limit, len(context) if num_virtual else 0) for limit, context in zip(limits, contexts, strict=True)]
     generations: list[Generation | None] = [None] * len(contexts)
     sizes = [(len(context) + max_new_tokens, vocabulary_of(model)) for context in contexts]
-    with scoring_mode(model), _greedy_settings(base_of(model), end_ids, encoder.pad_id):
+    with scoring_mode(model), _greedy_settings(base, end_ids, encoder.pad_id):
 
         def score(group: list[int]) -> None:
-            for (room, _), rows in groupby(sorted(group, key=kinds.__getitem__), key=kinds.__getitem__):
+            for (limit, _), rows in groupby(sorted(group, key=kinds.__getitem__), key=kinds.__getitem__):
                 own = list(rows)
                 tokens, mask = (t.to(device) for t in pad([contexts[i] for i in own], encoder.pad_id, side="left"))
-                output = generating(model).generate(
-                    input_ids=tokens, attention_mask=mask, max_new_tokens=room, logits_processor=[RequireFinite()]
+                output = generating.generate(
+                    input_ids=tokens, attention_mask=mask, max_new_tokens=limit, logits_processor=[RequireFinite()]
                 )
                 for i, ids in zip(own, output[:, tokens.shape[1] :].tolist(), strict=True):
                     generations[i] = _until_end(ids, end_ids, encoder.tokenizer)

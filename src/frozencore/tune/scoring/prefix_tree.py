@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from frozencore.tune.rows.prompts import ChoiceTokens
-from frozencore.tune.scoring.mode import base_of
+from frozencore.tune.rows import ChoiceTokens
+from frozencore.tune.scoring.forward import base_of
 
 _NAME = "frozencore_prefix_tree"
 _NO_PARENT = -1

@@ -1,75 +1,152 @@
-"""What scoring a task gives."""
+"""The score of a model on rows: of a task, of the user's own rows, or the held-out loss alone."""
 
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from frozencore.tune.tasks.task import Example
+from torch import nn
+
+from frozencore.calibration.loss import IGNORED
+from frozencore.errors import ConfigError, DataError, ModelError
+from frozencore.tune.rows import Example, TokenRow
+from frozencore.tune.rows.batches import PaddingCollator, score_in_groups
+from frozencore.tune.rows.prompts import PromptEncoder
+from frozencore.tune.scoring import TaskScore, accuracy_with_error
+from frozencore.tune.scoring.choice import predict_choices
+from frozencore.tune.scoring.exact_match import SHORT, complete, predict_numbers
+from frozencore.tune.scoring.forward import NOT_FINITE, logits_at, scoring_mode, token_logprobs, vocabulary_of
+from frozencore.tune.tasks import Task
+from frozencore.words import Progress
 
 
-@dataclass(frozen=True)
-class Prediction:
-    """What a model said about one example.
+def score_task(
+    model: nn.Module,
+    encoder: PromptEncoder,
+    task: Task,
+    examples: Sequence[Example],
+    *,
+    length_normalised: bool = False,
+    progress: Progress | None = None,
+) -> TaskScore:
+    """Score a model on examples of a task, by choice or by generated number. The model is left as it was.
 
-    Attributes:
-        prediction: The chosen choice, or the generated number in its one spelling; ``None`` for no answer.
-        logprobs: Choice tasks: each choice's log-likelihood in nats, as it was compared.
-        text: Generated tasks: what was generated, without the prompt.
+    Raises:
+        DataError: There are no examples, or one is wrong or too long.
+        ModelError: The model's outputs are not finite.
     """
+    if not examples:
+        raise DataError(f"Task {task.name!r} has no rows to score. Give at least one.")
+    if task.scoring == "text":
+        raise ConfigError(
+            f"Task {task.name!r} is plain text and has no answers to score; `tune` gives its held-out loss."
+        )
+    start = time.perf_counter()
+    num_truncated = num_ties = num_unanswered = 0
+    chance = majority = None
+    if task.scoring == "choice":
+        predictions = predict_choices(model, encoder, examples, length_normalised=length_normalised, progress=progress)
+        chance = sum(1 / len(example.choices) for example in examples) / len(examples)
+        positions = Counter(example.choices.index(example.completion) for example in examples)
+        majority = max(positions.values()) / len(examples)
+        num_ties = sum(p.logprobs.count(max(p.logprobs)) > 1 for p in predictions)
+    else:
+        predictions, num_truncated = predict_numbers(
+            model, encoder, examples, max_new_tokens=task.max_new_tokens, progress=progress
+        )
+        num_unanswered = sum(p.prediction is None for p in predictions)
+    texts = [encoder.render(example) for example in examples]
+    loss = held_out_loss(model, encoder.training_rows(texts), pad_id=encoder.pad_id)
+    accuracy, standard_error = accuracy_with_error(predictions)
+    return TaskScore(
+        task=task.name,
+        accuracy=accuracy,
+        standard_error=standard_error,
+        num_examples=len(examples),
+        num_ties=num_ties,
+        num_duplicate_choices=sum(len(set(example.choices)) < len(example.choices) for example in examples),
+        num_cut=encoder.count_too_long(texts),
+        num_truncated=num_truncated,
+        num_unanswered=num_unanswered,
+        chance=chance,
+        majority_class=majority,
+        held_out_loss=loss,
+        predictions=tuple(predictions),
+        time_s=time.perf_counter() - start,
+    )
 
-    id: str
-    prediction: str | None
-    gold: str
-    correct: bool
-    logprobs: tuple[float, ...] = ()
-    text: str = ""
 
+def score_completions(
+    model: nn.Module,
+    encoder: PromptEncoder,
+    rows: Sequence[TokenRow],
+    *,
+    held_out_loss: float,
+    progress: Progress | None = None,
+) -> TaskScore:
+    """Score the share of short completions that are generated word for word.
 
-@dataclass(frozen=True)
-class TaskScore:
-    """A task's score over its evaluation rows.
-
-    Attributes:
-        accuracy: Share of correct predictions, from 0 to 1.
-        standard_error: Of that share over the rows: ``sqrt(p (1 - p) / (n - 1))``.
-        num_ties: Choice tasks: examples whose best log-likelihood several choices share (the first one counts).
-        num_duplicate_choices: Choice tasks: examples in which two choices read the same.
-        num_cut: Prompts that lost their beginning because they were longer than the limit.
-        num_truncated: Generated tasks: answers that met the length limit before the end token.
-        num_unanswered: Generated tasks: texts without a marker and a number after it.
-        chance: Expected accuracy of a uniform guess; ``None`` for generated answers.
-        majority_class: Accuracy of always taking the most frequent position; ``None`` for generated answers.
-        held_out_loss: Nats per completion token, end token included.
-        time_s: Wall time of the scoring, the held-out loss included.
+    The majority class is the most frequent completion; there is none if no completion comes twice.
     """
+    started = time.perf_counter()
+    predictions, num_truncated = complete(model, encoder, rows, max_new_tokens=SHORT + 1, progress=progress)
+    accuracy, standard_error = accuracy_with_error(predictions)
+    most = max(Counter(prediction.gold for prediction in predictions).values())
+    return TaskScore(
+        task="own rows",
+        accuracy=accuracy,
+        standard_error=standard_error,
+        num_examples=len(rows),
+        num_ties=0,
+        num_duplicate_choices=0,
+        num_cut=0,
+        num_truncated=num_truncated,
+        num_unanswered=0,
+        chance=None,
+        majority_class=most / len(rows) if most > 1 else None,
+        held_out_loss=held_out_loss,
+        predictions=tuple(predictions),
+        time_s=time.perf_counter() - started,
+    )
 
-    task: str
-    accuracy: float
-    standard_error: float
-    num_examples: int
-    num_ties: int
-    num_duplicate_choices: int
-    num_cut: int
-    num_truncated: int
-    num_unanswered: int
-    chance: float | None
-    majority_class: float | None
-    held_out_loss: float
-    predictions: tuple[Prediction, ...]
-    time_s: float
 
+def held_out_loss(
+    model: nn.Module,
+    rows: Sequence[TokenRow],
+    *,
+    pad_id: int,
+    tokens_per_batch: int | None = None,
+    progress: Progress | None = None,
+) -> float:
+    """Mean negative log-probability of the completion tokens, end tokens included, every token weighing the same.
 
-def accuracy_with_error(predictions: Sequence[Prediction]) -> tuple[float, float]:
-    """Share of correct predictions and its standard error over the examples (0 for a single one)."""
-    share = sum(prediction.correct for prediction in predictions) / len(predictions)
-    return share, math.sqrt(share * (1 - share) / max(1, len(predictions) - 1))
+    Raises:
+        DataError: No row has a token to predict.
+        ModelError: The loss is not finite.
+    """
+    device = next(model.parameters()).device
+    collate = PaddingCollator(pad_id)
+    vocabulary = vocabulary_of(model)
+    sizes = [(len(row.input_ids), (len(row.input_ids) - row.num_context) * vocabulary) for row in rows]
+    losses: list[tuple[float, int]] = []
 
+    def score(group: list[int]) -> None:
+        batch = {name: tensor.to(device) for name, tensor in collate([rows[i] for i in group]).items()}
+        targets = batch.pop("labels")[:, 1:]
+        wanted = (targets != IGNORED).any(0).nonzero().squeeze(-1)
+        logits = logits_at(model, wanted, **batch)
+        targets = targets[:, wanted]
+        counted = targets != IGNORED
+        logprobs = token_logprobs(logits, targets.clamp_min(0)) * counted
+        losses.append((-float(logprobs.sum()), int(counted.sum())))
 
-def chance_and_majority(examples: Sequence[Example]) -> tuple[float, float]:
-    """Accuracy of a uniform guess, and of always taking the position that is right most often."""
-    chance = sum(1 / len(example.choices) for example in examples) / len(examples)
-    positions = Counter(example.choices.index(example.completion) for example in examples)
-    return chance, max(positions.values()) / len(examples)
+    with scoring_mode(model):
+        score_in_groups(score, sizes, device, tokens_per_batch=tokens_per_batch, progress=progress)
+    total, num_tokens = sum(loss for loss, _ in losses), sum(counted for _, counted in losses)
+    if num_tokens == 0:
+        raise DataError("A held-out loss needs rows with at least one completion token after another token.")
+    if not math.isfinite(total):
+        raise ModelError(f"The model's log-probabilities on held-out rows {NOT_FINITE}")
+    return total / num_tokens

@@ -1,12 +1,5 @@
 """HellaSwag: which sentence goes on with the caption of a video or with a piece of advice?
 
-{"ind": 12, "activity_label": "Baking cookies", "ctx_a": "A tray of potatoes is loaded into the oven and removed.
-  A large tray of cake is flipped over and placed on counter.", "ctx_b": "a large tray of meat",
- "ctx": "A tray of potatoes is loaded into the oven and removed. A large tray of cake is flipped over and placed on
-  counter. a large tray of meat", "endings": ["is placed onto a baked potato.", ", ls, and pickles are placed in the
-  oven.", "is poured into a midden.", "is prepared then it is removed from the oven by a helper when done."],
- "source_id": "activitynet~v_-2dxp-mv2zo", "split": "train", "split_type": "indomain", "label": "3"}
-
 The hub's WikiHow rows carry tags (``[header]``, ``[title]``, ``[step]``), which are removed as lm-evaluation-harness
 does; copies without tags give the same prompt. ``ctx`` alone is read, so ``ctx_b`` keeps its case (the harness
 capitalises it). Evaluation rows are the validation split: the test labels are not public.
@@ -15,18 +8,14 @@ capitalises it). Evaluation rows are the validation split: the test labels are n
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from random import Random
-from typing import Any
 
 from frozencore.errors import DataError
-from frozencore.tune.tasks.fields import position_of, text_field, texts_field
+from frozencore.tune.rows import Example, Row, position_of, text_field, texts_field
+from frozencore.tune.tasks import Task
 from frozencore.tune.tasks.hub import HubDataset
-from frozencore.tune.tasks.made_up import phrases, sentence
-from frozencore.tune.tasks.task import Example, Task
 
 
-def to_example(row: Mapping[str, Any], row_id: str) -> Example:
+def to_example(row: Row, row_id: str) -> Example:
     endings = [without_tags(ending) for ending in texts_field(row, "endings", row_id)]
     if not all(endings):
         raise DataError(f"Row {row_id}: column 'endings' must hold text, but one holds nothing besides tags.")
@@ -46,26 +35,36 @@ def without_tags(text: str) -> str:
     return re.sub(r" {2,}", " ", re.sub(r"\[.*?\]", "", text)).strip()
 
 
-def made_up(rng: Random, number: int) -> dict[str, Any]:
-    """A row of the hub's schema about nothing, of WikiHow's kind with its tags; labels take turns."""
-    advice = f"[header] How to make things up [title] {sentence(rng)} [step] Then"
-    return {
-        "ind": number, "activity_label": "Making things up", "ctx_a": advice, "ctx_b": "", "ctx": advice,
-        "endings": [f"{phrase}." for phrase in phrases(rng, 4)], "source_id": f"wikihow~{number}", "split": "train",
-        "split_type": "indomain", "label": str(number % 4),
-    }  # fmt: skip
-
-
 TASK = Task(
     name="hellaswag",
+    label="HellaSwag",
+    family="reasoning/QA",
     scoring="choice",
     source=HubDataset(
         path="Rowan/hellaswag",
-        train_split="train",
         evaluation_split="validation",
         columns=("activity_label", "ctx", "endings", "label"),
         num_rows={"train": 39905, "validation": 10042},
-        made_up=made_up,
+        sample={
+            "ind": 12,
+            "activity_label": "Baking cookies",
+            "ctx_a": "A tray of potatoes is loaded into the oven and removed. A large tray of cake is flipped over and "
+            "placed on counter.",
+            "ctx_b": "a large tray of meat",
+            "ctx": "A tray of potatoes is loaded into the oven and removed. A large tray of cake is flipped over and "
+            "placed on counter. a large tray of meat",
+            "endings": [
+                "is placed onto a baked potato.",
+                ", ls, and pickles are placed in the oven.",
+                "is poured into a midden.",
+                "is prepared then it is removed from the oven by a helper when done.",
+            ],
+            "source_id": "activitynet~v_-2dxp-mv2zo",
+            "split": "train",
+            "split_type": "indomain",
+            "label": "3",
+        },
+        labels={"label": "0123"},
     ),
     to_example=to_example,
     num_train=2000,

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Literal
 
 from frozencore.errors import ConfigError, NoRowsError
-from frozencore.tune.tasks.task import Example, Split, Task
+from frozencore.tune.rows import Example
+from frozencore.tune.tasks import Split, Task
 
 SPLIT_SEED = 0
 VALIDATION_SHARE = 0.1
@@ -51,13 +52,13 @@ def split_task(
 ) -> TaskSplits:
     """Draw a task's rows by the protocol.
 
-    Validation rows are unused train rows; where all of train is used, the official validation split; where there
-    is none, a tenth of train, which is then trained on no longer.
+    Validation rows are unused train rows. If all of train is used, they are the official validation split. If there
+    is no such split, they are a tenth of train, which is then not trained on.
 
     Args:
         num_train, num_evaluation: Sizes other than the protocol's; a split that has fewer gives all it has.
-        train_on_all: Hold out no tenth: train on all ``num_train`` rows even where that leaves none to validate on.
-        seed: Of the subsets. Results under different seeds are not comparable: leave it alone.
+        train_on_all: Hold out no tenth: train on all ``num_train`` rows even if that leaves none to validate on.
+        seed: Seed of the subsets. Results under different seeds are not comparable: leave it alone.
 
     Raises:
         ConfigError: A size is not positive.
@@ -67,10 +68,8 @@ def split_task(
     num_train = task.num_train if num_train is None else num_train
     num_evaluation = task.num_evaluation if num_evaluation is None else num_evaluation
     _require_positive(num_train=num_train, num_evaluation=num_evaluation)
-
     evaluation = list(islice(_drawn(task, "evaluation", data_root, seed), num_evaluation))
     evaluated_texts = {normalised_text(example) for example in evaluation}
-
     leaked: list[Example] = []
     usable = _without(_drawn(task, "train", data_root, seed), evaluated_texts, passed_over=leaked)
     train = list(islice(usable, num_train))
@@ -79,7 +78,6 @@ def split_task(
             f"Task {task.name!r} needs rows to train and to evaluate on, but has {len(train)} and {len(evaluation)} "
             f"({len(leaked)} train rows are also evaluation rows)."
         )
-
     seen_texts = evaluated_texts | {normalised_text(example) for example in train}
     validation = list(islice(_without(usable, seen_texts), num_evaluation))
     source: ValidationSource = "unused train rows"
@@ -91,18 +89,13 @@ def split_task(
         rest = list(_without(train[held_out:], {normalised_text(example) for example in train[:held_out]}))
         if rest:
             validation, train, source = train[:held_out], rest, "10% of train"
-
     return TaskSplits(
-        train=tuple(train),
-        validation=tuple(validation),
-        evaluation=tuple(evaluation),
-        validation_from=source if validation else "none",
-        num_leaked=len(leaked),
+        tuple(train), tuple(validation), tuple(evaluation), source if validation else "none", num_leaked=len(leaked)
     )
 
 
 def evaluation_rows(
-    task: Task, data_root: Path | None = None, *, num_evaluation: int | None = None, seed: int = SPLIT_SEED
+    task: Task, data_root: Path | None = None, *, num_evaluation: int | None = None
 ) -> tuple[Example, ...]:
     """The rows that :func:`split_task` evaluates, without reading the training split.
 
@@ -113,7 +106,7 @@ def evaluation_rows(
     """
     num_evaluation = task.num_evaluation if num_evaluation is None else num_evaluation
     _require_positive(num_evaluation=num_evaluation)
-    drawn = tuple(islice(_drawn(task, "evaluation", data_root, seed), num_evaluation))
+    drawn = tuple(islice(_drawn(task, "evaluation", data_root, SPLIT_SEED), num_evaluation))
     if not drawn:
         raise NoRowsError(f"Task {task.name!r} needs rows to evaluate on, but has none.")
     return drawn

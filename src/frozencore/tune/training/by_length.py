@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from frozencore.tune.rows.batches import IGNORED, PaddingCollator
-from frozencore.tune.rows.row_forms import TokenRow
+from frozencore.calibration.loss import IGNORED
+from frozencore.tune.rows import TokenRow
+from frozencore.tune.rows.batches import PaddingCollator
 from frozencore.tune.training.trainer import CompletionTrainer
 
 GROUPS = "groups"

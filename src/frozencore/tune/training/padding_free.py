@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from frozencore.calibration.loss import IGNORED
 from frozencore.errors import ConfigError
-from frozencore.tune.rows.batches import IGNORED
-from frozencore.tune.rows.row_forms import TokenRow
-from frozencore.tune.scoring.mode import forward_accepts, scoring_mode
-from frozencore.tune.scoring.virtual_tokens import num_virtual_tokens
+from frozencore.tune.rows import TokenRow
+from frozencore.tune.scoring.forward import forward_accepts, num_virtual_tokens, scoring_mode
 
 NEAR = 0.02  # of the largest logit: kernels for other lengths round otherwise; positions that run on differ by more
 

@@ -9,7 +9,7 @@ from accelerate.data_loader import SeedableRandomSampler
 from torch.utils.data import Sampler
 
 from frozencore.ranks import num_ranks
-from frozencore.tune.rows.prompts import TokenRow
+from frozencore.tune.rows import TokenRow
 
 WITHOUT_LOSS = TokenRow("", [0], 1)
 RowCollator = Callable[[Sequence[TokenRow]], dict[str, Any]]

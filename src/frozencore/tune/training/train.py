@@ -33,8 +33,8 @@ from frozencore.errors import ConfigError, DataError, DivergenceError, TrainingE
 from frozencore.privacy import Schedule
 from frozencore.randomness import own_random_state
 from frozencore.ranks import num_ranks
+from frozencore.tune.rows import TokenRow
 from frozencore.tune.rows.batches import PaddingCollator
-from frozencore.tune.rows.prompts import TokenRow
 from frozencore.tune.training.arguments import training_arguments
 from frozencore.tune.training.by_length import GroupingCollator, GroupingTrainer
 from frozencore.tune.training.checkpoints import disk_errors_told, starting_point

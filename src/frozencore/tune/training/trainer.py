@@ -18,11 +18,10 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from frozencore.adapter.bases.in_rounds import InRounds
 from frozencore.adapter.saved.card import begin_model_card
+from frozencore.calibration.loss import IGNORED
 from frozencore.errors import DivergenceError
 from frozencore.ranks import largest_over_ranks, num_ranks, wait_for_all
-from frozencore.tune.rows.batches import IGNORED
-from frozencore.tune.scoring.mode import base_of, forward_accepts
-from frozencore.tune.scoring.virtual_tokens import num_virtual_tokens
+from frozencore.tune.scoring.forward import base_of, forward_accepts, num_virtual_tokens
 from frozencore.tune.training.checkpoints import seal_checkpoint
 from frozencore.tune.training.row_order import SharedOrder
 from frozencore.tune.training.termination import Stop

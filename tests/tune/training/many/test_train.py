@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from adapted import adapted, cores_of
 from forked import FORK
 from frozencore.errors import CalibrationError, ConfigError, DataError, DivergenceError, TrainingError
+from frozencore.tune.rows import TokenRow
 from frozencore.tune.rows.batches import PaddingCollator
-from frozencore.tune.rows.prompts import TokenRow
-from frozencore.tune.scoring.heldout import held_out_loss
+from frozencore.tune.scoring.score import held_out_loss
 from frozencore.tune.training.many import company
 from frozencore.tune.training.many.checkpoint import Checkpoints
 from frozencore.tune.training.many.losses import row_losses

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from frozencore.tune.rows.suite import find_task
+from frozencore.tune.suite import find_task
+from frozencore.tune.tasks import Scoring, Split
 from frozencore.tune.tasks.splits import VALIDATION_SHARE
-from frozencore.tune.tasks.task import Scoring, Split
 from frozencore_lab.campaign.spec import Campaign
 from frozencore_lab.reports.labels import value_name
 from frozencore_lab.reports.sheets.sheet import Sheet, label, number

@@ -8,7 +8,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from frozencore.errors import ConfigError, FrozenCoreError
-from frozencore.tune.rows.prompts import TokenRow
+from frozencore.tune.rows import TokenRow
 from frozencore.tune.run.bench import Base, Bench, prepare
 from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.config_rules import refuse_of_one_alone

@@ -9,9 +9,10 @@ from typing import Any
 from peft import PeftModel
 
 from frozencore.errors import FrozenCoreError
-from frozencore.tune.rows.own_rows import Row, render_rows
+from frozencore.tune.rows import Row
+from frozencore.tune.rows.own_rows import render_rows
 from frozencore.tune.rows.prompts import PROTOCOL_MAX_LENGTH, PromptEncoder, context_limit
-from frozencore.tune.scoring.mode import base_of
+from frozencore.tune.scoring.forward import base_of
 from frozencore.tune.training.many.seat import Trained
 from frozencore.tune.training.many.tenant import Tenant
 from frozencore.tune.training.many.train import SLOTS, train_many

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from frozencore.device import fits
+from frozencore.tune.rows import TokenRow
 from frozencore.tune.rows.batches import PaddingCollator, row_costs
-from frozencore.tune.rows.prompts import TokenRow
 from frozencore.tune.training.by_length import group_by_length, pass_tokens_of
 from frozencore.tune.training.many.losses import held_out_losses, num_targets, row_losses, row_sizes
 from frozencore.tune.training.many.seat import Seat

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad
 
 from frozencore.adapter.layer import FrozenCoreLayer
-from frozencore.tune.rows.batches import IGNORED, PaddingCollator
-from frozencore.tune.rows.prompts import TokenRow
-from frozencore.tune.scoring.memory import score_in_groups
-from frozencore.tune.scoring.mode import base_of, forward_accepts, scoring_mode, vocabulary_of
+from frozencore.calibration.loss import IGNORED
+from frozencore.tune.rows import TokenRow
+from frozencore.tune.rows.batches import PaddingCollator, score_in_groups
+from frozencore.tune.scoring.forward import base_of, forward_accepts, scoring_mode, vocabulary_of
 from frozencore.words import Progress
 
 

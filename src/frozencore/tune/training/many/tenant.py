@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from frozencore.errors import ConfigError, DataError
-from frozencore.tune.rows.prompts import TokenRow
+from frozencore.tune.rows import TokenRow
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.selection import Every, is_due, require_choosable
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from frozencore.errors import ConfigError, TrainingError
 from frozencore.randomness import own_random_state
-from frozencore.tune.scoring.mode import base_of
+from frozencore.tune.scoring.forward import base_of
 from frozencore.tune.training.checkpoints import disk_errors_told, starting_point
 from frozencore.tune.training.many.checkpoint import Checkpoints, identity_of
 from frozencore.tune.training.many.company import Company

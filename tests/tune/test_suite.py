@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from frozencore.errors import ConfigError
-from frozencore.tune.rows.suite import TASKS, find_task
+from frozencore.tune.suite import TASKS, find_task
 
 
 def test_every_task_is_found_by_its_own_name() -> None:

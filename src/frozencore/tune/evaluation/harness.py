@@ -27,7 +27,7 @@ class HarnessScore:
     Attributes:
         metric: The one shown: accuracy, exact match or F1 where the task has it, its first metric otherwise.
         metrics: All of them, by the harness's own names (``"acc_norm,none"``).
-        samples: Its record of every row.
+        samples: The harness's record of every row.
     """
 
     metric: str
@@ -38,18 +38,12 @@ class HarnessScore:
 
 
 def harness_score(
-    model: nn.Module,
-    encoder: PromptEncoder,
-    task: str,
-    *,
-    include_path: Path | None = None,
-    limit: int | None = None,
-    batch_size: int = 8,
+    model: nn.Module, encoder: PromptEncoder, task: str, *, include_path: Path | None = None, limit: int | None = None
 ) -> HarnessScore:
     """Run one task of the harness, by the harness's own code; the global random states are left as they were.
 
     Args:
-        include_path: A folder of task files; its own tasks are looked for in there alone.
+        include_path: A folder of task files; the task is looked for in this folder alone.
 
     Raises:
         ConfigError: The harness is not installed, or knows no such task.
@@ -67,7 +61,7 @@ def harness_score(
         lm = HFLM(
             pretrained=model,
             tokenizer=encoder.tokenizer,
-            batch_size=batch_size,
+            batch_size=8,
             max_length=encoder.max_length,
             device=str(next(model.parameters()).device),
         )
@@ -81,8 +75,7 @@ def harness_score(
                 apply_chat_template=encoder.is_chat,
             )
         except (OSError, ValueError, KeyError, AssertionError) as error:
-            reason = one_line(error, 200)
-            raise DataError(f"The harness could not run {task!r}: {reason}") from error
+            raise DataError(f"The harness could not run {task!r}: {one_line(error, 200)}") from error
     metrics = results["results"].get(task) or results["groups"][task]
     metric = _headline(metrics)
     error_of = metrics.get(metric.replace(",", "_stderr,"))
@@ -96,11 +89,7 @@ def harness_score(
 
 
 def harness_version() -> str:
-    """The version of the installed harness.
-
-    Raises:
-        ConfigError: There is none.
-    """
+    """The version of the installed harness; a ``ConfigError`` if it is not installed."""
     _import_harness()
     from importlib.metadata import version
 
@@ -130,7 +119,7 @@ def _headline(metrics: Mapping[str, Any]) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """The harness logs each step it takes."""
+    """Inside, the harness does not log each step that it takes."""
     logger = logging.getLogger("lm_eval")
     level = logger.level
     logger.setLevel(logging.ERROR)

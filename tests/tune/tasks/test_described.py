@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from frozencore.errors import ConfigError, DataError
-from frozencore.tune.rows.suite import find_task, find_tasks
+from frozencore.tune.suite import find_task, find_tasks
 from frozencore.tune.tasks.splits import evaluation_rows, split_task
 
 CAPITALS = """\

@@ -16,16 +16,17 @@ from frozencore.errors import ArtifactError, ConfigError
 from frozencore.tune.pocket import POCKET_TASKS, pocket_model_path
 from frozencore.tune.rows.prompts import PromptEncoder, context_limit
 from frozencore.tune.run.loading import load_model
-from frozencore.tune.scoring.score import Prediction
-from frozencore.tune.scoring.task_score import score_task
-from frozencore.tune.tasks import PAPER_TASKS, Task
+from frozencore.tune.scoring import Prediction
+from frozencore.tune.scoring.score import score_task
+from frozencore.tune.suite import PAPER_TASKS
+from frozencore.tune.tasks import Task
 from frozencore.tune.tasks.splits import evaluation_rows
 from hub_folders import ROWS, write_hub_folder
 from places import SHARED
 
 pytest.importorskip("lm_eval")
-from frozencore.tune.evaluation.harness.export import PREFIX, export_tasks
-from frozencore.tune.evaluation.harness.run import harness_score
+from frozencore.tune.evaluation.harness import harness_score
+from frozencore.tune.evaluation.harness_files import PREFIX, export_tasks
 
 NUM_ROWS = 5
 # tiny1m has room for 256 tokens in all

@@ -1,4 +1,4 @@
-"""The user's own rows as a task, described by a YAML file beside them.
+"""Tasks that a prompt with columns in braces describes: GLUE's, and the user's own in a YAML file.
 
     name: capitals
     scoring: choice                 # or exact_match: a generated number
@@ -19,18 +19,76 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from frozencore.errors import ConfigError, DataError
 from frozencore.files.strict_yaml import read_yaml
+from frozencore.tune.rows import Example, Row, position_of, text_field, texts_field
 from frozencore.tune.rows.row_files import read_file
+from frozencore.tune.tasks import Origin, Split, Task
 from frozencore.tune.tasks.answers import parse_number
-from frozencore.tune.tasks.fields import position_of, texts_field
-from frozencore.tune.tasks.task import Example, Origin, Split, Task
+from frozencore.tune.tasks.hub import HubDataset
 
 _COLUMN = re.compile(r"\{(\w+)\}")
+
+
+@dataclass(frozen=True)
+class Described:
+    """Turns a row into an example; the fields are the YAML file's keys of the same names."""
+
+    prompt: str
+    answer: str
+    choices: Sequence[str] | str | None
+
+    def __call__(self, row: Row, row_id: str) -> Example:
+        """Fill the columns into the prompt, and find the answer.
+
+        Raises:
+            DataError: A column is absent or holds something else.
+        """
+        prompt = _COLUMN.sub(lambda match: text_field(row, match[1], row_id, or_number=True), self.prompt)
+        if self.choices is None:
+            number = text_field(row, self.answer, row_id, or_number=True)
+            if parse_number(number) is None:
+                raise DataError(f"Row {row_id}: column {self.answer!r} must hold a number, but holds {number!r}.")
+            return Example(row_id, prompt, f" The answer is: {number}")
+        choices = texts_field(row, self.choices, row_id) if isinstance(self.choices, str) else self.choices
+        labels = choices if isinstance(row.get(self.answer), str) else [str(i) for i in range(len(choices))]
+        position = position_of(row, self.answer, labels, row_id)
+        return Example(row_id, prompt, f" {choices[position]}", tuple(f" {choice}" for choice in choices))
+
+
+def glue_task(
+    name: str,
+    label: str,
+    *,
+    prompt: str,
+    choices: tuple[str, ...],
+    sample: Row,
+    num_rows: Mapping[str, int],
+    epochs: int,
+    licence: str,
+) -> Task:
+    """One of GLUE's tasks; the labels of its test split are not public, so its validation split is evaluated.
+
+    Args:
+        choices: The answers, by label.
+        sample: A row of the data set.
+    """
+    texts = (column for column, value in sample.items() if isinstance(value, str))
+    source = HubDataset(
+        path="nyu-mll/glue",
+        config=name,
+        evaluation_split="validation",
+        columns=(*texts, "label"),
+        num_rows=num_rows,
+        sample=sample,
+        labels={"label": range(len(choices))},
+    )
+    to_example = Described(prompt, "label", choices)
+    return Task(name, "choice", source, to_example, 2000, 500, epochs, licence, label=label, family="GLUE")
 
 
 class OwnTask(BaseModel):
@@ -38,7 +96,7 @@ class OwnTask(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    name: str = Field(pattern=r"^\w[\w.-]{0,62}$")  # of a folder too
+    name: str = Field(pattern=r"^\w[\w.-]{0,62}$")  # it becomes a folder's name
     scoring: Literal["choice", "exact_match"]
     evaluation: str
     prompt: str = Field(min_length=1)
@@ -52,19 +110,6 @@ class OwnTask(BaseModel):
     max_new_tokens: int = Field(default=64, ge=1)
     licence: str = "the user's own"
 
-    def to_example(self, row: Mapping[str, Any], row_id: str) -> Example:
-        """A row as prompt and answer."""
-        prompt = _COLUMN.sub(lambda match: _shown(row, match[1], row_id), self.prompt)
-        if self.choices is None:
-            number = _shown(row, self.answer, row_id)
-            if parse_number(number) is None:
-                raise DataError(f"Row {row_id}: column {self.answer!r} must hold a number, but holds {number!r}.")
-            return Example(row_id, prompt, f" The answer is: {number}")
-        choices = self.choices if isinstance(self.choices, list) else texts_field(row, self.choices, row_id)
-        labels = choices if isinstance(row.get(self.answer), str) else [str(i) for i in range(len(choices))]
-        position = position_of(row, self.answer, labels, row_id)
-        return Example(row_id, prompt, f" {choices[position]}", tuple(f" {choice}" for choice in choices))
-
 
 @dataclass(frozen=True)
 class FileSource:
@@ -77,7 +122,7 @@ class FileSource:
         """The files' names."""
         return Origin("own files", "", {split: file.name for split, file in self.files.items()})
 
-    def rows(self, split: Split, data_root: Path | None) -> Sequence[Mapping[str, Any]]:
+    def rows(self, split: Split, data_root: Path | None) -> Sequence[Row]:
         """The rows of a split, none where no file is named; ``data_root`` is not read."""
         return read_file(self.files[split], option=f"'{split}:'") if split in self.files else ()
 
@@ -108,18 +153,6 @@ def read_own_task(path: Path) -> Task:
         name=own.name,
         scoring=own.scoring,
         source=FileSource({split: path.parent / file for split, file in named.items() if file is not None}),
-        to_example=own.to_example,
-        num_train=own.num_train,
-        num_evaluation=own.num_evaluation,
-        epochs=own.epochs,
-        licence=own.licence,
-        max_new_tokens=own.max_new_tokens,
+        to_example=Described(own.prompt, own.answer, own.choices),
+        **own.model_dump(include={"num_train", "num_evaluation", "epochs", "licence", "max_new_tokens"}),
     )
-
-
-def _shown(row: Mapping[str, Any], column: str, row_id: str) -> str:
-    value = row.get(column)
-    if isinstance(value, bool) or not isinstance(value, str | int | float) or not str(value).strip():
-        has = repr(value) if column in row else f"nothing (the columns are {', '.join(row)})"
-        raise DataError(f"Row {row_id}: column {column!r} must hold text or a number, but holds {has}.")
-    return str(value).strip()

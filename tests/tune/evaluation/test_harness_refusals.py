@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from frozencore.errors import ConfigError, ModelError
-from frozencore.tune.evaluation.harness.export import export_tasks
-from frozencore.tune.evaluation.harness.run import _headline
-from frozencore.tune.rows.own_task import FileSource
-from frozencore.tune.tasks.task import Example, Scoring, Task
+from frozencore.tune.evaluation.harness import _headline
+from frozencore.tune.evaluation.harness_files import export_tasks
+from frozencore.tune.rows import Example
+from frozencore.tune.tasks import Scoring, Task
+from frozencore.tune.tasks.described import FileSource
 
 
 @pytest.mark.parametrize(

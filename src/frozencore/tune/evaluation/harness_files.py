@@ -21,9 +21,9 @@ import yaml
 
 from frozencore.errors import ArtifactError, ConfigError
 from frozencore.files.whole_file import require_writable, write_lines, write_text
-from frozencore.tune.tasks import answers
+from frozencore.tune.rows import Example
+from frozencore.tune.tasks import Task, answers
 from frozencore.tune.tasks.splits import evaluation_rows
-from frozencore.tune.tasks.task import Example, Task
 
 PREFIX = "frozencore_"
 _MODULE = "frozencore_tasks"

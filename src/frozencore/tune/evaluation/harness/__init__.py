@@ -1,3 +1,0 @@
-"""lm-evaluation-harness: its tasks on our models, and our tasks as files of its own."""
-
-from __future__ import annotations

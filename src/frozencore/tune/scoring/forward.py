@@ -1,0 +1,106 @@
+"""A model as scoring reads it: in evaluation mode, inside a PEFT wrapper or not, with virtual tokens or without.
+
+A prompt-tuned model puts virtual tokens before every row. They shift the positions, and belong to no layer.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from peft import PeftModel
+from peft.utils import ModulesToSaveWrapper
+from torch import Tensor, nn
+from transformers import LogitsProcessor
+
+from frozencore.errors import ModelError
+
+NOT_FINITE = (
+    "are not finite. Look for NaN in the weights of the model, and for a core that is too large in its adapter: "
+    "`frozencore inspect` shows the norms."
+)
+
+
+@contextmanager
+def scoring_mode(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients; every module's own mode is back afterwards, also after an error."""
+    was_training = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with torch.inference_mode():
+            yield
+    finally:
+        for module, training in was_training.items():
+            module.training = training
+
+
+def base_of(model: nn.Module) -> Any:
+    """The transformers model inside a PEFT one (its layers carry the adapters), or the model itself."""
+    return model.get_base_model() if isinstance(model, PeftModel) else model
+
+
+def vocabulary_of(model: nn.Module) -> int:
+    """The number of logits at one position."""
+    size: int = base_of(model).config.get_text_config().vocab_size
+    return size
+
+
+def forward_accepts(model: nn.Module, *names: str) -> bool:
+    """Whether the transformers model's forward pass knows all of these arguments."""
+    return set(names) <= set(inspect.signature(base_of(model).forward).parameters)
+
+
+def num_virtual_tokens(model: nn.Module) -> int:
+    """How many positions stand before a row's own; 0 for every model that is not prompt-tuned."""
+    if not isinstance(model, PeftModel) or not model.active_peft_config.is_prompt_learning:
+        return 0
+    count: int = model.active_peft_config.num_virtual_tokens
+    return count
+
+
+def logits_at(model: nn.Module, positions: Tensor, **inputs: Any) -> Tensor:
+    """Logits at some positions of all rows, (rows, positions, vocabulary).
+
+    A model that takes ``logits_to_keep`` computes no others.
+    """
+    positions = positions + num_virtual_tokens(model)
+    if forward_accepts(model, "logits_to_keep"):
+        return model(**inputs, logits_to_keep=positions).logits
+    return model(**inputs).logits[:, positions]
+
+
+def token_logprobs(logits: Tensor, targets: Tensor) -> Tensor:
+    """Log-probabilities of target tokens, in float32 or more: logits (..., vocabulary), targets (...)."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(-1)
+
+
+class RequireFinite(LogitsProcessor):
+    """Stops a generation whose logits are not finite: the likeliest of them means nothing."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """The logits as they are.
+
+        Raises:
+            ModelError: The largest of a row is NaN or infinite.
+        """
+        if not bool(torch.isfinite(scores.amax(-1)).all()):
+            raise ModelError(f"The logits of a generated token {NOT_FINITE}")
+        return scores
+
+
+def take_off(model: PeftModel) -> nn.Module:
+    """The transformers model as it was before it had an adapter."""
+    base: Any = base_of(model)
+    if num_virtual_tokens(model):
+        base.prepare_inputs_for_generation = model.base_model_prepare_inputs_for_generation
+        plain: nn.Module = base
+        return plain
+    copied = {name: m.original_module for name, m in base.named_modules() if isinstance(m, ModulesToSaveWrapper)}
+    bare: nn.Module = model.unload()  # which leaves the trained copies of whole modules in their places
+    for name, module in copied.items():
+        bare.set_submodule(name, module)
+    return bare
