@@ -37,7 +37,7 @@ from frozencore.tune.run.bench import Bench, calibration_batches, prepare
 from frozencore.tune.run.config import RunConfig, make_config
 from frozencore.tune.run.provenance import provenance
 from frozencore_lab.reports.statistics.rank_correlation import rank_correlation
-from machine import load_average
+from harness import load_average
 
 RESULTS = Path(__file__).parents[1] / "lab" / "results"
 TASKS = {

@@ -24,13 +24,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
-from frozencore.files.whole_file import write_json
-from frozencore.tune.run.provenance import provenance
-from machine import machine_name
-from targets import Verdict, check_targets
+import speed_tables
+from harness import machine_name, parser_of, write_found
+from targets import check_targets
 
 HERE = Path(__file__).parent
 
@@ -110,26 +106,15 @@ def chosen_parts(options: argparse.Namespace) -> list[Part]:
     return [*parts, Part(SCORING.name, (*SCORING.options, "--data-root", str(options.data_root)), SCORING.limit_s)]
 
 
-def show(verdicts: list[Verdict], *, quick: bool) -> None:
-    table = Table("what", "target", "reached", "", title="Targets" + quick * ": tiny sizes, these figures mean nothing")
-    for verdict in verdicts:
-        mark = {True: "[green]reached[/]", False: "[red]missed[/]", None: "not measured"}[verdict.is_reached]
-        table.add_row(verdict.what, verdict.target, verdict.measured, mark)
-    Console(width=120).print(table)
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="Every part at its tiniest; its figures mean nothing.")
+    parser = parser_of(__doc__, machine_name())
     parser.add_argument("--only", nargs="+", choices=[*(part.name for part in PARTS), SCORING.name])
     parser.add_argument("--data-root", type=Path, help="Folder of the tasks' data, for choice scoring.")
     parser.add_argument("--parts", type=Path, help="Keep every part's own file in this folder.")
-    parser.add_argument("--out", type=Path, help="Default: results/<machine>.json beside this file; none with --quick.")
     options = parser.parse_args()
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the part that runs is ended too
-    machine, started = machine_name(), time.perf_counter()
-    out = options.out or (None if options.quick else HERE / "results" / f"{machine}.json")
+    started = time.perf_counter()
     parts: dict[str, Any] = {}
     with TemporaryDirectory() as folder:
         for part in chosen_parts(options):
@@ -137,16 +122,10 @@ def main() -> int:
             limit_s = min(part.limit_s, max(0.0, left_s))
             parts[part.name] = found = run_part(part, options.parts or Path(folder), limit_s, quick=options.quick)
             print(f"{part.name}: {found.get('error') or 'done'} ({found['time_s']:.0f} s)", flush=True)
-    verdicts = check_targets(parts)
-    show(verdicts, quick=options.quick)
-    if out is not None:
-        found = {
-            "quick": options.quick,
-            "time_s": time.perf_counter() - started,
-            "targets": [asdict(v) for v in verdicts],
-        }
-        write_json(out, {"benchmark": "all", "machine": machine, **found, "parts": parts, "provenance": provenance()})
-        print(out)
+    verdicts = [asdict(verdict) for verdict in check_targets(parts)]
+    print(speed_tables.targets({"targets": verdicts}))
+    time_s = time.perf_counter() - started
+    write_found(options, machine=machine_name(), time_s=time_s, targets=verdicts, parts=parts)
     return int(any("error" in found for found in parts.values()))
 
 

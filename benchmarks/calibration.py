@@ -14,15 +14,12 @@ logits" is the model's own loss, which computes every position, as PEFT's initia
 
 from __future__ import annotations
 
-import argparse
 import copy
 import gc
-import os
-import time
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -31,20 +28,15 @@ from peft import EvaConfig, LoraConfig, LoraGAConfig, get_peft_model, initialize
 from peft.tuners.lora.config import CordaConfig
 from peft.tuners.lora.corda import preprocess_corda
 from peft.tuners.lora.loraga import preprocess_loraga
-from rich.console import Console
-from rich.table import Table
-from torch import Tensor, nn
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from torch import nn
 
+from contestants import ATTENTION, FLOOR, RANK, Batch, random_qwen2
 from frozencore import FrozenCoreConfig, calibrate
 from frozencore.calibration.loss import IGNORED, predicted
-from frozencore.files.whole_file import write_json
-from frozencore.tune.run.provenance import provenance
+from harness import cpu_s, parser_of, table, write_found
 
-RANK = 16
-FLOOR, FULL_FLOOR = "floor", "floor, all logits"
-TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]
-Batch = dict[str, Tensor]
+FULL_FLOOR = "floor, all logits"
+TARGETS = list(ATTENTION)
 
 
 @dataclass(frozen=True)
@@ -62,17 +54,6 @@ class Scale:
 
 
 QUICK = Scale(hidden=256, intermediate=256, layers=2, vocabulary=128, examples=32, shortest=24, longest=32)
-
-
-def wide_model(scale: Scale) -> nn.Module:
-    """The random model of benchmarks/scoring.py; its output layer is 21 % of the arithmetic, as in Llama-3.2-1B."""
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=scale.vocabulary, hidden_size=scale.hidden, intermediate_size=scale.intermediate,
-        num_hidden_layers=scale.layers, num_attention_heads=8, num_key_value_heads=2, max_position_embeddings=512,
-        pad_token_id=0,
-    )  # fmt: skip
-    return Qwen2ForCausalLM(config).eval()
 
 
 def padded_batches(scale: Scale) -> list[Batch]:
@@ -174,22 +155,21 @@ def compare(scale: Scale, contestants: list[str], num_runs: int) -> dict[str, li
     """Seconds of each run; in every round each contestant runs once. A tiny round before loads what is lazy."""
     times: dict[str, list[float]] = {name: [] for name in contestants}
     for each_scale in (QUICK, *[scale] * num_runs):
-        model, batches = wide_model(each_scale), padded_batches(each_scale)
+        batches = padded_batches(each_scale)
+        model = random_qwen2(
+            each_scale.layers, each_scale.hidden, inner=each_scale.intermediate, vocabulary=each_scale.vocabulary
+        ).eval()
         for name in contestants:
             own = copy.deepcopy(model)
             gc.collect()
-            started = time.process_time()
-            CONTESTANTS[name](own, batches)
-            times[name].append(time.process_time() - started)
+            times[name].append(cpu_s(partial(CONTESTANTS[name], own, batches)))
     return {name: seconds[1:] for name, seconds in times.items()}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="A tiny model, one run each; its times mean nothing.")
+    parser = parser_of(__doc__, "calibration")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--without", nargs="*", default=[], choices=list(CONTESTANTS), help="Leave these out.")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "calibration.json")
     options = parser.parse_args()
 
     scale, num_runs = (QUICK, 1) if options.quick else (Scale(), options.runs)
@@ -197,18 +177,17 @@ def main() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PEFT warns of initialisations that change the base weights
         times = compare(scale, contestants, num_runs)
-    table = Table("contestant", "median s", "fastest", "slowest", "of the floor", "fcca takes", "eva takes")
-    medians = {name: median(seconds) for name, seconds in times.items()}
-    fcca, eva_s, least = (medians.get(name, float("nan")) for name in ("frozencore fcca", "frozencore eva", FLOOR))
-    rows = []
-    for name, seconds in times.items():
-        shares = (medians[name] / least, fcca / medians[name], eva_s / medians[name])
-        columns = [medians[name], min(seconds), max(seconds), *shares]
-        table.add_row(name, *(f"{value:.3g}" for value in columns))
-        rows.append({"contestant": name, "median_s": medians[name], "runs_s": seconds, "share_of_floor": shares[0]})
-    Console(width=max(100, Console().width)).print(table)
-    setting = {"quick": options.quick, "scale": asdict(scale), "rank": RANK, "cpus": sorted(os.sched_getaffinity(0))}
-    write_json(options.out, {"benchmark": "calibration", **setting, "rows": rows, "provenance": provenance()})
+    rows = [
+        {"contestant": name, "median_s": median(own), "runs_s": own, "share_of_floor": median(own) / median(least)}
+        for least in [times.get(FLOOR, [float("nan")])]
+        for name, own in times.items()
+    ]
+    print(table(["", "median s", "fastest", "slowest", "of the floor"], [
+        [row["contestant"], *(f"{value:.3g}" for value in (row["median_s"], min(row["runs_s"]), max(row["runs_s"]),
+                                                            row["share_of_floor"]))]
+        for row in rows
+    ]))  # fmt: skip
+    write_found(options, scale=asdict(scale), rank=RANK, rows=rows)
 
 
 if __name__ == "__main__":

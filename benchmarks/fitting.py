@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 from scipy.optimize import nnls
 
+Rows = Sequence[Mapping[str, Any]]
+
 
 def fit(
     terms: Mapping[str, Sequence[float]], times: Sequence[float], whole: Sequence[float] | None = None
@@ -30,10 +32,8 @@ def fit(
     return found | {"median_error": float(np.median(error)), "largest_error": float(error.max())}
 
 
-def fit_constants(
-    calibration: Sequence[Mapping[str, Any]], step: Sequence[Mapping[str, Any]]
-) -> dict[str, dict[str, float]]:
-    """Of the plain pass, of what collecting adds to it, of the bases, and of what a core or LoRA adds to a step.
+def fit_constants(calibration: Rows, step: Rows) -> dict[str, dict[str, float]]:
+    """Constants of the plain pass, of what collecting adds to it, of the bases, and of a core and LoRA in a step.
 
     Args:
         calibration, step: Rows of benchmarks/growth.py: medians of times beside counts of operations and calls.
@@ -41,51 +41,29 @@ def fit_constants(
             grows with.
     """
 
-    def column(rows: Sequence[Mapping[str, Any]], *factors: str) -> list[float]:
-        return [float(np.prod([row[name] for name in factors])) for row in rows]
-
-    def difference(rows: Sequence[Mapping[str, Any]], name: str) -> list[float]:
-        return [row[name] - row["floor_s"] for row in rows]
+    def fitted(rows: Rows, what: str, beyond: str | None = None, **terms: str) -> dict[str, float]:
+        """Seconds of ``what``, or those beyond another column, by columns or products of two of them."""
+        whole = [row[what] for row in rows]
+        times = [row[what] - (row[beyond] if beyond else 0.0) for row in rows]
+        columns = {
+            name: [float(np.prod([row[factor] for factor in factors.split(" x ")])) for row in rows]
+            for name, factors in terms.items()
+        }
+        return fit(columns, times, whole)
 
     return {
-        "pass": fit(
-            {
-                "per_operation_s": column(calibration, "pass_operations"),
-                "per_activation_s": column(calibration, "block_activations"),
-                "per_layer_and_batch_s": column(calibration, "num_layers", "num_batches"),
-            },
-            column(calibration, "floor_s"),
+        "pass": fitted(
+            calibration, "floor_s", per_operation_s="pass_operations", per_activation_s="block_activations",
+            per_layer_and_batch_s="num_layers x num_batches",
         ),
-        "products": fit(
-            {
-                "per_operation_s": column(calibration, "product_operations"),
-                "per_target_and_batch_s": column(calibration, "num_targets", "num_batches"),
-            },
-            difference(calibration, "collect_s"),
-            column(calibration, "collect_s"),
+        "products": fitted(
+            calibration, "collect_s", "floor_s", per_operation_s="product_operations",
+            per_target_and_batch_s="num_targets x num_batches",
         ),
-        "bases": fit(
-            {
-                "per_krylov_operation_s": column(calibration, "krylov_operations"),
-                "per_gram_operation_s": column(calibration, "gram_operations"),
-                "per_target_s": column(calibration, "num_targets"),
-            },
-            column(calibration, "build_s"),
+        "bases": fitted(
+            calibration, "build_s", per_krylov_operation_s="krylov_operations", per_gram_operation_s="gram_operations",
+            per_target_s="num_targets",
         ),
-        "core": fit(
-            {
-                "per_operation_s": column(step, "core_operations"),
-                "per_target_s": column(step, "num_targets"),
-            },
-            difference(step, "frozencore_s"),
-            column(step, "frozencore_s"),
-        ),
-        "lora": fit(
-            {
-                "per_operation_s": column(step, "lora_operations"),
-                "per_target_s": column(step, "num_targets"),
-            },
-            difference(step, "lora_s"),
-            column(step, "lora_s"),
-        ),
-    }
+        "core": fitted(step, "frozencore_s", "floor_s", per_operation_s="core_operations", per_target_s="num_targets"),
+        "lora": fitted(step, "lora_s", "floor_s", per_operation_s="lora_operations", per_target_s="num_targets"),
+    }  # fmt: skip

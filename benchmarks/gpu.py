@@ -1,198 +1,186 @@
-"""Steps, calibration and peak memory at the shapes of real models on one GPU, in bfloat16 with random weights.
+"""Steps, calibration, tenants and peak memory on one GPU, at the shapes of real models and on SmolLM2.
 
-    python benchmarks/gpu.py             # under eight minutes
-    python benchmarks/gpu.py --tiny      # on a CPU in seconds, nothing compiled: does it run?
-    python benchmarks/gpu.py --sections "CUDA graphs" race     # these alone
+    python benchmarks/gpu.py                      # about eight minutes; --smollm2 FOLDER adds the real model
+    python benchmarks/gpu.py --tiny               # on a CPU in seconds, nothing compiled: does it run?
+    python benchmarks/gpu.py --sections graphs    # these alone
 
-Qwen2.5-1.5B, 3B and 7B and Llama-3.2-1B, built on the device from their configurations, without checkpointing; rank 16
-on q, k, v and o. Every racer (the floor without adapter, PEFT's LoRA, DoRA and PiSSA, frozen cores) takes steps of one
-row of 512 tokens, and of eight rows of 128 accumulated, the paper's batch at about the length of an SVAMP prompt.
-Calibration reads 128 examples of 128 tokens, eight a batch; its floor is a plain pass over them.
+Qwen2.5-1.5B and 3B (7B if asked) have random weights; SmolLM2 its own, and rows of real text where there is a
+``--data-root``. bfloat16, rank 16 on q, k, v and o, no checkpointing. The contestants are the floor without adapter,
+PEFT's LoRA, DoRA and PiSSA, and frozen cores. A step is of one row of 512 tokens, or of eight rows of 128 accumulated,
+the paper's batch at about the length of an SVAMP prompt. Calibration reads 128 examples of 128 tokens.
 
-What matters most comes first, all of it of the first model before the others: the step replayed from a CUDA graph,
-which no launching slows down; the race of eager steps, with calibration, its parts and peaks; compiled steps of a few
-blocks; 32 tenants and more trained at once; a batch of 64 tenants; what larger products and batched SVDs save. Then
-what is slow by design, PiSSA's full SVD (one block, times their number) and PEFT's EVA (with a limit), and last the
-kernels of a step, and for how long the device is busy with them.
-
-What fails, for want of memory for instance, is written down with its error and the rest goes on; what does not fit
-into ``--budget`` seconds is skipped and named. The file is written after every section. Beside Qwen2.5-3B stand the
-figures of the paper's phase profile: one NVIDIA H20, its own software, real weights, SVAMP's own lengths.
+What matters most comes first, on every model: the step replayed from a CUDA graph, which no launching slows down;
+compiled steps of a few blocks; eager steps with calibration and peaks; a batch of 64 tenants; 32 tenants and more
+trained at once; the kernels of a step. A section that fails is written down with its error and the rest goes on. The
+file is written after every section; a section that it holds is not measured again, so that the same command goes on
+where it was stopped. No section is started that would end beyond ``--budget``, by what it is expected to take.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
+import json
 import time
 import traceback
 import warnings
-from collections.abc import Callable
-from dataclasses import asdict
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
-from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import speed_tables
+from contestants import RANK, random_model
 from frozencore.files.whole_file import write_json
 from frozencore.tune.run.provenance import provenance
-from gpu_contest import RANK, TINY, Bench, Deadline, Job, eva, full_pissa, kernels, race
-from gpu_faster import compiled_steps, graphed_steps
-from gpu_products import products, svds
-from gpu_tenants import lora_batch, one_batch, trained_together
+from frozencore.tune.suite import find_task
+from frozencore.tune.tasks.splits import evaluation_rows
+from gpu_sections import TINY, Bench, Job, compiled_steps, free_memory, graphed_steps, kernels, race
+from gpu_tenants import one_batch, trained_together
+from harness import RESULTS
+from projection import QWEN_1_5B, QWEN_3B, QWEN_7B
+from shapes import Architecture
 
-QWEN = {"model_type": "qwen2", "max_position_embeddings": 32768, "rope_theta": 1e6, "rms_norm_eps": 1e-6}
-LLAMA = {"model_type": "llama", "max_position_embeddings": 131072, "rope_theta": 5e5, "rms_norm_eps": 1e-5}
-MODELS: dict[str, dict[str, Any]] = {
-    "Qwen2.5-3B": QWEN | {
-        "hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36, "num_attention_heads": 16,
-        "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True,
-    },
-    "Llama-3.2-1B": LLAMA | {
-        "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
-        "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128256, "tie_word_embeddings": True,
-    },
-    "Qwen2.5-1.5B": QWEN | {
-        "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12,
-        "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True,
-    },
-    "Qwen2.5-7B": QWEN | {
-        "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
-        "num_key_value_heads": 4, "vocab_size": 152064, "tie_word_embeddings": False,
-    },
-}  # fmt: skip
-TINY_SIZES = {
-    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 256,
-}  # fmt: skip
-PAPER = {  # Table "phase profile": seconds of initialisation or calibration, seconds a step, peak GB
+SMOLLM2 = "SmolLM2-135M"
+SHAPES = {"Qwen2.5-1.5B": QWEN_1_5B, "Qwen2.5-3B": QWEN_3B, "Qwen2.5-7B": QWEN_7B}
+DEFAULT = (SMOLLM2, "Qwen2.5-1.5B", "Qwen2.5-3B")
+TINY_SIZES = Architecture(64, 128, 2, 4, 2, 256, 16)
+PAPER = {  # Table "phase profile" on Qwen2.5-3B: seconds of initialisation or calibration, seconds a step, peak GB
     "frozencore": (35, 0.81, 6.92),
     "lora": (None, 0.92, 7.19),
     "dora": (None, 1.31, 7.27),
     "pissa": (41, 1.76, 7.20),
 }
-EVA_LIMIT_S = 10.0
-Section = Callable[[Bench], dict[str, Any]]
-COMPILE, LORA_BATCH = "compile", "LoRA batch"
-SECTIONS: dict[str, Section] = {
-    "CUDA graphs": graphed_steps, "race": race, COMPILE: compiled_steps, "trained together": trained_together,
-    "one batch": one_batch, "products": products, "SVDs": svds, LORA_BATCH: lora_batch, "full PiSSA": full_pissa,
-    "EVA": partial(eva, limit_s=EVA_LIMIT_S), "kernels": kernels,
-}  # fmt: skip
 
 
-def random_model(sizes: dict[str, Any], device: str) -> nn.Module:
-    """A model of those sizes with fresh weights, made where it will run."""
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(**sizes, use_cache=False)
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    return model.to(device).requires_grad_(False)
+@dataclass(frozen=True)
+class Section:
+    """A measurement, and the seconds that it is expected to take on one model."""
+
+    measure: Callable[[Bench], dict[str, Any]]
+    expected_s: float
+
+
+SECTIONS = {  # the most important first
+    "graphs": Section(graphed_steps, 12),
+    "compile": Section(compiled_steps, 60),
+    "race": Section(race, 45),
+    "one batch": Section(one_batch, 25),
+    "trained together": Section(trained_together, 40),
+    "kernels": Section(kernels, 8),
+}
+PAGE_NAMES = {"graphs": "CUDA graphs"}  # under which the page and earlier files know a section
+
+
+def plan(models: list[str], sections: list[str]) -> list[tuple[str, str]]:
+    """Models and sections in the order of their worth: steps and calibration of every model before any tenants."""
+    steps, tenants = (
+        [name for name in sections if name in some]
+        for some in (("graphs", "compile", "race"), ("one batch", "trained together"))
+    )
+    order = [(model, section) for part in (steps, tenants) for model in models for section in part]
+    return order + [(model, "kernels") for model in models if "kernels" in sections]
+
+
+def text_ids(folder: Path, data_root: Path) -> Tensor:
+    """Token ids of the evaluation rows of SST-2, end to end."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    rows = evaluation_rows(find_task("sst2"), data_root, num_evaluation=500)
+    return torch.tensor(
+        tokenizer("\n\n".join(f"{row.prompt}{row.completion}" for row in rows), verbose=False)["input_ids"]
+    )
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Where models run and come from."""
+
+    device: str
+    job: Job
+    smollm2: Path | None
+    data_root: Path | None
+    tiny: bool
+
+    def bench(self, name: str) -> Bench:
+        if name == SMOLLM2:
+            assert self.smollm2 is not None
+            model = AutoModelForCausalLM.from_pretrained(self.smollm2, dtype=torch.bfloat16, use_cache=False)
+            text = text_ids(self.smollm2, self.data_root) if self.data_root else None
+            return Bench(model.to(self.device).requires_grad_(False), self.job, text)
+        sizes = TINY_SIZES if self.tiny else SHAPES[name]
+        return Bench(random_model(sizes, self.device), self.job)
 
 
 class Report:
-    """What was found so far: a file that is whole at any time."""
+    """What was found so far: a file that is whole at any time, and is taken up again where it exists."""
 
     def __init__(self, path: Path | None, setting: dict[str, Any]) -> None:
         self.path = path
         self.started = time.perf_counter()
-        self.content: dict[str, Any] = {"benchmark": "gpu", **setting, "provenance": provenance(), "models": {}}
+        known = json.loads(path.read_text()) if path is not None and path.exists() else {"models": {}, "used_s": 0.0}
+        if known.get("device", setting["device"]) != setting["device"]:
+            raise SystemExit(f"{path} was measured on {known['device']}, this is {setting['device']}. Name another.")
+        self.before_s = known["used_s"]
+        self.content = {"benchmark": "gpu", **setting, "provenance": provenance(), "models": known["models"]}
+
+    def has(self, model: str, section: str) -> bool:
+        found = self.content["models"].get(model, {}).get(PAGE_NAMES.get(section, section), {"error": ""})
+        return "error" not in found
 
     def add(self, model: str, section: str, found: dict[str, Any]) -> None:
-        self.content["models"].setdefault(model, {})[section] = found
-        self.content["used_s"] = time.perf_counter() - self.started
+        self.content["models"].setdefault(model, {})[PAGE_NAMES.get(section, section)] = found
+        self.content["used_s"] = self.before_s + time.perf_counter() - self.started
         if self.path is not None:
             write_json(self.path, self.content)
 
 
-def run_sections(
-    name: str,
-    sizes: dict[str, Any],
-    device: str,
-    job: Job,
-    deadline: Deadline,
-    sections: dict[str, Section],
-    report: Report,
-) -> None:
-    """Every section in its own try, on one model; nothing is started that has less than its share of time left."""
-    base: nn.Module | None = None
-    for section, measure in sections.items():
-        if deadline.left_s < 0:
-            report.add(name, section, {"skipped": "no time left within --budget"})
+def left_over(order: list[tuple[str, str]], report: Report) -> Iterator[tuple[str, str]]:
+    """What the report does not hold yet."""
+    return ((model, section) for model, section in order if not report.has(model, section))
+
+
+def measure(order: list[tuple[str, str]], stage: Stage, budget_s: float, report: Report) -> list[str]:
+    """Every section in its own try; what was left for want of time."""
+    end, left = time.perf_counter() + budget_s, []
+    bench, loaded = None, None
+    for model, section in list(left_over(order, report)):
+        expected_s = 0.0 if stage.tiny else SECTIONS[section].expected_s
+        if time.perf_counter() + expected_s > end:
+            left.append(f"{model}, {section}")
             continue
         try:
-            base = random_model(sizes, device) if base is None else base
-            report.add(name, section, measure(Bench(base, job, deadline)))
+            if bench is None or loaded != model:
+                bench = None
+                free_memory()
+                bench, loaded = stage.bench(model), model
+            started = time.perf_counter()
+            found = SECTIONS[section].measure(bench)
+            print(f"{model}, {section}: {time.perf_counter() - started:.0f} s", flush=True)
+            report.add(model, section, found)
         except Exception as error:  # one that is out of memory must not lose the rest
-            print(f"{name}, {section}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+            print(f"{model}, {section}: {type(error).__name__}: {str(error)[:300]}", flush=True)
             where = traceback.format_exc().splitlines()[-12:]
-            report.add(name, section, {"error": f"{type(error).__name__}: {error}"[:500], "traceback": where})
-            base = None  # it may be half adapted
-        gc.collect()
-        if device == "cuda":
-            torch.cuda.empty_cache()
+            report.add(model, section, {"error": f"{type(error).__name__}: {error}"[:500], "traceback": where})
+            bench = None  # it may be half adapted
+    return left
 
 
-def show(name: str, sections: dict[str, Any], job: Job) -> None:
-    """A model's table, the paper's figures in brackets where it has them."""
-    rows, floor = sections.get("race", {}), sections.get("race", {}).get("floor", {})
-    table = Table(title=name)
-    long, short = f"1 x {job.long}", f"{job.accumulation} x (1 x {job.short})"
-    for heading in ("", "start", long, "over floor", short, "over floor", "peak", "trained"):
-        table.add_column(heading, justify="right" if heading else "left")
-    for racer in [racer for racer in rows if isinstance(rows[racer], dict)]:
-        row, paper = rows[racer], PAPER.get(racer, (None, None, None)) if name == "Qwen2.5-3B" else (None, None, None)
-        peak = row["accumulated_peak_bytes"]
-        table.add_row(
-            racer,
-            _beside(_start_s(racer, row, sections), paper[0], "s"),
-            f"{row['step_s'] * 1e3:.1f} ms",
-            f"{row['step_s'] / floor['step_s']:.3f}" if floor else "",
-            _beside(row["accumulated_s"], paper[1], "s"),
-            f"{row['accumulated_s'] / floor['accumulated_s']:.3f}" if floor else "",
-            _beside(None if peak is None else peak / 1e9, paper[2], "GB"),
-            f"{row['num_trainable']:,}",
-        )
-    Console(width=130).print(table)
-    for section, found in sections.items():
-        if section not in ("race", "full PiSSA") or "error" in found or "skipped" in found:
-            print(f"{name}, {section}: { {k: v for k, v in found.items() if k != 'traceback'} }")
-
-
-def plan(models: list[str], asked: list[str], eva_limit_s: float) -> list[tuple[str, dict[str, Section]]]:
-    """Models and the sections asked for, in the order of their worth: the first model's own before any other's."""
-    slow: dict[str, Section] = {"full PiSSA": full_pissa, "EVA": partial(eva, limit_s=eva_limit_s)}
-    others = {name: SECTIONS[name] for name in ("CUDA graphs", "race", "trained together")}
-    first = {name: run for name, run in SECTIONS.items() if name not in (*slow, LORA_BATCH, "kernels")}
-    steps = [(models[0], first), *((name, others) for name in models[1:]), (models[0], {LORA_BATCH: lora_batch})]
-    steps += [(name, slow) for name in models]
-    steps += [(name, {"kernels": kernels}) for name in models]  # a process that was profiled launches more slowly
-    return [(name, {section: run for section, run in sections.items() if section in asked}) for name, sections in steps]
-
-
-def _start_s(racer: str, row: dict[str, Any], sections: dict[str, Any]) -> float | None:
-    if racer == "pissa":
-        return sections.get("full PiSSA", {}).get("init_s")
-    return row.get("calibration_s")
-
-
-def _beside(measured: float | None, paper: float | None, unit: str) -> str:
-    text = "" if measured is None else f"{measured:.3g} {unit}"
-    return f"{text} [{paper:g}]" if paper is not None else text
+def show(content: Mapping[str, Any]) -> None:
+    print(speed_tables.gpu_targets(content))
+    print(speed_tables.gpu(content))
+    print(speed_tables.gpu_more(content))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--budget", type=float, default=420, help="Seconds after which no section is started.")
-    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
-    parser.add_argument(
-        "--sections", nargs="+", choices=list(SECTIONS), help="These alone; --tiny compiles nothing else."
-    )
+    parser.add_argument("--budget", type=float, default=480, help="Seconds within which all sections must end.")
+    parser.add_argument("--models", nargs="+", choices=[SMOLLM2, *SHAPES], default=list(DEFAULT))
+    parser.add_argument("--sections", nargs="+", choices=list(SECTIONS), help="These alone; --tiny compiles nothing.")
+    parser.add_argument("--smollm2", type=Path, help="Folder of SmolLM2; it is left out without one.")
+    parser.add_argument("--data-root", type=Path, help="Folder of the tasks' data, for SmolLM2's rows.")
     parser.add_argument("--tiny", action="store_true", help="Two narrow layers on the CPU; its times mean nothing.")
     parser.add_argument("--out", type=Path, help="Default: results/gpu.json beside this file; none with --tiny.")
     options = parser.parse_args()
@@ -201,19 +189,19 @@ def main() -> None:
 
     warnings.simplefilter("ignore")  # PEFT warns of initialisations that change the base weights
     device, job = ("cpu", TINY) if options.tiny else ("cuda", Job())
-    models = {name: sizes | TINY_SIZES if options.tiny else sizes for name, sizes in MODELS.items()}
-    deadline = Deadline(options.budget)
     setting = {
-        "tiny": options.tiny, "budget_s": options.budget, "rank": RANK, "job": asdict(job), "paper_h20": PAPER,
+        "tiny": options.tiny, "rank": RANK, "job": asdict(job), "paper_h20": PAPER,
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
     }  # fmt: skip
-    out = options.out or (None if options.tiny else Path(__file__).parent / "results" / "gpu.json")
+    out = options.out or (None if options.tiny else RESULTS / "gpu.json")
     report = Report(out, setting)
-    asked = options.sections or ([name for name in SECTIONS if name != COMPILE] if options.tiny else list(SECTIONS))
-    for name, sections in plan(options.models, asked, 0.2 if options.tiny else EVA_LIMIT_S):
-        run_sections(name, models[name], device, job, deadline, sections, report)
-    for name, found in report.content["models"].items():
-        show(name, found, job)
+    sections = options.sections or [name for name in SECTIONS if not (options.tiny and name == "compile")]
+    models = [name for name in options.models if name != SMOLLM2 or options.smollm2]
+    stage = Stage(device, job, options.smollm2, options.data_root, options.tiny)
+    left = measure(plan(models, sections), stage, options.budget, report)
+    show(report.content)
+    if left:
+        print(f"No time was left for: {'; '.join(left)}. The same command goes on with them.")
 
 
 if __name__ == "__main__":

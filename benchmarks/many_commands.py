@@ -1,7 +1,6 @@
 """What a user pays: 32 tenants by one ``frozencore tune-many`` against 32 ``frozencore tune``, as whole commands.
 
     OMP_NUM_THREADS=1 taskset -c 0 python benchmarks/many_commands.py   # under ten minutes;  --quick: tiny sizes
-    python benchmarks/many_commands.py --page      # the table of docs/many-cores.md from the results, nothing run
 
 The pocket model, 32 word problems a tenant of which three are held out, three epochs, on one saved basis, with one row
 an optimiser step or eight. ``tune`` is told to generate nothing (``--samples 0 --exact-match no``): then both do the
@@ -12,11 +11,9 @@ all that it starts, from its first import to its exit. The losses of both must a
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
-import re
 import resource
 import subprocess
 import sys
@@ -28,17 +25,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
-from frozencore.files.whole_file import write_json, write_text
+import tenant_tables
 from frozencore.tune.pocket.word_problems import COMPLETION, NUM_KINDS, PROMPT, draw
-from frozencore.tune.run.provenance import provenance
-from frozencore.words import num_of
-from machine import load_average, machine_name
+from harness import load_average, machine_name, parser_of, write_found
 
-RESULTS = Path(__file__).parent / "results" / f"many-commands-{machine_name()}.json"
-PAGE = Path(__file__).parents[1] / "docs" / "many-cores.md"
 FROZENCORE = [sys.executable, "-m", "frozencore"]
 ENOUGH_S = 540.0  # all turns together
 ALIKE = 1e-4  # of the losses of a tenant by either command
@@ -175,67 +165,16 @@ def measure(size: Size, most_turns: int) -> tuple[list[dict[str, Any]], int]:
     return found, len(turns)
 
 
-def tables(result: dict[str, Any]) -> str:
-    """The generated block of the page."""
-    size = Size(**result["size"])
-    lines = [
-        f"What a user pays for {size.num_tenants} tenants of {size.num_rows} rows, {size.epochs} epochs, on one basis: "
-        "whole commands with their start, the",
-        "pocket model, one thread ([benchmarks/many_commands.py](../benchmarks/many_commands.py)).",
-        "",
-        f"| rows a step | | one `tune-many` | `tune`, {size.num_tenants} times | times as long |",
-        "|---|---|--:|--:|--:|",
-    ]
-    named = (("processor_s", "processor"), ("wall_s", "clock"), ("training_s", "of it steps"))
-    for row in result["rows"]:
-        for name, words in named:
-            ours, theirs = row["together"][name], row["one by one"][name]
-            lines.append(
-                f"| {row['rows_a_step']} | {words} | {ours:.1f} s | {theirs:.0f} s | {row['times'][name]:.1f} |"
-            )
-    load = max(row["load"] for row in result["rows"])
-    lines += [
-        "",
-        f"`tune` was measured on {size.num_alone} of the {size.num_tenants} tenants and counted "
-        f"{size.num_tenants // size.num_alone} times; medians of {num_of(result['rounds'], 'turn')}, while up to "
-        f"{load:.0f} programs wanted the two cores.",
-    ]
-    return "\n".join(lines)
-
-
-def write_page(result: dict[str, Any], page: Path) -> None:
-    between = re.compile(r"(?<=<!-- many-commands:begin -->\n).*?(?=<!-- many-commands:end -->)", re.DOTALL)
-    write_text(page, between.sub(lambda _: tables(result) + "\n", page.read_text(encoding="utf-8")))
-
-
-def show(result: dict[str, Any]) -> None:
-    shown = Table("rows a step", "seconds", "tune-many", "tune, one by one", "times as long")
-    for row in result["rows"]:
-        for name, times in row["times"].items():
-            ours, theirs = row["together"][name], row["one by one"][name]
-            shown.add_row(str(row["rows_a_step"]), name, f"{ours:.1f}", f"{theirs:.1f}", f"{times:.2f}")
-    Console(width=100).print(shown)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="Two tenants of four rows: does it run?")
+    parser = parser_of(__doc__, f"many-commands-{machine_name()}")
     parser.add_argument("--rounds", type=int, default=2, help="Turns at most, of those that end in time.")
-    parser.add_argument("--page", action="store_true", help="Write the table of the page from the results.")
-    parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
-    if options.page:
-        write_page(json.loads(options.out.read_text()), PAGE)
-        return
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     size = QUICK if options.quick else Size()
     rows, rounds = measure(size, 1 if options.quick else options.rounds)
-    result = {
-        "benchmark": "many-commands", "quick": options.quick, "rounds": rounds, "size": vars(size), "rows": rows,
-        "provenance": provenance(),
-    }  # fmt: skip
-    show(result)
-    write_json(options.out, result)
+    result = {"rounds": rounds, "size": vars(size), "rows": rows}
+    print(tenant_tables.many_commands(result))
+    write_found(options, **result)
 
 
 if __name__ == "__main__":

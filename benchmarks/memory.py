@@ -8,22 +8,16 @@ that is run is that of the tests, ``tests/calibration/peak_memory.py``.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from frozencore.calibration.budget import memory_bytes
-from frozencore.files.whole_file import write_json
-from frozencore.tune.run.provenance import provenance
+from harness import ROOT, parser_of, write_found
+from speed_tables import memory
 
-ROOT = Path(__file__).parents[1]
 PROGRAM = ROOT / "tests" / "calibration" / "peak_memory.py"
 SMALL, BLOCK_OF_7B = (896, 1792, 2), (3584, 18944, 1)  # hidden, intermediate, layers
 CASES = [(SMALL, "12MiB"), (SMALL, "40MiB"), (SMALL, "80MiB"), (BLOCK_OF_7B, "180MiB"), (BLOCK_OF_7B, "2GiB")]
@@ -42,17 +36,10 @@ def peak(sizes: tuple[int, int, int], budget: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="One budget of the small model.")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "memory.json")
-    options = parser.parse_args()
+    options = parser_of(__doc__, "memory").parse_args()
     rows = [peak(*case) for case in (CASES[1:2] if options.quick else CASES)]
-    table = Table("hidden", "layers", "budget", "passes", "sketches", "taken", "of the budget")
-    for row in rows:
-        columns = (str(row["passes"]), "yes" if row["streaming"] else "no", f"{row['taken'] / 2**20:.1f} MiB")
-        table.add_row(str(row["hidden"]), str(row["layers"]), row["budget"], *columns, f"{row['share']:.3f}")
-    Console(width=100).print(table)
-    write_json(options.out, {"benchmark": "memory", "quick": options.quick, "rows": rows, "provenance": provenance()})
+    print(memory({"rows": rows}))
+    write_found(options, rows=rows)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Calibration and a training step at sizes that were not run: operations and bytes from shapes, times from constants.
 
-The formulas stand in docs/cost.md; here they are code. Three kinds of numbers go in: counts (benchmarks/operations.py),
+The formulas stand in docs/cost.md; here they are code. Three kinds of numbers go in: counts (benchmarks/shapes.py),
 constants measured on this machine's CPU (:class:`Measured`), and what a device is assumed to do (:class:`Device`).
 """
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
-from operations import (
+from shapes import (
     FLOAT32_BYTES,
     Architecture,
     entries,
@@ -51,6 +51,7 @@ class Device:
 H20 = Device("H20", 148e12, 44e12, 4.0e12)
 H100 = Device("H100 SXM", 989e12, 67e12, 3.35e12)
 
+QWEN_1_5B = Architecture(1536, 8960, 28, 12, 2, 151936, 128)
 QWEN_3B = Architecture(2048, 11008, 36, 16, 2, 151936, 128)
 QWEN_7B = Architecture(3584, 18944, 28, 28, 4, 152064, 128)
 LLAMA_70B = Architecture(8192, 28672, 80, 64, 8, 128256, 128)

@@ -8,16 +8,14 @@ would take with a core each. One thread a rank, medians over the runs.
 
 Every collective of a calibration is counted by its payload. From the payloads, bytes sent a rank, on average over the
 ranks and at least: ``(R - 1)/R`` of what is reduced or broadcast, twice that of what is reduced for all. The formula
-gives the same from the layers' shapes alone (``sent_by_formula`` in benchmarks/operations.py). ``wire_bytes`` is what
+gives the same from the layers' shapes alone (``sent_by_formula`` in benchmarks/shapes.py). ``wire_bytes`` is what
 the loopback device carried meanwhile, divided by the ranks: gloo's own algorithms, headers, and any other program.
 """
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
-import os
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -33,16 +31,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from peft import get_peft_model
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 
-from frozencore import FrozenCoreConfig, calibrate
-from frozencore.files.whole_file import write_json
-from frozencore.tune.run.provenance import provenance
-from machine import load_average
-from operations import sent_by_formula
-from step import ATTENTION, wide_model
+from contestants import Batch, adapter_config, labelled_batch, random_ids, random_qwen2
+from frozencore import calibrate
+from harness import load_average, parser_of, table, write_found
+from shapes import sent_by_formula
 
 ROWS = 8
 LOOPBACK = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
@@ -94,17 +88,13 @@ def loopback_bytes() -> int | None:
     return int(counter.read_text()) if counter.exists() else None
 
 
-def own_batches(scale: Scale, rank: int, num_ranks: int) -> list[dict[str, Tensor]]:
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(24 * scale.width, (scale.num_examples, scale.sequence), generator=generator)[rank::num_ranks]
-    labels = ids.clone()
-    labels[:, : 3 * scale.sequence // 4] = -100
-    return [{"input_ids": ids[i : i + ROWS], "labels": labels[i : i + ROWS]} for i in range(0, len(ids), ROWS)]
+def own_batches(scale: Scale, rank: int, num_ranks: int) -> list[Batch]:
+    ids = random_ids(scale.num_examples, scale.sequence, 24 * scale.width)[rank::num_ranks]
+    return [labelled_batch(some) for some in ids.split(ROWS)]
 
 
 def adapted(scale: Scale) -> nn.Module:
-    config = FrozenCoreConfig(r=scale.rank, target_modules=ATTENTION, constructor="fcca", task_type="CAUSAL_LM")
-    return get_peft_model(wide_model(scale.num_layers, scale.width), config)
+    return get_peft_model(random_qwen2(scale.num_layers, scale.width), adapter_config("frozencore", rank=scale.rank))
 
 
 def hash_of_bases(model: nn.Module) -> str:
@@ -115,7 +105,7 @@ def hash_of_bases(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def calibrate_once(model: nn.Module, batches: list[dict[str, Tensor]]) -> dict[str, Any]:
+def calibrate_once(model: nn.Module, batches: list[Batch]) -> dict[str, Any]:
     dist.barrier()
     carried, wall, cpu = loopback_bytes(), time.perf_counter(), time.process_time()
     with counted_collectives() as payload:
@@ -166,27 +156,23 @@ def launch(num_ranks: int, scale: Scale, num_runs: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="A tiny model, 1 and 2 ranks; its times mean nothing.")
+    parser = parser_of(__doc__, "ranks")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "ranks.json")
     options = parser.parse_args()
 
     scale, num_runs, ranks = (QUICK, 1, [1, 2]) if options.quick else (Scale(), options.runs, options.ranks)
-    loads = [load_average()]
+    first_load = load_average()
     rows = [launch(num_ranks, scale, num_runs) for num_ranks in ranks]
-    table = Table("ranks", "wall s", "busiest rank, CPU s", "sent a rank", "by the formula", "on the wire, a rank")
-    for row in rows:
-        sizes = (row["sent_by_payload_bytes"], row["sent_by_formula_bytes"], row["wire_bytes"] or 0)
-        table.add_row(
-            str(row["num_ranks"]), f"{row['wall_s']:.3g}", f"{row['cpu_s']:.3g}", *(f"{size:,.0f} B" for size in sizes)
-        )
-    Console(width=110).print(table)
-    cpus = sorted(os.sched_getaffinity(0))
-    setting = {"quick": options.quick, "scale": asdict(scale), "runs": num_runs, "cpus": cpus}
-    setting |= {"load_average": [*loads, load_average()]}
-    write_json(options.out, {"benchmark": "ranks", **setting, "rows": rows, "provenance": provenance()})
+    sent = ("sent_by_payload_bytes", "sent_by_formula_bytes", "wire_bytes")
+    headings = ["ranks", "wall s", "busiest rank, CPU s", "sent a rank", "by the formula", "on the wire, a rank"]
+    print(table(headings, [
+        [str(row["num_ranks"]), f"{row['wall_s']:.3g}", f"{row['cpu_s']:.3g}", 
+         *(f"{row[name] or 0:,.0f} B" for name in sent)]
+        for row in rows
+    ]))  # fmt: skip
+    loads = [first_load, load_average()]
+    write_found(options, scale=asdict(scale), runs=num_runs, load_average=loads, rows=rows)
 
 
 if __name__ == "__main__":

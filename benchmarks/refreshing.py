@@ -8,32 +8,25 @@ beside it; medians of these ratios stand in the table, of steps that are summed 
 before included. ``extra`` is what a training on 1,600 rows, 8 a step, takes more in as many rounds as ``auto`` makes:
 the two ratios by the share of steps that is summed, and the refreshes by the time of its rows.
 
-``tiny`` has the shapes of a Llama 128 wide, batches of 8 rows of 100 tokens; ``wide`` one layer 2,048 wide with the
+``tiny`` has four layers 128 wide, batches of 8 rows of 100 tokens; ``wide`` one layer 2,048 wide with the
 shapes of Qwen2.5-3B (a small vocabulary, so that a plain step is cheap), one row of 64. Weights and tokens are random.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections import defaultdict
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 from peft import get_peft_model
-from rich.console import Console
-from rich.table import Table
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from frozencore import FrozenCoreConfig, Refresh, calibrate
+from contestants import ATTENTION, Stepper, adapter_config, labelled_batch, random_ids, random_qwen2
+from frozencore import Refresh, calibrate
 from frozencore.adapter.bases.refresh_plan import rounds_for
-from frozencore.files.whole_file import write_json
-from frozencore.tune.run.provenance import provenance
-from step import ATTENTION, timed
+from harness import cpu_s, parser_of, table, write_found
 
 TRAINED, A_STEP = 1600, 8  # rows
 
@@ -65,42 +58,11 @@ QUICK = [
 ]
 
 
-@dataclass(frozen=True)
-class Measured:
-    """One setting.
-
-    Attributes:
-        plain_s: Median step of the plain training.
-        share: Of the steps, how many are summed.
-        summed, others: Median ratios of the two kinds of steps; None where there are none of a kind.
-        refresh_s: Median of a refresh.
-        rounds: That ``auto`` makes.
-        extra: Of the time of a plain training.
-        columns: Of the sketches; 0 for exact sums.
-    """
-
-    plain_s: float
-    share: float
-    summed: float | None
-    others: float | None
-    refresh_s: float
-    rounds: int
-    extra: float
-    columns: int
-
-
 def model_of(name: str) -> nn.Module:
-    torch.manual_seed(0)
     if name == "tiny":
-        config = LlamaConfig(
-            vocab_size=512, hidden_size=128, intermediate_size=352, num_hidden_layers=4, num_attention_heads=2
-        )
-        return LlamaForCausalLM(config)
+        return random_qwen2(4, 128, heads=2, inner=352, vocabulary=512)
     width, inner, heads = (2048, 11008, 16) if name == "wide" else (64, 160, 4)
-    return Qwen2ForCausalLM(Qwen2Config(
-        vocab_size=512, hidden_size=width, intermediate_size=inner, num_hidden_layers=1, num_attention_heads=heads,
-        num_key_value_heads=2,
-    ))  # fmt: skip
+    return random_qwen2(1, width, heads=heads, inner=inner, vocabulary=512)
 
 
 class Training:
@@ -108,41 +70,40 @@ class Training:
 
     def __init__(self, setting: Setting, rounds: int) -> None:
         targets = ATTENTION if setting.targets == "attention" else "all-linear"
-        self.model = get_peft_model(model_of(setting.model), FrozenCoreConfig(r=setting.rank, target_modules=targets))
-        ids = torch.randint(512, (setting.num_rows, setting.num_tokens), generator=torch.Generator().manual_seed(1))
-        self.batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+        self.model = get_peft_model(model_of(setting.model), adapter_config("frozencore", targets, setting.rank))
+        self.batch = labelled_batch(random_ids(setting.num_rows, setting.num_tokens, 512))
+        self.batch["labels"] = self.batch["input_ids"]
         calibrate(self.model, [self.batch], progress=False)
-        self.model.train()
-        self.cores = [p for p in self.model.parameters() if p.requires_grad]
-        self.optimizer = torch.optim.AdamW(self.cores, lr=1e-3, fused=True)
+        self.stepper = Stepper(self.model.train())
         self.refresh = Refresh(self.model, rounds, memory_budget=setting.memory_budget)
         self.state: Any = SimpleNamespace(global_step=0, max_steps=setting.num_rounds * setting.steps_a_round)
         self.told: Any = (SimpleNamespace(), self.state, SimpleNamespace())
         self.refresh.on_train_begin(*self.told)
 
     def begin_step(self) -> None:
-        self.refresh.on_step_begin(*self.told, optimizer=self.optimizer)
+        self.refresh.on_step_begin(*self.told, optimizer=self.stepper.optimizer)
 
     def step(self) -> None:
-        self.model(**self.batch).loss.backward()
-        nn.utils.clip_grad_norm_(self.cores, 1.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        self.stepper.step(self.batch)
         self.state.global_step += 1
 
 
-def measure(setting: Setting) -> Measured:
+def measure(setting: Setting) -> dict[str, Any]:
+    """One setting; ``summed`` and ``others`` are ratios of the two kinds of steps, None where there are none of a kind.
+
+    ``share`` is that of the summed steps, ``columns`` the width of the sketches, 0 for exact sums.
+    """
     plain, rounds = Training(setting, 1), Training(setting, setting.num_rounds)
     ratios: dict[bool, list[float]] = defaultdict(list)
     plain_s: list[float] = []
     refresh_s: list[float] = []
     for number in range(plain.state.max_steps):
-        begun = timed(rounds.begin_step)
+        begun = cpu_s(rounds.begin_step)
         if number and number % setting.steps_a_round == 0:
             refresh_s.append(begun)
         is_last = number >= plain.state.max_steps - setting.steps_a_round
         summed = not is_last and rounds.refresh.sums_now
-        pair = {training: timed(training.step) for training in ((plain, rounds) if number % 2 else (rounds, plain))}
+        pair = {training: cpu_s(training.step) for training in ((plain, rounds) if number % 2 else (rounds, plain))}
         if number >= 2:  # the first ones are slower
             ratios[summed].append(pair[rounds] / pair[plain])
             plain_s.append(pair[plain])
@@ -154,48 +115,34 @@ def measure(setting: Setting) -> Measured:
     chosen = rounds_for(TRAINED, TRAINED // A_STEP, share)
     refreshing = (chosen - 1) * median(refresh_s) / (TRAINED / setting.num_rows * a_step)
     widths = rounds.refresh.widths
-    return Measured(
-        plain_s=a_step,
-        share=share,
-        summed=found.get(True),
-        others=found.get(False),
-        refresh_s=median(refresh_s),
-        rounds=chosen,
-        extra=steps * (chosen - 1) / chosen + refreshing,
-        columns=max(widths.values()) if widths else 0,
-    )
-
-
-def show(rows: list[dict[str, Any]]) -> None:
-    table = Table()
-    for heading in ("", "sums", "plain step", "summed", "step summed", "not summed", "refresh", "rounds", "extra"):
-        table.add_column(heading, justify="right" if heading else "left")
-    for row in rows:
-        ratios = ("" if row[kind] is None else f"{row[kind]:.3f}" for kind in ("summed", "others"))
-        table.add_row(
-            f"{row['model']}, {row['targets']}, r = {row['rank']}",
-            f"{row['columns']} columns" if row["columns"] else "exact", f"{1e3 * row['plain_s']:.0f} ms",
-            f"{row['share']:.0%} of steps", *ratios, f"{row['refresh_s']:.2f} s", str(row["rounds"]),
-            f"{row['extra']:+.1%}",
-        )  # fmt: skip
-    Console(width=120).print(table)
+    return {
+        "plain_s": a_step,
+        "share": share,
+        "summed": found.get(True),
+        "others": found.get(False),
+        "refresh_s": median(refresh_s),
+        "rounds": chosen,
+        "extra": steps * (chosen - 1) / chosen + refreshing,
+        "columns": max(widths.values()) if widths else 0,
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, "refreshing")
     parser.add_argument("--model", choices=["tiny", "wide"], help="Only settings of this model.")
-    parser.add_argument("--quick", action="store_true", help="One narrow layer, short rows: does it run?")
-    parser.add_argument(
-        "--out", type=Path, help="Default: lab/results/refreshing.json beside this file; none with --quick."
-    )
     options = parser.parse_args()
-    out = options.out or (None if options.quick else Path(__file__).parent / "results" / "refreshing.json")
     settings = [one for one in (QUICK if options.quick else SETTINGS) if options.model in (None, one.model)]
-    rows = [asdict(setting) | asdict(measure(setting)) for setting in settings]
-    show(rows)
-    if out is not None:
-        run = {"threads": torch.get_num_threads(), "rows_trained": TRAINED}
-        write_json(out, {"benchmark": "refreshing", **run, "rows": rows, "provenance": provenance()})
+    rows = [asdict(setting) | measure(setting) for setting in settings]
+    headings = ["", "sums", "plain step", "summed", "step summed", "not summed", "refresh", "rounds", "extra"]
+    print(table(headings, [
+        [f"{row['model']}, {row['targets']}, r = {row['rank']}",
+         f"{row['columns']} columns" if row["columns"] else "exact", f"{1e3 * row['plain_s']:.0f} ms",
+         f"{row['share']:.0%} of steps",
+         *("" if row[kind] is None else f"{row[kind]:.3f}" for kind in ("summed", "others")),
+         f"{row['refresh_s']:.2f} s", str(row["rounds"]), f"{row['extra']:+.1%}"]
+        for row in rows
+    ]))  # fmt: skip
+    write_found(options, rows_trained=TRAINED, rows=rows)
 
 
 if __name__ == "__main__":

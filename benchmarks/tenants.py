@@ -15,12 +15,11 @@ without adapters, our bank, our ``adapter_names``, PEFT's LoRA with ``adapter_na
 
 from __future__ import annotations
 
-import argparse
 import os
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from statistics import median, quantiles
 from tempfile import TemporaryDirectory
@@ -29,30 +28,17 @@ from typing import Any
 import psutil
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from rich.console import Console
-from rich.table import Table
 from torch import nn
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM
 
-from frozencore import CoreBank, FrozenCoreConfig, frozen_core_layers, load_basis, save_basis, set_bases, unpack_adapter
-from frozencore.files.whole_file import write_json
+import tenant_tables
+from contestants import UNCALIBRATED, adapter_config, random_ids, random_qwen2
+from frozencore import CoreBank, frozen_core_layers, load_basis, save_basis, set_bases, unpack_adapter
 from frozencore.tune.pocket import pocket_model_path
-from frozencore.tune.run.provenance import provenance
-from machine import load_average, machine_name
+from harness import cpu_s, load_average, machine_name, medians, parser_of, ratios, take_turns, write_found
 
-RANK = 16
-ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 NUM_FILES = 100
 NEW_TOKENS, PROMPT_TOKENS = 32, 32
-
-
-def qwen2(num_layers: int, width: int, heads: int, key_heads: int, *, feed_forward: int, vocabulary: int) -> nn.Module:
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=vocabulary, hidden_size=width, intermediate_size=feed_forward, num_hidden_layers=num_layers,
-        num_attention_heads=heads, num_key_value_heads=key_heads, max_position_embeddings=512, pad_token_id=0,
-    )  # fmt: skip
-    return Qwen2ForCausalLM(config).eval()
 
 
 def folder_bytes(folder: Path) -> int:
@@ -73,7 +59,7 @@ def draw_cores(model: nn.Module, adapter_name: str, seed: int) -> None:
 
 def on_a_basis(base: nn.Module, folder: Path) -> PeftModel:
     """A model with the adapter "default" on a named basis of random directions, which cost what any cost."""
-    model = get_peft_model(base, FrozenCoreConfig(r=RANK, constructor="random", target_modules=ATTENTION)).eval()
+    model = get_peft_model(base, adapter_config(UNCALIBRATED)).eval()
     save_basis(model, folder)
     return model
 
@@ -83,7 +69,9 @@ def with_lora(base: nn.Module) -> PeftModel:
 
 
 def lora_config() -> LoraConfig:
-    return LoraConfig(r=RANK, lora_alpha=RANK, target_modules=ATTENTION, init_lora_weights=False)
+    config = adapter_config("lora")
+    config.init_lora_weights = False
+    return config
 
 
 def keep(base: nn.Module, counts: list[int], num_loaded: int, place: Path) -> dict[str, Any]:
@@ -109,11 +97,7 @@ def keep(base: nn.Module, counts: list[int], num_loaded: int, place: Path) -> di
     for count in counts:
         before = resident()
         bank = CoreBank(model, count)
-        times = []
-        for i in range(count):
-            started = time.process_time()
-            bank.put(f"tenant {i}", files[i % NUM_FILES])
-            times.append(time.process_time() - started)
+        times = [cpu_s(partial(bank.put, f"tenant {i}", files[i % NUM_FILES])) for i in range(count)]
         found["bank"].append(
             {
                 "tenants": count,
@@ -136,11 +120,11 @@ def keep(base: nn.Module, counts: list[int], num_loaded: int, place: Path) -> di
 
 def loaded(model: PeftModel, folders: list[Path]) -> dict[str, float]:
     """PEFT's ``load_adapter``, one folder after the other; all are taken away again."""
-    before, times = resident(), []
-    for i, folder in enumerate(folders):
-        started = time.process_time()
-        model.load_adapter(str(folder), f"loaded-{i}", autocast_adapter_dtype=False)
-        times.append(time.process_time() - started)
+    before = resident()
+    times = [
+        cpu_s(partial(model.load_adapter, str(folder), f"loaded-{i}", autocast_adapter_dtype=False))
+        for i, folder in enumerate(folders)
+    ]
     taken = resident() - before
     for i in range(len(folders)):
         model.delete_adapter(f"loaded-{i}")
@@ -149,9 +133,7 @@ def loaded(model: PeftModel, folders: list[Path]) -> dict[str, float]:
 
 def batch(name: str, base: nn.Module, num_tenants: int, rounds: int, place: Path) -> dict[str, Any]:
     """A batch of a row for each tenant, forward and generated."""
-    vocabulary = base.config.vocab_size
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(3, vocabulary, (num_tenants, PROMPT_TOKENS), generator=generator)
+    ids = random_ids(num_tenants, PROMPT_TOKENS, base.config.vocab_size)
     rows = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     tenants = [f"t{i:02d}" for i in range(num_tenants)]
     ours, lora, merged = on_a_basis(deepcopy(base), place / name), with_lora(deepcopy(base)), with_lora(deepcopy(base))
@@ -164,109 +146,57 @@ def batch(name: str, base: nn.Module, num_tenants: int, rounds: int, place: Path
         bank.put(tenant, {n: layer.factors(tenant)[2] for n, layer in frozen_core_layers(ours, tenant).items()})
         lora.add_adapter(tenant, lora_config())
 
-    @contextmanager
-    def through_the_bank() -> Iterator[None]:
-        with bank.rows(tenants):
-            yield
-
-    contestants: dict[str, tuple[Any, dict[str, Any], Callable[[], Any]]] = {
+    contestants: dict[str, tuple[Any, dict[str, Any], Callable[[], AbstractContextManager[None]]]] = {
         "base": (base, {}, nullcontext),
-        "our bank": (ours, {}, through_the_bank),
+        "our bank": (ours, {}, lambda: bank.rows(tenants)),
         "our adapter_names": (ours, {"adapter_names": tenants}, nullcontext),
         "LoRA adapter_names": (lora, {"adapter_names": tenants}, nullcontext),
         "LoRA merged, one tenant": (merged, {}, nullcontext),
     }
+    new_tokens = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False, "use_cache": True}
+
+    def run(contestant: str, what: str) -> None:
+        model, options, around = contestants[contestant]
+        with torch.no_grad(), around():
+            if what == "forward":
+                model(**rows, **options)
+            else:
+                model.generate(**rows, **options, **new_tokens)
+
     found: dict[str, Any] = {"model": name, "tenants": num_tenants, "load": load_average()}
     for what in ("forward", "generate"):
-        times: dict[str, list[float]] = {contestant: [] for contestant in contestants}
-        for turn in range(rounds + 1):
-            for contestant, (model, options, around) in contestants.items():
-                with torch.no_grad(), around():
-                    started = time.process_time()
-                    if what == "forward":
-                        model(**rows, **options)
-                    else:
-                        model.generate(
-                            **rows, **options, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False
-                        )
-                    spent = time.process_time() - started
-                if turn:  # the first warms up
-                    times[contestant].append(spent)
+        times = take_turns({name: partial(run, name, what) for name in contestants}, rounds)
         found[what] = {
-            contestant: {
-                "processor_s": median(own),
-                "over_base": quartiles([a / b for a, b in zip(own, times["base"], strict=True)]),
-            }
-            for contestant, own in times.items()
+            name: {"processor_s": seconds, "over_base": ratios(times[name], times["base"])}
+            for name, seconds in medians(times).items()
         }
     return found
 
 
-def quartiles(values: list[float]) -> tuple[float, float, float]:
-    low, middle, high = quantiles(values, n=4) if len(values) > 1 else values * 3
-    return middle, low, high
-
-
-def print_tables(result: dict[str, Any], console: Console) -> None:
-    kept = result["keep"]
-    disk = Table("a tenant on disk", "bytes", title=f"{kept['trained_values']:,} trained values")
-    for name, size in kept["disk_bytes"].items():
-        disk.add_row(name, f"{size:,}")
-    console.print(disk)
-    bank = Table("tenants in a bank", "memory", "to enter", "95 %", "all")
-    for row in kept["bank"]:
-        bank.add_row(
-            f"{row['tenants']:,}", f"{row['resident_bytes'] / 1e6:.1f} MB", f"{1e3 * row['enter_s']:.2f} ms",
-            f"{1e3 * row['enter_s_p95']:.2f} ms", f"{row['all_s']:.1f} s",
-        )  # fmt: skip
-    console.print(bank)
-    adapters = Table("loaded with PEFT", "adapters", "memory each", "to load")
-    for name, row in kept["adapters"].items():
-        size = f"{row['resident_bytes_each'] / 1e6:.2f} MB"
-        adapters.add_row(name, str(row["adapters"]), size, f"{1e3 * row['load_s']:.0f} ms")
-    console.print(adapters)
-    for found in result["batch"]:
-        table = Table("64 rows, 64 tenants", "forward / base", "32 tokens / base", title=found["model"])
-        for name in found["forward"]:
-            cells = [found[what][name]["over_base"] for what in ("forward", "generate")]
-            table.add_row(name, *(f"{m:.2f} ({low:.2f} to {high:.2f})" for m, low, high in cells))
-        console.print(table)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="Tiny sizes: does it run?")
+    parser = parser_of(__doc__, f"tenants-{machine_name()}")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument(
-        "--out", type=Path, default=Path(__file__).parent / "results" / f"tenants-{machine_name()}.json"
-    )
     options = parser.parse_args()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     with TemporaryDirectory() as place:
         folder = Path(place)
         if options.quick:
-            kept = keep(qwen2(2, 64, 4, 2, feed_forward=32, vocabulary=64), [1, 10], 2, folder)
-            small = qwen2(2, 64, 4, 2, feed_forward=128, vocabulary=64)
-            batches = [batch("2 x 64", small, 4, 1, folder)]
+            small = random_qwen2(2, 64, heads=4, vocabulary=64).eval()
+            kept = keep(small, [1, 10], 2, folder)
+            batches = [batch("2 x 64", random_qwen2(2, 64, heads=4, vocabulary=64).eval(), 4, 1, folder)]
         else:
-            wide = qwen2(36, 2048, 16, 2, feed_forward=64, vocabulary=64).to(torch.bfloat16)
-            kept = keep(wide, [1, 100, 1000, 10000], 10, folder)
+            wide = random_qwen2(36, 2048, heads=16, inner=64, vocabulary=64).eval()
+            kept = keep(wide.to(torch.bfloat16), [1, 100, 1000, 10000], 10, folder)
             del wide
-            model = qwen2(8, 512, 8, 2, feed_forward=1408, vocabulary=8192)
+            model = random_qwen2(8, 512, vocabulary=8192).eval()
             pocket = AutoModelForCausalLM.from_pretrained(pocket_model_path()).eval()
             batches = [
                 batch("8 x 512", model, 64, options.rounds, folder),
                 batch("pocket", pocket, 64, options.rounds, folder),
             ]
-    result = {
-        "benchmark": "tenants",
-        "quick": options.quick,
-        "keep": kept,
-        "batch": batches,
-        "provenance": provenance(),
-    }
-    print_tables(result, Console(width=100))
-    write_json(options.out, result)
+    result = {"keep": kept, "batch": batches}
+    print(tenant_tables.keep(result), tenant_tables.batch(result), sep="\n")
+    write_found(options, **result)
 
 
 if __name__ == "__main__":

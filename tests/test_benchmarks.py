@@ -13,15 +13,12 @@ from typing import Any
 import pytest
 
 import forked
+from frozencore.tune.pocket import pocket_model_path
 from places import ROOT
 
 BENCHMARKS = ROOT / "benchmarks"
-RESULTS = BENCHMARKS / "results"
 
-GPU_SECTIONS = (  # the most important first
-    "CUDA graphs", "race", "compile", "trained together", "one batch", "products", "SVDs", "LoRA batch", "full PiSSA",
-    "EVA", "kernels",
-)  # fmt: skip
+GPU_SECTIONS = ("graphs", "compile", "race", "one batch", "trained together", "kernels")  # the most important first
 PROMISED: dict[str, tuple[tuple[str, ...], set[str]]] = {
     "step": (("--quick",), {"rank", "rounds", "rows", "adapter_of_144_layers"}),
     "calibration": (("--quick",), {"scale", "rank", "rows"}),
@@ -35,15 +32,10 @@ PROMISED: dict[str, tuple[tuple[str, ...], set[str]]] = {
     "advice": (("--quick",), {"constructors", "metric", "rows"}),
     "tenants": (("--quick",), {"keep", "batch"}),
     "per_example": (("--quick",), {"ranks", "rounds", "rows"}),
-    "scale": (("--quick",), {"rates", "plan", "rows"}),
-    "gpu": (
-        ("--tiny", "--models", "Qwen2.5-3B", "Llama-3.2-1B", "--sections", *GPU_SECTIONS),
-        {"device", "job", "models", "budget_s", "used_s", "paper_h20"},
-    ),
 }
 SLOW = {
-    "step", "refreshing", "calibration", "svd", "ranks", "memory", "many_training", "many_commands", "gpu", "tenants",
-    "scale", "per_example",
+    "step", "refreshing", "calibration", "svd", "ranks", "memory", "many_training", "many_commands", "tenants",
+    "per_example",
 }  # fmt: skip
 EVERYWHERE = {"benchmark", "provenance"}
 
@@ -85,45 +77,57 @@ def test_the_quick_mode_writes_the_promised_keys(script: str, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_the_gpu_benchmark_runs_at_a_tiny_size_on_a_cpu(tmp_path: Path) -> None:
-    """All but what is compiled."""
-    words = ("--tiny", "--models", "Llama-3.2-1B", "--out", tmp_path / "found.json")
-    done = in_a_fork("gpu", tmp_path, *words)
-    assert done.status == 0, done.err[-2000:]
-    found = json.loads((tmp_path / "found.json").read_text())["models"]["Llama-3.2-1B"]
-    assert tuple(found) == tuple(name for name in GPU_SECTIONS if name != "compile")
-    assert not [section for section in found.values() if "error" in section]
-    assert found["race"].keys() == {"floor", "lora", "dora", "pissa", "frozencore"}
-    assert "calibration_build_s" in found["race"]["frozencore"]["runs"][0]
-    together = found["trained together"]
-    assert together["2 together"]["tenant_step_s"] > 0
-    assert together["floor"].keys() == {"2 together", "3 together"}
-
-
-@pytest.mark.slow
-def test_the_gpu_benchmark_measures_every_section_of_every_model_on_a_cpu(
+def test_the_gpu_benchmark_measures_every_section_of_every_model_and_goes_on_where_it_was_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = results_of("gpu", tmp_path)
-    assert found["models"].keys() == {"Qwen2.5-3B", "Llama-3.2-1B"}
-    of_others = {"CUDA graphs", "race", "trained together", "full PiSSA", "EVA", "kernels"}
-    for sections, wanted in zip(found["models"].values(), (set(GPU_SECTIONS), of_others), strict=True):
-        assert not [name for name, section in sections.items() if "error" in section]
-        assert sections["race"].keys() == {"floor", "lora", "dora", "pissa", "frozencore"}
-        assert sections["race"]["frozencore"]["num_trainable"] == 2 * 4 * 16**2
+    """The pocket model stands in for SmolLM2. It is missing at first, so that only its sections are measured again."""
+    out = tmp_path / "found.json"
+    words = ("--tiny", "--models", "Qwen2.5-3B", "SmolLM2-135M", "--sections", *GPU_SECTIONS, "--out", out)
+    ended = in_a_fork("gpu", tmp_path, *words, "--smollm2", tmp_path / "no-model")
+    assert ended.status == 0, ended.err[-2000:]
+    before = json.loads(out.read_text())["models"]
+    assert all("error" in section for section in before["SmolLM2-135M"].values())
+    ended = in_a_fork("gpu", tmp_path, *words, "--smollm2", pocket_model_path())
+    assert ended.status == 0, ended.err[-2000:]
+    found = json.loads(out.read_text())
+    assert found["models"]["Qwen2.5-3B"] == before["Qwen2.5-3B"]
+    wanted = {"CUDA graphs", *GPU_SECTIONS[1:]}
+    for sections in found["models"].values():
         assert sections.keys() == wanted
-        assert "skipped" in sections["CUDA graphs"]
-    assert found["models"]["Qwen2.5-3B"]["compile"].keys() == {"blocks", "floor", "frozencore", "lora", "dora"}
-    rows = loaded("speed_tables", monkeypatch).gpu_more(found).splitlines()[2:]
-    assert [row.split(" | ")[0] for row in rows] == ["| Qwen2.5-3B"] * 5 + ["| Llama-3.2-1B"] * 2
+        assert not [name for name, section in sections.items() if "error" in section]
+        assert {name for name, section in sections.items() if "skipped" in section} == {"CUDA graphs", "kernels"}
+        assert sections["race"].keys() == {"floor", "lora", "dora", "pissa", "frozencore"}
+        assert "calibration_build_s" in sections["race"]["frozencore"]["runs"][0]
+        assert sections["compile"].keys() == {"blocks", "floor", "frozencore", "lora", "dora"}
+        assert sections["trained together"]["floor"].keys() == {"2 together", "3 together"}
+    assert found["models"]["Qwen2.5-3B"]["race"]["frozencore"]["num_trainable"] == 2 * 4 * 16**2
+    assert "eager step / LoRA" in ended.out
+    rows = loaded("speed_tables", monkeypatch).gpu_more(found).splitlines()
+    assert sum(row.startswith("| Qwen2.5-3B | ") for row in rows) == 5
 
 
-@pytest.mark.slow
-def test_the_gpu_benchmark_names_what_its_budget_leaves_no_time_for(tmp_path: Path) -> None:
-    done = run("gpu", "--tiny", "--budget", "0", "--models", "Llama-3.2-1B", "--out", tmp_path / "found.json")
-    assert done.returncode == 0, done.stderr[-2000:]
-    sections = json.loads((tmp_path / "found.json").read_text())["models"]["Llama-3.2-1B"]
-    assert all("no time left" in section["skipped"] for section in sections.values())
+def test_the_gpu_benchmark_names_what_its_budget_leaves_no_time_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = loaded("gpu", monkeypatch)
+    order = gpu.plan(["a", "b"], list(gpu.SECTIONS))
+    assert order[0] == ("a", "graphs")
+    assert order.index(("b", "race")) < order.index(("a", "one batch"))
+    report = gpu.Report(None, {"device": "cpu"})
+    left = gpu.measure(order, gpu.Stage("cpu", gpu.TINY, None, None, False), 5.0, report)
+    assert left == [f"{model}, {section}" for model, section in order]
+
+
+def test_a_missed_target_of_a_gpu_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = {"floor": {"step_s": 1.0}, "lora": {"step_s": 1.5}, "frozencore": {"step_s": 1.05}}
+    slow = steps | {"frozencore": {"step_s": 1.6}}
+    found = {
+        "models": {"one": {"CUDA graphs": steps, "compile": steps}, "two": {"CUDA graphs": steps, "compile": slow}}
+    }
+    lines = loaded("speed_tables", monkeypatch).gpu_targets(found).splitlines()[2:]
+    assert lines == [
+        "| compiled step / LoRA | <= 1 | 0.700 | 1.067 | missed |",
+        "| step as a CUDA graph / floor | <= 1.06 | 1.050 | 1.050 | reached |",
+        "| step as a CUDA graph / LoRA | <= 0.8 | 0.700 | 0.700 | reached |",
+    ]
 
 
 @pytest.mark.slow
@@ -151,27 +155,7 @@ def test_everything_together_merges_its_parts_and_judges_the_targets(tmp_path: P
 
 
 def test_the_pages_hold_the_numbers_of_their_files(tmp_path: Path) -> None:
-    done = in_a_fork("cost_page", tmp_path, "--check")
-    assert done.status == 0, done.out + done.err[-2000:]
-
-
-@pytest.mark.parametrize("name", ["many-training", "many-commands"])
-def test_the_page_of_many_cores_holds_what_was_measured(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = [json.loads(file.read_text()) for file in RESULTS.glob(f"{name}-*.json")]
-    tables = "".join(f"{loaded(name.replace('-', '_'), monkeypatch).tables(result)}\n" for result in found)
-    page = (ROOT / "docs" / "many-cores.md").read_text(encoding="utf-8")
-    assert f"<!-- {name}:begin -->\n{tables}<!-- {name}:end -->" in page
-
-
-def test_the_page_on_tenants_holds_the_numbers_of_its_file(tmp_path: Path) -> None:
-    (measured,) = RESULTS.glob("tenants-*.json")
-    done = in_a_fork("tenants_page", tmp_path, "--check", "--results", measured)
-    assert done.status == 0, done.out + done.err[-2000:]
-
-
-def test_the_page_on_serving_holds_the_numbers_of_its_file(tmp_path: Path) -> None:
-    (measured,) = RESULTS.glob("served-*.json")
-    done = in_a_fork("served_page", tmp_path, "--check", "--results", measured)
+    done = in_a_fork("pages", tmp_path, "--check")
     assert done.status == 0, done.out + done.err[-2000:]
 
 

@@ -1,22 +1,12 @@
-"""The figures of docs/cost.md and of the README on speed, and docs/figures/growth.png, from what ``make bench`` and
-benchmarks/gpu.py wrote.
-
-python benchmarks/cost_page.py            # rewrites all;  --check says whether the pages are those of the files
-"""
+"""Tables of docs/cost.md on growth, ranks and projection, from what ``make bench`` wrote."""
 
 from __future__ import annotations
 
-import argparse
-import json
-import re
 from collections.abc import Mapping
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-import speed_tables
-from growth_figure import growth_figure, over_floor
-from operations import FLOAT32_BYTES
+from harness import table
 from projection import (
     H100,
     JOBS,
@@ -29,41 +19,35 @@ from projection import (
     lora_values,
     project,
 )
-from speed_tables import table
+from shapes import FLOAT32_BYTES
 
-ROOT = Path(__file__).parents[1]
-RESULTS = Path(__file__).parent / "results"
-MACHINE = RESULTS / "amd-epyc-2-cores.json"
-PAGE, README = ROOT / "docs" / "cost.md", ROOT / "README.md"
-FIGURE = ROOT / "docs" / "figures" / "growth.png"
 SWEPT = {"num_examples": "examples", "width": "width", "num_layers": "layers", "rank": "rank"}
 Found = Mapping[str, Any]
 
 
-def render(machine: Found, gpu: Found) -> dict[str, str]:
-    """Every generated block of docs/cost.md by its name."""
-    parts = machine["parts"]
-    growth, ranks = parts["growth"], parts["ranks"]
+def blocks(found: Found) -> dict[str, str]:
+    """The generated blocks of docs/cost.md by name, but for those of speed_tables.py."""
+    growth, ranks = found["parts"]["growth"], found["parts"]["ranks"]
     measured = Measured.of(growth, ranks)
-    speed = {
-        "targets": speed_tables.targets(machine),
-        "contest": speed_tables.steps(parts["step"]),
-        "calibrations": speed_tables.calibrations(parts),
-        "svds": speed_tables.svds(parts["svd"]),
-        "memory": speed_tables.memory(parts["memory"]),
-        "gpu": speed_tables.gpu(gpu),
-        "gpu-more": speed_tables.gpu_more(gpu),
+    return {
+        "machine": machine(growth, ranks),
+        **{f"calibration-{word}": _sweep(growth, name) for name, word in SWEPT.items()},
+        "step-rank": _steps(growth, "rank"),
+        "step-targets": _steps(growth, "targets"),
+        "constants": _constants(growth),
+        "ranks": _ranks(ranks),
+        "taken": _taken(measured),
+        "projection": _projection(measured),
+        "gradients": _gradients(),
     }
-    return speed | (
-        {"machine": _machine(growth, ranks)}
-        | {f"calibration-{word}": _sweep(growth, name) for name, word in SWEPT.items()}
-        | {"step-rank": _steps(growth, "rank"), "step-targets": _steps(growth, "targets")}
-        | {"constants": _constants(growth), "ranks": _ranks(ranks), "taken": _taken(measured)}
-        | {"projection": _projection(measured), "gradients": _gradients()}
-    )
 
 
-def _machine(growth: Found, ranks: Found) -> str:
+def over_floor(row: Found, contestant: str) -> float:
+    """Median over the runs of a contestant's step over the floor's in the same round."""
+    return median(run[f"{contestant}_s"] / run["floor_s"] for run in row["runs"])
+
+
+def machine(growth: Found, ranks: Found) -> str:
     rates, torch_version = growth["rates"], growth["provenance"]["versions"]["torch"]
     return (
         f"{growth['processor']}, {growth['num_cores']} cores, torch {torch_version}. One thread does "
@@ -219,43 +203,3 @@ def _gradients() -> str:
     ]
     jobs = (("Qwen2.5-3B", QWEN_3B, 8), ("Qwen2.5-7B", QWEN_7B, 1000), ("Llama-3.1-70B", LLAMA_70B, 250))
     return table(headings, [cells(*job) for job in jobs])
-
-
-def marked(name: str) -> re.Pattern[str]:
-    """Finds a generated block: what opens it, its text, what closes it."""
-    return re.compile(rf"(<!-- {name}:begin -->\n)(.*?)(<!-- {name}:end -->)", flags=re.DOTALL)
-
-
-def rewritten(page: str, blocks: Mapping[str, str]) -> str:
-    for name, block in blocks.items():
-        page, count = marked(name).subn(lambda found, block=block: found[1] + block + found[3], page)
-        if count != 1:
-            raise ValueError(f"The page must hold the block {name!r} once, but has it {count} times.")
-    return page
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--machine", type=Path, default=RESULTS / "amd-epyc-2-cores.json", help="What make bench wrote."
-    )
-    parser.add_argument("--check", action="store_true", help="Write nothing; the status is 1 where a page differs.")
-    options = parser.parse_args()
-    machine, gpu = (json.loads(path.read_text()) for path in (options.machine, RESULTS / "gpu.json"))
-    pages = {PAGE: render(machine, gpu), README: {"speed": speed_tables.sentences(machine, gpu)}}
-    if options.check:
-        different = [
-            page.name for page, blocks in pages.items() if page.read_text() != rewritten(page.read_text(), blocks)
-        ]
-        print(f"Other than the results: {', '.join(different) or 'nothing'}.")
-        return int(bool(different))
-    for page, blocks in pages.items():
-        page.write_text(rewritten(page.read_text(), blocks))
-    growth = machine["parts"]["growth"]
-    sweeps = {word: rows_of_sweep(growth, name) for name, word in SWEPT.items()}
-    growth_figure(sweeps, SWEPT, {name: rows_of_steps(growth, name) for name in ("rank", "targets")}, FIGURE)
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

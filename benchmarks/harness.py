@@ -1,0 +1,124 @@
+"""What all benchmarks share: options, runs that take turns, tables, and the file with what was found and on what."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import re
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+import torch
+
+from frozencore.files.whole_file import write_json
+from frozencore.tune.run.provenance import provenance
+
+ROOT = Path(__file__).parents[1]
+RESULTS = Path(__file__).parent / "results"
+Quartiles = tuple[float, float, float]
+
+
+def processor() -> str:
+    """The processor's own name where the system tells it, else its architecture."""
+    info = Path("/proc/cpuinfo")
+    found = re.search(r"^model name\s*:\s*(.+)$", info.read_text(), re.MULTILINE) if info.exists() else None
+    return found.group(1).strip() if found else platform.processor() or platform.machine()
+
+
+def load_average() -> float | None:
+    """Programs that wanted to run, on average over the last minute, this one included; None where no one counts."""
+    return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
+
+
+def machine_name() -> str:
+    """Processor and cores, as a file may be called."""
+    return re.sub(r"[^a-z0-9]+", "-", f"{processor()} {os.cpu_count()} cores".lower()).strip("-")
+
+
+def parser_of(doc: str | None, name: str) -> argparse.ArgumentParser:
+    """The options of every benchmark: ``--quick`` and ``--out``.
+
+    Args:
+        name: The results file is ``results/NAME.json`` unless ``--out`` names another.
+    """
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="Tiny sizes: does it run? Its numbers mean nothing.")
+    parser.add_argument(
+        "--out", type=Path, help=f"Default: results/{name}.json beside this file; nothing is written with --quick."
+    )
+    parser.set_defaults(name=name)
+    return parser
+
+
+def write_found(options: argparse.Namespace, **found: Any) -> None:
+    """Write the results with the machine's load, its processors and the versions of the libraries."""
+    out = options.out or (None if options.quick else RESULTS / f"{options.name}.json")
+    if out is not None:
+        cpus = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
+        about = {"benchmark": options.name, "quick": options.quick, "cpus": cpus, "load": load_average()}
+        write_json(out, about | found | {"provenance": provenance()})
+
+
+def cpu_s(run: Callable[[], Any]) -> float:
+    """Processor seconds of this process: on one thread, wall time without what other programs took."""
+    started = time.process_time()
+    run()
+    return time.process_time() - started
+
+
+def wall_s(run: Callable[[], Any]) -> float:
+    """Wall seconds until a CUDA device, if there is one, is idle again."""
+    synchronise()
+    started = time.perf_counter()
+    run()
+    synchronise()
+    return time.perf_counter() - started
+
+
+def synchronise() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def take_turns(
+    runs: Mapping[str, Callable[[], Any]], rounds: int, timed: Callable[[Callable[[], Any]], float] = cpu_s
+) -> dict[str, list[float]]:
+    """Seconds of each run in each round, the order turned round every other time; one round before is untimed."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for number in range(rounds + 1):
+        for name in list(runs)[:: 1 if number % 2 else -1]:
+            seconds = timed(runs[name])
+            if number:
+                times[name].append(seconds)
+    return times
+
+
+def quartiles(values: Sequence[float]) -> Quartiles:
+    """Median, lower and upper quartile."""
+    low, middle, high = quantiles(values, n=4) if len(values) > 1 else list(values) * 3
+    return round(middle, 4), round(low, 4), round(high, 4)
+
+
+def ratios(times: Sequence[float], reference: Sequence[float]) -> Quartiles:
+    """Quartiles of each round's time over the reference's of the same round."""
+    return quartiles([mine / theirs for mine, theirs in zip(times, reference, strict=True)])
+
+
+def medians(times: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    return {name: median(own) for name, own in times.items()}
+
+
+def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Markdown, on a page and in a terminal; all columns but the first to the right."""
+    lines = [headings, ["---", *["--:"] * (len(headings) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+def with_quartiles(found: Sequence[float], form: str = ".2f") -> str:
+    """``1.02 (1.01 to 1.04)``."""
+    middle, low, high = (format(value, form) for value in found)
+    return f"{middle} ({low} to {high})"

