@@ -26,7 +26,7 @@ from frozencore.tune.rows.row_files import read_file
 from frozencore.tune.run.record import read_record
 from frozencore.tune.tasks.described import read_own_task
 from frozencore.tune.training.checkpoints import newest_complete_checkpoint, seal_checkpoint
-from frozencore_lab.campaign.plan import Outcome, plan
+from frozencore_lab.campaign.plan import plan
 from frozencore_lab.campaign.results import load_results
 from frozencore_lab.campaign.spec import read_campaign
 from frozencore_lab.cli.campaign_status import status_lines
@@ -162,7 +162,7 @@ def make_targets(folder: Path) -> list[Target]:
 def _finish_campaign(folder: Path) -> str:
     """A campaign by its index in ``results``, and by its runs in ``driven``; the file of one of those."""
     campaign = read_campaign(folder / "campaign" / "a.yaml")
-    jobs = plan(campaign, lambda _: Outcome(read_record(json.dumps(RECORD))))
+    jobs = plan(campaign, lambda _: read_record(json.dumps(RECORD)))
     files = [f"runs/{run.job.id}/result.json" for run in jobs if run.job]
     for name in ("results", "driven"):
         write_json(folder / name / "campaign.json", campaign.model_dump(mode="json"))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from frozencore.tune.run.record import TunedRecord
+from frozencore.tune.run.record import RunRecord, TunedRecord
 from frozencore_lab.campaign.job import make_job
 from frozencore_lab.campaign.plan import plan
 from frozencore_lab.campaign.shared import moments_key
@@ -35,12 +35,11 @@ def test_a_record_says_what_its_run_was_asked_for(name: str) -> None:
     store = Store(LAB / "results" / name)
     for run in plan(store.campaign(), store.outcome):
         assert run.job is not None
-        outcome = store.outcome(run.job.id)
-        assert outcome is not None
-        assert outcome.record is not None
-        if isinstance(outcome.record, TunedRecord):  # a stability run trains nothing
-            assert outcome.record.resolved is not None
-            recipe, config = outcome.record.resolved.recipe, run.job.config
+        record = store.outcome(run.job.id)
+        assert isinstance(record, RunRecord)
+        if isinstance(record, TunedRecord):  # a stability run trains nothing
+            assert record.resolved is not None
+            recipe, config = record.resolved.recipe, run.job.config
             said = recipe["learning_rate"], recipe["warmup"]
             assert said == (config.resolved_learning_rate, config.resolved_warmup)
 

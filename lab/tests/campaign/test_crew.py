@@ -17,7 +17,9 @@ from forked import FORK
 from frozencore_lab.campaign import crew as crew_module
 from frozencore_lab.campaign.crew import Event, LocalCrew
 from frozencore_lab.campaign.job import make_job
-from frozencore_lab.campaign.worker import Place
+from frozencore_lab.campaign.kinds import KINDS
+from frozencore_lab.campaign.store import Store
+from frozencore_lab.campaign.worker import Place, Worker
 
 JOB = make_job("tune", {"model": "pocket", "task": "pocket-math", "seed": 42})
 LONG_S = 60.0
@@ -25,16 +27,18 @@ LONG_S = 60.0
 
 def finishes_at_once(connection: Connection, *_: object) -> None:
     """A worker's process whose runs take no time."""
+    connection.recv()
     while True:
         try:
             connection.recv()
         except EOFError:
             return
-        connection.send(("finished",))
+        connection.send(Event(0, "finished"))
 
 
-def trains_until_it_is_told(connection: Connection, driver: int, folder: Path, *_: object) -> None:
+def trains_until_it_is_told(connection: Connection, driver: int, number: int, num_threads: int) -> None:
     """A worker's process that writes a checkpoint when it is told to stop, a little later."""
+    folder = connection.recv().store.folder
 
     def stop(number: int, frame: FrameType | None) -> None:
         time.sleep(0.1)
@@ -43,7 +47,7 @@ def trains_until_it_is_told(connection: Connection, driver: int, folder: Path, *
 
     signal.signal(signal.SIGTERM, stop)
     connection.recv()
-    connection.send(("stage", "train", 1, 2))
+    connection.send(Event(number, "stage", "train", 1, 2))
     time.sleep(LONG_S)
 
 
@@ -67,16 +71,16 @@ def test_a_worker_that_is_killed_while_idle_is_no_death_and_is_replaced_at_its_n
 ) -> None:
     monkeypatch.setattr(crew_module, "_work", finishes_at_once)
     monkeypatch.setattr(crew_module, "GOOD_BYE_S", 0.1)  # a forked one holds our end of its connection, too
-    crew = make_crew(1, tmp_path, Place())
+    crew = make_crew(1, Worker(Store(tmp_path), Place()))
     crew.start(0, JOB, {})
     assert events_of(crew) == [Event(0, "finished")]
-    first = crew._process_of(0)
+    first = crew._processes[0]
     first.kill()
     first.join(LONG_S)
     assert crew.events(LONG_S) == []
     crew.start(0, JOB, {})
     assert events_of(crew) == [Event(0, "finished")]
-    assert crew._process_of(0).pid != first.pid
+    assert crew._processes[0].pid != first.pid
     crew.close()
 
 
@@ -84,13 +88,13 @@ def test_closing_lets_busy_workers_write_their_checkpoints_all_at_the_same_time(
     make_crew: type[LocalCrew], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(crew_module, "_work", trains_until_it_is_told)
-    crew = make_crew(2, tmp_path, Place())
+    crew = make_crew(2, Worker(Store(tmp_path), Place()))
     crew.start(0, JOB, {})
     crew.start(1, JOB, {})
     told: list[Event] = []
     while len(told) < 2:
         told += events_of(crew)
-    processes = [crew._process_of(worker) for worker in (0, 1)]
+    processes = [crew._processes[worker] for worker in (0, 1)]
     crew.close()
     assert [process.exitcode for process in processes] == [0, 0]
     assert {path.name for path in tmp_path.iterdir()} == {f"checkpoint-{process.pid}" for process in processes}
@@ -113,12 +117,12 @@ def test_what_is_profiled_has_a_process_of_its_own(
 ) -> None:
     monkeypatch.setattr(crew_module, "_work", finishes_at_once)
     monkeypatch.setattr(crew_module, "GOOD_BYE_S", 0.1)
-    crew = make_crew(1, tmp_path, Place())
+    crew = make_crew(1, Worker(Store(tmp_path), Place()))
     made_in = []
     for kind in ("tune", "tune", "profile", "profile", "tune"):
-        crew.start(0, replace(JOB, kind=kind), {})
+        crew.start(0, replace(JOB, kind=KINDS[kind]), {})
         assert events_of(crew) == [Event(0, "finished")]
-        made_in.append(crew._process_of(0).pid)
+        made_in.append(crew._processes[0].pid)
     crew.close()
     shared, again, first, second, _ = made_in
     assert shared == again

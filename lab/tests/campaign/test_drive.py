@@ -17,10 +17,9 @@ from frozencore_lab.campaign.crew import Event, OwnProcess
 from frozencore_lab.campaign.drive import MOST_DEATHS, _Driver, drive
 from frozencore_lab.campaign.job import Job
 from frozencore_lab.campaign.plan import plan
-from frozencore_lab.campaign.results import CampaignResults, load_results
+from frozencore_lab.campaign.results import CampaignResults, Tally, load_results
 from frozencore_lab.campaign.shared import Needs
 from frozencore_lab.campaign.spec import read_campaign
-from frozencore_lab.campaign.standing import Tally
 from frozencore_lab.campaign.store import Store
 from frozencore_lab.campaign.worker import Place, Worker
 from made_up import record_content
@@ -198,7 +197,7 @@ class NotedCrew:
     def start(self, worker: int, job: Job, needs: Needs) -> None:
         self._jobs[worker] = job
         self.started.append(job.id)
-        self.beside.append({each.kind for each in self._jobs.values()} | {f"{len(self._jobs)} at once"})
+        self.beside.append({each.kind.name for each in self._jobs.values()} | {f"{len(self._jobs)} at once"})
 
     def events(self, timeout_s: float) -> Sequence[Event]:
         worker, job = self._jobs.popitem()

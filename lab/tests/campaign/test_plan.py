@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,11 +25,10 @@ from frozencore_lab.campaign.estimate import (
     shared_bytes,
 )
 from frozencore_lab.campaign.job import Job, make_job
-from frozencore_lab.campaign.plan import Outcome, Outcomes, Planned, choices, most_further_trials, plan
-from frozencore_lab.campaign.results import load_results
+from frozencore_lab.campaign.plan import Ended, Outcomes, Planned, choices, most_further_trials, plan
+from frozencore_lab.campaign.results import load_results, tally, time_to_go
 from frozencore_lab.campaign.shared import moments_key, needs_of
 from frozencore_lab.campaign.spec import Campaign, column_key, read_campaign
-from frozencore_lab.campaign.standing import tally, time_to_go
 from frozencore_lab.campaign.store import Store
 from frozencore_lab.campaign.worker import Place
 from made_up import made_up_record, record_content
@@ -46,8 +46,8 @@ def unknown(_: str) -> None:
     return None
 
 
-def scored(**values: Any) -> Outcome:
-    return Outcome(made_up_record({"task": "pocket-math"}, **values))
+def scored(**values: Any) -> Ended:
+    return made_up_record({"task": "pocket-math"}, **values)
 
 
 def test_the_id_is_the_configuration_and_nothing_else() -> None:
@@ -57,7 +57,7 @@ def test_the_id_is_the_configuration_and_nothing_else() -> None:
         job.id == make_job("tune", {**OPTIONS, "learning_rate": 1e-2, "epochs": 3}).id
     )  # what the task and method say
     moved = job.config.model_copy(update={"device": "cuda:1", "data_root": Path("/elsewhere")})
-    assert job.id == type(job)("tune", moved).id
+    assert job.id == replace(job, config=moved).id
     others = ({"rank": 8}, {"seed": 43}, {"damping": 0.1}, {"tokens": "completion"}, {"evaluate_on": "validation"})
     ids = {make_job("tune", {**OPTIONS, **other}).id for other in others} | {make_job("profile", OPTIONS).id, job.id}
     assert len(ids) == len(others) + 2
@@ -167,7 +167,7 @@ def test_final_runs_wait_for_their_search_and_take_what_it_chose(campaign: Campa
 
     accuracy = {trials[0].job.id: 0.5, trials[1].job.id: 0.6}  # type: ignore[union-attr]
 
-    def outcome(run_id: str) -> Outcome | None:
+    def outcome(run_id: str) -> Ended | None:
         return scored(accuracy=accuracy[run_id], held_out_loss=1.0) if run_id in accuracy else None
 
     finals = [run for run in plan(campaign, outcome) if run.phase == "final" and run.axes.get("method") == "fcca"]
@@ -186,7 +186,7 @@ def test_equally_accurate_trials_are_told_apart_by_their_loss(campaign: Campaign
 
 
 def test_a_search_without_a_good_trial_blocks_its_final_runs(campaign: Campaign) -> None:
-    runs = plan(campaign, lambda _: Outcome(failure=Failure(reason="diverged", message="loss nan.")))
+    runs = plan(campaign, lambda _: Failure(reason="diverged", message="loss nan."))
     blocked = [run for run in runs if run.phase == "final" and run.study == "main" and run.axes["method"] == "eva"]
     assert [run.blocked for run in blocked] == ["no trial of the search succeeded (diverged: loss nan.)"] * 2
 
@@ -222,7 +222,7 @@ studies:
 
 def run_searches(campaign: Campaign, loss: Callable[[float, float], float | None]) -> tuple[list[Planned], Outcomes]:
     """The plan when every trial has ended, one at a time, with the loss of its learning rate and its warm-up."""
-    ended: dict[str, Outcome] = {}
+    ended: dict[str, Ended] = {}
     while True:
         planned = plan(campaign, ended.get)
         open_jobs = [run.job for run in planned if run.phase == "search" and run.job and run.job.id not in ended]
@@ -230,7 +230,7 @@ def run_searches(campaign: Campaign, loss: Callable[[float, float], float | None
             return planned, ended.get
         job = open_jobs[0]
         found = loss(job.config.resolved_learning_rate, job.config.resolved_warmup)
-        diverged = Outcome(failure=Failure(reason="diverged", message="loss nan."))
+        diverged = Failure(reason="diverged", message="loss nan.")
         ended[job.id] = diverged if found is None else scored(held_out_loss=found)
 
 
@@ -360,7 +360,7 @@ def test_where_one_method_reads_g_every_run_with_bases_on_that_model_is_measured
 def test_the_time_to_go_is_the_mean_of_the_finished_runs_shared_by_the_workers(campaign: Campaign) -> None:
     runs = plan(campaign, unknown)
     first, second, *_ = dict.fromkeys(run.job.id for run in runs if run.job)
-    outcomes: dict[str, Outcome] = {}
+    outcomes: dict[str, Ended] = {}
     store: Any = SimpleNamespace(outcome=outcomes.get)
     assert time_to_go(runs, store, 2) == ""  # nothing to go by
     outcomes |= {first: scored(total_s=1800.0), second: scored(total_s=5400.0)}

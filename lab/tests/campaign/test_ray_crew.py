@@ -56,7 +56,7 @@ def test_a_node_that_is_killed_in_the_middle_changes_nothing(cluster: Any, tmp_p
     torch.set_num_threads(1)
     drive(campaign, here, OwnProcess(Worker(here, Place(), keep_adapters=True)), lambda *_: None)
 
-    crew = RayCrew(cluster.address, None, there.folder, Place(), keep_adapters=True)
+    crew = RayCrew(cluster.address, None, Worker(there, Place(), keep_adapters=True))
     assert crew.size == 2
     told: list[Event] = []
     sizes: list[int] = []

@@ -18,7 +18,8 @@ from frozencore_lab.campaign import ray_crew
 from frozencore_lab.campaign.crew import Event
 from frozencore_lab.campaign.job import make_job
 from frozencore_lab.campaign.ray_crew import RayCrew
-from frozencore_lab.campaign.worker import Place
+from frozencore_lab.campaign.store import Store
+from frozencore_lab.campaign.worker import Place, Worker
 from ray_in_threads import Cluster, RayTaskError
 
 JOB = make_job("tune", {"model": "pocket", "task": "pocket-math", "seed": 42})
@@ -52,18 +53,14 @@ def crew_of(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Iterator[Callable[
     crews: list[RayCrew] = []
 
     def make(cluster: Cluster, work: Work = lambda _: True, **options: Any) -> RayCrew:
-        class Worker:
-            def __init__(self, store: object, *_: object, **__: object) -> None:
-                self.store = store
-
-            def run(self, job: object, shared: object, tell: Callable[..., None]) -> bool:
+        class Works(Worker):
+            def run(self, job: object, needs: object, tell: Callable[..., None]) -> bool:
                 return work(tell)
 
         monkeypatch.setitem(sys.modules, "ray", cluster)
-        monkeypatch.setattr(ray_crew, "Worker", Worker)
         monkeypatch.setattr(ray_crew, "TELL_EVERY_S", 0.0)
-        place = Place(device=options.pop("device", "auto"))
-        crews.append(RayCrew(options.pop("address", "auto"), options.pop("num_workers", None), folder, place))
+        worker = Works(Store(folder), Place(device=options.pop("device", "auto")))
+        crews.append(RayCrew(options.pop("address", "auto"), options.pop("num_workers", None), worker))
         return crews[-1]
 
     yield make
@@ -250,7 +247,7 @@ def test_an_actor_reads_relative_paths_as_its_driver_does_where_its_node_has_tha
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "driver").mkdir()
-    ray_crew._Actor(tmp_path, Place(), False, tmp_path / "driver")
+    ray_crew._Actor(Worker(Store(tmp_path), Place()), tmp_path / "driver")
     assert Path.cwd() == tmp_path / "driver"
-    ray_crew._Actor(tmp_path, Place(), False, tmp_path / "elsewhere")
+    ray_crew._Actor(Worker(Store(tmp_path), Place()), tmp_path / "elsewhere")
     assert Path.cwd() == tmp_path / "driver"

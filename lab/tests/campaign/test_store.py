@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from frozencore.errors import ArtifactError
+from frozencore.tune.run.record import RunRecord
 from frozencore_lab.campaign.store import Store
 from made_up import record_content
 
@@ -70,9 +71,8 @@ def test_a_result_whose_process_was_killed_before_the_renaming_counts(tmp_path: 
     with Store(tmp_path).running(RUN) as folder:
         assert folder is None
     outcome = Store(tmp_path).outcome(RUN)
-    assert outcome is not None
-    assert outcome.record is not None
-    assert outcome.record.content() == RECORD | {"run_id": RUN}
+    assert isinstance(outcome, RunRecord)
+    assert outcome.content() == RECORD | {"run_id": RUN}
     assert not partial.exists()
 
 

@@ -21,8 +21,9 @@ from frozencore.maths.whitening import damped
 from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.run.bench import calibration_batches, prepare
 from frozencore.tune.run.execute import execute
+from frozencore.tune.run.record import Failure, RunRecord
 from frozencore_lab.campaign.job import Job, make_job
-from frozencore_lab.campaign.shared import SharedWork, needs_of
+from frozencore_lab.campaign.shared import needs_of
 from frozencore_lab.campaign.store import Store
 from frozencore_lab.campaign.worker import Place, Worker
 from made_up import record_content
@@ -48,9 +49,8 @@ def store(tmp_path: Path) -> Store:
 
 def record_of(store: Store, job: Job) -> Any:
     outcome = store.outcome(job.id)
-    assert outcome is not None
-    assert outcome.failure is None, outcome.failure
-    return outcome.record
+    assert isinstance(outcome, RunRecord), outcome
+    return outcome
 
 
 def test_a_run_that_another_worker_has_finished_is_done_without_a_stage(store: Store) -> None:
@@ -58,7 +58,7 @@ def test_a_run_that_another_worker_has_finished_is_done_without_a_stage(store: S
     with store.running(job.id) as folder:
         assert folder is not None
         (folder / "result.json").write_text(json.dumps(record_content({"task": "svamp"}, accuracy=0.5)))
-    assert Worker(store, Place()).run(job, SharedWork(store), lambda *words: stages.append(words))
+    assert Worker(store, Place()).run(job, {}, lambda *words: stages.append(words))
     assert stages == []
     assert record_of(store, job).accuracy == 0.5
 
@@ -83,20 +83,19 @@ def test_a_failure_says_what_kind_it_is_also_where_another_error_hides_it(
                 raise RuntimeError("a trainer's own words")
 
     job = job_of("random")
-    assert not Worker(store, Place()).run(job, SharedWork(store), fails)
+    assert not Worker(store, Place()).run(job, {}, fails)
     outcome = store.outcome(job.id)
-    assert outcome is not None
-    assert outcome.failure is not None
-    assert outcome.failure.reason == reason
-    assert outcome.failure.config == job.resolved
-    assert outcome.failure.message
+    assert isinstance(outcome, Failure)
+    assert outcome.reason == reason
+    assert outcome.config == job.resolved
+    assert outcome.message
 
 
 def test_after_pissa_which_changes_the_base_model_the_next_run_is_as_if_alone(store: Store, tmp_path: Path) -> None:
     first, second = job_of("pissa"), job_of("lora_xs")
     worker = Worker(store, Place(), keep_adapters=True)
-    assert worker.run(first, SharedWork(store), silent)
-    assert worker.run(second, SharedWork(store), silent)
+    assert worker.run(first, {}, silent)
+    assert worker.run(second, {}, silent)
     alone = execute(second.config, tmp_path / "alone", silent)
     for key in ("hashes", "held_out_loss_before", "held_out_loss", "accuracy"):
         assert getattr(record_of(store, second), key) == getattr(alone, key), key
@@ -107,7 +106,7 @@ def test_moments_that_lack_what_a_later_method_wants_are_collected_again_for_bot
     worker = Worker(store, Place())
     names = []
     for method in ("signgrad", "eva", "signgrad"):
-        assert worker.run(job_of(method, rank=4 + len(names)), SharedWork(store), silent)
+        assert worker.run(job_of(method, rank=4 + len(names)), {}, silent)
         (file,) = (store.shared / "moments").glob("*.safetensors")
         names.append(set(next(iter(load_moments(file).values())).names()))
     own, both, unchanged = names
@@ -118,8 +117,8 @@ def test_moments_that_lack_what_a_later_method_wants_are_collected_again_for_bot
 def test_a_run_that_reads_no_data_is_measured_on_the_moments_that_others_share(store: Store) -> None:
     free, reader = job_of("lora_xs", rank=4), job_of("rawgrad", rank=4)
     worker = Worker(store, Place())
-    assert worker.run(free, SharedWork(store, needs_of([free, reader])), silent)
-    assert worker.run(reader, SharedWork(store, needs_of([free, reader])), silent)
+    assert worker.run(free, needs_of([free, reader]), silent)
+    assert worker.run(reader, needs_of([free, reader]), silent)
     assert len(list((store.shared / "moments").glob("*.safetensors"))) == 1
 
     bench = prepare(free.config, silent)
@@ -139,7 +138,7 @@ def test_a_run_that_reads_no_data_is_measured_on_the_moments_that_others_share(s
 
 def test_a_run_that_nobody_shares_moments_with_collects_none_for_a_remark(store: Store) -> None:
     job = job_of("lora_xs")
-    assert Worker(store, Place()).run(job, SharedWork(store, needs_of([job])), silent)
+    assert Worker(store, Place()).run(job, needs_of([job]), silent)
     assert record_of(store, job).criterion is None
     assert not (store.shared / "moments").exists()
 
@@ -147,7 +146,7 @@ def test_a_run_that_nobody_shares_moments_with_collects_none_for_a_remark(store:
 def test_a_first_run_collects_for_all_also_where_the_model_lies_elsewhere(store: Store) -> None:
     place = Place(models={"somewhere": str(pocket_model_path())})
     jobs = [job_of(method, model="somewhere") for method in ("signgrad", "eva")]
-    worker, shared = Worker(store, place), SharedWork(store, needs_of(jobs))
+    worker, shared = Worker(store, place), needs_of(jobs)
     files = []
     for job in jobs:
         assert worker.run(job, shared, silent)
@@ -158,6 +157,6 @@ def test_a_first_run_collects_for_all_also_where_the_model_lies_elsewhere(store:
 
 def test_a_run_with_a_memory_budget_shares_no_sums(store: Store) -> None:
     job = job_of("fcca", memory_budget="1GiB")
-    assert Worker(store, Place()).run(job, SharedWork(store), silent)
+    assert Worker(store, Place()).run(job, {}, silent)
     assert record_of(store, job).config.content()["memory_budget"] == "1GiB"
     assert not store.shared.exists()

@@ -18,7 +18,6 @@ from frozencore.tune.run.calibrating import execute_calibration
 from frozencore.tune.run.execute import execute
 from frozencore.tune.run.selecting import score_rows
 from frozencore_lab.campaign.job import make_job
-from frozencore_lab.campaign.stability import Calibrated, compare_bases
 from tune.run.test_execute import config_of, silent
 
 FEW = {"rank": 16, "rank_budget": "2KB", "targets": "all-linear", "num_train": 16, "num_evaluation": 4}
@@ -88,12 +87,6 @@ def test_ranks_that_are_equal_anyway_take_moments_of_all_rows(tmp_path: Path) ->
     model, found = adapt_from_data(config, bench, ["v_proj"], silent, tmp_path / "calibrated" / "moments.safetensors")
     assert {layer.rank for layer in found.layers.values()} == {11}  # 4 layers in 500 values
     assert model.peft_config["default"].rank_pattern == dict.fromkeys(found.layers, 11)
-
-
-def test_bases_of_two_calibrations_are_not_compared_at_ranks_that_each_chooses() -> None:
-    config = config_of(**FEW)
-    with pytest.raises(ConfigError, match="give rank in place of rank_budget"):
-        compare_bases(Calibrated(config, None), Calibrated(config, None), 32, None, silent)  # type: ignore[arg-type]
 
 
 def test_a_budget_makes_a_run_of_its_own_however_it_is_written_and_leaves_the_ids_of_others() -> None:

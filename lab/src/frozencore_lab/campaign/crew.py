@@ -1,4 +1,8 @@
-"""Workers of a campaign on this machine: in this process, or in processes of their own, one per device."""
+"""Workers of a campaign on this machine: in this process, or in processes of their own, one per device.
+
+A process of its own imports this file first. It imports no library that warns at its import: those come with the
+worker, after their known warnings are silenced.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +15,17 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
-from typing import Literal, Protocol
-
-import torch
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from frozencore.errors import ArtifactError
 from frozencore.quiet import ignore_known_warnings
-from frozencore_lab.campaign.job import Job
-from frozencore_lab.campaign.shared import Needs, SharedWork
-from frozencore_lab.campaign.store import Store
-from frozencore_lab.campaign.worker import Place, Worker
+from frozencore.torch_later import torch
+from frozencore.words import Progress
+
+if TYPE_CHECKING:
+    from frozencore_lab.campaign.job import Job
+    from frozencore_lab.campaign.shared import Needs
+    from frozencore_lab.campaign.worker import Worker
 
 TELL_EVERY_S = 0.2
 GOOD_BYE_S = 5.0  # an idle worker ends by itself when its connection closes
@@ -48,7 +52,7 @@ class Event:
 
 class Crew(Protocol):
     """Workers that make one run at a time. A worker that died is replaced by itself at its next run. One
-    with processes of its own makes each ``profile`` run in a new one."""
+    with processes of its own makes each run that is to be alone in a new one."""
 
     @property
     def size(self) -> int:
@@ -64,6 +68,14 @@ class Crew(Protocol):
         """End the workers, whatever they do."""
 
 
+def end_of_run(number: int, worker: Worker, job: Job, needs: Needs, progress: Progress) -> Event:
+    """Make a run, and tell how it ended."""
+    try:
+        return Event(number, "finished" if worker.run(job, needs, progress) else "failed")
+    except ArtifactError as error:
+        return Event(number, "halted", message=str(error))
+
+
 class OwnProcess:
     """A crew of one: this process."""
 
@@ -74,8 +86,7 @@ class OwnProcess:
         self._events: list[Event] = []
 
     def start(self, worker: int, job: Job, needs: Needs) -> None:
-        finished = self._worker.run(job, SharedWork(self._worker.store, needs), lambda *_: None)
-        self._events.append(Event(worker, "finished" if finished else "failed"))
+        self._events.append(end_of_run(worker, self._worker, job, needs, lambda *_: None))
 
     def events(self, timeout_s: float) -> Sequence[Event]:
         told, self._events = self._events, []
@@ -89,24 +100,21 @@ class LocalCrew:
     """Processes of this machine.
 
     Args:
+        worker: What each of them is; it has run nothing.
         devices: Where each worker computes, in turn; ``("auto",)`` leaves it to the runs.
-        keep_adapters: As in the specification.
     """
 
-    def __init__(
-        self, size: int, folder: Path, place: Place, *, devices: Sequence[str] = ("auto",), keep_adapters: bool = False
-    ) -> None:
+    def __init__(self, size: int, worker: Worker, *, devices: Sequence[str] = ("auto",)) -> None:
         self.size = size
         self._context = multiprocessing.get_context("spawn")
-        self._places = [replace(place, device=devices[i % len(devices)]) for i in range(size)]
-        self._folder = folder
-        self._keep_adapters = keep_adapters
-        self._processes: list[multiprocessing.process.BaseProcess | None] = [None] * size
+        places = [replace(worker.place, device=devices[i % len(devices)]) for i in range(size)]
+        self._workers = [replace(worker, place=place) for place in places]
+        self._processes: dict[int, multiprocessing.process.BaseProcess] = {}
         self._connections: dict[int, Connection] = {}
         self._busy: set[int] = set()
 
     def start(self, worker: int, job: Job, needs: Needs) -> None:
-        if job.kind == "profile" and worker in self._connections:
+        if job.kind.is_alone and worker in self._connections:
             self._dismiss(worker)  # what earlier runs left in a process would count as this one's memory
         if worker not in self._connections:
             self._hire(worker)
@@ -124,7 +132,7 @@ class LocalCrew:
         for connection in wait(list(by_connection), timeout_s):
             worker = by_connection[connection]  # type: ignore[index]  # wait gives back what it was given
             try:
-                told.append(Event(worker, *self._connections[worker].recv()))
+                told.append(self._connections[worker].recv())
                 if told[-1].kind != "stage":
                     self._busy.discard(worker)
             except (EOFError, OSError):
@@ -135,22 +143,21 @@ class LocalCrew:
 
     def close(self) -> None:
         for worker in self._busy:
-            self._process_of(worker).terminate()  # all at once: each ends after the step that it is at
+            self._processes[worker].terminate()  # all at once: each ends after the step that it is at
         for worker in list(self._connections):
             self._dismiss(worker)
 
     def _hire(self, worker: int) -> None:
         ours, theirs = self._context.Pipe()
         threads = max(1, torch.get_num_threads() // self.size)  # of those that the user leaves to torch
-        process = self._context.Process(
-            target=_work, args=(theirs, os.getpid(), self._folder, self._places[worker], self._keep_adapters, threads)
-        )
+        process = self._context.Process(target=_work, args=(theirs, os.getpid(), worker, threads))
         process.start()
         theirs.close()
+        ours.send(self._workers[worker])
         self._processes[worker], self._connections[worker] = process, ours
 
     def _dismiss(self, worker: int) -> None:
-        process = self._process_of(worker)
+        process = self._processes[worker]
         if worker in self._busy:
             process.join(LAST_STEP_S)  # before its connection closes, on which it tells how far it is
         self._connections.pop(worker).close()
@@ -160,40 +167,29 @@ class LocalCrew:
         process.kill()
         process.join()
 
-    def _process_of(self, worker: int) -> multiprocessing.process.BaseProcess:
-        process = self._processes[worker]
-        assert process is not None
-        return process
 
-
-def _work(
-    connection: Connection, driver: int, folder: Path, place: Place, keep_adapters: bool, num_threads: int
-) -> None:
-    """A worker process: runs what it is sent, until its driver is gone."""
+def _work(connection: Connection, driver: int, number: int, num_threads: int) -> None:
+    """A worker process: receives its worker, then runs what it is sent, until its driver is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the driver ends its workers
     threading.Thread(target=_end_with, args=(driver,), daemon=True).start()
     ignore_known_warnings()
+    worker = connection.recv()
     torch.set_num_threads(num_threads)
     gc.freeze()  # every training looks for garbage: not among all that was imported, then
-    store = Store(folder)
-    worker = Worker(store, place, keep_adapters=keep_adapters)
     told_at = 0.0
 
     def tell(stage: str, done: int, total: int | None, _: str = "") -> None:
         nonlocal told_at
         if time.monotonic() - told_at > TELL_EVERY_S:
             told_at = time.monotonic()
-            connection.send(("stage", stage, done, total))
+            connection.send(Event(number, "stage", stage, done, total))
 
     while True:
         try:
             job, needs = connection.recv()
         except EOFError:
             return
-        try:
-            connection.send(("finished" if worker.run(job, SharedWork(store, needs), tell) else "failed",))
-        except ArtifactError as error:
-            connection.send(("halted", "", 0, None, str(error)))
+        connection.send(end_of_run(number, worker, job, needs, tell))
 
 
 def _end_with(driver: int) -> None:

@@ -11,9 +11,9 @@ from frozencore.tune.run.record import Failure
 from frozencore_lab.campaign.crew import Crew, Event
 from frozencore_lab.campaign.job import Job
 from frozencore_lab.campaign.plan import Planned, plan
+from frozencore_lab.campaign.results import Tally, tally
 from frozencore_lab.campaign.shared import Needs, needs_of
 from frozencore_lab.campaign.spec import Campaign
-from frozencore_lab.campaign.standing import Tally, tally
 from frozencore_lab.campaign.store import Store
 
 MOST_DEATHS = 3  # of workers on one run, before it counts as failed
@@ -93,10 +93,9 @@ class _Driver:
     def _next(self, worker: int) -> Job | None:
         """The first run in the queue, rather one of the model that the worker has loaded.
 
-        A profile is made while nothing else runs, and begins when the queue holds nothing else: until it ends, nothing
-        joins the queue.
+        A run that is to be alone begins when the queue holds nothing else: until it ends, nothing joins the queue.
         """
-        shareable = [job for job in self.queue if job.kind != "profile"]
+        shareable = [job for job in self.queue if not job.kind.is_alone]
         if not shareable:
             return self.queue[0] if self.queue and not self.running else None
         return next((job for job in shareable if job.config.model == self.last_model.get(worker)), shareable[0])
@@ -129,4 +128,4 @@ class _Driver:
 
 def _order(run: Planned) -> tuple[bool, bool]:
     """Searches first: what they hide is known before the runs that share moments with it."""
-    return run.job is not None and run.job.kind == "profile", run.phase == "final"
+    return run.job is not None and run.job.kind.is_alone, run.phase == "final"

@@ -25,8 +25,8 @@ from frozencore.tune.suite import find_task
 from frozencore.words import bytes_in_words, num_of, time_in_words
 from frozencore_lab.campaign.job import Job
 from frozencore_lab.campaign.plan import Planned
+from frozencore_lab.campaign.results import measured_seconds, tally
 from frozencore_lab.campaign.shared import moments_key
-from frozencore_lab.campaign.standing import measured_seconds, tally
 from frozencore_lab.campaign.store import Store
 from frozencore_lab.campaign.worker import Place
 
@@ -64,7 +64,7 @@ def estimate_lines(planned: Sequence[Planned], store: Store, place: Place) -> It
     basis = f"as {len(measured)} finished runs took" if measured else f"at {speed * EFFICIENCY / 1e9:.0f} Gop/s"
     memory = max(memory_bytes(job.config, size) for job in jobs.values() if (size := sizes[job.config.model]))
     disk = shared_bytes(jobs.values(), sizes) + left * RECORD_BYTES
-    starts = 1 + sum(job.kind == "profile" for job in jobs.values())  # each of these in a process of its own
+    starts = 1 + sum(job.kind.is_alone for job in jobs.values())  # each of these in a process of its own
     started = "it has started" if starts == 1 else f"its {starts} processes have started"
     yield (
         f"Estimate for the {num_of(left, 'run')} left: {time_in_words(each * left + START_S * starts)} on one worker, "
@@ -114,7 +114,7 @@ def run_seconds(job: Job, size: ModelSize, row_tokens: float, speed: float) -> f
     config = job.config
     rows = OWN_DATA | job.resolved
     trained, scored = rows["num_train"] * rows["epochs"], (2 + num_choices(job)) * rows["num_evaluation"]
-    if job.kind == "stability":
+    if not job.kind.trains:
         trained = scored = 0
     calibrated = config.calibration_size if config.moments_needed else 0
     operations = row_tokens * size.num_parameters * (4 * (trained + calibrated) + 2 * scored)

@@ -18,8 +18,8 @@ from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.option_groups import GROUPS
 from frozencore.tune.run.options_by_name import in_groups
 from frozencore.tune.suite import find_task
-from frozencore_lab.campaign.spec import Kind
-from frozencore_lab.campaign.study_options import PLACES
+from frozencore_lab.campaign.kinds import StudyKind, find_kind
+from frozencore_lab.campaign.study_options import PLACES, most_telling
 
 ID_DIGITS = 16
 PAPERS_CORES = {"coordinates": "qr", "alpha": None}
@@ -31,10 +31,10 @@ class Job:
     """One run of a campaign; equal jobs of different studies are one.
 
     Attributes:
-        reference_size: Calibration examples that a ``stability`` job compares with.
+        reference_size: Calibration examples of the reference, where the kind of study has one.
     """
 
-    kind: Kind
+    kind: StudyKind
     config: RunConfig
     reference_size: int | None = None
 
@@ -44,29 +44,23 @@ class Job:
 
         An option that is new to a later version does not change it.
         """
-        values = self.config.model_dump(mode="json", exclude=set(PLACES), exclude_defaults=True)
-        values.pop("core", None)
+        values = self.config.model_dump(mode="json", exclude={*PLACES, "core"}, exclude_defaults=True)
         if core := self._core_options():
             values["core"] = core
         values["learning_rate"] = self.config.resolved_learning_rate
         values["warmup"] = self.config.resolved_warmup
         if self.config.task is not None:
             task = find_task(self.config.task)
-            for name, default in (
-                ("epochs", task.epochs), ("num_train", task.num_train), ("num_evaluation", task.num_evaluation)
-            ):  # fmt: skip
-                values.setdefault(name, default)
-        return {"kind": self.kind, "reference_size": self.reference_size, **values}
+            protocol = {name: getattr(task, name) for name in ("epochs", "num_train", "num_evaluation")}
+            values = protocol | values
+        return {"kind": self.kind.name, "reference_size": self.reference_size, **values}
 
     def _core_options(self) -> dict[str, Any]:
-        """The core options that the method reads, without those that say what an id leaves out."""
+        """The core options that the method reads and that an id does not leave out."""
         given = self.config.core.model_dump(mode="json")
         default = type(self.config.core)().model_dump(mode="json") | PAPERS_CORES
-        return {
-            name: value
-            for name, value in given.items()
-            if value != default[name] and self.config.method in readers(name)
-        }
+        changed = {name: value for name, value in given.items() if value != default[name]}
+        return {name: value for name, value in changed.items() if self.config.method in readers(name)}
 
     @cached_property
     def id(self) -> str:
@@ -74,7 +68,7 @@ class Job:
         return fingerprint_options(self.resolved)[:ID_DIGITS]
 
 
-def make_job(kind: Kind, options: dict[str, Any], reference_size: int | None = None) -> Job:
+def make_job(kind: str, options: dict[str, Any], reference_size: int | None = None) -> Job:
     """A job from options of a run by name, core options among them.
 
     Raises:
@@ -83,11 +77,11 @@ def make_job(kind: Kind, options: dict[str, Any], reference_size: int | None = N
     if options.get("data") == STANDARD_INPUT:
         raise ConfigError("data: the standard input can be read once, but each run reads its rows. Give a file.")
     try:  # through JSON, in which a list may become a tuple and text never becomes a number
-        return Job(kind, RunConfig.model_validate_json(json.dumps(in_groups(options)), strict=True), reference_size)
+        config = RunConfig.model_validate_json(json.dumps(in_groups(options)), strict=True)
     except ValidationError as error:
-        errors = error.errors()
-        first = next((one for one in errors if not one["type"].endswith("_type")), errors[0])  # of a union
+        first = most_telling(error)
         if (refused := own_refusal(first)) is not None:
             raise refused from error
         name = next((str(part) for part in first["loc"] if part not in GROUPS), "a run")
         raise ConfigError(f"{name}: {first['msg'].lower()}, but {first['input']!r} came.") from error
+    return Job(find_kind(kind), config, reference_size)

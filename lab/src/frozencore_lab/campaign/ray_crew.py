@@ -16,14 +16,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from frozencore.errors import ArtifactError, ConfigError
+from frozencore.errors import ConfigError
 from frozencore.quiet import ignore_known_warnings
 from frozencore.words import one_line
-from frozencore_lab.campaign.crew import Event
+from frozencore_lab.campaign.crew import Event, end_of_run
 from frozencore_lab.campaign.job import Job
-from frozencore_lab.campaign.shared import Needs, SharedWork
-from frozencore_lab.campaign.store import SPECIFICATION, Store
-from frozencore_lab.campaign.worker import Place, Worker
+from frozencore_lab.campaign.shared import Needs
+from frozencore_lab.campaign.store import SPECIFICATION
+from frozencore_lab.campaign.worker import Worker
 
 ANSWER_S = 5.0  # until a port that does not answer counts as unreachable; Ray alone would wait 70 s
 TELL_EVERY_S = 0.5
@@ -36,15 +36,14 @@ class RayCrew:
     Args:
         address: ``HOST:PORT`` of the cluster, or ``auto``; this process runs on one of its nodes.
         num_workers: At most so many; None is as many as the cluster offers.
-        folder: The campaign's, under a path that every node sees.
+        worker: What each actor is; every node sees its campaign's folder under the same path.
 
     Raises:
         ConfigError: Ray is not installed, the cluster cannot be reached, or it offers nothing.
     """
 
-    def __init__(
-        self, address: str, num_workers: int | None, folder: Path, place: Place, *, keep_adapters: bool = False
-    ) -> None:
+    def __init__(self, address: str, num_workers: int | None, worker: Worker) -> None:
+        place = worker.place
         if num_workers == 0:
             raise ConfigError("--workers 0 is this process alone, --ray is a cluster: leave one of them out.")
         if place.device not in DEVICES:
@@ -54,7 +53,7 @@ class RayCrew:
         self._ray, self._connected = _connect(address)
         self._num_workers = num_workers
         self._resource = "GPU" if place.device != "cpu" and self._offered("GPU") else "CPU"
-        self._hired_with = (folder.absolute(), place, keep_adapters, Path.cwd())
+        self._hired_with = (worker, Path.cwd())
         self._actors: dict[int, Any] = {}
         self._runs: dict[Any, int] = {}
         self._tellings: dict[Any, int] = {}
@@ -69,11 +68,11 @@ class RayCrew:
         return offered if self._num_workers is None else min(offered, self._num_workers)
 
     def start(self, worker: int, job: Job, needs: Needs) -> None:
-        if job.kind == "profile" and worker in self._actors:
+        if job.kind.is_alone and worker in self._actors:
             self._dismiss(worker)  # what earlier runs left in a process would count as this one's memory
         if worker not in self._actors:
             self._actors[worker] = self._hire()
-        self._runs[self._actors[worker].run.remote(job, needs)] = worker
+        self._runs[self._actors[worker].run.remote(worker, job, needs)] = worker
         self._listen_to(worker)
 
     def events(self, timeout_s: float) -> Sequence[Event]:
@@ -83,7 +82,7 @@ class RayCrew:
             over = answer in self._runs
             worker = self._runs.pop(answer) if over else self._tellings.pop(answer)
             try:
-                told += [Event(worker, *words) for words in self._ray.get(answer)]
+                told += self._ray.get(answer)
             except self._ray.exceptions.RayTaskError:
                 raise  # a mistake of ours
             except self._ray.exceptions.RayError as error:
@@ -129,41 +128,40 @@ class RayCrew:
 class _Actor:
     """A worker on a node. One thread runs, another is asked for the stage meanwhile."""
 
-    def __init__(self, folder: Path, place: Place, keep_adapters: bool, driven_from: Path) -> None:
-        self._folder = folder
+    def __init__(self, worker: Worker, driven_from: Path) -> None:
         ignore_known_warnings()
         if driven_from.is_dir():
             os.chdir(driven_from)  # relative paths of a specification mean what they mean to the driver
-        self._worker = Worker(Store(folder), place, keep_adapters=keep_adapters)
-        self._words: tuple[Any, ...] | None = None
+        self._worker = worker
+        self._newest: list[Event] = []
         self._changed = threading.Event()
 
-    def run(self, job: Job, needs: Needs) -> list[tuple[Any, ...]]:
-        """Make a run; how it ended, as words of an event."""
+    def run(self, number: int, job: Job, needs: Needs) -> list[Event]:
+        """Make a run, and tell how it ended."""
+
+        def tell(stage: str, done: int, total: int | None, _: str = "") -> None:
+            self._newest = [Event(number, "stage", stage, done, total)]
+            self._changed.set()
+
         try:
-            if not (self._folder / SPECIFICATION).is_file():
-                raise ArtifactError(
-                    f"The node {socket.gethostname()} does not see the campaign's folder {self._folder}. "
+            folder = self._worker.store.folder
+            if not (folder / SPECIFICATION).is_file():
+                unseen = (
+                    f"The node {socket.gethostname()} does not see the campaign's folder {folder}. "
                     "Choose an --output that every node of the cluster sees under the same path."
                 )
-            finished = self._worker.run(job, SharedWork(self._worker.store, needs), self._tell)
-        except ArtifactError as error:
-            return [("halted", "", 0, None, str(error))]
+                return [Event(number, "halted", message=unseen)]
+            return [end_of_run(number, self._worker, job, needs, tell)]
         finally:
-            self._words = None
+            self._newest = []
             self._changed.set()
-        return [("finished" if finished else "failed",)]
 
-    def told(self) -> list[tuple[Any, ...]]:
+    def told(self) -> list[Event]:
         """The newest stage, when there is one; empty at the end of the run."""
         time.sleep(TELL_EVERY_S)
         self._changed.wait()
         self._changed.clear()
-        return [self._words] if self._words else []
-
-    def _tell(self, stage: str, done: int, total: int | None, _: str = "") -> None:
-        self._words = ("stage", stage, done, total)
-        self._changed.set()
+        return self._newest
 
 
 def _connect(address: str) -> tuple[ModuleType, bool]:

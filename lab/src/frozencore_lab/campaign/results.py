@@ -1,15 +1,56 @@
-"""The results of a campaign: each planned run beside what became of it, read from records alone."""
+"""How a campaign stands, read from records alone: its counts, the time to go, and each run beside what became of it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean
 
 from frozencore.errors import ArtifactError
-from frozencore.tune.run.record import Failure, RunRecord
-from frozencore_lab.campaign.plan import Axes, Choice, Outcome, Planned, choices, plan
+from frozencore.tune.run.record import Failure, RunRecord, TunedRecord
+from frozencore.words import time_in_words
+from frozencore_lab.campaign.plan import Axes, Choice, Planned, choices, plan
 from frozencore_lab.campaign.spec import Campaign, Study
 from frozencore_lab.campaign.store import Store
+
+
+@dataclass(frozen=True)
+class Tally:
+    """How many runs there are. A search that is not over still hides runs: they count as ``waiting``."""
+
+    finished: int
+    failed: int
+    ready: int
+    waiting: int
+
+    @property
+    def left(self) -> int:
+        return self.ready + self.waiting
+
+
+def tally(planned: Sequence[Planned], store: Store) -> Tally:
+    """How many different runs have finished, failed, are ready, and wait for a search."""
+    ended = [store.outcome(run_id) for run_id in {run.job.id for run in planned if run.job}]
+    finished, failed = (sum(isinstance(end, kind) for end in ended) for kind in (RunRecord, Failure))
+    hidden = [run for run in planned if run.job is None]
+    blocked = sum(bool(run.blocked) for run in hidden)
+    return Tally(finished, failed + blocked, len(ended) - finished - failed, len(hidden) - blocked)
+
+
+def time_to_go(planned: Sequence[Planned], store: Store, num_running: int) -> str:
+    """Words for the time that is left at the pace of the finished runs; empty while there is nothing to go by."""
+    measured, left = measured_seconds(planned, store), tally(planned, store).left
+    if not measured or not left:
+        return ""
+    seconds = mean(measured) * left / max(1, num_running)
+    return f", about {time_in_words(seconds)} to go on {max(1, num_running)} workers"
+
+
+def measured_seconds(planned: Sequence[Planned], store: Store) -> list[float]:
+    """How long each finished run took."""
+    ended = [store.outcome(run.job.id) for run in planned if run.job]
+    return [end.total_s for end in ended if isinstance(end, TunedRecord) and end.total_s is not None]
 
 
 @dataclass(frozen=True)
@@ -50,31 +91,27 @@ def load_results(folder: Path) -> CampaignResults:
     """
     store = Store(folder)
     campaign = store.campaign()
-    planned = plan(campaign, store.outcome)
+    planned, chosen = plan(campaign, store.outcome), choices(campaign, store.outcome)
     _require_one_base(planned, store)
-    chosen = choices(campaign, store.outcome)
-    return CampaignResults(
-        campaign,
-        tuple(
-            StudyResults(
-                name,
-                study,
-                tuple(_final(run, store) for run in planned if run.study == name and run.phase == "final"),
-                tuple((group, choice) for other, group, choice in chosen if other == name),
-            )
-            for name, study in campaign.studies.items()
-        ),
+    studies = tuple(
+        StudyResults(
+            name,
+            study,
+            tuple(_final(run, store) for run in planned if run.study == name and run.phase == "final"),
+            tuple((group, choice) for other, group, choice in chosen if other == name),
+        )
+        for name, study in campaign.studies.items()
     )
+    return CampaignResults(campaign, studies)
 
 
 def _require_one_base(planned: list[Planned], store: Store) -> None:
     """Refuse to set runs beside one another that name one model, in one dtype, and were made on different weights."""
     found: dict[tuple[str, str | None], dict[str, str]] = {}
     for run in planned:
-        outcome = store.outcome(run.job.id) if run.job else None
-        if run.job and outcome and outcome.record and outcome.record.hashes:
-            of = run.job.config.model, outcome.record.config.dtype
-            found.setdefault(of, {}).setdefault(outcome.record.hashes.model, run.job.id)
+        end = store.outcome(run.job.id) if run.job else None
+        if run.job and isinstance(end, RunRecord) and end.hashes:
+            found.setdefault((run.job.config.model, end.config.dtype), {}).setdefault(end.hashes.model, run.job.id)
     for (model, _), runs in found.items():
         if len(runs) > 1:
             first, other = list(runs.values())[:2]
@@ -85,6 +122,9 @@ def _require_one_base(planned: list[Planned], store: Store) -> None:
 
 
 def _final(run: Planned, store: Store) -> FinalRun:
-    outcome = (store.outcome(run.job.id) if run.job else None) or Outcome()
-    failure = outcome.failure or (Failure(reason="search", message=run.blocked) if run.blocked else None)
-    return FinalRun(run.axes, run.job.id if run.job else None, outcome.record, failure)
+    if run.job is None:
+        return FinalRun(run.axes, None, None, Failure(reason="search", message=run.blocked) if run.blocked else None)
+    end, run_id = store.outcome(run.job.id), run.job.id
+    if isinstance(end, Failure):
+        return FinalRun(run.axes, run_id, None, end)
+    return FinalRun(run.axes, run_id, end, None)

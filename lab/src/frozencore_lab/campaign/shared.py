@@ -6,7 +6,7 @@ Both are kept as files of the campaign, each computed once under a lock.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
@@ -60,17 +60,17 @@ def moments_file(config: RunConfig, rows: RunRows) -> str:
 
 
 def needs_of(jobs: Iterable[Job]) -> Needs:
-    """What the jobs want of each moments file; what ``profile`` jobs want they collect themselves.
+    """What the jobs want of each moments file; jobs that run alone collect their own.
 
     Where one method of a campaign reads the gradient G of a model, all runs with bases on that model want G, a and d:
     so that each records what its bases capture, whether or not it reads them, in whatever order the runs are made.
     """
-    sharing = [job for job in jobs if job.kind != "profile" and _shares_moments(job.config)]
+    sharing = [job for job in jobs if not job.kind.is_alone and _shares_moments(job.config)]
     measured = {job.config.model for job in sharing if "cross" in job.config.moments_needed}
     needs: dict[str, frozenset[MomentName]] = {}
     for job in sharing:
         wanted = job.config.moments_needed
-        if job.kind == "tune" and job.config.model in measured and job.config.method_entry.has_bases:
+        if job.kind.trains and job.config.model in measured and job.config.method_entry.has_bases:
             wanted |= CAPTURE_NEEDS
         for config in calibrating(job) if wanted else ():
             key = moments_key(config)
@@ -83,15 +83,10 @@ def _shares_moments(config: RunConfig) -> bool:
     return config.memory_budget is None and (config.rank_budget is None or not config.moments_needed)
 
 
-def calibrating(job: Job) -> set[RunConfig]:
-    """The run of a job, and the same with as many examples as it compares with."""
-    sizes = (job.config.calibration_size, job.reference_size or job.config.calibration_size)
-    return {replace_size(job.config, size) for size in sizes}
-
-
-def replace_size(config: RunConfig, size: int) -> RunConfig:
-    """The same run with another number of calibration examples."""
-    return config.model_copy(update={"calibration_size": size})
+def calibrating(job: Job) -> list[RunConfig]:
+    """The configuration of a job, and where it has a reference, the same with the reference's number of examples."""
+    sizes = [job.reference_size] if job.reference_size else []
+    return [job.config, *(job.config.model_copy(update={"calibration_size": size}) for size in sizes)]
 
 
 @dataclass(frozen=True)
@@ -99,7 +94,7 @@ class SharedWork:
     """Puts adapters on models with what other runs of the campaign have computed."""
 
     store: Store
-    needs: Needs = field(default_factory=dict)
+    needs: Needs
 
     def adapt(self, config: RunConfig, bench: Bench, targets: Targets, progress: Progress) -> Adapted:
         """As :func:`frozencore.tune.run.adapting.adapt_from_data`, with shared moments and weight bases."""

@@ -28,14 +28,7 @@ from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    model_validator,
-)
-from pydantic_core import ErrorDetails
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from frozencore.constructors import readers
 from frozencore.errors import ConfigError
@@ -45,10 +38,10 @@ from frozencore.tune.methods import METHODS
 from frozencore.tune.run.config import RunConfig, SelectionMetric
 from frozencore.tune.run.option_groups import GROUPS
 from frozencore.words import unknown_name
-from frozencore_lab.campaign.study_options import METHODS_OF_GRID, Fixed, Grid, StudyAxes, Value
+from frozencore_lab.campaign.kinds import KINDS, NamedKind
+from frozencore_lab.campaign.study_options import METHODS_OF_GRID, Fixed, Grid, StudyAxes, Value, most_telling
 
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")]
-Kind = Literal["tune", "stability", "profile"]
 Figure = Literal["ranking", "gains", "lines", "state", "panels", "curves"]
 
 MATCHED = "matched"
@@ -125,16 +118,14 @@ class Study(_Strict):
     """The product of some axes.
 
     Attributes:
-        kind: ``tune`` calibrates, trains and scores; ``stability`` compares the bases with those of
-            ``reference_size`` examples; ``profile`` is ``tune`` alone on the machine, with nothing taken from other
-            runs, for its times and memory.
+        kind: What the runs do; see :data:`frozencore_lab.campaign.kinds.KINDS`.
         fixed: Options of every run of this study, over those of the campaign.
         variants: Methods with options of their own, over ``fixed``, under names of their own as values of the axis
             ``method``: ``{lora-r1: {method: lora, rank: 1}}``.
     """
 
     title: str
-    kind: Kind = "tune"
+    kind: NamedKind = Field(default="tune", validate_default=True)
     axes: StudyAxes
     fixed: Fixed = {}
     variants: dict[Name, Fixed] = {}
@@ -156,10 +147,11 @@ class Study(_Strict):
                 raise ConfigError(unknown_name("axis of this study", name, tuple(self.axes)))
         self._require_differences()
         self._require_variants()
-        if (self.kind == "stability") != (self.reference_size is not None):
-            raise ConfigError("reference_size belongs to 'kind: stability', and that kind needs it.")
-        if self.kind == "stability" and self.search is not None:
-            raise ConfigError("A stability study trains nothing: it takes no search.")
+        if self.kind.has_reference != (self.reference_size is not None):
+            with_reference = " or ".join(f"'kind: {name}'" for name, kind in KINDS.items() if kind.has_reference)
+            raise ConfigError(f"reference_size belongs to {with_reference}, and that kind needs it.")
+        if not self.kind.trains and self.search is not None:
+            raise ConfigError(f"A {self.kind.name} study trains nothing: it takes no search.")
         return self
 
     def method_of(self, name: str) -> str:
@@ -234,8 +226,8 @@ class Campaign(_Strict):
         for name in self.frontier:
             if name not in self.studies:
                 raise ConfigError(unknown_name("study", name, tuple(self.studies)))
-            if self.studies[name].kind == "stability":
-                raise ConfigError(f"A stability study trains nothing: {name} has no place in frontier.")
+            if not (kind := self.studies[name].kind).trains:
+                raise ConfigError(f"A {kind.name} study trains nothing: {name} has no place in frontier.")
         return self
 
 
@@ -251,8 +243,8 @@ def read_campaign(path: Path) -> Campaign:
     try:  # through JSON, in which a list may become a tuple and text never becomes a number
         return Campaign.model_validate_json(json.dumps(content, default=str), strict=True)
     except ValidationError as error:
-        first = _most_telling(error)
-        loc = [part for part in first["loc"] if part in _keys_on_the_way(content, first["loc"])]
+        first = most_telling(error)
+        loc = _keys_on_the_way(content, first["loc"])
         where = f"{path}, line {line_of(path, loc)}: {'.'.join(map(str, loc))}"
         if (refused := own_refusal(first)) is not None:
             raise ConfigError(f"{where}: {refused}") from error
@@ -260,19 +252,12 @@ def read_campaign(path: Path) -> Campaign:
         raise ConfigError(f"{where}: {first['msg'].lower()}{came}. See `frozencore schema`.") from error
 
 
-def _most_telling(error: ValidationError) -> ErrorDetails:
-    """The first error; of a value that fits none of several types, what is said of the type that it nearly fits."""
-    first, *others = error.errors()
-    siblings = [first, *(other for other in others if other["loc"][:-1] == first["loc"][:-1])]
-    return next((one for one in siblings if not one["type"].endswith("_type")), first)
-
-
-def _keys_on_the_way(content: Any, loc: tuple[int | str, ...]) -> set[int | str]:
+def _keys_on_the_way(content: Any, loc: tuple[int | str, ...]) -> list[int | str]:
     """The parts of pydantic's location that are keys or positions of the file, not names of its own types."""
-    found: set[int | str] = set()
+    found: list[int | str] = []
     for part in loc:
         inside = dict(enumerate(content)) if isinstance(content, list) else content
         if isinstance(inside, dict) and part in inside:
             content = inside[part]
-            found.add(part)
+            found.append(part)
     return found

@@ -26,7 +26,7 @@ from frozencore.errors import ArtifactError
 from frozencore.files.whole_file import remove_left, require_writable, write_json, write_lines, write_text
 from frozencore.tune.run.files import RECORD
 from frozencore.tune.run.record import Failure, RunRecord, read_failure, read_record
-from frozencore_lab.campaign.plan import Outcome
+from frozencore_lab.campaign.plan import Ended
 from frozencore_lab.campaign.spec import Campaign, read_campaign
 
 INDEX = "records.jsonl"
@@ -45,6 +45,10 @@ class Store:
         self.failed = folder / "failed"
         self.shared = folder / "shared"
         self._records: dict[str, RunRecord] = {}
+
+    def __reduce__(self) -> tuple[type[Store], tuple[Path]]:
+        """Another process gets the same folder, under a path that its own working directory does not change."""
+        return Store, (self.folder.absolute(),)
 
     def require_own(self, campaign: Campaign) -> None:
         """Refuse a folder that this campaign cannot have; nothing is written.
@@ -80,13 +84,10 @@ class Store:
             raise ArtifactError(f"{self.folder} is no campaign's folder: it holds no {SPECIFICATION}. Name another.")
         return read_campaign(file)
 
-    def outcome(self, run_id: str) -> Outcome | None:
-        """What became of a run; None while it has neither finished nor failed."""
-        record = self._record(run_id)
-        if record is not None:
-            return Outcome(record=record)
+    def outcome(self, run_id: str) -> Ended | None:
+        """The record of a run, or why it failed; None before its end."""
         failure = self.failed / run_id / "failure.json"
-        return Outcome(failure=_read(failure, read_failure)) if failure.exists() else None
+        return self._record(run_id) or (_read(failure, read_failure) if failure.exists() else None)
 
     @contextmanager
     def running(self, run_id: str) -> Iterator[Path | None]:

@@ -6,8 +6,8 @@ from dataclasses import MISSING, dataclass
 from functools import cache
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, Field, GetJsonSchemaHandler
-from pydantic_core import CoreSchema
+from pydantic import AfterValidator, Field, GetJsonSchemaHandler, ValidationError
+from pydantic_core import CoreSchema, ErrorDetails
 
 from frozencore.constructors import CONSTRUCTORS, described
 from frozencore.errors import ConfigError
@@ -56,12 +56,13 @@ class _Described:
     """
 
     listed: bool = False
-    also: str | None = None
+    also: str = ""
 
     def __get_pydantic_json_schema__(self, _: CoreSchema, __: GetJsonSchemaHandler) -> dict[str, Any]:
         known = {name: _schema(option) for name, option in _options().items()}
+        if self.also:
+            known[self.also] = {"type": "string"}
         if self.listed:
-            known |= {} if self.also is None else {self.also: {"type": "string"}}
             known = {name: {"type": "array", "items": one, "minItems": 1} for name, one in known.items()}
         return {"type": "object", "properties": known, "additionalProperties": False}
 
@@ -74,3 +75,10 @@ def _schema(option: Option) -> dict[str, Any]:
 Fixed = Annotated[dict[OptionName, Value], _Described()]
 StudyAxes = Annotated[dict[OptionName, Values], _Described(listed=True)]
 Grid = Annotated[dict[Annotated[str, AfterValidator(_option_or_for)], Values], _Described(True, METHODS_OF_GRID)]
+
+
+def most_telling(error: ValidationError) -> ErrorDetails:
+    """The first error; for a value that fits none of several types, the error of the type that it nearly fits."""
+    first, *others = error.errors()
+    siblings = [first, *(other for other in others if other["loc"][:-1] == first["loc"][:-1])]
+    return next((one for one in siblings if not one["type"].endswith("_type")), first)

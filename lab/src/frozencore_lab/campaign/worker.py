@@ -3,38 +3,37 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 import traceback
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Literal, TextIO
+from typing import Any, TextIO
 
 from peft import PeftModel
 
 from frozencore.device import is_out_of_memory
 from frozencore.errors import ArtifactError, DivergenceError, FrozenCoreError
-from frozencore.files.whole_file import write_json
-from frozencore.maths.moments import MomentName
-from frozencore.tune.methods import Targets
-from frozencore.tune.run.adapting import Adapted, adapt_from_data
+from frozencore.tune.methods import Method, Targets
+from frozencore.tune.run.adapting import Adapt, Adapted, adapt_from_data
 from frozencore.tune.run.bench import Base, Bench, Score, prepare
 from frozencore.tune.run.config import RunConfig
-from frozencore.tune.run.execute import execute
-from frozencore.tune.run.files import ADAPTER, RECORD
+from frozencore.tune.run.execute import scored_as
+from frozencore.tune.run.files import ADAPTER
 from frozencore.tune.run.kept_rows import KeptRows
 from frozencore.tune.run.loading import load_model
-from frozencore.tune.run.record import Failure, StabilityRecord
+from frozencore.tune.run.record import Failure
 from frozencore.tune.run.record_parts import Provenance
 from frozencore.tune.scoring.forward import take_off
 from frozencore.words import Progress, one_line
 from frozencore_lab.campaign.job import Job
-from frozencore_lab.campaign.shared import SharedWork, calibrating, moments_key, replace_size
-from frozencore_lab.campaign.stability import Calibrated, compare_bases
+from frozencore_lab.campaign.kinds import Work
+from frozencore_lab.campaign.shared import Needs, SharedWork, calibrating, moments_key
 from frozencore_lab.campaign.store import LOG, Store
 
-Reason = Literal["diverged", "out of memory", "bad input", "error"]
 NOT_WRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
@@ -56,18 +55,23 @@ class Place:
         return config.model_copy(update={"data_root": self.data_root, "device": self.device, "model": model})
 
 
+@dataclass
 class Worker:
-    """Runs jobs one after the other; the base model is loaded once for all that share it."""
+    """Runs jobs one after the other; the base model is loaded once for all that share it. It may travel to a process.
 
-    def __init__(self, store: Store, place: Place, *, keep_adapters: bool = False) -> None:
-        self.store = store
-        self.place = place
-        self.keep_adapters = keep_adapters
-        self._base: tuple[tuple[str, str, str], Base] | None = None
-        self._before: dict[str, Score] = {}
-        self._rows = KeptRows()
+    Attributes:
+        keep_adapters: Whether final runs keep their adapters.
+    """
 
-    def run(self, job: Job, shared: SharedWork, progress: Progress) -> bool:
+    store: Store
+    place: Place
+    keep_adapters: bool = False
+    _base: tuple[Any, Base] | None = field(default=None, init=False)
+    _adapted: tuple[Method, PeftModel] | None = field(default=None, init=False)
+    _scores: dict[str, Score] = field(default_factory=dict, init=False)
+    _rows: KeptRows = field(default_factory=KeptRows, init=False)
+
+    def run(self, job: Job, needs: Needs, progress: Progress) -> bool:
         """Make a run's result, or note why there is none; False for the latter.
 
         What is not an error of the run (Ctrl-C, a kill, a full disk) leaves it as if it had never begun, with its log
@@ -80,80 +84,75 @@ class Worker:
             with self.store.running(job.id) as folder:
                 if folder is not None:
                     with (folder / LOG).open("a", encoding="utf-8", buffering=1) as log:  # by line: outlives a kill
-                        self._make(job, folder, shared, _logged(log, progress))
+                        self._make(job, folder, needs, _logged(log, progress))
         except Exception as error:
-            self._base = None  # it may hold half an adapter
+            self._base = self._adapted = None  # the model may hold half an adapter
+            message = one_line(error) or type(error).__name__
             if _cannot_write(error):
                 raise ArtifactError(
-                    f"{self.store.folder} cannot be written: {_message(error)} Make room and give the same command "
-                    "again: finished runs are kept."
+                    f"{self.store.folder} cannot be written: {message} Make room and give the same command again: "
+                    "finished runs are kept."
                 ) from error
-            failure = Failure(
-                reason=_reason(error),
-                message=_message(error),
-                config=job.resolved,
-                provenance=Provenance.here(),
-            )
+            failure = Failure(reason=_reason(error), message=message, config=job.resolved, provenance=Provenance.here())
             self.store.fail(job.id, failure, traceback.format_exc())
-            is_made = False
-        else:
-            is_made = True
-        return is_made
+            return False
+        return True
 
-    def _make(self, job: Job, folder: Path, shared: SharedWork, progress: Progress) -> None:
-        config = self.place.put(job.config)
-        bench = prepare(config, progress, self._base_of(config), kept_rows=self._rows)
-        shared = self._placed(job, shared)
-        if job.kind == "stability":
-            assert job.reference_size is not None
-            record = self._compare(job, Calibrated(config, bench), shared, progress)
-            write_json(folder / RECORD, record.content())
-            return
-        rows = f"{config.model} {config.dtype} {bench.rows.fingerprints()['evaluation']}"
-        bench.before = self._before.get(rows)
-        adapted: list[PeftModel] = []
-
-        def adapt(config: RunConfig, bench: Bench, targets: Targets, progress: Progress) -> Adapted:
-            source = adapt_from_data if job.kind == "profile" else shared.adapt
-            model, calibration = source(config, bench, targets, progress)
-            adapted.append(model)
-            return model, calibration
-
-        measure = shared.measure if job.kind != "profile" else None
-        execute(config, folder, progress, bench=bench, resume=True, adapt=adapt, measure=measure)
-        assert bench.before is not None
-        self._before[rows] = bench.before
-        self._release(config, adapted[-1])
+    def _make(self, job: Job, folder: Path, needs: Needs, progress: Progress) -> None:
+        asked = calibrating(job)
+        config, *reference = placed = [self.place.put(one) for one in asked]
+        here = {
+            moments_key(there): needs.get(moments_key(one), frozenset())
+            for one, there in zip(asked, placed, strict=True)
+        }
+        shared = None if job.kind.is_alone else SharedWork(self.store, here)
+        work = Work(
+            config=config,
+            reference=reference[0] if reference else None,
+            folder=folder,
+            progress=progress,
+            prepare=partial(self._prepare, progress),
+            adapt=partial(self._adapt, shared.adapt if shared else adapt_from_data),
+            measure=shared.measure if shared else None,
+        )
+        job.kind.run(work)
+        self._take_off()
         if not self.keep_adapters or config.evaluate_on == "validation":
             shutil.rmtree(folder / ADAPTER, ignore_errors=True)
 
-    def _compare(self, job: Job, run: Calibrated, shared: SharedWork, progress: Progress) -> StabilityRecord:
-        assert job.reference_size is not None
-        config = self.place.put(replace_size(job.config, job.reference_size))
-        bench = prepare(config, progress, self._base_of(config), kept_rows=self._rows)
-        return compare_bases(run, Calibrated(config, bench), job.reference_size, shared, progress)
-
-    def _placed(self, job: Job, shared: SharedWork) -> SharedWork:
-        """What other runs want of this one's moments, under the names that moments have here."""
-        needs: dict[str, frozenset[MomentName]] = {}
-        for config in calibrating(job):
-            key = moments_key(self.place.put(config))
-            needs[key] = needs.get(key, frozenset()) | shared.needs.get(moments_key(config), frozenset())
-        return replace(shared, needs=needs)
-
-    def _base_of(self, config: RunConfig) -> Base:
+    def _prepare(self, progress: Progress, config: RunConfig) -> Bench:
+        """Model and rows of a run, with the untouched model's score where another run has found it."""
         key = (config.model, config.dtype, config.device)
         if self._base is None or self._base[0] != key:
             self._base = None  # before the next one is loaded: two may not fit
             self._base = key, Base(*load_model(config.model, dtype=config.dtype, device=config.device))
-        return self._base[1]
+        bench = prepare(config, progress, self._base[1], kept_rows=self._rows)
+        bench.before = self._scores.get(_scored_as(config, bench))
+        return bench
 
-    def _release(self, config: RunConfig, model: PeftModel) -> None:
+    def _adapt(self, adapt: Adapt, config: RunConfig, bench: Bench, targets: Targets, progress: Progress) -> Adapted:
+        self._take_off()
+        if bench.before is not None:
+            self._scores[_scored_as(config, bench)] = bench.before
+        model, calibration = adapt(config, bench, targets, progress)
+        self._adapted = config.method_entry, model
+        return model, calibration
+
+    def _take_off(self) -> None:
         """Take the adapter off the base again, unless the method has made another model of it."""
-        if config.method_entry.changes_base:
+        if self._adapted is None:
+            return
+        method, model = self._adapted
+        self._adapted = None
+        if method.changes_base:
             self._base = None
         else:
             take_off(model)
+
+
+def _scored_as(config: RunConfig, bench: Bench) -> str:
+    hashes = {"model": f"{config.model} {config.dtype}", **bench.rows.fingerprints()}
+    return json.dumps(scored_as(config, bench, hashes))
 
 
 def _logged(log: TextIO, progress: Progress) -> Progress:
@@ -164,7 +163,7 @@ def _logged(log: TextIO, progress: Progress) -> Progress:
     return tell
 
 
-def _reason(error: Exception) -> Reason:
+def _reason(error: Exception) -> str:
     if any(is_out_of_memory(cause) for cause in _causes(error)):
         return "out of memory"
     if isinstance(error, DivergenceError):
@@ -186,7 +185,3 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
     while cause is not None:
         yield cause
         cause = cause.__cause__ or cause.__context__
-
-
-def _message(error: Exception) -> str:
-    return one_line(error) or type(error).__name__

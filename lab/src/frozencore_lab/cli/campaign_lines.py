@@ -12,14 +12,15 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 
 from frozencore.errors import ConfigError, TrainingError
+from frozencore.tune.run.record import Failure, RunRecord
 from frozencore.words import Progress, num_of
 from frozencore_lab.campaign.crew import Crew, LocalCrew, OwnProcess
 from frozencore_lab.campaign.drive import drive
 from frozencore_lab.campaign.plan import Planned, most_further_trials, plan
+from frozencore_lab.campaign.results import Tally, tally
 from frozencore_lab.campaign.search_rows import SearchRows, search_rows
-from frozencore_lab.campaign.shared import SharedWork, needs_of
+from frozencore_lab.campaign.shared import needs_of
 from frozencore_lab.campaign.spec import Campaign, read_campaign
-from frozencore_lab.campaign.standing import Tally, tally
 from frozencore_lab.campaign.store import Store
 from frozencore_lab.campaign.worker import Place, Worker
 from frozencore_lab.cli.board import Board
@@ -50,7 +51,8 @@ def run_campaign(
     place = Place(data_root, device, by_location(campaign, models))
     search_rows(_left(plan(campaign, store.outcome), store), place)  # every error shows before the folder is made
     store.require_own(campaign)
-    crew = _crew(store, place, campaign, num_workers, device, ray_address)
+    worker = Worker(store, place, keep_adapters=campaign.keep_adapters)
+    crew = _crew(worker, num_workers, ray_address)
     with closing(crew), Board(console, store) as board:
         standing = drive(campaign, store, crew, board, retry_failed=retry_failed)
     console.print(
@@ -78,18 +80,15 @@ def run_one(
             f"The campaign in {folder} has no run {run_id!r} now: `frozencore campaign plan --ids` lists those that "
             "can be made. A final run appears when its search is over."
         )
-    known = store.outcome(run_id)
-    if known is not None and known.record is not None:
+    if isinstance(store.outcome(run_id), RunRecord):
         return f"{run_id} is finished already: {store.runs / run_id}"
     place = Place(data_root, device, by_location(campaign, models))
     worker = Worker(store, place, keep_adapters=campaign.keep_adapters)
-    if not worker.run(jobs[run_id], SharedWork(store, needs_of(jobs.values())), progress):
-        failure = Store(folder).outcome(run_id)
-        assert failure is not None
-        assert failure.failure is not None
+    if not worker.run(jobs[run_id], needs_of(jobs.values()), progress):
+        failure = store.outcome(run_id)
+        assert isinstance(failure, Failure)
         raise TrainingError(
-            f"Run {run_id} failed ({failure.failure.reason}): {failure.failure.message} "
-            f"Its log: {store.failed / run_id / 'log.txt'}"
+            f"Run {run_id} failed ({failure.reason}): {failure.message} Its log: {store.failed / run_id / 'log.txt'}"
         )
     return f"{run_id} finished: {store.runs / run_id}"
 
@@ -111,7 +110,7 @@ def run_lines(spec: Path, output: Path | None) -> Iterator[str]:
     store = Store(output or default_folder(campaign))
     for run in plan(campaign, store.outcome):
         outcome = store.outcome(run.job.id) if run.job else None
-        state = "left" if outcome is None else "finished" if outcome.record else "failed"
+        state = "left" if outcome is None else "finished" if isinstance(outcome, RunRecord) else "failed"
         run_id = run.job.id if run.job else "-" * 16
         axes = " ".join(f"{name}={value}" for name, value in run.axes.items())
         yield f"{run_id} {state if run.job else 'waits'} {run.study} {run.phase} {axes}"
@@ -218,18 +217,17 @@ def by_location(campaign: Campaign, models: dict[str, str]) -> dict[str, str]:
     return {campaign.models[name]: path for name, path in models.items()}
 
 
-def _crew(
-    store: Store, place: Place, campaign: Campaign, num_workers: int | None, device: str, ray_address: str | None
-) -> Crew:
+def _crew(worker: Worker, num_workers: int | None, ray_address: str | None) -> Crew:
+    device = worker.place.device
     if ray_address is not None:
         from frozencore_lab.campaign.ray_crew import RayCrew
 
-        return RayCrew(ray_address, num_workers, store.folder, place, keep_adapters=campaign.keep_adapters)
+        return RayCrew(ray_address, num_workers, worker)
     if num_workers == 0:
-        return OwnProcess(Worker(store, place, keep_adapters=campaign.keep_adapters))
+        return OwnProcess(worker)
     devices = device.split(",")
     if device == "auto" and torch.cuda.is_available():
         devices = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
     on_cpu = devices in (["auto"], ["cpu"])
     size = num_workers or (min(MOST_WORKERS, os.cpu_count() or 1) if on_cpu else len(devices))
-    return LocalCrew(size, store.folder, place, devices=devices, keep_adapters=campaign.keep_adapters)
+    return LocalCrew(size, worker, devices=devices)

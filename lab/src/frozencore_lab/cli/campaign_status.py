@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from frozencore.tune.run.record import Failure
 from frozencore_lab.campaign.plan import Planned, plan
-from frozencore_lab.campaign.standing import tally, time_to_go
+from frozencore_lab.campaign.results import tally, time_to_go
 from frozencore_lab.campaign.store import Store
 
 
@@ -27,10 +28,10 @@ def status_lines(folder: Path) -> Iterator[str]:
 def failure_lines(planned: Iterable[Planned], store: Store) -> Iterator[str]:
     """Why runs failed, a line each."""
     for run in planned:
-        outcome = store.outcome(run.job.id) if run.job else None
-        if run.job and outcome and outcome.failure:
+        failure = store.outcome(run.job.id) if run.job else None
+        if run.job and isinstance(failure, Failure):
             axes = ", ".join(f"{name} {value}" for name, value in run.axes.items())
             yield (
-                f"{run.study} ({axes}), run {run.job.id}: {outcome.failure.reason}: {outcome.failure.message} "
+                f"{run.study} ({axes}), run {run.job.id}: {failure.reason}: {failure.message} "
                 f"Log: {store.failed / run.job.id / 'log.txt'}"
             )

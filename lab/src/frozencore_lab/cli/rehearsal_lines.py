@@ -49,7 +49,7 @@ def run_rehearsal(
     def hire(store: Store, place: Place) -> Crew:
         size = min(MOST_WORKERS, os.cpu_count() or 1) if num_workers is None else num_workers
         if size:
-            return LocalCrew(size, store.folder, place, devices=("cpu",))
+            return LocalCrew(size, Worker(store, place), devices=("cpu",))
         gc.freeze()  # as its workers would
         return OwnProcess(Worker(store, place))
 

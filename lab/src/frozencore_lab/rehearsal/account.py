@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from frozencore.tune.run.record import Failure
 from frozencore_lab.campaign.plan import Planned
 from frozencore_lab.campaign.results import CampaignResults
 from frozencore_lab.campaign.store import Store
@@ -85,14 +86,14 @@ def _why(cell: SheetCell) -> str:
 
 def _missing_figures(section: Section, results: CampaignResults) -> Iterator[Lack]:
     study = results.campaign.studies[section.name]
-    if (study.report.figures or study.kind == "stability") and not section.drawings:
+    if (study.report.figures or not study.kind.trains) and not section.drawings:
         asked = " and ".join(study.report.figures) or "convergence"
         yield Lack(section.name, f"figure: {asked}", "there is nothing to draw")
 
 
 def _failed_trials(study: str, planned: Sequence[Planned], store: Store) -> Iterator[Lack]:
     for run in planned:
-        outcome = store.outcome(run.job.id) if run.job and run.study == study and run.phase == "search" else None
-        if outcome and outcome.failure:
+        failure = store.outcome(run.job.id) if run.job and run.study == study and run.phase == "search" else None
+        if isinstance(failure, Failure):
             axes = ", ".join(f"{name} {value}" for name, value in run.axes.items() if name != "model")
-            yield Lack(study, f"trial: {axes}", f"{outcome.failure.reason}: {outcome.failure.message}")
+            yield Lack(study, f"trial: {axes}", f"{failure.reason}: {failure.message}")

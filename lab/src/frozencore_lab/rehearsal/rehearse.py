@@ -12,6 +12,7 @@ from pathlib import Path
 
 from frozencore.errors import ArtifactError
 from frozencore.files.whole_file import require_writable, write_json
+from frozencore.tune.run.record import Failure
 from frozencore_lab.campaign.crew import Crew
 from frozencore_lab.campaign.drive import Watch, drive
 from frozencore_lab.campaign.plan import plan
@@ -105,7 +106,7 @@ def rehearse(campaign: Campaign, sample: Sample, folder: Path, means: Means) -> 
             campaign.name,
             str(folder),
             len(outcomes),
-            sum(outcome is not None and outcome.failure is not None for outcome in outcomes),
+            sum(isinstance(outcome, Failure) for outcome in outcomes),
             time.monotonic() - started,
             sample.left_out,
             tuple(tuple(accounts) for accounts, _ in performed),

@@ -27,7 +27,7 @@ def study_section(results: StudyResults) -> Section:
     main: list[Table] = []
     details: list[Table] = []
     for i, measure in enumerate(measures_of(results)):
-        first = main if i == 0 or results.study.kind == "stability" else details
+        first = main if i == 0 or not results.study.kind.trains else details
         tables = pivots(results, measure)
         for pivot in tables:
             name = pivot.name + measure.suffix
@@ -50,7 +50,7 @@ def study_section(results: StudyResults) -> Section:
         if across is not None:
             first.append(Table(across))
     for costs in study_costs(results):
-        name, title, alone = f"{results.name}{slug(costs.group)}", results.study.title, results.study.kind == "profile"
+        name, title, alone = f"{results.name}{slug(costs.group)}", results.study.title, results.study.kind.is_alone
         sheets = [state_sheet(costs, f"{name}-state", title), time_sheet(costs, f"{name}-time", title, alone=alone)]
         if alone and (memory := memory_sheet(costs, f"{name}-memory", title)) is not None:
             sheets.append(memory)

@@ -49,7 +49,7 @@ def study_drawings(results: StudyResults) -> Iterator[Drawing]:
 
 
 def _figures_of(results: StudyResults) -> Iterator[tuple[Pivot, str, Draw, str, str]]:
-    if results.study.kind == "stability":
+    if not results.study.kind.trains:
         for P, Q in zip(*(pivots(results, measure) for measure in COSINES), strict=True):
             yield P, "convergence", partial(_figure, draw=partial(_convergence, input_=Q)), P.name, "basis convergence"
         return

@@ -69,7 +69,7 @@ class _Options:
 
     def texts(self) -> Iterator[str]:
         """From the rank to the seeds, in the order of the headings."""
-        trains = self.study.kind != "stability"
+        trains = self.study.kind.trains
         budget = self._values("rank_budget") != (None,)
         yield f"budget {self._text('rank_budget')}" if budget else self._text("rank")
         yield "attention" if self._values("targets") == (None,) else self._text("targets")

@@ -51,7 +51,7 @@ COSINES = (
 def measures_of(results: StudyResults) -> tuple[Measure, ...]:
     """Measures of a study's tables: cosines of a stability study; else accuracy, held-out loss and what was forgotten,
     each where records have it."""
-    if results.study.kind == "stability":
+    if not results.study.kind.trains:
         return COSINES
     records = [run.record for run in results.runs if run.record is not None]
     has_accuracy = not records or any(record.has("accuracy") for record in records)

@@ -110,9 +110,9 @@ def study_costs(results: StudyResults) -> list[Costs]:
 
     A profile is kept apart by task; other studies are pooled over their tasks.
     """
-    if results.study.kind == "stability":
+    if not results.study.kind.trains:
         return []
-    apart = ("model", "task") if results.study.kind == "profile" else ("model",)
+    apart = ("model", "task") if results.study.kind.is_alone else ("model",)
     several = [axis for axis, values in results.study.axes.items() if len(values) > 1]
     names = [axis for axis in several if axis not in ("model", "task", "seed")]
     groups: dict[tuple[Value, ...], dict[tuple[Value, ...], list[TunedRecord]]] = {}

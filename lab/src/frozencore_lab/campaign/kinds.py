@@ -1,0 +1,166 @@
+"""The kinds of study: how each runs a job, what the job's record is, whether it trains and whether it runs alone.
+
+A new kind is a class here and a row of :data:`KINDS`. Nothing else compares names of kinds.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+from pydantic import GetPydanticSchema
+from pydantic_core import core_schema
+
+from frozencore.errors import ConfigError
+from frozencore.tune.run.config import RunConfig
+from frozencore.words import Progress, unknown_name
+
+if TYPE_CHECKING:
+    from frozencore.tune.run.adapting import Adapt
+    from frozencore.tune.run.bench import Bench
+    from frozencore.tune.run.execute import MeasureBases
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a worker gives a kind of study to run one job.
+
+    Attributes:
+        config: The job's configuration on this machine.
+        reference: The same with the calibration examples of the reference; None where the study has none.
+        folder: The job's folder, in which ``result.json`` is written last.
+        prepare: Loads the model and the rows of a configuration.
+        adapt: Puts a configured adapter on the model; the worker takes it off again.
+        measure: Measures what bases capture of moments that runs share; None where nothing is shared.
+    """
+
+    config: RunConfig
+    reference: RunConfig | None
+    folder: Path
+    progress: Progress
+    prepare: Callable[[RunConfig], Bench]
+    adapt: Adapt
+    measure: MeasureBases | None = None
+
+
+@dataclass(frozen=True)
+class StudyKind(ABC):
+    """What the jobs of a study do.
+
+    Attributes:
+        name: Its name in a campaign's file and in job ids.
+        trains: Its record is a ``TunedRecord``: it has scores, costs and a recipe, which a search may choose. Otherwise
+            the record is a ``StabilityRecord``.
+        is_alone: Nothing else runs on the machine meanwhile, each job has a process of its own, and nothing is taken
+            from other jobs: its times and memory can be compared.
+        has_reference: The study needs ``reference_size``.
+    """
+
+    name: ClassVar[str]
+    trains: ClassVar[bool] = True
+    is_alone: ClassVar[bool] = False
+    has_reference: ClassVar[bool] = False
+
+    @abstractmethod
+    def run(self, work: Work) -> None:
+        """Run one job and write its record."""
+
+
+class Tune(StudyKind):
+    """Calibrates, trains and scores."""
+
+    name = "tune"
+
+    def run(self, work: Work) -> None:
+        """Run what ``frozencore tune`` runs, and go on from what an interrupted run has left."""
+        from frozencore.tune.run.execute import execute
+
+        execute(
+            work.config, work.folder, work.progress, bench=work.prepare(work.config), resume=True, adapt=work.adapt,
+            measure=work.measure,
+        )  # fmt: skip
+
+
+class Profile(Tune):
+    """Does what :class:`Tune` does, alone on the machine, for its times and memory."""
+
+    name = "profile"
+    is_alone = True
+
+
+class Stability(StudyKind):
+    """Compares the bases of few calibration examples with those of many (paper, table "basis-stability")."""
+
+    name = "stability"
+    trains = False
+    has_reference = True
+
+    def run(self, work: Work) -> None:
+        """Record the mean principal-angle cosines of P and of Q, over directions and then over layers.
+
+        Raises:
+            ConfigError: The run has a rank budget, which may give the two other layers and ranks.
+        """
+        from frozencore.adapter.bases.carried import get_bases
+        from frozencore.files.whole_file import write_json
+        from frozencore.maths.linalg import principal_cosines
+        from frozencore.tune.run.files import RECORD
+        from frozencore.tune.run.record import RECORD_FORMAT, StabilityRecord
+        from frozencore.tune.run.record_parts import Provenance, RecordedConfig
+        from frozencore.tune.run.targets import resolve_targets
+
+        assert work.reference is not None
+        if work.config.rank_budget is not None:
+            raise ConfigError("Bases are compared at one rank in every layer: give rank in place of rank_budget.")
+        configs = (work.config, work.reference)
+        benches = [work.prepare(config) for config in configs]
+        targets = resolve_targets(work.config, benches[0].model)  # one model: the second adapter replaces the first
+        adapted = (work.adapt(*one, targets, work.progress)[0] for one in zip(configs, benches, strict=True))
+        few, many = (get_bases(model) for model in adapted)
+        cosines: dict[str, dict[str, float]] = {"P": {}, "Q": {}}
+        for name, basis in few.items():
+            layer, _, side = name.rpartition(".")
+            cosines[side][layer] = float(principal_cosines(basis, many[name]).mean())
+        record = StabilityRecord(
+            format=RECORD_FORMAT,
+            config=RecordedConfig.of(work.config),
+            cosine_P=sum(cosines["P"].values()) / len(cosines["P"]),
+            cosine_Q=sum(cosines["Q"].values()) / len(cosines["Q"]),
+            layers=cosines,
+            num_calibration={
+                name: len(bench.rows.calibration) for name, bench in zip(("basis", "reference"), benches, strict=True)
+            },
+            reference_size=work.reference.calibration_size,
+            provenance=Provenance.here(),
+        )
+        write_json(work.folder / RECORD, record.content())
+
+
+KINDS: dict[str, StudyKind] = {kind.name: kind for kind in (Tune(), Stability(), Profile())}
+
+
+def find_kind(name: str) -> StudyKind:
+    """The kind of that name.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    if name not in KINDS:
+        raise ConfigError(unknown_name("kind of study", name, KINDS))
+    return KINDS[name]
+
+
+NamedKind = Annotated[
+    StudyKind,
+    GetPydanticSchema(
+        lambda _kind, _handler: core_schema.no_info_after_validator_function(
+            lambda name: KINDS[name],
+            core_schema.literal_schema(list(KINDS)),
+            serialization=core_schema.plain_serializer_function_ser_schema(lambda kind: kind.name),
+        )
+    ),
+]
+"""A kind as a field of a model: its name in files, the kind itself in the model."""
