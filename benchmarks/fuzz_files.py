@@ -18,7 +18,7 @@ from frozencore.adapter.export.merged import export_merged
 from frozencore.adapter.export.serving import check_lora_directory
 from frozencore.adapter.saved.folder import read_adapter
 from frozencore.calibration.store import MomentsFingerprint, load_moments, save_moments
-from frozencore.cli.findings import diagnose
+from frozencore.cli.doctor import diagnose
 from frozencore.files.strict_yaml import read_yaml
 from frozencore.files.whole_file import write_json, write_lines
 from frozencore.maths.moments import LayerMoments

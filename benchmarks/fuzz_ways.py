@@ -29,7 +29,7 @@ from frozencore.adapter.inspection import inspect_adapter
 from frozencore.adapter.saved.folder import read_adapter, read_adapter_or_basis
 from frozencore.adapter.saved.pack import pack_adapter, unpack_adapter
 from frozencore.adapter.saved.sums import merge_adapters
-from frozencore.cli.findings import diagnose
+from frozencore.cli.doctor import diagnose
 from frozencore.files.fingerprint import fingerprint_options
 from frozencore.tune.evaluation.adapters import AdapterStand
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from frozencore.cli.findings import Diagnosis
+from frozencore.cli.doctor import Diagnosis
 from frozencore.errors import FrozenCoreError
 from places import ROOT
 

@@ -16,8 +16,7 @@ import torch
 from rich.console import Console, Group
 
 from frozencore.cli import app as cli
-from frozencore.cli.samples import sample_lines
-from frozencore.cli.tables import recipe_in_words
+from frozencore.cli.run_summary import recipe_in_words, sample_lines
 from frozencore.errors import ArtifactError
 from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.run.bench import prepare
@@ -64,7 +63,7 @@ def test_calibrate_then_inspect_shows_what_the_basis_captured(command, tmp_path:
     status, out, _ = command("inspect", tmp_path / "c" / "adapter", "--against", tmp_path / "c" / "adapter")
     assert status == 0
     assert "1.000" in out
-    assert "coher. P: coherence, the largest leverage of an output" in out
+    assert "coher. P: coherence of P: the largest leverage of an output" in out
     assert "16 layers; 256 trained values" in out
 
 
@@ -235,7 +234,7 @@ def test_ctrl_c_in_a_verb_that_keeps_nothing_does_not_say_that_it_goes_on(  # ty
     for words in (("merge", "tune", "--output", "run"), ("adapter", "unpack", "tune", "--output", "run")):
         status, _, err = command(*words)
         assert status == 130
-        assert err.splitlines()[-1] == "frozencore: interrupted; the same command starts anew"
+        assert err.splitlines()[-1] == "frozencore: interrupted; the same command starts from the beginning"
 
 
 def test_debug_shows_the_traceback_of_what_is_one_line_without_it(  # type: ignore[no-untyped-def]

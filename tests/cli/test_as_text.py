@@ -18,9 +18,9 @@ from typer.testing import CliRunner
 
 import frozencore
 from frozencore.cli import console as our_console
+from frozencore.cli import doctor
 from frozencore.cli.console import PlainConsole
 from frozencore.cli.display import StageDisplay
-from frozencore.cli.doctor import doctor
 from frozencore_lab.reports.pages.html_parts import html_document
 from frozencore_lab.reports.sheets.html_table import html_table
 from frozencore_lab.reports.sheets.render import csv_lines, csv_text, latex, markdown, rich_table
@@ -104,13 +104,14 @@ def test_the_console_of_the_verbs_is_that_one() -> None:
     assert isinstance(our_console.console, PlainConsole)
 
 
-def test_the_doctor_prints_the_name_of_a_folder_as_text(tmp_path: Path) -> None:
+def test_the_doctor_prints_the_name_of_a_folder_as_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = io.StringIO()
     app = typer.Typer()
-    app.command()(doctor)
+    app.command()(doctor.doctor)
     folder = tmp_path / "[red]x\x1b[31m"
     folder.mkdir()
-    CliRunner().invoke(app, [str(folder)], obj=PlainConsole(file=out, width=400))
+    monkeypatch.setattr(doctor, "console", PlainConsole(file=out, width=400))
+    CliRunner().invoke(app, [str(folder)])
     assert "[red]x\\x1b[31m" in out.getvalue()
 
 

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from adapted import adapted
 from frozencore import export_basis_model, export_lora, export_tenant, save_basis
-from frozencore.cli.findings import Diagnosis, diagnose
+from frozencore.cli.doctor import Diagnosis, diagnose
 from frozencore.files.whole_file import write_json
 from frozencore.tune.evaluation.evaluate import Evaluation, evaluate
 from frozencore.tune.pocket import pocket_model_path

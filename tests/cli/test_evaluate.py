@@ -91,9 +91,18 @@ def test_a_failed_task_is_named_and_the_exit_status_is_one(command, tmp_path: Pa
     [
         ([], "There is nothing to score"),
         (["--task", "sst3"], "Did you mean 'sst2'"),
-        (["--task", "pocket-math", "--dtype", "int8"], "There is no dtype 'int8'"),
-        (["--task", "pocket-math", "--prompt-style", "chatty"], "There is no prompt style 'chatty'"),
-        (["--task", "pocket-math", "--num-evaluation", "0"], "Row counts must be positive"),
+        (
+            ["--task", "pocket-math", "--dtype", "int8"],
+            "--dtype must be one of auto, float32, bfloat16, float16, but 'int8' came",
+        ),
+        (
+            ["--task", "pocket-math", "--prompt-style", "chatty"],
+            "--prompt-style must be one of auto, chat, plain, but 'chatty' came",
+        ),
+        (
+            ["--task", "pocket-math", "--num-evaluation", "0"],
+            "--num-evaluation must be a whole number of at least 1, but 0 came",
+        ),
         (["--task", "pocket-math", "--adapter", "nowhere"], "has no adapter_config.json"),
     ],
 )

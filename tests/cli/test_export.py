@@ -108,15 +108,15 @@ def test_bad_input_is_one_line_and_nothing_is_written(
     before = sorted(tmp_path.iterdir())
     for words, message in (
         (["export", adapter, "--to", "gguf", "--out", tmp_path / "x"], "no export 'gguf'"),
-        (["export", adapter, "--dtype", "float8", "--out", tmp_path / "x"], "no dtype 'float8'"),
+        (["export", adapter, "--dtype", "float8", "--out", tmp_path / "x"], "--dtype must be one of auto, float32"),
         (["export", adapter, "--out", tmp_path / "x"], "--base on the command line"),
         (["export", adapter, "--base", base, "--out", tmp_path / "full"], "is there already"),
         (["export", adapter, "--base", tmp_path / "none", "--out", tmp_path / "x"], "no such folder"),
         (["export", adapter, "--to", "merged", "--base", tmp_path / "none", "--out", tmp_path / "x"], "no such folder"),
         (["export", base, "--out", tmp_path / "x"], "has no adapter_config.json"),
         (["export", adapter, "--to", "tenant", "--base", base, "--out", tmp_path / "x"], "holds no basis model"),
-        (["export", adapter, "--to", "tenant", "--rank", "2", "--out", tmp_path / "x"], "--rank is of a LoRA"),
-        (["export", adapter, "--with-code", "--out", tmp_path / "x"], "--with-code is of a basis model"),
+        (["export", adapter, "--to", "tenant", "--rank", "2", "--out", tmp_path / "x"], "--rank is for a LoRA"),
+        (["export", adapter, "--with-code", "--out", tmp_path / "x"], "--with-code is for a basis model"),
         (["check", base], "has no adapter_config.json"),
     ):
         status, _, err = command(*words)

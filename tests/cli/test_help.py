@@ -10,7 +10,7 @@ import pytest
 from typer.main import get_command
 
 from frozencore.cli.app import program
-from frozencore.cli.flag_groups import FLAG_GROUPS
+from frozencore.cli.help import FLAG_GROUPS
 from frozencore.cli.verbs import all_verbs
 from frozencore.tune.run.options_by_name import run_options
 

@@ -42,7 +42,7 @@ TELLS = {
     ("export", "--help"): "--to",
     ("campaign", "status", str(POCKET)): "pocket: ",
     ("doctor", str(POCKET)): "final runs are there",
-    ("doctor", str(ROOT / "src")): "holds nothing of ours",
+    ("doctor", str(ROOT / "src")): "holds nothing of frozencore",
 }
 ONE_AFTER_THE_OTHER = """
 import io, json, sys

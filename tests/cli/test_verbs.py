@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from frozencore.cli import findings, verbs
+from frozencore.cli import doctor, verbs
 
 
 @pytest.fixture
 def without_lab(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if only frozencore were installed."""
     monkeypatch.setattr(verbs, "entry_points", lambda **_: ())
-    monkeypatch.setattr(findings, "entry_points", lambda **_: ())
+    monkeypatch.setattr(doctor, "entry_points", lambda **_: ())
     verbs.all_verbs.cache_clear()
 
 

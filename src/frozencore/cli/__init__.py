@@ -1,1 +1,1 @@
-"""Everything that talks to a person: the verbs of the command line, boards, lines and tables."""
+"""Everything that talks to a person: verbs, flags, help, progress, tables and figures."""

@@ -1,4 +1,4 @@
-"""``frozencore adapter``: parse, call, print."""
+"""``frozencore adapter`` and ``frozencore merge``: adapters as cores alone, and their sums."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from frozencore.cli.console import console
+from frozencore.cli.flags import TakesOptions
 from frozencore.errors import ConfigError
 from frozencore.files.adapter_folder import adapter_in
 
@@ -17,8 +18,7 @@ Adapter = Annotated[Path, typer.Argument(help="Folder of a run or of a saved fro
 NewFolder = Annotated[Path, typer.Option("--output", "--out", help="New folder.")]
 
 
-@adapter_app.command()
-def pack(
+def _pack(
     adapter: Adapter,
     output: NewFolder,
     basis: Annotated[
@@ -28,15 +28,20 @@ def pack(
             "written from the adapter if it is not there."
         ),
     ] = None,
-    dtype: Annotated[str, typer.Option(help="Of the cores: auto (as saved), float32, bfloat16 or float16.")] = "auto",
+    dtype: Annotated[str, "Of the cores: auto (as saved), float32, bfloat16 or float16."] = "auto",
 ) -> None:
-    """Write an adapter as its cores alone: it needs the basis beside it from then on."""
     folder = adapter_in(adapter)
-    from frozencore.adapter.saved.pack import pack_adapter
-    from frozencore.cli.exporting import read_dtype
+    import torch
 
-    pack_adapter(folder, basis, output, dtype=read_dtype(dtype))
-    console.print(_told(output), highlight=False)
+    from frozencore.adapter.saved.pack import pack_adapter
+
+    pack_adapter(folder, basis, output, dtype=None if dtype == "auto" else getattr(torch, dtype))
+    _print_size(output)
+
+
+adapter_app.command("pack", help="Write an adapter as its cores alone: it needs the basis beside it from then on.")(
+    TakesOptions(_pack)
+)
 
 
 @adapter_app.command()
@@ -44,7 +49,10 @@ def unpack(
     adapter: Adapter,
     output: NewFolder,
     basis: Annotated[
-        str | None, typer.Option(help="Where its basis is. Default: in the folder, beside it, or where it says.")
+        str | None,
+        typer.Option(
+            help="Folder or hub id of its basis. Default: searched in its folder, beside it, and where it says."
+        ),
     ] = None,
 ) -> None:
     """Write an adapter of cores alone as one that holds its basis."""
@@ -52,7 +60,7 @@ def unpack(
     from frozencore.adapter.saved.pack import unpack_adapter
 
     unpack_adapter(folder, output, basis=basis)
-    console.print(_told(output), highlight=False)
+    _print_size(output)
 
 
 def merge(
@@ -62,20 +70,16 @@ def merge(
         str | None, typer.Option(help="One for each, separated by commas; may be negative. Default: their mean.")
     ] = None,
 ) -> None:
-    """Write the weighted sum of adapters on one basis: the sum of what they do, exactly."""
-    folders, shares = [adapter_in(adapter) for adapter in adapters], None if weights is None else _numbers(weights)
+    try:
+        shares = None if weights is None else [float(part) for part in weights.split(",")]
+    except ValueError as error:
+        raise ConfigError(f"--weights are numbers separated by commas, but {weights!r} came.") from error
+    folders = [adapter_in(adapter) for adapter in adapters]
     from frozencore.adapter.saved.sums import merge_adapters
 
     merge_adapters(folders, output, weights=shares)
-    console.print(_told(output), highlight=False)
+    _print_size(output)
 
 
-def _numbers(text: str) -> list[float]:
-    try:
-        return [float(part) for part in text.split(",")]
-    except ValueError as error:
-        raise ConfigError(f"--weights are numbers separated by commas, but {text!r} came.") from error
-
-
-def _told(folder: Path) -> str:
-    return f"Adapter: {folder}   {sum(file.stat().st_size for file in folder.iterdir()):,} bytes"
+def _print_size(folder: Path) -> None:
+    console.print(f"Adapter: {folder}   {sum(file.stat().st_size for file in folder.iterdir()):,} bytes")

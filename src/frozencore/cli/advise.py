@@ -1,20 +1,30 @@
-"""``frozencore advise``: parse, call, print."""
+"""``frozencore advise``: what bases, ranks and targets would gain, as a table, lines and a figure."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.table import Table
 
-from frozencore.cli.calibrate import OF_TRAINING
 from frozencore.cli.console import console
-from frozencore.cli.run_flags import TakesRun
+from frozencore.cli.flags import OF_TRAINING, TakesOptions
+from frozencore.tune.methods import bases_name
 from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.early import refuse_early
 from frozencore.tune.run.option_groups import GROUPS
+from frozencore.words import num_of
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from frozencore.advice.advise import Advice
+    from frozencore.advice.trials import Worth
 
 OF_SCORING = ("evaluate_on", "num_evaluation", "max_new_tokens", "paper_steps", "select_checkpoint", "select_by")
+FIGURE = "advice.png"
 
 
 def _advise(
@@ -24,20 +34,97 @@ def _advise(
     ] = None,
 ) -> None:
     refuse_early(config)
-    from frozencore.cli.advice_figure import FIGURE, advice_figure
-    from frozencore.cli.advice_lines import advice_lines
     from frozencore.cli.display import StageDisplay
-    from frozencore.cli.figure_style import save_figure
     from frozencore.tune.run.advising import execute_advice
     from frozencore.tune.run.files import ADVICE
 
     with StageDisplay(console) as progress:
         advice = execute_advice(config, output, progress)
-    for line in advice_lines(config, advice):
-        console.print(line, highlight=False, soft_wrap=isinstance(line, str), markup=False)
+    console.print(_table(advice))
+    for line in _lines(config, advice):
+        console.print(line, soft_wrap=True)
     if output is not None:
-        save_figure(advice_figure(advice), output / FIGURE)
-        console.print(f"Record: {output / ADVICE}   Figure: {output / FIGURE}", highlight=False)
+        from frozencore.cli.figure_style import save_figure
+
+        save_figure(_figure(advice), output / FIGURE)
+        console.print(f"Record: {output / ADVICE}   Figure: {output / FIGURE}")
 
 
-advise = TakesRun(_advise, without=(*OF_TRAINING, *OF_SCORING, *GROUPS["core"](), "method", "memory_budget"))
+def _table(advice: Advice) -> Table:
+    """The gain of each setting; the recommended one is bold."""
+    title = f"What a first step gains on rows that it has not seen, of {advice.base_loss:.3f} nats"
+    table = Table(title=title, title_justify="left")
+    for heading in ("bases", "layers", "ranks"):
+        table.add_column(heading)
+    for heading in ("trained values", "gain, nats"):
+        table.add_column(heading, justify="right")
+    for part in (advice.bases, advice.shapes):
+        for worth in part:
+            table.add_row(*_cells(worth), style="bold" if worth is advice.recommended else "")
+        table.add_section()
+    return table
+
+
+def _cells(worth: Worth) -> tuple[str, ...]:
+    low, high = min(worth.ranks.values()), max(worth.ranks.values())
+    ranks = str(low) if low == high else f"{low} to {high}"
+    layers = "as asked" if worth.setting.on == "asked" else worth.setting.on
+    name = bases_name(worth.setting.method, worth.setting.options)
+    return name, layers, ranks, f"{worth.num_values:,}", f"{worth.gain:.4f}"
+
+
+def _lines(config: RunConfig, advice: Advice) -> Iterator[str]:
+    """What the data look like, what a budget buys, what the advice cost, and the recommendation."""
+    from frozencore.tune.run.advising import flags_of
+
+    spreads = advice.spreads
+    yield (
+        f"Outlier channels, largest over median second moment, median layer (largest): inputs {spreads.median_a:.3g} "
+        f"({spreads.largest_a:.3g}), output errors {spreads.median_d:.3g} ({spreads.largest_d:.3g})."
+    )
+    yield (
+        f"Noise: of the {advice.num_looked_at} leading whitened directions of the median layer, the halves agree on "
+        f"{advice.num_agreed:g}."
+    )
+    if advice.bought:
+        shares = ", ".join(f"{budget:,} values {share:.0%}" for budget, share in advice.bought.items())
+        yield f"What a budget holds of the gradient that the halves agree on: {shares}."
+    yield (
+        f"{num_of(advice.num_rows, 'row')}, {advice.passes:.1f} forward and backward passes over them, "
+        f"{advice.time_s:.1f} s. Ranks and LoRA cannot be compared this way: docs/advise.md."
+    )
+    yield f"Recommended: {flags_of(config, advice.recommended.setting)}"
+
+
+def _figure(advice: Advice) -> Figure:
+    """Bars of gains, the recommended setting framed; beside them what share of the gradient a budget holds."""
+    from frozencore.cli.figure_style import NAVY, ORANGE, method_colour, plain_ticks, plt
+
+    worths = [*reversed(advice.shapes), *reversed(advice.bases)]
+    figure, (bars, curve) = plt.subplots(
+        1, 2, figsize=(9.6, 1.2 + 0.26 * len(worths)), gridspec_kw={"width_ratios": [2, 1]}
+    )
+    names = [
+        bases_name(worth.setting.method, worth.setting.options)
+        + (f"; {worth.setting.on}, budget" if worth.setting.rank is None and worth in advice.shapes else "")
+        for worth in worths
+    ]
+    drawn = bars.barh(names, [worth.gain for worth in worths], color=[method_colour(w.setting.method) for w in worths])
+    drawn[worths.index(advice.recommended)].set(edgecolor=ORANGE, linewidth=2.5)
+    bars.set_xlabel("gain on unseen rows, nats")
+    bars.set_title("framed: recommended", fontsize=9, loc="left")
+    bars.tick_params(labelsize=8)
+    if advice.bought:
+        curve.plot(list(advice.bought), list(advice.bought.values()), "o-", color=NAVY)
+        curve.set_xscale("log")
+        plain_ticks(curve.xaxis)
+    curve.set_ylim(0, 1.02)
+    curve.set_xlabel("trained values")
+    curve.set_title("share of what the halves agree on", fontsize=9, loc="left")
+    for axes in (bars, curve):
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    return figure
+
+
+advise = TakesOptions(_advise, without=(*OF_TRAINING, *OF_SCORING, *GROUPS["core"](), "method", "memory_budget"))

@@ -1,4 +1,4 @@
-"""The ``frozencore`` command: one verb a file, each of which parses, calls the library or the lab, and prints."""
+"""The ``frozencore`` command: it calls one verb, and each error becomes one line and an exit status."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ import typer
 
 from frozencore import __version__
 from frozencore.cli.console import console
-from frozencore.cli.flag_groups import HELP, HELP_ALL, command_of
-from frozencore.cli.other_names import refuse_unknown_verb
-from frozencore.cli.verbs import IN_LAB, LAB_MISSING, add_verbs, all_verbs
-from frozencore.errors import CalibrationError, ConfigError, FrozenCoreError
+from frozencore.cli.help import HELP, HELP_ALL, command_of
+from frozencore.cli.verbs import add_verbs, all_verbs, refuse_unknown_verb
+from frozencore.errors import CalibrationError, FrozenCoreError
 from frozencore.quiet import ignore_known_warnings
 from frozencore.tune.run.processes import is_first, refuse_several
 from frozencore.words import one_line
 
-_ASKS = "_FROZENCORE_COMPLETE"  # set by a shell that asks how a command line could go on
-INTERRUPTED, TERMINATED = 130, 143  # the exit status of Ctrl-C, and of SIGTERM
+_COMPLETES = "_FROZENCORE_COMPLETE"  # a shell sets it when it asks for completions
+REFUSED, INTERRUPTED, TERMINATED = 2, 130, 143  # exit statuses; the last two are of Ctrl-C and SIGTERM
 
 
 def _print_version(asked: bool) -> None:
@@ -31,19 +30,17 @@ def _print_version(asked: bool) -> None:
 
 
 def _common(
-    context: typer.Context,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
     _version: Annotated[
         bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
-    context.obj = console
     if debug:
         os.environ["FROZENCORE_DEBUG"] = "1"
 
 
 def program(words: Collection[str]) -> typer.Typer:
-    """The command line, with the verbs among these words as they are: the others are names and help."""
+    """The command line; verbs that are not among these words have only a name and a help text."""
     verbs = typer.Typer(
         no_args_is_help=True,
         pretty_exceptions_enable=False,
@@ -55,45 +52,40 @@ def program(words: Collection[str]) -> typer.Typer:
 
 
 def app() -> None:
-    """Do what the words of the command line ask for; only the verbs among them are imported."""
+    """Do what the command line asks for; only the verb that it names is imported."""
     words = _words()
     if words[:1] not in [[verb.name] for verb in all_verbs() if verb.by_several]:
         refuse_several(f"frozencore {' '.join(words[:1])}".strip())
     console.quiet = not is_first()
-    if _ASKS not in os.environ:
-        known = [verb.name for verb in all_verbs()]
-        if words[:1] not in [[name] for name in known] and words[:1] in [[name] for name in IN_LAB]:
-            raise ConfigError(f"frozencore {words[0]}: {LAB_MISSING}")
-        refuse_unknown_verb(words, known)
+    if _COMPLETES not in os.environ:
+        refuse_unknown_verb(words)
     asked = [HELP if word == HELP_ALL else word for word in sys.argv[1:]]
     command_of(program(words), words)(asked, prog_name="frozencore")  # shells complete it by this name
 
 
 def _words() -> list[str]:
-    """Of the command line; where a shell asks how it could go on, of what is there of it."""
-    if _ASKS not in os.environ:
+    """The words of the command line; when a shell asks for completions, the words typed so far."""
+    if _COMPLETES not in os.environ:
         return sys.argv[1:]
     begun = os.environ.get("COMP_WORDS") or os.environ.get("_TYPER_COMPLETE_ARGS", "")  # bash, and other shells
     return begun.split()[1:]
 
 
-def _ended_early(status: int, end: BaseException) -> NoReturn:
-    """One line: what was saved, where a training says it, and how to go on."""
-    how = "interrupted" if status == INTERRUPTED else "terminated"
-    ways_on = {verb.name: verb.when_ended_early for verb in all_verbs()}
-    way_on = [ways_on[word] for word in sys.argv[1:] if word in ways_on][:1]
-    sys.stderr.write(f"frozencore: {one_line('; '.join([how, *_notes(end), *way_on]))}\n")
-    sys.exit(status)
-
-
-def _notes(end: BaseException) -> list[str]:
-    """Of an exception and those that it came of: typer makes one of its own of Ctrl-C."""
+def _end_early(status: int, end: BaseException) -> NoReturn:
+    """Print one line, what a training saved and how to go on, and exit."""
+    notes = ["interrupted" if status == INTERRUPTED else "terminated"]
     cause: BaseException | None = end
-    notes: list[str] = []
-    while cause is not None:
+    while cause is not None:  # typer raises an exception of its own for Ctrl-C
         notes += getattr(cause, "__notes__", [])
         cause = cause.__cause__ or cause.__context__
-    return notes
+    ways_on = {verb.name: verb.when_ended_early for verb in all_verbs()}
+    notes += [ways_on[word] for word in sys.argv[1:] if word in ways_on][:1]
+    _say_and_exit(status, "; ".join(notes))
+
+
+def _say_and_exit(status: int, line: str) -> NoReturn:
+    sys.stderr.write(f"frozencore: {one_line(line)}\n")
+    sys.exit(status)
 
 
 def main() -> None:
@@ -102,34 +94,35 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
     try:
         app()
-    except FrozenCoreError as error:
-        if os.environ.get("FROZENCORE_DEBUG"):
-            raise
-        if is_first() or isinstance(error, CalibrationError):  # of other errors the first says the same
-            sys.stderr.write(f"frozencore: {error}\n")
-        sys.exit(2)
-    except OSError as error:
-        if os.environ.get("FROZENCORE_DEBUG"):
-            raise
-        refused = one_line(f"{error.strerror or error}: {error.filename or ''}")
-        sys.stderr.write(f"frozencore: {refused}\n")
-        sys.exit(2)
     except KeyboardInterrupt as end:
-        _ended_early(INTERRUPTED, end)
+        _end_early(INTERRUPTED, end)
     except SystemExit as end:
         if end.code in (INTERRUPTED, TERMINATED):  # typer turns Ctrl-C into the first
-            _ended_early(end.code, end)
+            _end_early(end.code, end)
         raise
-    except (RuntimeError, MemoryError) as error:
-        from frozencore.device import is_out_of_memory
-
-        if os.environ.get("FROZENCORE_DEBUG") or not is_out_of_memory(error):
+    except (FrozenCoreError, OSError, RuntimeError, MemoryError) as error:
+        line = None if os.environ.get("FROZENCORE_DEBUG") else _line_of(error)
+        if line is None:
             raise
-        sys.stderr.write(
-            f"frozencore: out of memory ({one_line(error, 200)}): use a smaller --batch-size or "
-            "--max-length, --memory-budget for the calibration, or --dtype bfloat16\n"
-        )
-        sys.exit(2)
+        if not is_first() and isinstance(error, FrozenCoreError) and not isinstance(error, CalibrationError):
+            sys.exit(REFUSED)  # the first process says the same
+        _say_and_exit(REFUSED, line)
+
+
+def _line_of(error: Exception) -> str | None:
+    """The error in one line; None for an error that is a bug."""
+    if isinstance(error, FrozenCoreError):
+        return str(error)
+    if isinstance(error, OSError):
+        return f"{error.strerror or error}: {error.filename or ''}"
+    from frozencore.device import is_out_of_memory
+
+    if not is_out_of_memory(error):
+        return None
+    return (
+        f"out of memory ({one_line(error, 200)}): use a smaller --batch-size or --max-length, --memory-budget for the "
+        "calibration, or --dtype bfloat16"
+    )
 
 
 if __name__ == "__main__":

@@ -1,18 +1,22 @@
-"""``frozencore calibrate``: parse, call, print."""
+"""``frozencore calibrate``: moments and bases of a model on some rows, without training."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Group
+from rich.text import Text
 
 from frozencore.cli.console import console
-from frozencore.cli.run_flags import OF_ONE_TRAINING, TakesRun
+from frozencore.cli.flags import OF_TRAINING, TakesOptions
 from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.early import refuse_early
 
-OF_TRAINING = ("basis", "learning_rate", "warmup", "epochs", "batch_size", "accumulation", "patience", *OF_ONE_TRAINING)
+if TYPE_CHECKING:
+    from frozencore.adapter.bases.calibrate import Calibration
+    from frozencore.cli.inspect import Column
 
 
 def _calibrate(
@@ -29,7 +33,6 @@ def _calibrate(
 ) -> None:
     refuse_early(config)
     from frozencore.cli.display import StageDisplay
-    from frozencore.cli.layer_tables import calibration_summary
     from frozencore.tune.run.calibrating import execute_calibration
     from frozencore.tune.run.files import ADAPTER, BASIS, MOMENTS_FILE
 
@@ -37,7 +40,32 @@ def _calibrate(
         calibration = execute_calibration(config, output, progress)
     console.print(calibration_summary(calibration, every_layer=all_layers))
     moments = f"   Moments: {output / MOMENTS_FILE}" if config.memory_budget is None else ""
-    console.print(f"Basis: {output / BASIS}   Adapter: {output / ADAPTER}{moments}", highlight=False)
+    console.print(f"Basis: {output / BASIS}   Adapter: {output / ADAPTER}{moments}")
 
 
-calibrate = TakesRun(_calibrate, without=OF_TRAINING)
+def calibration_summary(calibration: Calibration, *, every_layer: bool = False) -> Group:
+    """What calibration found: the spread over the layers, or a line for each of them."""
+    from frozencore.cli.inspect import by_layer, legend, spread
+    from frozencore.cli.run_summary import allocation_line
+
+    found = calibration.layers
+    ends = [(layer.spectrum[0], layer.spectrum[-1]) if layer.spectrum else (None, None) for layer in found.values()]
+    columns: dict[str, Column] = {
+        "tokens": [layer.num_tokens for layer in found.values()],
+        "rank": [layer.rank for layer in found.values()],
+        "effective": [layer.effective_rank for layer in found.values()],
+        "σ₁": [first for first, _ in ends],
+        "σ_r": [last for _, last in ends],
+        "max/med a": [layer.input_spread for layer in found.values()],
+        "max/med d": [layer.error_spread for layer in found.values()],
+    }
+    title = f"Calibration, {calibration.time_s:.1f} s"
+    lines = []
+    if calibration.rank_budget is not None:
+        ranks = {name: layer.rank for name, layer in found.items()}
+        lines = [Text(allocation_line(calibration.rank_budget, ranks | dict.fromkeys(calibration.not_adapted, 0)))]
+    table = by_layer(title, list(found), columns) if every_layer else spread(title, list(found), columns)
+    return Group(table, *lines, legend(columns))
+
+
+calibrate = TakesOptions(_calibrate, without=OF_TRAINING)

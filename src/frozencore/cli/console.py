@@ -10,29 +10,28 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
-WIDE = 160  # columns of a table in a file or a pipe, unless COLUMNS says how many
+WIDE = 160  # columns in a file or a pipe, unless COLUMNS is set
 
 
 class PlainConsole(Console):
-    """Prints every text as text: brackets are no markup, colons no emoji, and no escape sequence is obeyed."""
+    """Prints every text as it is: brackets are no markup, colons no emoji, and numbers get no colour."""
 
     def __init__(self, **settings: Any) -> None:
-        super().__init__(markup=False, emoji=False, **settings)
+        super().__init__(markup=False, emoji=False, highlight=False, **settings)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """As Rich does, with what no screen shows written out."""
+        """Render as Rich does, with invisible characters escaped: no escape sequence reaches the terminal."""
         for segment in super().render(renderable, options):
-            yield segment if segment.control else Segment(shown(segment.text), segment.style)
+            yield segment if segment.control else Segment(_escaped(segment.text), segment.style)
 
 
-def shown(text: str) -> str:
-    """A text, line ends and spaces kept, whose other characters that no screen shows are as Python writes them."""
+def _escaped(text: str) -> str:
     if text.isprintable():
         return text
-    return "".join(c if _is_seen(c) else c.encode("unicode_escape").decode() for c in text)
+    return "".join(c if _is_visible(c) else c.encode("unicode_escape").decode() for c in text)
 
 
-def _is_seen(character: str) -> bool:
+def _is_visible(character: str) -> bool:
     return character == "\n" or character.isprintable() or unicodedata.category(character) == "Zs"
 
 

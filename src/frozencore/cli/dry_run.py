@@ -1,4 +1,4 @@
-"""``--dry-run`` of ``tune`` and ``tune-many``: what they would read and take, and a row as it is trained on."""
+"""``--dry-run`` of ``tune`` and ``tune-many``: what they would read and need, and a row as it is trained on."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from transformers import AutoModelForCausalLM
 
 from frozencore.adapter.bases.refresh import Refresh
 from frozencore.adapter.bases.refresh_plan import rounds_for
+from frozencore.cli.console import console
+from frozencore.cli.display import StageDisplay
 from frozencore.cli.flag_file import as_flags
-from frozencore.cli.showing import MARKS
-from frozencore.cli.tables import recipe_in_words, values_in_words
+from frozencore.cli.run_summary import recipe_in_words, values_in_words
+from frozencore.cli.tasks import marked
 from frozencore.tune.rows import TokenRow
-from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.tune.run.accounting import optimiser_bytes, values_at_once
 from frozencore.tune.run.bench import Bench, prepare
 from frozencore.tune.run.config import RunConfig
@@ -31,12 +32,22 @@ from frozencore.tune.training.reporting import require_reporters
 from frozencore.words import Progress, bytes_in_words, num_of
 
 
-def dry_run_lines(config: RunConfig, progress: Progress) -> Iterator[Text]:
-    """What a run would do, from its model and all its rows.
+def print_dry_run(config: RunConfig, num_slots: int | None = None) -> None:
+    """Print what a run would do, after its model and all its rows are read.
+
+    Args:
+        num_slots: Tenants that would train at once; None for a run that is not of tenants.
 
     Raises:
         FrozenCoreError: What the run itself would refuse before it scores or trains.
     """
+    with StageDisplay(console) as progress:
+        lines = list(_run(config, progress) if num_slots is None else _tenants(config, num_slots, progress))
+    for line in lines:
+        console.print(line, soft_wrap=True)
+
+
+def _run(config: RunConfig, progress: Progress) -> Iterator[Text]:
     require_reporters(config.report_to or ())
     config = on_named_basis(config)
     bench = prepare(config, progress)
@@ -45,12 +56,7 @@ def dry_run_lines(config: RunConfig, progress: Progress) -> Iterator[Text]:
     yield from _as_asked(config, bench, bench.rows.train[0])
 
 
-def dry_run_many_lines(config: RunConfig, num_slots: int, progress: Progress) -> Iterator[Text]:
-    """What ``tune-many`` would do, from its model and the rows of all tenants.
-
-    Raises:
-        FrozenCoreError: What it would refuse before it scores or trains.
-    """
+def _tenants(config: RunConfig, num_slots: int, progress: Progress) -> Iterator[Text]:
     config, files = tenants_of(config)
     bench, own = read_tenants(config, files, progress)
     at_once = min(num_slots, len(own))
@@ -69,10 +75,11 @@ def dry_run_many_lines(config: RunConfig, num_slots: int, progress: Progress) ->
 
 
 def _as_asked(config: RunConfig, bench: Bench, row: TokenRow) -> Iterator[Text]:
-    yield Text("\nWhat was asked for, as a file for --config (all else is as ever)", style="bold")
+    yield Text("\nThe options that differ from the defaults, as a file for --config", style="bold")
     yield Text(as_flags(config, exclude_defaults=True).rstrip())
-    yield Text("\nThe first row that is trained on (what carries loss is marked)", style="bold")
-    yield _marked(row, bench.encoder)
+    yield Text("\nThe first row that is trained on (the marked part carries the loss)", style="bold")
+    decode = bench.encoder.tokenizer.decode
+    yield marked(decode(row.input_ids[: row.num_context]), decode(row.input_ids[row.num_context :]))
 
 
 def _rows(config: RunConfig, bench: Bench) -> Iterator[Text]:
@@ -93,7 +100,7 @@ def _rows(config: RunConfig, bench: Bench) -> Iterator[Text]:
             f"a row has {median(lengths):.0f} in the middle, {max(lengths):,} at most (limit "
             f"{bench.encoder.max_length})."
         )
-    skipped = 0 if rows.reading else rows.num_skipped  # which was said of one's own
+    skipped = 0 if rows.reading else rows.num_skipped  # the reading of own rows has said it
     for count, said in ((rows.num_cut, "cut at the beginning of the prompt"), (skipped, "left out")):
         if count:
             yield Text(f"{num_of(count, 'row')} too long: {said}.")
@@ -122,17 +129,10 @@ def _cost(config: RunConfig, bench: Bench) -> Iterator[Text]:
 
 
 def _adapted(config: RunConfig, bench: Bench) -> nn.Module | None:
-    """A model of the same shapes without values; None where it takes the values to tell what trains."""
+    """The adapted model without values; None for a method whose adapter depends on the values."""
     if config.method_entry.changes_base or config.rank_budget is not None:
         return None
     with torch.device("meta"), suppress(NotImplementedError):
         model = AutoModelForCausalLM.from_config(bench.model.config)
         return config.method_entry.add(model, config.adapter_options(resolve_targets(config, bench.model)))
     return None
-
-
-def _marked(row: TokenRow, encoder: PromptEncoder) -> Text:
-    context, completion = (
-        encoder.tokenizer.decode(part) for part in (row.input_ids[: row.num_context], row.input_ids[row.num_context :])
-    )
-    return Text.assemble(context, (f"{MARKS[0]}{completion}{MARKS[1]}", "reverse"))

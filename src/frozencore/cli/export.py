@@ -1,20 +1,29 @@
-"""``frozencore export``: parse, call, print."""
+"""``frozencore export`` and ``frozencore check``: an adapter in a form that others serve, and who serves it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from frozencore.cli.console import console
-from frozencore.cli.export_options import Wanted
-from frozencore.files.adapter_folder import adapter_in, folder_of
+from frozencore.cli.flags import TakesOptions
+from frozencore.errors import ConfigError
+from frozencore.files.adapter_folder import adapter_in, folder_of, read_config
 from frozencore.quiet import quiet_loading
 from frozencore.tune.run.model_names import model_location
+from frozencore.words import unknown_name
+
+if TYPE_CHECKING:
+    import torch
+
+    from frozencore.adapter.export.serving import LoraReport
 
 
-def export(
+def _export(
     adapter: Annotated[
         str,
         typer.Argument(help="Folder of a run; folder or hub id of an adapter, or of a basis (for a basis model)."),
@@ -33,13 +42,13 @@ def export(
     base: Annotated[
         str | None,
         typer.Option(
-            help="Folder, GGUF file or hub id of the base model; default: the one that the adapter names. Of a "
+            help="Folder, GGUF file or hub id of the base model; default: the one that the adapter names. For a "
             "tenant: its basis model, to compare the bases."
         ),
     ] = None,
-    dtype: Annotated[str, typer.Option(help="auto (of factors float32, of models the base's), float32, ...")] = "auto",
+    dtype: Annotated[str, "auto (factors float32, models as their base), float32, bfloat16 or float16."] = "auto",
     rank: Annotated[
-        int | None, typer.Option(help="Of the LoRA, below the adapter's own; says how much that leaves out.")
+        int | None, typer.Option(help="Rank of the LoRA, below the adapter's own; says how much that leaves out.")
     ] = None,
     with_code: Annotated[
         bool,
@@ -47,11 +56,142 @@ def export(
     ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an export that is there.")] = False,
 ) -> None:
-    wanted = Wanted(to, base and model_location(base), dtype, rank, with_code, overwrite)
-    folder = adapter_in(folder_of(adapter))
-    from frozencore.cli.exporting import export_adapter
-
+    if to not in FORMS:
+        raise ConfigError(unknown_name("export", to, FORMS))
+    if rank is not None and to not in ("lora", "gguf-lora"):
+        raise ConfigError(f"--rank is for a LoRA, and --to {to} has none: leave it out, or give --to lora.")
+    if with_code and to != "basis-model":
+        raise ConfigError(f"--with-code is for a basis model, and --to {to} has no code: leave it out.")
+    base = base and model_location(base)
+    asked = Asked(adapter_in(folder_of(adapter)), output, base, dtype, rank, with_code, overwrite)
     with quiet_loading():
-        lines = export_adapter(folder, output, wanted)
+        lines = list(FORMS[to](asked))
     for line in lines:
-        console.print(line, highlight=False)
+        console.print(line)
+
+
+def check(
+    directory: Annotated[Path, typer.Argument(help="Any LoRA directory: adapter_config.json and its weights.")],
+) -> None:
+    from frozencore.adapter.export.serving import ENGINES, check_lora_directory
+
+    report = check_lora_directory(directory)
+    for line in _serving(report):
+        console.print(line)
+    raise typer.Exit(0 if report.engines == ENGINES else 1)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What ``frozencore export`` was asked for.
+
+    Attributes:
+        base: Folder, GGUF file or hub id of the base model; for a tenant, the folder of its basis model.
+    """
+
+    adapter: Path
+    output: Path
+    base: str | None
+    dtype: str
+    rank: int | None
+    with_code: bool
+    overwrite: bool
+
+    @property
+    def dtype_of_factors(self) -> torch.dtype:
+        import torch
+
+        return torch.float32 if self.dtype == "auto" else getattr(torch, self.dtype)
+
+
+def _lora(asked: Asked) -> Iterator[str]:
+    from frozencore.adapter.export.lora import export_lora
+    from frozencore.adapter.export.serving import check_lora_directory
+
+    lora = export_lora(
+        asked.adapter, asked.output, base=asked.base, dtype=asked.dtype_of_factors, rank=asked.rank,
+        overwrite=asked.overwrite,
+    )  # fmt: skip
+    zero = f" and {len(lora.zero_layers)} of zeros that engines pack with them" if lora.zero_layers else ""
+    yield f"LoRA: {lora.directory}, rank {lora.rank}, {len(lora.layers)} layers{zero}"
+    yield from _left_out(lora.error)
+    yield from _serving(check_lora_directory(asked.output))
+
+
+def _gguf_lora(asked: Asked) -> Iterator[str]:
+    from frozencore.adapter.export.gguf_lora import export_gguf_lora
+
+    lora = export_gguf_lora(
+        asked.adapter, asked.output, base=asked.base, dtype=asked.dtype_of_factors, rank=asked.rank,
+        overwrite=asked.overwrite,
+    )  # fmt: skip
+    yield f"LoRA for llama.cpp: {lora.file}, rank {lora.rank}, {len(lora.layers)} layers of {lora.architecture}"
+    yield from _left_out(lora.error)
+    base = read_config(asked.adapter).get("base_model_name_or_path") or ""
+    yield f"llama.cpp: llama-server --model {base if base.endswith('.gguf') else 'MODEL.gguf'} --lora {lora.file}"
+
+
+def _left_out(error: float | None) -> Iterator[str]:
+    if error is not None:
+        yield f"Of the adapter's update, {error:.2%} (Frobenius norm) does not fit into that rank."
+
+
+def _merged(asked: Asked) -> Iterator[str]:
+    from frozencore.adapter.export.merged import export_merged
+
+    folder = export_merged(
+        asked.adapter, asked.output, base=asked.base, dtype=asked.dtype, overwrite=asked.overwrite
+    )  # fmt: skip
+    yield f"Merged model: {folder}"
+    yield "It is a plain model folder: transformers and every engine of its base take it."
+
+
+def _basis_model(asked: Asked) -> Iterator[str]:
+    from frozencore.adapter.export.basis_model import export_basis_model
+    from frozencore.adapter.export.serving.config_rules import VLLM_MAX_RANKS, vllm_max_rank
+
+    model = export_basis_model(
+        asked.adapter, asked.output, base=asked.base, dtype=asked.dtype, with_code=asked.with_code,
+        overwrite=asked.overwrite,
+    )  # fmt: skip
+    low, high = min(model.ranks.values()), max(model.ranks.values())
+    ranks = f"rank {low}" if low == high else f"ranks {low} to {high}"
+    yield f"Basis model: {model.directory}, {ranks}, {len(model.ranks)} layers, basis {model.identity[:12]}"
+    if (admitted := vllm_max_rank(high)) is None:
+        yield f"vLLM serves tenants of rank {VLLM_MAX_RANKS[-1]} at most; PEFT loads them all."
+        return
+    flags = f"--max-lora-rank {admitted} --lora-target-modules core{' --trust-remote-code' if asked.with_code else ''}"
+    yield f"vLLM: vllm serve {model.directory} --enable-lora {flags}"
+    yield f"Tenants: frozencore export ADAPTER --to tenant --base {model.directory} --out TENANT"
+
+
+def _tenant(asked: Asked) -> Iterator[str]:
+    from frozencore.adapter.export.serving import check_lora_directory
+    from frozencore.adapter.export.tenant import export_tenant
+
+    tenant = export_tenant(
+        asked.adapter, asked.output, basis_model=asked.base, dtype=asked.dtype_of_factors, overwrite=asked.overwrite
+    )
+    compared = f"as {asked.base} has it" if asked.base else "not compared: name the basis model with --base"
+    layers = f"rank {tenant.rank}, {len(tenant.layers)} layers"
+    yield f"Tenant: {tenant.directory}, {layers}, on the basis {tenant.identity[:12]} ({compared})"
+    yield from _serving(check_lora_directory(asked.output))
+
+
+def _serving(report: LoraReport) -> Iterator[str]:
+    """Which engines take a LoRA directory, and what to change for the others."""
+    from frozencore.adapter.export.serving import ENGINES
+
+    yield f"Taken by: {', '.join(report.engines) or 'no engine'}"
+    yield from (f"- {problem}" for problem in report.problems)
+    if "vLLM" in report.engines:
+        on_cores = " --lora-target-modules core" if report.is_tenant else ""
+        yield f"vLLM: --enable-lora --max-lora-rank {report.vllm_max_rank}{on_cores}"
+    if missing := [engine for engine in ENGINES if engine not in report.engines]:
+        yield f"Not taken by: {', '.join(missing)}"
+
+
+FORMS: dict[str, Callable[[Asked], Iterator[str]]] = {
+    "lora": _lora, "gguf-lora": _gguf_lora, "merged": _merged, "basis-model": _basis_model, "tenant": _tenant,
+}  # fmt: skip
+export = TakesOptions(_export)

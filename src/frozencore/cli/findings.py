@@ -1,38 +1,25 @@
-"""What a path holds of ours, whether it is sound, and what to do where it is not. Nothing is changed.
+"""What the saved things hold, whether they are sound, and what to do if not: a function for each kind.
 
-An adapter, a basis, a basis model, a moments file, a LoRA export, a run, a run of many tenants, an evaluation, a
-campaign, or a folder of these. A folder of ``frozencore calibrate`` is the moments in it, and the adapter and the
-basis beside them.
+A function gives findings, and other saved things inside its own. It may raise the error of the reader that it uses.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib import import_module
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
+from frozencore.cli.saved_kinds import read_json
+from frozencore.files.adapter_folder import CONFIG_FILE
+from frozencore.tune.run.files import ADAPTER, BASIS, CHECKPOINTS, FAILURE, MOMENTS_FILE, PREDICTIONS, RECORD
+from frozencore.tune.run.interrupted import kept_of
+from frozencore.tune.run.record import TunedRecord, read_record
+from frozencore.words import one_line
 
-from frozencore.calibration.store import KEY
-from frozencore.cli.verbs import LAB_MISSING
-from frozencore.errors import ArtifactError
-from frozencore.files.adapter_folder import (
-    BASIS_MODEL_TYPE,
-    CONFIG_FILE,
-    FACTORS_FILE,
-    HEADER_FILE,
-    MODEL_CONFIG,
-    PEFT_TYPE,
-    PICKLE_FILE,
-    WEIGHTS_FILE,
-    read_config,
-)
-from frozencore.tune.run.files import ADAPTER, CHECKPOINTS, FAILURE, FOUND, MOMENTS_FILE, PREDICTIONS, RECORD
-from frozencore.tune.training.checkpoints import SEATS
+ACCURACY_ROUNDING = 1e-9
+BOTH = "weights and configuration"
 
 
 @dataclass(frozen=True)
@@ -45,133 +32,182 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Diagnosis:
-    """What a path is, and what was found there.
+class Inside:
+    """A saved thing inside another.
 
     Attributes:
-        kind: ``"adapter"``, ``"basis"``, ``"basis model"``, ``"moments"``, ``"LoRA"``, ``"run"``, ``"tenants"``,
-            ``"evaluation"`` or ``"campaign"``; ``"runs"`` for a folder of such; None if it is not one of ours.
+        only_wrong: Whether its sound parts are left out.
     """
 
     path: Path
-    kind: str | None
-    findings: tuple[Finding, ...] = ()
-
-    @property
-    def healthy(self) -> bool:
-        return self.kind is not None and all(finding.sound for finding in self.findings)
+    kind: str
+    name: str
+    only_wrong: bool = False
 
 
-def diagnose(path: Path) -> Diagnosis:
-    """Look at a path; what is wrong there is a finding, not an error."""
-    kind = _kind_of(path)
-    return Diagnosis(path, kind, tuple(_examiner(kind)(path)) if kind else ())
+Findings = Iterator[Finding | Inside]
 
 
-def _examiner(kind: str) -> Callable[[Path], Iterator[Finding]]:
-    """The function that looks; what only an adapter needs is not imported for a campaign."""
-    for other in entry_points(group="frozencore.doctor", name=kind):
-        found: Callable[[Path], Iterator[Finding]] = other.load()
-        return found
-    if kind == "campaign":
-        return _needs_lab
-    room = {
-        "adapter": "adapter_findings", "basis": "adapter_findings", "basis model": "adapter_findings",
-        "LoRA": "adapter_findings", "moments": "moments_findings",
-    }  # fmt: skip
-    module = import_module(f"frozencore.cli.{room.get(kind, 'run_findings')}")
-    examiner: Callable[[Path], Iterator[Finding]] = getattr(module, kind.lower().replace(" ", "_"))
-    return examiner
+def adapter(path: Path) -> Findings:
+    if not (path / CONFIG_FILE).exists() and (path / ADAPTER / CONFIG_FILE).is_file():
+        yield from _beside(path)
+        return
+    from frozencore.adapter.saved.folder import read_adapter
 
-
-def _needs_lab(path: Path) -> Iterator[Finding]:
-    yield Finding("campaign", f"not looked at: {LAB_MISSING}", sound=False)
-
-
-def _kind_of(path: Path) -> str | None:
-    kind = _kind_of_one(path)
-    return "runs" if kind is None and any(things_in(path)) else kind
-
-
-def things_in(path: Path) -> Iterator[Path]:
-    """The folders in a folder that hold something of ours."""
-    folders = sorted(path.iterdir()) if path.is_dir() else ()
-    return (folder for folder in folders if folder.is_dir() and _kind_of_one(folder) is not None)
-
-
-def _kind_of_one(path: Path) -> str | None:
-    if path.is_file():
-        return "moments" if path.suffix == ".safetensors" and _may_be_moments(path) else None
-    if not path.is_dir():
-        return None
-    if (path / "campaign.json").is_file():
-        return "campaign"
-    if any((path / name).exists() for name in (CONFIG_FILE, WEIGHTS_FILE, PICKLE_FILE)):
-        return _kind_of_adapter(path)
-    if any((path / name).exists() for name in (HEADER_FILE, FACTORS_FILE)):
-        return "basis"
-    if _is_basis_model(path):
-        return "basis model"
-    if (path / MOMENTS_FILE).is_file():
-        return "moments"
-    record = read_json(path / RECORD)
-    if isinstance(record, dict) and "scores" in record:
-        return "evaluation"
-    if record is None and _is_of_many(path):
-        return "tenants"
-    if (isinstance(record, dict) and "config" in record) or any((path / n).is_dir() for n in (CHECKPOINTS, FOUND)):
-        return "run"
-    if record is None and (path / ADAPTER / CONFIG_FILE).is_file():
-        return "adapter"
-    if any(path.glob(f"*/*/{PREDICTIONS}")):
-        return "evaluation"
-    return "run" if (path / RECORD).exists() and (path / PREDICTIONS).exists() else None
-
-
-def _is_basis_model(path: Path) -> bool:
-    config = read_json(path / MODEL_CONFIG)
-    return isinstance(config, dict) and config.get("model_type") == BASIS_MODEL_TYPE
-
-
-def _is_of_many(path: Path) -> bool:
-    """Whether ``tune-many`` wrote it: tenants' records, failures alone, or checkpoints so far."""
-    records = map(read_json, path.glob(f"*/{RECORD}"))
-    return (
-        any(isinstance(record, dict) and "company" in record for record in records)
-        or any(path.glob(f"*/{FAILURE}"))
-        or any(path.glob(f"checkpoints/*/{SEATS}"))
+    config, layers = read_adapter(path)
+    num_values = sum(factors.R.numel() for factors in layers.values()) // config.rounds
+    yield Finding(BOTH, f"{len(layers)} layers, {num_values:,} trained values, all finite")
+    calibrated = any(bool(factors.P.any()) for factors in layers.values())
+    never = "zero: it was never calibrated and changes nothing. Call frozencore.calibrate and save it again."
+    yield Finding(
+        "bases", f"{config.constructor}, in {config.coordinates} coordinates" if calibrated else never, calibrated
     )
+    seal = config.seal or {}
+    sealed = "hashes agree" if seal.get("weights_sha256") else "none: changes since it was saved go unnoticed"
+    yield Finding("seal", sealed)
+    if config.basis_id is not None:
+        yield Finding("basis", f"{config.basis_id[:12]}, found; it records the base model")
+    else:
+        yield _base_model(config.base_model_name_or_path, seal.get("base"))
 
 
-def _may_be_moments(path: Path) -> bool:
-    """A damaged file may be; one of something else is not."""
+def _base_model(name: str | None, recorded: object) -> Finding:
+    known = "its weights are recorded" if recorded else "its weights are not recorded: any model of its shape fits"
+    return Finding("base model", f"made on {name or 'a model without a name'}; {known}")
+
+
+def _beside(path: Path) -> Findings:
+    """The adapter and the basis in a folder of ``frozencore calibrate``."""
+    yield Inside(path / ADAPTER, "adapter", ADAPTER)
+    if (path / BASIS).is_dir():
+        yield Inside(path / BASIS, "basis", BASIS)
+
+
+def basis(path: Path) -> Findings:
+    from frozencore.adapter.saved.basis import load_basis
+
+    basis = load_basis(path)
+    calibrated_on = f", calibrated on {basis.calibrated_on}" if basis.calibrated_on else ""
+    yield Finding("factors and header", f"{len(basis.layers)} layers, all finite; hashes agree")
+    yield Finding("identity", f"{basis.identity[:12]}, {basis.options.get('constructor')}{calibrated_on}")
+    yield _base_model(basis.base_model, basis.base)
+
+
+def basis_model(path: Path) -> Findings:
+    from frozencore.adapter.export.basis_in_model import identity_of, read_bases, read_entry
+
+    entry, layers = read_entry(path), read_bases(path)
+    yield Finding(BOTH, f"{len(layers)} layers with a basis, all finite")
+    same = identity_of(layers) == entry["identity"]
+    changed = "P and Q have changed since the model was written: export it again"
+    yield Finding("identity", entry["identity"][:12] if same else changed, same)
+
+
+def lora(path: Path) -> Findings:
+    from frozencore.adapter.export.serving import check_lora_directory
+    from frozencore.adapter.export.serving.tensor_rules import no_tenant
+    from frozencore.adapter.saved.seal import read_folder
+
+    read_folder(path)
+    report = check_lora_directory(path)
+    engines = ", ".join(report.engines) or "no engine"
+    tenant = ", on its basis model: it is a tenant" if report.is_tenant else ""
+    yield Finding(BOTH, f"rank {report.rank}; taken by {engines}{tenant}")
+    for problem in report.problems:
+        if problem.rule != no_tenant.__name__:
+            yield Finding(problem.rule, str(problem), sound=False)
+
+
+def other_method(path: Path) -> Findings:
+    """The adapter of another PEFT method."""
+    from frozencore.adapter.saved.seal import read_folder
+
+    values, tensors = read_folder(path)
+    yield Finding(BOTH, f"{values.get('peft_type')}, {len(tensors)} tensors, all finite")
+
+
+def moments(path: Path) -> Findings:
+    """A moments file, or the folder that ``frozencore calibrate`` wrote."""
+    from frozencore.calibration.store import load_moments
+
+    layers = load_moments(path / MOMENTS_FILE if path.is_dir() else path)
+    counts = [layer.num_tokens for layer in layers.values()]
+    names = sorted({name for layer in layers.values() for name in layer.names()})
+    said = f"{len(layers)} layers, {', '.join(names)}; {min(counts, default=0):,} tokens"
+    counted = min(counts, default=0) > 0
+    yield Finding("moments", said if counted else f"{said}: nothing was counted. Calibrate again.", counted)
+    if path.is_dir():
+        yield from _beside(path)
+
+
+def run(path: Path) -> Findings:
+    """The record, the predictions and the adapter of a run."""
+    if not (path / RECORD).exists():
+        kept = kept_of(path)
+        way_on = f"go on from {kept} with --resume" if kept else "run it again"
+        yield Finding(RECORD, f"missing: the run was interrupted; {way_on}.", sound=False)
+        return
     try:
-        with safe_open(path, framework="numpy") as file:
-            metadata = file.metadata() or {}
-            return KEY in metadata
-    except (SafetensorError, OSError, ValueError):
-        return True
+        record = read_record((path / RECORD).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        damage = f"damaged ({one_line(error)}): it is no record of a run. Remove the folder and run it again."
+        yield Finding(RECORD, damage, sound=False)
+        return
+    if not isinstance(record, TunedRecord):
+        yield Finding(RECORD, "how near two bases are")
+        return
+    yield Finding(RECORD, f"{record.method} on {record.task or record.config.data}")
+    if record.has("accuracy"):
+        yield _counted_again(path / PREDICTIONS, record.accuracy)
+    if (path / ADAPTER).exists():
+        has_bases = record.hashes is not None and record.hashes.basis is not None
+        yield Inside(path / ADAPTER, "adapter" if has_bases else "other method", ADAPTER)
 
 
-def _kind_of_adapter(path: Path) -> str | None:
+def tenants(path: Path) -> Findings:
+    """The number of tenants, those that diverged, and what is wrong with any of them."""
+    if (path / CHECKPOINTS).is_dir():
+        said = "not all have ended: the run was interrupted; the same command goes on with --resume."
+        yield Finding("tenants", said, sound=False)
+    folders = sorted({file.parent for name in (RECORD, FAILURE) for file in path.glob(f"*/{name}")})
+    trained = [folder for folder in folders if (folder / RECORD).exists()]
+    diverged = [folder.name for folder in folders if folder not in trained]
+    yield Finding("tenants", f"{len(trained)} with a record and an adapter")
+    if diverged:
+        yield Finding(FAILURE, f"diverged: {', '.join(diverged)}. Train them again at a lower rate.", sound=False)
+    yield from (Inside(folder, "run", folder.name, only_wrong=True) for folder in trained)
+
+
+def evaluation(path: Path) -> Findings:
+    """The record of an evaluation and each of its scores."""
+    total = read_json(path / RECORD)
+    if not (isinstance(total, dict) and isinstance(total.get("scores"), list)):
+        again = "missing or damaged: run the same `frozencore evaluate` again, finished tasks are kept."
+        yield Finding(RECORD, again, sound=False)
+    elif total.get("failed"):
+        failed = ", ".join(map(str, total["failed"]))
+        yield Finding(RECORD, f"not scored: {failed}. Its `failed` says why.", sound=False)
+    for predictions in sorted(path.glob(f"*/*/{PREDICTIONS}")):
+        name, score = str(predictions.parent.relative_to(path)), read_json(predictions.parent / RECORD)
+        if not isinstance(score, dict):
+            yield Finding(name, f"{RECORD} is missing or damaged: evaluate again, it is scored again.", sound=False)
+        elif "metric" not in score and score.get("accuracy", 0) is not None:  # not an average or a loss of other rows
+            yield _counted_again(predictions, score.get("accuracy"), name)
+
+
+def _counted_again(path: Path, recorded: Any, part: str = PREDICTIONS) -> Finding:
+    """Whether the stored predictions give the stored accuracy."""
     try:
-        kind = read_config(path).get("peft_type", PEFT_TYPE)
-    except ArtifactError:
-        return "adapter"
-    return {PEFT_TYPE: "adapter", "LORA": "LoRA"}.get(kind) if isinstance(kind, str) else "adapter"
-
-
-def inside(path: Path, name: str, examine: Callable[[Path], Iterator[Finding]]) -> Iterator[Finding]:
-    """The findings of what lies in another thing."""
-    for finding in examine(path):
-        yield Finding(f"{name}: {finding.part}", finding.found, finding.sound)
-
-
-def read_json(path: Path) -> Any:
-    """A JSON file; None if it is missing, and the error where it is none."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, RecursionError) as error:
-        return error
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        correct = [row["prediction"] == row["gold"] for row in rows]
+        contradicted = [row["correct"] for row in rows] != correct
+        share = sum(correct) / len(correct)
+    except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError, RecursionError):
+        return Finding(part, f"{path.name} is missing or damaged. Score again.", sound=False)
+    is_share = isinstance(recorded, int | float) and 0 <= recorded <= 1
+    if not is_share or abs(share - recorded) > ACCURACY_ROUNDING:
+        said = f"{share:.4f} by the predictions, {recorded!r:.40} recorded: changed. Score again."
+        return Finding(part, said, sound=False)
+    if contradicted:
+        return Finding(part, "a row's `correct` is not what it predicts: changed. Score again.", sound=False)
+    return Finding(part, f"{len(rows)} rows give the recorded accuracy, {share:.4f}")

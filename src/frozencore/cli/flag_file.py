@@ -1,4 +1,4 @@
-"""``--config run.yaml``: the flags of a verb in a file. What is on the command line as well has the last word.
+"""``--config run.yaml``: a file that holds the flags of a verb. A flag on the command line overrides the file.
 
 A key is a flag without its dashes, ``learning-rate`` or ``learning_rate``; several values are a list.
 """
@@ -11,18 +11,16 @@ from typing import Annotated, Any
 import typer
 import yaml
 
-from frozencore.cli.other_names import FLAGS_ELSEWHERE
+from frozencore.cli.help import FLAGS_ELSEWHERE
 from frozencore.errors import ConfigError
 from frozencore.files.strict_yaml import read_yaml
 from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.option_groups import GROUPS
 from frozencore.words import nearest_name
 
-SIMPLE = (bool, int, float, str)
-
 
 def _take(context: typer.Context, file: Path | None) -> Path | None:
-    """Its values become the defaults of the verb's flags."""
+    """Make the file's values the defaults of the verb's flags."""
     if file is not None:
         context.default_map = _values(file, context)
     return file
@@ -40,15 +38,15 @@ ConfigFile = Annotated[
 
 
 def _values(file: Path, context: typer.Context) -> dict[str, Any]:
-    """The values of a verb's parameters by name, from the file's.
+    """The file's values by the names of the verb's parameters.
 
     Raises:
-        ConfigError: In one line, which key is no flag of the verb, or which value is not one.
+        ConfigError: In one line, which key is no flag of the verb, or which value is not allowed.
     """
     given = read_yaml(file)
     if not isinstance(given, dict):
         raise ConfigError(f"{file} must hold flags as `rank: 8`, a line each.")
-    own = {
+    flags = {
         spelled.removeprefix("--"): parameter
         for parameter in context.command.params
         for spelled in parameter.opts
@@ -57,37 +55,35 @@ def _values(file: Path, context: typer.Context) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for key, value in given.items():
         name = str(key).replace("_", "-")
-        if name not in own:
-            near = FLAGS_ELSEWHERE.get(f"--{name}", "").removeprefix("--") or nearest_name(name, own)
+        if name not in flags:
+            near = FLAGS_ELSEWHERE.get(f"--{name}", "").removeprefix("--") or nearest_name(name, flags)
             meant = f"Did you mean {near}?" if near else f"See `frozencore {context.info_name} --help`."
             raise ConfigError(
                 f"{file} has the key {str(key)!r:.80}, which `{context.info_name}` does not know. {meant}"
             )
-        parameter = own[name]
+        parameter = flags[name]
         if parameter.name in values:
             raise ConfigError(f"{file} gives {name} twice, by its two names. Leave one out.")
         if value is not None:
-            values[str(parameter.name)] = _as_typed(
-                value, f"{file}, {name}", several=getattr(parameter, "multiple", False)
-            )
+            several = getattr(parameter, "multiple", False)
+            values[str(parameter.name)] = _as_typed(value, f"{file}, {name}", several=several)
     return values
 
 
 def _as_typed(value: Any, where: str, *, several: bool) -> Any:
-    """As it would stand on the command line, where a flag alone is a yes."""
+    """The value as the command line would give it: True for a flag alone, or text."""
     if isinstance(value, bool):
         return value
-    if isinstance(value, list) and all(isinstance(one, SIMPLE) for one in value):
-        return [str(one) for one in value] if several else ",".join(map(str, value))
-    if isinstance(value, list | dict):
+    parts = value if isinstance(value, list) else [value]
+    if any(part is None or isinstance(part, list | dict) for part in parts):
         raise ConfigError(
             f"{where}: a value is a number, a word, yes or no, or a list of such, but {value!r:.80} came."
         )
-    return [str(value)] if several else str(value)
+    return list(map(str, parts)) if several else ",".join(map(str, parts))
 
 
 def as_flags(config: RunConfig, **dumped: Any) -> str:
-    """The file that asks for this configuration: every option that has a value.
+    """The text of the file that asks for this configuration: every option that has a value.
 
     Args:
         dumped: Options of pydantic's ``model_dump``.

@@ -1,23 +1,56 @@
-"""``frozencore inspect``: parse, call, print."""
+"""``frozencore inspect``: the bases of a saved adapter, as JSON or as tables with a line for each quantity or layer."""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from statistics import median
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
 
 from frozencore.cli.console import console
 from frozencore.files.adapter_folder import adapter_in
+from frozencore.words import num_of
+
+if TYPE_CHECKING:
+    from frozencore.adapter.inspection import LayerReport
+
+LEGEND = {
+    "m x n": "outputs by inputs of the layer",
+    "coher. P": "coherence of P: the largest leverage of an output over the mean; 1 is even, m/r is on single outputs",
+    "coher. Q": "coherence of Q, the same for the inputs",
+    "‖R‖": "norm of the core: how far it was trained",
+    "effective": "number of independent directions that were found; random ones fill the rest of the rank",
+    "σ₁": "the constructor's largest singular value",
+    "σ_r": "the last singular value that the rank keeps",
+    "σ₁(T)": "largest singular value of the whitened cross moment",
+    "σ_r(T)": "the last singular value that the rank keeps",
+    "‖PᵀGQ‖": "norm of the gradient that the core sees",
+    "of ‖G‖": "share of that norm in the norm of the whole gradient",
+    "J": "squared correlation that the basis captures",
+    "of best": "share of J in the most that a basis of this rank can capture",
+    "max/med a": "largest over median second moment of the inputs: outlier channels",
+    "max/med d": "the same for the output errors",
+    "cos P": "mean cosine of the angles between the two P; 1 is the same span",
+    "cos Q": "the same for Q",
+}
+SMALL_IS_WORST = ("effective", "of ‖G‖", "of best", "cos P", "cos Q")
+LARGE_IS_WORST = ("coher. P", "coher. Q", "max/med a", "max/med d")
+SHARES, COSINES = ("of ‖G‖", "of best"), ("cos P", "cos Q")
+Column = Sequence[float | None]
 
 
 def inspect(
     adapter: Annotated[Path, typer.Argument(help="Folder of a run, of a saved frozen-core adapter, or of a basis.")],
     moments: Annotated[
-        Path | None, typer.Option(help="Moments file: adds what the basis captured of the gradient.")
+        Path | None, typer.Option(help="Moments file: adds how much of the gradient the bases capture.")
     ] = None,
     against: Annotated[
         Path | None, typer.Option(help="Another adapter or basis: adds the principal angles to its bases.")
@@ -29,8 +62,7 @@ def inspect(
     from frozencore.adapter.inspection import inspect_adapter
     from frozencore.adapter.saved.folder import read_adapter_or_basis
     from frozencore.calibration.store import load_moments
-    from frozencore.cli.layer_tables import inspection_table
-    from frozencore.cli.tables import allocation_line
+    from frozencore.cli.run_summary import allocation_line
     from frozencore.constructors.options import trained_values
 
     config, layers = read_adapter_or_basis(folder)
@@ -42,9 +74,104 @@ def inspect(
     )
     if as_json:
         sys.stdout.write(json.dumps({name: asdict(report) for name, report in reports.items()}, indent=2) + "\n")
-    else:
-        console.print(inspection_table(reports, every_layer=all_layers))
-        if config.rank_budget is not None:
-            console.print(allocation_line(trained_values(config.rank_budget), config.rank_pattern), highlight=False)
-        saved = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-        console.print(f"Saved in {saved:,} bytes.", highlight=False)
+        return
+    console.print(inspection_table(reports, every_layer=all_layers))
+    if config.rank_budget is not None:
+        console.print(allocation_line(trained_values(config.rank_budget), config.rank_pattern))
+    saved = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    console.print(f"Saved in {saved:,} bytes.")
+
+
+def inspection_table(reports: Mapping[str, LayerReport], *, every_layer: bool = False) -> Group:
+    """A saved adapter's bases and their totals: the spread over the layers, or a line for each of them."""
+    from frozencore.cli.run_summary import values_in_words
+
+    columns, names = _columns(list(reports.values())), list(reports)
+    shapes = [f"{report.basis.shape[0]} x {report.basis.shape[1]}" for report in reports.values()]
+    at_once = sum(report.basis.values_at_once for report in reports.values())
+    in_all = sum(report.basis.values_in_all for report in reports.values())
+    basis_bytes = sum(report.basis.basis_bytes for report in reports.values())
+    worst = max(report.basis.orthonormality_error for report in reports.values())
+    return Group(
+        by_layer("Bases", names, columns, shapes) if every_layer else spread("Bases", names, columns),
+        legend([*(["m x n"] if every_layer else []), *columns]),
+        Text(
+            f"{len(reports)} layers; {values_in_words(at_once, in_all)} ({4 * in_all:,} bytes), "
+            f"bases {basis_bytes:,} bytes; largest |PᵀP - I| {worst:.1e}"
+        ),
+    )
+
+
+def _columns(reports: Sequence[LayerReport]) -> dict[str, Column]:
+    columns: dict[str, Column] = {
+        "r": [report.basis.rank for report in reports],
+        "coher. P": [report.basis.output_coherence for report in reports],
+        "coher. Q": [report.basis.input_coherence for report in reports],
+        "‖R‖": [report.basis.core_norm for report in reports],
+    }
+    if captures := [report.capture for report in reports if report.capture]:
+        columns |= {
+            "effective": [capture.effective_rank for capture in captures],
+            "σ₁(T)": [capture.singular_values[0] for capture in captures],
+            "σ_r(T)": [capture.singular_values[-1] for capture in captures],
+            "‖PᵀGQ‖": [capture.gradient_norm for capture in captures],
+            "of ‖G‖": [capture.gradient_share for capture in captures],
+            "J": [capture.correlation for capture in captures],
+            "of best": [capture.correlation_share for capture in captures],
+            "max/med a": [capture.input_spread for capture in captures],
+            "max/med d": [capture.error_spread for capture in captures],
+        }
+    if angles := [report.angles for report in reports if report.angles]:
+        columns["cos P"] = [angle.output_cosine for angle in angles]
+        columns["cos Q"] = [angle.input_cosine for angle in angles]
+    return columns
+
+
+def by_layer(
+    title: str, layers: Sequence[str], columns: Mapping[str, Column], shapes: Sequence[str] | None = None
+) -> Table:
+    table = Table(title=title, title_justify="left")
+    table.add_column("layer", no_wrap=True)
+    if shapes is not None:
+        table.add_column("m x n", justify="right", no_wrap=True)
+    for heading in columns:
+        table.add_column(heading, justify="right")
+    for i, name in enumerate(layers):
+        shape = [] if shapes is None else [shapes[i]]
+        table.add_row(Text(name), *shape, *(_cell(heading, column[i]) for heading, column in columns.items()))
+    return table
+
+
+def spread(title: str, layers: Sequence[str], columns: Mapping[str, Column]) -> Table:
+    """The smallest, the middle and the largest value of each quantity, and the layer that is worst by it."""
+    table = Table(title=f"{title}: {num_of(len(layers), 'layer')} (--all-layers shows each)", title_justify="left")
+    table.add_column("")
+    for heading in ("smallest", "median", "largest"):
+        table.add_column(heading, justify="right")
+    table.add_column("worst layer")
+    for heading, column in columns.items():
+        known = [(value, name) for value, name in zip(column, layers, strict=True) if value is not None]
+        if known:
+            least, most = (pick(known, key=lambda pair: pair[0]) for pick in (min, max))
+            worst = {**dict.fromkeys(SMALL_IS_WORST, least), **dict.fromkeys(LARGE_IS_WORST, most)}.get(heading)
+            at = Text(worst[1]) if worst is not None and least[0] != most[0] else Text("")
+            values = (least[0], median(value for value, _ in known), most[0])
+            table.add_row(heading, *(_cell(heading, value) for value in values), at)
+    return table
+
+
+def _cell(heading: str, value: float | None) -> str:
+    if value is None:
+        return ""
+    if heading in SHARES:
+        return f"{value:.0%}"
+    if heading in COSINES:
+        return f"{value:.3f}"
+    if heading in LARGE_IS_WORST:
+        return f"{value:.1f}"
+    return f"{value:,}" if isinstance(value, int) else f"{value:.3g}"
+
+
+def legend(columns: Iterable[str]) -> Text:
+    """What the abbreviated headings mean."""
+    return Text("\n".join(f"{heading}: {LEGEND[heading]}" for heading in columns if heading in LEGEND), style="dim")

@@ -1,21 +1,33 @@
-"""``frozencore tune``: parse, call, print."""
+"""``frozencore tune``: one run, what it says at its end, and the figure of its training."""
 
 from __future__ import annotations
 
+import csv
+import io
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Group
+from rich.table import Table
 
 from frozencore.cli.console import console
 from frozencore.cli.flag_file import as_flags
-from frozencore.cli.run_flags import TakesRun, read_choices
+from frozencore.cli.flags import TakesOptions, read_choices
 from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.early import refuse_early
 from frozencore.tune.run.interrupted import refuse_used
 from frozencore.tune.run.options_by_name import SWEPT
 from frozencore.tune.run.processes import is_first, joined, refuse_several
+from frozencore.words import num_of
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from frozencore.tune.run.record import Sweep, TunedRecord
+
+HISTORY, FIGURE = "history.csv", "training.png"
+RATE = "learning_rate"
 
 
 def _tune(
@@ -28,73 +40,121 @@ def _tune(
         list[str] | None,
         typer.Option(
             metavar="NAME=V,V,...",
-            help="Train the run with each of these values side by side on one basis and keep the one that is best on "
-            "validation rows: lr, warmup, epochs, batch-size, accumulation, seed (of the order of rows). May be "
-            "given several times.",
+            help="Train the run with each of these values, side by side on one basis, and keep the best on validation "
+            "rows: lr, warmup, epochs, batch-size, accumulation, seed (of the order of rows). May be given several "
+            "times.",
         ),
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from what is kept in --output.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from what --output holds of this run.")] = False,
     dry_run: Annotated[
-        bool,
-        typer.Option(
-            "--dry-run",
-            help="Write nothing: say what it would read and take, and show the first row.",
-        ),
+        bool, typer.Option("--dry-run", help="Write nothing: say what the run would read and need, show its first row.")
     ] = False,
 ) -> None:
     if dry_run or sweep:
         refuse_several("--dry-run" if dry_run else "A sweep")
     refuse_early(config, moments)
     if dry_run:
-        _show(config)
+        from frozencore.cli.dry_run import print_dry_run
+
+        print_dry_run(config)
         return
     refuse_used(output, resume=resume)
     choices = read_choices(sweep or [], SWEPT)
-    from frozencore.cli.adapter_size import size_lines
     from frozencore.cli.display import StageDisplay, resume_line
-    from frozencore.cli.learning import FIGURE, write_learning
-    from frozencore.cli.many_tables import sweep_summary
-    from frozencore.cli.samples import sample_lines
-    from frozencore.cli.tables import run_summary
+    from frozencore.cli.run_summary import run_summary, sample_lines, size_lines
     from frozencore.files.whole_file import write_text
     from frozencore.tune.run.execute import execute
-    from frozencore.tune.run.files import ADAPTER, ASKED, SAMPLES
+    from frozencore.tune.run.files import ADAPTER, ASKED, RECORD, SAMPLES
     from frozencore.tune.run.many.sweep import execute_sweep
 
     if resume:
-        console.print(resume_line(output), highlight=False, markup=False)
+        console.print(resume_line(output))
+    swept = None
     with joined(), StageDisplay(console) as progress:
         if choices:
             record, swept = execute_sweep(config, choices, output, progress, resume=resume, moments_file=moments)
         else:
-            record, swept = execute(config, output, progress, resume=resume, moments_file=moments), None
+            record = execute(config, output, progress, resume=resume, moments_file=moments)
     if not is_first():
         return
     for warning in record.warnings:
-        console.print(f"Warning: {warning}", style="yellow", markup=False, highlight=False)
+        console.print(f"Warning: {warning}", style="yellow")
     if swept is not None:
         console.print(sweep_summary(swept))
     console.print(run_summary(record))
     if (output / SAMPLES).is_file():
         console.print(Group(*sample_lines(output / SAMPLES)))
     for line in size_lines(output / ADAPTER):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        console.print(line, soft_wrap=True)
     write_text(output / ASKED, as_flags(config))
     curve = ""
-    if record.training.losses:  # a private training tells none
+    if record.training.losses:  # a private training records none
         write_learning(record, output)
         curve = f"   Curve: {output / FIGURE}"
-    console.print(f"Adapter: {output / 'adapter'}   Record: {output / 'result.json'}{curve}", highlight=False)
+    console.print(f"Adapter: {output / ADAPTER}   Record: {output / RECORD}{curve}")
 
 
-def _show(config: RunConfig) -> None:
-    from frozencore.cli.display import StageDisplay
-    from frozencore.cli.dry_run import dry_run_lines
+def sweep_summary(sweep: Sweep) -> Table:
+    """The score of each run of a sweep on validation rows."""
+    names = list(sweep.runs[0].options)
+    title = f"{num_of(len(sweep.runs), 'run')} on one basis, {num_of(sweep.rows, 'validation row')}"
+    table = Table(title=title, title_justify="left")
+    for heading in (*names, "loss, nats/token", "kept step", ""):
+        table.add_column(heading.replace("_", " "), justify="right")
+    for number, run in enumerate(sweep.runs):
+        loss = "diverged" if run.held_out_loss is None else f"{run.held_out_loss:.4f}"
+        step = "" if run.kept_step is None else str(run.kept_step)
+        mark = "" if number != sweep.best else "best †" if _at_end(sweep) else "best"
+        table.add_row(*(f"{run.options[name]:g}" for name in names), loss, step, mark)
+    if _at_end(sweep):
+        table.caption = "† The largest or the smallest learning rate of the sweep: a better one may lie beyond it."
+    return table
 
-    with StageDisplay(console) as progress:
-        lines = list(dry_run_lines(config, progress))
-    for line in lines:
-        console.print(line, soft_wrap=True)
+
+def _at_end(sweep: Sweep) -> bool:
+    """Whether the best run has the largest or the smallest of several learning rates."""
+    best = sweep.runs[sweep.best].options
+    if RATE not in best:
+        return False
+    rates = [run.options[RATE] for run in sweep.runs if {**run.options, RATE: best[RATE]} == best]
+    return len(rates) > 1 and best[RATE] in (min(rates), max(rates))
 
 
-tune = TakesRun(_tune, defaults={"batch_size": "auto", "samples": 3, "exact_match": "auto"})
+def write_learning(record: TunedRecord, out: Path) -> None:
+    """Write ``history.csv``, with a line for each step, and ``training.png``."""
+    from frozencore.cli.figure_style import save_figure
+    from frozencore.files.whole_file import write_text
+
+    scores = {score.step: score for score in record.selection.scores} if record.selection else {}
+    text = io.StringIO()
+    rows = csv.writer(text, lineterminator="\n")
+    rows.writerow(("step", "loss", "validation_loss", "validation_accuracy"))
+    for step, loss in enumerate(record.training.losses, start=1):
+        score = scores.get(step)
+        rows.writerow([step, loss, *((score.held_out_loss, score.accuracy) if score else (None, None))])
+    write_text(out / HISTORY, text.getvalue())
+    save_figure(_figure(record), out / FIGURE)
+
+
+def _figure(record: TunedRecord) -> Figure:
+    """The loss of every step, its means over twentieths of the steps, and the validation loss if there is one."""
+    from frozencore.cli.figure_style import GREY, NAVY, ORANGE, binned, plt
+
+    figure, axes = plt.subplots(figsize=(6.4, 3.6))
+    steps = [(step, loss) for step, loss in enumerate(record.training.losses, start=1) if loss is not None]
+    axes.plot(*zip(*steps, strict=True) if steps else ((), ()), color=NAVY, alpha=0.3, lw=0.8, label="each step")
+    axes.plot(*binned([loss for _, loss in steps]), color=NAVY, lw=1.6, label="mean of a twentieth")
+    if record.selection and record.selection.scores:
+        scored = [(score.step, score.held_out_loss) for score in record.selection.scores]
+        axes.plot(*zip(*scored, strict=True), "o-", color=ORANGE, ms=4, lw=1.2, label="validation rows")
+        axes.axvline(record.selection.kept_step, color=GREY, ls=":", lw=1, label="kept")
+    axes.set_xlabel("optimiser step")
+    axes.set_ylabel("loss, nats per token")
+    axes.set_title(f"{record.method} on {record.task or record.config.data}", fontsize=10, loc="left", parse_math=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=8)
+    figure.tight_layout()
+    return figure
+
+
+tune = TakesOptions(_tune, defaults={"batch_size": "auto", "samples": 3, "exact_match": "auto"})

@@ -1,19 +1,27 @@
-"""``frozencore tune-many``: parse, call, print."""
+"""``frozencore tune-many``: a core for each of many tenants, and the table of what each gained."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
 
 from frozencore.cli.console import console
-from frozencore.cli.run_flags import OF_ONE_TRAINING, TakesRun
+from frozencore.cli.flags import OF_ONE_TRAINING, TakesOptions
 from frozencore.tune.rows.row_sources import require_source
 from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.early import refuse_early
 from frozencore.tune.run.many.tenants import find_tenants
 from frozencore.tune.run.processes import is_first, joined, refuse_several
+from frozencore.words import bytes_in_words
+
+if TYPE_CHECKING:
+    from frozencore.tune.run.record import Failure, TunedRecord
 
 _ALONE = tuple(name for name in OF_ONE_TRAINING if name != "save_steps")
 NOT_OF_MANY = ("task", "data_root", "evaluate_on", "max_new_tokens", "paper_steps", "select_by", *_ALONE)
@@ -26,10 +34,9 @@ def _tune_many(
     slots: Annotated[
         int, typer.Option(min=1, help="Tenants that train at once in a process; the others wait for a slot.")
     ] = 64,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from what is kept in --output.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from what --output holds of this run.")] = False,
     dry_run: Annotated[
-        bool,
-        typer.Option("--dry-run", help="Write nothing: say what it would read and train, and show the first row."),
+        bool, typer.Option("--dry-run", help="Write nothing: say what the run would read and need, show its first row.")
     ] = False,
 ) -> None:
     refuse_early(config.model_copy(update={"data": None}))
@@ -37,33 +44,55 @@ def _tune_many(
         require_source(str(file))
     if dry_run:
         refuse_several("--dry-run")
-        _show(config, slots)
+        from frozencore.cli.dry_run import print_dry_run
+
+        print_dry_run(config, slots)
         return
     from frozencore.cli.display import StageDisplay, resume_line
-    from frozencore.cli.many_tables import tenants_summary
     from frozencore.tune.run.many.execute import execute_many
     from frozencore.tune.run.record import Failure
 
     if resume:
-        console.print(resume_line(output), highlight=False, markup=False)
+        console.print(resume_line(output))
     with joined(), StageDisplay(console) as stages:
         outcomes = execute_many(config, output, stages, num_slots=slots, resume=resume)
     if not is_first():
         return
-    console.print(tenants_summary(outcomes))
-    console.print(f"Adapters: {output}/NAME/adapter   Records: {output}/NAME/result.json", highlight=False)
-    if any(isinstance(outcome, Failure) for outcome in outcomes.values()):
+    records = {name: outcome for name, outcome in outcomes.items() if not isinstance(outcome, Failure)}
+    failures = {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, Failure)}
+    console.print(_summary(records, failures))
+    console.print(f"Adapters: {output}/NAME/adapter   Records: {output}/NAME/result.json")
+    if failures:
         raise typer.Exit(1)
 
 
-def _show(config: RunConfig, slots: int) -> None:
-    from frozencore.cli.display import StageDisplay
-    from frozencore.cli.dry_run import dry_run_many_lines
+def _summary(records: Mapping[str, TunedRecord], failures: Mapping[str, Failure]) -> Group:
+    """What each tenant gained, and what they cost together."""
+    table = Table(title=f"{len(records) + len(failures)} tenants on one basis", title_justify="left")
+    for heading in ("tenant", "rows", "steps", "held-out loss before", "after", "share, s"):
+        table.add_column(heading, justify="left" if heading == "tenant" else "right")
+    for name, record in records.items():
+        rows, steps = record.rows.trained if record.rows else 0, str(record.training.num_steps)
+        if record.selection is not None and record.selection.kept_step != record.training.num_steps:
+            steps = f"{record.selection.kept_step} of {steps}"
+        losses = (record.held_out_loss_before, record.held_out_loss)
+        table.add_row(
+            name, str(rows), steps, *("" if loss is None else f"{loss:.3f}" for loss in losses),
+            f"{record.training_s:.1f}",
+        )  # fmt: skip
+    for name, failure in failures.items():
+        table.add_row(name, "", "", "", failure.reason, "")
+    lines = [Text(f"{name}: {failure.message}") for name, failure in failures.items()]
+    if records:
+        first, *_ = records.values()
+        lines.append(
+            Text(
+                f"{first.values_at_once:,} trained values each; calibration {first.calibration_s:.1f} s, "
+                f"training {sum(record.training_s for record in records.values()):.1f} s together, "
+                f"peak memory {bytes_in_words(max(record.peak_memory_bytes for record in records.values()))}"
+            )
+        )
+    return Group(table, *lines)
 
-    with StageDisplay(console) as progress:
-        lines = list(dry_run_many_lines(config, slots, progress))
-    for line in lines:
-        console.print(line, soft_wrap=True)
 
-
-tune_many = TakesRun(_tune_many, without=NOT_OF_MANY, required={"data": ("--tenants", TENANTS)})
+tune_many = TakesOptions(_tune_many, without=NOT_OF_MANY, renamed={"data": ("--tenants", TENANTS)})

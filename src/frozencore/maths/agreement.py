@@ -14,10 +14,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from jaxtyping import Float
 
 from frozencore.maths.linalg import SvdMethod, TruncatedSVD, prefers_krylov, require_finite, truncated_svd
+from frozencore.torch_later import torch
 
 NOISE_LEVELS = 2.0  # a direction counts from so many standard deviations of the noise up, in both halves
 

@@ -10,10 +10,11 @@ from typing import Annotated
 import typer
 
 from frozencore.cli.console import console
-from frozencore.cli.options import DataRoot
 from frozencore.errors import ConfigError
 
 campaign_app = typer.Typer(no_args_is_help=True)
+
+DataRoot = Annotated[Path | None, typer.Option(help="Folder that holds the data sets under their hub ids.")]
 
 Spec = Annotated[Path, typer.Argument(help="YAML file of a campaign; see `frozencore schema` and campaigns/.")]
 Folder = Annotated[Path, typer.Argument(help="Folder of a campaign.")]

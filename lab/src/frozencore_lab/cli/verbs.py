@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from frozencore.cli.verb import GOES_ON, Verb
+from frozencore.cli.verbs import GOES_ON, Verb
 
 SCHEMA = Verb("schema", "frozencore_lab.cli.campaign:schema", "Print the JSON schema of a campaign's YAML file.")
 CAMPAIGN = Verb(

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from frozencore.cli.run_flags import read_choices
+from frozencore.cli.flags import read_choices
 from frozencore.errors import ConfigError, DivergenceError, NoRowsError
 from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.run.config import RunConfig, make_config

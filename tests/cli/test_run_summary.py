@@ -1,64 +1,30 @@
-"""Tables on the screen, on records and reports whose numbers are known."""
+"""What a run says at its end, on records whose numbers are known and on files of each form."""
 
 from __future__ import annotations
 
 import io
-from dataclasses import replace
+import re
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+from peft import LoraConfig, get_peft_model
 from rich.console import Console
-from rich.text import Text
 
-from frozencore.adapter.inspection import AngleReport, BasisReport, CaptureReport, LayerReport
-from frozencore.cli.layer_tables import inspection_table
-from frozencore.cli.tables import run_summary, verdict
+from adapted import adapted
+from frozencore import export_lora
+from frozencore.cli.run_summary import run_summary, size_lines, verdict
+from frozencore.files.adapter_folder import WEIGHTS_FILE
 from frozencore.tune.run.config import make_config
 from frozencore.tune.run.record_parts import AccuracyDetails
-from frozencore.words import counted
-from frozencore_lab.reports.sheets.render import rich_table
-from frozencore_lab.reports.sheets.sheet import Sheet, SheetCell, label
 from made_up import made_up_record
-
-BASIS = BasisReport((8, 6), 2, 4, 4, 112, 3e-8, 1.25, 2.5, 0.75)
-CAPTURE = CaptureReport(3.0, 0.4, 5.0, 0.9, (2.0, 1.5), 2, 7.0, 9.0)
-ANGLES = AngleReport(0.875, 0.625)
+from tiny import tiny_qwen2
 
 
 def shown(renderable: object) -> str:
     console = Console(width=220, file=io.StringIO())
     console.print(renderable)
     return console.file.getvalue()  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize("capture", [None, CAPTURE])
-@pytest.mark.parametrize("angles", [None, ANGLES])
-def test_an_inspection_has_columns_for_what_was_given_and_for_nothing_else(
-    capture: CaptureReport | None, angles: AngleReport | None
-) -> None:
-    report = LayerReport(BASIS, capture, angles)
-    text = shown(inspection_table({"layer.0": report, "layer.1": report}))
-    assert "2 layers; 8 trained values (32 bytes), bases 224 bytes; largest |PᵀP - I| 3.0e-08" in text
-    assert ("‖PᵀGQ‖" in text, "40%" in text) == (capture is not None,) * 2
-    assert ("cos P" in text, "0.875" in text) == (angles is not None,) * 2
-
-
-def test_an_inspection_is_a_line_a_quantity_unless_every_layer_is_asked_for() -> None:
-    cores = {f"layer.{i}": replace(BASIS, core_norm=float(i), output_coherence=1.0 + i) for i in range(120)}
-    reports = {name: LayerReport(basis, None, None) for name, basis in cores.items()}
-    short, long = (shown(inspection_table(reports, every_layer=every)) for every in (False, True))
-    assert len(short.splitlines()) < 20
-    assert "120 layers (--all-layers shows each)" in short
-    cells = {line.split("│")[1].strip(): [cell.strip() for cell in line.split("│")[2:6]] for line in short.splitlines()
-             if line.startswith("│")}  # fmt: skip
-    assert cells["‖R‖"] == ["0", "59.5", "119", ""]  # no norm of a core is worse than another
-    assert cells["coher. P"] == ["1.0", "60.5", "120.0", "layer.119"]
-    assert all(f" {name} " in long for name in reports)
-    assert "8 x 6" in long
-
-
-def test_the_worst_layer_decides_what_is_said_of_orthonormality() -> None:
-    worse = LayerReport(replace(BASIS, orthonormality_error=1e-3), None, None)
-    assert "|PᵀP - I| 1.0e-03" in shown(inspection_table({"a": LayerReport(BASIS, None, None), "b": worse}))
 
 
 @pytest.mark.parametrize(
@@ -126,27 +92,6 @@ def test_a_run_says_which_step_it_kept_and_why() -> None:
     assert "step" not in shown(run_summary(made_up_record({"task": "svamp"})))
 
 
-def test_on_a_screen_averages_stand_below_the_rows_and_what_is_best_is_bold() -> None:
-    rows = ((label("a"), SheetCell("79.7", "1.5", best=True)), (label("b"), SheetCell("68.1")))
-    sheet = Sheet("t", "A title", "", ("task", "FCCA"), rows, foot=((label("Mean"), SheetCell("73.9")),))
-    console = Console(width=80, file=io.StringIO(), force_terminal=True, color_system="standard")
-    console.print(rich_table(sheet))
-    text = Text.from_ansi(console.file.getvalue())  # type: ignore[attr-defined]
-    assert text.plain.index("79.7 ± 1.5") < text.plain.index("68.1") < text.plain.index("73.9")
-    bold = "".join(text.plain[span.start : span.end] for span in text.spans if "bold" in str(span.style))
-    assert "79.7 ± 1.5" in bold
-    assert "68.1" not in bold
-    assert "73.9" not in bold
-
-
-def test_layers_stand_in_the_order_of_their_numbers() -> None:
-    assert sorted(["layers.10.q", "layers.2.v", "layers.2.q"], key=counted) == [
-        "layers.2.q",
-        "layers.2.v",
-        "layers.10.q",
-    ]
-
-
 def falling(losses: list[float], **recipe: object) -> str:
     training = {"num_steps": len(losses), "final_loss": losses[-1], "losses": losses}
     own = {"learning_rate": 1e-2, "warmup": 0.1, "batch_size": 8, "accumulation": 1, "epochs": 3}
@@ -165,3 +110,37 @@ def test_a_run_whose_loss_no_longer_falls_or_only_swings_says_nothing_of_it() ->
     swinging = [0.3 + 0.25 * (-1) ** step - 0.001 * step for step in range(40)]
     for losses in (flat, swinging, flat[:4]):
         assert "falling" not in falling(losses)
+
+
+UNITS = {"KiB": 2**10, "MiB": 2**20}
+HEADERS = 0.2  # share of a small file that names and shapes take
+
+
+def sizes(line: str) -> list[float]:
+    return [float(number) * UNITS[unit] for number, unit in re.findall(r"([\d.]+) (KiB|MiB)", line)]
+
+
+def test_a_cores_size_is_that_of_its_file_of_its_pack_and_of_its_lora(
+    command: Callable[..., tuple[int, str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    adapter = Path("run/adapter")
+    adapted("fcca", trained=True, r=16).save_pretrained(str(adapter))
+    line, way = size_lines(adapter)
+    values = int(re.search(r"Size of ([\d,]+) trained values", line)[1].replace(",", ""))  # type: ignore[index]
+    words = way.removeprefix("Smaller: frozencore ").split()
+    assert command(*words)[0] == 0
+    export_lora(adapter, "lora")
+    files = [adapter / WEIGHTS_FILE, Path("shared/run") / WEIGHTS_FILE, Path("lora") / WEIGHTS_FILE]
+    for said, file in zip(sizes(line), files, strict=True):
+        assert said == pytest.approx(file.stat().st_size, rel=HEADERS)
+    assert files[1].stat().st_size == pytest.approx(4 * values, rel=HEADERS)
+    assert list(size_lines(Path("shared/run"))) == [
+        f"Size: {files[1].stat().st_size / 2**10:.1f} KiB, cores alone on their basis."
+    ]
+
+
+def test_another_methods_size_is_that_of_its_file(tmp_path: Path) -> None:
+    get_peft_model(tiny_qwen2(), LoraConfig(target_modules=["q_proj"])).save_pretrained(str(tmp_path))
+    (line,) = size_lines(tmp_path)
+    assert line == f"Size: {(tmp_path / WEIGHTS_FILE).stat().st_size / 2**10:.1f} KiB."

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from frozencore.cli.showing import show_example
+from frozencore.cli.tasks import show_example
 from frozencore.errors import ConfigError
 from frozencore.tune.rows import Example
 from frozencore.tune.rows.prompts import PromptEncoder

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file
 
 from frozencore.calibration.options import CalibrationOptions
-from frozencore.cli.calibrate import OF_TRAINING, calibrate
-from frozencore.cli.run_flags import TakesRun
+from frozencore.cli.calibrate import calibrate
+from frozencore.cli.flags import OF_TRAINING, TakesOptions
 from frozencore.cli.tune import tune
 from frozencore.constructors import CONSTRUCTORS
 from frozencore.files.adapter_folder import WEIGHTS_FILE
@@ -33,7 +33,7 @@ def given(monkeypatch: pytest.MonkeyPatch) -> Callable[..., RunConfig]:
 
     def parse(command: Command, *words: str) -> RunConfig:
         found: list[RunConfig] = []
-        monkeypatch.setattr("frozencore.cli.tune.tune", TakesRun(lambda config: found.append(config)))
+        monkeypatch.setattr("frozencore.cli.tune.tune", TakesOptions(lambda config: found.append(config)))
         status, _, errors = command("tune", *RUN, *words)
         assert (status, errors) == (0, "")
         return found[0]
@@ -128,9 +128,9 @@ def test_calibrate_takes_what_tune_takes_but_the_recipe() -> None:
         (["--damping", "much"], "--damping must be"),
         (["--memory-budget", "lots"], 'a positive size such as "8GiB"'),
         (["--stats-device", "abacus"], "stats_device must be a device"),
-        (["--group-size", "0"], "--group-size: input should be greater than or equal to 1"),
-        (["--tokens", "all"], "--tokens: input should be 'nonpad', 'completion' or 'nonzero_delta'"),
-        (["--shrinkage", "2"], "--shrinkage: input should be less than or equal to 1"),
+        (["--group-size", "0"], "--group-size must be a whole number of at least 1, but 0 came"),
+        (["--tokens", "all"], "--tokens must be one of nonpad, completion, nonzero_delta, but 'all' came"),
+        (["--shrinkage", "2"], "--shrinkage must be a number .* but 2.0 came"),
         (["--eva-center"], "The method 'fcca' does not read eva_center .it is for eva."),
         (["--prompt-date", "yesterday"], "--prompt-date must be a day as YYYY-MM-DD, but 'yesterday' came"),
     ],

@@ -1,0 +1,215 @@
+"""Flags made from the options of a run: each option is one flag, with its default and its help."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from copy import copy
+from dataclasses import MISSING, replace
+from datetime import date
+from inspect import Parameter, Signature, signature
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import typer
+from pydantic import ValidationError
+
+from frozencore.cli.flag_file import ConfigFile
+from frozencore.cli.help import group_of, in_order
+from frozencore.constructors import described
+from frozencore.errors import ConfigError
+from frozencore.options import Option, own_refusal
+from frozencore.tune.methods import METHODS
+from frozencore.tune.run.config import make_config
+from frozencore.tune.run.config_rules import OF_ONE_ALONE
+from frozencore.tune.run.options_by_name import in_groups, run_options
+from frozencore.tune.suite import TASKS
+from frozencore.words import flag_of
+
+CONFIG = "config"
+SPELLED = {"learning_rate": ("--lr", "--learning-rate")}
+OF_ONE_TRAINING = (
+    *OF_ONE_ALONE, "refresh_cost", "refresh_memory", "private_delta", "private_clip", "save_steps", "samples",
+    "exact_match", "forgetting",
+)  # fmt: skip
+"""Options that only a training of one adapter reads."""
+OF_TRAINING = ("basis", "learning_rate", "warmup", "epochs", "batch_size", "accumulation", "patience", *OF_ONE_TRAINING)
+"""Options that only training reads."""
+_TYPES_OF_TYPER = (bool, int, float, str, Path)
+
+
+class TakesOptions:
+    """A verb as typer sees it, with a flag for each option of a run that the verb takes.
+
+    The verb takes an option by a parameter of its name, whose annotation is a plain type; a text in ``Annotated``
+    replaces the option's help. A parameter ``config`` stands for all options. Parameters with a ``typer.Option`` or
+    ``typer.Argument`` are the verb's own.
+
+    Args:
+        without: Options that are not part of ``config``.
+        renamed: For some options the flag and the help here; these options must be given.
+        defaults: For some options the default here.
+    """
+
+    def __init__(
+        self,
+        verb: Callable[..., None],
+        *,
+        without: Collection[str] = (),
+        renamed: Mapping[str, tuple[str, str]] | None = None,
+        defaults: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._verb, self._without, self._renamed, self._defaults = verb, without, renamed or {}, defaults or {}
+        self.__name__, self.__annotations__ = verb.__name__, {}
+
+    def _parameters(self) -> dict[str, Parameter]:
+        return dict(signature(self._verb, eval_str=True).parameters)
+
+    @property
+    def __signature__(self) -> Signature:
+        known, parameters = run_options(), self._parameters()
+        flags = {}
+        if CONFIG in parameters:
+            flags = {name: self._flag(known[name]) for name in known if name not in self._without}
+            flags["config_file"] = Parameter("config_file", Parameter.KEYWORD_ONLY, default=None, annotation=ConfigFile)
+        for name, own in parameters.items():
+            if _is_own(own):
+                flags[name] = own.replace(kind=Parameter.KEYWORD_ONLY)
+            elif name != CONFIG:
+                flags[name] = self._flag(known[name], next(iter(_metadata(own)), None))
+        if CONFIG in parameters:
+            flags = {name: _in_its_group(flags[name]) for name in in_order(flags)}
+        return Signature(list(flags.values()))
+
+    def __call__(self, **given: Any) -> None:
+        given.pop("config_file", None)
+        known, parameters = run_options(), self._parameters()
+        own = {name: given.pop(name) for name, parameter in parameters.items() if _is_own(parameter)}
+        values = {name: _read_value(known[name], value) for name, value in given.items()}
+        if CONFIG in parameters:
+            values = {CONFIG: make_config(**in_groups(values))}
+        self._verb(**values, **own)
+
+    def _flag(self, option: Option, said: str | None = None) -> Parameter:
+        """The flag of an option as typer knows it; typer reads values of other types as text."""
+        kinds = _kinds(option)
+        kind = kinds[0] if len(kinds) == 1 and kinds[0] in _TYPES_OF_TYPER else str
+        spelled: Sequence[str] = SPELLED.get(option.name, (flag_of(option.name),))
+        default = self._defaults.get(option.name, option.default)
+        if option.name in self._renamed:
+            flag, said = self._renamed[option.name]
+            spelled, default = (flag,), MISSING
+        typed = default if default in (None, MISSING) or kind is not str else str(default)
+        info = typer.Option(
+            *spelled,
+            help=said or _help(replace(option, default=default)),
+            metavar="YYYY-MM-DD" if kinds == [date] else None,
+            autocompletion=_completions(option),
+        )
+        return Parameter(
+            option.name,
+            Parameter.KEYWORD_ONLY,
+            default=Parameter.empty if typed is MISSING else typed,
+            annotation=Annotated[kind | None if _may_be_none(option) else kind, info],
+        )
+
+
+def _is_own(parameter: Parameter) -> bool:
+    """Whether a parameter is one of the verb, which typer reads, and not an option of a run."""
+    return any(not isinstance(extra, str) for extra in _metadata(parameter))
+
+
+def _metadata(parameter: Parameter) -> tuple[Any, ...]:
+    return getattr(parameter.annotation, "__metadata__", ())
+
+
+def _in_its_group(flag: Parameter) -> Parameter:
+    """The flag with the box of the help that shows it."""
+    kind, info = get_args(flag.annotation)
+    boxed = copy(info)
+    boxed.rich_help_panel = group_of(flag.name).name
+    return flag.replace(annotation=Annotated[kind, boxed])
+
+
+def _completions(option: Option) -> Callable[[str], list[str]]:
+    """What a shell offers as the value: the values of a short list, methods, tasks."""
+    named: Mapping[str, Iterable[str]] = {"method": METHODS, "task": TASKS, "calibration_task": TASKS}
+    allowed = [str(value) for kind in _kinds(option) if get_origin(kind) is Literal for value in get_args(kind)]
+
+    def beginning_with(incomplete: str) -> list[str]:
+        return [value for value in (*allowed, *named.get(option.name, ())) if value.startswith(incomplete)]
+
+    return beginning_with
+
+
+def _help(option: Option) -> str:
+    said = described(option)
+    if option.name == "method":
+        said += f" One of {', '.join(METHODS)}."
+    if any(get_origin(kind) is Literal for kind in _kinds(option)[:1]):
+        said += f" {option.rule.capitalize()}."
+    if _takes_several(option):
+        said += " Several are separated by commas."
+    return said
+
+
+def _read_value(option: Option, given: Any) -> Any:
+    """The value of a flag; a text becomes what the option's type makes of it.
+
+    Raises:
+        ConfigError: In one line, which flag, what is allowed and what came.
+    """
+    if given is None or (given == "none" and option.default is not None and _may_be_none(option)):
+        return None
+    meant = [given]
+    if isinstance(given, str) and _takes_several(option):
+        meant.append([part.strip() for part in given.split(",") if part.strip()])
+    for value in meant:
+        try:
+            return option.adapter.validate_python(value)
+        except ValidationError as error:
+            refused = own_refusal(error.errors()[0])
+    rule = option.rule if option.default is not None else option.rule.removesuffix(" or none")
+    raise refused or ConfigError(f"{flag_of(option.name)} must be {rule}, but {given!r} came.")
+
+
+def read_choices(words: Sequence[str], among: Sequence[str]) -> dict[str, tuple[Any, ...]]:
+    """The values of each option to try, from words such as ``lr=1e-3,3e-3``.
+
+    Args:
+        among: The options that may be given.
+
+    Raises:
+        ConfigError: In one line, which word, what is allowed and what came.
+    """
+    known = run_options()
+    by_flag = {flag.removeprefix("--"): name for name in among for flag in (*SPELLED.get(name, ()), flag_of(name))}
+    choices: dict[str, tuple[Any, ...]] = {}
+    for word in words:
+        flag, _, values = word.partition("=")
+        name = by_flag.get(flag.strip().replace("_", "-"))
+        given = [value.strip() for value in values.split(",") if value.strip()]
+        if name is None or not given or name in choices:
+            raise ConfigError(
+                f"A sweep is one of {', '.join(sorted(by_flag))} with its values, once each, such as lr=1e-3,3e-3, but "
+                f"{word!r} came."
+            )
+        choices[name] = tuple(dict.fromkeys(_read_value(known[name], value) for value in given))
+    return choices
+
+
+def _takes_several(option: Option) -> bool:
+    return any(get_origin(kind) is tuple for kind in _kinds(option))
+
+
+def _may_be_none(option: Option) -> bool:
+    return NoneType in _parts(option.plain)
+
+
+def _kinds(option: Option) -> list[Any]:
+    """The types that the values of an option have, without None."""
+    return [kind for kind in _parts(option.plain) if kind is not NoneType]
+
+
+def _parts(kind: Any) -> tuple[Any, ...]:
+    return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)

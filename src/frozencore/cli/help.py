@@ -1,0 +1,143 @@
+"""How the help of a verb shows its flags: in groups, a few of each at first, and all of them with ``--help-all``."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import typer
+from rich.markup import escape
+from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
+from typer.main import get_command
+
+from frozencore.errors import ConfigError
+from frozencore.words import num_of
+
+HELP, HELP_ALL = "--help", "--help-all"
+FLAGS_ELSEWHERE: Mapping[str, str] = {
+    **dict.fromkeys(("--r", "--lora-r", "--lora-rank", "--lora-dim"), "--rank"),
+    **dict.fromkeys(("--lora-alpha", "--scale"), "--alpha"),
+    **dict.fromkeys(("--target-modules", "--lora-target-modules", "--lora-target", "--modules"), "--targets"),
+    **dict.fromkeys(("--model-name-or-path", "--model-name", "--base-model", "--base"), "--model"),
+    **dict.fromkeys(("--dataset", "--dataset-name", "--train-file", "--train-data", "--data-path"), "--data"),
+    **dict.fromkeys(("--num-train-epochs", "--num-epochs"), "--epochs"),
+    **dict.fromkeys(("--per-device-train-batch-size", "--micro-batch-size", "--train-batch-size"), "--batch-size"),
+    **dict.fromkeys(("--gradient-accumulation-steps", "--grad-accum"), "--accumulation"),
+    **dict.fromkeys(("--output-dir", "--save-dir", "-o"), "--output"),
+    **dict.fromkeys(("--max-seq-length", "--max-seq-len", "--cutoff-len", "--block-size"), "--max-length"),
+    "--warmup-ratio": "--warmup",
+    "--resume-from-checkpoint": "--resume",
+    **dict.fromkeys(("--constructor", "--peft-type"), "--method"),
+    **dict.fromkeys(("--torch-dtype", "--precision"), "--dtype"),
+}
+"""Flags of other programs, and the flag here that means the same."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """A box of the help; flags are named as the verb's parameters.
+
+    Attributes:
+        in_sight: The flags that ``--help`` shows.
+        rest: The flags that only ``--help-all`` shows.
+    """
+
+    name: str
+    in_sight: tuple[str, ...]
+    rest: tuple[str, ...] = ()
+
+
+FLAG_GROUPS = (
+    Group(
+        "Data",
+        ("model", "data", "task", "columns", "max_length", "truncate", "skip_long", "num_train", "num_evaluation"),
+        ("data_root", "skip_bad", "packing", "prompt_style", "prompt_date"),
+    ),
+    Group("Method", ("method", "rank", "targets", "rank_budget", "alpha", "basis", "dtype", "device"), ("layers",)),
+    Group("Bases", ("calibration_size", "damping", "memory_budget", "moments"), ("calibration_task",)),
+    Group(
+        "Steps",
+        ("learning_rate", "epochs", "batch_size", "accumulation", "warmup", "seed", "refresh", "sweep", "slots"),
+        ("padding_free", "refresh_cost", "refresh_memory"),
+    ),
+    Group("Privacy", ("private_epsilon", "private_delta"), ("private_clip",)),
+    Group(
+        "Scoring",
+        ("select_checkpoint", "patience", "samples", "exact_match"),
+        ("evaluate_on", "select_by", "max_new_tokens", "forgetting", "paper_steps"),
+    ),
+    Group("Output", ("output", "resume", "dry_run", "report_to", "all_layers", "config_file"), ("save_steps",)),
+)
+_OTHER = FLAG_GROUPS[2]  # flags without a group are options of a constructor or of the calibration pass
+
+
+def group_of(flag: str) -> Group:
+    """The group that a parameter of a verb belongs to."""
+    return next((group for group in FLAG_GROUPS if flag in group.in_sight + group.rest), _OTHER)
+
+
+def in_order(flags: Iterable[str]) -> list[str]:
+    """Flags in the order of the help: group by group, and in each group those in sight first."""
+
+    def place(flag: str) -> tuple[int, int]:
+        group = group_of(flag)
+        names = group.in_sight + group.rest
+        return FLAG_GROUPS.index(group), names.index(flag) if flag in names else len(names)
+
+    return sorted(flags, key=place)
+
+
+def command_of(program: typer.Typer, words: Sequence[str]) -> TyperGroup:
+    """The program as a command that shows help texts unchanged and hides the flags that are not in sight.
+
+    Raises:
+        ConfigError: One of the words is a flag of another program.
+    """
+    command = get_command(program)
+    assert isinstance(command, TyperGroup)
+    for verb in filter(_takes_run, _commands(command)):
+        if verb.name in words[:1]:
+            flags = {spelled for parameter in verb.params for spelled in parameter.opts}
+            _refuse_other_flags([word for word in words if word.startswith("-")], flags)
+        if HELP in words:
+            _hide_rest(verb)
+    if HELP in words or HELP_ALL in words:
+        _show_as_text(command)
+    return command
+
+
+def _refuse_other_flags(words: Iterable[str], flags: Collection[str]) -> None:
+    for word in words:
+        came = word.partition("=")[0]
+        spelled = came.replace("_", "-")
+        meant = FLAGS_ELSEWHERE.get(spelled, spelled)
+        if came not in flags and meant in flags:
+            raise ConfigError(f"There is no flag {came}. Give {meant} instead.")
+
+
+def _show_as_text(command: TyperGroup | TyperCommand) -> None:
+    """Escape the help texts: Rich would read ``[lm-eval]`` as markup and leave it out."""
+    command.help = escape(command.help or "")
+    for parameter in command.params:
+        if isinstance(parameter, TyperOption | TyperArgument) and parameter.help:
+            parameter.help = escape(parameter.help)
+    for inner in _commands(command):
+        _show_as_text(inner)
+
+
+def _hide_rest(verb: TyperGroup | TyperCommand) -> None:
+    """Hide the flags that are not in sight, and say how many they are."""
+    flags = {str(flag.name): flag for flag in verb.params if isinstance(flag, TyperOption)}
+    rest = [flag for name, flag in flags.items() if name not in group_of(name).in_sight]
+    for flag in rest:
+        flag.hidden = True
+    verb.epilog = f"{num_of(len(rest), 'more flag')}: frozencore {verb.name} {HELP_ALL}"
+
+
+def _takes_run(verb: TyperGroup | TyperCommand) -> bool:
+    return any(parameter.name == "calibration_size" for parameter in verb.params)
+
+
+def _commands(command: TyperGroup | TyperCommand) -> Iterator[TyperGroup | TyperCommand]:
+    inner = command.commands.values() if isinstance(command, TyperGroup) else ()
+    return (one for one in inner if isinstance(one, TyperGroup | TyperCommand))

@@ -1,0 +1,211 @@
+"""What a run says at its end: its score, its recipe, what it cost, its samples, and the size of its adapter."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from math import prod, sqrt
+from pathlib import Path
+from statistics import mean, variance
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+from safetensors import safe_open
+
+from frozencore.adapter.saved.card import allocation_in_words
+from frozencore.adapter.saved.tensors import FLAT, PREFIX
+from frozencore.files.adapter_folder import WEIGHTS_FILE, read_config
+from frozencore.tune.run.record import TunedRecord
+from frozencore.tune.run.record_parts import AccuracyDetails
+from frozencore.tune.run.rows import Reading
+from frozencore.words import bytes_in_words, num_of, one_line
+
+STILL_FALLING = 0.1  # of the loss, from one quarter of the steps to the next
+VALUE_BYTES = 4  # a core and an exported LoRA are float32
+END_OF_PROMPT, MOST_OF_ANSWER = 200, 2_000  # characters; samples.jsonl holds all of them
+
+
+def run_summary(record: TunedRecord) -> Group:
+    """What one run gained, and what it cost."""
+    table = Table(title=f"{record.method} on {record.task or record.config.data}", title_justify="left")
+    table.add_column("")
+    table.add_column("before", justify="right")
+    table.add_column("after", justify="right")
+    words = []
+    if record.accuracy is not None and record.accuracy_before is not None and record.score is not None:
+        after = f"{percent(record.accuracy)} ± {100 * record.score.standard_error:.1f}"
+        table.add_row("accuracy, %", percent(record.accuracy_before), after)
+        words = [verdict(record.accuracy, record.accuracy_before, record.score)]
+    losses = {"held-out loss": (record.held_out_loss_before, record.held_out_loss)}
+    losses |= {
+        f"loss on texts of {name}": (other.loss_before, other.loss) for name, other in (record.forgetting or {}).items()
+    }
+    for name, pair in losses.items():
+        table.add_row(f"{name}, nats/token", *("" if loss is None else f"{loss:.3f}" for loss in pair))
+    parts = (_rows_read, _ranks, _recipe, _still_falling, _private, _too_long, _kept_step, _cost)
+    return Group(table, *(Text(line) for line in [*words, *(line for part in parts for line in part(record))]))
+
+
+def verdict(accuracy: float, before: float, details: AccuracyDetails) -> str:
+    """Whether a run beats the majority class; without classes, whether it beats the base model."""
+    majority = details.majority_class
+    floor, name = (majority, "the majority class") if majority is not None else (before, "the base model")
+    if accuracy <= floor:
+        return f"Does not beat {name} ({percent(floor)} %)."
+    sure = "clearly" if accuracy - 2 * details.standard_error > floor else "within two standard errors"
+    return f"Beats {name} ({percent(floor)} %), {sure}."
+
+
+def percent(share: float) -> str:
+    """A share as a percentage with one decimal."""
+    return f"{100 * share:.1f}"
+
+
+def values_in_words(at_once: int, in_all: int) -> str:
+    """The number of values that train at once, and of all that the rounds trained if that is another number."""
+    said = num_of(at_once, "trained value")
+    return said if in_all == at_once else f"{said} at once, {in_all:,} in all"
+
+
+def _rows_read(record: TunedRecord) -> Iterator[str]:
+    if record.rows is not None and record.rows.read is not None:
+        yield Reading(record.rows.read, record.rows.columns, record.rows.left_out, record.rows.packed).in_words
+
+
+def _ranks(record: TunedRecord) -> Iterator[str]:
+    if record.allocation is not None:
+        yield allocation_line(record.allocation.budget, record.allocation.ranks)
+
+
+def allocation_line(budget: int, ranks: Mapping[str, int]) -> str:
+    """What a rank budget bought, and which layers got nothing."""
+    without = [name for name, rank in ranks.items() if not rank]
+    more = f" and {len(without) - 2} more" if len(without) > 2 else ""
+    unadapted = f"; not adapted: {', '.join(without[:2])}{more}" if without else ""
+    return f"Ranks {allocation_in_words(budget, ranks)}{unadapted}."
+
+
+def _recipe(record: TunedRecord) -> Iterator[str]:
+    if record.resolved is not None:
+        yield recipe_in_words(record.training.num_steps, record.resolved.recipe)
+
+
+def recipe_in_words(num_steps: int, recipe: Mapping[str, Any], num_epochs: int | None = None) -> str:
+    """A training in a line: its steps, the rows of a step, its rounds, learning rate and warm-up.
+
+    Args:
+        recipe: As records hold it.
+        num_epochs: The number of epochs, if the line is to say it.
+    """
+    layout = " without padding" if recipe.get("padding_free") else ""
+    epochs = "" if num_epochs is None else f" in {num_of(num_epochs, 'epoch')}"
+    at_once, rows = recipe["batch_size"], recipe["batch_size"] * recipe["accumulation"]
+    batches = "" if at_once == rows else f", {at_once} at a time"
+    rounds = recipe.get("refresh", 1)
+    in_rounds = {1: "", "auto": ", in as many rounds as pay"}.get(rounds, f", in {rounds} rounds")
+    return (
+        f"{num_of(num_steps, 'step')} of {num_of(rows, 'row')}{batches}{layout}{epochs}{in_rounds}; learning rate "
+        f"{recipe['learning_rate']:g}, warm-up {recipe['warmup']:g} of them."
+    )
+
+
+def _still_falling(record: TunedRecord) -> Iterator[str]:
+    """Whether the training loss was still falling at the end, and what to try then."""
+    losses = [loss for loss in record.training.losses if loss is not None]
+    quarter = len(losses) // 4
+    if quarter < 2 or record.resolved is None:
+        return
+    before, last = losses[-2 * quarter : -quarter], losses[-quarter:]
+    drop, error = mean(before) - mean(last), sqrt((variance(before) + variance(last)) / quarter)
+    if drop > max(STILL_FALLING * mean(before), 2 * error):
+        epochs = record.resolved.recipe["epochs"]
+        yield (
+            f"The training loss was still falling: {mean(last):.3f} in the last quarter of the steps, "
+            f"{mean(before):.3f} in the one before. Try --epochs {2 * epochs} or a larger --lr."
+        )
+
+
+def _private(record: TunedRecord) -> Iterator[str]:
+    if (own := record.private) is not None:
+        yield (
+            f"Private: epsilon {own.spent:.3f} of {own.epsilon:g} spent at delta {own.delta:g}, for the rows trained "
+            "on. Held-out rows are scored without noise, and no samples of them are kept."
+        )
+
+
+def _too_long(record: TunedRecord) -> Iterator[str]:
+    """How many rows lost the beginning of their prompt, and how many were left out."""
+    if record.rows is not None and record.rows.cut:
+        yield f"{num_of(record.rows.cut, 'prompt')} cut at the beginning (--truncate)."
+    if record.rows is not None and record.rows.skipped and record.rows.read is None:
+        was = "was" if record.rows.skipped == 1 else "were"
+        yield f"{num_of(record.rows.skipped, 'row')} {was} too long and left out (--skip-long)."
+
+
+def _kept_step(record: TunedRecord) -> Iterator[str]:
+    """Which step's values were kept, and why."""
+    chosen, last = record.selection, record.training.num_steps
+    if chosen is None:
+        return
+    if chosen.by is None:
+        yield f"No rows to validate on beside those trained on: the last of {last} steps is kept."
+        return
+    best = next(score for score in chosen.scores if score.step == chosen.kept_step)
+    value = f"loss {best.held_out_loss:.3f}" if best.accuracy is None else f"accuracy {percent(best.accuracy)} %"
+    yield (
+        f"Kept step {chosen.kept_step} of {last}: {value} on {chosen.rows} validation rows, the best of "
+        f"{len(chosen.scores)} scores, which took {chosen.time_s:.1f} s."
+        + (" Then they were no better (--patience)." if chosen.stopped_early else "")
+    )
+
+
+def _cost(record: TunedRecord) -> Iterator[str]:
+    yield (
+        f"{values_in_words(record.values_at_once, record.values_in_all)}; "
+        f"{bytes_in_words(record.state_held_bytes)} of state held while training; "
+        f"saved in {bytes_in_words(record.saved_bytes)}, the base model has {bytes_in_words(record.model_bytes)}"
+    )
+    yield (
+        f"calibration {record.calibration_s:.1f} s, training {record.training_s:.1f} s, "
+        f"peak memory {bytes_in_words(record.peak_memory_bytes)}"
+    )
+
+
+def sample_lines(file: Path) -> Iterator[RenderableType]:
+    """For each sample: the end of its prompt, the wanted answer, and the answers before and after training."""
+    for line in file.read_text(encoding="utf-8").splitlines():
+        sample = json.loads(line)
+        prompt = one_line(sample["prompt"], 10_000)
+        cut = "…" if len(prompt) > END_OF_PROMPT else ""
+        yield Text(f"\n{sample['id']}: {cut}{prompt[-END_OF_PROMPT:]}", style="bold")
+        answers = Table.grid(padding=(0, 2))
+        answers.add_column(no_wrap=True)
+        answers.add_column()
+        for name in ("wanted", "before", "after"):
+            answers.add_row(f"  {name}", Text(one_line(sample[name], MOST_OF_ANSWER)))
+        yield answers
+
+
+def size_lines(adapter: Path) -> Iterator[str]:
+    """The size of an adapter's weights; with its basis also as cores alone and as LoRA, and how to pack it."""
+    with safe_open(adapter / WEIGHTS_FILE, framework="numpy") as file:
+        shapes = {key: file.get_slice(key).get_shape() for key in file.keys()}  # noqa: SIM118 - not a mapping
+    config, stored = read_config(adapter), bytes_in_words((adapter / WEIGHTS_FILE).stat().st_size)
+    values: Counter[str] = Counter()
+    for key, shape in shapes.items():
+        if f".{PREFIX}" in key:
+            values[key.rpartition(PREFIX)[2].removesuffix(".weight")] += prod(shape)
+    as_lora = bytes_in_words(VALUE_BYTES * (values["P"] + values["Q"]))
+    if not values["R"]:
+        yield f"Size: {stored}, cores alone on their basis." if FLAT in shapes else f"Size: {stored}."
+    elif config.get("rounds", 1) > 1 or config.get("initial_step"):  # no other adapter can have the same bases
+        yield f"Size: {stored} with its bases, {as_lora} as LoRA."
+    else:
+        yield (
+            f"Size of {values['R']:,} trained values: {stored} with their basis, "
+            f"{bytes_in_words(VALUE_BYTES * values['R'])} on a basis that adapters share, {as_lora} as LoRA."
+        )
+        yield f"Smaller: frozencore adapter pack {adapter} --output shared/{adapter.absolute().parent.name}"

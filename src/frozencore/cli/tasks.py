@@ -1,0 +1,145 @@
+"""``frozencore tasks``: the list of tasks, a row as a model sees it, and files for another evaluator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from frozencore.cli.console import console
+from frozencore.cli.flags import TakesOptions
+from frozencore.errors import ConfigError
+from frozencore.tune.rows import Example
+from frozencore.tune.rows.prompts import PromptEncoder, PromptStyle
+from frozencore.tune.tasks import Task
+from frozencore.tune.tasks.hub import HubDataset
+from frozencore.words import unknown_name
+
+MARKS = "⟦", "⟧"
+
+tasks_app = typer.Typer(no_args_is_help=True)
+
+
+@tasks_app.command("list")
+def list_tasks() -> None:
+    """Every task with its rows, epochs, scoring and data set."""
+    from frozencore.tune.suite import TASKS
+
+    table = Table()
+    for heading in ("task", "train / evaluation rows", "epochs", "scoring", "data"):
+        table.add_column(heading)
+    for task in TASKS.values():
+        rows, scoring = f"{task.num_train} / {task.num_evaluation}", task.scoring.replace("_", " ")
+        table.add_row(task.name, rows, str(task.epochs), scoring, _place(task))
+    console.print(table)
+
+
+def _show(
+    name: Annotated[str, typer.Argument(help="A task by name, or a YAML file of your own.")],
+    model: Annotated[
+        str | None, typer.Option(help="Whose tokenizer and chat template to show. Default: the pocket model's.")
+    ] = None,
+    data_root: Path | None = None,
+    row: Annotated[int, typer.Option(help="Which training row.")] = 0,
+    prompt_style: PromptStyle = "auto",
+) -> None:
+    from frozencore.tune.pocket import pocket_model_path
+    from frozencore.tune.run.loading import load_tokenizer
+    from frozencore.tune.suite import find_task
+
+    task = find_task(name)
+    tokenizer = load_tokenizer(model or str(pocket_model_path()))
+    encoder = PromptEncoder(tokenizer, style=prompt_style, max_length=1_000_000)
+    for line in show_example(task, encoder, data_root, row):
+        console.print(line, soft_wrap=True)
+
+
+tasks_app.command("show", help="Print a real example as the model sees it; what stands in ⟦ ⟧ carries the loss.")(
+    TakesOptions(_show)
+)
+
+
+def _export(
+    folder: Annotated[Path, typer.Argument(help="New folder for the task files.")],
+    to: Annotated[str, typer.Option(help="lm-eval: files for lm_eval --include_path.")] = "lm-eval",
+    task: Annotated[str, typer.Option(help="all, or names separated by commas.")] = "all",
+    data_root: Path | None = None,
+    num_evaluation: Annotated[int | None, "Rows of a task. Default: the protocol's."] = None,
+) -> None:
+    from frozencore.tune.evaluation.harness_files import export_tasks
+    from frozencore.tune.suite import find_tasks
+
+    if to != "lm-eval":
+        raise ConfigError(unknown_name("export", to, ("lm-eval",)))
+    names = export_tasks(find_tasks(task), folder, data_root=data_root, num_evaluation=num_evaluation)
+    console.print(f"lm_eval --include_path {folder} --tasks {','.join(names)}", soft_wrap=True)
+
+
+tasks_app.command("export", help="Write tasks, with their evaluation rows, in a form that another evaluator runs.")(
+    TakesOptions(_export)
+)
+
+
+def show_example(task: Task, encoder: PromptEncoder, data_root: Path | None, number: int) -> Iterator[Text]:
+    """A row of a task as the model sees it, with the part that carries the loss marked.
+
+    Args:
+        number: The row's place in the training split, or in the evaluation split of a task without another, from 0.
+
+    Raises:
+        ConfigError: There is no row of that number.
+        DataError: From the task's source or the row.
+    """
+    split = "train"
+    rows = task.source.rows("train", data_root)
+    if not rows:
+        split, rows = "evaluation", task.source.rows("evaluation", data_root)
+    if not 0 <= number < len(rows):
+        raise ConfigError(
+            f"--row must be from 0 to {len(rows) - 1} in the {split} split of {task.name!r}, got {number}."
+        )
+    example = task.to_example(rows[number], f"{split}-{number}")
+    text = encoder.render(example)
+    (row,) = encoder.training_rows([text])
+    pieces = encoder.tokenizer.convert_ids_to_tokens(row.input_ids)
+    context, completion = " ".join(pieces[: row.num_context]), " ".join(pieces[row.num_context :])
+    yield Text(f"{task.name}, {example.id}: {_place(task)}; licence: {task.licence}", style="bold")
+    style = "chat template" if encoder.is_chat else "plain"
+    yield Text(f"\nText ({style}; the marked part carries the loss)", style="bold")
+    yield marked(text.context, text.completion)
+    yield Text(f"\nTokens ({row.num_context} of the prompt, {len(pieces) - row.num_context} with loss)", style="bold")
+    yield marked(f"{context} ", completion)
+    yield from _answers(task, example, encoder)
+
+
+def marked(context: str, completion: str) -> Text:
+    """A prompt and its completion, which is marked."""
+    return Text.assemble(context, (f"{MARKS[0]}{completion}{MARKS[1]}", "reverse"))
+
+
+def _answers(task: Task, example: Example, encoder: PromptEncoder) -> Iterator[Text]:
+    """How an answer is scored, and the choices if there are some."""
+    if task.scoring == "text":
+        yield Text("\nScored by held-out nats per token")
+        return
+    if task.scoring == "exact_match":
+        yield Text(f"\nScored by the first number after 'The answer is:' or '####', in {task.max_new_tokens} tokens")
+        return
+    yield Text("\nChoices", style="bold")
+    text = encoder.render(example)
+    (tokens,) = encoder.choice_rows([text])
+    for choice, ids in zip(text.choices, tokens.choice_ids, strict=True):
+        right = "  <- right" if choice == text.completion else ""
+        yield Text(f"{choice!r}, {len(ids)} tokens{right}")
+
+
+def _place(task: Task) -> str:
+    """Where the rows of a task come from."""
+    source = task.source
+    if isinstance(source, HubDataset):
+        return source.path + (f", {source.config}" if source.config else "")
+    return "files" if hasattr(source, "files") else "generated"
