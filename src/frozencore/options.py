@@ -38,17 +38,17 @@ class Option:
 
     @property
     def help(self) -> str:
-        """What it does, in one line."""
+        """Its description in one line."""
         return next((info.description for info in _infos(self.type) if info.description), "")
 
     @property
     def rule(self) -> str:
-        """What is allowed, in words."""
+        """The allowed values in words."""
         return _in_words(self.type)
 
     @property
     def meaning(self) -> tuple[Any, ...]:
-        """What two options of one name must have in common to be one option."""
+        """Two options of one name with the same meaning are one option."""
         return self.plain, self.default, self.help, self.rule
 
     @cached_property

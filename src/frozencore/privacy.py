@@ -1,4 +1,4 @@
-"""What private training may spend, the noise that this asks for, and what is spent after a number of steps.
+"""The budget of private training, the noise that it needs, and the epsilon spent after a number of steps.
 
 Opacus counts, by Rényi differential privacy of the subsampled Gaussian mechanism (Mironov et al. 2019): each step takes
 each row with probability q, and adds noise of standard deviation σ·C to a sum in which each row has a length of at most
@@ -19,10 +19,10 @@ CLIP = 1.0
 
 @dataclass(frozen=True)
 class PrivateBudget:
-    """What private training may spend.
+    """The budget of private training.
 
     Attributes:
-        epsilon: The most that is spent; smaller is more private.
+        epsilon: The largest epsilon that may be spent; smaller is more private.
         delta: The chance that the bound does not hold; below one in the number of rows.
         clip: C, the longest gradient that a row may add to a step.
     """

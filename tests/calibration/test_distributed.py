@@ -33,7 +33,7 @@ from calibration.two_ranks import (
 )
 from forked import as_ranks, ended
 from frozencore import calibrate, collect_moments
-from frozencore.calibration import run_pass
+from frozencore.calibration import collect
 from frozencore.calibration.shards import assign_owners
 from frozencore.maths.linalg import principal_cosines
 from places import SOURCES, TESTS
@@ -120,7 +120,7 @@ def test_each_rank_draws_labels_of_its_own_and_true_ones_give_the_cross_moment(
     size, names = len(reports), attention_names(tiny_qwen2())
     shares = []
     for rank in range(size):
-        monkeypatch.setattr(run_pass, "own_rank", lambda rank=rank: rank)
+        monkeypatch.setattr(collect, "own_rank", lambda rank=rank: rank)
         shares.append(collect_moments(tiny_qwen2(), batches_of(EXAMPLES[rank::size], 2), names, options=DRAWN))
     model = adapted("fcca")
     calibrate(model, moments={name: reduce(add, (s[name] for s in shares)) for name in names}, progress=False)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from frozencore import CalibrationOptions, collect_moments
-from frozencore.calibration.finite import FiniteBatches
+from frozencore.calibration.recorder import FiniteBatches, LayerRecorder
 from frozencore.errors import CalibrationError
 from frozencore.maths.moments import MOMENT_NAMES
 from tiny import ATTENTION, batches_of, draw_examples, tiny_qwen2
@@ -46,16 +46,16 @@ def test_a_pass_reads_nothing_off_the_device(options: dict[str, Any], monkeypatc
 def test_flags_that_wait_name_the_first_batch_and_the_layer_that_met_it_first() -> None:
     """As they would on a device, where they are looked at together."""
 
-    class Recorder:
-        def __init__(self, fine: bool) -> None:
-            self.input_finite, self.error_finite = torch.tensor(fine), torch.tensor(True)
+    def recorder(name: str, fine: bool) -> LayerRecorder:
+        found = LayerRecorder(name, None, None)
+        found.input_finite, found.error_finite = torch.tensor(fine), torch.tensor(True)
+        return found
 
     waiting, seen = FiniteBatches(), [(True, True, True), (True, False, False), (False, True, True)]
 
     def add_all() -> None:
         for index, fine in enumerate(seen):
-            flags: Any = {name: Recorder(one) for name, one in zip("abc", fine, strict=True)}
-            waiting.add(index, flags)
+            waiting.add(index, {name: recorder(name, one) for name, one in zip("abc", fine, strict=True)})
 
     with pytest.raises(CalibrationError, match=r"input of layer 'b' in calibration batch 1 \(2 of 3 layers\)"):
         add_all()

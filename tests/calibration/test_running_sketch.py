@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from adapted import EXAMPLES, adapted, cores_of
-from frozencore.calibration.gathering import Gathering
+from frozencore.calibration.gathering import Gathering, SketchedGathering
 from frozencore.calibration.running_sketch import RunningSketch, sketch_bytes
-from frozencore.calibration.sketched_gathering import SketchedGathering
 from frozencore.errors import CalibrationError
 from frozencore.maths.moments import LayerMoments
 from frozencore.maths.whitening import Whitening

@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from frozencore import CalibrationOptions, FrozenCoreConfig, Refresh, calibrate, frozen_core_layers
 from frozencore.adapter.bases.passes import BasisWork
 from frozencore.calibration.budget import PassPlan
+from frozencore.calibration.gathering import SketchedGathering
 from frozencore.calibration.shards import assign_owners
-from frozencore.calibration.sketched_gathering import SketchedGathering
 from frozencore.calibration.taps import CalibrationPass
 from frozencore.errors import CalibrationError
 from frozencore.ranks import own_rank

@@ -25,11 +25,9 @@ from frozencore.adapter.mixed_batch import rows_through
 from frozencore.adapter.packed_rows import PackedRows, packed_rows
 from frozencore.adapter.saved.tensors import by_layer
 from frozencore.calibration.batches import mapped, num_examples_of
-from frozencore.calibration.encoder_side import is_encoder_decoder
-from frozencore.calibration.loss import IGNORED, predicted
-from frozencore.calibration.preserve import let_input_require_gradient
-from frozencore.calibration.quantised import use_training_kernels
-from frozencore.calibration.run_pass import is_language_model
+from frozencore.calibration.counted import IGNORED, is_encoder_decoder, predicted
+from frozencore.calibration.loss import is_language_model
+from frozencore.calibration.preserve import let_input_require_gradient, use_training_kernels
 from frozencore.errors import ConfigError, DataError
 
 RowLossFn = Callable[[Any, Any], Tensor]

@@ -15,7 +15,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from frozencore.adapter.linear import FrozenCoreLinear
-from frozencore.calibration.quantised import refuse_rewritten
+from frozencore.calibration.preserve import refuse_rewritten
 from frozencore.errors import ModelError
 
 

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from frozencore.calibration.any_loss import loss_fn_of
 from frozencore.calibration.batches import Batch, is_of_tokens, put_together
+from frozencore.calibration.loss import is_language_model, loss_fn_of
 from frozencore.calibration.options import CalibrationOptions
-from frozencore.calibration.run_pass import is_language_model
 
 TOKENS_AT_ONCE = 1024  # padding included
 

@@ -18,8 +18,7 @@ from frozencore.advice.settings import Setting
 from frozencore.advice.short_rows import copies_at_once, together
 from frozencore.calibration.batches import Batch, num_examples_of
 from frozencore.calibration.options import CalibrationOptions
-from frozencore.calibration.run_pass import mean_loss, mean_losses
-from frozencore.calibration.trial import NotSideBySideError, Update, tried, tried_side_by_side
+from frozencore.calibration.trial import NotSideBySideError, Update, mean_loss, mean_losses, tried, tried_side_by_side
 from frozencore.constructors import CONSTRUCTORS, build_basis
 from frozencore.maths.allocation import num_values
 from frozencore.maths.first_step import first_step, of_length

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from frozencore.errors import ConfigError, DataError
+from frozencore.errors import CalibrationError, ConfigError, DataError
 
 Batch = Any
 """A dictionary of tensors with a row per example; where the loss is the user's own, whatever holds such tensors."""
@@ -44,13 +44,13 @@ def mapped(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def require_batch(batch: Any, index: int, *, any_form: bool = False) -> None:
-    """Refuse what is no batch.
+    """Refuse data that are not a batch.
 
     Args:
-        any_form: Whatever holds rows of tensors is one.
+        any_form: Anything that holds rows of tensors is a batch.
 
     Raises:
-        DataError: It is none; ``index`` says which.
+        DataError: It is not a batch; ``index`` is its number.
     """
     if num_examples_of(batch) == 0 if any_form else not is_batch(batch):
         what = type(batch).__name__
@@ -63,12 +63,12 @@ def require_batch(batch: Any, index: int, *, any_form: bool = False) -> None:
 
 
 def num_examples_of(batch: Any) -> int:
-    """Rows of a batch: those of its first tensor."""
+    """The number of rows of a batch's first tensor."""
     return next((tensor.shape[0] for tensor in tensors_of(batch) if tensor.ndim), 0)
 
 
 def total_examples(batches: Iterable[Batch], *, any_form: bool = False) -> int | None:
-    """Rows of all batches; None where that is not known before they are read."""
+    """The number of rows of all batches; None if it is not known before they are read."""
     if isinstance(batches, Sequence):
         for index, batch in enumerate(batches):  # all of them before the first one runs
             require_batch(batch, index, any_form=any_form)
@@ -89,7 +89,7 @@ def take_examples(batches: Iterable[Batch], num_examples: int, *, any_form: bool
         require_batch(batch, index, any_form=any_form)
         yield mapped(batch, partial(_first, left))
         left -= num_examples_of(batch)
-        if left <= 0:  # before the loader is asked for a batch that nobody needs
+        if left <= 0:  # before the loader makes a batch that is not needed
             return
 
 
@@ -99,7 +99,7 @@ def put_together(batches: Sequence[Batch], most_tokens: int) -> list[Batch]:
     Batches that hold anything else stay as they are.
 
     Args:
-        most_tokens: Padding included, that a batch may have which is put together.
+        most_tokens: The most tokens, padding included, of a batch that is put together.
     """
     found: list[list[Batch]] = []
     for batch in batches:
@@ -109,6 +109,31 @@ def put_together(batches: Sequence[Batch], most_tokens: int) -> list[Batch]:
         else:
             found.append([batch])
     return [group[0] if len(group) == 1 else _joined(group) for group in found]
+
+
+def in_halves(batches: Iterable[Batch]) -> tuple[list[Batch], list[Batch]]:
+    """Every other batch; of a single batch, every other row.
+
+    Raises:
+        CalibrationError: There is one example.
+        DataError: The data are not batches.
+    """
+    held = list(batches)
+    for index, batch in enumerate(held):
+        require_batch(batch, index, any_form=True)
+    if len(held) > 1:
+        return held[::2], held[1::2]
+    num_rows = num_examples_of(held[0]) if held else 0
+    if num_rows < 2:
+        raise CalibrationError(
+            "A rank budget is spent on what two halves of the calibration examples agree on, but there is "
+            f"{num_rows or 'no'} example here. Give more."
+        )
+    return [_every_other(held[0], 0)], [_every_other(held[0], 1)]
+
+
+def _every_other(batch: Batch, first: int) -> Batch:
+    return mapped(batch, lambda tensor: tensor[first::2] if tensor.ndim else tensor)
 
 
 PADDING = {"input_ids": 0, "attention_mask": 0, "labels": -100}

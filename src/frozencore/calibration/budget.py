@@ -39,7 +39,7 @@ class LayerCost:
 
     Attributes:
         sums: Held from the pass to the layer's basis.
-        waiting: Held from the layer's forward to its backward, beside those of the other layers.
+        waiting: Held from the layer's forward to its backward, beside the other layers' inputs.
         passing: Held for a moment while its products are summed.
         building: Held while its basis is built.
         basis: P and Q, held to the end.

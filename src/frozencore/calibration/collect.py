@@ -1,19 +1,39 @@
-"""From a model and batches to the moments of its layers, in as many passes over the examples as there are groups."""
+"""From a model and batches to the moments of its layers, in as many passes over the examples as there are groups.
+
+In a pass each batch takes one forward pass and as many backward passes as its moments have kinds of labels: none, one,
+or two. The host reads which tokens count off the batch before it goes to the device, and whether all was finite when
+the pass is over: in between it waits for nothing.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import inspect
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
+import torch
+from peft import PeftModel
 from torch import nn
 
-from frozencore.calibration.any_loss import LossFn, with_loss
-from frozencore.calibration.batches import Batch
+from frozencore.calibration.batches import Batch, mapped, num_examples_of, require_batch, total_examples
+from frozencore.calibration.counted import (
+    CountedTokens,
+    counted_source_tokens,
+    counted_target_tokens,
+    counted_tokens,
+    watching_encoder,
+)
+from frozencore.calibration.loss import LossFn, loss_fn_of, losses, with_loss
 from frozencore.calibration.options import CalibrationOptions
 from frozencore.calibration.preserve import preserved
-from frozencore.calibration.run_pass import run_pass
-from frozencore.calibration.taps import Taps
+from frozencore.calibration.recorder import LayerRecorder
+from frozencore.calibration.taps import CalibrationPass, Taps, capturing
+from frozencore.device import sent
 from frozencore.errors import CalibrationError
+from frozencore.maths.linalg import seeded_generator
 from frozencore.maths.moments import LayerMoments, MomentName
+from frozencore.ranks import own_rank
 from frozencore.words import Progress
 
 FCCA_NEEDS: frozenset[MomentName] = frozenset({"cross", "input_square", "error_square"})
@@ -36,13 +56,12 @@ def collect_moments(
     Args:
         model: A language model whose output has ``logits``, decoder-only or encoder-decoder; any model that returns
             ``loss`` also works.
-        batches: Dictionaries with ``input_ids``, ``attention_mask`` and ``labels`` (-100 on tokens without loss); of
-            whatever the model takes where it gives a loss itself.
+        batches: Dictionaries with ``input_ids``, ``attention_mask`` and ``labels`` (-100 on tokens without loss), or
+            whatever the model takes if it gives a loss itself.
         layers: Modules with an input (..., n) and an output (..., m): names in ``model``, or a mapping from names
             of your own to modules.
         needs: The moments to sum. Each batch takes a forward pass; G, d and D take a backward pass as well, and G
             with d or D takes two under ``fisher_labels="mc"``: G is always of the data's labels.
-
         loss_fn: The loss instead of the model's own; as for :func:`frozencore.calibrate`.
 
     Returns:
@@ -58,7 +77,7 @@ def collect_moments(
         raise CalibrationError("Calibration needs at least one layer, but none was named.")
     names = list(modules)
     groups = [names[i : i + options.group_size] for i in range(0, len(names), options.group_size)]
-    if len(groups) > 1:  # every group reads the same batches: a shuffling or one-shot loader must not see to it
+    if len(groups) > 1:  # every group must read the same batches, also from a shuffling or one-shot loader
         batches = list(batches)
     moments: dict[str, LayerMoments] = {}
     with preserved(model):
@@ -71,10 +90,10 @@ def collect_moments(
 
 
 def refuse_unreached(num_tokens: Mapping[str, int]) -> None:
-    """A layer without a token has no moments.
+    """Refuse a layer that no counted token reached: it has no moments.
 
     Raises:
-        CalibrationError: There is one; it is named.
+        CalibrationError: The layer is named.
     """
     unreached = [name for name, count in num_tokens.items() if count == 0]
     if unreached:
@@ -93,3 +112,108 @@ def share_of(progress: Progress | None, index: int, num_passes: int) -> Progress
         progress(stage, done + index * (total or 0), total * num_passes if total is not None else None)
 
     return tell
+
+
+def run_pass(
+    model: nn.Module, batches: Iterable[Batch], taps: Taps, progress: Progress | None
+) -> dict[str, LayerRecorder]:
+    """The sums over all batches, of a model prepared by :func:`frozencore.calibration.preserve.preserved`."""
+    # Each rank draws labels for its own examples; each pass draws the same labels, so that groups of layers agree.
+    generator = seeded_generator(taps.options.seed, "fisher labels", own_rank())
+    any_form = loss_fn_of(taps.options) is not None
+    num_examples, total = 0, total_examples(batches, any_form=any_form)
+    with watching_encoder(model) as encoder, capturing(taps, encoder) as capture, ExitStack() as watched:
+        if any_form:
+            watched.enter_context(_watching_calls(model, capture))
+        for index, batch in enumerate(batches):
+            require_batch(batch, index, any_form=any_form)
+            _run_batch(model, batch, capture, generator)
+            capture.finish_batch(index)
+            num_examples += num_examples_of(batch)
+            if progress:
+                progress("calibration", num_examples, total)
+        capture.require_finite()
+        if num_examples == 0:
+            raise CalibrationError("Calibration needs examples, but the data gave none. Check the dataloader.")
+        return capture.recorders
+
+
+def _run_batch(model: nn.Module, batch: Batch, capture: CalibrationPass, generator: torch.Generator) -> None:
+    device = next(model.parameters()).device
+    as_it_came, batch = batch, mapped(batch, lambda tensor: sent(tensor, device))
+    taps = capture.taps
+    loss_fn = loss_fn_of(taps.options)
+    if loss_fn is None:
+        count_tokens(as_it_came, capture, device)
+    if not taps.backward_passes:
+        with torch.no_grad():  # a decoder that shifts its labels cannot run without them
+            if loss_fn is not None:
+                loss_fn(model, batch)
+            else:
+                model(**{key: value for key, value in batch.items() if key != "labels" or capture.encoder is not None})
+        return
+    coming = losses(model, batch, as_it_came, taps, generator)
+    for number, backward in enumerate(taps.backward_passes, start=1):
+        capture.backward = backward
+        loss = next(coming)
+        if not loss.requires_grad:
+            unused = list(taps.layers)
+            raise CalibrationError(
+                f"The loss does not depend on layer {unused[0]!r} ({len(unused)} in all): the model does not use it."
+            )
+        loss.backward(retain_graph=number < len(taps.backward_passes))
+        del loss
+
+
+def count_tokens(batch: Batch, capture: CalibrationPass, device: torch.device | None = None) -> None:
+    """Tell a pass which tokens of the next batch count, by indices on the model's device."""
+    options = capture.taps.options
+    only_nonzero = options.tokens == "nonzero_delta"
+    if not {"input_ids", "inputs_embeds"} & batch.keys():  # images, sound: layers see other rows than the batch has
+        mask = batch.get("attention_mask")
+        capture.tokens = CountedTokens.of_call(mask, only_nonzero_delta=only_nonzero, device=device)
+        capture.source_tokens = capture.tokens
+        return
+    if capture.encoder is None:
+        counted = counted_tokens(batch, options)
+    else:
+        counted = counted_target_tokens(batch, options)
+        source = counted_source_tokens(batch, options)
+        capture.source_tokens = CountedTokens.from_mask(source, only_nonzero_delta=only_nonzero, device=device)
+    capture.tokens = CountedTokens.from_mask(counted, only_nonzero_delta=only_nonzero, device=device)
+
+
+@contextmanager
+def _watching_calls(model: nn.Module, capture: CalibrationPass) -> Iterator[None]:
+    """Inside, each call of the model, or of the base model under its adapters, says with its masks which rows count.
+
+    A loss of the user's own may call the model in any way, so the batch itself does not tell. Layers that see a row for
+    each token of the call's ``attention_mask`` count its tokens; other layers (patches, pooled outputs) count all rows.
+    """
+    only_nonzero = capture.taps.options.tokens == "nonzero_delta"
+
+    def see(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = _arguments(module, args, kwargs)
+        mask = CountedTokens.of_call(given.get("attention_mask"), only_nonzero_delta=only_nonzero)
+        if capture.encoder is None:
+            capture.tokens = mask
+            return
+        capture.source_tokens = mask
+        capture.tokens = CountedTokens.of_call(given.get("decoder_attention_mask"), only_nonzero_delta=only_nonzero)
+
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    with ExitStack() as undo:
+        for module in {id(module): module for module in (model, base)}.values():
+            undo.callback(module.register_forward_pre_hook(see, with_kwargs=True).remove)
+        yield
+
+
+def _arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mapping[str, Any]:
+    """A call's arguments by name; a single dictionary stands for its content."""
+    if len(args) == 1 and isinstance(args[0], Mapping):
+        return {**args[0], **kwargs}
+    try:
+        bound = inspect.signature(module.forward).bind_partial(*args, **kwargs)
+    except (TypeError, ValueError):
+        return kwargs
+    return {**bound.arguments, **kwargs}

@@ -1,27 +1,55 @@
-"""Which tokens of a batch count: the rows of the flattened (batch x time) activations whose x and δ are summed."""
+"""The tokens of a batch that count: the rows of the flattened (batch x time) activations whose x and δ are summed.
+
+An encoder-decoder model has two padding masks, the source's and the target's. A layer sees source tokens if it is in
+the encoder, or if it reads the encoder's output (keys and values of cross-attention). Module names differ between
+architectures, so the latter is told from the tensor itself.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from jaxtyping import Bool
-from torch import Tensor
+from jaxtyping import Bool, Int
+from torch import Tensor, nn
+from torch.nn.functional import pad
 
-from frozencore.calibration.loss import IGNORED, labels_of, predicted
 from frozencore.calibration.options import CalibrationOptions
 from frozencore.device import sent
+from frozencore.errors import CalibrationError
+
+IGNORED = -100  # the label of a token without loss, as in transformers
+
+
+def labels_of(batch: Mapping[str, Any]) -> Tensor:
+    """The labels of a batch.
+
+    Raises:
+        CalibrationError: It has none.
+    """
+    if batch.get("labels") is None:
+        raise CalibrationError(
+            "Calibration needs labels for its loss and its completion tokens, but a batch has the keys "
+            f"{', '.join(sorted(batch))}. Add 'labels' (-100 on tokens without loss)."
+        )
+    return batch["labels"]
+
+
+def predicted(labels: Int[Tensor, "b t"]) -> Int[Tensor, "b t"]:
+    """The label that position t predicts: the next token's, and none at the end."""
+    return pad(labels[:, 1:], (0, 1), value=IGNORED)
 
 
 @dataclass(frozen=True)
 class CountedTokens:
-    """Which rows of the flattened activations count in a batch.
+    """The rows of the flattened activations that count in a batch.
 
     Attributes:
-        rows: Their indices; None is all of them.
-        only_nonzero_delta: Of these, the ones whose output error is not zero: known in the backward pass only.
+        rows: Their indices; None means all rows.
+        only_nonzero_delta: Only those whose output error is not zero count, which the backward pass tells.
         or_all: In a layer that sees another number of rows, all of them count.
     """
 
@@ -34,10 +62,10 @@ class CountedTokens:
     def from_mask(
         cls, mask: Bool[Tensor, "b t"], *, only_nonzero_delta: bool = False, device: torch.device | None = None
     ) -> CountedTokens:
-        """Those of a mask that is best on the CPU, which has not to wait for it.
+        """The rows of a mask, best one on the CPU: then no device is synchronised.
 
         Args:
-            device: Where the rows will be asked for.
+            device: The device on which the rows will be used.
         """
         flat = mask.flatten()
         rows = None if bool(flat.all()) else sent(flat.nonzero().squeeze(1), device)
@@ -47,7 +75,7 @@ class CountedTokens:
     def of_call(
         cls, mask: Any, *, only_nonzero_delta: bool = False, device: torch.device | None = None
     ) -> CountedTokens:
-        """Those of one call of a model, by its mask (b x t) if it has one: every row of layers that see other rows."""
+        """The rows of one call of a model by its mask (b x t), if it has one; all rows in layers that see others."""
         if not isinstance(mask, Tensor) or mask.ndim != 2:
             return cls(0, None, only_nonzero_delta, or_all=True)
         found = cls.from_mask(mask.bool(), only_nonzero_delta=only_nonzero_delta, device=device)
@@ -68,9 +96,9 @@ def counted_source_tokens(batch: Mapping[str, Tensor], options: CalibrationOptio
 
 
 def counted_target_tokens(batch: Mapping[str, Tensor], options: CalibrationOptions) -> Bool[Tensor, "b t"]:
-    """The decoder's tokens of a batch: its mask if there is one, else those that predict a label.
+    """The decoder's tokens of a batch: its mask if there is one, else the tokens that predict a label.
 
-    Without labels per token, as in a classifier, the decoder reads what it is given, or the source once more.
+    Without a label for each token, as in a classifier, the decoder reads what it is given, or the source once more.
     """
     mask, labels = batch.get("decoder_attention_mask"), batch.get("labels")
     if labels is None or labels.ndim < 2:
@@ -86,6 +114,45 @@ def _ids(batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def _text(ids: Tensor, mask: Tensor | None, options: CalibrationOptions) -> Tensor:
-    """What is not padding, but for the first tokens."""
+    """All tokens that are not padding, without the first ones if these are skipped."""
     text = torch.ones(ids.shape[:2], dtype=torch.bool, device=ids.device) if mask is None else mask.bool()
     return text & (text.cumsum(1) > options.skip_first) if options.skip_first else text
+
+
+class EncoderSide:
+    """Tells which layer calls read source tokens."""
+
+    def __init__(self, encoder: nn.Module) -> None:
+        self._inside = {id(module) for module in encoder.modules()}
+        self._output: Tensor | None = None  # held so that its memory is not reused: its address identifies it
+
+    def reads_source(self, layer: nn.Module, x: Tensor) -> bool:
+        """Whether this call's input has a row for each source token. Recomputation under checkpointing detaches x."""
+        output = self._output
+        from_encoder = output is not None and output.data_ptr() == x.data_ptr() and output.shape == x.shape
+        return id(layer) in self._inside or from_encoder
+
+    def remember(self, output: Any) -> None:
+        self._output = output[0]
+
+    def forget(self) -> None:
+        self._output = None
+
+
+@contextmanager
+def watching_encoder(model: Any) -> Iterator[EncoderSide | None]:
+    """The encoder side of a model while it runs; None for a model with one mask."""
+    if not is_encoder_decoder(model):
+        yield None
+        return
+    encoder = model.get_encoder()
+    side = EncoderSide(encoder)
+    handle = encoder.register_forward_hook(lambda _, args, output: side.remember(output))
+    try:
+        yield side
+    finally:
+        handle.remove()
+
+
+def is_encoder_decoder(model: Any) -> bool:
+    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))

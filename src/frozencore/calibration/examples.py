@@ -11,8 +11,8 @@ from typing import Any
 from torch.utils.data import Dataset, IterableDataset
 
 from frozencore.calibration.batches import Batch, is_batch, take_examples
+from frozencore.calibration.preserve import own_random_state
 from frozencore.errors import ConfigError, DataError
-from frozencore.randomness import own_random_state
 from frozencore.words import one_line
 
 Collator = Callable[[list[Any]], Batch]
@@ -84,14 +84,14 @@ def batches_from(
     num_examples: int | None = None,
     any_form: bool = False,
 ) -> Iterable[Batch]:
-    """What a user gave as calibration data, as batches.
+    """The user's calibration data as batches.
 
     Args:
         data: Batches, or rows if there is a collator: a ``datasets.Dataset``, a PyTorch dataset, a list.
         collator: Makes a batch of rows. Columns of text beside ``input_ids`` are not handed to it.
         batch_size: Rows in a batch; 8 by default.
         num_examples: Read no more examples than that, now; None for all there are.
-        any_form: Whatever holds rows of tensors is a batch.
+        any_form: Anything that holds rows of tensors is a batch.
 
     Raises:
         ConfigError: Endless or streamed data without ``num_examples``, or a collator for what is collated.

@@ -1,54 +1,42 @@
-"""The loss whose gradient calibration looks at, of the data's labels or of labels that the model draws itself.
+"""The loss whose gradient calibration takes: of the data's labels, of labels the model draws, or the user's own.
 
 Example e with completion tokens C_e:  L = Σ_e (1/|C_e|) Σ_{t ∈ C_e} -log p(token t | tokens before t).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
-from torch.nn.functional import log_softmax, nll_loss, pad
+from peft import PeftModel
+from torch import Tensor, nn
+from torch.nn.functional import log_softmax, nll_loss
 
-from frozencore.calibration.options import Weighting
+from frozencore.calibration.batches import Batch, num_examples_of
+from frozencore.calibration.counted import IGNORED, is_encoder_decoder, labels_of, predicted
+from frozencore.calibration.options import CalibrationOptions, FisherLabels
+from frozencore.calibration.taps import Taps
 from frozencore.device import sent
-from frozencore.errors import CalibrationError
+from frozencore.errors import CalibrationError, ConfigError
 
-IGNORED = -100  # the label of a token without loss, as in transformers
-
-
-def labels_of(batch: Mapping[str, Any]) -> Tensor:
-    """The labels of a batch.
-
-    Raises:
-        CalibrationError: It has none.
-    """
-    if batch.get("labels") is None:
-        raise CalibrationError(
-            "Calibration needs labels for its loss and its completion tokens, but a batch has the keys "
-            f"{', '.join(sorted(batch))}. Add 'labels' (-100 on tokens without loss)."
-        )
-    return batch["labels"]
-
-
-def predicted(labels: Int[Tensor, "b t"]) -> Int[Tensor, "b t"]:
-    """The label that position t predicts: the next token's, and none at the end."""
-    return pad(labels[:, 1:], (0, 1), value=IGNORED)
+LossFn = Callable[[nn.Module, Any], Tensor]
+"""``loss_fn(model, batch)``: one number with a gradient, the mean over the batch's examples."""
+_OF_COMPLETIONS = {"weighting": "example_mean", "fisher_labels": "empirical", "skip_first": 0}
 
 
 @dataclass(frozen=True)
 class Predictions:
-    """What a model says of the completion tokens of a batch.
+    """A model's predictions of the completion tokens of a batch.
 
     Attributes:
         log_p: Log-probabilities (N x v), in float32 at least. Two losses share them: autograd keeps them in any case,
             and with a large vocabulary they are the largest tensor of a pass.
         labels: The N tokens of the data.
-        num_in_example: For each, how many there are in its example (N).
+        num_in_example: For each token, the number of completion tokens of its example (N).
     """
 
     log_p: Float[Tensor, "N v"]
@@ -57,11 +45,11 @@ class Predictions:
 
     @classmethod
     def of(cls, logits: Float[Tensor, "b t v"], targets: Int[Tensor, "b t"]) -> Predictions:
-        """Those at the positions that predict a token with a label.
+        """The predictions at the positions that predict a token with a label.
 
         Args:
-            targets: The label that each position predicts, -100 where there is none; best on the CPU, for which nobody
-                waits.
+            targets: The label that each position predicts, -100 where there is none; best on the CPU, so that no
+                device is synchronised.
 
         Raises:
             CalibrationError: No token of the batch carries a label.
@@ -80,14 +68,20 @@ class Predictions:
         return cls(log_p=log_p, labels=labels, num_in_example=num_in_example)
 
     def parts(self, count: int) -> list[Predictions]:
-        """Those of equal parts of a batch, whose labels are the same."""
+        """The predictions of equal parts of a batch that have the same labels."""
         columns = (self.log_p.chunk(count), self.labels.chunk(count), self.num_in_example.chunk(count))
         return [Predictions(*part) for part in zip(*columns, strict=True)]
+
+    def loss(self, whose: FisherLabels, options: CalibrationOptions, generator: torch.Generator) -> Float[Tensor, ""]:
+        """Sum over the batch's examples of their loss against the data's labels or against drawn ones."""
+        labels = self.sampled_labels(generator) if whose == "mc" else self.labels
+        loss_of_token = nll_loss(self.log_p, labels, reduction="none")
+        return (loss_of_token if options.weighting == "token_sum" else loss_of_token / self.num_in_example).sum()
 
     def sampled_labels(self, generator: torch.Generator) -> Int[Tensor, " N"]:
         """A label for each prediction, drawn from the model's own distribution.
 
-        One number a token comes from the generator, on the CPU, so that a seed gives the same labels on every device.
+        One number for each token comes from the generator, on the CPU: a seed gives the same labels on every device.
         """
         cumulated = self.log_p.detach().exp().cumsum_(-1)
         chance = torch.rand(len(cumulated), 1, generator=generator, dtype=torch.float64)
@@ -96,9 +90,115 @@ class Predictions:
         return found.clamp_max_(cumulated.shape[1] - 1)
 
 
-def calibration_loss(predictions: Predictions, labels: Int[Tensor, " N"], weighting: Weighting) -> Float[Tensor, ""]:
-    """Sum over the batch's examples of their loss against these labels."""
-    loss_of_token = nll_loss(predictions.log_p, labels, reduction="none")
-    if weighting == "token_sum":
-        return loss_of_token.sum()
-    return (loss_of_token / predictions.num_in_example).sum()
+@dataclass(frozen=True)
+class OptionsWithLoss(CalibrationOptions):
+    """Options of a pass over the gradient of the user's own loss."""
+
+    loss_fn: LossFn | None = None
+
+
+def with_loss(options: CalibrationOptions | None, loss_fn: LossFn | None) -> CalibrationOptions:
+    """The options of a pass, with that loss in place of the model's.
+
+    Raises:
+        ConfigError: An option is about completion tokens.
+    """
+    options = options or CalibrationOptions()
+    if loss_fn is None:
+        return options
+    odd = [name for name, default in _OF_COMPLETIONS.items() if getattr(options, name) != default]
+    if odd or options.tokens == "completion":
+        raise ConfigError(
+            f"The calibration option {(odd or ['tokens'])[0]} is about completion tokens, of which a loss_fn says "
+            "nothing. Leave it at its default."
+        )
+    return OptionsWithLoss(**asdict(options), loss_fn=loss_fn)
+
+
+def loss_fn_of(options: CalibrationOptions) -> LossFn | None:
+    """The user's own loss, if there is one."""
+    return options.loss_fn if isinstance(options, OptionsWithLoss) else None
+
+
+def is_language_model(model: Any) -> bool:
+    """Whether the loss is taken over completion tokens, row by row; other models give a loss of their own."""
+    can_generate = getattr(model, "can_generate", None)
+    return can_generate is not None and can_generate()
+
+
+def losses(
+    model: nn.Module, batch: Batch, as_it_came: Batch, taps: Taps, generator: torch.Generator
+) -> Iterator[Tensor]:
+    """One forward pass over a batch, and the loss of each backward pass, summed over the examples.
+
+    Args:
+        as_it_came: The batch where it was before it was sent to the model's device.
+
+    Raises:
+        CalibrationError: The loss is no single number, or the model gives none.
+    """
+    loss_fn = loss_fn_of(taps.options)
+    if loss_fn is not None:
+        loss = loss_fn(model, batch)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            came = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+            raise CalibrationError(
+                f"loss_fn(model, batch) gives one number, the mean over the batch's examples, but {came} came."
+            )
+        yield loss.reshape(()) * num_examples_of(batch)
+        return
+    if not is_language_model(model):
+        yield _own_loss(model, batch, taps.options)
+        return
+    found = predictions(model, batch, labels_of(as_it_came), taps)
+    for backward in taps.backward_passes[:-1]:
+        yield found.loss(backward.labels, taps.options, generator)
+    last = found.loss(taps.backward_passes[-1].labels, taps.options, generator)
+    del found  # nothing is kept beside the last loss
+    yield last
+
+
+def predictions(model: nn.Module, batch: Batch, labels: Tensor, taps: Taps) -> Predictions:
+    """The predictions of a language model of the labels of a batch."""
+    if is_encoder_decoder(model):
+        return Predictions.of(_part(model, model(**batch), "logits"), labels)
+    targets = predicted(labels)
+    inputs = {key: value for key, value in batch.items() if key != "labels"}
+    if not _reads_logits(model, taps):
+        kept = targets.ne(IGNORED).any(0).nonzero().squeeze(1)
+        targets = targets[:, kept]
+        inputs["logits_to_keep"] = sent(kept, inputs["input_ids"].device) if "input_ids" in inputs else kept
+    return Predictions.of(_part(model, model(**inputs), "logits"), targets)
+
+
+def _own_loss(model: nn.Module, batch: Batch, options: CalibrationOptions) -> Tensor:
+    if (options.tokens, options.weighting, options.fisher_labels) != ("nonpad", "example_mean", "empirical"):
+        raise ConfigError(
+            "The calibration options tokens, weighting and fisher_labels are about completion tokens, and this "
+            f"{type(model).__name__} is no language model: its own loss is used. Leave them at their defaults."
+        )
+    labels_of(batch)  # refused in our words where there are none
+    return _part(model, model(**batch), "loss") * num_examples_of(batch)
+
+
+def _part(model: nn.Module, output: Any, name: str) -> Tensor:
+    """The logits or the loss in a model's output, an object of transformers or a plain dictionary."""
+    found = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
+    if not isinstance(found, Tensor):
+        raise CalibrationError(
+            f"Calibration looks at the gradient of a loss, but this {type(model).__name__} gives no {name}. Say what "
+            "its loss is: calibrate(..., loss_fn=lambda model, batch: ...)."
+        )
+    return found
+
+
+def _reads_logits(model: nn.Module, taps: Taps) -> bool:
+    """Whether all positions need logits: a captured output layer sees them, or the model cannot leave any out.
+
+    Logits of completion columns alone save a seventh of the pass in benchmarks/calibration.py.
+    """
+    base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+    output_layer = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
+    return "logits_to_keep" not in inspect.signature(base.forward).parameters or any(
+        layer is output_layer for layer in taps.layers.values()
+    )

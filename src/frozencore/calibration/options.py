@@ -1,4 +1,10 @@
-"""What a calibration pass may be told, and the defaults (docs/maths.md says why)."""
+"""The options of a calibration pass, and how many backward passes they make (docs/maths.md says why the defaults).
+
+``G = E[δxᵀ]`` is the gradient of the loss on the data: its labels are always the data's. The gradient over labels that
+the model draws itself has expectation zero: a G of them is noise. ``d = E[δ⊙δ]`` and ``D = E[δδᵀ]`` are the output side
+of the Fisher metric: the data's labels give the empirical Fisher (the paper), drawn ones (``mc``) an estimate of the
+true one. x, and with it a and A, depends on no label.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +16,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from frozencore.calibration.budget import memory_bytes
 from frozencore.errors import ConfigError
+from frozencore.maths.moments import BACKWARD_MOMENTS, MomentName
 from frozencore.options import check_options
 
 Tokens = Literal["nonpad", "completion", "nonzero_delta"]
@@ -17,7 +24,8 @@ Weighting = Literal["example_mean", "token_sum", "token"]
 FisherLabels = Literal["empirical", "mc"]
 
 WHERE_AND_HOW = ("group_size", "memory_budget", "stats_device")
-"""They change where sums are made and how many at a time, not the sums."""
+"""Options that change where sums are made and how many at a time, not the sums."""
+OF_THE_FISHER: frozenset[MomentName] = frozenset({"error_square", "error_outer"})
 
 
 def _size(size: Any) -> Any:
@@ -62,7 +70,7 @@ class CalibrationOptions:
     """Options of one pass; those that decide the sums are part of a moments file's fingerprint.
 
     Attributes:
-        seed: Of drawn labels.
+        seed: The seed of drawn labels.
     """
 
     tokens: Annotated[
@@ -110,3 +118,35 @@ class CalibrationOptions:
 def of_the_sums(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options of a pass, by name, that decide its sums."""
     return {name: value for name, value in options.items() if name not in WHERE_AND_HOW}
+
+
+@dataclass(frozen=True)
+class Backward:
+    """One backward pass over a batch.
+
+    Attributes:
+        labels: The labels of its loss.
+        needs: The moments that are summed in it.
+        counts: Whether tokens are counted, and inputs and outputs read; one backward pass of each batch does this.
+    """
+
+    labels: FisherLabels
+    needs: frozenset[MomentName]
+    counts: bool = True
+
+
+def backward_passes(needs: frozenset[MomentName], options: CalibrationOptions) -> tuple[Backward, ...]:
+    """The backward passes after the forward pass of each batch, in order: none, one, or two.
+
+    The pass over drawn labels comes first. It leaves the graph for the second pass, which frees the graph as it goes
+    while the large sums grow.
+    """
+    only_nonzero = options.tokens == "nonzero_delta"
+    if needs.isdisjoint(BACKWARD_MOMENTS) and not only_nonzero:
+        return ()
+    drawn = needs & OF_THE_FISHER if options.fisher_labels == "mc" else frozenset[MomentName]()
+    if not drawn:
+        return (Backward("empirical", needs),)
+    if "cross" not in needs and not only_nonzero:
+        return (Backward("mc", needs),)
+    return Backward("mc", drawn, counts=False), Backward("empirical", needs - drawn)

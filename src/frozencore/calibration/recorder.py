@@ -7,24 +7,31 @@ Shapes: a call's counted tokens N, m out features, n in features, k columns of a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from frozencore.calibration.running_sketch import RunningSketch
-from frozencore.calibration.sums import add_outer, finite, outer, projected, square_sum, sum_dtype
+from frozencore.errors import CalibrationError
 from frozencore.maths.moments import LayerMoments, MomentName
+from frozencore.maths.sums import add_outer, finite, outer, projected, square_sum, sum_dtype
 
 INPUT_SIDE: frozenset[MomentName] = frozenset({"input_square", "input_outer", "input_total"})
 STRIP = 2**24  # entries of a product that are moved at once to sums on another device
+SIDES = (("input", "input_finite", 0), ("output error", "error_finite", -1))
+"""The side that was not finite, its flag, and which layer met it first: bad inputs spread from the front of the model,
+bad output errors from its back."""
 
 
 @dataclass(frozen=True)
 class Projection:
-    """What δ (by ``left``, m x k) and x (by ``right``, n x k) are multiplied with before their cross product is summed:
-    ``leftᵀ (Σ δxᵀ) right``, without the m x n matrix in the middle. None is the identity."""
+    """The factors of a projected cross product, ``leftᵀ (Σ δxᵀ) right``, summed without the m x n matrix.
+
+    δ is multiplied with ``left`` (m x k) and x with ``right`` (n x k) first; None is the identity.
+    """
 
     left: Tensor | None = None
     right: Tensor | None = None
@@ -32,11 +39,11 @@ class Projection:
 
 @dataclass(frozen=True)
 class ReadInput:
-    """What one call adds on the input side.
+    """The input side of one call.
 
     Attributes:
         values: The counted rows of x.
-        finite: Whether they are; None where that is not asked.
+        finite: Whether they are finite; None if this is not asked.
     """
 
     values: Float[Tensor, "N n"]
@@ -56,11 +63,11 @@ class ReadInput:
 
 
 class LayerRecorder:
-    """Sums of one layer, and whether what it saw since :meth:`forget_flags` was finite (None: it saw nothing, or it
-    does not check).
+    """The sums of one layer, and whether all that it saw since :meth:`forget_flags` was finite.
 
     Attributes:
-        sketch: What sums cross products in place of the cross moment, if anything.
+        input_finite, error_finite: None if it saw nothing, or does not check.
+        sketch: Sums cross products in place of the cross moment, if there is one.
     """
 
     def __init__(
@@ -109,7 +116,7 @@ class LayerRecorder:
         self.input_finite = self.error_finite = None
 
     def moments(self) -> LayerMoments:
-        """The sums, handed over: nothing of them stays here."""
+        """The sums, handed over: this recorder keeps none of them."""
         totals, self.totals = self.totals, {}
         return LayerMoments(num_tokens=self.num_tokens, **totals)
 
@@ -139,3 +146,49 @@ class LayerRecorder:
         rows = max(1, STRIP // total.shape[1])  # strips: the device that the model runs on may have little room left
         for strip, part in zip(total.split(rows), left.split(rows, dim=1), strict=True):
             strip.add_(outer(part, right).to(device))
+
+
+@dataclass
+class FiniteBatches:
+    """Whether the layers saw finite values, batch by batch.
+
+    Flags on a GPU are read when the pass is over: reading them in every batch would stop it each time.
+
+    Attributes:
+        waiting: The batch, one of ``SIDES``, the layers, and a flag for each of them.
+    """
+
+    waiting: list[tuple[int, tuple[str, str, int], list[str], Tensor]] = field(default_factory=list)
+
+    def add(self, batch: int, recorders: Mapping[str, LayerRecorder]) -> None:
+        """Take the flags of a batch.
+
+        Raises:
+            CalibrationError: They are on the CPU, and a value was not finite.
+        """
+        for side in SIDES:
+            found = {name: getattr(recorder, side[1]) for name, recorder in recorders.items()}
+            flags = {name: flag for name, flag in found.items() if flag is not None}
+            if not flags:
+                continue
+            device = next((flag.device for flag in flags.values() if flag.device.type != "cpu"), torch.device("cpu"))
+            stacked = torch.stack([flag.to(device, non_blocking=True) for flag in flags.values()])
+            self.waiting.append((batch, side, list(flags), stacked))
+            if device.type == "cpu":
+                self.look()
+
+    def look(self) -> None:
+        """Read the flags that wait.
+
+        Raises:
+            CalibrationError: A batch was not finite; the first one is named.
+        """
+        while self.waiting:
+            batch, (side, _, first_met), names, flags = self.waiting.pop(0)
+            bad = [name for name, fine in zip(names, flags.tolist(), strict=True) if not fine]
+            if bad:
+                raise CalibrationError(
+                    f"NaN or Inf in the {side} of layer {bad[first_met]!r} in calibration batch {batch} ({len(bad)} of "
+                    f"{len(names)} layers). Check the model's weights and that batch; float16 models often need "
+                    "bfloat16."
+                )

@@ -3,8 +3,8 @@ matrix (:mod:`frozencore.maths.one_pass`).
 
     Y = Σ D^-1/2 δ (Vᵀ A^-1/2 x)ᵀ = T V,   Z = Σ A^-1/2 x (Uᵀ D^-1/2 δ)ᵀ = Tᵀ U
 
-U, V and the metric are those of the sums before; at first the tests are random, in the metric of the first batches.
-What is kept of the sums before is their best rank k, carried over to the new tests.
+U, V and the metric come from the sums before; at first the tests are random, in the metric of the first batches.
+Of the sums before, the best rank k is kept and carried over to the new tests.
 
 Shapes: m outputs, n inputs, k columns of a sketch.
 """
@@ -18,10 +18,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from frozencore.calibration.sums import add_outer, projected
 from frozencore.maths.linalg import Shape, TruncatedSVD, seeded_generator
 from frozencore.maths.moments import LayerMoments
 from frozencore.maths.one_pass import from_one_pass, svd_of_product
+from frozencore.maths.sums import add_outer, projected
 from frozencore.maths.whitening import InverseRoot, Whitening
 
 TESTS = torch.bfloat16  # their rounding is known, so it costs nothing but exact orthonormality
@@ -29,8 +29,7 @@ TESTS = torch.bfloat16  # their rounding is known, so it costs nothing but exact
 
 @dataclass(frozen=True)
 class Tests:
-    """What products are taken with: ``left = D^-1/2 U`` (m x k), ``right = A^-1/2 V`` (n x k), and the roots' diagonals
-    (m x 1, n x 1)."""
+    """The factors ``left = D^-1/2 U`` (m x k) and ``right = A^-1/2 V`` (n x k), and the roots' diagonals."""
 
     left: Float[Tensor, "m k"]
     right: Float[Tensor, "n k"]
@@ -127,7 +126,7 @@ class RunningSketch:
 
 
 def sketch_bytes(shape: Shape, width: int) -> tuple[int, int]:
-    """What a sketch holds while it sums, with a and d, and what :meth:`RunningSketch.turn` takes for a moment.
+    """The bytes that a sketch holds while it sums, with a and d, and the bytes that :meth:`RunningSketch.turn` takes.
 
     Sums have four bytes a value, tests two, the two diagonals and their roots four each.
     """

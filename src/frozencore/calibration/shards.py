@@ -25,7 +25,7 @@ def assign_owners(shapes: Mapping[str, Shape], ranks: int | None = None) -> dict
     """A rank for each layer, such that the work of the SVDs, about ``m n min(m, n)``, is spread evenly.
 
     Args:
-        ranks: The number of ranks; by default that of the process group.
+        ranks: The number of ranks; by default all of the process group.
     """
     return spread({name: m * n * min(m, n) for name, (m, n) in shapes.items()}, ranks or num_ranks())
 

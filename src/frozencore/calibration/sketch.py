@@ -25,11 +25,10 @@ from torch import Tensor, nn
 
 from frozencore.calibration.batches import Batch
 from frozencore.calibration.budget import KEPT_WIDTH, SKETCH_PASSES, SKETCH_WIDTH
-from frozencore.calibration.collect import refuse_unreached, share_of
+from frozencore.calibration.collect import refuse_unreached, run_pass, share_of
 from frozencore.calibration.options import CalibrationOptions
 from frozencore.calibration.preserve import preserved
 from frozencore.calibration.recorder import LayerRecorder, Projection
-from frozencore.calibration.run_pass import run_pass
 from frozencore.calibration.taps import Taps
 from frozencore.errors import CalibrationError
 from frozencore.maths.linalg import TruncatedSVD, canonical_signs, require_finite, seeded_generator
@@ -53,7 +52,7 @@ class SketchTarget:
 
 @dataclass(frozen=True)
 class Sketch:
-    """What the passes have found in one layer.
+    """The result of the passes for one layer.
 
     Attributes:
         diagonals: a, d and the token count; no matrix.
@@ -167,3 +166,40 @@ def _joined(
     new = S > LEAST_SINE
     image = (Wh[new] @ (kept_image - overlap.mT @ B)) / S[new, None]
     return torch.cat([Q, U[:, new]], dim=1), torch.cat([B, image])
+
+
+def crossed(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    layers: Mapping[str, nn.Module],
+    directions: Mapping[str, Sketch],
+    own: Mapping[str, Sketch],
+    *,
+    whitening: Whitening,
+    options: CalibrationOptions,
+    progress: Progress | None = None,
+) -> dict[str, Float[Tensor, "k k"]]:
+    """``Uᵀ T V`` by layer, in one pass over T's batches; in a process group, on every rank.
+
+    Args:
+        directions: Sketches of other batches; U and V are theirs.
+        own: Sketches of these batches; T is whitened by their second moments.
+    """
+    projections = {
+        name: _projection(directions[name], own[name], whitening) if len(own[name].svd.S) else None for name in layers
+    }
+    with all_ranks_or_none(), preserved(model):
+        m_n = {name: (len(sketch.svd.U), len(sketch.svd.V)) for name, sketch in own.items()}
+        nothing = {name: Projection(left=torch.zeros(m, 1), right=torch.zeros(n, 1)) for name, (m, n) in m_n.items()}
+        taps = Taps(layers, CROSS, options, {name: found or nothing[name] for name, found in projections.items()})
+        recorders = run_pass(model, batches, taps, progress)
+    return {
+        name: sum_over_ranks(recorder.totals["cross"]) / own[name].diagonals.num_tokens
+        for name, recorder in recorders.items()
+    }
+
+
+def _projection(directions: Sketch, own: Sketch, whitening: Whitening) -> Projection:
+    U, _, V = directions.svd
+    D_root, A_root = whitening.output_root(own.diagonals), whitening.input_root(own.diagonals)
+    return Projection(left=D_root(U), right=A_root(V))

@@ -32,7 +32,7 @@ FORMAT, KEY = 2, "frozencore-moments"
 
 @dataclass(frozen=True)
 class MomentsFingerprint:
-    """What moments are of: hashes of the base weights and of the batches, and the options of the pass."""
+    """The origin of moments: hashes of the base weights and of the batches, and the options of the pass."""
 
     model: str
     data: str
@@ -81,7 +81,7 @@ def load_moments(path: str | Path, expected: MomentsFingerprint | None = None) -
     """Read moments back.
 
     Args:
-        expected: What they must be of; None takes the file as it is.
+        expected: The origin that they must have; None takes the file as it is.
 
     Raises:
         ArtifactError: No such file, damaged, not a moments file, not finite, or of another model, data or options.

@@ -1,11 +1,11 @@
-"""What flows through a layer, summed while the model runs (paper, Algorithm 1; docs/maths.md).
+"""The inputs and output errors of layers, summed while the model runs (paper, Algorithm 1; docs/maths.md).
 
 An identity autograd function sits on the layer's output. Its forward saves the input x, its backward receives the
 output error δ and adds ``δᵀx``, ``Σ x²``, ``Σ δ²``. That counts each call once with and without gradient
 checkpointing, is indifferent to how the weights are stored, and costs one extra product.
 
-A pass is described by frozen :class:`Taps`. While it runs, a :class:`CalibrationPass` knows the batch and the
-backward pass that are on, and tells each layer's recorder what to add; recorders know of nothing but their own sums.
+Frozen :class:`Taps` describe a pass. While it runs, a :class:`CalibrationPass` knows the current batch and backward
+pass, and tells each layer's recorder what to add; a recorder knows only its own sums.
 """
 
 from __future__ import annotations
@@ -20,23 +20,20 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from frozencore.calibration.counted import CountedTokens
-from frozencore.calibration.encoder_side import EncoderSide
-from frozencore.calibration.finite import FiniteBatches
-from frozencore.calibration.fisher_labels import Backward, backward_passes
-from frozencore.calibration.options import CalibrationOptions
-from frozencore.calibration.recorder import LayerRecorder, Projection, ReadInput
-from frozencore.calibration.sums import select
+from frozencore.calibration.counted import CountedTokens, EncoderSide
+from frozencore.calibration.options import Backward, CalibrationOptions, backward_passes
+from frozencore.calibration.recorder import FiniteBatches, LayerRecorder, Projection, ReadInput
 from frozencore.device import find_device
 from frozencore.errors import CalibrationError
 from frozencore.maths.moments import MomentName
+from frozencore.maths.sums import select
 
 OUTPUT_SIDE: frozenset[MomentName] = frozenset({"output_outer", "output_total"})
 
 
 @dataclass(frozen=True)
 class Taps:
-    """What one pass looks at: layers, the sums to make of them, and how.
+    """The layers that one pass looks at, the sums to make of them, and how.
 
     Attributes:
         projections: By layer name, how cross products are projected before they are summed.
@@ -54,7 +51,7 @@ class Taps:
         return backward_passes(self.needs, self.options)
 
     def recorders(self) -> dict[str, LayerRecorder]:
-        """New ones, without sums."""
+        """New recorders, without sums."""
         device = find_device(self.options.stats_device) if self.options.stats_device else None
         return {
             name: LayerRecorder(name, self.projections.get(name), device, checks=self.checks) for name in self.layers
@@ -84,7 +81,7 @@ class _Tap(torch.autograd.Function):
 class _Latest:
     """The input of the latest call, kept for the next layer that reads the same tensor (q, k, v)."""
 
-    x: Tensor  # held so that its memory is not reused: only then does its address identify it
+    x: Tensor  # held so that its memory is not reused: its address identifies it
     read: ReadInput
 
     def is_of(self, x: Tensor) -> bool:
@@ -94,11 +91,11 @@ class _Latest:
 
 
 class CalibrationPass:
-    """A pass that is on.
+    """A pass while it runs.
 
     Attributes:
-        tokens, source_tokens: Which count in the current batch, and which of the encoder's where a model has one.
-        backward: The backward pass that is on.
+        tokens, source_tokens: The tokens that count in the current batch, and the encoder's if the model has one.
+        backward: The current backward pass.
         listens: Whether calls are recorded.
     """
 
@@ -162,17 +159,17 @@ class CalibrationPass:
             self.encoder.forget()
 
     def finish_batch(self, batch_index: int) -> None:
-        """Release what the batch held, and keep whether it was finite: a GPU is asked at the end of the pass."""
+        """Release what the batch held, and keep whether it was finite: flags on a GPU are read when the pass ends."""
         self.forget_batch()
         self._finite.add(batch_index, self.recorders)
         for recorder in self.recorders.values():
             recorder.forget_flags()
 
     def require_finite(self) -> None:
-        """Refuse the first batch that was not.
+        """Refuse the first batch that was not finite.
 
         Raises:
-            CalibrationError: There is one; the layer that met it first is named.
+            CalibrationError: The layer that met it first is named.
         """
         self._finite.look()
 

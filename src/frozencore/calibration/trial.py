@@ -1,8 +1,8 @@
-"""What a model's loss would be with an update of its layers: ``y + P R Qᵀ x``, tried without touching a weight."""
+"""The loss that a model would have with an update of its layers: ``y + P R Qᵀ x``, tried without touching a weight."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -12,6 +12,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.functional import pad
+
+from frozencore.calibration.batches import Batch, mapped, num_examples_of
+from frozencore.calibration.counted import labels_of
+from frozencore.calibration.loss import losses, predictions
+from frozencore.calibration.options import CalibrationOptions
+from frozencore.calibration.taps import Taps
+from frozencore.device import sent
+from frozencore.maths.linalg import seeded_generator
 
 
 @dataclass(frozen=True)
@@ -27,7 +35,7 @@ class Update:
 
 @contextmanager
 def tried(layers: Mapping[str, nn.Module], updates: Mapping[str, Update]) -> Iterator[None]:
-    """Inside, the layers of that name give what they would give with their updates added."""
+    """Inside, the layers compute as if the updates were added to their weights."""
     with ExitStack() as undo:
         for name, update in updates.items():
             undo.callback(layers[name].register_forward_hook(partial(_plus, update)).remove)
@@ -35,12 +43,12 @@ def tried(layers: Mapping[str, nn.Module], updates: Mapping[str, Update]) -> Ite
 
 
 class NotSideBySideError(Exception):
-    """A layer sees other rows than those of the batch, in their order: copies of them cannot be told apart there."""
+    """A layer does not see the batch's rows in their order, so copies of them cannot be told apart there."""
 
 
 @contextmanager
 def tried_side_by_side(layers: Mapping[str, nn.Module], updates: Sequence[Mapping[str, Update]]) -> Iterator[None]:
-    """Inside, of a batch of so many copies of the same rows, each goes through the layers with its own updates.
+    """Inside, each of several copies of a batch's rows goes through the layers with its own updates.
 
     Raises:
         NotSideBySideError: In a forward pass, of a layer that does not see rows of tokens (experts, for instance).
@@ -72,3 +80,34 @@ def _plus(update: Update, module: nn.Module, args: tuple[Any, ...], output: Tens
     x = args[0]
     Q, L = (factor.to(x.device, x.dtype) for factor in (update.Q, update.L))
     return output + ((x @ Q) @ L.mT).to(output.dtype)
+
+
+def mean_loss(model: nn.Module, batches: Iterable[Batch], options: CalibrationOptions) -> float:
+    """The loss that calibration takes the gradient of, without one: the mean over the batches' examples.
+
+    The model is as :func:`frozencore.calibration.preserve.preserved` prepares it.
+    """
+    taps = Taps({}, frozenset({"cross"}), options)  # of G: its loss has the data's labels
+    device, generator = next(model.parameters()).device, seeded_generator(options.seed)
+    total, num_examples = 0.0, 0
+    with torch.no_grad():
+        for batch in batches:
+            sent_batch = mapped(batch, lambda tensor: sent(tensor, device))
+            total += float(next(losses(model, sent_batch, batch, taps, generator)))
+            num_examples += num_examples_of(batch)
+    return total / num_examples
+
+
+def mean_losses(model: nn.Module, batches: Iterable[Batch], options: CalibrationOptions, copies: int) -> list[float]:
+    """The same for each of several copies of the rows, in one forward pass a batch, of a language model."""
+    taps = Taps({}, frozenset({"cross"}), options)
+    device, generator = next(model.parameters()).device, seeded_generator(options.seed)
+    totals, num_examples = [0.0] * copies, 0
+    with torch.no_grad():
+        for batch in batches:
+            wide = mapped(batch, lambda tensor: torch.cat([tensor] * copies))
+            sent_batch = mapped(wide, lambda tensor: sent(tensor, device))
+            for number, own in enumerate(predictions(model, sent_batch, labels_of(wide), taps).parts(copies)):
+                totals[number] += float(own.loss(taps.backward_passes[-1].labels, options, generator))
+            num_examples += num_examples_of(batch)
+    return [total / num_examples for total in totals]

@@ -45,7 +45,7 @@ CONSTRUCTORS: dict[str, Constructor[Any]] = {
 }
 DEFAULT = "fcca"
 
-if TYPE_CHECKING:  # editors cannot see fields that are made from a table: of ours they are told here
+if TYPE_CHECKING:  # editors cannot see fields that are made from a table, so ours are named here
 
     @dataclass(frozen=True)
     class EveryOption(FCCAOptions, FiLoRAOptions, EvaOptions, SignGradOptions):
@@ -67,7 +67,7 @@ def find_constructor(name: str) -> Constructor[Any]:
 
 
 def constructor_options() -> dict[str, Option]:
-    """The options of all constructors by name; rank and seed are those of the adapter or the run."""
+    """The options of all constructors by name, without rank and seed, which the adapter or the run has."""
     return {
         name: option
         for row in CONSTRUCTORS.values()
@@ -77,22 +77,22 @@ def constructor_options() -> dict[str, Option]:
 
 
 def readers(option: str) -> tuple[str, ...]:
-    """The constructors that read an option; all of them for one that is not theirs, such as a scale."""
+    """The constructors that read an option; all of them for an option that none reads, such as a scale."""
     found = tuple(name for name, row in CONSTRUCTORS.items() if option in options_of(row.options))
     return found or tuple(CONSTRUCTORS)
 
 
 def described(option: Option) -> str:
-    """The help of an option, and whose it is if not every constructor reads it."""
+    """The help of an option, after the names of the constructors that read it if not all do."""
     own = readers(option.name)
     return option.help if len(own) == len(CONSTRUCTORS) else f"{', '.join(own)}: {option.help}"
 
 
 def refuse_unread(constructor: str, given: Mapping[str, Any]) -> None:
-    """Refuse options that say something to another constructor: they would change nothing, unseen.
+    """Refuse options that only other constructors read: they would silently change nothing.
 
     Args:
-        constructor: One of the table, or any other method, which reads none of them.
+        constructor: A name of the table, or of another method, which reads none of them.
 
     Raises:
         ConfigError: The first that is not at its default.
@@ -109,7 +109,7 @@ def build_basis(constructor: str, layer: LayerEvidence, options: BasisOptions) -
     """The named constructor's basis of one layer; errors carry the layer's name.
 
     Args:
-        options: Of the class in the constructor's row; plain ones mean its defaults for the rest.
+        options: Options of the constructor's class; plain ones leave its own options at their defaults.
     """
     row = find_constructor(constructor)
     try:

@@ -1,4 +1,4 @@
-"""What decides a basis beside the evidence. A constructor with options of its own adds them in a subclass."""
+"""The options that decide a basis. A constructor with options of its own adds them in a subclass."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ RankBudget = Annotated[
     Field(
         description="Trained values of all cores together, 36864 for instance, or their size as float32 (150KB), "
         "instead of one rank: calibration spends them on the layers where they are worth most (docs/rank-budget.md). "
-        "Also of a method whose values are free in number."
+        "Also for a method that can train any number of values."
     ),
 ]
 AUTO_ALPHA = 16.0  # at the paper's rank the paper's scale
@@ -55,10 +55,10 @@ Alpha = Annotated[
 
 @dataclass(frozen=True)
 class BasisOptions:
-    """What every constructor is told; checked when made.
+    """The options of every constructor, checked when made.
 
-    The fields are options: what a subclass adds is a field of ``FrozenCoreConfig``, a key of a campaign and a flag of
-    the command line, each under the name that it has here.
+    The fields are options. A field that a subclass adds is a field of ``FrozenCoreConfig``, a key of a campaign and a
+    flag of the command line, under the same name.
 
     Attributes:
         rank: r; a layer with fewer inputs or outputs gets ``min(r, m, n)``.
@@ -83,6 +83,6 @@ class BasisOptions:
 
 @dataclass(frozen=True)
 class ScaleOptions:
-    """What no constructor reads: how much of what the cores add is added."""
+    """The scale of what the cores add; no constructor reads it."""
 
     alpha: Alpha = "auto"

@@ -22,7 +22,7 @@ from frozencore.torch_later import torch
 
 @dataclass(frozen=True)
 class SignGradOptions(BasisOptions):
-    """Where training starts."""
+    """The core that training starts from."""
 
     initial_step: Annotated[
         float, Field(allow_inf_nan=False, description="Start from the core of one sign step of this size; 0 is zero.")

@@ -15,7 +15,7 @@ BLOCK_ROWS = 1024
 
 
 def vera_basis(shape: tuple[int, int], rank: int, *, coordinates: Coordinates = "qr", seed: int = 0) -> Basis:
-    """The first m and n rows (and r columns) of the shared pair, orthonormalised; the seed is that of all layers."""
+    """The first m and n rows (and r columns) of the shared pair, orthonormalised; all layers have one seed."""
     rank = min(rank, *shape)
     return basis_from_factors(
         shared_rows(shape[0], rank, seed, "P"),

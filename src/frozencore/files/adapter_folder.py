@@ -1,4 +1,4 @@
-"""The files of an adapter and of a basis: their names, what they say of themselves, and what is said of one missing."""
+"""The files of an adapter and of a basis: their names, their headers, and the errors if one is missing or damaged."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from frozencore.files.hub import hub_answers, is_hub_id, why_not_given
 from frozencore.words import one_line
 
 CONFIG_FILE, WEIGHTS_FILE, PICKLE_FILE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
-HEADER_FILE, FACTORS_FILE = "basis.json", "basis.safetensors"  # of a basis in a folder of its own
+HEADER_FILE, FACTORS_FILE = "basis.json", "basis.safetensors"  # the files of a basis
 MODEL_CONFIG, BASIS_MODEL_TYPE = "config.json", "frozencore_basis_model"
-IN_A_RUN = "adapter"  # the folder of a run's adapter
+IN_A_RUN = "adapter"  # the adapter's folder inside a run's
 PEFT_TYPE = "FROZENCORE"
 LARGEST_CONFIG = 2**24
 LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
@@ -55,7 +55,7 @@ def bytes_of(path: Path) -> bytes:
 
 
 def missing(directory: Path, name: str) -> str:
-    """What is said of a file that is not there."""
+    """The error message for a file that is not there."""
     if name == WEIGHTS_FILE and (directory / PICKLE_FILE).exists():
         return (
             f"Weights are read from {WEIGHTS_FILE}, but {directory} holds {PICKLE_FILE}: a pickle can run code and is "
@@ -68,7 +68,7 @@ def missing(directory: Path, name: str) -> str:
 
 
 def damaged(directory: Path, error: Exception) -> ArtifactError:
-    """What is raised for a folder that cannot be read, and why."""
+    """The error for a folder that cannot be read, with the reason."""
     reason = one_line(error, 200)
     return ArtifactError(f"The adapter in {directory} is damaged ({reason}). Save or download it again.")
 
@@ -93,7 +93,7 @@ def read_seal(origin: str, seal: Any) -> dict[str, Any]:
 
 
 def basis_header(place: str, text: str) -> dict[str, Any]:
-    """What ``basis.json`` says, checked against the identity in it.
+    """The content of ``basis.json``, checked against the identity in it.
 
     Raises:
         ArtifactError: It is of a newer format.
@@ -138,14 +138,14 @@ def adapter_in(folder: Path) -> Path:
 
 
 def places_of_a_basis(adapter: Path | None) -> Iterator[Path]:
-    """Where the basis of an adapter of cores alone is looked for first: in its folder and in the two above."""
+    """The folders that may hold the basis of an adapter of cores alone: its own folder and the two above it."""
     if adapter is not None:
         for place in (adapter, *adapter.absolute().parents[:2]):
             yield from (place / "basis", place)
 
 
 def is_folder(place: str | Path) -> bool:
-    """Whether a text names a folder that is there; no system has one whose name is too long or holds a zero byte."""
+    """Whether a text names an existing folder; a name that is too long or holds a zero byte names none."""
     try:
         return Path(place).is_dir()
     except (OSError, ValueError):
@@ -153,7 +153,7 @@ def is_folder(place: str | Path) -> bool:
 
 
 def folder_of(place: str) -> Path:
-    """Where an adapter or a basis is on this disk: the folder itself, or the files of a hub id in the offline cache.
+    """The folder of an adapter or a basis on this disk: the folder itself, or the offline cache of a hub id.
 
     They are downloaded where the hub answers; weights that are a pickle are not.
 

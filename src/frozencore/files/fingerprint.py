@@ -62,7 +62,7 @@ def base_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _wrapped_in(module: torch.nn.Module) -> str | None:
-    """Under which name PEFT keeps the plain module inside one of its own; None for any other module."""
+    """The name under which PEFT keeps the plain module inside one of its own; None for any other module."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 
@@ -72,7 +72,7 @@ def _wrapped_in(module: torch.nn.Module) -> str | None:
 
 
 def fingerprint_batches(batches: Iterable[Mapping[str, Any]]) -> str:
-    """SHA-256 of what a model is fed: every tensor of every batch, in order."""
+    """SHA-256 of a model's input: every tensor of every batch, in order."""
     return fingerprint_tensors(
         (f"{index}.{key}", batch[key])
         for index, batch in enumerate(batches)

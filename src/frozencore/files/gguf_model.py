@@ -20,7 +20,7 @@ _MAGIC = b"GGUF"
 
 
 def find_gguf(model: str) -> Path | None:
-    """The absolute path of the GGUF file that a model's name stands for; None for a model of another kind.
+    """The absolute path of the GGUF file that a model's name means; None for a model of another kind.
 
     Args:
         model: A file, or a folder without ``config.json`` that holds one GGUF file.
@@ -59,7 +59,7 @@ def read_weights(model_class: Any, dtype: str, loading: dict[str, Any]) -> Any:
     """The model in a GGUF file as one that can be trained and saved, named after the file.
 
     Args:
-        model_class: Of transformers, an automatic one too.
+        model_class: A class of transformers; an Auto class too.
         dtype: ``auto`` is the file's; float32 where the file is quantised.
         loading: As :func:`frozencore.files.hub.safe_loading` gives it.
     """
@@ -124,7 +124,7 @@ def _cut_digits(tokenizer: Any, file: Path) -> None:
 
 
 def why_unreadable(loading: dict[str, Any], error: Exception) -> str:
-    """What a loader's exception says about a model, on one line: for a GGUF file, whether the file is whole."""
+    """A loader's exception about a model on one line; for a GGUF file it says whether the file is whole."""
     if "gguf_file" not in loading:
         return one_line(error, 200)
     from gguf import GGUFReader

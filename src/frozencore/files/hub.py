@@ -1,6 +1,6 @@
-"""Whether the hub can be asked, found out at once: its client retries for up to a minute before it says no.
+"""Whether the hub can be asked, found out at once: its client retries for up to a minute before it gives up.
 
-The client is imported when it is used: that takes a fifth of a second, and who only knows of the hub does without.
+The client is imported when it is used, because the import takes a fifth of a second.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def without_hub() -> Iterator[None]:
 
 
 def hub_answers(kind: Literal["model", "dataset"], name: str, *, timeout_s: float = HUB_TIMEOUT_S) -> bool:
-    """Whether the hub answers when asked about a repository; what it says is for the loader to report."""
+    """Whether the hub answers when asked about a repository; the loader reports what it answers."""
     if _left_alone.get():
         return False
     from huggingface_hub import HfApi
@@ -75,7 +75,7 @@ def is_hub_id(place: str) -> bool:
 
 
 def safe_loading(model: str) -> dict[str, Any]:
-    """All that ``from_pretrained`` is told about a model besides its dtype: where it lies, and how it is to be loaded.
+    """The arguments of ``from_pretrained`` for a model, without its dtype: its place, and how it is loaded.
 
     The hub is left out where it is not needed or silent. A repository's own code is never run.
 

@@ -52,7 +52,7 @@ MOST_NODES = 100_000  # aliases of aliases expand to any size
 
 
 def read_yaml(path: Path) -> Any:
-    """What a YAML file says.
+    """The content of a YAML file.
 
     Raises:
         ConfigError: In one line, that there is no such file, that it is too large, or on which line it is no YAML.

@@ -35,7 +35,7 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 
 def remove_left(folder: Path, name: str = "*") -> None:
-    """Remove what killed writers of that name have left, files and folders; only where no other one can be at work."""
+    """Remove files and folders that killed writers of that name left; call it only if no other writer is at work."""
     for left in folder.glob(f".{name}.*.tmp"):
         if left.is_dir():
             shutil.rmtree(left)
@@ -49,7 +49,7 @@ def whole_folder(out: Path, *, overwrite: bool | None, reads: Path | None = None
 
     Args:
         overwrite: Replace a model, adapter or basis folder that is there; any other folder is never replaced. None
-            where nobody can ask for it.
+            where the user has no such option.
         reads: A folder that the block reads from, which must not be replaced.
 
     Raises:
@@ -76,7 +76,7 @@ def whole_folder(out: Path, *, overwrite: bool | None, reads: Path | None = None
 
 def _require_free(out: Path, *, overwrite: bool | None, reads: Path | None) -> None:
     if reads is not None and reads.resolve().is_relative_to(out.resolve()):
-        raise ArtifactError(f"{out} holds the adapter that is read: what is made of it goes to a folder of its own.")
+        raise ArtifactError(f"{out} holds the adapter that is read: write the result to a folder of its own.")
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return
     if not overwrite:
@@ -87,7 +87,7 @@ def _require_free(out: Path, *, overwrite: bool | None, reads: Path | None) -> N
 
 
 def allow_as_umask(file: Path) -> None:
-    """Who may read a file is the user's to say; safetensors makes its files for their owner alone."""
+    """Give a file the permissions of the user's umask; safetensors lets only the owner read its files."""
     umask = os.umask(0o077)
     os.umask(umask)
     file.chmod(0o666 & ~umask)

@@ -1,11 +1,11 @@
-"""What a direction is worth beyond noise, told by two halves of the calibration set (not in the paper).
+"""The gain of a direction beyond noise, estimated from two halves of the calibration set (not in the paper).
 
     T₁, T₂: the matrix whose singular directions a basis takes, of one half of the examples and of the other
     C₁ = U₁ᵀ T₂ V₁,  C₂ = U₂ᵀ T₁ V₂        with the leading directions of each half:  T₁ ≈ U₁ Σ₁ V₁ᵀ,  T₂ ≈ U₂ Σ₂ V₂ᵀ
 
-The k-th diagonal entry of C₁ is what the k-th direction of one half is in the other, which had no say in choosing it:
-σ_k where the halves agree, and a draw of noise around zero where they do not. How large such draws are, the other
-entries of its row and column tell. The singular values themselves do not: those of pure noise are as large as any.
+The k-th diagonal entry of C₁ measures the k-th direction of one half on the other half, which did not choose it: it is
+σ_k where the halves agree, and noise around zero where they do not. The other entries of its row and column show how
+large this noise is. The singular values themselves do not show it: pure noise has large ones too.
 
 Shapes: T m x n, K directions.
 """
@@ -19,7 +19,7 @@ from jaxtyping import Float
 from frozencore.maths.linalg import SvdMethod, TruncatedSVD, prefers_krylov, require_finite, truncated_svd
 from frozencore.torch_later import torch
 
-NOISE_LEVELS = 2.0  # a direction counts from so many standard deviations of the noise up, in both halves
+NOISE_LEVELS = 2.0  # standard deviations of the noise that a direction must exceed in both halves
 
 
 def agreed_gains(
@@ -30,7 +30,7 @@ def agreed_gains(
     svd_method: SvdMethod = "auto",
     seed: int = 0,
 ) -> Float[torch.Tensor, " k"]:
-    """What each of the ``count`` leading directions is worth: σ_k² if both halves are the same, 0 where they disagree.
+    """The gain of each of the ``count`` leading directions: σ_k² if both halves are the same, 0 where they disagree.
 
     Raises:
         CalibrationError: A matrix is not finite.
@@ -43,7 +43,7 @@ def agreed_gains(
 
 
 class Crossed(NamedTuple):
-    """C₁ and C₂ of leading directions, of which those of fewer are the upper left corners, and T₁'s triples."""
+    """C₁, C₂ and T₁'s triples. For fewer leading directions take the upper left corners of C₁ and C₂."""
 
     C1: Float[torch.Tensor, "k k"]
     C2: Float[torch.Tensor, "k k"]
@@ -51,7 +51,7 @@ class Crossed(NamedTuple):
 
 
 def crossed_by_gram(T1: Float[torch.Tensor, "m n"], T2: Float[torch.Tensor, "m n"], count: int) -> Crossed:
-    """Of the ``count`` leading directions, by one eigenproblem a matrix: what can be lost is far below noise.
+    """C₁ and C₂ of the ``count`` leading directions, by one eigenproblem a matrix; its rounding is far below noise.
 
     Raises:
         CalibrationError: A matrix is not finite.
@@ -77,7 +77,7 @@ def _leading(T: torch.Tensor, count: int) -> TruncatedSVD:
 
 
 def gains_of(C1: Float[torch.Tensor, "k k"], C2: Float[torch.Tensor, "k k"]) -> Float[torch.Tensor, " k"]:
-    """The same from each half's directions in the other half's matrix."""
+    """The gains from C₁ and C₂."""
     first, second = C1.double(), C2.double()
     agree = (first.diagonal() > NOISE_LEVELS * _noise(first)) & (second.diagonal() > NOISE_LEVELS * _noise(second))
     return torch.where(agree, first.diagonal() * second.diagonal(), 0.0)

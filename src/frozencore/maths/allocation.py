@@ -1,6 +1,6 @@
-"""Which layers get which ranks, when a number of trained values is given instead of a rank.
+"""The ranks of layers, when a number of trained values is given instead of a rank.
 
-A core of rank r holds r² values. With ``g_k`` what the k-th direction of a layer is worth, rank r is worth
+A core of rank r holds r² values. With ``g_k`` the gain of the k-th direction of a layer, rank r gains
 ``C(r) = Σ_{k≤r} g_k``: for the singular values σ of a whitened cross moment, ``g_k = σ_k²`` (J of docs/maths.md). Ranks
 maximise ``Σ_l C_l(r_l)`` under ``Σ_l r_l² ≤ budget``: steps along the upper concave envelope of each layer's ``C(r)``
 over ``r²``, the best per value first, over all layers together; what is left goes to the best steps that still fit.
@@ -15,7 +15,7 @@ from math import isqrt
 from frozencore.errors import ConfigError
 from frozencore.maths.linalg import Shape
 
-MOST_OF_UNIFORM = 4  # times the rank that all layers could have: that many directions of a layer are looked at
+MOST_OF_UNIFORM = 4  # times the rank that all layers could have: the number of directions that are looked at
 
 
 def allocate_ranks(gains: Mapping[str, Sequence[float]], budget: int) -> dict[str, int]:
@@ -25,7 +25,7 @@ def allocate_ranks(gains: Mapping[str, Sequence[float]], budget: int) -> dict[st
     steps along the envelopes spend the budget.
 
     Args:
-        gains: What each direction of a layer is worth, in the order in which a rank takes them; none of them negative.
+        gains: The gain of each direction of a layer, in the order in which a rank takes them; none is negative.
         budget: Values of all cores together, at most.
     """
     return allocations(gains, [budget])[0]
@@ -71,8 +71,11 @@ def uniform_ranks(shapes: Mapping[str, Shape], budget: int) -> dict[str, int]:
 
 
 def num_candidates(shape: Shape, num_layers: int, budget: int) -> int:
-    """How many directions of a layer are looked at: no more than it has, than the budget allows it alone, and than
-    four times the rank that all layers could have, which takes sixteen times a layer's share."""
+    """The number of directions of a layer that are looked at.
+
+    At most as many as it has, as the budget allows it alone, and four times the rank that all layers could have, which
+    takes sixteen times a layer's share.
+    """
     return min(*shape, isqrt(budget), MOST_OF_UNIFORM * max(1, isqrt(budget // num_layers)))
 
 

@@ -40,7 +40,7 @@ class Basis:
             moments in ``fisher`` coordinates.
         Q: Input-side factor, n x r.
         spectrum: The constructor's singular values or eigenvalues, largest first; empty where it has none.
-        effective_rank: How many of the r directions come from data or weights; the rest are seeded completions.
+        effective_rank: The number of directions that come from data or weights; the others are seeded completions.
         initial_core: Core to start from, r x r, for a unit step and unit scale; None means zero.
     """
 
@@ -61,7 +61,7 @@ class Basis:
 
 
 def known_basis(P: Float[torch.Tensor, "m r"], Q: Float[torch.Tensor, "n r"]) -> Basis:
-    """A basis of which no more than its factors is known, as of one that was saved."""
+    """A basis from its factors alone, a saved one for instance."""
     return Basis(P, Q, spectrum=torch.empty(0), effective_rank=P.shape[1])
 
 

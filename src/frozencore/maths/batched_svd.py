@@ -1,8 +1,8 @@
 """Truncated SVDs of many matrices of one shape, each step of all of them in one call.
 
-One by one a GPU spends its time on launching. The spaces are those of :func:`frozencore.maths.linalg.truncated_svd` (a
-Gram eigenproblem, a block Krylov space); orthonormal columns come from Cholesky factors of Gram matrices in float64,
-twice, because a QR of a batch runs one by one too.
+One by one, a GPU would spend its time on launching. The spaces are as in
+:func:`frozencore.maths.linalg.truncated_svd` (a Gram eigenproblem, a block Krylov space); orthonormal columns come from
+Cholesky factors of Gram matrices in float64, twice, because a QR of a batch runs one by one too.
 
 A matrix for which that is not exact enough (of low rank, too ill-conditioned) is done by itself. The host waits once.
 
@@ -36,7 +36,7 @@ def truncated_svds(M: Float[torch.Tensor, "b m n"], rank: int, *, seeds: Sequenc
     """The ``min(rank, m, n)`` leading singular triples of each matrix, with canonical signs.
 
     Args:
-        seeds: Of each matrix's random start, as :func:`truncated_svd`'s.
+        seeds: The seed of each matrix's random start, as for :func:`truncated_svd`.
 
     Raises:
         CalibrationError: A matrix is not finite.

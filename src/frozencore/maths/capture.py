@@ -1,4 +1,4 @@
-"""What a basis captures of one layer's moments G, a, d, before any training (paper, sections 3.1 and 3.2).
+"""The share of one layer's moments G, a, d that a basis captures, before any training (paper, sections 3.1 and 3.2).
 
     T = D^-1/2 G A^-1/2,   C = (PᵀDP)^-1/2 PᵀGQ (QᵀAQ)^-1/2,   J = ‖C‖²_F ≤ ‖T‖²_F
 
@@ -33,7 +33,7 @@ class Capture:
 
     Attributes:
         gradient, gradient_total: The gradient inside the spans, ``‖PᵀGQ‖_F`` for orthonormal P and Q, and ``‖G‖_F``.
-        values: Singular values of C, largest first; for FCCA in this metric they are those of T.
+        values: Singular values of C, largest first; for FCCA in this metric they equal T's.
         energy: ``‖T‖²_F``, which J is a share of.
         input_spread, error_spread: Maximum over median of a and of d.
     """
@@ -52,7 +52,7 @@ class Capture:
 
     @property
     def effective_rank(self) -> int:
-        """How many directions of C stand above rounding."""
+        """The number of directions of C above rounding."""
         return effective_rank(torch.tensor(self.values, dtype=torch.float64))
 
     @property
@@ -89,7 +89,7 @@ def capture(moments: LayerMoments, basis: Basis, metric: Whitening = METRIC) -> 
 
 
 def capture_if_whole(moments: LayerMoments | None, basis: Basis) -> Capture | None:
-    """The same for whom it is no more than a remark: None where a moment is missing or cannot be computed with."""
+    """As :func:`capture`; None if a moment is missing or cannot be computed with."""
     if moments is None or not set(moments.names()) >= CAPTURE_NEEDS:
         return None
     try:

@@ -1,4 +1,4 @@
-"""What training's first steps make of a zero core, as far as moments tell (not in the paper).
+"""The first steps of training from a zero core, predicted from moments (not in the paper).
 
 Adam divides each entry of the gradient by the root of its second moment. Of a core's entry (i, j) the gradient of one
 token is ``(Pᵀδ)_i (Qᵀx)_j``: its mean is ``C = PᵀGQ``, and with inputs independent of errors its second moment is

@@ -19,7 +19,7 @@ from frozencore.torch_later import torch
 SvdMethod = Literal["auto", "gram", "randomized", "full"]
 SVD_METHODS: tuple[str, ...] = get_args(SvdMethod)
 Shape = tuple[int, int]
-"""Of a matrix: (m, n)."""
+"""The shape of a matrix: (m, n)."""
 
 GRAM_LIMIT = 256  # up to this min(m, n) the exact Gram eigenproblem is the faster one; at 384 it takes twice as long
 KRYLOV_WIDTH, KRYLOV_BLOCKS = 2, 6  # the randomised SVD's block is 2r wide; six blocks span its space
@@ -199,8 +199,8 @@ def inverse_root(A: Float[torch.Tensor, "n n"], smallest: float) -> Float[torch.
     """``A^-1/2`` of a symmetric positive definite matrix, in float64.
 
     Args:
-        smallest: What no eigenvalue is truly below, the damping of ``A``. Those that rounding has put below it count
-            as it.
+        smallest: A lower bound of the true eigenvalues, the damping of ``A``. Eigenvalues that rounding put below it
+            are raised to it.
     """
     eigenvalues, vectors = torch.linalg.eigh(A.double())
     return (vectors * eigenvalues.clamp_min(smallest).rsqrt()) @ vectors.mT
@@ -224,7 +224,7 @@ def energy_rank(energy: Float[torch.Tensor, " r"]) -> int:
 
 
 def effective_rank(S: Float[torch.Tensor, " r"]) -> int:
-    """How many singular values stand above ``1e-6`` of the largest one; zero for a zero matrix."""
+    """The number of singular values above ``1e-6`` of the largest one; zero for a zero matrix."""
     if S.numel() == 0:
         return 0
     return int((RANK_TOLERANCE * S[0] < S).sum())

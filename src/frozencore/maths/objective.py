@@ -1,4 +1,4 @@
-"""What a basis is worth before any training: the local Fisher objective of the paper (eq. 1, theorem 1).
+"""The value of a basis before any training: the local Fisher objective of the paper (eq. 1, theorem 1).
 
     minimise over rank(ΔW) ≤ r   ⟨G, ΔW⟩ + 1/(2η) ‖D^1/2 ΔW A^1/2‖²_F
 

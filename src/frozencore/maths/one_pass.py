@@ -6,7 +6,7 @@
 
 E, outside of both spans, was not seen. Zero is the least that it can be; ``A C⁺ Bᵀ`` is what it would be if T had no
 more rank than C, and without a ridge its small singular values make most of it up. So the ridge is wide. On sums of
-gradients of a real training (docs/refreshing.md), where U and V are those of the round before, half of the largest
+gradients of a real training (docs/refreshing.md), where U and V come from the round before, half of the largest
 singular value of C was best among 0.1 to 1 and no E at all. Tests V and U that are drawn at random do not find the
 directions of such spectra, however T is put together.
 """

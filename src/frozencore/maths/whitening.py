@@ -31,7 +31,7 @@ InverseRoot = Callable[["torch.Tensor"], "torch.Tensor"]
 
 @dataclass(frozen=True)
 class Whitening:
-    """Which metric the rank constraint is imposed in.
+    """The metric in which the rank constraint is imposed.
 
     Attributes:
         sides: Whiten both sides (FCCA), one, or none (RawGrad).

@@ -17,8 +17,8 @@ from frozencore.adapter.bases.calibratable import adapter_for_new_bases
 from frozencore.adapter.bases.passes import BasisWork
 from frozencore.adapter.bases.spend import BasisSource, GivenMoments, spend_budget, spends_by_spectrum
 from frozencore.adapter.ranks import give_ranks, layers_to_share
-from frozencore.calibration.any_loss import LossFn, with_loss
 from frozencore.calibration.examples import Collator, batches_from
+from frozencore.calibration.loss import LossFn, with_loss
 from frozencore.calibration.options import CalibrationOptions
 from frozencore.calibration.shards import assign_owners, require_same_bases, share_bases
 from frozencore.constructors.options import trained_values

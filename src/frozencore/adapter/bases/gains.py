@@ -15,11 +15,11 @@ from torch import Tensor
 
 from frozencore.adapter.bases.calibratable import adapters_off
 from frozencore.adapter.bases.passes import BasisWork
-from frozencore.calibration.batches import Batch
+from frozencore.calibration.batches import Batch, in_halves
 from frozencore.calibration.budget import LayerCost
 from frozencore.calibration.collect import share_of
-from frozencore.calibration.halves import crossed, in_halves
 from frozencore.calibration.options import CalibrationOptions
+from frozencore.calibration.sketch import crossed
 from frozencore.constructors import LayerEvidence
 from frozencore.maths.agreement import gains_of
 from frozencore.maths.moments import LayerMoments

@@ -27,9 +27,8 @@ from frozencore.adapter.bases.refresh_plan import (
     sums_bytes,
     widths_within,
 )
-from frozencore.calibration.gathering import Gathering
+from frozencore.calibration.gathering import Gathering, SketchedGathering
 from frozencore.calibration.shards import assign_owners, reduce_moments, require_same_bases, share_bases
-from frozencore.calibration.sketched_gathering import SketchedGathering
 from frozencore.errors import ConfigError
 from frozencore.maths.linalg import Shape
 from frozencore.maths.whitening import Whitening

@@ -12,9 +12,8 @@ from frozencore.adapter.bases.calibrate import Calibration, calibrate
 from frozencore.adapter.bases.carried import save_basis
 from frozencore.adapter.bases.spend import GivenMoments
 from frozencore.adapter.layer import frozen_core_layers
-from frozencore.calibration.batches import Batch
+from frozencore.calibration.batches import Batch, in_halves
 from frozencore.calibration.collect import collect_moments
-from frozencore.calibration.halves import in_halves
 from frozencore.calibration.store import MomentsFingerprint, save_moments
 from frozencore.errors import ArtifactError, ConfigError
 from frozencore.files.whole_file import require_writable

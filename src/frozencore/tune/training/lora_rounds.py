@@ -23,8 +23,8 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from frozencore.adapter.bases.in_rounds import InRounds
 from frozencore.adapter.layer import is_linear
+from frozencore.calibration.preserve import own_random_state
 from frozencore.errors import ConfigError
-from frozencore.randomness import own_random_state
 
 PLAIN = {
     "init_lora_weights": True, "use_dora": False, "use_rslora": False, "lora_bias": False, "rank_pattern": {},

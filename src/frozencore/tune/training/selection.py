@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from frozencore.calibration.preserve import own_random_state
 from frozencore.errors import ConfigError, DivergenceError, ModelError, TrainingError
-from frozencore.randomness import own_random_state
 from frozencore.words import Progress
 
 Every = Literal["epoch"] | int

@@ -1,4 +1,4 @@
-"""The arithmetic of capture: sums over tokens of vectors and of their products, float32 at least.
+"""Sums over tokens of vectors and of their products, in float32 at least.
 
 Shapes: N counted tokens, p and q features, k columns of a projection.
 """
@@ -18,12 +18,12 @@ def select(values: Float[Tensor, "all p"], rows: Tensor | None) -> Float[Tensor,
 
 
 def sum_dtype(values: Tensor) -> torch.dtype:
-    """What values are summed in: a bfloat16 sum of 1000 ones is 256."""
+    """The dtype in which values are summed: a bfloat16 sum of 1000 ones is 256."""
     return torch.promote_types(values.dtype, torch.float32)
 
 
 def square_sum(values: Float[Tensor, "N p"]) -> Float[Tensor, " p"]:
-    """``Σ v⊙v`` over rows; a product with itself would round in half precision before it is summed."""
+    """``Σ v⊙v`` over rows; the values are widened first, because a product in half precision would round."""
     wide = values.to(sum_dtype(values))
     return torch.linalg.vecdot(wide, wide, dim=0)
 
@@ -37,7 +37,7 @@ def outer(left: Float[Tensor, "N p"], right: Float[Tensor, "N q"]) -> Float[Tens
 
 
 def add_outer(total: Float[Tensor, "p q"], left: Float[Tensor, "N p"], right: Float[Tensor, "N q"]) -> None:
-    """``total += leftᵀ right`` in place: no second p x q matrix exists."""
+    """``total += leftᵀ right`` in place."""
     if left.is_cuda and left.dtype == right.dtype and left.dtype in HALF:
         torch.addmm(total, left.mT, right, out_dtype=torch.float32, out=total)
     else:
@@ -52,5 +52,5 @@ def projected(values: Float[Tensor, "N p"], projection: Float[Tensor, "p k"] | N
 
 
 def finite(values: Tensor) -> Bool[Tensor, ""]:
-    """Whether their sum is, left on the device."""
+    """Whether the sum of the values is finite, left on the device."""
     return values.sum(dtype=sum_dtype(values)).isfinite()
