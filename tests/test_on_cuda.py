@@ -14,7 +14,7 @@ from peft import PeftModel, get_peft_model
 from adapted import cores_of
 from frozencore import CalibrationOptions, FrozenCoreConfig, calibrate, collect_moments
 from frozencore.adapter.core_product import adapted_linear, core_output, plus_core
-from frozencore.calibration.finite import FiniteBatches
+from frozencore.calibration.recorder import FiniteBatches
 from frozencore.tune.methods import METHODS
 from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.run.config import RunConfig, make_config

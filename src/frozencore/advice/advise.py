@@ -14,9 +14,9 @@ from frozencore.adapter.bases.calibrate import reporting
 from frozencore.advice.evidence import Spreads, gather
 from frozencore.advice.settings import Setting, bases_to_try, shapes_to_try
 from frozencore.advice.trials import Trials, Worth
-from frozencore.calibration.any_loss import LossFn, with_loss
 from frozencore.calibration.batches import num_examples_of
 from frozencore.calibration.examples import Collator, batches_from
+from frozencore.calibration.loss import LossFn, with_loss
 from frozencore.calibration.options import CalibrationOptions
 from frozencore.calibration.preserve import preserved
 from frozencore.constructors.options import BasisOptions, trained_values

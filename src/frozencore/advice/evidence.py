@@ -15,9 +15,8 @@ from frozencore.adapter.model import FrozenCoreConfig
 from frozencore.advice.remembered import Memory, RememberedMoments
 from frozencore.advice.settings import On, Setting
 from frozencore.advice.short_rows import together
-from frozencore.calibration.batches import Batch
+from frozencore.calibration.batches import Batch, in_halves
 from frozencore.calibration.collect import collect_moments, share_of
-from frozencore.calibration.halves import in_halves
 from frozencore.calibration.options import CalibrationOptions
 from frozencore.constructors import CONSTRUCTORS, DEFAULT, LayerEvidence
 from frozencore.maths.agreement import Crossed, crossed_by_gram, gains_of

@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import nn
 
+from frozencore.calibration.preserve import own_random_state
 from frozencore.errors import ConfigError, DataError, ModelError
-from frozencore.randomness import own_random_state
 from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.words import one_line
 

@@ -29,9 +29,9 @@ from frozencore.adapter.bases.refresh import Refresh
 from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.adapter.private.training import PrivateTraining
 from frozencore.adapter.trainable import require_own_parameters
+from frozencore.calibration.preserve import own_random_state
 from frozencore.errors import ConfigError, DataError, DivergenceError, TrainingError
 from frozencore.privacy import Schedule
-from frozencore.randomness import own_random_state
 from frozencore.ranks import num_ranks
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.rows.batches import PaddingCollator
