@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from frozencore.calibration.sums import HALF
+from frozencore.maths.sums import HALF
 
 LARGEST_RANK = 128  # a block of the kernel holds all of R
 HAS_TRITON = find_spec("triton") is not None

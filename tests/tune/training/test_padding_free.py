@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, BloomConfig, MambaConfig, T5Config, T5ForConditionalGeneration
 
 from adapted import adapted, cores_of
-from frozencore.calibration.loss import IGNORED
+from frozencore.calibration.counted import IGNORED
 from frozencore.errors import ConfigError
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.rows.batches import PaddingCollator

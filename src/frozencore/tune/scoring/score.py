@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from frozencore.calibration.loss import IGNORED
+from frozencore.calibration.counted import IGNORED
 from frozencore.errors import ConfigError, DataError, ModelError
 from frozencore.tune.rows import Example, TokenRow
 from frozencore.tune.rows.batches import PaddingCollator, score_in_groups

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from frozencore.calibration.loss import IGNORED
+from frozencore.calibration.counted import IGNORED
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.rows.batches import PaddingCollator
 from frozencore.tune.training.trainer import CompletionTrainer

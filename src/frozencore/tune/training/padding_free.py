@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from frozencore.calibration.loss import IGNORED
+from frozencore.calibration.counted import IGNORED
 from frozencore.errors import ConfigError
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.scoring.forward import forward_accepts, num_virtual_tokens, scoring_mode

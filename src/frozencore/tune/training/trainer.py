@@ -18,7 +18,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from frozencore.adapter.bases.in_rounds import InRounds
 from frozencore.adapter.saved.card import begin_model_card
-from frozencore.calibration.loss import IGNORED
+from frozencore.calibration.counted import IGNORED
 from frozencore.errors import DivergenceError
 from frozencore.ranks import largest_over_ranks, num_ranks, wait_for_all
 from frozencore.tune.scoring.forward import base_of, forward_accepts, num_virtual_tokens

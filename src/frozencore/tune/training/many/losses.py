@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad
 
 from frozencore.adapter.layer import FrozenCoreLayer
-from frozencore.calibration.loss import IGNORED
+from frozencore.calibration.counted import IGNORED
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.rows.batches import PaddingCollator, score_in_groups
 from frozencore.tune.scoring.forward import base_of, forward_accepts, scoring_mode, vocabulary_of

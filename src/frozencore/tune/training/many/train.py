@@ -17,8 +17,8 @@ from typing import Any
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 
+from frozencore.calibration.preserve import own_random_state
 from frozencore.errors import ConfigError, TrainingError
-from frozencore.randomness import own_random_state
 from frozencore.tune.scoring.forward import base_of
 from frozencore.tune.training.checkpoints import disk_errors_told, starting_point
 from frozencore.tune.training.many.checkpoint import Checkpoints, identity_of
