@@ -30,7 +30,7 @@ from frozencore_lab.campaign.plan import plan
 from frozencore_lab.campaign.results import load_results
 from frozencore_lab.campaign.spec import read_campaign
 from frozencore_lab.cli.campaign_status import status_lines
-from frozencore_lab.reports.tables.task_means import read_task_means
+from frozencore_lab.reports.tables.comparison import read_task_means
 from fuzz_ways import CONFIG, WEIGHTS, tiny_base
 
 CAMPAIGN = """name: small

@@ -21,11 +21,13 @@ from frozencore.cli import console as our_console
 from frozencore.cli import doctor
 from frozencore.cli.console import PlainConsole
 from frozencore.cli.display import StageDisplay
-from frozencore_lab.reports.pages.html_parts import html_document
-from frozencore_lab.reports.sheets.html_table import html_table
-from frozencore_lab.reports.sheets.render import csv_lines, csv_text, latex, markdown, rich_table
-from frozencore_lab.reports.sheets.sheet import SeedValue, Sheet, SheetCell, label, number
-from frozencore_lab.reports.tables.task_means import read_task_means
+from frozencore_lab.campaign.results import FinalRun
+from frozencore_lab.reports.document import Document, Section
+from frozencore_lab.reports.document import Table as ReportTable
+from frozencore_lab.reports.page import document_page
+from frozencore_lab.reports.render import csv_lines, csv_text, latex, markdown, rich_table
+from frozencore_lab.reports.sheet import SeedValue, Sheet, SheetCell, label, number
+from frozencore_lab.reports.tables.comparison import read_task_means
 
 PACKAGE = Path(frozencore.__file__).parent
 HOSTILE = [
@@ -134,7 +136,7 @@ BAD = [
 
 
 def sheet_of(text: str) -> Sheet:
-    run = SeedValue(text, text, None, "failed", text, {})
+    run = SeedValue(FinalRun({"seed": text}, text, None, None), None, "failed", text)
     cells = (label(text), SheetCell("-", hint=text, runs=(run,)), number(-1.5, 2))
     return Sheet("name", text, text, (text, text, text), (cells, cells), (cells,))
 
@@ -157,7 +159,9 @@ class Tags(html.parser.HTMLParser):
 def test_a_text_in_html_makes_no_tag(text: str) -> None:
     plain, hostile = Tags(), Tags()
     for page, value in ((plain, "x"), (hostile, text)):
-        page.feed(html_document(value, html_table(sheet_of(value))))
+        table = ReportTable(sheet_of(value), remark=value)
+        section = Section("section", value, value, (), (table,), (table,), headlines=(value,))
+        page.feed(document_page(Document(value, value, (), (section,)), Path()))
     assert hostile.tags == plain.tags
     assert text in hostile.data
 

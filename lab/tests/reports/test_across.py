@@ -12,8 +12,8 @@ from frozencore.tune.methods import method_name
 from frozencore_lab.campaign.results import CampaignResults, StudyResults
 from frozencore_lab.reports.across import across_document, write_across
 from frozencore_lab.reports.labels import TASKS
-from frozencore_lab.reports.sheets.render import latex, markdown
-from frozencore_lab.reports.tables.task_means import read_task_means
+from frozencore_lab.reports.render import latex, markdown
+from frozencore_lab.reports.tables.comparison import read_task_means
 from places import PAPER_TABLES
 
 MODELS = {"q15": "Qwen2.5-1.5B", "q3": "Qwen2.5-3B", "q7": "Qwen2.5-7B", "llama1": "Llama-3.2-1B"}

@@ -16,10 +16,9 @@ import pytest
 from frozencore.tune.run.record import Failure
 from frozencore_lab.campaign.plan import Choice
 from frozencore_lab.campaign.results import CampaignResults
-from frozencore_lab.reports.campaign import write_report
+from frozencore_lab.reports.campaign import study_section, write_report
 from frozencore_lab.reports.document import count_runs
-from frozencore_lab.reports.pages.protocol import studies_axes
-from frozencore_lab.reports.study import study_section
+from frozencore_lab.reports.page import studies_axes
 
 STUDIES = """
   budget:

@@ -7,8 +7,7 @@ from matplotlib import pyplot as plt
 
 from frozencore_lab.campaign.results import CampaignResults
 from frozencore_lab.reports.campaign import campaign_document
-from frozencore_lab.reports.criterion import criterion_section
-from frozencore_lab.reports.tables.criterion import correlate, criterion_points
+from frozencore_lab.reports.criterion import correlate, criterion_points, criterion_section
 from made_up import criterion_content
 
 STUDIES = """

@@ -11,8 +11,7 @@ from scipy import stats
 
 from frozencore.errors import ConfigError
 from frozencore_lab.reports.campaign import campaign_document
-from frozencore_lab.reports.frontier import frontier_section
-from frozencore_lab.reports.tables.frontier import at_equal_values, frontier_points
+from frozencore_lab.reports.frontier import at_equal_values, frontier_points, frontier_section
 
 STUDIES = """
   cores:
@@ -107,7 +106,7 @@ def test_at_equal_values_in_all_a_core_in_rounds_pays_for_every_round(told) -> N
 def test_a_number_just_beyond_the_end_of_what_was_measured_counts_as_the_end(told) -> None:
     points = [point for point in frontier_points(told()) if point.family[1] == LORA and point.panel.task == "svamp"]
     at = partial(at_equal_values, points, count="at_once")
-    ends = {point.at_once: point.loss for point in points}
+    ends = {point.trained("at_once"): point.loss for point in points}
     assert at(1950) == at(2000) == pytest.approx(ends[2000])
     assert at(16_500) == pytest.approx(ends[16_000])
     assert at(1800) is at(17_000) is None

@@ -194,9 +194,8 @@ def write_campaign_report(folders: Sequence[Path], output: Path | None) -> Itera
 def report_on_table(table: Path, reference: str, json_file: Path | None) -> RenderableType:
     """Compare the columns of a table of task means with one of them."""
     from frozencore.files.whole_file import write_json
-    from frozencore_lab.reports.tables.comparison import analyse, comparison_json
+    from frozencore_lab.reports.tables.comparison import analyse, comparison_json, read_task_means
     from frozencore_lab.reports.tables.significance import comparison_view
-    from frozencore_lab.reports.tables.task_means import read_task_means
 
     comparison = analyse(read_task_means(table), reference)
     if json_file is not None:

@@ -27,9 +27,9 @@ def demo(
     """Adapt the shipped pocket model to its four tasks with every constructor and LoRA; show what each was worth."""
     from frozencore_lab.campaign.results import load_results
     from frozencore_lab.cli.campaign_lines import run_campaign, write_campaign_report
-    from frozencore_lab.reports.sheets.render import rich_table
-    from frozencore_lab.reports.sheets.sheet import transposed
-    from frozencore_lab.reports.study import study_section
+    from frozencore_lab.reports.campaign import study_section
+    from frozencore_lab.reports.render import rich_table
+    from frozencore_lab.reports.sheet import transposed
 
     campaign = demo_campaign(seed)
     standing = run_campaign(

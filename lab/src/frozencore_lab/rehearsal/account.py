@@ -10,7 +10,8 @@ from frozencore_lab.campaign.plan import Planned
 from frozencore_lab.campaign.results import CampaignResults
 from frozencore_lab.campaign.store import Store
 from frozencore_lab.reports.document import Document, Section
-from frozencore_lab.reports.sheets.sheet import Line, Sheet, SheetCell
+from frozencore_lab.reports.figures import asked_figures
+from frozencore_lab.reports.sheet import Line, Sheet, SheetCell
 
 
 @dataclass(frozen=True)
@@ -86,9 +87,9 @@ def _why(cell: SheetCell) -> str:
 
 def _missing_figures(section: Section, results: CampaignResults) -> Iterator[Lack]:
     study = results.campaign.studies[section.name]
-    if (study.report.figures or not study.kind.trains) and not section.drawings:
-        asked = " and ".join(study.report.figures) or "convergence"
-        yield Lack(section.name, f"figure: {asked}", "there is nothing to draw")
+    asked = asked_figures(study)
+    if asked and not section.drawings:
+        yield Lack(section.name, f"figure: {' and '.join(asked)}", "there is nothing to draw")
 
 
 def _failed_trials(study: str, planned: Sequence[Planned], store: Store) -> Iterator[Lack]:

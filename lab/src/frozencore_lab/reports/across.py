@@ -13,13 +13,11 @@ from pathlib import Path
 from frozencore.errors import ArtifactError, ConfigError
 from frozencore_lab.campaign.results import CampaignResults, StudyResults
 from frozencore_lab.reports.document import Document, Drawing, Section, Table, make_document
-from frozencore_lab.reports.figures.panels import ranking_panels
-from frozencore_lab.reports.labels import value_name
-from frozencore_lab.reports.sheets.sheet import sentence
+from frozencore_lab.reports.figures import ranking_panels
+from frozencore_lab.reports.labels import sentence, value_name
 from frozencore_lab.reports.tables.averages import column_averages
 from frozencore_lab.reports.tables.means_across import NamedPivot, means_across, wins_across
-from frozencore_lab.reports.tables.measures import Measure, measures_of
-from frozencore_lab.reports.tables.pivot import Pivot, pivots
+from frozencore_lab.reports.tables.pivot import Measure, Pivot, measures_of, pivots
 from frozencore_lab.reports.writing import write_document
 
 Member = tuple[CampaignResults, StudyResults]
@@ -77,10 +75,10 @@ def _section(name: str, members: Sequence[Member]) -> Section | None:
         if (wins := wins_across(lines, f"{name}-wins{measure.suffix}", title)) is not None:
             found.append(Table(wins))
         (details if i else main).extend(found)
-        shown = [line for line in lines if any(one.value is not None for one in column_averages(line.pivot).values())]
-        if shown:
-            draw, alt = partial(ranking_panels, shown, title), f"{title}: {measure.title}"
-            drawings.append(Drawing(f"{name}{measure.suffix}", alt, draw, wide=len(shown) > 2))
+        known = [one for one in lines if any(mean.value is not None for mean in column_averages(one.pivot).values())]
+        if known:
+            draw = partial(ranking_panels, [(", ".join(one.labels), one.pivot) for one in known])
+            drawings.append(Drawing(f"{name}{measure.suffix}", f"{title}: {measure.title}", draw))
     if not main:
         return None
     runs = tuple(run for _, study in members for run in study.runs)

@@ -1,17 +1,25 @@
-"""The report of a campaign, whole from its records."""
+"""The report of a campaign, whole from its records: a section a study, and what all of them share."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
-from frozencore_lab.campaign.results import CampaignResults
+from frozencore_lab.campaign.results import CampaignResults, StudyResults
 from frozencore_lab.reports.criterion import criterion_section
 from frozencore_lab.reports.document import Document, Section, Table, make_document
+from frozencore_lab.reports.figures import study_drawings
 from frozencore_lab.reports.frontier import frontier_section
-from frozencore_lab.reports.study import study_section
-from frozencore_lab.reports.tables.data_sets import data_sheet
-from frozencore_lab.reports.tables.hyper_parameters import hyper_parameter_sheet
-from frozencore_lab.reports.tables.information import information_sheet
+from frozencore_lab.reports.labels import axis_name, slug, value_name
+from frozencore_lab.reports.tables.averages import averages
+from frozencore_lab.reports.tables.costs import memory_sheet, state_sheet, study_costs, time_sheet
+from frozencore_lab.reports.tables.further import best_sheet, search_sheet, tradeoff_sheet
+from frozencore_lab.reports.tables.items import item_gains, item_sheet, items_by_task_sheet
+from frozencore_lab.reports.tables.means_across import NamedPivot, means_across
+from frozencore_lab.reports.tables.pivot import Pivot, measures_of, pivots
+from frozencore_lab.reports.tables.pivot_sheet import pivot_sheet
+from frozencore_lab.reports.tables.setup import data_sheet, hyper_parameter_sheet, information_sheet
+from frozencore_lab.reports.tables.significance import compare, comparison_sheet, names_of
 from frozencore_lab.reports.writing import write_document
 
 
@@ -31,11 +39,8 @@ def campaign_document(results: CampaignResults) -> Document:
 
 def setup_section(results: CampaignResults) -> Section:
     """What the runs are made of, from the code: data sets, options, what constructors look at."""
-    sheets = (
-        data_sheet(results.campaign),
-        hyper_parameter_sheet(results),
-        information_sheet(results.campaign),
-    )
+    campaign = results.campaign
+    sheets = (data_sheet(campaign), hyper_parameter_sheet(results), information_sheet(campaign))
     return Section("set-up", "Set-up", "", (), tuple(Table(sheet) for sheet in sheets if sheet is not None))
 
 
@@ -49,3 +54,67 @@ def write_report(results: CampaignResults, folder: Path) -> list[Path]:
         ArtifactError: The folder cannot be written.
     """
     return write_document(campaign_document(results), folder)
+
+
+def study_section(results: StudyResults) -> Section:
+    """Everything that a study shows: tables, comparisons, costs, what its search chose, its figures."""
+    main: list[Table] = []
+    details: list[Table] = []
+    headlines: list[str] = []
+    study = results.study
+    for i, measure in enumerate(measures_of(results)):
+        first = details if i and measure.ranked else main
+        tables = pivots(results, measure)
+        for pivot in tables:
+            shown, further = _pivot_tables(pivot, pivot.name + measure.suffix)
+            first += shown
+            details += further
+            headlines += [] if i else _headline(pivot)
+        named = [NamedPivot(tuple(value_name(*item) for item in pivot.group.items()), pivot) for pivot in tables]
+        headings = [axis_name(axis) for axis in tables[0].group]
+        across = means_across(named, headings, f"{results.name}-means{measure.suffix}", study.title)
+        first += [] if across is None else [Table(across)]
+    for costs in study_costs(results):
+        name, alone = f"{results.name}{slug(costs.group)}", study.kind.is_alone
+        memory = memory_sheet(costs, f"{name}-memory") if alone else None
+        sheets = (state_sheet(costs, f"{name}-state"), time_sheet(costs, f"{name}-time", alone=alone), memory)
+        (main if alone else details).extend(Table(sheet) for sheet in sheets if sheet is not None)
+    if results.choices:
+        details.append(Table(search_sheet(results)))
+    drawings = tuple(study_drawings(results))
+    return Section(
+        results.name, study.title, study.note, results.runs, tuple(main), tuple(details), drawings, tuple(headlines)
+    )
+
+
+def _pivot_tables(pivot: Pivot, name: str) -> tuple[list[Table], list[Table]]:
+    """What a table of means shows with what follows from it, and what is folded away."""
+    comparison, remark = compare(pivot)
+    main, details = [Table(pivot_sheet(pivot, name), pivot, "" if comparison else remark)], []
+    if "state" in pivot.report.figures:
+        main.append(Table(tradeoff_sheet(pivot, f"{name}-tradeoff")))
+    if pivot.report.best:
+        main.append(Table(best_sheet(pivot, f"{name}-best")))
+    gains, absent = item_gains(pivot)
+    if comparison is not None:
+        sheet = comparison_sheet(
+            comparison, name=f"{name}-significance", title=f"{pivot.title}: significance", note=remark,
+            decimals=pivot.measure.decimals + 1, names=names_of(pivot),
+        )  # fmt: skip
+        main.append(Table(sheet, remark=absent))
+    if gains is not None:
+        main.append(Table(item_sheet(pivot, gains, comparison, f"{name}-items")))
+        details.append(Table(items_by_task_sheet(pivot, gains, f"{name}-items-by-task")))
+    return main, details
+
+
+def _headline(pivot: Pivot) -> Iterator[str]:
+    """Which of a table's columns has the best mean over the tasks, and which comes next."""
+    upright, measure = pivot.upright, pivot.measure
+    lines = averages(upright)
+    values = {column: one.value for column, one in lines[0].cells.items() if one.value is not None} if lines else {}
+    if not measure.ranked or len(values) < 2:
+        return
+    first, second, *_ = sorted(values, key=lambda column: values[column], reverse=not measure.lower_is_better)
+    best, next_one = (f"{upright.column_name(one)} {values[one]:.{measure.decimals}f}" for one in (first, second))
+    yield f"{pivot.title}: {best}, then {next_one} ({measure.title}, mean over the tasks)."

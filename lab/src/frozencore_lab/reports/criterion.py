@@ -1,21 +1,238 @@
-"""The section of a report that holds the criterion against the outcome."""
+"""What the bases captured before training beside what came of it: is the criterion worth anything?
+
+The paper takes J and ‖PᵀGQ‖_F as directly observable criteria of a basis (section 3.1). A point is one configuration on
+one task of one model: the means over its seeds. Values of different tasks lie on different scales, so ranks are taken
+within tasks; over all points they are taken too, for what varies between tasks alone.
+"""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
+from statistics import fmean
 
-from frozencore_lab.campaign.results import CampaignResults
+from matplotlib.figure import Figure
+
+from frozencore.cli.figure_style import BLACK, BLUE, NAVY
+from frozencore.tune.methods import METHODS, method_name
+from frozencore.tune.run.record import TunedRecord
+from frozencore.tune.run.record_of_bases import Criterion
+from frozencore_lab.campaign.results import CampaignResults, FinalRun, StudyResults
+from frozencore_lab.campaign.study_options import PLACES
+from frozencore_lab.reports.canvas import MARKERS, distinct_colours, panels, shared_legend, styled
 from frozencore_lab.reports.document import Drawing, Section, Table
-from frozencore_lab.reports.figures.criterion import correlation_intervals, criterion_scatter
-from frozencore_lab.reports.tables.criterion import (
-    by_study_sheet,
-    by_task_sheet,
-    criterion_points,
-    criterion_sheet,
-    why_without,
+from frozencore_lab.reports.labels import axis_name, many, value_name
+from frozencore_lab.reports.sheet import Sheet, SheetCell, label, missing, number
+from frozencore_lab.reports.statistics.rank_correlation import (
+    FEWEST_POINTS,
+    NUM_RANK_RESAMPLES,
+    Correlation,
+    rank_correlation,
 )
 
-NAME, TITLE = "criterion", "Criterion against outcome"
+STATISTICS: dict[str, Callable[[Criterion], float | None]] = {
+    "J": lambda found: found.J,
+    "J, share": lambda found: found.J_share,
+    "‖PᵀGQ‖": lambda found: found.gradient,
+    "‖PᵀGQ‖, share": lambda found: found.gradient_share,
+    "first σ": lambda found: found.leading[0] if found.leading else None,
+    "r-th σ": lambda found: found.last,
+    "effective rank": lambda found: found.effective_rank,
+    "participation": lambda found: found.participation,
+    "spread of a": lambda found: found.input_spread,
+    "spread of d": lambda found: found.error_spread,
+}
+"""The numbers of a criterion, as a report calls them."""
+NAME, TITLE, SHOWN = "criterion", "Criterion against outcome", "‖PᵀGQ‖, share"
+OUTCOMES = ("held-out loss", "accuracy")
+SEEDS_AND_PLACES = ("seed", *PLACES)
+
+
+@dataclass(frozen=True)
+class Point:
+    """One configuration on one task.
+
+    Attributes:
+        task: With the model's name where the campaign has several.
+        values: By title of the statistic.
+        outcomes: By name; None where a seed has none.
+    """
+
+    task: str
+    method: str
+    values: dict[str, float | None]
+    outcomes: dict[str, float | None]
+
+
+def criterion_points(final: Iterable[FinalRun]) -> list[Point]:
+    """The points of some final runs; a run that several studies ask for counts once.
+
+    Runs whose bases were calibrated on another task are left out: what they capture is of that task.
+    """
+    runs: dict[tuple[str, str], dict[str, TunedRecord]] = {}
+    tasks: dict[tuple[str, str], str] = {}
+    for run in final:
+        record = run.record
+        if not isinstance(record, TunedRecord) or record.criterion is None or run.run_id is None:
+            continue
+        config = record.config.content()
+        if config.get("calibration_task") in (None, record.task):
+            options = {name: value for name, value in config.items() if name not in SEEDS_AND_PLACES}
+            key = str(run.axes["model"]), json.dumps(options, sort_keys=True, default=str)
+            runs.setdefault(key, {})[run.run_id] = record
+            tasks[key] = value_name("task", record.task)
+    several = len({model for model, _ in runs}) > 1
+    return [
+        _point(f"{key[0]}, {tasks[key]}" if several else tasks[key], list(own.values())) for key, own in runs.items()
+    ]
+
+
+def _point(task: str, records: Sequence[TunedRecord]) -> Point:
+    found = [record.criterion for record in records if record.criterion is not None]
+    return Point(
+        task,
+        records[0].method,
+        {title: _mean(map(of, found)) for title, of in STATISTICS.items()},
+        {
+            "held-out loss": _mean(record.held_out_loss for record in records),
+            "accuracy": _mean(record.accuracy for record in records),
+        },
+    )
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    found = list(values)
+    known = [value for value in found if value is not None]
+    return fmean(known) if known and len(known) == len(found) else None
+
+
+def correlate(points: Sequence[Point], title: str, outcome: str, *, within: bool = True) -> Correlation | None:
+    """A statistic of the points with an outcome, over those that have both."""
+    both = [
+        (point.task, value, came)
+        for point in points
+        if (value := point.values[title]) is not None and (came := point.outcomes[outcome]) is not None
+    ]
+    tasks = list(dict.fromkeys(task for task, _, _ in both))
+    return rank_correlation(
+        [value for _, value, _ in both], [came for _, _, came in both], [tasks.index(task) for task, _, _ in both],
+        within=within,
+    )  # fmt: skip
+
+
+def why_without(final: Iterable[FinalRun]) -> str:
+    """Why no record says what the bases of its run capture; nothing where no run has bases."""
+    methods = {run.record.method for run in final if isinstance(run.record, TunedRecord)}
+    if not any(METHODS[method].has_bases for method in methods if method in METHODS):
+        return ""
+    return "no run was measured, as no method here reads the gradient G, or all sums are sketches"
+
+
+def criterion_sheet(points: Sequence[Point]) -> Sheet:
+    """Every statistic with both outcomes, within the tasks and over all points."""
+    outcomes = [name for name in OUTCOMES if any(point.outcomes[name] is not None for point in points)]
+    lines = []
+    for title in STATISTICS:
+        line = {"statistic": label(title)}
+        for outcome in outcomes:
+            line[f"{outcome}, within tasks"] = _cell(correlate(points, title, outcome))
+            line[f"{outcome}, over all"] = _cell(correlate(points, title, outcome, within=False))
+        lines.append(line | {"points": number(sum(point.values[title] is not None for point in points), 0)})
+    num_tasks = len({point.task for point in points})
+    note = (
+        f"Spearman's ρ with its 95 % interval ({NUM_RANK_RESAMPLES:,} draws of tasks and points) over "
+        f"{many(len(points), 'configuration')} on {many(num_tasks, 'task')}, means over seeds. A criterion that tells "
+        "which basis is worth more has ρ < 0 with the loss and ρ > 0 with the accuracy. Within tasks is the mean of "
+        "the tasks' ρ, weighted by their configurations less one. Statistics are medians over the layers, but for J "
+        "and ‖PᵀGQ‖."
+    )
+    return Sheet.of(NAME, "What the bases capture before training, and what comes of it", note, lines)
+
+
+def by_task_sheet(points: Sequence[Point], outcome: str) -> Sheet:
+    """Every statistic with one outcome, in each task alone."""
+    tasks = {task: [point for point in points if point.task == task] for task in dict.fromkeys(p.task for p in points)}
+    lines = (
+        {"statistic": label(title), **{task: _cell(correlate(own, title, outcome)) for task, own in tasks.items()}}
+        for title in STATISTICS
+    )
+    note = f"Spearman's ρ with the {outcome} over the configurations of each task, with its 95 % interval."
+    return Sheet.of(f"{NAME}-{outcome.split()[-1]}", f"What the bases capture and the {outcome}, by task", note, lines)
+
+
+def by_study_sheet(results: CampaignResults) -> Sheet | None:
+    """Every statistic with the held-out loss in each study alone: what is varied differs from study to study."""
+    lines = []
+    for study in results.studies:
+        points = criterion_points(study.runs)
+        found = {title: correlate(points, title, "held-out loss") for title in STATISTICS}
+        if any(found.values()):
+            cells = {title: _cell(one) for title, one in found.items()}
+            line = {"study": label(study.name), "varies": label(_varied(study))}
+            lines.append(line | cells | {"points": number(len(points), 0)})
+    note = "Spearman's ρ within tasks over the configurations of each study, with its 95 % interval."
+    title = "What the bases capture and the held-out loss, by study"
+    return Sheet.of(f"{NAME}-by-study", title, note, lines, num_labels=2) if lines else None
+
+
+def _varied(study: StudyResults) -> str:
+    several = [axis for axis, values in study.study.axes.items() if len(values) > 1]
+    return ", ".join(axis_name(axis) for axis in several if axis not in ("model", "task", "seed")) or "-"
+
+
+def _cell(found: Correlation | None) -> SheetCell:
+    if found is None:  # a run that is missing is missed in its own table
+        return missing(f"fewer than {FEWEST_POINTS} points, or one value for nearly all of them", is_undefined=True)
+    text = f"{found.rho:+.2f} [{found.low:+.2f}, {found.high:+.2f}]"
+    return SheetCell(text, value=found.rho, hint=f"{found.num_points} points")
+
+
+@styled
+def correlation_intervals(points: Sequence[Point]) -> Figure:
+    """ρ within tasks of every statistic with either outcome, with its interval."""
+    figure, (axis,) = panels(1, 4.2)
+    styles = {"held-out loss": (NAVY, "o", 0.14), "accuracy": (BLUE, "s", -0.14)}
+    for outcome, (colour, marker, shift) in styles.items():
+        for place, title in enumerate(reversed(STATISTICS)):
+            found = correlate(points, title, outcome)
+            if found is not None:
+                axis.plot((found.low, found.high), (place + shift,) * 2, color=colour, lw=1.4)
+                axis.plot(found.rho, place + shift, marker, color=colour)
+        axis.plot([], [], marker, color=colour, label=f"with the {outcome}")
+    axis.axvline(0, color=BLACK, lw=0.8)
+    axis.set_xlim(-1.03, 1.03)
+    axis.set_ylim(-0.6, len(STATISTICS) - 0.4)
+    axis.set_yticks(range(len(STATISTICS)), list(reversed(STATISTICS)))
+    axis.set_xlabel("Spearman's ρ within tasks, 95 % interval")
+    axis.grid(axis="x")
+    shared_legend(figure, [axis])
+    return figure
+
+
+@styled
+def criterion_scatter(points: Sequence[Point]) -> Figure:
+    """A panel a task: held-out loss against the share of the gradient that reaches the core."""
+    tasks, methods = (list(dict.fromkeys(names)) for names in zip(*((p.task, p.method) for p in points), strict=True))
+    figure, axes = panels(len(tasks), 2.6)
+    colours = distinct_colours(methods)
+    for axis, task in zip(axes, tasks, strict=True):
+        own = [point for point in points if point.task == task]
+        for i, (method, colour) in enumerate(zip(methods, colours, strict=True)):
+            pairs = [(p.values[SHOWN], p.outcomes["held-out loss"]) for p in own if p.method == method]
+            known = [(x, y) for x, y in pairs if x is not None and y is not None]
+            axis.plot(
+                [x for x, _ in known], [y for _, y in known], MARKERS[i % len(MARKERS)], color=colour, alpha=0.8,
+                label=method_name(method), markeredgewidth=0,
+            )  # fmt: skip
+        found = correlate(own, SHOWN, "held-out loss")
+        axis.set_title(task + (f", ρ = {found.rho:+.2f}" if found else ""))
+        axis.locator_params(axis="x", nbins=4)
+    figure.supxlabel("share of the gradient in the span, ‖PᵀGQ‖ / ‖G‖")
+    figure.supylabel("held-out loss, nats per token")
+    shared_legend(figure, axes)
+    return figure
 
 
 def criterion_section(results: CampaignResults) -> Section | None:
@@ -29,15 +246,13 @@ def criterion_section(results: CampaignResults) -> Section | None:
         why = why_without(runs)
         return Section(NAME, TITLE, f"Left out: {why}.", (), ()) if why else None
     main = criterion_sheet(points)
-    details = [by_task_sheet(points, "held-out loss", "-loss")]
+    details = [by_task_sheet(points, "held-out loss")]
     if any(point.outcomes["accuracy"] is not None for point in points):
-        details.append(by_task_sheet(points, "accuracy", "-accuracy"))
-    if len(results.studies) > 1:
-        details.append(by_study_sheet(results))
+        details.append(by_task_sheet(points, "accuracy"))
+    if len(results.studies) > 1 and (by_study := by_study_sheet(results)) is not None:
+        details.append(by_study)
     drawings = [
-        Drawing(
-            f"{NAME}-points", f"{TITLE}: held-out loss by captured share", partial(criterion_scatter, points), wide=True
-        )
+        Drawing(f"{NAME}-points", f"{TITLE}: held-out loss by captured share", partial(criterion_scatter, points))
     ]
     if any(cell.value is not None for line in main.rows for cell in line[1:-1]):
         drawings.insert(0, Drawing(NAME, f"{TITLE}: correlations", partial(correlation_intervals, points)))

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from matplotlib.figure import Figure
 
 from frozencore_lab.campaign.results import CampaignResults, FinalRun
-from frozencore_lab.reports.labels import free_name
-from frozencore_lab.reports.sheets.sheet import Sheet
-from frozencore_lab.reports.tables.pivot import Pivot
+from frozencore_lab.reports.render import csv_text, latex, markdown
+from frozencore_lab.reports.sheet import Sheet
+from frozencore_lab.reports.tables.pivot import Pivot, means_csv, runs_csv
 
 
 @dataclass(frozen=True)
@@ -21,21 +21,27 @@ class Table:
     pivot: Pivot | None = None
     remark: str = ""
 
+    def files(self) -> Mapping[str, str]:
+        """What is written of it, by name."""
+        name, remark = self.sheet.name, f"\n{self.remark}\n" if self.remark else ""
+        files = {f"{name}.md": markdown(self.sheet) + remark, f"{name}.tex": latex(self.sheet)}
+        if self.pivot is None:
+            return files | {f"{name}.csv": csv_text(self.sheet)}
+        return files | {f"{name}.csv": means_csv(self.pivot), f"{name}.runs.csv": runs_csv(self.pivot)}
+
 
 @dataclass(frozen=True)
 class Drawing:
     """A figure that is drawn when it is written.
 
     Attributes:
-        name: Of its file, without an ending.
+        name: The name of its file, without an ending.
         alt: What it shows, in words.
-        wide: It takes a page's whole width.
     """
 
     name: str
     alt: str
     draw: Callable[[], Figure]
-    wide: bool = False
 
 
 @dataclass(frozen=True)
@@ -45,6 +51,7 @@ class Section:
     Attributes:
         runs: The final runs that it shows.
         main, details: Tables in the order of reading; the page folds the details away.
+        headlines: What it found, in a sentence for each of its tables of means.
     """
 
     name: str
@@ -54,6 +61,7 @@ class Section:
     main: tuple[Table, ...]
     details: tuple[Table, ...] = ()
     drawings: tuple[Drawing, ...] = ()
+    headlines: tuple[str, ...] = ()
 
     @property
     def tables(self) -> tuple[Table, ...]:
@@ -88,7 +96,7 @@ class RunCounts:
 
 
 def count_runs(runs: tuple[FinalRun, ...]) -> RunCounts:
-    """What became of them."""
+    """What became of the runs."""
     different = {run.run_id or f"none {i}": run for i, run in enumerate(runs)}.values()
     done = sum(run.record is not None for run in different)
     failed = sum(run.record is None and run.failure is not None for run in different)
@@ -98,24 +106,29 @@ def count_runs(runs: tuple[FinalRun, ...]) -> RunCounts:
 def make_document(
     name: str, about: str, campaigns: tuple[CampaignResults, ...], sections: Iterable[Section]
 ) -> Document:
-    """A document whose tables and figures have names of their own: a later one of a taken name gets a longer one."""
-    tables: set[str] = set()
-    figures: set[str] = set()
+    """A document whose tables and figures have names of their own: a later one of a taken name gets a longer one.
 
-    def renamed(table: Table) -> Table:
-        return replace(table, sheet=replace(table.sheet, name=free_name(table.sheet.name, tables)))
+    The study ``a-time`` and the times of the study ``a`` would otherwise share a file.
+    """
+    taken: set[tuple[type, str]] = set()
 
-    return Document(
-        name,
-        about,
-        campaigns,
-        tuple(
-            replace(
-                section,
-                main=tuple(map(renamed, section.main)),
-                details=tuple(map(renamed, section.details)),
-                drawings=tuple(replace(one, name=free_name(one.name, figures)) for one in section.drawings),
-            )
-            for section in sections
-        ),
+    def free(one: Sheet | Drawing) -> str:
+        found = one.name
+        while (type(one), found) in taken:
+            found += "-too"
+        taken.add((type(one), found))
+        return found
+
+    def renamed(tables: Iterable[Table]) -> tuple[Table, ...]:
+        return tuple(replace(table, sheet=replace(table.sheet, name=free(table.sheet))) for table in tables)
+
+    named = tuple(
+        replace(
+            section,
+            main=renamed(section.main),
+            details=renamed(section.details),
+            drawings=tuple(replace(drawing, name=free(drawing)) for drawing in section.drawings),
+        )
+        for section in sections
     )
+    return Document(name, about, campaigns, named)

@@ -1,15 +1,276 @@
-"""The section of a report that holds what a trained value buys, over the studies that the campaign names for it."""
+"""What a trained value buys: held-out loss against values at once and in all, over several studies of one campaign.
+
+A study is a family; so is each value of its further axes, as a method or a rate. The axes that set how many values
+train, as rank and budget, tell the points of a family apart.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
+from statistics import mean, median, stdev
+from typing import Literal
 
-from frozencore_lab.campaign.results import CampaignResults
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from scipy import stats
+
+from frozencore.cli.figure_style import plain_ticks
+from frozencore.tune.run.record import TunedRecord
+from frozencore_lab.campaign.results import CampaignResults, StudyResults
+from frozencore_lab.campaign.study_options import Value
+from frozencore_lab.reports.canvas import CYCLE, DASHES, MARKERS, panels, shared_legend, styled
 from frozencore_lab.reports.document import Drawing, Section, Table
-from frozencore_lab.reports.figures.frontier import frontier_panels
-from frozencore_lab.reports.tables.frontier import COUNTS, ahead_sheet, frontier_points, frontier_sheet
+from frozencore_lab.reports.labels import column_name, value_name
+from frozencore_lab.reports.sheet import Sheet, SheetCell, label, missing, number, signed
+from frozencore_lab.reports.statistics.over_tasks import COVERAGE
+from frozencore_lab.reports.tables.costs import HELD, bytes_cell, largest, seconds_cell
+from frozencore_lab.reports.tables.pivot import Key
 
+SIZES = ("rank", "rank_budget", "layers")
+"""Axes that set how many values are trained: along them a family goes."""
+ValueCount = Literal["at_once", "in_all"]
+COUNTS: dict[ValueCount, str] = {"at_once": "values at once", "in_all": "values in all"}
+"""The two counts of trained values, as reports call them."""
 NAME, TITLE = "frontier", "What a trained value buys"
+DECIMALS, MOST_IN_A_ROW = 3, 3
+NEARLY = math.log(1.05)
+
+
+@dataclass(frozen=True)
+class Panel:
+    """What points are compared on: a model and a task."""
+
+    model: str
+    task: str
+
+    def title(self, *, several: bool) -> str:
+        """The task, with the model where there are several."""
+        return value_name("task", self.task) + (f", {self.model}" if several else "")
+
+
+@dataclass(frozen=True)
+class FrontierPoint:
+    """One size of one family in one panel, over seeds.
+
+    Attributes:
+        family: Number of the family among all, and its name.
+        size: The values of its size axes, as they are shown.
+        records: Of the seeds that are done.
+        losses: Held-out loss of each seed, in nats per token; none where one of them is not done.
+    """
+
+    family: tuple[int, str]
+    size: str
+    panel: Panel
+    records: tuple[TunedRecord, ...]
+    losses: tuple[float, ...]
+
+    @property
+    def loss(self) -> float:
+        return mean(self.losses)
+
+    @property
+    def half_width(self) -> float | None:
+        """Half of the 95 % interval of the mean over seeds, by Student's t; None for one seed."""
+        count = len(self.losses)
+        if count < 2:
+            return None
+        return float(stats.t.ppf((1 + COVERAGE) / 2, count - 1)) * stdev(self.losses) / math.sqrt(count)
+
+    def trained(self, count: ValueCount) -> int:
+        """How many values were trained, the mean over the seeds that are done; 0 where none is."""
+        return round(mean(getattr(one, f"values_{count}") for one in self.records)) if self.records else 0
+
+
+def frontier_points(results: CampaignResults) -> list[FrontierPoint]:
+    """The points of the studies that the campaign draws together, also those of which no loss is known yet."""
+    studies = {study.name: study for study in results.studies}
+    points: list[FrontierPoint] = []
+    families: dict[str, int] = {}
+    for name in results.campaign.frontier:
+        points += _points_of(studies[name], families)
+    return points
+
+
+def panels_of(points: Sequence[FrontierPoint]) -> list[Panel]:
+    """Every panel that has a point, in order."""
+    return list(dict.fromkeys(point.panel for point in points))
+
+
+def _points_of(study: StudyResults, families: dict[str, int]) -> list[FrontierPoint]:
+    several = [axis for axis, values in study.study.axes.items() if len(values) > 1]
+    further = [axis for axis in several if axis not in ("model", "task", "seed", *SIZES)]
+    sizes = [axis for axis in study.study.axes if axis in SIZES]
+    grouped: dict[tuple[Key, Key, Panel], list[TunedRecord | None]] = {}
+    for run in study.runs:
+        key = (
+            tuple(run.axes[axis] for axis in further),
+            tuple(run.axes[axis] for axis in sizes),
+            Panel(str(run.axes["model"]), str(run.axes["task"])),
+        )
+        grouped.setdefault(key, []).append(run.record if isinstance(run.record, TunedRecord) else None)
+    found = []
+    for (kind, size, panel), records in grouped.items():
+        known = [(one, one.held_out_loss) for one in records if one is not None and one.held_out_loss is not None]
+        family = _family(study, further, kind)
+        numbered = families.setdefault(family, len(families)), family
+        losses = tuple(loss for _, loss in known) if len(known) == len(records) else ()
+        shown = column_name(sizes, size)
+        found.append(FrontierPoint(numbered, shown, panel, tuple(one for one, _ in known), losses))
+    return found
+
+
+def _family(study: StudyResults, further: Sequence[str], kind: tuple[Value, ...]) -> str:
+    own = column_name(further, kind)
+    title = study.study.title.partition(",")[0]
+    return own if tuple(further) == ("method",) else ", ".join(filter(None, (title, own)))
+
+
+def frontier_sheet(points: Sequence[FrontierPoint]) -> Sheet:
+    """A line for each size of each family: its values at once and in all, its loss in every panel, what it costs."""
+    shown = panels_of(points)
+    lines: dict[tuple[tuple[int, str], str], dict[Panel, FrontierPoint]] = {}
+    for point in points:
+        lines.setdefault((point.family, point.size), {})[point.panel] = point
+    several = len({panel.model for panel in shown}) > 1
+    rows = []
+    for (family, size), found in lines.items():
+        done = [point for point in found.values() if point.records]
+        if not done:
+            continue
+        records = [record for point in done for record in point.records]
+        rows.append({
+            "family": label(family[1]),
+            "size": label(size or "-"),
+            "at once": _span({point.trained("at_once") for point in done}),
+            "in all": _span({point.trained("in_all") for point in done}),
+            **{panel.title(several=several): _loss(found.get(panel)) for panel in shown},
+            "state held": bytes_cell(largest(records, "state_held_bytes")),
+            "saved": bytes_cell(largest(records, "saved_bytes")),
+            "base model": bytes_cell(largest(records, "model_bytes")),
+            "peak memory": bytes_cell(largest(records, "peak_memory_bytes")),
+            "training": seconds_cell(median(record.training_s for record in records)),
+        })  # fmt: skip
+    note = (
+        "Nats per token, mean over seeds ± half of its 95 % interval (Student's t). Values that train at once, and "
+        f"those trained in all. {HELD} Saved: the adapter's files, beside the base model's own weights. Peak memory "
+        "is the largest of the runs, training the median."
+    )
+    return Sheet.of(NAME, "Held-out loss and cost by trained values", note, rows, num_labels=2)
+
+
+def _span(counts: set[int]) -> SheetCell:
+    low, high = min(counts), max(counts)
+    return SheetCell(f"{low:,}" if low == high else f"{low:,} to {high:,}", value=high)
+
+
+def _loss(point: FrontierPoint | None) -> SheetCell:
+    if point is None:
+        return missing("not a task of that study", is_undefined=True)
+    if not point.losses:
+        return SheetCell("-", hint="not every seed is done")
+    half = point.half_width
+    spread = "" if half is None else f"{half:.{DECIMALS}f}"
+    return SheetCell(f"{point.loss:.{DECIMALS}f}", spread=spread, value=point.loss)
+
+
+def at_equal_values(points: Sequence[FrontierPoint], trained: int, count: ValueCount) -> float | None:
+    """The loss that a family has at a number of values, between its neighbours in the logarithm of their number.
+
+    Args:
+        points: Of one family in one panel.
+        count: Which number of values that is.
+
+    Returns:
+        None outside of the range that was measured; a number within 5 % of its end counts as the end.
+    """
+    known = sorted((math.log(point.trained(count)), point.loss) for point in points)
+    at = min(max(math.log(trained), known[0][0]), known[-1][0])
+    if abs(at - math.log(trained)) > NEARLY:
+        return None
+    for (low, below), (high, above) in zip(known, known[1:] or known, strict=False):
+        if low <= at <= high:
+            return below if high == low else below + (above - below) * (at - low) / (high - low)
+    return None
+
+
+def ahead_sheet(points: Sequence[FrontierPoint], count: ValueCount) -> Sheet | None:
+    """The first family against every other at equal values of one count; None where there is one family."""
+    families = sorted({point.family for point in points if point.losses})
+    if len(families) < 2:
+        return None
+    first, *others = families
+    lines = []
+    for point in points:
+        if point.family != first or not point.losses:
+            continue
+        trained = point.trained(count)
+        line = {
+            "task": label(point.panel.title(several=False)), COUNTS[count]: number(trained, 0), first[1]: _loss(point),
+        }  # fmt: skip
+        for family in others:
+            own = [one for one in points if one.family == family and one.panel == point.panel and one.losses]
+            there = at_equal_values(own, trained, count) if own else None
+            line[family[1]] = (
+                missing("no such number of values was trained", is_undefined=True)
+                if there is None
+                else signed(point.loss - there, DECIMALS)
+            )
+        lines.append(line)
+    note = (
+        "Its loss less theirs, which is taken between their neighbouring sizes, straight in the logarithm of the "
+        "number of values; below zero it is ahead."
+    )
+    name = f"{NAME}-ahead" if count == "at_once" else f"{NAME}-ahead-in-all"
+    return Sheet.of(name, f"{first[1]} against the others at equal {COUNTS[count]}", note, lines)
+
+
+@styled
+def frontier_panels(points: Sequence[FrontierPoint]) -> Figure:
+    """Two panels a task, a line a family, intervals over seeds: the tasks beside one another, at most three.
+
+    Loss over values at once stands above, over values in all below; one task alone has its two panels side by side.
+    The two panels of a task have the same scales.
+    """
+    tasks = panels_of(points)
+    across = min(len(tasks), MOST_IN_A_ROW)
+    several = len({task.model for task in tasks}) > 1
+    figure, axes = panels(2 * across * math.ceil(len(tasks) / across), 3.0, most=2 if len(tasks) == 1 else across)
+    for axis in axes:
+        axis.set_visible(False)
+    for place, task in enumerate(tasks):
+        row, column = divmod(place, across)
+        above = 2 * row * across + column
+        both = axes[above], axes[above + across]
+        for axis, count in zip(both, COUNTS, strict=True):
+            _panel(axis, [point for point in points if point.panel == task and point.losses], count)
+            axis.set_title(task.title(several=several))
+        both[0].sharex(both[1])
+        both[0].sharey(both[1])
+    figure.supylabel("held-out loss, nats per token")
+    shared_legend(figure, axes, columns=3)
+    return figure
+
+
+def _panel(axis: Axes, points: Sequence[FrontierPoint], count: ValueCount) -> None:
+    """Every family's losses on one task against one of the two counts."""
+    axis.set_visible(True)
+    for family in sorted({point.family for point in points}):
+        own = sorted((p for p in points if p.family == family), key=lambda point: point.trained(count))
+        place, name = family
+        again = place // len(CYCLE)  # colours come again with another marker and dash
+        axis.errorbar(
+            [point.trained(count) for point in own], [point.loss for point in own],
+            yerr=[point.half_width or 0.0 for point in own], label=name, color=CYCLE[place % len(CYCLE)],
+            marker=MARKERS[(place + again) % len(MARKERS)], ls=DASHES[again % len(DASHES)],
+        )  # fmt: skip
+    axis.set_xscale("log")
+    plain_ticks(axis.xaxis)
+    axis.set_xlabel(COUNTS[count])
+    axis.grid()
 
 
 def frontier_section(results: CampaignResults) -> Section | None:
@@ -21,9 +282,7 @@ def frontier_section(results: CampaignResults) -> Section | None:
     if not any(point.losses for point in points):
         return None
     runs = tuple(run for study in results.studies if study.name in results.campaign.frontier for run in study.runs)
-    drawing = Drawing(
-        NAME, f"{TITLE}: held-out loss against values at once and in all", partial(frontier_panels, points), wide=True
-    )
+    alt = f"{TITLE}: held-out loss against values at once and in all"
     ahead = (ahead_sheet(points, count) for count in COUNTS)
     main = [Table(frontier_sheet(points)), *(Table(sheet) for sheet in ahead if sheet is not None)]
-    return Section(NAME, TITLE, "", runs, tuple(main), (), (drawing,))
+    return Section(NAME, TITLE, "", runs, tuple(main), (), (Drawing(NAME, alt, partial(frontier_panels, points)),))

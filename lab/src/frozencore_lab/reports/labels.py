@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from frozencore.tune.methods import method_name
+from frozencore.tune.methods import METHODS, method_name
 from frozencore.tune.suite import PAPER_TASKS
 
 TASKS = {name: task.label or name for name, task in PAPER_TASKS.items()}
@@ -15,18 +15,28 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     for family in dict.fromkeys(task.family for task in PAPER_TASKS.values() if task.family is not None)
 }
 """Families of the paper's tasks; other tasks have none."""
-
 AXES = {
     "calibration_size": "calibration", "calibration_task": "calibrated on", "learning_rate": "lr", "rank": "r",
     "whiten": "whitening", "targets": "modules",
 }  # fmt: skip
 NO_NAME = ("method", "task", "model", "whiten", "targets", "calibration_task", "fisher", "coordinates")
-"""Axes whose values speak for themselves."""
+"""Axes whose values need no name beside them."""
 WHITENING = {"none": "None", "input": "Input only", "output": "Output only", "both": "Both"}
 
 
 def axis_name(axis: str) -> str:
     return AXES.get(axis, axis.replace("_", " "))
+
+
+def column_label(name: str) -> str:
+    """A value of the axis ``method``: a method's label, or a variant's name with its method's label first.
+
+    ``fcca-in-rounds`` is shown as ``FCCA in rounds``.
+    """
+    if name in METHODS:
+        return method_name(name)
+    method = max((known for known in METHODS if name.startswith(f"{known}-")), key=len, default="")
+    return method_name(method) + name.removeprefix(method).replace("-", " ")
 
 
 def value_name(axis: str, value: Any) -> str:
@@ -40,13 +50,13 @@ def value_name(axis: str, value: Any) -> str:
     if isinstance(value, float):
         return f"{value:g}"
     if axis == "method":
-        return method_name(str(value))
+        return column_label(str(value))
     known = {"task": TASKS, "calibration_task": TASKS, "whiten": WHITENING}.get(axis, {})
     return known.get(str(value), str(value))
 
 
 def full_name(axis: str, value: Any) -> str:
-    """A value with its axis where it does not speak for itself: ``r 16``."""
+    """A value with its axis where the value alone says too little: ``r 16``."""
     shown = value_name(axis, value)
     return shown if axis in NO_NAME and value is not None else f"{axis_name(axis)} {shown}"
 
@@ -56,13 +66,18 @@ def column_name(axes: Sequence[str], values: Sequence[Any]) -> str:
     return ", ".join(full_name(axis, value) for axis, value in zip(axes, values, strict=True))
 
 
+def titled(title: str, group: Mapping[str, Any]) -> str:
+    """A study's title with the values that tell one of its tables from the others."""
+    return ", ".join([title, *(full_name(axis, value) for axis, value in group.items())])
+
+
 def family_of(task: str) -> str | None:
     """The paper's family of a task, by its name or as the paper prints it."""
     plain = task.casefold()
-    for family, names in FAMILIES.items():
-        if any(plain in (name, TASKS[name].casefold()) for name in names):
-            return family
-    return None
+    families = (
+        family for family, names in FAMILIES.items() for name in names if plain in (name, TASKS[name].casefold())
+    )
+    return next(families, None)
 
 
 def slug(group: Mapping[str, Any]) -> str:
@@ -71,9 +86,11 @@ def slug(group: Mapping[str, Any]) -> str:
     return "".join(f"-{re.sub('[^a-z0-9.]+', '-', value).strip('-')}" for value in shown)
 
 
-def free_name(name: str, taken: set[str]) -> str:
-    """The name, or a longer one if a file has it: the study ``a-time`` and the times of ``a`` would share one."""
-    while name in taken:
-        name += "-too"
-    taken.add(name)
-    return name
+def many(number: int, what: str) -> str:
+    """``1 task``, ``11 tasks``."""
+    return f"{number} {what}" + ("" if number == 1 else "s")
+
+
+def sentence(text: str) -> str:
+    """The text with a capital letter at its start."""
+    return text[:1].upper() + text[1:]

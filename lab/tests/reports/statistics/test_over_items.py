@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from frozencore_lab.reports.statistics.over_items import hierarchical_means, interval, item_means
+from frozencore_lab.reports.statistics.over_items import hierarchical_means, item_means, percentiles
 from frozencore_lab.reports.statistics.over_tasks import bootstrap_interval
 
 TINY = [
@@ -105,18 +105,18 @@ def test_the_variance_over_items_is_the_formula(measured):
 def test_one_large_task_has_the_interval_of_the_normal_approximation():
     gains = np.random.default_rng(0).integers(-1, 2, size=(1, 800, 1)).astype(float)
     half = NormalDist().inv_cdf(0.975) * gains.std() / math.sqrt(800)
-    ((low, high),) = interval(item_means([gains]))
+    ((low, high),) = percentiles(item_means([gains]))
     assert (low, high) == pytest.approx((gains.mean() - half, gains.mean() + half), abs=0.1 * half)
 
 
 def test_tasks_whose_gains_never_vary_have_the_interval_over_tasks_alone():
     gains = [4.8, 1.4, 1.5, 2.0, 1.2, 1.8, 1.7, 1.8, 10.0, 7.4, 18.8]
     constant = [np.full((3, 5, 1), gain) for gain in gains]
-    ((low, high),) = interval(hierarchical_means(constant))
+    ((low, high),) = percentiles(hierarchical_means(constant))
     assert (low, high) == pytest.approx(bootstrap_interval(gains), abs=0.15)
     theirs = stats.bootstrap((gains,), np.mean, method="percentile", random_state=1).confidence_interval
     assert (low, high) == pytest.approx((theirs.low, theirs.high), abs=0.15)
-    ((low, high),) = interval(item_means(constant))
+    ((low, high),) = percentiles(item_means(constant))
     assert low == pytest.approx(high)  # of the same items of the same tasks nothing is uncertain
 
 

@@ -10,9 +10,8 @@ from rich.console import Console
 
 from frozencore.errors import DataError
 from frozencore_lab.reports.statistics.over_tasks import differences, wins_ties_losses
-from frozencore_lab.reports.tables.comparison import TaskTable, analyse, comparison_json
+from frozencore_lab.reports.tables.comparison import TaskTable, analyse, comparison_json, read_task_means
 from frozencore_lab.reports.tables.significance import comparison_view, family_sheet
-from frozencore_lab.reports.tables.task_means import read_task_means
 from places import PAPER_TABLES
 
 PAPER = PAPER_TABLES

@@ -7,10 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from frozencore_lab.reports.study import study_section
+from frozencore_lab.reports.campaign import study_section
 from frozencore_lab.reports.tables.items import item_gains, item_sheet
-from frozencore_lab.reports.tables.measures import ACCURACY, LOSS
-from frozencore_lab.reports.tables.pivot import pivots
+from frozencore_lab.reports.tables.pivot import ACCURACY, LOSS, pivots
 from frozencore_lab.reports.tables.significance import compare
 
 STUDY = """

@@ -6,14 +6,12 @@ from statistics import mean, stdev
 
 import pytest
 
-from frozencore_lab.reports.sheets.render import latex, markdown
+from frozencore_lab.reports.render import latex, markdown
 from frozencore_lab.reports.tables.averages import averages
-from frozencore_lab.reports.tables.measures import ACCURACY, COSINES, LOSS, measures_of
-from frozencore_lab.reports.tables.pivot import pivots
-from frozencore_lab.reports.tables.pivot_csv import means_csv, runs_csv
+from frozencore_lab.reports.tables.comparison import read_task_means
+from frozencore_lab.reports.tables.pivot import ACCURACY, COSINES, LOSS, means_csv, measures_of, pivots, runs_csv
 from frozencore_lab.reports.tables.pivot_sheet import pivot_sheet
 from frozencore_lab.reports.tables.significance import compare
-from frozencore_lab.reports.tables.task_means import read_task_means
 
 BUDGET = """
   budget:

@@ -54,7 +54,7 @@ def hierarchical_means(
     return total / len(gains)
 
 
-def interval(means: NDArray[np.float64]) -> list[tuple[float, float]]:
+def percentiles(means: NDArray[np.float64]) -> list[tuple[float, float]]:
     """The percentile interval (95 %) of each column of resampled statistics."""
     low, high = np.quantile(means, [(1 - COVERAGE) / 2, (1 + COVERAGE) / 2], axis=0)
     return list(zip(low.tolist(), high.tolist(), strict=True))

@@ -1,15 +1,17 @@
-"""Macro-averages of a table over its tasks: of unrounded means, of whole sets only."""
+"""Macro-averages of a table over its tasks: of unrounded means, of whole sets only.
+
+Functions here take a table as :attr:`Pivot.upright` gives it: tasks are rows, what is compared is a column.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from frozencore.errors import DataError
-from frozencore_lab.reports.labels import FAMILIES, family_of, full_name
-from frozencore_lab.reports.statistics.over_tasks import sample_std
-from frozencore_lab.reports.tables.pivot import Key, Pivot, PivotCell, mean_of
+from frozencore_lab.reports.labels import FAMILIES, column_name, family_of
+from frozencore_lab.reports.statistics.over_tasks import mean, sample_std
+from frozencore_lab.reports.tables.pivot import Key, Measure, Pivot
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,7 @@ class Average:
 
 @dataclass(frozen=True)
 class AverageLine:
-    """One line of averages beside a table's rows (or columns, where those are the tasks).
+    """One line of averages, by the columns of the table.
 
     Attributes:
         ranked: Whether one of them is better than another.
@@ -34,83 +36,71 @@ class AverageLine:
     ranked: bool = True
 
 
-def over_rows(pivot: Pivot) -> bool:
-    """Whether a table's tasks are its rows, so that columns are compared and averages stand below them."""
-    return "task" not in pivot.column_axes
-
-
 def averages(pivot: Pivot) -> tuple[AverageLine, ...]:
     """Mean over the tasks of each column, for every value of the other row axes, and of the paper's task families; and
     the median over the tasks of the standard deviation over seeds.
 
-    Where the tasks are columns, the same of each row. Empty for a table with fewer than two tasks, or without a mean.
+    Empty for a table with fewer than two tasks, or without a mean.
     """
-    axes = pivot.row_axes if over_rows(pivot) else pivot.column_axes
-    if "task" not in axes or not pivot.study.study.report.mean:
+    if "task" not in pivot.row_axes or not pivot.report.mean:
         return ()
-    place = axes.index("task")
+    place = pivot.row_axes.index("task")
+    others = [axis for axis in pivot.row_axes if axis != "task"]
     groups: dict[Key, list[Key]] = {}
-    for key in pivot.rows if over_rows(pivot) else pivot.columns:
-        groups.setdefault((*key[:place], *key[place + 1 :]), []).append(key)
-    others = [axis for axis in axes if axis != "task"]
+    for row in pivot.rows:
+        groups.setdefault((*row[:place], *row[place + 1 :]), []).append(row)
     lines = []
-    for group, keys in groups.items():
-        if len(keys) < 2:
+    for group, rows in groups.items():
+        if len(rows) < 2:
             continue
-        name = ", ".join(("Mean", *(full_name(axis, value) for axis, value in zip(others, group, strict=True))))
-        lines.append(_line(pivot, name, keys))
+        of = f", {column_name(others, group)}" if others else ""
+        lines.append(AverageLine(f"Mean{of}", column_averages(pivot, rows)))
         for family, tasks in FAMILIES.items():
-            own = [key for key in keys if family_of(str(key[place])) == family]
-            if len(own) == len(tasks) < len(keys):
-                lines.append(_line(pivot, f"{name}, {family}", own))
+            own = [row for row in rows if family_of(str(row[place])) == family]
+            if len(own) == len(tasks) < len(rows):
+                lines.append(AverageLine(f"Mean{of}, {family}", column_averages(pivot, own)))
         if len(pivot.study.study.axes["seed"]) > 1:
-            lines.append(_spread_line(pivot, name.replace("Mean", "Median std", 1), keys))
+            spreads = {column: _median_spread(pivot, rows, column) for column in pivot.columns}
+            lines.append(AverageLine(f"Median std{of}", spreads, ranked=False))
     return tuple(lines)
 
 
-def column_averages(pivot: Pivot) -> dict[Key, Average]:
-    """The average of each column over all rows, whether or not the table shows it."""
-    return {
-        column: _average(
-            {f"{pivot.column_name(column)} on {pivot.row_name(row)}": pivot.cells[row, column] for row in pivot.rows}
-        )
-        for column in pivot.columns
-    }
+def column_averages(pivot: Pivot, rows: Sequence[Key] | None = None) -> dict[Key, Average]:
+    """The average of each column over some rows, or over all of them."""
+    return {column: _average(pivot, pivot.rows if rows is None else rows, column) for column in pivot.columns}
 
 
-def _line(pivot: Pivot, name: str, keys: list[Key]) -> AverageLine:
-    along_rows = over_rows(pivot)
-    cells = {}
-    for other in pivot.columns if along_rows else pivot.rows:
-        places = [(key, other) if along_rows else (other, key) for key in keys]
-        named = {
-            f"{pivot.column_name(column)} on {pivot.row_name(row)}": pivot.cells[row, column] for row, column in places
-        }
-        cells[other] = _average(named)
-    return AverageLine(name, cells)
-
-
-def _spread_line(pivot: Pivot, name: str, keys: list[Key]) -> AverageLine:
-    cells = {}
-    for other in pivot.columns if over_rows(pivot) else pivot.rows:
-        places = [(key, other) if over_rows(pivot) else (other, key) for key in keys]
-        spreads = [pivot.cells[place].std for place in places]
-        known = [std for std in spreads if std is not None]
-        whole = len(known) == len(spreads)
-        cells[other] = Average(median(known) if whole else None, reason="" if whole else "no median without every task")
-    return AverageLine(name, cells, ranked=False)
-
-
-def _average(named: Mapping[str, PivotCell]) -> Average:
-    try:
-        value = mean_of(named)
-    except DataError:
-        lacking = [name for name, cell in named.items() if cell.mean is None]
+def _average(pivot: Pivot, rows: Sequence[Key], column: Key) -> Average:
+    cells = {row: pivot.cells[row, column] for row in rows}
+    lacking = [row for row, cell in cells.items() if cell.mean is None]
+    if lacking or not cells:
         more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
-        return Average(None, reason=f"no average without {lacking[0]}{more}")
+        what = f"{pivot.column_name(column)} on {pivot.row_name(lacking[0])}" if lacking else "a row"
+        return Average(None, reason=f"no average without {what}{more}")
     by_seed: dict[object, list[float]] = {}
-    for run in (run for cell in named.values() for run in cell.runs):
-        assert run.value is not None  # a cell that lacks one has no mean
-        by_seed.setdefault(run.seed, []).append(run.value)
-    own = [sum(values) / len(values) for values in by_seed.values()]
-    return Average(value, sample_std(own))
+    for one in (one for cell in cells.values() for one in cell.runs):
+        assert one.value is not None  # a cell that lacks one has no mean
+        by_seed.setdefault(one.run.axes["seed"], []).append(one.value)
+    value = mean({pivot.row_name(row): cell.mean for row, cell in cells.items()})
+    return Average(value, sample_std([sum(values) / len(values) for values in by_seed.values()]))
+
+
+def _median_spread(pivot: Pivot, rows: Sequence[Key], column: Key) -> Average:
+    spreads = [pivot.cells[row, column].std for row in rows]
+    known = [std for std in spreads if std is not None]
+    return (
+        Average(median(known)) if len(known) == len(spreads) else Average(None, reason="no median without every task")
+    )
+
+
+def ranked_printed(values: Mapping[Key, float | None], measure: Measure) -> tuple[set[Key], set[Key]]:
+    """What prints the best value, and what prints the second best one where a single one is the best.
+
+    Both are empty where there is nothing to choose from.
+    """
+    shown = {key: round(value, measure.decimals) for key, value in values.items() if value is not None}
+    if len(shown) < 2 or not measure.ranked:
+        return set(), set()
+    places = sorted(set(shown.values()), reverse=not measure.lower_is_better)
+    best, second = ({key for key, value in shown.items() if value == place} for place in (places[0], places[:2][-1]))
+    return best, second if len(best) == 1 else set()

@@ -10,19 +10,20 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from frozencore.tune.run.record import TunedRecord
+from frozencore_lab.campaign.results import FinalRun
 from frozencore_lab.campaign.spec import column_key
-from frozencore_lab.reports.sheets.sheet import Sheet, SheetCell, label, many, number, signed
+from frozencore_lab.reports.labels import many
+from frozencore_lab.reports.sheet import Sheet, SheetCell, interval, label, missing, number, signed
 from frozencore_lab.reports.statistics.over_items import (
     NUM_ITEM_RESAMPLES,
     Gains,
     hierarchical_means,
-    interval,
     item_means,
+    percentiles,
 )
-from frozencore_lab.reports.tables.averages import over_rows
 from frozencore_lab.reports.tables.comparison import Comparison
-from frozencore_lab.reports.tables.measures import ACCURACY
-from frozencore_lab.reports.tables.pivot import Key, Pivot, PivotCell
+from frozencore_lab.reports.tables.pivot import ACCURACY, Key, Pivot, PivotCell
 from frozencore_lab.reports.tables.significance import p_cell
 
 
@@ -47,12 +48,11 @@ def item_gains(pivot: Pivot) -> tuple[ItemGains | None, str]:
 
     The table shows accuracy, its rows are tasks, and its study names a reference column.
     """
-    columns = {column_key(column): column for column in pivot.columns}
-    reference = columns.get(str(pivot.study.study.report.reference))
-    if pivot.measure is not ACCURACY or reference is None or not over_rows(pivot) or pivot.row_axes != ("task",):
+    reference = pivot.reference
+    if pivot.measure is not ACCURACY or reference is None or pivot.row_axes != ("task",):
         return None, ""
-    runs = [run for cell in pivot.cells.values() for run in cell.runs if run.status == "done"]
-    silent = sum(run.correct is None for run in runs)
+    runs = [one.run for cell in pivot.cells.values() for one in cell.runs if one.status == "done"]
+    silent = sum(_answers(run) is None for run in runs)
     if runs and silent == len(runs):
         return None, f"No interval over items: none of the {silent} records says which rows its run got right."
     others = [column for column in pivot.columns if column != reference]
@@ -73,21 +73,32 @@ def item_gains(pivot: Pivot) -> tuple[ItemGains | None, str]:
 
 def _gain(reference: PivotCell, other: PivotCell) -> NDArray[np.int8] | None:
     """(seeds, items): the reference's answers less the other's; None unless both have all seeds on the same rows."""
-    theirs = {run.seed: run for run in other.runs}
-    pairs = [(run, theirs.get(run.seed)) for run in reference.runs]
-    gains = []
-    for own, run in pairs:
-        if run is None or own.correct is None or run.correct is None or len(own.correct) != len(run.correct):
+    theirs = {one.run.axes["seed"]: one.run for one in other.runs}
+    gains, rows = [], set()
+    for own in (one.run for one in reference.runs):
+        run = theirs.get(own.axes["seed"])
+        answers = _answers(own), _answers(run) if run is not None else None
+        if run is None or answers[0] is None or answers[1] is None or _rows(own) != _rows(run):
             return None
-        if own.hashes.get("evaluation") != run.hashes.get("evaluation"):
+        if len(answers[0]) != len(answers[1]):
             return None
-        gains.append(_answers(own.correct) - _answers(run.correct))
-    same_rows = len({len(gain) for gain in gains}) == 1 and len({run.hashes.get("evaluation") for run, _ in pairs}) == 1
-    return np.stack(gains) if same_rows else None
+        gains.append(answers[0] - answers[1])
+        rows.add((_rows(own), len(answers[0])))
+    return np.stack(gains) if len(rows) == 1 else None
 
 
-def _answers(correct: str) -> NDArray[np.int8]:
-    return np.frombuffer(correct.encode(), dtype=np.int8) - ord("0")
+def _answers(run: FinalRun) -> NDArray[np.int8] | None:
+    """1 for each scored row that the run got right, else 0; None where its record does not say."""
+    score = run.record.score if isinstance(run.record, TunedRecord) else None
+    if score is None or score.correct is None:
+        return None
+    return np.frombuffer(score.correct.encode(), dtype=np.int8) - ord("0")
+
+
+def _rows(run: FinalRun) -> str | None:
+    """The hash of the rows that the run was scored on."""
+    hashes = run.record.hashes if run.record is not None else None
+    return hashes.evaluation if hashes is not None else None
 
 
 def item_sheet(pivot: Pivot, gains: ItemGains, comparison: Comparison | None, name: str) -> Sheet:
@@ -97,65 +108,51 @@ def item_sheet(pivot: Pivot, gains: ItemGains, comparison: Comparison | None, na
         comparison: Of the same table over its tasks, where there is one.
     """
     by_task = list(gains.by_task.values())
-    scale, decimals = pivot.measure.scale, pivot.measure.decimals + 1
+    scale, decimals, several = pivot.measure.scale, pivot.measure.decimals + 1, len(by_task) > 1
     means = scale * np.mean([gain.mean(axis=(0, 1)) for gain in by_task], axis=0)
-    columns = {"mean Δ": [signed(float(mean), decimals) for mean in means]}
-    drawn = []
-    if comparison:
-        pairs = {pair.other: pair for pair in comparison.pairs}
-        found = [pairs.get(column_key(column)) for column in gains.others]
-        unknown = SheetCell("n/a")
-        columns["over tasks"] = [_interval(pair.interval, decimals) if pair else unknown for pair in found]
-        columns["Wilcoxon p"] = [p_cell(pair.wilcoxon_p) if pair else unknown for pair in found]
-        drawn.append("of tasks")
-    columns["over items"] = [_interval(ends, decimals) for ends in interval(scale * item_means(by_task))]
-    drawn.append("of items within the tasks" if len(by_task) > 1 else "of items")
-    if len(by_task) > 1:
-        ends_of_all = interval(scale * hierarchical_means(by_task))
-        columns["over tasks, seeds and items"] = [_interval(ends, decimals) for ends in ends_of_all]
-        drawn.append("of tasks, of each one's seeds and of each one's items")
-    shown = pivot.column_name(gains.reference)
-    num_items, num_seeds = sum(gain.shape[1] for gain in by_task), by_task[0].shape[0]
-    left_out = ", ".join(map(pivot.column_name, gains.left_out))
-    return Sheet(
-        name,
-        f"{pivot.title}: how sure the differences are",
+    over_items = percentiles(scale * item_means(by_task))
+    over_all = percentiles(scale * hierarchical_means(by_task)) if several else []
+    pairs = {pair.other: pair for pair in comparison.pairs} if comparison else {}
+    lines = []
+    for i, column in enumerate(gains.others):
+        line = {"column": label(pivot.column_name(column)), "mean Δ": signed(float(means[i]), decimals)}
+        if comparison:
+            pair = pairs.get(column_key(column))
+            line["over tasks"] = interval(*pair.interval, decimals) if pair else missing()
+            line["Wilcoxon p"] = p_cell(pair.wilcoxon_p) if pair else missing()
+        line["over items"] = interval(*over_items[i], decimals)
+        if several:
+            line["over tasks, seeds and items"] = interval(*over_all[i], decimals)
+        lines.append(line)
+    drawn = ["of tasks"] if comparison else []
+    drawn += (
+        ["of items within the tasks", "of tasks, of each one's seeds and of each one's items"]
+        if several
+        else ["of items"]
+    )
+    shown, num_seeds = pivot.column_name(gains.reference), by_task[0].shape[0]
+    num_items, left_out = sum(gain.shape[1] for gain in by_task), ", ".join(map(pivot.column_name, gains.left_out))
+    note = (
         f"{shown} less each other column, paired on {num_items:,} scored items of {many(len(by_task), 'task')} under "
         f"{many(num_seeds, 'seed')}; Δ > 0 is {shown}'s. 95 % intervals by {NUM_ITEM_RESAMPLES:,} draws: "
-        f"{'; '.join(drawn)}." + (f" Left out, as their records lack answers: {left_out}." if left_out else ""),
-        ("column", *columns),
-        tuple(
-            (label(pivot.column_name(column)), *cells)
-            for column, *cells in zip(gains.others, *columns.values(), strict=True)
-        ),
+        f"{'; '.join(drawn)}." + (f" Left out, as their records lack answers: {left_out}." if left_out else "")
     )
+    return Sheet.of(name, f"{pivot.title}: how sure the differences are", note, lines)
 
 
 def items_by_task_sheet(pivot: Pivot, gains: ItemGains, name: str) -> Sheet:
     """The difference on each task with its interval over the task's items."""
-    scale, decimals = pivot.measure.scale, pivot.measure.decimals
-    rows = []
+    scale, decimals, lines = pivot.measure.scale, pivot.measure.decimals, []
     for row, gain in gains.by_task.items():
-        means = scale * gain.mean(axis=(0, 1))
-        intervals = interval(scale * item_means([gain]))
-        cells = [
-            SheetCell(
-                f"{signed(float(mean), decimals).text} [{low:+.{decimals}f}, {high:+.{decimals}f}]", value=float(mean)
-            )
-            for mean, (low, high) in zip(means, intervals, strict=True)
-        ]
-        rows.append((label(pivot.row_name(row)), *cells, number(gain.shape[1], 0)))
-    shown = pivot.column_name(gains.reference)
-    return Sheet(
-        name,
-        f"{pivot.title}: differences by task",
-        f"{shown} less each other column, with the 95 % interval over the task's items, of the mean over seeds. Of "
-        f"{len(rows) * len(gains.others)} intervals some miss by chance: they are not adjusted.",
-        ("task", *map(pivot.column_name, gains.others), "items"),
-        tuple(rows),
+        line = {"task": label(pivot.row_name(row))}
+        ends = percentiles(scale * item_means([gain]))
+        for column, mean, (low, high) in zip(gains.others, scale * gain.mean(axis=(0, 1)), ends, strict=True):
+            text = f"{signed(float(mean), decimals).text} [{low:+.{decimals}f}, {high:+.{decimals}f}]"
+            line[pivot.column_name(column)] = SheetCell(text, value=float(mean))
+        lines.append(line | {"items": number(gain.shape[1], 0)})
+    note = (
+        f"{pivot.column_name(gains.reference)} less each other column, with the 95 % interval over the task's items, "
+        f"of the mean over seeds. Of {len(lines) * len(gains.others)} intervals some miss by chance: they are not "
+        "adjusted."
     )
-
-
-def _interval(ends: tuple[float, float], decimals: int) -> SheetCell:
-    low, high = ends
-    return SheetCell(f"{low:+.{decimals}f} to {high:+.{decimals}f}", value=low)
+    return Sheet.of(name, f"{pivot.title}: differences by task", note, lines)

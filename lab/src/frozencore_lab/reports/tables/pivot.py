@@ -4,19 +4,65 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
-from frozencore.tune.run.record import Failure, RunRecord, TunedRecord
 from frozencore_lab.campaign.plan import Axes
 from frozencore_lab.campaign.results import FinalRun, StudyResults
+from frozencore_lab.campaign.spec import Report, column_key
 from frozencore_lab.campaign.study_options import Value
-from frozencore_lab.reports.labels import column_name, full_name, slug
-from frozencore_lab.reports.sheets.sheet import SeedValue, Status
-from frozencore_lab.reports.statistics.over_tasks import mean, sample_std
-from frozencore_lab.reports.tables.measures import Measure
+from frozencore_lab.reports.labels import column_name, slug, titled
+from frozencore_lab.reports.render import csv_lines
+from frozencore_lab.reports.sheet import SeedValue, Status
+from frozencore_lab.reports.statistics.over_tasks import sample_std
 
 Key = tuple[Value, ...]
+
+
+@dataclass(frozen=True)
+class Measure:
+    """What a table shows.
+
+    Attributes:
+        key: The name of the value in a record; ``scale`` times the value is shown.
+        before: The name of the untouched model's value in a record.
+        ranked: Whether one value is better than another.
+        diverged: What a run that diverged counts as where a study counts it.
+        suffix: The end of the names of its files.
+    """
+
+    key: str
+    title: str
+    decimals: int
+    scale: float = 1.0
+    lower_is_better: bool = False
+    before: str | None = None
+    ranked: bool = True
+    diverged: float | None = None
+    suffix: str = ""
+
+    @property
+    def better(self) -> str:
+        return "lower" if self.lower_is_better else "higher"
+
+
+LOSS_TITLE, FORGOTTEN_TITLE = "held-out loss, nats per token", "rise of the loss on other tasks' texts, nats per token"
+COSINE_TITLE = "mean principal-angle cosine of {} to the reference"
+ACCURACY = Measure("accuracy", "accuracy, %", 1, scale=100.0, before="accuracy_before", diverged=0.0)
+LOSS = Measure("held_out_loss", LOSS_TITLE, 3, lower_is_better=True, before="held_out_loss_before", suffix="-loss")
+FORGOTTEN = Measure("forgotten", FORGOTTEN_TITLE, 3, lower_is_better=True, suffix="-forgotten")
+COSINES = (
+    Measure("cosine_P", COSINE_TITLE.format("P"), 3, ranked=False, suffix="-cos-p"),
+    Measure("cosine_Q", COSINE_TITLE.format("Q"), 3, ranked=False, suffix="-cos-q"),
+)
+
+
+def measures_of(results: StudyResults) -> tuple[Measure, ...]:
+    """What the tables of a study show: what any record has; before there are records, what its kind is for."""
+    records = [run.record for run in results.runs if run.record is not None]
+    if not records:
+        return (ACCURACY, LOSS) if results.study.kind.trains else COSINES
+    return tuple(one for one in (ACCURACY, LOSS, FORGOTTEN, *COSINES) if any(record.has(one.key) for record in records))
 
 
 @dataclass(frozen=True)
@@ -26,14 +72,17 @@ class PivotCell:
     runs: tuple[SeedValue, ...]
 
     @property
+    def known(self) -> list[float]:
+        return [run.value for run in self.runs if run.value is not None]
+
+    @property
     def mean(self) -> float | None:
-        values = [run.value for run in self.runs]
-        known = [value for value in values if value is not None]
-        return math.fsum(known) / len(known) if known and len(known) == len(values) else None
+        known = self.known
+        return math.fsum(known) / len(known) if known and len(known) == len(self.runs) else None
 
     @property
     def std(self) -> float | None:
-        return None if self.mean is None else sample_std([run.value for run in self.runs if run.value is not None])
+        return None if self.mean is None else sample_std(self.known)
 
     @property
     def status(self) -> Status:
@@ -41,10 +90,6 @@ class PivotCell:
         found = {run.status for run in self.runs}
         order: tuple[Status, ...] = ("diverged", "failed", "absent", "missing")
         return next((status for status in order if status in found), "done" if self.runs else "missing")
-
-    @property
-    def num_done(self) -> int:
-        return sum(run.value is not None for run in self.runs)
 
 
 @dataclass(frozen=True)
@@ -59,34 +104,53 @@ class Pivot:
     study: StudyResults
     measure: Measure
     group: Axes
+    row_axes: tuple[str, ...]
+    column_axes: tuple[str, ...]
     rows: tuple[Key, ...]
     columns: tuple[Key, ...]
     cells: Mapping[tuple[Key, Key], PivotCell]
     before: Mapping[Key, float]
 
     @property
-    def row_axes(self) -> tuple[str, ...]:
-        return self.study.study.report.rows
-
-    @property
-    def column_axes(self) -> tuple[str, ...]:
-        return self.study.study.report.columns
+    def report(self) -> Report:
+        return self.study.study.report
 
     @property
     def title(self) -> str:
-        names = [self.study.study.title, *(full_name(axis, value) for axis, value in self.group.items())]
-        return ", ".join(names)
+        return titled(self.study.study.title, self.group)
 
     @property
     def name(self) -> str:
-        """Of its files, without an ending and without the measure's."""
+        """The name of its files, without an ending and without the measure's suffix."""
         return f"{self.study.name}{slug(self.group)}"
+
+    @property
+    def reference(self) -> Key | None:
+        """The column that the study names as its reference."""
+        return next((column for column in self.columns if column_key(column) == self.report.reference), None)
+
+    @property
+    def upright(self) -> Pivot:
+        """The table with what is compared as its columns: itself, or turned where its columns are the tasks."""
+        if "task" not in self.column_axes:
+            return self
+        return replace(
+            self, row_axes=self.column_axes, column_axes=self.row_axes, rows=self.columns, columns=self.rows,
+            cells={(column, row): cell for (row, column), cell in self.cells.items()},
+        )  # fmt: skip
 
     def row_name(self, row: Key) -> str:
         return column_name(self.row_axes, row)
 
     def column_name(self, column: Key) -> str:
         return column_name(self.column_axes, column)
+
+    def row_means(self, row: Key) -> dict[Key, float | None]:
+        return {column: self.cells[row, column].mean for column in self.columns}
+
+    def holds(self, run: FinalRun) -> bool:
+        """Whether a run of the study belongs to this table."""
+        return all(run.axes[axis] == value for axis, value in self.group.items())
 
 
 def pivots(results: StudyResults, measure: Measure) -> list[Pivot]:
@@ -95,73 +159,28 @@ def pivots(results: StudyResults, measure: Measure) -> list[Pivot]:
     Tasks whose records lack the measure, as plain text lacks accuracy, are left out.
     """
     report = results.study.report
-    left_out = _tasks_without(results, measure)
-    axes = {
-        axis: tuple(value for value in values if axis != "task" or value not in left_out)
-        for axis, values in results.study.axes.items()
-    }
+    axes = {**results.study.axes}
+    axes["task"] = tuple(task for task in axes["task"] if task not in _tasks_without(results, measure))
+    rows, columns = (tuple(product(*(axes[axis] for axis in side))) for side in (report.rows, report.columns))
     further = [axis for axis in axes if axis not in ("seed", *report.rows, *report.columns)]
     found = []
     for values in product(*(axes[axis] for axis in further)):
         group = dict(zip(further, values, strict=True))
-        members = [run for run in results.runs if all(run.axes[axis] == value for axis, value in group.items())]
         shown = {axis: value for axis, value in group.items() if len(axes[axis]) > 1}
-        rows, columns = (tuple(product(*(axes[axis] for axis in side))) for side in (report.rows, report.columns))
-        found.append(_pivot(results, measure, shown, rows, columns, members))
+        cells: dict[tuple[Key, Key], list[SeedValue]] = {(row, column): [] for row in rows for column in columns}
+        before: dict[Key, set[float]] = {row: set() for row in rows}
+        for run in results.runs:
+            row, column = (tuple(run.axes[axis] for axis in side) for side in (report.rows, report.columns))
+            if any(run.axes[axis] != value for axis, value in group.items()) or (row, column) not in cells:
+                continue
+            cells[row, column].append(_seed_value(run, measure, zero=report.diverged_as_zero))
+            start = getattr(run.record, measure.before, None) if measure.before else None
+            if start is not None:
+                before[row].add(round(measure.scale * start, 9))
+        agreed = {row: values.pop() for row, values in before.items() if len(values) == 1}
+        whole = {key: PivotCell(tuple(values)) for key, values in cells.items()}
+        found.append(Pivot(results, measure, shown, report.rows, report.columns, rows, columns, whole, agreed))
     return found
-
-
-def _pivot(
-    results: StudyResults,
-    measure: Measure,
-    group: Axes,
-    rows: tuple[Key, ...],
-    columns: tuple[Key, ...],
-    members: list[FinalRun],
-) -> Pivot:
-    report = results.study.report
-    runs: dict[tuple[Key, Key], list[SeedValue]] = {(row, column): [] for row in rows for column in columns}
-    before: dict[Key, set[float]] = {row: set() for row in rows}
-    for run in members:
-        row, column = (tuple(run.axes[axis] for axis in side) for side in (report.rows, report.columns))
-        if (row, column) not in runs:
-            continue
-        runs[row, column].append(_seed_value(run, measure, zero=report.diverged_as_zero))
-        start = getattr(run.record, measure.before, None) if measure.before else None
-        if start is not None:
-            before[row].add(round(measure.scale * start, 9))
-    return Pivot(
-        results,
-        measure,
-        group,
-        rows,
-        columns,
-        {key: PivotCell(tuple(values)) for key, values in runs.items()},
-        {row: next(iter(values)) for row, values in before.items() if len(values) == 1},
-    )
-
-
-def _seed_value(run: FinalRun, measure: Measure, *, zero: bool) -> SeedValue:
-    value, status, message = _reading(run.record, run.failure, measure)
-    if status == "diverged" and zero:
-        value = measure.diverged
-    hashes = run.record.hashes.content() if run.record is not None and run.record.hashes is not None else {}
-    score = run.record.score if isinstance(run.record, TunedRecord) else None
-    correct = score.correct if score is not None else None
-    return SeedValue(run.axes["seed"], run.run_id, value, status, message, hashes, correct)
-
-
-def _reading(record: RunRecord | None, failure: Failure | None, measure: Measure) -> tuple[float | None, Status, str]:
-    if record is None:
-        if failure is None:
-            return None, "missing", "not run"
-        return None, "diverged" if failure.reason == "diverged" else "failed", f"{failure.reason}: {failure.message}"
-    if not record.has(measure.key):
-        return None, "absent", f"the record has no {measure.key}"
-    value: float | None = getattr(record, measure.key)
-    if value is None:
-        return None, "diverged", f"{measure.key} is not finite"
-    return measure.scale * value, "done", ""
 
 
 def _tasks_without(results: StudyResults, measure: Measure) -> set[Value]:
@@ -170,10 +189,40 @@ def _tasks_without(results: StudyResults, measure: Measure) -> set[Value]:
     return lacking - having if having else set()
 
 
-def mean_of(named: Mapping[str, PivotCell]) -> float:
-    """Mean of the unrounded means of named cells.
+def _seed_value(run: FinalRun, measure: Measure, *, zero: bool) -> SeedValue:
+    """What a run has of a measure.
 
-    Raises:
-        DataError: One has no mean; the line names it.
+    Args:
+        zero: Count a run that diverged as the measure says.
     """
-    return mean({name: cell.mean for name, cell in named.items()})
+    diverged = measure.diverged if zero else None
+    if run.failure is not None:
+        message = f"{run.failure.reason}: {run.failure.message}"
+        if run.failure.reason == "diverged":
+            return SeedValue(run, diverged, "diverged", message)
+        return SeedValue(run, None, "failed", message)
+    if run.record is None:
+        return SeedValue(run, None, "missing", "not run")
+    if not run.record.has(measure.key):
+        return SeedValue(run, None, "absent", f"the record has no {measure.key}")
+    value: float | None = getattr(run.record, measure.key)
+    if value is None:
+        return SeedValue(run, diverged, "diverged", f"{measure.key} is not finite")
+    return SeedValue(run, measure.scale * value, "done")
+
+
+def means_csv(pivot: Pivot) -> str:
+    """Unrounded means as ``campaign report --table`` reads them: the row, then each column by its own name."""
+    head = ["/".join(pivot.row_axes), *map(column_key, pivot.columns)]
+    return csv_lines([head, *([column_key(row), *pivot.row_means(row).values()] for row in pivot.rows)])
+
+
+def runs_csv(pivot: Pivot) -> str:
+    """Every run of a table on a line of its own."""
+    head = [*pivot.row_axes, *pivot.column_axes, "seed", pivot.measure.key, "status", "run", "message"]
+    lines = [
+        [*row, *column, one.run.axes["seed"], one.value, one.status, one.run.run_id, one.message]
+        for (row, column), cell in pivot.cells.items()
+        for one in cell.runs
+    ]
+    return csv_lines([head, *(["/".join(map(str, x)) if isinstance(x, tuple) else x for x in line] for line in lines)])

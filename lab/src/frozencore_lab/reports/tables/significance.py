@@ -10,16 +10,11 @@ from rich.console import Group
 from frozencore.errors import DataError
 from frozencore.tune.methods import method_name
 from frozencore_lab.campaign.spec import column_key
-from frozencore_lab.reports.sheets.render import rich_table
-from frozencore_lab.reports.sheets.sheet import Sheet, SheetCell, label, number
+from frozencore_lab.reports.render import rich_table
+from frozencore_lab.reports.sheet import Sheet, SheetCell, interval, label, missing, number
 from frozencore_lab.reports.statistics.over_tasks import REAL_COVERAGE
-from frozencore_lab.reports.tables.comparison import Comparison, TaskTable, analyse
+from frozencore_lab.reports.tables.comparison import Comparison, Pair, TaskTable, analyse
 from frozencore_lab.reports.tables.pivot import Pivot
-
-HEADINGS = (
-    "column", "mean Δ", "95 % interval", "wins", "ties", "losses",
-    "Wilcoxon p", "Holm", "t-test p", "Holm (t)", "mean", "mean rank",
-)  # fmt: skip
 
 
 def compare(pivot: Pivot) -> tuple[Comparison | None, str]:
@@ -27,27 +22,31 @@ def compare(pivot: Pivot) -> tuple[Comparison | None, str]:
 
     None where the study names no reference, or the table's rows are not tasks, each once: the task is what is counted.
     """
-    reference = pivot.study.study.report.reference
+    reference = pivot.report.reference
     if reference is None or "task" not in pivot.row_axes or len(pivot.rows) < 2 or not pivot.measure.ranked:
         return None, ""
-    tasks = [row[pivot.row_axes.index("task")] for row in pivot.rows]
-    if len(set(tasks)) < len(tasks):
+    if len({row[pivot.row_axes.index("task")] for row in pivot.rows}) < len(pivot.rows):
         return None, "No comparison: a task has several rows, which are no independent ones."
+    rows, shown = {row: pivot.row_name(row) for row in pivot.rows}, names_of(pivot)
     means = {
-        column_key(column): {pivot.row_name(row): pivot.cells[row, column].mean for row in pivot.rows}
+        column_key(column): {name: pivot.cells[row, column].mean for row, name in rows.items()}
         for column in pivot.columns
     }
-    shown = {column_key(column): pivot.column_name(column) for column in pivot.columns}
     lacking = [name for name, cells in means.items() if None in cells.values()]
     if reference in lacking:
         return None, f"No comparison: {shown[reference]} lacks runs."
     whole = {name: cells for name, cells in means.items() if name not in lacking}
     note = f"Left out, as runs are missing: {', '.join(shown[name] for name in lacking)}." if lacking else ""
     try:
-        table = TaskTable(tuple(map(pivot.row_name, pivot.rows)), whole)
+        table = TaskTable(tuple(rows.values()), whole)
         return analyse(table, reference, lower_is_better=pivot.measure.lower_is_better), note
     except DataError as error:
         return None, f"No comparison: {error} {note}".rstrip()
+
+
+def names_of(pivot: Pivot) -> dict[str, str]:
+    """How the columns of a table are shown, by their names in a comparison."""
+    return {column_key(column): pivot.column_name(column) for column in pivot.columns}
 
 
 def comparison_sheet(
@@ -67,65 +66,60 @@ def comparison_sheet(
         names: How columns are shown; by default as the methods that they are.
     """
     names = names or {column: method_name(column) for column in comparison.means}
-    reference = names[comparison.reference]
-    own = comparison.means[comparison.reference], comparison.mean_ranks[comparison.reference]
-    first = (label(reference), *[SheetCell("")] * 9, number(own[0], decimals), number(own[1], 2))
-    rows = []
-    for pair in comparison.pairs:
-        low, high = pair.interval
-        rows.append((
-            label(names[pair.other]),
-            SheetCell(f"{pair.mean_difference:+.{decimals}f}", value=pair.mean_difference),
-            SheetCell(f"{low:+.{decimals}f} to {high:+.{decimals}f}", value=low),
-            number(pair.wins, 0), number(pair.ties, 0), number(pair.losses, 0),
-            p_cell(pair.wilcoxon_p), p_cell(pair.wilcoxon_holm), p_cell(pair.t_p), p_cell(pair.t_holm),
-            number(comparison.means[pair.other], decimals), number(comparison.mean_ranks[pair.other], 2),
-        ))  # fmt: skip
+    pairs = {pair.other: pair for pair in comparison.pairs}
+    lines = [
+        {
+            "column": label(names[column]),
+            **_tests(pairs.get(column), decimals),
+            "mean": number(comparison.means[column], decimals),
+            "mean rank": number(comparison.mean_ranks[column], 2),
+        }
+        for column in (comparison.reference, *pairs)
+    ]
+    reference, num_tasks = names[comparison.reference], len(comparison.tasks)
     how = "exact" if all(pair.exact for pair in comparison.pairs) else "normal approximation beyond 100 tasks"
-    better = "lower" if comparison.lower_is_better else "higher"
+    better, real = "lower" if comparison.lower_is_better else "higher", REAL_COVERAGE.get(num_tasks)
+    narrow = f", which is too narrow: of {num_tasks} normal differences it holds the mean in {real:.0%}" if real else ""
     explained = (
-        f"{reference} against each other column over {len(comparison.tasks)} tasks, {better} is better; Δ > 0 and wins "
+        f"{reference} against each other column over {num_tasks} tasks, {better} is better; Δ > 0 and wins "
         f"are {reference}'s. Two-sided Wilcoxon signed-rank ({how}) and paired t, unadjusted and Holm-adjusted over "
-        f"{len(comparison.pairs)}; interval by bootstrap over tasks{_too_narrow(len(comparison.tasks))}."
+        f"{len(comparison.pairs)}; interval by bootstrap over tasks{narrow}."
     )
-    return Sheet(
-        name, title or f"{reference} against the others", " ".join(filter(None, (explained, note))), HEADINGS,
-        (first, *rows),
-    )  # fmt: skip
+    return Sheet.of(name, title or f"{reference} against the others", " ".join(filter(None, (explained, note))), lines)
 
 
-def _too_narrow(num_tasks: int) -> str:
-    real = REAL_COVERAGE.get(num_tasks)
-    return (
-        ""
-        if real is None
-        else f", which is too narrow: of {num_tasks} normal differences it holds the mean in {real:.0%}"
-    )
+def _tests(pair: Pair | None, decimals: int) -> dict[str, SheetCell]:
+    """The statistics of a pair by their headings; empty cells for the reference itself."""
+    headings = ("mean Δ", "95 % interval", "wins", "ties", "losses", "Wilcoxon p", "Holm", "t-test p", "Holm (t)")
+    if pair is None:
+        return dict.fromkeys(headings, SheetCell(""))
+    difference = SheetCell(f"{pair.mean_difference:+.{decimals}f}", value=pair.mean_difference)
+    counts = (number(count, 0) for count in (pair.wins, pair.ties, pair.losses))
+    tests = map(p_cell, (pair.wilcoxon_p, pair.wilcoxon_holm, pair.t_p, pair.t_holm))
+    return dict(zip(headings, (difference, interval(*pair.interval, decimals), *counts, *tests), strict=True))
 
 
 def family_sheet(comparison: Comparison, *, name: str = "families", decimals: int = 2) -> Sheet | None:
     """Means of the paper's task families, where a table has one whole."""
-    families = list(comparison.family_means[comparison.reference])
-    if not families:
+    if not comparison.family_means[comparison.reference]:
         return None
-    rows = tuple(
-        (label(method_name(column)), *(number(means[family], decimals) for family in families))
+    lines = (
+        {"column": label(method_name(column)), **{family: number(mean, decimals) for family, mean in means.items()}}
         for column, means in comparison.family_means.items()
     )
-    return Sheet(name, "Means of the task families", "", ("column", *families), rows)
+    return Sheet.of(name, "Means of the task families", "", lines)
 
 
 def comparison_view(comparison: Comparison) -> Group:
     """A comparison on a screen of 80 columns: the tests, then means, ranks and intervals, then task families."""
     decimals = 2 if max(map(abs, comparison.means.values())) >= 10 else 4  # per cent, or shares and nats
     whole = comparison_sheet(comparison, decimals=decimals)
-    counts = [SheetCell("") for _ in whole.rows[:1]]
-    counts += [SheetCell(f"{pair.wins}/{pair.ties}/{pair.losses}") for pair in comparison.pairs]
+    counts = [SheetCell("/".join(cell.text for cell in line[3:6] if cell.text)) for line in whole.rows]
     tests = tuple((*line[:2], count, *line[6:10]) for line, count in zip(whole.rows, counts, strict=True))
     means = tuple((line[0], *line[10:], line[2]) for line in whole.rows)
     sheets = [
-        replace(whole, headings=("column", "mean Δ", "w/t/l", *HEADINGS[6:10]), rows=tests),
-        Sheet("means", "Means over the tasks", "", ("column", *HEADINGS[10:], "95 % interval of Δ"), means),
+        replace(whole, headings=(*whole.headings[:2], "w/t/l", *whole.headings[6:10]), rows=tests),
+        Sheet("means", "Means over the tasks", "", ("column", *whole.headings[10:], "95 % interval of Δ"), means),
         family_sheet(comparison, decimals=decimals),
     ]
     return Group(*(rich_table(sheet) for sheet in sheets if sheet is not None))
@@ -134,5 +128,5 @@ def comparison_view(comparison: Comparison) -> Group:
 def p_cell(value: float | None) -> SheetCell:
     """A p-value as the paper prints it: ``.0137``."""
     if value is None:
-        return SheetCell("n/a", hint="the differences have no spread", is_undefined=True)
+        return missing("the differences have no spread", is_undefined=True)
     return SheetCell("< .0001" if value < 1e-4 else f"{value:.4f}".removeprefix("0"), value=value)

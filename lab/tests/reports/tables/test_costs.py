@@ -6,9 +6,8 @@ import math
 
 import pytest
 
-from frozencore_lab.reports.study import study_section
-from frozencore_lab.reports.tables.resource_sheets import memory_sheet, state_sheet, time_sheet
-from frozencore_lab.reports.tables.resources import Cost, ahead, study_costs
+from frozencore_lab.reports.campaign import study_section
+from frozencore_lab.reports.tables.costs import Phases, memory_sheet, state_sheet, study_costs, time_sheet
 
 PAPER = {  # initialisation s, step s, peak GB, trained values
     "fcca": (35, 0.81, 6.92, 36_864),
@@ -45,27 +44,27 @@ def paper(study, make_record):
     return study(PROFILE, record)
 
 
-def cost(initialisation_s: float, step_s: float | None) -> Cost:
-    return Cost("x", 1, 1, {"core": 1}, 12, 4, None, 1000, initialisation_s, step_s, 262, 0)
+def cost(initialisation_s: float, step_s: float | None) -> Phases:
+    return Phases(initialisation_s, step_s, 262)
 
 
 def test_break_even_is_at_the_papers_70_and_318_steps():
     fcca = cost(35, 0.81)
-    assert ahead(fcca, cost(0, 1.31)) == (pytest.approx(70), math.inf)
-    assert ahead(fcca, cost(0, 0.92)) == (pytest.approx(318, abs=0.5), math.inf)
+    assert fcca.ahead(cost(0, 1.31)) == (pytest.approx(70), math.inf)
+    assert fcca.ahead(cost(0, 0.92)) == (pytest.approx(318, abs=0.5), math.inf)
 
 
 def test_break_even_knows_always_never_and_up_to():
-    assert ahead(cost(35, 0.81), cost(41, 1.76)) == (0.0, math.inf)
-    assert ahead(cost(35, 0.81), cost(0, 0.5)) == (math.inf, math.inf)
-    assert ahead(cost(35, 0.81), cost(35, 0.81)) == (math.inf, math.inf)
-    assert ahead(cost(0, 1.0), cost(50, 0.5)) == (0.0, 100.0)
-    assert ahead(cost(0, None), cost(50, 0.5)) is None
+    assert cost(35, 0.81).ahead(cost(41, 1.76)) == (0.0, math.inf)
+    assert cost(35, 0.81).ahead(cost(0, 0.5)) == (math.inf, math.inf)
+    assert cost(35, 0.81).ahead(cost(35, 0.81)) == (math.inf, math.inf)
+    assert cost(0, 1.0).ahead(cost(50, 0.5)) == (0.0, 100.0)
+    assert cost(0, None).ahead(cost(50, 0.5)) is None
 
 
 def test_the_papers_profile_projects_to_the_papers_totals(paper):
     (costs,) = study_costs(paper)
-    sheet = time_sheet(costs, "profile", "Phase profile", alone=True)
+    sheet = time_sheet(costs, "profile", alone=True)
     shown = {line[0].text: [cell.text for cell in line[1:]] for line in sheet.rows}
     assert shown == {
         "FCCA": ["35.0 s", "0.81 s", "262", "3.5 min", "4.1 min", "14 %", "6.92 GB", "reference"],
@@ -77,7 +76,7 @@ def test_the_papers_profile_projects_to_the_papers_totals(paper):
 
 def test_trained_values_are_told_apart_as_cores_factors_and_magnitudes(paper):
     (costs,) = study_costs(paper)
-    shown = {line[0].text: [cell.text for cell in line[1:]] for line in state_sheet(costs, "s", "t").rows}
+    shown = {line[0].text: [cell.text for cell in line[1:]] for line in state_sheet(costs, "s").rows}
     assert shown["FCCA"][:5] == ["36,864", "110,592", "36,864", "0", "0"]
     assert shown["FCCA"][5:] == ["442.37 kB", "29.64 MB", "147.46 kB", "6.00 GB"]
     assert shown["LoRA"][2:5] == ["0", "7,372,800", "0"]
@@ -88,13 +87,15 @@ def test_doras_magnitudes_are_unknown_without_a_lora_to_subtract(study, make_rec
     alone = study(PROFILE.replace("fcca, lora, dora, pissa", "dora").replace(", reference: fcca", ""), make_record)
     (costs,) = study_costs(alone)
     assert costs.costs[0].kinds == {"factors": None, "magnitudes": None}
-    assert [cell.text for cell in state_sheet(costs, "s", "t").rows[0][3:6]] == ["0", "n/a", "n/a"]
+    assert [cell.text for cell in state_sheet(costs, "s").rows[0][3:6]] == ["0", "n/a", "n/a"]
 
 
 def test_records_without_resources_give_their_mean_step(study, make_record):
     (costs,) = study_costs(study(PROFILE, make_record))
-    assert costs.costs[0].step_s == pytest.approx(0.1)
-    assert costs.costs[0].saved_bytes_without_bases is None
+    sheet = state_sheet(costs, "s")
+    assert costs.costs[0].phases.step_s == pytest.approx(0.1)
+    without_bases = [dict(zip(sheet.headings, line, strict=True))["without bases"] for line in sheet.rows]
+    assert {cell.text for cell in without_bases} == {"n/a"}
 
 
 def test_a_comparison_pools_its_tasks_and_a_profile_keeps_them_apart(study, make_record):
@@ -104,12 +105,12 @@ def test_a_comparison_pools_its_tasks_and_a_profile_keeps_them_apart(study, make
         return make_record(axes, calibration_s=1.0 if axes["task"] == "svamp" else 3.0)
 
     apart = study_costs(study(two, record))
-    assert [(costs.group, costs.costs[0].initialisation_s) for costs in apart] == [
+    assert [(costs.group, costs.costs[0].phases.initialisation_s) for costs in apart] == [
         ({"task": "svamp"}, 1.0),
         ({"task": "gsm8k"}, 3.0),
     ]
     (pooled,) = study_costs(study(two.replace("kind: profile", "kind: tune"), record))
-    assert (pooled.costs[0].initialisation_s, pooled.costs[0].num_runs) == (2.0, 2)
+    assert (pooled.costs[0].phases.initialisation_s, len(pooled.costs[0].records)) == (2.0, 2)
 
 
 def test_a_study_without_a_record_has_no_costs(study):
@@ -128,7 +129,7 @@ def test_what_was_not_measured_is_not_available_and_never_nought(study, make_rec
         return make_record(axes, resources={**resources, **step}, **one)
 
     (costs,) = study_costs(study(PROFILE, record))
-    rows = {line[0].text: line[1:] for line in time_sheet(costs, "t", "t", alone=False).rows}
+    rows = {line[0].text: line[1:] for line in time_sheet(costs, "t", alone=False).rows}
     assert [cell.text for cell in rows["LoRA"]] == ["none", "n/a", "1", "n/a", "n/a", "n/a", "1.50 kB", "n/a"]
     assert (rows["LoRA"][1].hint, rows["LoRA"][-1].hint) == ("not measured", "no step was measured")
     assert rows["LoRA"][1].value is None
@@ -144,7 +145,7 @@ def test_doras_magnitudes_are_those_that_its_own_record_counts(study, make_recor
 
 def test_methods_without_a_phase_before_training_have_none_however_long_they_took_to_attach(study, make_record):
     (costs,) = study_costs(study(PROFILE, lambda axes: make_record(axes, calibration_s=0.4)))
-    shown = {line[0].text: [cell.text for cell in line[1:]] for line in time_sheet(costs, "t", "t", alone=True).rows}
+    shown = {line[0].text: [cell.text for cell in line[1:]] for line in time_sheet(costs, "t", alone=True).rows}
     assert [shown[name][0] for name in ("FCCA", "LoRA", "DoRA", "PiSSA")] == ["0.40 s", "none", "none", "0.40 s"]
     assert (shown["LoRA"][5], shown["LoRA"][3] == shown["LoRA"][4]) == ("n/a", True)
 
@@ -164,20 +165,20 @@ TWO_SEEDS = PROFILE.replace("[fcca, lora, dora, pissa]", "[fcca, lora]").replace
 
 def test_each_phase_shows_the_most_that_a_run_took_beyond_what_was_held(study, make_record):
     (costs,) = study_costs(study(TWO_SEEDS, lambda axes: with_peaks(make_record, axes)))
-    sheet = memory_sheet(costs, "m", "Phase profile")
+    sheet = memory_sheet(costs, "m")
     assert sheet.headings == ("method", "held", "calibration", "training", "scoring", "peak")
     assert [[cell.text for cell in line] for line in sheet.rows] == [
         ["FCCA", "500.00 MB", "42.00 MB", "30.00 MB", "0 B", "542.00 MB"],
         ["LoRA", "500.00 MB", "2.00 MB", "30.00 MB", "0 B", "530.00 MB"],
     ]
-    assert "whole life" not in time_sheet(costs, "t", "t", alone=True).note
+    assert "whole life" not in time_sheet(costs, "t", alone=True).note
 
 
 def test_a_profile_of_records_that_tell_no_phases_apart_has_no_such_table_and_says_so(study, make_record):
     plain = study(TWO_SEEDS, make_record)
     (costs,) = study_costs(plain)
-    assert memory_sheet(costs, "m", "t") is None
-    assert "of a process's whole life" in time_sheet(costs, "t", "t", alone=True).note
+    assert memory_sheet(costs, "m") is None
+    assert "of a process's whole life" in time_sheet(costs, "t", alone=True).note
     assert [table.sheet.name for table in study_section(plain).main] == ["profile", "profile-state", "profile-time"]
     measured = study_section(study(TWO_SEEDS, lambda axes: with_peaks(make_record, axes)))
     assert measured.main[-1].sheet.name == "profile-memory"
@@ -186,4 +187,4 @@ def test_a_profile_of_records_that_tell_no_phases_apart_has_no_such_table_and_sa
         return with_peaks(make_record, axes) if axes["seed"] == 42 else make_record(axes, peak_memory_bytes=6)
 
     (costs,) = study_costs(study(TWO_SEEDS, half))
-    assert memory_sheet(costs, "m", "t") is None
+    assert memory_sheet(costs, "m") is None

@@ -9,9 +9,9 @@ import pytest
 from frozencore_lab.campaign.results import CampaignResults, StudyResults
 from frozencore_lab.campaign.spec import read_campaign
 from frozencore_lab.reports.campaign import campaign_document, setup_section
-from frozencore_lab.reports.sheets.render import latex
+from frozencore_lab.reports.render import latex
 
-CAMPAIGNS = Path(__file__).parents[2] / "campaigns"
+CAMPAIGNS = Path(__file__).parents[3] / "campaigns"
 DATA_SETS = """
 SVAMP & ChilleD/SVAMP & default & greedy exact match & 700 & 300 / 3
 GSM8K & openai/gsm8k & main & greedy exact match & 1500 & 300 / 2
@@ -114,7 +114,7 @@ def test_a_variant_has_a_line_of_its_own_options_and_values(results, make_record
     )
     document = campaign_document(results(yaml, make_record))
     sheet = next(table.sheet for table in document.sections[-1].tables if table.sheet.name == "hyper-parameters")
-    assert column(sheet, "methods") == ["FCCA", "fcca-r4"]
+    assert column(sheet, "methods") == ["FCCA", "FCCA r4"]
     assert column(sheet, "rank") == ["16", "4"]
     assert column(sheet, "calibration") == ["128", "128"]
     assert column(sheet, "further") == ["-", "damping 0.1"]

@@ -6,10 +6,9 @@ import pytest
 from matplotlib import pyplot as plt
 
 from frozencore.cli.figure_style import plain_ticks
-from frozencore_lab.reports.figures.study import study_drawings
-from frozencore_lab.reports.tables.measures import ACCURACY
-from frozencore_lab.reports.tables.pivot import pivots
-from frozencore_lab.reports.tables.tradeoff import counted_values
+from frozencore_lab.reports.figures import study_drawings
+from frozencore_lab.reports.tables.further import counted_values
+from frozencore_lab.reports.tables.pivot import ACCURACY, pivots
 
 BY_RANK = """
   ranks:

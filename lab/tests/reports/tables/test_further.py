@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from frozencore_lab.reports.sheets.render import latex
-from frozencore_lab.reports.study import study_section
-from frozencore_lab.reports.tables.measures import ACCURACY, LOSS
-from frozencore_lab.reports.tables.pivot import pivots
-from frozencore_lab.reports.tables.pivot_csv import runs_csv
+from frozencore_lab.reports.campaign import study_section
+from frozencore_lab.reports.render import latex
+from frozencore_lab.reports.tables.pivot import ACCURACY, LOSS, pivots, runs_csv
 from frozencore_lab.reports.tables.pivot_sheet import pivot_sheet
 
 RATES = """

@@ -5,13 +5,13 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from rich.table import Table
 from rich.text import Text
 
 from frozencore.words import one_line
-from frozencore_lab.reports.sheets.sheet import Line, Sheet, SheetCell
+from frozencore_lab.reports.sheet import Line, Sheet, SheetCell
 
 LATEX = {
     "\\": r"\textbackslash{}", "{": r"\{", "}": r"\}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_",
@@ -27,27 +27,24 @@ MARKDOWN = re.compile(r"([\\`*_|<>\[\]#])")
 
 def markdown(sheet: Sheet) -> str:
     """The title, the note and a pipe table; the best bold, the second best underlined."""
-    aligned = ["---" if i < sheet.num_labels else "---:" for i in range(len(sheet.headings))]
     lines = [
-        [markdown_text(heading) for heading in sheet.headings],
-        aligned,
-        *([_markdown_cell(cell) for cell in line] for line in (*sheet.rows, *sheet.foot)),
+        map(markdown_text, sheet.headings),
+        ("---" if i < sheet.num_labels else "---:" for i in range(len(sheet.headings))),
+        *(map(_markdown_cell, line) for line in (*sheet.rows, *sheet.foot)),
     ]
     head = f"**{markdown_text(sheet.title)}**\n\n" + (f"{markdown_text(sheet.note)}\n\n" if sheet.note else "")
     return head + "".join(f"| {' | '.join(line)} |\n" for line in lines) + _reasons(sheet)
 
 
 def _reasons(sheet: Sheet) -> str:
-    """Why averages are missing, since Markdown has no place to point at."""
+    """Why averages are missing: Markdown has no hints."""
     found = dict.fromkeys(cell.hint for line in sheet.foot for cell in line if cell.value is None and cell.hint)
     return "".join(f"\n- {markdown_text(reason)}" for reason in found) + ("\n" if found else "")
 
 
 def _markdown_cell(cell: SheetCell) -> str:
     text = markdown_text(_joined(cell))
-    if cell.second:
-        return f"<ins>{text}</ins>"
-    return f"**{text}**" if cell.best else text
+    return f"<ins>{text}</ins>" if cell.second else f"**{text}**" if cell.best else text
 
 
 def markdown_text(text: str) -> str:
@@ -61,31 +58,23 @@ def latex(sheet: Sheet) -> str:
     The best is bold, the second best underlined.
     """
     columns = "l" * sheet.num_labels + "r" * (len(sheet.headings) - sheet.num_labels)
-    body = [_latex_line([_latex(heading) for heading in sheet.headings]), r"\midrule"]
-    body += [_latex_line([_latex_cell(cell) for cell in line]) for line in sheet.rows]
-    if sheet.foot:
-        body += [r"\midrule", *(_latex_line([_latex_cell(cell) for cell in line]) for line in sheet.foot)]
+    parts = [[map(_latex, sheet.headings)], [map(_latex_cell, line) for line in sheet.rows]]
+    parts += [[map(_latex_cell, line) for line in sheet.foot]] if sheet.foot else []
+    body = "\n\\midrule\n".join("\n".join(" & ".join(line) + r" \\" for line in part) for part in parts)
     caption = ". ".join(_latex(part.rstrip(".")) for part in (sheet.title, sheet.note) if part)
     wide = len(sheet.headings) > WIDE
     kind, (before, after) = ("table*", (r"\resizebox{\textwidth}{!}{%", "}")) if wide else ("table", ("", ""))
     lines = [
         rf"\begin{{{kind}}}[htb]", r"\centering", r"\small", before, rf"\begin{{tabular}}{{{columns}}}", r"\toprule",
-        *body, r"\bottomrule", r"\end{tabular}" + after,
+        body, r"\bottomrule", r"\end{tabular}" + after,
         rf"\caption{{{caption}.}}", rf"\label{{tab:{sheet.name}}}", rf"\end{{{kind}}}",
     ]  # fmt: skip
     return "\n".join(filter(None, lines)) + "\n"
 
 
-def _latex_line(cells: Sequence[str]) -> str:
-    return " & ".join(cells) + r" \\"
-
-
 def _latex_cell(cell: SheetCell) -> str:
-    spread = rf"{{\scriptsize$\pm${_latex(cell.spread)}}}" if cell.spread else ""
-    text = _latex(cell.text) + spread
-    if cell.second:
-        return rf"\underline{{{text}}}"
-    return rf"\textbf{{{text}}}" if cell.best else text
+    text = _latex(cell.text) + (rf"{{\scriptsize$\pm${_latex(cell.spread)}}}" if cell.spread else "")
+    return rf"\underline{{{text}}}" if cell.second else rf"\textbf{{{text}}}" if cell.best else text
 
 
 def _latex(text: str) -> str:
@@ -94,12 +83,8 @@ def _latex(text: str) -> str:
 
 def csv_text(sheet: Sheet) -> str:
     """Unrounded values; nothing where there is none."""
-    return csv_lines(
-        [
-            sheet.headings,
-            *(["" if cell.value is None else cell.value for cell in line] for line in (*sheet.rows, *sheet.foot)),
-        ]
-    )
+    lines = ([cell.value for cell in line] for line in (*sheet.rows, *sheet.foot))
+    return csv_lines([sheet.headings, *lines])
 
 
 def csv_lines(lines: Iterable[Iterable[object]]) -> str:
@@ -123,10 +108,8 @@ def rich_table(sheet: Sheet) -> Table:
     table = Table(title=Text(sheet.title), caption=Text(sheet.note) if sheet.note else None, title_justify="left")
     for i, heading in enumerate(sheet.headings):
         table.add_column(Text(heading), justify="left" if i < sheet.num_labels else "right")
-    for i, line in enumerate(sheet.rows):
+    for i, line in enumerate((*sheet.rows, *sheet.foot)):
         table.add_row(*_texts(line), end_section=i == len(sheet.rows) - 1)
-    for line in sheet.foot:
-        table.add_row(*_texts(line))
     return table
 
 

@@ -1,0 +1,57 @@
+"""The paper that figures are drawn on: one width, one style, panels in reading order, colours that differ."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from itertools import cycle
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure, FigureBase
+
+from frozencore.cli.figure_style import BLACK, BLUE, GREY, NAVY, ORANGE, method_colour, plt
+
+CYCLE = (ORANGE, BLUE, "#009E73", "#D55E00", NAVY, "#CC79A7", BLACK, GREY, "#332288", "#999933", "#882255", "#44AA99")
+MARKERS, DASHES = "osD^vPX*<>hp", ("-", "--", "-.", ":")
+WIDTH, MOST_IN_A_ROW = 10.0, 4
+STYLE = {
+    "font.size": 10, "axes.titlesize": 11, "axes.titlelocation": "left", "axes.spines.top": False,
+    "axes.spines.right": False, "legend.frameon": False, "legend.fontsize": 10, "grid.linewidth": 0.4,
+    "grid.color": "#dddddd", "errorbar.capsize": 2, "lines.markersize": 6,
+}  # fmt: skip
+
+
+def styled(draw: Callable[..., Figure]) -> Callable[..., Figure]:
+    """Draw in the style of reports."""
+
+    def drawn(*arguments: object, **options: object) -> Figure:
+        with plt.rc_context(STYLE):
+            return draw(*arguments, **options)
+
+    return drawn
+
+
+def panels(count: int, height: float, *, most: int = MOST_IN_A_ROW, **options: bool) -> tuple[Figure, list[Axes]]:
+    """A figure of so many panels in reading order, each of that height in inches."""
+    across = min(count, most)
+    down = math.ceil(count / across)
+    size = WIDTH, 0.4 + down * height
+    figure, axes = plt.subplots(down, across, figsize=size, squeeze=False, layout="constrained", **options)
+    for axis in axes.flat[count:]:
+        axis.set_visible(False)
+    return figure, list(axes.flat[:count])
+
+
+def shared_legend(figure: FigureBase, axes: Iterable[Axes], *, columns: int = MOST_IN_A_ROW) -> None:
+    """One legend above all panels, where it covers nothing."""
+    found = {name: line for axis in axes for line, name in zip(*axis.get_legend_handles_labels(), strict=True)}
+    if found:
+        figure.legend(list(found.values()), list(found), loc="outside upper center", ncols=min(len(found), columns))
+
+
+def distinct_colours(methods: Sequence[str]) -> list[str]:
+    """A colour for each: the method's own where it has one, otherwise one that no other has."""
+    own = [method_colour(method) for method in methods]
+    kept = [colour if colour in (ORANGE, BLUE, NAVY) and colour not in own[:i] else "" for i, colour in enumerate(own)]
+    free = cycle(colour for colour in CYCLE if colour not in kept)
+    return [colour or next(free) for colour in kept]

@@ -1,0 +1,283 @@
+"""The figures that a study asks for: a row of :data:`DRAWN` each, all of a page's width.
+
+FCCA is orange, RawGrad blue and EVA navy as in the paper; every other method has a colour of its own. Nothing is told
+by colour alone: bars and points carry names, lines have markers and dashes of their own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import cycle
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from frozencore.cli.figure_style import BLACK, GREY, binned, plain_ticks
+from frozencore.tune.run.record import TunedRecord
+from frozencore_lab.campaign.results import StudyResults
+from frozencore_lab.campaign.spec import Study
+from frozencore_lab.reports.canvas import CYCLE, DASHES, MARKERS, distinct_colours, panels, shared_legend, styled
+from frozencore_lab.reports.document import Drawing
+from frozencore_lab.reports.labels import axis_name, value_name
+from frozencore_lab.reports.tables.averages import column_averages
+from frozencore_lab.reports.tables.further import counted_values
+from frozencore_lab.reports.tables.pivot import ACCURACY, COSINES, Key, Pivot, PivotCell, measures_of, pivots
+
+HATCHES = ("", "//", "..", "xx", "\\\\", "++")
+
+
+@dataclass(frozen=True)
+class FigureKind:
+    """One kind of figure.
+
+    Attributes:
+        once: It does not depend on the measure: drawn for the first one alone, and called by these words.
+        of_averages: It shows macro-averages, so it waits for a whole column.
+    """
+
+    draw: Callable[[Pivot], Figure]
+    once: str = ""
+    of_averages: bool = False
+
+    def has_something(self, pivot: Pivot) -> bool:
+        """Whether the table has something to show yet."""
+        averages = [one.value for one in column_averages(pivot).values()]
+        values = averages if self.of_averages else [cell.mean for cell in pivot.cells.values()]
+        return any(value is not None for value in values)
+
+
+def asked_figures(study: Study) -> tuple[str, ...]:
+    """The kinds of figures that a study asks for; a study that trains nothing always shows how its bases converge."""
+    return study.report.figures if study.kind.trains else ("convergence",)
+
+
+def study_drawings(results: StudyResults) -> Iterator[Drawing]:
+    """The figures that the study asks for, one for each of its tables that has something to show yet."""
+    asked = asked_figures(results.study)
+    for i, measure in enumerate(measures_of(results)):
+        for pivot in pivots(results, measure):
+            for name in asked:
+                kind, suffix = DRAWN[name], "" if name == asked[0] else f"-{name}"
+                if (kind.once and i) or not kind.has_something(pivot):
+                    continue
+                file = f"{pivot.name}{'' if kind.once else measure.suffix}{suffix}"
+                yield Drawing(file, f"{pivot.title}: {kind.once or measure.title}", partial(kind.draw, pivot))
+
+
+def column_colours(pivot: Pivot) -> dict[Key, str]:
+    methods = [dict(zip(pivot.column_axes, column, strict=True)).get("method") for column in pivot.columns]
+    names = [pivot.study.study.method_of(str(method)) for method in methods]
+    return dict(zip(pivot.columns, distinct_colours(names), strict=True))
+
+
+@styled
+def _alone(pivot: Pivot, *, draw: Callable[[Axes, Pivot], None]) -> Figure:
+    figure, (axis,) = panels(1, max(2.8, 0.9 + 0.3 * len(pivot.columns)))
+    draw(axis, pivot)
+    return figure
+
+
+def draw_ranking(axis: Axes, pivot: Pivot) -> None:
+    """Columns by their mean over the rows, best first, with the standard deviation of the seeds' own means."""
+    averages, colours = column_averages(pivot), column_colours(pivot)
+    found = {column: average.value for column, average in averages.items() if average.value is not None}
+    order = sorted(found, key=lambda column: found[column], reverse=pivot.measure.lower_is_better)
+    for place, column in enumerate(order):
+        axis.errorbar(found[column], place, xerr=averages[column].std, fmt="o", ms=7, color=colours[column], lw=1.2)
+        shown = f"{found[column]:.{pivot.measure.decimals}f}"
+        axis.annotate(shown, (found[column], place), xytext=(0, 6), textcoords="offset points", ha="center")
+    axis.set_yticks(range(len(order)), [pivot.column_name(column) for column in order])
+    axis.set_ylim(-0.6, len(order) - 0.2)
+    axis.margins(x=0.12)
+    axis.grid(axis="x")
+    left_out = ", ".join(pivot.column_name(column) for column in pivot.columns if column not in found)
+    axis.set_xlabel(f"mean {pivot.measure.title}" + (f"\n(incomplete: {left_out})" if left_out else ""))
+
+
+def _gains(axis: Axes, pivot: Pivot) -> None:
+    """Bars by row: each column less the reference, or less the first column where none is named."""
+    base = pivot.reference or pivot.columns[0]
+    others = [column for column in pivot.columns if column != base]
+    width = 0.8 / max(1, len(others))
+    for i, column in enumerate(others):
+        gains = [_difference(pivot.cells[row, column], pivot.cells[row, base]) for row in pivot.rows]
+        axis.bar(
+            [place + (i - (len(others) - 1) / 2) * width for place in range(len(gains))], gains, width,
+            label=pivot.column_name(column), color=CYCLE[i % len(CYCLE)], hatch=HATCHES[i % len(HATCHES)],
+            edgecolor="white", linewidth=0.5,
+        )  # fmt: skip
+    axis.axhline(0, color=BLACK, lw=0.8)
+    _ticks(axis, [pivot.row_name(row) for row in pivot.rows])
+    axis.set_ylabel(f"{pivot.measure.title},\nless that of {pivot.column_name(base)}")
+    shared_legend(axis.figure, [axis])
+
+
+def _difference(cell: PivotCell, base: PivotCell) -> float:
+    return math.nan if cell.mean is None or base.mean is None else cell.mean - base.mean
+
+
+def _lines(axis: Axes, pivot: Pivot) -> None:
+    """A line for each task against what is compared."""
+    upright = pivot.upright
+    for i, row in enumerate(upright.rows):
+        _line(axis, upright, row, upright.row_name(row), CYCLE[i % len(CYCLE)], MARKERS[i % 8], DASHES[i % 4])
+    _against(axis, upright)
+    axis.set_ylabel(pivot.measure.title)
+    shared_legend(axis.figure, [axis])
+
+
+def _convergence(axis: Axes, pivot: Pivot) -> None:
+    """Mean principal-angle cosines of P (whole line) and Q (dashed) for each row against the columns."""
+    (of_inputs,) = (one for one in pivots(pivot.study, COSINES[1]) if one.group == pivot.group)
+    for row, colour in zip(pivot.rows, cycle(CYCLE), strict=False):
+        name = f"{pivot.row_name(row)}: " if len(pivot.rows) > 1 else ""
+        _line(axis, pivot, row, f"{name}P", colour, "o", "-")
+        _line(axis, of_inputs, row, f"{name}Q", colour, "s", "--")
+    _against(axis, pivot)
+    axis.set_ylabel(f"cosine to the bases\nof {pivot.study.study.reference_size} examples")
+    shared_legend(axis.figure, [axis])
+
+
+def _line(axis: Axes, pivot: Pivot, row: Key, name: str, colour: str, marker: str, dash: str) -> None:
+    cells = [pivot.cells[row, column] for column in pivot.columns]
+    means = [math.nan if cell.mean is None else cell.mean for cell in cells]
+    spreads = [cell.std or 0.0 for cell in cells]
+    axis.errorbar(range(len(cells)), means, yerr=spreads, label=name, color=colour, marker=marker, ls=dash)
+
+
+def _against(axis: Axes, pivot: Pivot) -> None:
+    names = [", ".join(map(value_name, pivot.column_axes, column)) for column in pivot.columns]
+    _ticks(axis, names)
+    axis.set_xlabel(", ".join(map(axis_name, pivot.column_axes)))
+    axis.grid(axis="y")
+
+
+def _ticks(axis: Axes, names: Sequence[str]) -> None:
+    long = max(map(len, names)) * len(names) > 90
+    axis.set_xticks(range(len(names)), names, rotation=30 if long else 0, ha="right" if long else "center")
+
+
+def _state(axis: Axes, pivot: Pivot) -> None:
+    """Each column's mean over the rows against the values that it trains in all."""
+    trained, colours = {column: in_all for column, (_, in_all) in counted_values(pivot).items()}, column_colours(pivot)
+    averages = column_averages(pivot).items()
+    points = sorted((one.value, column) for column, one in averages if one.value is not None and column in trained)
+    for value, column in points:
+        axis.plot(trained[column], value, "o", ms=7, color=colours[column])
+    low, high = (points[0][0], points[-1][0]) if points else (0.0, 1.0)
+    edge = 0.15 * max(high - low, 1e-6)
+    axis.set_ylim(low - edge, high + edge)
+    sizes = {column: round(2 * math.log10(max(1, trained[column]))) for _, column in points}
+    for size in sorted(set(sizes.values())):
+        near = [(value, column) for value, column in points if sizes[column] == size]
+        for (value, column), place in zip(near, _apart([value for value, _ in near], edge / 2.0), strict=True):
+            axis.annotate(
+                pivot.column_name(column), (trained[column], value), xytext=(trained[column] * 1.3, place),
+                va="center", arrowprops={"arrowstyle": "-", "lw": 0.4, "color": GREY},
+            )  # fmt: skip
+    axis.set_xscale("log")
+    plain_ticks(axis.xaxis)
+    axis.margins(x=0.3)
+    axis.set_xlabel("values trained in all")
+    axis.set_ylabel(f"mean {pivot.measure.title}")
+
+
+def _apart(values: Sequence[float], gap: float) -> list[float]:
+    """Places for rising values, at least ``gap`` apart: what would overlap is spread around its middle."""
+
+    def end(block: Sequence[float], gap: float) -> float:
+        """The last place of a block of values spread around their middle; the first one for a negative gap."""
+        return sum(block) / len(block) + (len(block) - 1) / 2 * gap
+
+    blocks: list[list[float]] = []
+    for value in values:
+        blocks.append([value])
+        while len(blocks) > 1 and end(blocks[-2], gap) + gap > end(blocks[-1], -gap):
+            blocks[-2:] = [blocks[-2] + blocks[-1]]
+    return [end(block, -gap) + i * gap for block in blocks for i in range(len(block))]
+
+
+@styled
+def _row_panels(pivot: Pivot) -> Figure:
+    """Bars with the standard deviation over the seeds, or the standard error of the evaluated rows for a single seed;
+    columns in the order of their means, the best on top; beside them the untouched model and chance."""
+    means, colours = {column: one.value for column, one in column_averages(pivot).items()}, column_colours(pivot)
+    order = sorted(means, key=lambda column: means[column] or 0.0, reverse=pivot.measure.lower_is_better)
+    figure, axes = panels(len(pivot.rows), 0.9 + 0.32 * len(order), sharey=True)
+    for axis, row in zip(axes, pivot.rows, strict=True):
+        records, cells = _first_records(pivot, row), [pivot.cells[row, column] for column in order]
+        errors = [
+            _standard_error(pivot, records.get(column)) if cell.std is None else cell.std
+            for column, cell in zip(order, cells, strict=True)
+        ]
+        axis.barh(
+            range(len(order)), [cell.mean or 0.0 for cell in cells], xerr=errors, height=0.7, error_kw={"lw": 0.8},
+            color=[colours[column] for column in order],
+        )  # fmt: skip
+        axis.set_yticks(range(len(order)), [pivot.column_name(column) for column in order])
+        if row in pivot.before:
+            axis.axvline(pivot.before[row], color=BLACK, lw=1, ls="--", label="base model")
+        chances = {record.score.chance for record in records.values() if record.score is not None}
+        if pivot.measure is ACCURACY:
+            axis.set_xlim(0, 100)
+            if len(chances) == 1 and (chance := chances.pop()) is not None:
+                axis.axvline(pivot.measure.scale * chance, color=BLACK, lw=1, ls=":", label="chance")
+        axis.set_title(pivot.row_name(row))
+    figure.supxlabel(pivot.measure.title)
+    shared_legend(figure, axes)
+    return figure
+
+
+def _standard_error(pivot: Pivot, record: TunedRecord | None) -> float:
+    if pivot.measure is not ACCURACY or record is None or record.score is None:
+        return 0.0
+    return pivot.measure.scale * record.score.standard_error
+
+
+def _first_records(pivot: Pivot, row: Key) -> dict[Key, TunedRecord]:
+    """The record of the first seed of each column."""
+    runs = {column: [one.run.record for one in pivot.cells[row, column].runs] for column in pivot.columns}
+    tuned = {column: [one for one in found if isinstance(one, TunedRecord)] for column, found in runs.items()}
+    return {column: found[0] for column, found in tuned.items() if found}
+
+
+@styled
+def _learning_curves(pivot: Pivot) -> Figure:
+    """Training loss of every column against the steps, smoothed over a twentieth of them, of the first seed."""
+    figure, axes = panels(len(pivot.rows), 3.0)
+    colours = column_colours(pivot)
+    for axis, row in zip(axes, pivot.rows, strict=True):
+        records = _first_records(pivot, row)
+        for i, column in enumerate(pivot.columns):
+            losses = [loss for loss in records[column].training.losses if loss is not None] if column in records else []
+            axis.plot(*binned(losses), color=colours[column], ls=DASHES[i % 4], lw=1.2, label=pivot.column_name(column))
+        axis.set_title(pivot.row_name(row))
+    figure.supxlabel("optimiser step")
+    figure.supylabel("training loss, nats per token")
+    shared_legend(figure, axes)
+    return figure
+
+
+@styled
+def ranking_panels(tables: Sequence[tuple[str, Pivot]]) -> Figure:
+    """A panel a table: its columns by their macro-average, best first; each has an order and a scale of its own."""
+    tallest = max(len(pivot.columns) for _, pivot in tables)
+    figure, axes = panels(len(tables), max(2.4, 0.9 + 0.3 * tallest), most=2)
+    for axis, (name, pivot) in zip(axes, tables, strict=True):
+        draw_ranking(axis, pivot)
+        axis.set_title(name)
+    return figure
+
+
+DRAWN: dict[str, FigureKind] = {
+    "ranking": FigureKind(partial(_alone, draw=draw_ranking), of_averages=True),
+    "gains": FigureKind(partial(_alone, draw=_gains)),
+    "lines": FigureKind(partial(_alone, draw=_lines)),
+    "state": FigureKind(partial(_alone, draw=_state), of_averages=True),
+    "panels": FigureKind(_row_panels),
+    "curves": FigureKind(_learning_curves, once="learning curves"),
+    "convergence": FigureKind(partial(_alone, draw=_convergence), once="basis convergence"),
+}

@@ -1,0 +1,298 @@
+"""What each method of a study costs (paper, "Resource accounting"): values and bytes, measured phases, projections.
+
+A run is projected as ``initialisation + steps x median step``: a projection of phases, not a stopwatch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from frozencore.tune.methods import METHODS
+from frozencore.tune.run.config import RunConfig
+from frozencore.tune.run.record import TunedRecord
+from frozencore.tune.run.record_parts import Resources
+from frozencore_lab.campaign.plan import Axes
+from frozencore_lab.campaign.results import StudyResults
+from frozencore_lab.campaign.study_options import Value
+from frozencore_lab.reports.labels import column_name, titled
+from frozencore_lab.reports.sheet import Sheet, SheetCell, label, missing, number
+
+HELD = (
+    "State held while training, at its peak: gradients, optimiser states, and what rounds hold (sums of moments, "
+    "earlier factors, copies of weights)."
+)
+
+
+@dataclass(frozen=True)
+class Phases:
+    """The times of a run.
+
+    Attributes:
+        initialisation_s: Calibration, or a weight SVD; 0 for methods that have no such phase.
+        step_s: The median step; None where none was measured.
+    """
+
+    initialisation_s: float
+    step_s: float | None
+    num_steps: int
+
+    @property
+    def training_s(self) -> float | None:
+        return None if self.step_s is None else self.num_steps * self.step_s
+
+    @property
+    def total_s(self) -> float | None:
+        return None if self.training_s is None else self.initialisation_s + self.training_s
+
+    def ahead(self, other: Phases) -> tuple[float, float] | None:
+        """The numbers of steps between which this projected total is below the other's.
+
+        ``(70, inf)``: from 70 steps on; ``(0, inf)``: always; ``(inf, inf)``: never; ``(0, 50)``: up to 50 steps.
+        None where a step was not measured.
+        """
+        if self.step_s is None or other.step_s is None:
+            return None
+        later, saved = self.initialisation_s - other.initialisation_s, other.step_s - self.step_s
+        if later >= 0 and saved <= 0:
+            return math.inf, math.inf
+        if later <= 0 and saved >= 0:
+            return 0.0, math.inf
+        return (later / saved, math.inf) if saved > 0 else (0.0, later / saved)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one method needs, by the records of its runs.
+
+    Attributes:
+        kinds: The values that train at a moment by kind (``Method.trains``); None where a record does not tell them
+            apart.
+    """
+
+    name: str
+    records: Sequence[TunedRecord]
+    phases: Phases
+    kinds: Mapping[str, int | None]
+
+    @property
+    def memory(self) -> dict[str, int] | None:
+        """Bytes by phase, the largest of its runs: held before there was an adapter, then what was taken beyond that.
+
+        None where a record does not tell phases apart.
+        """
+        peaks = [record.resources.peaks for record in self.records if record.resources and record.resources.peaks]
+        if len(peaks) < len(self.records):
+            return None
+        phases = {
+            "calibration": [one.calibration_bytes - one.held_bytes for one in peaks],
+            "training": [one.training_bytes - one.held_bytes for one in peaks],
+            "scoring": [one.scoring_bytes - one.held_bytes for one in peaks],
+        }
+        return {"held": max(one.held_bytes for one in peaks), **{name: max(0, *own) for name, own in phases.items()}}
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The costs of one model (and of one task, in a study that is alone), and the one that others are compared with."""
+
+    title: str
+    group: Axes
+    costs: tuple[Cost, ...]
+    reference: Cost | None
+
+
+def study_costs(results: StudyResults) -> list[Costs]:
+    """Costs by method and every other axis with several values but task and seed; one entry for each model.
+
+    A study that is alone on its machine is kept apart by task; other studies are pooled over their tasks.
+    """
+    apart = ("model", "task") if results.study.kind.is_alone else ("model",)
+    several = [axis for axis, values in results.study.axes.items() if len(values) > 1]
+    names = [axis for axis in several if axis not in ("model", "task", "seed")]
+    groups: dict[tuple[Value, ...], dict[tuple[Value, ...], list[TunedRecord]]] = {}
+    for run in results.runs:
+        if isinstance(run.record, TunedRecord):
+            key, line = (tuple(run.axes[axis] for axis in axes) for axes in (apart, names))
+            groups.setdefault(key, {}).setdefault(line, []).append(run.record)
+    found = []
+    for key, lines in groups.items():
+        group = {axis: value for axis, value in zip(apart, key, strict=True) if axis in several}
+        factors = _factors([record for records in lines.values() for record in records])
+        costs = {line: _cost(column_name(names, line), records, factors) for line, records in lines.items()}
+        report = results.study.report
+        wanted = report.reference or str(RunConfig.model_fields["method"].default)
+        reference = costs.get((wanted,)) if report.columns == ("method",) and names == ["method"] else None
+        found.append(Costs(titled(results.study.title, group), group, tuple(costs.values()), reference))
+    return found
+
+
+def _cost(name: str, records: Sequence[TunedRecord], factors: Mapping[object, int]) -> Cost:
+    first, steps = records[0], [record.step_s for record in records if record.step_s is not None]
+    method = METHODS.get(first.method)
+    initialises = method is None or method.initialises
+    phases = Phases(
+        median(record.calibration_s for record in records) if initialises else 0.0,
+        median(steps) if steps else None,
+        round(median(record.training.num_steps for record in records)),
+    )
+    return Cost(name or first.method, records, phases, _kinds(first, factors.get(_shape(first))))
+
+
+def _kinds(record: TunedRecord, factors: int | None) -> dict[str, int | None]:
+    """Values that train at a moment by kind, where the method has one kind, or magnitudes beside factors."""
+    kinds, trained = _trained_by(record), record.values_at_once
+    if len(kinds) == 1:
+        return {kinds[0]: trained}
+    found: dict[str, int | None] = dict.fromkeys(kinds)
+    if set(kinds) == {"factors", "magnitudes"}:
+        magnitudes = record.resources.magnitude_parameters if record.resources is not None else None
+        if magnitudes is None and factors is not None:
+            magnitudes = trained - factors
+        if magnitudes is not None:
+            found |= {"factors": trained - magnitudes, "magnitudes": magnitudes}
+    return found
+
+
+def _factors(records: Sequence[TunedRecord]) -> dict[object, int]:
+    """What LoRA or PiSSA train at each rank and targets: DoRA's factors are as many."""
+    return {_shape(record): record.values_at_once for record in records if _trained_by(record) == ("factors",)}
+
+
+def _trained_by(record: TunedRecord) -> tuple[str, ...]:
+    method = METHODS.get(record.method)
+    return method.trains if method else ()
+
+
+def _shape(record: TunedRecord) -> object:
+    return record.config.rank, str(record.config.targets)
+
+
+def state_sheet(costs: Costs, name: str) -> Sheet:
+    """Values at once, in all and by kind, the state held while training, and what is saved beside the model's size."""
+    kinds = dict.fromkeys(("core", "factors", "magnitudes", *(kind for cost in costs.costs for kind in cost.kinds)))
+    unknown, lines = "the record does not tell them apart", []
+    for cost in costs.costs:
+        first = cost.records[0]
+        lines.append({
+            "method": label(cost.name),
+            "at once": number(first.values_at_once, 0),
+            "in all": number(first.values_in_all, 0),
+            **{kind: number(cost.kinds.get(kind, 0), 0, reason=unknown) for kind in kinds},
+            "state held": bytes_cell(largest(cost.records, "state_held_bytes")),
+            "saved": bytes_cell(largest(cost.records, "saved_bytes")),
+            "without bases": bytes_cell((first.resources or Resources()).saved_bytes_without_bases),
+            "base model": bytes_cell(first.model_bytes),
+        })  # fmt: skip
+    note = (
+        f"Values that train at once, also by kind, and values trained in all. {HELD} Saved: the adapter's files, also "
+        "without bases that can be made again from the base model and the calibration rows, and the base model's own "
+        "weights beside them."
+    )
+    return Sheet.of(name, f"{costs.title}: trained, held and saved", note, lines)
+
+
+def time_sheet(costs: Costs, name: str, *, alone: bool) -> Sheet:
+    """Measured phases, the total that they project to, and when the reference has made up for its initialisation.
+
+    Args:
+        alone: Whether each run had the machine to itself and took nothing from others, as in a profile.
+    """
+    lines = []
+    for cost in costs.costs:
+        phases = cost.phases
+        line = {
+            "method": label(cost.name),
+            "init. or calib.": seconds_cell(phases.initialisation_s)
+            if phases.initialisation_s
+            else SheetCell("none", value=0.0),
+            "step": seconds_cell(phases.step_s),
+            "steps": number(phases.num_steps, 0),
+            "training": seconds_cell(phases.training_s),
+            "total": seconds_cell(phases.total_s),
+            "init. share": _share(phases),
+            "peak memory": bytes_cell(largest(cost.records, "peak_memory_bytes")),
+        }
+        if costs.reference is not None:
+            line["break-even"] = (
+                SheetCell("reference") if cost is costs.reference else _break_even(costs.reference.phases, phases)
+            )
+        lines.append(line)
+    note = "Training and total are projected from the median step; times are medians over runs, memory the largest."
+    if costs.reference is not None:
+        note += f" Break-even: steps after which {costs.reference.name}'s total is the lower one."
+    runs = sorted({len(cost.records) for cost in costs.costs})
+    note += f" Runs each: {runs[0]}." if len(runs) == 1 else f" Runs each: {runs[0]} to {runs[-1]}."
+    if any(cost.memory is None for cost in costs.costs):
+        note += " Memory is the largest of a process's whole life, other runs in it included."
+    if not alone:
+        note += " These runs shared calibration passes and the machine with others: a profile study measures alone."
+    return Sheet.of(name, f"{costs.title}: phases and projected time", note, lines)
+
+
+def _share(phases: Phases) -> SheetCell:
+    if not phases.total_s or not phases.initialisation_s:
+        return missing("nothing is made before the first step", is_undefined=not phases.initialisation_s)
+    share = phases.initialisation_s / phases.total_s
+    return SheetCell(f"{100 * share:.0f} %", value=share)
+
+
+def _break_even(reference: Phases, other: Phases) -> SheetCell:
+    span = reference.ahead(other)
+    if span is None:
+        return missing("no step was measured")
+    start, end = span
+    if math.isinf(start):
+        return SheetCell("never", value=math.inf)
+    if start == 0:
+        return SheetCell("always" if math.isinf(end) else f"up to {end:,.0f}", value=0.0)
+    return SheetCell(f"{start:,.0f}", value=start)
+
+
+def memory_sheet(costs: Costs, name: str) -> Sheet | None:
+    """What each phase takes beyond what was held before it; None where no record tells phases apart."""
+    if all(cost.memory is None for cost in costs.costs):
+        return None
+    note = (
+        "Held: with the base model loaded and scored, before there was an adapter. Calibration, training, scoring: the "
+        "peak of each phase beyond that. Peak: the largest of them, with what was held. The largest over runs."
+    )
+    phases = ("held", "calibration", "training", "scoring")
+    lines = (
+        {
+            "method": label(cost.name),
+            **{phase: bytes_cell((cost.memory or {}).get(phase)) for phase in phases},
+            "peak": bytes_cell(largest(cost.records, "peak_memory_bytes")),
+        }
+        for cost in costs.costs
+    )
+    return Sheet.of(name, f"{costs.title}: peak memory by phase", note, lines)
+
+
+def largest(records: Sequence[TunedRecord], value: str) -> int:
+    """The largest of the records' values of that name."""
+    return max(getattr(record, value) for record in records)
+
+
+def seconds_cell(value: float | None) -> SheetCell:
+    if value is None:
+        return missing("not measured")
+    if value >= 120:
+        shown = f"{value / 60:.1f} min"
+    elif value >= 10:
+        shown = f"{value:.1f} s"
+    else:
+        shown = f"{value:.2f} s" if value >= 0.1 else f"{1000 * value:.1f} ms"
+    return SheetCell(shown, value=value)
+
+
+def bytes_cell(value: int | None) -> SheetCell:
+    """Decimal units, as file sizes and the paper's GB are."""
+    if value is None:
+        return missing("not recorded")
+    size, units = float(value), ["B", "kB", "MB", "GB"]
+    while size >= 1000 and len(units) > 1:
+        size, units = size / 1000, units[1:]
+    return SheetCell(f"{value} B" if units[0] == "B" else f"{size:.2f} {units[0]}", value=value)
