@@ -7,14 +7,14 @@ It stands once, in the dataclass of what reads it. Configurations, schemas, flag
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from datetime import date
 from functools import cache, cached_property
 from types import MappingProxyType, NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
@@ -68,6 +68,16 @@ class Option:
             raise own_refusal(error.errors()[0]) or ConfigError(
                 f"{self.name} must be {self.rule}, but {value!r} came."
             ) from error
+
+
+class FrozenOptions(BaseModel):
+    """Options that are checked once and do not change."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    def given(self, names: Iterable[str]) -> list[str]:
+        """Those of the named options that are not at their defaults."""
+        return [name for name in names if getattr(self, name) != type(self).model_fields[name].default]
 
 
 def options_of(holder: type) -> Mapping[str, Option]:

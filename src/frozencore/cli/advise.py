@@ -12,9 +12,10 @@ from rich.table import Table
 from frozencore.cli.console import console
 from frozencore.cli.flags import OF_TRAINING, TakesOptions
 from frozencore.tune.methods import bases_name
+from frozencore.tune.methods.option_groups import GROUPS
 from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.early import refuse_early
-from frozencore.tune.run.option_groups import GROUPS
+from frozencore.tune.scoring.scoring_config import ScoringConfig
 from frozencore.words import num_of
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from frozencore.advice.advise import Advice
     from frozencore.advice.trials import Worth
 
-OF_SCORING = ("evaluate_on", "num_evaluation", "max_new_tokens", "paper_steps", "select_checkpoint", "select_by")
+OF_SCORING = ScoringConfig.model_fields.keys() | {"num_evaluation", "paper_steps"}
 FIGURE = "advice.png"
 
 
@@ -127,4 +128,4 @@ def _figure(advice: Advice) -> Figure:
     return figure
 
 
-advise = TakesOptions(_advise, without=(*OF_TRAINING, *OF_SCORING, *GROUPS["core"](), "method", "memory_budget"))
+advise = TakesOptions(_advise, without={*OF_TRAINING, *OF_SCORING, *GROUPS["core"](), "method", "memory_budget"})

@@ -21,19 +21,17 @@ from frozencore.errors import ConfigError
 from frozencore.options import Option, own_refusal
 from frozencore.tune.methods import METHODS
 from frozencore.tune.run.config import make_config
-from frozencore.tune.run.config_rules import OF_ONE_ALONE
 from frozencore.tune.run.options_by_name import in_groups, run_options
+from frozencore.tune.scoring.scoring_config import FurtherScoresConfig
 from frozencore.tune.suite import TASKS
+from frozencore.tune.training.recipe_config import AloneConfig, RecipeConfig
 from frozencore.words import flag_of
 
 CONFIG = "config"
 SPELLED = {"learning_rate": ("--lr", "--learning-rate")}
-OF_ONE_TRAINING = (
-    *OF_ONE_ALONE, "refresh_cost", "refresh_memory", "private_delta", "private_clip", "save_steps", "samples",
-    "exact_match", "forgetting",
-)  # fmt: skip
+OF_ONE_TRAINING = AloneConfig.model_fields.keys() | FurtherScoresConfig.model_fields.keys()
 """Options that only a training of one adapter reads."""
-OF_TRAINING = ("basis", "learning_rate", "warmup", "epochs", "batch_size", "accumulation", "patience", *OF_ONE_TRAINING)
+OF_TRAINING = (RecipeConfig.model_fields.keys() | OF_ONE_TRAINING | {"basis", "patience"}) - {"seed"}
 """Options that only training reads."""
 _TYPES_OF_TYPER = (bool, int, float, str, Path)
 

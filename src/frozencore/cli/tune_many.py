@@ -18,13 +18,15 @@ from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.early import refuse_early
 from frozencore.tune.run.many.tenants import find_tenants
 from frozencore.tune.run.processes import is_first, joined, refuse_several
+from frozencore.tune.scoring.scoring_config import ScoringConfig
 from frozencore.words import bytes_in_words
 
 if TYPE_CHECKING:
     from frozencore.tune.run.record import Failure, TunedRecord
 
-_ALONE = tuple(name for name in OF_ONE_TRAINING if name != "save_steps")
-NOT_OF_MANY = ("task", "data_root", "evaluate_on", "max_new_tokens", "paper_steps", "select_by", *_ALONE)
+_OF_TASKS = {"task", "data_root", "paper_steps"}
+_CHOOSES_A_STEP = {"select_checkpoint", "patience"}
+NOT_OF_MANY = (ScoringConfig.model_fields.keys() - _CHOOSES_A_STEP) | OF_ONE_TRAINING | _OF_TASKS
 TENANTS = "Folder with a row file (as for `tune --data`) for each tenant, named after it; or a YAML file 'name: file'."
 
 

@@ -22,20 +22,22 @@ from frozencore.maths.basis import known_basis
 from frozencore.maths.capture import CAPTURE_NEEDS, Capture, capture_if_whole
 from frozencore.maths.moments import LayerMoments, MomentName
 from frozencore.tune.methods import Targets
+from frozencore.tune.methods.bases_config import BasesConfig
+from frozencore.tune.rows.rows_config import OwnRowsConfig, RowsConfig
 from frozencore.tune.run.adapting import Adapted, adapt_from_data
 from frozencore.tune.run.bench import Bench, calibration_batches
 from frozencore.tune.run.calibrating import collect_for
-from frozencore.tune.run.config import RunConfig
+from frozencore.tune.run.config import CalibrationConfig, RunConfig
 from frozencore.tune.run.rows import RunRows
 from frozencore.words import Progress
 from frozencore_lab.campaign.job import Job
 from frozencore_lab.campaign.store import Store
 
-_DECIDES_MOMENTS = (
-    "model", "task", "data", "calibration_task", "calibration_size", "seed", "num_train", "num_evaluation", "targets",
-    "max_length", "truncate", "prompt_style", "dtype", "paper_steps", "calibration", "layers",
-)  # fmt: skip
-_DECIDES_WEIGHT_BASES = ("method", "rank", "core", "targets", "dtype", "rank_budget", "layers")
+_TOLD_BY_ROWS = OwnRowsConfig.model_fields.keys() | {"skip_long", "prompt_date", "memory_budget"}
+_DECIDES_MOMENTS = {
+    *RowsConfig.model_fields, *CalibrationConfig.model_fields, "model", "dtype", "targets", "layers", "seed",
+} - _TOLD_BY_ROWS  # fmt: skip
+_DECIDES_WEIGHT_BASES = BasesConfig.model_fields.keys() - {"model", "basis"}
 
 Needs = Mapping[str, frozenset[MomentName]]
 """By the key of a moments file, what all runs together want of it."""
@@ -43,7 +45,7 @@ Needs = Mapping[str, frozenset[MomentName]]
 
 def moments_key(config: RunConfig) -> str:
     """Names the moments that runs share as far as options tell; see :func:`moments_file`."""
-    values = config.model_dump(mode="json", include=set(_DECIDES_MOMENTS))
+    values = config.model_dump(mode="json", include=_DECIDES_MOMENTS)
     values["calibration"] = of_the_sums(values["calibration"])
     if config.calibration_task is not None:  # its rows do not depend on the task that is learned
         values |= {"task": config.calibration_task, "data": None, "num_train": None, "num_evaluation": None}

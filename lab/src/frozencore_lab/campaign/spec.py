@@ -35,8 +35,9 @@ from frozencore.errors import ConfigError
 from frozencore.files.strict_yaml import line_of, read_yaml
 from frozencore.options import own_refusal
 from frozencore.tune.methods import METHODS
-from frozencore.tune.run.config import RunConfig, SelectionMetric
-from frozencore.tune.run.option_groups import GROUPS
+from frozencore.tune.methods.option_groups import GROUPS
+from frozencore.tune.run.config import RunConfig
+from frozencore.tune.scoring.scoring_config import SelectionMetric
 from frozencore.words import unknown_name
 from frozencore_lab.campaign.kinds import KINDS, NamedKind
 from frozencore_lab.campaign.study_options import METHODS_OF_GRID, Fixed, Grid, StudyAxes, Value, most_telling

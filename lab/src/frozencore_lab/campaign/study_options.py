@@ -12,13 +12,14 @@ from pydantic_core import CoreSchema, ErrorDetails
 from frozencore.constructors import CONSTRUCTORS, described
 from frozencore.errors import ConfigError
 from frozencore.options import Option
+from frozencore.tune.run.config import PlaceConfig
 from frozencore.tune.run.options_by_name import run_options
 from frozencore.words import unknown_name
 
 Value = bool | int | float | str | tuple[str, ...] | tuple[float, ...] | None
 Values = Annotated[tuple[Value, ...], Field(min_length=1)]
 
-PLACES = ("data_root", "device")
+PLACES = PlaceConfig.model_fields.keys()
 """Options that say where a run happens, not what it is: the command line's."""
 METHODS_OF_GRID = "for"
 

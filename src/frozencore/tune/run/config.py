@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from datetime import date
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import (
     BaseModel,
     BeforeValidator,
     Field,
-    PositiveInt,
     SerializeAsAny,
     ValidationError,
     ValidationInfo,
@@ -19,73 +17,41 @@ from pydantic import (
     model_validator,
 )
 
-from frozencore.calibration.options import CalibrationOptions, MemoryBudget, RefreshMemory
-from frozencore.constructors import BasisOptions
-from frozencore.constructors.options import Rank, RankBudget
+from frozencore.calibration.options import CalibrationOptions, MemoryBudget
 from frozencore.errors import ConfigError
 from frozencore.maths.moments import MomentName
-from frozencore.options import own_refusal
-from frozencore.privacy import CLIP, PrivateBudget
-from frozencore.tune.methods import AdapterOptions, Method, Targets, find_method
-from frozencore.tune.rows.prompt_date import PROMPT_DATE
-from frozencore.tune.rows.prompts import PromptStyle
-from frozencore.tune.run.config_rules import refuse_contradictions
-from frozencore.tune.run.option_groups import GROUPS, Frozen, read_group
+from frozencore.options import FrozenOptions, own_refusal
+from frozencore.tune.methods import AdapterOptions, Targets
+from frozencore.tune.methods.bases_config import BasesConfig
+from frozencore.tune.methods.option_groups import GROUPS, read_group
+from frozencore.tune.rows.rows_config import RowsConfig
+from frozencore.tune.scoring.scoring_config import ScoringConfig
+from frozencore.tune.suite import find_task
+from frozencore.tune.training.recipe_config import AloneConfig, RecipeConfig
 from frozencore.words import flag_of, one_line
 
-SelectionMetric = Literal["accuracy", "held_out_loss"]
+UNCOUNTED = {
+    "refresh": "chooses bases by the rows that are trained on",
+    "rank_budget": "chooses ranks by rows",
+    "select_checkpoint": "chooses a step by rows",
+    "report_to": "tells losses that no noise was added to",
+    "packing": "puts a text into several rows, and the promise is for one row",
+}
+"""Why a private training refuses an option: it would tell about the rows without being counted."""
 
 
-def _as_pathlib_spells(data: Any) -> Any:
-    return str(Path(data)) if isinstance(data, str | Path) else data
+class PlaceConfig(FrozenOptions):
+    """Where a run happens. This does not change what the run is."""
 
-
-class RunConfig(Frozen):
-    """One run of the training recipe (paper, section 4 and appendix B); each field says what it is in its help."""
-
-    model: Annotated[
-        str,
-        Field(
-            description="Hub id, local folder or GGUF file of a causal language model; pocket is the one shipped here, "
-            "smollm2 the one that `make smollm2` fetches."
-        ),
-    ]
-    task: Annotated[str | None, Field(description="A task by name, for instance svamp or sst2.")] = None
-    data: Annotated[
-        str | None,
-        BeforeValidator(_as_pathlib_spells),
-        Field(
-            description="Your own rows, JSONL, JSON, CSV, TSV, Parquet or Arrow, a split of a data set on the hub or "
-            "in a folder (OWNER/NAME:train), or - (JSONL from a pipe): prompt and completion, messages, instruction "
-            "and output (Alpaca), conversations (ShareGPT), or text."
-        ),
-    ] = None
-    columns: Annotated[
-        str | None, Field(description="Which column of --data is which: prompt=question,completion=answer.")
-    ] = None
     data_root: Annotated[
         Path | None, Field(description="Folder that holds the task's data set under its hub id. Default: the hub.")
     ] = None
-    method: Annotated[str, Field(description="What to train.")] = "fcca"
-    rank: Rank = BasisOptions.rank
-    rank_budget: RankBudget = None
-    targets: Annotated[
-        Targets | None,
-        Field(description="Layer names, or all-linear. Default: the attention projections; with full, every weight."),
-    ] = None
-    layers: Annotated[
-        int | None, Field(ge=1, description="Adapt the targets in that many last blocks alone. Default: in all.")
-    ] = None
-    basis: Annotated[
-        str | None,
-        Field(
-            description="Train on a saved basis instead of choosing one: its folder or hub id. Method, rank, targets "
-            "and scale are its own, and the adapter is saved as cores alone."
-        ),
-    ] = None
-    core: Annotated[SerializeAsAny[BaseModel], BeforeValidator(partial(read_group, group="core"))] = Field(
-        default_factory=partial(read_group, {}, "core")
-    )
+    device: Annotated[str, Field(description="auto, cpu, cuda, cuda:1, ...")] = "auto"
+
+
+class CalibrationConfig(FrozenOptions):
+    """What the bases are computed from."""
+
     calibration: Annotated[SerializeAsAny[BaseModel], BeforeValidator(partial(read_group, group="calibration"))] = (
         Field(default_factory=partial(read_group, {}, "calibration"))
     )
@@ -94,162 +60,13 @@ class RunConfig(Frozen):
     calibration_task: Annotated[
         str | None, Field(description="Task that the calibration rows are of. Default: the one to learn.")
     ] = None
-    learning_rate: Annotated[
-        float | None, Field(gt=0, description="The peak. Default: the method's own, 1e-2 for cores.")
-    ] = None
-    warmup: Annotated[
-        float | None,
-        Field(ge=0, le=1, description="Share of the steps in which the rate rises. Default: the method's own."),
-    ] = None
-    epochs: Annotated[
-        int | None,
-        Field(ge=1, description="Default: the task's number; of own data 1, up to 8 where the rows are few."),
-    ] = None
-    batch_size: Annotated[
-        Literal["auto"] | PositiveInt,
-        Field(
-            description="Rows in one forward pass; auto: as many as fit of the rows of an optimiser step, whose number "
-            "--accumulation then is, in groups of similar length where that pays."
-        ),
-    ] = 1
-    accumulation: Annotated[int, Field(ge=1, description="Forward passes in one optimiser step.")] = 8
-    padding_free: Annotated[
-        bool,
-        Field(
-            description="Lay the rows of a forward pass end to end in one, apart from one another, instead of padding "
-            "them. Pays with attention kernels that know the rows' lengths, and for few short rows."
-        ),
-    ] = False
-    save_steps: Annotated[
-        int | None,
-        Field(ge=1, description="Optimiser steps between checkpoints. Default: one an epoch, and one at Ctrl-C."),
-    ] = None
-    refresh: Annotated[
-        PositiveInt | Literal["auto"],
-        Field(
-            description="Train in that many rounds, each on new bases from the moments of the batches so far; the "
-            "rounds' cores add up (LoRA: each on new factors). 1: on the first bases to the end. auto: one for each "
-            "hundred rows that are trained on and each forty that are summed, of six steps at least, and at most "
-            "sixteen.",
-        ),
-    ] = 1
-    refresh_cost: Annotated[
-        float | None,
-        Field(
-            gt=0,
-            description="Of the products of the training, how many the moments of refresh may add: it decides how many "
-            "steps they are of. Default: 0.09; 0.5 is every step.",
-        ),
-    ] = None
-    refresh_memory: RefreshMemory = None
-    private_epsilon: Annotated[
-        float | None,
-        Field(
-            gt=0,
-            description="Train within this privacy budget, which bounds what the cores say of any one row. Usual: 1 "
-            "to 8; with --private-delta.",
-        ),
-    ] = None
-    private_delta: Annotated[
-        float | None,
-        Field(gt=0, lt=1, description="The chance that the bound may fail; below one in the training rows, 1e-5."),
-    ] = None
-    private_clip: Annotated[
-        float | None, Field(gt=0, description=f"The longest gradient that a row may add to a step. Default: {CLIP:g}.")
-    ] = None
-    seed: Annotated[
-        int, Field(ge=0, lt=2**32, description="Of calibration rows, row order, drawn labels and random directions.")
-    ] = 42
-    max_length: Annotated[
-        int | None, Field(ge=2, description="Tokens of a row. Default: 512, or the model's context if less.")
-    ] = None
-    truncate: Annotated[
-        bool,
-        Field(
-            description="Cut long prompts at their beginning (texts without a prompt at their end) instead of refusing."
-        ),
-    ] = False
-    skip_long: Annotated[
-        bool,
-        Field(description="Leave out and count rows that are too long; with --truncate, those whose completion is."),
-    ] = False
-    skip_bad: Annotated[
-        bool,
-        Field(description="Leave out and count rows of --data that lack a column or hold nothing in it, and say why."),
-    ] = False
-    packing: Annotated[
-        bool,
-        Field(
-            description="Concatenate texts, each with its end token, to rows of --max-length tokens; attention runs "
-            "across, and a text may go on in the next row."
-        ),
-    ] = False
-    prompt_style: Annotated[PromptStyle, Field(description="How a task's prompts are written.")] = "auto"
-    prompt_date: Annotated[date, Field(description="Today, to a chat template that asks for it.")] = PROMPT_DATE
-    evaluate_on: Annotated[
-        Literal["evaluation", "validation"],
-        Field(description="Rows to score on; validation: rows to choose options with, never evaluated."),
-    ] = "evaluation"
-    num_train: Annotated[int | None, Field(ge=1, description="Training rows. Default: the protocol's.")] = None
-    num_evaluation: Annotated[
-        int | None,
-        Field(
-            ge=1, description="Evaluation rows. Default: the protocol's; of own data a tenth, at most 500, is held out."
-        ),
-    ] = None
-    max_new_tokens: Annotated[
-        int | None, Field(ge=1, description="Tokens of a generated answer. Default: the task's number.")
-    ] = None
-    samples: Annotated[
-        int, Field(ge=0, description="Held-out rows of --data whose completions are generated before and after.")
-    ] = 0
-    exact_match: Annotated[
-        Literal["no", "yes", "auto"],
-        Field(
-            description="Generate the completions of held-out rows of --data and count those that are right word for "
-            "word; auto: where none is longer than 16 tokens."
-        ),
-    ] = "no"
-    forgetting: Annotated[
-        tuple[str, ...] | None,
-        Field(
-            description="Other tasks by name: the loss on the plain text of 32 of each one's evaluation rows is scored "
-            "before and after the training, and tells what it made the model forget."
-        ),
-    ] = None
-    paper_steps: Annotated[
-        bool,
-        Field(
-            description="Train on all rows, as the paper's step counts imply: where a task has no others, no tenth is "
-            "held out to validate on, but in a run that is scored on validation rows."
-        ),
-    ] = False
-    select_checkpoint: Annotated[
-        Literal["none", "epoch"] | PositiveInt,
-        Field(
-            description="Keep the best of the steps that validation rows are scored at: each epoch's last, or every so "
-            "many steps; none keeps the last step, as does a run without validation rows."
-        ),
-    ] = "none"
-    select_by: Annotated[
-        SelectionMetric, Field(description="What the best step is: accuracy (ties by held-out loss), or held_out_loss.")
-    ] = "accuracy"
-    patience: Annotated[
-        int | None,
-        Field(
-            ge=1,
-            description="Scores of --select-checkpoint in a row that may be no better before the training ends. "
-            "Default: it goes on to its last step.",
-        ),
-    ] = None
-    report_to: Annotated[
-        tuple[Literal["tensorboard", "trackio", "wandb"], ...] | None,
-        Field(description="Who is told losses and scores as they come: tensorboard (in logs/), trackio, wandb."),
-    ] = None
-    dtype: Annotated[
-        Literal["auto", "float32", "bfloat16", "float16"], Field(description="Of the base model's weights.")
-    ] = "auto"
-    device: Annotated[str, Field(description="auto, cpu, cuda, cuda:1, ...")] = "auto"
+
+
+class RunConfig(PlaceConfig, ScoringConfig, RecipeConfig, CalibrationConfig, BasesConfig, RowsConfig):
+    """One run of the training recipe (paper, section 4 and appendix B).
+
+    It is its six parts, each of which stands with what reads it. Options have flat names, in files and in records too.
+    """
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Through JSON: the groups' types are made from the tables of each process."""
@@ -261,29 +78,95 @@ class RunConfig(Frozen):
         """A task calibrated on itself is the plain run, of the same id."""
         return None if name == before.data.get("task") else name
 
-    @field_validator("select_checkpoint", mode="before")
-    @classmethod
-    def _is_a_choice(cls, came: Any) -> Any:
-        if came not in ("none", "epoch") and (type(came) is not int or came < 1):
-            raise ConfigError(
-                f"select_checkpoint is none, epoch, or a number of steps from 1 up, but {came!r:.50} came."
-            )
-        return came
-
     @model_validator(mode="after")
-    def _options_go_together(self) -> RunConfig:
-        refuse_contradictions(self)
+    def _parts_go_together(self) -> RunConfig:
+        for name in (self.task, self.calibration_task, *(self.forgetting or ())):
+            if name is not None:
+                find_task(name)
+        if self.task in (self.forgetting or ()):
+            raise ConfigError(
+                f"--forgetting is about other tasks, but the run learns {self.task!r}. Leave it out there."
+            )
+        for name in self.given(self.method_entry.unread):
+            raise ConfigError(f"The method {self.method!r} does not read {name}. Leave {flag_of(name)} out.")
+        if self.rank_budget is not None and self.method_entry.budget is None:
+            raise ConfigError(f"A rank budget is for cores, but {self.method!r} has none: give --rank instead.")
+        if self.rank_budget is not None and self.method_entry.budget == "instead of the rank" and self.given(["rank"]):
+            raise ConfigError(f"--rank-budget chooses the ranks, but --rank {self.rank} came too. Leave one out.")
+        if self.patience is not None and self.select_checkpoint == "none":
+            raise ConfigError("--patience counts scores on validation rows: give --select-checkpoint epoch as well.")
+        if self.refresh != 1:
+            self._require_rounds()
+        self._require_counted()
         return self
+
+    def _require_rounds(self) -> None:
+        """Refuse what a training in rounds cannot do."""
+        if self.basis is not None:
+            raise ConfigError("A refreshed adapter cannot share a basis with others: give --basis or --refresh.")
+        method = self.method_entry
+        if self.refresh == "auto" and (method.optimiser is not None or method.adds_up):
+            raise ConfigError(
+                f"auto counts the rounds of a core, but {self.method!r} has none: give --refresh a number."
+            )
+        if method.optimiser is not None:
+            return
+        if not method.adds_up and not self.moments_needed:
+            raise ConfigError(
+                f"Refreshing chooses bases by the training data, which the method {self.method!r} does not read. Use "
+                "one that does, such as fcca, or one whose rounds add up, lora; or leave --refresh out."
+            )
+        if self.select_checkpoint != "none":
+            raise ConfigError(
+                "Of a training in rounds the last step is kept: the values of others are of rounds that are over. Give "
+                "--select-checkpoint none or leave --refresh out."
+            )
+
+    def _require_counted(self) -> None:
+        """Refuse half a privacy budget, and what a budget does not cover."""
+        if self.private_epsilon is None or self.private_delta is None:
+            for name in self.given(["private_epsilon", "private_delta", "private_clip"]):
+                raise ConfigError(
+                    f"A private training has an epsilon and a delta, but {flag_of(name)} came without the rest. Give "
+                    "--private-epsilon 8 --private-delta 1e-5, for instance."
+                )
+            return
+        assert self.private_budget  # made, so that its bounds are checked
+        if not self.method_entry.has_bases:
+            raise ConfigError(
+                f"Private training is of cores, but the method {self.method!r} has none. Use one that has, such as "
+                "random or lora_xs, or --basis with a basis of public rows."
+            )
+        for name in self.given(UNCOUNTED):
+            raise ConfigError(
+                f"{flag_of(name)} {UNCOUNTED[name]}, and private training does not count that. Leave "
+                f"{flag_of(name)} out."
+            )
+        if self.basis is None and self.calibration_task is None and self.moments_needed:
+            raise ConfigError(
+                f"The method {self.method!r} calibrates its bases on the rows that are to be private, which is not "
+                "counted. Give --basis with a basis of public rows, --calibration-task, or --method random or lora_xs."
+            )
+
+    def refuse_alone(self, these: str) -> None:
+        """Refuse what trainings side by side cannot do.
+
+        Args:
+            these: What trains so, in words.
+
+        Raises:
+            ConfigError: The first such option that came.
+        """
+        for name in self.given(AloneConfig.model_fields):
+            raise ConfigError(
+                f"{flag_of(name)} is of a training alone, but {these} train side by side, on one basis and in common "
+                "batches. Leave one out."
+            )
 
     @property
     def calibration_options(self) -> CalibrationOptions:
         """The options of the calibration pass; sampled labels are the run's own."""
         return CalibrationOptions(**self.calibration.model_dump(), seed=self.seed, memory_budget=self.memory_budget)
-
-    @property
-    def method_entry(self) -> Method:
-        """The row of the method table."""
-        return find_method(self.method)
 
     @property
     def moments_needed(self) -> frozenset[MomentName]:
@@ -297,23 +180,6 @@ class RunConfig(Frozen):
     @property
     def resolved_warmup(self) -> float:
         return self.method_entry.warmup if self.warmup is None else self.warmup
-
-    @property
-    def refreshes(self) -> bool:
-        """Whether it may train in more than one round."""
-        return self.refresh != 1
-
-    @property
-    def private_budget(self) -> PrivateBudget | None:
-        """What a private training may spend; None for one that is not private."""
-        if self.private_epsilon is None or self.private_delta is None:
-            return None
-        return PrivateBudget(self.private_epsilon, self.private_delta, self.private_clip or CLIP)
-
-    @property
-    def rows_a_step(self) -> int:
-        """Training rows of one optimiser step, however they are cut into batches."""
-        return self.accumulation * (1 if self.batch_size == "auto" else self.batch_size)
 
     def adapter_options(self, targets: Targets) -> AdapterOptions:
         """What the method builds its adapter by, on the layers that the model turned out to have."""

@@ -33,6 +33,7 @@ from frozencore.tune.run.rows import RunRows
 from frozencore.tune.run.rows_at_once import rows_at_once
 from frozencore.tune.run.selecting import score_run, selection_of
 from frozencore.tune.run.targets import resolve_targets
+from frozencore.tune.scoring.scoring_config import ScoringConfig
 from frozencore.tune.training.by_length import pass_tokens_of
 from frozencore.tune.training.low_rank import PLAIN
 from frozencore.tune.training.recipe import Recipe, epochs_for
@@ -99,7 +100,7 @@ def execute(
         lambda: found.kept(
             BASE_SCORE,
             Score,
-            scored_as(config, bench, hashes),
+            scored_as(config, hashes),
             lambda: score_run(config, bench.model, bench, as_stage(progress, "score base")),
         )
     )
@@ -139,18 +140,10 @@ def execute(
     return record
 
 
-def scored_as(config: RunConfig, bench: Bench, hashes: Mapping[str, str]) -> dict[str, Any]:
+def scored_as(config: RunConfig, hashes: Mapping[str, str]) -> dict[str, Any]:
     """What the score of a base model depends on: JSON values by name."""
-    own: dict[str, Any] = {
-        "exact_match": bench.rows.exact_match,
-        "samples": config.samples,
-        "task": config.task,
-        "max_new_tokens": config.max_new_tokens,
-        "max_length": bench.encoder.max_length,
-    }
-    if config.forgetting:
-        own["others"] = hashes.get("others")
-    return {"base model": hashes["model"], "evaluation rows": hashes["evaluation"], **own}
+    asked = config.model_dump(mode="json", include={"task", "max_length", *ScoringConfig.model_fields})
+    return {**asked, "base model": hashes["model"], "evaluation": hashes["evaluation"], "others": hashes.get("others")}
 
 
 def recipe_of(config: RunConfig, rows: RunRows, model: nn.Module) -> Recipe:

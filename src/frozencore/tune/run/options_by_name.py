@@ -9,11 +9,12 @@ from typing import Any, get_type_hints
 
 from frozencore.errors import ConfigError
 from frozencore.options import Option
+from frozencore.tune.methods.option_groups import GROUPS
 from frozencore.tune.run.config import RunConfig
-from frozencore.tune.run.option_groups import GROUPS
+from frozencore.tune.training.recipe_config import StepsConfig
 
-SWEPT = ("learning_rate", "warmup", "epochs", "batch_size", "accumulation", "seed")
-"""The options whose values may differ between runs on one basis: those of the recipe."""
+SWEPT = tuple(StepsConfig.model_fields)
+"""The options whose values may differ between runs on one basis."""
 
 
 def run_options() -> dict[str, Option]:

@@ -8,12 +8,12 @@ from dataclasses import replace
 from torch import nn
 
 from frozencore.tune.run.bench import Bench, Score
-from frozencore.tune.run.config import RunConfig, SelectionMetric
 from frozencore.tune.run.record_parts import SelectedCheckpoint, StepScored
 from frozencore.tune.run.rows import ScoredRows
 from frozencore.tune.scoring import Prediction
 from frozencore.tune.scoring.exact_match import complete
 from frozencore.tune.scoring.score import held_out_loss, score_completions, score_task
+from frozencore.tune.scoring.scoring_config import ScoringConfig, SelectionMetric
 from frozencore.tune.training.selection import Selection
 from frozencore.tune.training.train import TrainingReport
 from frozencore.words import Progress
@@ -51,7 +51,7 @@ def score_rows(
     return Score(score.held_out_loss, task=score)
 
 
-def score_run(config: RunConfig, model: nn.Module, bench: Bench, progress: Progress) -> Score:
+def score_run(config: ScoringConfig, model: nn.Module, bench: Bench, progress: Progress) -> Score:
     """Score a model on the rows that say what the configured run was worth."""
     score = score_rows(
         model, bench, bench.rows.scored, progress, samples=config.samples, max_new_tokens=config.max_new_tokens
@@ -72,7 +72,7 @@ def samples_of(bench: Bench, before: Sequence[Prediction], after: Sequence[Predi
     return found
 
 
-def selection_of(config: RunConfig, bench: Bench, progress: Progress) -> Selection | None:
+def selection_of(config: ScoringConfig, bench: Bench, progress: Progress) -> Selection | None:
     """How the run's validation rows choose among the steps; None where they do not, or where there are none."""
     rows = bench.rows.validation
     if config.select_checkpoint == "none" or rows is None:
@@ -90,7 +90,7 @@ def selection_of(config: RunConfig, bench: Bench, progress: Progress) -> Selecti
     return Selection(config.select_checkpoint, score, identity, config.patience)
 
 
-def selected_checkpoint(config: RunConfig, bench: Bench, report: TrainingReport) -> SelectedCheckpoint | None:
+def selected_checkpoint(config: ScoringConfig, bench: Bench, report: TrainingReport) -> SelectedCheckpoint | None:
     """What the record says of the choice; None where none was asked for."""
     if config.select_checkpoint == "none":
         return None

@@ -13,14 +13,14 @@ from frozencore.adapter.layer import layer_shape
 from frozencore.adapter.model import FrozenCoreModel
 from frozencore.errors import ConfigError
 from frozencore.tune.methods import Targets
+from frozencore.tune.methods.bases_config import BasesConfig
 from frozencore.tune.methods.targeted import targeted_layers
-from frozencore.tune.run.config import RunConfig
 from frozencore.words import num_of
 
 _BLOCK = re.compile(r"\.(\d+)\.")
 
 
-def resolve_targets(config: RunConfig, model: PreTrainedModel) -> Targets:
+def resolve_targets(config: BasesConfig, model: PreTrainedModel) -> Targets:
     """The layers to adapt: those named, or the method's own, mostly the attention projections, which the paper adapts.
 
     Raises:

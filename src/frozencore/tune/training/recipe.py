@@ -10,6 +10,10 @@ from frozencore.adapter.bases.refresh_plan import COST
 from frozencore.errors import ConfigError
 from frozencore.privacy import PrivateBudget
 from frozencore.tune.training.low_rank import PLAIN
+from frozencore.tune.training.recipe_config import RecipeConfig
+
+UNSAID = RecipeConfig()
+"""The options of a run that says nothing: their defaults are the recipe's."""
 
 UNREFRESHED = (
     ("refresh", 1),
@@ -56,15 +60,15 @@ class Recipe:
     warmup: float
     epochs: int = 1
     batch_size: int = 1
-    accumulation: int = 8
+    accumulation: int = UNSAID.accumulation
     max_grad_norm: float = 1.0
     weight_decay: float = 0.0
-    seed: int = 42
-    refresh: int | Literal["auto"] = 1
+    seed: int = UNSAID.seed
+    refresh: int | Literal["auto"] = UNSAID.refresh
     refresh_cost: float = COST
     refresh_memory: int | str | None = None
     pass_tokens: int | None = None
-    padding_free: bool = False
+    padding_free: bool = UNSAID.padding_free
     optimiser: str = PLAIN
     optimiser_rank: int | None = None
     private: PrivateBudget | None = None

@@ -11,7 +11,6 @@ from frozencore.errors import ConfigError, FrozenCoreError
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.run.bench import Base, Bench, prepare
 from frozencore.tune.run.config import RunConfig
-from frozencore.tune.run.config_rules import refuse_of_one_alone
 from frozencore.tune.run.loading import load_model
 from frozencore.tune.run.many.tenants import find_tenants
 from frozencore.tune.run.named_basis import on_named_basis
@@ -34,7 +33,7 @@ def tenants_of(config: RunConfig) -> tuple[RunConfig, dict[str, Path]]:
         ConfigError: It asks for what many tenants cannot have, or for a method without cores.
         DataError: There are no row files.
     """
-    refuse_of_one_alone(config, "tenants")
+    config.refuse_alone("tenants")
     config = on_named_basis(config)
     if config.data is None or not config.method_entry.has_bases:
         raise ConfigError(

@@ -14,7 +14,6 @@ from frozencore.errors import ConfigError, DivergenceError, NoRowsError
 from frozencore.files.whole_file import write_json
 from frozencore.tune.run.bench import Bench, prepare
 from frozencore.tune.run.config import RunConfig
-from frozencore.tune.run.config_rules import refuse_of_one_alone
 from frozencore.tune.run.execute import execute, recipe_of
 from frozencore.tune.run.files import CHECKPOINTS
 from frozencore.tune.run.interrupted import refuse_used
@@ -51,7 +50,7 @@ def execute_sweep(
     """
     if not config.method_entry.has_bases:
         raise ConfigError(f"A sweep trains cores side by side on one basis, but {config.method!r} has no cores.")
-    refuse_of_one_alone(config, "the runs of a sweep")
+    config.refuse_alone("the runs of a sweep")
     chooses = config if config.select_checkpoint != "none" else config.model_copy(update={"select_checkpoint": "epoch"})
     refuse_used(out, resume=resume)
     bench = prepare(chooses, progress)

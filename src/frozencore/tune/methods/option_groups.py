@@ -7,18 +7,12 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, create_model
+from pydantic import BaseModel, create_model
 
 from frozencore.calibration.options import CalibrationOptions
 from frozencore.constructors import CONSTRUCTORS, constructor_options
 from frozencore.constructors.options import ScaleOptions
-from frozencore.options import Option, options_of
-
-
-class Frozen(BaseModel):
-    """Options that are checked once and do not change."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+from frozencore.options import FrozenOptions, Option, options_of
 
 
 def _core_options() -> dict[str, Option]:
@@ -38,7 +32,7 @@ and those of the calibration pass."""
 @cache
 def _model(group: str, _table: tuple[type, ...]) -> type[BaseModel]:
     fields: dict[str, Any] = {name: (option.type, option.default) for name, option in GROUPS[group]().items()}
-    return create_model(group, __base__=Frozen, **fields)
+    return create_model(group, __base__=FrozenOptions, **fields)
 
 
 def read_group(given: Any, group: str) -> BaseModel:
