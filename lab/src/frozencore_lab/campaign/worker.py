@@ -152,7 +152,7 @@ class Worker:
 
 def _scored_as(config: RunConfig, bench: Bench) -> str:
     hashes = {"model": f"{config.model} {config.dtype}", **bench.rows.fingerprints()}
-    return json.dumps(scored_as(config, bench, hashes))
+    return json.dumps(scored_as(config, hashes))
 
 
 def _logged(log: TextIO, progress: Progress) -> Progress:

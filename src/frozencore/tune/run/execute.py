@@ -33,7 +33,7 @@ from frozencore.tune.run.rows import RunRows
 from frozencore.tune.run.rows_at_once import rows_at_once
 from frozencore.tune.run.selecting import score_run, selection_of
 from frozencore.tune.run.targets import resolve_targets
-from frozencore.tune.scoring.scoring_config import ScoringConfig
+from frozencore.tune.scoring.scoring_config import ScoringConfig, StepChoiceConfig
 from frozencore.tune.training.by_length import pass_tokens_of
 from frozencore.tune.training.low_rank import PLAIN
 from frozencore.tune.training.recipe import Recipe, epochs_for
@@ -142,7 +142,8 @@ def execute(
 
 def scored_as(config: RunConfig, hashes: Mapping[str, str]) -> dict[str, Any]:
     """What the score of a base model depends on: JSON values by name."""
-    asked = config.model_dump(mode="json", include={"task", "max_length", *ScoringConfig.model_fields})
+    of_scores = ScoringConfig.model_fields.keys() - StepChoiceConfig.model_fields.keys()
+    asked = config.model_dump(mode="json", include={"task", "max_length", *of_scores})
     return {**asked, "base model": hashes["model"], "evaluation": hashes["evaluation"], "others": hashes.get("others")}
 
 

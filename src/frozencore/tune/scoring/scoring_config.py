@@ -34,16 +34,9 @@ class FurtherScoresConfig(FrozenOptions):
     ] = None
 
 
-class ScoringConfig(FurtherScoresConfig):
-    """The rows and the metric that say what a run was worth, and which of its steps is kept."""
+class StepChoiceConfig(FrozenOptions):
+    """Which step of a training is kept."""
 
-    evaluate_on: Annotated[
-        Literal["evaluation", "validation"],
-        Field(description="Rows to score on; validation: rows to choose options with, never evaluated."),
-    ] = "evaluation"
-    max_new_tokens: Annotated[
-        int | None, Field(ge=1, description="Tokens of a generated answer. Default: the task's number.")
-    ] = None
     select_checkpoint: Annotated[
         Literal["none", "epoch"] | PositiveInt,
         Field(
@@ -71,3 +64,15 @@ class ScoringConfig(FurtherScoresConfig):
                 f"select_checkpoint is none, epoch, or a number of steps from 1 up, but {came!r:.50} came."
             )
         return came
+
+
+class ScoringConfig(StepChoiceConfig, FurtherScoresConfig):
+    """The rows and the metric that say what a run was worth, and which of its steps is kept."""
+
+    evaluate_on: Annotated[
+        Literal["evaluation", "validation"],
+        Field(description="Rows to score on; validation: rows to choose options with, never evaluated."),
+    ] = "evaluation"
+    max_new_tokens: Annotated[
+        int | None, Field(ge=1, description="Tokens of a generated answer. Default: the task's number.")
+    ] = None
