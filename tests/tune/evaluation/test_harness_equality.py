@@ -64,12 +64,12 @@ def both(
     root = exported.parent / task.name if task.name in ROWS else shared / "data"
     examples = evaluation_rows(task, root, num_evaluation=NUM_ROWS)
     ours = score_task(model, encoder, task, examples)
-    theirs = harness_score(model, encoder, PREFIX + task.name, include_path=exported)
-    assert [sample["doc"]["id"] for sample in theirs.samples] == [example.id for example in examples]
+    _, theirs = harness_score(model, encoder, PREFIX + task.name, include_path=exported)
+    assert [sample["doc"]["id"] for sample in theirs] == [example.id for example in examples]
     room = replace_limit(encoder, task)
     return [
         (prediction, dict(sample))
-        for example, prediction, sample in zip(examples, ours.predictions, theirs.samples, strict=True)
+        for example, prediction, sample in zip(examples, ours.predictions, theirs, strict=True)
         if room.count_too_long([room.render(example)]) == 0
     ]
 

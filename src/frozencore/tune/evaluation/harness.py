@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,30 +19,18 @@ from frozencore.words import one_line
 _FIRST_METRICS = ("acc", "exact_match", "f1")
 
 
-@dataclass(frozen=True)
-class HarnessScore:
-    """What the harness found for one task.
-
-    Attributes:
-        metric: The one shown: accuracy, exact match or F1 where the task has it, its first metric otherwise.
-        metrics: All of them, by the harness's own names (``"acc_norm,none"``).
-        samples: The harness's record of every row.
-    """
-
-    metric: str
-    value: float
-    standard_error: float | None
-    metrics: Mapping[str, Any]
-    samples: Sequence[Mapping[str, Any]]
-
-
 def harness_score(
     model: nn.Module, encoder: PromptEncoder, task: str, *, include_path: Path | None = None, limit: int | None = None
-) -> HarnessScore:
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Run one task of the harness, by the harness's own code; the global random states are left as they were.
+
+    The accuracy of the score is accuracy, exact match or F1 where the task has it, its first metric otherwise.
 
     Args:
         include_path: A folder of task files; the task is looked for in this folder alone.
+
+    Returns:
+        The numbers of the score, all metrics by the harness's own names among them, and its record of every row.
 
     Raises:
         ConfigError: The harness is not installed, or knows no such task.
@@ -79,13 +66,16 @@ def harness_score(
     metrics = results["results"].get(task) or results["groups"][task]
     metric = _headline(metrics)
     error_of = metrics.get(metric.replace(",", "_stderr,"))
-    return HarnessScore(
-        metric=metric,
-        value=float(metrics[metric]),
-        standard_error=error_of if isinstance(error_of, float) else None,
-        metrics=metrics,
-        samples=[sample for samples in results["samples"].values() for sample in samples],
-    )
+    samples = [sample for samples in results["samples"].values() for sample in samples]
+    score = {
+        "task": task,
+        "accuracy": float(metrics[metric]),
+        "standard_error": error_of if isinstance(error_of, float) else None,
+        "num_examples": len({sample["doc_id"] for sample in samples}),
+        "metric": metric,
+        "metrics": dict(metrics),
+    }
+    return score, samples
 
 
 def harness_version() -> str:

@@ -96,17 +96,9 @@ def harness_scorer(name: str, encoder: PromptEncoder, *, include_path: Path | No
 
     def score(model: nn.Module, progress: Progress) -> Scored:
         progress("score", 0, 1, "lm-evaluation-harness")
-        found = harness_score(model, encoder, name, include_path=include_path, limit=limit)
-        progress("score", 1, 1, found.metric)
-        summary = {
-            "task": name,
-            "accuracy": found.value,
-            "standard_error": found.standard_error,
-            "num_examples": len({sample["doc_id"] for sample in found.samples}),
-            "metric": found.metric,
-            "metrics": dict(found.metrics),
-        }
-        return summary, found.samples
+        found, samples = harness_score(model, encoder, name, include_path=include_path, limit=limit)
+        progress("score", 1, 1, found["metric"])
+        return found, samples
 
     return TaskScorer(name, {"harness": harness_version(), "include_path": str(include_path), "limit": limit}, score)
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -44,22 +43,22 @@ class TaskScore:
     """
 
     task: str
-    accuracy: float
-    standard_error: float
-    num_examples: int
-    num_ties: int
-    num_duplicate_choices: int
-    num_cut: int
-    num_truncated: int
-    num_unanswered: int
-    chance: float | None
-    majority_class: float | None
     held_out_loss: float
     predictions: tuple[Prediction, ...]
     time_s: float
+    chance: float | None = None
+    majority_class: float | None = None
+    num_ties: int = 0
+    num_duplicate_choices: int = 0
+    num_cut: int = 0
+    num_truncated: int = 0
+    num_unanswered: int = 0
+    num_examples: int = field(init=False)
+    accuracy: float = field(init=False)
+    standard_error: float = field(init=False)
 
-
-def accuracy_with_error(predictions: Sequence[Prediction]) -> tuple[float, float]:
-    """Share of correct predictions and its standard error over the examples (0 for a single one)."""
-    share = sum(prediction.correct for prediction in predictions) / len(predictions)
-    return share, math.sqrt(share * (1 - share) / max(1, len(predictions) - 1))
+    def __post_init__(self) -> None:
+        count = len(self.predictions)
+        share = sum(prediction.correct for prediction in self.predictions) / count
+        error = math.sqrt(share * (1 - share) / max(1, count - 1))  # 0 for a single example
+        vars(self).update(num_examples=count, accuracy=share, standard_error=error)

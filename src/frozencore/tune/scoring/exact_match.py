@@ -17,7 +17,7 @@ from frozencore.tune.rows.batches import pad, score_in_groups
 from frozencore.tune.rows.prompts import PromptEncoder, context_limit
 from frozencore.tune.scoring import Prediction
 from frozencore.tune.scoring.forward import RequireFinite, base_of, num_virtual_tokens, scoring_mode, vocabulary_of
-from frozencore.tune.tasks.answers import format_number, parse_answer
+from frozencore.tune.tasks.answers import parse_answer
 from frozencore.words import Progress
 
 SHORT = 16  # tokens of a completion, its end token left out
@@ -55,8 +55,8 @@ def predict_numbers(
     predictions = []
     for example, gold, generation in zip(examples, golds, found, strict=True):
         number = parse_answer(generation.text)
-        spelled = None if number is None else format_number(number)
-        predictions.append(Prediction(example.id, spelled, format_number(gold), number == gold, text=generation.text))
+        spelled = None if number is None else str(number)
+        predictions.append(Prediction(example.id, spelled, str(gold), number == gold, text=generation.text))
     return predictions, sum(generation.truncated for generation in found)
 
 

@@ -14,7 +14,7 @@ from frozencore.errors import ConfigError, DataError, ModelError
 from frozencore.tune.rows import Example, TokenRow
 from frozencore.tune.rows.batches import PaddingCollator, score_in_groups
 from frozencore.tune.rows.prompts import PromptEncoder
-from frozencore.tune.scoring import TaskScore, accuracy_with_error
+from frozencore.tune.scoring import TaskScore
 from frozencore.tune.scoring.choice import predict_choices
 from frozencore.tune.scoring.exact_match import SHORT, complete, predict_numbers
 from frozencore.tune.scoring.forward import NOT_FINITE, logits_at, scoring_mode, token_logprobs, vocabulary_of
@@ -58,23 +58,18 @@ def score_task(
         )
         num_unanswered = sum(p.prediction is None for p in predictions)
     texts = [encoder.render(example) for example in examples]
-    loss = held_out_loss(model, encoder.training_rows(texts), pad_id=encoder.pad_id)
-    accuracy, standard_error = accuracy_with_error(predictions)
     return TaskScore(
         task=task.name,
-        accuracy=accuracy,
-        standard_error=standard_error,
-        num_examples=len(examples),
+        held_out_loss=held_out_loss(model, encoder.training_rows(texts), pad_id=encoder.pad_id),
+        predictions=tuple(predictions),
+        time_s=time.perf_counter() - start,
+        chance=chance,
+        majority_class=majority,
         num_ties=num_ties,
         num_duplicate_choices=sum(len(set(example.choices)) < len(example.choices) for example in examples),
         num_cut=encoder.count_too_long(texts),
         num_truncated=num_truncated,
         num_unanswered=num_unanswered,
-        chance=chance,
-        majority_class=majority,
-        held_out_loss=loss,
-        predictions=tuple(predictions),
-        time_s=time.perf_counter() - start,
     )
 
 
@@ -92,23 +87,14 @@ def score_completions(
     """
     started = time.perf_counter()
     predictions, num_truncated = complete(model, encoder, rows, max_new_tokens=SHORT + 1, progress=progress)
-    accuracy, standard_error = accuracy_with_error(predictions)
     most = max(Counter(prediction.gold for prediction in predictions).values())
     return TaskScore(
         task="own rows",
-        accuracy=accuracy,
-        standard_error=standard_error,
-        num_examples=len(rows),
-        num_ties=0,
-        num_duplicate_choices=0,
-        num_cut=0,
-        num_truncated=num_truncated,
-        num_unanswered=0,
-        chance=None,
-        majority_class=most / len(rows) if most > 1 else None,
         held_out_loss=held_out_loss,
         predictions=tuple(predictions),
         time_s=time.perf_counter() - started,
+        majority_class=most / len(rows) if most > 1 else None,
+        num_truncated=num_truncated,
     )
 
 

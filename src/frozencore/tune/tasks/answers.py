@@ -77,11 +77,6 @@ def parse_number(text: str) -> Fraction | None:
     return -value if "-" in ((match["sign"] or "") + (match["late_sign"] or "")) else value
 
 
-def format_number(value: Fraction) -> str:
-    """The one spelling of a number: an integer, or a fraction in lowest terms."""
-    return str(value)
-
-
 def _fraction(match: re.Match[str]) -> Fraction | None:
     bottom = int(match["bottom"])
     return int(match["whole"] or 0) + Fraction(int(match["top"]), bottom) if bottom else None

@@ -51,17 +51,8 @@ TASK = Task(
         num_rows={"train": 1119, "validation": 299, "test": 1172},
         sample={
             "id": "Mercury_7041615",
-            "question": "Which of these do scientists offer as the most recent explanation as to why many plants and "
-            "animals died out at the end of the Mesozoic era?",
-            "choices": {
-                "text": [
-                    "worldwide disease",
-                    "global mountain building",
-                    "rise of mammals that preyed upon plants and animals",
-                    "impact of an asteroid created dust that blocked the sunlight",
-                ],
-                "label": ["A", "B", "C", "D"],
-            },
+            "question": "Why did many plants and animals die out at the end of the Mesozoic era?",
+            "choices": {"text": ["disease", "new mountains", "rise of mammals", "an asteroid"], "label": [*"ABCD"]},
             "answerKey": "D",
         },
         labels={"answerKey": "ABCD"},

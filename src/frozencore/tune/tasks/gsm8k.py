@@ -39,10 +39,8 @@ TASK = Task(
         columns=("question", "answer"),
         num_rows={"train": 7473, "test": 1319},
         sample={
-            "question": "Weng earns $12 an hour for babysitting. Yesterday, she just did 50 minutes of babysitting. "
-            "How much did she earn?",
-            "answer": "Weng earns 12/60 = $<<12/60=0.2>>0.2 per minute.\nWorking 50 minutes, she earned 0.2 x 50 = "
-            "$<<0.2*50=10>>10.\n#### 10",
+            "question": "Weng earns $12 an hour for babysitting. How much did she earn in 50 minutes?",
+            "answer": "She earned 12/60 = $<<12/60=0.2>>0.2 per minute.\n0.2 x 50 = $<<0.2*50=10>>10.\n#### 10",
         },
     ),
     to_example=to_example,

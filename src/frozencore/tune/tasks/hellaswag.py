@@ -48,17 +48,10 @@ TASK = Task(
         sample={
             "ind": 12,
             "activity_label": "Baking cookies",
-            "ctx_a": "A tray of potatoes is loaded into the oven and removed. A large tray of cake is flipped over and "
-            "placed on counter.",
+            "ctx_a": "A large tray of cake is flipped over and placed on counter.",
             "ctx_b": "a large tray of meat",
-            "ctx": "A tray of potatoes is loaded into the oven and removed. A large tray of cake is flipped over and "
-            "placed on counter. a large tray of meat",
-            "endings": [
-                "is placed onto a baked potato.",
-                ", ls, and pickles are placed in the oven.",
-                "is poured into a midden.",
-                "is prepared then it is removed from the oven by a helper when done.",
-            ],
+            "ctx": "A large tray of cake is flipped over and placed on counter. a large tray of meat",
+            "endings": ["is placed onto a potato.", ", ls, and pickles are placed.", "is poured.", "is prepared."],
             "source_id": "activitynet~v_-2dxp-mv2zo",
             "split": "train",
             "split_type": "indomain",

@@ -25,15 +25,7 @@ TASK = Task(
         sample={
             "id": "7-980",
             "question_stem": "The sun is responsible for",
-            "choices": {
-                "text": [
-                    "puppies learning new tricks",
-                    "children growing up and getting old",
-                    "flowers wilting in a vase",
-                    "plants sprouting, blooming and wilting",
-                ],
-                "label": ["A", "B", "C", "D"],
-            },
+            "choices": {"text": ["puppies", "growing up", "flowers wilting in a vase", "plants"], "label": [*"ABCD"]},
             "answerKey": "D",
         },
         labels={"answerKey": "ABCD"},

@@ -36,10 +36,9 @@ TASK = Task(
             "Type": "Common-Division",
             "Equation": "( 290.0 / 2.0 )",
             "Answer": "145",
-            "Body": "There are 87 oranges and 290 bananas in Philip's collection. If the bananas are organized into 2 "
-            "groups and oranges are organized into 93 groups",
+            "Body": "There are 87 oranges and 290 bananas in Philip's collection, which are organized into 2 groups",
             "Question": "How big is each group of bananas?",
-            "question_concat": "There are 87 oranges and 290 bananas [...]. How big is each group of bananas?",
+            "question_concat": "There are 87 oranges [...]. How big is each group of bananas?",
         },
     ),
     to_example=to_example,
