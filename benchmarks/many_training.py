@@ -36,7 +36,7 @@ from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.rows.batches import PaddingCollator, row_costs
 from frozencore.tune.training.by_length import group_by_length, pass_tokens_of
-from frozencore.tune.training.many.losses import num_targets, row_losses, row_sizes
+from frozencore.tune.training.many.losses import row_losses, row_sizes
 from frozencore.tune.training.many.tenant import Tenant
 from frozencore.tune.training.many.train import train_many
 from frozencore.tune.training.recipe import Recipe
@@ -98,7 +98,7 @@ def bare_loop(model: nn.Module, tenant: Tenant) -> None:
     optimizer = torch.optim.AdamW(trained, lr=1e-3, fused=True)
     for step in range(tenant.num_steps):
         rows = tenant.step_rows(step)
-        (row_losses(model, collate(rows)).sum() / sum(map(num_targets, rows))).backward()
+        (row_losses(model, collate(rows)).sum() / sum(row.num_targets for row in rows)).backward()
         nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         optimizer.zero_grad()

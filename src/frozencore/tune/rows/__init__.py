@@ -32,13 +32,19 @@ class Example:
 
 @dataclass(frozen=True)
 class TextRow:
-    """A row as text, to the byte. ``templated`` contexts carry the special tokens of the chat template."""
+    """A row as text, to the byte.
+
+    Attributes:
+        templated: Whether the context carries the special tokens of the chat template.
+        turns: The completion of a conversation in pieces: in turn one with the loss and one without.
+    """
 
     id: str
     context: str
     completion: str
     choices: tuple[str, ...] = ()
     templated: bool = False
+    turns: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -50,9 +56,35 @@ class TokenRow:
     num_context: int
 
     @property
+    def loss_spans(self) -> tuple[tuple[int, int], ...]:
+        """Where the tokens with a loss begin and end."""
+        return ((self.num_context, len(self.input_ids)),)
+
+    @property
+    def answer_start(self) -> int:
+        """Where the last of the spans with a loss begins: what is generated and compared stands there."""
+        return self.loss_spans[-1][0]
+
+    @property
     def num_targets(self) -> int:
-        """Tokens that have a loss: tokens of the completion that stand behind another token."""
-        return len(self.input_ids) - max(1, self.num_context)
+        """Tokens that have a loss and stand behind another token."""
+        return sum(stop - max(1, start) for start, stop in self.loss_spans)
+
+    @property
+    def trained_on(self) -> list[Any]:
+        """What a training reads of the row, as JSON values."""
+        return list(vars(self).values())[1:]
+
+
+@dataclass(frozen=True)
+class TurnsRow(TokenRow):
+    """A conversation with the loss on several turns: ``turns`` are begins and ends, counted from ``num_context``."""
+
+    turns: tuple[tuple[int, int], ...]
+
+    @property
+    def loss_spans(self) -> tuple[tuple[int, int], ...]:
+        return tuple((self.num_context + start, self.num_context + stop) for start, stop in self.turns)
 
 
 @dataclass(frozen=True)

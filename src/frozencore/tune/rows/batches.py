@@ -37,7 +37,10 @@ class PaddingCollator:
 
 def labels_of(row: TokenRow) -> list[int]:
     """The tokens of a row that have a loss, -100 in the place of the others."""
-    return [IGNORED] * row.num_context + row.input_ids[row.num_context :]
+    labels = [IGNORED] * len(row.input_ids)
+    for start, stop in row.loss_spans:
+        labels[start:stop] = row.input_ids[start:stop]
+    return labels
 
 
 def make_batches(rows: Sequence[TokenRow], *, pad_id: int, batch_size: int) -> list[dict[str, Tensor]]:

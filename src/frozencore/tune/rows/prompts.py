@@ -11,14 +11,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import date
+from functools import partial
 from typing import Any, Literal
 
 from frozencore.errors import ConfigError, DataError, ModelError
-from frozencore.tune.rows import ChoiceTokens, Example, TextRow, TokenRow
+from frozencore.tune.rows import ChoiceTokens, Example, TextRow, TokenRow, TurnsRow
+from frozencore.tune.rows.conversations import every_turn
 from frozencore.tune.rows.prompt_date import PROMPT_DATE, with_fixed_date
 
 PromptStyle = Literal["auto", "chat", "plain"]
 TooLong = Literal["refuse", "truncate"]
+LossOn = Literal["last", "all"]
 Fit = Literal["whole", "cut", "too long"]
 PROTOCOL_MAX_LENGTH = 512
 
@@ -34,6 +37,7 @@ class PromptEncoder:
             tokens of the prompt go, and one at least stays; a text without prompt loses its end). A completion is
             never cut: if it leaves no room for its prompt, it is an error in any case.
         today: The date, for a chat template that asks for it.
+        loss_on: Whether the last of the assistant's turns of a conversation has the loss, or all of them.
 
     Raises:
         ConfigError: ``chat`` without a template, or a limit below two tokens.
@@ -48,6 +52,7 @@ class PromptEncoder:
         max_length: int = PROTOCOL_MAX_LENGTH,
         too_long: TooLong = "refuse",
         today: date = PROMPT_DATE,
+        loss_on: LossOn = "last",
     ) -> None:
         if style == "chat" and not tokenizer.chat_template:
             raise ConfigError(
@@ -61,6 +66,7 @@ class PromptEncoder:
         self.is_chat = style == "chat" or (style == "auto" and bool(tokenizer.chat_template))
         self.max_length = max_length
         self.too_long = too_long
+        self.loss_on = loss_on
         self.eos_id: int = tokenizer.eos_token_id
         self.pad_id: int = self.eos_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         self._start_ids = _start_tokens(tokenizer)
@@ -71,7 +77,7 @@ class PromptEncoder:
         In chat style a completion loses the space that separates plain text.
         """
         if self.is_chat and example.prompt:
-            context = self._chat([{"role": "user", "content": example.prompt}], example.id)
+            context: str = self._chat([{"role": "user", "content": example.prompt}], example.id)
             choices = tuple(choice.lstrip() for choice in example.choices)
             return TextRow(example.id, context, example.completion.lstrip(), choices, templated=True)
         context = example.prompt.rstrip()
@@ -84,9 +90,13 @@ class PromptEncoder:
     ) -> TextRow:
         """The text of a conversation whose last turn is the assistant's: that turn is the completion.
 
+        With ``loss_on="all"`` the completion begins at the first of the assistant's turns.
+
         Args:
             tools: The tools that the assistant may call, as the chat template takes them.
         """
+        if self.loss_on == "all":
+            return every_turn(messages, row_id, partial(self._chat, row_id=row_id, tools=tools), self.tokenizer)
         context = self._chat(messages[:-1], row_id, tools)
         return TextRow(row_id, context, messages[-1]["content"], templated=True)
 
@@ -103,20 +113,35 @@ class PromptEncoder:
 
     def whole_rows(self, rows: Sequence[TextRow]) -> list[TokenRow]:
         """As :meth:`training_rows`, for rows of any length."""
-        pairs = self._pairs(rows, [row.completion for row in rows])
+        pairs = self._pairs(rows, [row.turns[0] if row.turns else row.completion for row in rows])
         return [
-            TokenRow(row.id, [*context, *completion, self.eos_id], len(context))
+            self._with_turns(row, context, completion)
+            if len(row.turns) > 1
+            else TokenRow(row.id, [*context, *completion, self.eos_id], len(context))
             for row, (context, completion) in zip(rows, pairs, strict=True)
         ]
 
+    def _with_turns(self, row: TextRow, context: list[int], first: list[int]) -> TurnsRow:
+        """Append the further pieces of a conversation, each as the tokens that it adds to the text before it."""
+        ids, turns = [*context, *first], [(0, len(first))]
+        text = row.context + row.turns[0]
+        for number, piece in enumerate(row.turns[1:], start=1):
+            text += piece
+            start, (whole,) = len(ids), self._tokenise([text])
+            ids = whole if whole[:start] == ids else ids + self._tokenise([piece])[0]
+            if number % 2 == 0:
+                turns.append((start - len(context), len(ids) - len(context)))
+        turns[-1] = (turns[-1][0], turns[-1][1] + 1)
+        return TurnsRow(row.id, [*ids, self.eos_id], len(context), tuple(turns))
+
     def fits(self, rows: Sequence[TextRow]) -> list[Fit]:
         """Whether each row fits with its completion and every choice, fits with its prompt cut, or does not fit."""
-        pairs = self._pairs(rows, [row.completion for row in rows])
         choices = iter(self._encoded_choices([row for row in rows if row.choices]))
         found: list[Fit] = []
-        for row, (context, completion) in zip(rows, pairs, strict=True):
-            rest = [len(completion) + 1, *(map(len, next(choices).choice_ids) if row.choices else ())]
-            found.append(self._fit(bool(row.context), len(context), max(rest)))
+        for row, tokens in zip(rows, self.whole_rows(rows), strict=True):
+            num_completion = len(tokens.input_ids) - tokens.num_context
+            rest = [num_completion, *(map(len, next(choices).choice_ids) if row.choices else ())]
+            found.append(self._fit(bool(row.context), tokens.num_context, max(rest)))
         return found
 
     def choice_rows(self, rows: Sequence[TextRow]) -> list[ChoiceTokens]:
@@ -141,18 +166,28 @@ class PromptEncoder:
         contexts = self._contexts([row for row in rows if not row.choices])
         return sum(length > self.max_length for length in (*map(_longest, choices), *map(len, contexts)))
 
-    def _chat(self, messages: Sequence[Mapping[str, Any]], row_id: str, tools: Sequence[Any] | None = None) -> str:
+    def _chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        row_id: str,
+        tools: Sequence[Any] | None = None,
+        *,
+        asks: bool = True,
+        marked: bool = False,
+    ) -> Any:
+        """The text of messages, with the prompt of the assistant's next turn if ``asks``; ``marked``: as tokens."""
         if not self.tokenizer.chat_template:
             raise ConfigError(
                 "Chat messages need a chat template, but this tokenizer has none. Use prompt/completion rows."
             )
+        options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": asks}
+        if marked:
+            offsets = {"return_offsets_mapping": True}
+            options = {"return_dict": True, "return_assistant_tokens_mask": True, "tokenizer_kwargs": offsets}
         try:
-            text: str = self.tokenizer.apply_chat_template(
-                list(messages), tools=tools, tokenize=False, add_generation_prompt=True
-            )
+            return self.tokenizer.apply_chat_template(list(messages), tools=tools, **options)
         except Exception as error:  # templates are programs of the model's author and raise what they like
             raise DataError(f"Row {row_id}: the tokenizer's chat template refuses it: {error}") from error
-        return text
 
     def _tokenise(self, texts: Sequence[str]) -> list[list[int]]:
         if not texts:

@@ -67,7 +67,7 @@ def samples_of(bench: Bench, before: Sequence[Prediction], after: Sequence[Predi
     """Prompts as the model read them, what was wanted, and what was said; JSON values by name."""
     decode, found = bench.encoder.tokenizer.decode, []
     for row, was, now in zip(bench.rows.held_out, before, after, strict=False):
-        prompt = decode(row.input_ids[: row.num_context or max(1, len(row.input_ids) // 2)])
+        prompt = decode(row.input_ids[: row.answer_start or max(1, len(row.input_ids) // 2)])
         found.append({"id": row.id, "prompt": prompt, "wanted": now.gold, "before": was.text, "after": now.text})
     return found
 

@@ -62,7 +62,7 @@ def predict_numbers(
 
 def are_short(rows: Sequence[TokenRow]) -> bool:
     """Whether every completion is short enough to be compared word for word."""
-    return all(len(row.input_ids) - row.num_context - 1 <= SHORT for row in rows)
+    return all(len(row.input_ids) - row.answer_start - 1 <= SHORT for row in rows)
 
 
 def complete(
@@ -78,7 +78,7 @@ def complete(
     A completion is right if it reads as the row's own, apart from white space around it. Rows without a prompt are
     continued from their first half.
     """
-    starts = [row.num_context or max(1, len(row.input_ids) // 2) for row in rows]
+    starts = [row.answer_start or max(1, len(row.input_ids) // 2) for row in rows]
     contexts = [row.input_ids[:start] for row, start in zip(rows, starts, strict=True)]
     found = generate_greedily(model, contexts, encoder=encoder, max_new_tokens=max_new_tokens, progress=progress)
     predictions = []

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from frozencore.calibration.counted import IGNORED
 from frozencore.errors import ConfigError
 from frozencore.tune.rows import TokenRow
+from frozencore.tune.rows.batches import labels_of
 from frozencore.tune.scoring.forward import forward_accepts, num_virtual_tokens, scoring_mode
 
 NEAR = 0.02  # of the largest logit: kernels for other lengths round otherwise; positions that run on differ by more
@@ -29,7 +30,7 @@ def lay_end_to_end(rows: Sequence[TokenRow]) -> dict[str, Any]:
 
     Labels are -100 on prompts and on each row's first token, which nothing before it foretells.
     """
-    labels = ([IGNORED] * max(1, row.num_context) + row.input_ids[max(1, row.num_context) :] for row in rows)
+    labels = ([IGNORED, *labels_of(row)[1:]] for row in rows)
     return {
         "input_ids": torch.tensor([list(chain.from_iterable(row.input_ids for row in rows))]),
         "position_ids": torch.tensor([list(chain.from_iterable(range(len(row.input_ids)) for row in rows))]),

@@ -284,7 +284,7 @@ def _identity(model: nn.Module, recipe: Recipe, rows: Sequence[TokenRow]) -> dic
     shapes = {name: list(p.shape) for name, p in model.named_parameters() if p.requires_grad}
     return {
         **{name: value for name, value in recipe.content().items() if (name, value) not in UNREFRESHED},
-        "rows": _hash_of([[row.input_ids, row.num_context] for row in rows]),
+        "rows": _hash_of([row.trained_on for row in rows]),
         "trainable parameters": _hash_of(shapes),
     }
 

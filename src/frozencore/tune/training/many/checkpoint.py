@@ -57,8 +57,8 @@ def _content(tenant: Tenant) -> dict[str, Any]:
     chosen = tenant.validation
     return {
         "recipe": tenant.recipe.content(),
-        "rows": [[row.input_ids, row.num_context] for row in tenant.rows],
-        "validation": None if chosen is None else [[row.input_ids, row.num_context] for row in chosen.rows],
+        "rows": [row.trained_on for row in tenant.rows],
+        "validation": None if chosen is None else [row.trained_on for row in chosen.rows],
         "scored": None if chosen is None else [chosen.every, chosen.patience],
     }
 

@@ -14,7 +14,7 @@ from frozencore.device import fits
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.rows.batches import PaddingCollator, row_costs
 from frozencore.tune.training.by_length import group_by_length, pass_tokens_of
-from frozencore.tune.training.many.losses import held_out_losses, num_targets, row_losses, row_sizes
+from frozencore.tune.training.many.losses import held_out_losses, row_losses, row_sizes
 from frozencore.tune.training.many.seat import Seat
 from frozencore.tune.training.many.slots import TrainedSlots
 from frozencore.tune.training.many.tenant import Tenant
@@ -56,7 +56,7 @@ class Company:
         """One optimiser step of every seat; those that have ended with it, and the cores that each keeps."""
         started = time.perf_counter()
         rows = [seat.tenant.step_rows(seat.step) for seat in self.seats]
-        num_tokens = [sum(map(num_targets, of_seat)) for of_seat in rows]
+        num_tokens = [sum(row.num_targets for row in of_seat) for of_seat in rows]
         losses, norms = self._gradients(rows, num_tokens)
         for seat, loss, norm in zip(self.seats, losses.tolist(), norms.tolist(), strict=True):
             if not (math.isfinite(loss) and math.isfinite(norm)):

@@ -92,16 +92,11 @@ def held_out_losses(
 
     with scoring_mode(model):
         score_in_groups(score, row_sizes(model, rows), device, tokens_per_batch=tokens_per_batch, progress=progress)
-    counts = [sum(map(num_targets, rows)) for rows in sets]
+    counts = [sum(row.num_targets for row in rows) for rows in sets]
     return [total / count if count else math.nan for total, count in zip(totals, counts, strict=True)]
-
-
-def num_targets(row: TokenRow) -> int:
-    """Tokens of a row that have a loss: those of the completion that stand behind another token."""
-    return len(row.input_ids) - max(1, row.num_context)
 
 
 def row_sizes(model: nn.Module, rows: Sequence[TokenRow]) -> list[tuple[int, int]]:
     """Tokens and logits of each row, as :func:`frozencore.tune.rows.batches.row_costs` takes them."""
     vocabulary = vocabulary_of(model)
-    return [(len(row.input_ids), num_targets(row) * vocabulary) for row in rows]
+    return [(len(row.input_ids), row.num_targets * vocabulary) for row in rows]

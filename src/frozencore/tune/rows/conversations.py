@@ -1,0 +1,71 @@
+"""The assistant's turns in the text of a conversation, each with the loss.
+
+A template may mark them itself (``{% generation %}``). Otherwise a turn is the text that the template adds to the
+turn's prompt, its end token included. That needs a template that writes each turn the same way whatever follows it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+from frozencore.errors import DataError
+from frozencore.tune.rows import TextRow
+
+Messages = Sequence[Mapping[str, Any]]
+_MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+def every_turn(messages: Messages, row_id: str, chat: Callable[..., Any], tokenizer: Any) -> TextRow:
+    """The text of a conversation, divided into what has the loss and what stands between.
+
+    Args:
+        chat: Renders messages: their text without (``asks=False``) or with the prompt of the assistant's next turn, or
+            their tokens with offsets and a mask of the assistant's turns (``marked=True``).
+
+    Raises:
+        DataError: The template writes a turn otherwise once another turn follows, or marks none.
+    """
+    whole = chat(messages, asks=False)
+    spans = _marked(chat(messages, marked=True)) if _marks(tokenizer) else _rendered(messages, row_id, whole, chat)
+    if not spans:
+        raise DataError(f"Row {row_id}: the chat template marks none of the assistant's turns. Use --loss-on last.")
+    cuts = [place for span in spans for place in span]
+    pieces = [whole[start:stop] for start, stop in pairwise(cuts)]
+    pieces[-1] = pieces[-1].removesuffix(tokenizer.eos_token)  # every row gets one
+    return TextRow(row_id, whole[: cuts[0]], "".join(pieces), templated=True, turns=tuple(pieces))
+
+
+def _marks(tokenizer: Any) -> bool:
+    templates = tokenizer.chat_template or ""
+    return any(map(_MARKS.search, templates.values() if isinstance(templates, dict) else [templates]))
+
+
+def _rendered(messages: Messages, row_id: str, whole: str, chat: Callable[..., Any]) -> list[tuple[int, int]]:
+    """Begin and end of each of the assistant's turns, as what the template adds to the turn's prompt."""
+    spans = []
+    for number, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        prompt, turn = chat(messages[:number]), chat(messages[: number + 1], asks=False).rstrip()
+        said = turn[len(prompt) :]
+        if not (turn.startswith(prompt) and whole.startswith(turn) and message["content"].strip() in said):
+            raise DataError(
+                f"Row {row_id}: the chat template writes turn {number + 1}, the assistant's, otherwise than after its "
+                "prompt, so the loss of all turns cannot be placed. Use --loss-on last."
+            )
+        spans.append((len(prompt), len(turn)))
+    return spans
+
+
+def _marked(encoded: Any) -> list[tuple[int, int]]:
+    """Begin and end of each run of marked tokens, in characters."""
+    spans: list[tuple[int, int]] = []
+    last_end, was_marked = 0, False
+    for (_, end), marked in zip(encoded["offset_mapping"], encoded["assistant_masks"], strict=True):
+        if marked:
+            spans = [*spans[:-1], (spans[-1][0], end)] if was_marked else [*spans, (last_end, end)]
+        last_end, was_marked = end, bool(marked)
+    return spans
