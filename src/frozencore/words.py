@@ -101,3 +101,8 @@ class Progress(Protocol):
 def as_stage(progress: Progress, name: str) -> Progress:
     """A progress whose reports all appear as one stage of that name."""
     return lambda _, done, total, note="": progress(name, done, total, note)
+
+
+def with_note(progress: Progress, note: str) -> Progress:
+    """A progress whose reports carry a note, if they have none of their own."""
+    return lambda stage, done, total, own="": progress(stage, done, total, own or note)

@@ -49,6 +49,18 @@ def test_tune_shows_the_score_and_writes_the_record(command, tmp_path: Path) -> 
     assert "eats the majority class" in out or "Does not beat" in out
 
 
+def test_the_lines_of_a_run_add_up_to_the_whole_and_to_what_its_record_says(command, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    _, out, _ = command("tune", *SHORT, "--out", tmp_path / "run")
+    record = json.loads((tmp_path / "run" / "result.json").read_text())
+    seconds: dict[str, float] = {}
+    for label, spent in re.findall(r"^([A-Z][a-z ]+): \d+ in ([\d.]+) s", out, flags=re.MULTILINE):
+        seconds[label] = seconds.get(label, 0.0) + float(spent)
+    whole, rest = map(float, re.search(r"In all: ([\d.]+) s, ([\d.]+) s of it", out).groups())  # type: ignore[union-attr]
+    assert {"Load model and rows", "Hash the model", "Score the base model", "Calibrate", "Train"} <= seconds.keys()
+    assert sum(seconds.values()) + rest == pytest.approx(whole, abs=1.0)  # each is rounded
+    assert seconds["Calibrate"] + seconds["Build the bases"] == pytest.approx(record["calibration_s"], abs=0.5)
+
+
 def test_calibrate_then_inspect_shows_what_the_basis_captured(command, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     status, out, _ = command("calibrate", *FEW, "--out", tmp_path / "c")
     assert status == 0

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import io
+import re
 
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.console import Console
 
 from frozencore.cli.display import StageDisplay
@@ -27,13 +31,14 @@ def test_in_a_file_a_stage_is_one_line_when_it_ends_however_often_it_speaks() ->
         for done in (1, 2, 4, 4):
             stages("train", done, 4, "loss 1.500")
         stages("load", 1, None, "never ends")
-    (line,) = printed.getvalue().strip().splitlines()
+    line, last = printed.getvalue().strip().splitlines()
     assert line.startswith("Train: 4 in ")
     assert line.endswith(" s (loss 1.500)")
+    assert last.startswith("In all: ")
 
 
 def test_in_a_file_a_long_stage_says_every_few_seconds_how_far_it_is_and_how_long_it_takes() -> None:
-    printed, now = io.StringIO(), iter([0.0, 0.0, 0.0, 4.0, 10.0, 11.0, 80.0, 90.0])
+    printed, now = io.StringIO(), iter([0.0, 0.0, 0.0, 4.0, 10.0, 11.0, 80.0, 90.0, 90.0])
     with StageDisplay(Console(file=printed, width=120), clock=lambda: next(now)) as stages:
         for done in (50, 52, 55, 56, 90, 100):  # as a run that is resumed begins
             stages("train", done, 100, f"loss {done}")
@@ -41,11 +46,12 @@ def test_in_a_file_a_long_stage_says_every_few_seconds_how_far_it_is_and_how_lon
         "Train: 55 of 100 (loss 55), 90 s to go",  # 45 steps of 2 s
         "Train: 90 of 100 (loss 90), 20 s to go",
         "Train: 100 in 90.0 s (loss 100)",
+        "In all: 90.0 s, 0.0 s of it between the stages",
     ]
 
 
 def test_the_lines_of_stages_add_up_to_the_whole_though_each_speaks_late() -> None:
-    printed, now = io.StringIO(), iter([0.0, 0.0, 6.0, 20.0, 21.0, 36.5])
+    printed, now = io.StringIO(), iter([0.0, 0.0, 6.0, 20.0, 21.0, 36.5, 38.0])
     with StageDisplay(Console(file=printed, width=120), clock=lambda: next(now)) as stages:
         stages("load", 1, 1)
         stages("score base", 6, 6)  # its first word is its last
@@ -55,15 +61,55 @@ def test_the_lines_of_stages_add_up_to_the_whole_though_each_speaks_late() -> No
         "Load model and rows: 1 in 6.0 s",
         "Score the base model: 6 in 14.0 s",
         "Train: 2 in 16.5 s",
+        "In all: 38.0 s, 1.5 s of it between the stages",
     ]
 
 
+def test_a_stage_that_goes_on_after_its_end_gets_a_line_for_each_end() -> None:
+    """Accuracy, then loss, then samples: what no line said was counted as calibration."""
+    printed, now = io.StringIO(), iter([0.0, 0.0, 5.0, 9.0, 12.0, 20.0, 20.0])
+    with StageDisplay(Console(file=printed, width=120), clock=lambda: next(now)) as stages:
+        stages("score base", 6, 6)
+        stages("score base", 6, 6, "loss")
+        stages("score base", 3, 3, "samples")
+        stages("calibration", 2, 2)
+    assert printed.getvalue().splitlines() == [
+        "Score the base model: 6 in 5.0 s",
+        "Score the base model: 6 in 4.0 s (loss)",
+        "Score the base model: 3 in 3.0 s (samples)",
+        "Calibrate: 2 in 8.0 s",
+        "In all: 20.0 s, 0.0 s of it between the stages",
+    ]
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["load", "train", "score"]), st.integers(0, 3), st.sampled_from([None, 2, 3]),
+                  st.sampled_from(["", "loss"]), st.integers(0, 20)),
+        min_size=1, max_size=20,
+    )
+)  # fmt: skip
+def test_whatever_stages_report_the_seconds_of_the_lines_add_up(
+    reports: list[tuple[str, int, int | None, str, int]],
+) -> None:
+    printed, now = io.StringIO(), [0.0]
+    with StageDisplay(Console(file=printed, width=120), clock=lambda: now[0]) as stages:
+        for stage, done, total, note, seconds in reports:
+            now[0] += seconds
+            stages(stage, done, total, note)
+    *lines, last = printed.getvalue().splitlines()
+    whole, rest = map(float, re.findall(r"[\d.]+(?= s)", last))
+    ends = [float(found[1]) for line in lines if (found := re.search(r" in ([\d.]+) s", line))]
+    assert whole == sum(seconds for *_, seconds in reports)
+    assert sum(ends) + rest == pytest.approx(whole)
+
+
 def test_a_bar_counts_from_the_end_of_the_stage_before_it() -> None:
-    now = iter([0.0, 0.0, 6.0, 20.0])
+    now = iter([0.0, 0.0, 6.0, 20.0, 20.0])
     with StageDisplay(Console(file=io.StringIO(), force_terminal=True), clock=lambda: next(now)) as stages:
         stages("load", 1, 1)
         stages("score base", 6, 6)
-        first, second = (bar.elapsed for bar in stages.progress.tasks)
+        first, second = (bar.finished_time for bar in stages.progress.tasks)
     assert first is not None
     assert second is not None
     assert (round(first), round(second)) == (6, 14)

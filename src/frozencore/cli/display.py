@@ -1,9 +1,10 @@
-"""What a person sees while a run works: a bar per stage on a terminal, elsewhere a plain line now and then."""
+"""Progress on the screen: a bar for each stage on a terminal, elsewhere a plain line now and then."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
@@ -16,6 +17,7 @@ from frozencore.words import time_in_words
 
 LABELS = {
     "load": "Load model and rows",
+    "hash": "Hash the model",
     "score base": "Score the base model",
     "calibration": "Calibrate",
     "ranks": "Spend the rank budget",
@@ -26,33 +28,52 @@ LABELS = {
     "validate": "Score validation rows",
     "score": "Score",
 }
+LINE_EVERY_S = 10.0  # between two lines of a stage, where there is no terminal
+NARROWEST_BAR, WIDEST_BAR, BESIDE_BAR = 6, 30, 82  # columns; a label, counts, a time and a note stand beside a bar
 
 
 def resume_line(out: Path) -> str:
-    """From where a run goes on that is to be resumed."""
+    """What a resumed run goes on from."""
     kept = kept_of(out)
     return f"Nothing to go on from in {out}: from the start" if kept is None else f"Goes on from {kept} in {out}"
 
 
-LINE_EVERY_S = 10.0  # of a stage that goes on, where there is no terminal
-NARROWEST_BAR, WIDEST_BAR, BESIDE_BAR = 6, 30, 82  # a label, counts, a time and a note of training
+@dataclass
+class Stage:
+    """One stage of the work.
+
+    Attributes:
+        spent_s: Seconds since its last line of an end.
+        first, already: When it first reported, and how far it was.
+        reported: When it last printed a line.
+        end: Its last report, if that was of an end.
+        in_all_s: Seconds of the whole stage.
+    """
+
+    first: float
+    already: int
+    reported: float
+    spent_s: float = 0.0
+    in_all_s: float = 0.0
+    end: tuple[int, int | None, str] | None = None
 
 
 class StageDisplay:
-    """Shows stages as they come; call it with a stage, the steps done, their total, and a note.
+    """Shows the stages of some work; called with a stage, the steps done, their total, and a note.
+
+    The time since any report before belongs to the stage that reports, so the stages add up to the whole. A stage may
+    end several times, as scoring does for accuracy and then for loss: each end is a line of its own.
 
     Args:
-        clock: Seconds, from any beginning.
+        clock: Gives seconds.
     """
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.perf_counter) -> None:
         self.console = console
         self.clock = clock
-        self.tasks: dict[str, TaskID] = {}
-        self.latest = clock()  # when something was last told: the next stage begins then, and not at its first word
-        self.started: dict[str, tuple[float, float, int]] = {}  # its beginning, its first word, and how far it was then
-        self.told: dict[str, float] = {}
-        self.finished: set[str] = set()
+        self.began = self.latest = clock()
+        self.stages: dict[str, Stage] = {}
+        self.bars: dict[str, TaskID] = {}
         self.progress = Bars(
             SpinnerColumn(finished_text="✓"),
             TextColumn("{task.description:<21}", markup=False),
@@ -64,7 +85,7 @@ class StageDisplay:
         )
 
     def __enter__(self) -> StageDisplay:
-        self.latest = self.clock()
+        self.began = self.latest = self.clock()
         if self.console.is_terminal:
             self.progress.start()
         return self
@@ -74,33 +95,45 @@ class StageDisplay:
     ) -> None:
         if self.console.is_terminal:
             self.progress.stop()
+        if error is None and self.stages:
+            whole = self.clock() - self.began
+            rest = whole - sum(stage.in_all_s - stage.spent_s for stage in self.stages.values())
+            self.console.print(f"In all: {whole:.1f} s, {rest:.1f} s of it between the stages", highlight=False)
 
     def __call__(self, stage: str, done: int, total: int | None, note: str = "") -> None:
-        label, now = LABELS.get(stage, stage), self.clock()
-        began, *_ = self.started.setdefault(stage, (self.latest, now, done))
+        now = self.clock()
+        current = self.stages.setdefault(stage, Stage(now, done, now))
+        is_end, report = total is not None and done >= total, (done, total, note)
+        if current.end is not None and current.end != report:  # it goes on with something else
+            current.end, current.first, current.already = None, now, done
+        current.spent_s += now - self.latest
+        current.in_all_s += now - self.latest
         self.latest = now
-        if not self.console.is_terminal:
-            self._line(stage, label, done, total, note, now)
-            return
-        if stage not in self.tasks:
-            self.tasks[stage] = self.progress.add_task(label, total=total, note=note)
-            bar = next(bar for bar in self.progress.tasks if bar.id == self.tasks[stage])
-            bar.start_time = bar.get_time() - (now - began)
-        self.progress.update(self.tasks[stage], completed=done, total=total, note=note)
+        if self.console.is_terminal:
+            self._move_bar(stage, done, total, note)
+        elif current.end is None and (is_end or now - current.reported >= LINE_EVERY_S):
+            self._print_line(LABELS.get(stage, stage), current, now, report)
+        if is_end and current.end is None:
+            current.end, current.spent_s = report, 0.0
 
-    def _line(self, stage: str, label: str, done: int, total: int | None, note: str, now: float) -> None:
-        began, first, already = self.started[stage]
+    def _move_bar(self, stage: str, done: int, total: int | None, note: str) -> None:
+        if stage not in self.bars:
+            self.bars[stage] = self.progress.add_task(LABELS.get(stage, stage), total=total, note=note)
+        self.progress.update(self.bars[stage], completed=done, total=total, note=note)
+        bar = next(bar for bar in self.progress.tasks if bar.id == self.bars[stage])
+        bar.start_time = bar.get_time() - self.stages[stage].in_all_s
+        if bar.finished:
+            bar.finished_time = self.stages[stage].in_all_s
+
+    def _print_line(self, label: str, stage: Stage, now: float, report: tuple[int, int | None, str]) -> None:
+        done, total, note = report
         noted = f" ({note})" if note else ""
-        if stage in self.finished:
-            return
         if total is not None and done >= total:
-            self.finished.add(stage)
-            self.console.print(f"{label}: {total} in {now - began:.1f} s{noted}", highlight=False)
-        elif now - self.told.setdefault(stage, first) >= LINE_EVERY_S and done > already:
-            self.told[stage] = now
-            to_go = (
-                "" if total is None else f", {time_in_words((now - first) / (done - already) * (total - done))} to go"
-            )
-            self.console.print(
-                f"{label}: {done}" + ("" if total is None else f" of {total}") + f"{noted}{to_go}", highlight=False
-            )
+            self.console.print(f"{label}: {total} in {stage.spent_s:.1f} s{noted}", highlight=False)
+        elif done > stage.already:
+            stage.reported = now
+            counts, to_go = f"{done}", ""
+            if total is not None:
+                seconds = (now - stage.first) / (done - stage.already) * (total - done)
+                counts, to_go = f"{done} of {total}", f", {time_in_words(seconds)} to go"
+            self.console.print(f"{label}: {counts}{noted}{to_go}", highlight=False)

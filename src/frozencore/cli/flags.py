@@ -33,6 +33,10 @@ OF_ONE_TRAINING = AloneConfig.model_fields.keys() | FurtherScoresConfig.model_fi
 """Options that only a training of one adapter reads."""
 OF_TRAINING = (RecipeConfig.model_fields.keys() | OF_ONE_TRAINING | {"basis", "patience"}) - {"seed"}
 """Options that only training reads."""
+Resume = Annotated[bool, typer.Option("--resume", help="Go on from what --output holds of this run.")]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Write nothing: say what the run would read and need, show its first row.")
+]
 _TYPES_OF_TYPER = (bool, int, float, str, Path)
 
 

@@ -78,13 +78,9 @@ def group_of(flag: str) -> Group:
 
 def in_order(flags: Iterable[str]) -> list[str]:
     """Flags in the order of the help: group by group, and in each group those in sight first."""
-
-    def place(flag: str) -> tuple[int, int]:
-        group = group_of(flag)
-        names = group.in_sight + group.rest
-        return FLAG_GROUPS.index(group), names.index(flag) if flag in names else len(names)
-
-    return sorted(flags, key=place)
+    named = [name for group in FLAG_GROUPS for name in group.in_sight + group.rest]
+    places = {name: place for place, name in enumerate(named)}
+    return sorted(flags, key=lambda flag: (FLAG_GROUPS.index(group_of(flag)), places.get(flag, len(named))))
 
 
 def command_of(program: typer.Typer, words: Sequence[str]) -> TyperGroup:

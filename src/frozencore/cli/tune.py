@@ -13,7 +13,7 @@ from rich.table import Table
 
 from frozencore.cli.console import console
 from frozencore.cli.flag_file import as_flags
-from frozencore.cli.flags import TakesOptions, read_choices
+from frozencore.cli.flags import DryRun, Resume, TakesOptions, read_choices
 from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.early import refuse_early
 from frozencore.tune.run.interrupted import refuse_used
@@ -45,10 +45,8 @@ def _tune(
             "times.",
         ),
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from what --output holds of this run.")] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Write nothing: say what the run would read and need, show its first row.")
-    ] = False,
+    resume: Resume = False,
+    dry_run: DryRun = False,
 ) -> None:
     if dry_run or sweep:
         refuse_several("--dry-run" if dry_run else "A sweep")

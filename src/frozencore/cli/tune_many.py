@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from frozencore.cli.console import console
-from frozencore.cli.flags import OF_ONE_TRAINING, TakesOptions
+from frozencore.cli.flags import OF_ONE_TRAINING, DryRun, Resume, TakesOptions
 from frozencore.tune.rows.row_sources import require_source
 from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.early import refuse_early
@@ -36,10 +36,8 @@ def _tune_many(
     slots: Annotated[
         int, typer.Option(min=1, help="Tenants that train at once in a process; the others wait for a slot.")
     ] = 64,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from what --output holds of this run.")] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Write nothing: say what the run would read and need, show its first row.")
-    ] = False,
+    resume: Resume = False,
+    dry_run: DryRun = False,
 ) -> None:
     refuse_early(config.model_copy(update={"data": None}))
     for file in find_tenants(Path(str(config.data))).values():

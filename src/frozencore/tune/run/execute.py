@@ -94,7 +94,9 @@ def execute(
         bench = bench or prepare(config, progress)
         recipe_of(config, bench.rows, bench.model).of_each(num_ranks())  # refuses what cannot be shared
     targets = resolve_targets(config, bench.model)
+    progress("hash", 0, 1)
     hashes = {"model": fingerprint_model(bench.model), **bench.rows.fingerprints()}
+    progress("hash", 1, 1)
     found = Found(out, reads_only=not is_first)
     bench.before = bench.before or from_first(
         lambda: found.kept(

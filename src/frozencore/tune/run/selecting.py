@@ -16,7 +16,7 @@ from frozencore.tune.scoring.score import held_out_loss, score_completions, scor
 from frozencore.tune.scoring.scoring_config import ScoringConfig, SelectionMetric
 from frozencore.tune.training.selection import Selection
 from frozencore.tune.training.train import TrainingReport
-from frozencore.words import Progress
+from frozencore.words import Progress, with_note
 
 SAMPLE_TOKENS = 64
 
@@ -39,11 +39,15 @@ def score_rows(
     """
     task = bench.rows.task
     if task is None:
-        loss = held_out_loss(model, rows.tokens, pad_id=bench.encoder.pad_id, progress=progress)
+        loss = held_out_loss(model, rows.tokens, pad_id=bench.encoder.pad_id, progress=with_note(progress, "loss"))
         matched = None
         if bench.rows.exact_match and by == "accuracy":
-            matched = score_completions(model, bench.encoder, rows.tokens, held_out_loss=loss, progress=progress)
-        said, _ = complete(model, bench.encoder, rows.tokens[:samples], max_new_tokens=max_new_tokens or SAMPLE_TOKENS)
+            told = with_note(progress, "completions")
+            matched = score_completions(model, bench.encoder, rows.tokens, held_out_loss=loss, progress=told)
+        said, _ = complete(
+            model, bench.encoder, rows.tokens[:samples], max_new_tokens=max_new_tokens or SAMPLE_TOKENS,
+            progress=with_note(progress, "samples"),
+        )  # fmt: skip
         return Score(loss, matched, tuple(said))
     if task.scoring == "text" or by == "held_out_loss":
         return Score(held_out_loss(model, rows.tokens, pad_id=bench.encoder.pad_id, progress=progress))
@@ -57,7 +61,7 @@ def score_run(config: ScoringConfig, model: nn.Module, bench: Bench, progress: P
         model, bench, bench.rows.scored, progress, samples=config.samples, max_new_tokens=config.max_new_tokens
     )
     others = {
-        task: held_out_loss(model, rows, pad_id=bench.encoder.pad_id, progress=progress)
+        task: held_out_loss(model, rows, pad_id=bench.encoder.pad_id, progress=with_note(progress, f"loss on {task}"))
         for task, rows in bench.rows.others.items()
     }
     return replace(score, others=others)

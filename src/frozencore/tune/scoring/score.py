@@ -19,7 +19,7 @@ from frozencore.tune.scoring.choice import predict_choices
 from frozencore.tune.scoring.exact_match import SHORT, complete, predict_numbers
 from frozencore.tune.scoring.forward import NOT_FINITE, logits_at, scoring_mode, token_logprobs, vocabulary_of
 from frozencore.tune.tasks import Task
-from frozencore.words import Progress
+from frozencore.words import Progress, with_note
 
 
 def score_task(
@@ -58,9 +58,12 @@ def score_task(
         )
         num_unanswered = sum(p.prediction is None for p in predictions)
     texts = [encoder.render(example) for example in examples]
+    loss = held_out_loss(
+        model, encoder.training_rows(texts), pad_id=encoder.pad_id, progress=progress and with_note(progress, "loss")
+    )
     return TaskScore(
         task=task.name,
-        held_out_loss=held_out_loss(model, encoder.training_rows(texts), pad_id=encoder.pad_id),
+        held_out_loss=loss,
         predictions=tuple(predictions),
         time_s=time.perf_counter() - start,
         chance=chance,
