@@ -18,7 +18,6 @@ from frozencore_lab.campaign.plan import Choice
 from frozencore_lab.campaign.results import CampaignResults
 from frozencore_lab.reports.campaign import study_section, write_report
 from frozencore_lab.reports.document import count_runs
-from frozencore_lab.reports.page import studies_axes
 
 STUDIES = """
   budget:
@@ -179,22 +178,6 @@ def test_a_search_that_still_ends_at_an_end_is_marked(study, make_record):
     table = study_section(study(yaml, make_record, ((group, choice),))).tables[-1].sheet
     assert table.rows[0][1].text == "lr 0.02 †"
     assert "a better one may lie beyond it" in table.note
-
-
-def test_the_axes_say_what_all_runs_share_then_what_each_study_varies_fixes_and_searches(campaign):
-    made = campaign("""
-  a:
-    title: A
-    axes: {model: [small], task: [svamp, sst2], method: [fcca, eva], seed: [42]}
-    fixed: {rank: 8}
-    search: {grids: [{for: [fcca], warmup: [0.03, 0.1]}]}
-""")
-    lines = list(studies_axes(made))
-    assert lines[:2] == [("all", "model small", "pocket"), ("all", "model large", "pocket")]
-    of_study = {option: values for title, option, values in lines if title == "A"}
-    assert of_study["r"] == "8"
-    assert of_study["method"] == "FCCA, EVA-core"
-    assert of_study["search by accuracy"] == "for {FCCA}; warmup {0.03, 0.1}"
 
 
 def test_tables_of_two_studies_never_share_a_file(results, tmp_path):

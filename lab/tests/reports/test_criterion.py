@@ -82,7 +82,7 @@ def test_a_point_is_a_configuration_with_the_means_over_its_seeds_wherever_they_
     points = criterion_points(runs(results))
     assert len(points) == 2 * 4 + 5
     fcca = next(point for point in points if (point.task, point.method) == ("SVAMP", "fcca"))
-    assert fcca.outcomes["held-out loss"] == pytest.approx(1.1005)
+    assert fcca.values["held-out loss"] == pytest.approx(1.1005)
     assert fcca.values["J"] == pytest.approx(90)
 
 

@@ -46,18 +46,17 @@ def test_where_the_tasks_are_columns_each_is_a_line_against_the_rows(study, make
     assert [tick.get_text() for tick in axis.get_xticklabels()] == ["8", "16", "32"]
 
 
-def test_names_of_methods_that_score_alike_stand_apart_and_their_points_where_they_are(study, make_record, drawn):
+def test_methods_that_score_alike_differ_in_colour_and_marker_and_are_named_in_the_legend(study, make_record, drawn):
     scores = {"fcca": 0.700, "rawgrad": 0.7001, "eva": 0.6999, "lora": 0.9}
     results = study(STATE, lambda axes: make_record(axes, accuracy=scores[axes["method"]]))
     axis = drawn(results)["state-small"]
-    points = {round(float(line.get_ydata()[0]), 4) for line in axis.lines}
-    assert points == {70.0, 70.01, 69.99, 90.0}
-    places = {text.get_text(): text.xyann[1] for text in axis.texts}
-    low, middle, high = places["EVA-core"], places["FCCA"], places["RawGrad"]
-    assert middle == pytest.approx(70)
-    assert middle - low == pytest.approx(high - middle)
-    assert high - middle > 1  # of the 20 that the points span
-    assert places["LoRA"] == pytest.approx(90)
+    points = {line.get_label(): line for line in axis.lines}
+    assert {name: round(float(line.get_ydata()[0]), 4) for name, line in points.items()} == {
+        "FCCA": 70.0, "RawGrad": 70.01, "EVA-core": 69.99, "LoRA": 90.0,
+    }  # fmt: skip
+    assert len({line.get_color() for line in points.values()}) == 4
+    assert len({line.get_marker() for line in points.values()}) == 4
+    assert [text.get_text() for text in axis.figure.legends[0].get_texts()] == list(points)
 
 
 def test_what_a_column_trains_is_known_from_the_runs_of_its_own_table_alone(study, make_record):

@@ -104,7 +104,7 @@ def test_at_equal_values_in_all_a_core_in_rounds_pays_for_every_round(told) -> N
 
 
 def test_a_number_just_beyond_the_end_of_what_was_measured_counts_as_the_end(told) -> None:
-    points = [point for point in frontier_points(told()) if point.family[1] == LORA and point.panel.task == "svamp"]
+    points = [point for point in frontier_points(told()) if point.family == LORA and point.panel == "SVAMP"]
     at = partial(at_equal_values, points, count="at_once")
     ends = {point.trained("at_once"): point.loss for point in points}
     assert at(1950) == at(2000) == pytest.approx(ends[2000])

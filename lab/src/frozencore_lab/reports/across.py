@@ -1,26 +1,123 @@
-"""One report over several campaigns: what they have in common, model beside model (paper, "Full Cross-Scale Results").
+"""Several tables of one study beside one another: macro-averages as in the paper's cross-scale table, and counted wins.
 
-A study is in it if at least two of the campaigns have it, under one name, as a comparison of columns over tasks.
+The tables are a study's own, one a model; or those of several campaigns in one report, which has every study that at
+least two of the campaigns have under one name, as a comparison of columns over tasks.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from frozencore.errors import ArtifactError, ConfigError
 from frozencore_lab.campaign.results import CampaignResults, StudyResults
+from frozencore_lab.campaign.spec import column_key
 from frozencore_lab.reports.document import Document, Drawing, Section, Table, make_document
 from frozencore_lab.reports.figures import ranking_panels
-from frozencore_lab.reports.labels import sentence, value_name
-from frozencore_lab.reports.tables.averages import column_averages
-from frozencore_lab.reports.tables.means_across import NamedPivot, means_across, wins_across
-from frozencore_lab.reports.tables.pivot import Measure, Pivot, measures_of, pivots
+from frozencore_lab.reports.labels import column_name, sentence, value_name
+from frozencore_lab.reports.sheet import Sheet, SheetCell, label, missing, number
+from frozencore_lab.reports.statistics.over_tasks import differences, wins_ties_losses
+from frozencore_lab.reports.tables.averages import averages, column_averages, ranked_printed
+from frozencore_lab.reports.tables.pivot import Key, Measure, Pivot, measures_of, pivots
+from frozencore_lab.reports.tables.pivot_sheet import average_cell
 from frozencore_lab.reports.writing import write_document
 
-Member = tuple[CampaignResults, StudyResults]
+
+@dataclass(frozen=True)
+class NamedPivot:
+    """A table and what tells it apart from the others, a text for each heading."""
+
+    labels: tuple[str, ...]
+    pivot: Pivot
+
+    @property
+    def has_mean(self) -> bool:
+        """Whether it is a table of tasks by compared columns with a macro-average."""
+        return self.pivot.row_axes == ("task",) and bool(averages(self.pivot))
+
+
+def means_across(lines: Sequence[NamedPivot], headings: Sequence[str], name: str, title: str) -> Sheet | None:
+    """The macro-average of every column of every table; the best of each bold, the second best underlined.
+
+    None for fewer than two tables, or where one has no macro-average.
+    """
+    if len(lines) < 2 or not all(line.has_mean for line in lines):
+        return None
+    measure, columns, rows = lines[0].pivot.measure, _columns(lines), []
+    for line in lines:
+        own = averages(line.pivot)[0].cells
+        best, second = ranked_printed({column: cell.value for column, cell in own.items()}, measure)
+        row = dict(zip(headings, map(label, line.labels), strict=True))
+        for column, shown in columns.items():
+            row[shown] = (
+                average_cell(own[column], measure.decimals, best=column in best, second=column in second)
+                if column in own
+                else SheetCell("-", hint="not in this table")
+            )
+        rows.append(row)
+    note = (
+        f"{sentence(measure.title)}; macro-average of unrounded task means ± its standard deviation over seeds. "
+        "Bold: the best; underlined: the second best."
+    )
+    return Sheet.of(name, f"{title}: means over the tasks", note, rows, num_labels=len(headings))
+
+
+def wins_across(lines: Sequence[NamedPivot], name: str, title: str) -> Sheet | None:
+    """On how many tasks the reference column is better than, equal to and worse than each other one, in each table.
+
+    None without a reference that all tables name.
+    """
+    references = {line.pivot.report.reference for line in lines}
+    columns, measure = _columns(lines), lines[0].pivot.measure
+    reference = next((column for column in columns if references == {column_key(column)}), None)
+    if reference is None:
+        return None
+    rows = []
+    for column, shown in columns.items():
+        if column == reference:
+            continue
+        row, gained = {"column": label(shown)}, list[float]()
+        for line in lines:
+            gains = _gains(line.pivot, reference, column)
+            counts = wins_ties_losses(gains)
+            shown_counts = SheetCell(" / ".join(map(str, counts)), value=counts[0])
+            row[", ".join(line.labels)] = shown_counts if gains else missing("a mean is missing")
+            gained += gains
+        counted = dict(zip(("wins", "ties", "losses"), wins_ties_losses(gained), strict=True))
+        row |= {heading: number(count, 0) for heading, count in counted.items()}
+        mean = sum(gained) / len(gained) if gained else None
+        shown_mean = missing() if mean is None else SheetCell(f"{mean:+.{measure.decimals + 1}f}", value=mean)
+        rows.append(row | {"of": number(len(gained), 0), "mean Δ": shown_mean})
+    if not rows:
+        return None
+    note = (
+        f"{sentence(measure.title)}, {measure.better} is better; wins / ties / losses of {columns[reference]}'s "
+        "unrounded task means in each table and in all; the mean difference over all of them, above 0 in its favour."
+    )
+    return Sheet.of(name, f"{title}: tasks on which {columns[reference]} is better", note, rows)
+
+
+def _gains(pivot: Pivot, reference: Key, column: Key) -> list[float]:
+    """The reference less the other by task, turned where lower is better; none where a mean is missing."""
+    own, other = ([_mean(pivot, row, key) for row in pivot.rows] for key in (reference, column))
+    pairs = [(x, y) for x, y in zip(own, other, strict=True) if x is not None and y is not None]
+    if len(pairs) < len(pivot.rows):
+        return []
+    sign = -1 if pivot.measure.lower_is_better else 1
+    return [sign * gain for gain in differences([x for x, _ in pairs], [y for _, y in pairs])]
+
+
+def _mean(pivot: Pivot, row: Key, column: Key) -> float | None:
+    return pivot.cells[row, column].mean if column in pivot.columns else None
+
+
+def _columns(lines: Sequence[NamedPivot]) -> dict[Key, str]:
+    """Every column of any of the tables, and how it is called."""
+    axes = lines[0].pivot.column_axes
+    return {column: column_name(axes, column) for line in lines for column in line.pivot.columns}
 
 
 def across_document(campaigns: Sequence[CampaignResults]) -> Document:
@@ -59,7 +156,7 @@ def _sections(campaigns: Sequence[CampaignResults]) -> Iterator[Section]:
             yield section
 
 
-def _section(name: str, members: Sequence[Member]) -> Section | None:
+def _section(name: str, members: Sequence[tuple[CampaignResults, StudyResults]]) -> Section | None:
     titles = {study.study.title for _, study in members}
     title = titles.pop() if len(titles) == 1 else sentence(name.replace("-", " "))
     notes = {study.study.note for _, study in members}
@@ -86,7 +183,7 @@ def _section(name: str, members: Sequence[Member]) -> Section | None:
     return Section(name, title, note, runs, tuple(main), tuple(details), tuple(drawings))
 
 
-def _named(members: Sequence[Member], measure: Measure) -> list[NamedPivot]:
+def _named(members: Sequence[tuple[CampaignResults, StudyResults]], measure: Measure) -> list[NamedPivot]:
     """The members' tables by the model that each is of, and by the campaign where several are of one model."""
     found = [(results, pivot) for results, study in members for pivot in pivots(study, measure)]
     models = Counter(_model(pivot) for _, pivot in found)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from frozencore_lab.campaign.results import CampaignResults, StudyResults
+from frozencore_lab.reports.across import NamedPivot, means_across
 from frozencore_lab.reports.criterion import criterion_section
 from frozencore_lab.reports.document import Document, Section, Table, make_document
 from frozencore_lab.reports.figures import study_drawings
@@ -15,7 +16,6 @@ from frozencore_lab.reports.tables.averages import averages
 from frozencore_lab.reports.tables.costs import memory_sheet, state_sheet, study_costs, time_sheet
 from frozencore_lab.reports.tables.further import best_sheet, search_sheet, tradeoff_sheet
 from frozencore_lab.reports.tables.items import item_gains, item_sheet, items_by_task_sheet
-from frozencore_lab.reports.tables.means_across import NamedPivot, means_across
 from frozencore_lab.reports.tables.pivot import Pivot, measures_of, pivots
 from frozencore_lab.reports.tables.pivot_sheet import pivot_sheet
 from frozencore_lab.reports.tables.setup import data_sheet, hyper_parameter_sheet, information_sheet

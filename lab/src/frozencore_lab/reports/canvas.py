@@ -13,11 +13,11 @@ from frozencore.cli.figure_style import BLACK, BLUE, GREY, NAVY, ORANGE, method_
 
 CYCLE = (ORANGE, BLUE, "#009E73", "#D55E00", NAVY, "#CC79A7", BLACK, GREY, "#332288", "#999933", "#882255", "#44AA99")
 MARKERS, DASHES = "osD^vPX*<>hp", ("-", "--", "-.", ":")
-WIDTH, MOST_IN_A_ROW = 10.0, 4
+WIDTH, MOST_IN_A_ROW = 10.0, 3
 STYLE = {
     "font.size": 10, "axes.titlesize": 11, "axes.titlelocation": "left", "axes.spines.top": False,
-    "axes.spines.right": False, "legend.frameon": False, "legend.fontsize": 10, "grid.linewidth": 0.4,
-    "grid.color": "#dddddd", "errorbar.capsize": 2, "lines.markersize": 6,
+    "axes.spines.right": False, "legend.frameon": False, "legend.fontsize": 10, "figure.labelsize": 10,
+    "grid.linewidth": 0.4, "grid.color": "#dddddd", "errorbar.capsize": 2, "lines.markersize": 6,
 }  # fmt: skip
 
 
@@ -33,7 +33,7 @@ def styled(draw: Callable[..., Figure]) -> Callable[..., Figure]:
 
 def panels(count: int, height: float, *, most: int = MOST_IN_A_ROW, **options: bool) -> tuple[Figure, list[Axes]]:
     """A figure of so many panels in reading order, each of that height in inches."""
-    across = min(count, most)
+    across = 2 if count == 4 else min(count, most)
     down = math.ceil(count / across)
     size = WIDTH, 0.4 + down * height
     figure, axes = plt.subplots(down, across, figsize=size, squeeze=False, layout="constrained", **options)
@@ -42,7 +42,7 @@ def panels(count: int, height: float, *, most: int = MOST_IN_A_ROW, **options: b
     return figure, list(axes.flat[:count])
 
 
-def shared_legend(figure: FigureBase, axes: Iterable[Axes], *, columns: int = MOST_IN_A_ROW) -> None:
+def shared_legend(figure: FigureBase, axes: Iterable[Axes], *, columns: int = 4) -> None:
     """One legend above all panels, where it covers nothing."""
     found = {name: line for axis in axes for line, name in zip(*axis.get_legend_handles_labels(), strict=True)}
     if found:

@@ -19,7 +19,7 @@ from frozencore.cli.figure_style import BLACK, BLUE, NAVY
 from frozencore.tune.methods import METHODS, method_name
 from frozencore.tune.run.record import TunedRecord
 from frozencore.tune.run.record_of_bases import Criterion
-from frozencore_lab.campaign.results import CampaignResults, FinalRun, StudyResults
+from frozencore_lab.campaign.results import CampaignResults, FinalRun
 from frozencore_lab.campaign.study_options import PLACES
 from frozencore_lab.reports.canvas import MARKERS, distinct_colours, panels, shared_legend, styled
 from frozencore_lab.reports.document import Drawing, Section, Table
@@ -31,22 +31,25 @@ from frozencore_lab.reports.statistics.rank_correlation import (
     Correlation,
     rank_correlation,
 )
+from frozencore_lab.reports.tables.pivot import varied_axes
 
-STATISTICS: dict[str, Callable[[Criterion], float | None]] = {
-    "J": lambda found: found.J,
-    "J, share": lambda found: found.J_share,
-    "‖PᵀGQ‖": lambda found: found.gradient,
-    "‖PᵀGQ‖, share": lambda found: found.gradient_share,
-    "first σ": lambda found: found.leading[0] if found.leading else None,
-    "r-th σ": lambda found: found.last,
-    "effective rank": lambda found: found.effective_rank,
-    "participation": lambda found: found.participation,
-    "spread of a": lambda found: found.input_spread,
-    "spread of d": lambda found: found.error_spread,
+Statistic = Callable[[TunedRecord, Criterion], float | None]
+STATISTICS: dict[str, Statistic] = {
+    "J": lambda _, found: found.J,
+    "J, share": lambda _, found: found.J_share,
+    "‖PᵀGQ‖": lambda _, found: found.gradient,
+    "‖PᵀGQ‖, share": lambda _, found: found.gradient_share,
+    "first σ": lambda _, found: found.leading[0] if found.leading else None,
+    "r-th σ": lambda _, found: found.last,
+    "effective rank": lambda _, found: found.effective_rank,
+    "participation": lambda _, found: found.participation,
+    "spread of a": lambda _, found: found.input_spread,
+    "spread of d": lambda _, found: found.error_spread,
 }
 """The numbers of a criterion, as a report calls them."""
+LOSS = "held-out loss"
+OUTCOMES: dict[str, Statistic] = {LOSS: lambda run, _: run.held_out_loss, "accuracy": lambda run, _: run.accuracy}
 NAME, TITLE, SHOWN = "criterion", "Criterion against outcome", "‖PᵀGQ‖, share"
-OUTCOMES = ("held-out loss", "accuracy")
 SEEDS_AND_PLACES = ("seed", *PLACES)
 
 
@@ -56,14 +59,12 @@ class Point:
 
     Attributes:
         task: With the model's name where the campaign has several.
-        values: By title of the statistic.
-        outcomes: By name; None where a seed has none.
+        values: Of every statistic and outcome, the mean over the seeds; None where a seed has none.
     """
 
     task: str
     method: str
     values: dict[str, float | None]
-    outcomes: dict[str, float | None]
 
 
 def criterion_points(final: Iterable[FinalRun]) -> list[Point]:
@@ -71,8 +72,7 @@ def criterion_points(final: Iterable[FinalRun]) -> list[Point]:
 
     Runs whose bases were calibrated on another task are left out: what they capture is of that task.
     """
-    runs: dict[tuple[str, str], dict[str, TunedRecord]] = {}
-    tasks: dict[tuple[str, str], str] = {}
+    found: dict[tuple[str, str], dict[str, tuple[TunedRecord, Criterion]]] = {}
     for run in final:
         record = run.record
         if not isinstance(record, TunedRecord) or record.criterion is None or run.run_id is None:
@@ -81,45 +81,30 @@ def criterion_points(final: Iterable[FinalRun]) -> list[Point]:
         if config.get("calibration_task") in (None, record.task):
             options = {name: value for name, value in config.items() if name not in SEEDS_AND_PLACES}
             key = str(run.axes["model"]), json.dumps(options, sort_keys=True, default=str)
-            runs.setdefault(key, {})[run.run_id] = record
-            tasks[key] = value_name("task", record.task)
-    several = len({model for model, _ in runs}) > 1
-    return [
-        _point(f"{key[0]}, {tasks[key]}" if several else tasks[key], list(own.values())) for key, own in runs.items()
-    ]
+            found.setdefault(key, {})[run.run_id] = record, record.criterion
+    several, points = len({model for model, _ in found}) > 1, []
+    for (model, _), runs in found.items():
+        own = list(runs.values())
+        task, means = value_name("task", own[0][0].task), {}
+        for title, statistic in (STATISTICS | OUTCOMES).items():
+            known = [value for one in own if (value := statistic(*one)) is not None]
+            means[title] = fmean(known) if len(known) == len(own) else None
+        points.append(Point(f"{model}, {task}" if several else task, own[0][0].method, means))
+    return points
 
 
-def _point(task: str, records: Sequence[TunedRecord]) -> Point:
-    found = [record.criterion for record in records if record.criterion is not None]
-    return Point(
-        task,
-        records[0].method,
-        {title: _mean(map(of, found)) for title, of in STATISTICS.items()},
-        {
-            "held-out loss": _mean(record.held_out_loss for record in records),
-            "accuracy": _mean(record.accuracy for record in records),
-        },
-    )
-
-
-def _mean(values: Iterable[float | None]) -> float | None:
-    found = list(values)
-    known = [value for value in found if value is not None]
-    return fmean(known) if known and len(known) == len(found) else None
+def _pairs(points: Sequence[Point], title: str, outcome: str) -> tuple[list[Point], list[float], list[float]]:
+    """The points that have both values, and these."""
+    values = [(point, point.values[title], point.values[outcome]) for point in points]
+    known = [(point, x, y) for point, x, y in values if x is not None and y is not None]
+    return [point for point, _, _ in known], [x for _, x, _ in known], [y for _, _, y in known]
 
 
 def correlate(points: Sequence[Point], title: str, outcome: str, *, within: bool = True) -> Correlation | None:
     """A statistic of the points with an outcome, over those that have both."""
-    both = [
-        (point.task, value, came)
-        for point in points
-        if (value := point.values[title]) is not None and (came := point.outcomes[outcome]) is not None
-    ]
-    tasks = list(dict.fromkeys(task for task, _, _ in both))
-    return rank_correlation(
-        [value for _, value, _ in both], [came for _, _, came in both], [tasks.index(task) for task, _, _ in both],
-        within=within,
-    )  # fmt: skip
+    both, x, y = _pairs(points, title, outcome)
+    tasks = list(dict.fromkeys(point.task for point in both))
+    return rank_correlation(x, y, [tasks.index(point.task) for point in both], within=within)
 
 
 def why_without(final: Iterable[FinalRun]) -> str:
@@ -132,7 +117,7 @@ def why_without(final: Iterable[FinalRun]) -> str:
 
 def criterion_sheet(points: Sequence[Point]) -> Sheet:
     """Every statistic with both outcomes, within the tasks and over all points."""
-    outcomes = [name for name in OUTCOMES if any(point.outcomes[name] is not None for point in points)]
+    outcomes = [name for name in OUTCOMES if any(point.values[name] is not None for point in points)]
     lines = []
     for title in STATISTICS:
         line = {"statistic": label(title)}
@@ -167,19 +152,14 @@ def by_study_sheet(results: CampaignResults) -> Sheet | None:
     lines = []
     for study in results.studies:
         points = criterion_points(study.runs)
-        found = {title: correlate(points, title, "held-out loss") for title in STATISTICS}
+        found = {title: correlate(points, title, LOSS) for title in STATISTICS}
         if any(found.values()):
             cells = {title: _cell(one) for title, one in found.items()}
-            line = {"study": label(study.name), "varies": label(_varied(study))}
+            line = {"study": label(study.name), "varies": label(", ".join(map(axis_name, varied_axes(study))) or "-")}
             lines.append(line | cells | {"points": number(len(points), 0)})
     note = "Spearman's ρ within tasks over the configurations of each study, with its 95 % interval."
     title = "What the bases capture and the held-out loss, by study"
     return Sheet.of(f"{NAME}-by-study", title, note, lines, num_labels=2) if lines else None
-
-
-def _varied(study: StudyResults) -> str:
-    several = [axis for axis, values in study.study.axes.items() if len(values) > 1]
-    return ", ".join(axis_name(axis) for axis in several if axis not in ("model", "task", "seed")) or "-"
 
 
 def _cell(found: Correlation | None) -> SheetCell:
@@ -220,13 +200,9 @@ def criterion_scatter(points: Sequence[Point]) -> Figure:
     for axis, task in zip(axes, tasks, strict=True):
         own = [point for point in points if point.task == task]
         for i, (method, colour) in enumerate(zip(methods, colours, strict=True)):
-            pairs = [(p.values[SHOWN], p.outcomes["held-out loss"]) for p in own if p.method == method]
-            known = [(x, y) for x, y in pairs if x is not None and y is not None]
-            axis.plot(
-                [x for x, _ in known], [y for _, y in known], MARKERS[i % len(MARKERS)], color=colour, alpha=0.8,
-                label=method_name(method), markeredgewidth=0,
-            )  # fmt: skip
-        found = correlate(own, SHOWN, "held-out loss")
+            _, x, y = _pairs([point for point in own if point.method == method], SHOWN, LOSS)
+            axis.plot(x, y, MARKERS[i % len(MARKERS)], color=colour, alpha=0.8, mew=0, label=method_name(method))
+        found = correlate(own, SHOWN, LOSS)
         axis.set_title(task + (f", ρ = {found.rho:+.2f}" if found else ""))
         axis.locator_params(axis="x", nbins=4)
     figure.supxlabel("share of the gradient in the span, ‖PᵀGQ‖ / ‖G‖")
@@ -246,8 +222,8 @@ def criterion_section(results: CampaignResults) -> Section | None:
         why = why_without(runs)
         return Section(NAME, TITLE, f"Left out: {why}.", (), ()) if why else None
     main = criterion_sheet(points)
-    details = [by_task_sheet(points, "held-out loss")]
-    if any(point.outcomes["accuracy"] is not None for point in points):
+    details = [by_task_sheet(points, LOSS)]
+    if any(point.values["accuracy"] is not None for point in points):
         details.append(by_task_sheet(points, "accuracy"))
     if len(results.studies) > 1 and (by_study := by_study_sheet(results)) is not None:
         details.append(by_study)

@@ -15,7 +15,7 @@ from itertools import cycle
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from frozencore.cli.figure_style import BLACK, GREY, binned, plain_ticks
+from frozencore.cli.figure_style import BLACK, binned, plain_ticks
 from frozencore.tune.run.record import TunedRecord
 from frozencore_lab.campaign.results import StudyResults
 from frozencore_lab.campaign.spec import Study
@@ -162,42 +162,17 @@ def _ticks(axis: Axes, names: Sequence[str]) -> None:
 
 def _state(axis: Axes, pivot: Pivot) -> None:
     """Each column's mean over the rows against the values that it trains in all."""
-    trained, colours = {column: in_all for column, (_, in_all) in counted_values(pivot).items()}, column_colours(pivot)
-    averages = column_averages(pivot).items()
-    points = sorted((one.value, column) for column, one in averages if one.value is not None and column in trained)
-    for value, column in points:
-        axis.plot(trained[column], value, "o", ms=7, color=colours[column])
-    low, high = (points[0][0], points[-1][0]) if points else (0.0, 1.0)
-    edge = 0.15 * max(high - low, 1e-6)
-    axis.set_ylim(low - edge, high + edge)
-    sizes = {column: round(2 * math.log10(max(1, trained[column]))) for _, column in points}
-    for size in sorted(set(sizes.values())):
-        near = [(value, column) for value, column in points if sizes[column] == size]
-        for (value, column), place in zip(near, _apart([value for value, _ in near], edge / 2.0), strict=True):
-            axis.annotate(
-                pivot.column_name(column), (trained[column], value), xytext=(trained[column] * 1.3, place),
-                va="center", arrowprops={"arrowstyle": "-", "lw": 0.4, "color": GREY},
-            )  # fmt: skip
+    trained, colours = counted_values(pivot), column_colours(pivot)
+    for i, (column, mean) in enumerate(column_averages(pivot).items()):
+        if mean.value is not None and column in trained:
+            name, marker = pivot.column_name(column), MARKERS[i % len(MARKERS)]
+            axis.plot(trained[column][1], mean.value, marker, color=colours[column], label=name, ms=8)
     axis.set_xscale("log")
     plain_ticks(axis.xaxis)
-    axis.margins(x=0.3)
+    axis.margins(x=0.1, y=0.15)
     axis.set_xlabel("values trained in all")
     axis.set_ylabel(f"mean {pivot.measure.title}")
-
-
-def _apart(values: Sequence[float], gap: float) -> list[float]:
-    """Places for rising values, at least ``gap`` apart: what would overlap is spread around its middle."""
-
-    def end(block: Sequence[float], gap: float) -> float:
-        """The last place of a block of values spread around their middle; the first one for a negative gap."""
-        return sum(block) / len(block) + (len(block) - 1) / 2 * gap
-
-    blocks: list[list[float]] = []
-    for value in values:
-        blocks.append([value])
-        while len(blocks) > 1 and end(blocks[-2], gap) + gap > end(blocks[-1], -gap):
-            blocks[-2:] = [blocks[-2] + blocks[-1]]
-    return [end(block, -gap) + i * gap for block in blocks for i in range(len(block))]
+    shared_legend(axis.figure, [axis])
 
 
 @styled

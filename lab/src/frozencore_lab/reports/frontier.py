@@ -19,15 +19,14 @@ from scipy import stats
 
 from frozencore.cli.figure_style import plain_ticks
 from frozencore.tune.run.record import TunedRecord
-from frozencore_lab.campaign.results import CampaignResults, StudyResults
-from frozencore_lab.campaign.study_options import Value
+from frozencore_lab.campaign.results import CampaignResults
 from frozencore_lab.reports.canvas import CYCLE, DASHES, MARKERS, panels, shared_legend, styled
 from frozencore_lab.reports.document import Drawing, Section, Table
-from frozencore_lab.reports.labels import column_name, value_name
+from frozencore_lab.reports.labels import column_name
 from frozencore_lab.reports.sheet import Sheet, SheetCell, label, missing, number, signed
 from frozencore_lab.reports.statistics.over_tasks import COVERAGE
 from frozencore_lab.reports.tables.costs import HELD, bytes_cell, largest, seconds_cell
-from frozencore_lab.reports.tables.pivot import Key
+from frozencore_lab.reports.tables.pivot import by_axes, varied_axes
 
 SIZES = ("rank", "rank_budget", "layers")
 """Axes that set how many values are trained: along them a family goes."""
@@ -40,31 +39,20 @@ NEARLY = math.log(1.05)
 
 
 @dataclass(frozen=True)
-class Panel:
-    """What points are compared on: a model and a task."""
-
-    model: str
-    task: str
-
-    def title(self, *, several: bool) -> str:
-        """The task, with the model where there are several."""
-        return value_name("task", self.task) + (f", {self.model}" if several else "")
-
-
-@dataclass(frozen=True)
 class FrontierPoint:
     """One size of one family in one panel, over seeds.
 
     Attributes:
-        family: Number of the family among all, and its name.
+        family: The study, and the values of its axes that set no size.
         size: The values of its size axes, as they are shown.
+        panel: The task, with the model where there are several.
         records: Of the seeds that are done.
         losses: Held-out loss of each seed, in nats per token; none where one of them is not done.
     """
 
-    family: tuple[int, str]
+    family: str
     size: str
-    panel: Panel
+    panel: str
     records: tuple[TunedRecord, ...]
     losses: tuple[float, ...]
 
@@ -87,55 +75,29 @@ class FrontierPoint:
 
 def frontier_points(results: CampaignResults) -> list[FrontierPoint]:
     """The points of the studies that the campaign draws together, also those of which no loss is known yet."""
-    studies = {study.name: study for study in results.studies}
-    points: list[FrontierPoint] = []
-    families: dict[str, int] = {}
-    for name in results.campaign.frontier:
-        points += _points_of(studies[name], families)
-    return points
-
-
-def panels_of(points: Sequence[FrontierPoint]) -> list[Panel]:
-    """Every panel that has a point, in order."""
-    return list(dict.fromkeys(point.panel for point in points))
-
-
-def _points_of(study: StudyResults, families: dict[str, int]) -> list[FrontierPoint]:
-    several = [axis for axis, values in study.study.axes.items() if len(values) > 1]
-    further = [axis for axis in several if axis not in ("model", "task", "seed", *SIZES)]
-    sizes = [axis for axis in study.study.axes if axis in SIZES]
-    grouped: dict[tuple[Key, Key, Panel], list[TunedRecord | None]] = {}
-    for run in study.runs:
-        key = (
-            tuple(run.axes[axis] for axis in further),
-            tuple(run.axes[axis] for axis in sizes),
-            Panel(str(run.axes["model"]), str(run.axes["task"])),
-        )
-        grouped.setdefault(key, []).append(run.record if isinstance(run.record, TunedRecord) else None)
+    studies = [study for name in results.campaign.frontier for study in results.studies if study.name == name]
+    several = len({model for study in studies for model in study.study.axes["model"]}) > 1
+    panel_axes = ("task", "model") if several else ("task",)
     found = []
-    for (kind, size, panel), records in grouped.items():
-        known = [(one, one.held_out_loss) for one in records if one is not None and one.held_out_loss is not None]
-        family = _family(study, further, kind)
-        numbered = families.setdefault(family, len(families)), family
-        losses = tuple(loss for _, loss in known) if len(known) == len(records) else ()
-        shown = column_name(sizes, size)
-        found.append(FrontierPoint(numbered, shown, panel, tuple(one for one, _ in known), losses))
+    for study in studies:
+        further = [axis for axis in varied_axes(study) if axis not in SIZES]
+        sizes = [axis for axis in study.study.axes if axis in SIZES]
+        for (kind, size, panel), runs in by_axes(study.runs, further, sizes, panel_axes).items():
+            records = [run.record for run in runs if isinstance(run.record, TunedRecord)]
+            known = [(one, one.held_out_loss) for one in records if one.held_out_loss is not None]
+            losses = tuple(loss for _, loss in known) if len(known) == len(runs) else ()
+            title = "" if further == ["method"] else study.study.title.partition(",")[0]
+            family = ", ".join(filter(None, (title, column_name(further, kind))))
+            on = column_name(panel_axes, panel)
+            found.append(FrontierPoint(family, column_name(sizes, size), on, tuple(one for one, _ in known), losses))
     return found
-
-
-def _family(study: StudyResults, further: Sequence[str], kind: tuple[Value, ...]) -> str:
-    own = column_name(further, kind)
-    title = study.study.title.partition(",")[0]
-    return own if tuple(further) == ("method",) else ", ".join(filter(None, (title, own)))
 
 
 def frontier_sheet(points: Sequence[FrontierPoint]) -> Sheet:
     """A line for each size of each family: its values at once and in all, its loss in every panel, what it costs."""
-    shown = panels_of(points)
-    lines: dict[tuple[tuple[int, str], str], dict[Panel, FrontierPoint]] = {}
+    lines: dict[tuple[str, str], dict[str, FrontierPoint]] = {}
     for point in points:
         lines.setdefault((point.family, point.size), {})[point.panel] = point
-    several = len({panel.model for panel in shown}) > 1
     rows = []
     for (family, size), found in lines.items():
         done = [point for point in found.values() if point.records]
@@ -143,11 +105,11 @@ def frontier_sheet(points: Sequence[FrontierPoint]) -> Sheet:
             continue
         records = [record for point in done for record in point.records]
         rows.append({
-            "family": label(family[1]),
+            "family": label(family),
             "size": label(size or "-"),
             "at once": _span({point.trained("at_once") for point in done}),
             "in all": _span({point.trained("in_all") for point in done}),
-            **{panel.title(several=several): _loss(found.get(panel)) for panel in shown},
+            **{panel: _loss(found.get(panel)) for panel in dict.fromkeys(point.panel for point in points)},
             "state held": bytes_cell(largest(records, "state_held_bytes")),
             "saved": bytes_cell(largest(records, "saved_bytes")),
             "base model": bytes_cell(largest(records, "model_bytes")),
@@ -199,7 +161,7 @@ def at_equal_values(points: Sequence[FrontierPoint], trained: int, count: ValueC
 
 def ahead_sheet(points: Sequence[FrontierPoint], count: ValueCount) -> Sheet | None:
     """The first family against every other at equal values of one count; None where there is one family."""
-    families = sorted({point.family for point in points if point.losses})
+    families = dict.fromkeys(point.family for point in points if point.losses)
     if len(families) < 2:
         return None
     first, *others = families
@@ -208,13 +170,11 @@ def ahead_sheet(points: Sequence[FrontierPoint], count: ValueCount) -> Sheet | N
         if point.family != first or not point.losses:
             continue
         trained = point.trained(count)
-        line = {
-            "task": label(point.panel.title(several=False)), COUNTS[count]: number(trained, 0), first[1]: _loss(point),
-        }  # fmt: skip
+        line = {"task": label(point.panel), COUNTS[count]: number(trained, 0), first: _loss(point)}
         for family in others:
             own = [one for one in points if one.family == family and one.panel == point.panel and one.losses]
             there = at_equal_values(own, trained, count) if own else None
-            line[family[1]] = (
+            line[family] = (
                 missing("no such number of values was trained", is_undefined=True)
                 if there is None
                 else signed(point.loss - there, DECIMALS)
@@ -225,7 +185,7 @@ def ahead_sheet(points: Sequence[FrontierPoint], count: ValueCount) -> Sheet | N
         "number of values; below zero it is ahead."
     )
     name = f"{NAME}-ahead" if count == "at_once" else f"{NAME}-ahead-in-all"
-    return Sheet.of(name, f"{first[1]} against the others at equal {COUNTS[count]}", note, lines)
+    return Sheet.of(name, f"{first} against the others at equal {COUNTS[count]}", note, lines)
 
 
 @styled
@@ -235,9 +195,8 @@ def frontier_panels(points: Sequence[FrontierPoint]) -> Figure:
     Loss over values at once stands above, over values in all below; one task alone has its two panels side by side.
     The two panels of a task have the same scales.
     """
-    tasks = panels_of(points)
+    tasks, families = (list(dict.fromkeys(names)) for names in zip(*((p.panel, p.family) for p in points), strict=True))
     across = min(len(tasks), MOST_IN_A_ROW)
-    several = len({task.model for task in tasks}) > 1
     figure, axes = panels(2 * across * math.ceil(len(tasks) / across), 3.0, most=2 if len(tasks) == 1 else across)
     for axis in axes:
         axis.set_visible(False)
@@ -246,8 +205,8 @@ def frontier_panels(points: Sequence[FrontierPoint]) -> Figure:
         above = 2 * row * across + column
         both = axes[above], axes[above + across]
         for axis, count in zip(both, COUNTS, strict=True):
-            _panel(axis, [point for point in points if point.panel == task and point.losses], count)
-            axis.set_title(task.title(several=several))
+            _panel(axis, [point for point in points if point.panel == task and point.losses], count, families)
+            axis.set_title(task)
         both[0].sharex(both[1])
         both[0].sharey(both[1])
     figure.supylabel("held-out loss, nats per token")
@@ -255,16 +214,15 @@ def frontier_panels(points: Sequence[FrontierPoint]) -> Figure:
     return figure
 
 
-def _panel(axis: Axes, points: Sequence[FrontierPoint], count: ValueCount) -> None:
+def _panel(axis: Axes, points: Sequence[FrontierPoint], count: ValueCount, families: Sequence[str]) -> None:
     """Every family's losses on one task against one of the two counts."""
     axis.set_visible(True)
-    for family in sorted({point.family for point in points}):
+    for place, family in enumerate(families):
         own = sorted((p for p in points if p.family == family), key=lambda point: point.trained(count))
-        place, name = family
         again = place // len(CYCLE)  # colours come again with another marker and dash
         axis.errorbar(
             [point.trained(count) for point in own], [point.loss for point in own],
-            yerr=[point.half_width or 0.0 for point in own], label=name, color=CYCLE[place % len(CYCLE)],
+            yerr=[point.half_width or 0.0 for point in own], label=family, color=CYCLE[place % len(CYCLE)],
             marker=MARKERS[(place + again) % len(MARKERS)], ls=DASHES[again % len(DASHES)],
         )  # fmt: skip
     axis.set_xscale("log")

@@ -15,10 +15,10 @@ from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.record import TunedRecord
 from frozencore.tune.run.record_parts import Resources
 from frozencore_lab.campaign.plan import Axes
-from frozencore_lab.campaign.results import StudyResults
-from frozencore_lab.campaign.study_options import Value
+from frozencore_lab.campaign.results import FinalRun, StudyResults
 from frozencore_lab.reports.labels import column_name, titled
 from frozencore_lab.reports.sheet import Sheet, SheetCell, label, missing, number
+from frozencore_lab.reports.tables.pivot import by_axes, varied_axes
 
 HELD = (
     "State held while training, at its peak: gradients, optimiser states, and what rounds hold (sums of moments, "
@@ -109,27 +109,21 @@ def study_costs(results: StudyResults) -> list[Costs]:
 
     A study that is alone on its machine is kept apart by task; other studies are pooled over their tasks.
     """
-    apart = ("model", "task") if results.study.kind.is_alone else ("model",)
-    several = [axis for axis, values in results.study.axes.items() if len(values) > 1]
-    names = [axis for axis in several if axis not in ("model", "task", "seed")]
-    groups: dict[tuple[Value, ...], dict[tuple[Value, ...], list[TunedRecord]]] = {}
-    for run in results.runs:
-        if isinstance(run.record, TunedRecord):
-            key, line = (tuple(run.axes[axis] for axis in axes) for axes in (apart, names))
-            groups.setdefault(key, {}).setdefault(line, []).append(run.record)
+    apart, names = ("model", "task") if results.study.kind.is_alone else ("model",), varied_axes(results)
+    report, axes = results.study.report, results.study.axes
+    wanted = report.reference or str(RunConfig.model_fields["method"].default)
+    tuned = [run for run in results.runs if isinstance(run.record, TunedRecord)]
     found = []
-    for key, lines in groups.items():
-        group = {axis: value for axis, value in zip(apart, key, strict=True) if axis in several}
-        factors = _factors([record for records in lines.values() for record in records])
-        costs = {line: _cost(column_name(names, line), records, factors) for line, records in lines.items()}
-        report = results.study.report
-        wanted = report.reference or str(RunConfig.model_fields["method"].default)
+    for (key,), runs in by_axes(tuned, apart).items():
+        group = {axis: value for axis, value in zip(apart, key, strict=True) if len(axes[axis]) > 1}
+        costs = {line: _cost(column_name(names, line), own) for (line,), own in by_axes(runs, names).items()}
         reference = costs.get((wanted,)) if report.columns == ("method",) and names == ["method"] else None
         found.append(Costs(titled(results.study.title, group), group, tuple(costs.values()), reference))
     return found
 
 
-def _cost(name: str, records: Sequence[TunedRecord], factors: Mapping[object, int]) -> Cost:
+def _cost(name: str, runs: Sequence[FinalRun]) -> Cost:
+    records = [run.record for run in runs if isinstance(run.record, TunedRecord)]
     first, steps = records[0], [record.step_s for record in records if record.step_s is not None]
     method = METHODS.get(first.method)
     initialises = method is None or method.initialises
@@ -138,36 +132,17 @@ def _cost(name: str, records: Sequence[TunedRecord], factors: Mapping[object, in
         median(steps) if steps else None,
         round(median(record.training.num_steps for record in records)),
     )
-    return Cost(name or first.method, records, phases, _kinds(first, factors.get(_shape(first))))
+    return Cost(name or first.method, records, phases, _kinds(first, method.trains if method else ()))
 
 
-def _kinds(record: TunedRecord, factors: int | None) -> dict[str, int | None]:
+def _kinds(record: TunedRecord, kinds: Sequence[str]) -> dict[str, int | None]:
     """Values that train at a moment by kind, where the method has one kind, or magnitudes beside factors."""
-    kinds, trained = _trained_by(record), record.values_at_once
+    trained, magnitudes = record.values_at_once, (record.resources or Resources()).magnitude_parameters
     if len(kinds) == 1:
         return {kinds[0]: trained}
-    found: dict[str, int | None] = dict.fromkeys(kinds)
-    if set(kinds) == {"factors", "magnitudes"}:
-        magnitudes = record.resources.magnitude_parameters if record.resources is not None else None
-        if magnitudes is None and factors is not None:
-            magnitudes = trained - factors
-        if magnitudes is not None:
-            found |= {"factors": trained - magnitudes, "magnitudes": magnitudes}
-    return found
-
-
-def _factors(records: Sequence[TunedRecord]) -> dict[object, int]:
-    """What LoRA or PiSSA train at each rank and targets: DoRA's factors are as many."""
-    return {_shape(record): record.values_at_once for record in records if _trained_by(record) == ("factors",)}
-
-
-def _trained_by(record: TunedRecord) -> tuple[str, ...]:
-    method = METHODS.get(record.method)
-    return method.trains if method else ()
-
-
-def _shape(record: TunedRecord) -> object:
-    return record.config.rank, str(record.config.targets)
+    if set(kinds) == {"factors", "magnitudes"} and magnitudes is not None:
+        return {"factors": trained - magnitudes, "magnitudes": magnitudes}
+    return dict.fromkeys(kinds)
 
 
 def state_sheet(costs: Costs, name: str) -> Sheet:

@@ -95,9 +95,10 @@ def tradeoff_sheet(pivot: Pivot, name: str) -> Sheet:
 def counted_values(pivot: Pivot) -> dict[Key, tuple[int, int]]:
     """How many values each column trains at once and in all."""
     return {
-        tuple(run.axes[axis] for axis in pivot.column_axes): (run.record.values_at_once, run.record.values_in_all)
-        for run in pivot.study.runs
-        if isinstance(run.record, TunedRecord) and pivot.holds(run)
+        column: (one.run.record.values_at_once, one.run.record.values_in_all)
+        for (_, column), cell in pivot.cells.items()
+        for one in cell.runs
+        if isinstance(one.run.record, TunedRecord)
     }
 
 

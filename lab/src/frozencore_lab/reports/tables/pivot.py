@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -27,7 +27,7 @@ class Measure:
         key: The name of the value in a record; ``scale`` times the value is shown.
         before: The name of the untouched model's value in a record.
         ranked: Whether one value is better than another.
-        diverged: What a run that diverged counts as where a study counts it.
+        diverged: What a run that diverged counts as, where a study counts it.
         suffix: The end of the names of its files.
     """
 
@@ -65,6 +65,20 @@ def measures_of(results: StudyResults) -> tuple[Measure, ...]:
     return tuple(one for one in (ACCURACY, LOSS, FORGOTTEN, *COSINES) if any(record.has(one.key) for record in records))
 
 
+def by_axes(runs: Iterable[FinalRun], *sides: Sequence[str]) -> dict[tuple[Key, ...], list[FinalRun]]:
+    """Runs by their values of some sets of axes, in the order in which they come."""
+    found: dict[tuple[Key, ...], list[FinalRun]] = {}
+    for run in runs:
+        found.setdefault(tuple(tuple(run.axes[axis] for axis in side) for side in sides), []).append(run)
+    return found
+
+
+def varied_axes(results: StudyResults) -> list[str]:
+    """The axes of a study that have several values, beside model, task and seed."""
+    axes = results.study.axes.items()
+    return [axis for axis, values in axes if len(values) > 1 and axis not in ("model", "task", "seed")]
+
+
 @dataclass(frozen=True)
 class PivotCell:
     """The runs of one cell; it has a mean only where every seed has a value."""
@@ -98,7 +112,6 @@ class Pivot:
 
     Attributes:
         group: The values of the axes that are neither rows nor columns, where the study has several.
-        before: The untouched model's value by row, where all runs of the row agree on it.
     """
 
     study: StudyResults
@@ -109,7 +122,6 @@ class Pivot:
     rows: tuple[Key, ...]
     columns: tuple[Key, ...]
     cells: Mapping[tuple[Key, Key], PivotCell]
-    before: Mapping[Key, float]
 
     @property
     def report(self) -> Report:
@@ -130,6 +142,17 @@ class Pivot:
         return next((column for column in self.columns if column_key(column) == self.report.reference), None)
 
     @property
+    def before(self) -> dict[Key, float]:
+        """The untouched model's value by row, where all runs of the row agree on it in nine decimals."""
+        name, scale, found = self.measure.before, self.measure.scale, {}
+        for row in self.rows if name else ():
+            records = [one.run.record for column in self.columns for one in self.cells[row, column].runs]
+            starts = {getattr(record, str(name), None) for record in records}
+            if len(values := {round(scale * start, 9) for start in starts if start is not None}) == 1:
+                found[row] = values.pop()
+        return found
+
+    @property
     def upright(self) -> Pivot:
         """The table with what is compared as its columns: itself, or turned where its columns are the tasks."""
         if "task" not in self.column_axes:
@@ -148,10 +171,6 @@ class Pivot:
     def row_means(self, row: Key) -> dict[Key, float | None]:
         return {column: self.cells[row, column].mean for column in self.columns}
 
-    def holds(self, run: FinalRun) -> bool:
-        """Whether a run of the study belongs to this table."""
-        return all(run.axes[axis] == value for axis, value in self.group.items())
-
 
 def pivots(results: StudyResults, measure: Measure) -> list[Pivot]:
     """A study's tables of one measure: one for each combination of the axes that are neither rows, columns nor seed.
@@ -163,23 +182,16 @@ def pivots(results: StudyResults, measure: Measure) -> list[Pivot]:
     axes["task"] = tuple(task for task in axes["task"] if task not in _tasks_without(results, measure))
     rows, columns = (tuple(product(*(axes[axis] for axis in side))) for side in (report.rows, report.columns))
     further = [axis for axis in axes if axis not in ("seed", *report.rows, *report.columns)]
-    found = []
-    for values in product(*(axes[axis] for axis in further)):
-        group = dict(zip(further, values, strict=True))
-        shown = {axis: value for axis, value in group.items() if len(axes[axis]) > 1}
-        cells: dict[tuple[Key, Key], list[SeedValue]] = {(row, column): [] for row in rows for column in columns}
-        before: dict[Key, set[float]] = {row: set() for row in rows}
-        for run in results.runs:
-            row, column = (tuple(run.axes[axis] for axis in side) for side in (report.rows, report.columns))
-            if any(run.axes[axis] != value for axis, value in group.items()) or (row, column) not in cells:
-                continue
-            cells[row, column].append(_seed_value(run, measure, zero=report.diverged_as_zero))
-            start = getattr(run.record, measure.before, None) if measure.before else None
-            if start is not None:
-                before[row].add(round(measure.scale * start, 9))
-        agreed = {row: values.pop() for row, values in before.items() if len(values) == 1}
-        whole = {key: PivotCell(tuple(values)) for key, values in cells.items()}
-        found.append(Pivot(results, measure, shown, report.rows, report.columns, rows, columns, whole, agreed))
+    counted = measure if report.diverged_as_zero else replace(measure, diverged=None)
+    runs, found = by_axes(results.runs, further, report.rows, report.columns), []
+    for group in product(*(axes[axis] for axis in further)):
+        cells = {
+            (row, column): PivotCell(tuple(_seed_value(run, counted) for run in runs.get((group, row, column), ())))
+            for row in rows
+            for column in columns
+        }
+        shown = {axis: value for axis, value in zip(further, group, strict=True) if len(axes[axis]) > 1}
+        found.append(Pivot(results, measure, shown, report.rows, report.columns, rows, columns, cells))
     return found
 
 
@@ -189,17 +201,11 @@ def _tasks_without(results: StudyResults, measure: Measure) -> set[Value]:
     return lacking - having if having else set()
 
 
-def _seed_value(run: FinalRun, measure: Measure, *, zero: bool) -> SeedValue:
-    """What a run has of a measure.
-
-    Args:
-        zero: Count a run that diverged as the measure says.
-    """
-    diverged = measure.diverged if zero else None
+def _seed_value(run: FinalRun, measure: Measure) -> SeedValue:
     if run.failure is not None:
         message = f"{run.failure.reason}: {run.failure.message}"
         if run.failure.reason == "diverged":
-            return SeedValue(run, diverged, "diverged", message)
+            return SeedValue(run, measure.diverged, "diverged", message)
         return SeedValue(run, None, "failed", message)
     if run.record is None:
         return SeedValue(run, None, "missing", "not run")
@@ -207,7 +213,7 @@ def _seed_value(run: FinalRun, measure: Measure, *, zero: bool) -> SeedValue:
         return SeedValue(run, None, "absent", f"the record has no {measure.key}")
     value: float | None = getattr(run.record, measure.key)
     if value is None:
-        return SeedValue(run, diverged, "diverged", f"{measure.key} is not finite")
+        return SeedValue(run, measure.diverged, "diverged", f"{measure.key} is not finite")
     return SeedValue(run, measure.scale * value, "done")
 
 
