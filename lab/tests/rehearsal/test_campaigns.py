@@ -15,7 +15,6 @@ from counterparts import counterparts
 from frozencore_lab.campaign.crew import OwnProcess
 from frozencore_lab.campaign.results import load_results
 from frozencore_lab.campaign.spec import Campaign, read_campaign
-from frozencore_lab.campaign.worker import Worker
 from frozencore_lab.rehearsal.rehearse import Means, Rehearsal, rehearse
 from frozencore_lab.rehearsal.sample import quick_sample
 from frozencore_lab.reports.across import across_document
@@ -23,19 +22,15 @@ from frozencore_lab.reports.writing import file_names
 from places import LAB
 
 CAMPAIGNS = sorted((LAB / "campaigns").glob("*.yaml"))
-ALIKE = {  # a campaign that another one is much like, which is rehearsed here too
-    "paper-1.5b": "paper-3b",
-    "paper-7b": "paper-3b",
-    "paper-llama-1b": "paper-3b",
-    "pocket-ablations": "paper-3b-ablations",
-}
+UNSEARCHED = ("paper-1.5b", "paper-7b", "paper-llama-1b", "pocket-ablations")
+"""Campaigns much like another one, paper-3b or its ablations, whose searches are rehearsed."""
 
 PACKAGES = {"frontier-peers": ("galore_torch", "apollo_torch")}  # the extra that a campaign needs
 
 MEANS = Means(
     data_root=None,
     models={},
-    hire=lambda store, place: OwnProcess(Worker(store, place)),
+    hire=OwnProcess,
     watch=lambda store: nullcontext(lambda *_: None),
 )
 
@@ -50,9 +45,11 @@ def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Rehea
 
     @cache
     def made(name: str) -> Rehearsal:
-        seen = [read(ALIKE[name])] if name in ALIKE else []
-        sample = quick_sample(read(name), seen)
-        return rehearse(read(name), sample, tmp_path_factory.mktemp(name) / "out", MEANS)
+        campaign = read(name)
+        if name in UNSEARCHED:
+            studies = {key: study.model_copy(update={"search": None}) for key, study in campaign.studies.items()}
+            campaign = campaign.model_copy(update={"studies": studies})
+        return rehearse(campaign, quick_sample(campaign), tmp_path_factory.mktemp(name) / "out", MEANS)
 
     return made
 
@@ -68,10 +65,8 @@ def test_every_campaign_fills_every_cell_of_its_report_and_writes_the_papers_tab
     found = rehearsed(path.stem)
     assert not found.lacks, [f"{lack.study}, {lack.where}: {lack.why}" for lack in found.lacks[:5]]
     assert found.num_failed == 0
-    *_, written_part = found.parts
-    filled = {account.name for account in written_part if account.filled}
-    assert filled >= set(read(path.stem).studies)
-    assert sum(account.filled for part in found.parts for account in part) > 20
+    assert {account.name for account in found.studies if account.filled} >= set(read(path.stem).studies)
+    assert sum(account.filled for account in found.studies) > 20
     written = {file.partition("/")[2] for file in found.files}
     for line in counterparts():
         assert set(line.files) <= written or line.campaigns != (path.stem,), line.label
@@ -98,7 +93,7 @@ def test_a_whole_rehearsal_of_each_paper_campaign_fills_every_cell(
     assert (status, err) == (0, ""), out[-3000:]
     found = json.loads((tmp_path / "out" / "rehearsal.json").read_text())
     assert found["num_failed"] == 0
-    (accounts,) = found["parts"]
+    accounts = found["studies"]
     assert not any(account["lacks"] for account in accounts)
     assert all(account["filled"] for account in accounts if account["num_tables"])
     campaign = read(path.stem)

@@ -71,7 +71,7 @@ def test_a_sound_campaign_fills_every_cell_of_the_report_that_it_would_have(
     assert "the hub, for what is missing: it cannot be reached" in out
     found = json.loads((tmp_path / "out" / "rehearsal.json").read_text())
     assert found["time_s"] < time.monotonic() - started
-    assert [study["num_figures"] for (part,) in [found["parts"]] for study in part] == [2, 1, 1, 0]
+    assert [study["num_figures"] for study in found["studies"]] == [2, 1, 1, 0]
     written = {str(p.relative_to(tmp_path / "out")) for p in (tmp_path / "out" / "report").rglob("*") if p.is_file()}
     assert written == set(found["files"])
     assert {"report/tables/comparison-significance.tex", "report/figures/stability.png"} <= written

@@ -11,8 +11,7 @@ from frozencore_lab.campaign.plan import plan
 from frozencore_lab.campaign.spec import Campaign, Study, read_campaign
 from frozencore_lab.campaign.study_options import Value
 from frozencore_lab.rehearsal.place import RehearsalPlace
-from frozencore_lab.rehearsal.sample import Sample, quick_sample, whole_sample
-from frozencore_lab.rehearsal.sizes import Shares
+from frozencore_lab.rehearsal.sample import quick_sample, whole_sample
 from places import LAB
 
 CAMPAIGNS = sorted((LAB / "campaigns").glob("*.yaml"))
@@ -25,7 +24,7 @@ def num_runs(campaign: Campaign) -> int:
 @pytest.mark.parametrize("path", CAMPAIGNS, ids=lambda path: path.stem)
 def test_a_whole_sample_is_the_specification_but_for_the_seeds(path: Path) -> None:
     campaign = read_campaign(path)
-    (part,) = whole_sample(campaign).parts
+    part = whole_sample(campaign).campaign
     for name, study in campaign.studies.items():
         ours = part.studies[name]
         assert ours.axes["seed"] == study.axes["seed"][:2]
@@ -38,10 +37,10 @@ def test_a_whole_sample_has_16_bits_on_one_task_of_each_kind_of_scoring() -> Non
     sample = whole_sample(campaign)
     assert sample.tasks_in_16_bits == ("svamp", "sst2")  # a generated number, and a choice
     assert "bfloat16 on svamp and sst2, float32 elsewhere" in sample.left_out
-    shares = {task: Shares(0.01, 0.01) for task in ("svamp", "gsm8k", "sst2")}
+    num_train = dict.fromkeys(("svamp", "gsm8k", "sst2"), 5)
     for is_quick, dtypes in ((False, ["bfloat16", "float32", "bfloat16"]), (True, ["float32"] * 3)):
-        place = RehearsalPlace(shares=shares, tasks_in_16_bits=sample.tasks_in_16_bits, is_quick=is_quick)
-        configs = [make_job("tune", {**campaign.base, "model": "pocket", "task": task}).config for task in shares]
+        place = RehearsalPlace(num_train=num_train, tasks_in_16_bits=sample.tasks_in_16_bits, is_quick=is_quick)
+        configs = [make_job("tune", {**campaign.base, "model": "pocket", "task": task}).config for task in num_train]
         assert [place.put(config).dtype for config in configs] == dtypes
 
 
@@ -69,20 +68,16 @@ def values_of(campaign: Campaign, *axes: str) -> set[tuple[str, Value]]:
     }
 
 
-def all_values(sample: Sample) -> set[tuple[str, Value]]:
-    return set().union(*map(values_of, sample.parts))
-
-
 @pytest.mark.parametrize("path", CAMPAIGNS, ids=lambda path: path.stem)
 def test_a_quick_sample_has_every_study_and_every_value_of_every_axis(path: Path) -> None:
     campaign = read_campaign(path)
     sample = quick_sample(campaign)
-    for part in sample.parts:
-        assert Campaign.model_validate_json(part.model_dump_json(), strict=True) == part
-        assert {run.study for run in plan(part, lambda _: None)} == set(part.studies)
-    assert all_values(sample) == values_of(campaign)
+    part = sample.campaign
+    assert Campaign.model_validate_json(part.model_dump_json(), strict=True) == part
+    assert {run.study for run in plan(part, lambda _: None)} == set(part.studies)
+    assert values_of(part) == values_of(campaign)
     for name, study in campaign.studies.items():
-        ours = sample.parts[-1].studies[name]
+        ours = part.studies[name]
         assert ours.report == study.report
         for axis in study.report.columns:
             assert len(ours.axes[axis]) >= min(2, len(study.axes[axis])) or axis == "task"
@@ -90,7 +85,7 @@ def test_a_quick_sample_has_every_study_and_every_value_of_every_axis(path: Path
             assert str(study.report.reference) in {
                 str(v) for axis in (*study.report.rows, *study.report.columns) for v in ours.axes[axis]
             }
-    whole, quick = num_runs(whole_sample(campaign).parts[0]), sum(map(num_runs, sample.parts))
+    whole, quick = num_runs(whole_sample(campaign).campaign), num_runs(part)
     assert quick <= whole
     if path.stem.startswith("paper") and "ablations" not in path.stem:  # these have little to leave out
         assert 10 * quick < whole
@@ -101,41 +96,13 @@ def test_a_quick_sample_searches_each_study_and_each_task(path: Path) -> None:
     campaign = read_campaign(path)
     sample = quick_sample(campaign)
     searched = {
-        (run.study, str(run.axes["task"]))
-        for part in sample.parts
-        for run in plan(part, lambda _: None)
-        if run.phase == "search"
+        (run.study, str(run.axes["task"])) for run in plan(sample.campaign, lambda _: None) if run.phase == "search"
     }
     with_search = {name: study for name, study in campaign.studies.items() if any_search(study)}
-    assert {study for study, _ in searched} == set(with_search)
+    assert {study for study, _ in searched} >= set(with_search)
     assert {task for _, task in searched} == {task for study in with_search.values() for task in study.axes["task"]}
 
 
 def any_search(study: Study) -> bool:
     grids = study.search.grids if study.search else ()
     return any(len(values) > 1 for grid in grids for option, values in grid.items() if option != "for")
-
-
-@pytest.mark.parametrize("name", ["paper-1.5b", "paper-7b", "paper-llama-1b"])
-def test_what_differs_in_its_models_alone_goes_through_each_study_task_and_method_but_searches_nothing(
-    name: str,
-) -> None:
-    other, campaign = (read_campaign(LAB / "campaigns" / f"{stem}.yaml") for stem in ("paper-3b", name))
-    sample = quick_sample(campaign, [other])
-    assert all_values(sample) >= values_of(campaign, "model", "task", "method")
-    assert set(sample.parts[-1].studies) == set(campaign.studies)
-    planned = [run for part in sample.parts for run in plan(part, lambda _: None)]
-    assert {run.phase for run in planned} == {"final"}
-    assert any(run.phase == "search" for part in quick_sample(other).parts for run in plan(part, lambda _: None))
-    assert "no search" in " ".join(sample.left_out)
-
-
-def test_what_another_campaign_went_through_comes_again_where_a_table_needs_it() -> None:
-    other, campaign = (read_campaign(LAB / "campaigns" / f"{stem}-ablations.yaml") for stem in ("paper-3b", "pocket"))
-    sample = quick_sample(campaign, [other])
-    assert all_values(sample) >= values_of(campaign, "task", "method")
-    assert {part.studies.keys() >= campaign.studies.keys() for part in sample.parts[-1:]} == {True}
-    new = values_of(campaign) - values_of(other)
-    assert new
-    assert new <= all_values(sample)
-    assert len(all_values(sample)) < len(values_of(campaign))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from statistics import mean
 
@@ -46,23 +46,22 @@ def estimate_lines(planned: Sequence[Planned], store: Store, place: Place) -> It
     if not jobs:
         return
     configs = {job.config.model: place.put(job.config) for job in jobs.values()}
-    sizes = {name: model_size(config.model) for name, config in configs.items()}
-    unknown = [model for model, size in sizes.items() if size is None]
-    if unknown:
-        yield f"No estimate: {', '.join(unknown)} cannot be read from here."
+    try:
+        sizes = {name: size_of(load_config(config.model)) for name, config in configs.items()}
+    except ModelError as error:
+        yield f"No estimate: {error}"
         return
     speed = operations_per_s(place.device)
     tasks = {(job.config.model, job.config.task): place.put(job.config) for job in jobs.values()}
     tokens = {key: tokens_a_row(config) for key, config in tasks.items()}
     seconds = [
-        run_seconds(job, size, tokens[job.config.model, job.config.task], speed)
+        run_seconds(job, sizes[job.config.model], tokens[job.config.model, job.config.task], speed)
         for job in jobs.values()
-        if (size := sizes[job.config.model])
     ]
     measured = measured_seconds(planned, store)
     each = mean(measured) if measured else mean(seconds)
     basis = f"as {len(measured)} finished runs took" if measured else f"at {speed * EFFICIENCY / 1e9:.0f} Gop/s"
-    memory = max(memory_bytes(job.config, size) for job in jobs.values() if (size := sizes[job.config.model]))
+    memory = max(memory_bytes(job.config, sizes[job.config.model]) for job in jobs.values())
     disk = shared_bytes(jobs.values(), sizes) + left * RECORD_BYTES
     starts = 1 + sum(job.kind.is_alone for job in jobs.values())  # each of these in a process of its own
     started = "it has started" if starts == 1 else f"its {starts} processes have started"
@@ -72,14 +71,6 @@ def estimate_lines(planned: Sequence[Planned], store: Store, place: Place) -> It
         f"({basis}, {mean(tokens.values()):.0f} tokens a row), {bytes_in_words(memory)} of memory a worker, "
         f"{bytes_in_words(disk)} of disk."
     )
-
-
-def model_size(location: str) -> ModelSize | None:
-    """The size of a model from its configuration alone; None where that cannot be read."""
-    try:
-        return size_of(load_config(location))
-    except ModelError:
-        return None
 
 
 def operations_per_s(device: str) -> float:
@@ -130,14 +121,14 @@ def num_choices(job: Job) -> int:
     return math.ceil(rows["epochs"] * steps_an_epoch / int(every))
 
 
-def shared_bytes(jobs: Iterable[Job], sizes: dict[str, ModelSize | None]) -> int:
+def shared_bytes(jobs: Iterable[Job], sizes: Mapping[str, ModelSize]) -> int:
     """Bytes of the moments and bases that runs share."""
     files: dict[str, int] = {}
     for job in jobs:
         size = sizes[job.config.model]
-        if size is not None and job.config.moments_needed:
+        if job.config.moments_needed:
             key = moments_key(job.config)
             files[key] = max(files.get(key, 0), moment_bytes(job.config, size))
-        elif size is not None and job.config.method_entry.weights_only:
+        elif job.config.method_entry.weights_only:
             files[f"{job.config.model} {job.config.method}"] = basis_bytes(size.shapes, job.config.rank, torch.float32)
     return sum(files.values())

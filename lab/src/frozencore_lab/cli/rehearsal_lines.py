@@ -14,8 +14,7 @@ from rich.text import Text
 from frozencore.words import num_of, time_in_words
 from frozencore_lab.campaign.crew import Crew, LocalCrew, OwnProcess
 from frozencore_lab.campaign.spec import read_campaign
-from frozencore_lab.campaign.store import Store
-from frozencore_lab.campaign.worker import Place, Worker
+from frozencore_lab.campaign.worker import Worker
 from frozencore_lab.cli.board import Board
 from frozencore_lab.cli.campaign_lines import by_location, default_folder
 from frozencore_lab.rehearsal.rehearse import Means, Rehearsal, rehearse
@@ -46,12 +45,12 @@ def run_rehearsal(
     campaign = read_campaign(spec)
     by_location(campaign, models)
 
-    def hire(store: Store, place: Place) -> Crew:
+    def hire(worker: Worker) -> Crew:
         size = min(MOST_WORKERS, os.cpu_count() or 1) if num_workers is None else num_workers
         if size:
-            return LocalCrew(size, Worker(store, place), devices=("cpu",))
+            return LocalCrew(size, worker, devices=("cpu",))
         gc.freeze()  # as its workers would
-        return OwnProcess(Worker(store, place))
+        return OwnProcess(worker)
 
     sample = quick_sample(campaign) if quick else whole_sample(campaign)
     folder = output or default_folder(campaign).with_name(f"{campaign.name}-rehearsal")
@@ -84,11 +83,9 @@ def _studies(found: Rehearsal) -> Table:
     table = Table()
     for heading in ("study", "tables", "figures", "cells filled", "empty"):
         table.add_column(heading, justify="left" if heading == "study" else "right")
-    for accounts in found.parts:
-        for one in accounts:
-            lacking = Text(str(len(one.lacks)), "red" if one.lacks else "green")
-            table.add_row(one.name, str(one.num_tables), str(one.num_figures), str(one.filled), lacking)
-        table.add_section()
+    for one in found.studies:
+        lacking = Text(str(len(one.lacks)), "red" if one.lacks else "green")
+        table.add_row(one.name, str(one.num_tables), str(one.num_figures), str(one.filled), lacking)
     return table
 
 

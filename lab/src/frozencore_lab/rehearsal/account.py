@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from frozencore.tune.run.record import Failure
 from frozencore_lab.campaign.plan import Planned
-from frozencore_lab.campaign.results import CampaignResults
 from frozencore_lab.campaign.store import Store
 from frozencore_lab.reports.document import Document, Section
 from frozencore_lab.reports.figures import asked_figures
@@ -46,14 +45,15 @@ def account_of(document: Document, planned: Sequence[Planned], store: Store) -> 
     Args:
         planned: The campaign's runs: a trial that failed empties no cell, but chooses among fewer.
     """
-    results = {study.name: (campaign, study) for campaign in document.campaigns for study in campaign.studies}
+    studies = {study.name: study.study for campaign in document.campaigns for study in campaign.studies}
     accounts = []
     for section in document.sections:
         lacks = list(_empty_cells(section))
-        if section.name in results:
-            lacks += _missing_figures(section, results[section.name][0])
+        asked = asked_figures(studies[section.name]) if section.name in studies else ()
+        if asked and not section.drawings:
+            lacks.append(Lack(section.name, f"figure: {' and '.join(asked)}", "there is nothing to draw"))
         lacks += _failed_trials(section.name, planned, store)
-        filled = sum(1 for table in section.tables for _, _, cell in _numbers(table.sheet) if not cell.is_empty)
+        filled = sum(not cell.is_empty for table in section.tables for _, _, cell in _numbers(table.sheet))
         accounts.append(
             StudyAccount(section.name, section.title, len(section.tables), len(section.drawings), filled, tuple(lacks))
         )
@@ -74,22 +74,11 @@ def _empty_cells(section: Section) -> Iterator[Lack]:
         for line, place, cell in _numbers(sheet):
             if cell.is_empty:
                 row = ", ".join(label.text for label in line[: sheet.num_labels] if label.text)
-                yield Lack(section.name, f"{sheet.name}: {row}, {sheet.headings[place]}", _why(cell))
+                messages = [run.message for run in cell.runs if run.value is None and run.message]
+                why = messages[0] if messages else cell.hint or "no reason is known"
+                yield Lack(section.name, f"{sheet.name}: {row}, {sheet.headings[place]}", why)
         if table.remark:
             yield Lack(section.name, sheet.name, table.remark)
-
-
-def _why(cell: SheetCell) -> str:
-    """The first run's reason; or what the cell says itself."""
-    messages = [run.message for run in cell.runs if run.value is None and run.message]
-    return messages[0] if messages else cell.hint or "no reason is known"
-
-
-def _missing_figures(section: Section, results: CampaignResults) -> Iterator[Lack]:
-    study = results.campaign.studies[section.name]
-    asked = asked_figures(study)
-    if asked and not section.drawings:
-        yield Lack(section.name, f"figure: {' and '.join(asked)}", "there is nothing to draw")
 
 
 def _failed_trials(study: str, planned: Sequence[Planned], store: Store) -> Iterator[Lack]:

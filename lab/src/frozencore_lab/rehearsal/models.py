@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig
-from transformers.utils import logging
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from frozencore.errors import ModelError
 from frozencore.files.hub import without_hub
+from frozencore.quiet import quiet_loading
 from frozencore.tune.run.loading import load_config, load_tokenizer
 from frozencore.words import one_line
-from frozencore_lab.rehearsal.architectures import known_model
 
+KNOWN = Path(__file__).with_name("known")
+"""The models of the shipped campaigns: configurations from their cards, and tokenizers of their classes that know
+letters alone. The chat templates hold what a conversation without tools needs."""
+RESCALED = "-spread-"  # benchmarks/rescale.py: the model's shapes are those of the model named before it
 WIDTH, HEAD_WIDTH, HEADS = 64, 32, 4  # no projection is narrower than the largest rank of the paper
 LAYERS = 2
 PIECES = 2000
@@ -30,36 +34,45 @@ class Original:
     """The model that a campaign names.
 
     Attributes:
-        source: Where its configuration was read.
-        tokenizer: Loads its tokenizer, or makes one of its class.
+        tokenizer: Where its tokenizer is loaded from: its own place, or a folder of ours.
     """
 
     config: PretrainedConfig
-    source: Literal["folder or cache", "known"]
-    tokenizer: Callable[[], Any]
+    tokenizer: str
+
+    def load_tokenizer(self) -> Any:
+        """The tokenizer, without asking the hub."""
+        with without_hub():
+            return load_tokenizer(self.tokenizer)
 
 
 def find_original(location: str) -> Original:
-    """What is known here of a model, without asking the hub.
+    """A model's configuration and tokenizer, without asking the hub: from a folder, the offline cache, or known here.
 
     Args:
         location: Hub id, folder or ``pocket``, as in a specification.
 
     Raises:
-        ModelError: Nothing is.
+        ModelError: It is found nowhere.
     """
-    known = known_model(location)
+    models = json.loads((KNOWN / "models.json").read_text(encoding="utf-8"))
+    known = models.get(location.partition(RESCALED)[0])
+    folder = str(KNOWN / known["tokenizer"]) if known else location
     with without_hub():
         try:
             config = load_config(location)
         except ModelError as error:
             if known is not None:
-                return Original(known.config, "known", known.tokenizer)
+                return Original(AutoConfig.for_model(**known["config"]), folder)
             raise ModelError(
                 f"The architecture of {location!r} is not known here: it is no folder, not in the offline cache, and "
                 "is no model of the shipped campaigns. Give any small model of its kind: --model-path NAME=DIR."
             ) from error
-    return Original(config, "folder or cache", lambda: _cached_tokenizer(location))
+        try:
+            load_tokenizer(location)
+        except ModelError:  # the configuration alone was cached
+            return Original(config, folder)
+    return Original(config, location)
 
 
 def make_stand_in(original: Original, texts: Sequence[str], folder: Path, num_layers: int = LAYERS) -> None:
@@ -71,28 +84,20 @@ def make_stand_in(original: Original, texts: Sequence[str], folder: Path, num_la
     Raises:
         ModelError: transformers cannot make a small one of this architecture.
     """
-    tokenizer = original.tokenizer()
-    template = tokenizer.chat_template
-    tokenizer = tokenizer.train_new_from_iterator(list(texts), PIECES, show_progress=False)
-    tokenizer.chat_template = template  # it is not taken over
+    blank = original.load_tokenizer()
+    tokenizer = blank.train_new_from_iterator(list(texts), PIECES, show_progress=False)
+    tokenizer.chat_template = blank.chat_template  # it is not taken over
     tokenizer.model_max_length = max(SHORTEST_CONTEXT, tokenizer.model_max_length)
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
     try:
-        with torch.random.fork_rng():
+        with quiet_loading(), torch.random.fork_rng():
             torch.manual_seed(SEED)
             small = small_config(original.config, tokenizer, num_layers)
-            model = AutoModelForCausalLM.from_config(small, dtype=torch.float32)
-        model.save_pretrained(folder)
+            AutoModelForCausalLM.from_config(small, dtype=torch.float32).save_pretrained(folder)
     except Exception as error:  # architectures check their numbers each in its own way
         reason = one_line(error, 200)
         raise ModelError(
             f"No small {original.config.model_type!r} model could be made: {reason} Give one: --model-path NAME=DIR."
         ) from error
-    finally:
-        logging.set_verbosity(verbosity)
-        logging.enable_progress_bar()
     tokenizer.save_pretrained(folder)
 
 
@@ -120,14 +125,3 @@ def small_config(config: PretrainedConfig, tokenizer: Any, num_layers: int = LAY
     if getattr(config, "layer_types", None):
         small.layer_types = config.layer_types[:num_layers]
     return small
-
-
-def _cached_tokenizer(location: str) -> Any:
-    with without_hub():
-        try:
-            return load_tokenizer(location)
-        except ModelError:  # the configuration alone was cached
-            known = known_model(location)
-            if known is None:
-                raise
-            return known.tokenizer()

@@ -12,8 +12,9 @@ from frozencore.tune.rows.prompts import PROTOCOL_MAX_LENGTH
 from frozencore.tune.run.config import RunConfig
 from frozencore.tune.suite import find_task
 from frozencore_lab.campaign.worker import Place
-from frozencore_lab.rehearsal.sizes import STEPS, Shares, epochs_of, fewest_calibrated, scaled
+from frozencore_lab.rehearsal.rows import EVALUATED, STEPS, epochs_of, fewest_calibrated
 
+CALIBRATED = 4
 MOST_NEW_TOKENS = 3  # a random model does not end its answers
 LONGER = 4  # a stand-in's tokenizer knows few words
 IN_16_BITS = ("bfloat16", "float16")
@@ -24,31 +25,25 @@ class RehearsalPlace(Place):
     """Puts runs on stand-ins.
 
     Attributes:
-        shares: Of the rows, by task as the campaign names it.
-        own_tasks: Copies of users' YAML tasks with few rows.
+        num_train: How many rows each task trains on.
         stand_ins: Models whose tokenizers are ours.
-        calibration_share: Of the calibration examples.
         tasks_in_16_bits: Runs of other tasks have 32 bits where the campaign has 16.
         is_quick: All of them in 32 bits, and all examples of an optimiser step at once.
     """
 
-    shares: dict[str, Shares] = field(default_factory=dict)
-    own_tasks: dict[str, str] = field(default_factory=dict)
+    num_train: dict[str, int] = field(default_factory=dict)
     stand_ins: tuple[str, ...] = ()
-    calibration_share: float = 1.0
     tasks_in_16_bits: tuple[str, ...] = ()
     is_quick: bool = False
 
     def put(self, config: RunConfig) -> RunConfig:
-        """The run with fewer rows, epochs, rounds, calibration examples and tokens to generate, in proportion."""
+        """The run with fewer rows, epochs, rounds, calibration examples and tokens to generate."""
         assert config.task is not None
-        task, shares = find_task(config.task), self.shares[config.task]
+        task = find_task(config.task)
         changes: dict[str, Any] = {
-            "task": self.own_tasks.get(config.task, config.task),
-            "calibration_task": self.own_tasks.get(str(config.calibration_task), config.calibration_task),
-            "num_train": scaled(config.num_train or task.num_train, shares.train),
-            "num_evaluation": scaled(config.num_evaluation or task.num_evaluation, shares.evaluation),
-            "calibration_size": max(fewest_calibrated(config), scaled(config.calibration_size, self.calibration_share)),
+            "num_train": min(self.num_train[config.task], config.num_train or task.num_train),
+            "num_evaluation": min(EVALUATED, config.num_evaluation or task.num_evaluation),
+            "calibration_size": max(fewest_calibrated(config), min(CALIBRATED, config.calibration_size)),
             "epochs": epochs_of(task, config),
             "refresh": STEPS if config.refresh == "auto" else min(STEPS, config.refresh),
             "max_new_tokens": min(MOST_NEW_TOKENS, config.max_new_tokens or task.max_new_tokens),

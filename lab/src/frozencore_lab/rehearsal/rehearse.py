@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from frozencore.errors import ArtifactError
+from frozencore.errors import ArtifactError, ModelError
 from frozencore.files.whole_file import require_writable, write_json
 from frozencore.tune.run.record import Failure
 from frozencore_lab.campaign.crew import Crew
@@ -19,11 +19,13 @@ from frozencore_lab.campaign.plan import plan
 from frozencore_lab.campaign.results import load_results
 from frozencore_lab.campaign.spec import Campaign
 from frozencore_lab.campaign.store import Store
-from frozencore_lab.campaign.worker import Place
+from frozencore_lab.campaign.worker import Worker
 from frozencore_lab.rehearsal.account import Lack, StudyAccount, account_of
+from frozencore_lab.rehearsal.models import LAYERS, Original, find_original, make_stand_in
 from frozencore_lab.rehearsal.needs import Need, real_needs
+from frozencore_lab.rehearsal.place import RehearsalPlace
+from frozencore_lab.rehearsal.rows import FewRows, lay_out
 from frozencore_lab.rehearsal.sample import Sample
-from frozencore_lab.rehearsal.stand_ins import StandIns, originals_of, set_up
 from frozencore_lab.reports.campaign import campaign_document
 from frozencore_lab.reports.writing import write_document
 
@@ -37,13 +39,13 @@ class Means:
     Attributes:
         data_root: Where real data sets may lie; None is the offline cache.
         models: Folders of models to use instead of stand-ins, by the campaign's names of them.
-        hire: Makes the workers of a folder.
+        hire: Makes a crew of workers.
         watch: Shows a folder's runs as they go on.
     """
 
     data_root: Path | None
     models: Mapping[str, str]
-    hire: Callable[[Store, Place], Crew]
+    hire: Callable[[Worker], Crew]
     watch: Callable[[Store], AbstractContextManager[Watch]]
 
 
@@ -54,7 +56,7 @@ class Rehearsal:
     Attributes:
         num_runs: That were made, and how many of them failed.
         left_out: What was sampled, in words.
-        parts: The account of each part of the sample, by section.
+        studies: The account of each section of the report.
         files: Of the report, in the rehearsal's folder.
         stand_ins: By model as the campaign says it, the architecture that stood for it.
         made_up: Data sets whose rows were made up.
@@ -66,7 +68,7 @@ class Rehearsal:
     num_failed: int
     time_s: float
     left_out: tuple[str, ...]
-    parts: tuple[tuple[StudyAccount, ...], ...]
+    studies: tuple[StudyAccount, ...]
     files: tuple[str, ...]
     stand_ins: Mapping[str, str]
     made_up: tuple[str, ...]
@@ -75,7 +77,7 @@ class Rehearsal:
     @property
     def lacks(self) -> list[Lack]:
         """All that the report would lack."""
-        return [lack for part in self.parts for account in part for lack in account.lacks]
+        return [lack for account in self.studies for lack in account.lacks]
 
 
 def rehearse(campaign: Campaign, sample: Sample, folder: Path, means: Means) -> Rehearsal:
@@ -90,47 +92,66 @@ def rehearse(campaign: Campaign, sample: Sample, folder: Path, means: Means) -> 
         ArtifactError: The folder holds something else.
     """
     started = time.monotonic()
-    originals = originals_of(campaign, means.models)
+    originals = {location: _original(location, means.models.get(name)) for name, location in campaign.models.items()}
     _begin(folder, campaign)
-    stand_ins = set_up(
-        campaign, sample, originals, folder / "stand-ins", data_root=means.data_root, models=means.models
-    )
+    configs = [run.job.config for run in plan(sample.campaign, lambda _: None) if run.job]
+    rows = lay_out(configs, folder / "stand-ins" / "data", means.data_root)
+    place = _place(campaign, sample, originals, rows, folder / "stand-ins" / "models", means)
+    store = Store(folder)
+    crew = means.hire(Worker(store, place))
     with ThreadPoolExecutor() as aside:
-        needs = aside.submit(real_needs, campaign, stand_ins, folder)
-        performed = list(_perform(sample, folder, stand_ins, means))
-        stand_ins.data.forget()
-        store = Store(folder)
-        ids = {path.name for kind in (store.runs, store.failed) for path in kind.glob("[0-9a-f]*")}
-        outcomes = [store.outcome(run_id) for run_id in ids]
+        needs = aside.submit(real_needs, campaign, originals, rows, folder)
+        with closing(crew), means.watch(store) as watcher:
+            drive(sample.campaign, store, crew, watcher)
+        document = campaign_document(load_results(folder))
+        files = write_document(document, folder / "report")
+        rows.forget()
+        ended = [store.outcome(path.name) for kind in (store.runs, store.failed) for path in kind.glob("[0-9a-f]*")]
         found = Rehearsal(
-            campaign.name,
-            str(folder),
-            len(outcomes),
-            sum(isinstance(outcome, Failure) for outcome in outcomes),
-            time.monotonic() - started,
-            sample.left_out,
-            tuple(tuple(accounts) for accounts, _ in performed),
-            tuple(str(file.relative_to(folder)) for _, files in performed for file in files),
-            {location: original.config.model_type for location, original in stand_ins.originals.items()},
-            tuple(stand_ins.data.made_up),
-            tuple(needs.result()),
+            campaign=campaign.name,
+            folder=str(folder),
+            num_runs=len(ended),
+            num_failed=sum(isinstance(end, Failure) for end in ended),
+            time_s=time.monotonic() - started,
+            left_out=sample.left_out,
+            studies=tuple(account_of(document, plan(sample.campaign, store.outcome), store)),
+            files=tuple(str(file.relative_to(folder)) for file in files),
+            stand_ins={location: original.config.model_type for location, original in originals.items()},
+            made_up=tuple(rows.made_up),
+            needs=tuple(needs.result()),
         )
     write_json(folder / MARK, asdict(found))
     return found
 
 
-def _perform(
-    sample: Sample, folder: Path, stand_ins: StandIns, means: Means
-) -> Iterator[tuple[list[StudyAccount], list[Path]]]:
-    """Run each part and account for its report; that of the last is written: the account, and the files."""
-    store = Store(folder)
-    crew = means.hire(store, stand_ins.place)
-    for part in sample.parts:
-        with closing(crew), means.watch(store) as watcher:
-            drive(part, store, crew, watcher)
-        document = campaign_document(load_results(folder))
-        files = write_document(document, folder / "report") if part is sample.parts[-1] else []
-        yield account_of(document, plan(part, store.outcome), store), files
+def _place(
+    campaign: Campaign, sample: Sample, originals: Mapping[str, Original], rows: FewRows, folder: Path, means: Means
+) -> RehearsalPlace:
+    """Make a stand-in of each model for which the user names no folder."""
+    places = {campaign.models[name]: path for name, path in means.models.items()}
+    ours = {location: name for name, location in campaign.models.items() if location not in places}
+    for location, name in ours.items():
+        places[location] = str(folder / name)
+        make_stand_in(originals[location], rows.texts, folder / name, 1 if sample.is_quick else LAYERS)
+    return RehearsalPlace(
+        rows.root,
+        "cpu",
+        places,
+        num_train=rows.num_train,
+        stand_ins=tuple(ours),
+        tasks_in_16_bits=sample.tasks_in_16_bits,
+        is_quick=sample.is_quick,
+    )
+
+
+def _original(location: str, instead: str | None) -> Original:
+    """The model that a campaign names; where nothing is known of that, the one that the user names instead."""
+    try:
+        return find_original(location)
+    except ModelError:
+        if instead is None:
+            raise
+        return find_original(instead)
 
 
 def _begin(folder: Path, campaign: Campaign) -> None:

@@ -9,10 +9,11 @@ method on the seventh task, and shows with neither of them elsewhere, is not loo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from frozencore.tune.suite import find_task
+from frozencore_lab.campaign.plan import plan
 from frozencore_lab.campaign.spec import MATCHED, Campaign, Study, column_key
 from frozencore_lab.campaign.study_options import METHODS_OF_GRID, Value, Values
 from frozencore_lab.rehearsal.place import IN_16_BITS
@@ -20,23 +21,19 @@ from frozencore_lab.rehearsal.place import IN_16_BITS
 SEEDS = 2  # the fewest that have a standard deviation
 FEW = 2
 MODEL_AND_SEED = ("model", "seed")
-OF_EACH_FILE = ("task", "searched task", "method")  # that every campaign goes through, whatever others did
-
-AxisValue = tuple[str, Value]
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Parts of a campaign that together stand for it.
+    """A smaller campaign that stands for a campaign.
 
     Attributes:
-        parts: Campaigns of the same name; the report of the last is written.
         left_out: What was left out or done otherwise, in words.
         tasks_in_16_bits: Whose runs have the dtype of the campaign; all others have 32 bits.
         is_quick: Whether runs are made faster, too.
     """
 
-    parts: tuple[Campaign, ...]
+    campaign: Campaign
     left_out: tuple[str, ...]
     tasks_in_16_bits: tuple[str, ...] = ()
     is_quick: bool = False
@@ -45,68 +42,46 @@ class Sample:
 def whole_sample(campaign: Campaign) -> Sample:
     """Everything, with two seeds, and 16 bits on one task of each kind of scoring."""
     studies = {name: _changed(study, {"seed": study.axes["seed"][:SEEDS]}) for name, study in campaign.studies.items()}
-    kept, others = _by_scoring(campaign)
-    said = (f"{', '.join(_dtypes_of_16_bits(campaign))} on {' and '.join(kept)}, float32 elsewhere",) if others else ()
-    return Sample((_with(campaign, studies),), (*_seeds_left_out(campaign), *said), tasks_in_16_bits=kept)
-
-
-def _by_scoring(campaign: Campaign) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The first task of each kind of scoring, and those of the others that have 16 bits anywhere."""
-    tasks = dict.fromkeys(str(task) for study in campaign.studies.values() for task in study.axes["task"])
+    sample = campaign.model_copy(update={"studies": studies})
+    dtypes = {run.job.config.dtype for run in plan(sample, lambda _: None) if run.job}.intersection(IN_16_BITS)
+    tasks = dict.fromkeys(str(task) for study in studies.values() for task in study.axes["task"])
     first = {find_task(task).scoring: task for task in reversed(tasks)}
     kept = tuple(task for task in tasks if task in first.values())
-    return kept, tuple(task for task in tasks if task not in kept) if _dtypes_of_16_bits(campaign) else ()
+    said = (f"{', '.join(sorted(dtypes))} on {' and '.join(kept)}, float32 elsewhere",)
+    return Sample(sample, (*_seeds_left_out(campaign), *(said if dtypes and len(kept) < len(tasks) else ())), kept)
 
 
-def _dtypes_of_16_bits(campaign: Campaign) -> list[str]:
-    options = [campaign.base]
-    for study in campaign.studies.values():
-        options += [study.fixed, *study.variants.values()]
-    named = [one["dtype"] for one in options if "dtype" in one]
-    named += [value for study in campaign.studies.values() for value in study.axes.get("dtype", ())]
-    return [str(dtype) for dtype in dict.fromkeys(named) if dtype in IN_16_BITS]
-
-
-def quick_sample(campaign: Campaign, seen: Sequence[Campaign] = ()) -> Sample:
+def quick_sample(campaign: Campaign) -> Sample:
     """Each study with two columns of its table; then what has not come yet, each value once, in plain tables.
 
     Studies that compare columns over tasks have two of them, the first study two seeds. Searches have two trials in the
-    first part and for each task.
-
-    Args:
-        seen: Campaigns rehearsed before: values of theirs come again only where a table needs them, tasks and methods
-            apart. One that differs from any of them in its models alone searches nothing, and compares over tasks in
-            its first study only.
+    study itself and for each task.
     """
-    is_searched = all(_but_for_the_models(campaign) != _but_for_the_models(other) for other in seen)
     first = next(iter(campaign.studies))
-    parts: list[dict[str, Study]] = [{}]
+    studies: dict[str, Study] = {}
     for name, study in campaign.studies.items():
-        num_tasks = FEW if name == first or (is_searched and _compares_over_tasks(study)) else 1
-        part = _two_columns(study, num_tasks, SEEDS if name == first else 1)
-        parts[0][name] = _few_trials(part, FEW if is_searched else 1)
-    passed = {pair for other in seen for study in other.studies.values() for pair in _pairs(study)}
-    passed = {pair for pair in passed if pair[0] not in OF_EACH_FILE}
-    passed |= {pair for study in parts[0].values() for pair in _pairs(study)}
-    while parts[-1]:
-        parts.append({})
-        for name, study in campaign.studies.items():
-            values, axis = _most_lacking(study, passed)
-            if values:
-                part = _few_trials(_alone(study, axis, values), FEW if is_searched and axis == "task" else 1)
-                parts[-1][name] = part
-                passed |= set(_pairs(part))
+        over_tasks = study.report.reference is not None and "task" in study.report.rows
+        part = _two_columns(study, FEW if name == first or over_tasks else 1, SEEDS if name == first else 1)
+        studies[name] = _few_trials(part, FEW)
+    passed = {pair for study in studies.values() for pair in _pairs(study)}
+    for name, study in campaign.studies.items():
+        for axis, values in study.axes.items():
+            lacking = tuple(value for value in values if (_key(study, axis), value) not in passed)
+            if lacking and axis not in MODEL_AND_SEED:
+                alone = _few_trials(_alone(study, axis, lacking), FEW if axis == "task" else 1)
+                studies[f"{name}.{axis}"[:64]] = alone
+                passed |= set(_pairs(alone))
     said = (
         *_seeds_left_out(campaign),
         "two columns of each table, then each value once beside one of every other axis",
-        f"{'two trials a search' if is_searched else 'no search'}, one seed but in the first study",
+        "two trials a search, one seed but in the first study",
         "float32, a layer, all examples of an optimiser step at once",
     )
-    return Sample(tuple(_with(campaign, part) for part in (*parts[1:], parts[0]) if part), said, is_quick=True)
+    return Sample(campaign.model_copy(update={"studies": studies}), said, is_quick=True)
 
 
-def _pairs(study: Study) -> Iterator[AxisValue]:
-    """An axis and a value of it: each. A task that is searched counts as a task, too."""
+def _pairs(study: Study) -> Iterator[tuple[str, Value]]:
+    """Each axis with each of its values. A task that is searched counts as a task, too."""
     for axis, values in study.axes.items():
         for key in {axis, _key(study, axis)} if axis not in MODEL_AND_SEED else ():
             yield from ((key, value) for value in values)
@@ -114,16 +89,6 @@ def _pairs(study: Study) -> Iterator[AxisValue]:
 
 def _key(study: Study, axis: str) -> str:
     return f"searched {axis}" if axis == "task" and study.search is not None else axis
-
-
-def _most_lacking(study: Study, passed: set[AxisValue]) -> tuple[Values, str]:
-    """The axis of which most values have not come yet, and these."""
-    lacking = [
-        (tuple(value for value in values if (_key(study, axis), value) not in passed), axis)
-        for axis, values in study.axes.items()
-        if axis not in MODEL_AND_SEED
-    ]
-    return max(lacking, key=lambda one: len(one[0]))
 
 
 def _two_columns(study: Study, num_tasks: int, num_seeds: int) -> Study:
@@ -137,10 +102,6 @@ def _two_columns(study: Study, num_tasks: int, num_seeds: int) -> Study:
         chosen = {*kept, *(others[-(num - len(kept)) :] if num > len(kept) else ())}
         changes[axis] = tuple(value for value in values if value in chosen)
     return _changed(study, {**changes, "model": study.axes["model"], "seed": study.axes["seed"][:num_seeds]})
-
-
-def _compares_over_tasks(study: Study) -> bool:
-    return study.report.reference is not None and "task" in study.report.rows
 
 
 def _named(study: Study, axis: str, values: Values) -> Values:
@@ -177,10 +138,9 @@ def _few_trials(study: Study, num: int) -> Study:
     """
     if study.search is None:
         return study
-    methods = [str(method) for method in study.axes.get("method", ())]
     grids: list[dict[str, tuple[Value, ...]]] = []
     for grid in study.search.grids:
-        own = [str(name) for name in grid.get(METHODS_OF_GRID, ())] or methods or [""]
+        own = [str(name) for name in grid.get(METHODS_OF_GRID, study.axes.get("method", ()))] or [""]
         options = {name: values for name, values in grid.items() if name != METHODS_OF_GRID}
         several = [name for name, values in options.items() if len(values) > 1]
         for place, method in enumerate(own):
@@ -198,29 +158,6 @@ def _changed(study: Study, axes: dict[str, tuple[Value, ...]]) -> Study:
     return study.model_copy(update={"axes": kept, "variants": variants})
 
 
-def _with(campaign: Campaign, studies: dict[str, Study]) -> Campaign:
-    drawn = tuple(name for name in campaign.frontier if name in studies)
-    return campaign.model_copy(update={"studies": studies, "frontier": drawn})
-
-
 def _seeds_left_out(campaign: Campaign) -> tuple[str, ...]:
     most = max(len(study.axes["seed"]) for study in campaign.studies.values())
     return (f"{SEEDS} of {most} seeds",) if most > SEEDS else ()
-
-
-def _but_for_the_models(campaign: Campaign) -> tuple[object, ...]:
-    """What decides a campaign's runs beside its models."""
-    studies = [
-        (
-            name,
-            study.kind,
-            [axis for axis in study.axes.items() if axis[0] != "model"],
-            study.fixed,
-            study.variants,
-            study.search,
-            study.reference_size,
-            study.report,
-        )
-        for name, study in campaign.studies.items()
-    ]
-    return campaign.base, studies

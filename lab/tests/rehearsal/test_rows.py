@@ -13,17 +13,16 @@ from frozencore.tune.run.config import RunConfig, make_config
 from frozencore.tune.run.reading_rows import task_splits
 from frozencore.tune.suite import PAPER_TASKS, find_task
 from frozencore.tune.tasks.hub import write_hub_folders
-from frozencore_lab.rehearsal.data import lay_out
 from frozencore_lab.rehearsal.place import RehearsalPlace
-from frozencore_lab.rehearsal.sizes import rows_to_train
+from frozencore_lab.rehearsal.rows import lay_out, rows_to_train
 from small_task import write_task
 
 PAPER = {"model": "any", "paper_steps": True}
 
 
 def place_of(configs: list[RunConfig], root: Path, data_root: Path | None = None) -> RehearsalPlace:
-    data = lay_out(configs, root, data_root)
-    return RehearsalPlace(data.root, shares=data.shares, own_tasks=data.own_tasks)
+    rows = lay_out(configs, root, data_root)
+    return RehearsalPlace(rows.root, num_train=rows.num_train)
 
 
 def write_real_sizes(name: str, root: Path) -> None:
@@ -92,30 +91,24 @@ def test_real_rows_are_taken_where_they_are_at_hand_and_the_others_said(tmp_path
     assert data.texts
 
 
-def test_a_users_own_task_is_rehearsed_on_a_copy_with_few_rows(tmp_path: Path) -> None:
+def test_a_users_own_task_is_rehearsed_on_a_few_of_its_rows(tmp_path: Path) -> None:
     path = write_task(tmp_path / "mine", num_train=300, num_evaluation=50)
     final = make_config(**PAPER, task=path)
-    trial = final.model_copy(update={"evaluate_on": "validation", "calibration_task": None})
     place = place_of([final], tmp_path / "few")
-    assert place.put(final).task != path
-    few = [task_splits(place.put(config)) for config in (final, trial)]
-    assert [splits.validation_from for splits in few] == ["none", "10% of train"]
-    assert [len(splits.evaluation) for splits in few] == [6, 6]
-    assert len(few[0].train) == len(few[1].train) + len(few[1].validation) == 10
+    few = task_splits(place.put(final))
+    assert (len(few.train), len(few.evaluation)) == (10, 6)
     (tmp_path / "mine" / "train.jsonl").unlink()
     with pytest.raises(DataError, match="no file"):
         place_of([final], tmp_path / "other")
 
 
-def test_a_rehearsed_run_keeps_its_proportions(tmp_path: Path) -> None:
-    configs = [make_config(**PAPER, task="svamp", calibration_size=size) for size in (16, 64, 128, 256, 512)]
-    data = lay_out(configs, tmp_path, None)
-    place = RehearsalPlace(
-        data.root, "cpu", {"any": "elsewhere"}, shares=data.shares, stand_ins=("any",), calibration_share=5 / 512
-    )
+def test_a_rehearsed_run_is_small(tmp_path: Path) -> None:
+    configs = [make_config(**PAPER, task="svamp", calibration_size=size) for size in (2, 64, 512)]
+    rows = lay_out(configs, tmp_path, None)
+    place = RehearsalPlace(rows.root, "cpu", {"any": "elsewhere"}, num_train=rows.num_train, stand_ins=("any",))
     put = [place.put(config) for config in configs]
-    assert [config.calibration_size for config in put] == [2, 2, 2, 2, 5]  # rank 16 needs as many tokens
-    assert place.put(configs[0].model_copy(update={"rank": 64})).calibration_size == 8
+    assert [config.calibration_size for config in put] == [2, 4, 4]
+    assert place.put(configs[0].model_copy(update={"rank": 64})).calibration_size == 8  # a token for each direction
     assert {(c.num_train, c.num_evaluation, c.epochs, c.max_new_tokens, c.max_length, c.model) for c in put} == {
         (5, 6, 2, 3, 2048, "elsewhere")
     }

@@ -1,0 +1,155 @@
+"""The rows of a rehearsal: a few of each data set, real ones where it is at hand, else rows made up by its schema.
+
+They are laid out as the hub's own files, so that the code that reads, splits and checks rows is the real run's. Where
+the real run trains on all rows of the official split, so does the rehearsal; where rows are left over, some are. A
+user's own task, and the pocket's, are read as they are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import count, islice
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from frozencore.errors import DataError
+from frozencore.files.hub import without_hub
+from frozencore.tune.run.config import RunConfig
+from frozencore.tune.suite import find_task
+from frozencore.tune.tasks import Split, Task
+from frozencore.tune.tasks.hub import HubDataset, write_hub_folders
+from frozencore.tune.tasks.splits import VALIDATION_SHARE
+
+EVALUATED = 6
+FEWEST_TRAINED = 4
+MOST_EPOCHS = 2
+STEPS = 2  # the fewest between which a step's time can be measured
+TOKENS_OF_A_ROW = 8  # that the shortest rows have at least
+TEXTS_OF_A_TASK = 200
+SPLITS: tuple[Split, ...] = ("train", "validation", "evaluation")
+
+
+@dataclass
+class FewRows:
+    """The rows that stand for a campaign's.
+
+    Attributes:
+        root: Where they lie: a run's ``data_root``.
+        num_train: How many each task trains on.
+        at_hand: Data sets whose real rows were taken.
+        made_up: By data set that is not at hand, why not.
+        sources: The data sets under ``root``.
+        texts: Some of the rows as text, from which a tokenizer learns.
+    """
+
+    root: Path
+    num_train: dict[str, int] = field(default_factory=dict)
+    at_hand: list[str] = field(default_factory=list)
+    made_up: dict[str, str] = field(default_factory=dict)
+    sources: list[HubDataset] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+
+    def forget(self) -> None:
+        """Remove what ``datasets`` has kept of these rows beside them."""
+        for source in self.sources:
+            source.forget(self.root)
+
+
+def lay_out(configs: Sequence[RunConfig], root: Path, data_root: Path | None) -> FewRows:
+    """Write the rows of every task that some runs learn or calibrate on.
+
+    Args:
+        configs: Of the runs, as the campaign has them.
+        data_root: Where the real data sets may lie; None is the hub's offline cache. The hub itself is not asked.
+
+    Raises:
+        DataError: A data set is not at hand and cannot be made up, or a user's own file cannot be read.
+    """
+    rows = FewRows(root)
+    contents: dict[HubDataset, dict[str, Any]] = {}
+    for tasks in _by_source(configs):
+        each = [(task, config) for name, task in tasks.items() for config in configs if uses(config, name)]
+        num_train = max(rows_to_train(task, config) for task, config in each)
+        rows.num_train |= dict.fromkeys(tasks, num_train)
+        source = next(iter(tasks.values())).source
+        if isinstance(source, HubDataset):
+            used = max(config.num_train or task.num_train for task, config in each)
+            contents[source] = _few(rows, source, data_root, num_train, used)
+            rows.sources.append(source)
+    write_hub_folders(root, contents)
+    for name in rows.num_train:
+        rows.texts += _texts(find_task(name), root)
+    return rows
+
+
+def uses(config: RunConfig, task: str) -> bool:
+    """Whether a run learns or calibrates on a task."""
+    return task in (config.task, config.calibration_task)
+
+
+def rows_to_train(task: Task, config: RunConfig) -> int:
+    """The fewest rows that make ``STEPS`` steps, and a calibration, when a tenth of them is held out for validation."""
+    steps_an_epoch = math.ceil(STEPS / epochs_of(task, config))
+    trained = max(FEWEST_TRAINED, fewest_calibrated(config), (steps_an_epoch - 1) * config.rows_a_step + 1)
+    return next(n for n in count(trained) if n - max(1, round(VALIDATION_SHARE * n)) >= trained)
+
+
+def fewest_calibrated(config: RunConfig) -> int:
+    """Calibration examples that have a token for each direction of a basis."""
+    return math.ceil(config.rank / TOKENS_OF_A_ROW)
+
+
+def epochs_of(task: Task, config: RunConfig) -> int:
+    """Epochs of a rehearsed run: as many as the real one's, but at most two."""
+    return min(MOST_EPOCHS, config.epochs or task.epochs)
+
+
+def _by_source(configs: Sequence[RunConfig]) -> list[dict[str, Task]]:
+    """The tasks that runs learn or calibrate on, those with the same rows together."""
+    found: dict[object, dict[str, Task]] = {}
+    for name in dict.fromkeys(name for c in configs for name in (c.task, c.calibration_task) if name is not None):
+        task = find_task(name)
+        found.setdefault(task.source if isinstance(task.source, HubDataset) else name, {})[name] = task
+    return list(found.values())
+
+
+def _few(rows: FewRows, source: HubDataset, data_root: Path | None, num_train: int, used: int) -> dict[str, Any]:
+    """A few rows of each official split, as ``datasets.Dataset`` by the split's name.
+
+    Args:
+        used: The most rows that a real run trains on.
+    """
+    from datasets import Dataset
+
+    real: dict[Split, Any] = {}
+    try:
+        with without_hub():
+            real = {split: source.rows(split, data_root) for split in SPLITS}
+        rows.at_hand.append(source.name)
+    except DataError as error:
+        if not source.sample:
+            raise
+        rows.made_up[source.name] = str(error)
+    found = {}
+    for split, name in source.splits.items():
+        official = len(real[split]) if real else source.num_rows.get(str(name), 0)
+        num = (num_train if used >= official else num_train + EVALUATED) if split == "train" else EVALUATED
+        num = min(num, official)
+        if real and num:
+            found[str(name)] = real[split].select([place * official // num for place in range(num)])
+        elif num:  # spread over all of them: a split may be sorted by its labels
+            rng = Random(f"{source.name} {split}")
+            found[str(name)] = Dataset.from_list([source.made_up(rng, number) for number in range(num)])
+    return found
+
+
+def _texts(task: Task, root: Path) -> list[str]:
+    examples = (
+        task.to_example(row, f"{split}-{number}")
+        for split in SPLITS
+        for number, row in enumerate(task.source.rows(split, root))
+    )
+    return ["".join((e.prompt, e.completion, *e.choices)) for e in islice(examples, TEXTS_OF_A_TASK)]
