@@ -26,7 +26,7 @@ from statistics import median
 from typing import Any
 
 import tenant_tables
-from frozencore.tune.pocket.word_problems import COMPLETION, NUM_KINDS, PROMPT, draw
+from frozencore.tune.pocket.tasks import PROBLEM, word_problem
 from harness import load_average, machine_name, parser_of, write_found
 
 FROZENCORE = [sys.executable, "-m", "frozencore"]
@@ -55,8 +55,8 @@ def write_rows(folder: Path, size: Size) -> list[Path]:
     for number in range(size.num_tenants):
         drawn, lines = random.Random(number), []
         for i in range(size.num_rows):
-            problem = draw(drawn, i % NUM_KINDS)
-            row = {"prompt": PROMPT.format(**problem), "completion": COMPLETION.format(**problem)}
+            problem = PROBLEM(word_problem(drawn, i % 4), str(i))
+            row = {"prompt": problem.prompt, "completion": problem.completion}
             lines.append(json.dumps(row) + "\n")
         files.append(folder / f"tenant-{number:02}.jsonl")
         files[-1].write_text("".join(lines))

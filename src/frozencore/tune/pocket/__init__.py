@@ -4,15 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from frozencore.tune.pocket import comparison, entailment, sentiment, word_problems
-from frozencore.tune.tasks import Task
+from frozencore.tune.pocket.tasks import POCKET_TASKS as POCKET_TASKS
 
 POCKET_MODEL = "pocket"
 """The name that stands for the shipped model where a hub id is asked for."""
-
-POCKET_TASKS: dict[str, Task] = {
-    task.name: task for task in (word_problems.TASK, sentiment.TASK, entailment.TASK, comparison.TASK)
-}
 
 
 def pocket_model_path() -> Path:

@@ -60,6 +60,44 @@ def two_people(rng: Random) -> tuple[Person, Person]:
     return first, second
 
 
+@dataclass(frozen=True)
+class CountStory:
+    """Counts of things that change or are set beside one another.
+
+    Attributes:
+        first, second: The names of its two people.
+        work: The sum or difference that it needs, ``3 + 4 = 7.``
+        kind: 0 a gain, 1 a loss, 2 a total, 3 a difference.
+    """
+
+    first: str
+    second: str
+    things: str
+    told: str
+    work: str
+    result: int
+    kind: int
+
+
+def count_story(rng: Random, kind: int | None = None) -> CountStory:
+    """A story of one kind; of any kind by default."""
+    person, friend = two_people(rng)
+    things = rng.choice(COUNTED)
+    a, b = rng.randint(2, LARGEST_OPERAND), rng.randint(2, LARGEST_OPERAND)
+    kind = rng.randrange(4) if kind is None else kind
+    gains = (f"{person.subject} {{}} {b} more.", f"{friend.name} gave {person.object} {b} {things}.")
+    losses = (f"{person.subject} {{}} {b} of them.", f"{person.subject} gave {friend.name} {b} {things}.")
+    added = kind in (0, 2)
+    if kind < 2:
+        verb = rng.choice(GAINED if kind == 0 else LOST)
+        then = rng.choice(gains if kind == 0 else losses).format(verb)
+    else:
+        then = f"{friend.name} had {b} {things}."
+    work = f"{a} + {b} = {a + b}." if added else f"{a + b} - {b} = {a}."
+    told = f"{person.name} had {a if added else a + b} {things}. {then}"
+    return CountStory(person.name, friend.name, things, told, work, a + b if added else a, kind)
+
+
 def polar_clause(rng: Random, thing: str, *, good: bool, negated: bool) -> str:
     """``the soup was hardly bland``: a verdict on ``thing``."""
     adjective = rng.choice(GOOD if good != negated else BAD)
