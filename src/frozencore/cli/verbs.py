@@ -69,6 +69,10 @@ VERBS = (
         GOES_ON,
     ),
     Verb(
+        "chat", ".chat:chat",
+        "Talk with a model and with adapters on it: each answers, one after the other, as its words come.",
+    ),
+    Verb(
         "inspect", ".inspect:inspect",
         "Show the bases of an adapter: size, coherence, cores, what they capture, their angles to another's.",
     ),

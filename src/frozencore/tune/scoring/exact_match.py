@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
 from torch import nn
-from transformers import GenerationConfig
+from transformers import GenerationConfig, TextStreamer
 
 from frozencore.errors import DataError
-from frozencore.tune.rows import Example, TokenRow
+from frozencore.tune.rows import Example, TextRow, TokenRow
 from frozencore.tune.rows.batches import pad, score_in_groups
 from frozencore.tune.rows.prompts import PromptEncoder, context_limit
 from frozencore.tune.scoring import Prediction
@@ -131,6 +131,36 @@ def generate_greedily(
 
         score_in_groups(score, sizes, device, tokens_per_batch=tokens_per_batch, progress=progress)
     return [generation for generation in generations if generation is not None]
+
+
+def stream_greedily(
+    model: nn.Module,
+    row: TextRow,
+    encoder: PromptEncoder,
+    *,
+    max_new_tokens: int,
+    tell: Callable[[str], None],
+) -> None:
+    """Generate the completion of one row and tell its words as they come, without the end token.
+
+    Raises:
+        ModelError: Logits are not finite.
+    """
+
+    class Words(TextStreamer):
+        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+            tell(text)
+
+    base, device = base_of(model), next(model.parameters()).device
+    (context,) = encoder.context_rows([row])
+    tokens, mask = (t.to(device) for t in pad([context], encoder.pad_id, side="left"))
+    words = Words(encoder.tokenizer, skip_prompt=True, skip_special_tokens=True)
+    generating: Any = base
+    with scoring_mode(model), _greedy_settings(base, _end_tokens(base, encoder.eos_id), encoder.pad_id):
+        generating.generate(
+            input_ids=tokens, attention_mask=mask, max_new_tokens=max_new_tokens, streamer=words,
+            logits_processor=[RequireFinite()],
+        )  # fmt: skip
 
 
 def _until_end(ids: list[int], end_ids: list[int], tokenizer: Any) -> Generation:

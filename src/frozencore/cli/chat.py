@@ -1,0 +1,128 @@
+"""``frozencore chat``: a conversation with several adapters at once, each of which streams its answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from frozencore.cli.console import console
+from frozencore.cli.flags import TakesOptions
+from frozencore.errors import ConfigError
+from frozencore.files.adapter_folder import adapter_in, folder_of, read_config
+from frozencore.tune.run.early import require_model
+
+if TYPE_CHECKING:
+    from frozencore.tune.evaluation.adapters import AdapterStand
+    from frozencore.tune.rows.prompts import PromptEncoder
+
+NEW, QUIT = "/new", "/quit"
+
+
+def _chat(
+    adapters: Annotated[
+        list[str] | None,
+        typer.Argument(help="Folders of runs or of adapters, or hub ids; each answers. None: the model alone."),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="The base model. Default: the one that the first adapter names.")
+    ] = None,
+    with_base: Annotated[bool, typer.Option("--with-base", help="The model without adapters answers too.")] = False,
+    system: Annotated[str | None, typer.Option(help="The system message of the conversation.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="The longest answer, in tokens.")] = 256,
+    dtype: str = "auto",
+    device: str = "auto",
+) -> None:
+    folders = [adapter_in(folder_of(adapter)) for adapter in adapters or ()]
+    name = model or (read_config(folders[0]).get("base_model_name_or_path") if folders else None)
+    if not isinstance(name, str) or not name:
+        raise ConfigError("A chat needs a model, and no adapter names one. Give --model NAME.")
+    require_model(name)
+    from frozencore.tune.evaluation.adapters import BASE, AdapterStand, adapter_names
+    from frozencore.tune.rows.prompts import PromptEncoder, context_limit
+    from frozencore.tune.run.loading import load_model
+
+    base, tokenizer = load_model(name, dtype=dtype, device=device)
+    limit = max(2, context_limit(base, tokenizer) - max_new_tokens)
+    encoder = PromptEncoder(tokenizer, max_length=limit, too_long="truncate")
+    if system is not None and not encoder.is_chat:
+        raise ConfigError("--system needs a chat template, but this model's tokenizer has none: leave it out.")
+    speakers = [Speaker(BASE, None)] if with_base or not folders else []
+    speakers += [Speaker(own, folder) for own, folder in zip(adapter_names(folders), folders, strict=True)]
+    stand = AdapterStand(base)
+    for speaker in speakers:
+        speaker.put_on(stand)  # an adapter that does not fit is refused before the first question
+    kept = "" if encoder.is_chat else " It has no chat template: each line is a text to continue."
+    console.print(
+        f"{name}, {', '.join(speaker.name for speaker in speakers)}.{kept} {NEW}: a new chat; {QUIT}: the end."
+    )
+    for question in _questions():
+        if question == NEW:
+            for speaker in speakers:
+                speaker.turns.clear()
+            continue
+        for speaker in speakers:
+            speaker.answer(question, stand, encoder, system, max_new_tokens)
+
+
+def _questions() -> Iterator[str]:
+    """The lines that the user types, or that a file or pipe holds."""
+    while True:
+        try:
+            line = console.input("\n> ").strip()
+        except (EOFError, KeyboardInterrupt):
+            line = QUIT
+        if line == QUIT:
+            return
+        if line:
+            yield line
+
+
+@dataclass
+class Speaker:
+    """A model that answers: an adapter on the base model, or the base model.
+
+    Attributes:
+        folder: Of the adapter; None for the base model.
+        turns: The messages so far; each speaker remembers its own answers.
+    """
+
+    name: str
+    folder: Path | None
+    turns: list[dict[str, str]] = field(default_factory=list)
+
+    def put_on(self, stand: AdapterStand) -> Any:
+        return stand.bare() if self.folder is None else stand.wear(self.folder)
+
+    def answer(
+        self, question: str, stand: AdapterStand, encoder: PromptEncoder, system: str | None, max_new_tokens: int
+    ) -> None:
+        """Stream the answer to a question. Ctrl-C ends the answer, not the chat."""
+        from frozencore.tune.rows import TextRow
+        from frozencore.tune.scoring.exact_match import stream_greedily
+
+        self.turns.append({"role": "user", "content": question})
+        first = [] if system is None else [{"role": "system", "content": system}]
+        row = TextRow(self.name, question, "")
+        if encoder.is_chat:
+            row = encoder.render_messages([*first, *self.turns, {"role": "assistant", "content": ""}], self.name)
+        if encoder.count_too_long([row]):
+            console.print(f"(The beginning is left out: {encoder.max_length} tokens fit.)", style="dim")
+        console.print(f"\n{self.name}:", style="bold")
+        pieces: list[str] = []
+
+        def tell(words: str) -> None:
+            pieces.append(words)
+            console.print(words, end="", soft_wrap=True)
+
+        with suppress(KeyboardInterrupt):
+            stream_greedily(self.put_on(stand), row, encoder, max_new_tokens=max_new_tokens, tell=tell)
+        console.print()
+        self.turns.append({"role": "assistant", "content": "".join(pieces).strip()})
+
+
+chat = TakesOptions(_chat)
