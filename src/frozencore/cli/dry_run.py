@@ -78,8 +78,9 @@ def _as_asked(config: RunConfig, bench: Bench, row: TokenRow) -> Iterator[Text]:
     yield Text("\nThe options that differ from the defaults, as a file for --config", style="bold")
     yield Text(as_flags(config, exclude_defaults=True).rstrip())
     yield Text("\nThe first row that is trained on (the marked part carries the loss)", style="bold")
-    decode = bench.encoder.tokenizer.decode
-    yield marked(decode(row.input_ids[: row.num_context]), decode(row.input_ids[row.num_context :]))
+    decode, starts = bench.encoder.tokenizer.decode, [0, *(stop for _, stop in row.loss_spans)]
+    for last, (start, stop) in zip(starts, row.loss_spans, strict=False):
+        yield marked(decode(row.input_ids[last:start]), decode(row.input_ids[start:stop]))
 
 
 def _rows(config: RunConfig, bench: Bench) -> Iterator[Text]:
@@ -94,7 +95,7 @@ def _rows(config: RunConfig, bench: Bench) -> Iterator[Text]:
     }
     for use, tokens in sets.items():
         lengths = [len(row.input_ids) for row in tokens]
-        with_loss = sum(len(row.input_ids) - row.num_context for row in tokens)
+        with_loss = sum(stop - start for row in tokens for start, stop in row.loss_spans)
         yield Text(
             f"{num_of(len(tokens), 'row')} to {use}: {num_of(sum(lengths), 'token')}, {with_loss:,} of them with loss; "
             f"a row has {median(lengths):.0f} in the middle, {max(lengths):,} at most (limit "

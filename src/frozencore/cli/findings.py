@@ -156,7 +156,7 @@ def run(path: Path) -> Findings:
     if not isinstance(record, TunedRecord):
         yield Finding(RECORD, "how near two bases are")
         return
-    yield Finding(RECORD, f"{record.method} on {record.task or record.config.data}")
+    yield Finding(RECORD, f"{record.method} on {record.task or record.config.sources}")
     if record.has("accuracy"):
         yield _counted_again(path / PREDICTIONS, record.accuracy)
     if (path / ADAPTER).exists():

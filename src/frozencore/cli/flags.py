@@ -102,6 +102,8 @@ class TakesOptions:
             flag, said = self._renamed[option.name]
             spelled, default = (flag,), MISSING
         typed = default if default in (None, MISSING) or kind is not str else str(default)
+        if _is_repeated(option) and option.name not in self._renamed:
+            kind = list[str]
         info = typer.Option(
             *spelled,
             help=said or _help(replace(option, default=default)),
@@ -150,7 +152,7 @@ def _help(option: Option) -> str:
         said += f" One of {', '.join(METHODS)}."
     if any(get_origin(kind) is Literal for kind in _kinds(option)[:1]):
         said += f" {option.rule.capitalize()}."
-    if _takes_several(option):
+    if _takes_several(option) and not _is_repeated(option):
         said += " Several are separated by commas."
     return said
 
@@ -161,10 +163,10 @@ def _read_value(option: Option, given: Any) -> Any:
     Raises:
         ConfigError: In one line, which flag, what is allowed and what came.
     """
-    if given is None or (given == "none" and option.default is not None and _may_be_none(option)):
+    if given in (None, []) or (given == "none" and option.default is not None and _may_be_none(option)):
         return None
     meant = [given]
-    if isinstance(given, str) and _takes_several(option):
+    if isinstance(given, str) and _takes_several(option) and not _is_repeated(option):
         meant.append([part.strip() for part in given.split(",") if part.strip()])
     for value in meant:
         try:
@@ -202,6 +204,11 @@ def read_choices(words: Sequence[str], among: Sequence[str]) -> dict[str, tuple[
 
 def _takes_several(option: Option) -> bool:
     return any(get_origin(kind) is tuple for kind in _kinds(option))
+
+
+def _is_repeated(option: Option) -> bool:
+    """Whether the flag comes once for each value, since a value may hold a comma: a file's name."""
+    return _takes_several(option) and str in _kinds(option)
 
 
 def _may_be_none(option: Option) -> bool:

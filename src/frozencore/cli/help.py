@@ -50,8 +50,8 @@ class Group:
 FLAG_GROUPS = (
     Group(
         "Data",
-        ("model", "data", "task", "columns", "max_length", "truncate", "skip_long", "num_train", "num_evaluation"),
-        ("data_root", "skip_bad", "packing", "prompt_style", "prompt_date"),
+        ("model", "data", "task", "columns", "eval_data", "max_length", "truncate", "skip_long", "num_train"),
+        ("num_evaluation", "loss_on", "data_root", "skip_bad", "packing", "prompt_style", "prompt_date"),
     ),
     Group("Method", ("method", "rank", "targets", "rank_budget", "alpha", "basis", "dtype", "device"), ("layers",)),
     Group("Bases", ("calibration_size", "damping", "memory_budget", "moments"), ("calibration_task",)),

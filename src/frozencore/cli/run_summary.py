@@ -30,7 +30,7 @@ END_OF_PROMPT, MOST_OF_ANSWER = 200, 2_000  # characters; samples.jsonl holds al
 
 def run_summary(record: TunedRecord) -> Group:
     """What one run gained, and what it cost."""
-    table = Table(title=f"{record.method} on {record.task or record.config.data}", title_justify="left")
+    table = Table(title=f"{record.method} on {record.task or record.config.sources}", title_justify="left")
     table.add_column("")
     table.add_column("before", justify="right")
     table.add_column("after", justify="right")
@@ -71,8 +71,11 @@ def values_in_words(at_once: int, in_all: int) -> str:
 
 
 def _rows_read(record: TunedRecord) -> Iterator[str]:
-    if record.rows is not None and record.rows.read is not None:
-        yield Reading(record.rows.read, record.rows.columns, record.rows.left_out, record.rows.packed).in_words
+    found = record.rows
+    if found is not None and found.read is not None:
+        yield Reading(
+            found.read, found.columns, found.left_out, found.packed, found.sources, found.held_out_from
+        ).in_words
 
 
 def _ranks(record: TunedRecord) -> Iterator[str]:

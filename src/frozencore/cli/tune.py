@@ -148,7 +148,9 @@ def _figure(record: TunedRecord) -> Figure:
         axes.axvline(record.selection.kept_step, color=GREY, ls=":", lw=1, label="kept")
     axes.set_xlabel("optimiser step")
     axes.set_ylabel("loss, nats per token")
-    axes.set_title(f"{record.method} on {record.task or record.config.data}", fontsize=10, loc="left", parse_math=False)
+    axes.set_title(
+        f"{record.method} on {record.task or record.config.sources}", fontsize=10, loc="left", parse_math=False
+    )
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=8)
     figure.tight_layout()

@@ -40,7 +40,7 @@ def _tune_many(
     dry_run: DryRun = False,
 ) -> None:
     refuse_early(config.model_copy(update={"data": None}))
-    for file in find_tenants(Path(str(config.data))).values():
+    for file in find_tenants(Path(config.learns)).values():
         require_source(str(file))
     if dry_run:
         refuse_several("--dry-run")

@@ -80,7 +80,7 @@ class Board:
         for worker, job in sorted(self.running.items()):
             config = job.config
             table.add_row(
-                f"worker {worker}", config.task or str(config.data), config.method, f"seed {config.seed}",
+                f"worker {worker}", config.learns, config.method, f"seed {config.seed}",
                 "search" if config.evaluate_on == "validation" else "",
                 self.stages.get(worker, "starts"),
             )  # fmt: skip

@@ -50,10 +50,13 @@ class OwnRows:
         return len(self.texts) + sum(self.bad.values())
 
 
-def read_rows(data: str, encoder: PromptEncoder, columns: str | None = None, *, skip_bad: bool = False) -> OwnRows:
+def read_rows(
+    data: str, encoder: PromptEncoder, columns: str | None = None, *, skip_bad: bool = False, prefix: str = ""
+) -> OwnRows:
     """Read every row (:mod:`frozencore.tune.rows.row_sources`) and render it; ids are ``row-1``, ``row-2``, ...
 
     Args:
+        prefix: What every id begins with.
         columns: Which of the source's columns is which: ``prompt=question,completion=answer``.
         skip_bad: Leave out and count a row that lacks its columns or holds no text in one; otherwise it is an error.
 
@@ -69,7 +72,7 @@ def read_rows(data: str, encoder: PromptEncoder, columns: str | None = None, *, 
     bad: Counter[str] = Counter()
     for number, row in enumerate(rows, start=1):
         try:
-            texts.append(_FORMS[form](row, f"row-{number}", encoder))
+            texts.append(_FORMS[form](row, f"{prefix}row-{number}", encoder))
         except DataError as error:
             if not skip_bad:
                 raise

@@ -41,8 +41,11 @@ def read_source(data: str) -> list[Row]:
     return read_file(Path(data), option="--data")
 
 
-def require_source(data: str) -> None:
+def require_source(data: str, *, option: str = "--data") -> None:
     """Refuse a source that does not exist, or a file of another kind, without reading a row.
+
+    Args:
+        option: What an error says to correct.
 
     Raises:
         DataError: As :func:`read_source`.
@@ -50,8 +53,10 @@ def require_source(data: str) -> None:
     if data == STANDARD_INPUT or (not Path(data).is_file() and _SPLIT.fullmatch(data)):
         return
     if Path(data).is_dir():
-        raise DataError(f"--data must name {KINDS}, or a split of a folder's data set as {data}:train. It is a folder.")
-    require_file(Path(data), option="--data")
+        raise DataError(
+            f"{option} must name {KINDS}, or a split of a folder's data set as {data}:train. It is a folder."
+        )
+    require_file(Path(data), option=option)
 
 
 def named(data: str) -> str:

@@ -54,7 +54,7 @@ def execute_advice(config: RunConfig, out: Path | None, progress: Progress) -> A
 
 def advice_record(config: RunConfig, bench: Bench, advice: Advice) -> dict[str, Any]:
     """All of it as JSON values."""
-    asked = {"model": config.model, "task": config.task, "data": None if config.data is None else str(config.data)}
+    asked = {"model": config.model, "task": config.task, "data": None if config.data is None else config.learns}
     return {
         "format": 1,
         "asked": {**asked, "targets": config.targets, "rank": config.rank, "rank_budget": config.rank_budget},

@@ -7,6 +7,7 @@ from pathlib import Path
 from frozencore.errors import ArtifactError, DataError, ModelError
 from frozencore.files.adapter_folder import FACTORS_FILE, HEADER_FILE
 from frozencore.files.hub import is_hub_id, safe_loading
+from frozencore.tune.rows.mixture import sources_of
 from frozencore.tune.rows.row_sources import require_source
 from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.model_names import model_location
@@ -22,7 +23,10 @@ def refuse_early(config: RunConfig, moments_file: Path | None = None) -> None:
     """
     require_model(config.model)
     if config.data is not None:
-        require_source(config.data)
+        for source in sources_of(config.data):
+            require_source(source.name)
+    if config.eval_data is not None:
+        require_source(config.eval_data, option="--eval-data")
     require_data_root(config.data_root)
     if config.basis is not None:
         _require_basis(config.basis)

@@ -9,10 +9,13 @@ from dataclasses import dataclass, replace
 from frozencore.errors import ConfigError, NoRowsError
 from frozencore.tune.rows import Example, TextRow, TokenRow
 from frozencore.tune.rows.batches import pack
+from frozencore.tune.rows.mixture import Data, draw, read_sources
 from frozencore.tune.rows.own_rows import read_rows
 from frozencore.tune.rows.prompts import PromptEncoder
+from frozencore.tune.rows.row_sources import named
 from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.kept_rows import KeptRows
+from frozencore.tune.run.record_parts import SourceRows
 from frozencore.tune.run.rows import Reading, RunRows, ScoredRows
 from frozencore.tune.scoring.exact_match import are_short
 from frozencore.tune.suite import find_task
@@ -135,28 +138,49 @@ def _other_texts(config: RunConfig, encoder: PromptEncoder, kept: KeptRows) -> d
     return found
 
 
-def _own_rows(config: RunConfig, data: str, encoder: PromptEncoder) -> RunRows:
-    fitting, own = _Fitting(config, encoder), read_rows(data, encoder, config.columns, skip_bad=config.skip_bad)
-    texts = own.texts if config.packing else fitting.texts(own.texts)
-    if config.packing and own.columns != ("text",):
+def _own_rows(config: RunConfig, data: Data, encoder: PromptEncoder) -> RunRows:
+    fitting, read = _Fitting(config, encoder), read_sources(data, encoder, config.columns, skip_bad=config.skip_bad)
+    parts = [own.texts if config.packing else fitting.texts(own.texts) for _, own in read]
+    drawn = draw(parts, [source.weight for source, _ in read])
+    texts = [text for part in drawn for text in part]
+    given = None
+    if config.eval_data is not None:
+        given = read_rows(config.eval_data, encoder, config.columns, skip_bad=config.skip_bad)
+    forms = {own.columns for own in (*(own for _, own in read), *([] if given is None else [given]))}
+    if config.packing and forms != {("text",)}:
+        others = " and ".join(dict.fromkeys(column for form in forms for column in form if form != ("text",)))
         raise ConfigError(
-            f"--packing is for rows of text, but {data} has {' and '.join(own.columns)}: a prompt would be trained on. "
+            f"--packing is for rows of text, but {config.learns} has {others}: a prompt would be trained on. "
             "Leave it out."
         )
+    if config.loss_on == "all" and not any(text.turns for text in texts):
+        raise ConfigError(f"--loss-on all is about conversations, but {config.learns} holds none. Leave it out.")
 
     def encode(rows: Sequence[TextRow]) -> list[TokenRow]:
         return pack(encoder.whole_rows(rows), encoder.max_length) if config.packing else encoder.training_rows(rows)
 
-    train, held_out = _hold_out(texts, config.num_evaluation or _share_of(texts))
+    unused: dict[str, int] = {}
+    for _, own in read:
+        for why, count in own.bad.items():
+            unused[why] = unused.get(why, 0) + count
+    unused |= {TOO_LONG: fitting.num_skipped, "beyond the weights": sum(map(len, parts)) - len(texts)}
+    if given is None:
+        train, held_out = _hold_out(texts, config.num_evaluation or _share_of(texts))
+    else:
+        held_out = (given.texts if config.packing else fitting.texts(given.texts))[: config.num_evaluation]
+        known = {_read_as(text) for text in held_out}
+        train = [text for text in texts if _read_as(text) not in known]
+        unused["also in --eval-data"] = len(texts) - len(train)
     validated: list[TextRow] = []
     if config.evaluate_on == "validation" or config.select_checkpoint != "none":
         train, validated = _hold_out(train, _share_of(train))
-    unused = {TOO_LONG: fitting.num_skipped}
     if config.evaluate_on == "validation":
-        unused["kept to evaluate on"] = len(held_out)
+        unused["kept to evaluate on"] = len(held_out) if given is None else 0
         held_out = validated
     if not train:
-        raise NoRowsError(f"{data} needs rows to train on beside those held out, but its {len(texts)} rows read alike.")
+        raise NoRowsError(
+            f"{config.learns} needs rows to train on beside those held out, but its {len(texts)} rows read alike."
+        )
     unused["beyond --num-train"] = max(0, len(train) - (config.num_train or len(train)))
     train = train[: config.num_train]
     rows, scored = encode(train), encode(held_out)
@@ -168,16 +192,27 @@ def _own_rows(config: RunConfig, data: str, encoder: PromptEncoder) -> RunRows:
         calibrate = [rows[i] for i in chosen]
     chooses = config.select_checkpoint != "none"
     compares = config.exact_match == "yes" or (config.exact_match == "auto" and are_short(scored))
-    matches = compares and own.columns != ("text",)
     validation = ScoredRows((), encode(validated)) if chooses else None
+    several = [
+        SourceRows(
+            source=source.name,
+            read=own.num_read,
+            drawn=len(part),
+            **({} if source.weight is None else {"weight": source.weight}),
+        )
+        for (source, own), part in zip(read, drawn, strict=True)
+    ]
+    reading = Reading(
+        sum(own.num_read for _, own in read),
+        tuple(dict.fromkeys(column for _, own in read for column in own.columns)),
+        {why: count for why, count in unused.items() if count},
+        len(rows) if config.packing else None,
+        tuple(several) if len(several) > 1 else (),
+        None if config.eval_data is None else named(config.eval_data),
+    )
     return RunRows(
-        None, (), rows, calibrate, scored, "10% of train" if validated else "none", validation,
-        num_cut=fitting.num_cut, num_skipped=fitting.num_skipped, exact_match=matches, reading=Reading(
-            own.num_read,
-            own.columns,
-            {why: count for why, count in {**own.bad, **unused}.items() if count},
-            len(rows) if config.packing else None,
-       ),
+        None, (), rows, calibrate, scored, "10% of train" if validated else "none", validation, num_cut=fitting.num_cut,
+        num_skipped=fitting.num_skipped, exact_match=compares and ("text",) not in forms, reading=reading,
     )  # fmt: skip
 
 
@@ -218,12 +253,16 @@ def _hold_out(texts: Sequence[TextRow], num_held_out: int) -> tuple[list[TextRow
     """Training rows and held-out rows; the seed does not move them, and rows that read alike stay together."""
     by_text: dict[str, list[TextRow]] = {}
     for row in texts:
-        by_text.setdefault(normalised(row.context + row.completion), []).append(row)
+        by_text.setdefault(_read_as(row), []).append(row)
     train: list[TextRow] = []
     held_out: list[TextRow] = []
     for rows in sorted(by_text.values(), key=lambda rows: _rank(rows[0], 0)):
         (held_out if len(held_out) < num_held_out else train).extend(rows)
     return train, held_out
+
+
+def _read_as(row: TextRow) -> str:
+    return normalised(row.context + row.completion)
 
 
 def _rank(row: TextRow | TokenRow, seed: int) -> bytes:

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from frozencore.tune.rows.mixture import in_words
 from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.provenance import provenance
 
@@ -27,9 +28,14 @@ class RecordedConfig(Part):
 
     rank: Count | None = None
     targets: tuple[str, ...] | str | None = None
-    data: str | None = None
+    data: tuple[str, ...] | str | None = None
     dtype: str | None = None
     core: dict[str, Any] = {}
+
+    @property
+    def sources(self) -> str:
+        """The user's own rows, in words."""
+        return in_words(self.data)
 
     @classmethod
     def of(cls, config: RunConfig) -> Self:
@@ -63,6 +69,15 @@ class Hashes(Part):
     basis: str | None = None
 
 
+class SourceRows(Part):
+    """One of several sources of own rows; ``weight`` is missing where all rows of all sources were taken."""
+
+    source: str
+    weight: float | None = None
+    read: Count
+    drawn: Count
+
+
 class UsedRows(Part):
     """How many rows were trained and scored on, and which: those to evaluate on, or those to validate on.
 
@@ -72,6 +87,8 @@ class UsedRows(Part):
         read, columns, left_out: Of own data, how many rows there were, the columns that were read, and how many were
             neither trained on nor held out, by why.
         packed: Into how many rows documents to train on were packed, which ``trained`` then counts; missing where not.
+        sources: Of own data from several sources, what came of each.
+        held_out_from: The file of the held-out rows (``eval_data``); missing where they are a part of ``read``.
     """
 
     trained: Count
@@ -84,6 +101,8 @@ class UsedRows(Part):
     columns: tuple[str, ...] = ()
     left_out: dict[str, Count] = {}
     packed: Count | None = None
+    sources: tuple[SourceRows, ...] = ()
+    held_out_from: str | None = None
 
 
 class AccuracyDetails(Part):

@@ -19,6 +19,7 @@ from frozencore.adapter.saved.basis import read_header
 from frozencore.constructors.options import trained_values
 from frozencore.maths.capture import Capture
 from frozencore.ranks import num_ranks
+from frozencore.tune.rows.mixture import sources_of
 from frozencore.tune.rows.row_sources import named
 from frozencore.tune.run.accounting import FLOAT32_BYTES, model_bytes, values_at_once
 from frozencore.tune.run.bench import Bench, Score
@@ -188,7 +189,8 @@ def calibrated_on(config: RunConfig, bench: Bench, calibration: Calibration | No
         return said
     if calibration is None:
         return None
-    source = config.task or (named(config.data) if config.data else "rows of the user")
+    sources = " and ".join(named(source.name) for source in sources_of(config.data)) if config.data else ""
+    source = config.task or sources or "rows of the user"
     num_tokens = next(iter(calibration.layers.values())).num_tokens
     return f"{len(bench.rows.calibration)} rows of {source}, {num_tokens:,} tokens"
 

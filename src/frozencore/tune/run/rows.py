@@ -8,6 +8,7 @@ from functools import cached_property
 
 from frozencore.files.fingerprint import fingerprint_options
 from frozencore.tune.rows import Example, TokenRow
+from frozencore.tune.run.record_parts import SourceRows
 from frozencore.tune.tasks import Task
 from frozencore.tune.tasks.splits import ValidationSource
 from frozencore.words import num_of
@@ -30,19 +31,26 @@ class Reading:
         columns: What each of them is read by: ``("prompt", "completion")``.
         left_out: How many of them are neither trained on nor held out, by why.
         packed: Into how many rows those to train on were packed; None where they were not.
+        sources: Each of several sources; empty where there is one.
+        held_out_from: The source of the held-out rows; None where they are a part of those that were read.
     """
 
     read: int
     columns: tuple[str, ...]
     left_out: Mapping[str, int]
     packed: int | None = None
+    sources: tuple[SourceRows, ...] = ()
+    held_out_from: str | None = None
 
     @property
     def in_words(self) -> str:
         columns = " and ".join(self.columns)
         why = ", ".join(f"{count:,} left out ({why})" for why, count in self.left_out.items())
         packed = "" if self.packed is None else f"; those to train on are packed to {self.packed:,}"
-        return f"Read {num_of(self.read, 'row')} by {columns}; {why or 'none left out'}{packed}."
+        said = f"Read {num_of(self.read, 'row')} by {columns}; {why or 'none left out'}{packed}."
+        each = "; ".join(f"{one.source}: {one.drawn:,} of {num_of(one.read, 'row')}" for one in self.sources)
+        other = "" if self.held_out_from is None else f" Held-out rows are those of {self.held_out_from}."
+        return f"{said}{f' {each}.' if each else ''}{other}"
 
 
 @dataclass(frozen=True)

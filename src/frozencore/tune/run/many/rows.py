@@ -39,7 +39,7 @@ def tenants_of(config: RunConfig) -> tuple[RunConfig, dict[str, Path]]:
         raise ConfigError(
             f"Tenants have a row file and a core each, on one basis, but {config.method!r} trains others."
         )
-    return config, find_tenants(Path(config.data))
+    return config, find_tenants(Path(config.learns))
 
 
 def read_tenants(

@@ -1,0 +1,85 @@
+"""Own rows on the command line: several files with weights, rows to evaluate on from a file, loss on every turn."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from frozencore.tune.pocket import pocket_model_path
+from frozencore.tune.run.record import RunRecord
+
+WORDS = ("tune", "--model", "pocket", "--method", "random", "--rank", "4", "--epochs", "1")
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def pairs(kind: str, count: int) -> list[dict[str, str]]:
+    return [{"prompt": f"Tom has {i} {kind} .", "completion": f" {i} {kind}"} for i in range(count)]
+
+
+def test_several_files_with_weights_and_a_file_to_evaluate_on_are_in_the_record(command, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    cats, dogs = write(tmp_path / "cats.jsonl", pairs("cats", 40)), write(tmp_path / "dogs.jsonl", pairs("dogs", 8))
+    held = write(tmp_path / "held.jsonl", [*pairs("cups", 5), *pairs("dogs", 2)])
+    data = ["--data", f"{cats}=2", "--data", dogs, "--eval-data", held]
+    status, out, err = command(*WORDS, *data, "--out", tmp_path / "run")
+    assert (status, err) == (0, "")
+    said = " ".join(out.split())
+    assert f"{cats}: 16 of 40 rows; {dogs}: 8 of 8 rows. Held-out rows are those of held.jsonl." in said
+    record = json.loads((tmp_path / "run" / "result.json").read_text())
+    used = record["rows"]
+    assert (used["read"], used["trained"], used["scored"], used["held_out_from"]) == (48, 22, 7, "held.jsonl")
+    assert used["left_out"] == {"beyond the weights": 24, "also in --eval-data": 2}
+    assert used["sources"] == [
+        {"source": str(cats), "weight": 2.0, "read": 40, "drawn": 16},
+        {"source": str(dogs), "weight": 1.0, "read": 8, "drawn": 8},
+    ]
+    assert (record["config"]["data"], record["config"]["eval_data"]) == ([f"{cats}=2", str(dogs)], str(held))
+    assert RunRecord.model_validate_json((tmp_path / "run" / "result.json").read_text()).content() == record
+    status, _, err = command("tune", "--config", tmp_path / "run" / "run.yaml", "--out", tmp_path / "again")
+    assert (status, err) == (0, "")
+    assert json.loads((tmp_path / "again" / "result.json").read_text())["hashes"] == record["hashes"]
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (("--data", "a.jsonl", "--data", "none.jsonl=2"), "there is no file none.jsonl"),
+        (("--data", "a.jsonl", "--eval-data", "none.jsonl"), "--eval-data must name .* there is no file none.jsonl"),
+        (("--data", "a.jsonl", "--data", "a.jsonl"), "a.jsonl comes twice"),
+        (("--task", "sst2", "--eval-data", "a.jsonl"), "--eval-data is of your own rows"),
+    ],
+)
+def test_what_cannot_be_read_is_one_line(  # type: ignore[no-untyped-def]
+    command, data: tuple[str, ...], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "a.jsonl", pairs("cats", 3))
+    status, _, err = command(*WORDS, *data, "--out", "run")
+    assert (status, err.count("\n")) == (2, 1)
+    assert re.search(reason, err)
+
+
+def test_a_dry_run_marks_every_turn_that_has_the_loss(command, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    model = tmp_path / "model"
+    shutil.copytree(pocket_model_path(), model)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}{% if m.role == 'assistant' %}<|endoftext|>{% endif %} "
+        "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    tokenizer.save_pretrained(model)
+    answer = {"role": "assistant", "content": "two cats"}
+    turns = [[{"role": "user", "content": f"{i} cats ?"}, answer] * 2 for i in range(12)]
+    rows = write(tmp_path / "rows.jsonl", [{"messages": own} for own in turns])
+    words = ["tune", "--model", model, *WORDS[3:], "--data", rows, "--out", tmp_path / "run", "--dry-run"]
+    shown = {loss_on: command(*words, "--loss-on", loss_on)[1] for loss_on in ("last", "all")}
+    assert [text.count("⟦two cats<|endoftext|>⟧") for text in shown.values()] == [1, 2]
