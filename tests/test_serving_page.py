@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from foreign_loras import DIRECTORIES
-from frozencore.adapter.export.serving.rules import RUN
+from frozencore.adapter.export.serving import RUN
 from places import ROOT
 
 PAGE = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")

@@ -19,7 +19,7 @@ from torch import Tensor
 from engine_process import RefusedError, environment_of
 from foreign_loras import DIRECTORIES, ForeignLora, by_peft, changed, serves_right
 from frozencore import check_lora_directory
-from frozencore.adapter.export.serving.rules import RUN
+from frozencore.adapter.export.serving import RUN
 from llama_server import LlamaServer, convert
 from places import ROOT
 from tiny import tiny_gpt2
@@ -56,7 +56,7 @@ def test_llama_cpp_takes_what_the_check_says_it_takes_and_nothing_else(
                 served = serves_right(lambda prompt: server.ask(prompt, 16, converted[name]), foreign[name])
         except RefusedError:
             served = False
-    assert foreign[name].report.takes("llama.cpp") == served
+    assert ("llama.cpp" in foreign[name].report.engines) == served
 
 
 def test_a_tenant_of_a_basis_model_is_not_converted(base: Path, tmp_path: Path) -> None:
@@ -65,7 +65,7 @@ def test_a_tenant_of_a_basis_model_is_not_converted(base: Path, tmp_path: Path) 
             tensors[key.replace(".lora_", ".core.lora_")] = tensors.pop(key)
 
     changed(to_cores)(base, tmp_path / "tenant")
-    assert not check_lora_directory(tmp_path / "tenant").takes("llama.cpp")
+    assert "llama.cpp" not in check_lora_directory(tmp_path / "tenant").engines
     reason = convert({}, {tmp_path / "tenant.gguf": (tmp_path / "tenant", base)})[tmp_path / "tenant.gguf"]
     assert "core.weight" in str(reason)
 
@@ -74,7 +74,7 @@ def test_a_square_conv1d_layer_is_converted_to_its_transpose_without_a_word(tmp_
     tiny_gpt2().save_pretrained(tmp_path / "gpt2")
     config = LoraConfig(r=3, lora_alpha=3, target_modules=["attn.c_proj"], fan_in_fan_out=True)
     by_peft(tmp_path / "gpt2", tmp_path / "lora", config)
-    assert not check_lora_directory(tmp_path / "lora").takes("llama.cpp")
+    assert "llama.cpp" not in check_lora_directory(tmp_path / "lora").engines
     out = tmp_path / "lora.gguf"
     assert convert({}, {out: (tmp_path / "lora", tmp_path / "gpt2")}) == {out: None}
     read = [environment_of("llama.cpp") / "bin" / "python", "-c", READ, out]

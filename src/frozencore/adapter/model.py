@@ -290,3 +290,28 @@ def _no_match(config: FrozenCoreConfig, model: nn.Module) -> ConfigError:
         f"target_modules {', '.join(map(repr, targets))} match no layer of this model. {guess}Its linear layers are "
         f"called {', '.join(there)}; or use 'all-linear'."
     )
+
+
+def find_adapter(model: nn.Module, adapter_name: str | None) -> tuple[str, FrozenCoreConfig]:
+    """Name and configuration of a frozen-core adapter; by default the active one, or the only one.
+
+    Raises:
+        ConfigError: The model has no such adapter.
+    """
+    configs: dict[str, Any] = getattr(model, "peft_config", {})
+    known = [name for name, config in configs.items() if isinstance(config, FrozenCoreConfig)]
+    if not known:
+        raise ConfigError(
+            "Bases belong to a frozen-core adapter, but this model has none. "
+            "Call peft.get_peft_model(model, FrozenCoreConfig(...)) first."
+        )
+    if adapter_name is None:
+        active = getattr(model, "active_adapters", None)  # a model of transformers has a method
+        names = (active() if callable(active) else active) or configs
+        adapter_name = known[0] if len(known) == 1 else next(iter(names))
+    if adapter_name not in known:
+        raise ConfigError(
+            f"{adapter_name!r} is no frozen-core adapter of this model, which has {', '.join(map(repr, known))}. "
+            "Give one of these as adapter_name."
+        )
+    return adapter_name, configs[adapter_name]

@@ -1,25 +1,77 @@
-"""The base model that an export goes into: loaded without its code and unquantised, and its tokenizer."""
+"""The base model of an export: its layers by name, its weights, and its tokenizer."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
 from transformers import AutoConfig
+from transformers.pytorch_utils import Conv1D
 
-from frozencore.errors import ModelError
+from frozencore.adapter.layer import is_linear, layer_shape
+from frozencore.errors import ArtifactError, ConfigError, ModelError
 from frozencore.files.gguf_model import model_class, read_tokenizer, read_weights, why_unreadable
+from frozencore.files.hub import safe_loading
 
 _TOKENIZER = "tokenizer_config.json"
 
 
+@dataclass(frozen=True)
+class BaseLayers:
+    """The linear layers of a base model: (m, n) by name, the ``Conv1D`` ones; and the model's configuration."""
+
+    shapes: Mapping[str, tuple[int, int]]
+    conv1d: frozenset[str]
+    config: Any
+
+    def require_layer(self, name: str, shape: tuple[int, int]) -> None:
+        """Refuse a layer of an adapter that this base model does not have in that shape."""
+        if self.shapes.get(name) != shape:
+            raise ArtifactError(
+                f"The adapter is of another base model: its layer {name!r} is {shape[0]} x {shape[1]}, the base has "
+                f"{self.shapes.get(name, 'none')}. Name the model it was trained on."
+            )
+
+
+def layers_of(base: nn.Module | str | Path) -> BaseLayers:
+    """The linear layers of a model, or of the architecture in a folder or GGUF file; its weights are not read."""
+    model = base if isinstance(base, nn.Module) else _architecture(base)
+    model = model.get_base_model() if isinstance(model, PeftModel) else model
+    inside = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, BaseTunerLayer))
+    plain = {
+        name: module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
+        for name, module in model.named_modules()
+        if not name.startswith(inside)
+    }
+    linear = {name: module for name, module in plain.items() if is_linear(module)}
+    return BaseLayers(
+        shapes={name: layer_shape(module) for name, module in linear.items()},
+        conv1d=frozenset(name for name, module in linear.items() if isinstance(module, Conv1D)),
+        config=getattr(model, "config", None),
+    )
+
+
+def base_name(origin: Path, *names: str | Path | None) -> str:
+    """The base model that was asked for, else the one that the adapter names."""
+    name = next((str(name) for name in names if name), "")
+    if not name:
+        raise ConfigError(f"{origin} names no base model: give base=, its folder, file or hub id (--base).")
+    return name
+
+
 def load_base_model(base: str, dtype: str, loading: dict[str, Any], not_quantised: str) -> Any:
-    """The model in a folder or GGUF file or under a hub id, of the class that it was saved as.
+    """Load the model in a folder or GGUF file or under a hub id, in the class that it was saved as.
 
     Args:
         dtype: ``auto`` is that of its file.
-        loading: As :func:`frozencore.files.hub.safe_loading` gives it.
-        not_quantised: Why a quantised one is refused.
+        loading: The options of :func:`frozencore.files.hub.safe_loading`.
+        not_quantised: The reason why a quantised model is refused.
 
     Raises:
         ModelError: It cannot be read, or is quantised.
@@ -36,9 +88,8 @@ def load_base_model(base: str, dtype: str, loading: dict[str, Any], not_quantise
         return model_class(config).from_pretrained(dtype=dtype, **loading)
     except ModelError:
         raise
-    except Exception as error:  # of a GGUF file, whatever its damage leads to
-        reason = why_unreadable(loading, error)
-        raise ModelError(f"The base model {base} cannot be read: {reason} Give its folder, file or hub id.") from error
+    except Exception as error:  # a damaged GGUF file may raise anything
+        raise _unreadable(base, loading, error) from error
 
 
 def save_tokenizer(directory: Path, out: Path, loading: dict[str, Any]) -> None:
@@ -49,3 +100,18 @@ def save_tokenizer(directory: Path, out: Path, loading: dict[str, Any]) -> None:
     place = Path(loading["pretrained_model_name_or_path"])
     if "gguf_file" in loading or not place.is_dir() or (place / _TOKENIZER).is_file():
         read_tokenizer(loading).save_pretrained(out)
+
+
+def _architecture(base: str | Path) -> nn.Module:
+    loading = safe_loading(str(base))
+    try:
+        config = AutoConfig.from_pretrained(**loading)
+        with torch.device("meta"):
+            return model_class(config)(config)
+    except Exception as error:  # a damaged GGUF file may raise anything
+        raise _unreadable(base, loading, error) from error
+
+
+def _unreadable(base: object, loading: dict[str, Any], error: Exception) -> ModelError:
+    reason = why_unreadable(loading, error)
+    return ModelError(f"The base model {base} cannot be read: {reason} Give its folder, file or hub id.")

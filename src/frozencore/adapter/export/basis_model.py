@@ -1,4 +1,4 @@
-"""A base model with a basis in it: what an engine loads once for all tenants (:mod:`frozencore_basis_model`).
+"""A base model with a basis in it, which an engine loads once for all tenants (:mod:`frozencore_basis_model`).
 
 Beside each adapted layer stand ``Q.weight`` (r x n) = Qᵀ, ``core.weight`` (r x r) of zeros and ``P.weight`` (m x r), as
 the basis holds them, bit for bit. The scale s is not in the folder: a tenant's core is s·R, because P times s in 16
@@ -7,6 +7,7 @@ bits would be rounded once more.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,36 +15,40 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import frozencore_basis_model
-from frozencore.adapter.export.base_model import load_base_model, save_tokenizer
-from frozencore.adapter.export.basis_in_model import Bases, identity_of
-from frozencore.adapter.export.leaving import require_bases
-from frozencore.adapter.export.lora_layers import layers_of
+from frozencore.adapter.export.base_model import base_name, layers_of, load_base_model, save_tokenizer
+from frozencore.adapter.export.source import require_bases
 from frozencore.adapter.saved.basis import load_basis
 from frozencore.adapter.saved.card import CARD_FILE
 from frozencore.adapter.saved.folder import read_adapter
 from frozencore.adapter.saved.same_base import differing_layer, sample_weight
 from frozencore.adapter.saved.state import other_base
-from frozencore.errors import ArtifactError, ConfigError, ModelError
+from frozencore.errors import ArtifactError, ModelError
 from frozencore.files.adapter_folder import BASIS_MODEL_TYPE, HEADER_FILE, MODEL_CONFIG
 from frozencore.files.hub import safe_loading
 from frozencore.files.whole_file import whole_folder
+from frozencore.maths.linalg import all_finite
+from frozencore.words import one_line
 from frozencore_basis_model import ENTRY, config_class
 
 CODE_FILE = "frozencore_basis_model.py"
 # vLLM's and SGLang's own name for "whatever AutoModel builds": no architecture of theirs is tried, no option needed.
 ARCHITECTURE = "TransformersForCausalLM"
+Bases = Mapping[str, tuple[Tensor, Tensor]]
+"""P (m x r) and Q (n x r) by layer name."""
 
 
 @dataclass(frozen=True)
 class BasisModelExport:
-    """What was written.
+    """The basis model that was written.
 
     Attributes:
-        ranks: By layer name.
-        identity: SHA-256 of P and Q (:func:`frozencore.adapter.export.basis_in_model.identity_of`).
+        ranks: Ranks by layer name.
+        identity: SHA-256 of P and Q (:func:`identity_of`).
     """
 
     directory: Path
@@ -85,9 +90,7 @@ def export_basis_model(
     """
     directory, out = Path(directory), Path(out)
     basis = _read_basis(directory)
-    base = str(base or basis.base_model or "")
-    if not base:
-        raise ConfigError(f"{directory} names no base model: give base=, its folder, file or hub id (--base).")
+    base = base_name(directory, base, basis.base_model)
     loading = safe_loading(base)
     identity = identity_of(basis.layers)
     ranks = {name: P.shape[1] for name, (P, _) in sorted(basis.layers.items())}
@@ -102,6 +105,68 @@ def export_basis_model(
         save_tokenizer(directory, aside, loading)
         (aside / CARD_FILE).write_text(_card(base, ranks, identity), encoding="utf-8")
     return BasisModelExport(out, ranks, identity)
+
+
+def identity_of(bases: Bases) -> str:
+    """SHA-256 of P and Q with their layers' names and shapes, whichever float type holds their values."""
+    found = hashlib.sha256()
+    for name in sorted(bases):
+        for side, X in zip("PQ", bases[name], strict=True):
+            found.update(f"{name}.{side} {tuple(X.shape)} ".encode())
+            found.update(X.detach().cpu().to(torch.float64).contiguous().numpy().tobytes())
+    return found.hexdigest()
+
+
+def read_entry(folder: str | Path) -> dict[str, Any]:
+    """Read the entry of the basis in ``config.json`` of a basis model: ``ranks`` by layer name, and ``identity``.
+
+    Raises:
+        ArtifactError: It is no basis model, or damaged.
+    """
+    path = Path(folder) / MODEL_CONFIG
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ArtifactError(
+            f"{path} cannot be read ({one_line(error, 100)}). Name a folder of a basis model."
+        ) from error
+    said = config.get(ENTRY) if isinstance(config, dict) else None
+    entry = said if isinstance(said, dict) else {}
+    ranks = entry.get("ranks")
+    fine = isinstance(ranks, dict) and all(type(rank) is int and rank > 0 for rank in ranks.values())
+    if not fine or not isinstance(entry.get("identity"), str):
+        raise ArtifactError(
+            f"{folder} holds no basis model: its config.json has no sound {ENTRY!r}. "
+            "Write one with frozencore export --to basis-model."
+        )
+    return dict(entry)
+
+
+def read_bases(folder: str | Path) -> dict[str, tuple[Tensor, Tensor]]:
+    """Read P and Q of a basis model by layer name.
+
+    Raises:
+        ArtifactError: They are missing, damaged, of other ranks than its configuration says, or not finite.
+    """
+    folder = Path(folder)
+    found: dict[str, Tensor] = {}
+    ranks = read_entry(folder)["ranks"]
+    wanted = {f"{name}.{side}.weight" for name in ranks for side in "PQ"}
+    try:
+        for file in sorted(folder.glob("*.safetensors")):
+            with safe_open(file, framework="pt") as stored:
+                found |= {key: stored.get_tensor(key) for key in wanted.intersection(stored.keys())}
+    except (OSError, SafetensorError, ValueError, RuntimeError) as error:
+        raise ArtifactError(f"{folder} is damaged ({one_line(error, 200)}). Export it again.") from error
+    bases = {}
+    for name, rank in ranks.items():
+        P, Q = found.get(f"{name}.P.weight"), found.get(f"{name}.Q.weight")
+        if P is None or Q is None or P.shape[1:] != (rank,) or Q.shape[:1] != (rank,):
+            raise ArtifactError(f"{folder} is damaged: layer {name!r} has no P and Q of rank {rank}. Export it again.")
+        if not all_finite(P) or not all_finite(Q):
+            raise ArtifactError(f"{folder} is damaged: P or Q of layer {name!r} holds NaN or Inf. Export it again.")
+        bases[name] = (P, Q.mT.contiguous())
+    return bases
 
 
 def _read_basis(directory: Path) -> _Basis:

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from frozencore.adapter.export.leaving import LeavingAdapter, leaving_adapter, require_cores_only
-from frozencore.adapter.export.lora import DTYPES, lora_factors, to_rank
+from frozencore.adapter.export.lora import lora_factors, to_rank
+from frozencore.adapter.export.source import ExportSource, export_source, in_dtype, require_dtype
 from frozencore.errors import ArtifactError, ConfigError, ModelError
 from frozencore.files.whole_file import whole_file
 
@@ -47,10 +47,10 @@ ARCHITECTURES = {
 
 @dataclass(frozen=True)
 class GgufLoraExport:
-    """What was written.
+    """The GGUF file that was written.
 
     Attributes:
-        architecture: llama.cpp's name of it.
+        architecture: llama.cpp's name of the base model's architecture.
         rank: The one rank of all layers; smaller cores are zero-padded to it.
         layers: The adapted layers, by transformers' names.
         error: As in :class:`frozencore.adapter.export.lora.LoraExport`.
@@ -87,16 +87,14 @@ def export_gguf_lora(
         ModelError: The package ``gguf`` is missing, or llama.cpp's names and row order of the model are not known.
     """
     out = Path(out)
-    if dtype not in DTYPES:
-        raise ConfigError(f"llama.cpp reads float32, float16 and bfloat16 factors, but {dtype} came.")
+    require_dtype(dtype, "llama.cpp reads")
     if out.is_dir() or (out.exists() and not overwrite):
         raise ArtifactError(f"{out} is there already. Choose another file, or allow a file to be overwritten.")
     try:
         import gguf
     except ImportError as missing:
         raise ModelError("To write a GGUF file takes the package gguf: pip install 'frozencore[gguf]'.") from missing
-    adapter = leaving_adapter(model_or_directory, adapter_name, base)
-    require_cores_only(adapter)
+    adapter = export_source(model_or_directory, adapter_name, base)
     if adapter.base is None:
         raise ConfigError(
             f"llama.cpp's order of rows depends on the base model, and {model_or_directory} names none that lies here: "
@@ -121,7 +119,7 @@ def export_gguf_lora(
             A, B = lora_factors(adapter.factors[layer], adapter.scales[layer], rank)
             heads = _paired_heads(layer, kept, config)
             for side, X in (("a", A), ("b", B if heads is None else rows_in_pairs(B, heads))):
-                _require_finite(X, layer, dtype)
+                in_dtype(layer, X, dtype)
                 values = gguf.quants.quantize(X.float().contiguous().numpy(), number)
                 writer.add_tensor(f"{name}.weight.lora_{side}", values, raw_dtype=number)
         writer.write_header_to_file()
@@ -144,24 +142,14 @@ def _paired_heads(layer: str, kept: Architecture, config: Any) -> int | None:
     return heads.get(layer.rpartition(".")[2])
 
 
-def _names(gguf: Any, kept: Architecture, adapter: LeavingAdapter, config: Any) -> dict[str, str]:
-    """llama.cpp's names by transformers', of the adapted layers.
-
-    Raises:
-        ArtifactError: A layer is not of this base model.
-        ModelError: llama.cpp has no such layer.
-    """
+def _names(gguf: Any, kept: Architecture, adapter: ExportSource, config: Any) -> dict[str, str]:
+    """llama.cpp's names of the adapted layers, by transformers' names."""
     assert adapter.base is not None
     scheme = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}[kept.name]
     found = gguf.get_tensor_name_map(scheme, config.num_hidden_layers)
     names = {}
     for layer, factors in adapter.factors.items():
-        shape = (factors.P.shape[0], factors.Q.shape[0])
-        if adapter.base.shapes.get(layer) != shape:
-            raise ArtifactError(
-                f"The adapter is of another base model: its layer {layer!r} is {shape[0]} x {shape[1]}, the base has "
-                f"{adapter.base.shapes.get(layer, 'none')}. Name the model it was trained on."
-            )
+        adapter.base.require_layer(layer, (len(factors.P), len(factors.Q)))
         name = found.get_name(layer)
         if name is None or (name == "output" and config.tie_word_embeddings):
             raise ModelError(
@@ -169,8 +157,3 @@ def _names(gguf: Any, kept: Architecture, adapter: LeavingAdapter, config: Any) 
             )
         names[layer] = name
     return names
-
-
-def _require_finite(X: Tensor, layer: str, dtype: torch.dtype) -> None:
-    if not torch.isfinite(X.to(dtype)).all():
-        raise ArtifactError(f"{layer!r} would hold NaN or Inf in {dtype}. Train again, or export in float32.")

@@ -1,15 +1,15 @@
 """A frozen core as a plain LoRA directory: ``A = Qᵀ``, ``B = s·P R``, so that ``B A = s·P R Qᵀ`` exactly.
 
-With a rank of its own, the best LoRA of that rank in Frobenius norm: that of the leading singular triples.
+With a lower rank, the best LoRA of that rank in Frobenius norm: the leading singular triples.
 
-Shapes: m out features, n in features, r rank; ``lora_A.weight`` is r x n, ``lora_B.weight`` m x r. What stock PEFT,
-vLLM, SGLang and llama.cpp ask of such a directory is in :mod:`frozencore.adapter.export.serving`.
+Shapes: m out features, n in features, r rank; ``lora_A.weight`` is r x n, ``lora_B.weight`` m x r. The requirements of
+stock PEFT, vLLM, SGLang and llama.cpp are in :mod:`frozencore.adapter.export.serving`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,28 +20,29 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from frozencore.adapter.config import FrozenCoreConfig
-from frozencore.adapter.export.leaving import LeavingAdapter, leaving_adapter, require_cores_only
-from frozencore.adapter.export.lora_layers import layers_to_name, target_modules
+from frozencore.adapter.export.base_model import BaseLayers
+from frozencore.adapter.export.source import ExportSource, export_source, in_dtype, require_dtype
 from frozencore.adapter.saved.card import num_tokens, write_model_card
-from frozencore.adapter.saved.tensors import Factors
+from frozencore.adapter.saved.tensors import BASE, Factors
 from frozencore.errors import ArtifactError, ConfigError
 from frozencore.files.adapter_folder import CONFIG_FILE, WEIGHTS_FILE
 from frozencore.files.whole_file import whole_folder
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+PACKS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+_SAME_SHAPE = {"k_proj": "v_proj", "v_proj": "k_proj", "gate_proj": "up_proj", "up_proj": "gate_proj"}
+_MAYBE_CONV1D = {"c_attn", "c_proj", "c_fc", "q_attn"}
 
 
 @dataclass(frozen=True)
 class LoraExport:
-    """What was written.
+    """The LoRA directory that was written.
 
     Attributes:
         rank: The one rank of all layers; smaller cores are zero-padded to it.
         layers: Layers that carry an update.
-        zero_layers: Layers that are there with zero factors because engines pack them with others.
+        zero_layers: Layers with zero factors, which engines pack with others.
         fan_in_fan_out: The base has ``Conv1D`` layers (GPT-2), which only PEFT reads.
-        error: What a rank below the adapter's own left out: Frobenius norm over that of the whole update; None where
-            nothing was left out.
+        error: The Frobenius norm of what a lower rank left out, over that of the whole update; None for no lower rank.
     """
 
     directory: Path
@@ -78,16 +79,13 @@ def export_lora(
         ArtifactError: A folder that is damaged, of another base model, or in the way.
         ConfigError: A rank below 1, no such adapter, one without a basis, or one that trains more than its cores.
     """
-    if dtype not in DTYPES:
-        raise ConfigError(f"Serving engines read float32, float16 and bfloat16 factors, but {dtype} came.")
-    adapter = leaving_adapter(model_or_directory, adapter_name, base)
-    folder = None if isinstance(model_or_directory, nn.Module) else Path(model_or_directory)
-    require_cores_only(adapter)
+    require_dtype(dtype)
+    adapter = export_source(model_or_directory, adapter_name, base)
     shapes = {name: (f.P.shape[0], f.Q.shape[0]) for name, f in adapter.factors.items()}
     named = layers_to_name(shapes, adapter.base)
     adapter, rank, error = to_rank(adapter, rank)
     conv1d = adapter.base is not None and not adapter.base.conv1d.isdisjoint(adapter.factors)
-    with whole_folder(Path(out), overwrite=overwrite, reads=folder) as aside:
+    with whole_folder(Path(out), overwrite=overwrite, reads=adapter.folder) as aside:
         save_file(_lora_tensors(adapter, named, rank, dtype), aside / WEIGHTS_FILE, metadata={"format": "pt"})
         config = lora_config(adapter.config, rank, target_modules(named, adapter.base), fan_in_fan_out=conv1d)
         (aside / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
@@ -102,29 +100,19 @@ def export_lora(
     )
 
 
-def to_rank(adapter: LeavingAdapter, rank: int | None) -> tuple[LeavingAdapter, int, float | None]:
-    """The adapter with at most that rank in each layer, the rank that a LoRA of it has, and what the cut leaves out.
-
-    Raises:
-        ConfigError: A rank below 1.
-    """
+def to_rank(adapter: ExportSource, rank: int | None) -> tuple[ExportSource, int, float | None]:
+    """Cut an adapter to at most that rank in each layer; its rank as a LoRA, and the relative error of the cut."""
     if rank is not None and (not isinstance(rank, int) or rank < 1):
         raise ConfigError(f"A LoRA has a rank of at least 1, but {rank!r:.50} came.")
     own_rank = max(factors.R.shape[0] for factors in adapter.factors.values())
     if rank is None or rank >= own_rank:
         return adapter, own_rank, None
-    cut, error = _cut(adapter, rank)
-    return cut, rank, error
-
-
-def _cut(adapter: LeavingAdapter, rank: int) -> tuple[LeavingAdapter, float]:
-    """The same with at most that rank in each layer, and the relative error of all layers together."""
     cut, kept, lost = {}, 0.0, 0.0
     for name, factors in adapter.factors.items():
         cut[name], S = best_of_rank(factors, rank)
         squares = (S * adapter.scales[name]).square()
         kept, lost = kept + float(squares[:rank].sum()), lost + float(squares[rank:].sum())
-    return replace(adapter, factors=cut), (lost / (kept + lost)) ** 0.5 if lost else 0.0
+    return replace(adapter, factors=cut), rank, (lost / (kept + lost)) ** 0.5 if lost else 0.0
 
 
 def best_of_rank(factors: Factors, rank: int) -> tuple[Factors, Tensor]:
@@ -143,7 +131,7 @@ def lora_factors(factors: Factors, scale: float, rank: int) -> tuple[Tensor, Ten
 
 
 def _lora_tensors(
-    adapter: LeavingAdapter, named: Mapping[str, tuple[int, int]], rank: int, dtype: torch.dtype
+    adapter: ExportSource, named: Mapping[str, tuple[int, int]], rank: int, dtype: torch.dtype
 ) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for name, (m, n) in named.items():
@@ -151,15 +139,13 @@ def _lora_tensors(
         if name in adapter.factors:
             A, B = lora_factors(adapter.factors[name], adapter.scales[name], rank)
         for side, X in (("A", A), ("B", B)):
-            tensors[f"base_model.model.{name}.lora_{side}.weight"] = X.to(dtype).contiguous()
-    bad = [key for key, tensor in tensors.items() if not torch.isfinite(tensor).all()]
-    if bad:
-        raise ArtifactError(f"{bad[0]!r} would hold NaN or Inf in {dtype}. Train again, or export in float32.")
+            key = f"{BASE}{name}.lora_{side}.weight"
+            tensors[key] = in_dtype(key, X, dtype)
     return tensors
 
 
 def lora_config(config: FrozenCoreConfig, rank: int, targets: list[str], *, fan_in_fan_out: bool) -> dict[str, Any]:
-    """Every field that an engine reads, said outright; the scale is in B, so alpha over r is one."""
+    """The configuration of a LoRA with every field that an engine reads; the scale is in B, so alpha over r is one."""
     task = getattr(config.task_type, "value", config.task_type)
     return {
         "peft_type": "LORA", "task_type": task, "base_model_name_or_path": config.base_model_name_or_path,
@@ -168,3 +154,63 @@ def lora_config(config: FrozenCoreConfig, rank: int, targets: list[str], *, fan_
         "rank_pattern": {}, "alpha_pattern": {}, "target_modules": targets, "fan_in_fan_out": fan_in_fan_out,
         "bias": "none", "modules_to_save": None, "init_lora_weights": True,
     }  # fmt: skip
+
+
+def layers_to_name(adapted: Mapping[str, tuple[int, int]], base: BaseLayers | None) -> dict[str, tuple[int, int]]:
+    """Shapes of the layers that a LoRA directory must name: the adapted ones, and those that engines pack with them.
+
+    SGLang stacks q, k, v (and gate, up) of a layer into one matrix and looks each of them up by name; PEFT builds every
+    layer that ``target_modules`` names. A directory that holds exactly those layers, zero where nothing was adapted,
+    satisfies both.
+
+    Raises:
+        ArtifactError: The base model is not the adapter's, or is needed and was not given.
+    """
+    if base is None:
+        return {**adapted, **_inferred(adapted)}
+    for name, shape in adapted.items():
+        base.require_layer(name, shape)
+    kinds = {_kind(name) for layer in adapted for name in (layer, *_siblings(layer))}
+    return {**adapted, **{name: shape for name, shape in base.shapes.items() if _kind(name) in kinds}}
+
+
+def target_modules(named: Iterable[str], base: BaseLayers | None) -> list[str]:
+    """Names for ``target_modules`` that match exactly the layers of the directory: last parts where they suffice."""
+    layers = set(named)
+    last_parts = {_last(name) for name in layers}
+    if base is not None and {name for name in base.shapes if _last(name) in last_parts} != layers:
+        return sorted(layers)
+    return sorted(last_parts)
+
+
+def _inferred(adapted: Mapping[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
+    """Packed layers that are missing: k and v have one shape, gate and up have one shape."""
+    unclear = [name for name in adapted if _last(name) in _MAYBE_CONV1D]
+    found: dict[str, tuple[int, int]] = {}
+    for layer in adapted:
+        for name in set(_siblings(layer)) - adapted.keys():
+            twin = name.removesuffix(_last(name)) + _SAME_SHAPE.get(_last(name), "")
+            if twin in adapted:
+                found[name] = adapted[twin]
+            else:
+                unclear.append(name)
+    if unclear:
+        raise ArtifactError(
+            f"The shape or kind of layer {unclear[0]!r} is in the base model, not in the adapter: "
+            "give base=, the model or its folder (--base on the command line)."
+        )
+    return found
+
+
+def _siblings(layer: str) -> list[str]:
+    last = _last(layer)
+    return [layer.removesuffix(last) + name for pack in PACKS if last in pack for name in pack if name != last]
+
+
+def _last(layer: str) -> str:
+    return layer.rpartition(".")[2]
+
+
+def _kind(layer: str) -> str:
+    """The name without the numbers of layers, so that a vision tower's q_proj is not the text model's."""
+    return ".".join("*" if part.isdigit() else part for part in layer.split("."))

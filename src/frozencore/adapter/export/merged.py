@@ -1,4 +1,4 @@
-"""A frozen core added into its base model's weights: a plain model folder that anything loads."""
+"""A frozen core merged into its base model's weights: a plain model folder."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from pathlib import Path
 
 from peft import PeftModel
 
-from frozencore.adapter.export.base_model import load_base_model, save_tokenizer
+from frozencore.adapter.export.base_model import base_name, load_base_model, save_tokenizer
 from frozencore.adapter.saved.folder import read_adapter
-from frozencore.errors import ConfigError, FrozenCoreError, ModelError
+from frozencore.errors import FrozenCoreError, ModelError
 from frozencore.files.hub import safe_loading
 from frozencore.files.whole_file import whole_folder
 from frozencore.words import one_line
@@ -41,9 +41,7 @@ def export_merged(
     """
     directory, out = Path(directory), Path(out)
     config, _ = read_adapter(directory)
-    base = str(base or config.base_model_name_or_path or "")
-    if not base:
-        raise ConfigError(f"{directory} names no base model: give base=, its folder, file or hub id (--base).")
+    base = base_name(directory, base, config.base_model_name_or_path)
     loading = safe_loading(base)
     with whole_folder(out, overwrite=overwrite, reads=directory) as aside:
         try:

@@ -14,11 +14,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from frozencore.adapter.export.basis_in_model import Bases, identity_of, read_entry
-from frozencore.adapter.export.leaving import LeavingAdapter, from_directory, from_model, require_cores_only
-from frozencore.adapter.export.lora import DTYPES, lora_config
+from frozencore.adapter.export.basis_model import Bases, identity_of, read_entry
+from frozencore.adapter.export.lora import lora_config
+from frozencore.adapter.export.source import ExportSource, export_source, in_dtype, require_dtype
 from frozencore.adapter.saved.card import CARD_FILE
-from frozencore.errors import ArtifactError, ConfigError
+from frozencore.adapter.saved.tensors import BASE
+from frozencore.errors import ArtifactError
 from frozencore.files.adapter_folder import CONFIG_FILE, WEIGHTS_FILE
 from frozencore.files.whole_file import whole_folder
 
@@ -28,12 +29,12 @@ IDENTITY = "frozencore_basis"  # in the metadata of the weights file, which no r
 
 @dataclass(frozen=True)
 class TenantExport:
-    """What was written.
+    """The tenant that was written.
 
     Attributes:
         rank: The one rank of all layers; smaller cores are zero-padded to it.
         layers: Layers that carry a core.
-        identity: Of the basis (:func:`frozencore.adapter.export.basis_in_model.identity_of`).
+        identity: The identity of the basis (:func:`frozencore.adapter.export.basis_model.identity_of`).
     """
 
     directory: Path
@@ -64,20 +65,14 @@ def export_tenant(
         ArtifactError: A folder that is damaged or in the way, or a basis model of another basis.
         ConfigError: No such adapter, one without a basis, of several rounds, or one that trains more than its cores.
     """
-    if dtype not in DTYPES:
-        raise ConfigError(f"Serving engines read float32, float16 and bfloat16 factors, but {dtype} came.")
-    folder = None if isinstance(model_or_directory, nn.Module) else Path(model_or_directory)
-    if isinstance(model_or_directory, nn.Module):
-        adapter = from_model(model_or_directory, adapter_name)
-    else:
-        adapter = from_directory(Path(model_or_directory))
-    require_cores_only(adapter)
+    require_dtype(dtype)
+    adapter = export_source(model_or_directory, adapter_name)
     adapter.config.require_one_round("A tenant")
-    identity = identity_of(_bases(adapter, in_model=folder is None))
+    identity = identity_of(_bases(adapter))
     if basis_model is not None:
-        _require_same_basis(str(folder or "this adapter"), identity, str(basis_model))
+        _require_same_basis(str(adapter.folder or "this adapter"), identity, str(basis_model))
     rank = max(len(f.R) for f in adapter.factors.values())
-    with whole_folder(Path(out), overwrite=overwrite, reads=folder) as aside:
+    with whole_folder(Path(out), overwrite=overwrite, reads=adapter.folder) as aside:
         metadata = {"format": "pt", IDENTITY: identity}
         save_file(_tenant_tensors(adapter, rank, dtype), aside / WEIGHTS_FILE, metadata=metadata)
         config = lora_config(adapter.config, rank, [CORE], fan_in_fan_out=False)
@@ -87,9 +82,9 @@ def export_tenant(
     return TenantExport(Path(out), rank, tuple(adapter.factors), identity)
 
 
-def _bases(adapter: LeavingAdapter, *, in_model: bool) -> Bases:
-    """P and Q as they were saved, where they have a name: a model in 16 bits holds them rounded."""
-    if in_model and adapter.config.basis_id is not None:
+def _bases(adapter: ExportSource) -> Bases:
+    """P and Q as a named basis holds them: a model in 16 bits holds them rounded."""
+    if adapter.folder is None and adapter.config.basis_id is not None:
         return adapter.config.find_basis("this adapter").layers
     return {name: (f.P, f.Q) for name, f in adapter.factors.items()}
 
@@ -103,17 +98,15 @@ def _require_same_basis(origin: str, identity: str, basis_model: str) -> None:
         )
 
 
-def _tenant_tensors(adapter: LeavingAdapter, rank: int, dtype: torch.dtype) -> dict[str, Tensor]:
+def _tenant_tensors(adapter: ExportSource, rank: int, dtype: torch.dtype) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for name, factors in adapter.factors.items():
         r = len(factors.R)
         B = torch.zeros(r, rank, dtype=torch.float64)
         B[:, :r] = adapter.scales[name] * factors.R.detach().cpu().double()
         for side, X in (("A", torch.eye(rank, r)), ("B", B)):
-            tensors[f"base_model.model.{name}.{CORE}.lora_{side}.weight"] = X.to(dtype)
-    bad = [key for key, tensor in tensors.items() if not torch.isfinite(tensor).all()]
-    if bad:
-        raise ArtifactError(f"{bad[0]!r} would hold NaN or Inf in {dtype}. Train again, or export in float32.")
+            key = f"{BASE}{name}.{CORE}.lora_{side}.weight"
+            tensors[key] = in_dtype(key, X, dtype)
     return tensors
 
 

@@ -1,4 +1,4 @@
-"""A LoRA directory as the engines read it: the configuration, and the names, shapes and types of its tensors."""
+"""A LoRA directory as serving engines read it: the configuration, and the names, shapes and types of its tensors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PREFIX = "base_model.model."
 
 @dataclass(frozen=True)
 class TensorFacts:
-    """What is known of a stored tensor without keeping it."""
+    """The facts of a stored tensor, which is not kept."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -32,26 +32,28 @@ class TensorFacts:
 
 @dataclass(frozen=True)
 class LoraDirectory:
-    """Configuration, tensors by key, and the names of the files beside them."""
+    """Configuration, tensors by key, and the names of all files.
+
+    Attributes:
+        factors: The facts of ``"A"`` and ``"B"`` of each module, as far as they are there.
+        others: Keys of tensors that are no LoRA factors.
+    """
 
     config: Mapping[str, Any]
     tensors: Mapping[str, TensorFacts]
     files: frozenset[str]
+    factors: Mapping[str, Mapping[str, TensorFacts]]
+    others: tuple[str, ...]
 
     @property
     def is_tenant(self) -> bool:
-        """Whether all factors are of ``core`` layers, which basis models have."""
-        modules = self.factors().keys()
-        return bool(modules) and all(module.endswith(".core") for module in modules)
+        """Whether all factors are on ``core`` layers, which only basis models have."""
+        return bool(self.factors) and all(module.endswith(".core") for module in self.factors)
 
-    def factors(self) -> dict[str, dict[str, TensorFacts]]:
-        """``"A"`` and ``"B"`` of each module, as far as they are there."""
-        found: dict[str, dict[str, TensorFacts]] = {}
-        for key, facts in self.tensors.items():
-            module, side = parse_key(key)
-            if module is not None and side is not None:
-                found.setdefault(module, {})[side] = facts
-        return found
+    @property
+    def pairs(self) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
+        """Module, shape of A and shape of B, of modules that have both."""
+        return [(m, s["A"].shape, s["B"].shape) for m, s in self.factors.items() if s.keys() == {"A", "B"}]
 
     def mapping(self, name: str) -> dict[str, Any]:
         """A field of the configuration that may be a mapping; empty if it is none."""
@@ -60,22 +62,14 @@ class LoraDirectory:
 
     @property
     def ranks(self) -> list[Any]:
-        """r and what ``rank_pattern`` says beside it."""
+        """r and the values of ``rank_pattern``."""
         return [self.config.get("r"), *self.mapping("rank_pattern").values()]
 
     @property
     def largest_rank(self) -> int | None:
-        """None where a rank is no positive number."""
+        """The largest rank; None where a rank is no positive number."""
         numbers = [rank for rank in self.ranks if isinstance(rank, int) and rank > 0]
         return max(numbers) if len(numbers) == len(self.ranks) else None
-
-
-def parse_key(key: str) -> tuple[str | None, str | None]:
-    """Module and side of a tensor's key; (None, None) if it is no LoRA factor."""
-    for ending, side in _SIDES.items():
-        if key.startswith(_PREFIX) and key.endswith(ending):
-            return key.removeprefix(_PREFIX).removesuffix(ending), side
-    return None, None
 
 
 def read_lora_directory(directory: str | Path) -> LoraDirectory:
@@ -93,11 +87,19 @@ def read_lora_directory(directory: str | Path) -> LoraDirectory:
         with safe_open(directory / WEIGHTS_FILE, framework="pt") as file:
             tensors = {key: _facts(file.get_tensor(key)) for key in file.keys()}  # noqa: SIM118 - not a mapping
     except (ValueError, OSError, SafetensorError, RecursionError, RuntimeError) as error:
-        reason = one_line(error, 200)
-        raise ArtifactError(f"{directory} is damaged ({reason}). Save or download it again.") from error
+        raise ArtifactError(f"{directory} is damaged ({one_line(error, 200)}). Save or download it again.") from error
     if not isinstance(config, dict):
         raise ArtifactError(f"{directory / CONFIG_FILE} holds no JSON object. Save or download it again.")
-    return LoraDirectory(config, tensors, frozenset(path.name for path in directory.iterdir()))
+    factors: dict[str, dict[str, TensorFacts]] = {}
+    others = []
+    for key, facts in tensors.items():
+        ending = next((ending for ending in _SIDES if key.startswith(_PREFIX) and key.endswith(ending)), None)
+        if ending is None:
+            others.append(key)
+        else:
+            factors.setdefault(key.removeprefix(_PREFIX).removesuffix(ending), {})[_SIDES[ending]] = facts
+    files = frozenset(path.name for path in directory.iterdir())
+    return LoraDirectory(config, tensors, files, factors, tuple(others))
 
 
 def _facts(tensor: torch.Tensor) -> TensorFacts:

