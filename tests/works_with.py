@@ -41,7 +41,7 @@ CLAIMS: dict[str, str] = {
         f"{ADAPTER}/test_compile.py::test_gradient_checkpointing_stays_one_graph",
     "calibration on a loader, dataset, list, stream":
         f"{CALIBRATION}/test_examples.py::test_every_form_of_the_same_examples_gives_the_same_bases",
-    "bases as a state dict": f"{ADAPTER}/bases/test_carried.py::test_bases_of_a_file_make_the_same_adapter",
+    "bases as a state dict": f"{ADAPTER}/bases/test_access.py::test_bases_of_a_file_make_the_same_adapter",
     "quantised bases: bitsandbytes 8-bit and 4-bit, torchao":
         f"{ADAPTER}/test_quantised.py::test_training_changes_the_cores_only",
     "several processes: bases equal to one process's":

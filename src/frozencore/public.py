@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from frozencore.adapter.bank import CoreBank
+from frozencore.adapter.bases.access import get_bases, save_basis, set_bases
 from frozencore.adapter.bases.calibrate import Calibration, calibrate
-from frozencore.adapter.bases.carried import get_bases, save_basis, set_bases
 from frozencore.adapter.bases.refresh import Refresh
 from frozencore.adapter.config import FrozenCoreConfig, register_constructor
 from frozencore.adapter.export.basis_model import export_basis_model

@@ -57,9 +57,6 @@ def require_names(config: Any) -> None:
     """Refuse fields that name no modules: numbers, mappings, empty texts, malformed expressions.
 
     PEFT iterates over these fields and compares them much later.
-
-    Raises:
-        ConfigError: The first of them.
     """
     for field in ("target_modules", "exclude_modules"):
         value = getattr(config, field)

@@ -97,9 +97,6 @@ def inspect_adapter(
     Args:
         moments: Must hold every layer's G, a and d.
         other: Another adapter on the same layers.
-
-    Raises:
-        ArtifactError: Moments or the other adapter lack a layer or have other shapes.
     """
     damping = Whitening(damping=without_lists(config.damping)).damping_by_side
     reports = {}
@@ -153,11 +150,7 @@ def report_capture(P: Tensor, Q: Tensor, moments: LayerMoments, damping: tuple[f
 
 
 def report_angles(P: Tensor, Q: Tensor, other_P: Tensor, other_Q: Tensor) -> AngleReport:
-    """How close two bases of the same layer are.
-
-    Raises:
-        ArtifactError: They are of layers of different shapes.
-    """
+    """How close two bases of the same layer are."""
     if (P.shape[0], Q.shape[0]) != (other_P.shape[0], other_Q.shape[0]):
         raise ArtifactError(
             f"Only bases of the same model compare, but a layer is {P.shape[0]} x {Q.shape[0]} in one adapter and "

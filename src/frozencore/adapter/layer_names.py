@@ -62,9 +62,6 @@ def searcher(option: str, expression: str, clock: Clock) -> Callable[[str], bool
 
     Args:
         option: Its name, for errors.
-
-    Raises:
-        ConfigError: The expression is malformed or too large; later, that it takes too long.
     """
     compiled = compile_expression(option, expression)
 
@@ -84,11 +81,7 @@ def searcher(option: str, expression: str, clock: Clock) -> Callable[[str], bool
 
 
 def compile_expression(option: str, expression: str) -> regex.Pattern[str]:
-    """A user's own expression, for a matcher that can be stopped.
-
-    Raises:
-        ConfigError: The expression is malformed or too large.
-    """
+    """A user's own expression, for a matcher that can be stopped."""
     repeats = 1
     for counts in _COUNT.findall(expression):
         for count in counts:
@@ -113,9 +106,6 @@ def key_for(keys: Mapping[str, object], layer: str, option: str) -> str | None:
 
     Args:
         option: The pattern's name, for errors.
-
-    Raises:
-        ConfigError: A key is a malformed expression, or one that takes too long.
     """
     if layer in keys:
         return layer

@@ -27,10 +27,6 @@ def adapter_of_each_row(model: nn.Module, names: Sequence[str], *, num_beams: in
     Args:
         names: One adapter name, or ``"__base__"``, per row.
         num_beams: Rows are repeated that often behind the encoder, if there is one, else from the start.
-
-    Raises:
-        ValueError: No layer has an adapter of that name, one is merged, or the model is in training mode and the
-            adapters do not share a basis.
     """
     layers = [m for m in model.modules() if isinstance(m, FrozenCoreLayer | AuxiliaryTrainingWrapper)]
     frozen = [layer for layer in layers if isinstance(layer, FrozenCoreLayer)]
@@ -63,11 +59,7 @@ def adapter_of_each_row(model: nn.Module, names: Sequence[str], *, num_beams: in
 
 @contextmanager
 def rows_through(layer: FrozenCoreLayer, rows: RowCores) -> Iterator[None]:
-    """Let a layer take the rows of every batch inside through their own cores instead of its active adapters.
-
-    Raises:
-        ValueError: An adapter is merged into its weight.
-    """
+    """Let a layer take the rows of every batch inside through their own cores instead of its active adapters."""
     if layer.merged:
         raise ValueError(
             "Cannot pass `adapter_names` when there are merged adapters, please call `unmerge_adapter` first."

@@ -162,11 +162,7 @@ class FrozenCoreModel(BaseTuner):
     def _get_adapter_state_dict(
         cls, model: nn.Module, config: FrozenCoreConfig, adapter_name: str, state_dict: dict[str, Tensor], **kwargs: Any
     ) -> dict[str, Tensor]:
-        """As PEFT does, for saving; refuses NaN and Inf before a file is touched, and notes what the seal says.
-
-        Raises:
-            ArtifactError: A factor, or a module that is saved with them, is not finite.
-        """
+        """As PEFT does, for saving; refuses NaN and Inf before a file is touched, and notes what the seal says."""
         found = super()._get_adapter_state_dict(
             model=model, config=config, adapter_name=adapter_name, state_dict=state_dict, **kwargs
         )
@@ -176,11 +172,7 @@ class FrozenCoreModel(BaseTuner):
     def _remap_adapter_state_dict_for_load(
         cls, model: nn.Module, config: FrozenCoreConfig, adapter_name: str, state_dict: dict[str, Tensor]
     ) -> dict[str, Tensor]:
-        """As PEFT does, for loading; the tensors are checked before one of them reaches the model.
-
-        Raises:
-            ArtifactError: They are not sound, not those that were saved, or do not fit the model.
-        """
+        """As PEFT does, for loading; the tensors are checked before one of them reaches the model."""
         state_dict = state_to_load(model, config, adapter_name, state_dict)
         return super()._remap_adapter_state_dict_for_load(
             model=model, config=config, adapter_name=adapter_name, state_dict=state_dict
@@ -251,9 +243,6 @@ class FrozenCoreModel(BaseTuner):
 
         They are equal on all ranks from the start: calibration shares them, seeds fix the others. What else may have
         happened to them is found out here, where DistributedDataParallel begins.
-
-        Raises:
-            CalibrationError: A rank holds other bases.
         """
         require_same_bases(
             {
@@ -293,11 +282,7 @@ def _no_match(config: FrozenCoreConfig, model: nn.Module) -> ConfigError:
 
 
 def find_adapter(model: nn.Module, adapter_name: str | None) -> tuple[str, FrozenCoreConfig]:
-    """Name and configuration of a frozen-core adapter; by default the active one, or the only one.
-
-    Raises:
-        ConfigError: The model has no such adapter.
-    """
+    """Name and configuration of a frozen-core adapter; by default the active one, or the only one."""
     configs: dict[str, Any] = getattr(model, "peft_config", {})
     known = [name for name, config in configs.items() if isinstance(config, FrozenCoreConfig)]
     if not known:

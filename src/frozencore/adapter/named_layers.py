@@ -27,9 +27,6 @@ def name_layers(config: FrozenCoreConfig, model: nn.Module) -> None:
     """Write the names of a model's layers over the expressions of a configuration.
 
     One that was put on another model before starts from its expressions again.
-
-    Raises:
-        ConfigError: An expression is malformed, matches nothing, or takes too long.
     """
     for field, (said, named) in config._expressions.items():
         if getattr(config, field) == named:
@@ -42,11 +39,7 @@ def name_layers(config: FrozenCoreConfig, model: nn.Module) -> None:
 
 
 def name_layers_of(config: Any, model: nn.Module) -> None:
-    """The same for the configuration of any PEFT method, with the fields that it has.
-
-    Raises:
-        ConfigError: As above; or an expression stands where only names are understood.
-    """
+    """The same for the configuration of any PEFT method, with the fields that it has."""
     for field in NAMES_ALONE:
         value = getattr(config, field, None)
         for name in value if isinstance(value, list | set | tuple) else [value]:
@@ -145,11 +138,7 @@ def _by_name(option: str, pattern: Mapping[str, Any], layers: Iterable[str], clo
 
 
 def require_tokens(indices: Any, model: nn.Module) -> None:
-    """Refuse tokens to train that a model has no embedding of.
-
-    Raises:
-        ConfigError: The largest of them.
-    """
+    """Refuse tokens to train that a model has no embedding of."""
     if not indices:
         return
     by_name = indices if isinstance(indices, dict) else {None: indices}

@@ -63,9 +63,6 @@ def packed_rows(batch: Any) -> PackedRows | None:
     """The rows that are packed into the sequences of a batch; None where each sequence is one row.
 
     Without an ``attention_mask``, transformers keeps rows apart where ``position_ids`` start again.
-
-    Raises:
-        DataError: The batch packs rows, but not by such positions alone.
     """
     if not isinstance(batch, Mapping):
         return None
@@ -97,9 +94,6 @@ def packed_core_output(x: Tensor, P: Tensor, Q: Tensor, R: Tensor, scale: float,
     Args:
         x: (sequences, tokens, n).
         R: rows x r x r, the core of each row.
-
-    Raises:
-        ValueError: x has other tokens than the rows.
     """
     tokens = x.shape[:-1].numel()
     if tokens != len(rows.row):

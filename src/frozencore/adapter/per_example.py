@@ -88,12 +88,7 @@ def losses_and_gradients(
 
 
 def cores_in_use(model: nn.Module) -> tuple[str, list[FrozenCoreLayer]]:
-    """The active frozen-core adapter and the layers that carry it, ready to be computed with.
-
-    Raises:
-        ConfigError: There is none, or several, or one that is merged or has more rounds than one.
-        CalibrationError: It has no basis yet.
-    """
+    """The active frozen-core adapter and the layers that carry it, ready to be computed with."""
     all_layers = [module for module in model.modules() if isinstance(module, FrozenCoreLayer)]
     names = {name for layer in all_layers for name in layer.active_adapters if name in layer.frozencore_R}
     if len(names) != 1 or any(layer.disable_adapters for layer in all_layers):

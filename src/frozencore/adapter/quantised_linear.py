@@ -27,11 +27,7 @@ class FrozenCoreQuantisedLinear(FrozenCoreLinear):
         self._unmerged: list[nn.Module] = []  # in a list, where torch does not take it for a part of the model
 
     def forward(self, x: Tensor, *args: Any, adapter_names: list[str] | None = None, **kwargs: Any) -> Tensor:
-        """As without quantisation.
-
-        Raises:
-            ModelError: A gradient is wanted of a weight that was rewritten for inference.
-        """
+        """As without quantisation."""
         if torch.is_grad_enabled():
             _require_as_loaded(self)
         return super().forward(x, *args, adapter_names=adapter_names, **kwargs)
@@ -42,11 +38,7 @@ class FrozenCoreQuantisedLinear(FrozenCoreLinear):
         return super().get_base_weight()
 
     def dense_weight(self) -> Tensor:
-        """W dequantised, m x n.
-
-        Raises:
-            ModelError: The quantiser cannot give its weight back.
-        """
+        """W dequantised, m x n."""
         try:
             return super().dense_weight()
         except (TypeError, NotImplementedError) as error:
@@ -69,11 +61,7 @@ class FrozenCoreQuantisedLinear(FrozenCoreLinear):
         super()._add_to_weight(adapter_name, sign, check=check)
 
     def _set_aside(self) -> None:
-        """Put a copy of the quantised layer in its place, to merge into.
-
-        Raises:
-            ModelError: The quantiser cannot take a changed weight.
-        """
+        """Put a copy of the quantised layer in its place, to merge into."""
         backend = self.quantization_backend
         if not backend.supports_merge:
             raise ModelError(

@@ -33,11 +33,7 @@ def give_ranks(
 
 
 def spread_evenly(adapter_name: str, config: FrozenCoreConfig, layers: Mapping[str, FrozenCoreLayer]) -> None:
-    """Equal ranks within the budget: for good where no spectrum tells layers apart, else until calibration.
-
-    Raises:
-        ConfigError: Rank one in every layer is beyond a budget that is to be spent evenly.
-    """
+    """Equal ranks within the budget: for good where no spectrum tells layers apart, else until calibration."""
     assert config.rank_budget is not None
     for_good = not config.constructor_entry.has_gains
     budget = trained_values(config.rank_budget)

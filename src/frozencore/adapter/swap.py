@@ -118,10 +118,6 @@ def flat_cores_of(
     Args:
         layers: Of a loaded adapter, on whose basis the cores are to be.
         basis_id: Of the loaded adapter.
-
-    Raises:
-        ConfigError: The loaded adapter is merged into the weights.
-        ArtifactError: Other layers, ranks, scales or bases, or trained modules besides cores.
     """
     for layer in layers.values():
         if layer.merged:

@@ -10,12 +10,7 @@ from frozencore.errors import ConfigError
 
 
 def require_own_parameters(model: nn.Module) -> list[Tensor]:
-    """The parameters that the active frozen-core adapters train; none for a model without such adapters.
-
-    Raises:
-        ConfigError: One of their cores is frozen, or another parameter is not. ``modules_to_save`` and
-            ``trainable_token_indices`` are theirs.
-    """
+    """The parameters that the active frozen-core adapters train; none for a model without such adapters."""
     cores: list[Tensor] = []
     named: list[Tensor] = []
     for module in model.modules():

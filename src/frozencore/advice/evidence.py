@@ -147,9 +147,6 @@ def gather(
     Args:
         settings: Those that are to be tried: the moments are what they need.
         elsewhere: Look at all linear layers too, if their dense second moments take no more than 8 GiB.
-
-    Raises:
-        CalibrationError, ConfigError, DataError: As :func:`frozencore.calibrate`.
     """
     layers = _layers(model, target_modules)
     names: dict[On, tuple[str, ...]] = {"asked": tuple(layers)}

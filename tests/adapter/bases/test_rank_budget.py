@@ -22,8 +22,8 @@ from frozencore import (
     save_basis,
     swap_core,
 )
-from frozencore.adapter.bases.gains import GainWork
 from frozencore.adapter.bases.passes import BasisWork
+from frozencore.adapter.bases.rank_budget import GainWork
 from frozencore.adapter.layer import FrozenCoreLayer, layer_shape
 from frozencore.calibration.budget import PassPlan
 from frozencore.errors import CalibrationError, ConfigError

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
+from frozencore.adapter.bases.access import get_bases
 from frozencore.adapter.bases.calibrate import calibrate
-from frozencore.adapter.bases.carried import get_bases
 from frozencore.adapter.layer import frozen_core_layers
 from frozencore.calibration.options import of_the_sums
 from frozencore.calibration.store import MomentsFingerprint, load_moments, save_moments

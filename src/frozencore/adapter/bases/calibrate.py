@@ -13,9 +13,9 @@ from torch import nn
 from torch.utils.data import Dataset
 from tqdm.auto import tqdm
 
-from frozencore.adapter.bases.calibratable import adapter_for_new_bases
+from frozencore.adapter.bases.access import adapter_for_new_bases
 from frozencore.adapter.bases.passes import BasisWork
-from frozencore.adapter.bases.spend import BasisSource, GivenMoments, spend_budget, spends_by_spectrum
+from frozencore.adapter.bases.rank_budget import BasisSource, GivenMoments, spend_budget, spends_by_spectrum
 from frozencore.adapter.ranks import give_ranks, layers_to_share
 from frozencore.calibration.examples import Collator, batches_from
 from frozencore.calibration.loss import LossFn, with_loss

@@ -135,11 +135,7 @@ class InRounds(TrainerCallback, ABC):
         return [round(j * num_steps / self.rounds) for j in range(1, self.rounds)]
 
     def saved_state(self, args: TrainingArguments, state: TrainerState) -> dict[str, Tensor]:
-        """What the checkpoint that a training goes on from has kept.
-
-        Raises:
-            CalibrationError: It has kept nothing.
-        """
+        """What the checkpoint that a training goes on from has kept."""
         file = self._file(args, state)
         if not file.is_file():
             raise CalibrationError(

@@ -1,18 +1,20 @@
-"""The work between calibration data and finished bases, in as many passes as a memory budget asks for."""
+"""From calibration data to finished bases, in as many passes as the memory allows."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 
-from frozencore.adapter.bases.calibratable import adapters_off, require_tokens
-from frozencore.adapter.bases.room import halved, sums_device
-from frozencore.adapter.bases.together import build_together, in_batches
+from frozencore.adapter.bases.same_shape import batches_of_one_shape, build_batch
 from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.adapter.layer import FrozenCoreLayer
 from frozencore.calibration.batches import Batch, is_batch
@@ -22,8 +24,9 @@ from frozencore.calibration.examples import KeptBatches
 from frozencore.calibration.options import CalibrationOptions, backward_passes
 from frozencore.calibration.shards import reduce_moments
 from frozencore.calibration.sketch import Sketch, SketchTarget, stream_whitened_svds
-from frozencore.constructors import BasisOptions, LayerEvidence, build_basis
+from frozencore.constructors import BasisOptions, LayerEvidence
 from frozencore.device import fits
+from frozencore.errors import CalibrationError
 from frozencore.maths.basis import Basis
 from frozencore.maths.capture import CAPTURE_NEEDS, Capture, capture_if_whole
 from frozencore.maths.moments import LayerMoments, MomentName
@@ -36,18 +39,17 @@ LAYERS_OF_A_BLOCK = 8  # target modules in a decoder block, at most
 
 @dataclass
 class BasisWork:
-    """Layers on the way to their bases.
+    """The layers of an adapter whose bases are being computed.
 
     Attributes:
         owners: The rank that builds each layer's basis.
-        ranks: By layer, where it is not that of the adapter as it is.
-        bases: Finished ones, of the layers that this rank owns.
+        ranks: Ranks of layers that get another one than the adapter has now.
+        bases: Finished bases of the layers that this rank owns.
         diagonals: Token count, a and d of every layer that data were read for.
-        captures: What each of those bases captures, where G, a and d were all at hand.
-        builds_together: Whether layers of one shape may be built in batches, which takes memory that no budget has
-            counted.
-        captures_asked: Whether anybody will read those.
-        collect_s, build_s: Seconds in passes over the data, and in bases.
+        captures: What each basis captures, where G, a and d were all summed.
+        batches_layers: Whether layers of one shape may be built in batches. No memory budget counts what that takes.
+        captures_asked: Whether ``captures`` are needed.
+        collect_s, build_s: Seconds in passes over the data, and in building bases.
     """
 
     model: nn.Module
@@ -60,7 +62,7 @@ class BasisWork:
     bases: dict[str, Basis] = field(default_factory=dict)
     diagonals: dict[str, LayerMoments] = field(default_factory=dict)
     captures: dict[str, Capture] = field(default_factory=dict)
-    builds_together: bool = True
+    batches_layers: bool = True
     captures_asked: bool = True
     collect_s: float = 0.0
     build_s: float = 0.0
@@ -68,22 +70,19 @@ class BasisWork:
     def read(self, batches: Iterable[Batch], options: CalibrationOptions) -> None:
         """Plan the passes, make them, and build the bases of each group before the next one is summed.
 
-        A group for which there is no room comes again in halves: that takes more passes and gives the same bases.
-
-        Raises:
-            CalibrationError: There is no room for a single layer.
+        A group that does not fit into memory is tried again in halves, which gives the same bases.
         """
         batches = batches if isinstance(batches, Sequence) else KeptBatches(batches)  # every pass must read the same
         with all_ranks_or_none():
             if options.memory_budget is not None or options.group_size < len(self.layers):
                 batches = list(batches)  # to see how large they are
         plan = self.plan(batches, options)
-        self.builds_together = options.memory_budget is None
+        self.batches_layers = options.memory_budget is None
         options = replace(
             options,
             group_size=999,
             memory_budget=None,
-            stats_device=sums_device(self.model, plan, options.stats_device),
+            stats_device=_sums_device(self.model, plan, options.stats_device),
         )
         make = self._stream if plan.streaming else self._sum
         done, left = 0, list(plan.groups)
@@ -92,10 +91,10 @@ class BasisWork:
             if fits(partial(make, left[0], batches, options, progress)):
                 done, left = done + 1, left[1:]
             else:
-                left = halved(left)
+                left = _halved(left)
 
     def plan(self, batches: Iterable[Batch], options: CalibrationOptions) -> PassPlan:
-        """Which layers are calibrated together, and how."""
+        """Group the layers into passes."""
         names = list(self.layers)
         if options.memory_budget is None:
             size = options.group_size
@@ -108,7 +107,7 @@ class BasisWork:
         )
 
     def costs(self, batches: Iterable[Batch], of_the_pass: CalibrationOptions) -> dict[str, LayerCost]:
-        """Bytes of each layer, the same on all ranks."""
+        """The bytes that each layer takes, the same on all ranks."""
         options, entry = self.config.basis_options(), self.config.constructor_entry
         num_rows = largest_over_ranks(max(map(_num_rows, batches), default=0))
         itemsize = max((p.element_size() for p in self.model.parameters() if p.is_floating_point()), default=4)
@@ -132,21 +131,26 @@ class BasisWork:
         }
 
     def build(self, names: Iterable[str], moments: dict[str, LayerMoments]) -> None:
-        """Bases of those layers that this rank owns. ``moments`` is emptied: each goes once its basis is built."""
+        """Build the bases of those layers that this rank owns; each entry of ``moments`` is removed once it is used."""
         started = time.perf_counter()
         names = list(names)
         with all_ranks_or_none():
-            for batch in self._batches(names, moments):
+            options = {name: self._options_of(name) for name in names}
+            batches: list[tuple[str, ...]] = [(name,) for name in names]
+            if self.batches_layers:
+                batches = batches_of_one_shape(names, moments, self.config.constructor, options)
+            for batch in batches:
                 evidence = [self._evidence(name, moments.pop(name, None)) for name in batch]
                 own = [layer for layer in evidence if self.owners[layer.name] == own_rank()]
-                for layer, basis in zip(own, self._built(own), strict=True):
+                built = build_batch(self.config.constructor, own, [options[layer.name] for layer in own])
+                for layer, basis in zip(own, built, strict=True):
                     self._keep(layer.name, basis)
                     if self.captures_asked and (found := capture_if_whole(layer.moments, basis)) is not None:
                         self.captures[layer.name] = found
         self.build_s += time.perf_counter() - started
 
     def build_streamed(self, sketches: Iterable[tuple[str, Sketch]]) -> None:
-        """The same from sketches, by layer name, which every rank has."""
+        """Build the bases from sketches by layer name, which every rank has."""
         started = time.perf_counter()
         with all_ranks_or_none():
             for name, sketch in sketches:
@@ -156,20 +160,8 @@ class BasisWork:
                     self._keep(name, basis)
         self.build_s += time.perf_counter() - started
 
-    def _batches(self, names: list[str], moments: Mapping[str, LayerMoments]) -> list[tuple[str, ...]]:
-        if not self.builds_together:
-            return [(name,) for name in names]
-        options = {name: self._options_of(name) for name in names}
-        return in_batches(names, moments, self.config.constructor, options)
-
-    def _built(self, layers: Sequence[LayerEvidence]) -> list[Basis]:
-        options = [self._options_of(layer.name) for layer in layers]
-        if len(layers) > 1:
-            return list(build_together(self.config.constructor, layers, options).values())
-        return [build_basis(self.config.constructor, *pair) for pair in zip(layers, options, strict=True)]
-
     def like_factors(self, name: str) -> tuple[Tensor, Tensor]:
-        """Of the shapes of a layer's P and Q, without values."""
+        """Tensors of the shapes of a layer's P and Q, without values."""
         layer, rank = self.layers[name], self._rank(name)
         P, Q = (torch.empty(size, rank, device="meta") for size in layer.shape)
         return P, Q
@@ -182,7 +174,7 @@ class BasisWork:
     def _sums(
         self, group: Iterable[str], batches: Iterable[Batch], options: CalibrationOptions, progress: Progress | None
     ) -> dict[str, LayerMoments]:
-        """Over all batches and processes, of a single holder; matrices are where the owner of their layer is."""
+        """Sum the moments over all batches and ranks; a matrix stays on the rank that owns its layer."""
         started = time.perf_counter()
         with all_ranks_or_none(), adapters_off(self.model):
             moments = collect_moments(
@@ -224,13 +216,13 @@ class BasisWork:
 
     @property
     def _metric(self) -> Whitening:
-        """Of a constructor of which a sketch will do."""
+        """The metric of a constructor that can build from sketches."""
         metric = self.config.constructor_entry.metric(self.config.basis_options())
         assert metric is not None
         return metric
 
     def _needs(self, options: CalibrationOptions) -> frozenset[MomentName]:
-        """What the constructor reads; with G come a and d, two vectors, by which it is told what a basis captures."""
+        """The moments that the constructor reads, and with G also a and d, which measure what a basis captures."""
         needs = self.config.constructor_entry.needs(self.config.basis_options())
         whole = needs | CAPTURE_NEEDS
         as_many = len(backward_passes(needs, options)) == len(backward_passes(whole, options))
@@ -246,9 +238,12 @@ class BasisWork:
         layer = self.layers[name]
         if moments is not None:
             self.diagonals[name] = moments.without_matrices()
-        evidence = LayerEvidence(name, layer.shape, layer.dense_weight, moments)
-        require_tokens(evidence, self._rank(name))
-        return evidence
+            if moments.num_tokens < self._rank(name):
+                raise CalibrationError(
+                    f"A basis of rank {self._rank(name)} needs at least {self._rank(name)} counted tokens, but layer "
+                    f"{name!r} received {moments.num_tokens}. Calibrate on more text."
+                )
+        return LayerEvidence(name, layer.shape, layer.dense_weight, moments)
 
     def _keep(self, name: str, basis: Basis) -> None:
         self.layers[name].require_rank(self._rank(name), basis)
@@ -261,3 +256,43 @@ def _num_rows(batch: Batch) -> int:
     if not is_batch(batch):  # refused when it is read
         return 0
     return max((v.shape[0] * v.shape[1] for v in batch.values() if isinstance(v, Tensor) and v.ndim > 1), default=0)
+
+
+def _halved(groups: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Split the groups into groups of at most half the size of the first."""
+    size = len(groups[0])
+    if size == 1:
+        raise CalibrationError(
+            f"There is no memory to calibrate layer {groups[0][0]!r} even alone. Calibrate on smaller batches or "
+            'shorter text, or with options=CalibrationOptions(stats_device="cpu").'
+        )
+    half = -(-size // 2)
+    warnings.warn(
+        f"Out of memory with {size} layers in a pass: calibration goes on with {half} at a time, which takes more "
+        "passes and gives the same bases. Pass memory_budget to have them planned.",
+        stacklevel=4,
+    )
+    return [group[i : i + half] for group in groups for i in range(0, len(group), half)]
+
+
+def _sums_device(model: nn.Module, plan: PassPlan, asked: str | None) -> str | None:
+    """The device of the sums: the one asked for, else the CPU where the plan does not fit on the model's device."""
+    device = next(model.parameters()).device
+    if asked is not None or plan.peak_bytes == 0 or device.type != "cuda":
+        return asked
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return None if plan.peak_bytes <= torch.cuda.mem_get_info(device)[0] + unused else "cpu"
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """Compute with the plain base model, whatever adapters and ``modules_to_save`` are active on it."""
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper)]
+    before = [layer._disable_adapters for layer in layers]
+    try:
+        for layer in layers:
+            layer._disable_adapters = True
+        yield
+    finally:
+        for layer, disabled in zip(layers, before, strict=True):
+            layer._disable_adapters = disabled

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import TrainerState, TrainingArguments
 
-from frozencore.adapter.bases.calibratable import adapter_for_new_bases
+from frozencore.adapter.bases.access import adapter_for_new_bases
 from frozencore.adapter.bases.in_rounds import InRounds
 from frozencore.adapter.bases.passes import BasisWork
 from frozencore.adapter.bases.refresh_plan import (

@@ -68,9 +68,6 @@ def widths_within(
     Args:
         memory_budget: For all that a training holds to choose new bases by. By default 128 MB, or what the narrowest
             sketches take, or exact sums where the constructor cannot do with sketches.
-
-    Raises:
-        ConfigError: It is no size, or too small.
     """
     budget = memory_bytes(MEMORY if memory_budget is None else memory_budget)
     options = config.basis_options()

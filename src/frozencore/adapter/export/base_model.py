@@ -72,9 +72,6 @@ def load_base_model(base: str, dtype: str, loading: dict[str, Any], not_quantise
         dtype: ``auto`` is that of its file.
         loading: The options of :func:`frozencore.files.hub.safe_loading`.
         not_quantised: The reason why a quantised model is refused.
-
-    Raises:
-        ModelError: It cannot be read, or is quantised.
     """
     try:
         config = AutoConfig.from_pretrained(**loading)

@@ -118,11 +118,7 @@ def identity_of(bases: Bases) -> str:
 
 
 def read_entry(folder: str | Path) -> dict[str, Any]:
-    """Read the entry of the basis in ``config.json`` of a basis model: ``ranks`` by layer name, and ``identity``.
-
-    Raises:
-        ArtifactError: It is no basis model, or damaged.
-    """
+    """Read the entry of the basis in ``config.json`` of a basis model: ``ranks`` by layer name, and ``identity``."""
     path = Path(folder) / MODEL_CONFIG
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -143,11 +139,7 @@ def read_entry(folder: str | Path) -> dict[str, Any]:
 
 
 def read_bases(folder: str | Path) -> dict[str, tuple[Tensor, Tensor]]:
-    """Read P and Q of a basis model by layer name.
-
-    Raises:
-        ArtifactError: They are missing, damaged, of other ranks than its configuration says, or not finite.
-    """
+    """Read P and Q of a basis model by layer name."""
     folder = Path(folder)
     found: dict[str, Tensor] = {}
     ranks = read_entry(folder)["ranks"]

@@ -162,9 +162,6 @@ def layers_to_name(adapted: Mapping[str, tuple[int, int]], base: BaseLayers | No
     SGLang stacks q, k, v (and gate, up) of a layer into one matrix and looks each of them up by name; PEFT builds every
     layer that ``target_modules`` names. A directory that holds exactly those layers, zero where nothing was adapted,
     satisfies both.
-
-    Raises:
-        ArtifactError: The base model is not the adapter's, or is needed and was not given.
     """
     if base is None:
         return {**adapted, **_inferred(adapted)}

@@ -73,11 +73,7 @@ class LoraDirectory:
 
 
 def read_lora_directory(directory: str | Path) -> LoraDirectory:
-    """Read a directory that may be of any PEFT method.
-
-    Raises:
-        ArtifactError: A file is missing or damaged, or the configuration is no JSON object.
-    """
+    """Read a directory that may be of any PEFT method."""
     directory = Path(directory)
     for name in (CONFIG_FILE, WEIGHTS_FILE):
         if not (directory / name).is_file():

@@ -44,10 +44,6 @@ def export_source(
         adapter_name: The adapter of the model; the active one by default.
         base: With a folder, the base model, its folder or its GGUF file; by default what the adapter names, if it is
             on this disk.
-
-    Raises:
-        ArtifactError: The folder is damaged.
-        ConfigError: There is no such adapter, it has no basis yet, or it trains more than cores.
     """
     if isinstance(model_or_directory, nn.Module):
         name, config = find_adapter(model_or_directory, adapter_name)

@@ -41,11 +41,7 @@ class Guard:
             self._has_gradient |= found.cpu()
 
     def after_step(self) -> None:
-        """Look, once there was a step with rows, and once there was one with a learning rate above 0.
-
-        Raises:
-            TrainingError: The training cannot learn.
-        """
+        """Look, once there was a step with rows, and once there was one with a learning rate above 0."""
         norms = torch.cat(self._norms) if self._norms else torch.empty(0)
         self._norms.clear()
         self.clipped_share = float((norms > self._clip).float().mean()) if len(norms) else 0.0

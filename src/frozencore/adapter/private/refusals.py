@@ -20,11 +20,7 @@ if TYPE_CHECKING:
 
 
 def private_cores(model: Any) -> dict[str, nn.Parameter]:
-    """The cores that train, by layer, in the order of gradients of each row.
-
-    Raises:
-        ConfigError: Something else trains as well, which no gradient of each row is known of.
-    """
+    """The cores that train, by layer, in the order of gradients of each row."""
     require_own_parameters(model)
     adapter_name, layers = cores_in_use(model)
     for name, module in model.named_modules():
@@ -38,11 +34,7 @@ def private_cores(model: Any) -> dict[str, nn.Parameter]:
 
 
 def refuse_what_leaks(trainer: Trainer, *, basis_is_public: bool) -> None:
-    """Refuse a ``Trainer`` that would tell about its rows beside the noised steps, or spend the budget twice.
-
-    Raises:
-        ConfigError: What it is, and the way out.
-    """
+    """Refuse a ``Trainer`` that would tell about its rows beside the noised steps, or spend the budget twice."""
     require_opacus()
     args: Any = trainer.args
     told = [name for name in args.report_to or () if name != "none"]

@@ -92,9 +92,6 @@ def write_basis(
 
     Returns:
         The identity.
-
-    Raises:
-        ArtifactError: The folder is there already, or cannot be written.
     """
     with whole_folder(folder, overwrite=overwrite) as aside:
         save_file(
@@ -170,9 +167,6 @@ def find_basis(
     Args:
         beside: The adapter's folder. It and the two folders above are searched first, with their folder ``basis``.
         named: The folder or hub id that the configuration names, searched last.
-
-    Raises:
-        ArtifactError: It is nowhere, another one is there, or it is damaged.
     """
     for folder in places_of_a_basis(beside):
         if (folder / HEADER_FILE).is_file() and (header := read_header(folder))["identity"] == identity:

@@ -42,11 +42,7 @@ class SavedConfig(PeftConfig):
     def from_pretrained(
         cls, pretrained_model_name_or_path: str | Path, subfolder: str | None = None, **kwargs: Any
     ) -> PeftConfig:
-        """Read a configuration as PEFT does, after a check of the whole folder where it is a local one.
-
-        Raises:
-            ArtifactError: The adapter is damaged, changed since it was saved, or a pickle.
-        """
+        """Read a configuration as PEFT does, after a check of the whole folder where it is a local one."""
         folder = Path(pretrained_model_name_or_path, subfolder or "")
         ours = (folder / CONFIG_FILE).exists() and read_config(folder).get("peft_type") == PEFT_TYPE
         if ours:
@@ -64,11 +60,7 @@ class SavedConfig(PeftConfig):
 
     @classmethod
     def from_json_file(cls, path_json_file: str, **kwargs: Any) -> dict[str, Any]:
-        """Read the values of a file as PEFT does, without those that a file may not decide.
-
-        Raises:
-            ArtifactError: A value is of a wrong type, or an expression stands where layers are named.
-        """
+        """Read the values of a file as PEFT does, without those that a file may not decide."""
         values = super().from_json_file(path_json_file, **kwargs)
         values = {name: value for name, value in values.items() if name != "allow_other_base"}
         if values.get("peft_type") == PEFT_TYPE:

@@ -33,10 +33,6 @@ def read_adapter(
 
     Args:
         basis: The basis of an adapter of cores alone, if not in the folder, beside it or where it says.
-
-    Raises:
-        ArtifactError: Not a folder of ours, damaged, changed since it was saved, or incomplete; or its basis is
-            missing, or is another.
     """
     config, tensors = read_tensors(directory, basis=basis)
     return config, layer_factors(str(directory), tensors)
@@ -84,9 +80,6 @@ def write_adapter(
         tensors: By their names in an adapter file.
         like: The other's folder.
         changes: New values of the configuration; None removes a value. ``base`` is the seal's record of the base model.
-
-    Raises:
-        ArtifactError: The folder is there already, or cannot be written.
     """
     values = read_config(like)
     changes = {"base": (values.get("seal") or {}).get("base"), **(changes or {})}

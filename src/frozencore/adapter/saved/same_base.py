@@ -53,11 +53,7 @@ def record_base(samples: Mapping[str, Tensor | None]) -> dict[str, str] | None:
 
 
 def differing_layer(recorded: Mapping[str, Any], samples: Mapping[str, Tensor | None]) -> str | None:
-    """The first layer whose weight is not the recorded one; None if all agree or cannot be compared.
-
-    Raises:
-        ArtifactError: The record is malformed.
-    """
+    """The first layer whose weight is not the recorded one; None if all agree or cannot be compared."""
     present = record_base(samples)
     if present is None:
         return None

@@ -57,9 +57,6 @@ def read_folder(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Read the configuration and tensors of an adapter of any PEFT method; check ours against the seal.
 
     The weights are read once: the bytes that were hashed are the bytes that are returned.
-
-    Raises:
-        ArtifactError: A file is missing, no plain file, a pickle, damaged, not as sealed, or of a newer format.
     """
     for name in (CONFIG_FILE, WEIGHTS_FILE):
         if not (directory / name).is_file():

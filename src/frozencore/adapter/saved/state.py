@@ -55,9 +55,6 @@ def state_to_save(
 
     Args:
         whole: The model's state dict, which holds trained modules too.
-
-    Raises:
-        ArtifactError: A factor, or a module that is saved with them, is not finite.
     """
     found = _with_whole_cores(found)
     if config.basis_id is not None:
@@ -74,11 +71,7 @@ def state_to_save(
 def state_to_load(
     model: nn.Module, config: FrozenCoreConfig, adapter_name: str, state_dict: dict[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Turn the tensors of a file into PEFT's state dict, checked before one of them reaches the model.
-
-    Raises:
-        ArtifactError: They are not sound, not as sealed, or do not fit the model; or a named basis is missing.
-    """
+    """Turn the tensors of a file into PEFT's state dict, checked before one of them reaches the model."""
     origin, layers = f"the adapter {adapter_name!r}", frozen_core_layers(model, adapter_name)
     _resize_for_rounds(config, layers, adapter_name, state_dict)
     own = {name: layer.factors(adapter_name) for name, layer in layers.items()}
@@ -185,9 +178,6 @@ def set_named_basis(configs: Mapping[str, FrozenCoreConfig], adapter_name: str, 
 
     Args:
         configs: The configurations of all adapters of the model.
-
-    Raises:
-        ArtifactError: The basis is not found, or does not fit the model.
     """
     config, layers = configs[adapter_name], frozen_core_layers(model, adapter_name)
     origin = f"the adapter {adapter_name!r}"
@@ -219,11 +209,7 @@ def _basis_in_model(
 def require_basis_fits(
     origin: str, basis: SavedBasis, config: FrozenCoreConfig, layers: Layers, adapter_name: str
 ) -> None:
-    """Refuse a basis of other layers, ranks, scales or another base model than an adapter's.
-
-    Raises:
-        ArtifactError: The first difference.
-    """
+    """Refuse a basis of other layers, ranks, scales or another base model than an adapter's."""
     if basis.layers.keys() != layers.keys():
         odd = sorted(basis.layers.keys() ^ layers.keys())
         raise ArtifactError(

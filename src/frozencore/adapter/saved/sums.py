@@ -57,10 +57,6 @@ def add_weighted_sum(tuner: Any, adapters: Sequence[str], weights: Sequence[floa
 
     Args:
         tuner: A :class:`frozencore.FrozenCoreModel`.
-
-    Raises:
-        ConfigError: No such adapter, not as many weights, trained modules besides cores.
-        ArtifactError: The adapters have other layers, bases, ranks or scales.
     """
     missing = [adapter for adapter in adapters if adapter not in tuner.peft_config]
     if missing or not adapters:

@@ -35,11 +35,7 @@ class Factors:
 
 
 def layer_factors(origin: str, tensors: Mapping[str, Tensor]) -> dict[str, Factors]:
-    """Group the tensors of an adapter file, or of PEFT's adapter state dict, by layer.
-
-    Raises:
-        ArtifactError: There is no layer, a layer lacks a factor, or shapes do not fit each other.
-    """
+    """Group the tensors of an adapter file, or of PEFT's adapter state dict, by layer."""
     layers: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
         layer, found, rest = key.removeprefix(BASE).partition(f".{PREFIX}")
@@ -100,11 +96,7 @@ def by_layer(flat: Tensor, ranks: Mapping[str, int]) -> dict[str, Tensor]:
 def with_factors(
     origin: str, tensors: Mapping[str, Tensor], bases: Mapping[str, tuple[Tensor, Tensor]]
 ) -> dict[str, Tensor]:
-    """Replace the vector of all cores by P, Q and R of every layer.
-
-    Raises:
-        ArtifactError: The cores do not have the ranks of the bases.
-    """
+    """Replace the vector of all cores by P, Q and R of every layer."""
     cores = split_cores(origin, tensors[FLAT], {name: P.shape[1] for name, (P, _) in bases.items()})
     whole = {name: tensor for name, tensor in tensors.items() if name != FLAT}
     for name, (P, Q) in bases.items():

@@ -9,7 +9,7 @@ from typing import Any
 from peft import PeftModel
 
 from frozencore.adapter.bases.calibrate import Calibration, calibrate
-from frozencore.adapter.bases.spend import spends_by_spectrum
+from frozencore.adapter.bases.rank_budget import spends_by_spectrum
 from frozencore.adapter.saved.basis import read_header
 from frozencore.calibration.batches import Batch
 from frozencore.calibration.options import of_the_sums

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from peft import PeftModel
 
+from frozencore.adapter.bases.access import save_basis
 from frozencore.adapter.bases.calibrate import Calibration, calibrate
-from frozencore.adapter.bases.carried import save_basis
-from frozencore.adapter.bases.spend import GivenMoments
+from frozencore.adapter.bases.rank_budget import GivenMoments
 from frozencore.adapter.layer import frozen_core_layers
 from frozencore.calibration.batches import Batch, in_halves
 from frozencore.calibration.collect import collect_moments

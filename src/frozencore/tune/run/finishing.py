@@ -10,8 +10,8 @@ from warnings import WarningMessage
 
 from peft import PeftModel
 
+from frozencore.adapter.bases.access import basis_fingerprint
 from frozencore.adapter.bases.calibrate import Calibration
-from frozencore.adapter.bases.carried import basis_fingerprint
 from frozencore.adapter.saved.card import write_model_card
 from frozencore.errors import DivergenceError, ModelError
 from frozencore.files.whole_file import write_json, write_lines

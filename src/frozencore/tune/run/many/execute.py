@@ -13,8 +13,8 @@ from warnings import WarningMessage
 from peft import PeftModel
 from torch import nn
 
+from frozencore.adapter.bases.access import basis_fingerprint, save_basis, set_bases
 from frozencore.adapter.bases.calibrate import Calibration
-from frozencore.adapter.bases.carried import basis_fingerprint, save_basis, set_bases
 from frozencore.adapter.saved.basis import load_basis
 from frozencore.errors import ArtifactError, ConfigError
 from frozencore.files.fingerprint import fingerprint_model

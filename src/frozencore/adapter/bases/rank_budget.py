@@ -1,51 +1,75 @@
-"""What the directions of each layer are worth to a rank budget, from two halves of the calibration data.
+"""Spending a rank budget: from two halves of the calibration data to a rank for each layer.
 
-The work is that between data and bases, with the same plans of passes and the same way out of too little memory; but
-each half is summed by itself, and what comes out is gains.
+A direction's gain is what both halves agree on. The passes are those of :mod:`frozencore.adapter.bases.passes`, with
+the same plans and the same way out of too little memory, but each half is summed by itself.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from frozencore.adapter.bases.calibratable import adapters_off
-from frozencore.adapter.bases.passes import BasisWork
+from frozencore.adapter.bases.passes import BasisWork, adapters_off
+from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.calibration.batches import Batch, in_halves
 from frozencore.calibration.budget import LayerCost
 from frozencore.calibration.collect import share_of
 from frozencore.calibration.options import CalibrationOptions
 from frozencore.calibration.sketch import crossed
 from frozencore.constructors import LayerEvidence
+from frozencore.constructors.options import trained_values
+from frozencore.errors import CalibrationError
 from frozencore.maths.agreement import gains_of
+from frozencore.maths.allocation import allocate_ranks, num_candidates
 from frozencore.maths.moments import LayerMoments
 from frozencore.ranks import all_ranks_or_none, gathered, own_rank
 from frozencore.words import Progress
 
 
 @dataclass
+class GivenMoments:
+    """Moments by layer name, of all examples, or of parts of them."""
+
+    parts: list[dict[str, LayerMoments]]
+
+    @classmethod
+    def of(cls, moments: Mapping[str, LayerMoments] | Sequence[Mapping[str, LayerMoments]] | None) -> GivenMoments:
+        """The moments that :func:`frozencore.calibrate` was given."""
+        return cls([dict(part) for part in ([moments] if isinstance(moments, Mapping) else moments or ())])
+
+    def taken(self) -> dict[str, LayerMoments]:
+        """The sums over the parts. The caller owns the tensors; nothing else refers to them."""
+        first, *others = self.parts or [{}]
+        self.parts = []
+        for other in others:
+            for name in first:
+                first[name] = first[name] + other.pop(name)
+        return first
+
+
+@dataclass
 class GainWork(BasisWork):
-    """Layers on the way to their gains; ``ranks`` is how many directions of each are looked at.
+    """The layers whose gains are being computed; ``ranks`` is the number of directions of each.
 
     Attributes:
-        gains: Of the layers that this process owns, one number a direction.
-        kept: The moments of both halves together, where all layers were summed at once; they are then not summed again.
+        gains: One number a direction, of the layers that this rank owns.
+        kept: The moments of both halves together, where all layers were summed at once and need no second sum.
     """
 
     gains: dict[str, tuple[float, ...]] = field(default_factory=dict)
     kept: dict[str, LayerMoments] = field(default_factory=dict)
 
     def all_gains(self) -> dict[str, tuple[float, ...]]:
-        """Of every layer, on every process, in the order of the layers."""
+        """The gains of every layer, on every rank, in the order of the layers."""
         found = gathered(self.gains)
         return {name: found[name] for name in self.layers}
 
     def compare(self, halves: Sequence[dict[str, LayerMoments]]) -> None:
-        """Gains from the moments of both halves, which are emptied: their sums are kept if they are of all layers."""
+        """Compute gains from the moments of both halves, which are emptied; sums over all layers are kept."""
         started = time.perf_counter()
         with all_ranks_or_none():
             one, other = halves
@@ -60,7 +84,7 @@ class GainWork(BasisWork):
         self.build_s += time.perf_counter() - started
 
     def costs(self, batches: Iterable[Batch], of_the_pass: CalibrationOptions) -> dict[str, LayerCost]:
-        """Two sums at a time, or the directions of the first sketch beside the second; no basis stays."""
+        """The bytes of two sums at a time, or of a sketch beside the directions of another; no basis stays."""
         shapes = {name: layer.shape for name, layer in self.layers.items()}
         return {
             name: replace(
@@ -122,3 +146,43 @@ class GainWork(BasisWork):
 
 def _plain(gains: Tensor) -> tuple[float, ...]:
     return tuple(gains.to(torch.float64).tolist())
+
+
+BasisSource = Iterable[Batch] | GivenMoments
+
+
+def spends_by_spectrum(config: FrozenCoreConfig) -> bool:
+    """Whether calibration chooses the ranks; constructors without gains have equal ranks from the start."""
+    return config.rank_budget is not None and config.constructor_entry.has_gains
+
+
+def spend_budget(work: BasisWork, source: BasisSource, options: CalibrationOptions) -> tuple[BasisWork, BasisSource]:
+    """Choose the ranks, and return the work on the layers that got one, with its source. The model is not changed.
+
+    Args:
+        work: New work on all layers that may be adapted.
+    """
+    budget, layers = trained_values(work.config.rank_budget), work.layers
+    shapes = {name: layer.shape for name, layer in layers.items()}
+    counts = {name: num_candidates(shape, len(layers), budget) for name, shape in shapes.items()}
+    gains = GainWork(work.model, work.adapter_name, work.config, layers, work.owners, work.progress, ranks=counts)
+    if isinstance(source, GivenMoments):
+        if len(source.parts) != 2:
+            raise CalibrationError(
+                "A rank budget is spent on what two halves of the calibration examples agree on, but moments of all of "
+                "them came. Pass moments=(those of one half, those of the other), or data."
+            )
+        gains.compare([{name: part[name] for name in layers} for part in source.parts])
+    else:
+        source = list(source)
+        gains.read(source, options)
+    ranks = allocate_ranks(gains.all_gains(), budget)
+    adapted = {name: layer for name, layer in layers.items() if ranks[name]}
+    if not adapted:
+        raise CalibrationError(
+            f"The two halves of the calibration examples agree on no direction of any of the {len(layers)} layers, so "
+            "a rank budget cannot be spent. Calibrate on more text, or give a rank instead."
+        )
+    kept = {name: gains.kept[name] for name in adapted if name in gains.kept}
+    left = replace(work, layers=adapted, ranks=ranks, collect_s=gains.collect_s)
+    return left, GivenMoments([kept]) if kept else source

@@ -1,4 +1,4 @@
-"""Bases taken out of an adapter and put into another: computed once, used for many runs."""
+"""Taking bases out of an adapter, putting them into another, and saving them: computed once, used for many runs."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
-from frozencore.adapter.bases.calibratable import adapter_for_new_bases, find_adapter
 from frozencore.adapter.config import FrozenCoreConfig, options_of_basis
 from frozencore.adapter.layer import FrozenCoreLayer, frozen_core_layers
+from frozencore.adapter.model import find_adapter
 from frozencore.adapter.saved.basis import SavedBasis, write_basis
 from frozencore.adapter.saved.card import num_tokens
 from frozencore.adapter.saved.same_base import record_base
@@ -21,8 +22,34 @@ from frozencore.files.fingerprint import fingerprint_tensors
 from frozencore.maths.basis import ORTHONORMAL_COORDINATES, Basis, known_basis
 
 
+def adapter_for_new_bases(
+    model: nn.Module, adapter_name: str | None, *, reset: bool
+) -> tuple[str, FrozenCoreConfig, dict[str, FrozenCoreLayer]]:
+    """Name, configuration and layers of an adapter that may get new bases.
+
+    Args:
+        adapter_name: The active one by default.
+        reset: Also if its cores have been trained.
+    """
+    adapter_name, config = find_adapter(model, adapter_name)
+    layers = frozen_core_layers(model, adapter_name)
+    for name, module in model.named_modules():
+        if isinstance(module, BaseTunerLayer) and module.merged:
+            raise CalibrationError(
+                f"Calibration looks at the base weights, but layer {name!r} has an adapter merged into them. "
+                "Call unmerge_adapter() first."
+            )
+    for name, layer in layers.items():
+        if not reset and bool(layer.factors(adapter_name)[2].any()):
+            raise CalibrationError(
+                f"The core of layer {name!r} is not zero: a new basis under it would change what it means. "
+                "Pass reset=True to give up what it learned."
+            )
+    return adapter_name, config, layers
+
+
 def get_bases(model: nn.Module, adapter_name: str | None = None) -> dict[str, Tensor]:
-    """P (m x r) and Q (n x r) of every layer, under ``<layer>.P`` and ``<layer>.Q``: copies on the CPU.
+    """Copy P (m x r) and Q (n x r) of every layer to the CPU, under ``<layer>.P`` and ``<layer>.Q``.
 
     ``safetensors.torch.save_file`` takes the result as it is.
 
@@ -50,14 +77,14 @@ def set_bases(
     """Give an adapter the bases of :func:`get_bases` instead of calibrating it, and reset its cores to zero.
 
     Args:
-        bases: Of the same layers, ranks and base model, which is not checked: on other weights they are as good as
-            random ones. That of :func:`frozencore.load_basis` is checked, and the adapter is on it by name from then
-            on: it is saved as cores alone.
+        bases: Bases of the same layers and ranks. The base model is not checked: on other weights they are as good as
+            random ones. A basis of :func:`frozencore.load_basis` is checked, and the adapter names it from then on: it
+            is saved as cores alone.
         reset: Allow a new basis under a core that has been trained (the core is lost).
 
     Raises:
         ConfigError: The model has no such frozen-core adapter, or its configuration asks for an initial step.
-        ArtifactError: A saved basis has other layers, ranks or scales, or is of another base model.
+        ArtifactError: A saved basis has other layers, ranks or scales, or another base model.
         CalibrationError: Layers or shapes differ, a basis is not finite or not orthonormal where the coordinates
             promise it, an adapter is merged, or a core is trained. No basis is changed then.
     """
@@ -90,15 +117,15 @@ def save_basis(
     calibrated_on: str | None = None,
     overwrite: bool = False,
 ) -> str:
-    """Write an adapter's P and Q as a basis for many adapters; this one is on it by name from now on.
+    """Write an adapter's P and Q as a basis for many adapters; this adapter names it from now on.
 
     Args:
-        folder: New; of two files, ``basis.json`` and ``basis.safetensors``.
-        calibrated_on: What the bases were computed from, in words.
+        folder: A new folder, for ``basis.json`` and ``basis.safetensors``.
+        calibrated_on: The calibration data in words.
         overwrite: Replace a basis that is there.
 
     Returns:
-        Its identity, the hash of its content.
+        The identity of the basis, the hash of its content.
 
     Raises:
         ConfigError: The model has no such frozen-core adapter, or its cores start from an initial step.

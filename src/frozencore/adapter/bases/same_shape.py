@@ -1,4 +1,4 @@
-"""Bases of layers of one shape, whose SVDs are one call on a GPU: one by one it waits for launching."""
+"""Bases of layers of one shape in one batched SVD: on a GPU, one SVD after the other waits for launching."""
 
 from __future__ import annotations
 
@@ -7,37 +7,31 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from frozencore.constructors import BasisOptions, LayerEvidence, find_constructor
+from frozencore.constructors import BasisOptions, LayerEvidence, build_basis, find_constructor
 from frozencore.errors import CalibrationError
 from frozencore.maths.basis import Basis
 from frozencore.maths.batched_svd import truncated_svds
 from frozencore.maths.linalg import TruncatedSVD
 from frozencore.maths.moments import LayerMoments
 
-BATCH_BYTES = 128 * 2**20  # of whitened cross moments at a time, beside all that wait
+BATCH_BYTES = 128 * 2**20  # of whitened cross moments at a time
 
 
-def pays_together(moments: LayerMoments | None) -> bool:
-    """A CPU does one after the other as fast, and has the same bytes whatever stands beside a layer."""
-    return moments is not None and moments.cross is not None and moments.cross.is_cuda
-
-
-def in_batches(
+def batches_of_one_shape(
     names: Iterable[str],
     moments: Mapping[str, LayerMoments],
     constructor: str,
     options: Mapping[str, BasisOptions],
 ) -> list[tuple[str, ...]]:
-    """Layers whose bases are built together, in order; alone where the constructor's is no SVD of a whitened G.
+    """Group layers whose bases are one batched SVD; other layers are groups of one.
 
-    Args:
-        options: Of each layer.
+    A CPU is as fast one by one, and then gives the same bytes whatever stands beside a layer.
     """
     row = find_constructor(constructor)
     groups: dict[object, list[tuple[str, ...]]] = defaultdict(list)
     for name in names:
         own, mine = moments.get(name), options[name]
-        if row.metric(mine) is None or mine.svd_method != "auto" or not pays_together(own):
+        if row.metric(mine) is None or mine.svd_method != "auto" or not _is_on_gpu(own):
             groups[name].append((name,))
             continue
         assert own is not None
@@ -50,14 +44,10 @@ def in_batches(
     return [batch for batches in groups.values() for batch in batches]
 
 
-def build_together(
-    constructor: str, layers: Sequence[LayerEvidence], options: Sequence[BasisOptions]
-) -> dict[str, Basis]:
-    """The bases that ``build_basis`` would give, to rounding, of layers of one shape and rank.
-
-    Raises:
-        CalibrationError: A moment is missing or not finite; the layer is named.
-    """
+def build_batch(constructor: str, layers: Sequence[LayerEvidence], options: Sequence[BasisOptions]) -> list[Basis]:
+    """The bases that ``build_basis`` gives, to rounding, for a group of :func:`batches_of_one_shape`."""
+    if len(layers) < 2:
+        return [build_basis(constructor, layer, own) for layer, own in zip(layers, options, strict=True)]
     row, whitened = find_constructor(constructor), []
     for layer, own in zip(layers, options, strict=True):
         try:
@@ -69,12 +59,10 @@ def build_together(
     seeds = [layer.seed(own.seed) for layer, own in zip(layers, options, strict=True)]
     svds = truncated_svds(T, options[0].rank, seeds=seeds)
     has_signal = T.flatten(1).any(1).tolist()
-    return {
-        layer.name: row.build_streamed(layer, svd if some else _nothing(svd), own)
-        for layer, own, svd, some in zip(layers, options, svds, has_signal, strict=True)
-    }
+    nothing = [TruncatedSVD(svd.U[:, :0], svd.S[:0], svd.V[:, :0]) for svd in svds]  # for layers without gradient
+    svds = [svd if some else none for svd, none, some in zip(svds, nothing, has_signal, strict=True)]
+    return [row.build_streamed(layer, svd, own) for layer, svd, own in zip(layers, svds, options, strict=True)]
 
 
-def _nothing(svd: TruncatedSVD) -> TruncatedSVD:
-    """Of a layer without gradient."""
-    return TruncatedSVD(svd.U[:, :0], svd.S[:0], svd.V[:, :0])
+def _is_on_gpu(moments: LayerMoments | None) -> bool:
+    return moments is not None and moments.cross is not None and moments.cross.is_cuda
