@@ -291,9 +291,8 @@ def find_adapter(model: nn.Module, adapter_name: str | None) -> tuple[str, Froze
             "Call peft.get_peft_model(model, FrozenCoreConfig(...)) first."
         )
     if adapter_name is None:
-        active = getattr(model, "active_adapters", None)  # a model of transformers has a method
-        names = (active() if callable(active) else active) or configs
-        adapter_name = known[0] if len(known) == 1 else next(iter(names))
+        active: Any = getattr(model, "active_adapters", None) if len(known) > 1 else known
+        adapter_name = next(iter((active() if callable(active) else active) or known))  # transformers has a method
     if adapter_name not in known:
         raise ConfigError(
             f"{adapter_name!r} is no frozen-core adapter of this model, which has {', '.join(map(repr, known))}. "

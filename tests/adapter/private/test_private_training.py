@@ -16,8 +16,8 @@ from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, Traini
 
 from adapted import adapted, cores_of
 from frozencore import PrivateTraining, Refresh
-from frozencore.adapter.private import draws, training
-from frozencore.adapter.private.clipping import clipped_sum
+from frozencore.adapter.private import sampling, training
+from frozencore.adapter.private.training import clipped_sum
 from frozencore.errors import ConfigError, DataError, TrainingError
 from frozencore.privacy import PrivateBudget, Schedule
 from tiny import batch_of, draw_examples, tiny_qwen2
@@ -86,18 +86,18 @@ def test_each_step_is_the_noised_sum_of_a_loop_over_the_drawn_rows(tmp_path: Pat
     trainer.train()
     schedule = own.schedule
     assert (schedule.num_steps, schedule.rows_a_step, schedule.num_rows) == (8, 6, 24)
-    assert len({tuple(draws.drawn_rows(SECRET, step, 24, 0.25)) for step in range(8)}) > 1
+    assert len({tuple(sampling.drawn_rows(SECRET, step, 24, 0.25)) for step in range(8)}) > 1
     model, cut = adapted("random", trained=True), 0
     for step, (gradient, values) in enumerate(zip(keeps.gradients, keeps.cores, strict=True)):
         with_cores(model, values)
         total = torch.zeros_like(values)
-        for index in draws.drawn_rows(SECRET, step, 24, 6 / 24):
+        for index in sampling.drawn_rows(SECRET, step, 24, 6 / 24):
             loss = model(**batch_of([ROWS[index]])).loss
             one = torch.autograd.grad(loss, [layer.core("default") for layer in cores_of(model)])
             g = torch.cat([part.flatten() for part in one])
             cut += bool(g.norm() > 0.5)
             total += g * min(1.0, 0.5 / float(g.norm()))
-        noise = draws.noise_of(SECRET, step, len(values)) * schedule.noise_multiplier * 0.5
+        noise = sampling.noise_of(SECRET, step, len(values)) * schedule.noise_multiplier * 0.5
         torch.testing.assert_close(gradient, (total + noise) / 6, rtol=5e-5, atol=1e-6)
     assert cut  # or clipping was not tried
 
@@ -118,14 +118,14 @@ def test_a_row_adds_no_more_than_the_clipping_length_and_nothing_if_it_is_not_fi
 
 def test_the_noise_has_the_promised_variance_and_differs_between_steps() -> None:
     """Bounds of six standard errors; the draws are the same in every run of this test."""
-    noise = torch.stack([draws.noise_of(SECRET, step, 4096) for step in range(50)]).double()
+    noise = torch.stack([sampling.noise_of(SECRET, step, 4096) for step in range(50)]).double()
     count = noise.numel()
     assert abs(float(noise.mean())) < 6 / math.sqrt(count)
     assert abs(float(noise.var()) - 1) < 6 * math.sqrt(2 / count)
     assert abs(float((noise.abs() < 1).double().mean()) - math.erf(1 / math.sqrt(2))) < 6 * 0.5 / math.sqrt(count)
     between = (noise[:-1] * noise[1:]).mean()
     assert abs(float(between)) < 6 / math.sqrt(count)
-    assert not torch.equal(noise[0], draws.noise_of("6b" * 32, 0, 4096).double())
+    assert not torch.equal(noise[0], sampling.noise_of("6b" * 32, 0, 4096).double())
 
 
 def test_rows_are_drawn_one_by_one_with_the_promised_probability() -> None:
@@ -133,7 +133,7 @@ def test_rows_are_drawn_one_by_one_with_the_promised_probability() -> None:
     rate, steps, num_rows = 0.2, 4000, 30
     drawn = np.zeros((steps, num_rows))
     for step in range(steps):
-        drawn[step, draws.drawn_rows(SECRET, step, num_rows, rate)] = 1
+        drawn[step, sampling.drawn_rows(SECRET, step, num_rows, rate)] = 1
     sizes = drawn.sum(1)
     deviation = math.sqrt(rate * (1 - rate))
     assert abs(drawn.mean(0) - rate).max() < 5 * deviation / math.sqrt(steps)
@@ -143,7 +143,7 @@ def test_rows_are_drawn_one_by_one_with_the_promised_probability() -> None:
     assert abs(together - rate**2) < 5 * math.sqrt(rate**2 / steps)
     in_turn = np.corrcoef(drawn[:-1, 0], drawn[1:, 0])[0, 1]
     assert abs(in_turn) < 5 / math.sqrt(steps)
-    assert draws.drawn_rows(SECRET, 0, num_rows, 1.0) == list(range(num_rows))
+    assert sampling.drawn_rows(SECRET, 0, num_rows, 1.0) == list(range(num_rows))
 
 
 @pytest.mark.parametrize(("epsilon", "num_rows", "steps"), [(8.0, 1000, 96), (1.0, 500, 50), (3.0, 100, 400)])
@@ -238,7 +238,7 @@ def test_a_step_without_rows_is_noise_alone(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(training, "drawn_rows", lambda *_: [])
     trainer.train()
     size = len(keeps.gradients[0])
-    expected = draws.noise_of(SECRET, 1, size) * own.schedule.noise_multiplier * 0.5 / 6
+    expected = sampling.noise_of(SECRET, 1, size) * own.schedule.noise_multiplier * 0.5 / 6
     torch.testing.assert_close(keeps.gradients[1], expected)
 
 

@@ -1,9 +1,8 @@
-"""A ``Trainer`` trains cores privately: drawn rows, a cut gradient of each, noise, and a count of what is spent.
+"""Private training of cores by a ``Trainer``: drawn rows, clipped gradients, noise, and the budget that is spent.
 
-A step takes each row with probability q, cuts the gradient of each row to the length C, adds noise of standard
-deviation σ·C to every entry of the sum, and divides by the expected number of rows. All that follows (optimiser, rate,
-weight decay) sees no row. What the final cores say about one row is then bounded by the budget; ``docs/private.md``
-says what that covers and what it does not.
+A step takes each row with probability q, clips the gradient of each row to the length C, adds noise of standard
+deviation σ·C to every entry of the sum, and divides by the expected number of rows. Optimiser, learning rate and weight
+decay see no row. So the budget bounds what the final cores reveal about one row; ``docs/private.md`` has the limits.
 """
 
 from __future__ import annotations
@@ -13,21 +12,32 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
 from frozencore.adapter.per_example import RowLossFn, losses_and_gradients
-from frozencore.adapter.private.clipping import clipped_sum
-from frozencore.adapter.private.draws import drawn_rows, new_secret, noise_of
-from frozencore.adapter.private.guard import Guard
-from frozencore.adapter.private.refusals import private_cores, refuse_what_leaks
-from frozencore.adapter.private.steps import drawn_loader
+from frozencore.adapter.private.checks import Guard, private_cores, refuse_what_leaks
+from frozencore.adapter.private.sampling import drawn_loader, drawn_rows, new_secret, noise_of
 from frozencore.errors import DataError, TrainingError
 from frozencore.privacy import CLIP, PrivateBudget, Schedule
 
 if TYPE_CHECKING:
     from transformers import Trainer
+
+_ABOVE = 1 + 1e-5  # so that rounding makes no row longer than C
+
+
+def clipped_sum(gradients: Float[Tensor, "rows k"], clip: float) -> tuple[Float[Tensor, " k"], Float[Tensor, " rows"]]:
+    """``Σ_i g_i · min(1, C / ‖g_i‖)`` over the rows, and the length ‖g_i‖ of each row over all cores.
+
+    A row whose gradient is not finite adds nothing, so the bound holds for it too.
+    """
+    norms = torch.linalg.vector_norm(gradients, dim=1)
+    finite = norms.isfinite()
+    factors = (clip / (norms * _ABOVE)).clamp(max=1.0).where(finite, 0.0)
+    return factors @ gradients.masked_fill(~finite.unsqueeze(1), 0.0), norms
 
 
 class PrivateTraining(TrainerCallback, ExportableState):

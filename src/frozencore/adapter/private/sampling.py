@@ -1,16 +1,48 @@
-"""The steps of a private training as a data loader: the drawn rows of each step, cut into its forward passes."""
+"""The random numbers of private training, and its steps as a data loader.
+
+The rows of a step and its noise follow from a secret and the number of the step. So a training that is resumed repeats
+its draws to the bit, and never uses the noise of one step for another. Whoever knows the secret can remove the noise:
+it comes from the system's randomness, never from the seed of a run.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import math
+import secrets
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+
+def new_secret() -> str:
+    """256 bits from the system's randomness, as hexadecimal digits."""
+    return secrets.token_hex(32)
+
+
+def drawn_rows(secret: str, step: int, num_rows: int, rate: float) -> list[int]:
+    """Indices of the rows of a step, in order; each row is drawn with probability ``rate``, independently."""
+    return np.flatnonzero(_generator(secret, "rows", step).random(num_rows) < rate).tolist()
+
+
+def noise_of(secret: str, step: int, size: int) -> Tensor:
+    """Independent standard normal numbers (size), float32, on the CPU."""
+    return torch.from_numpy(_generator(secret, "noise", step).standard_normal(size).astype(np.float32))
+
+
+def _generator(secret: str, purpose: str, step: int) -> np.random.Generator:
+    """A generator with a key of 128 bits; torch's generator on a CPU uses 32 bits of a seed, which can be guessed."""
+    digest = hashlib.sha256(f"{secret} {purpose} {step}".encode()).digest()
+    return np.random.Generator(np.random.Philox(key=int.from_bytes(digest[:16], "big")))
+
+
 DrawRows = Callable[[int], list[int]]
-"""Gives the indices of the rows of a step."""
+"""Returns the indices of the rows of a step."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +61,7 @@ class Pass:
 
 
 class Passes(Sampler[list[tuple[int, int]]]):
-    """The numbers (step, pass) of an epoch, each as a batch of its own."""
+    """Samples the numbers (step, pass) of an epoch, one a batch."""
 
     def __init__(self, steps_an_epoch: int, passes: int) -> None:
         self.steps_an_epoch, self.passes, self.epoch = steps_an_epoch, passes, 0
@@ -44,7 +76,7 @@ class Passes(Sampler[list[tuple[int, int]]]):
                 yield [(step, number)]
 
     def set_epoch(self, epoch: int) -> None:
-        """Called before each epoch."""
+        """Set the epoch; the Trainer calls this before each one."""
         self.epoch = epoch
 
 
@@ -66,7 +98,7 @@ class DrawnRows(Dataset[Pass]):
 
 @dataclass(frozen=True)
 class CollatedPass:
-    """Makes of a pass what ``training_step`` gets: its step, how many rows are drawn, and its batch if it has rows."""
+    """Collates a pass into the inputs of ``training_step``: its step, the number of rows, and a batch if it has any."""
 
     collate: Callable[[list[Any]], Any]
 
@@ -81,7 +113,7 @@ class CollatedPass:
 
 
 def drawn_loader(plain: Any, draw: DrawRows, steps_an_epoch: int, passes: int) -> DataLoader[Any]:
-    """A loader of drawn steps, of the rows of a plain loader and with its collator."""
+    """Make a data loader of drawn steps from a plain loader, with its rows and collator."""
     return DataLoader(
         DrawnRows(plain.dataset, draw, passes),
         batch_sampler=Passes(steps_an_epoch, passes),

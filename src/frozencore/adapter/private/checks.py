@@ -1,0 +1,146 @@
+"""Checks of private training: options that would reveal rows without being counted, and steps that learn nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from peft.utils.other import AuxiliaryTrainingWrapper
+from torch import Tensor, nn
+from transformers import EarlyStoppingCallback
+
+from frozencore.adapter.bases.refresh import Refresh
+from frozencore.adapter.per_example import cores_in_use
+from frozencore.adapter.trainable import require_own_parameters
+from frozencore.errors import ConfigError, TrainingError
+from frozencore.privacy import require_opacus
+from frozencore.ranks import num_ranks
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+FAR = 100.0  # times the typical gradient of a row: a clipping length that drowns it in noise
+
+
+def private_cores(model: Any) -> dict[str, nn.Parameter]:
+    """The cores that train, by layer, in the order of per-example gradients; other trained parameters are refused."""
+    require_own_parameters(model)
+    adapter_name, layers = cores_in_use(model)
+    for name, module in model.named_modules():
+        if isinstance(module, AuxiliaryTrainingWrapper):
+            raise ConfigError(
+                f"Private training trains cores alone, but {name!r} trains as well. Leave modules_to_save and "
+                "trainable_token_indices out of the adapter's configuration."
+            )
+    cores: dict[str, Any] = {layer.name: layer.core(adapter_name) for layer in layers}
+    return cores
+
+
+def refuse_what_leaks(trainer: Trainer, *, basis_is_public: bool) -> None:
+    """Refuse a ``Trainer`` that would reveal rows beside the noised steps, or spend the budget twice."""
+    require_opacus()
+    args: Any = trainer.args
+    told = [name for name in args.report_to or () if name != "none"]
+    rules = {
+        "keeps the last step, but load_best_model_at_end chooses by scores": not args.load_best_model_at_end,
+        f"has losses that are not noised, but report_to={told} publishes them": not told,
+        "has checkpoints with the secret of its noise, but push_to_hub publishes them": not args.push_to_hub,
+        "makes each step once, but auto_find_batch_size begins again": not args.auto_find_batch_size,
+        "makes each step once, but ignore_data_skip repeats rows": not args.ignore_data_skip,
+        "restores its own state, but restore_callback_states_from_checkpoint is set": (
+            not args.restore_callback_states_from_checkpoint
+        ),
+        "scales no losses, but fp16 does; use bf16": not args.fp16,
+        "runs in one process on one device": num_ranks() == 1 and args.n_gpu <= 1,
+        "draws from rows whose number is known, but train_dataset has none": hasattr(trainer.train_dataset, "__len__"),
+    }
+    for rule, kept in rules.items():
+        if not kept:
+            raise ConfigError(f"Private training {rule}. Leave it out of the Trainer's arguments.")
+    for callback in trainer.callback_handler.callbacks:
+        if isinstance(callback, EarlyStoppingCallback | Refresh):
+            raise ConfigError(
+                f"Private training counts noised steps alone, but {type(callback).__name__} looks at rows beside them. "
+                "Leave that callback out."
+            )
+    _refuse_private_basis(trainer.model, basis_is_public=basis_is_public)
+
+
+def _refuse_private_basis(model: Any, *, basis_is_public: bool) -> None:
+    adapter_name, _ = cores_in_use(model)
+    config = model.peft_config[adapter_name]
+    reads_data = bool(config.constructor_entry.needs(config.basis_options()))
+    if reads_data and not basis_is_public:
+        raise ConfigError(
+            f"The bases of {config.constructor!r} are calibrated on rows, and tell about them without being counted. "
+            "Use a constructor that reads no data (random, lora_xs), or calibrate on public rows and say "
+            "basis_is_public=True."
+        )
+
+
+class Guard:
+    """Stops a training in which a core gets no gradient, does not move, or its gradients drown in noise.
+
+    Noise would hide such a training.
+
+    Attributes:
+        clipped_share: The share of rows of the last step that were clipped; 0 for a step without rows.
+    """
+
+    def __init__(self, cores: Mapping[str, Tensor], clip: float) -> None:
+        self._cores, self._clip = cores, clip
+        self._norms: list[Tensor] = []
+        self._has_gradient = torch.zeros(len(cores), dtype=torch.bool)
+        self._looked = self._moved = False
+        self._before: dict[str, Tensor] = {}
+        self.clipped_share = 0.0
+
+    def before_step(self, rate: float) -> None:
+        """Keep the cores as they are before the first step with a learning rate above 0."""
+        if not self._moved and rate > 0:
+            self._before = {name: core.detach().clone() for name, core in self._cores.items()}
+
+    def see(self, gradients: Tensor, norms: Tensor) -> None:
+        """Record the gradients (rows x Σr²) of the rows of a pass, and their lengths."""
+        self._norms.append(norms)
+        if not self._looked:
+            sizes = [core.numel() for core in self._cores.values()]
+            found = torch.stack([part.any() for part in gradients.split(sizes, dim=1)])
+            self._has_gradient |= found.cpu()
+
+    def after_step(self) -> None:
+        """Check the first step with rows, and the first with a learning rate above 0."""
+        norms = torch.cat(self._norms) if self._norms else torch.empty(0)
+        self._norms.clear()
+        self.clipped_share = float((norms > self._clip).float().mean()) if len(norms) else 0.0
+        if len(norms) and not self._looked:
+            self._look(norms)
+        if self._before and not self._moved:
+            self._require_moved()
+
+    def _look(self, norms: Tensor) -> None:
+        names = list(self._cores)
+        without = [name for name, found in zip(names, self._has_gradient.tolist(), strict=True) if not found]
+        if without:
+            raise TrainingError(
+                f"Private training needs a gradient for every core, but {without[0]!r} ({len(without)} of {len(names)})"
+                " has none in any row of the first step: only noise would train it. Check the labels and the targets."
+            )
+        finite = norms[norms.isfinite()]
+        if not len(finite) or float(finite.median()) * FAR < self._clip:
+            typical = f"{float(finite.median()):.2g}" if len(finite) else "not finite"
+            raise TrainingError(
+                f"The gradient of a row is typically {typical} long, but private training clips at {self._clip:g} and "
+                "adds noise in proportion: the noise would hide it. Clip near the typical length."
+            )
+        self._looked = True
+
+    def _require_moved(self) -> None:
+        still = [name for name, core in self._cores.items() if torch.equal(core, self._before[name])]
+        if still:
+            raise TrainingError(
+                f"Every core moves in a step of private training, but {still[0]!r} ({len(still)} of "
+                f"{len(self._cores)}) did not. Let the optimiser have all trainable parameters."
+            )
+        self._moved, self._before = True, {}
