@@ -2,9 +2,9 @@
 
     y += s·P(R[slot] Qᵀx)
 
-All cores of a slot lie side by side (Σr² values), so that a tenant enters with one copy, and the cores of a batch's
-rows are brought together once, when it begins; slot 0 is zero and stands for the base model. Nothing is allocated
-after the first batch of a size: compiled code and CUDA graphs stay valid, because the rows' cores stay where they are.
+The cores of a slot lie side by side (Σr² values), so that one copy adds a tenant. The cores of a batch's rows are
+gathered once, when the batch begins; slot 0 is zero and stands for the base model. Nothing is allocated after the first
+batch of a size, and the rows' cores keep their place: compiled code and CUDA graphs stay valid.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from frozencore.adapter.layer import FrozenCoreLayer, frozen_core_layers
 from frozencore.adapter.mixed_batch import encoder_modules, rows_through
 from frozencore.adapter.saved.tensors import by_layer, require_finite_in
-from frozencore.adapter.swap import flat_cores_of
+from frozencore.adapter.swap import read_cores
 from frozencore.errors import ConfigError
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -30,15 +30,15 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class CoreBank:
     """Cores by name on the basis of one loaded adapter, up to a fixed number of them.
 
-    A batch that runs keeps the cores that it began with, whatever is replaced or evicted meanwhile. ``put``, ``evict``
+    A running batch keeps the cores that it began with, whatever is replaced or evicted meanwhile. ``put``, ``evict``
     and look-ups may be called from any thread; batches take turns.
 
     Args:
-        model: A model with a frozen-core adapter, whose P, Q and scale are those of every core; its own core is not
-            used by rows of the bank.
-        capacity: Cores that it holds at most: ``4·Σr²`` bytes each.
+        model: A model with a frozen-core adapter. Its P, Q and scale serve every core; rows of the bank do not use its
+            own core.
+        capacity: The largest number of cores, ``4·Σr²`` bytes each.
         adapter_name: The adapter with the basis.
-        dtype: In which cores are kept; they multiply in float32.
+        dtype: The dtype in which cores are kept; they multiply in float32.
 
     Raises:
         ConfigError: The model has no such adapter, it has no basis, or the capacity is not positive.
@@ -75,7 +75,7 @@ class CoreBank:
         return iter(tuple(self._slot_of))
 
     def put(self, name: str, source: str | Path | Mapping[str, Tensor]) -> None:
-        """Hold a core under a name, in place of the one that had it.
+        """Store a core under a name; it replaces a core of that name.
 
         Args:
             source: A folder that ``save_pretrained`` wrote, a state dict of PEFT's, or R (r x r) by layer name.
@@ -88,7 +88,7 @@ class CoreBank:
         if not isinstance(name, str):
             raise ConfigError(f"A core has a name (None is the base model in a batch), but {name!r:.60} came.")
         configs: Any = self.model.peft_config
-        flat = flat_cores_of(source, self.layers, self.adapter_name, configs[self.adapter_name].basis_id)
+        flat = read_cores(source, self.layers, self.adapter_name, configs[self.adapter_name].basis_id)
         require_finite_in(f"the core {name!r:.60}", flat, self.dtype)
         by_device = self._by_device(flat)
         with self._names_lock:
@@ -105,7 +105,7 @@ class CoreBank:
             self._slot_of[name] = slot
 
     def evict(self, name: str) -> None:
-        """Forget a core.
+        """Remove a core.
 
         Raises:
             ConfigError: There is none of that name.
@@ -115,7 +115,7 @@ class CoreBank:
             del self._slot_of[name]
 
     def get(self, name: str) -> dict[str, Tensor]:
-        """R (r x r, float32) of every layer under a name: copies on the CPU.
+        """Copy R (r x r, float32) of every layer under a name to the CPU.
 
         Raises:
             ConfigError: There is none of that name.
@@ -129,8 +129,8 @@ class CoreBank:
         """Send the rows of every batch inside through the named cores; None is the base model.
 
         Args:
-            num_beams: Of ``generate``, which repeats rows that often behind the encoder, if there is one, else from
-                the start.
+            num_beams: The beams of ``generate``, which repeats rows behind the encoder, if there is one, else from the
+                start.
 
         Raises:
             ConfigError: There is no core of a name, or no name at all.
@@ -157,7 +157,7 @@ class CoreBank:
         return self._slot_of[name]
 
     def _by_device(self, flat: Tensor) -> dict[torch.device, Tensor]:
-        """All cores as the slots of each device hold them."""
+        """The cores of one slot, split by device."""
         if len(self._values) == 1:
             return dict.fromkeys(self._values, flat)
         by_device: dict[torch.device, list[Tensor]] = {device: [] for device in self._values}
@@ -167,7 +167,6 @@ class CoreBank:
         return {device: torch.cat(parts) for device, parts in by_device.items()}
 
     def _batch_of(self, num_rows: int, num_beams: int) -> _Batch:
-        """The same one for every batch of a size."""
         if (num_rows, num_beams) not in self._batches:
             in_encoder = {id(module) for module in encoder_modules(self.model)} if num_beams > 1 else set()
             times = {name: 1 if id(layer) in in_encoder else num_beams for name, layer in self.layers.items()}
@@ -176,9 +175,7 @@ class CoreBank:
 
 
 class _Batch:
-    """Where the cores of a batch's rows are brought together, one after the other in each layer, where a row may be
-    repeated: beams.
-    """
+    """The gathered cores of a batch's rows in each layer; beams repeat a row."""
 
     def __init__(
         self, layers: Mapping[str, FrozenCoreLayer], adapter_name: str, num_rows: int, times: Mapping[str, int]
@@ -203,7 +200,7 @@ class _Batch:
 def _allocate(
     layers: Mapping[str, FrozenCoreLayer], adapter_name: str, num_slots: int, dtype: torch.dtype
 ) -> tuple[dict[torch.device, Tensor], dict[str, Tensor]]:
-    """Slots x Σr² values on each device, and each layer's slots x r x r of them."""
+    """Allocate slots x Σr² values on each device; and views of each layer's slots x r x r."""
     ranks: dict[torch.device, dict[str, int]] = {}
     for name, layer in sorted(layers.items()):  # as flattened cores lie
         R = layer.factors(adapter_name)[2]

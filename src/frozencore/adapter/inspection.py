@@ -1,4 +1,4 @@
-"""What a basis captured: the numbers behind ``frozencore inspect``, from factors and, where given, moments."""
+"""The numbers of ``frozencore inspect``: from the factors of an adapter and, where given, moments."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class AngleReport:
 
 @dataclass(frozen=True)
 class LayerReport:
-    """All that is known of one layer; None where no moments or no other basis were given."""
+    """The reports on one layer; None without moments or without another adapter."""
 
     basis: BasisReport
     capture: CaptureReport | None
@@ -111,7 +111,7 @@ def inspect_adapter(
 
 
 def report_basis(P: Tensor, Q: Tensor, R: Tensor, rounds: int = 1) -> BasisReport:
-    """The basis on its own: P (m x r), Q (n x r), core R (r x r); of several rounds all of them side by side."""
+    """Report on a basis alone: P (m x r), Q (n x r), core R (r x r); several rounds stand side by side."""
     basis = known_basis(P.float(), Q.float())
     of_rounds = zip(P.float().chunk(rounds, dim=1), Q.float().chunk(rounds, dim=1), strict=True)
     orthonormal = [torch.linalg.qr(X.float()).Q for X in (P, Q)]
@@ -129,7 +129,7 @@ def report_basis(P: Tensor, Q: Tensor, R: Tensor, rounds: int = 1) -> BasisRepor
 
 
 def report_capture(P: Tensor, Q: Tensor, moments: LayerMoments, damping: tuple[float, float]) -> CaptureReport:
-    """The basis against moments G, a, d in the diagonal metric with that relative damping (input, output)."""
+    """Report on a basis and moments G, a, d, in the diagonal metric with that relative damping (input, output)."""
     basis, G, metric = known_basis(P.float(), Q.float()), moments.G, Whitening(damping=damping)
     if G.shape != (P.shape[0], Q.shape[0]):
         raise ArtifactError(f"A basis of shape {(P.shape[0], Q.shape[0])} met moments of shape {tuple(G.shape)}.")
@@ -150,7 +150,7 @@ def report_capture(P: Tensor, Q: Tensor, moments: LayerMoments, damping: tuple[f
 
 
 def report_angles(P: Tensor, Q: Tensor, other_P: Tensor, other_Q: Tensor) -> AngleReport:
-    """How close two bases of the same layer are."""
+    """Report how close two bases of one layer are."""
     if (P.shape[0], Q.shape[0]) != (other_P.shape[0], other_Q.shape[0]):
         raise ArtifactError(
             f"Only bases of the same model compare, but a layer is {P.shape[0]} x {Q.shape[0]} in one adapter and "

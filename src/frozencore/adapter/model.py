@@ -51,14 +51,14 @@ class FrozenCoreModel(BaseTuner):
         for model_type, targets in TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.items()
     }
 
-    _add_modules_to_save_to_tie = LoraModel._add_modules_to_save_to_tie  # it speaks of embeddings, not of LoRA
+    _add_modules_to_save_to_tie = LoraModel._add_modules_to_save_to_tie  # concerns embeddings, not LoRA
 
     def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
-        """As PEFT does; refuses a saved adapter of other weights, and says once which layers are too narrow.
+        """Add an adapter as PEFT does, with the bases that need no data; layers narrower than the rank are a warning.
 
         Raises:
-            ArtifactError: The adapter was made on another base model, unless its configuration allows that.
-            ConfigError: No layer is called as the configuration says.
+            ArtifactError: A saved adapter was made on another base model, unless its configuration allows that.
+            ConfigError: No layer has a name of the configuration.
         """
         name_layers(self.peft_config[adapter_name], model)
         require_tokens(self.peft_config[adapter_name].trainable_token_indices, model)
@@ -69,16 +69,10 @@ class FrozenCoreModel(BaseTuner):
             if "not found in the base model" not in str(error):  # what else PEFT says of targets has its reason in it
                 raise
             raise _no_match(self.peft_config[adapter_name], model) from error
-        layers = frozen_core_layers(model, adapter_name)
-        config = self.peft_config[adapter_name]
-        if config.awaits_ranks:
-            self._share_budget(config, adapter_name, layers)
+        config, layers = self.peft_config[adapter_name], frozen_core_layers(model, adapter_name)
         try:
-            if config.basis_id is not None:
-                set_named_basis(self.peft_config, adapter_name, self.model)
-            elif config.load_bases:
-                require_same_base("The adapter", (config.seal or {}).get("base"), config, layers)
-        except ArtifactError:
+            self._give_bases(config, adapter_name, layers)
+        except (ArtifactError, ConfigError):
             self._take_back(adapter_name)
             raise
         narrow = [name for name, layer in layers.items() if len(layer.core(adapter_name)) < config.rank_of(name)]
@@ -114,22 +108,18 @@ class FrozenCoreModel(BaseTuner):
             if adapter_name not in self.active_adapters:
                 layer.requires_grad_(False)
             self._replace_module(parent, target_name, layer, target)
-        if self._builds_now(peft_config) and not peft_config.awaits_ranks:
-            self._build_from_weight(layer, adapter_name, peft_config)
 
-    def _share_budget(self, config: FrozenCoreConfig, adapter_name: str, layers: dict[str, FrozenCoreLayer]) -> None:
-        try:
+    def _give_bases(self, config: FrozenCoreConfig, adapter_name: str, layers: dict[str, FrozenCoreLayer]) -> None:
+        """Set the bases that need no data; check the base model of those that will be loaded."""
+        if config.awaits_ranks:
             spread_evenly(adapter_name, config, layers)
-        except ConfigError:
-            self._take_back(adapter_name)
-            raise
-        if self._builds_now(config):
+        if config.basis_id is not None:
+            set_named_basis(self.peft_config, adapter_name, self.model)
+        elif config.load_bases:
+            require_same_base("The adapter", (config.seal or {}).get("base"), config, layers)
+        elif not config.needs_calibration:
             for layer in layers.values():
                 self._build_from_weight(layer, adapter_name, config)
-
-    @staticmethod
-    def _builds_now(config: FrozenCoreConfig) -> bool:
-        return not config.needs_calibration and not config.load_bases and config.basis_id is None
 
     def _new_layer(self, target: nn.Module, adapter_name: str, name: str) -> FrozenCoreLinear:
         base = target.get_base_layer() if isinstance(target, BaseTunerLayer) else target
@@ -145,14 +135,14 @@ class FrozenCoreModel(BaseTuner):
         return kind(target, adapter_name, name, dtype=dtype, **get_quantization_kwargs(self))
 
     def _replace_module(self, parent: nn.Module, child_name: str, new_module: nn.Module, child: nn.Module) -> None:
-        """As PEFT's, which on unloading would assign the computed weights of trainable tokens to their embedding."""
+        """Replace a module; PEFT's method would assign the computed weights of trainable tokens to their embedding."""
         if isinstance(child, AuxiliaryTrainingWrapper):
             setattr(parent, child_name, new_module)
         else:
             super()._replace_module(parent, child_name, new_module, child)
 
     def _take_back(self, adapter_name: str) -> None:
-        """The model as it was before an adapter came that does not fit."""
+        """Remove an adapter that does not fit."""
         if len(self.peft_config) == 1:
             self.unload()
         else:
@@ -162,7 +152,7 @@ class FrozenCoreModel(BaseTuner):
     def _get_adapter_state_dict(
         cls, model: nn.Module, config: FrozenCoreConfig, adapter_name: str, state_dict: dict[str, Tensor], **kwargs: Any
     ) -> dict[str, Tensor]:
-        """As PEFT does, for saving; refuses NaN and Inf before a file is touched, and notes what the seal says."""
+        """The tensors to save; NaN and Inf are refused before a file is touched."""
         found = super()._get_adapter_state_dict(
             model=model, config=config, adapter_name=adapter_name, state_dict=state_dict, **kwargs
         )
@@ -172,7 +162,7 @@ class FrozenCoreModel(BaseTuner):
     def _remap_adapter_state_dict_for_load(
         cls, model: nn.Module, config: FrozenCoreConfig, adapter_name: str, state_dict: dict[str, Tensor]
     ) -> dict[str, Tensor]:
-        """As PEFT does, for loading; the tensors are checked before one of them reaches the model."""
+        """The tensors to load, checked before one of them reaches the model."""
         state_dict = state_to_load(model, config, adapter_name, state_dict)
         return super()._remap_adapter_state_dict_for_load(
             model=model, config=config, adapter_name=adapter_name, state_dict=state_dict
@@ -194,8 +184,8 @@ class FrozenCoreModel(BaseTuner):
 
         Args:
             adapters, weights: As in PEFT's LoRA.
-            adapter_name: Of the new one; one of that name is left as it is.
-            combination_type: ``"linear"``: there is no need of another.
+            adapter_name: The new adapter; an adapter of that name is left as it is.
+            combination_type: ``"linear"``, the only one.
 
         Raises:
             ConfigError: No such adapter, another combination, not as many weights, trained modules besides cores.
@@ -209,7 +199,7 @@ class FrozenCoreModel(BaseTuner):
             add_weighted_sum(self, adapters, weights, adapter_name)
 
     def merge_adapter(self, adapter_names: list[str] | None = None, safe_merge: bool = False) -> None:
-        """As PEFT does; warns of an adapter that was never calibrated."""
+        """Merge as PEFT does; an adapter that was never calibrated is a warning."""
         self._warn_before_merging(adapter_names)
         super().merge_adapter(adapter_names=adapter_names, safe_merge=safe_merge)
 
@@ -229,7 +219,7 @@ class FrozenCoreModel(BaseTuner):
 
     @contextmanager
     def _enable_peft_forward_hooks(self, *args: Any, **kwargs: Any) -> Iterator[None]:
-        """Around every forward and generate of a PeftModel: mixed batches."""
+        """Handle mixed batches, around every forward and generate of a PeftModel."""
         names = kwargs.get("adapter_names")
         if names is None:
             yield
@@ -241,8 +231,8 @@ class FrozenCoreModel(BaseTuner):
     def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
         """The bases, by their names in a PeftModel: DistributedDataParallel would broadcast them at every forward.
 
-        They are equal on all ranks from the start: calibration shares them, seeds fix the others. What else may have
-        happened to them is found out here, where DistributedDataParallel begins.
+        Calibration shares them and seeds fix the others, so all ranks have the same. DistributedDataParallel begins
+        here, so other bases on a rank are refused here.
         """
         require_same_bases(
             {
@@ -255,13 +245,13 @@ class FrozenCoreModel(BaseTuner):
         return [name for name in names if f".{PREFIX}" in name]
 
     def _cast_adapter_dtype(self, adapter_name: str, autocast_adapter_dtype: bool = True) -> None:
-        """R float32, or as the base model if the user says so; PEFT's own cast would widen P and Q as well."""
+        """Cast R to float32, or to the base model's dtype if asked; PEFT's own cast would widen P and Q as well."""
         for layer in frozen_core_layers(self, adapter_name).values():
             layer.set_core_dtype(adapter_name, widened=autocast_adapter_dtype)
 
 
 def register_with_peft() -> None:
-    """Enter the method into PEFT's tables, which ``register_peft_method`` keeps for names of its own enum."""
+    """Add the method to PEFT's tables; ``register_peft_method`` only takes names of PEFT's own enum."""
     kind: Any = FrozenCoreType.FROZENCORE
     PEFT_TYPE_TO_CONFIG_MAPPING[kind] = FrozenCoreConfig
     PEFT_TYPE_TO_TUNER_MAPPING[kind] = FrozenCoreModel
@@ -269,7 +259,7 @@ def register_with_peft() -> None:
 
 
 def _no_match(config: FrozenCoreConfig, model: nn.Module) -> ConfigError:
-    """What is said of targets that match no layer: the names that there are."""
+    """The error for targets that match no layer, with the names of the layers."""
     came = config.target_modules
     targets = [came] if isinstance(came, str) else sorted(came or ())
     there = sorted({name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)})

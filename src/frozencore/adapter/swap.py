@@ -1,7 +1,7 @@
-"""Another trained core under a loaded adapter, in place: nothing is allocated, and compiled code stays valid.
+"""Replacing the core of a loaded adapter in place: nothing is allocated, and compiled code stays valid.
 
-Cores that were trained on one basis differ by r x r numbers per layer, so that a server may hold one model and change
-its task between two requests. Reading and comparing the bases takes milliseconds, the copy itself a fraction of one.
+Cores that were trained on one basis differ by r x r numbers per layer. So a server may hold one model and change its
+task between two requests. Reading and comparing the bases takes milliseconds, the copy itself a fraction of one.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from frozencore.adapter.layer import FrozenCoreLayer, frozen_core_layers
-from frozencore.adapter.saved.folder import read_adapter
+from frozencore.adapter.saved.folder import read_tensors
 from frozencore.adapter.saved.seal import read_folder
 from frozencore.adapter.saved.tensors import (
+    BASE,
     FLAT,
     PREFIX,
     Factors,
@@ -55,10 +56,7 @@ class ReadyCore:
         targets = []
         for layer, (old_P, P_version, old_Q, Q_version) in zip(self.layers, self.bases, strict=True):
             P, Q, R = layer.factors(self.adapter_name)
-            if layer.merged:
-                raise ConfigError(
-                    f"Layer {layer.name!r} has merged adapters. Call unmerge_adapter() before swapping cores."
-                )
+            _require_unmerged(layer)
             if P is not old_P or Q is not old_Q or P._version != P_version or Q._version != Q_version:
                 raise ConfigError(
                     f"A core means something on its own basis only, but that of layer {layer.name!r} of the adapter "
@@ -74,7 +72,7 @@ def swap_core(model: nn.Module, source: str | Path | Mapping[str, Tensor], *, ad
 
     Args:
         source: A folder that ``save_pretrained`` wrote, or the state dict of ``peft.get_peft_model_state_dict``, which
-            does not say its scale: it is taken to be the loaded adapter's.
+            holds no scale: the loaded adapter's is assumed.
 
     Raises:
         ConfigError: The model has no such adapter, or it is merged into the weights.
@@ -92,11 +90,10 @@ def prepare_swap(
         raise ConfigError(f"swap_core needs a frozen-core adapter, but the model has none called {adapter_name!r}.")
     configs: Any = model.peft_config
     configs[adapter_name].require_one_round("A swap of cores")
-    ranks = {name: layer.rank(adapter_name) for name, layer in layers.items()}
-    flat = flat_cores_of(source, layers, adapter_name, configs[adapter_name].basis_id)
+    flat = read_cores(source, layers, adapter_name, configs[adapter_name].basis_id)
     for dtype in {layer.core(adapter_name).dtype for layer in layers.values()}:
         require_finite_in("the core", flat, dtype)
-    new = split_cores(str(source), flat, ranks)
+    new = split_cores(str(source), flat, {name: layer.rank(adapter_name) for name, layer in layers.items()})
     bases, cores = [], []
     for name, layer in layers.items():
         P, Q, R = layer.factors(adapter_name)
@@ -105,78 +102,84 @@ def prepare_swap(
     return ReadyCore(adapter_name, tuple(layers.values()), tuple(bases), tuple(cores))
 
 
-def flat_cores_of(
+def read_cores(
     source: str | Path | Mapping[str, Tensor],
     layers: Mapping[str, FrozenCoreLayer],
     adapter_name: str,
     basis_id: str | None,
 ) -> Tensor:
-    """All cores (Σr² values, layers by name) of a saved adapter, a state dict of PEFT's, or R by layer name.
+    """Read all cores of a saved adapter, a state dict of PEFT's, or R by layer name, for a loaded adapter.
 
-    Of an adapter of cores alone on the same named basis nothing else is read.
+    An adapter of cores alone on the loaded adapter's named basis is read without its basis.
 
     Args:
-        layers: Of a loaded adapter, on whose basis the cores are to be.
-        basis_id: Of the loaded adapter.
+        layers: The layers of the loaded adapter, with the basis that the cores must have.
+        basis_id: The identity of the loaded adapter's basis.
+
+    Returns:
+        Σr² values, layer by layer in the order of the layers' names.
     """
     for layer in layers.values():
-        if layer.merged:
-            raise ConfigError(
-                f"Layer {layer.name!r} has merged adapters. Call unmerge_adapter() before swapping cores."
-            )
-    if not isinstance(source, str | Path | Mapping):
+        _require_unmerged(layer)
+    if isinstance(source, Mapping):
+        origin, tensors = "the state dict", source
+    elif isinstance(source, str | Path):
+        origin, tensors = str(source), _read_folder(Path(source), layers, adapter_name, basis_id)
+    else:
         raise ConfigError(
             f"Cores are a folder that save_pretrained wrote, a state dict, or R by layer name, but a "
             f"{type(source).__name__} came."
         )
-    if isinstance(source, str | Path):
-        if basis_id is not None and read_config(Path(source)).get("basis_id") == basis_id:
-            return _of_size(str(source), _cores_alone(Path(source)), layers, adapter_name)
-        factors = _read_folder(source, layers, adapter_name)
-    elif source.keys() == {FLAT}:
-        require_finite("the state dict", source, "Train it again.")
-        return _of_size("the state dict", source[FLAT], layers, adapter_name)
-    elif source.keys() & layers.keys():
-        return flatten_cores(_checked(source, layers, adapter_name))
-    else:
-        factors = _read_state(source)
+    if tensors.keys() & layers.keys():
+        _require_same_layers(tensors, layers)
+        for name, layer in layers.items():
+            _require_core(name, tensors[name], layer.rank(adapter_name))
+        return flatten_cores(tensors)
+    others = [key for key in tensors if f".{PREFIX}" not in key and key != FLAT]
+    if others:
+        raise ArtifactError(
+            f"Only cores can be swapped, but {origin} holds {others[0]!r} ({len(others)} in all). Load it with "
+            "model.load_adapter or peft.set_peft_model_state_dict instead."
+        )
+    if FLAT in tensors:
+        require_finite(origin, tensors, "Train it again.")
+        require_size(origin, tensors[FLAT], sum(layer.rank(adapter_name) ** 2 for layer in layers.values()))
+        return tensors[FLAT]
+    factors = layer_factors(origin, tensors)
     _require_same_layers(factors, layers)
     for name, layer in layers.items():
         _require_same_basis(layer, adapter_name, factors[name])
     return flatten_cores({name: factors[name].R for name in layers})
 
 
-def _of_size(origin: str, flat: Tensor, layers: Mapping[str, FrozenCoreLayer], adapter_name: str) -> Tensor:
-    require_size(origin, flat, sum(layer.rank(adapter_name) ** 2 for layer in layers.values()))
-    return flat
-
-
-def _checked(
-    cores: Mapping[str, Tensor], layers: Mapping[str, FrozenCoreLayer], adapter_name: str
+def _read_folder(
+    folder: Path, layers: Mapping[str, FrozenCoreLayer], adapter_name: str, basis_id: str | None
 ) -> Mapping[str, Tensor]:
-    _require_same_layers(cores, layers)
-    for name, layer in layers.items():
-        r = layer.rank(adapter_name)
-        if cores[name].shape != (r, r) or not torch.isfinite(cores[name].float()).all():
+    if basis_id is not None and read_config(folder).get("basis_id") == basis_id:
+        return read_folder(folder)[1]
+    config, tensors = read_tensors(folder)
+    held = {key.removeprefix(BASE).partition(f".{PREFIX}")[0] for key in tensors}
+    for name in held & layers.keys():
+        mine, theirs = layers[name].frozencore_scale[adapter_name], config.scale_of(name)
+        if mine != theirs:
             raise ArtifactError(
-                f"The core of layer {name!r} is {r} x {r} and finite here, but one of shape "
-                f"{tuple(cores[name].shape)} came, or one with NaN or Inf."
+                f"The core of layer {name!r} was trained at scale {theirs:g}, but the adapter {adapter_name!r} has "
+                f"{mine:g}. Load it with model.load_adapter instead."
             )
-    return cores
+    return tensors
 
 
-def _cores_alone(folder: Path) -> Tensor:
-    _, tensors = read_folder(folder)
-    if tensors.keys() != {FLAT}:
-        raise _more_than_cores(folder)
-    return tensors[FLAT]
+def _require_unmerged(layer: FrozenCoreLayer) -> None:
+    if layer.merged:
+        raise ConfigError(f"Layer {layer.name!r} has merged adapters. Call unmerge_adapter() before swapping cores.")
 
 
-def _more_than_cores(folder: str | Path) -> ArtifactError:
-    return ArtifactError(
-        f"The adapter in {folder} trained more than cores (modules_to_save or trainable_token_indices), which are "
-        "not swapped. Load it with model.load_adapter instead."
-    )
+def _require_core(name: str, core: Tensor, r: int) -> None:
+    if core.shape != (r, r) or not torch.isfinite(core.float()).all():
+        raise ArtifactError(
+            f"The core of layer {name!r} is {r} x {r} and finite here, but one of shape {tuple(core.shape)} came, or "
+            "one with NaN or Inf."
+        )
 
 
 def _require_same_layers(came: Mapping[str, object], layers: Mapping[str, FrozenCoreLayer]) -> None:
@@ -186,30 +189,6 @@ def _require_same_layers(came: Mapping[str, object], layers: Mapping[str, Frozen
             f"Cores can be swapped between adapters of the same layers, but {odd[0]!r} ({len(odd)} in all) has a core "
             "on one side only. Load the adapter with model.load_adapter instead."
         )
-
-
-def _read_folder(folder: str | Path, layers: Mapping[str, FrozenCoreLayer], adapter_name: str) -> dict[str, Factors]:
-    config, factors = read_adapter(folder)
-    if config.trains_modules:
-        raise _more_than_cores(folder)
-    for name in factors.keys() & layers.keys():
-        mine, theirs = layers[name].frozencore_scale[adapter_name], config.scale_of(name)
-        if mine != theirs:
-            raise ArtifactError(
-                f"The core of layer {name!r} was trained at scale {theirs:g}, but the adapter {adapter_name!r} has "
-                f"{mine:g}. Load it with model.load_adapter instead."
-            )
-    return factors
-
-
-def _read_state(state: Mapping[str, Tensor]) -> dict[str, Factors]:
-    others = [key for key in state if f".{PREFIX}" not in key]
-    if others:
-        raise ArtifactError(
-            f"Only cores can be swapped, but the state dict holds {others[0]!r} ({len(others)} in all). "
-            "Load it with peft.set_peft_model_state_dict instead."
-        )
-    return layer_factors("the state dict", state)
 
 
 def _require_same_basis(layer: FrozenCoreLayer, adapter_name: str, new: Factors) -> None:
