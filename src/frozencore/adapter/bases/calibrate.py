@@ -32,12 +32,12 @@ from frozencore.words import Progress
 
 @dataclass(frozen=True)
 class LayerCalibration:
-    """What calibration found in one layer.
+    """The result of a calibration in one layer.
 
     Attributes:
         spectrum: The constructor's singular values, largest first.
         input_spread, error_spread: Maximum over median of a and of d; None where they were not collected.
-        capture: What the basis captures of G, a and d; None where they were not all summed for it.
+        capture: What the basis captures of G, a and d; None where they were not all summed.
     """
 
     rank: int
@@ -54,8 +54,8 @@ class Calibration:
     """The result of a calibration: per layer, and the seconds that the pass and the bases took.
 
     Attributes:
-        rank_budget: The trained values that were to be spent; None where ranks were given.
-        not_adapted: Layers that it gave nothing.
+        rank_budget: The trained values to spend; None where ranks were given.
+        not_adapted: Layers that got no part of the budget.
     """
 
     layers: dict[str, LayerCalibration]
@@ -70,7 +70,7 @@ class Calibration:
 
     @property
     def captures(self) -> dict[str, Capture]:
-        """What the layers' bases capture, of those that say it."""
+        """What the bases capture, of the layers where it is known."""
         return {name: layer.capture for name, layer in self.layers.items() if layer.capture is not None}
 
 
@@ -93,25 +93,24 @@ def calibrate(
 
     Args:
         model: A model with a frozen-core adapter, from ``peft.get_peft_model``.
-        data: Batches with ``input_ids``, ``attention_mask`` and ``labels``: a DataLoader, or any iterable that ends. Of
-            images or sound for a model that gives a loss itself.
-            With ``collator``, tokenised rows: a ``datasets.Dataset``, a PyTorch dataset, or a list. Read once.
+        data: Batches with ``input_ids``, ``attention_mask`` and ``labels``: a DataLoader, or any iterable that ends;
+            or batches of images or sound for a model that returns a loss. With ``collator``, tokenised rows: a
+            ``datasets.Dataset``, a PyTorch dataset, or a list. Read once.
         adapter_name: The adapter to calibrate; the active one by default.
-        collator: Makes a batch of a list of rows, as in ``Trainer``.
+        collator: Makes a batch from a list of rows, as in ``Trainer``.
         batch_size: Rows in a batch that the collator makes; 8 by default.
         num_examples: Stop after that many examples; data without an end, and streams, need it.
         options: Options of the pass, see :class:`frozencore.calibration.options.CalibrationOptions`.
-        memory_budget: What calibration may take beyond a plain forward and backward pass, ``"8GiB"`` for instance or a
-            number of bytes: it decides how many passes are made over the examples, where the sums are, and whether
-            they are sketches (see docs/memory.md). Also an option of ``options``.
-        moments: Moments collected before, by layer name, instead of ``data``. A rank budget is spent by two
-            halves of the examples: then two of them, of one half and of the other.
+        memory_budget: The memory beyond a plain forward and backward pass, ``"8GiB"`` for instance or a number of
+            bytes. It decides the number of passes, the device of the sums, and whether they are sketches (see
+            docs/memory.md). Also an option of ``options``.
+        moments: Moments collected before, by layer name, instead of ``data``. A rank budget needs two, of the two
+            halves of the examples.
         loss_fn: ``loss_fn(model, batch) -> loss`` instead of the model's own loss: one number, the mean over the
-            batch's examples, which is weighed by how many they are (the length of the batch's first tensor). A batch is
-            then whatever the data give: dictionaries, lists and tuples with tensors in them. Which activations count is
-            read off each call of the model: where it has an ``attention_mask`` (b x t), the tokens that it shows, in
-            layers that see a row for each; every row in other layers, an image's patches for instance. What the loss
-            itself masks has no error, and adds nothing to G and d.
+            batch's examples, weighed by their number (the length of the batch's first tensor). A batch is then any
+            dictionary, list or tuple with tensors in it. An ``attention_mask`` (b x t) of a call of the model decides
+            which tokens count, in layers with a row for each token; in other layers every row counts, an image's
+            patches for instance. Tokens that the loss masks have no error, and add nothing to G and d.
         reset: Allow a new basis under a core that has been trained (the core is lost).
         progress: Show a bar, stay silent, or call a function of your own: ``(stage, done, total, note="")``.
 
@@ -121,7 +120,7 @@ def calibrate(
     A ``rank_budget`` gives the cores their ranks here: make the optimiser afterwards.
 
     Returns:
-        What was found in each layer. The model's weights, modes, hooks, gradients and RNG are as before.
+        The result in each layer. The model's weights, modes, hooks, gradients and RNG are as before.
 
     Raises:
         CalibrationError: Nothing to calibrate, a trained core without ``reset``, merged adapters, bad moments, no

@@ -1,8 +1,7 @@
-"""Training in rounds: what trains joins a sum at the end of each round, and the next round begins anew.
+"""Training in rounds: at the end of each round the trained values join a sum, and new ones start from zero.
 
-All trainings in rounds share the points at which a round ends, the one schedule over all rounds, the short warm-up of
-each, and what a checkpoint keeps. What the end of a round does is a matter of what trains:
-:class:`frozencore.Refresh` is for cores, and LoRA in rounds is in the lab.
+All trainings in rounds share the ends of the rounds, the one schedule over all of them, the short warm-up of each, and
+the state in checkpoints. :class:`frozencore.Refresh` is for cores; LoRA in rounds is in ``frozencore.tune``.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from frozencore.errors import CalibrationError, ConfigError
 from frozencore.ranks import own_rank
 
-WARMUP = 0.1  # of a round's steps
+WARMUP = 0.1  # the share of a round's steps
 
 
 class InRounds(TrainerCallback, ABC):
@@ -43,19 +42,19 @@ class InRounds(TrainerCallback, ABC):
     @property
     @abstractmethod
     def earlier_values(self) -> int:
-        """How many values earlier rounds have trained, which are saved and train no longer."""
+        """The number of values of earlier rounds, which are saved and no longer train."""
 
     @abstractmethod
     def held_tensors(self) -> Iterator[Tensor]:
-        """Everything that is held from step to step for the rounds."""
+        """All tensors that are held from step to step for the rounds."""
 
     @abstractmethod
     def begin(self, args: TrainingArguments, state: TrainerState) -> None:
-        """Prepare the model, at the beginning of a training or of one that is resumed."""
+        """Prepare the model for a new or resumed training."""
 
     @abstractmethod
     def next_round(self, optimizer: torch.optim.Optimizer) -> None:
-        """End a round: what trains joins the sum, and its successor starts with fresh optimiser state."""
+        """End a round: the trained values join the sum, and new ones start with fresh optimiser state."""
 
     @abstractmethod
     def take_back_round(self) -> None:
@@ -63,20 +62,19 @@ class InRounds(TrainerCallback, ABC):
 
     @abstractmethod
     def kept_state(self) -> dict[str, Tensor]:
-        """What a checkpoint needs beside the adapter; nothing if it needs nothing."""
+        """The tensors that a checkpoint needs beside the adapter."""
 
     @abstractmethod
     def close(self) -> None:
-        """Leave the model as a training that ended in an error should; it may be called twice."""
+        """Clean up the model, also after an error; may be called twice."""
 
-    def before_step(self, state: TrainerState) -> None:  # most have nothing to do
-        """Look at the step that comes, of whatever round it is."""
+    def before_step(self, state: TrainerState) -> None:
+        """Prepare the next step, in any round."""
 
-    def choose_rounds(self, args: TrainingArguments, state: TrainerState) -> None:  # most are told
+    def choose_rounds(self, args: TrainingArguments, state: TrainerState) -> None:
         """Set the number of rounds where the training decides it."""
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Prepare the model; a training that is resumed goes on with what its checkpoint kept."""
         self.close()
         self.choose_rounds(args, state)
         if self.rounds > state.max_steps:
@@ -90,7 +88,7 @@ class InRounds(TrainerCallback, ABC):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """The step before is over, and its checkpoint written."""
+        """Begin the next round where one ends: the step before is over, and its checkpoint written."""
         ends = self.round_ends(state.max_steps)
         if self.round_now < self.rounds and state.global_step == ends[self.round_now - 1]:
             self.next_round(kwargs["optimizer"])
@@ -100,7 +98,7 @@ class InRounds(TrainerCallback, ABC):
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """A round's first steps are smaller: fresh optimiser state knows no scale yet."""
+        """Make a round's first steps smaller: fresh optimiser state knows no scale yet."""
         groups = kwargs["optimizer"].param_groups
         self._peaks = [group["lr"] for group in groups]
         if self._begun_at:
@@ -112,12 +110,12 @@ class InRounds(TrainerCallback, ABC):
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """The schedule finds the rates as it left them."""
+        """Give the schedule its learning rates back."""
         for group, rate in zip(kwargs["optimizer"].param_groups, self._peaks, strict=True):
             group["lr"] = rate
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Add what is kept to the checkpoint; each process has its own."""
+        """Add the state to the checkpoint; each rank has its own."""
         tensors = {name: total.cpu().contiguous() for name, total in self.kept_state().items()}
         if tensors:
             save_file(tensors, self._file(args, state))
@@ -126,16 +124,16 @@ class InRounds(TrainerCallback, ABC):
         self.close()
 
     def take_back(self, step: int) -> None:
-        """Undo the end of a round that this step began with: what came before it has no finite loss."""
+        """Undo the end of a round that this step began with."""
         if self._begun_at and self._begun_at == step - 1:
             self.take_back_round()
 
     def round_ends(self, num_steps: int) -> list[int]:
-        """The steps after which a round ends, but for the last one."""
+        """The steps after which a round ends, without the last."""
         return [round(j * num_steps / self.rounds) for j in range(1, self.rounds)]
 
     def saved_state(self, args: TrainingArguments, state: TrainerState) -> dict[str, Tensor]:
-        """What the checkpoint that a training goes on from has kept."""
+        """The state in the checkpoint that a training is resumed from."""
         file = self._file(args, state)
         if not file.is_file():
             raise CalibrationError(

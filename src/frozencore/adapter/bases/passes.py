@@ -78,12 +78,8 @@ class BasisWork:
                 batches = list(batches)  # to see how large they are
         plan = self.plan(batches, options)
         self.batches_layers = options.memory_budget is None
-        options = replace(
-            options,
-            group_size=999,
-            memory_budget=None,
-            stats_device=_sums_device(self.model, plan, options.stats_device),
-        )
+        device = _sums_device(self.model, plan, options.stats_device)
+        options = replace(options, group_size=999, memory_budget=None, stats_device=device)
         make = self._stream if plan.streaming else self._sum
         done, left = 0, list(plan.groups)
         while left:
@@ -108,21 +104,18 @@ class BasisWork:
 
     def costs(self, batches: Iterable[Batch], of_the_pass: CalibrationOptions) -> dict[str, LayerCost]:
         """The bytes that each layer takes, the same on all ranks."""
-        options, entry = self.config.basis_options(), self.config.constructor_entry
+        needs = self._needs(of_the_pass)
         num_rows = largest_over_ranks(max(map(_num_rows, batches), default=0))
         itemsize = max((p.element_size() for p in self.model.parameters() if p.is_floating_point()), default=4)
+        streams = self.config.constructor_entry.metric(self.config.basis_options()) is not None
+        keeps_graph = len(backward_passes(needs, of_the_pass)) > 1
         costs = {
             name: layer_cost(
-                layer.shape,
-                self._needs(of_the_pass),
-                self._rank(name),
-                num_rows=num_rows,
-                itemsize=itemsize,
-                streams=entry.metric(options) is not None,
-                keeps_graph=len(backward_passes(self._needs(of_the_pass), of_the_pass)) > 1,
+                layer.shape, needs, self._rank(name), num_rows=num_rows, itemsize=itemsize, streams=streams,
+                keeps_graph=keeps_graph,
             )
             for name, layer in self.layers.items()
-        }
+        }  # fmt: skip
         if not getattr(self.model, "is_gradient_checkpointing", False):
             return costs
         return {  # only the inputs of one block wait at a time
@@ -177,14 +170,9 @@ class BasisWork:
         """Sum the moments over all batches and ranks; a matrix stays on the rank that owns its layer."""
         started = time.perf_counter()
         with all_ranks_or_none(), adapters_off(self.model):
-            moments = collect_moments(
-                self.model,
-                batches,
-                {name: self.layers[name].get_base_layer() for name in group},
-                needs=self._needs(options),
-                options=options,
-                progress=progress,
-            )
+            layers = {name: self.layers[name].get_base_layer() for name in group}
+            needs = self._needs(options)
+            moments = collect_moments(self.model, batches, layers, needs=needs, options=options, progress=progress)
         reduced = reduce_moments(moments, self.owners)
         moments.clear()
         self.collect_s += time.perf_counter() - started
@@ -201,17 +189,13 @@ class BasisWork:
     def _sketches(
         self, group: Iterable[str], batches: Iterable[Batch], options: CalibrationOptions, progress: Progress | None
     ) -> dict[str, Sketch]:
+        targets = {}
+        for name in group:
+            layer = self.layers[name]
+            targets[name] = SketchTarget(layer.get_base_layer(), layer.shape, self._rank(name))
         with adapters_off(self.model):
             return stream_whitened_svds(
-                self.model,
-                batches,
-                {
-                    name: SketchTarget(layer.get_base_layer(), layer.shape, self._rank(name))
-                    for name, layer in ((name, self.layers[name]) for name in group)
-                },
-                whitening=self._metric,
-                options=options,
-                progress=progress,
+                self.model, batches, targets, whitening=self._metric, options=options, progress=progress
             )
 
     @property

@@ -1,9 +1,9 @@
-"""Refreshing: a frozen core that trains in rounds, each on a basis of the moments that its predecessors trained on.
+"""Refreshing: a frozen core that trains in rounds, each on a basis of the moments of the training so far.
 
     y = W x + s·Σ_j P_j R_j Q_jᵀ x,   R_j trained in round j alone, from zero
 
-What trains and its optimiser state are Σr² values at any moment. The moments are those of the training batches
-themselves, a share of the older ones kept.
+The trained values and their optimiser state are Σr² at any time. The moments are summed over the training batches; a
+share of the older sums is kept.
 """
 
 from __future__ import annotations
@@ -34,35 +34,35 @@ from frozencore.maths.linalg import Shape
 from frozencore.maths.whitening import Whitening
 from frozencore.ranks import own_rank
 
-KEPT = 0.5  # of the older moments, at each refresh
+KEPT = 0.5  # the share of the older moments that a refresh keeps
 
 
 class Refresh(InRounds):
     """A callback of transformers' ``Trainer`` (and TRL's) that refreshes a frozen-core adapter.
 
-    ``Trainer(model, ..., callbacks=[Refresh(model, rounds=8)])``. The steps are cut into equal rounds. Between two of
-    them the core joins a sum that no longer trains, new bases come from the moments of the batches so far, and the next
-    core starts at zero, with fresh optimiser state and a short warm-up under the one schedule. The adapter is then of
-    rank ``rounds * r``; it saves, loads, merges and exports as any other, and cannot share its basis.
+    ``Trainer(model, ..., callbacks=[Refresh(model, rounds=8)])``. The steps are cut into equal rounds. Between two
+    rounds the core joins a sum that no longer trains, new bases come from the moments of the batches so far, and the
+    next core starts at zero, with fresh optimiser state and a short warm-up under the one schedule. The adapter then
+    has rank ``rounds * r``; it saves, loads, merges and exports as any other, and cannot share its basis.
 
     Args:
-        model: With a frozen-core adapter that has its first bases.
-        rounds: At least 1, which leaves the training as it is, and at most one for each step; ``auto`` makes as many as
-            pay with the rows and steps of the training (:func:`frozencore.adapter.bases.refresh_plan.rounds_for`).
-        cost: Of the products of the training, how many summing moments may add: it decides how many steps are summed.
-            At 0.5 and above that is every step.
-        memory_budget: What may be held to choose new bases by, beside the earlier rounds: ``"128 MB"`` or a number of
-            bytes. Exact sums where they fit, else sketches, as wide as fit (docs/refreshing.md).
-        adapter_name: The active one by default.
+        model: A model with a frozen-core adapter that has its first bases.
+        rounds: From 1, which leaves the training as it is, to the number of steps; ``auto`` makes as many as pay
+            (:func:`frozencore.adapter.bases.refresh_plan.rounds_for`).
+        cost: The share of the training's products that summing moments may add: it decides how many steps are summed.
+            From 0.5 on that is every step.
+        memory_budget: The memory for choosing new bases, beside the earlier rounds: ``"128 MB"`` or a number of bytes.
+            Exact sums where they fit, else sketches, as wide as fit (docs/refreshing.md).
+        adapter_name: The active adapter by default.
 
     Attributes:
-        rounds: As given; of ``auto``, from the beginning of the training on.
+        rounds: The number of rounds; with ``auto``, from the beginning of the training on.
         widths: Columns of each layer's sketch; None where sums are exact.
-        share: Of the steps, how many are summed.
+        share: The share of the steps that are summed.
 
     Raises:
-        ConfigError: The model has no such adapter, or one that cannot be refreshed: on a basis that it shares, or of a
-            constructor that reads no data.
+        ConfigError: The model has no such adapter, or it cannot be refreshed: it shares its basis, or its constructor
+            reads no data.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Refresh(InRounds):
         self.share = share_to_gather(model, self._shapes, cost, self.widths)
 
     def close(self) -> None:
-        """Take the hooks off the model, as the end of the training does; for a training that ended in an error."""
+        """Take the hooks off the model."""
         self._stop_gathering()
         for layer in self.layers.values():
             layer.unfold_past(self.adapter_name)
@@ -114,26 +114,24 @@ class Refresh(InRounds):
         return (self.config.rounds - 1) * sum(rank**2 for rank in self._ranks.values())
 
     def foreseen_bytes(self, rounds: int) -> int:
-        """About what :meth:`held_tensors` will be at most in a training of so many rounds."""
+        """An estimate of the peak of :meth:`held_tensors` in a training of that many rounds."""
         sums = sums_bytes(self._shapes, self._ranks, self.widths, self.config)
         weights = next(iter(self.layers.values())).frozencore_P[self.adapter_name].dtype
         return held_in_rounds(self._shapes, self._ranks, sums, rounds, weights)
 
     def held_tensors(self) -> Iterator[Tensor]:
-        """Sums or sketches of moments, and what the earlier rounds left."""
+        """Sums or sketches of moments, and the tensors of earlier rounds."""
         if self._gathering is not None:
             yield from self._gathering.state().values()
         for layer in self.layers.values():
             yield from layer.held_of_past(self.adapter_name)
 
     def choose_rounds(self, args: TrainingArguments, state: TrainerState) -> None:
-        """As many as pay, where it is left to the training."""
         if self.asked == "auto":
             rows_a_step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
             self.rounds = rounds_for(rows_a_step * state.max_steps, state.max_steps, self.share)
 
     def begin(self, args: TrainingArguments, state: TrainerState) -> None:
-        """Hooks go on the model; a training that is resumed goes on with the moments of its checkpoint."""
         if self.rounds > 1 and self.round_ends(state.max_steps)[0] <= self._num_leading:
             raise ConfigError(
                 "Sketches of moments take a first round of at least two steps, for the first tells what to sketch, but "
@@ -149,7 +147,7 @@ class Refresh(InRounds):
             self._gathering.load_state(self.saved_state(args, state))
 
     def before_step(self, state: TrainerState) -> None:
-        """Sum the moments of this step, or do not."""
+        """Decide whether the moments of this step are summed."""
         if self._gathering is None:
             return
         step = state.global_step - (self._begun_at or self._num_leading)  # the first of each round is one of them
@@ -158,18 +156,17 @@ class Refresh(InRounds):
         self._gathering.listen(on=step < 0 or math.floor(step * self.share) > math.floor((step - 1) * self.share))
 
     def kept_state(self) -> dict[str, Tensor]:
-        """The moments so far."""
         return {} if self._gathering is None else self._gathering.state()
 
     def take_back_round(self) -> None:
-        """What the adapter was before its last round began; the moments are not what they were."""
+        """Drop the adapter's last round; the moments are not restored."""
         for layer in self.layers.values():
             layer.take_back_round(self.adapter_name)
         self.config.rounds -= 1
 
     @property
     def sums_now(self) -> bool:
-        """Whether the batches that come are summed."""
+        """Whether the next batches are summed."""
         return self._gathering is not None and self._gathering.capture.listens
 
     def _stop_gathering(self) -> None:
@@ -179,14 +176,14 @@ class Refresh(InRounds):
 
     @property
     def _metric(self) -> Whitening:
-        """Of a constructor of which sketches will do."""
+        """The metric of a constructor that can build from sketches."""
         metric = self.config.constructor_entry.metric(self.config.basis_options())
         assert metric is not None
         return metric
 
     @property
     def _num_leading(self) -> int:
-        """Steps that only tell what to sketch."""
+        """The number of steps that only measure the metric of the sketches."""
         return int(self.widths is not None and bool(self._metric.needs()))
 
     @property

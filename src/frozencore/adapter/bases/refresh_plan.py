@@ -1,7 +1,4 @@
-"""How often a training is refreshed, how many of its steps are summed for it, and in how much memory.
-
-docs/refreshing.md has all of it measured.
-"""
+"""How often a training is refreshed, how many of its steps are summed, and in how much memory (docs/refreshing.md)."""
 
 from __future__ import annotations
 
@@ -19,22 +16,22 @@ from frozencore.errors import ConfigError
 from frozencore.maths.linalg import Shape
 from frozencore.words import at_least
 
-COST = 0.09  # of the products of a training that gathering may add: with the refreshes 15 % of the time at most
-ROWS_OF_A_ROUND = 100  # of fewer, bases lose more than their being newer brings
-SUMMED_OF_A_ROUND = 40  # of these; where few are, more rounds bring nothing
+COST = 0.09  # share of a training's products that summing may add: with the refreshes at most 15 % of its time
+ROWS_OF_A_ROUND = 100  # with fewer, a newer basis is a worse one
+SUMMED_OF_A_ROUND = 40  # rows that are summed; with fewer, more rounds bring nothing
 STEPS_OF_A_ROUND = 6  # in fewer, fresh optimiser state gets nowhere
 MOST_ROUNDS = 16  # that ``auto`` chooses: each makes the adapter larger
-MEMORY = "128MB"  # for what new bases are chosen by
-NARROWEST, WIDEST, STEP = 2, 8, 1 / 8  # times the rank: columns of a sketch, as many as fit
+MEMORY = "128MB"  # for choosing new bases
+NARROWEST, WIDEST, STEP = 2, 8, 1 / 8  # columns of a sketch, times the rank
 
 
 def rounds_for(num_rows: int, num_steps: int, share: float) -> int:
-    """How many rounds pay in a training: ``auto``.
+    """The number of rounds that pay in a training: ``auto``.
 
     Args:
-        num_rows: Each epoch's counted.
-        num_steps: Of the optimiser.
-        share: Of them, how many are summed.
+        num_rows: The rows of all epochs.
+        num_steps: Steps of the optimiser.
+        share: The share of the steps that are summed.
     """
     summed = int(num_rows * share)
     most = num_rows // ROWS_OF_A_ROUND, summed // SUMMED_OF_A_ROUND, num_steps // STEPS_OF_A_ROUND, MOST_ROUNDS
@@ -44,13 +41,10 @@ def rounds_for(num_rows: int, num_steps: int, share: float) -> int:
 def share_to_gather(
     model: nn.Module, shapes: Mapping[str, Shape], cost: float, widths: Mapping[str, int] | None = None
 ) -> float:
-    """Of the steps, how many are summed.
+    """The share of the steps that are summed.
 
-    An exact sum takes a product for each weight of the layers, a sketch 2k(m + n), beside two for each weight of the
-    model.
-
-    Args:
-        widths: Columns of each layer's sketch; None for exact sums.
+    A step takes two products for each weight of the model; an exact sum adds one for each weight of the layers, a
+    sketch of k columns 2k(m + n) (``widths`` are the columns of each layer's; None for exact sums).
     """
     if widths is None:
         seen = sum(m * n for m, n in shapes.values())
@@ -63,11 +57,10 @@ def share_to_gather(
 def widths_within(
     memory_budget: int | str | None, shapes: Mapping[str, Shape], ranks: Mapping[str, int], config: FrozenCoreConfig
 ) -> dict[str, int] | None:
-    """How many columns the sketch of each layer has; None for exact sums, where they fit or nothing else will do.
+    """The columns of each layer's sketch; None for exact sums, where they fit or the constructor needs them.
 
     Args:
-        memory_budget: For all that a training holds to choose new bases by. By default 128 MB, or what the narrowest
-            sketches take, or exact sums where the constructor cannot do with sketches.
+        memory_budget: The memory for choosing new bases; by default 128 MB, or what the narrowest sketches take.
     """
     budget = memory_bytes(MEMORY if memory_budget is None else memory_budget)
     options = config.basis_options()
@@ -95,12 +88,12 @@ def widths_within(
 def held_in_rounds(
     shapes: Mapping[str, Shape], ranks: Mapping[str, int], sums: int, rounds: int, weights: torch.dtype
 ) -> int:
-    """Bytes that a training in rounds holds at its peak for being one, beside gradients and optimiser states.
+    """The peak of bytes that rounds add to a training, beside gradients and optimiser states.
 
-    That peak is at the end of the last round, or of the one before it, which still sums moments.
+    The peak is at the end of the last round, or of the one before it, which still sums moments.
 
     Args:
-        sums: What the sums or sketches of moments take.
+        sums: Bytes of the sums or sketches of moments.
         weights: The dtype of the base model's weights, and of P and Q.
     """
 
@@ -121,7 +114,7 @@ def held_in_rounds(
 def sums_bytes(
     shapes: Mapping[str, Shape], ranks: Mapping[str, int], widths: Mapping[str, int] | None, config: FrozenCoreConfig
 ) -> int:
-    """Bytes of the sums of moments, at most, or of sketches of so many columns."""
+    """The most bytes that sums of moments take, or sketches of those widths."""
     if widths is not None:
         return sum(sketch_bytes(shape, widths[name])[0] for name, shape in shapes.items())
     needs = config.constructor_entry.needs(config.basis_options())
