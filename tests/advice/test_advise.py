@@ -11,7 +11,7 @@ from torch import nn
 
 from adapted import adapted
 from frozencore import Advice, FrozenCoreConfig, advise
-from frozencore.advice import short_rows
+from frozencore.advice import evidence as evidence_module
 from frozencore.advice import trials as trials_module
 from frozencore.advice.evidence import gather
 from frozencore.advice.settings import Setting
@@ -94,7 +94,7 @@ def test_a_gain_is_the_true_fall_of_the_loss_with_the_step_in_the_weights(model:
 def test_rows_and_settings_that_go_through_the_model_together_gain_what_they_gain_alone(
     model: nn.Module, advice: Advice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(short_rows, "TOKENS_AT_ONCE", 1)
+    monkeypatch.setattr(evidence_module, "TOKENS_AT_ONCE", 1)
     alone = advise(model, BATCHES, r=3, progress=False)
     assert advice.passes >= alone.passes  # a length beyond the one that ends the search may be tried along with it
     assert advice.length == alone.length

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from frozencore.advice.remembered import Memory, RememberedMoments
+from frozencore.advice.evidence import Memory, RememberedMoments
 from frozencore.maths import moments as moments_module
 from frozencore.maths.linalg import top_eigenvectors
 from frozencore.maths.moments import LayerMoments

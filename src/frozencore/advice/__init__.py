@@ -1,1 +1,1 @@
-"""What bases, ranks and targets would be worth, before anything is trained."""
+"""Advice on bases, ranks and targets before anything is trained."""

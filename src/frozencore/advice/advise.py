@@ -1,4 +1,4 @@
-"""``advise(model, dataloader)``: before any training, what bases, ranks and targets would be worth."""
+"""``advise(model, dataloader)``: the worth of bases, ranks and targets, before any training."""
 
 from __future__ import annotations
 
@@ -24,29 +24,28 @@ from frozencore.errors import ConfigError
 from frozencore.maths.allocation import num_values
 from frozencore.words import Progress
 
-LEVEL = 0.02  # of the largest gain: so near to it, settings are level
-SCORED = 4  # one batch in so many of the half that bases do not see
-BUDGETS = (1, 4, 16, 64)  # of what was asked about, a sixteenth, a quarter, all and four times as much
+LEVEL = 0.02  # share of the largest gain: settings this close are equal
+SCORED = 4  # every fourth batch of the unseen half is scored
+BUDGETS = (1, 4, 16, 64)  # in sixteenths of the trained values that were asked about
 
 
 @dataclass(frozen=True)
 class Advice:
-    """What settings would be worth, and what was seen on the way.
+    """The worth of each setting, and facts about the model and the data.
 
     Attributes:
-        bases: Each constructor and variants of FCCA's metric, the best first; on the layers and at the ranks that were
-            asked about.
-        kept: What stays where it is level with the best of them: FCCA as it stands.
+        bases: Each constructor and its variants, the best first, on the layers and at the ranks that were asked about.
+        kept: The default constructor, which is recommended unless another one is clearly better.
         shapes: The best bases with as many values in other places.
-        bought: By rank budget, which share of the whitened gradient that both halves agree on its ranks hold, on the
-            most layers that were looked at; empty where only bases were compared.
-        base_loss: Nats on the rows that gains are of.
-        length: Of the updates that were tried.
-        num_agreed, num_looked_at: Of the leading whitened directions of the median layer, on how many the two halves
-            agree; the others are noise.
-        num_rows: That were read.
-        passes: Forward and backward passes over all rows that this took, three forward passes counting as one; what the
-            bases took is not among them.
+        bought: The share of the agreed whitened gradient that a rank budget holds, by budget, on the most layers that
+            were tried; empty where only bases were compared.
+        base_loss: Nats on the scored rows.
+        length: The length of the updates that were tried.
+        num_agreed, num_looked_at: The leading whitened directions of the median layer on which the halves agree, and
+            the number that was compared; the others are noise.
+        num_rows: The rows that were read.
+        passes: Forward and backward passes over all rows, three forward passes counting as one; building bases is not
+            counted.
     """
 
     bases: tuple[Worth, ...]
@@ -64,15 +63,12 @@ class Advice:
 
     @property
     def best_bases(self) -> Worth:
-        """What is kept where it is level with the best of them, else the best.
-
-        A variant of FCCA's metric is not, where a constructor as it stands is level with it.
-        """
+        """The default constructor if its gain is close to the best, else one with default options, else the best."""
         return _best_bases(self.bases, self.kept)
 
     @property
     def recommended(self) -> Worth:
-        """What to train with as many values as were asked about."""
+        """The setting to train with as many values as were asked about."""
         best = self.best_bases
         elsewhere = max(self.shapes, key=lambda worth: worth.gain, default=best)
         return elsewhere if elsewhere.gain > best.gain + LEVEL * abs(best.gain) else best
@@ -94,18 +90,18 @@ def advise(
     only_bases: bool = False,
     progress: bool | Progress = True,
 ) -> Advice:
-    """Say what frozen cores would gain on examples that they have not seen, before any of them is trained.
+    """Estimate the gain of frozen cores on unseen examples, before any core is trained.
 
-    The examples are read in two halves. Moments, bases and the first step of each core come from one; the loss with
-    that step, on the other, is compared. How well that orders what training gives is in docs/advise.md.
+    The examples are read in two halves. One gives moments, bases and the first step of each core; the loss on the other
+    is compared with that step. How well this predicts trainings is in docs/advise.md.
 
     Args:
         model: The plain base model.
-        data, collator, batch_size, num_examples, options, loss_fn, progress: As for :func:`frozencore.calibrate`.
+        data, collator, batch_size, num_examples, options, loss_fn, progress: See :func:`frozencore.calibrate`.
         target_modules: The layers asked about, as in ``FrozenCoreConfig``; by default the attention projections.
         r: The rank asked about; 16 by default.
         rank_budget: A number of trained values, or their size, instead.
-        seed: Of whatever is drawn.
+        seed: The seed of all random numbers.
         only_bases: Compare bases on those layers and at that rank, and nothing else.
 
     Returns:

@@ -1,38 +1,72 @@
-"""What advice is drawn from: the layers of a plain model, and their moments in two halves of the examples."""
+"""The evidence of advice: the layers of a plain model, and their moments in two halves of the examples."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
+import torch
 from peft import get_peft_model
-from torch import nn
+from torch import Tensor, nn
 
 from frozencore.adapter.layer import FrozenCoreLayer, frozen_core_layers
 from frozencore.adapter.model import FrozenCoreConfig
-from frozencore.advice.remembered import Memory, RememberedMoments
 from frozencore.advice.settings import On, Setting
-from frozencore.advice.short_rows import together
-from frozencore.calibration.batches import Batch, in_halves
+from frozencore.calibration.loss import is_language_model, loss_fn_of
+from frozencore.calibration.batches import Batch, in_halves, is_of_tokens, put_together
 from frozencore.calibration.collect import collect_moments, share_of
 from frozencore.calibration.options import CalibrationOptions
+from frozencore.calibration.run_pass import is_language_model
 from frozencore.constructors import CONSTRUCTORS, DEFAULT, LayerEvidence
 from frozencore.maths.agreement import Crossed, crossed_by_gram, gains_of
 from frozencore.maths.allocation import allocate_ranks, allocations, num_candidates, uniform_ranks
 from frozencore.maths.capture import CAPTURE_NEEDS
 from frozencore.maths.linalg import Shape, TruncatedSVD
-from frozencore.maths.moments import LayerMoments, MomentName, spread
+from frozencore.maths.moments import DenseMoment, LayerMoments, MomentName, spread
 from frozencore.words import Progress
 
-MOST_DENSE_BYTES = 8 * 2**30  # what dense second moments of all linear layers may take, where nobody named these
+MOST_DENSE_BYTES = 8 * 2**30  # for dense second moments of all linear layers, where they were not asked for
 DENSE: frozenset[MomentName] = frozenset({"input_outer", "error_outer"})
+
+
+TOKENS_AT_ONCE = 1024  # padding included
+
+
+@dataclass
+class Memory:
+    """Leading eigenpairs of second moments, kept by the moment: several constructors and layers ask for the same."""
+
+    pairs: dict[int, list[tuple[Tensor, int, Tensor, Tensor]]] = field(default_factory=lambda: defaultdict(list))
+
+    def find(self, total: Tensor, num_tokens: int, rank: int) -> tuple[Tensor, Tensor] | None:
+        """The eigenpairs of an equal moment, if as many are known."""
+        for held, count, vectors, values in self.pairs[len(total)]:
+            if count == num_tokens and len(values) >= rank and (held is total or torch.equal(held, total)):
+                return vectors[:, :rank], values[:rank]
+        return None
+
+
+@dataclass(frozen=True)
+class RememberedMoments(LayerMoments):
+    """Moments of one layer, with a memory that all layers share."""
+
+    memory: Memory = field(default_factory=Memory)
+
+    def leading(self, name: DenseMoment, rank: int) -> tuple[Tensor, Tensor]:
+        total = self.total(name)
+        found = self.memory.find(total, self.num_tokens, rank)
+        if found is None:
+            found = super().leading(name, rank)
+            self.memory.pairs[len(total)].append((total, self.num_tokens, *found))
+        return found
 
 
 @dataclass(frozen=True)
 class Spreads:
-    """How large outlier channels are: maximum over median of a layer's second moments, a of inputs and d of errors."""
+    """The size of outlier channels: maximum over median of a layer's second moments, a of inputs and d of errors."""
 
     median_a: float
     largest_a: float
@@ -42,16 +76,16 @@ class Spreads:
 
 @dataclass(frozen=True)
 class Evidence:
-    """A model's layers and what the two halves say of them.
+    """A model's layers and their moments in the two halves.
 
     Attributes:
-        layers: By name, every layer that some setting adapts.
-        names: Of the layers that were asked about, and of all linear ones if these are looked at.
-        seen: Moments of the half that bases and steps are made from, dense ones among them.
-        unseen: Of the other: G, a and d.
+        layers: Every layer that some setting adapts, by name.
+        names: The names of the layers that were asked about, and of all linear layers if these are tried.
+        seen: Moments of the half that makes bases and steps, dense ones among them.
+        unseen: G, a and d of the other half.
         held_back: Batches of the other half.
-        modules: The layers as the plain model has them.
-        crossed: What the leading directions of one half are in the other, by what they are of: as far as was asked.
+        modules: The layers of the plain model.
+        crossed: The leading directions of one half in the other, by setting and layer, as far as they were needed.
     """
 
     layers: Mapping[str, FrozenCoreLayer]
@@ -63,12 +97,12 @@ class Evidence:
     crossed: dict[Hashable, Crossed] = field(default_factory=dict)
 
     def of_layer(self, name: str) -> LayerEvidence:
-        """What a constructor may look at in a layer: one half."""
+        """The evidence for a constructor in a layer: one half."""
         layer = self.layers[name]
         return LayerEvidence(name, layer.shape, lambda: layer.dense_weight().float(), self.seen[name])
 
     def ranks_of(self, setting: Setting, seed: int) -> dict[str, int]:
-        """Equal ones, or a budget spent on what both halves agree on."""
+        """Equal ranks, or a budget spent on the directions that both halves agree on."""
         shapes = {name: self.layers[name].shape for name in self.names[setting.on]}
         if setting.rank is not None:
             return {name: min(setting.rank, *shape) for name, shape in shapes.items()}
@@ -78,7 +112,7 @@ class Evidence:
         return allocate_ranks(self._gains(setting, shapes, setting.rank_budget, seed), setting.rank_budget)
 
     def bought(self, budgets: Sequence[int], seed: int) -> dict[int, float]:
-        """By budget, the share of the agreed whitened gradient that the ranks of the default constructor hold."""
+        """The share of the agreed whitened gradient that the default constructor's ranks hold, by budget."""
         default = Setting(DEFAULT, on=max(self.names, key=lambda on: len(self.names[on])))
         shapes = {name: self.layers[name].shape for name in self.names[default.on]}
         gains = self._gains(default, shapes, max(budgets), seed)
@@ -90,13 +124,13 @@ class Evidence:
         }
 
     def num_agreed(self, rank: int, seed: int) -> float:
-        """Of the ``rank`` leading directions of the median layer's whitened gradient, on how many the halves agree."""
+        """The number of the median layer's ``rank`` leading whitened directions that both halves agree on."""
         default = Setting(DEFAULT, rank=rank)
         found = [self._agreed(default, name, rank, seed) for name in self.names["asked"]]
         return median(sum(gain > 0 for gain in gains) for gains in found)
 
     def spreads(self) -> Spreads:
-        """Of the layers that were asked about, over all examples."""
+        """The spreads of the layers that were asked about, over all examples."""
         halves = [(self.seen[name], self.unseen[name]) for name in self.names["asked"]]
         a = [spread(one.total("input_square") + other.total("input_square")) for one, other in halves]
         d = [spread(one.total("error_square") + other.total("error_square")) for one, other in halves]
@@ -109,7 +143,7 @@ class Evidence:
         }
 
     def _agreed(self, setting: Setting, name: str, count: int, seed: int) -> list[float]:
-        """What each of a layer's leading directions is worth to both halves; 0 is noise."""
+        """The gain of each of a layer's leading directions in both halves; 0 is noise."""
         key = _key(setting, name)
         if key not in self.crossed or len(self.crossed[key].C1) < count:
             row, options = CONSTRUCTORS[setting.method], setting.basis_options(count, seed)
@@ -120,7 +154,7 @@ class Evidence:
         return gains
 
     def known_svd(self, setting: Setting, name: str, rank: int) -> TruncatedSVD | None:
-        """The leading triples that a layer's basis is made of, where they are known so far down."""
+        """The leading singular triples of a layer's basis, if as many are known already."""
         found = self.crossed.get(_key(setting, name))
         reads_more = CONSTRUCTORS[setting.method].metric(setting.basis_options(rank, 0)) is None
         if found is None or reads_more or len(found.C1) < rank or not found.first.S[0]:
@@ -145,8 +179,8 @@ def gather(
     """Read the examples: one forward and one backward pass over each.
 
     Args:
-        settings: Those that are to be tried: the moments are what they need.
-        elsewhere: Look at all linear layers too, if their dense second moments take no more than 8 GiB.
+        settings: The settings to try, which decide the moments.
+        elsewhere: Try all linear layers too, if their dense second moments take no more than 8 GiB.
     """
     layers = _layers(model, target_modules)
     names: dict[On, tuple[str, ...]] = {"asked": tuple(layers)}
@@ -162,7 +196,7 @@ def gather(
     seen, unseen = (
         collect_moments(
             model,
-            together(model, half, options),
+            larger_batches(model, half, options),
             modules,
             needs=own,
             options=options,
@@ -176,9 +210,25 @@ def gather(
 
 
 def _layers(model: Any, target_modules: Any) -> dict[str, FrozenCoreLayer]:
-    """The layers that an adapter on those targets would have; the model is left without one."""
+    """The layers of an adapter on those targets, which is taken off the model again."""
     config = FrozenCoreConfig(r=1, target_modules=target_modules, constructor="random", load_bases=True)
     adapted = get_peft_model(model, config)  # no basis is made for it
     layers = frozen_core_layers(adapted, "default")
     adapted.unload()
     return layers
+
+
+def larger_batches(model: nn.Module, batches: Sequence[Batch], options: CalibrationOptions | None) -> Sequence[Batch]:
+    """Join short rows into batches of at most 1,024 tokens, which take less time, if the loss is of tokens."""
+    return put_together(batches, TOKENS_AT_ONCE) if _by_row(model, options) else batches
+
+
+def copies_at_once(model: nn.Module, batches: Sequence[Batch], options: CalibrationOptions | None) -> int:
+    """The number of copies of these rows in 1,024 tokens; 1 where copies could not be told apart."""
+    if not (_by_row(model, options) and all(map(is_of_tokens, batches))):
+        return 1
+    return max(1, TOKENS_AT_ONCE // max(batch["input_ids"].numel() for batch in batches))
+
+
+def _by_row(model: nn.Module, options: CalibrationOptions | None) -> bool:
+    return is_language_model(model) and (options is None or loss_fn_of(options) is None)

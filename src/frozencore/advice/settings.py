@@ -1,4 +1,4 @@
-"""What could be trained: which bases, of which ranks, on which layers."""
+"""The settings that advice compares: bases, ranks and layers."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ On = Literal["asked", "all-linear"]
 
 @dataclass(frozen=True)
 class Setting:
-    """One thing to train.
+    """An adapter that could be trained.
 
     Attributes:
         method: A constructor.
-        options: Its own, where they are not its defaults.
-        on: The layers that were asked about, or every linear one.
-        rank: Of every layer; None where a budget decides.
+        options: Options of the constructor that differ from its defaults.
+        on: The layers that were asked about, or every linear layer.
+        rank: The rank of every layer; None where a budget decides.
         rank_budget: Trained values of all layers together; None where a rank is given.
     """
 
@@ -32,17 +32,17 @@ class Setting:
     rank_budget: int | None = None
 
     def basis_options(self, rank: int, seed: int) -> BasisOptions:
-        """Those of its bases, which are orthonormal here: what is compared are spans."""
+        """The options of its bases, which are orthonormal here, because spans are compared."""
         return CONSTRUCTORS[self.method].options(rank=rank, seed=seed, coordinates="qr", **self.options)
 
     @property
     def needs(self) -> frozenset[MomentName]:
-        """The moments that its bases are made of."""
+        """The moments that its bases need."""
         return CONSTRUCTORS[self.method].needs(self.basis_options(1, 0))
 
     @property
     def spends_by_spectrum(self) -> bool:
-        """Whether its ranks are what two halves of the examples agree on."""
+        """Whether its ranks come from the agreement of two halves of the examples."""
         return self.rank_budget is not None and CONSTRUCTORS[self.method].has_gains
 
 
@@ -59,11 +59,10 @@ def bases_to_try(rank: int | None, rank_budget: int | None) -> Iterator[Setting]
 
 
 def shapes_to_try(best: Setting, num_values: int, *, elsewhere: bool) -> Iterator[Setting]:
-    """The best bases with as many values in other places.
+    """The best bases with as many trained values in other places.
 
     Args:
-        num_values: What they train.
-        elsewhere: There are linear layers beside those that were asked about.
+        elsewhere: Whether there are linear layers beside those that were asked about.
     """
     if best.rank is not None and CONSTRUCTORS[best.method].has_gains:
         yield replace(best, rank=None, rank_budget=num_values)

@@ -1,8 +1,8 @@
-"""What a setting would gain on examples that it has not seen: one step from one half, the true loss on the other.
+"""The gain of a setting on examples that it has not seen: one step from one half, the true loss on the other.
 
-The step of every setting is as training would take it (:mod:`frozencore.maths.first_step`) and equally long, so that a
-basis gains nothing by directions whose end no learning rate would reach. How long, the default setting's loss says: the
-first of the powers of √10 that gets it half of what the best one does, before all of them have got what is easy.
+The step is the first step of a training (:mod:`frozencore.maths.first_step`), and equally long for every setting: no
+learning rate reaches the end of a step along badly scaled directions. The length is the first power of √10 with at
+least half the best gain of the default setting, since longer steps gain what is easy for all settings.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from itertools import islice
 
 from torch import nn
 
-from frozencore.advice.evidence import Evidence
+from frozencore.advice.evidence import Evidence, copies_at_once, larger_batches
 from frozencore.advice.settings import Setting
-from frozencore.advice.short_rows import copies_at_once, together
 from frozencore.calibration.batches import Batch, num_examples_of
 from frozencore.calibration.options import CalibrationOptions
 from frozencore.calibration.trial import NotSideBySideError, Update, mean_loss, mean_losses, tried, tried_side_by_side
@@ -29,12 +28,12 @@ SHARE_OF_BEST = 0.5
 
 @dataclass(frozen=True)
 class Worth:
-    """What a setting is worth.
+    """The result of trying a setting.
 
     Attributes:
-        gain: Nats by which the loss falls on rows that it has not seen; negative where it rises.
-        num_values: What it trains.
-        ranks: By layer; 0 for one that is not adapted.
+        gain: Nats by which the loss falls on unseen rows; negative where it rises.
+        num_values: Its trained values.
+        ranks: Ranks by layer; 0 for a layer that is not adapted.
     """
 
     setting: Setting
@@ -45,11 +44,11 @@ class Worth:
 
 @dataclass
 class Trials:
-    """Settings tried on a model that :func:`frozencore.calibration.preserve.preserved` prepares.
+    """Tries settings on a model that :func:`frozencore.calibration.preserve.preserved` prepares.
 
     Attributes:
-        rows: Batches that losses are of; put together where they are small.
-        length: Of the update of a layer, in the root mean square over layers.
+        rows: Batches for the losses; small ones are joined.
+        length: The length of a layer's update, as root mean square over layers.
         num_forward: Rows that went through the model so far.
     """
 
@@ -65,14 +64,14 @@ class Trials:
     def __post_init__(self) -> None:
         self._side_by_side = True
         self._tried: tuple[Setting, dict[str, Update]] | None = None
-        self._few = together(self.model, self.rows[::2], self.options)
-        self.rows = together(self.model, self.rows, self.options)
+        self._few = larger_batches(self.model, self.rows[::2], self.options)
+        self.rows = larger_batches(self.model, self.rows, self.options)
         self.base_loss = self._loss(self.rows)
 
     def find_length(self, setting: Setting) -> None:
-        """Set the length of all updates to come, by the gains of one setting on some of the rows."""
+        """Set the length of all updates, by the gains of one setting on some of the rows."""
         updates, few = self._updates(setting, self.evidence.ranks_of(setting, self.seed)), self._few
-        self._tried = setting, updates  # which comes next
+        self._tried = setting, updates  # it is tried again next
         before = self._loss(few)
         gains: dict[float, float] = {}
         lengths = [10 ** (power / 2) for power in range(FIRST_POWER, LAST_POWER + 1)]
@@ -83,10 +82,10 @@ class Trials:
             if best > 0 and gains[length] < SHARE_OF_BEST * best:
                 break
         near = (length for length, gain in gains.items() if gain >= SHARE_OF_BEST * best)
-        self.length = next(near, lengths[0])  # where every step raises the loss, it is compared by how little
+        self.length = next(near, lengths[0])  # where every step raises the loss, the smallest rise is best
 
     def worths(self, settings: Sequence[Setting]) -> Iterator[Worth]:
-        """Try them, one after the other or, where rows are short, some at a time."""
+        """Try settings one after the other, or several at a time where rows are short."""
         ranks = [self.evidence.ranks_of(setting, self.seed) for setting in settings]
         losses = self._losses(self.rows, map(self._of_length, settings, ranks))
         for setting, own, loss in zip(settings, ranks, losses, strict=True):
@@ -98,7 +97,7 @@ class Trials:
         return _times(updates, self.length)
 
     def _updates(self, setting: Setting, ranks: Mapping[str, int]) -> dict[str, Update]:
-        """Of length one."""
+        """The updates of a setting, of length one."""
         cores, bases = {}, {}
         for name, rank in ranks.items():
             if rank:
@@ -117,7 +116,7 @@ class Trials:
         }
 
     def _losses(self, rows: Sequence[Batch], updates: Iterable[Mapping[str, Update]]) -> Iterator[float]:
-        """With one after the other; as many as have room beside each other go through the model in one pass."""
+        """The loss with each of the updates; several go through the model in one pass where they fit."""
         waiting = iter(updates)
         while group := list(islice(waiting, self._copies(rows))):
             if len(group) > 1:

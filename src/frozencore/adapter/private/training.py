@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
@@ -29,8 +28,8 @@ if TYPE_CHECKING:
 _ABOVE = 1 + 1e-5  # so that rounding makes no row longer than C
 
 
-def clipped_sum(gradients: Float[Tensor, "rows k"], clip: float) -> tuple[Float[Tensor, " k"], Float[Tensor, " rows"]]:
-    """``Σ_i g_i · min(1, C / ‖g_i‖)`` over the rows, and the length ‖g_i‖ of each row over all cores.
+def clipped_sum(gradients: Tensor, clip: float) -> tuple[Tensor, Tensor]:
+    """``Σ_i g_i · min(1, C / ‖g_i‖)`` over gradients of rows (rows x k), and the length ‖g_i‖ of each row.
 
     A row whose gradient is not finite adds nothing, so the bound holds for it too.
     """
