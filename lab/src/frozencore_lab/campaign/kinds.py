@@ -104,7 +104,7 @@ class Stability(StudyKind):
         Raises:
             ConfigError: The run has a rank budget, which may give the two other layers and ranks.
         """
-        from frozencore.adapter.bases.carried import get_bases
+        from frozencore.adapter.bases.access import get_bases
         from frozencore.files.whole_file import write_json
         from frozencore.maths.linalg import principal_cosines
         from frozencore.tune.run.files import RECORD
