@@ -32,7 +32,7 @@ class BasisReport:
         output_coherence, input_coherence: Largest leverage of a row of P and of Q over its mean; 1 is spread evenly,
             m/r (or n/r) sits on single coordinates.
         values_at_once, values_in_all: r², and r² of every round together.
-        orthonormality_error: Of the worst round.
+        orthonormality_error: The error of the worst round.
         core_norm: ``‖R‖_F``: how far training moved.
     """
 
@@ -54,7 +54,7 @@ class CaptureReport:
     Attributes:
         gradient_norm, gradient_share: ``‖PᵀGQ‖_F``, and its share of ``‖G‖_F``.
         correlation, correlation_share: J, and its share of the best rank-r value ``Σ_{i≤r} σ_i(T)²``.
-        singular_values, effective_rank: Of the whitened cross moment T, first r.
+        singular_values, effective_rank: The first r values of the whitened cross moment T, and their effective rank.
         input_spread, error_spread: Maximum over median of a and d.
     """
 

@@ -1,9 +1,9 @@
-"""How a configuration names layers: names are compared, and a user's own expression is searched within a bound.
+"""Names of layers in a configuration: names are compared, regular expressions are searched within a time limit.
 
-A name is a layer's full name or its end, as PEFT has it: ``q_proj``, ``layers.0.self_attn.q_proj``. A key of a pattern
-may also be written as PEFT's documentation does, ``^model\\.layers\\.0\\.q_proj$``. All else is a regular expression.
-One like ``(a+)+$`` can take longer than anybody lives, so an expression has ``MOST_SECONDS`` of computing for all
-layers of a model, and its text and its counts are limited.
+A name is a layer's full name or its end, as in PEFT: ``q_proj``, ``layers.0.self_attn.q_proj``. A key of a pattern may
+also be written as in PEFT's documentation, ``^model\\.layers\\.0\\.q_proj$``. Any other text is a regular expression.
+An expression like ``(a+)+$`` may never end, so it gets ``MOST_SECONDS`` for all layers of a model, and its length and
+its counts are limited.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from frozencore.errors import ConfigError
 ALL_LINEAR = "all-linear"
 MOST_SECONDS = 2.0
 LONGEST = 20_000  # characters of an expression
-MOST_REPEATS = 1_000  # the product of all counts in an expression, which a compiler may write out
+MOST_REPEATS = 1_000  # the product of all counts in an expression
 _SPECIAL = frozenset("\\^$*+?{}[]|()")
 _COUNT = re.compile(r"\{(\d*),?(\d*)\}")
 
@@ -30,7 +30,7 @@ def is_expression(text: str) -> bool:
 
 
 def is_all_linear(targets: object) -> bool:
-    """Whether target modules are PEFT's word for every linear layer."""
+    """Whether ``target_modules`` is PEFT's word for every linear layer."""
     return isinstance(targets, str) and targets.lower() == ALL_LINEAR
 
 
@@ -40,29 +40,25 @@ def is_searched(value: object) -> bool:
 
 
 def is_end_of(name: str, layer: str) -> bool:
-    """Whether a layer is called so, or its name ends so after a point."""
+    """Whether a layer has this name, or its name ends with it after a dot."""
     return layer == name or layer.endswith(f".{name}")
 
 
 def plain_key(key: str) -> tuple[str, bool] | None:
-    """The name that a key of a pattern stands for, and whether it is the whole name; None for an expression."""
+    """The name in a key of a pattern, and whether it is a full name; None for an expression."""
     name = key.removeprefix("^").removesuffix("$").replace("\\.", ".")
     return None if is_expression(name) else (name, key.startswith("^"))
 
 
 class Clock:
-    """The computing time that the expressions of one configuration have left together."""
+    """The computing time that is left for all expressions of one configuration."""
 
     def __init__(self, seconds: float = MOST_SECONDS) -> None:
         self.left = seconds
 
 
 def searcher(option: str, expression: str, clock: Clock) -> Callable[[str], bool]:
-    """A function that tells whether an expression matches the whole name of a layer.
-
-    Args:
-        option: Its name, for errors.
-    """
+    """A function that tells whether an expression matches the full name of a layer; ``option`` is for errors."""
     compiled = compile_expression(option, expression)
 
     def matches(layer: str) -> bool:
@@ -81,7 +77,7 @@ def searcher(option: str, expression: str, clock: Clock) -> Callable[[str], bool
 
 
 def compile_expression(option: str, expression: str) -> regex.Pattern[str]:
-    """A user's own expression, for a matcher that can be stopped."""
+    """Compile an expression for a matcher with a time limit; refuse malformed and huge ones."""
     repeats = 1
     for counts in _COUNT.findall(expression):
         for count in counts:
@@ -92,7 +88,7 @@ def compile_expression(option: str, expression: str) -> regex.Pattern[str]:
             f"but {expression!r:.60} is larger. Name the layers in a list."
         )
     try:
-        re.compile(expression)  # the language that PEFT documents; the matcher knows more
+        re.compile(expression)  # PEFT documents this language; the matcher knows more
         return regex.compile(expression)
     except (re.error, regex.error, RecursionError, OverflowError) as error:
         raise ConfigError(
@@ -102,11 +98,7 @@ def compile_expression(option: str, expression: str) -> regex.Pattern[str]:
 
 
 def key_for(keys: Mapping[str, object], layer: str, option: str) -> str | None:
-    """The key of a pattern that is a layer's: its full name, else the first that names or matches it.
-
-    Args:
-        option: The pattern's name, for errors.
-    """
+    """The key of a pattern for a layer: its full name, else the first key that names or matches it."""
     if layer in keys:
         return layer
     clock = Clock()
@@ -114,7 +106,7 @@ def key_for(keys: Mapping[str, object], layer: str, option: str) -> str | None:
 
 
 def matcher(option: str, key: str, clock: Clock) -> Callable[[str], bool]:
-    """A function that tells whether a key of a pattern is a layer's."""
+    """A function that tells whether a key of a pattern names or matches a layer."""
     plain = plain_key(key)
     if plain is None:
         return searcher(option, rf"(?:.*\.)?(?:{key})", clock)

@@ -1,8 +1,8 @@
-"""One batch, several adapters: each row goes through the adapter that ``adapter_names`` gives it.
+"""Mixed batches: each row goes through the adapter that ``adapter_names`` gives it.
 
 Where the named adapters share a basis, each layer reads P and Q once and multiplies every row with its own core, also
-in training. Otherwise each adapter computes its rows by itself. PEFT hands the names to the tuner and
-drops them before the model runs; forward hooks carry them to the layers.
+in training. Otherwise each adapter computes its own rows. PEFT passes the names to the tuner and drops them before the
+model runs; forward hooks pass them on to the layers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def adapter_of_each_row(model: nn.Module, names: Sequence[str], *, num_beams: in
 
     Args:
         names: One adapter name, or ``"__base__"``, per row.
-        num_beams: Rows are repeated that often behind the encoder, if there is one, else from the start.
+        num_beams: The number of times that each row is repeated, behind the encoder if there is one.
     """
     layers = [m for m in model.modules() if isinstance(m, FrozenCoreLayer | AuxiliaryTrainingWrapper)]
     frozen = [layer for layer in layers if isinstance(layer, FrozenCoreLayer)]
@@ -59,7 +59,7 @@ def adapter_of_each_row(model: nn.Module, names: Sequence[str], *, num_beams: in
 
 @contextmanager
 def rows_through(layer: FrozenCoreLayer, rows: RowCores) -> Iterator[None]:
-    """Let a layer take the rows of every batch inside through their own cores instead of its active adapters."""
+    """Send the rows of every batch inside through cores of their own in a layer, instead of its active adapters."""
     if layer.merged:
         raise ValueError(
             "Cannot pass `adapter_names` when there are merged adapters, please call `unmerge_adapter` first."
@@ -80,7 +80,7 @@ def _on_one_basis(layer: FrozenCoreLayer, names: Sequence[str]) -> bool:
 
 
 def _row_cores(layer: FrozenCoreLayer, wanted: Sequence[str], names: Sequence[str]) -> RowCores:
-    """The cores of the named adapters behind one of zeros, for rows without an adapter in this layer."""
+    """The core of each row; zeros for rows without an adapter in this layer."""
     here = [name for name in wanted if name in layer.frozencore_R]
     if not here:
         return RowCores(None, torch.empty(len(names), 0, 0))

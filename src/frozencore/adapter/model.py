@@ -23,10 +23,9 @@ from transformers.pytorch_utils import Conv1D
 
 from frozencore.adapter.config import FrozenCoreConfig, FrozenCoreType
 from frozencore.adapter.layer import FrozenCoreLayer, frozen_core_layers
-from frozencore.adapter.linear import FrozenCoreLinear
+from frozencore.adapter.linear import FrozenCoreLinear, FrozenCoreQuantisedLinear
 from frozencore.adapter.mixed_batch import adapter_of_each_row
 from frozencore.adapter.named_layers import name_layers, require_tokens
-from frozencore.adapter.quantised_linear import FrozenCoreQuantisedLinear
 from frozencore.adapter.ranks import spread_evenly
 from frozencore.adapter.saved.state import require_same_base, set_named_basis, state_to_load, state_to_save
 from frozencore.adapter.saved.sums import add_weighted_sum
@@ -66,7 +65,7 @@ class FrozenCoreModel(BaseTuner):
         try:
             super().inject_adapter(model, adapter_name, *args, **kwargs)
         except NoMatchingPeftModuleError as error:
-            if "not found in the base model" not in str(error):  # what else PEFT says of targets has its reason in it
+            if "not found in the base model" not in str(error):  # PEFT's other errors name their reason
                 raise
             raise _no_match(self.peft_config[adapter_name], model) from error
         config, layers = self.peft_config[adapter_name], frozen_core_layers(model, adapter_name)

@@ -1,7 +1,6 @@
-"""The layers of a model in place of the expressions of a configuration that is put on it.
+"""Replacing the regular expressions of a configuration by the names of a model's layers.
 
-PEFT would search every name with every expression itself, as long as that takes. It is given names instead, and names
-are what is saved.
+PEFT would search every name with every expression, without a time limit. It gets names instead, and names are saved.
 """
 
 from __future__ import annotations
@@ -24,10 +23,7 @@ NAMES_ALONE = ("layers_pattern", "modules_to_save", "feedforward_modules")
 
 
 def name_layers(config: FrozenCoreConfig, model: nn.Module) -> None:
-    """Write the names of a model's layers over the expressions of a configuration.
-
-    One that was put on another model before starts from its expressions again.
-    """
+    """Replace the expressions of a configuration; on a second model it starts from its expressions again."""
     for field, (said, named) in config._expressions.items():
         if getattr(config, field) == named:
             setattr(config, field, said)
@@ -39,7 +35,7 @@ def name_layers(config: FrozenCoreConfig, model: nn.Module) -> None:
 
 
 def name_layers_of(config: Any, model: nn.Module) -> None:
-    """The same for the configuration of any PEFT method, with the fields that it has."""
+    """Replace the expressions in the configuration of any PEFT method."""
     for field in NAMES_ALONE:
         value = getattr(config, field, None)
         for name in value if isinstance(value, list | set | tuple) else [value]:
@@ -66,7 +62,7 @@ def _is_searched(value: Any) -> bool:
 
 
 def _modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Every module by name, without what lies inside of adapted layers."""
+    """Every module by name, without the modules inside adapted layers."""
     found: dict[str, nn.Module] = {}
     inside: str | None = None
     for name, module in model.named_modules():
@@ -99,14 +95,14 @@ def _name_targets(config: Any, matches: Any, names: Mapping[str, nn.Module]) -> 
             "has, for instance by their ends: ['q_proj', 'v_proj']."
         )
     config.target_modules = found
-    # Names are compared by their ends: a layer that only ends so must be left out by name.
+    # names are compared by their ends: another layer with the same end must be excluded by name
     stray = {name for name in names if name not in found and _is_among(name, found)}
     if stray:
         config.exclude_modules = {*excluded, *stray}
 
 
 def _is_among(name: str, ends: Collection[str]) -> bool:
-    """Whether a name is one of these or ends as one of them."""
+    """Whether a name, or one of its ends, is among these."""
     parts = name.split(".")
     return any(".".join(parts[start:]) in ends for start in range(len(parts)))
 
@@ -116,7 +112,7 @@ def _carries(module: nn.Module) -> bool:
 
 
 def _targeted(config: Any, linear: Iterable[str]) -> list[str]:
-    """The linear layers that a configuration may put a core on."""
+    """The linear layers that a configuration adapts."""
     targets: Any = config.target_modules
     every = targets is None or isinstance(targets, str)
     excluded = getattr(config, "exclude_modules", None) or ()
@@ -124,7 +120,7 @@ def _targeted(config: Any, linear: Iterable[str]) -> list[str]:
 
 
 def _by_name(option: str, pattern: Mapping[str, Any], layers: Iterable[str], clock: Clock) -> dict[str, Any]:
-    """A pattern whose keys are the full names of the layers that they match."""
+    """A pattern with the full names of the matched layers as keys."""
     keys = {key: matcher(option, key, clock) for key in pattern}
     found = {}
     for layer in layers:
@@ -138,7 +134,7 @@ def _by_name(option: str, pattern: Mapping[str, Any], layers: Iterable[str], clo
 
 
 def require_tokens(indices: Any, model: nn.Module) -> None:
-    """Refuse tokens to train that a model has no embedding of."""
+    """Refuse trainable tokens that a model has no embedding for."""
     if not indices:
         return
     by_name = indices if isinstance(indices, dict) else {None: indices}

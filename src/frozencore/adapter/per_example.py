@@ -88,7 +88,7 @@ def losses_and_gradients(
 
 
 def cores_in_use(model: nn.Module) -> tuple[str, list[FrozenCoreLayer]]:
-    """The active frozen-core adapter and the layers that carry it, ready to be computed with."""
+    """The one active frozen-core adapter and its layers; merged, several, or refreshed adapters are refused."""
     all_layers = [module for module in model.modules() if isinstance(module, FrozenCoreLayer)]
     names = {name for layer in all_layers for name in layer.active_adapters if name in layer.frozencore_R}
     if len(names) != 1 or any(layer.disable_adapters for layer in all_layers):
@@ -115,7 +115,7 @@ def cores_in_use(model: nn.Module) -> tuple[str, list[FrozenCoreLayer]]:
 
 
 def _prepare(model: nn.Module, undo: ExitStack) -> None:
-    """No parameter gets a gradient, quantised weights are not rewritten, and checkpointed blocks build a graph."""
+    """Freeze all parameters, keep quantised weights as they are, and let checkpointed blocks build a graph."""
     for module in model.modules():
         undo.callback(setattr, module, "training", module.training)
     use_training_kernels(model, undo)
@@ -129,7 +129,7 @@ def _prepare(model: nn.Module, undo: ExitStack) -> None:
 
 
 def _take(part: Tensor, copies: Tensor) -> None:
-    """Add what came of the backward pass to its place, and free it."""
+    """Move the gradient of the copies to its place."""
     assert copies.grad is not None
     part.add_(copies.grad.to(part.device, part.dtype))
     copies.grad = None
@@ -157,7 +157,7 @@ def _row_losses(
 
 
 def _completion_losses(model: Any, batch: Mapping[str, Any], packed: PackedRows | None, num_rows: int) -> Tensor:
-    """The mean over each row's completion tokens; logits are computed where such tokens are predicted."""
+    """The mean loss over each row's completion tokens; other logits are left out where the model can."""
     labels = batch.get("labels")
     if not is_language_model(model) or not isinstance(labels, Tensor) or labels.ndim != 2:
         raise DataError(
@@ -185,14 +185,14 @@ def _completion_losses(model: Any, batch: Mapping[str, Any], packed: PackedRows 
 
 
 def _inputs(model: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """What the model is called with: no labels, from which it would compute a loss of its own."""
+    """The inputs of the model, without labels: from these it would compute a loss of its own."""
     needs_labels = is_encoder_decoder(model) and batch.get("decoder_input_ids") is None
     inputs = {key: value for key, value in batch.items() if key != "labels" or needs_labels}
     return {**inputs, "use_cache": False} if is_language_model(model) else inputs
 
 
 def _narrows_logits(model: Any, packed: PackedRows | None) -> bool:
-    """Whether the model can leave logits out: a core on its output layer needs to see where the rows lie."""
+    """Whether the model can leave logits out; a core on its output layer needs all places of packed rows."""
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     if packed is not None and isinstance(base.get_output_embeddings(), FrozenCoreLayer):
         return False

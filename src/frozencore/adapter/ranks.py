@@ -1,4 +1,4 @@
-"""Ranks that a budget has given to the layers of an adapter: laid into the model, and said in the configuration."""
+"""Ranks from a rank budget, set in the layers of a model and in the configuration of the adapter."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from frozencore.maths.allocation import uniform_ranks
 
 
 def layers_to_share(model: nn.Module, adapter_name: str, config: FrozenCoreConfig) -> dict[str, FrozenCoreLayer]:
-    """The layers that a rank budget is spent on, by name: those of the adapter, and those that got rank 0 before."""
+    """The layers that share a rank budget, by name: also layers that got rank 0 before."""
     layers = (module for module in model.modules() if isinstance(module, FrozenCoreLayer))
     return {
         layer.name: layer
@@ -25,7 +25,7 @@ def layers_to_share(model: nn.Module, adapter_name: str, config: FrozenCoreConfi
 def give_ranks(
     adapter_name: str, config: FrozenCoreConfig, layers: Mapping[str, FrozenCoreLayer], ranks: Mapping[str, int]
 ) -> None:
-    """Resize an adapter, whose factors are then zero wherever the rank is another; rank 0 takes it off a layer."""
+    """Resize an adapter; factors of another rank become zero, and rank 0 takes the adapter off a layer."""
     config.rank_pattern = dict(ranks)
     for name, layer in layers.items():
         trains = not config.inference_mode and adapter_name in layer.active_adapters
@@ -33,12 +33,12 @@ def give_ranks(
 
 
 def spread_evenly(adapter_name: str, config: FrozenCoreConfig, layers: Mapping[str, FrozenCoreLayer]) -> None:
-    """Equal ranks within the budget: for good where no spectrum tells layers apart, else until calibration."""
+    """Give all layers equal ranks within the budget; for a constructor with gains, until calibration."""
     assert config.rank_budget is not None
-    for_good = not config.constructor_entry.has_gains
+    is_final = not config.constructor_entry.has_gains
     budget = trained_values(config.rank_budget)
     shapes = {name: layer.shape for name, layer in layers.items()}
-    ranks = uniform_ranks(shapes, budget if for_good else max(budget, len(shapes)))
+    ranks = uniform_ranks(shapes, budget if is_final else max(budget, len(shapes)))
     give_ranks(adapter_name, config, layers, ranks)
-    if not for_good:
+    if not is_final:
         config.rank_pattern = {}

@@ -1,4 +1,4 @@
-"""P or Q of every adapter on one layer: adapters on one basis hold one tensor, whatever way they came in."""
+"""P or Q of every adapter on one layer; adapters on one basis hold one tensor."""
 
 from __future__ import annotations
 
@@ -11,15 +11,13 @@ from torch import Tensor
 
 
 class SharedFactors(BufferDict):
-    """Buffers by adapter name. Equal ones become one tensor as they are set or loaded; writing to one never writes to
-    another's.
-    """
+    """Buffers by adapter name. Equal buffers become one tensor when they are set or loaded; each is written alone."""
 
     def __init__(self) -> None:
         super().__init__({}, persistent=True)
 
     def fill(self, name: str, values: Tensor) -> None:
-        """Give an adapter new values, in place where it is the only holder."""
+        """Give an adapter new values, in place where no other adapter holds the tensor."""
         own = self[name]
         if self._others_hold(name):
             self[name] = values.to(own.device, own.dtype, copy=True)
@@ -28,9 +26,9 @@ class SharedFactors(BufferDict):
         self.share(name)
 
     def share(self, name: str) -> None:
-        """Let go of a tensor that another adapter holds an equal of."""
+        """Use the tensor of another adapter if it is equal."""
         own = self[name]
-        if own.is_meta or not own.any():  # zeros wait for values of their own
+        if own.is_meta or not own.any():  # not set yet
             return
         for other in self._distinct():
             if other is not own and _equal(other, own):
@@ -40,14 +38,14 @@ class SharedFactors(BufferDict):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         came = [name for name in self if f"{prefix}{name}" in state_dict]
         for name in came:
-            if self._others_hold(name):  # what is loaded is copied into the tensor that stands there
+            if self._others_hold(name):  # loading copies in place
                 self[name] = torch.empty_like(self[name])
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         for name in came:
             self.share(name)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SharedFactors:
-        """As torch's, which would give each holder of a tensor a copy of its own."""
+        """Move or cast the buffers; torch's method would give each holder of a tensor its own copy."""
         held = dict(self.items())
         moved: dict[int, Tensor] = {}
         super()._apply(fn, recurse)

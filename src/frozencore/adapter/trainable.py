@@ -1,4 +1,4 @@
-"""What trains in a model with frozen cores: r² values a layer, and what the configuration names beside them."""
+"""The parameters that train in a model with frozen cores: r² values a layer, and named modules."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from frozencore.errors import ConfigError
 
 
 def require_own_parameters(model: nn.Module) -> list[Tensor]:
-    """The parameters that the active frozen-core adapters train; none for a model without such adapters."""
+    """The parameters that the active frozen-core adapters train; frozen cores and foreign parameters are refused."""
     cores: list[Tensor] = []
     named: list[Tensor] = []
     for module in model.modules():

@@ -148,7 +148,7 @@ def _merged(asked: Asked) -> Iterator[str]:
 
 def _basis_model(asked: Asked) -> Iterator[str]:
     from frozencore.adapter.export.basis_model import export_basis_model
-    from frozencore.adapter.export.serving.config_rules import VLLM_MAX_RANKS, vllm_max_rank
+    from frozencore.adapter.export.serving import VLLM_MAX_RANKS, vllm_max_rank
 
     model = export_basis_model(
         asked.adapter, asked.output, base=asked.base, dtype=asked.dtype, with_code=asked.with_code,

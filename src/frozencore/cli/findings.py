@@ -94,7 +94,7 @@ def basis(path: Path) -> Findings:
 
 
 def basis_model(path: Path) -> Findings:
-    from frozencore.adapter.export.basis_in_model import identity_of, read_bases, read_entry
+    from frozencore.adapter.export.basis_model import identity_of, read_bases, read_entry
 
     entry, layers = read_entry(path), read_bases(path)
     yield Finding(BOTH, f"{len(layers)} layers with a basis, all finite")
@@ -104,8 +104,7 @@ def basis_model(path: Path) -> Findings:
 
 
 def lora(path: Path) -> Findings:
-    from frozencore.adapter.export.serving import check_lora_directory
-    from frozencore.adapter.export.serving.tensor_rules import no_tenant
+    from frozencore.adapter.export.serving import NO_TENANT, check_lora_directory
     from frozencore.adapter.saved.seal import read_folder
 
     read_folder(path)
@@ -114,7 +113,7 @@ def lora(path: Path) -> Findings:
     tenant = ", on its basis model: it is a tenant" if report.is_tenant else ""
     yield Finding(BOTH, f"rank {report.rank}; taken by {engines}{tenant}")
     for problem in report.problems:
-        if problem.rule != no_tenant.__name__:
+        if problem.rule != NO_TENANT:
             yield Finding(problem.rule, str(problem), sound=False)
 
 

@@ -1,1 +1,1 @@
-"""From a calibration pass to P and Q on the layers of a model."""
+"""Bases on a model: a calibration pass, a rank budget, refreshing, and bases that are taken from elsewhere."""

@@ -36,7 +36,7 @@ from frozencore.words import one_line
 from frozencore_basis_model import ENTRY, config_class
 
 CODE_FILE = "frozencore_basis_model.py"
-# vLLM's and SGLang's own name for "whatever AutoModel builds": no architecture of theirs is tried, no option needed.
+# With this name vLLM and SGLang use the model that AutoModel builds, without options.
 ARCHITECTURE = "TransformersForCausalLM"
 Bases = Mapping[str, tuple[Tensor, Tensor]]
 """P (m x r) and Q (n x r) by layer name."""
@@ -79,7 +79,7 @@ def export_basis_model(
     Args:
         directory: A basis, or an adapter, whose core is left out.
         base: Folder, GGUF file or hub id of the base model; by default the one that the basis or adapter names.
-        dtype: Of the base weights: ``auto`` keeps theirs. P and Q are written as they are.
+        dtype: The dtype of the base weights; ``auto`` keeps theirs. P and Q are written as they are.
         with_code: Put the architecture's code into the folder too, for engines that have no frozencore; they must then
             be told to trust it.
 

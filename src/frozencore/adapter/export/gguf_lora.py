@@ -25,7 +25,7 @@ from frozencore.files.whole_file import whole_file
 
 @dataclass(frozen=True)
 class Architecture:
-    """How llama.cpp keeps a model type of transformers.
+    """llama.cpp's form of a model type of transformers.
 
     Attributes:
         name: Its own name, which adapter and model file must share.
@@ -53,7 +53,7 @@ class GgufLoraExport:
         architecture: llama.cpp's name of the base model's architecture.
         rank: The one rank of all layers; smaller cores are zero-padded to it.
         layers: The adapted layers, by transformers' names.
-        error: As in :class:`frozencore.adapter.export.lora.LoraExport`.
+        error: See :class:`frozencore.adapter.export.lora.LoraExport`.
     """
 
     file: Path
@@ -76,7 +76,7 @@ def export_gguf_lora(
     """Write a frozen-core adapter as a GGUF file that llama.cpp applies to the base model's own GGUF file.
 
     Args:
-        model_or_directory, adapter_name, dtype, rank: As for :func:`frozencore.adapter.export.lora.export_lora`.
+        model_or_directory, adapter_name, dtype, rank: See :func:`frozencore.adapter.export.lora.export_lora`.
         base: With a folder: the base model, its folder, its GGUF file or its hub id; by default what the adapter names,
             if it lies here. Its weights are not read.
         overwrite: Replace a file that is there.

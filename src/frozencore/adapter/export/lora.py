@@ -70,7 +70,7 @@ def export_lora(
         adapter_name: Which adapter of the model; the active one by default.
         base: With a folder: the base model or its folder, for the shapes of layers that engines pack with adapted
             ones. By default the folder that the adapter names, if it is there.
-        dtype: Of the factors. Half precision halves the files and costs about 0.2 % of the update in bfloat16.
+        dtype: The dtype of the factors. Half precision halves the files; bfloat16 costs about 0.2 % of the update.
         rank: A lower rank than the adapter's, such as a refreshed one's, which is the sum of its rounds'. What that
             costs is the result's ``error``.
         overwrite: Replace an adapter folder that is there.

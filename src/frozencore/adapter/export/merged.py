@@ -29,7 +29,7 @@ def export_merged(
     Args:
         directory: A folder that ``save_pretrained`` or ``frozencore tune`` wrote.
         base: Folder, GGUF file or hub id of the base model; by default the one that the adapter names.
-        dtype: Of the merged weights: ``auto`` keeps the base model's. In half precision the sum is rounded.
+        dtype: The dtype of the merged weights; ``auto`` keeps the base model's. In half precision the sum is rounded.
 
     Returns:
         The folder that was written.

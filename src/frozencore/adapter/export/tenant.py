@@ -59,7 +59,7 @@ def export_tenant(
         adapter_name: Which adapter of the model; the active one by default.
         basis_model: Folder of the basis model, whose basis is compared with the adapter's. Without it nothing is: on
             another basis the cores mean nothing, and no engine would notice.
-        dtype: Of the factors. Half precision halves the file and costs about 0.2 % of the update in bfloat16.
+        dtype: The dtype of the factors. Half precision halves the file and costs about 0.2 % of the update in bfloat16.
 
     Raises:
         ArtifactError: A folder that is damaged or in the way, or a basis model of another basis.

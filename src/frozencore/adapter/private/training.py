@@ -47,8 +47,8 @@ class PrivateTraining(TrainerCallback, ExportableState):
     and checkpoints are not to be published: losses are exact, and checkpoints hold the secret of the noise.
 
     Args:
-        trainer: Whose model has one active frozen-core adapter that trains nothing but cores.
-        epsilon, delta, clip: As in :class:`~frozencore.privacy.PrivateBudget`.
+        trainer: A Trainer whose model has one active frozen-core adapter that trains cores alone.
+        epsilon, delta, clip: See :class:`~frozencore.privacy.PrivateBudget`.
         loss_fn: The loss of each row; as for :func:`frozencore.per_example_gradients`.
         basis_is_public: The bases were calibrated on rows that may be known. It needs no saying where the constructor
             reads no data.
@@ -99,7 +99,7 @@ class PrivateTraining(TrainerCallback, ExportableState):
         return 0.0 if self._schedule is None else self._schedule.spent(self._num_steps)
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it: what was promised, and the secret that its draws follow from."""
+        """The state in a checkpoint: the options, and the secret of the draws."""
         return {"args": {}, "attributes": {"secret": self._secret, **self._promised()}}
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:

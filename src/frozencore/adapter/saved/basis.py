@@ -117,7 +117,7 @@ def load_basis(place: str | Path, revision: str | None = None) -> SavedBasis:
 
     Args:
         place: A folder, or a hub id.
-        revision: Of the hub id.
+        revision: The revision of the hub id.
 
     Raises:
         ArtifactError: There is none, it is damaged or changed since, or of a newer format.

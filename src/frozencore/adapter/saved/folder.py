@@ -77,7 +77,7 @@ def write_adapter(
     """Write a new adapter folder with the configuration and the card of another.
 
     Args:
-        tensors: By their names in an adapter file.
+        tensors: The tensors by their names in an adapter file.
         like: The other's folder.
         changes: New values of the configuration; None removes a value. ``base`` is the seal's record of the base model.
     """

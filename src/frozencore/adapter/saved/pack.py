@@ -26,7 +26,7 @@ def pack_adapter(
         basis: Folder of the basis, or a hub id. None: the folder ``basis`` beside ``out``, which is written from the
             adapter if it is not there.
         out: New folder.
-        dtype: Of the cores; by default that in which they are saved. Cores in 16 bits are rounded.
+        dtype: The dtype of the cores; by default the saved one. Cores in 16 bits are rounded.
 
     Raises:
         ArtifactError: The adapter has another basis, is on a named one already, or a folder cannot be read or written.
