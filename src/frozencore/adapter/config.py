@@ -26,6 +26,8 @@ from frozencore.constructors import (
 from frozencore.constructors.options import AUTO_ALPHA, Alpha, RankBudget, ScaleOptions, trained_values
 from frozencore.errors import ArtifactError, ConfigError
 from frozencore.files.adapter_folder import LARGEST_FLOAT32, PEFT_TYPE, read_seal
+from frozencore.maths.moments import MomentName
+from frozencore.maths.whitening import Whitening
 from frozencore.options import options_of, without_lists
 
 MOST_ROUNDS = 1000
@@ -215,7 +217,17 @@ class FrozenCoreConfig(SavedConfig, EveryOption):  # type: ignore[misc]  # froze
     @property
     def needs_calibration(self) -> bool:
         """Whether P and Q come from data, so that ``frozencore.calibrate`` must run before training."""
-        return self.basis_id is None and self.constructor_entry.needs_data(self.basis_options())
+        return self.basis_id is None and bool(self.needs)
+
+    @property
+    def needs(self) -> frozenset[MomentName]:
+        """The moments that the constructor reads."""
+        return self.constructor_entry.needs(self.basis_options())
+
+    @property
+    def metric(self) -> Whitening | None:
+        """The metric of a constructor that can build from sketches; None for others."""
+        return self.constructor_entry.metric(self.basis_options())
 
     def basis_options(self, rank: int | None = None) -> BasisOptions:
         """The options of the constructor, checked; ``rank`` overrides r for one layer."""

@@ -139,7 +139,7 @@ def calibrate(
     with reporting(progress) as tell:
         work = BasisWork(model, adapter_name, config, layers, owners, tell)
         source: BasisSource = GivenMoments.of(moments)
-        if config.constructor_entry.needs(config.basis_options()) and moments is None:
+        if config.needs and moments is None:
             if data is None:
                 raise CalibrationError(f"{config.constructor} reads data: call calibrate(model, dataloader).")
             with all_ranks_or_none():

@@ -107,7 +107,7 @@ class BasisWork:
         needs = self._needs(of_the_pass)
         num_rows = largest_over_ranks(max(map(_num_rows, batches), default=0))
         itemsize = max((p.element_size() for p in self.model.parameters() if p.is_floating_point()), default=4)
-        streams = self.config.constructor_entry.metric(self.config.basis_options()) is not None
+        streams = self.config.metric is not None
         keeps_graph = len(backward_passes(needs, of_the_pass)) > 1
         costs = {
             name: layer_cost(
@@ -201,13 +201,12 @@ class BasisWork:
     @property
     def _metric(self) -> Whitening:
         """The metric of a constructor that can build from sketches."""
-        metric = self.config.constructor_entry.metric(self.config.basis_options())
-        assert metric is not None
-        return metric
+        assert self.config.metric is not None
+        return self.config.metric
 
     def _needs(self, options: CalibrationOptions) -> frozenset[MomentName]:
         """The moments that the constructor reads, and with G also a and d, which measure what a basis captures."""
-        needs = self.config.constructor_entry.needs(self.config.basis_options())
+        needs = self.config.needs
         whole = needs | CAPTURE_NEEDS
         as_many = len(backward_passes(needs, options)) == len(backward_passes(whole, options))
         return whole if "cross" in needs and as_many else needs

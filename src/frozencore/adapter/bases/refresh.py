@@ -31,7 +31,6 @@ from frozencore.calibration.gathering import Gathering, SketchedGathering
 from frozencore.calibration.shards import assign_owners, reduce_moments, require_same_bases, share_bases
 from frozencore.errors import ConfigError
 from frozencore.maths.linalg import Shape
-from frozencore.maths.whitening import Whitening
 from frozencore.ranks import own_rank
 
 KEPT = 0.5  # the share of the older moments that a refresh keeps
@@ -175,16 +174,9 @@ class Refresh(InRounds):
             self._gathering = None
 
     @property
-    def _metric(self) -> Whitening:
-        """The metric of a constructor that can build from sketches."""
-        metric = self.config.constructor_entry.metric(self.config.basis_options())
-        assert metric is not None
-        return metric
-
-    @property
     def _num_leading(self) -> int:
         """The number of steps that only measure the metric of the sketches."""
-        return int(self.widths is not None and bool(self._metric.needs()))
+        return int(self.widths is not None and (metric := self.config.metric) is not None and bool(metric.needs()))
 
     @property
     def _shapes(self) -> dict[str, Shape]:
@@ -196,13 +188,12 @@ class Refresh(InRounds):
 
     def gather(self) -> None:
         """Sum the moments of the batches from now on."""
-        layers = dict(self.layers.items())
-        if self.widths is None:
-            needs = self.config.constructor_entry.needs(self.config.basis_options())
-            self._gathering = Gathering(self.model, layers, needs)
+        layers, metric = dict(self.layers.items()), self.config.metric
+        if self.widths is None or metric is None:
+            self._gathering = Gathering(self.model, layers, self.config.needs)
         else:
             self._gathering = SketchedGathering(
-                self.model, layers, shapes=self._shapes, widths=self.widths, whitening=self._metric
+                self.model, layers, shapes=self._shapes, widths=self.widths, whitening=metric
             )
 
     def next_round(self, optimizer: torch.optim.Optimizer) -> None:

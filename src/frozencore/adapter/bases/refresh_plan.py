@@ -63,8 +63,7 @@ def widths_within(
         memory_budget: The memory for choosing new bases; by default 128 MB, or what the narrowest sketches take.
     """
     budget = memory_bytes(MEMORY if memory_budget is None else memory_budget)
-    options = config.basis_options()
-    needs, metric = config.constructor_entry.needs(options), config.constructor_entry.metric(options)
+    needs, metric = config.needs, config.metric
     costs = [layer_cost(shape, needs, ranks[name], num_rows=0) for name, shape in shapes.items()]
     exact = sum(cost.sums for cost in costs) + max(cost.building for cost in costs)
     if exact <= budget or (metric is None and memory_budget is None):
@@ -117,5 +116,5 @@ def sums_bytes(
     """The most bytes that sums of moments take, or sketches of those widths."""
     if widths is not None:
         return sum(sketch_bytes(shape, widths[name])[0] for name, shape in shapes.items())
-    needs = config.constructor_entry.needs(config.basis_options())
+    needs = config.needs
     return sum(layer_cost(shape, needs, ranks[name], num_rows=0).sums for name, shape in shapes.items())

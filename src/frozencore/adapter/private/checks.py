@@ -70,8 +70,7 @@ def refuse_what_leaks(trainer: Trainer, *, basis_is_public: bool) -> None:
 def _refuse_private_basis(model: Any, *, basis_is_public: bool) -> None:
     adapter_name, _ = cores_in_use(model)
     config = model.peft_config[adapter_name]
-    reads_data = bool(config.constructor_entry.needs(config.basis_options()))
-    if reads_data and not basis_is_public:
+    if config.needs and not basis_is_public:
         raise ConfigError(
             f"The bases of {config.constructor!r} are calibrated on rows, and tell about them without being counted. "
             "Use a constructor that reads no data (random, lora_xs), or calibrate on public rows and say "

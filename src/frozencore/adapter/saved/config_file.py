@@ -92,8 +92,8 @@ class SavedConfig(PeftConfig):
     def to_dict(self) -> dict[str, Any]:
         """The values of the file: PEFT's, with sets in order, flat options, and a note that the bases lie beside it."""
         saved = {**super().to_dict(), "load_bases": True, "seal": self._seal_to_write or self.seal}
-        own = {name: option.default for name, option in constructor_options().items()} | saved.pop("own_options")
-        saved = own | saved
+        options = {name: saved.pop(name, option.default) for name, option in constructor_options().items()}
+        saved |= options | saved.pop("own_options")
         unsaid = {"allow_other_base"}  # the caller who loads an adapter decides this, not the adapter
         unsaid |= {"basis", "basis_revision", "basis_id"} if self.basis_id is None else set()
         unsaid |= {"rank_budget"} if self.rank_budget is None else set()
