@@ -163,3 +163,16 @@ def test_a_run_may_answer_in_fewer_tokens_than_its_task_allows(encoder: PromptEn
     few = config.model_copy(update={"max_new_tokens": 2})
     tokens = [rows.task.max_new_tokens for rows in (prepare_rows(run, encoder) for run in (config, few)) if rows.task]
     assert tokens == [8, 2]
+
+
+def test_each_row_of_a_task_is_rendered_once_and_calibration_takes_tokens_that_are_there(
+    encoder: PromptEncoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rendered: list[str] = []
+    render = encoder.render
+    monkeypatch.setattr(encoder, "render", lambda example: rendered.append(example.id) or render(example))
+    rows = prepare_rows(config_of(task=write_task(tmp_path, num_train=20)), encoder)
+    assert len(rendered) == len(set(rendered)) == len(rows.train) + len(rows.held_out)
+    trained = {id(row) for row in rows.train}
+    assert len(rows.calibration) == 5
+    assert all(id(row) in trained for row in rows.calibration)

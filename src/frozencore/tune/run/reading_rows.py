@@ -97,7 +97,12 @@ def _task_rows(config: RunConfig, task: Task, encoder: PromptEncoder, kept: Kept
     evaluation = splits.evaluation if config.evaluate_on == "evaluation" else splits.validation
     of_training, evaluation = fitting.examples(splits.train), fitting.examples(evaluation)
     train, held_out = (_tokens(config, examples, encoder, kept) for examples in (of_training, evaluation))
-    calibration = _calibration_rows(config, of_training, encoder, kept)
+    if config.calibration_task is not None:
+        calibration = _calibration_rows(config, config.calibration_task, encoder, kept)
+    else:
+        tokens_of = dict(zip(of_training, train, strict=True))
+        drawn = calibration_rows(of_training, config.calibration_size, seed=config.seed)
+        calibration = [tokens_of[example] for example in drawn]
     validation = None
     if config.select_checkpoint != "none" and splits.validation:
         chosen_on = fitting.examples(splits.validation)
@@ -108,12 +113,9 @@ def _task_rows(config: RunConfig, task: Task, encoder: PromptEncoder, kept: Kept
     )  # fmt: skip
 
 
-def _calibration_rows(
-    config: RunConfig, train: Sequence[Example], encoder: PromptEncoder, kept: KeptRows
-) -> list[TokenRow]:
-    """Of another task they are the rows that a run of that task would calibrate on."""
-    if config.calibration_task is not None:
-        train = _Fitting(config, encoder).examples(_splits_like(config, _Drawn(config.calibration_task), kept).train)
+def _calibration_rows(config: RunConfig, task: str, encoder: PromptEncoder, kept: KeptRows) -> list[TokenRow]:
+    """The rows that a run of another task would calibrate on."""
+    train = _Fitting(config, encoder).examples(_splits_like(config, _Drawn(task), kept).train)
     return _tokens(config, calibration_rows(train, config.calibration_size, seed=config.seed), encoder, kept)
 
 
@@ -185,7 +187,7 @@ def _own_rows(config: RunConfig, data: Data, encoder: PromptEncoder) -> RunRows:
     train = train[: config.num_train]
     rows, scored = encode(train), encode(held_out)
     if config.calibration_task is not None:
-        calibrate = _calibration_rows(config, (), encoder, KeptRows())
+        calibrate = _calibration_rows(config, config.calibration_task, encoder, KeptRows())
     else:
         among: Sequence[TextRow | TokenRow] = rows if config.packing else train
         chosen = sorted(range(len(among)), key=lambda i: _rank(among[i], config.seed + 1))[: config.calibration_size]
@@ -221,17 +223,20 @@ class _Fitting:
 
     def __init__(self, config: RunConfig, encoder: PromptEncoder) -> None:
         self._config, self._encoder = config, encoder
+        self._may_drop = config.truncate or config.skip_long
         self.num_cut = self.num_skipped = 0
 
     def texts(self, rows: list[TextRow]) -> list[TextRow]:
         return [row for row, fits in zip(rows, self._fits(rows), strict=True) if fits]
 
     def examples(self, examples: Sequence[Example]) -> tuple[Example, ...]:
+        if not self._may_drop:
+            return tuple(examples)
         fits = self._fits([self._encoder.render(example) for example in examples])
         return tuple(example for example, one in zip(examples, fits, strict=True) if one)
 
     def _fits(self, rows: Sequence[TextRow]) -> list[bool]:
-        if not (self._config.truncate or self._config.skip_long):
+        if not self._may_drop:
             return [True] * len(rows)
         found = self._encoder.fits(rows)
         skipped = found.count("too long") if self._config.skip_long else 0
