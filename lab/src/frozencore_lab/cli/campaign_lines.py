@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -194,12 +195,12 @@ def write_campaign_report(folders: Sequence[Path], output: Path | None) -> Itera
 def report_on_table(table: Path, reference: str, json_file: Path | None) -> RenderableType:
     """Compare the columns of a table of task means with one of them."""
     from frozencore.files.whole_file import write_json
-    from frozencore_lab.reports.tables.comparison import analyse, comparison_json, read_task_means
+    from frozencore_lab.reports.tables.comparison import analyse, read_task_means
     from frozencore_lab.reports.tables.significance import comparison_view
 
     comparison = analyse(read_task_means(table), reference)
     if json_file is not None:
-        write_json(json_file, comparison_json(comparison))
+        write_json(json_file, asdict(comparison))
     return comparison_view(comparison)
 
 

@@ -7,8 +7,7 @@ least two of the campaigns have under one name, as a comparison of columns over 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -16,41 +15,36 @@ from frozencore.errors import ArtifactError, ConfigError
 from frozencore_lab.campaign.results import CampaignResults, StudyResults
 from frozencore_lab.campaign.spec import column_key
 from frozencore_lab.reports.document import Document, Drawing, Section, Table, make_document
-from frozencore_lab.reports.figures import ranking_panels
-from frozencore_lab.reports.labels import column_name, sentence, value_name
+from frozencore_lab.reports.figures import DRAWN, ranking_panels
+from frozencore_lab.reports.labels import sentence, value_name
 from frozencore_lab.reports.sheet import Sheet, SheetCell, label, missing, number
 from frozencore_lab.reports.statistics.over_tasks import differences, wins_ties_losses
-from frozencore_lab.reports.tables.averages import averages, column_averages, ranked_printed
+from frozencore_lab.reports.tables.averages import averages, ranked_printed
 from frozencore_lab.reports.tables.pivot import Key, Measure, Pivot, measures_of, pivots
 from frozencore_lab.reports.tables.pivot_sheet import average_cell
 from frozencore_lab.reports.writing import write_document
 
-
-@dataclass(frozen=True)
-class NamedPivot:
-    """A table and what tells it apart from the others, a text for each heading."""
-
-    labels: tuple[str, ...]
-    pivot: Pivot
-
-    @property
-    def has_mean(self) -> bool:
-        """Whether it is a table of tasks by compared columns with a macro-average."""
-        return self.pivot.row_axes == ("task",) and bool(averages(self.pivot))
+NamedPivots = Mapping[tuple[str, ...], Pivot]
+"""Tables by what tells them apart, a text for each heading."""
 
 
-def means_across(lines: Sequence[NamedPivot], headings: Sequence[str], name: str, title: str) -> Sheet | None:
+def has_mean(pivot: Pivot) -> bool:
+    """Whether it is a table of tasks by compared columns with a macro-average."""
+    return pivot.row_axes == ("task",) and bool(averages(pivot))
+
+
+def means_across(tables: NamedPivots, headings: Sequence[str], name: str, title: str) -> Sheet | None:
     """The macro-average of every column of every table; the best of each bold, the second best underlined.
 
     None for fewer than two tables, or where one has no macro-average.
     """
-    if len(lines) < 2 or not all(line.has_mean for line in lines):
+    if len(tables) < 2 or not all(map(has_mean, tables.values())):
         return None
-    measure, columns, rows = lines[0].pivot.measure, _columns(lines), []
-    for line in lines:
-        own = averages(line.pivot)[0].cells
+    measure, columns, rows = _measure(tables), _columns(tables), []
+    for labels, pivot in tables.items():
+        own = averages(pivot)[0].cells
         best, second = ranked_printed({column: cell.value for column, cell in own.items()}, measure)
-        row = dict(zip(headings, map(label, line.labels), strict=True))
+        row = dict(zip(headings, map(label, labels), strict=True))
         for column, shown in columns.items():
             row[shown] = (
                 average_cell(own[column], measure.decimals, best=column in best, second=column in second)
@@ -65,13 +59,13 @@ def means_across(lines: Sequence[NamedPivot], headings: Sequence[str], name: str
     return Sheet.of(name, f"{title}: means over the tasks", note, rows, num_labels=len(headings))
 
 
-def wins_across(lines: Sequence[NamedPivot], name: str, title: str) -> Sheet | None:
+def wins_across(tables: NamedPivots, name: str, title: str) -> Sheet | None:
     """On how many tasks the reference column is better than, equal to and worse than each other one, in each table.
 
     None without a reference that all tables name.
     """
-    references = {line.pivot.report.reference for line in lines}
-    columns, measure = _columns(lines), lines[0].pivot.measure
+    references = {pivot.report.reference for pivot in tables.values()}
+    columns, measure = _columns(tables), _measure(tables)
     reference = next((column for column in columns if references == {column_key(column)}), None)
     if reference is None:
         return None
@@ -80,11 +74,11 @@ def wins_across(lines: Sequence[NamedPivot], name: str, title: str) -> Sheet | N
         if column == reference:
             continue
         row, gained = {"column": label(shown)}, list[float]()
-        for line in lines:
-            gains = _gains(line.pivot, reference, column)
+        for labels, pivot in tables.items():
+            gains = _gains(pivot, reference, column)
             counts = wins_ties_losses(gains)
             shown_counts = SheetCell(" / ".join(map(str, counts)), value=counts[0])
-            row[", ".join(line.labels)] = shown_counts if gains else missing("a mean is missing")
+            row[", ".join(labels)] = shown_counts if gains else missing("a mean is missing")
             gained += gains
         counted = dict(zip(("wins", "ties", "losses"), wins_ties_losses(gained), strict=True))
         row |= {heading: number(count, 0) for heading, count in counted.items()}
@@ -114,10 +108,13 @@ def _mean(pivot: Pivot, row: Key, column: Key) -> float | None:
     return pivot.cells[row, column].mean if column in pivot.columns else None
 
 
-def _columns(lines: Sequence[NamedPivot]) -> dict[Key, str]:
+def _columns(tables: NamedPivots) -> dict[Key, str]:
     """Every column of any of the tables, and how it is called."""
-    axes = lines[0].pivot.column_axes
-    return {column: column_name(axes, column) for line in lines for column in line.pivot.columns}
+    return {column: pivot.column_name(column) for pivot in tables.values() for column in pivot.columns}
+
+
+def _measure(tables: NamedPivots) -> Measure:
+    return next(iter(tables.values())).measure
 
 
 def across_document(campaigns: Sequence[CampaignResults]) -> Document:
@@ -164,17 +161,19 @@ def _section(name: str, members: Sequence[tuple[CampaignResults, StudyResults]])
     details: list[Table] = []
     drawings = []
     for i, measure in enumerate(measures_of(members[0][1])):
-        lines, remark = _comparable(_named(members, measure))
-        means = means_across(lines, ("model",), f"{name}-means{measure.suffix}", title)
+        tables, remark = _comparable(_named(members, measure))
+        means = means_across(tables, ("model",), f"{name}-means{measure.suffix}", title)
         if means is None:
             continue
         found = [Table(means, remark=remark)]
-        if (wins := wins_across(lines, f"{name}-wins{measure.suffix}", title)) is not None:
+        if (wins := wins_across(tables, f"{name}-wins{measure.suffix}", title)) is not None:
             found.append(Table(wins))
         (details if i else main).extend(found)
-        known = [one for one in lines if any(mean.value is not None for mean in column_averages(one.pivot).values())]
-        if known:
-            draw = partial(ranking_panels, [(", ".join(one.labels), one.pivot) for one in known])
+        shown = [
+            (", ".join(labels), pivot) for labels, pivot in tables.items() if DRAWN["ranking"].has_something(pivot)
+        ]
+        if shown:
+            draw = partial(ranking_panels, shown)
             drawings.append(Drawing(f"{name}{measure.suffix}", f"{title}: {measure.title}", draw))
     if not main:
         return None
@@ -183,14 +182,13 @@ def _section(name: str, members: Sequence[tuple[CampaignResults, StudyResults]])
     return Section(name, title, note, runs, tuple(main), tuple(details), tuple(drawings))
 
 
-def _named(members: Sequence[tuple[CampaignResults, StudyResults]], measure: Measure) -> list[NamedPivot]:
+def _named(members: Sequence[tuple[CampaignResults, StudyResults]], measure: Measure) -> NamedPivots:
     """The members' tables by the model that each is of, and by the campaign where several are of one model."""
-    found = [(results, pivot) for results, study in members for pivot in pivots(study, measure)]
+    found = [(results.campaign.name, pivot) for results, study in members for pivot in pivots(study, measure)]
     models = Counter(_model(pivot) for _, pivot in found)
-    return [
-        NamedPivot((_model(pivot) + (f" ({results.campaign.name})" if models[_model(pivot)] > 1 else ""),), pivot)
-        for results, pivot in found
-    ]
+    return {
+        (_model(pivot) + (f" ({campaign})" if models[_model(pivot)] > 1 else ""),): pivot for campaign, pivot in found
+    }
 
 
 def _model(pivot: Pivot) -> str:
@@ -198,8 +196,9 @@ def _model(pivot: Pivot) -> str:
     return ", ".join(value_name(axis, value) for axis, value in shown.items())
 
 
-def _comparable(lines: list[NamedPivot]) -> tuple[list[NamedPivot], str]:
+def _comparable(tables: NamedPivots) -> tuple[NamedPivots, str]:
     """Those over the tasks of the first, since means over other tasks do not compare; and which are left out."""
-    kept = [line for line in lines if set(line.pivot.rows) == set(lines[0].pivot.rows) and line.has_mean]
-    others = [", ".join(line.labels) for line in lines if line not in kept]
+    tasks = set(next(iter(tables.values())).rows)
+    kept = {labels: pivot for labels, pivot in tables.items() if set(pivot.rows) == tasks and has_mean(pivot)}
+    others = [", ".join(labels) for labels in tables if labels not in kept]
     return kept, f"Left out, as they are of other tasks: {', '.join(others)}." if others else ""

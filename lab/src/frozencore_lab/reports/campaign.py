@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from frozencore_lab.campaign.results import CampaignResults, StudyResults
-from frozencore_lab.reports.across import NamedPivot, means_across
+from frozencore_lab.reports.across import means_across
 from frozencore_lab.reports.criterion import criterion_section
 from frozencore_lab.reports.document import Document, Section, Table, make_document
 from frozencore_lab.reports.figures import study_drawings
@@ -70,7 +70,7 @@ def study_section(results: StudyResults) -> Section:
             first += shown
             details += further
             headlines += [] if i else _headline(pivot)
-        named = [NamedPivot(tuple(value_name(*item) for item in pivot.group.items()), pivot) for pivot in tables]
+        named = {tuple(value_name(*item) for item in pivot.group.items()): pivot for pivot in tables}
         headings = [axis_name(axis) for axis in tables[0].group]
         across = means_across(named, headings, f"{results.name}-means{measure.suffix}", study.title)
         first += [] if across is None else [Table(across)]

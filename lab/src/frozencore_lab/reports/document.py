@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from matplotlib.figure import Figure
 
@@ -82,8 +83,7 @@ class Document:
         return tuple(run for campaign in self.campaigns for study in campaign.studies for run in study.runs)
 
 
-@dataclass(frozen=True)
-class RunCounts:
+class RunCounts(NamedTuple):
     """Runs that are done, failed, and missing; a run that several studies ask for counts once."""
 
     done: int
@@ -91,8 +91,7 @@ class RunCounts:
     missing: int
 
     def __str__(self) -> str:
-        total = self.done + self.failed + self.missing
-        return f"{self.done} of {total} final runs done, {self.failed} failed, {self.missing} missing"
+        return f"{self.done} of {sum(self)} final runs done, {self.failed} failed, {self.missing} missing"
 
 
 def count_runs(runs: tuple[FinalRun, ...]) -> RunCounts:

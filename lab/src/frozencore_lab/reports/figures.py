@@ -16,7 +16,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from frozencore.cli.figure_style import BLACK, binned, plain_ticks
-from frozencore.tune.run.record import TunedRecord
 from frozencore_lab.campaign.results import StudyResults
 from frozencore_lab.campaign.spec import Study
 from frozencore_lab.reports.canvas import CYCLE, DASHES, MARKERS, distinct_colours, panels, shared_legend, styled
@@ -183,10 +182,11 @@ def _row_panels(pivot: Pivot) -> Figure:
     order = sorted(means, key=lambda column: means[column] or 0.0, reverse=pivot.measure.lower_is_better)
     figure, axes = panels(len(pivot.rows), 0.9 + 0.32 * len(order), sharey=True)
     for axis, row in zip(axes, pivot.rows, strict=True):
-        records, cells = _first_records(pivot, row), [pivot.cells[row, column] for column in order]
+        cells = [pivot.cells[row, column] for column in order]
+        scores = [cell.record.score if cell.record and pivot.measure is ACCURACY else None for cell in cells]
         errors = [
-            _standard_error(pivot, records.get(column)) if cell.std is None else cell.std
-            for column, cell in zip(order, cells, strict=True)
+            cell.std or (pivot.measure.scale * score.standard_error if score and cell.std is None else 0.0)
+            for cell, score in zip(cells, scores, strict=True)
         ]
         axis.barh(
             range(len(order)), [cell.mean or 0.0 for cell in cells], xerr=errors, height=0.7, error_kw={"lw": 0.8},
@@ -195,28 +195,15 @@ def _row_panels(pivot: Pivot) -> Figure:
         axis.set_yticks(range(len(order)), [pivot.column_name(column) for column in order])
         if row in pivot.before:
             axis.axvline(pivot.before[row], color=BLACK, lw=1, ls="--", label="base model")
-        chances = {record.score.chance for record in records.values() if record.score is not None}
         if pivot.measure is ACCURACY:
             axis.set_xlim(0, 100)
-            if len(chances) == 1 and (chance := chances.pop()) is not None:
-                axis.axvline(pivot.measure.scale * chance, color=BLACK, lw=1, ls=":", label="chance")
+        chances = {score.chance for score in scores if score is not None}
+        if len(chances) == 1 and (chance := chances.pop()) is not None:
+            axis.axvline(pivot.measure.scale * chance, color=BLACK, lw=1, ls=":", label="chance")
         axis.set_title(pivot.row_name(row))
     figure.supxlabel(pivot.measure.title)
     shared_legend(figure, axes)
     return figure
-
-
-def _standard_error(pivot: Pivot, record: TunedRecord | None) -> float:
-    if pivot.measure is not ACCURACY or record is None or record.score is None:
-        return 0.0
-    return pivot.measure.scale * record.score.standard_error
-
-
-def _first_records(pivot: Pivot, row: Key) -> dict[Key, TunedRecord]:
-    """The record of the first seed of each column."""
-    runs = {column: [one.run.record for one in pivot.cells[row, column].runs] for column in pivot.columns}
-    tuned = {column: [one for one in found if isinstance(one, TunedRecord)] for column, found in runs.items()}
-    return {column: found[0] for column, found in tuned.items() if found}
 
 
 @styled
@@ -225,9 +212,9 @@ def _learning_curves(pivot: Pivot) -> Figure:
     figure, axes = panels(len(pivot.rows), 3.0)
     colours = column_colours(pivot)
     for axis, row in zip(axes, pivot.rows, strict=True):
-        records = _first_records(pivot, row)
         for i, column in enumerate(pivot.columns):
-            losses = [loss for loss in records[column].training.losses if loss is not None] if column in records else []
+            record = pivot.cells[row, column].record
+            losses = [loss for loss in record.training.losses if loss is not None] if record else []
             axis.plot(*binned(losses), color=colours[column], ls=DASHES[i % 4], lw=1.2, label=pivot.column_name(column))
         axis.set_title(pivot.row_name(row))
     figure.supxlabel("optimiser step")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from frozencore_lab.campaign.results import FinalRun
 
@@ -21,6 +21,10 @@ class SeedValue:
     value: float | None
     status: Status
     message: str = ""
+
+    @property
+    def seed(self) -> Any:
+        return self.run.axes["seed"]
 
     def shown(self, form: str) -> str:
         """The value in a format, and what is to be said of it."""

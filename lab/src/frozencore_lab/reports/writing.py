@@ -45,7 +45,7 @@ def write_document(document: Document, folder: Path) -> list[Path]:
         for table in section.tables:
             for name, content in table.files().items():
                 write_text(folder / "tables" / name, content)
-    write_text(folder / "report.md", _markdown(document))
+    write_text(folder / "report.md", report_text(document))
     write_text(folder / "index.html", document_page(document, folder / "figures"))
     return [folder / name for name in file_names(document)]
 
@@ -59,7 +59,8 @@ def file_names(document: Document) -> Iterator[str]:
     yield from ("report.md", "index.html")
 
 
-def _markdown(document: Document) -> str:
+def report_text(document: Document) -> str:
+    """The report as Markdown: ``report.md``."""
     parts = [f"# {markdown_text(document.name)}", document.about, f"**{count_runs(document.runs)}.**"]
     parts += ["\n".join(f"- {markdown_text(line)}" for section in document.sections for line in section.headlines)]
     for section in document.sections:
@@ -126,7 +127,7 @@ def _sort_value(cell: SheetCell) -> str:
 
 def _runs_of(cell: SheetCell) -> list[tuple[Any, str | None, str]]:
     """Seed, id and value of each run of a cell."""
-    return [(one.run.axes["seed"], one.run.run_id, one.shown(".6g")) for one in cell.runs]
+    return [(one.seed, one.run.run_id, one.shown(".6g")) for one in cell.runs]
 
 
 def _sources(runs: tuple[FinalRun, ...]) -> list[tuple[str, int]]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import asdict
 
 import pytest
 from rich.console import Console
 
 from frozencore.errors import DataError
 from frozencore_lab.reports.statistics.over_tasks import differences, wins_ties_losses
-from frozencore_lab.reports.tables.comparison import TaskTable, analyse, comparison_json, read_task_means
+from frozencore_lab.reports.tables.comparison import TaskTable, analyse, read_task_means
 from frozencore_lab.reports.tables.significance import comparison_view, family_sheet
 from places import PAPER_TABLES
 
@@ -89,7 +90,7 @@ def test_lower_is_better_turns_wins_and_differences_around():
 
 def test_a_comparison_goes_to_json_and_to_the_screen():
     comparison = analyse(paper("q3"), "FCCA")
-    back = json.loads(json.dumps(comparison_json(comparison), allow_nan=False))
+    back = json.loads(json.dumps(asdict(comparison), allow_nan=False))
     assert back["pairs"][0]["wins"] == 11
     console = Console(width=80, record=True, file=io.StringIO())
     console.print(comparison_view(comparison))

@@ -80,7 +80,7 @@ def _average(pivot: Pivot, rows: Sequence[Key], column: Key) -> Average:
     by_seed: dict[object, list[float]] = {}
     for one in (one for cell in cells.values() for one in cell.runs):
         assert one.value is not None  # a cell that lacks one has no mean
-        by_seed.setdefault(one.run.axes["seed"], []).append(one.value)
+        by_seed.setdefault(one.seed, []).append(one.value)
     value = mean({pivot.row_name(row): cell.mean for row, cell in cells.items()})
     return Average(value, sample_std([sum(values) / len(values) for values in by_seed.values()]))
 

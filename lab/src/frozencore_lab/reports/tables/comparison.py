@@ -8,9 +8,8 @@ from __future__ import annotations
 import csv
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from frozencore.errors import DataError
 from frozencore.words import unknown_name
@@ -90,24 +89,13 @@ def analyse(table: TaskTable, reference: str, *, lower_is_better: bool = False) 
         raise DataError(
             f"A comparison needs two columns and two tasks, but {len(table.columns)} and {len(table.tasks)} came."
         )
-    values = {
-        name: whole({f"{name} on {task}": cells.get(task) for task in table.tasks})
-        for name, cells in table.columns.items()
-    }
-    return Comparison(
-        reference,
-        table.tasks,
-        lower_is_better,
-        {name: mean({task: cells[task] for task in table.tasks}) for name, cells in table.columns.items()},
-        {name: family_means(cells) for name, cells in table.columns.items()},
-        mean_ranks(values, lower_is_better=lower_is_better),
-        _pairs(values, reference, -1 if lower_is_better else 1),
-    )
-
-
-def comparison_json(comparison: Comparison) -> dict[str, Any]:
-    """A comparison as plain values."""
-    return asdict(comparison)
+    columns = table.columns.items()
+    values = {name: whole({f"{name} on {task}": cells.get(task) for task in table.tasks}) for name, cells in columns}
+    means = {name: mean({task: cells[task] for task in table.tasks}) for name, cells in columns}
+    families = {name: family_means(cells) for name, cells in columns}
+    ranks = mean_ranks(values, lower_is_better=lower_is_better)
+    pairs = _pairs(values, reference, -1 if lower_is_better else 1)
+    return Comparison(reference, table.tasks, lower_is_better, means, families, ranks, pairs)
 
 
 def family_means(by_task: Mapping[str, float | None]) -> dict[str, float]:

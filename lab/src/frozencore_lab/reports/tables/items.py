@@ -73,7 +73,7 @@ def item_gains(pivot: Pivot) -> tuple[ItemGains | None, str]:
 
 def _gain(reference: PivotCell, other: PivotCell) -> NDArray[np.int8] | None:
     """(seeds, items): the reference's answers less the other's; None unless both have all seeds on the same rows."""
-    theirs = {one.run.axes["seed"]: one.run for one in other.runs}
+    theirs = {one.seed: one.run for one in other.runs}
     gains, rows = [], set()
     for own in (one.run for one in reference.runs):
         run = theirs.get(own.axes["seed"])

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
+from frozencore.tune.run.record import TunedRecord
 from frozencore_lab.campaign.plan import Axes
 from frozencore_lab.campaign.results import FinalRun, StudyResults
 from frozencore_lab.campaign.spec import Report, column_key
@@ -88,6 +89,11 @@ class PivotCell:
     @property
     def known(self) -> list[float]:
         return [run.value for run in self.runs if run.value is not None]
+
+    @property
+    def record(self) -> TunedRecord | None:
+        """The record of the first seed that is done."""
+        return next((one.run.record for one in self.runs if isinstance(one.run.record, TunedRecord)), None)
 
     @property
     def mean(self) -> float | None:
@@ -227,7 +233,7 @@ def runs_csv(pivot: Pivot) -> str:
     """Every run of a table on a line of its own."""
     head = [*pivot.row_axes, *pivot.column_axes, "seed", pivot.measure.key, "status", "run", "message"]
     lines = [
-        [*row, *column, one.run.axes["seed"], one.value, one.status, one.run.run_id, one.message]
+        [*row, *column, one.seed, one.value, one.status, one.run.run_id, one.message]
         for (row, column), cell in pivot.cells.items()
         for one in cell.runs
     ]

@@ -119,8 +119,8 @@ def _difference(pivot: Pivot, row: Key, column: Key, reference: Key) -> SheetCel
         return missing("a mean is missing")
     if column == reference:
         return SheetCell(f"{0:.{decimals}f} (ref.)", value=0.0)
-    values = {one.run.axes["seed"]: one.value for one in base.runs}
-    pairs = [(one.run.axes["seed"], one.value, values.get(one.run.axes["seed"])) for one in cell.runs]
+    values = {one.seed: one.value for one in base.runs}
+    pairs = [(one.seed, one.value, values.get(one.seed)) for one in cell.runs]
     hint = "; ".join(
         f"seed {seed}: {signed(own - other, decimals).text}"
         for seed, own, other in pairs
@@ -146,7 +146,7 @@ def _note(pivot: Pivot, *, differs: bool) -> str:
 def pivot_cell(pivot: Pivot, row: Key, column: Key, *, best: bool = False) -> SheetCell:
     """Mean ± standard deviation, or why there is none; a dagger where a run that diverged is counted."""
     cell, decimals = pivot.cells[row, column], pivot.measure.decimals
-    hint = "; ".join(f"seed {one.run.axes['seed']}: {one.shown(f'.{decimals}f')}" for one in cell.runs)
+    hint = "; ".join(f"seed {one.seed}: {one.shown(f'.{decimals}f')}" for one in cell.runs)
     if cell.mean is None:
         counted = f" {len(cell.known)}/{len(cell.runs)}" if cell.known else ""
         return SheetCell(SHOWN[cell.status] + counted, hint=hint, runs=cell.runs)
