@@ -1,6 +1,6 @@
-"""The assistant's turns in the text of a conversation, each with the loss.
+"""Conversations as the chat template writes them, and the assistant's turns in their text, each with the loss.
 
-A template may mark them itself (``{% generation %}``). Otherwise a turn is the text that the template adds to the
+A template may mark the turns itself (``{% generation %}``). Otherwise a turn is the text that the template adds to the
 turn's prompt, its end token included. That needs a template that writes each turn the same way whatever follows it.
 """
 
@@ -8,26 +8,54 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
-from frozencore.errors import DataError
+from frozencore.errors import ConfigError, DataError
 from frozencore.tune.rows import TextRow
 
 Messages = Sequence[Mapping[str, Any]]
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
-def every_turn(messages: Messages, row_id: str, chat: Callable[..., Any], tokenizer: Any) -> TextRow:
-    """The text of a conversation, divided into what has the loss and what stands between.
+def render_chat(
+    tokenizer: Any,
+    messages: Messages,
+    row_id: str,
+    tools: Sequence[Any] | None = None,
+    *,
+    asks: bool = True,
+    marked: bool = False,
+) -> Any:
+    """The text of messages; ``asks``: with the prompt of the assistant's next turn; ``marked``: as tokens with offsets
+    and a mask of the assistant's turns.
 
-    Args:
-        chat: Renders messages: their text without (``asks=False``) or with the prompt of the assistant's next turn, or
-            their tokens with offsets and a mask of the assistant's turns (``marked=True``).
+    Raises:
+        ConfigError: The tokenizer has no chat template.
+        DataError: The template refuses the messages.
+    """
+    if not tokenizer.chat_template:
+        raise ConfigError(
+            "Chat messages need a chat template, but this tokenizer has none. Use prompt/completion rows."
+        )
+    options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": asks}
+    if marked:
+        offsets = {"return_offsets_mapping": True}
+        options = {"return_dict": True, "return_assistant_tokens_mask": True, "tokenizer_kwargs": offsets}
+    try:
+        return tokenizer.apply_chat_template(list(messages), tools=tools, **options)
+    except Exception as error:  # templates are programs of the model's author and raise what they like
+        raise DataError(f"Row {row_id}: the tokenizer's chat template refuses it: {error}") from error
+
+
+def every_turn(tokenizer: Any, messages: Messages, row_id: str, tools: Sequence[Any] | None = None) -> TextRow:
+    """The text of a conversation, divided into what has the loss and what stands between.
 
     Raises:
         DataError: The template writes a turn otherwise once another turn follows, or marks none.
     """
+    chat = partial(render_chat, tokenizer, row_id=row_id, tools=tools)
     whole = chat(messages, asks=False)
     spans = _marked(chat(messages, marked=True)) if _marks(tokenizer) else _rendered(messages, row_id, whole, chat)
     if not spans:

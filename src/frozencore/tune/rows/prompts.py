@@ -8,15 +8,14 @@ prompt's own tokens, while the harness would score tokens that do not spell the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import date
-from functools import partial
 from typing import Any, Literal
 
 from frozencore.errors import ConfigError, DataError, ModelError
 from frozencore.tune.rows import ChoiceTokens, Example, TextRow, TokenRow, TurnsRow
-from frozencore.tune.rows.conversations import every_turn
+from frozencore.tune.rows.conversations import Messages, every_turn, render_chat
 from frozencore.tune.rows.prompt_date import PROMPT_DATE, with_fixed_date
 
 PromptStyle = Literal["auto", "chat", "plain"]
@@ -77,7 +76,7 @@ class PromptEncoder:
         In chat style a completion loses the space that separates plain text.
         """
         if self.is_chat and example.prompt:
-            context: str = self._chat([{"role": "user", "content": example.prompt}], example.id)
+            context: str = render_chat(self.tokenizer, [{"role": "user", "content": example.prompt}], example.id)
             choices = tuple(choice.lstrip() for choice in example.choices)
             return TextRow(example.id, context, example.completion.lstrip(), choices, templated=True)
         context = example.prompt.rstrip()
@@ -85,9 +84,7 @@ class PromptEncoder:
         choices = tuple(space + choice for choice in example.choices)
         return TextRow(example.id, context, space + example.completion, choices)
 
-    def render_messages(
-        self, messages: Sequence[Mapping[str, Any]], row_id: str, tools: Sequence[Any] | None = None
-    ) -> TextRow:
+    def render_messages(self, messages: Messages, row_id: str, tools: Sequence[Any] | None = None) -> TextRow:
         """The text of a conversation whose last turn is the assistant's: that turn is the completion.
 
         With ``loss_on="all"`` the completion begins at the first of the assistant's turns.
@@ -96,8 +93,8 @@ class PromptEncoder:
             tools: The tools that the assistant may call, as the chat template takes them.
         """
         if self.loss_on == "all":
-            return every_turn(messages, row_id, partial(self._chat, row_id=row_id, tools=tools), self.tokenizer)
-        context = self._chat(messages[:-1], row_id, tools)
+            return every_turn(self.tokenizer, messages, row_id, tools)
+        context = render_chat(self.tokenizer, messages[:-1], row_id, tools)
         return TextRow(row_id, context, messages[-1]["content"], templated=True)
 
     def training_rows(self, rows: Sequence[TextRow]) -> list[TokenRow]:
@@ -165,29 +162,6 @@ class PromptEncoder:
         choices = self._encoded_choices([row for row in rows if row.choices])
         contexts = self._contexts([row for row in rows if not row.choices])
         return sum(length > self.max_length for length in (*map(_longest, choices), *map(len, contexts)))
-
-    def _chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        row_id: str,
-        tools: Sequence[Any] | None = None,
-        *,
-        asks: bool = True,
-        marked: bool = False,
-    ) -> Any:
-        """The text of messages, with the prompt of the assistant's next turn if ``asks``; ``marked``: as tokens."""
-        if not self.tokenizer.chat_template:
-            raise ConfigError(
-                "Chat messages need a chat template, but this tokenizer has none. Use prompt/completion rows."
-            )
-        options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": asks}
-        if marked:
-            offsets = {"return_offsets_mapping": True}
-            options = {"return_dict": True, "return_assistant_tokens_mask": True, "tokenizer_kwargs": offsets}
-        try:
-            return self.tokenizer.apply_chat_template(list(messages), tools=tools, **options)
-        except Exception as error:  # templates are programs of the model's author and raise what they like
-            raise DataError(f"Row {row_id}: the tokenizer's chat template refuses it: {error}") from error
 
     def _tokenise(self, texts: Sequence[str]) -> list[list[int]]:
         if not texts:
