@@ -1,7 +1,7 @@
 """``make bench``: every benchmark that a CPU can run, one after the other, and the targets against what was reached.
 
     python benchmarks/bench.py                             # under fifteen minutes
-    python benchmarks/bench.py --data-root ../shared/data  # and choice scoring, where lm-eval is installed
+    python benchmarks/bench.py --data-root ../shared/data  # and choice scoring (lm-eval), SmolLM2
     python benchmarks/bench.py --quick                     # tiny sizes: does it run?
 
 Writes ``results/<processor>-<cores>-cores.json`` with all parts in it. A part that fails or outlasts its limit is
@@ -25,6 +25,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import speed_tables
+from frozencore.errors import ModelError
+from frozencore.tune.smollm2 import smollm2_path
 from harness import machine_name, parser_of, write_found
 from targets import check_targets
 
@@ -60,6 +62,8 @@ PARTS = (
     Part("calibration_eva", ("--runs", "1", "--without", *NOT_EVA), script="calibration"),  # minutes a run
 )
 SCORING = Part("scoring", ("--runs", "2", "--rows", "6"))
+SMOLLM2 = Part("smollm2", ("--rounds", "3"), 600)
+WITH_DATA = {SCORING.name: SCORING, SMOLLM2.name: SMOLLM2}
 BUDGET_S = 15 * 60  # for PARTS; one that would begin later does not run
 
 
@@ -98,17 +102,29 @@ def chosen_parts(options: argparse.Namespace) -> list[Part]:
     parts = [part for part in PARTS if not options.only or part.name in options.only]
     if options.quick:
         return [part for part in parts if not part.script]  # the tiny round of its script has it already
-    if options.only and SCORING.name not in options.only:
-        return parts
-    if options.data_root is None or importlib.util.find_spec("lm_eval") is None:
-        print("scoring is left out: it needs --data-root (make bench DATA=DIR) and the extra frozencore[lm-eval].")
-        return parts
-    return [*parts, Part(SCORING.name, (*SCORING.options, "--data-root", str(options.data_root)), SCORING.limit_s)]
+    for part, is_there, what in (
+        (SCORING, importlib.util.find_spec("lm_eval") is not None, "the extra frozencore[lm-eval]"),
+        (SMOLLM2, has_smollm2(), "make smollm2"),
+    ):
+        if options.only and part.name not in options.only:
+            continue
+        if options.data_root is None or not is_there:
+            print(f"{part.name} is left out: it needs --data-root (make bench DATA=DIR) and {what}.")
+        else:
+            parts.append(Part(part.name, (*part.options, "--data-root", str(options.data_root)), part.limit_s))
+    return parts
+
+
+def has_smollm2() -> bool:
+    try:
+        return smollm2_path().is_dir()
+    except ModelError:
+        return False
 
 
 def main() -> int:
     parser = parser_of(__doc__, machine_name())
-    parser.add_argument("--only", nargs="+", choices=[*(part.name for part in PARTS), SCORING.name])
+    parser.add_argument("--only", nargs="+", choices=[*(part.name for part in PARTS), *WITH_DATA])
     parser.add_argument("--data-root", type=Path, help="Folder of the tasks' data, for choice scoring.")
     parser.add_argument("--parts", type=Path, help="Keep every part's own file in this folder.")
     options = parser.parse_args()
@@ -118,7 +134,7 @@ def main() -> int:
     parts: dict[str, Any] = {}
     with TemporaryDirectory() as folder:
         for part in chosen_parts(options):
-            left_s = part.limit_s if part.name == SCORING.name else started + BUDGET_S - time.perf_counter()
+            left_s = part.limit_s if part.name in WITH_DATA else started + BUDGET_S - time.perf_counter()
             limit_s = min(part.limit_s, max(0.0, left_s))
             parts[part.name] = found = run_part(part, options.parts or Path(folder), limit_s, quick=options.quick)
             print(f"{part.name}: {found.get('error') or 'done'} ({found['time_s']:.0f} s)", flush=True)

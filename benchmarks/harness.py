@@ -13,8 +13,10 @@ from statistics import median, quantiles
 from typing import Any
 
 import torch
+from torch import nn
 
 from frozencore.files.whole_file import write_json
+from frozencore.tune.run.peak_memory import PeakMemory
 from frozencore.tune.run.provenance import provenance
 
 ROOT = Path(__file__).parents[1]
@@ -82,6 +84,15 @@ def wall_s(run: Callable[[], Any]) -> float:
 def synchronise() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+
+
+def memory_of(model: nn.Module, run: Callable[[], Any]) -> int:
+    """Bytes that a call holds at most, above what was held before."""
+    memory = PeakMemory(model)
+    held = memory.largest
+    with memory.phase("training"):
+        run()
+    return max(0, memory.largest - held)
 
 
 def take_turns(

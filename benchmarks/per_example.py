@@ -13,7 +13,6 @@ held at most above what it held before the step, in a round of its own that is n
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -23,8 +22,7 @@ from torch.nn.functional import cross_entropy
 
 from contestants import UNCALIBRATED, labelled_batch, random_ids, random_qwen2, with_adapter
 from frozencore import per_example_gradients
-from frozencore.tune.run.peak_memory import PeakMemory
-from harness import medians, parser_of, ratios, table, take_turns, with_quartiles, write_found
+from harness import medians, memory_of, parser_of, ratios, table, take_turns, with_quartiles, write_found
 from step import Setting
 
 RANKS = {"frozencore": 16, "lora-r16": 16, "lora-r1": 1}
@@ -71,15 +69,6 @@ class Racer:
         for parameter in self.hooked.parameters():
             parameter.grad_sample = None
         return num_bytes
-
-
-def memory_of(model: nn.Module, step: Callable[[], Any]) -> int:
-    """Bytes that a step holds at most, above what was held before."""
-    memory = PeakMemory(model)
-    held = memory.largest
-    with memory.phase("training"):
-        step()
-    return max(0, memory.largest - held)
 
 
 def race(base: nn.Module, setting: Setting, num_rounds: int) -> list[dict[str, Any]]:

@@ -32,10 +32,11 @@ PROMISED: dict[str, tuple[tuple[str, ...], set[str]]] = {
     "advice": (("--quick",), {"constructors", "metric", "rows"}),
     "tenants": (("--quick",), {"keep", "batch"}),
     "per_example": (("--quick",), {"ranks", "rounds", "rows"}),
+    "smollm2": (("--quick",), {"dtypes", "waterfall", "rounds"}),
 }
 SLOW = {
     "step", "refreshing", "calibration", "svd", "ranks", "memory", "many_training", "many_commands", "tenants",
-    "per_example",
+    "per_example", "smollm2",
 }  # fmt: skip
 EVERYWHERE = {"benchmark", "provenance"}
 

@@ -1,0 +1,149 @@
+"""What a real model costs on this CPU: step, calibration, scoring and memory of SmolLM2, with cores, LoRA and neither.
+
+    OMP_NUM_THREADS=1 taskset -c 0 python benchmarks/smollm2.py --data-root DIR     # ten minutes; --quick: tiny
+
+Rows of SST-2, in float32 and in bfloat16. A step is of eight rows: forward, the loss over the completion, backward,
+clipping, fused AdamW. Calibration reads 128 rows; its floor is a forward and backward pass over them that computes the
+same logits. Scoring is ``predict_choices`` on evaluation rows. The contestants take turns; ratios are quartiles over
+the rounds. Memory is what the process holds at most above what it held before, in a round that is not timed.
+
+The waterfall is a whole ``frozencore tune``: processor seconds of the command until its training begins, by stage.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from peft import get_peft_model
+from torch import nn
+
+from contestants import FLOOR, UNCALIBRATED, Batch, Stepper, adapter_config, with_adapter
+from frozencore import calibrate
+from frozencore.calibration.loss import IGNORED, predicted
+from frozencore.tune.run.bench import Bench, calibration_batches, prepare
+from frozencore.tune.run.config import make_config
+from frozencore.tune.scoring.choice import predict_choices
+from harness import load_average, medians, memory_of, parser_of, ratios, table, take_turns, with_quartiles, write_found
+
+NAMES = {FLOOR: FLOOR, "lora": "lora", "frozencore": UNCALIBRATED}
+DTYPES = ("float32", "bfloat16")
+ROWS = 8
+STAGE = re.compile(r"^(.+?): .*in ([\d.]+ (?:s|min))")
+
+
+def completions_only(batch: Mapping[str, Any]) -> Batch:
+    """The batch with labels at its completions, so that no other logits are computed."""
+    targets = predicted(batch["labels"])
+    kept = (targets != IGNORED).any(dim=0).nonzero().flatten()
+    targets = targets[:, kept]
+    return {**batch, "logits_to_keep": kept, "labels": targets, "shift_labels": targets}
+
+
+def race(runs: Mapping[str, Callable[[], Any]], models: Mapping[str, nn.Module], rounds: int) -> dict[str, Any]:
+    """Seconds and peak memory of each contestant, and its ratios to the floor and to LoRA where they take part."""
+    times = take_turns(runs, rounds)
+    return {
+        name: {
+            "processor_s": seconds,
+            "memory_bytes": memory_of(models[name], runs[name]),
+            **{f"over_{other}": ratios(times[name], times[other]) for other in (FLOOR, "lora") if other in times},
+        }
+        for name, seconds in medians(times).items()
+    }
+
+
+def measure(bench: Bench, rounds: int, num_scored: int) -> dict[str, Any]:
+    """A step, calibration and scoring on one base model."""
+    base, pad_id = bench.model, bench.encoder.pad_id
+    batches = [completions_only(batch) for batch in calibration_batches(bench.rows, pad_id)]
+    models = {who: with_adapter(base, name) for who, name in NAMES.items()}
+    steppers = {who: Stepper(model) for who, model in models.items()}
+    batch = batches[len(batches) // 2]  # they are sorted by length
+    found = {"step": race({who: partial(one.step, batch) for who, one in steppers.items()}, models, rounds)}
+    examples = bench.rows.evaluation[:num_scored]
+    scoring = {who: partial(predict_choices, model.eval(), bench.encoder, examples) for who, model in models.items()}
+    found["scoring"] = race(scoring, models, rounds)
+    adapted = get_peft_model(base, adapter_config("frozencore"))
+
+    def floor() -> None:
+        for one in batches:
+            models[FLOOR](**one).loss.backward()
+
+    def ours() -> None:
+        calibrate(adapted, calibration_batches(bench.rows, pad_id), progress=False)
+
+    found["calibration"] = race({FLOOR: floor, "frozencore": ours}, {FLOOR: base, "frozencore": adapted}, rounds)
+    adapted.unload()
+    return found
+
+
+def waterfall(model: str, data_root: Path | None, *, quick: bool) -> list[dict[str, Any]]:
+    """Processor seconds of a command from the end of a stage to that of the next, and what a stage says that it took.
+
+    Before the first stage the command imports.
+    """
+    task = ("pocket-sentiment",) if quick else ("sst2", "--data-root", str(data_root))
+    few = ("--num-train", "16") if quick else ("--num-train", "64")
+    with tempfile.TemporaryDirectory() as folder:
+        words = [sys.executable, "-m", "frozencore", "tune", "--model", model, "--task", *task, *few, "--epochs", "1"]
+        words += ["--num-evaluation", "16", "--device", "cpu", "--out", str(Path(folder) / "run")]
+        rows, spent = [], 0.0
+        with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as command:
+            here = psutil.Process(command.pid)
+            assert command.stdout is not None
+            for line in command.stdout:
+                stage = STAGE.match(line)
+                if stage and command.poll() is None:
+                    times = here.cpu_times()
+                    rows.append({"stage": stage[1], "processor_s": times.user + times.system - spent, "says": stage[2]})
+                    spent = times.user + times.system
+        if command.returncode:
+            raise SystemExit(f"frozencore tune ended with status {command.returncode}.")
+    return rows
+
+
+def tables(found: Mapping[str, Any]) -> str:
+    body = [
+        [dtype, what, who, f"{1e3 * row['processor_s']:.0f} ms",
+         *(with_quartiles(row[over], ".3f") if over in row else "" for over in ("over_floor", "over_lora")),
+         f"{row['memory_bytes'] / 2**20:.0f} MiB"]
+        for dtype, parts in found["dtypes"].items()
+        for what, rows in parts.items()
+        for who, row in rows.items()
+    ]  # fmt: skip
+    stages = [[row["stage"], f"{row['processor_s']:.2f} s", row["says"]] for row in found["waterfall"]]
+    headings = ["weights", "what", "", "processor", "over floor", "over LoRA", "memory above the model"]
+    return f"{table(headings, body)}\n{table(['a command until this stage ends', 'processor', 'says'], stages)}"
+
+
+def main() -> None:
+    parser = parser_of(__doc__, "smollm2")
+    parser.add_argument("--model", default="smollm2", help="Another model folder.")
+    parser.add_argument("--data-root", type=Path)
+    parser.add_argument("--rounds", type=int, default=7)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    model, task, rounds = (
+        ("pocket", "pocket-sentiment", 1) if options.quick else (options.model, "sst2", options.rounds)
+    )
+    few = {"num_train": 16, "calibration_size": 16} if options.quick else {"num_train": 256, "calibration_size": 128}
+    found: dict[str, Any] = {"dtypes": {}, "rounds": rounds, "load": load_average()}
+    for dtype in DTYPES:
+        config = make_config(model=model, task=task, data_root=options.data_root, dtype=dtype, device="cpu", **few)
+        found["dtypes"][dtype] = measure(prepare(config, lambda *_: None), rounds, 8 if options.quick else 64)
+    found["waterfall"] = waterfall(model, options.data_root, quick=options.quick)
+    print(tables(found))
+    write_found(options, **found)
+
+
+if __name__ == "__main__":
+    main()
