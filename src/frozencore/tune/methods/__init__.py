@@ -21,7 +21,7 @@ from frozencore.tune.methods.pissa import PiSSA
 from frozencore.tune.methods.prompt_tuning import PromptTuning
 from frozencore.tune.methods.tinylora import TinyLoRA
 from frozencore.tune.methods.unilora import UniLoRA
-from frozencore.tune.methods.vera_vectors import VeRA
+from frozencore.tune.methods.vera_vectors import VeRAVectors
 from frozencore.tune.methods.whole_weights import FullFineTuning
 from frozencore.words import unknown_name
 
@@ -32,7 +32,7 @@ METHODS: ChainMap[str, Method] = ChainMap(
         "lora": LoRA(label="LoRA", trains=("factors",), learning_rate=1e-3),
         "dora": LoRA(label="DoRA", trains=("factors", "magnitudes"), learning_rate=1e-3, use_dora=True),
         "pissa": PiSSA(label="PiSSA", trains=("factors",), learning_rate=2e-4),
-        "vera_vectors": VeRA(label="VeRA (vectors)", trains=("vectors",), learning_rate=1e-2),
+        "vera_vectors": VeRAVectors(label="VeRA (vectors)", trains=("vectors",), learning_rate=1e-2),
         "tinylora": TinyLoRA(label="TinyLoRA", trains=("vectors",), learning_rate=5e-3),
         "unilora": UniLoRA(label="Uni-LoRA", trains=("vectors",), learning_rate=5e-3),
         "ia3": IA3(label="(IA)³", trains=("scales",), learning_rate=3e-3),

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class VeRA(FromPEFT):
+class VeRAVectors(FromPEFT):
     """The random factors are drawn from the run's seed, and saved too, as is PEFT's default."""
 
     frozen_can_be_made_again: ClassVar[bool] = True
