@@ -14,9 +14,9 @@ from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.tune.run.execute import execute
 from frozencore.tune.run.reading_rows import prepare_rows, task_splits
 from frozencore.tune.suite import PAPER_TASKS
+from frozencore_lab.campaign.estimate import search_rows
 from frozencore_lab.campaign.job import Job, make_job
 from frozencore_lab.campaign.plan import Planned, plan
-from frozencore_lab.campaign.search_rows import search_rows
 from frozencore_lab.campaign.shared import moments_file
 from frozencore_lab.campaign.spec import read_campaign
 from frozencore_lab.campaign.worker import Place

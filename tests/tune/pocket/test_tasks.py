@@ -12,7 +12,7 @@ import pytest
 
 from frozencore.errors import DataError
 from frozencore.tune.pocket import POCKET_TASKS
-from frozencore.tune.pocket.generated import GeneratedSource, _draw_rows
+from frozencore.tune.pocket.tasks import GeneratedSource, _draw_rows
 from frozencore.tune.rows import Example
 from frozencore.tune.tasks import Split, Task
 from frozencore_lab.pocket.corpus import documents

@@ -1,4 +1,4 @@
-"""What a campaign will take, before anything starts: time, memory, disk.
+"""What a campaign will take, looked up before anything starts: rows of the searches, time, memory, disk.
 
 Operations are counted from shapes (a token of training costs a forward and a backward pass through frozen weights,
 4 operations a weight; a scored token 2), and the machine's speed is measured for a moment on a matrix product. Runs
@@ -10,17 +10,19 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from statistics import mean
 
 import torch
 
-from frozencore.errors import FrozenCoreError, ModelError
+from frozencore.errors import DataError, FrozenCoreError, ModelError, NoRowsError
 from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.tune.run.accounting import basis_bytes
 from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.loading import load_config, load_tokenizer
 from frozencore.tune.run.model_size import TOKENS_A_ROW, ModelSize, memory_bytes, moment_bytes, size_of
+from frozencore.tune.run.reading_rows import task_splits
 from frozencore.tune.suite import find_task
 from frozencore.words import bytes_in_words, num_of, time_in_words
 from frozencore_lab.campaign.job import Job
@@ -29,6 +31,55 @@ from frozencore_lab.campaign.results import measured_seconds, tally
 from frozencore_lab.campaign.shared import moments_key
 from frozencore_lab.campaign.store import Store
 from frozencore_lab.campaign.worker import Place
+
+_DECIDES_SPLITS = ("task", "num_train", "num_evaluation")
+
+
+@dataclass(frozen=True)
+class SearchRows:
+    """The rows of one task's trials.
+
+    Attributes:
+        studies: Those whose searches have these trials.
+        trained, scored, source: How many rows, and where those to score on come from; None and empty where ``unseen``.
+        unseen: Why the rows could not be looked at from here.
+    """
+
+    task: str
+    studies: tuple[str, ...]
+    trained: int | None = None
+    scored: int | None = None
+    source: str = ""
+    unseen: str = ""
+
+
+def search_rows(planned: Iterable[Planned], place: Place) -> list[SearchRows]:
+    """The rows of every task that some study searches on.
+
+    Raises:
+        NoRowsError: A task leaves none to search on; the line names task and study.
+    """
+    studies: dict[tuple[object, ...], list[str]] = {}
+    configs: dict[tuple[object, ...], RunConfig] = {}
+    for run in planned:
+        if run.phase == "search" and run.job and run.job.config.task is not None:
+            config = place.put(run.job.config)
+            key = tuple(getattr(config, name) for name in _DECIDES_SPLITS)
+            configs.setdefault(key, config)
+            studies.setdefault(key, []).append(run.study)
+    return [_look(config, tuple(dict.fromkeys(studies[key]))) for key, config in configs.items()]
+
+
+def _look(config: RunConfig, studies: Sequence[str]) -> SearchRows:
+    task = str(config.task)
+    try:
+        splits = task_splits(config)
+    except NoRowsError as error:
+        raise NoRowsError(f"Study {studies[0]!r} searches on task {task!r}, but has no rows for it: {error}") from error
+    except DataError as error:
+        return SearchRows(task, tuple(studies), unseen=str(error))
+    return SearchRows(task, tuple(studies), len(splits.train), len(splits.validation), splits.validation_from)
+
 
 SAMPLED_ROWS = 32
 EFFICIENCY = 0.3  # of a matrix product's speed that small batches reach, Python included

@@ -17,9 +17,9 @@ from frozencore.tune.run.record import Failure, RunRecord
 from frozencore.words import Progress, num_of
 from frozencore_lab.campaign.crew import Crew, LocalCrew, OwnProcess
 from frozencore_lab.campaign.drive import drive
+from frozencore_lab.campaign.estimate import SearchRows, search_rows
 from frozencore_lab.campaign.plan import Planned, most_further_trials, plan
 from frozencore_lab.campaign.results import Tally, tally
-from frozencore_lab.campaign.search_rows import SearchRows, search_rows
 from frozencore_lab.campaign.shared import needs_of
 from frozencore_lab.campaign.spec import Campaign, read_campaign
 from frozencore_lab.campaign.store import Store
