@@ -11,6 +11,7 @@ from frozencore.constructors import CONSTRUCTORS
 from frozencore.errors import ConfigError
 from frozencore.options import options_of
 from frozencore.tune.run.options_by_name import run_options
+from frozencore_lab.campaign.job import make_job
 from frozencore_lab.campaign.plan import plan
 from frozencore_lab.campaign.spec import Campaign, read_campaign
 from frozencore_lab.campaign.study_options import PLACES
@@ -149,3 +150,9 @@ def test_the_schema_says_of_every_option_what_it_allows_its_default_and_its_help
     grid = schema["$defs"]["Search"]["properties"]["grids"]["items"]["properties"]
     assert study["axes"]["properties"] == lists
     assert grid == lists | {"for": {"type": "array", "items": {"type": "string"}, "minItems": 1}}
+
+
+@pytest.mark.parametrize("rows", [{"data": "-"}, {"data": ["a.jsonl", "-"]}, {"data": "a.jsonl", "eval_data": "-"}])
+def test_a_run_of_a_campaign_reads_no_pipe(rows: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="the standard input can be read once"):
+        make_job("tune", {"model": "pocket", "seed": 42, **rows})

@@ -74,7 +74,9 @@ def make_job(kind: str, options: dict[str, Any], reference_size: int | None = No
     Raises:
         ConfigError: In one line, what is wrong with which option.
     """
-    if options.get("data") == STANDARD_INPUT:
+    data = options.get("data") or ()
+    sources = {data} if isinstance(data, str) else {*data}
+    if STANDARD_INPUT in {*sources, options.get("eval_data")}:
         raise ConfigError("data: the standard input can be read once, but each run reads its rows. Give a file.")
     try:  # through JSON, in which a list may become a tuple and text never becomes a number
         config = RunConfig.model_validate_json(json.dumps(in_groups(options)), strict=True)
