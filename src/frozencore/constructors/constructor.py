@@ -15,6 +15,7 @@ from frozencore.constructors.options import BasisOptions
 from frozencore.errors import CalibrationError
 from frozencore.maths.agreement import agreed_gains
 from frozencore.maths.basis import Basis
+from frozencore.maths.groups import SharedSpans
 from frozencore.maths.linalg import TruncatedSVD, seeded_generator
 from frozencore.maths.moments import DIAGONAL_OF, DIAGONALS, LayerMoments, MomentName
 from frozencore.maths.whitening import Whitening
@@ -86,13 +87,17 @@ class Constructor(ABC, Generic[Options]):
     def metric(self, options: Options) -> Whitening | None:
         """The diagonal metric in which the leading singular triples of the whitened cross moment are all it reads.
 
-        Its basis can then be built from a sketch, by :meth:`build_streamed`. None if it reads more.
+        Its basis can then be built from a sketch and for groups of rows. None if it reads more.
         """
         return None
 
     def build_streamed(self, layer: LayerEvidence, svd: TruncatedSVD, options: Options) -> Basis:
         """The basis from singular triples in that metric, and from moments without matrices."""
         raise NotImplementedError(f"{type(self).__name__} has no metric, so it cannot build from a sketch.")
+
+    def build_grouped(self, layer: LayerEvidence, spans: SharedSpans, options: Options) -> Basis:
+        """The basis from spans shared by groups of rows in that metric, and from pooled moments without matrices."""
+        raise NotImplementedError(f"{type(self).__name__} has no metric, so it cannot build for groups.")
 
     def matrix(self, moments: LayerMoments, options: Options) -> torch.Tensor:
         """The matrix (m x n) whose leading singular directions it takes, of a constructor that ``has_gains``."""

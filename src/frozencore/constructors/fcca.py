@@ -17,6 +17,7 @@ from pydantic import Field
 from frozencore.constructors.constructor import Constructor, LayerEvidence, Options, with_cross
 from frozencore.constructors.options import BasisOptions
 from frozencore.maths.basis import Basis, Coordinates, basis_from_factors
+from frozencore.maths.groups import SharedSpans
 from frozencore.maths.linalg import SvdMethod, TruncatedSVD, effective_rank, truncated_svd
 from frozencore.maths.moments import LayerMoments, MomentName
 from frozencore.maths.whitening import Damping, Fisher, InverseRoot, Share, Sides, Whitening, identity
@@ -100,6 +101,34 @@ def fcca_basis_of_svd(
     return _unwhitened(svd, *roots, diagonals, whitening, rank=rank, coordinates=coordinates, seed=seed)
 
 
+def fcca_basis_of_groups(
+    spans: SharedSpans,
+    diagonals: LayerMoments,
+    rank: int,
+    *,
+    whitening: Whitening,
+    coordinates: Coordinates = "qr",
+    seed: int = 0,
+) -> Basis:
+    """The basis of the spans that hold most of the whitened cross moments of several groups of rows.
+
+    Args:
+        spans: U (m x r) and V (n x r) as :func:`frozencore.maths.groups.shared_spans` finds them.
+        diagonals: a and d, pooled over the groups.
+
+    Returns:
+        A basis whose spectrum holds the roots of what each direction of U holds of all groups' moments.
+    """
+    left, right = spans.left_energy.sqrt(), spans.right_energy.sqrt()
+    P0, Q0 = spans.U[:, : effective_rank(left)].double(), spans.V[:, : effective_rank(right)].double()
+    if P0.shape[1]:  # the second moments of a layer without gradient may be zero
+        P0, Q0 = whitening.output_root(diagonals)(P0), whitening.input_root(diagonals)(Q0)
+    return basis_from_factors(
+        P0, Q0, rank=min(rank, len(P0), len(Q0)), spectrum=left, coordinates=coordinates, seed=seed,
+        energies=lambda: diagonals.energies(whitening.needs()),
+    )  # fmt: skip
+
+
 def whitened_cross_moment(moments: LayerMoments, whitening: Whitening) -> Float[torch.Tensor, "m n"]:
     """``T = D^-1/2 G A^-1/2``; zero where G is.
 
@@ -161,6 +190,12 @@ class WhitenedCrossMoment(Constructor[Options]):
     def build_streamed(self, layer: LayerEvidence, svd: TruncatedSVD, options: Options) -> Basis:
         return fcca_basis_of_svd(
             svd, layer.data, options.rank, whitening=self.whitening(options), coordinates=options.coordinates,
+            seed=layer.seed(options.seed),
+        )  # fmt: skip
+
+    def build_grouped(self, layer: LayerEvidence, spans: SharedSpans, options: Options) -> Basis:
+        return fcca_basis_of_groups(
+            spans, layer.data, options.rank, whitening=self.whitening(options), coordinates=options.coordinates,
             seed=layer.seed(options.seed),
         )  # fmt: skip
 

@@ -6,7 +6,8 @@ import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -14,6 +15,7 @@ from torch.utils.data import Dataset
 from tqdm.auto import tqdm
 
 from frozencore.adapter.bases.access import adapter_for_new_bases
+from frozencore.adapter.bases.grouped import GroupWork, require_groups
 from frozencore.adapter.bases.passes import BasisWork
 from frozencore.adapter.bases.rank_budget import BasisSource, GivenMoments, spend_budget, spends_by_spectrum
 from frozencore.adapter.ranks import give_ranks, layers_to_share
@@ -25,6 +27,7 @@ from frozencore.constructors.options import trained_values
 from frozencore.errors import CalibrationError
 from frozencore.maths.basis import Basis
 from frozencore.maths.capture import Capture
+from frozencore.maths.groups import Share
 from frozencore.maths.moments import LayerMoments, spread
 from frozencore.ranks import all_ranks_or_none, gathered
 from frozencore.words import Progress
@@ -56,6 +59,7 @@ class Calibration:
     Attributes:
         rank_budget: The trained values to spend; None where ranks were given.
         not_adapted: Layers that got no part of the budget.
+        shares: By group, what the bases hold of its whitened moments, in the mean over layers; empty without groups.
     """
 
     layers: dict[str, LayerCalibration]
@@ -63,6 +67,7 @@ class Calibration:
     build_s: float
     rank_budget: int | None = None
     not_adapted: tuple[str, ...] = ()
+    shares: dict[str, Share] = field(default_factory=dict)
 
     @property
     def time_s(self) -> float:
@@ -86,6 +91,7 @@ def calibrate(
     memory_budget: int | str | None = None,
     moments: Mapping[str, LayerMoments] | Sequence[Mapping[str, LayerMoments]] | None = None,
     loss_fn: LossFn | None = None,
+    groups: Mapping[str, Any] | None = None,
     reset: bool = False,
     progress: bool | Progress = True,
 ) -> Calibration:
@@ -111,6 +117,9 @@ def calibrate(
             dictionary, list or tuple with tensors in it. An ``attention_mask`` (b x t) of a call of the model decides
             which tokens count, in layers with a row for each token; in other layers every row counts, an image's
             patches for instance. Tokens that the loss masks have no error, and add nothing to G and d.
+        groups: The data of each group of rows (a tenant, a task) by name, instead of ``data``. The basis then holds as
+            much as it can of what each group wants; one pass over all rows takes their mean, in which opposite wishes
+            cancel (docs/maths.md). It takes three passes over the rows.
         reset: Allow a new basis under a core that has been trained (the core is lost).
         progress: Show a bar, stay silent, or call a function of your own: ``(stage, done, total, note="")``.
 
@@ -134,19 +143,30 @@ def calibrate(
         options = replace(options, memory_budget=memory_budget)
     if by_spectrum := spends_by_spectrum(config):
         layers = layers_to_share(model, adapter_name, config)
+    if groups is not None:
+        require_groups(groups, config)
+        if data is not None or moments is not None:
+            raise CalibrationError("groups hold all rows, but data or moments came too. Leave them out.")
+        if len(groups) == 1:
+            (data,), groups = groups.values(), None
     owners = assign_owners({name: layer.shape for name, layer in layers.items()})
     started = time.perf_counter()
     with reporting(progress) as tell:
         work = BasisWork(model, adapter_name, config, layers, owners, tell)
         source: BasisSource = GivenMoments.of(moments)
-        if config.needs and moments is None:
+        read = partial(
+            batches_from, collator=collator, batch_size=batch_size, num_examples=num_examples,
+            any_form=loss_fn is not None,
+        )  # fmt: skip
+        if groups is not None:
+            of_groups = {name: list(read(rows)) for name, rows in groups.items()}
+            work = GroupWork(model, adapter_name, config, layers, owners, tell, groups=of_groups)
+            source = [batch for batches in of_groups.values() for batch in batches]
+        elif config.needs and moments is None:
             if data is None:
                 raise CalibrationError(f"{config.constructor} reads data: call calibrate(model, dataloader).")
             with all_ranks_or_none():
-                source = batches_from(
-                    data, collator=collator, batch_size=batch_size, num_examples=num_examples,
-                    any_form=loss_fn is not None,
-                )  # fmt: skip
+                source = read(data)
         if by_spectrum:
             work, source = spend_budget(work, source, options)
         if isinstance(source, GivenMoments):
@@ -172,6 +192,7 @@ def calibrate(
         build_s=time.perf_counter() - started - work.collect_s,
         rank_budget=None if config.rank_budget is None else trained_values(config.rank_budget),
         not_adapted=tuple(name for name in layers if name not in work.layers),
+        shares=work.share_of_groups() if isinstance(work, GroupWork) else {},
     )
 
 

@@ -1,0 +1,95 @@
+"""Bases for groups of rows (tenants, tasks): the work between their data and bases that hold most of every group."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import fmean
+
+from frozencore.adapter.bases.passes import BasisWork, adapters_off
+from frozencore.adapter.config import FrozenCoreConfig
+from frozencore.calibration.batches import Batch
+from frozencore.calibration.budget import LayerCost
+from frozencore.calibration.groups import collect_groups, span_width
+from frozencore.calibration.options import CalibrationOptions
+from frozencore.errors import ConfigError
+from frozencore.maths.groups import Share
+from frozencore.ranks import num_ranks
+from frozencore.words import Progress
+
+
+@dataclass
+class GroupWork(BasisWork):
+    """Layers on the way to bases that all groups share.
+
+    Attributes:
+        groups: The batches of each group.
+        shares: By layer and group, what the basis holds of the group's whitened moment.
+    """
+
+    groups: Mapping[str, Sequence[Batch]] = field(default_factory=dict)
+    shares: dict[str, dict[str, Share]] = field(default_factory=dict)
+
+    def share_of_groups(self) -> dict[str, Share]:
+        """The mean share of each group over the layers that its gradient reaches."""
+        found = {}
+        for group in self.groups:
+            own = [layer[group] for layer in self.shares.values() if group in layer]
+            if own:
+                found[group] = Share(*(fmean(getattr(s, what) for s in own) for what in ("held", "own", "random")))
+        return found
+
+    def costs(self, batches: Iterable[Batch], of_the_pass: CalibrationOptions) -> dict[str, LayerCost]:
+        """Beside the sums: the spans of all groups and their projections, and a small matrix a group; no sketches."""
+        costs = {}
+        for name, cost in super().costs(batches, of_the_pass).items():
+            m, n = self.layers[name].shape
+            p = span_width((m, n), self._rank(name), len(self.groups))
+            spans = 4 * (4 * p * (m + n) + 3 * len(self.groups) * p * p)
+            costs[name] = replace(cost, sums=cost.sums + spans, building=2 * cost.building, sketch=None)
+        return costs
+
+    def _sum(
+        self, group: Iterable[str], batches: Iterable[Batch], options: CalibrationOptions, progress: Progress | None
+    ) -> None:
+        started, names = time.perf_counter(), list(group)
+        with adapters_off(self.model):
+            found = collect_groups(
+                self.model,
+                self.groups,
+                {name: self.layers[name].get_base_layer() for name in names},
+                {name: self._rank(name) for name in names},
+                whitening=self._metric,
+                options=options,
+                progress=progress,
+            )
+        collected = time.perf_counter()
+        for name in names:
+            layer = found.pop(name)
+            evidence = self._evidence(name, layer.diagonals)
+            basis = self.config.constructor_entry.build_grouped(evidence, layer.spans, self._options_of(name))
+            self._keep(name, basis)
+            self.shares[name] = layer.shares
+        self.collect_s += collected - started
+        self.build_s += time.perf_counter() - collected
+
+
+def require_groups(groups: Mapping[str, object], config: FrozenCoreConfig) -> None:
+    """Refuse what a basis for groups cannot be made of.
+
+    Raises:
+        ConfigError: No group, a constructor that reads more than a whitened cross moment, a rank budget, or several
+            processes.
+    """
+    if not groups:
+        raise ConfigError("groups must name the rows of one group at least, but is empty. Give {name: batches, ...}.")
+    if config.metric is None:
+        raise ConfigError(
+            "A basis for groups is made of whitened cross moments alone, but "
+            f"{config.constructor!r} here reads others. Use fcca with diagonal moments, or rawgrad."
+        )
+    if config.rank_budget is not None:
+        raise ConfigError("A rank budget is not spent on groups yet. Give a rank (r=16) instead of rank_budget.")
+    if num_ranks() > 1:
+        raise ConfigError(f"A basis for groups is made by one process, but {num_ranks()} came. Start without torchrun.")

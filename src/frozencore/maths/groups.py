@@ -1,0 +1,139 @@
+"""One basis for groups of rows (tenants, tasks) that want different updates (not in the paper; docs/maths.md).
+
+    T_k = D^-1/2 G_k A^-1/2 / ‖·‖_F,   maximise over orthonormal U, V   Σ_k w_k ‖Uᵀ T_k V‖²_F
+
+This is the Tucker-2 decomposition of the stack of the T_k. For a fixed V the best U holds the leading eigenvectors of
+``Σ_k w_k T_k V Vᵀ T_kᵀ``, and the same holds for V. The two eigenproblems alternate from the HOSVD start, the leading
+eigenvectors of ``Σ_k w_k T_k T_kᵀ`` and ``Σ_k w_k T_kᵀ T_k``; no step lowers the sum.
+
+D and A are the diagonals d_k and a_k, each divided by its mean, averaged over the groups: so neither the scale of a
+group's loss nor its number of rows decides.
+
+Shapes: K groups, m outputs, n inputs, r rank, p and q columns of a running factor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from jaxtyping import Float
+
+from frozencore.errors import CalibrationError
+from frozencore.maths.linalg import canonical_signs, require_finite
+from frozencore.maths.moments import DIAGONALS, LayerMoments
+from frozencore.torch_later import torch
+
+MOST_ROUNDS = 200
+LEAST_GAIN = 1e-9  # of the sum: below it a round changes nothing that counts
+
+
+class SharedSpans(NamedTuple):
+    """The spans that hold most of all groups' moments, most important direction first.
+
+    Attributes:
+        left_energy, right_energy: What each direction of U and of V holds of the sum, r numbers each.
+        sums: ``Σ_k w_k ‖UᵀT_kV‖²`` at the start and after each round.
+    """
+
+    U: Float[torch.Tensor, "p r"]
+    V: Float[torch.Tensor, "q r"]
+    left_energy: Float[torch.Tensor, " r"]
+    right_energy: Float[torch.Tensor, " r"]
+    sums: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Share:
+    """The share of ``‖T‖²_F`` that a basis holds, from 0 to 1.
+
+    By theorem 1 this is the share of the gain that the moments promise to an update of full rank.
+
+    Attributes:
+        own: The largest share that any basis of the same rank holds.
+        random: The mean share of random bases of that rank, r²/(mn).
+    """
+
+    held: float
+    own: float
+    random: float
+
+
+def shared_spans(T: Float[torch.Tensor, "K p q"], rank: int) -> SharedSpans:
+    """U and V for the stacked matrices ``√w_k T_k``, in float64.
+
+    The sum has several local maxima. The ascent starts from the HOSVD's V and again from its U; the better end counts.
+
+    Raises:
+        CalibrationError: A matrix is not finite.
+    """
+    require_finite(T)
+    T = T.double()
+    rank = min(rank, *T.shape[1:])
+    U, V = (_leading(_gram(M), rank)[0] for M in (T, T.mT))
+    start = float((U.mT @ T @ V).square().sum())
+    (U, V, sums), (V_too, U_too, others) = _ascended(T, V, start), _ascended(T.mT, U, start)
+    if others[-1] > sums[-1]:
+        U, V, sums = U_too, V_too, others
+    core = U.mT @ T @ V
+    left_turn, left = _leading(_gram(core), rank)
+    right_turn, right = _leading(_gram(core.mT), rank)
+    U, V = U @ left_turn, V @ right_turn  # in the order of what each direction holds
+    return SharedSpans(canonical_signs(U, left, U)[0], canonical_signs(V, right, V)[0], left, right, tuple(sums))
+
+
+def _ascended(
+    T: Float[torch.Tensor, "K p q"], V: Float[torch.Tensor, "q r"], start: float
+) -> tuple[Float[torch.Tensor, "p r"], Float[torch.Tensor, "q r"], list[float]]:
+    """The best U for V, the best V for U, and so on, until the sum rises no more."""
+    rank, sums = V.shape[1], [start]
+    while True:
+        U, _ = _leading(_gram(T @ V), rank)
+        V, energy = _leading(_gram(T.mT @ U), rank)
+        sums.append(float(energy.sum()))
+        if len(sums) > MOST_ROUNDS or sums[-1] - sums[-2] <= LEAST_GAIN * sums[-1]:
+            return U, V, sums
+
+
+def merged(
+    factor: Float[torch.Tensor, "m p"], new: Float[torch.Tensor, "m q"], width: int
+) -> Float[torch.Tensor, "m width"]:
+    """A factor L of at most ``width`` columns whose ``L Lᵀ`` best approximates the sum of both factors'.
+
+    Called again and again, it reduces a stream of matrices to the leading left singular directions of all of them.
+    """
+    both = torch.cat([factor, new], dim=1)
+    _, W = torch.linalg.eigh((both.mT @ both).double())
+    return both @ W[:, -width:].flip(1).to(both.dtype)
+
+
+def pooled_diagonals(groups: Sequence[LayerMoments]) -> LayerMoments:
+    """a and d of one layer, each group's divided by its mean, averaged over the groups; no matrices.
+
+    A group whose moment is zero in every coordinate (no gradient reached the layer) is left out of it.
+
+    Raises:
+        CalibrationError: A group has no counted token, or a moment is not finite.
+    """
+    num_tokens = sum(group.num_tokens for group in groups)
+    sums = {}
+    for name in sorted(DIAGONALS):
+        found = [moment / moment.mean() for group in groups if bool((moment := group.mean(name).double()).any())]
+        zero = torch.zeros_like(groups[0].mean(name), dtype=torch.float64)
+        sums[name] = (sum(found, zero) / max(1, len(found)) * num_tokens).to(groups[0].mean(name).dtype)
+    if not num_tokens:
+        raise CalibrationError("Groups need counted tokens, but there is none.")
+    return LayerMoments(num_tokens, **sums)
+
+
+def _gram(T: Float[torch.Tensor, "K p q"]) -> Float[torch.Tensor, "p p"]:
+    """``Σ_k T_k T_kᵀ``."""
+    return torch.einsum("kpq,krq->pr", T, T)
+
+
+def _leading(M: Float[torch.Tensor, "p p"], rank: int) -> tuple[Float[torch.Tensor, "p r"], Float[torch.Tensor, " r"]]:
+    """Leading eigenvectors and eigenvalues of a PSD matrix, largest first, with canonical signs."""
+    values, vectors = torch.linalg.eigh(M)
+    top, values = vectors[:, -rank:].flip(1), values[-rank:].flip(0).clamp_min(0)
+    return canonical_signs(top, values, top)[0], values

@@ -1,0 +1,107 @@
+"""Groups one at a time against all of their whitened moments at once, in float64."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from frozencore import CalibrationOptions, Whitening, collect_moments
+from frozencore.calibration.groups import GroupedLayer, collect_groups
+from frozencore.errors import CalibrationError
+from frozencore.maths.groups import shared_spans
+from frozencore.maths.moments import LayerMoments
+from references import numpy_of
+from tiny import ATTENTION, batches_of, draw_examples, tiny_qwen2
+
+GROUPS = {name: batches_of(draw_examples(5, seed=seed), 3) for seed, name in enumerate(("anna", "ben", "cleo", "dora"))}
+RANK = 2
+
+
+def model_and_layers() -> tuple[nn.Module, dict[str, nn.Module]]:
+    model = tiny_qwen2().double()
+    return model, {name: part for name, part in model.named_modules() if name.endswith(ATTENTION)}
+
+
+def collected(groups: dict[str, list], rank: int = RANK, **options: object) -> dict[str, GroupedLayer]:
+    model, layers = model_and_layers()
+    ranks = dict.fromkeys(layers, rank)
+    return collect_groups(model, groups, layers, ranks, whitening=Whitening(), options=CalibrationOptions(**options))
+
+
+def whitened(moments: list[LayerMoments], damping: float = 1e-3) -> Tensor:
+    """Every group's T in NumPy, from its moments and the diagonals of all."""
+    a, d = (np.mean([getattr(one, name) / getattr(one, name).mean() for one in moments], axis=0) for name in ("a", "d"))
+    T = [
+        (d + damping * d.mean())[:, None] ** -0.5 * numpy_of(one.G) * (a + damping * a.mean()) ** -0.5
+        for one in moments
+    ]
+    return torch.tensor(np.stack([one / np.linalg.norm(one) for one in T]))
+
+
+@pytest.fixture(scope="module")
+def stacks() -> dict[str, Tensor]:
+    """T of every group by layer."""
+    model, layers = model_and_layers()
+    found = [collect_moments(model, batches, layers) for batches in GROUPS.values()]
+    return {name: whitened([moments[name] for moments in found]) for name in layers}
+
+
+def test_spans_of_groups_one_at_a_time_hold_what_those_of_all_at_once_do(stacks: dict[str, Tensor]) -> None:
+    found = collected(GROUPS)
+    assert found.keys() == stacks.keys()
+    for name, T in stacks.items():
+        spans, best = found[name].spans, shared_spans(T, RANK)
+        held = float((spans.U.mT @ T @ spans.V).square().sum())
+        assert held == pytest.approx(spans.sums[-1], rel=1e-6)
+        assert 0.99 * best.sums[-1] < held <= best.sums[-1] * (1 + 1e-6)
+
+
+def test_the_share_of_each_group_is_what_its_own_matrix_says(stacks: dict[str, Tensor]) -> None:
+    for name, layer in collected(GROUPS).items():
+        assert list(layer.shares) == list(GROUPS)
+        for T, share in zip(stacks[name], layer.shares.values(), strict=True):
+            own = np.linalg.svd(numpy_of(T), compute_uv=False)[:RANK]
+            m, n = T.shape
+            assert share.held == pytest.approx(float((layer.spans.U.mT @ T @ layer.spans.V).square().sum()), rel=1e-5)
+            assert share.own == pytest.approx(float((own**2).sum()), rel=1e-5)
+            assert share.random == RANK**2 / (m * n)
+            assert share.held <= share.own
+
+
+def test_groups_of_layers_give_the_same_and_a_group_of_many_rows_weighs_no_more() -> None:
+    repeated = {name: batches * (3 if name == "ben" else 1) for name, batches in GROUPS.items()}
+    plain, longer = collected(GROUPS), collected(repeated)
+    for name, layer in plain.items():
+        for X, Y in ((layer.spans.U, longer[name].spans.U), (layer.spans.V, longer[name].spans.V)):
+            torch.testing.assert_close(X, Y, rtol=0, atol=1e-5)
+
+
+def test_nothing_larger_than_one_groups_sums_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each layer one m x n matrix at a time: every group's is used up before the next one is summed."""
+    import frozencore.calibration.groups as module
+
+    live: list[int] = []
+    collect = module.collect_moments
+
+    def watched(*args: object, **kwargs: object) -> dict[str, LayerMoments]:
+        import gc
+
+        gc.collect()
+        shapes = {(part.out_features, part.in_features) for part in model_and_layers()[1].values()}
+        wide = [x for x in gc.get_objects() if isinstance(x, Tensor) and not isinstance(x, nn.Parameter)]
+        live.append(sum(tuple(x.shape) in shapes and x.dtype == torch.float64 and min(x.shape) > 8 for x in wide))
+        return collect(*args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(module, "collect_moments", watched)
+    collected(GROUPS, rank=1)
+    assert len(live) == 2 * len(GROUPS)
+    assert len(set(live)) == 1
+
+
+def test_a_group_without_loss_tokens_is_named_in_one_line() -> None:
+    masked = [{**batch, "labels": torch.full_like(batch["labels"], -100)} for batch in GROUPS["ben"]]
+    with pytest.raises(CalibrationError, match=r"^Group 'ben': .*every label of a batch is masked") as caught:
+        collected({**GROUPS, "ben": masked})
+    assert "\n" not in str(caught.value)
