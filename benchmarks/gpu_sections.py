@@ -30,7 +30,7 @@ from contestants import (
     random_ids,
 )
 from frozencore import calibrate
-from frozencore.tune.run.accounting import values_at_once
+from frozencore.tune.run.costs import values_at_once
 from harness import synchronise, wall_s
 
 WITHOUT_PISSA = {FLOOR: FLOOR, "frozencore": UNCALIBRATED, "lora": "lora", "dora": "dora"}

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from frozencore.files.whole_file import write_json
-from frozencore.tune.run.peak_memory import PeakMemory
+from frozencore.tune.run.costs import PeakMemory
 from frozencore.tune.run.provenance import provenance
 
 ROOT = Path(__file__).parents[1]

@@ -36,7 +36,7 @@ from frozencore.tune.evaluation.harness import harness_version
 from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.rows import Example
 from frozencore.tune.rows.prompts import PromptEncoder, context_limit
-from frozencore.tune.run.loading import load_model
+from frozencore.tune.run.models import load_model
 from frozencore.tune.scoring.choice import predict_choices
 from frozencore.tune.suite import find_task
 from frozencore.tune.tasks.splits import evaluation_rows

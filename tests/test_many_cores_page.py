@@ -11,7 +11,7 @@ from peft import PeftModel, get_peft_model
 
 from adapted import BATCHES, adapted, cores_of, train_at_random
 from frozencore import FrozenCoreConfig, frozen_core_layers, save_basis
-from frozencore.tune.run.loading import load_model
+from frozencore.tune.run.models import load_model
 from places import ROOT
 from tiny import tiny_qwen2
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from frozencore.tune.run.accounting import training_state_bytes
+from frozencore.tune.run.costs import training_state_bytes
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "refreshing.md").read_text(encoding="utf-8")

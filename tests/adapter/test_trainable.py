@@ -14,7 +14,7 @@ from frozencore import FrozenCoreConfig
 from frozencore.adapter.trainable import require_own_parameters
 from frozencore.errors import ConfigError
 from frozencore.tune.rows import TokenRow
-from frozencore.tune.run.accounting import values_at_once
+from frozencore.tune.run.costs import values_at_once
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import train
 from tiny import draw_examples, tiny_qwen2

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from adapted import train_at_random
 from frozencore import FrozenCoreConfig, export_gguf_lora, export_lora
 from frozencore.adapter.export.gguf_lora import ARCHITECTURES
-from frozencore.tune.run.loading import load_model
+from frozencore.tune.run.models import load_model
 from frozencore.tune.smollm2 import FILE
 from llama_server import LlamaServer, convert
 from places import SHARED

@@ -11,7 +11,7 @@ import torch
 
 from frozencore.errors import ModelError
 from frozencore.files.fingerprint import fingerprint_model
-from frozencore.tune.run.loading import load_config, load_model, load_tokenizer
+from frozencore.tune.run.models import load_config, load_model, load_tokenizer
 from places import SHARED
 
 pytest.importorskip("gguf")

@@ -20,7 +20,7 @@ from frozencore.adapter.export.merged import export_merged
 from frozencore.errors import ArtifactError, ModelError
 from frozencore.files.hub import HUB_TIMEOUT_S, hub_answers, safe_loading
 from frozencore.tune.pocket import pocket_model_path
-from frozencore.tune.run.loading import load_config, load_model, load_tokenizer
+from frozencore.tune.run.models import load_config, load_model, load_tokenizer
 from tiny import tiny_qwen2
 
 NOWHERE = "http://127.0.0.1:9"

@@ -11,7 +11,7 @@ import pytest
 from frozencore.errors import ModelError
 from frozencore.tune.rows import Example
 from frozencore.tune.rows.prompts import PromptEncoder
-from frozencore.tune.run.loading import load_model
+from frozencore.tune.run.models import load_model
 from frozencore.tune.scoring.choice import predict_choices
 from frozencore.tune.suite import PAPER_TASKS
 from frozencore.tune.tasks.splits import evaluation_rows

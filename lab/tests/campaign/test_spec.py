@@ -10,7 +10,7 @@ from frozencore.calibration.options import CalibrationOptions
 from frozencore.constructors import CONSTRUCTORS
 from frozencore.errors import ConfigError
 from frozencore.options import options_of
-from frozencore.tune.run.options_by_name import run_options
+from frozencore.tune.run.config import run_options
 from frozencore_lab.campaign.job import make_job
 from frozencore_lab.campaign.plan import plan
 from frozencore_lab.campaign.spec import Campaign, read_campaign

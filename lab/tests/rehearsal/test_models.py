@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from frozencore.errors import ModelError
 from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.rows.prompts import PromptEncoder
-from frozencore.tune.run.loading import load_model
+from frozencore.tune.run.models import load_model
 from frozencore_lab.campaign.spec import read_campaign
 from frozencore_lab.rehearsal.models import find_original, make_stand_in
 from places import LAB

@@ -10,7 +10,7 @@ from datasets import Dataset
 
 from frozencore.errors import DataError
 from frozencore.tune.run.config import RunConfig, make_config
-from frozencore.tune.run.reading_rows import task_splits
+from frozencore.tune.run.read_rows import task_splits
 from frozencore.tune.suite import PAPER_TASKS, find_task
 from frozencore.tune.tasks.hub import write_hub_folders
 from frozencore_lab.rehearsal.rows import RehearsalPlace, lay_out, rows_to_train

@@ -33,8 +33,8 @@ def _calibrate(
 ) -> None:
     refuse_early(config)
     from frozencore.cli.display import StageDisplay
-    from frozencore.tune.run.calibrating import execute_calibration
-    from frozencore.tune.run.files import ADAPTER, BASIS, MOMENTS_FILE
+    from frozencore.tune.run.calibrate import execute_calibration
+    from frozencore.tune.run.folder import ADAPTER, BASIS, MOMENTS_FILE
 
     with StageDisplay(console) as progress:
         calibration = execute_calibration(config, output, progress)

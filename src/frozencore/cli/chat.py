@@ -44,7 +44,7 @@ def _chat(
     require_model(name)
     from frozencore.tune.evaluation.adapters import BASE, AdapterStand, adapter_names
     from frozencore.tune.rows.prompts import PromptEncoder, context_limit
-    from frozencore.tune.run.loading import load_model
+    from frozencore.tune.run.models import load_model
 
     base, tokenizer = load_model(name, dtype=dtype, device=device)
     limit = max(2, context_limit(base, tokenizer) - max_new_tokens)

@@ -19,15 +19,14 @@ from frozencore.cli.flag_file import as_flags
 from frozencore.cli.run_summary import recipe_in_words, values_in_words
 from frozencore.cli.tasks import marked
 from frozencore.tune.rows import TokenRow
-from frozencore.tune.run.accounting import optimiser_bytes, values_at_once
+from frozencore.tune.run.adapt import on_named_basis
 from frozencore.tune.run.bench import Bench, prepare
 from frozencore.tune.run.config import RunConfig
-from frozencore.tune.run.execute import recipe_of
+from frozencore.tune.run.costs import optimiser_bytes, values_at_once
 from frozencore.tune.run.many.execute import tenant_of
-from frozencore.tune.run.many.rows import read_tenants, tenants_of
-from frozencore.tune.run.model_size import memory_bytes, size_of
-from frozencore.tune.run.named_basis import on_named_basis
-from frozencore.tune.run.targets import resolve_targets
+from frozencore.tune.run.many.tenant_rows import read_tenants, tenants_of
+from frozencore.tune.run.models import memory_bytes, resolve_targets, size_of
+from frozencore.tune.run.recipe import recipe_of
 from frozencore.tune.training.reporting import require_reporters
 from frozencore.words import Progress, bytes_in_words, num_of
 

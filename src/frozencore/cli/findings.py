@@ -13,8 +13,7 @@ from typing import Any
 
 from frozencore.cli.saved_kinds import read_json
 from frozencore.files.adapter_folder import CONFIG_FILE
-from frozencore.tune.run.files import ADAPTER, BASIS, CHECKPOINTS, FAILURE, MOMENTS_FILE, PREDICTIONS, RECORD
-from frozencore.tune.run.interrupted import kept_of
+from frozencore.tune.run.folder import ADAPTER, BASIS, CHECKPOINTS, FAILURE, MOMENTS_FILE, PREDICTIONS, RECORD, kept_of
 from frozencore.tune.run.record import TunedRecord, read_record
 from frozencore.words import one_line
 

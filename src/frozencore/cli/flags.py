@@ -20,8 +20,7 @@ from frozencore.constructors import described
 from frozencore.errors import ConfigError
 from frozencore.options import Option, own_refusal
 from frozencore.tune.methods import METHODS
-from frozencore.tune.run.config import make_config
-from frozencore.tune.run.options_by_name import in_groups, run_options
+from frozencore.tune.run.config import in_groups, make_config, run_options
 from frozencore.tune.scoring.scoring_config import FurtherScoresConfig
 from frozencore.tune.suite import TASKS
 from frozencore.tune.training.recipe_config import AloneConfig, RecipeConfig

@@ -26,7 +26,7 @@ from frozencore.files.adapter_folder import (
     WEIGHTS_FILE,
     read_config,
 )
-from frozencore.tune.run.files import ADAPTER, CHECKPOINTS, FAILURE, FOUND, MOMENTS_FILE, PREDICTIONS, RECORD
+from frozencore.tune.run.folder import ADAPTER, CHECKPOINTS, FAILURE, FOUND, MOMENTS_FILE, PREDICTIONS, RECORD
 from frozencore.tune.training.checkpoints import SEATS
 
 

@@ -48,7 +48,7 @@ def _show(
     prompt_style: PromptStyle = "auto",
 ) -> None:
     from frozencore.tune.pocket import pocket_model_path
-    from frozencore.tune.run.loading import load_tokenizer
+    from frozencore.tune.run.models import load_tokenizer
     from frozencore.tune.suite import find_task
 
     task = find_task(name)

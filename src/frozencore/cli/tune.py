@@ -14,10 +14,9 @@ from rich.table import Table
 from frozencore.cli.console import console
 from frozencore.cli.flag_file import as_flags
 from frozencore.cli.flags import DryRun, Resume, TakesOptions, read_choices
-from frozencore.tune.run.config import RunConfig
+from frozencore.tune.run.config import SWEPT, RunConfig
 from frozencore.tune.run.early import refuse_early
-from frozencore.tune.run.interrupted import refuse_used
-from frozencore.tune.run.options_by_name import SWEPT
+from frozencore.tune.run.folder import refuse_used
 from frozencore.tune.run.processes import is_first, joined, refuse_several
 from frozencore.words import num_of
 
@@ -62,7 +61,7 @@ def _tune(
     from frozencore.cli.run_summary import run_summary, sample_lines, size_lines
     from frozencore.files.whole_file import write_text
     from frozencore.tune.run.execute import execute
-    from frozencore.tune.run.files import ADAPTER, ASKED, RECORD, SAMPLES
+    from frozencore.tune.run.folder import ADAPTER, ASKED, RECORD, SAMPLES
     from frozencore.tune.run.many.sweep import execute_sweep
 
     if resume:

@@ -14,7 +14,7 @@ from torch import Tensor
 from adapted import train_at_random
 from frozencore import FrozenCoreConfig, export_gguf_lora
 from frozencore.errors import ArtifactError, ConfigError, ModelError
-from frozencore.tune.run.loading import load_model
+from frozencore.tune.run.models import load_model
 from places import SHARED
 from tiny import tiny_gpt2, tiny_qwen2
 

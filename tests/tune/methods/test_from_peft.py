@@ -14,8 +14,8 @@ from torch import nn
 from frozencore.errors import ConfigError, TrainingError
 from frozencore.tune.methods import METHODS, AdapterOptions
 from frozencore.tune.rows import TokenRow
-from frozencore.tune.run.accounting import values_at_once
 from frozencore.tune.run.config import make_config
+from frozencore.tune.run.costs import values_at_once
 from frozencore.tune.scoring.forward import take_off
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import train

@@ -16,9 +16,9 @@ from torch.nn.functional import cross_entropy
 from frozencore.errors import ConfigError, TrainingError
 from frozencore.tune.methods import METHODS, AdapterOptions
 from frozencore.tune.rows import TokenRow
-from frozencore.tune.run.accounting import values_at_once
 from frozencore.tune.run.config import make_config
-from frozencore.tune.run.targets import resolve_targets
+from frozencore.tune.run.costs import values_at_once
+from frozencore.tune.run.models import resolve_targets
 from frozencore.tune.scoring.forward import take_off
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import train

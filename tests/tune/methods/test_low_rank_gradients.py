@@ -16,10 +16,10 @@ from frozencore.errors import ConfigError, TrainingError
 from frozencore.tune.evaluation.adapters import AdapterStand
 from frozencore.tune.methods import METHODS, AdapterOptions
 from frozencore.tune.rows import TokenRow
-from frozencore.tune.run.accounting import values_at_once
 from frozencore.tune.run.config import make_config
+from frozencore.tune.run.costs import values_at_once
 from frozencore.tune.scoring.forward import take_off
-from frozencore.tune.training.low_rank import optimiser_arguments
+from frozencore.tune.training.optimiser import optimiser_arguments
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import train
 from tiny import ATTENTION, VOCABULARY, draw_examples, tiny_llama, tiny_qwen2

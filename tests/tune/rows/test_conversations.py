@@ -17,7 +17,7 @@ from frozencore.tune.rows.batches import PaddingCollator, labels_of
 from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.tune.scoring.exact_match import complete
 from frozencore.tune.scoring.score import held_out_loss
-from frozencore.tune.training.padding_free import lay_end_to_end
+from frozencore.tune.training.batching import lay_end_to_end
 
 PLAIN = (
     "{% for m in messages %}<s>{{ m.role }}\n{{ m.content }}</s>\n{% endfor %}"

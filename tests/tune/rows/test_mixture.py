@@ -15,7 +15,7 @@ from frozencore.tune.rows import TextRow
 from frozencore.tune.rows.mixture import Data, WeightedSource, draw, read_sources, sources_of
 from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.tune.run.config import make_config
-from frozencore.tune.run.reading_rows import prepare_rows
+from frozencore.tune.run.read_rows import prepare_rows
 from frozencore.tune.run.rows import RunRows
 
 

@@ -15,7 +15,7 @@ from frozencore.tune.rows import TextRow, TokenRow
 from frozencore.tune.rows.batches import pack
 from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.tune.run.config import make_config
-from frozencore.tune.run.reading_rows import prepare_rows
+from frozencore.tune.run.read_rows import prepare_rows
 
 DOCUMENTS = [TextRow(f"row-{i}", "", "Tom has cats. " * (1 + 7 * i % 11)) for i in range(9)]
 

@@ -33,10 +33,10 @@ from frozencore.tune.methods import METHODS
 from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.run.bench import prepare
-from frozencore.tune.run.calibrating import execute_calibration
+from frozencore.tune.run.calibrate import execute_calibration
 from frozencore.tune.run.config import RunConfig, make_config
 from frozencore.tune.run.execute import execute
-from frozencore.tune.run.loading import load_model
+from frozencore.tune.run.models import load_model
 from frozencore.tune.run.record import read_record
 from frozencore.tune.scoring.score import score_task
 from frozencore.tune.suite import find_task

@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from frozencore.tune.pocket import pocket_model_path
-from frozencore.tune.run import peak_memory
+from frozencore.tune.run import costs as peak_memory
 from frozencore.tune.run.config import make_config
+from frozencore.tune.run.costs import PeakMemory, process_peak_bytes
 from frozencore.tune.run.execute import execute
-from frozencore.tune.run.peak_memory import PeakMemory, process_peak_bytes
 from frozencore.tune.run.record_parts import PhasePeaks
 
 MIB = 2**20

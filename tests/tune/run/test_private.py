@@ -12,10 +12,11 @@ from frozencore.errors import ConfigError
 from frozencore.files.fingerprint import fingerprint_options
 from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.run.bench import prepare
-from frozencore.tune.run.calibrating import execute_calibration
+from frozencore.tune.run.calibrate import execute_calibration
 from frozencore.tune.run.config import RunConfig, make_config
-from frozencore.tune.run.execute import execute, recipe_of
+from frozencore.tune.run.execute import execute
 from frozencore.tune.run.many.sweep import execute_sweep
+from frozencore.tune.run.recipe import recipe_of
 
 
 def silent(stage: str, done: int, total: int | None, note: str = "") -> None:

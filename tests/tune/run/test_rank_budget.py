@@ -12,11 +12,11 @@ from peft import PeftModel
 from frozencore.adapter.layer import frozen_core_layers
 from frozencore.errors import ConfigError
 from frozencore.maths.allocation import num_values
-from frozencore.tune.run.adapting import adapt_from_data
+from frozencore.tune.run.adapt import adapt_from_data
 from frozencore.tune.run.bench import prepare
-from frozencore.tune.run.calibrating import execute_calibration
+from frozencore.tune.run.calibrate import execute_calibration
 from frozencore.tune.run.execute import execute
-from frozencore.tune.run.selecting import score_rows
+from frozencore.tune.run.scores import score_rows
 from frozencore_lab.campaign.job import make_job
 from tune.run.test_execute import config_of, silent
 

@@ -14,7 +14,7 @@ from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.tune.run.bench import Bench, prepare
 from frozencore.tune.run.config import RunConfig, make_config
 from frozencore.tune.run.execute import execute
-from frozencore.tune.run.loading import load_model
+from frozencore.tune.run.models import load_model
 from frozencore.tune.scoring.exact_match import SHORT, are_short, complete
 from frozencore.tune.scoring.score import score_completions
 

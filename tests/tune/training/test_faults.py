@@ -18,11 +18,10 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 from forked import forget_cuda
 from frozencore.errors import TrainingError
 from frozencore.tune.rows import TokenRow
-from frozencore.tune.training.checkpoints import is_complete
+from frozencore.tune.training.callbacks import Seal
+from frozencore.tune.training.checkpoints import Stop, is_complete
 from frozencore.tune.training.recipe import Recipe
-from frozencore.tune.training.termination import Stop
 from frozencore.tune.training.train import TrainingReport, train
-from frozencore.tune.training.trainer import Seal
 from tiny import draw_examples, tiny_qwen2
 
 ROWS = [TokenRow(f"row-{i}", list(e.ids), e.num_prompt) for i, e in enumerate(draw_examples(12, seed=5))]

@@ -16,7 +16,7 @@ from frozencore.calibration.counted import IGNORED
 from frozencore.errors import ConfigError
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.rows.batches import PaddingCollator
-from frozencore.tune.training.padding_free import lay_end_to_end, require_rows_apart
+from frozencore.tune.training.batching import lay_end_to_end, require_rows_apart
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import train
 from tiny import VOCABULARY, draw_examples, tiny_gpt2, tiny_llama, tiny_qwen2

@@ -18,7 +18,7 @@ from frozencore.calibration.running_sketch import sketch_bytes
 from frozencore.errors import TrainingError
 from frozencore.tune.methods import METHODS, AdapterOptions
 from frozencore.tune.rows import TokenRow
-from frozencore.tune.run.accounting import model_bytes, optimiser_bytes, training_state_bytes, values_at_once
+from frozencore.tune.run.costs import model_bytes, optimiser_bytes, training_state_bytes, values_at_once
 from frozencore.tune.training.many.tenant import Tenant
 from frozencore.tune.training.many.train import train_many
 from frozencore.tune.training.recipe import Recipe

@@ -18,11 +18,18 @@ import torch
 
 from frozencore.errors import DataError, FrozenCoreError, ModelError, NoRowsError
 from frozencore.tune.rows.prompts import PromptEncoder
-from frozencore.tune.run.accounting import basis_bytes
 from frozencore.tune.run.config import RunConfig
-from frozencore.tune.run.loading import load_config, load_tokenizer
-from frozencore.tune.run.model_size import TOKENS_A_ROW, ModelSize, memory_bytes, moment_bytes, size_of
-from frozencore.tune.run.reading_rows import task_splits
+from frozencore.tune.run.costs import basis_bytes
+from frozencore.tune.run.models import (
+    TOKENS_A_ROW,
+    ModelSize,
+    load_config,
+    load_tokenizer,
+    memory_bytes,
+    moment_bytes,
+    size_of,
+)
+from frozencore.tune.run.read_rows import task_splits
 from frozencore.tune.suite import find_task
 from frozencore.words import bytes_in_words, num_of, time_in_words
 from frozencore_lab.campaign.job import Job

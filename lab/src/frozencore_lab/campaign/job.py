@@ -15,8 +15,7 @@ from frozencore.files.fingerprint import fingerprint_options
 from frozencore.options import own_refusal
 from frozencore.tune.methods.option_groups import GROUPS
 from frozencore.tune.rows.row_sources import STANDARD_INPUT
-from frozencore.tune.run.config import RunConfig
-from frozencore.tune.run.options_by_name import in_groups
+from frozencore.tune.run.config import RunConfig, in_groups
 from frozencore.tune.suite import find_task
 from frozencore_lab.campaign.kinds import StudyKind, find_kind
 from frozencore_lab.campaign.study_options import PLACES, most_telling

@@ -19,7 +19,7 @@ from frozencore.tune.run.config import RunConfig
 from frozencore.words import Progress, unknown_name
 
 if TYPE_CHECKING:
-    from frozencore.tune.run.adapting import Adapt
+    from frozencore.tune.run.adapt import Adapt
     from frozencore.tune.run.bench import Bench
     from frozencore.tune.run.execute import MeasureBases
 
@@ -107,10 +107,10 @@ class Stability(StudyKind):
         from frozencore.adapter.bases.access import get_bases
         from frozencore.files.whole_file import write_json
         from frozencore.maths.linalg import principal_cosines
-        from frozencore.tune.run.files import RECORD
+        from frozencore.tune.run.folder import RECORD
+        from frozencore.tune.run.models import resolve_targets
         from frozencore.tune.run.record import RECORD_FORMAT, StabilityRecord
         from frozencore.tune.run.record_parts import Provenance, RecordedConfig
-        from frozencore.tune.run.targets import resolve_targets
 
         assert work.reference is not None
         if work.config.rank_budget is not None:

@@ -24,9 +24,9 @@ from frozencore.maths.moments import LayerMoments, MomentName
 from frozencore.tune.methods import Targets
 from frozencore.tune.methods.bases_config import BasesConfig
 from frozencore.tune.rows.rows_config import OwnRowsConfig, RowsConfig
-from frozencore.tune.run.adapting import Adapted, adapt_from_data
+from frozencore.tune.run.adapt import Adapted, adapt_from_data
 from frozencore.tune.run.bench import Bench, calibration_batches
-from frozencore.tune.run.calibrating import collect_for
+from frozencore.tune.run.calibrate import collect_for
 from frozencore.tune.run.config import CalibrationConfig, RunConfig
 from frozencore.tune.run.rows import RunRows
 from frozencore.words import Progress
@@ -99,7 +99,7 @@ class SharedWork:
     needs: Needs
 
     def adapt(self, config: RunConfig, bench: Bench, targets: Targets, progress: Progress) -> Adapted:
-        """As :func:`frozencore.tune.run.adapting.adapt_from_data`, with shared moments and weight bases."""
+        """As :func:`frozencore.tune.run.adapt.adapt_from_data`, with shared moments and weight bases."""
         if not _shares_moments(config):
             return adapt_from_data(config, bench, targets, progress)
         if config.method_entry.weights_only:

@@ -12,8 +12,7 @@ from pydantic_core import CoreSchema, ErrorDetails
 from frozencore.constructors import CONSTRUCTORS, described
 from frozencore.errors import ConfigError
 from frozencore.options import Option
-from frozencore.tune.run.config import PlaceConfig
-from frozencore.tune.run.options_by_name import run_options
+from frozencore.tune.run.config import PlaceConfig, run_options
 from frozencore.words import unknown_name
 
 Value = bool | int | float | str | tuple[str, ...] | tuple[float, ...] | None

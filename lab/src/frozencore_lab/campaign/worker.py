@@ -18,15 +18,15 @@ from peft import PeftModel
 from frozencore.device import is_out_of_memory
 from frozencore.errors import ArtifactError, DivergenceError, FrozenCoreError
 from frozencore.tune.methods import Method, Targets
-from frozencore.tune.run.adapting import Adapt, Adapted, adapt_from_data
+from frozencore.tune.run.adapt import Adapt, Adapted, adapt_from_data
 from frozencore.tune.run.bench import Base, Bench, Score, prepare
 from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.execute import scored_as
-from frozencore.tune.run.files import ADAPTER
-from frozencore.tune.run.kept_rows import KeptRows
-from frozencore.tune.run.loading import load_model
+from frozencore.tune.run.folder import ADAPTER
+from frozencore.tune.run.models import load_model
 from frozencore.tune.run.record import Failure
 from frozencore.tune.run.record_parts import Provenance
+from frozencore.tune.run.rows import KeptRows
 from frozencore.tune.scoring.forward import take_off
 from frozencore.words import Progress, one_line
 from frozencore_lab.campaign.job import Job

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from frozencore.errors import ModelError
 from frozencore.files.hub import without_hub
 from frozencore.quiet import quiet_loading
-from frozencore.tune.run.loading import load_config, load_tokenizer
+from frozencore.tune.run.models import load_config, load_tokenizer
 from frozencore.words import one_line
 
 KNOWN = Path(__file__).with_name("known")

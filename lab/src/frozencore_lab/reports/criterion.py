@@ -17,8 +17,7 @@ from matplotlib.figure import Figure
 
 from frozencore.cli.figure_style import BLACK, BLUE, NAVY
 from frozencore.tune.methods import METHODS, method_name
-from frozencore.tune.run.record import TunedRecord
-from frozencore.tune.run.record_of_bases import Criterion
+from frozencore.tune.run.record import Criterion, TunedRecord
 from frozencore_lab.campaign.results import CampaignResults, FinalRun
 from frozencore_lab.campaign.study_options import PLACES
 from frozencore_lab.reports.canvas import MARKERS, distinct_colours, panels, shared_legend, styled

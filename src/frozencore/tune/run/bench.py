@@ -13,12 +13,11 @@ from frozencore.errors import ConfigError
 from frozencore.tune.rows.batches import make_batches
 from frozencore.tune.rows.prompts import PROTOCOL_MAX_LENGTH, PromptEncoder, context_limit
 from frozencore.tune.run.config import RunConfig
-from frozencore.tune.run.kept_rows import KeptRows
-from frozencore.tune.run.loading import load_model
-from frozencore.tune.run.reading_rows import TOO_LONG, prepare_rows
-from frozencore.tune.run.rows import RunRows
+from frozencore.tune.run.models import load_model
+from frozencore.tune.run.read_rows import TOO_LONG, prepare_rows
+from frozencore.tune.run.rows import KeptRows, RunRows
 from frozencore.tune.scoring import Prediction, TaskScore
-from frozencore.tune.training.padding_free import require_rows_apart
+from frozencore.tune.training.batching import require_rows_apart
 from frozencore.words import Progress, num_of
 
 CALIBRATION_BATCH = 8

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Mapping
+from dataclasses import MISSING
+from functools import cache, partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 from pydantic import (
     BaseModel,
@@ -20,14 +22,14 @@ from pydantic import (
 from frozencore.calibration.options import CalibrationOptions, MemoryBudget
 from frozencore.errors import ConfigError
 from frozencore.maths.moments import MomentName
-from frozencore.options import FrozenOptions, own_refusal
+from frozencore.options import FrozenOptions, Option, own_refusal
 from frozencore.tune.methods import AdapterOptions, Targets
 from frozencore.tune.methods.bases_config import BasesConfig
 from frozencore.tune.methods.option_groups import GROUPS, read_group
 from frozencore.tune.rows.rows_config import RowsConfig
 from frozencore.tune.scoring.scoring_config import ScoringConfig
 from frozencore.tune.suite import find_task
-from frozencore.tune.training.recipe_config import AloneConfig, RecipeConfig
+from frozencore.tune.training.recipe_config import AloneConfig, RecipeConfig, StepsConfig
 from frozencore.words import flag_of, one_line
 
 UNCOUNTED = {
@@ -201,3 +203,34 @@ def make_config(**values: Any) -> RunConfig:
         place = [part for part in first["loc"] if part not in GROUPS] or first["loc"]
         option = one_line(flag_of(str(place[0])))
         raise ConfigError(f"{option}: {first['msg'].lower()}, but {first['input']!r:.200} came.") from error
+
+
+SWEPT = tuple(StepsConfig.model_fields)
+"""The options whose values may differ between runs on one basis."""
+
+
+def run_options() -> dict[str, Option]:
+    """Every option of a run by its name, those of the groups among them."""
+    full, plain = _types_of_options()
+    found: dict[str, Option] = {}
+    for name, field in RunConfig.model_fields.items():
+        default = MISSING if field.is_required() else field.get_default()
+        own = GROUPS[name]() if name in GROUPS else {name: Option(name, full[name], plain[name], default)}
+        if twice := found.keys() & own.keys():
+            raise ConfigError(f"An option has one meaning, but {min(twice)!r} has two. Rename that of the constructor.")
+        found |= own
+    return found
+
+
+@cache  # evaluating them takes longer than all else that is done with a campaign's specification
+def _types_of_options() -> tuple[dict[str, Any], dict[str, Any]]:
+    """With what their annotations add, and plain."""
+    return get_type_hints(RunConfig, include_extras=True), get_type_hints(RunConfig)
+
+
+def in_groups(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a run by name as its configuration holds them: some in their group."""
+    values = dict(options)
+    for group, own in GROUPS.items():
+        values[group] = {name: values.pop(name) for name in own() if name in values}
+    return values

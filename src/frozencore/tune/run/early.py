@@ -7,10 +7,23 @@ from pathlib import Path
 from frozencore.errors import ArtifactError, DataError, ModelError
 from frozencore.files.adapter_folder import FACTORS_FILE, HEADER_FILE
 from frozencore.files.hub import is_hub_id, safe_loading
+from frozencore.tune.pocket import POCKET_MODEL, pocket_model_path
 from frozencore.tune.rows.mixture import sources_of
 from frozencore.tune.rows.row_sources import require_source
 from frozencore.tune.run.config import RunConfig
-from frozencore.tune.run.model_names import model_location
+from frozencore.tune.smollm2 import SMOLLM2, smollm2_path
+
+
+def model_location(name: str) -> str:
+    """The folder that a model's short name stands for; any other name as it is.
+
+    Raises:
+        ModelError: ``smollm2`` has not been fetched.
+    """
+    if name == POCKET_MODEL:
+        return str(pocket_model_path())
+    return str(smollm2_path()) if name == SMOLLM2 else name
+
 
 MODEL_CONFIG = "config.json"
 

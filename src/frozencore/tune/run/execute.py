@@ -13,30 +13,22 @@ from typing import Any
 from peft import PeftModel
 from torch import nn
 
-from frozencore.adapter.bases.refresh_plan import COST
 from frozencore.errors import DivergenceError
 from frozencore.files.fingerprint import fingerprint_model
 from frozencore.maths.capture import Capture
 from frozencore.ranks import all_ranks_or_none, from_first, num_ranks, own_rank
-from frozencore.tune.rows.prompts import PROTOCOL_MAX_LENGTH
-from frozencore.tune.run.adapting import Adapt, adapt_from_data, adapter_of
+from frozencore.tune.run.adapt import Adapt, adapt_from_data, adapter_of, on_named_basis
 from frozencore.tune.run.bench import Bench, Score, prepare
 from frozencore.tune.run.config import RunConfig
-from frozencore.tune.run.files import BASE_SCORE, CHECKPOINTS
+from frozencore.tune.run.costs import PeakMemory
 from frozencore.tune.run.finishing import Made, finish
-from frozencore.tune.run.found import Found
-from frozencore.tune.run.interrupted import refuse_used
-from frozencore.tune.run.named_basis import on_named_basis
-from frozencore.tune.run.peak_memory import PeakMemory
+from frozencore.tune.run.folder import BASE_SCORE, CHECKPOINTS, refuse_used
+from frozencore.tune.run.kept import Found
+from frozencore.tune.run.models import resolve_targets
+from frozencore.tune.run.recipe import recipe_of
 from frozencore.tune.run.record import TunedRecord
-from frozencore.tune.run.rows import RunRows
-from frozencore.tune.run.rows_at_once import rows_at_once
-from frozencore.tune.run.selecting import score_run, selection_of
-from frozencore.tune.run.targets import resolve_targets
+from frozencore.tune.run.scores import score_run, selection_of
 from frozencore.tune.scoring.scoring_config import ScoringConfig, StepChoiceConfig
-from frozencore.tune.training.by_length import pass_tokens_of
-from frozencore.tune.training.low_rank import PLAIN
-from frozencore.tune.training.recipe import Recipe, epochs_for
 from frozencore.tune.training.reporting import Reports, reporting, require_reporters
 from frozencore.tune.training.train import TrainingReport
 from frozencore.tune.training.train import train as train_alone
@@ -147,39 +139,6 @@ def scored_as(config: RunConfig, hashes: Mapping[str, str]) -> dict[str, Any]:
     of_scores = ScoringConfig.model_fields.keys() - StepChoiceConfig.model_fields.keys()
     asked = config.model_dump(mode="json", include={"task", "max_length", *of_scores})
     return {**asked, "base model": hashes["model"], "evaluation": hashes["evaluation"], "others": hashes.get("others")}
-
-
-def recipe_of(config: RunConfig, rows: RunRows, model: nn.Module) -> Recipe:
-    """What the configuration says of the training, with the defaults of its method and its task.
-
-    Args:
-        model: It decides how many rows fit at once, where that is left to it.
-    """
-    batch_size, accumulation, pass_tokens = config.batch_size, config.accumulation, None
-    method, laid_out = config.method_entry, config.padding_free
-    if batch_size == "auto":
-        longest = max(len(row.input_ids) for row in rows.train)
-        pass_tokens = None if laid_out else pass_tokens_of(model)
-        if config.private_budget is not None:  # the record says the batch size: it must not tell how long rows are
-            longest, pass_tokens = config.max_length or PROTOCOL_MAX_LENGTH, None
-        batch_size = rows_at_once(config.rows_a_step, longest, model, padding_free=laid_out)
-        accumulation = config.rows_a_step // batch_size
-    return Recipe(
-        learning_rate=config.resolved_learning_rate,
-        warmup=config.resolved_warmup,
-        epochs=config.epochs or (rows.task.epochs if rows.task else epochs_for(len(rows.train), config.rows_a_step)),
-        batch_size=batch_size,
-        accumulation=accumulation,
-        seed=config.seed,
-        refresh=config.refresh,
-        refresh_cost=config.refresh_cost or COST,
-        refresh_memory=config.refresh_memory,
-        pass_tokens=pass_tokens,
-        padding_free=laid_out,
-        optimiser=method.optimiser or PLAIN,
-        optimiser_rank=config.rank if method.optimiser else None,
-        private=config.private_budget,
-    )
 
 
 def _without_samples(config: RunConfig) -> RunConfig:

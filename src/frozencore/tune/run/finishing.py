@@ -19,12 +19,12 @@ from frozencore.maths.capture import Capture
 from frozencore.tune.methods import Targets
 from frozencore.tune.run.bench import Bench
 from frozencore.tune.run.config import RunConfig
-from frozencore.tune.run.files import ADAPTER, CHECKPOINTS, FOUND, PREDICTIONS, RECORD, SAMPLES
-from frozencore.tune.run.peak_memory import PeakMemory
+from frozencore.tune.run.costs import PeakMemory
+from frozencore.tune.run.folder import ADAPTER, CHECKPOINTS, FOUND, PREDICTIONS, RECORD, SAMPLES
+from frozencore.tune.run.make_record import TrainedRun, calibrated_on, headline, make_record
 from frozencore.tune.run.record import TunedRecord
 from frozencore.tune.run.record_parts import Resolved
-from frozencore.tune.run.recording import TrainedRun, calibrated_on, headline, make_record
-from frozencore.tune.run.selecting import samples_of, score_run
+from frozencore.tune.run.scores import samples_of, score_run
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import TrainingReport
 from frozencore.words import Progress, as_stage

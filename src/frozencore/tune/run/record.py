@@ -11,9 +11,10 @@ from typing import Any, Final, Literal, TypeVar
 from pydantic import Field, ValidationError
 from pydantic_core import from_json
 
-from frozencore.tune.run.record_of_bases import Allocation, CalibrationSummary, Criterion
 from frozencore.tune.run.record_parts import (
     AccuracyDetails,
+    Allocation,
+    CalibrationSummary,
     CompanySize,
     Count,
     Hashes,
@@ -46,6 +47,60 @@ class RunRecord(Part):
     def has(self, name: str) -> bool:
         """Whether the record holds this key: null there is a number that was not finite."""
         return name in self.model_fields_set
+
+
+class LayerCriteria(Part):
+    """The criterion layer by layer: one entry of every tuple a layer, in the order of ``name``.
+
+    Attributes:
+        J: Squared whitened gradient inside the span, ``‖(PᵀDP)^-1/2 PᵀGQ (QᵀAQ)^-1/2‖²_F``.
+        energy: ``‖T‖²_F`` of ``T = D^-1/2 G A^-1/2``: what J is a share of.
+        gradient, gradient_total: ``‖PᵀGQ‖_F`` and ``‖G‖_F``.
+        leading: The first four singular values of what J is the squared norm of; for ``fcca`` they are Σ.
+        last: The r-th of them.
+        effective_rank: How many of them stand above rounding.
+        participation: ``(Σσ²)² / Σσ⁴``: over how many of them J is spread.
+        input_spread, error_spread: Maximum over median of a and of d; None where the median is zero.
+    """
+
+    name: tuple[str, ...]
+    J: tuple[float, ...]
+    energy: tuple[float, ...]
+    gradient: tuple[float, ...]
+    gradient_total: tuple[float, ...]
+    leading: tuple[tuple[float, ...], ...]
+    last: tuple[float, ...]
+    effective_rank: tuple[Count, ...]
+    participation: tuple[float, ...]
+    input_spread: tuple[float | None, ...]
+    error_spread: tuple[float | None, ...]
+
+
+class Criterion(Part):
+    """What the bases capture of the moments G, a, d of the run's calibration rows, before any training.
+
+    The metric is one for all runs, both sides in diagonal moments with this relative ``damping``, whatever the bases
+    were chosen by: so runs compare.
+
+    Attributes:
+        J: Sum over the layers; η/2 of it is the decrease of the loss that the local model promises for a step η.
+        J_share: Of the sum of all energy.
+        gradient: ``‖PᵀGQ‖_F`` of all layers together, and ``gradient_share`` of ``‖G‖_F``.
+        leading, last, effective_rank, participation, input_spread, error_spread: Medians over the layers.
+    """
+
+    damping: float
+    J: float
+    J_share: float
+    gradient: float
+    gradient_share: float
+    leading: tuple[float, ...]
+    last: float
+    effective_rank: float
+    participation: float
+    input_spread: float | None
+    error_spread: float | None
+    layers: LayerCriteria
 
 
 class TunedRecord(RunRecord):

@@ -194,7 +194,7 @@ class CompanySize(Part):
 
 
 class PhasePeaks(Part):
-    """The largest memory of each phase (``frozencore.tune.run.peak_memory``), what was held before it included.
+    """The largest memory of each phase (``frozencore.tune.run.costs``), what was held before it included.
 
     Attributes:
         measured: On the GPUs of the model (``device``), or resident in the ``process``, Python and libraries included.
@@ -233,3 +233,21 @@ class Resolved(Part):
     targets: tuple[str, ...] | str
     recipe: dict[str, Any]
     max_length: Count
+
+
+class Allocation(Part):
+    """A rank budget, in trained values, and the rank of each layer that it was for; 0 is not adapted."""
+
+    budget: Count
+    ranks: dict[str, Count]
+
+
+class CalibrationSummary(Part):
+    """The calibration pass over all layers; a median is None where it is not finite."""
+
+    collect_s: float
+    build_s: float
+    num_layers: Count
+    num_tokens: Count
+    smallest_effective_rank: Count
+    median_spread: dict[str, float | None]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any, TypeVar
 
 from frozencore.files.fingerprint import fingerprint_options
 from frozencore.tune.rows import Example, TokenRow
@@ -101,3 +102,32 @@ class RunRows:
         if self.others:
             sets["others"] = [row for rows in self.others.values() for row in rows]
         return {name: fingerprint_options({"rows": [vars(row) for row in rows]}) for name, rows in sets.items()}
+
+
+Rows = TypeVar("Rows")
+MOST_ROWS = 20_000  # of the paper's tasks, about a hundred megabytes
+
+
+class KeptRows:
+    """Keeps what it made; what was not asked for the longest goes first.
+
+    Args:
+        most_rows: Kept at once; more than that are made every time.
+    """
+
+    def __init__(self, most_rows: int = MOST_ROWS) -> None:
+        self._most_rows = most_rows
+        self._kept: dict[Hashable, tuple[Any, int]] = {}
+
+    def get(self, key: Hashable, make: Callable[[], Rows], count: Callable[[Rows], int]) -> Rows:
+        """What ``make`` gave under this key, or gives now; ``count`` says how many rows that is."""
+        found: Rows
+        if key in self._kept:
+            found, num_rows = self._kept.pop(key)
+        else:
+            found = make()
+            num_rows = count(found)
+        self._kept[key] = found, num_rows  # as the newest
+        while sum(rows for _, rows in self._kept.values()) > self._most_rows:
+            del self._kept[next(iter(self._kept))]
+        return found

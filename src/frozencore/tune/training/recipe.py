@@ -6,12 +6,14 @@ import math
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
+import torch
+
 from frozencore.adapter.bases.refresh_plan import COST
 from frozencore.errors import ConfigError
 from frozencore.privacy import PrivateBudget
-from frozencore.tune.training.low_rank import PLAIN
 from frozencore.tune.training.recipe_config import RecipeConfig
 
+PLAIN = "adamw_torch_fused"
 UNSAID = RecipeConfig()
 """The options of a run that says nothing: their defaults are the recipe's."""
 
@@ -49,7 +51,7 @@ class Recipe:
             as ``batch_size`` of the longest rows at most: what a pass costs beside its tokens, in tokens. Without it,
             and in several processes, ``batch_size`` rows in the order in which they come.
         padding_free: The rows of a forward pass are laid end to end in one
-            (:mod:`frozencore.tune.training.padding_free`); not together with ``pass_tokens``.
+            (:mod:`frozencore.tune.training.batching`); not together with ``pass_tokens``.
         optimiser: As transformers calls it. One whose state has a rank chooses its directions in each of the rounds.
         optimiser_rank: That rank.
         private: What the training may spend of privacy; rows are then drawn for each step, and the gradient of each is
@@ -112,6 +114,22 @@ class Recipe:
         """JSON values by name, for records and checkpoints: how padding is avoided is no word of those without it."""
         unsaid = (("pass_tokens", None), ("padding_free", False), ("private", None))
         return {name: value for name, value in asdict(self).items() if (name, value) not in unsaid}
+
+    def rate(self, step: int, num_steps: int) -> float:
+        """The learning rate of a step, counted from 0: a straight rise, then a cosine to zero."""
+        return self.learning_rate * self.share_of_rate(step, num_steps)
+
+    def share_of_rate(self, step: int, num_steps: int) -> float:
+        """The learning rate of a step as a share of the peak."""
+        rise = math.ceil(self.warmup * num_steps)
+        if step < rise:
+            return step / rise
+        return 0.5 * (1 + math.cos(math.pi * (step - rise) / max(1, num_steps - rise)))
+
+    def row_order(self, num_rows: int, epoch: int) -> list[int]:
+        """The order of the rows in an epoch, counted from 0."""
+        generator = torch.Generator().manual_seed(self.seed + epoch)
+        return torch.randperm(num_rows, generator=generator).tolist()
 
     def num_steps(self, num_rows: int) -> int:
         """Optimiser steps over all epochs; the last one of an epoch may hold fewer rows."""

@@ -35,26 +35,23 @@ from frozencore.privacy import Schedule
 from frozencore.ranks import num_ranks
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.rows.batches import PaddingCollator
-from frozencore.tune.training.arguments import training_arguments
-from frozencore.tune.training.by_length import GroupingCollator, GroupingTrainer
-from frozencore.tune.training.checkpoints import disk_errors_told, starting_point
+from frozencore.tune.training.batching import (
+    GroupingCollator,
+    RowCollator,
+    filled_up,
+    lay_end_to_end,
+    require_rows_apart,
+    without_fillers,
+)
+from frozencore.tune.training.callbacks import LossMonitor, Seal, StopWhenAsked
+from frozencore.tune.training.checkpoints import Stop, disk_errors_told, starting_point, stop_held_back
 from frozencore.tune.training.lora_rounds import LoRARounds
-from frozencore.tune.training.low_rank import PLAIN, readable_state
-from frozencore.tune.training.padding_free import lay_end_to_end, require_rows_apart
-from frozencore.tune.training.recipe import UNREFRESHED, Recipe
+from frozencore.tune.training.optimiser import readable_state, training_arguments
+from frozencore.tune.training.recipe import PLAIN, UNREFRESHED, Recipe
 from frozencore.tune.training.reporting import Reports
-from frozencore.tune.training.row_order import RowCollator, filled_up, without_fillers
 from frozencore.tune.training.selection import NoBetterError, Selected, Selection, Selector
 from frozencore.tune.training.state_held import StateHeld
-from frozencore.tune.training.termination import Stop, stop_held_back
-from frozencore.tune.training.trainer import (
-    CompletionTrainer,
-    LossMonitor,
-    Seal,
-    StopWhenAsked,
-    own_use_cache,
-    without_dropout,
-)
+from frozencore.tune.training.trainer import CompletionTrainer, GroupingTrainer, own_use_cache, without_dropout
 from frozencore.words import Progress
 
 
@@ -184,6 +181,7 @@ def train(
             restored.callback(rounds.close)
         watching = [monitor, *filter(None, [selector, rounds]), held]
         trainer = (GroupingTrainer if grouped else CompletionTrainer)(
+            recipe,
             model=model,
             args=training_arguments(
                 model, recipe, own, len(rows), folder, checkpoint_dir is not None, checkpoint_steps

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from functools import cached_property
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +12,14 @@ import torch
 from peft import PeftModel
 from peft.utils import load_peft_weights, set_peft_model_state_dict
 from torch import Tensor, nn
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import Trainer
 
-from frozencore.adapter.bases.in_rounds import InRounds
 from frozencore.adapter.saved.card import begin_model_card
 from frozencore.calibration.counted import IGNORED
-from frozencore.errors import DivergenceError
-from frozencore.ranks import largest_over_ranks, num_ranks, wait_for_all
 from frozencore.tune.scoring.forward import base_of, forward_accepts, num_virtual_tokens
-from frozencore.tune.training.checkpoints import seal_checkpoint
-from frozencore.tune.training.row_order import SharedOrder
-from frozencore.tune.training.termination import Stop
-from frozencore.words import Progress
-
-SPEED_STEPS = 20  # whose speed is said
+from frozencore.tune.training.batching import GROUPS, RowOrder
+from frozencore.tune.training.recipe import Recipe
 
 
 class CompletionTrainer(Trainer):
@@ -49,11 +41,17 @@ class CompletionTrainer(Trainer):
             }
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
+    def __init__(self, recipe: Recipe, **trainer: Any) -> None:
+        self.recipe = recipe
+        super().__init__(**trainer)
+
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-        """One process keeps transformers' own, which accelerate replaces by what :class:`SharedOrder` holds."""
-        if num_ranks() == 1:
-            return super()._get_train_sampler(train_dataset)
-        return SharedOrder(self.train_dataset, self.args.data_seed)
+        return RowOrder(self.train_dataset, self.recipe)
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        share = partial(self.recipe.share_of_rate, num_steps=num_training_steps)
+        self.lr_scheduler: LambdaLR = LambdaLR(optimizer or self.optimizer, share)
+        return self.lr_scheduler
 
     @cached_property
     def _can_skip_logits(self) -> bool:
@@ -77,125 +75,35 @@ class CompletionTrainer(Trainer):
         return 0
 
 
-class LossMonitor(TrainerCallback):
-    """Reports each step's loss, and stops at the first that is not finite, before it can be saved.
+class GroupingTrainer(CompletionTrainer):
+    """Takes the batches of a step one after the other, and their gradients together."""
 
-    Args:
-        kept: Parameters that :meth:`put_back` gives the last values whose loss and gradient were finite.
-        rounds: What ends the rounds of the training.
-        paused_s: Seconds so far that were not spent on steps.
-        tokens_a_step: In the mean, padding left out.
-    """
+    _own = 1
 
-    def __init__(
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor:
+        groups: list[dict[str, Tensor]] = inputs[GROUPS]
+        counted = self._get_num_items_in_batch(groups, self.args.device)
+        if counted is None:
+            self._own = sum(map(_num_targets, groups))
+        losses = [super(GroupingTrainer, self).training_step(model, group, counted) for group in groups]
+        return torch.stack(losses).sum()
+
+    def compute_loss(
         self,
-        progress: Progress | None,
-        kept: Sequence[Tensor] = (),
-        rounds: InRounds | None = None,
-        paused_s: Callable[[], float] = lambda: 0.0,
-        tokens_a_step: float = 0.0,
-    ) -> None:
-        self.progress = progress
-        self.tokens_a_step = tokens_a_step
-        self.rounds = rounds
-        self.paused_s = paused_s
-        self.step_ends: list[float] = []
-        self._parameters = kept
-        self._told: tuple[int, int] | None = None
-
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """The parameters are where they train, as a checkpoint had them."""
-        self._kept = [parameter.detach() for parameter in self._parameters]
-        self._good = [value.clone() for value in self._kept]
-        self._tried = [value.clone() for value in self._kept]
-
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
-        """What the step's loss is of, before the step changes it."""
-        if self._kept:
-            torch._foreach_copy_(self._tried, self._kept)
-
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, float],
-        **_: Any,
-    ) -> None:
-        if "loss" not in logs:
-            return
-        self.step_ends.append(time.perf_counter() - self.paused_s())
-        loss, gradient_norm = logs["loss"], logs.get("grad_norm", 0.0)
-        if not math.isfinite(loss) or not math.isfinite(gradient_norm):
-            raise DivergenceError(
-                divergence(state.global_step, state.max_steps, loss, gradient_norm, args.learning_rate)
-            )
-        self._good, self._tried = self._tried, self._good
-        if self.progress is not None:
-            self._told = state.global_step, state.max_steps
-            spent = f", epsilon {logs['epsilon']:.3f}" if "epsilon" in logs else ""
-            rate = f"rate {logs['learning_rate']:.1e}"
-            self.progress("train", *self._told, f"loss {loss:.3f}, {rate}{spent}{self._speed()}")
-
-    def put_back(self, step: int) -> None:
-        """Give the parameters their last good values, after a step that has diverged."""
-        if self.rounds is not None:
-            self.rounds.take_back(step)
-        if self._kept:
-            torch._foreach_copy_(self._kept, self._good)
-
-    def _speed(self) -> str:
-        """Of the last steps; the first one has no beginning that was seen."""
-        ends = self.step_ends[-SPEED_STEPS:]
-        if len(ends) < 2 or ends[-1] <= ends[0]:
-            return ""
-        return f", {self.tokens_a_step * (len(ends) - 1) / (ends[-1] - ends[0]):,.0f} tokens/s"
-
-    def say_it_stops(self) -> None:
-        """To who has just asked for it, while a step is running."""
-        if self.progress is not None and self._told is not None:
-            with suppress(RuntimeError):  # what is interrupted may be a write to the same screen
-                self.progress("train", *self._told, "stops after this step; Ctrl-C again ends it at once")
+        model: nn.Module,
+        inputs: dict[str, Tensor],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        """Of a model that takes the mean of each batch by itself, weighed by the batch's share of the tokens."""
+        loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        return loss if num_items_in_batch is not None else loss * (_num_targets(inputs) / self._own)
 
 
-def divergence(step: int, num_steps: int, loss: float, gradient_norm: float, learning_rate: float) -> str:
-    """What is said of a step whose loss or gradient is not finite; steps count from 1."""
-    way_out = f"Lower the learning rate ({learning_rate}) or lengthen the warm-up."
-    if step == 1:
-        way_out = "Nothing was updated yet: check the model's weights and dtype for NaN."
-    return f"Training diverged at step {step} of {num_steps}: loss {loss}, gradient norm {gradient_norm}. {way_out}"
-
-
-class Seal(TrainerCallback):
-    """Seals every checkpoint once it is written; who stops the training is told which is the newest."""
-
-    def __init__(self, identity: Mapping[str, Any], stop: Stop) -> None:
-        self.identity = identity
-        self.stop = stop
-
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        wait_for_all()  # each process has files of its own there
-        if state.is_world_process_zero:
-            seal_checkpoint(Path(str(args.output_dir)) / f"checkpoint-{state.global_step}", self.identity)
-            self.stop.saved = f"step {state.global_step} of {state.max_steps} is saved"
-
-
-class StopWhenAsked(TrainerCallback):
-    """Ends the training after a step, with a checkpoint of it."""
-
-    def __init__(self, asked: Callable[[], bool]) -> None:
-        self.asked = asked
-        self.stops = False
-
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        if largest_over_ranks(int(self.asked())):
-            self.stops = control.should_save = control.should_training_stop = True
-
-    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        if self.stops:
-            control.should_save = False  # the same checkpoint would be written again
+def _num_targets(batch: dict[str, Tensor]) -> int:
+    return int((batch["labels"][:, 1:] != IGNORED).sum())
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from frozencore.errors import ConfigError, TrainingError
 from frozencore.ranks import spread
 from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.run.many import execute as executing
-from frozencore.tune.run.many import shares
+from frozencore.tune.run.many import tenant_rows as shares
 from frozencore.tune.run.many.finish import TenantOutcome
 from small_tenants import SIZES, cores_in
 

@@ -13,10 +13,9 @@ from safetensors.torch import load_file
 from frozencore.cli.flags import read_choices
 from frozencore.errors import ConfigError, DivergenceError, NoRowsError
 from frozencore.tune.pocket import pocket_model_path
-from frozencore.tune.run.config import RunConfig, make_config
+from frozencore.tune.run.config import SWEPT, RunConfig, make_config
 from frozencore.tune.run.execute import execute
 from frozencore.tune.run.many.sweep import execute_sweep
-from frozencore.tune.run.options_by_name import SWEPT
 from frozencore.tune.run.record import Sweep, TunedRecord, read_record
 from small_task import write_task
 

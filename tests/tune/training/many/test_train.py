@@ -24,8 +24,7 @@ from frozencore.tune.scoring.score import held_out_loss
 from frozencore.tune.training.many import company
 from frozencore.tune.training.many.checkpoint import Checkpoints
 from frozencore.tune.training.many.losses import row_losses
-from frozencore.tune.training.many.seat import Trained
-from frozencore.tune.training.many.tenant import Tenant, Validation
+from frozencore.tune.training.many.tenant import Tenant, Trained, Validation
 from frozencore.tune.training.many.train import train_many
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.selection import Selection

@@ -20,19 +20,17 @@ from frozencore.errors import ArtifactError, ConfigError
 from frozencore.files.fingerprint import fingerprint_model
 from frozencore.files.whole_file import require_writable
 from frozencore.ranks import each_by_itself, first_before_others, from_first, gathered, own_rank
-from frozencore.tune.run.adapting import adapt_from_data, adapter_of
+from frozencore.tune.run.adapt import adapt_from_data, adapter_of
 from frozencore.tune.run.bench import Bench
 from frozencore.tune.run.config import RunConfig
-from frozencore.tune.run.execute import recipe_of
-from frozencore.tune.run.files import BASE_SCORE, BASIS, CHECKPOINTS, FOUND, RECORD
-from frozencore.tune.run.found import Found
-from frozencore.tune.run.interrupted import refuse_interrupted
+from frozencore.tune.run.costs import PeakMemory
+from frozencore.tune.run.folder import BASE_SCORE, BASIS, CHECKPOINTS, FOUND, RECORD, refuse_interrupted
+from frozencore.tune.run.kept import Found
+from frozencore.tune.run.make_record import calibrated_on
 from frozencore.tune.run.many.finish import Finisher, TenantOutcome
-from frozencore.tune.run.many.rows import TenantRows, read_tenants, tenants_of
-from frozencore.tune.run.many.shares import ShareFolders, own_tenants
-from frozencore.tune.run.peak_memory import PeakMemory
-from frozencore.tune.run.recording import calibrated_on
-from frozencore.tune.run.targets import resolve_targets
+from frozencore.tune.run.many.tenant_rows import ShareFolders, TenantRows, own_tenants, read_tenants, tenants_of
+from frozencore.tune.run.models import resolve_targets
+from frozencore.tune.run.recipe import recipe_of
 from frozencore.tune.training.many.losses import held_out_losses
 from frozencore.tune.training.many.tenant import Tenant, Validation
 from frozencore.tune.training.many.train import SLOTS, train_many

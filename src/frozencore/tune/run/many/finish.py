@@ -18,16 +18,17 @@ from frozencore.files.whole_file import write_json
 from frozencore.tune.methods import Targets
 from frozencore.tune.run.bench import Bench, Score
 from frozencore.tune.run.config import RunConfig
-from frozencore.tune.run.execute import LAST_GOOD, recipe_of
-from frozencore.tune.run.files import ADAPTER, FAILURE, RECORD
-from frozencore.tune.run.many.rows import TenantRows
-from frozencore.tune.run.peak_memory import PeakMemory
+from frozencore.tune.run.costs import PeakMemory
+from frozencore.tune.run.execute import LAST_GOOD
+from frozencore.tune.run.folder import ADAPTER, FAILURE, RECORD
+from frozencore.tune.run.make_record import TrainedRun, calibrated_on, headline, make_record
+from frozencore.tune.run.many.tenant_rows import TenantRows
+from frozencore.tune.run.recipe import recipe_of
 from frozencore.tune.run.record import Failure, TunedRecord, read_record
 from frozencore.tune.run.record_parts import Provenance, Resolved
-from frozencore.tune.run.recording import TrainedRun, calibrated_on, headline, make_record
 from frozencore.tune.training.many.losses import held_out_losses
-from frozencore.tune.training.many.seat import Trained
-from frozencore.tune.training.many.stack import CoreStack
+from frozencore.tune.training.many.slots import CoreStack
+from frozencore.tune.training.many.tenant import Trained
 
 TenantOutcome = TunedRecord | Failure
 """What the ``result.json`` or the ``failure.json`` of a tenant holds."""

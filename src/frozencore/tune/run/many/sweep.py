@@ -14,12 +14,11 @@ from frozencore.errors import ConfigError, DivergenceError, NoRowsError
 from frozencore.files.whole_file import write_json
 from frozencore.tune.run.bench import Bench, prepare
 from frozencore.tune.run.config import RunConfig
-from frozencore.tune.run.execute import execute, recipe_of
-from frozencore.tune.run.files import CHECKPOINTS
-from frozencore.tune.run.interrupted import refuse_used
+from frozencore.tune.run.execute import execute
+from frozencore.tune.run.folder import CHECKPOINTS, refuse_used
+from frozencore.tune.run.recipe import recipe_of
 from frozencore.tune.run.record import Sweep, SweptRun, TunedRecord
-from frozencore.tune.training.many.seat import Trained
-from frozencore.tune.training.many.tenant import Tenant, Validation
+from frozencore.tune.training.many.tenant import Tenant, Trained, Validation
 from frozencore.tune.training.many.train import train_many
 from frozencore.tune.training.reporting import Reports
 from frozencore.tune.training.train import TrainingReport
@@ -41,7 +40,7 @@ def execute_sweep(
     was worth is ``out/sweep.json``.
 
     Args:
-        choices: Values by option, of those in :data:`frozencore.tune.run.options_by_name.SWEPT`.
+        choices: Values by option, of those in :data:`frozencore.tune.run.config.SWEPT`.
 
     Raises:
         ConfigError: The method trains no cores.

@@ -8,7 +8,7 @@ from pathlib import Path
 from frozencore.errors import ConfigError, DataError
 from frozencore.files.strict_yaml import read_yaml
 from frozencore.tune.rows.row_files import KINDS, READERS
-from frozencore.tune.run.files import BASIS, CHECKPOINTS
+from frozencore.tune.run.folder import BASIS, CHECKPOINTS
 from frozencore.words import one_line
 
 RESERVED = (BASIS, CHECKPOINTS)  # folders of these names lie beside those of the tenants

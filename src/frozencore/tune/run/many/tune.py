@@ -13,8 +13,7 @@ from frozencore.tune.rows import Row
 from frozencore.tune.rows.own_rows import render_rows
 from frozencore.tune.rows.prompts import PROTOCOL_MAX_LENGTH, PromptEncoder, context_limit
 from frozencore.tune.scoring.forward import base_of
-from frozencore.tune.training.many.seat import Trained
-from frozencore.tune.training.many.tenant import Tenant
+from frozencore.tune.training.many.tenant import Tenant, Trained
 from frozencore.tune.training.many.train import SLOTS, train_many
 from frozencore.tune.training.recipe import Recipe
 from frozencore.words import Progress

@@ -24,9 +24,8 @@ from frozencore.files.fingerprint import fingerprint_options, fingerprint_tensor
 from frozencore.files.whole_file import whole_file
 from frozencore.tune.training.checkpoints import SEATS, checkpoints, seal_checkpoint
 from frozencore.tune.training.many.company import Company
-from frozencore.tune.training.many.seat import Seat, Trained
 from frozencore.tune.training.many.slots import TrainedSlots
-from frozencore.tune.training.many.tenant import Tenant
+from frozencore.tune.training.many.tenant import Seat, Tenant, Trained
 from frozencore.tune.training.selection import Selected, StepScore
 from frozencore.tune.training.train import TrainingReport
 from frozencore.words import one_line

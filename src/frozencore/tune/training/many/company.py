@@ -13,12 +13,11 @@ from torch import Tensor, nn
 from frozencore.device import fits
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.rows.batches import PaddingCollator, row_costs
-from frozencore.tune.training.by_length import group_by_length, pass_tokens_of
+from frozencore.tune.training.batching import group_by_length, pass_tokens_of
+from frozencore.tune.training.callbacks import divergence
 from frozencore.tune.training.many.losses import held_out_losses, row_losses, row_sizes
-from frozencore.tune.training.many.seat import Seat
 from frozencore.tune.training.many.slots import TrainedSlots
-from frozencore.tune.training.many.tenant import Tenant
-from frozencore.tune.training.trainer import divergence
+from frozencore.tune.training.many.tenant import Seat, Tenant
 
 
 class Company:
@@ -67,7 +66,7 @@ class Company:
         recipes = [seat.tenant.recipe for seat in self.seats]
         self.slots.step(
             norms,
-            rates=[seat.tenant.rate(seat.step) for seat in self.seats],
+            rates=[seat.tenant.recipe.rate(seat.step, seat.tenant.num_steps) for seat in self.seats],
             counts=[seat.step + 1 for seat in self.seats],
             largest_norms=[recipe.max_grad_norm for recipe in recipes],
             decays=[recipe.weight_decay for recipe in recipes],

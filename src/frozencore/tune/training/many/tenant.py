@@ -4,14 +4,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
 
-import torch
+from torch import Tensor
 
 from frozencore.errors import ConfigError, DataError
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.training.recipe import Recipe
-from frozencore.tune.training.selection import Every, is_due, require_choosable
+from frozencore.tune.training.selection import (
+    Every,
+    Selected,
+    StepScore,
+    is_due,
+    is_patience_lost,
+    leader,
+    require_choosable,
+)
+from frozencore.tune.training.train import TrainingReport
 
 
 @dataclass(frozen=True)
@@ -58,20 +70,94 @@ class Tenant:
     def step_rows(self, step: int) -> list[TokenRow]:
         """The rows of a step, counted from 0, in the order in which the Trainer would draw them."""
         epoch, within = divmod(step, self.steps_an_epoch)
-        generator = torch.Generator().manual_seed(self.recipe.seed + epoch)
-        order = torch.randperm(len(self.rows), generator=generator).tolist()
+        order = self.recipe.row_order(len(self.rows), epoch)
         size = self.recipe.batch_size * self.recipe.accumulation
         return [self.rows[i] for i in order[within * size : (within + 1) * size]]
-
-    def rate(self, step: int) -> float:
-        """The learning rate of a step, counted from 0: a straight rise, then a cosine to zero."""
-        rise = math.ceil(self.recipe.warmup * self.num_steps)
-        if step < rise:
-            return self.recipe.learning_rate * step / rise
-        done = (step - rise) / max(1, self.num_steps - rise)
-        return self.recipe.learning_rate * 0.5 * (1 + math.cos(math.pi * done))
 
     def is_scored(self, step: int) -> bool:
         """Whether the values after so many steps are scored on the validation rows."""
         chosen = self.validation
         return chosen is not None and is_due(chosen.every, step, self.num_steps, self.steps_an_epoch)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What became of a tenant.
+
+    Attributes:
+        cores: R (r x r, float32, on the CPU) by layer: the last, the selected, or after divergence the last good one.
+        report: Its steps and losses; its seconds are its share of each step, by tokens.
+        diverged: Why it ended early, in one line; None for a tenant that came to its end.
+    """
+
+    cores: dict[str, Tensor]
+    report: TrainingReport
+    diverged: str | None = None
+
+
+@dataclass
+class Seat:
+    """State of one tenant between two steps, beside its slot.
+
+    Attributes:
+        best: The selected cores so far, Σr² values, where validation rows choose.
+        steps_s: Its share of each step's seconds.
+    """
+
+    name: str
+    tenant: Tenant
+    losses: list[float] = field(default_factory=list)
+    scores: list[StepScore] = field(default_factory=list)
+    best: Tensor | None = None
+    steps_s: list[float] = field(default_factory=list)
+    scoring_s: float = 0.0
+    diverged: str | None = None
+
+    @property
+    def step(self) -> int:
+        """Steps done."""
+        return len(self.losses)
+
+    @property
+    def has_ended(self) -> bool:
+        chosen = self.tenant.validation
+        is_stale = chosen is not None and is_patience_lost(self.scores, chosen.patience)
+        return self.diverged is not None or self.step == self.tenant.num_steps or is_stale
+
+    def scored(self, loss: float, values: Tensor) -> None:
+        """Note what the values scored as they are; the best are kept, the first of equal ones."""
+        self.scores.append(StepScore(self.step, loss, None))
+        if leader(self.scores) is self.scores[-1]:
+            self.best = values.clone()
+
+    def report(self, resumed_from: Path | None) -> TrainingReport:
+        tail = self.losses[-math.ceil(len(self.losses) / 10) :]
+        chosen = None
+        if self.scores and self.diverged is None:
+            stopped = self.step < self.tenant.num_steps
+            chosen = Selected(tuple(self.scores), leader(self.scores).step, self.scoring_s, stopped)
+        return TrainingReport(
+            num_steps=self.step,
+            losses=tuple(self.losses),
+            final_loss=sum(tail) / len(tail) if tail else math.nan,
+            time_s=sum(self.steps_s),
+            step_s=median(self.steps_s) if self.steps_s else None,
+            resumed_from=resumed_from,
+            selected=chosen,
+        )
+
+    def written(self) -> dict[str, Any]:
+        """JSON values of all but tenant and tensors."""
+        return {
+            "name": self.name,
+            "losses": self.losses,
+            "scores": [asdict(score) for score in self.scores],
+            "steps_s": self.steps_s,
+            "scoring_s": self.scoring_s,
+            "diverged": self.diverged,
+        }
+
+    @classmethod
+    def read(cls, written: dict[str, Any], tenant: Tenant, best: Tensor | None) -> Seat:
+        scores = [StepScore(**score) for score in written.pop("scores")]
+        return cls(tenant=tenant, scores=scores, best=best, **written)

@@ -20,13 +20,11 @@ from torch import Tensor, nn
 from frozencore.calibration.preserve import own_random_state
 from frozencore.errors import ConfigError, TrainingError
 from frozencore.tune.scoring.forward import base_of
-from frozencore.tune.training.checkpoints import disk_errors_told, starting_point
+from frozencore.tune.training.checkpoints import Stop, disk_errors_told, starting_point, stop_held_back
 from frozencore.tune.training.many.checkpoint import Checkpoints, identity_of
 from frozencore.tune.training.many.company import Company
-from frozencore.tune.training.many.seat import Seat, Trained
 from frozencore.tune.training.many.slots import TrainedSlots
-from frozencore.tune.training.many.tenant import Tenant
-from frozencore.tune.training.termination import Stop, stop_held_back
+from frozencore.tune.training.many.tenant import Seat, Tenant, Trained
 from frozencore.tune.training.trainer import own_use_cache, without_dropout
 from frozencore.words import Progress
 

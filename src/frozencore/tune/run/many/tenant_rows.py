@@ -1,4 +1,4 @@
-"""The model and the rows of all tenants, read and tokenised before anything is written."""
+"""The rows of all tenants, and which process trains which of them."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 
-from frozencore.errors import ConfigError, FrozenCoreError
+from frozencore.errors import ConfigError, FrozenCoreError, TrainingError
+from frozencore.ranks import num_ranks, own_rank, spread
 from frozencore.tune.rows import TokenRow
+from frozencore.tune.run.adapt import on_named_basis
 from frozencore.tune.run.bench import Base, Bench, prepare
 from frozencore.tune.run.config import RunConfig
-from frozencore.tune.run.loading import load_model
+from frozencore.tune.run.folder import CHECKPOINTS
 from frozencore.tune.run.many.tenants import find_tenants
-from frozencore.tune.run.named_basis import on_named_basis
+from frozencore.tune.run.models import load_model
 from frozencore.tune.run.rows import RunRows
-from frozencore.words import Progress
+from frozencore.words import Progress, num_of
 
 
 @dataclass(frozen=True)
@@ -79,3 +81,58 @@ def _calibration_rows(config: RunConfig, own: Mapping[str, TenantRows]) -> list[
 
     every = [(name, row) for name, one in own.items() for row in one.rows.train]
     return [row for _, row in sorted(every, key=place)[: config.calibration_size]]
+
+
+def own_tenants(tenants: Mapping[str, TenantRows]) -> dict[str, TenantRows]:
+    """The tenants that this process trains, in their order: all shares have about as many tokens to train on.
+
+    Raises:
+        ConfigError: There are fewer tenants than processes.
+    """
+    if len(tenants) < num_ranks():
+        raise ConfigError(
+            f"Each process trains a tenant at least, but there are {num_of(len(tenants), 'tenant')} for {num_ranks()} "
+            "processes. Start fewer."
+        )
+    num_tokens = {name: sum(len(row.input_ids) for row in one.rows.train) for name, one in tenants.items()}
+    trains = spread(num_tokens, num_ranks())
+    return {name: one for name, one in tenants.items() if trains[name] == own_rank()}
+
+
+class ShareFolders:
+    """Where each share's checkpoints are while it trains: the first's as if it were alone, and beside them the others'.
+
+    Args:
+        out: The run's folder.
+    """
+
+    def __init__(self, out: Path) -> None:
+        self._out, self._rank, self._size = out, own_rank(), num_ranks()
+
+    def require_as_many(self) -> None:
+        """Of a run that has begun.
+
+        Raises:
+            TrainingError: By another number of processes: its shares are others.
+        """
+        begun = 1 + len(list((self._out / CHECKPOINTS).glob("share-*")))
+        if (self._out / CHECKPOINTS).is_dir() and begun != self._size:
+            raise TrainingError(
+                f"Each process goes on with the tenants that it has begun with, but {begun} began "
+                f"{self._out} and {self._size} came. Resume it with {begun}."
+            )
+
+    def make(self) -> None:
+        """All of them, by the first, so that their number is known from the beginning."""
+        if self._rank > 0:
+            return
+        for rank in range(1, self._size):
+            self._of(rank).mkdir(parents=True, exist_ok=True)
+
+    @property
+    def own(self) -> Path:
+        return self._of(self._rank)
+
+    def _of(self, rank: int) -> Path:
+        begun = self._out / CHECKPOINTS
+        return begun / f"share-{rank + 1}" if rank else begun

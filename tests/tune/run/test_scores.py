@@ -16,7 +16,7 @@ from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.tune.run.bench import prepare
 from frozencore.tune.run.config import RunConfig, make_config
 from frozencore.tune.run.execute import execute
-from frozencore.tune.run.reading_rows import prepare_rows
+from frozencore.tune.run.read_rows import prepare_rows
 from frozencore.tune.run.record import TunedRecord
 from frozencore.tune.run.record_parts import SelectedCheckpoint
 from frozencore.tune.scoring.score import score_task

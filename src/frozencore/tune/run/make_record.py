@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -21,15 +20,15 @@ from frozencore.maths.capture import Capture
 from frozencore.ranks import num_ranks
 from frozencore.tune.rows.mixture import sources_of
 from frozencore.tune.rows.row_sources import named
-from frozencore.tune.run.accounting import FLOAT32_BYTES, model_bytes, values_at_once
 from frozencore.tune.run.bench import Bench, Score
+from frozencore.tune.run.captured import criterion_of, finite_or_none
 from frozencore.tune.run.config import RunConfig
-from frozencore.tune.run.criterion import criterion_of
-from frozencore.tune.run.peak_memory import PeakMemory
+from frozencore.tune.run.costs import FLOAT32_BYTES, PeakMemory, model_bytes, values_at_once
 from frozencore.tune.run.record import RECORD_FORMAT, TunedRecord
-from frozencore.tune.run.record_of_bases import Allocation, CalibrationSummary
 from frozencore.tune.run.record_parts import (
     AccuracyDetails,
+    Allocation,
+    CalibrationSummary,
     CompanySize,
     Hashes,
     OtherTask,
@@ -42,7 +41,7 @@ from frozencore.tune.run.record_parts import (
     UsedRows,
 )
 from frozencore.tune.run.rows import RunRows
-from frozencore.tune.run.selecting import selected_checkpoint
+from frozencore.tune.run.scores import selected_checkpoint
 from frozencore.tune.training.train import TrainingReport
 
 
@@ -88,8 +87,8 @@ def make_record(
         method=config.method,
         seed=config.seed,
         rows=_used_rows(config, bench.rows),
-        held_out_loss_before=_finite(bench.before.held_out_loss),
-        held_out_loss=_finite(run.score.held_out_loss),
+        held_out_loss_before=finite_or_none(bench.before.held_out_loss),
+        held_out_loss=finite_or_none(run.score.held_out_loss),
         **_accuracies(bench.before, run.score),
         values_at_once=at_once,
         values_in_all=at_once + report.earlier_values,
@@ -200,7 +199,7 @@ def _accuracies(before: Score, after: Score) -> dict[str, Any]:
     if not (before.task and after.task):
         return {}
     details = {name: value for name, value in vars(after.task).items() if name != "predictions"}
-    details["held_out_loss"] = _finite(after.task.held_out_loss)
+    details["held_out_loss"] = finite_or_none(after.task.held_out_loss)
     details["correct"] = "".join("01"[prediction.correct] for prediction in after.task.predictions)
     return {
         "accuracy_before": before.task.accuracy,
@@ -211,7 +210,7 @@ def _accuracies(before: Score, after: Score) -> dict[str, Any]:
 
 def _forgetting(before: Score, after: Score) -> dict[str, OtherTask] | None:
     rows = {
-        task: OtherTask(loss_before=_finite(before.others[task]), loss=_finite(loss))
+        task: OtherTask(loss_before=finite_or_none(before.others[task]), loss=finite_or_none(loss))
         for task, loss in after.others.items()
     }
     return rows or None
@@ -243,8 +242,4 @@ def _calibration_summary(calibration: Calibration | None) -> CalibrationSummary 
 
 def _median(values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value is not None]
-    return _finite(median(known)) if known else None
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+    return finite_or_none(median(known)) if known else None

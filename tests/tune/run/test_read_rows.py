@@ -12,8 +12,8 @@ import pytest
 from frozencore.errors import DataError, NoRowsError
 from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.tune.run.config import RunConfig, make_config
-from frozencore.tune.run.kept_rows import KeptRows
-from frozencore.tune.run.reading_rows import prepare_rows
+from frozencore.tune.run.read_rows import prepare_rows
+from frozencore.tune.run.rows import KeptRows
 from small_task import write_task
 
 

@@ -6,7 +6,7 @@ import torch
 from peft import get_peft_model
 
 from frozencore import FrozenCoreConfig
-from frozencore.tune.run.accounting import basis_bytes, training_state_bytes, values_at_once
+from frozencore.tune.run.costs import basis_bytes, training_state_bytes, values_at_once
 from frozencore.tune.training.state_held import gradients_of, states_of, total_bytes
 from tiny import tiny_qwen2
 

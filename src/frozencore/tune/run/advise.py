@@ -13,9 +13,9 @@ from frozencore.errors import ArtifactError
 from frozencore.files.whole_file import require_writable, write_json
 from frozencore.tune.run.bench import Bench, calibration_batches, prepare
 from frozencore.tune.run.config import RunConfig
-from frozencore.tune.run.files import ADVICE
+from frozencore.tune.run.folder import ADVICE
+from frozencore.tune.run.models import resolve_targets
 from frozencore.tune.run.provenance import provenance
-from frozencore.tune.run.targets import resolve_targets
 from frozencore.words import Progress, flag_of
 
 

@@ -8,7 +8,7 @@ from torch import nn
 from frozencore.errors import ConfigError
 from frozencore.tune.methods import Targets, find_method
 from frozencore.tune.run.config import make_config
-from frozencore.tune.run.targets import resolve_targets
+from frozencore.tune.run.models import resolve_targets
 
 
 @pytest.mark.parametrize("targets", ["all-linear", ("q_proj", "down_proj"), ("model.layers.1.mlp.up_proj",)])

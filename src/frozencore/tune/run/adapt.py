@@ -1,4 +1,4 @@
-"""Where a run's adapter comes from: what it is built by, and its bases, computed from the calibration rows."""
+"""How a run gets its adapter: from a saved basis, or with bases computed from its calibration rows."""
 
 from __future__ import annotations
 
@@ -18,8 +18,44 @@ from frozencore.errors import ConfigError
 from frozencore.ranks import num_ranks, own_rank
 from frozencore.tune.methods import Targets
 from frozencore.tune.run.bench import CALIBRATION_BATCH, Bench, calibration_batches
-from frozencore.tune.run.config import RunConfig
-from frozencore.words import Progress
+from frozencore.tune.run.config import RunConfig, make_config
+from frozencore.words import Progress, flag_of
+
+DECIDED = {"method": "constructor", "rank": "r", "rank_budget": "rank_budget", "targets": "target_modules"}
+
+
+def on_named_basis(config: RunConfig) -> RunConfig:
+    """The configuration with method, rank, targets and options of its basis; as it is where it names none.
+
+    Raises:
+        ConfigError: It asks for another method, rank or option than the basis has.
+        ArtifactError: There is no such basis, or it is damaged.
+    """
+    if config.basis is None:
+        return config
+    options = read_header(config.basis)["options"]
+    core = {name: options.get(name, value) for name, value in config.core.model_dump(mode="json").items()}
+    decided = {own: options.get(theirs) for own, theirs in DECIDED.items()}
+    if isinstance(decided["targets"], str) and decided["targets"] != "all-linear":
+        decided["targets"] = None  # a regular expression, which a run cannot name; the basis does
+    asked = {name: getattr(config, name) for name in DECIDED} | config.core.model_dump(mode="json")
+    for name, value in {**decided, **core}.items():
+        if asked[name] not in (_default(config, name), value, _as_asked(value)):
+            raise ConfigError(
+                f"The basis in {config.basis} has {name.replace('_', '-')} {value}, but {asked[name]} came. Leave "
+                f"{flag_of(name)} out."
+            )
+    return make_config(**{**config.model_dump(exclude={"core"}), **decided, "core": core})
+
+
+def _default(config: RunConfig, name: str) -> Any:
+    fields = RunConfig.model_fields if name in DECIDED else type(config.core).model_fields
+    return fields[name].default
+
+
+def _as_asked(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
 
 Adapted = tuple[PeftModel, Calibration | None]
 Adapt = Callable[[RunConfig, Bench, Targets, Progress], Adapted]

@@ -21,9 +21,9 @@ from frozencore.maths.capture import CAPTURE_NEEDS
 from frozencore.maths.moments import LayerMoments, MomentName
 from frozencore.tune.run.bench import calibration_batches, prepare
 from frozencore.tune.run.config import RunConfig
-from frozencore.tune.run.files import ADAPTER, BASIS, MOMENTS_FILE
-from frozencore.tune.run.recording import calibrated_on
-from frozencore.tune.run.targets import resolve_targets
+from frozencore.tune.run.folder import ADAPTER, BASIS, MOMENTS_FILE
+from frozencore.tune.run.make_record import calibrated_on
+from frozencore.tune.run.models import resolve_targets
 from frozencore.words import Progress
 
 

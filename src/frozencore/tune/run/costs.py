@@ -1,4 +1,6 @@
-"""The largest memory of each phase of a run: on the GPUs of its model, else what this process has resident.
+"""What a run costs: trained values, state, stored bytes, and the largest memory of each phase.
+
+Shapes: a target matrix is (m, n), outputs and inputs; r is the rank.
 
 The system counts the largest of a process's whole life, and freed memory stays with the process until it is asked for.
 So before each phase what is free is given back and the count begins anew: a phase that needs little then says so, also
@@ -11,7 +13,7 @@ from __future__ import annotations
 import ctypes
 import resource
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
@@ -19,7 +21,53 @@ from typing import Literal
 import torch
 from torch import nn
 
+from frozencore.files.fingerprint import base_tensors, stored_tensors
+from frozencore.maths.linalg import Shape
 from frozencore.tune.run.record_parts import PhasePeaks
+from frozencore.tune.training.state_held import total_bytes
+
+ADAM_STATES = 2  # first and second moment
+FLOAT32_BYTES = 4
+
+
+def basis_bytes(shapes: Iterable[Shape], rank: int, dtype: torch.dtype) -> int:
+    """Bytes of the stored P and Q: ``Σ min(r, m, n) (m + n)`` values of that dtype."""
+    return sum(min(rank, m, n) * (m + n) for m, n in shapes) * dtype.itemsize
+
+
+def training_state_bytes(num_parameters: int) -> int:
+    """Bytes of float32 gradients and AdamW states beside the parameters: 12 per trainable value."""
+    return num_parameters * FLOAT32_BYTES * (1 + ADAM_STATES)
+
+
+def optimiser_bytes(model: nn.Module, rank: int | None) -> int:
+    """Bytes of float32 gradients and optimiser states beside what a model trains.
+
+    Args:
+        rank: Of the optimiser's state (GaLore, APOLLO); None for AdamW. Of a trained matrix (m, n) it holds two moments
+            of the gradient in k = min(r, m, n) directions of the smaller side, and those directions; of anything else
+            what AdamW holds.
+    """
+    if rank is None:
+        return training_state_bytes(values_at_once(model))
+    count = 0
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            small, *large = sorted(parameter.shape)
+            kept = min(rank, small) * (small + ADAM_STATES * large[0]) if large else ADAM_STATES * small
+            count += parameter.numel() + kept
+    return FLOAT32_BYTES * count
+
+
+def values_at_once(model: nn.Module) -> int:
+    """Values that train at a moment: those that an optimiser would get."""
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+
+
+def model_bytes(model: nn.Module) -> int:
+    """Bytes of the base model's weights as they are loaded, whatever adapters are on it; tied ones count once."""
+    return total_bytes(stored for _, tensor in base_tensors(model) for stored in stored_tensors(tensor))
+
 
 RunPhase = Literal["calibration", "training", "scoring"]
 STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")

@@ -15,7 +15,7 @@ from all_logits import tiny_all_logits
 from frozencore.errors import ConfigError
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.rows.batches import PaddingCollator
-from frozencore.tune.training.by_length import GROUPS, GroupingCollator, group_by_length
+from frozencore.tune.training.batching import GROUPS, GroupingCollator, group_by_length
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import train
 from tiny import draw_examples, tiny_qwen2

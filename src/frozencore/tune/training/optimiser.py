@@ -1,16 +1,60 @@
-"""What transformers' ``Trainer`` is told of a training."""
+"""What the Trainer is told, and the optimizers whose state has a rank."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
+import torch
 from torch import nn
 from transformers import TrainingArguments
 
-from frozencore.tune.training.low_rank import optimiser_arguments
-from frozencore.tune.training.recipe import Recipe
+from frozencore.tune.training.recipe import PLAIN, Recipe
 from frozencore.tune.training.reporting import ReportedArguments
+
+OPTIONS = {
+    "galore_adamw": "scale=0.25",  # the paper's
+    "apollo_adamw": "scale=1.0, proj=random, scale_type=channel",
+}
+"""Beside rank and gap, by the name that transformers gives the optimiser."""
+PROJECTORS = {
+    "galore_adamw": ("galore_torch.galore_projector", "GaLoreProjector"),
+    "apollo_adamw": ("apollo_torch.random_projector", "GradientProjector"),
+}
+
+
+def optimiser_arguments(
+    model: nn.Module, optimiser: str, rank: int | None, num_steps: int, rounds: int
+) -> dict[str, Any]:
+    """What ``TrainingArguments`` are told.
+
+    Args:
+        rounds: How often the directions are chosen in ``num_steps`` optimiser steps.
+    """
+    if optimiser == PLAIN:
+        return {"optim": optimiser}
+    trained = (name for name, p in model.named_parameters() if p.requires_grad and p.ndim == 2)
+    gap = math.ceil(num_steps / rounds)
+    return {
+        "optim": optimiser,
+        "optim_target_modules": [name.removesuffix(".weight") for name in trained],
+        "optim_args": f"rank={rank}, update_proj_gap={gap}, {OPTIONS[optimiser]}",
+    }
+
+
+@contextmanager
+def readable_state(optimiser: str) -> Iterator[None]:
+    """The directions are objects of the optimiser's own in a checkpoint, which torch reads where they are named."""
+    if optimiser == PLAIN:
+        yield
+        return
+    module, name = PROJECTORS[optimiser]
+    with torch.serialization.safe_globals([getattr(import_module(module), name)]):
+        yield
 
 
 def training_arguments(
@@ -31,8 +75,6 @@ def training_arguments(
     arguments = ReportedArguments(
         output_dir=str(folder),
         learning_rate=recipe.learning_rate,
-        lr_scheduler_type="cosine",
-        warmup_steps=math.ceil(recipe.warmup * recipe.num_steps(num_rows)),
         num_train_epochs=recipe.epochs,
         per_device_train_batch_size=own.batch_size,
         gradient_accumulation_steps=own.accumulation,

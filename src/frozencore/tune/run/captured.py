@@ -1,4 +1,4 @@
-"""What a run's bases capture, over all of its layers: the part of its record that was known before training."""
+"""What the bases of a run capture before its training, as its record says it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 
 from frozencore.maths.capture import METRIC, Capture
-from frozencore.tune.run.record_of_bases import Criterion, LayerCriteria
+from frozencore.tune.run.record import Criterion, LayerCriteria
 
 NUM_LEADING = 4  # singular values that are recorded of a layer, beside the last one
 DIGITS = 6
@@ -31,8 +31,8 @@ def criterion_of(captures: Mapping[str, Capture]) -> Criterion | None:
         last=median(layer.values[-1] for layer in layers),
         effective_rank=median(layer.effective_rank for layer in layers),
         participation=median(layer.participation for layer in layers),
-        input_spread=_finite(median(layer.input_spread for layer in layers)),
-        error_spread=_finite(median(layer.error_spread for layer in layers)),
+        input_spread=finite_or_none(median(layer.input_spread for layer in layers)),
+        error_spread=finite_or_none(median(layer.error_spread for layer in layers)),
         layers=LayerCriteria(
             name=tuple(captures),
             J=_short(layer.J for layer in layers),
@@ -59,8 +59,8 @@ def _short(values: Iterable[float]) -> tuple[float, ...]:
 
 
 def _spreads(values: Sequence[float]) -> tuple[float | None, ...]:
-    return tuple(_finite(value) for value in _short(values))
+    return tuple(finite_or_none(value) for value in _short(values))
 
 
-def _finite(value: float) -> float | None:
+def finite_or_none(value: float) -> float | None:
     return value if math.isfinite(value) else None

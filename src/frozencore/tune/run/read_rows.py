@@ -14,9 +14,8 @@ from frozencore.tune.rows.own_rows import read_rows
 from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.tune.rows.row_sources import named
 from frozencore.tune.run.config import RunConfig
-from frozencore.tune.run.kept_rows import KeptRows
 from frozencore.tune.run.record_parts import SourceRows
-from frozencore.tune.run.rows import Reading, RunRows, ScoredRows
+from frozencore.tune.run.rows import KeptRows, Reading, RunRows, ScoredRows
 from frozencore.tune.scoring.exact_match import are_short
 from frozencore.tune.suite import find_task
 from frozencore.tune.tasks import Task

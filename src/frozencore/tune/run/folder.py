@@ -1,13 +1,22 @@
-"""What an interrupted run has left in its folder, and who may go on from it."""
+"""The files in the folder of a run, and whether a new run may use that folder."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from frozencore.errors import ArtifactError, TrainingError
+from frozencore.files.adapter_folder import IN_A_RUN
 from frozencore.files.whole_file import require_writable
-from frozencore.tune.run.files import BASE_SCORE, CALIBRATION, CHECKPOINTS, FOUND, RECORD
 from frozencore.tune.training.checkpoints import newest_complete
+
+RECORD, FAILURE = "result.json", "failure.json"
+ASKED = "run.yaml"  # what `tune` was asked for, as its --config takes it
+PREDICTIONS, SAMPLES = "predictions.jsonl", "samples.jsonl"
+ADAPTER, BASIS = IN_A_RUN, "basis"
+MOMENTS_FILE = "moments.safetensors"
+CHECKPOINTS, FOUND = "checkpoints", ".found"  # of a run that has not ended
+BASE_SCORE, CALIBRATION = "base-score.json", "calibration.json"  # what it has found
+ADVICE = "advice.json"
 
 
 def kept_of(out: Path) -> str | None:

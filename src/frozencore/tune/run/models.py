@@ -1,0 +1,204 @@
+"""The base model of a run: how it is loaded, which of its layers are adapted, and how large it is."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from frozencore.adapter.layer import layer_shape
+from frozencore.adapter.model import FrozenCoreModel
+from frozencore.device import find_device
+from frozencore.errors import ConfigError, ModelError
+from frozencore.files.gguf_model import read_tokenizer, read_weights, why_unreadable
+from frozencore.files.hub import safe_loading
+from frozencore.quiet import quiet_loading
+from frozencore.tune.methods import Targets
+from frozencore.tune.methods.bases_config import BasesConfig
+from frozencore.tune.methods.targeted import targeted_layers
+from frozencore.tune.run.config import RunConfig
+from frozencore.tune.run.early import model_location
+from frozencore.words import num_of
+
+_WAY_OUT = "Give a folder that save_pretrained wrote, a GGUF file or a hub id."
+
+
+def load_model(name: str, *, dtype: str = "auto", device: str = "auto") -> tuple[PreTrainedModel, Any]:
+    """A causal language model in evaluation mode and its tokenizer.
+
+    Args:
+        name: Hub id, local folder, GGUF file, ``pocket`` or ``smollm2``. What is local is read without the network.
+        dtype: ``auto`` is the dtype that the model was saved in; float32 for quantised GGUF files.
+        device: ``auto`` is the first GPU, or the CPU.
+
+    Raises:
+        ModelError: There is no such model, it cannot be reached or read, or it is not a causal language model.
+        ConfigError: There is no such device.
+    """
+    place = _device(device)
+    name = model_location(name)
+    loading = safe_loading(name)
+    try:
+        with quiet_loading():
+            tokenizer = _tokenizer(loading)
+            model = _weights(loading, dtype)
+    except Exception as error:  # transformers raises a dozen kinds for a folder that is not a model
+        raise ModelError(
+            f"--model {name} cannot be read as a causal language model with its tokenizer: "
+            f"{why_unreadable(loading, error)} {_WAY_OUT}"
+        ) from error
+    return model.to(place).eval(), tokenizer
+
+
+def load_config(name: str) -> PretrainedConfig:
+    """The configuration of a model, alone.
+
+    Raises:
+        ModelError: As for :func:`load_model`.
+    """
+    name = model_location(name)
+    loading = safe_loading(name)
+    try:
+        return AutoConfig.from_pretrained(**loading)
+    except Exception as error:  # of a GGUF file, whatever its damage leads to
+        raise ModelError(f"--model {name} has no configuration: {why_unreadable(loading, error)}") from error
+
+
+def load_tokenizer(name: str) -> Any:
+    """The tokenizer of a model, alone.
+
+    Raises:
+        ModelError: As for :func:`load_model`.
+    """
+    name = model_location(name)
+    loading = safe_loading(name)
+    try:
+        return _tokenizer(loading)
+    except Exception as error:
+        raise ModelError(
+            f"--model {name} cannot be read as a tokenizer: {why_unreadable(loading, error)} {_WAY_OUT}"
+        ) from error
+
+
+def _weights(loading: dict[str, Any], dtype: str) -> PreTrainedModel:
+    if "gguf_file" in loading:
+        return read_weights(AutoModelForCausalLM, dtype, loading)
+    beside = {"local_files_only": loading["local_files_only"]}  # it looks for an adapter there
+    return AutoModelForCausalLM.from_pretrained(dtype=dtype, adapter_kwargs=beside, **loading)
+
+
+def _tokenizer(loading: dict[str, Any]) -> Any:
+    tokenizer = read_tokenizer(loading)
+    ids = tokenizer("A word and 1", add_special_tokens=False)["input_ids"]
+    if set(ids) <= set(tokenizer.all_special_ids):  # what transformers makes of a folder without tokenizer.json
+        raise ValueError("its tokenizer knows no words, as tokenizer.json or its like is missing.")
+    return tokenizer
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return find_device(name)
+
+
+_BLOCK = re.compile(r"\.(\d+)\.")
+
+
+def resolve_targets(config: BasesConfig, model: PreTrainedModel) -> Targets:
+    """The layers to adapt: those named, or the method's own, mostly the attention projections, which the paper adapts.
+
+    Raises:
+        ConfigError: A name matches no layer, the architecture is not known and nothing was named, or the model has
+            fewer blocks than are to be adapted.
+    """
+    targets = config.targets or config.method_entry.default_targets(model) or _attention_projections(model)
+    if targets != "all-linear":
+        _require_each(model, targets)
+    return targets if config.layers is None else _in_last_blocks(model, targets, config.layers)
+
+
+def _in_last_blocks(model: PreTrainedModel, targets: Targets, num_blocks: int) -> tuple[str, ...]:
+    """The full names of the layers in the last blocks: a block is what the first number in a layer's name counts."""
+    block_of = {name: int(found[1]) for name in targeted_layers(model, targets) if (found := _BLOCK.search(name))}
+    there = 1 + max(block_of.values(), default=-1)
+    if num_blocks > there:
+        raise ConfigError(f"--layers {num_blocks} is more than the {num_of(there, 'block')} of this model.")
+    return tuple(name for name, block in block_of.items() if block >= there - num_blocks)
+
+
+def attention_shapes(model: PreTrainedModel) -> tuple[tuple[int, int], ...]:
+    """(m, n) of every attention projection; none where they are not known."""
+    names = FrozenCoreModel.target_module_mapping.get(model.config.model_type, [])
+    return tuple(
+        layer_shape(module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | Conv1D) and name.rpartition(".")[2] in names
+    )
+
+
+def _attention_projections(model: PreTrainedModel) -> tuple[str, ...]:
+    names = FrozenCoreModel.target_module_mapping.get(model.config.model_type)
+    if names is None:
+        raise ConfigError(
+            f"The attention projections of a {model.config.model_type!r} model are not known here. "
+            f"Name its layers with --targets, or use --targets all-linear. It has: {', '.join(_linear_names(model))}."
+        )
+    present = _linear_names(model)
+    return tuple(name for name in names if name in present)
+
+
+def _require_each(model: nn.Module, targets: Sequence[str]) -> None:
+    """Refuse a name that matches no layer: a typo among several would otherwise go unseen."""
+    present = {name for name, _ in model.named_modules()}
+    for target in targets:
+        if not any(name == target or name.endswith(f".{target}") for name in present):
+            raise ConfigError(
+                f"--targets {target!r} matches no layer of this model. Its linear layers are called "
+                f"{', '.join(_linear_names(model))}; or use all-linear."
+            )
+
+
+def _linear_names(model: nn.Module) -> list[str]:
+    linear = (name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D))
+    return sorted({name.rpartition(".")[2] for name in linear})
+
+
+TOKENS_A_ROW = 128  # where the rows cannot be read
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """Values of a model, and the shapes of its attention projections."""
+
+    num_parameters: int
+    shapes: tuple[tuple[int, int], ...]
+
+
+def size_of(config: PretrainedConfig) -> ModelSize:
+    """The size of a model with that configuration."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return ModelSize(sum(p.numel() for p in model.parameters()), attention_shapes(model))
+
+
+def memory_bytes(config: RunConfig, size: ModelSize) -> int:
+    """Bytes of weights, moments and activations of a run."""
+    weight_bytes = 4 if config.dtype == "float32" else 2
+    at_once = config.rows_a_step if config.batch_size == "auto" else config.batch_size
+    activations = 34 * TOKENS_A_ROW * at_once * int(size.num_parameters**0.5) * weight_bytes
+    return size.num_parameters * weight_bytes + moment_bytes(config, size) + activations
+
+
+def moment_bytes(config: RunConfig, size: ModelSize) -> int:
+    """Bytes of the moments that a run's bases are made from."""
+    needs = config.moments_needed
+    values = 0
+    for m, n in size.shapes:
+        values += m * n * ("cross" in needs) + n * n * ("input_outer" in needs) + m * m * ("error_outer" in needs)
+    return 4 * values
