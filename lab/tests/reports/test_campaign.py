@@ -245,13 +245,40 @@ def test_in_a_browser_the_page_fits_a_phone_and_keeps_its_contrast_in_the_dark(r
     script = """
     document.querySelectorAll('details').forEach((one) => { one.open = true; });
     const shade = (name) => getComputedStyle(document.body)[name].match(/\\d+/g).slice(0, 3).map(Number);
-    return {page: document.documentElement.scrollWidth, window: innerWidth,
+    const widest = (name) => Math.max(...[...document.querySelectorAll(name)].map((one) => one.scrollWidth));
+    return {page: document.documentElement.scrollWidth, window: innerWidth, table: widest('table'),
       text: shade('color'), ground: shade('backgroundColor')};
     """
     found = in_browser(report / "index.html", script, width=width, scheme=scheme)
     assert found["page"] <= found["window"] == width
+    assert found["table"] <= width or width > 400
     assert (sum(found["ground"]) < 150) == (scheme == "dark")
     assert contrast(found["text"], found["ground"]) > 7
+
+
+def test_figures_stand_one_a_row_as_wide_as_the_page_with_letters_that_can_be_read(report):
+    script = """
+    const images = [...document.querySelectorAll('#budget ~ figure img')];
+    return {lefts: images.map((one) => one.getBoundingClientRect().left), page: document.body.clientWidth - 32,
+      widths: images.map((one) => one.clientWidth), pixels: images.map((one) => one.naturalWidth)};
+    """
+    found = in_browser(report / "index.html", script)
+    assert len(found["lefts"]) > 1
+    assert len(set(found["lefts"])) == 1
+    assert all(width == found["page"] for width in found["widths"])
+    for width, pixels in zip(found["widths"], found["pixels"], strict=True):
+        points = 10 * 160 / 72  # of a letter, in the pixels of the file
+        assert points * width / pixels > 12
+
+
+def test_no_heading_below_a_study_says_its_title_again_and_what_was_found_stands_first(report):
+    page = unescape((report / "index.html").read_text())
+    section = page.split('<h2 id="sides">')[1].split("</section>")[0]
+    assert section.startswith("Whitening sides</h2>")
+    assert "Whitening sides" not in re.sub(r'alt="[^"]*"', "", section.removeprefix("Whitening sides</h2>"))
+    first = page.index("<ul class=headlines>")
+    assert first < page.index("<nav>") < page.index("<h2")
+    assert re.search(r'<a href="#budget">Matched <budget> & more, small: \S+ \d+\.\d, then \S+ \d+\.\d', page[first:])
 
 
 def contrast(first: list[int], second: list[int]) -> float:

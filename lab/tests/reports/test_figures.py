@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 from matplotlib import pyplot as plt
 
 from frozencore.cli.figure_style import plain_ticks
-from frozencore_lab.reports.figures import study_drawings
+from frozencore_lab.campaign.spec import Figure
+from frozencore_lab.reports.figures import DRAWN, study_drawings
 from frozencore_lab.reports.tables.further import counted_values
 from frozencore_lab.reports.tables.pivot import ACCURACY, pivots
 
@@ -69,6 +72,10 @@ def test_what_a_column_trains_is_known_from_the_runs_of_its_own_table_alone(stud
     small, large = pivots(study(STATE, record), ACCURACY)
     assert counted_values(small) == {("fcca",): (10, 30), ("rawgrad",): (10, 30), ("lora",): (10, 30)}
     assert counted_values(large) == dict.fromkeys([("fcca",), ("rawgrad",), ("eva",), ("lora",)], (20, 60))
+
+
+def test_every_figure_that_a_campaign_may_ask_for_is_a_row() -> None:
+    assert set(DRAWN) == {*get_args(Figure), "convergence"}  # which is not asked for: a study of bases always has it
 
 
 def test_a_logarithmic_axis_is_labelled_with_plain_numbers() -> None:

@@ -14,7 +14,7 @@ from frozencore_lab.reports.frontier import frontier_section
 from frozencore_lab.reports.labels import axis_name, slug, value_name
 from frozencore_lab.reports.tables.averages import averages
 from frozencore_lab.reports.tables.costs import memory_sheet, state_sheet, study_costs, time_sheet
-from frozencore_lab.reports.tables.further import best_sheet, search_sheet, tradeoff_sheet
+from frozencore_lab.reports.tables.further import FURTHER, search_sheet
 from frozencore_lab.reports.tables.items import item_gains, item_sheet, items_by_task_sheet
 from frozencore_lab.reports.tables.pivot import Pivot, measures_of, pivots
 from frozencore_lab.reports.tables.pivot_sheet import pivot_sheet
@@ -91,10 +91,7 @@ def _pivot_tables(pivot: Pivot, name: str) -> tuple[list[Table], list[Table]]:
     """What a table of means shows with what follows from it, and what is folded away."""
     comparison, remark = compare(pivot)
     main, details = [Table(pivot_sheet(pivot, name), pivot, "" if comparison else remark)], []
-    if "state" in pivot.report.figures:
-        main.append(Table(tradeoff_sheet(pivot, f"{name}-tradeoff")))
-    if pivot.report.best:
-        main.append(Table(best_sheet(pivot, f"{name}-best")))
+    main += [Table(kind.sheet(pivot, f"{name}-{end}")) for end, kind in FURTHER.items() if kind.asked(pivot.report)]
     gains, absent = item_gains(pivot)
     if comparison is not None:
         sheet = comparison_sheet(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
 
 from frozencore.tune.run.record import TunedRecord
 from frozencore_lab.campaign.results import StudyResults
+from frozencore_lab.campaign.spec import Report
 from frozencore_lab.campaign.study_options import Value
 from frozencore_lab.reports.labels import axis_name, full_name, sentence, value_name
 from frozencore_lab.reports.sheet import Sheet, SheetCell, label, missing, number, signed
@@ -132,3 +134,17 @@ def search_sheet(results: StudyResults) -> Sheet:
 
 def _options(options: Mapping[str, Value]) -> str:
     return ", ".join(full_name(axis, value) for axis, value in options.items()) or "as given"
+
+
+class FurtherTable(NamedTuple):
+    """A table that stands below one of means, where the study's report asks for it."""
+
+    asked: Callable[[Report], bool]
+    sheet: Callable[[Pivot, str], Sheet]
+
+
+FURTHER = {
+    "tradeoff": FurtherTable(lambda report: "state" in report.figures, tradeoff_sheet),
+    "best": FurtherTable(lambda report: report.best, best_sheet),
+}
+"""Tables by the end of their files' names."""
