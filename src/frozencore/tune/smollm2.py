@@ -67,12 +67,9 @@ def make_smollm2(given: Path | None = None) -> Path:
         folder = _folder()
         folder.parent.mkdir(parents=True, exist_ok=True)
         with whole_folder(folder, overwrite=True) as new:
-            import torch
             from transformers import LlamaForCausalLM
 
-            model = read_weights(LlamaForCausalLM, "bfloat16", loading)
-            assert model.dtype == torch.bfloat16
-            model.save_pretrained(new)
+            read_weights(LlamaForCausalLM, "bfloat16", loading).save_pretrained(new)
             read_tokenizer(loading).save_pretrained(new)
             (new / "README.md").write_text(_CARD, encoding="utf-8")
     return folder

@@ -50,7 +50,11 @@ class AdapterStand:
                 warnings.simplefilter("always", UncalibratedWarning)
                 base = self.bare()
                 config = _read_config(folder, base)
-                _refuse_prompt_learning(folder, config)
+                if config.is_prompt_learning:  # it shifts every position, and generation from the base leaves it out
+                    raise ArtifactError(
+                        f"--adapter {folder} holds virtual tokens ({config.peft_type}), which are not scored here. "
+                        "Give an adapter that changes layers."
+                    )
                 self._worn = PeftModelForCausalLM(base, config)
                 found = self._worn.load_adapter(str(folder), adapter_name="default")
         except ArtifactError:
@@ -85,15 +89,6 @@ def adapter_names(folders: list[Path]) -> list[str]:
     if not folders:
         return []
     raise ArtifactError("Two --adapter options name the same folder, or differ in case only. Give each once.")
-
-
-def _refuse_prompt_learning(folder: Path, config: PeftConfig) -> None:
-    """Refuse virtual tokens: they shift every position, and generation from the base model would leave them out."""
-    if config.is_prompt_learning:
-        raise ArtifactError(
-            f"--adapter {folder} holds virtual tokens ({config.peft_type}), which are not scored here. Give an "
-            "adapter that changes layers."
-        )
 
 
 def _read_config(folder: Path, base: nn.Module) -> PeftConfig:
