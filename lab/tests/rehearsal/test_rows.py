@@ -90,6 +90,11 @@ def test_real_rows_are_taken_where_they_are_at_hand_and_the_others_said(tmp_path
     assert data.texts
 
 
+def test_tasks_that_a_run_may_forget_have_rows_too(tmp_path: Path) -> None:
+    place = place_of([make_config(**PAPER, task="rte", forgetting=("svamp",))], tmp_path)
+    assert len(PAPER_TASKS["svamp"].source.rows("evaluation", place.data_root)) == 6
+
+
 def test_a_users_own_task_is_rehearsed_on_a_few_of_its_rows(tmp_path: Path) -> None:
     path = write_task(tmp_path / "mine", num_train=300, num_evaluation=50)
     final = make_config(**PAPER, task=path)

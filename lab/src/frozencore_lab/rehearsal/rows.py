@@ -103,7 +103,7 @@ class FewRows:
 
 
 def lay_out(configs: Sequence[RunConfig], root: Path, data_root: Path | None) -> FewRows:
-    """Write the rows of every task that some runs learn or calibrate on.
+    """Write the rows of every task that some runs read.
 
     Args:
         configs: Of the runs, as the campaign has them.
@@ -115,7 +115,7 @@ def lay_out(configs: Sequence[RunConfig], root: Path, data_root: Path | None) ->
     rows = FewRows(root)
     contents: dict[HubDataset, dict[str, Any]] = {}
     for tasks in _by_source(configs):
-        each = [(task, config) for name, task in tasks.items() for config in configs if uses(config, name)]
+        each = [(task, config) for name, task in tasks.items() for config in configs if name in tasks_of(config)]
         num_train = max(rows_to_train(task, config) for task, config in each)
         rows.num_train |= dict.fromkeys(tasks, num_train)
         source = next(iter(tasks.values())).source
@@ -129,9 +129,9 @@ def lay_out(configs: Sequence[RunConfig], root: Path, data_root: Path | None) ->
     return rows
 
 
-def uses(config: RunConfig, task: str) -> bool:
-    """Whether a run learns or calibrates on a task."""
-    return task in (config.task, config.calibration_task)
+def tasks_of(config: RunConfig) -> tuple[str, ...]:
+    """The tasks that a run learns, calibrates on, or asks what it has forgotten of."""
+    return tuple(name for name in (config.task, config.calibration_task, *(config.forgetting or ())) if name)
 
 
 def rows_to_train(task: Task, config: RunConfig) -> int:
@@ -152,9 +152,9 @@ def epochs_of(task: Task, config: RunConfig) -> int:
 
 
 def _by_source(configs: Sequence[RunConfig]) -> list[dict[str, Task]]:
-    """The tasks that runs learn or calibrate on, those with the same rows together."""
+    """The tasks that runs read, those with the same rows together."""
     found: dict[object, dict[str, Task]] = {}
-    for name in dict.fromkeys(name for c in configs for name in (c.task, c.calibration_task) if name is not None):
+    for name in dict.fromkeys(name for config in configs for name in tasks_of(config)):
         task = find_task(name)
         found.setdefault(task.source if isinstance(task.source, HubDataset) else name, {})[name] = task
     return list(found.values())
