@@ -13,8 +13,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = (  # pinned in constraints.txt; without what they need, which such a machine has
-    "transformers", "tokenizers", "huggingface_hub", "peft", "datasets", "dill", "multiprocess", "pydantic",
-    "pydantic_core", "annotated-types", "typing-inspection", "gguf", "torchao", "beartype",
+    "transformers", "tokenizers", "huggingface_hub", "httpx2", "httpcore2", "truststore", "idna", "peft", "datasets",
+    "dill", "multiprocess", "pydantic", "pydantic_core", "annotated-types", "typing-inspection", "gguf", "torchao",
+    "beartype",
 )  # fmt: skip
 PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (28, 27, 17)] + ["manylinux2014_x86_64", "manylinux1_x86_64"]
 RESULTS = ("gpu.json", "workers.json", "suite.txt")
