@@ -37,7 +37,7 @@ def boxes(shown: str) -> dict[str, list[str]]:
     for line in shown.splitlines():
         if title := re.match(r"╭─ ([\w ]+) ─", line):
             found[title[1]] = []
-        elif flag := re.match(r"│ [* ]? *(--[a-z-]+)", line):
+        elif flag := re.match(r"│ [* ]{0,3}(--[a-z-]+)", line):
             found[next(reversed(found))].append(flag[1])
     return found
 

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import csv
+import json
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
+from typing import ClassVar
 
 import pytest
 from matplotlib.figure import Figure
@@ -14,6 +20,7 @@ from frozencore.cli.tune import sweep_summary, write_learning
 from frozencore.tune.run.record import Sweep, SweptRun
 from made_up import made_up_record
 
+Command = Callable[..., tuple[int, str, str]]
 SCORES = [{"step": 2, "held_out_loss": 0.5, "accuracy": 0.75}, {"step": 3, "held_out_loss": 0.4, "accuracy": 0.7}]
 KEPT = {"every": 2, "rows": 70, "kept_step": 2, "by": "accuracy", "scores": SCORES, "time_s": 2.5}
 
@@ -59,3 +66,92 @@ def test_a_sweep_of_seeds_has_no_rates_to_mark(capsys: pytest.CaptureFixture[str
     runs = tuple(SweptRun(options={"seed": seed}, held_out_loss=float(seed)) for seed in (1, 2))
     Console(width=100).print(sweep_summary(Sweep(rows=8, runs=runs, best=0)))
     assert "†" not in capsys.readouterr().out
+
+
+FEW = (
+    "--model", "pocket", "--task", "pocket-sentiment", "--rank", "4", "--calibration-size", "32", "--num-train", "16",
+    "--num-evaluation", "8", "--epochs", "1", "--device", "cpu",
+)  # fmt: skip
+
+
+def test_an_advised_run_trains_with_what_advise_recommends(command: Command, tmp_path: Path) -> None:
+    assert command("advise", *FEW[:8], "--num-train", "16", "--device", "cpu", "--output", tmp_path / "advice")[0] == 0
+    recommended = json.loads((tmp_path / "advice" / "advice.json").read_text())["recommended"]
+    status, out, err = command("tune", *FEW, "--advised", "--output", tmp_path / "run")
+    assert status == 0, err
+    assert f"Advised: {recommended['flags']}\n" in out
+    config = json.loads((tmp_path / "run" / "result.json").read_text())["config"]
+    assert config["method"] == recommended["method"]
+    assert {name: config["core"][name] for name in recommended["options"]} == recommended["options"]
+    assert config.get("rank_budget") == recommended["rank_budget"]
+    assert (config["targets"] == "all-linear") == (recommended["on"] == "all-linear")
+
+
+@pytest.mark.parametrize("words", [("--method", "eva"), ("--damping", "1"), ("--sweep", "lr=1e-3,1e-2")])
+def test_advice_and_a_choice_of_ones_own_are_refused_together(
+    words: tuple[str, ...], command: Command, tmp_path: Path
+) -> None:
+    status, _, err = command("tune", *FEW, "--advised", *words, "--output", tmp_path / "run")
+    assert (status, err.count("\n")) == (2, 1)
+    assert "--advised" in err
+
+
+class Hub(BaseHTTPRequestHandler):
+    """A hub that takes small files and keeps them."""
+
+    files: ClassVar[dict[str, bytes]] = {}
+    visibility: ClassVar[list[str]] = []
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        if self.path == "/api/repos/create":
+            self.visibility.append(json.loads(body)["visibility"])
+            answer: dict[str, object] = {"url": "https://huggingface.co/anna/mine"}
+        elif "/preupload/" in self.path:
+            paths = [file["path"] for file in json.loads(body)["files"]]
+            answer = {"files": [{"path": path, "uploadMode": "regular", "shouldIgnore": False} for path in paths]}
+        elif self.path == "/api/validate-yaml":  # of the card
+            answer = {"errors": [], "warnings": []}
+        else:
+            for line in map(json.loads, body.splitlines()):
+                if line["key"] == "file":
+                    self.files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+            answer = {"commitUrl": "https://huggingface.co/anna/mine/commit/0", "commitOid": "0", "success": True}
+        text = json.dumps(answer).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_a_run_uploads_its_adapter_to_a_private_repository(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = HTTPServer(("127.0.0.1", 0), Hub)
+    Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_TOKEN", "hf_x")
+    words = ("tune", *FEW, "--method", "random", "--push-to-hub", "anna/mine", "--output", tmp_path / "run")
+    status, out, err = command(*words)
+    server.shutdown()
+    assert status == 0, err
+    assert f"Uploaded: http://127.0.0.1:{server.server_port}/anna/mine" in out
+    adapter = tmp_path / "run" / "adapter"
+    assert Hub.files == {file.name: file.read_bytes() for file in adapter.iterdir()}
+    assert Hub.visibility == ["private"]
+
+
+@pytest.mark.parametrize(("name", "said"), [("mine", "OWNER/NAME"), ("./anna", "OWNER/NAME"), ("anna/mine", "login")])
+def test_an_upload_that_cannot_work_is_refused_before_the_training(
+    name: str, said: str, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
+    status, _, err = command("tune", *FEW, "--push-to-hub", name, "--output", tmp_path / "run")
+    assert (status, err.count("\n")) == (2, 1)
+    assert said in err
+    assert not (tmp_path / "run").exists()

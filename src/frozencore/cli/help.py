@@ -53,7 +53,11 @@ FLAG_GROUPS = (
         ("model", "data", "task", "columns", "eval_data", "max_length", "truncate", "skip_long", "num_train"),
         ("num_evaluation", "loss_on", "data_root", "skip_bad", "packing", "prompt_style", "prompt_date"),
     ),
-    Group("Method", ("method", "rank", "targets", "rank_budget", "alpha", "basis", "dtype", "device"), ("layers",)),
+    Group(
+        "Method",
+        ("method", "advised", "rank", "targets", "rank_budget", "alpha", "basis", "dtype", "device"),
+        ("layers",),
+    ),
     Group("Bases", ("calibration_size", "damping", "memory_budget", "moments"), ("calibration_task",)),
     Group(
         "Steps",
@@ -66,7 +70,11 @@ FLAG_GROUPS = (
         ("select_checkpoint", "patience", "samples", "exact_match"),
         ("evaluate_on", "select_by", "max_new_tokens", "forgetting", "paper_steps"),
     ),
-    Group("Output", ("output", "resume", "dry_run", "report_to", "all_layers", "config_file"), ("save_steps",)),
+    Group(
+        "Output",
+        ("output", "resume", "dry_run", "report_to", "push_to_hub", "all_layers", "config_file"),
+        ("save_steps",),
+    ),
 )
 _OTHER = FLAG_GROUPS[2]  # flags without a group are options of a constructor or of the calibration pass
 

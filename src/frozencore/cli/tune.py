@@ -14,6 +14,8 @@ from rich.table import Table
 from frozencore.cli.console import console
 from frozencore.cli.flag_file import as_flags
 from frozencore.cli.flags import DryRun, Resume, TakesOptions, read_choices
+from frozencore.errors import ConfigError
+from frozencore.files.hub import require_upload, upload
 from frozencore.tune.run.config import SWEPT, RunConfig
 from frozencore.tune.run.early import refuse_early
 from frozencore.tune.run.folder import refuse_used
@@ -44,6 +46,15 @@ def _tune(
             "times.",
         ),
     ] = None,
+    advised: Annotated[
+        bool,
+        typer.Option(
+            "--advised", help="Try bases first as `frozencore advise` does, and train with what it recommends."
+        ),
+    ] = False,
+    push_to_hub: Annotated[
+        str | None, typer.Option(metavar="OWNER/NAME", help="Upload the adapter; a new repository is private.")
+    ] = None,
     resume: Resume = False,
     dry_run: DryRun = False,
 ) -> None:
@@ -56,22 +67,36 @@ def _tune(
         print_dry_run(config)
         return
     refuse_used(output, resume=resume)
+    if push_to_hub is not None:
+        require_upload(push_to_hub)
+    if advised and (sweep or moments):
+        raise ConfigError("--advised reads the rows itself and trains once: leave --sweep and --moments out.")
+    if advised:
+        refuse_several("--advised")
     choices = read_choices(sweep or [], SWEPT)
     from frozencore.cli.display import StageDisplay, resume_line
     from frozencore.cli.run_summary import run_summary, sample_lines, size_lines
     from frozencore.files.whole_file import write_text
+    from frozencore.tune.run.advise import advise_run, flags_of, refuse_advised, with_advice
+    from frozencore.tune.run.bench import prepare
     from frozencore.tune.run.execute import execute
     from frozencore.tune.run.folder import ADAPTER, ASKED, RECORD, SAMPLES
     from frozencore.tune.run.many.sweep import execute_sweep
 
     if resume:
         console.print(resume_line(output))
-    swept = None
+    swept, bench = None, None
     with joined(), StageDisplay(console) as progress:
+        if advised:
+            refuse_advised(config)
+            bench = prepare(config, progress)
+            recommended = advise_run(config, bench, progress).recommended.setting
+            console.print(f"Advised: {flags_of(config, recommended)}", soft_wrap=True)
+            config = with_advice(config, recommended)
         if choices:
             record, swept = execute_sweep(config, choices, output, progress, resume=resume, moments_file=moments)
         else:
-            record = execute(config, output, progress, resume=resume, moments_file=moments)
+            record = execute(config, output, progress, bench=bench, resume=resume, moments_file=moments)
     if not is_first():
         return
     for warning in record.warnings:
@@ -89,6 +114,8 @@ def _tune(
         write_learning(record, output)
         curve = f"   Curve: {output / FIGURE}"
     console.print(f"Adapter: {output / ADAPTER}   Record: {output / RECORD}{curve}")
+    if push_to_hub is not None:
+        console.print(f"Uploaded: {upload(output / ADAPTER, push_to_hub)}")
 
 
 def sweep_summary(sweep: Sweep) -> Table:

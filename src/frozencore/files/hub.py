@@ -11,7 +11,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Literal
 
-from frozencore.errors import ModelError
+from frozencore.errors import ArtifactError, ConfigError, ModelError
 from frozencore.files.gguf_model import find_gguf
 from frozencore.words import one_line
 
@@ -67,6 +67,51 @@ def why_not_given(error: Exception) -> str:
     if isinstance(error, HfHubHTTPError) and error.response is not None:
         return f"the hub answers with status {error.response.status_code}"
     return f"the hub does not give it ({one_line(error)})"
+
+
+def require_upload(repository: str) -> None:
+    """Refuse an upload that cannot work, before any work is done for it.
+
+    Raises:
+        ConfigError: The name is no ``OWNER/NAME``, or nobody is logged in.
+    """
+    from huggingface_hub import get_token
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(repository)
+        fits = is_hub_id(repository)
+    except HFValidationError:
+        fits = False
+    if not fits:
+        raise ConfigError(f"--push-to-hub takes the name of a repository as OWNER/NAME, but {repository!r} came.")
+    if get_token() is None:
+        raise ConfigError("--push-to-hub needs a login. Run `hf auth login`, or set HF_TOKEN.")
+
+
+def upload(folder: Path, repository: str) -> str:
+    """Upload the files of a folder to a repository, which is made if it is not there, as a private one.
+
+    Returns:
+        The address of the repository.
+
+    Raises:
+        ArtifactError: The hub does not take them; the folder stays as it is.
+    """
+    from huggingface_hub import CommitOperationAdd, HfApi
+
+    api, files = HfApi(), sorted(file for file in folder.rglob("*") if file.is_file())
+    added = [CommitOperationAdd(file.relative_to(folder).as_posix(), file) for file in files]
+    try:
+        address = api.create_repo(repository, private=True, exist_ok=True)
+        api.create_commit(repository, added, commit_message="Upload an adapter of frozencore")
+    except Exception as error:  # every way in which a network can fail
+        raise ArtifactError(
+            f"{folder} could not be uploaded to {repository}: {why_not_given(error)}. "
+            f"It is whole: try `hf upload {repository} {folder}`."
+        ) from error
+    return str(address)
 
 
 def is_hub_id(place: str) -> bool:

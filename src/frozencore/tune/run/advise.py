@@ -9,10 +9,11 @@ from typing import Any
 from frozencore.advice.advise import Advice, advise
 from frozencore.advice.settings import Setting
 from frozencore.advice.trials import Worth
-from frozencore.errors import ArtifactError
+from frozencore.constructors import BasisOptions, constructor_options
+from frozencore.errors import ArtifactError, ConfigError
 from frozencore.files.whole_file import require_writable, write_json
 from frozencore.tune.run.bench import Bench, calibration_batches, prepare
-from frozencore.tune.run.config import RunConfig
+from frozencore.tune.run.config import RunConfig, make_config
 from frozencore.tune.run.folder import ADVICE
 from frozencore.tune.run.models import resolve_targets
 from frozencore.tune.run.provenance import provenance
@@ -50,6 +51,30 @@ def execute_advice(config: RunConfig, out: Path | None, progress: Progress) -> A
         out.mkdir(parents=True, exist_ok=True)
         write_json(out / ADVICE, advice_record(config, bench, advice))
     return advice
+
+
+def refuse_advised(config: RunConfig) -> None:
+    """Refuse options that the advice is to choose.
+
+    Raises:
+        ConfigError: The first such option that came.
+    """
+    chosen = {*config.core.model_dump(exclude_defaults=True)} & constructor_options().keys()
+    for name in [*config.given(["method", "basis", "private_epsilon"]), *sorted(chosen)]:
+        raise ConfigError(f"--advised chooses the bases by the rows of the run: leave {flag_of(name)} out.")
+
+
+def with_advice(config: RunConfig, setting: Setting) -> RunConfig:
+    """The configuration with the bases, layers and ranks of a setting."""
+    values = config.model_dump()
+    values["core"] |= setting.options
+    values |= {
+        "method": setting.method,
+        "targets": "all-linear" if setting.on == "all-linear" else config.targets,
+        "rank": BasisOptions.rank if setting.rank is None else setting.rank,
+        "rank_budget": setting.rank_budget,
+    }
+    return make_config(**values)
 
 
 def advice_record(config: RunConfig, bench: Bench, advice: Advice) -> dict[str, Any]:
