@@ -91,8 +91,9 @@ def _lines(config: RunConfig, advice: Advice) -> Iterator[str]:
         shares = ", ".join(f"{budget:,} values {share:.0%}" for budget, share in advice.bought.items())
         yield f"What a budget holds of the gradient that the halves agree on: {shares}."
     yield (
-        f"{num_of(advice.num_rows, 'row')}, {advice.passes:.1f} forward and backward passes over them, "
-        f"{advice.time_s:.1f} s. Ranks and LoRA cannot be compared this way: docs/advise.md."
+        f"{num_of(advice.num_rows, 'row')}: {advice.passes:.1f} forward and backward passes over them, and the sums "
+        f"and decompositions of the bases; {advice.time_s:.1f} s in all. Ranks and LoRA cannot be compared this way: "
+        "docs/advise.md."
     )
     yield f"Recommended: {flags_of(config, advice.recommended.setting)}"
 
