@@ -5,13 +5,11 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from peft import PeftModel
-from torch import nn
 
 from frozencore.errors import DivergenceError
 from frozencore.files.fingerprint import fingerprint_model
@@ -21,27 +19,21 @@ from frozencore.tune.run.adapt import Adapt, adapt_from_data, adapter_of, on_nam
 from frozencore.tune.run.bench import Bench, Score, prepare
 from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.costs import PeakMemory
-from frozencore.tune.run.finishing import Made, finish
+from frozencore.tune.run.finishing import finish
 from frozencore.tune.run.folder import BASE_SCORE, CHECKPOINTS, refuse_used
 from frozencore.tune.run.kept import Found
 from frozencore.tune.run.models import resolve_targets
 from frozencore.tune.run.recipe import recipe_of
 from frozencore.tune.run.record import TunedRecord
 from frozencore.tune.run.scores import score_run, selection_of
+from frozencore.tune.run.training import Outcome, Train, Training
 from frozencore.tune.scoring.scoring_config import ScoringConfig, StepChoiceConfig
-from frozencore.tune.training.reporting import Reports, reporting, require_reporters
-from frozencore.tune.training.train import TrainingReport
+from frozencore.tune.training.reporting import reporting, require_reporters
 from frozencore.tune.training.train import train as train_alone
 from frozencore.words import Progress, as_stage
 
 LAST_GOOD = "last-good-adapter"  # beside the checkpoints of a training that diverged
 
-Train = Callable[
-    [RunConfig, PeftModel, Bench, Path, bool, Mapping[str, Any], Progress, Reports | None],
-    tuple[RunConfig, TrainingReport],
-]
-"""Trains the adapter on a bench's rows. Comes: configuration, model, bench, the run's folder, whether to resume, what a
-checkpoint must share, who is told. Goes: the configuration that it trained by, and what it did."""
 MeasureBases = Callable[[RunConfig, Bench, PeftModel, Progress], Mapping[str, Capture]]
 """What bases capture, by layer, that were made without looking at the data; nothing where that is not known."""
 
@@ -116,19 +108,19 @@ def execute(
         out.mkdir(parents=True, exist_ok=True)
         method.keep_start(model, out / "start")
     with reporting(config.report_to or (), out, config.model_dump(mode="json")) as reports:
+        training = Training(
+            config, bench, model, targets, out, hashes, memory, started, progress, identity, calibration, calibration_s,
+            captures, caught, resume, reports,
+        )  # fmt: skip
         try:
             with memory.phase("training"):
-                config, report = (train or train_once)(config, model, bench, out, resume, identity, progress, reports)
+                outcome = (train or train_once)(training)
         except DivergenceError as error:
             if not (method.has_bases and is_first):
                 raise
             method.save(model, out / LAST_GOOD, out / "start")
             raise DivergenceError(f"{error} The last good core is in {out / LAST_GOOD}.") from error
-        made = Made(model, calibration, calibration_s, captures, memory, report, targets, hashes, caught, started)
-        recipe = recipe_of(config, bench.rows, bench.model)
-        if config.refresh == "auto":
-            recipe = replace(recipe, refresh=report.rounds)
-        record = from_first(lambda: finish(config, bench, out, made, recipe, progress))
+        record = from_first(lambda: finish(outcome))
         if reports is not None:
             reports.tell(record.scores)
     return record
@@ -146,28 +138,20 @@ def _without_samples(config: RunConfig) -> RunConfig:
     return config if config.private_budget is None else config.model_copy(update={"samples": 0})
 
 
-def train_once(
-    config: RunConfig,
-    model: nn.Module,
-    bench: Bench,
-    out: Path,
-    resume: bool,
-    identity: Mapping[str, Any],
-    progress: Progress,
-    reports: Reports | None = None,
-) -> tuple[RunConfig, TrainingReport]:
-    """Train an adapter alone, by the configured recipe: a :data:`Train`."""
+def train_once(training: Training) -> Outcome:
+    """Train an adapter alone, by the configured recipe."""
+    config, bench = training.config, training.bench
     report = train_alone(
-        model,
+        training.model,
         bench.rows.train,
         recipe_of(config, bench.rows, bench.model),
         pad_id=bench.encoder.pad_id,
-        checkpoint_dir=out / CHECKPOINTS,
+        checkpoint_dir=training.folder / CHECKPOINTS,
         checkpoint_steps=config.save_steps,
-        resume=resume,
-        identity=identity,
-        selection=selection_of(config, bench, progress),
-        reports=reports,
-        progress=progress,
+        resume=training.resume,
+        identity=training.identity,
+        selection=selection_of(config, bench, training.progress),
+        reports=training.reports,
+        progress=training.progress,
     )
-    return config, report
+    return Outcome(training, report)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from statistics import median
 from typing import Any, cast
-from warnings import WarningMessage
 
 from peft import PeftModel
 from torch import nn
@@ -16,14 +14,14 @@ from torch import nn
 from frozencore.adapter.bases.calibrate import Calibration
 from frozencore.adapter.saved.basis import read_header
 from frozencore.constructors.options import trained_values
-from frozencore.maths.capture import Capture
 from frozencore.ranks import num_ranks
 from frozencore.tune.rows.mixture import sources_of
 from frozencore.tune.rows.row_sources import named
 from frozencore.tune.run.bench import Bench, Score
 from frozencore.tune.run.captured import criterion_of, finite_or_none
 from frozencore.tune.run.config import RunConfig
-from frozencore.tune.run.costs import FLOAT32_BYTES, PeakMemory, model_bytes, values_at_once
+from frozencore.tune.run.costs import FLOAT32_BYTES, model_bytes, values_at_once
+from frozencore.tune.run.folder import ADAPTER
 from frozencore.tune.run.record import RECORD_FORMAT, TunedRecord
 from frozencore.tune.run.record_parts import (
     AccuracyDetails,
@@ -37,49 +35,29 @@ from frozencore.tune.run.record_parts import (
     RecordedConfig,
     Resolved,
     Resources,
-    Training,
+    TrainedSteps,
     UsedRows,
 )
 from frozencore.tune.run.rows import RunRows
 from frozencore.tune.run.scores import selected_checkpoint
+from frozencore.tune.run.training import Outcome
 from frozencore.tune.training.train import TrainingReport
 
 
-@dataclass(frozen=True)
-class TrainedRun:
-    """What a run has made: the trained model, its saved adapter, what calibration found (if data were read), what the
-    bases capture, how much memory each phase took, and the score."""
-
-    model: nn.Module
-    adapter: Path
-    calibration: Calibration | None
-    calibration_s: float
-    captures: Mapping[str, Capture]
-    memory: PeakMemory
-    training: TrainingReport
-    score: Score
-
-
-def make_record(
-    config: RunConfig,
-    bench: Bench,
-    run: TrainedRun,
-    *,
-    resolved: Resolved,
-    hashes: Mapping[str, str],
-    warned: Sequence[WarningMessage],
-    started: float,
-) -> TunedRecord:
-    """What ``result.json`` holds.
+def make_record(outcome: Outcome, score: Score, hashes: Mapping[str, str]) -> TunedRecord:
+    """What ``result.json`` holds of a run whose adapter is saved.
 
     Args:
-        started: ``time.perf_counter()`` when the run began.
+        score: Of the trained model.
+        hashes: SHA-256 of the base model, of the rows and of the bases, by name.
     """
+    run, report = outcome.training, outcome.report
+    config, bench = run.config, run.bench
+    recipe = outcome.recipe.content()
     assert bench.before is not None
-    report = run.training
     at_once = report.values_at_once or values_at_once(run.model)
-    can_be_made_again = config.method_entry.frozen_can_be_made_again and resolved.recipe["refresh"] == 1
-    saved = sum(file.stat().st_size for file in run.adapter.glob("*.safetensors"))
+    can_be_made_again = config.method_entry.frozen_can_be_made_again and recipe["refresh"] == 1
+    saved = sum(file.stat().st_size for file in (run.folder / ADAPTER).glob("*.safetensors"))
     return TunedRecord(
         format=RECORD_FORMAT,
         config=RecordedConfig.of(config),
@@ -88,8 +66,8 @@ def make_record(
         seed=config.seed,
         rows=_used_rows(config, bench.rows),
         held_out_loss_before=finite_or_none(bench.before.held_out_loss),
-        held_out_loss=finite_or_none(run.score.held_out_loss),
-        **_accuracies(bench.before, run.score),
+        held_out_loss=finite_or_none(score.held_out_loss),
+        **_accuracies(bench.before, score),
         values_at_once=at_once,
         values_in_all=at_once + report.earlier_values,
         state_held_bytes=report.state_held_bytes,
@@ -97,7 +75,7 @@ def make_record(
         model_bytes=model_bytes(run.model),
         calibration_s=run.calibration_s,
         training_s=report.time_s,
-        total_s=time.perf_counter() - started,
+        total_s=time.perf_counter() - run.started,
         peak_memory_bytes=run.memory.largest,
         resources=Resources(
             magnitude_parameters=sum(p.numel() for name, p in run.model.named_parameters() if "magnitude" in name),
@@ -114,23 +92,23 @@ def make_record(
             selection=selected_checkpoint(config, bench, report),
             allocation=_allocation(config, run.model),
             company=_company(report),
-            forgetting=_forgetting(bench.before, run.score),
+            forgetting=_forgetting(bench.before, score),
             processes=num_ranks() if num_ranks() > 1 else None,
         ),
-        resolved=resolved,
+        resolved=Resolved(targets=run.targets, recipe=recipe, max_length=bench.encoder.max_length),
         calibration=_calibration_summary(run.calibration),
         criterion=criterion_of(run.captures),
         hashes=_told(config, hashes),
-        warnings=tuple(sorted({str(warning.message) for warning in warned})),
+        warnings=tuple(sorted({str(one.message) for one in run.warned if one.category is UserWarning})),
         provenance=Provenance.here(),
     )
 
 
-def _training(report: TrainingReport) -> Training:
+def _training(report: TrainingReport) -> TrainedSteps:
     """Losses of private rows are exact, and would tell about the rows."""
     if report.schedule is not None:
-        return Training(num_steps=report.num_steps)
-    return Training(num_steps=report.num_steps, final_loss=report.final_loss, losses=report.losses)
+        return TrainedSteps(num_steps=report.num_steps)
+    return TrainedSteps(num_steps=report.num_steps, final_loss=report.final_loss, losses=report.losses)
 
 
 def _spending(report: TrainingReport) -> PrivateSpending | None:

@@ -26,7 +26,7 @@ from frozencore.tune.run.record_parts import (
     Resolved,
     Resources,
     SelectedCheckpoint,
-    Training,
+    TrainedSteps,
     UsedRows,
 )
 from frozencore.words import one_line
@@ -143,7 +143,7 @@ class TunedRecord(RunRecord):
     total_s: float | None = None
     peak_memory_bytes: Count
     resources: Resources | None = None
-    training: Training
+    training: TrainedSteps
     private: PrivateSpending | None = None
     selection: SelectedCheckpoint | None = None
     company: CompanySize | None = None

@@ -118,7 +118,7 @@ class AccuracyDetails(Part):
     correct: Annotated[str, Field(pattern="^[01]+$")] | None = None
 
 
-class Training(Part):
+class TrainedSteps(Part):
     """Optimiser steps, and their losses in nats per completion token: those of a private training are not told."""
 
     num_steps: Count

@@ -21,11 +21,11 @@ from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.costs import PeakMemory
 from frozencore.tune.run.execute import LAST_GOOD
 from frozencore.tune.run.folder import ADAPTER, FAILURE, RECORD
-from frozencore.tune.run.make_record import TrainedRun, calibrated_on, headline, make_record
+from frozencore.tune.run.make_record import calibrated_on, headline, make_record
 from frozencore.tune.run.many.tenant_rows import TenantRows
-from frozencore.tune.run.recipe import recipe_of
 from frozencore.tune.run.record import Failure, TunedRecord, read_record
-from frozencore.tune.run.record_parts import Provenance, Resolved
+from frozencore.tune.run.record_parts import Provenance
+from frozencore.tune.run.training import Outcome, Training
 from frozencore.tune.training.many.losses import held_out_losses
 from frozencore.tune.training.many.slots import CoreStack
 from frozencore.tune.training.many.tenant import Trained
@@ -94,23 +94,13 @@ class Finisher:
         bench = Bench(self.bench.model, self.bench.encoder, rows, before=Score(self.before[name]))
         score = Score(loss)
         self._save(config, trained, folder / ADAPTER)
-        captures = self.calibration.captures if self.calibration else {}
-        record = make_record(
-            config,
-            bench,
-            TrainedRun(
-                self.model, folder / ADAPTER, self.calibration, self.calibration_s, captures, self.memory,
-                replace(trained.report, company=self.company), score,
-            ),
-            resolved=Resolved(
-                targets=self.targets,
-                recipe=recipe_of(config, rows, bench.model).content(),
-                max_length=bench.encoder.max_length,
-            ),
-            hashes={**rows.fingerprints(), **self.hashes},
-            warned=self.warned,
-            started=self.started,
+        training = Training(
+            config, bench, self.model, self.targets, folder, {**rows.fingerprints(), **self.hashes}, self.memory,
+            self.started, lambda *_: None, calibration=self.calibration, calibration_s=self.calibration_s,
+            captures=self.calibration.captures if self.calibration else {}, warned=self.warned,
         )  # fmt: skip
+        outcome = Outcome(training, replace(trained.report, company=self.company))
+        record = make_record(outcome, score, training.hashes)
         calibration = calibrated_on(self.config, self.bench, self.calibration)
         write_model_card(folder / ADAPTER, calibration=calibration, scores=headline(score))
         write_json(folder / RECORD, record.content())

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from peft import PeftModel
-
 from frozencore.adapter.swap import swap_core
 from frozencore.errors import ConfigError, DivergenceError, NoRowsError
 from frozencore.files.whole_file import write_json
-from frozencore.tune.run.bench import Bench, prepare
+from frozencore.tune.run.bench import prepare
 from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.execute import execute
 from frozencore.tune.run.folder import CHECKPOINTS, refuse_used
 from frozencore.tune.run.recipe import recipe_of
 from frozencore.tune.run.record import Sweep, SweptRun, TunedRecord
+from frozencore.tune.run.training import Outcome, Training
 from frozencore.tune.training.many.tenant import Tenant, Trained, Validation
 from frozencore.tune.training.many.train import train_many
-from frozencore.tune.training.reporting import Reports
-from frozencore.tune.training.train import TrainingReport
 from frozencore.words import Progress
 
 
@@ -59,16 +57,8 @@ def execute_sweep(
     combinations = [dict(zip(choices, values, strict=True)) for values in product(*choices.values())]
     swept: list[Sweep] = []
 
-    def train(
-        config: RunConfig,
-        model: PeftModel,
-        bench: Bench,
-        out: Path,
-        resume: bool,
-        identity: Mapping[str, Any],
-        progress: Progress,
-        reports: Reports | None,
-    ) -> tuple[RunConfig, TrainingReport]:
+    def train(training: Training) -> Outcome:
+        config, bench, model, out = training.config, training.bench, training.model, training.folder
         configs = [config.model_copy(update=options) for options in combinations]
         tenants = {}
         for number, one in enumerate(configs):
@@ -81,9 +71,9 @@ def execute_sweep(
             pad_id=bench.encoder.pad_id,
             checkpoint_dir=out / CHECKPOINTS,
             checkpoint_steps=config.save_steps,
-            resume=resume,
-            identity=identity,
-            progress=progress,
+            resume=training.resume,
+            identity=training.identity,
+            progress=training.progress,
         )
         runs = tuple(_swept(options, one) for options, one in zip(combinations, trained.values(), strict=True))
         losses = {number: run.held_out_loss for number, run in enumerate(runs) if run.held_out_loss is not None}
@@ -93,7 +83,7 @@ def execute_sweep(
         swept.append(Sweep(rows=len(rows.tokens), runs=runs, best=best))
         write_json(out / "sweep.json", swept[0].content())
         swap_core(model, trained[str(best)].cores)
-        return configs[best], trained[str(best)].report
+        return Outcome(replace(training, config=configs[best]), trained[str(best)].report)
 
     record = execute(config, out, progress, bench=bench, resume=resume, moments_file=moments_file, train=train)
     return record, swept[0]
