@@ -16,6 +16,7 @@ from typing import Any
 
 import cost_tables
 import page_figures
+import quality_tables
 import speed_tables
 import tenant_tables
 from harness import RESULTS, ROOT
@@ -32,7 +33,9 @@ def pages() -> Iterator[tuple[Path, dict[str, str]]]:
     """Every page with its blocks by name."""
     machine, gpu = found_in(MACHINE), found_in("gpu")
     yield DOCS / "cost.md", cost_tables.blocks(machine) | speed_tables.blocks(machine, gpu)
-    yield README, {"speed": speed_tables.sentences(machine, gpu)}
+    quality = quality_tables.blocks()
+    yield README, {"speed": speed_tables.sentences(machine, gpu), "smollm2-sst2": quality["smollm2-sst2"]}
+    yield DOCS / "smollm2.md", quality
     yield (
         DOCS / "many-cores.md",
         tenant_tables.many_cores(
@@ -66,6 +69,7 @@ def main() -> int:
     print(f"Other than the results: {', '.join(different) or 'nothing'}.")
     if options.check:
         return int(bool(different))
+    quality_tables.figure(DOCS / "figures" / "smollm2.png")
     growth, figures = found_in(MACHINE)["parts"]["growth"], DOCS / "figures"
     page_figures.growth(growth, figures / "growth.png")
     page_figures.tenants(found_in(f"tenants-{MACHINE}"), found_in(f"many-training-{MACHINE}"), figures / "tenants.png")

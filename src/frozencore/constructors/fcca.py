@@ -20,7 +20,7 @@ from frozencore.maths.basis import Basis, Coordinates, basis_from_factors
 from frozencore.maths.groups import SharedSpans
 from frozencore.maths.linalg import SvdMethod, TruncatedSVD, effective_rank, truncated_svd
 from frozencore.maths.moments import LayerMoments, MomentName
-from frozencore.maths.whitening import Damping, Fisher, InverseRoot, Share, Sides, Whitening, identity
+from frozencore.maths.whitening import Damping, Fisher, Fraction, InverseRoot, Sides, Whitening, identity
 from frozencore.torch_later import torch
 
 
@@ -30,7 +30,7 @@ class FCCAOptions(BasisOptions):
 
     whiten: Annotated[Sides, Field(description="Sides that are whitened.")] = Whitening.sides
     fisher: Annotated[Fisher, Field(description="Diagonal moments, or dense factors (K-FAC).")] = Whitening.fisher
-    shrinkage: Annotated[Share, Field(description="Share of the diagonal in dense factors.")] = Whitening.shrinkage
+    shrinkage: Annotated[Fraction, Field(description="Share of the diagonal in dense factors.")] = Whitening.shrinkage
     damping: Annotated[
         Damping, Field(description="Damping relative to the mean second moment; two for the input and the output side.")
     ] = Whitening.damping

@@ -21,7 +21,7 @@ from frozencore.torch_later import torch
 
 Sides = Literal["both", "input", "output", "none"]
 Fisher = Literal["diagonal", "dense"]
-Share = Annotated[float, Field(ge=0, le=1)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Damping = Positive | tuple[Positive, Positive]
 
@@ -42,7 +42,7 @@ class Whitening:
 
     sides: Sides = "both"
     fisher: Fisher = "diagonal"
-    shrinkage: Share = 0.0
+    shrinkage: Fraction = 0.0
     damping: Damping = 1e-3
 
     def __post_init__(self) -> None:
