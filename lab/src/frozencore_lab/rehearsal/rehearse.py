@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -98,27 +97,26 @@ def rehearse(campaign: Campaign, sample: Sample, folder: Path, means: Means) -> 
     place = _place(campaign, sample, originals, rows, folder / "stand-ins" / "models", means)
     store = Store(folder)
     crew = means.hire(Worker(store, place))
-    with ThreadPoolExecutor() as aside:
-        needs = aside.submit(real_needs, campaign, originals, rows, folder)
-        with closing(crew), means.watch(store) as watcher:
-            drive(sample.campaign, store, crew, watcher)
-        document = campaign_document(load_results(folder))
-        files = write_document(document, folder / "report")
-        rows.forget()
-        ended = [store.outcome(path.name) for kind in (store.runs, store.failed) for path in kind.glob("[0-9a-f]*")]
-        found = Rehearsal(
-            campaign=campaign.name,
-            folder=str(folder),
-            num_runs=len(ended),
-            num_failed=sum(isinstance(end, Failure) for end in ended),
-            time_s=time.monotonic() - started,
-            left_out=sample.left_out,
-            studies=tuple(account_of(document, plan(sample.campaign, store.outcome), store)),
-            files=tuple(str(file.relative_to(folder)) for file in files),
-            stand_ins={location: original.config.model_type for location, original in originals.items()},
-            made_up=tuple(rows.made_up),
-            needs=tuple(needs.result()),
-        )
+    needs = real_needs(campaign, originals, rows, folder)  # in no thread: making models changes torch for all threads
+    with closing(crew), means.watch(store) as watcher:
+        drive(sample.campaign, store, crew, watcher)
+    document = campaign_document(load_results(folder))
+    files = write_document(document, folder / "report")
+    rows.forget()
+    ended = [store.outcome(path.name) for kind in (store.runs, store.failed) for path in kind.glob("[0-9a-f]*")]
+    found = Rehearsal(
+        campaign=campaign.name,
+        folder=str(folder),
+        num_runs=len(ended),
+        num_failed=sum(isinstance(end, Failure) for end in ended),
+        time_s=time.monotonic() - started,
+        left_out=sample.left_out,
+        studies=tuple(account_of(document, plan(sample.campaign, store.outcome), store)),
+        files=tuple(str(file.relative_to(folder)) for file in files),
+        stand_ins={location: original.config.model_type for location, original in originals.items()},
+        made_up=tuple(rows.made_up),
+        needs=tuple(needs),
+    )
     write_json(folder / MARK, asdict(found))
     return found
 
