@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Group
+from rich.table import Table
 from rich.text import Text
 
 from frozencore.cli.console import console
 from frozencore.cli.flags import OF_TRAINING, TakesOptions
+from frozencore.cli.tune_many import TENANTS
 from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.early import refuse_early
+from frozencore.tune.run.many.tenants import refuse_tenants_early
+from frozencore.words import num_of
 
 if TYPE_CHECKING:
     from frozencore.adapter.bases.calibrate import Calibration
     from frozencore.cli.inspect import Column
+    from frozencore.maths.groups import Share
+
+MOST_TENANTS = 10  # lines of the table, unless all are asked for
 
 
 def _calibrate(
@@ -29,17 +38,29 @@ def _calibrate(
             help="New folder for the basis, the adapter and the moments; without moments with --memory-budget.",
         ),
     ],
+    tenants: Annotated[
+        Path | None,
+        typer.Option(
+            help=f"{TENANTS} In place of --data: one basis that holds as much as it can of what each tenant wants, "
+            "from --calibration-size rows of each."
+        ),
+    ] = None,
     all_layers: Annotated[bool, typer.Option("--all-layers", help="Print a line for each layer.")] = False,
+    all_tenants: Annotated[bool, typer.Option("--all-tenants", help="Print a line for each tenant.")] = False,
 ) -> None:
-    refuse_early(config)
+    (refuse_early if tenants is None else refuse_tenants_early)(config)
     from frozencore.cli.display import StageDisplay
     from frozencore.tune.run.calibrate import execute_calibration
     from frozencore.tune.run.folder import ADAPTER, BASIS, MOMENTS_FILE
+    from frozencore.tune.run.many.calibrate import execute_calibration_of_tenants
 
     with StageDisplay(console) as progress:
-        calibration = execute_calibration(config, output, progress)
+        execute = execute_calibration if tenants is None else execute_calibration_of_tenants
+        calibration = execute(config, output, progress)
     console.print(calibration_summary(calibration, every_layer=all_layers))
-    moments = f"   Moments: {output / MOMENTS_FILE}" if config.memory_budget is None else ""
+    if calibration.shares:
+        console.print(shares_table(calibration.shares, every_tenant=all_tenants))
+    moments = f"   Moments: {output / MOMENTS_FILE}" if (output / MOMENTS_FILE).exists() else ""
     console.print(f"Basis: {output / BASIS}   Adapter: {output / ADAPTER}{moments}")
 
 
@@ -68,4 +89,27 @@ def calibration_summary(calibration: Calibration, *, every_layer: bool = False) 
     return Group(table, *lines, legend(columns))
 
 
-calibrate = TakesOptions(_calibrate, without=OF_TRAINING)
+def shares_table(shares: Mapping[str, Share], *, every_tenant: bool = False) -> Group:
+    """The share that the basis holds of what each tenant wants, the worst served first, and their mean."""
+    worst_first = sorted(shares.items(), key=lambda item: item[1].of_own)
+    shown = worst_first if every_tenant else worst_first[:MOST_TENANTS]
+    table = Table(title=f"What the basis holds of {num_of(len(shares), 'tenant')}", title_justify="left")
+    for heading in ("tenant", "basis", "own best", "basis of own best"):
+        table.add_column(heading, justify="left" if heading == "tenant" else "right")
+    for name, share in shown:
+        table.add_row(name, *(f"{part:.1%}" for part in (share.held, share.own, share.of_own)))
+    held, own, of_own, random = (
+        fmean(getattr(share, part) for share in shares.values()) for part in ("held", "own", "of_own", "random")
+    )
+    table.add_section()
+    table.add_row("mean", *(f"{part:.1%}" for part in (held, own, of_own)))
+    rest = len(shares) - len(shown)
+    lines = [Text(f"{rest:,} more are served better (--all-tenants shows each).")] if rest else []
+    said = (
+        "Shares of the whitened moment of each tenant's calibration rows, in the mean over layers; own best: the best "
+        f"basis of the same rank for that tenant alone. A random basis holds {random:.2%}."
+    )
+    return Group(table, *lines, Text(said, style="dim"))
+
+
+calibrate = TakesOptions(_calibrate, without=OF_TRAINING, instead={"tenants": "data"})

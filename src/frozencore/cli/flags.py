@@ -50,6 +50,7 @@ class TakesOptions:
         without: Options that are not part of ``config``.
         renamed: For some options the flag and the help here; these options must be given.
         defaults: For some options the default here.
+        instead: For some parameters of the verb the option that they give the value of; only one of the two may come.
     """
 
     def __init__(
@@ -59,8 +60,10 @@ class TakesOptions:
         without: Collection[str] = (),
         renamed: Mapping[str, tuple[str, str]] | None = None,
         defaults: Mapping[str, Any] | None = None,
+        instead: Mapping[str, str] | None = None,
     ) -> None:
         self._verb, self._without, self._renamed, self._defaults = verb, without, renamed or {}, defaults or {}
+        self._instead = instead or {}
         self.__name__, self.__annotations__ = verb.__name__, {}
 
     def _parameters(self) -> dict[str, Parameter]:
@@ -87,6 +90,12 @@ class TakesOptions:
         known, parameters = run_options(), self._parameters()
         own = {name: given.pop(name) for name, parameter in parameters.items() if _is_own(parameter)}
         values = {name: _read_value(known[name], value) for name, value in given.items()}
+        for name, option in self._instead.items():
+            if own[name] is None:
+                continue
+            if values[option] is not None:
+                raise ConfigError(f"{flag_of(name)} and {flag_of(option)} name the same thing. Leave one out.")
+            values[option] = own[name]
         if CONFIG in parameters:
             values = {CONFIG: make_config(**in_groups(values))}
         self._verb(**values, **own)

@@ -50,7 +50,18 @@ class Group:
 FLAG_GROUPS = (
     Group(
         "Data",
-        ("model", "data", "task", "columns", "eval_data", "max_length", "truncate", "skip_long", "num_train"),
+        (
+            "model",
+            "data",
+            "task",
+            "tenants",
+            "columns",
+            "eval_data",
+            "max_length",
+            "truncate",
+            "skip_long",
+            "num_train",
+        ),
         ("num_evaluation", "loss_on", "data_root", "skip_bad", "packing", "prompt_style", "prompt_date"),
     ),
     Group(
@@ -72,7 +83,7 @@ FLAG_GROUPS = (
     ),
     Group(
         "Output",
-        ("output", "resume", "dry_run", "report_to", "push_to_hub", "all_layers", "config_file"),
+        ("output", "resume", "dry_run", "report_to", "push_to_hub", "all_layers", "all_tenants", "config_file"),
         ("save_steps",),
     ),
 )

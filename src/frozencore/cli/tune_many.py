@@ -13,10 +13,8 @@ from rich.text import Text
 
 from frozencore.cli.console import console
 from frozencore.cli.flags import OF_ONE_TRAINING, DryRun, Resume, TakesOptions
-from frozencore.tune.rows.row_sources import require_source
 from frozencore.tune.run.config import RunConfig
-from frozencore.tune.run.early import refuse_early
-from frozencore.tune.run.many.tenants import find_tenants
+from frozencore.tune.run.many.tenants import refuse_tenants_early
 from frozencore.tune.run.processes import is_first, joined, refuse_several
 from frozencore.tune.scoring.scoring_config import ScoringConfig
 from frozencore.words import bytes_in_words
@@ -39,9 +37,7 @@ def _tune_many(
     resume: Resume = False,
     dry_run: DryRun = False,
 ) -> None:
-    refuse_early(config.model_copy(update={"data": None}))
-    for file in find_tenants(Path(config.learns)).values():
-        require_source(str(file))
+    refuse_tenants_early(config)
     if dry_run:
         refuse_several("--dry-run")
         from frozencore.cli.dry_run import print_dry_run

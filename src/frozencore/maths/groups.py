@@ -59,6 +59,11 @@ class Share:
     own: float
     random: float
 
+    @property
+    def of_own(self) -> float:
+        """What the basis holds of the largest share that its rank can hold."""
+        return self.held / self.own if self.own else 0.0
+
 
 def shared_spans(T: Float[torch.Tensor, "K p q"], rank: int) -> SharedSpans:
     """U and V for the stacked matrices ``√w_k T_k``, in float64.

@@ -50,6 +50,19 @@ def read_tenants(
     """A bench for the basis, whose rows are of all tenants, and each tenant's own rows.
 
     Raises:
+        FrozenCoreError: As for :func:`read_each`.
+    """
+    bench, own = read_each(config, files, progress)
+    calibration = _calibration_rows(config, own)
+    own = {name: replace(one, rows=replace(one.rows, calibration=calibration)) for name, one in own.items()}
+    every_row = [row for one in own.values() for row in one.rows.train]
+    return replace(bench, rows=RunRows(None, (), every_row, calibration, [], "none")), own
+
+
+def read_each(config: RunConfig, files: Mapping[str, Path], progress: Progress) -> tuple[Bench, dict[str, TenantRows]]:
+    """A bench with the rows of the last tenant, and each tenant's own rows with calibration rows of its own.
+
+    Raises:
         FrozenCoreError: In one line, which tenant's file cannot be read, split or tokenised, and why.
     """
     progress("load", 0, len(files), config.model)
@@ -63,11 +76,7 @@ def read_tenants(
             raise type(error)(f"Tenant {name!r}, {file}: {error}") from error
         own[name] = TenantRows(config_here, bench.rows)
         progress("load", number, len(files), f"{len(bench.rows.train)} training rows of {name}")
-    calibration = _calibration_rows(config, own)
-    own = {name: replace(one, rows=replace(one.rows, calibration=calibration)) for name, one in own.items()}
-    every_row = [row for one in own.values() for row in one.rows.train]
-    shared = RunRows(None, (), every_row, calibration, [], "none")
-    return Bench(base.model, bench.encoder, shared), own
+    return bench, own
 
 
 def _calibration_rows(config: RunConfig, own: Mapping[str, TenantRows]) -> list[TokenRow]:

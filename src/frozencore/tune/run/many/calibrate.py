@@ -1,0 +1,78 @@
+"""Calibration for many tenants: one basis that holds as much as it can of what the rows of each want."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from frozencore.adapter.bases.access import save_basis
+from frozencore.adapter.bases.calibrate import Calibration, calibrate
+from frozencore.calibration.batches import Batch
+from frozencore.errors import ArtifactError, ConfigError, DataError
+from frozencore.files.whole_file import require_writable
+from frozencore.tune.run.bench import calibration_batches
+from frozencore.tune.run.config import RunConfig
+from frozencore.tune.run.folder import ADAPTER, BASIS
+from frozencore.tune.run.many.tenant_rows import TenantRows, read_each
+from frozencore.tune.run.many.tenants import find_tenants
+from frozencore.tune.run.models import resolve_targets
+from frozencore.words import Progress
+
+FEWEST_ROWS = 2
+
+
+def execute_calibration_of_tenants(config: RunConfig, out: Path, progress: Progress) -> Calibration:
+    """Write ``out/basis``, and ``out/adapter`` with zero cores on it; no file of moments, which differ by tenant.
+
+    Args:
+        config: Its data are the tenants; each is calibrated on ``calibration_size`` of its own training rows.
+
+    Raises:
+        ConfigError: One tenant, rows of another task, or a method whose bases are not made for groups.
+        DataError: A tenant with a single row.
+        ArtifactError: ``out`` holds an adapter already.
+    """
+    if not config.moments_needed:
+        raise ConfigError(f"The method {config.method!r} reads no calibration data: give it to `frozencore tune-many`.")
+    if config.calibration_task is not None:
+        raise ConfigError("Each tenant is calibrated on its own rows: leave --calibration-task out.")
+    files = find_tenants(Path(config.learns))
+    if len(files) < 2:
+        raise ConfigError(
+            f"A basis for tenants is chosen for two at least, but {config.learns} holds only {next(iter(files))!r}. "
+            "Give its file as --data."
+        )
+    if (out / ADAPTER).exists():
+        raise ArtifactError(f"{out} already holds a calibration. Choose another --output, or remove that folder.")
+    require_writable(out)
+    bench, tenants = read_each(config, files, progress)
+    groups = _groups(tenants, bench.encoder.pad_id)
+    model = config.method_entry.add(bench.model, config.adapter_options(resolve_targets(config, bench.model)))
+    calibration = calibrate(model, groups=groups, options=config.calibration_options, progress=progress)
+    out.mkdir(parents=True, exist_ok=True)
+    config.method_entry.save(model, out / ADAPTER, out)
+    save_basis(model, out / BASIS, calibrated_on=_calibrated_on(tenants, calibration))
+    return calibration
+
+
+def _groups(tenants: Mapping[str, TenantRows], pad_id: int) -> dict[str, list[Batch]]:
+    """The calibration batches of each tenant.
+
+    Raises:
+        DataError: A tenant has a single row, which says nothing of the next one.
+    """
+    for name, one in tenants.items():
+        if len(one.rows.calibration) < FEWEST_ROWS:
+            raise DataError(
+                f"Each tenant is calibrated on {FEWEST_ROWS} rows at least, but {name!r} has "
+                f"{len(one.rows.calibration)} beside those held out. Give it more rows or a larger --calibration-size."
+            )
+    return {name: calibration_batches(one.rows, pad_id) for name, one in tenants.items()}
+
+
+def _calibrated_on(tenants: Mapping[str, TenantRows], calibration: Calibration) -> str:
+    """The calibration data as the basis and the model cards say them."""
+    sizes = {len(one.rows.calibration) for one in tenants.values()}
+    rows = f"{min(sizes)} rows each" if len(sizes) == 1 else f"{min(sizes)} to {max(sizes)} rows"
+    num_tokens = next(iter(calibration.layers.values())).num_tokens
+    return f"{len(tenants)} groups of {rows}, {num_tokens:,} tokens"

@@ -1,0 +1,127 @@
+"""``frozencore calibrate --tenants``: one basis for a folder of tenants, and what it holds of each."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from frozencore import CoreBank
+from frozencore.cli.calibrate import shares_table
+from frozencore.maths.groups import Share
+from frozencore.tune.pocket import pocket_model_path
+from small_tenants import adapter_in
+
+Command = Callable[..., tuple[int, str, str]]
+FEW = ["--model", pocket_model_path(), "--rank", 4, "--calibration-size", 4]
+
+
+@pytest.fixture
+def tenants(tmp_path: Path) -> Path:
+    folder, drawn = tmp_path / "tenants", random.Random(0)
+    folder.mkdir()
+    for more, name in enumerate(("anna", "ben")):
+        sums = [(drawn.randrange(30), drawn.randrange(30)) for _ in range(8)]
+        rows = [{"prompt": f"How many is {a} and {b}?", "completion": f" {a + b + more}"} for a, b in sums]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def test_a_basis_of_tenants_says_what_it_holds_of_each_and_carries_their_cores(
+    command: Command, tenants: Path, tmp_path: Path
+) -> None:
+    status, out, err = command("calibrate", *FEW, "--tenants", tenants, "--output", tmp_path / "shop")
+    assert status == 0, err
+    assert "What the basis holds of 2 tenants" in out
+    assert all(re.search(rf"{name} .*%.*%.*%", out) for name in ("anna", "ben", "mean"))
+    assert "Moments:" not in out
+    basis = tmp_path / "shop" / "basis"
+    assert {path.name for path in (tmp_path / "shop").iterdir()} == {"adapter", "basis"}
+    assert re.fullmatch(
+        r"2 groups of 4 rows each, \d+ tokens", json.loads((basis / "basis.json").read_text())["calibrated_on"]
+    )
+    short = ["--epochs", 1, "--batch-size", 4, "--basis", basis]
+    status, _, err = command("tune-many", *FEW[:2], "--tenants", tenants, *short, "--output", tmp_path / "many")
+    assert status == 0, err
+    status, _, err = command("tune", *FEW[:2], "--data", tenants / "ben.jsonl", *short, "--output", tmp_path / "ben")
+    assert status == 0, err
+    assert "2 groups of 4 rows each" in (tmp_path / "ben" / "adapter" / "README.md").read_text()
+    bank = CoreBank(adapter_in(tmp_path / "ben"), capacity=2)
+    for name in ("anna", "ben"):
+        bank.put(name, tmp_path / "many" / name / "adapter")
+    assert sorted(bank) == ["anna", "ben"]
+
+
+def shown(shares: dict[str, Share], *, every: bool) -> list[str]:
+    console = Console(width=120, file=io.StringIO())
+    console.print(shares_table(shares, every_tenant=every))
+    return console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+
+
+def test_the_ten_that_are_served_worst_stand_first_unless_all_are_asked_for() -> None:
+    # t0 holds least, but as much as it could; t13 holds half of what it could
+    shares = {f"t{i}": Share(0.1 + i / 100, (0.1 + i / 100) / (1 - i / 26), 0.015) for i in range(14)}
+    named = {every: [name for line in shown(shares, every=every) if (name := line.strip("│ ").split(" ")[0]) in shares]
+             for every in (False, True)}  # fmt: skip
+    worst_first = [f"t{i}" for i in reversed(range(14))]
+    assert named == {False: worst_first[:10], True: worst_first}
+    text = "\n".join(shown(shares, every=False))
+    assert "4 more are served better (--all-tenants shows each)." in text
+    assert re.search(r"mean *│ *16.5% ", text)
+    assert re.search(r"t13 *│ *23.0% *│ *46.0% *│ *50.0%", text)
+    assert "A random basis holds 1.50%." in text
+
+
+def only_anna(folder: Path) -> None:
+    (folder / "ben.jsonl").unlink()
+
+
+def ben_has_a_row(folder: Path) -> None:
+    (folder / "ben.jsonl").write_text(json.dumps({"prompt": "How many?", "completion": " 3"}) + "\n")
+
+
+def ben_has_two_rows(folder: Path) -> None:
+    (folder / "ben.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"{i}?", "completion": " 3"}) + "\n" for i in (1, 2))
+    )
+
+
+def ben_says_nothing(folder: Path) -> None:
+    (folder / "ben.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"{i}?", "completion": ""}) + "\n" for i in range(9))
+    )
+
+
+def leave(folder: Path) -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("change", "words", "message"),
+    [
+        (only_anna, [], "chosen for two at least, but .* holds only 'anna'. Give its file as --data"),
+        (ben_has_a_row, [], "Tenant 'ben'.*needs rows to train on"),
+        (ben_has_two_rows, [], "2 rows at least, but 'ben' has 1"),
+        (leave, ["--calibration-size", 1], "2 rows at least, but 'anna' has 1"),
+        (ben_says_nothing, [], "Tenant 'ben'"),
+        (leave, ["--method", "eva"], "'eva' here reads others. Use fcca"),
+        (leave, ["--method", "random"], "'random' reads no calibration data"),
+        (leave, ["--data", "x.jsonl"], "--tenants and --data name the same thing. Leave one out"),
+        (leave, ["--task", "sst2"], "give one"),
+        (leave, ["--calibration-task", "sst2"], "leave --calibration-task out"),
+    ],
+)
+def test_what_is_no_group_of_tenants_is_one_line_and_writes_nothing(
+    change: Callable[[Path], None], words: list[str], message: str, command: Command, tenants: Path, tmp_path: Path
+) -> None:
+    change(tenants)
+    status, _, err = command("calibrate", *FEW, *words, "--tenants", tenants, "--output", tmp_path / "shop")
+    assert (status, err.count("\n")) == (2, 1)
+    assert re.search(message, err), err
+    assert not (tmp_path / "shop").exists()
