@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import random
 import re
@@ -10,11 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from frozencore import CoreBank
-from frozencore.cli.calibrate import shares_table
-from frozencore.maths.groups import Share
 from frozencore.tune.pocket import pocket_model_path
 from small_tenants import adapter_in
 
@@ -56,26 +52,6 @@ def test_a_basis_of_tenants_says_what_it_holds_of_each_and_carries_their_cores(
     for name in ("anna", "ben"):
         bank.put(name, tmp_path / "many" / name / "adapter")
     assert sorted(bank) == ["anna", "ben"]
-
-
-def shown(shares: dict[str, Share], *, every: bool) -> list[str]:
-    console = Console(width=120, file=io.StringIO())
-    console.print(shares_table(shares, every_tenant=every))
-    return console.file.getvalue().splitlines()  # type: ignore[attr-defined]
-
-
-def test_the_ten_that_are_served_worst_stand_first_unless_all_are_asked_for() -> None:
-    # t0 holds least, but as much as it could; t13 holds half of what it could
-    shares = {f"t{i}": Share(0.1 + i / 100, (0.1 + i / 100) / (1 - i / 26), 0.015) for i in range(14)}
-    named = {every: [name for line in shown(shares, every=every) if (name := line.strip("│ ").split(" ")[0]) in shares]
-             for every in (False, True)}  # fmt: skip
-    worst_first = [f"t{i}" for i in reversed(range(14))]
-    assert named == {False: worst_first[:10], True: worst_first}
-    text = "\n".join(shown(shares, every=False))
-    assert "4 more are served better (--all-tenants shows each)." in text
-    assert re.search(r"mean *│ *16.5% ", text)
-    assert re.search(r"t13 *│ *23.0% *│ *46.0% *│ *50.0%", text)
-    assert "A random basis holds 1.50%." in text
 
 
 def only_anna(folder: Path) -> None:

@@ -1,17 +1,26 @@
-"""Tables of layers, on reports whose numbers are known."""
+"""Tables of layers, on reports whose numbers are known; and a basis beside rows that it may not know."""
 
 from __future__ import annotations
 
 import io
+import json
+import random
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from peft import get_peft_model
 from rich.console import Console
 
+from frozencore import FrozenCoreConfig, load_basis, save_basis
 from frozencore.adapter.inspection import AngleReport, BasisReport, CaptureReport, LayerReport
 from frozencore.cli.inspect import inspection_table
+from frozencore.tune.pocket import pocket_model_path
+from frozencore.tune.run.models import load_model
 from frozencore.words import counted
 
+Command = Callable[..., tuple[int, str, str]]
 BASIS = BasisReport((8, 6), 2, 4, 4, 112, 3e-8, 1.25, 2.5, 0.75)
 CAPTURE = CaptureReport(3.0, 0.4, 5.0, 0.9, (2.0, 1.5), 2, 7.0, 9.0)
 ANGLES = AngleReport(0.875, 0.625)
@@ -60,3 +69,71 @@ def test_layers_stand_in_the_order_of_their_numbers() -> None:
         "layers.2.v",
         "layers.10.q",
     ]
+
+
+def write_sums(file: Path, seed: int, word: str) -> Path:
+    drawn = random.Random(seed)
+    sums = [(drawn.randrange(30), drawn.randrange(30)) for _ in range(20)]
+    rows = [{"prompt": f"{word} {a} and {b}?", "completion": f" {a + b}"} for a, b in sums]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+@pytest.fixture
+def known(tmp_path: Path) -> Path:
+    return write_sums(tmp_path / "known.jsonl", 0, "How many is")
+
+
+@pytest.fixture
+def calibrated(command: Command, known: Path, tmp_path: Path) -> Path:
+    words = ("--model", pocket_model_path(), "--rank", 4, "--data", known, "--output", tmp_path / "c")
+    assert command("calibrate", *words)[0] == 0
+    return tmp_path / "c"
+
+
+def test_a_basis_holds_the_best_share_of_the_rows_that_it_was_calibrated_on_and_less_of_others(
+    command: Command, known: Path, calibrated: Path, tmp_path: Path
+) -> None:
+    other = write_sums(tmp_path / "other.jsonl", 1, "The dog has")
+    shares = {}
+    for rows in (known, other):
+        words = ("inspect", calibrated / "basis", "--model", pocket_model_path(), "--data", rows)
+        status, out, err = command(*words, "--json")
+        assert status == 0, err
+        shares[rows] = {name: layer["share"] for name, layer in json.loads(out).items()}
+        assert shares[rows].keys() == load_basis(calibrated / "basis").layers.keys()
+    for name, share in shares[known].items():
+        assert share["held"] == pytest.approx(share["own"], abs=1e-4)  # theorem 1: FCCA is the best
+        assert shares[other][name]["random"] < shares[other][name]["held"] < shares[other][name]["own"]
+    status, out, _ = command(*words)
+    assert "own best" in out
+    assert "Of the whitened moment of 18 rows, in the mean over layers, the basis holds" in " ".join(out.split())
+
+
+def test_a_random_basis_is_said_to_hold_little(command: Command, known: Path, tmp_path: Path) -> None:
+    model = get_peft_model(
+        load_model("pocket", device="cpu")[0], FrozenCoreConfig(r=4, constructor="random", task_type="CAUSAL_LM")
+    )
+    save_basis(model, tmp_path / "basis")
+    status, out, err = command("inspect", tmp_path / "basis", "--model", "pocket", "--data", known)
+    assert status == 0, err
+    assert "less than half of what a basis of their own would" in " ".join(out.split())
+
+
+@pytest.mark.parametrize(
+    ("folder", "words", "message"),
+    [
+        ("basis", ["--model", "pocket"], "give --model and --data together"),
+        ("basis", ["--data", "known.jsonl"], "give --model and --data together"),
+        ("adapter", ["--model", "pocket", "--data", "known.jsonl"], "holds an adapter. Give its basis"),
+        ("basis", ["--model", "pocket", "--data", "none.jsonl"], "none.jsonl"),
+        ("basis", ["--model", "none/at/all", "--data", "known.jsonl"], "none/at/all"),
+    ],
+)
+def test_rows_that_cannot_be_compared_are_one_line(
+    folder: str, words: list[str], message: str, command: Command, calibrated: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(calibrated.parent)
+    status, _, err = command("inspect", calibrated / folder, *words)
+    assert (status, err.count("\n")) == (2, 1)
+    assert message in err

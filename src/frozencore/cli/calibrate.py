@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from statistics import fmean
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 
 from frozencore.cli.console import console
@@ -18,14 +15,10 @@ from frozencore.cli.tune_many import TENANTS
 from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.early import refuse_early
 from frozencore.tune.run.many.tenants import refuse_tenants_early
-from frozencore.words import num_of
 
 if TYPE_CHECKING:
     from frozencore.adapter.bases.calibrate import Calibration
     from frozencore.cli.inspect import Column
-    from frozencore.maths.groups import Share
-
-MOST_TENANTS = 10  # lines of the table, unless all are asked for
 
 
 def _calibrate(
@@ -59,6 +52,8 @@ def _calibrate(
         calibration = execute(config, output, progress)
     console.print(calibration_summary(calibration, every_layer=all_layers))
     if calibration.shares:
+        from frozencore.cli.shares import shares_table
+
         console.print(shares_table(calibration.shares, every_tenant=all_tenants))
     moments = f"   Moments: {output / MOMENTS_FILE}" if (output / MOMENTS_FILE).exists() else ""
     console.print(f"Basis: {output / BASIS}   Adapter: {output / ADAPTER}{moments}")
@@ -87,29 +82,6 @@ def calibration_summary(calibration: Calibration, *, every_layer: bool = False) 
         lines = [Text(allocation_line(calibration.rank_budget, ranks | dict.fromkeys(calibration.not_adapted, 0)))]
     table = by_layer(title, list(found), columns) if every_layer else spread(title, list(found), columns)
     return Group(table, *lines, legend(columns))
-
-
-def shares_table(shares: Mapping[str, Share], *, every_tenant: bool = False) -> Group:
-    """The share that the basis holds of what each tenant wants, the worst served first, and their mean."""
-    worst_first = sorted(shares.items(), key=lambda item: item[1].of_own)
-    shown = worst_first if every_tenant else worst_first[:MOST_TENANTS]
-    table = Table(title=f"What the basis holds of {num_of(len(shares), 'tenant')}", title_justify="left")
-    for heading in ("tenant", "basis", "own best", "basis of own best"):
-        table.add_column(heading, justify="left" if heading == "tenant" else "right")
-    for name, share in shown:
-        table.add_row(name, *(f"{part:.1%}" for part in (share.held, share.own, share.of_own)))
-    held, own, of_own, random = (
-        fmean(getattr(share, part) for share in shares.values()) for part in ("held", "own", "of_own", "random")
-    )
-    table.add_section()
-    table.add_row("mean", *(f"{part:.1%}" for part in (held, own, of_own)))
-    rest = len(shares) - len(shown)
-    lines = [Text(f"{rest:,} more are served better (--all-tenants shows each).")] if rest else []
-    said = (
-        "Shares of the whitened moment of each tenant's calibration rows, in the mean over layers; own best: the best "
-        f"basis of the same rank for that tenant alone. A random basis holds {random:.2%}."
-    )
-    return Group(table, *lines, Text(said, style="dim"))
 
 
 calibrate = TakesOptions(_calibrate, without=OF_TRAINING, instead={"tenants": "data"})

@@ -16,11 +16,15 @@ from rich.table import Table
 from rich.text import Text
 
 from frozencore.cli.console import console
-from frozencore.files.adapter_folder import adapter_in
+from frozencore.errors import ConfigError
+from frozencore.files.adapter_folder import HEADER_FILE, adapter_in
+from frozencore.tune.run.config import RunConfig, make_config
+from frozencore.tune.run.early import refuse_early
 from frozencore.words import num_of
 
 if TYPE_CHECKING:
     from frozencore.adapter.inspection import LayerReport
+    from frozencore.tune.run.held import Held
 
 LEGEND = {
     "m x n": "outputs by inputs of the layer",
@@ -38,12 +42,14 @@ LEGEND = {
     "of best": "share of J in the most that a basis of this rank can capture",
     "max/med a": "largest over median second moment of the inputs: outlier channels",
     "max/med d": "the same for the output errors",
+    "held": "share of the rows' whitened moment that the basis holds",
+    "own best": "the share that the best basis of that rank for these rows holds",
     "cos P": "mean cosine of the angles between the two P; 1 is the same span",
     "cos Q": "the same for Q",
 }
-SMALL_IS_WORST = ("effective", "of ‖G‖", "of best", "cos P", "cos Q")
+SMALL_IS_WORST = ("effective", "of ‖G‖", "of best", "held", "cos P", "cos Q")
 LARGE_IS_WORST = ("coher. P", "coher. Q", "max/med a", "max/med d")
-SHARES, COSINES = ("of ‖G‖", "of best"), ("cos P", "cos Q")
+SHARES, COSINES = ("of ‖G‖", "of best", "held", "own best"), ("cos P", "cos Q")
 Column = Sequence[float | None]
 
 
@@ -55,10 +61,18 @@ def inspect(
     against: Annotated[
         Path | None, typer.Option(help="Another adapter or basis: adds the principal angles to its bases.")
     ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="With --data: the base model of the basis, as `tune` takes it.")
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(help="Rows, as `tune --data` takes them: adds how much of what they want the basis holds."),
+    ] = None,
     all_layers: Annotated[bool, typer.Option("--all-layers", help="Print a line for each layer.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     folder, other = adapter_in(adapter), None if against is None else adapter_in(against)
+    on_rows = _on_rows(folder, model, data)
     from frozencore.adapter.inspection import inspect_adapter
     from frozencore.adapter.saved.folder import read_adapter_or_basis
     from frozencore.calibration.store import load_moments
@@ -72,14 +86,56 @@ def inspect(
         moments=load_moments(moments) if moments else None,
         other=None if other is None else read_adapter_or_basis(other)[1],
     )
+    held = None if on_rows is None else _held(on_rows, silent=as_json)
     if as_json:
-        sys.stdout.write(json.dumps({name: asdict(report) for name, report in reports.items()}, indent=2) + "\n")
+        found = {name: asdict(report) for name, report in reports.items()}
+        for name, share in {} if held is None else held.layers.items():
+            found[name]["share"] = asdict(share)
+        sys.stdout.write(json.dumps(found, indent=2) + "\n")
         return
     console.print(inspection_table(reports, every_layer=all_layers))
     if config.rank_budget is not None:
         console.print(allocation_line(trained_values(config.rank_budget), config.rank_pattern))
     saved = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     console.print(f"Saved in {saved:,} bytes.")
+    if held is not None:
+        from frozencore.cli.shares import served_in_words
+
+        columns = {
+            "held": [share.held for share in held.layers.values()],
+            "own best": [share.own for share in held.layers.values()],
+        }
+        table = by_layer if all_layers else spread
+        console.print(table("The rows", list(held.layers), columns), legend(columns))
+        console.print(served_in_words(held.mean, held.num_rows))
+
+
+def _on_rows(folder: Path, model: str | None, data: Path | None) -> RunConfig | None:
+    """The configuration whose rows the basis is compared with; None if none were given.
+
+    Raises:
+        ConfigError: One of the two came alone, or the folder holds no basis.
+        FrozenCoreError: The model or the rows do not exist.
+    """
+    if model is None and data is None:
+        return None
+    if model is None or data is None:
+        raise ConfigError("Rows are read by a model: give --model and --data together, or neither.")
+    if not (folder / HEADER_FILE).is_file():
+        raise ConfigError(f"--data compares rows with a basis folder, but {folder} holds an adapter. Give its basis.")
+    config = make_config(model=model, data=data, basis=str(folder))
+    refuse_early(config)
+    return config
+
+
+def _held(config: RunConfig, *, silent: bool) -> Held:
+    from frozencore.cli.display import StageDisplay
+    from frozencore.tune.run.held import held_of_rows
+
+    if silent:
+        return held_of_rows(config, lambda *_: None)
+    with StageDisplay(console) as progress:
+        return held_of_rows(config, progress)
 
 
 def inspection_table(reports: Mapping[str, LayerReport], *, every_layer: bool = False) -> Group:

@@ -14,8 +14,9 @@ Shapes: K groups, m outputs, n inputs, r rank, p and q columns of a running fact
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import NamedTuple
 
 from jaxtyping import Float
@@ -63,6 +64,12 @@ class Share:
     def of_own(self) -> float:
         """What the basis holds of the largest share that its rank can hold."""
         return self.held / self.own if self.own else 0.0
+
+
+def mean_share(shares: Iterable[Share]) -> Share:
+    """The mean over layers or over groups, each part by itself."""
+    parts = zip(*((share.held, share.own, share.random) for share in shares), strict=True)
+    return Share(*map(fmean, parts))
 
 
 def shared_spans(T: Float[torch.Tensor, "K p q"], rank: int) -> SharedSpans:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from statistics import fmean
 
 from frozencore.adapter.bases.passes import BasisWork, adapters_off
 from frozencore.adapter.config import FrozenCoreConfig
@@ -14,7 +13,7 @@ from frozencore.calibration.budget import LayerCost
 from frozencore.calibration.groups import collect_groups, span_width
 from frozencore.calibration.options import CalibrationOptions
 from frozencore.errors import ConfigError
-from frozencore.maths.groups import Share
+from frozencore.maths.groups import Share, mean_share
 from frozencore.ranks import num_ranks
 from frozencore.words import Progress
 
@@ -37,7 +36,7 @@ class GroupWork(BasisWork):
         for group in self.groups:
             own = [layer[group] for layer in self.shares.values() if group in layer]
             if own:
-                found[group] = Share(*(fmean(getattr(s, what) for s in own) for what in ("held", "own", "random")))
+                found[group] = mean_share(own)
         return found
 
     def costs(self, batches: Iterable[Batch], of_the_pass: CalibrationOptions) -> dict[str, LayerCost]:
