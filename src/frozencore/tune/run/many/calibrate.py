@@ -28,12 +28,14 @@ def execute_calibration_of_tenants(config: RunConfig, out: Path, progress: Progr
         config: Its data are the tenants; each is calibrated on ``calibration_size`` of its own training rows.
 
     Raises:
-        ConfigError: One tenant, rows of another task, or a method whose bases are not made for groups.
+        ConfigError: One tenant, rows of another task, a rank budget, or a method whose bases are not made for groups.
         DataError: A tenant with a single row.
         ArtifactError: ``out`` holds an adapter already.
     """
     if not config.moments_needed:
-        raise ConfigError(f"The method {config.method!r} reads no calibration data: give it to `frozencore tune-many`.")
+        raise ConfigError(f"The method {config.method!r} reads no calibration data. Use fcca or rawgrad.")
+    if config.rank_budget is not None:
+        raise ConfigError("A rank budget is not spent on tenants yet: give --rank instead of --rank-budget.")
     if config.calibration_task is not None:
         raise ConfigError("Each tenant is calibrated on its own rows: leave --calibration-task out.")
     files = find_tenants(Path(config.learns))
