@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from forked import forget_cuda
+from frozencore.tune.run.record import Failure, RunRecord
 from frozencore_lab.campaign.plan import plan
 from frozencore_lab.campaign.spec import read_campaign
 from frozencore_lab.campaign.store import Store
@@ -87,9 +88,8 @@ def test_the_index_is_rebuilt_from_the_runs(damage: str, tmp_path: Path) -> None
         index.write_bytes(damaged[damage])
     for run_id in ids:
         outcome = Store(tmp_path).outcome(run_id)
-        assert outcome is not None
-        assert outcome.record is not None
-        assert outcome.record.content() == record_of(run_id) | {"run_id": run_id}
+        assert isinstance(outcome, RunRecord)
+        assert outcome.content() == record_of(run_id) | {"run_id": run_id}
     Store(tmp_path).write_index()
     assert index.read_bytes() == whole
 
@@ -226,9 +226,8 @@ def test_a_failed_run_keeps_its_reason_and_is_retried_on_request_only(command: C
     when = {run_id: (store.failed / run_id / "failure.json").stat().st_mtime_ns for run_id in failures.values()}
     for study, run_id in failures.items():
         outcome = store.outcome(run_id)
-        assert outcome is not None
-        assert outcome.failure is not None
-        assert outcome.failure.reason == study.replace("-", " ")
+        assert isinstance(outcome, Failure)
+        assert outcome.reason == study.replace("-", " ")
         assert "Traceback" in (store.failed / run_id / "log.txt").read_text()
     assert ready_ids(spec, out, data_root=None) == []
     status, printed, _ = command("campaign", "status", out)

@@ -17,13 +17,14 @@ from typing import Any
 import pytest
 
 from forked import forget_cuda
+from frozencore.tune.run.record import Failure, RunRecord
 from frozencore_lab.campaign.crew import LocalCrew
 from frozencore_lab.campaign.drive import MOST_DEATHS, drive
 from frozencore_lab.campaign.plan import plan
 from frozencore_lab.campaign.shared import needs_of
 from frozencore_lab.campaign.spec import read_campaign
 from frozencore_lab.campaign.store import Store
-from frozencore_lab.campaign.worker import Place
+from frozencore_lab.campaign.worker import Place, Worker
 from made_up import record_content
 from undisturbed import FOUR_METHODS, TWO_METHODS, index_of, results_of, specification
 
@@ -177,9 +178,8 @@ def test_a_result_that_was_written_before_the_kill_is_kept(tmp_path: Path) -> No
     with store.running("0" * 16) as folder:
         assert folder is None
     outcome = store.outcome("0" * 16)
-    assert outcome is not None
-    assert outcome.record is not None
-    assert outcome.record.content() == record | {"run_id": "0" * 16}
+    assert isinstance(outcome, RunRecord)
+    assert outcome.content() == record | {"run_id": "0" * 16}
     assert [path.name for path in (tmp_path / "runs" / ("0" * 16)).iterdir()] == ["result.json"]
 
 
@@ -191,7 +191,7 @@ def test_a_run_that_kills_three_workers_has_failed_and_keeps_its_log(
     text = TWO_METHODS.replace("[fcca, lora_xs]", "[lora_xs]").replace("epochs: 2", "epochs: 300")
     campaign = read_campaign(specification(tmp_path, text))
     store = Store(tmp_path / "out")
-    crew = LocalCrew(1, store.folder, Place())
+    crew = LocalCrew(1, Worker(store, Place()))
     deaths = 0
 
     def kill(standing: Any, running: Any, event: Any) -> None:
@@ -209,9 +209,8 @@ def test_a_run_that_kills_three_workers_has_failed_and_keeps_its_log(
     (run,) = plan(campaign, store.outcome)
     assert run.job is not None
     outcome = store.outcome(run.job.id)
-    assert outcome is not None
-    assert outcome.failure is not None
-    assert outcome.failure.reason == "worker died"
+    assert isinstance(outcome, Failure)
+    assert outcome.reason == "worker died"
     assert "train" in (store.failed / run.job.id / "log.txt").read_text()
     assert not list(store.folder.glob("runs/.*"))
 
@@ -222,7 +221,7 @@ def test_a_worker_that_is_killed_while_idle_is_replaced_in_silence(tmp_path: Pat
     store = Store(tmp_path / "out")
     store.open(campaign)
     jobs = [run.job for run in plan(campaign, store.outcome) if run.job]
-    crew = LocalCrew(1, store.folder, Place())
+    crew = LocalCrew(1, Worker(store, Place()))
     try:
         for job in (jobs[0], jobs[-1]):
             crew.start(0, job, needs_of(jobs))

@@ -19,7 +19,7 @@ from adapted import adapted
 from frozencore.errors import ConfigError, DivergenceError, ModelError, TrainingError
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.scoring.score import held_out_loss
-from frozencore.tune.training import selection, trainer
+from frozencore.tune.training import callbacks, selection
 from frozencore.tune.training import train as training
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.selection import Every, Selection
@@ -255,7 +255,7 @@ def test_the_time_of_scoring_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> N
         now += 60.0
         return 1.0, None
 
-    for module in (training, selection, trainer):
+    for module in (training, selection, callbacks):
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now))
     report, _ = run(slow, every=1)
     assert report.selected is not None
