@@ -90,7 +90,7 @@ def test_one_basis_and_32_tenants_in_ten_lines(  # type: ignore[no-untyped-def]
     assert here["tokens"][0, : tokens.shape[1]].tolist() == tokens[0].tolist()
 
 
-def test_the_table_of_when_to_use_it_is_that_of_the_committed_runs() -> None:
+def test_the_table_of_a_core_beside_lora_is_that_of_the_committed_runs() -> None:
     lines = (LAB / "results" / "frontier" / "records.jsonl").read_text().splitlines()
     finals = [record for record in map(json.loads, lines) if record["config"].get("evaluate_on") != "validation"]
     runs: dict[tuple[object, ...], list[dict[str, Any]]] = {}
@@ -99,7 +99,7 @@ def test_the_table_of_when_to_use_it_is_that_of_the_committed_runs() -> None:
             asked = record["config"]
             where = (asked.get("targets") or "attention") if record["method"] == "lora" else asked.get("refresh", 1)
             runs.setdefault((where, asked.get("rank_budget") or asked.get("rank", 16)), []).append(record)
-    page = README.read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "from-lora.md").read_text(encoding="utf-8")
     table = page[page.index("<!-- use:begin -->") : page.index("<!-- use:end -->")].splitlines()[1:]
     _, _, base, *rows = [[cell.strip(" *") for cell in row.split("|")[1:-1]] for row in table]
     (model_bytes,) = {one["model_bytes"] for own in runs.values() for one in own}

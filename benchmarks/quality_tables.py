@@ -1,0 +1,136 @@
+"""What methods are worth on a real model: the table and the figure of the campaign on SmolLM2, from its records.
+
+Each cell is a mean over seeds with the standard deviation. One column is the difference of the held-out losses from
+FCCA's, seed by seed, with the 95 % interval of Student's t.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from statistics import mean, median, stdev
+from typing import Any
+
+import matplotlib.pyplot as plt
+from scipy.stats import t
+
+from harness import ROOT
+
+RECORDS = ROOT / "lab" / "results" / "smollm2" / "records.jsonl"
+TASKS = {"sst2": "SST-2", "cola": "CoLA"}
+NAMES = {
+    "fcca": "FCCA", "rawgrad": "RawGrad", "signgrad": "SignGrad", "filora": "FiLoRA", "eva": "EVA", "milora": "MiLoRA",
+    "lora_xs": "LoRA-XS", "vera": "VeRA's bases", "random": "Random", "lora": "LoRA", "full": "full fine-tuning",
+}  # fmt: skip
+NO_CORES = ("lora", "full")
+REFERENCE = "FCCA"
+HEAD = (
+    "| method | learning rate | values | state held while training "
+    "| accuracy, % | held-out loss | minus FCCA's | rise on other texts |\n"
+    "|---|--:|--:|--:|--:|--:|--:|--:|\n"
+)
+Record = Mapping[str, Any]
+
+
+def read_finals(file: Path = RECORDS) -> dict[str, dict[str, list[Record]]]:
+    """The final runs by task and by name of the method, each in the order of its seeds."""
+    found: dict[str, dict[str, list[Record]]] = defaultdict(lambda: defaultdict(list))
+    for record in map(json.loads, file.read_text(encoding="utf-8").splitlines()):
+        if record["config"].get("evaluate_on") != "validation":
+            found[record["task"]][named(record)].append(record)
+    for methods in found.values():
+        for runs in methods.values():
+            runs.sort(key=lambda record: record["seed"])
+    return found
+
+
+def named(record: Record) -> str:
+    """The method as a table names it: of LoRA with its rank and its layers, in rounds with their number."""
+    config, name = record["config"], NAMES[record["method"]]
+    if record["method"] == "lora":
+        name += f", r = {config.get('rank', 16)}"
+    if config.get("targets") == "all-linear":
+        name += ", all linear layers"
+    rounds = config.get("refresh", 1)
+    return name if rounds == 1 else f"{name}, {rounds} rounds"
+
+
+def spread(values: Sequence[float], digits: int, times: float = 1.0) -> str:
+    """The mean and the standard deviation."""
+    return f"{times * mean(values):.{digits}f} ± {times * stdev(values):.{digits}f}"
+
+
+def difference(runs: Sequence[Record], reference: Sequence[Record]) -> str:
+    """The mean difference of held-out losses, seed by seed, with its 95 % interval."""
+    found = [one["held_out_loss"] - other["held_out_loss"] for one, other in zip(runs, reference, strict=True)]
+    half = float(t.ppf(0.975, len(found) - 1)) * stdev(found) / len(found) ** 0.5
+    return f"{mean(found):+.3f} ± {half:.3f}"
+
+
+def risen(record: Record) -> float:
+    """Nats a token by which the loss on the texts of other tasks rose, the mean over these tasks."""
+    return mean(other["loss"] - other["loss_before"] for other in record["forgetting"].values())
+
+
+def by_loss(methods: Mapping[str, list[Record]]) -> list[tuple[str, list[Record]]]:
+    """The methods, the lowest mean loss first."""
+    return sorted(methods.items(), key=lambda item: mean(record["held_out_loss"] for record in item[1]))
+
+
+def table(methods: Mapping[str, list[Record]]) -> str:
+    """A task's table: the base model, then the methods by their mean loss."""
+    some = next(iter(methods.values()))[0]
+    base = f"| base model | | | | {100 * some['accuracy_before']:.1f} | {some['held_out_loss_before']:.3f} | | |\n"
+    return HEAD + base + "".join(row(name, runs, methods[REFERENCE]) for name, runs in by_loss(methods))
+
+
+def row(name: str, runs: Sequence[Record], reference: Sequence[Record]) -> str:
+    rates = {run["resolved"]["recipe"]["learning_rate"] for run in runs}
+    cells = (
+        name,
+        ", ".join(f"{rate:g}" for rate in sorted(rates)),
+        f"{runs[0]['values_at_once']:,}",
+        f"{median(run['state_held_bytes'] for run in runs) / 1000:,.0f} KB",
+        spread([run["accuracy"] for run in runs], 1, 100),
+        spread([run["held_out_loss"] for run in runs], 3),
+        "" if name == REFERENCE else difference(runs, reference),
+        spread([risen(run) for run in runs], 2),
+    )
+    return f"| {' | '.join(cells)} |\n"
+
+
+def blocks() -> dict[str, str]:
+    """The table of each task, by the name of its block."""
+    return {f"smollm2-{task}": table(methods) for task, methods in read_finals().items()}
+
+
+def figure(file: Path) -> None:
+    """Held-out loss and what was forgotten, by method, the lowest mean loss first; a row of panels a task."""
+    tasks = read_finals()
+    drawn, rows = plt.subplots(len(tasks), 2, figsize=(9, 3.6 * len(tasks)), squeeze=False, layout="constrained")
+    for (left, right), (task, methods) in zip(rows, tasks.items(), strict=True):
+        ordered = by_loss(methods)
+        draw(left, ordered, lambda run: run["held_out_loss"])
+        draw(right, ordered, risen)
+        left.set_yticks(range(len(ordered)), [f"{name} ({runs[0]['values_at_once']:,})" for name, runs in ordered])
+        right.set_yticks(range(len(ordered)), [""] * len(ordered))
+        left.set_xlabel(f"held-out loss on {TASKS[task]}, nats per token")
+        right.set_xlabel("rise of the loss on other texts, nats per token")
+    drawn.suptitle(
+        "SmolLM2-135M-Instruct: a dot a seed, a bar the mean; in brackets the values that train", fontsize=10
+    )
+    drawn.savefig(file, dpi=160)
+    plt.close(drawn)
+
+
+def draw(panel: Any, methods: Iterable[tuple[str, list[Record]]], value: Callable[[Record], float]) -> None:
+    """A panel: a line a method, cores in one colour and the others in another."""
+    for place, (_, runs) in enumerate(methods):
+        found = [value(run) for run in runs]
+        colour = "tab:orange" if runs[0]["method"] in NO_CORES else "tab:blue"
+        panel.plot(found, [place] * len(found), "o", color=colour, alpha=0.6)
+        panel.plot([mean(found)], [place], "|", color=colour, markersize=18, markeredgewidth=2)
+    panel.invert_yaxis()
+    panel.grid(axis="x", alpha=0.3)
