@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from operator import itemgetter
 from pathlib import Path
 from statistics import mean, median, stdev
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel, get_peft_model
+from scipy.stats import ttest_rel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from frozencore import CoreBank, FrozenCoreConfig
@@ -119,6 +121,39 @@ def test_the_table_of_a_core_beside_lora_is_that_of_the_committed_runs() -> None
         assert shown[4].removesuffix(" beside the basis") == f"{kept / 1000:,.0f} KB"
         assert shown[5] == f"{mean(record['held_out_loss'] for record in own):.3f}"
         assert stdev(record["held_out_loss"] for record in own) < 0.007  # as its heading says
+
+
+def test_the_table_of_the_real_model_is_that_of_the_committed_runs() -> None:
+    lines = (LAB / "results" / "smollm2" / "records.jsonl").read_text().splitlines()
+    finals = [record for record in map(json.loads, lines) if record["config"]["evaluate_on"] == "evaluation"]
+    by_method = {name: [run for run in finals if run["method"] == name] for name in {run["method"] for run in finals}}
+    losses = {name: [run["held_out_loss"] for run in runs] for name, runs in by_method.items()}
+    names = {
+        "RawGrad": "rawgrad", "EVA": "eva", "FCCA": "fcca", "LoRA, r = 16": "lora", "LoRA-XS": "lora_xs",
+        "Random": "random",
+    }  # fmt: skip
+    page = README.read_text(encoding="utf-8")
+    table = page[page.index("<!-- smollm2-sst2:begin -->") : page.index("<!-- smollm2-sst2:end -->")].splitlines()[1:]
+    _, _, base, *rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in table]
+    assert base[4:6] == [f"{100 * finals[0]['accuracy_before']:.1f}", f"{finals[0]['held_out_loss_before']:.3f}"]
+    assert [names[row[0]] for row in rows] == sorted(losses, key=lambda name: mean(losses[name]))
+    for shown in rows:
+        runs = by_method[names[shown[0]]]
+        assert sorted(run["seed"] for run in runs) == [42, 43, 44]
+        accuracies = [100 * run["accuracy"] for run in runs]
+        rises = [mean(o["loss"] - o["loss_before"] for o in run["forgetting"].values()) for run in runs]
+        assert float(shown[1]) == runs[0]["config"]["learning_rate"]
+        assert shown[2] == f"{runs[0]['values_at_once']:,}"
+        assert shown[4] == f"{mean(accuracies):.1f} ± {stdev(accuracies):.1f}"
+        assert shown[5] == f"{mean(losses[names[shown[0]]]):.3f} ± {stdev(losses[names[shown[0]]]):.3f}"
+        assert shown[7] == f"{mean(rises):.2f} ± {stdev(rises):.2f}"
+        if names[shown[0]] != "fcca":
+            own, fcca = (
+                [run["held_out_loss"] for run in sorted(r, key=itemgetter("seed"))] for r in (runs, by_method["fcca"])
+            )
+            interval = ttest_rel(own, fcca).confidence_interval(0.95)
+            half = (interval.high - interval.low) / 2
+            assert shown[6] == f"{(interval.high + interval.low) / 2:+.3f} ± {half:.3f}"
 
 
 def test_its_first_figure_is_that_of_the_committed_campaign() -> None:
