@@ -47,7 +47,7 @@ class Measure:
         return "lower" if self.lower_is_better else "higher"
 
 
-LOSS_TITLE, FORGOTTEN_TITLE = "held-out loss, nats per token", "rise of the loss on other tasks' texts, nats per token"
+LOSS_TITLE, FORGOTTEN_TITLE = "held-out loss, nats per token", "forgotten of other texts, nats per token"
 COSINE_TITLE = "mean principal-angle cosine of {} to the reference"
 ACCURACY = Measure("accuracy", "accuracy, %", 1, scale=100.0, before="accuracy_before", diverged=0.0)
 LOSS = Measure("held_out_loss", LOSS_TITLE, 3, lower_is_better=True, before="held_out_loss_before", suffix="-loss")
