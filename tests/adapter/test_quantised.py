@@ -26,8 +26,11 @@ from frozencore.calibration.collect import collect_moments
 from frozencore.calibration.options import CalibrationOptions
 from frozencore.errors import ModelError
 from frozencore.files.fingerprint import fingerprint_model
+from frozencore.tune.rows import TokenRow
+from frozencore.tune.training.recipe import Recipe
+from frozencore.tune.training.train import train as train_by_recipe
 from references import numpy_of, reference_moments, span_distance
-from tiny import attention_names, tiny_qwen2
+from tiny import attention_names, draw_examples, tiny_qwen2
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
 torchao = pytest.importorskip("torchao")
@@ -264,6 +267,19 @@ def test_training_changes_the_cores_only(folder: Path, quantiser: str) -> None:
     assert losses[-1] < 0.9 * losses[0]
     assert fingerprint_model(model) == before
     assert all(bool(layer.factors("default")[2].any()) for layer in cores_of(model))
+
+
+@EVERY_QUANTISER
+def test_a_trainer_takes_every_quantised_base(folder: Path, quantiser: str) -> None:
+    """transformers' own refuses torchao's 4 bits, though gradients pass."""
+    model = adapted("fcca", model=load(folder, quantiser), dtype=None)
+    before = fingerprint_model(model)
+    rows = [TokenRow(f"row-{i}", list(e.ids), e.num_prompt) for i, e in enumerate(draw_examples(8, seed=5))]
+    recipe = Recipe(learning_rate=5e-2, warmup=0.0, epochs=5, batch_size=8, accumulation=1)
+    losses = train_by_recipe(model, rows, recipe, pad_id=0).losses
+    assert losses[-1] < 0.9 * losses[0]
+    assert fingerprint_model(model) == before
+    assert not getattr(model.get_base_model(), "_hf_peft_config_loaded", False)
 
 
 @EVERY_QUANTISER

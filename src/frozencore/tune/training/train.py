@@ -51,7 +51,13 @@ from frozencore.tune.training.recipe import PLAIN, UNREFRESHED, Recipe
 from frozencore.tune.training.reporting import Reports
 from frozencore.tune.training.selection import NoBetterError, Selected, Selection, Selector
 from frozencore.tune.training.state_held import StateHeld
-from frozencore.tune.training.trainer import CompletionTrainer, GroupingTrainer, own_use_cache, without_dropout
+from frozencore.tune.training.trainer import (
+    CompletionTrainer,
+    GroupingTrainer,
+    adapters_known,
+    own_use_cache,
+    without_dropout,
+)
 from frozencore.words import Progress
 
 
@@ -180,16 +186,17 @@ def train(
         if rounds is not None:
             restored.callback(rounds.close)
         watching = [monitor, *filter(None, [selector, rounds]), held]
-        trainer = (GroupingTrainer if grouped else CompletionTrainer)(
-            recipe,
-            model=model,
-            args=training_arguments(
-                model, recipe, own, len(rows), folder, checkpoint_dir is not None, checkpoint_steps
-            ),
-            data_collator=without_fillers(_collator(recipe, rows, pad_id, grouped=grouped)),
-            train_dataset=filled_up(rows, own.batch_size * num_ranks()),
-            callbacks=[*watching, Seal(identity, asked), StopWhenAsked(asked), *told],
-        )
+        with adapters_known(model):
+            trainer = (GroupingTrainer if grouped else CompletionTrainer)(
+                recipe,
+                model=model,
+                args=training_arguments(
+                    model, recipe, own, len(rows), folder, checkpoint_dir is not None, checkpoint_steps
+                ),
+                data_collator=without_fillers(_collator(recipe, rows, pad_id, grouped=grouped)),
+                train_dataset=filled_up(rows, own.batch_size * num_ranks()),
+                callbacks=[*watching, Seal(identity, asked), StopWhenAsked(asked), *told],
+            )
         trainer.remove_callback(PrinterCallback)
         private = _made_private(trainer, recipe, selection, reports)
         with disk_errors_told(checkpoint_dir), suppress(NoBetterError):

@@ -21,6 +21,8 @@ from frozencore.tune.scoring.forward import base_of, forward_accepts, num_virtua
 from frozencore.tune.training.batching import GROUPS, RowOrder
 from frozencore.tune.training.recipe import Recipe
 
+ADAPTERS_LOADED = "_hf_peft_config_loaded"  # transformers' own name
+
 
 class CompletionTrainer(Trainer):
     """Asks the model for logits only where there is a loss: with a large vocabulary the prompt's cost more than it."""
@@ -133,3 +135,22 @@ def own_use_cache(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         config.use_cache = use_cache
+
+
+@contextmanager
+def adapters_known(model: nn.Module) -> Iterator[None]:
+    """Inside, the Trainer takes a quantised model with adapters whatever its quantiser is.
+
+    transformers refuses a quantiser that it does not know to pass gradients, such as torchao's 4 bits, unless the base
+    model says that adapters are on it. PEFT leaves that unsaid. Afterwards the model says what it said before.
+    """
+    base: Any = base_of(model)
+    if not (isinstance(model, PeftModel) and getattr(base, "is_quantized", False)):
+        yield
+        return
+    was = getattr(base, ADAPTERS_LOADED, False)
+    setattr(base, ADAPTERS_LOADED, True)
+    try:
+        yield
+    finally:
+        setattr(base, ADAPTERS_LOADED, was)
