@@ -1,5 +1,4 @@
-"""The figures of docs/cost.md, docs/many-cores.md and docs/serving.md, in colours that colour-blind readers can tell
-apart (Okabe and Ito)."""
+"""The figures of the pages, in colours that colour-blind readers can tell apart (Okabe and Ito)."""
 
 from __future__ import annotations
 
@@ -18,6 +17,7 @@ from cost_tables import SWEPT, over_floor, rows_of_steps, rows_of_sweep
 from tenant_tables import BASIS, CORE, LORA, LORA_R16, share_of_base
 
 GREY, BLUE, ORANGE, BLACK = "#999999", "#0072B2", "#E69F00", "#222222"
+FOUR = ("#56B4E9", BLUE, ORANGE, "#D55E00")
 OURS: dict[str, Any] = {"color": ORANGE, "marker": "o", "ms": 4}
 THEIRS: dict[str, Any] = {"color": BLUE, "marker": "s", "ms": 3}
 Found = Mapping[str, Any]
@@ -34,6 +34,43 @@ def growth(found: Found, path: Path) -> None:
     for index in (0, 4):
         axes.flat[index].legend(fontsize=8, frameon=False)
     _save(figure, path)
+
+
+def scale(found: Found, path: Path) -> None:
+    """Held-out loss by rate, a line a rank: two panels for each model and targets, of the same trainings, by the rate
+    that they are worth at a scale of 1 and by the rate that they were given at 16/r. Rank budgets are left out."""
+    plain = [row for row in found["rows"] if row["rank"] is not None and row["alpha"] is not None]
+    models = list(dict.fromkeys(row["model"] for row in plain))
+    targets = list(dict.fromkeys(row["targets"] for row in plain))[::-1]
+    figure, axes = plt.subplots(len(models), 2 * len(targets), figsize=(12, 3 * len(models)), squeeze=False)
+    for line, model in enumerate(models):
+        for number, where in enumerate(targets):
+            own = [row for row in plain if (row["model"], row["targets"]) == (model, where)]
+            left, right = axes[line][2 * number : 2 * number + 2]
+            right.sharey(left)
+            for axis, scaled in ((left, False), (right, True)):
+                _rates_panel(axis, own, found["rates"][model], scaled=scaled)
+                axis.set_title(f"{model}, {where}, s = {'16/r' if scaled else '1'}", fontsize=9)
+    axes[0][0].legend(fontsize=8, frameon=False, title="rank", title_fontsize=8)
+    for axis in axes[-1]:
+        axis.set_xlabel("learning rate", fontsize=8)
+    for line in axes:
+        line[0].set_ylabel("held-out nats a token", fontsize=8)
+    _save(figure, path)
+
+
+def _rates_panel(axis: Axes, rows: Sequence[Found], rates: Sequence[float], *, scaled: bool) -> None:
+    lowest = [min(loss for loss in row["losses"] if loss is not None) for row in rows]
+    height = max(max(lowest) - min(lowest), 0.01)
+    for row, colour in zip(sorted(rows, key=lambda row: row["rank"]), FOUR, strict=False):
+        x = [rate if scaled else rate * row["alpha"] / row["rank"] for rate in rates]
+        points = [(rate, loss) for rate, loss in zip(x, row["losses"], strict=True) if loss is not None]
+        best = min(points, key=lambda point: point[1])
+        axis.plot(*zip(*points, strict=True), color=colour, lw=1.2, marker="o", ms=3, mfc="white", label=row["rank"])
+        axis.plot(*best, color=colour, marker="o", ms=6)
+    axis.set_xscale("log")
+    axis.xaxis.set_minor_formatter(NullFormatter())
+    axis.set_ylim(min(lowest) - 0.1 * height, max(lowest) + 0.6 * height)
 
 
 def tenants(found: Found, many: Found, path: Path) -> None:

@@ -72,6 +72,7 @@ def main() -> int:
     quality_tables.figure(DOCS / "figures" / "smollm2.png")
     growth, figures = found_in(MACHINE)["parts"]["growth"], DOCS / "figures"
     page_figures.growth(growth, figures / "growth.png")
+    page_figures.scale(found_in("scale"), figures / "scale.png")
     page_figures.tenants(found_in(f"tenants-{MACHINE}"), found_in(f"many-training-{MACHINE}"), figures / "tenants.png")
     page_figures.served(found_in(f"served-{MACHINE}"), figures / "served.png")
     return 0
