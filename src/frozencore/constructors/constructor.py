@@ -81,9 +81,6 @@ class Constructor(ABC, Generic[Options]):
     def build(self, layer: LayerEvidence, options: Options) -> Basis:
         """The basis of one layer."""
 
-    def needs_data(self, options: Options) -> bool:
-        return bool(self.needs(options))
-
     def metric(self, options: Options) -> Whitening | None:
         """The diagonal metric in which the leading singular triples of the whitened cross moment are all it reads.
 

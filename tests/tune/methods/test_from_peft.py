@@ -11,7 +11,7 @@ import torch
 from peft import PeftModel
 from torch import nn
 
-from frozencore.errors import ConfigError, TrainingError
+from frozencore.errors import ConfigError
 from frozencore.tune.methods import METHODS, AdapterOptions
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.run.config import make_config
@@ -19,6 +19,7 @@ from frozencore.tune.run.costs import values_at_once
 from frozencore.tune.scoring.forward import take_off
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import train
+from resumed import require_bit_equal_resume
 from tiny import ATTENTION, VOCABULARY, draw_examples, tiny_gpt2, tiny_qwen2
 
 ROWS = [TokenRow(f"row-{i}", list(e.ids), e.num_prompt) for i, e in enumerate(draw_examples(8, seed=5))]
@@ -67,24 +68,7 @@ def test_trained_it_reloads_on_the_original_base_which_comes_out_as_it_went_in(n
 
 @EVERY
 def test_a_resumed_training_is_bit_equal_to_an_uninterrupted_one(name: str, tmp_path: Path) -> None:
-    def stop(stage: str, done: int, total: int | None, note: str = "") -> None:
-        if done == 7:
-            raise KeyboardInterrupt
-
-    def trained(folder: Path, **options: object) -> dict[str, torch.Tensor]:
-        model = adapted(name)
-        try:
-            report = train(model, ROWS, RECIPE, pad_id=0, checkpoint_dir=folder, checkpoint_steps=3, **options)  # type: ignore[arg-type]
-        except (KeyboardInterrupt, TrainingError):
-            return {}
-        assert (report.resumed_from is not None) == ("resume" in options)
-        return {key: value for key, value in model.named_parameters() if value.requires_grad}
-
-    whole = trained(tmp_path / "whole")
-    assert not trained(tmp_path / "stopped", progress=stop)
-    resumed = trained(tmp_path / "stopped", resume=True)
-    assert resumed.keys() == whole.keys()
-    assert all(torch.equal(resumed[key], value) for key, value in whole.items())
+    require_bit_equal_resume(lambda: adapted(name), ROWS, RECIPE, tmp_path)
 
 
 @EVERY

@@ -13,7 +13,7 @@ from peft import PeftModel
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from frozencore.errors import ConfigError, TrainingError
+from frozencore.errors import ConfigError
 from frozencore.tune.methods import METHODS, AdapterOptions
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.run.config import make_config
@@ -22,6 +22,7 @@ from frozencore.tune.run.models import resolve_targets
 from frozencore.tune.scoring.forward import take_off
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import train
+from resumed import require_bit_equal_resume
 from tiny import ATTENTION, VOCABULARY, draw_examples, tiny_llama, tiny_qwen2
 
 ROWS = [TokenRow(f"row-{i}", list(e.ids), e.num_prompt) for i, e in enumerate(draw_examples(8, seed=5))]
@@ -114,23 +115,7 @@ def test_on_a_16_bit_base_its_weights_are_float32(options: dict[str, Any]) -> No
 
 
 def test_a_resumed_training_is_bit_equal_to_an_uninterrupted_one(tmp_path: Path) -> None:
-    def stop(stage: str, done: int, total: int | None, note: str = "") -> None:
-        if done == 7:
-            raise KeyboardInterrupt
-
-    def trained(folder: Path, **options: Any) -> dict[str, torch.Tensor]:
-        model = adapted(tied_llama())
-        try:
-            train(model, ROWS, RECIPE, pad_id=0, checkpoint_dir=folder, checkpoint_steps=3, **options)
-        except (KeyboardInterrupt, TrainingError):
-            return {}
-        return {key: value for key, value in model.named_parameters() if value.requires_grad}
-
-    whole = trained(tmp_path / "whole")
-    assert not trained(tmp_path / "stopped", progress=stop)
-    resumed = trained(tmp_path / "stopped", resume=True)
-    assert resumed.keys() == whole.keys()
-    assert all(torch.equal(resumed[key], value) for key, value in whole.items())
+    require_bit_equal_resume(lambda: adapted(tied_llama()), ROWS, RECIPE, tmp_path)
 
 
 def test_quantised_weights_and_a_rank_are_refused_in_a_line() -> None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from peft import PeftModel
 from torch import nn
 
-from frozencore.errors import ConfigError, TrainingError
+from frozencore.errors import ConfigError
 from frozencore.tune.evaluation.adapters import AdapterStand
 from frozencore.tune.methods import METHODS, AdapterOptions
 from frozencore.tune.rows import TokenRow
@@ -22,6 +21,7 @@ from frozencore.tune.scoring.forward import take_off
 from frozencore.tune.training.optimiser import optimiser_arguments
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import train
+from resumed import require_bit_equal_resume
 from tiny import ATTENTION, VOCABULARY, draw_examples, tiny_llama, tiny_qwen2
 
 ROWS = [TokenRow(f"row-{i}", list(e.ids), e.num_prompt) for i, e in enumerate(draw_examples(8, seed=5))]
@@ -89,25 +89,7 @@ def test_it_is_evaluated_and_leaves_the_base_to_the_next_adapter(name: str, tmp_
 
 @EVERY
 def test_a_resumed_training_is_bit_equal_to_an_uninterrupted_one(name: str, tmp_path: Path) -> None:
-    recipe = recipe_for(name)
-
-    def stop(stage: str, done: int, total: int | None, note: str = "") -> None:
-        if done == 7:
-            raise KeyboardInterrupt
-
-    def trained(folder: Path, **options: Any) -> dict[str, torch.Tensor]:
-        model = adapted(name)
-        try:
-            train(model, ROWS, recipe, pad_id=0, checkpoint_dir=folder, checkpoint_steps=3, **options)
-        except (KeyboardInterrupt, TrainingError):
-            return {}
-        return {key: value for key, value in model.named_parameters() if value.requires_grad}
-
-    whole = trained(tmp_path / "whole")
-    assert not trained(tmp_path / "stopped", progress=stop)
-    resumed = trained(tmp_path / "stopped", resume=True)
-    assert resumed.keys() == whole.keys()
-    assert all(torch.equal(resumed[key], value) for key, value in whole.items())
+    require_bit_equal_resume(lambda: adapted(name), ROWS, recipe_for(name), tmp_path)
 
 
 def test_rounds_decide_how_often_directions_are_chosen_and_biases_have_none() -> None:
