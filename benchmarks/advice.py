@@ -32,7 +32,7 @@ from frozencore.constructors import CONSTRUCTORS
 from frozencore.files.whole_file import write_json
 from frozencore.tune.methods import METHODS, bases_name
 from frozencore.tune.pocket import pocket_model_path
-from frozencore.tune.run.advise import advice_record, advise_run
+from frozencore.tune.run.advice_run import advice_record, advise_run
 from frozencore.tune.run.bench import Bench, calibration_batches, prepare
 from frozencore.tune.run.config import RunConfig, make_config
 from frozencore.tune.run.provenance import provenance

@@ -17,7 +17,7 @@ from frozencore import FrozenCoreConfig, export_lora, load_basis, save_basis
 from frozencore.adapter.export.merged import export_merged
 from frozencore.adapter.export.serving import check_lora_directory
 from frozencore.adapter.saved.folder import read_adapter
-from frozencore.calibration.store import MomentsFingerprint, load_moments, save_moments
+from frozencore.calibration.moments_file import MomentsFingerprint, load_moments, save_moments
 from frozencore.cli.doctor import diagnose
 from frozencore.files.strict_yaml import read_yaml
 from frozencore.files.whole_file import write_json, write_lines

@@ -26,9 +26,9 @@ from frozencore.adapter.export.basis_model import export_basis_model
 from frozencore.adapter.export.merged import export_merged
 from frozencore.adapter.export.tenant import export_tenant
 from frozencore.adapter.inspection import inspect_adapter
+from frozencore.adapter.saved.adapter_sums import merge_adapters
 from frozencore.adapter.saved.folder import read_adapter, read_adapter_or_basis
 from frozencore.adapter.saved.pack import pack_adapter, unpack_adapter
-from frozencore.adapter.saved.sums import merge_adapters
 from frozencore.cli.doctor import diagnose
 from frozencore.files.fingerprint import fingerprint_options
 from frozencore.tune.evaluation.adapters import AdapterStand

@@ -21,7 +21,7 @@ from frozencore.cli.app import program
 from frozencore.cli.verbs import all_verbs
 from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.suite import PAPER_TASKS
-from frozencore.tune.tasks.hub import write_hub_folders
+from frozencore.tune.tasks.hub_rows import write_hub_folders
 from gguf_files import tiny_model, write_gguf
 from places import LAB, PAPER_TABLES, ROOT
 

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from adapted import adapted
 from frozencore import FrozenCoreConfig, export_lora
-from frozencore.calibration.store import MomentsFingerprint, load_moments, save_moments
+from frozencore.calibration.moments_file import MomentsFingerprint, load_moments, save_moments
 from frozencore.errors import ArtifactError, ConfigError, FrozenCoreError
 from frozencore.files.strict_yaml import read_yaml
 from frozencore.maths.moments import LayerMoments

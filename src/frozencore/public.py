@@ -16,16 +16,16 @@ from frozencore.adapter.export.tenant import export_tenant
 from frozencore.adapter.layer import frozen_core_layers
 from frozencore.adapter.model import FrozenCoreModel
 from frozencore.adapter.per_example import per_example_gradients
-from frozencore.adapter.private.training import PrivateTraining
-from frozencore.adapter.saved.basis import SavedBasis, load_basis
+from frozencore.adapter.private.private_training import PrivateTraining
+from frozencore.adapter.saved.adapter_sums import merge_adapters
 from frozencore.adapter.saved.card import write_model_card
 from frozencore.adapter.saved.pack import pack_adapter, unpack_adapter
-from frozencore.adapter.saved.sums import merge_adapters
+from frozencore.adapter.saved.saved_basis import SavedBasis, load_basis
 from frozencore.adapter.swap import prepare_swap, swap_core
 from frozencore.advice.advise import Advice, advise
+from frozencore.calibration.calibration_options import CalibrationOptions
 from frozencore.calibration.collect import collect_moments
-from frozencore.calibration.options import CalibrationOptions
-from frozencore.calibration.store import load_moments, save_moments
+from frozencore.calibration.moments_file import load_moments, save_moments
 from frozencore.constructors import (
     CONSTRUCTORS,
     BasisOptions,

@@ -22,8 +22,8 @@ from forked import ended
 from frozencore import CONSTRUCTORS, FrozenCoreConfig, Refresh, calibrate, export_lora, export_merged
 from frozencore.adapter.core_operator import plus_core_operator
 from frozencore.adapter.layer import FrozenCoreLayer
+from frozencore.calibration.calibration_options import CalibrationOptions
 from frozencore.calibration.collect import collect_moments
-from frozencore.calibration.options import CalibrationOptions
 from frozencore.errors import ModelError
 from frozencore.files.fingerprint import fingerprint_model
 from frozencore.tune.rows import TokenRow

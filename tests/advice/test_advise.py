@@ -16,7 +16,7 @@ from frozencore.advice import trials as trials_module
 from frozencore.advice.evidence import gather
 from frozencore.advice.settings import Setting
 from frozencore.advice.trials import Trials, Worth
-from frozencore.calibration.options import CalibrationOptions
+from frozencore.calibration.calibration_options import CalibrationOptions
 from frozencore.calibration.preserve import preserved
 from frozencore.calibration.trial import NotSideBySideError, mean_loss
 from frozencore.constructors import CONSTRUCTORS

@@ -13,7 +13,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from frozencore import CalibrationOptions, FrozenCoreConfig, calibrate
 from frozencore.adapter.bases.passes import BasisWork
 from frozencore.calibration.budget import PassPlan
-from frozencore.calibration.options import FisherLabels
+from frozencore.calibration.calibration_options import FisherLabels
 from frozencore.maths.linalg import truncated_svd
 from tiny import batches_of, draw_examples, tiny_qwen2
 

@@ -14,8 +14,8 @@ from transformers import OPTConfig, OPTForCausalLM
 
 import references as ref
 from frozencore.calibration.batches import take_examples
+from frozencore.calibration.calibration_options import CalibrationOptions
 from frozencore.calibration.collect import collect_moments
-from frozencore.calibration.options import CalibrationOptions
 from frozencore.errors import CalibrationError, ConfigError
 from frozencore.maths.moments import MOMENT_NAMES, LayerMoments
 from references import numpy_of

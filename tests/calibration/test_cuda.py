@@ -9,8 +9,8 @@ from peft import PeftModel, get_peft_model
 
 from adapted import cores_of
 from frozencore import FrozenCoreConfig, calibrate
+from frozencore.calibration.calibration_options import CalibrationOptions
 from frozencore.calibration.collect import collect_moments
-from frozencore.calibration.options import CalibrationOptions
 from frozencore.maths.moments import MOMENT_NAMES
 from references import numpy_of, reference_moments
 from tiny import attention_names, batches_of, draw_examples, tiny_qwen2

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from frozencore.calibration.calibration_options import CalibrationOptions
 from frozencore.calibration.collect import collect_moments
-from frozencore.calibration.options import CalibrationOptions
 from tiny import attention_names, batches_of, draw_examples, tiny_gpt2, tiny_qwen2
 
 BATCHES = batches_of(draw_examples(6, seed=1), 2)

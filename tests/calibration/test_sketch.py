@@ -13,8 +13,8 @@ from adapted import BATCHES, adapted, cores_of
 from frozencore import calibrate
 from frozencore.adapter.bases.passes import BasisWork
 from frozencore.calibration.budget import PassPlan
+from frozencore.calibration.calibration_options import CalibrationOptions
 from frozencore.calibration.collect import collect_moments
-from frozencore.calibration.options import CalibrationOptions
 from frozencore.calibration.sketch import SketchTarget, stream_whitened_svds
 from frozencore.constructors.fcca import fcca_basis, fcca_basis_of_svd
 from frozencore.errors import CalibrationError

@@ -7,7 +7,7 @@ import torch
 
 from adapted import BATCHES
 from frozencore.calibration.batches import put_together
-from frozencore.calibration.options import CalibrationOptions
+from frozencore.calibration.calibration_options import CalibrationOptions
 from frozencore.calibration.preserve import preserved
 from frozencore.calibration.trial import NotSideBySideError, Update, mean_loss, mean_losses, tried, tried_side_by_side
 from tiny import tiny_gpt2, tiny_qwen2

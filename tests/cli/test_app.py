@@ -241,7 +241,7 @@ def test_ctrl_c_in_a_verb_that_keeps_nothing_does_not_say_that_it_goes_on(  # ty
     (tmp_path / "tune").mkdir()  # an adapter that is called as a verb
     (tmp_path / "tune" / "adapter_config.json").write_text("{}")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("frozencore.adapter.saved.sums.merge_adapters", stop)
+    monkeypatch.setattr("frozencore.adapter.saved.adapter_sums.merge_adapters", stop)
     monkeypatch.setattr("frozencore.adapter.saved.pack.unpack_adapter", stop)
     for words in (("merge", "tune", "--output", "run"), ("adapter", "unpack", "tune", "--output", "run")):
         status, _, err = command(*words)

@@ -19,7 +19,7 @@ from frozencore.cli.doctor import Diagnosis, diagnose
 from frozencore.files.whole_file import write_json
 from frozencore.tune.evaluation.evaluate import Evaluation, evaluate
 from frozencore.tune.pocket import pocket_model_path
-from frozencore.tune.run.calibrate import execute_calibration
+from frozencore.tune.run.calibrate_only import execute_calibration
 from frozencore.tune.run.config import make_config
 from frozencore.tune.run.execute import execute
 from frozencore.tune.run.many.execute import execute_many

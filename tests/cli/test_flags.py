@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from frozencore.calibration.options import CalibrationOptions
+from frozencore.calibration.calibration_options import CalibrationOptions
 from frozencore.cli.calibrate import calibrate
 from frozencore.cli.flags import OF_TRAINING, TakesOptions
 from frozencore.cli.tune import tune

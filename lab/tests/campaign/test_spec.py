@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from frozencore.calibration.options import CalibrationOptions
+from frozencore.calibration.calibration_options import CalibrationOptions
 from frozencore.constructors import CONSTRUCTORS
 from frozencore.errors import ConfigError
 from frozencore.options import options_of

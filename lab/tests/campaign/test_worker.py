@@ -13,7 +13,7 @@ from peft import get_peft_model
 from frozencore import FrozenCoreConfig
 from frozencore.adapter.layer import frozen_core_layers
 from frozencore.calibration.collect import collect_moments
-from frozencore.calibration.store import load_moments
+from frozencore.calibration.moments_file import load_moments
 from frozencore.errors import ArtifactError
 from frozencore.maths.basis import known_basis
 from frozencore.maths.objective import captured_correlation

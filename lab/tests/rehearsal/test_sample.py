@@ -10,7 +10,7 @@ from frozencore_lab.campaign.job import make_job
 from frozencore_lab.campaign.plan import plan
 from frozencore_lab.campaign.spec import Campaign, Study, read_campaign
 from frozencore_lab.campaign.study_options import Value
-from frozencore_lab.rehearsal.rows import RehearsalPlace
+from frozencore_lab.rehearsal.rehearsal_rows import RehearsalPlace
 from frozencore_lab.rehearsal.sample import quick_sample, whole_sample
 from places import LAB
 

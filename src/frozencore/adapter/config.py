@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from frozencore.adapter.config_checks import refuse_foreign_names, require_names
 from frozencore.adapter.layer_names import key_for
-from frozencore.adapter.saved.basis import SavedBasis, find_basis, read_header
 from frozencore.adapter.saved.config_file import SavedConfig, refuse_expressions
+from frozencore.adapter.saved.saved_basis import SavedBasis, find_basis, read_header
 from frozencore.constructors import (
     CONSTRUCTORS,
     BasisOptions,
@@ -23,7 +23,7 @@ from frozencore.constructors import (
     find_constructor,
     refuse_unread,
 )
-from frozencore.constructors.options import AUTO_ALPHA, Alpha, RankBudget, ScaleOptions, trained_values
+from frozencore.constructors.basis_options import AUTO_ALPHA, Alpha, RankBudget, ScaleOptions, trained_values
 from frozencore.errors import ArtifactError, ConfigError
 from frozencore.files.adapter_folder import LARGEST_FLOAT32, PEFT_TYPE, read_seal
 from frozencore.maths.moments import MomentName

@@ -27,8 +27,8 @@ from frozencore.adapter.linear import FrozenCoreLinear, FrozenCoreQuantisedLinea
 from frozencore.adapter.mixed_batch import adapter_of_each_row
 from frozencore.adapter.named_layers import name_layers, require_tokens
 from frozencore.adapter.ranks import spread_evenly
+from frozencore.adapter.saved.adapter_sums import add_weighted_sum
 from frozencore.adapter.saved.state import require_same_base, set_named_basis, state_to_load, state_to_save
-from frozencore.adapter.saved.sums import add_weighted_sum
 from frozencore.adapter.saved.tensors import PREFIX, warn_of_uncalibrated
 from frozencore.calibration.preserve import keep_weights
 from frozencore.calibration.shards import require_same_bases

@@ -8,7 +8,7 @@ from torch import nn
 
 from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.adapter.layer import FrozenCoreLayer
-from frozencore.constructors.options import trained_values
+from frozencore.constructors.basis_options import trained_values
 from frozencore.maths.allocation import uniform_ranks
 
 

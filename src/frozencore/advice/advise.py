@@ -15,11 +15,11 @@ from frozencore.advice.evidence import Spreads, gather
 from frozencore.advice.settings import Setting, bases_to_try, shapes_to_try
 from frozencore.advice.trials import Trials, Worth
 from frozencore.calibration.batches import num_examples_of
+from frozencore.calibration.calibration_options import CalibrationOptions
 from frozencore.calibration.examples import Collator, batches_from
 from frozencore.calibration.loss import LossFn, with_loss
-from frozencore.calibration.options import CalibrationOptions
 from frozencore.calibration.preserve import preserved
-from frozencore.constructors.options import BasisOptions, trained_values
+from frozencore.constructors.basis_options import BasisOptions, trained_values
 from frozencore.errors import ConfigError
 from frozencore.maths.allocation import num_values
 from frozencore.words import Progress

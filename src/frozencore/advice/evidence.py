@@ -16,9 +16,9 @@ from frozencore.adapter.layer import FrozenCoreLayer, frozen_core_layers
 from frozencore.adapter.model import FrozenCoreConfig
 from frozencore.advice.settings import On, Setting
 from frozencore.calibration.batches import Batch, in_halves, is_of_tokens, put_together
+from frozencore.calibration.calibration_options import CalibrationOptions
 from frozencore.calibration.collect import collect_moments, share_of
 from frozencore.calibration.loss import is_language_model, loss_fn_of
-from frozencore.calibration.options import CalibrationOptions
 from frozencore.constructors import CONSTRUCTORS, DEFAULT, LayerEvidence
 from frozencore.maths.agreement import Crossed, crossed_by_gram, gains_of
 from frozencore.maths.allocation import allocate_ranks, allocations, num_candidates, uniform_ranks

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from frozencore.constructors import CONSTRUCTORS, DEFAULT
-from frozencore.constructors.options import BasisOptions
+from frozencore.constructors.basis_options import BasisOptions
 from frozencore.maths.moments import MomentName
 
 On = Literal["asked", "all-linear"]

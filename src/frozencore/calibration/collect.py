@@ -17,6 +17,7 @@ from peft import PeftModel
 from torch import nn
 
 from frozencore.calibration.batches import Batch, mapped, num_examples_of, require_batch, total_examples
+from frozencore.calibration.calibration_options import CalibrationOptions
 from frozencore.calibration.counted import (
     CountedTokens,
     counted_source_tokens,
@@ -25,7 +26,6 @@ from frozencore.calibration.counted import (
     watching_encoder,
 )
 from frozencore.calibration.loss import LossFn, loss_fn_of, losses, with_loss
-from frozencore.calibration.options import CalibrationOptions
 from frozencore.calibration.preserve import preserved
 from frozencore.calibration.recorder import LayerRecorder
 from frozencore.calibration.taps import CalibrationPass, Taps, capturing

@@ -17,7 +17,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from frozencore.calibration.options import CalibrationOptions
+from frozencore.calibration.calibration_options import CalibrationOptions
 from frozencore.device import sent
 from frozencore.errors import CalibrationError
 

@@ -24,8 +24,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from frozencore.calibration.batches import Batch
+from frozencore.calibration.calibration_options import CalibrationOptions
 from frozencore.calibration.collect import collect_moments, run_pass, share_of
-from frozencore.calibration.options import CalibrationOptions
 from frozencore.calibration.preserve import preserved
 from frozencore.calibration.recorder import Projection
 from frozencore.calibration.taps import Taps

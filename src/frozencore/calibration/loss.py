@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn.functional import log_softmax, nll_loss
 
 from frozencore.calibration.batches import Batch, num_examples_of
+from frozencore.calibration.calibration_options import CalibrationOptions, FisherLabels
 from frozencore.calibration.counted import IGNORED, is_encoder_decoder, labels_of, predicted
-from frozencore.calibration.options import CalibrationOptions, FisherLabels
 from frozencore.calibration.taps import Taps
 from frozencore.device import sent
 from frozencore.errors import CalibrationError, ConfigError

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 
 from frozencore.calibration.batches import Batch
 from frozencore.calibration.budget import KEPT_WIDTH, SKETCH_PASSES, SKETCH_WIDTH
+from frozencore.calibration.calibration_options import CalibrationOptions
 from frozencore.calibration.collect import refuse_unreached, run_pass, share_of
-from frozencore.calibration.options import CalibrationOptions
 from frozencore.calibration.preserve import preserved
 from frozencore.calibration.recorder import LayerRecorder, Projection
 from frozencore.calibration.taps import Taps

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from frozencore.calibration.calibration_options import Backward, CalibrationOptions, backward_passes
 from frozencore.calibration.counted import CountedTokens, EncoderSide
-from frozencore.calibration.options import Backward, CalibrationOptions, backward_passes
 from frozencore.calibration.recorder import FiniteBatches, LayerRecorder, Projection, ReadInput
 from frozencore.device import find_device
 from frozencore.errors import CalibrationError

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from frozencore.calibration.batches import Batch, mapped, num_examples_of
+from frozencore.calibration.calibration_options import CalibrationOptions
 from frozencore.calibration.counted import labels_of
 from frozencore.calibration.loss import losses, predictions
-from frozencore.calibration.options import CalibrationOptions
 from frozencore.calibration.taps import Taps
 from frozencore.device import sent
 from frozencore.maths.linalg import seeded_generator

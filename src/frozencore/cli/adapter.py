@@ -75,7 +75,7 @@ def merge(
     except ValueError as error:
         raise ConfigError(f"--weights are numbers separated by commas, but {weights!r} came.") from error
     folders = [adapter_in(adapter) for adapter in adapters]
-    from frozencore.adapter.saved.sums import merge_adapters
+    from frozencore.adapter.saved.adapter_sums import merge_adapters
 
     merge_adapters(folders, output, weights=shares)
     _print_size(output)

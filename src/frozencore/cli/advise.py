@@ -36,7 +36,7 @@ def _advise(
 ) -> None:
     refuse_early(config)
     from frozencore.cli.display import StageDisplay
-    from frozencore.tune.run.advise import execute_advice
+    from frozencore.tune.run.advice_run import execute_advice
     from frozencore.tune.run.folder import ADVICE
 
     with StageDisplay(console) as progress:
@@ -76,7 +76,7 @@ def _cells(worth: Worth) -> tuple[str, ...]:
 
 def _lines(config: RunConfig, advice: Advice) -> Iterator[str]:
     """What the data look like, what a budget buys, what the advice cost, and the recommendation."""
-    from frozencore.tune.run.advise import flags_of
+    from frozencore.tune.run.advice_run import flags_of
 
     spreads = advice.spreads
     yield (

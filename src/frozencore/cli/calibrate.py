@@ -43,7 +43,7 @@ def _calibrate(
 ) -> None:
     (refuse_early if tenants is None else refuse_tenants_early)(config)
     from frozencore.cli.display import StageDisplay
-    from frozencore.tune.run.calibrate import execute_calibration
+    from frozencore.tune.run.calibrate_only import execute_calibration
     from frozencore.tune.run.folder import ADAPTER, BASIS, MOMENTS_FILE
     from frozencore.tune.run.many.calibrate import execute_calibration_of_tenants
 

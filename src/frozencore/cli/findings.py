@@ -83,7 +83,7 @@ def _beside(path: Path) -> Findings:
 
 
 def basis(path: Path) -> Findings:
-    from frozencore.adapter.saved.basis import load_basis
+    from frozencore.adapter.saved.saved_basis import load_basis
 
     basis = load_basis(path)
     calibrated_on = f", calibrated on {basis.calibrated_on}" if basis.calibrated_on else ""
@@ -126,7 +126,7 @@ def other_method(path: Path) -> Findings:
 
 def moments(path: Path) -> Findings:
     """A moments file, or the folder that ``frozencore calibrate`` wrote."""
-    from frozencore.calibration.store import load_moments
+    from frozencore.calibration.moments_file import load_moments
 
     layers = load_moments(path / MOMENTS_FILE if path.is_dir() else path)
     counts = [layer.num_tokens for layer in layers.values()]

@@ -24,7 +24,7 @@ from frozencore.words import num_of
 
 if TYPE_CHECKING:
     from frozencore.adapter.inspection import LayerReport
-    from frozencore.tune.run.held import Held
+    from frozencore.tune.run.calibrate_only import RowShares
 
 LEGEND = {
     "m x n": "outputs by inputs of the layer",
@@ -75,9 +75,9 @@ def inspect(
     on_rows = _on_rows(folder, model, data)
     from frozencore.adapter.inspection import inspect_adapter
     from frozencore.adapter.saved.folder import read_adapter_or_basis
-    from frozencore.calibration.store import load_moments
+    from frozencore.calibration.moments_file import load_moments
     from frozencore.cli.run_summary import allocation_line
-    from frozencore.constructors.options import trained_values
+    from frozencore.constructors.basis_options import trained_values
 
     config, layers = read_adapter_or_basis(folder)
     reports = inspect_adapter(
@@ -86,7 +86,7 @@ def inspect(
         moments=load_moments(moments) if moments else None,
         other=None if other is None else read_adapter_or_basis(other)[1],
     )
-    held = None if on_rows is None else _held(on_rows, silent=as_json)
+    held = None if on_rows is None else _shares(on_rows, silent=as_json)
     if as_json:
         found = {name: asdict(report) for name, report in reports.items()}
         for name, share in {} if held is None else held.layers.items():
@@ -128,14 +128,14 @@ def _on_rows(folder: Path, model: str | None, data: Path | None) -> RunConfig | 
     return config
 
 
-def _held(config: RunConfig, *, silent: bool) -> Held:
+def _shares(config: RunConfig, *, silent: bool) -> RowShares:
     from frozencore.cli.display import StageDisplay
-    from frozencore.tune.run.held import held_of_rows
+    from frozencore.tune.run.calibrate_only import shares_of_rows
 
     if silent:
-        return held_of_rows(config, lambda *_: None)
+        return shares_of_rows(config, lambda *_: None)
     with StageDisplay(console) as progress:
-        return held_of_rows(config, progress)
+        return shares_of_rows(config, progress)
 
 
 def inspection_table(reports: Mapping[str, LayerReport], *, every_layer: bool = False) -> Group:

@@ -20,7 +20,7 @@ from frozencore.adapter.saved.tensors import FLAT, PREFIX
 from frozencore.files.adapter_folder import WEIGHTS_FILE, read_config
 from frozencore.tune.run.record import TunedRecord
 from frozencore.tune.run.record_parts import AccuracyDetails
-from frozencore.tune.run.rows import Reading
+from frozencore.tune.run.row_sets import Reading
 from frozencore.words import bytes_in_words, num_of, one_line
 
 STILL_FALLING = 0.1  # of the loss, from one quarter of the steps to the next

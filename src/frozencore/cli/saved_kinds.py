@@ -13,7 +13,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from frozencore.calibration.store import KEY
+from frozencore.calibration.moments_file import KEY
 from frozencore.errors import ArtifactError
 from frozencore.files.adapter_folder import (
     BASIS_MODEL_TYPE,
@@ -26,7 +26,7 @@ from frozencore.files.adapter_folder import (
     WEIGHTS_FILE,
     read_config,
 )
-from frozencore.tune.run.folder import ADAPTER, CHECKPOINTS, FAILURE, FOUND, MOMENTS_FILE, PREDICTIONS, RECORD
+from frozencore.tune.run.folder import ADAPTER, CACHE, CHECKPOINTS, FAILURE, MOMENTS_FILE, PREDICTIONS, RECORD
 from frozencore.tune.training.checkpoints import SEATS
 
 
@@ -51,7 +51,7 @@ def kind_of(path: Path) -> str | None:
         return "evaluation"
     if record is None and _is_of_many(path):
         return "tenants"
-    if (isinstance(record, dict) and "config" in record) or any((path / n).is_dir() for n in (CHECKPOINTS, FOUND)):
+    if (isinstance(record, dict) and "config" in record) or any((path / n).is_dir() for n in (CHECKPOINTS, CACHE)):
         return "run"
     if record is None and (path / ADAPTER / CONFIG_FILE).is_file():
         return "adapter"

@@ -16,7 +16,7 @@ from frozencore.errors import ConfigError
 from frozencore.tune.rows import Example
 from frozencore.tune.rows.prompts import PromptEncoder, PromptStyle
 from frozencore.tune.tasks import Task
-from frozencore.tune.tasks.hub import HubDataset
+from frozencore.tune.tasks.hub_rows import HubDataset
 from frozencore.words import unknown_name
 
 MARKS = "⟦", "⟧"

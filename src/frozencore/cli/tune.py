@@ -77,7 +77,7 @@ def _tune(
     from frozencore.cli.display import StageDisplay, resume_line
     from frozencore.cli.run_summary import run_summary, sample_lines, size_lines
     from frozencore.files.whole_file import write_text
-    from frozencore.tune.run.advise import advise_run, flags_of, refuse_advised, with_advice
+    from frozencore.tune.run.advice_run import advise_run, flags_of, refuse_advised, with_advice
     from frozencore.tune.run.bench import prepare
     from frozencore.tune.run.execute import execute
     from frozencore.tune.run.folder import ADAPTER, ASKED, RECORD, SAMPLES

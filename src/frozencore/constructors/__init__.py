@@ -9,13 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from frozencore.constructors.basis_options import BasisOptions
 from frozencore.constructors.constructor import Colour, Constructor, LayerEvidence
 from frozencore.constructors.eva import Eva, EvaOptions, eva_basis
 from frozencore.constructors.fcca import FCCA, FCCAOptions, fcca_basis
 from frozencore.constructors.filora import FiLoRA, FiLoRAOptions, filora_basis
 from frozencore.constructors.lora_xs import LoRAXS, lora_xs_basis
 from frozencore.constructors.milora import MiLoRA, milora_basis
-from frozencore.constructors.options import BasisOptions
 from frozencore.constructors.random import Random, random_basis
 from frozencore.constructors.rawgrad import RawGrad, rawgrad_basis
 from frozencore.constructors.signgrad import SignGrad, SignGradOptions, signgrad_basis

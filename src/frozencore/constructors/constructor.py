@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
-from frozencore.constructors.options import BasisOptions
+from frozencore.constructors.basis_options import BasisOptions
 from frozencore.errors import CalibrationError
 from frozencore.maths.agreement import agreed_gains
 from frozencore.maths.basis import Basis

@@ -14,8 +14,8 @@ from typing import Annotated, Literal, get_args
 from jaxtyping import Float
 from pydantic import Field
 
+from frozencore.constructors.basis_options import BasisOptions
 from frozencore.constructors.constructor import Constructor, LayerEvidence
-from frozencore.constructors.options import BasisOptions
 from frozencore.errors import ConfigError
 from frozencore.maths.basis import Basis, Coordinates, basis_from_factors
 from frozencore.maths.linalg import effective_rank, energy_rank, seeded_generator, top_eigenvectors, truncated_svd

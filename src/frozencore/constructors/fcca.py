@@ -14,8 +14,8 @@ from typing import Annotated
 from jaxtyping import Float
 from pydantic import Field
 
+from frozencore.constructors.basis_options import BasisOptions
 from frozencore.constructors.constructor import Constructor, LayerEvidence, Options, with_cross
-from frozencore.constructors.options import BasisOptions
 from frozencore.maths.basis import Basis, Coordinates, basis_from_factors
 from frozencore.maths.groups import SharedSpans
 from frozencore.maths.linalg import SvdMethod, TruncatedSVD, effective_rank, truncated_svd

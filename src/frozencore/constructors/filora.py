@@ -13,8 +13,8 @@ from typing import Annotated
 
 from pydantic import Field
 
+from frozencore.constructors.basis_options import BasisOptions
 from frozencore.constructors.constructor import Constructor, LayerEvidence
-from frozencore.constructors.options import BasisOptions
 from frozencore.maths.basis import Basis, Coordinates, basis_from_factors
 from frozencore.maths.linalg import energy_rank
 from frozencore.maths.moments import LayerMoments, MomentName

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from jaxtyping import Float
 
+from frozencore.constructors.basis_options import BasisOptions
 from frozencore.constructors.constructor import Constructor, LayerEvidence
-from frozencore.constructors.options import BasisOptions
 from frozencore.maths.basis import Basis, Coordinates, basis_from_factors
 from frozencore.maths.linalg import SvdMethod, effective_rank, truncated_svd
 from frozencore.maths.moments import MomentName

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from jaxtyping import Float
 
+from frozencore.constructors.basis_options import BasisOptions
 from frozencore.constructors.constructor import Constructor, LayerEvidence
-from frozencore.constructors.options import BasisOptions
 from frozencore.maths.basis import Basis, Coordinates, basis_from_factors
 from frozencore.maths.linalg import canonical_signs, require_finite
 from frozencore.maths.moments import MomentName

@@ -5,8 +5,8 @@ G = U Σ Vᵀ,   P = U_r,   Q = V_r
 
 from __future__ import annotations
 
+from frozencore.constructors.basis_options import BasisOptions
 from frozencore.constructors.fcca import WhitenedCrossMoment, fcca_basis
-from frozencore.constructors.options import BasisOptions
 from frozencore.maths.basis import Basis, Coordinates
 from frozencore.maths.linalg import SvdMethod
 from frozencore.maths.moments import LayerMoments

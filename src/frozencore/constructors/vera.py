@@ -4,8 +4,8 @@ et al., 2024).
 
 from __future__ import annotations
 
+from frozencore.constructors.basis_options import BasisOptions
 from frozencore.constructors.constructor import Constructor, LayerEvidence
-from frozencore.constructors.options import BasisOptions
 from frozencore.maths.basis import Basis, Coordinates, basis_from_factors
 from frozencore.maths.linalg import seeded_generator
 from frozencore.maths.moments import MomentName

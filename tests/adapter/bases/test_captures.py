@@ -12,8 +12,8 @@ import torch
 import references as ref
 from adapted import BATCHES, EXAMPLES, adapted, cores_of
 from frozencore import CONSTRUCTORS, CalibrationOptions, calibrate
+from frozencore.calibration.calibration_options import FisherLabels
 from frozencore.calibration.collect import collect_moments
-from frozencore.calibration.options import FisherLabels
 from frozencore.maths.moments import MOMENT_NAMES, LayerMoments
 from references import Array, numpy_of
 from tiny import tiny_qwen2

@@ -16,7 +16,7 @@ from transformers import Trainer, TrainingArguments
 from adapted import adapted
 from frozencore import PrivateTraining
 from frozencore.adapter.per_example import losses_and_gradients
-from frozencore.adapter.private import training
+from frozencore.adapter.private import private_training
 from tiny import VOCABULARY, Example, batch_of, tiny_qwen2
 
 opacus = pytest.importorskip("opacus")
@@ -65,7 +65,7 @@ def test_members_are_told_apart_after_plain_trainings_and_not_after_private_ones
     plain = [attack(tmp_path, seed, private=False) for seed in range(2)]
     areas = []
     for seed in range(5):
-        monkeypatch.setattr(training, "new_secret", lambda seed=seed: f"{seed:064x}")
+        monkeypatch.setattr(private_training, "new_secret", lambda seed=seed: f"{seed:064x}")
         areas.append(attack(tmp_path, seed, private=True))
     half = float(t.ppf(0.975, len(areas) - 1)) * stdev(areas) / math.sqrt(len(areas))
     low, high = mean(areas) - half, mean(areas) + half

@@ -16,8 +16,8 @@ from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, Traini
 
 from adapted import adapted, cores_of
 from frozencore import PrivateTraining, Refresh
-from frozencore.adapter.private import sampling, training
-from frozencore.adapter.private.training import clipped_sum
+from frozencore.adapter.private import private_training, sampling
+from frozencore.adapter.private.private_training import clipped_sum
 from frozencore.errors import ConfigError, DataError, TrainingError
 from frozencore.privacy import PrivateBudget, Schedule
 from tiny import batch_of, draw_examples, tiny_qwen2
@@ -51,7 +51,7 @@ def private(trainer: Trainer, **options: Any) -> PrivateTraining:
 
 @pytest.fixture(autouse=True)
 def same_secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training, "new_secret", lambda: SECRET)
+    monkeypatch.setattr(private_training, "new_secret", lambda: SECRET)
 
 
 def cores(model: Any) -> Tensor:
@@ -195,7 +195,7 @@ def test_an_interrupted_training_goes_on_to_the_bit_and_spends_once(
     before = private(first)
     first.train()
     assert before.num_steps == at
-    monkeypatch.setattr(training, "new_secret", lambda: "not the one that the checkpoint has")
+    monkeypatch.setattr(private_training, "new_secret", lambda: "not the one that the checkpoint has")
     second = trainer_of(folder)
     after = private(second)
     second.train(resume_from_checkpoint=str(folder / f"checkpoint-{at}"))
@@ -235,7 +235,7 @@ def test_a_step_without_rows_is_noise_alone(tmp_path: Path, monkeypatch: pytest.
     keeps = Keeps()
     trainer = trainer_of(tmp_path, callbacks=[keeps], max_steps=3)
     own = private(trainer)
-    monkeypatch.setattr(training, "drawn_rows", lambda *_: [])
+    monkeypatch.setattr(private_training, "drawn_rows", lambda *_: [])
     trainer.train()
     size = len(keeps.gradients[0])
     expected = sampling.noise_of(SECRET, 1, size) * own.schedule.noise_multiplier * 0.5 / 6

@@ -16,7 +16,7 @@ from frozencore.tune.rows.mixture import Data, WeightedSource, draw, read_source
 from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.tune.run.config import make_config
 from frozencore.tune.run.read_rows import prepare_rows
-from frozencore.tune.run.rows import RunRows
+from frozencore.tune.run.row_sets import RunRows
 
 
 def write(path: Path, count: int, kind: str = "cats") -> str:

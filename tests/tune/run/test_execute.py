@@ -33,7 +33,7 @@ from frozencore.tune.methods import METHODS
 from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.run.bench import prepare
-from frozencore.tune.run.calibrate import execute_calibration
+from frozencore.tune.run.calibrate_only import execute_calibration
 from frozencore.tune.run.config import RunConfig, make_config
 from frozencore.tune.run.execute import execute
 from frozencore.tune.run.models import load_model

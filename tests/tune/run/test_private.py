@@ -12,7 +12,7 @@ from frozencore.errors import ConfigError
 from frozencore.files.fingerprint import fingerprint_options
 from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.run.bench import prepare
-from frozencore.tune.run.calibrate import execute_calibration
+from frozencore.tune.run.calibrate_only import execute_calibration
 from frozencore.tune.run.config import RunConfig, make_config
 from frozencore.tune.run.execute import execute
 from frozencore.tune.run.many.sweep import execute_sweep

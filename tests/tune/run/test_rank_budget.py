@@ -14,7 +14,7 @@ from frozencore.errors import ConfigError
 from frozencore.maths.allocation import num_values
 from frozencore.tune.run.adapt import adapt_from_data
 from frozencore.tune.run.bench import prepare
-from frozencore.tune.run.calibrate import execute_calibration
+from frozencore.tune.run.calibrate_only import execute_calibration
 from frozencore.tune.run.execute import execute
 from frozencore.tune.run.scores import score_rows
 from frozencore_lab.campaign.job import make_job

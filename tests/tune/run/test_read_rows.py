@@ -13,7 +13,7 @@ from frozencore.errors import DataError, NoRowsError
 from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.tune.run.config import RunConfig, make_config
 from frozencore.tune.run.read_rows import prepare_rows
-from frozencore.tune.run.rows import KeptRows
+from frozencore.tune.run.row_sets import KeptRows
 from small_task import write_task
 
 

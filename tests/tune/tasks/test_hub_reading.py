@@ -10,7 +10,7 @@ import pytest
 from pyarrow import parquet
 
 from frozencore.errors import DataError
-from frozencore.tune.tasks.hub import HubDataset
+from frozencore.tune.tasks.hub_rows import HubDataset
 
 SOURCE = HubDataset(path="org/name", train_split="train", evaluation_split="test", columns=("sentence", "label"))
 

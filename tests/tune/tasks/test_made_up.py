@@ -12,7 +12,7 @@ from datasets import Dataset
 
 from frozencore.tune.suite import PAPER_TASKS
 from frozencore.tune.tasks import Task
-from frozencore.tune.tasks.hub import HubDataset, write_hub_folders
+from frozencore.tune.tasks.hub_rows import HubDataset, write_hub_folders
 from frozencore.tune.tasks.splits import normalised_text, split_task
 
 NUM_ROWS = 200

@@ -15,7 +15,7 @@ from frozencore.files.hub import HUB_TIMEOUT_S
 from frozencore.tune.suite import PAPER_TASKS, TASKS, TEXT_TASKS
 from frozencore.tune.tasks import arc_challenge, gsm8k, hellaswag, sst2, svamp, winogrande
 from frozencore.tune.tasks.answers import parse_answer, parse_number
-from frozencore.tune.tasks.hub import HubDataset
+from frozencore.tune.tasks.hub_rows import HubDataset
 
 SVAMP_ROW = {"Body": "Tom has 3 pens", "Question": "How many pens has he?", "Answer": "3"}
 

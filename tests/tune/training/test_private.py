@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from adapted import adapted, cores_of
-from frozencore.adapter.private import training
+from frozencore.adapter.private import private_training
 from frozencore.errors import ConfigError, TrainingError
 from frozencore.privacy import PrivateBudget
 from frozencore.tune.rows import TokenRow
@@ -54,7 +54,7 @@ def trained(
 
 @pytest.fixture(autouse=True)
 def same_secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training, "new_secret", lambda: "5a" * 32)
+    monkeypatch.setattr(private_training, "new_secret", lambda: "5a" * 32)
 
 
 @pytest.mark.parametrize("until", [2, 5, 8])
@@ -63,7 +63,7 @@ def test_a_private_training_resumes_to_the_bit_and_spends_no_step_twice(
 ) -> None:
     whole, expected, told = trained(None)
     trained(tmp_path, until=until)
-    monkeypatch.setattr(training, "new_secret", lambda: "not that of the checkpoint")
+    monkeypatch.setattr(private_training, "new_secret", lambda: "not that of the checkpoint")
     resumed, report, _ = trained(tmp_path, resume=True)
     assert expected is not None
     assert report is not None

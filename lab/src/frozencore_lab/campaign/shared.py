@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from frozencore.adapter.bases.access import get_bases
 from frozencore.adapter.bases.calibrate import calibrate
 from frozencore.adapter.layer import frozen_core_layers
-from frozencore.calibration.options import of_the_sums
-from frozencore.calibration.store import MomentsFingerprint, load_moments, save_moments
+from frozencore.calibration.calibration_options import of_the_sums
+from frozencore.calibration.moments_file import MomentsFingerprint, load_moments, save_moments
 from frozencore.files.fingerprint import fingerprint_model, fingerprint_options
 from frozencore.files.whole_file import remove_left, whole_file
 from frozencore.maths.basis import known_basis
@@ -26,9 +26,9 @@ from frozencore.tune.methods.bases_config import BasesConfig
 from frozencore.tune.rows.rows_config import OwnRowsConfig, RowsConfig
 from frozencore.tune.run.adapt import Adapted, adapt_from_data
 from frozencore.tune.run.bench import Bench, calibration_batches
-from frozencore.tune.run.calibrate import collect_for
+from frozencore.tune.run.calibrate_only import collect_for
 from frozencore.tune.run.config import CalibrationConfig, RunConfig
-from frozencore.tune.run.rows import RunRows
+from frozencore.tune.run.row_sets import RunRows
 from frozencore.words import Progress
 from frozencore_lab.campaign.job import Job
 from frozencore_lab.campaign.store import Store

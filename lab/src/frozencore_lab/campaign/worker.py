@@ -26,7 +26,7 @@ from frozencore.tune.run.folder import ADAPTER
 from frozencore.tune.run.models import load_model
 from frozencore.tune.run.record import Failure
 from frozencore.tune.run.record_parts import Provenance
-from frozencore.tune.run.rows import KeptRows
+from frozencore.tune.run.row_sets import KeptRows
 from frozencore.tune.scoring.forward import take_off
 from frozencore.words import Progress, one_line
 from frozencore_lab.campaign.job import Job

@@ -22,7 +22,7 @@ from frozencore_lab.campaign.estimate import RECORD_BYTES, shared_bytes
 from frozencore_lab.campaign.plan import plan
 from frozencore_lab.campaign.spec import Campaign
 from frozencore_lab.rehearsal.models import Original
-from frozencore_lab.rehearsal.rows import FewRows
+from frozencore_lab.rehearsal.rehearsal_rows import FewRows
 
 HUB_TIMEOUT_S = 3.0
 STORED_BYTES = 2  # of a value, as hub models are mostly stored

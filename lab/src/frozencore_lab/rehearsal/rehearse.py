@@ -22,7 +22,7 @@ from frozencore_lab.campaign.worker import Worker
 from frozencore_lab.rehearsal.account import Lack, StudyAccount, account_of
 from frozencore_lab.rehearsal.models import LAYERS, Original, find_original, make_stand_in
 from frozencore_lab.rehearsal.needs import Need, real_needs
-from frozencore_lab.rehearsal.rows import FewRows, RehearsalPlace, lay_out
+from frozencore_lab.rehearsal.rehearsal_rows import FewRows, RehearsalPlace, lay_out
 from frozencore_lab.rehearsal.sample import Sample
 from frozencore_lab.reports.campaign import campaign_document
 from frozencore_lab.reports.writing import write_document

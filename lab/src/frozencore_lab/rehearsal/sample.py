@@ -16,7 +16,7 @@ from frozencore.tune.suite import find_task
 from frozencore_lab.campaign.plan import plan
 from frozencore_lab.campaign.spec import MATCHED, Campaign, Study, column_key
 from frozencore_lab.campaign.study_options import METHODS_OF_GRID, Value, Values
-from frozencore_lab.rehearsal.rows import IN_16_BITS
+from frozencore_lab.rehearsal.rehearsal_rows import IN_16_BITS
 
 SEEDS = 2  # the fewest that have a standard deviation
 FEW = 2

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from frozencore.adapter.config import FrozenCoreConfig, options_of_basis
 from frozencore.adapter.layer import FrozenCoreLayer, frozen_core_layers
 from frozencore.adapter.model import find_adapter
-from frozencore.adapter.saved.basis import SavedBasis, write_basis
 from frozencore.adapter.saved.card import num_tokens
 from frozencore.adapter.saved.same_base import record_base
+from frozencore.adapter.saved.saved_basis import SavedBasis, write_basis
 from frozencore.adapter.saved.state import require_basis_fits
 from frozencore.errors import CalibrationError, ConfigError
 from frozencore.files.fingerprint import fingerprint_tensors

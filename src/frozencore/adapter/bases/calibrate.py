@@ -19,11 +19,11 @@ from frozencore.adapter.bases.grouped import GroupWork, require_groups
 from frozencore.adapter.bases.passes import BasisWork
 from frozencore.adapter.bases.rank_budget import BasisSource, GivenMoments, spend_budget, spends_by_spectrum
 from frozencore.adapter.ranks import give_ranks, layers_to_share
+from frozencore.calibration.calibration_options import CalibrationOptions
 from frozencore.calibration.examples import Collator, batches_from
 from frozencore.calibration.loss import LossFn, with_loss
-from frozencore.calibration.options import CalibrationOptions
 from frozencore.calibration.shards import assign_owners, require_same_bases, share_bases
-from frozencore.constructors.options import trained_values
+from frozencore.constructors.basis_options import trained_values
 from frozencore.errors import CalibrationError
 from frozencore.maths.basis import Basis
 from frozencore.maths.capture import Capture
@@ -106,7 +106,7 @@ def calibrate(
         collator: Makes a batch from a list of rows, as in ``Trainer``.
         batch_size: Rows in a batch that the collator makes; 8 by default.
         num_examples: Stop after that many examples; data without an end, and streams, need it.
-        options: Options of the pass, see :class:`frozencore.calibration.options.CalibrationOptions`.
+        options: Options of the pass, see :class:`frozencore.calibration.calibration_options.CalibrationOptions`.
         memory_budget: The memory beyond a plain forward and backward pass, ``"8GiB"`` for instance or a number of
             bytes. It decides the number of passes, the device of the sums, and whether they are sketches (see
             docs/memory.md). Also an option of ``options``.

@@ -19,9 +19,9 @@ from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.adapter.layer import FrozenCoreLayer
 from frozencore.calibration.batches import Batch, is_batch
 from frozencore.calibration.budget import LayerCost, PassPlan, layer_cost, memory_bytes, plan_passes
+from frozencore.calibration.calibration_options import CalibrationOptions, backward_passes
 from frozencore.calibration.collect import collect_moments, share_of
 from frozencore.calibration.examples import KeptBatches
-from frozencore.calibration.options import CalibrationOptions, backward_passes
 from frozencore.calibration.shards import reduce_moments
 from frozencore.calibration.sketch import Sketch, SketchTarget, stream_whitened_svds
 from frozencore.constructors import BasisOptions, LayerEvidence

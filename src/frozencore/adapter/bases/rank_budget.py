@@ -17,11 +17,11 @@ from frozencore.adapter.bases.passes import BasisWork, adapters_off
 from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.calibration.batches import Batch, in_halves
 from frozencore.calibration.budget import LayerCost
+from frozencore.calibration.calibration_options import CalibrationOptions
 from frozencore.calibration.collect import share_of
-from frozencore.calibration.options import CalibrationOptions
 from frozencore.calibration.sketch import crossed
 from frozencore.constructors import LayerEvidence
-from frozencore.constructors.options import trained_values
+from frozencore.constructors.basis_options import trained_values
 from frozencore.errors import CalibrationError
 from frozencore.maths.agreement import gains_of
 from frozencore.maths.allocation import allocate_ranks, num_candidates

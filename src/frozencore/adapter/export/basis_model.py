@@ -22,10 +22,10 @@ from transformers import AutoModelForCausalLM
 import frozencore_basis_model
 from frozencore.adapter.export.base_model import base_name, layers_of, load_base_model, save_tokenizer
 from frozencore.adapter.export.source import require_bases
-from frozencore.adapter.saved.basis import load_basis
 from frozencore.adapter.saved.card import CARD_FILE
 from frozencore.adapter.saved.folder import read_adapter
 from frozencore.adapter.saved.same_base import differing_layer, sample_weight
+from frozencore.adapter.saved.saved_basis import load_basis
 from frozencore.adapter.saved.state import other_base
 from frozencore.errors import ArtifactError, ModelError
 from frozencore.files.adapter_folder import BASIS_MODEL_TYPE, HEADER_FILE, MODEL_CONFIG

@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from frozencore.adapter.config import FrozenCoreConfig
-from frozencore.adapter.saved.basis import load_basis
 from frozencore.adapter.saved.card import CARD_FILE
 from frozencore.adapter.saved.config_file import WRITE_NAMES, refuse_expressions, wrong_type
+from frozencore.adapter.saved.saved_basis import load_basis
 from frozencore.adapter.saved.seal import read_folder, seal_tensors
 from frozencore.adapter.saved.tensors import FLAT, Factors, layer_factors, with_factors
 from frozencore.constructors import constructor_options

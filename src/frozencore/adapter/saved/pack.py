@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 
 from frozencore.adapter.config import FrozenCoreConfig, options_of_basis
-from frozencore.adapter.saved.basis import SavedBasis, load_basis, write_basis
+from frozencore.adapter.saved.adapter_sums import bases_of_folder, differing_basis
 from frozencore.adapter.saved.card import num_tokens
 from frozencore.adapter.saved.folder import read_tensors, write_adapter
-from frozencore.adapter.saved.sums import bases_of_folder, differing_basis
+from frozencore.adapter.saved.saved_basis import SavedBasis, load_basis, write_basis
 from frozencore.adapter.saved.tensors import FLAT, PREFIX, Factors, flatten_cores, layer_factors
 from frozencore.errors import ArtifactError
 

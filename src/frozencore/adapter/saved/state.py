@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.adapter.layer import FrozenCoreLayer, frozen_core_layers
 from frozencore.adapter.rounds import with_last_core, without_last_core
-from frozencore.adapter.saved.basis import SavedBasis
 from frozencore.adapter.saved.same_base import differing_layer, record_base
+from frozencore.adapter.saved.saved_basis import SavedBasis
 from frozencore.adapter.saved.seal import (
     require_modules,
     require_orthonormal,

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, BeforeValidator, Field, SerializeAsAny, model_validator
 
 from frozencore.constructors import BasisOptions, refuse_unread
-from frozencore.constructors.options import Rank, RankBudget
+from frozencore.constructors.basis_options import Rank, RankBudget
 from frozencore.errors import ConfigError
 from frozencore.options import FrozenOptions
 from frozencore.tune.methods import Method, Targets, find_method

@@ -9,9 +9,9 @@ from typing import Any
 
 from pydantic import BaseModel, create_model
 
-from frozencore.calibration.options import CalibrationOptions
+from frozencore.calibration.calibration_options import CalibrationOptions
 from frozencore.constructors import CONSTRUCTORS, constructor_options
-from frozencore.constructors.options import ScaleOptions
+from frozencore.constructors.basis_options import ScaleOptions
 from frozencore.options import FrozenOptions, Option, options_of
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-from frozencore.constructors.options import trained_values
+from frozencore.constructors.basis_options import trained_values
 from frozencore.errors import ConfigError
 from frozencore.tune.methods.from_peft import FromPEFT
 from frozencore.tune.methods.method import AdapterOptions, Budget

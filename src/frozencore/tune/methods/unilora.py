@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from frozencore.constructors.options import trained_values
+from frozencore.constructors.basis_options import trained_values
 from frozencore.tune.methods.from_peft import FromPEFT, as_peft_takes
 from frozencore.tune.methods.method import AdapterOptions, Budget
 

@@ -10,10 +10,10 @@ from peft import PeftModel
 
 from frozencore.adapter.bases.calibrate import Calibration, calibrate
 from frozencore.adapter.bases.rank_budget import spends_by_spectrum
-from frozencore.adapter.saved.basis import read_header
+from frozencore.adapter.saved.saved_basis import read_header
 from frozencore.calibration.batches import Batch
-from frozencore.calibration.options import of_the_sums
-from frozencore.calibration.store import MomentsFingerprint, load_moments
+from frozencore.calibration.calibration_options import of_the_sums
+from frozencore.calibration.moments_file import MomentsFingerprint, load_moments
 from frozencore.errors import ConfigError
 from frozencore.ranks import num_ranks, own_rank
 from frozencore.tune.methods import Targets

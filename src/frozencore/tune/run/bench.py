@@ -15,7 +15,7 @@ from frozencore.tune.rows.prompts import PROTOCOL_MAX_LENGTH, PromptEncoder, con
 from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.models import load_model
 from frozencore.tune.run.read_rows import TOO_LONG, prepare_rows
-from frozencore.tune.run.rows import KeptRows, RunRows
+from frozencore.tune.run.row_sets import KeptRows, RunRows
 from frozencore.tune.scoring import Prediction, TaskScore
 from frozencore.tune.training.batching import require_rows_apart
 from frozencore.words import Progress, num_of

@@ -19,7 +19,7 @@ from pydantic import (
     model_validator,
 )
 
-from frozencore.calibration.options import CalibrationOptions, MemoryBudget
+from frozencore.calibration.calibration_options import CalibrationOptions, MemoryBudget
 from frozencore.errors import ConfigError
 from frozencore.maths.moments import MomentName
 from frozencore.options import FrozenOptions, Option, own_refusal

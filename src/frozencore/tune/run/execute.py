@@ -1,32 +1,46 @@
-"""One run: calibrate a basis, train the core, score before and after, save the adapter and the record."""
+"""One run: calibrate a basis, train the core, score before and after, save the adapter and, last, the record."""
 
 from __future__ import annotations
 
+import shutil
 import time
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from peft import PeftModel
 
-from frozencore.errors import DivergenceError
+from frozencore.adapter.bases.access import basis_fingerprint
+from frozencore.adapter.saved.card import write_model_card
+from frozencore.errors import DivergenceError, ModelError
 from frozencore.files.fingerprint import fingerprint_model
+from frozencore.files.whole_file import write_json, write_lines
 from frozencore.maths.capture import Capture
 from frozencore.ranks import all_ranks_or_none, from_first, num_ranks, own_rank
 from frozencore.tune.run.adapt import Adapt, adapt_from_data, adapter_of, on_named_basis
 from frozencore.tune.run.bench import Bench, Score, prepare
 from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.costs import PeakMemory
-from frozencore.tune.run.finishing import finish
-from frozencore.tune.run.folder import BASE_SCORE, CHECKPOINTS, refuse_used
-from frozencore.tune.run.kept import Found
+from frozencore.tune.run.folder import (
+    ADAPTER,
+    BASE_SCORE,
+    CACHE,
+    CHECKPOINTS,
+    PREDICTIONS,
+    RECORD,
+    SAMPLES,
+    refuse_used,
+)
+from frozencore.tune.run.make_record import calibrated_on, headline, make_record
 from frozencore.tune.run.models import resolve_targets
 from frozencore.tune.run.recipe import recipe_of
 from frozencore.tune.run.record import TunedRecord
-from frozencore.tune.run.scores import score_run, selection_of
-from frozencore.tune.run.training import Outcome, Train, Training
+from frozencore.tune.run.run_cache import RunCache
+from frozencore.tune.run.scores import samples_of, score_run, selection_of
+from frozencore.tune.run.training_port import Outcome, Train, Training
 from frozencore.tune.scoring.scoring_config import ScoringConfig, StepChoiceConfig
 from frozencore.tune.training.reporting import reporting, require_reporters
 from frozencore.tune.training.train import train as train_alone
@@ -81,9 +95,9 @@ def execute(
     progress("hash", 0, 1)
     hashes = {"model": fingerprint_model(bench.model), **bench.rows.fingerprints()}
     progress("hash", 1, 1)
-    found = Found(out, reads_only=not is_first)
+    cache = RunCache(out, reads_only=not is_first)
     bench.before = bench.before or from_first(
-        lambda: found.kept(
+        lambda: cache.load_or_compute(
             BASE_SCORE,
             Score,
             scored_as(config, hashes),
@@ -93,7 +107,7 @@ def execute(
     memory = PeakMemory(bench.model)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        with memory.phase("calibration"), found.unless_refused():
+        with memory.phase("calibration"), cache.removed_if_refused():
             method, identity = config.method_entry, adapter_of(config, targets, hashes)
             adapting = time.perf_counter()
             if adapt is not None:
@@ -101,7 +115,7 @@ def execute(
                 calibration_s = time.perf_counter() - adapting
             else:
                 own = partial(adapt_from_data, config, bench, targets, progress, moments_file)
-                model, calibration, calibration_s = found.adapter(identity, bench, method, own, caught)
+                model, calibration, calibration_s = cache.load_or_build_adapter(identity, bench, method, own, caught)
         measures = measure if config.private_budget is None else None  # which would read private rows
         captures = calibration.captures if calibration else measures(config, bench, model, progress) if measures else {}
     if is_first:
@@ -155,3 +169,36 @@ def train_once(training: Training) -> Outcome:
         progress=training.progress,
     )
     return Outcome(training, report)
+
+
+def finish(outcome: Outcome) -> TunedRecord:
+    """Score, save and record a trained run, and take away what only an interrupted one needs.
+
+    Raises:
+        DivergenceError: The trained model's loss on the rows is not finite.
+    """
+    training = outcome.training
+    config, bench, out, model = training.config, training.bench, training.folder, training.model
+    method = config.method_entry
+    try:
+        with training.memory.phase("scoring"):
+            after = score_run(config, model, bench, as_stage(training.progress, "score"))
+    except ModelError as error:  # the same rows were scored before training
+        raise DivergenceError(
+            f"Training diverged: {error} Lower the learning rate ({config.resolved_learning_rate})."
+        ) from error
+    method.save(model, out / ADAPTER, out / "start")
+    basis = {"basis": basis_fingerprint(model)} if method.has_bases else {}
+    record = make_record(outcome, after, {**training.hashes, **basis})
+    if method.has_bases:
+        said = calibrated_on(config, bench, training.calibration)
+        write_model_card(out / ADAPTER, calibration=said, scores=headline(after))
+    if after.task is not None and config.private_budget is None:  # they hold the texts of held-out rows
+        write_lines(out / PREDICTIONS, map(asdict, after.task.predictions))
+    assert bench.before is not None
+    if after.samples:
+        write_lines(out / SAMPLES, samples_of(bench, bench.before.samples, after.samples))
+    for left in (CHECKPOINTS, CACHE, "start"):
+        shutil.rmtree(out / left, ignore_errors=True)
+    write_json(out / RECORD, record.content())
+    return record

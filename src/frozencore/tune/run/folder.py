@@ -14,7 +14,7 @@ ASKED = "run.yaml"  # what `tune` was asked for, as its --config takes it
 PREDICTIONS, SAMPLES = "predictions.jsonl", "samples.jsonl"
 ADAPTER, BASIS = IN_A_RUN, "basis"
 MOMENTS_FILE = "moments.safetensors"
-CHECKPOINTS, FOUND = "checkpoints", ".found"  # of a run that has not ended
+CHECKPOINTS, CACHE = "checkpoints", ".found"  # of a run that has not ended
 BASE_SCORE, CALIBRATION = "base-score.json", "calibration.json"  # what it has found
 ADVICE = "advice.json"
 
@@ -26,7 +26,7 @@ def kept_of(out: Path) -> str | None:
         return f"its step {newest.name.rpartition('-')[2]}"
     kept = ((CALIBRATION, "its bases"), (BASE_SCORE, "the base model's score"))
     for name, words in kept:
-        if (out / FOUND / name).is_file():
+        if (out / CACHE / name).is_file():
             return words
     return None
 

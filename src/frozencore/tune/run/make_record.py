@@ -12,17 +12,17 @@ from peft import PeftModel
 from torch import nn
 
 from frozencore.adapter.bases.calibrate import Calibration
-from frozencore.adapter.saved.basis import read_header
-from frozencore.constructors.options import trained_values
+from frozencore.adapter.saved.saved_basis import read_header
+from frozencore.constructors.basis_options import trained_values
 from frozencore.ranks import num_ranks
 from frozencore.tune.rows.mixture import sources_of
 from frozencore.tune.rows.row_sources import named
 from frozencore.tune.run.bench import Bench, Score
-from frozencore.tune.run.captured import criterion_of, finite_or_none
 from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.costs import FLOAT32_BYTES, model_bytes, values_at_once
 from frozencore.tune.run.folder import ADAPTER
 from frozencore.tune.run.record import RECORD_FORMAT, TunedRecord
+from frozencore.tune.run.record_criterion import criterion_of, finite_or_none
 from frozencore.tune.run.record_parts import (
     AccuracyDetails,
     Allocation,
@@ -38,9 +38,9 @@ from frozencore.tune.run.record_parts import (
     TrainedSteps,
     UsedRows,
 )
-from frozencore.tune.run.rows import RunRows
+from frozencore.tune.run.row_sets import RunRows
 from frozencore.tune.run.scores import selected_checkpoint
-from frozencore.tune.run.training import Outcome
+from frozencore.tune.run.training_port import Outcome
 from frozencore.tune.training.train import TrainingReport
 
 

@@ -15,7 +15,7 @@ from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.tune.rows.row_sources import named
 from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.record_parts import SourceRows
-from frozencore.tune.run.rows import KeptRows, Reading, RunRows, ScoredRows
+from frozencore.tune.run.row_sets import KeptRows, Reading, RunRows, ScoredRows
 from frozencore.tune.scoring.exact_match import are_short
 from frozencore.tune.suite import find_task
 from frozencore.tune.tasks import Task

@@ -16,7 +16,7 @@ from frozencore.adapter.bases.refresh_plan import COST
 from frozencore.device import memory_of
 from frozencore.tune.rows.prompts import PROTOCOL_MAX_LENGTH
 from frozencore.tune.run.config import RunConfig
-from frozencore.tune.run.rows import RunRows
+from frozencore.tune.run.row_sets import RunRows
 from frozencore.tune.training.batching import pass_tokens_of
 from frozencore.tune.training.recipe import PLAIN, Recipe, epochs_for
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from frozencore.tune.run.bench import Bench, Score
 from frozencore.tune.run.record_parts import SelectedCheckpoint, StepScored
-from frozencore.tune.run.rows import ScoredRows
+from frozencore.tune.run.row_sets import ScoredRows
 from frozencore.tune.scoring import Prediction
 from frozencore.tune.scoring.exact_match import complete
 from frozencore.tune.scoring.score import held_out_loss, score_completions, score_task

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from frozencore.errors import DataError
 from frozencore.tune.rows import Example, Row, position_of, text_field, texts_field
 from frozencore.tune.tasks import Task
-from frozencore.tune.tasks.hub import HubDataset
+from frozencore.tune.tasks.hub_rows import HubDataset
 
 
 def to_example(row: Row, row_id: str, question: str = "question") -> Example:

@@ -29,7 +29,7 @@ from frozencore.tune.rows import Example, Row, position_of, text_field, texts_fi
 from frozencore.tune.rows.row_files import read_file
 from frozencore.tune.tasks import Origin, Split, Task
 from frozencore.tune.tasks.answers import parse_number
-from frozencore.tune.tasks.hub import HubDataset
+from frozencore.tune.tasks.hub_rows import HubDataset
 
 _COLUMN = re.compile(r"\{(\w+)\}")
 

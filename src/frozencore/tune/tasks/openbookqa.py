@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import partial
 
 from frozencore.tune.tasks import Task, arc_challenge
-from frozencore.tune.tasks.hub import HubDataset
+from frozencore.tune.tasks.hub_rows import HubDataset
 
 TASK = Task(
     name="openbookqa",

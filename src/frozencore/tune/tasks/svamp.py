@@ -6,7 +6,7 @@ from frozencore.errors import DataError
 from frozencore.tune.rows import Example, Row, text_field
 from frozencore.tune.tasks import Task
 from frozencore.tune.tasks.answers import parse_number
-from frozencore.tune.tasks.hub import HubDataset
+from frozencore.tune.tasks.hub_rows import HubDataset
 
 
 def to_example(row: Row, row_id: str) -> Example:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from frozencore.errors import DataError
 from frozencore.tune.rows import Example, Row, position_of, text_field
 from frozencore.tune.tasks import Task
-from frozencore.tune.tasks.hub import HubDataset
+from frozencore.tune.tasks.hub_rows import HubDataset
 
 
 def to_example(row: Row, row_id: str) -> Example:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt
 
-from frozencore.calibration.options import RefreshMemory
+from frozencore.calibration.calibration_options import RefreshMemory
 from frozencore.options import FrozenOptions
 from frozencore.privacy import CLIP, PrivateBudget
 

@@ -27,7 +27,7 @@ from transformers import PrinterCallback, Trainer
 from frozencore.adapter.bases.in_rounds import InRounds
 from frozencore.adapter.bases.refresh import Refresh
 from frozencore.adapter.config import FrozenCoreConfig
-from frozencore.adapter.private.training import PrivateTraining
+from frozencore.adapter.private.private_training import PrivateTraining
 from frozencore.adapter.trainable import require_own_parameters
 from frozencore.calibration.preserve import own_random_state
 from frozencore.errors import ConfigError, DataError, DivergenceError, TrainingError

@@ -15,7 +15,7 @@ from torch import nn
 
 from frozencore.adapter.bases.access import basis_fingerprint, save_basis, set_bases
 from frozencore.adapter.bases.calibrate import Calibration
-from frozencore.adapter.saved.basis import load_basis
+from frozencore.adapter.saved.saved_basis import load_basis
 from frozencore.errors import ArtifactError, ConfigError
 from frozencore.files.fingerprint import fingerprint_model
 from frozencore.files.whole_file import require_writable
@@ -24,13 +24,13 @@ from frozencore.tune.run.adapt import adapt_from_data, adapter_of
 from frozencore.tune.run.bench import Bench
 from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.costs import PeakMemory
-from frozencore.tune.run.folder import BASE_SCORE, BASIS, CHECKPOINTS, FOUND, RECORD, refuse_interrupted
-from frozencore.tune.run.kept import Found
+from frozencore.tune.run.folder import BASE_SCORE, BASIS, CACHE, CHECKPOINTS, RECORD, refuse_interrupted
 from frozencore.tune.run.make_record import calibrated_on
 from frozencore.tune.run.many.finish import Finisher, TenantOutcome
 from frozencore.tune.run.many.tenant_rows import ShareFolders, TenantRows, own_tenants, read_tenants, tenants_of
 from frozencore.tune.run.models import resolve_targets
 from frozencore.tune.run.recipe import recipe_of
+from frozencore.tune.run.run_cache import RunCache
 from frozencore.tune.training.many.losses import held_out_losses
 from frozencore.tune.training.many.tenant import Tenant, Validation
 from frozencore.tune.training.many.train import SLOTS, train_many
@@ -64,15 +64,15 @@ def execute_many(
     started, folders = time.perf_counter(), ShareFolders(out)
     config, bench, every = each_by_itself(partial(_read, config, out, folders, progress, resume=resume))
     targets, model_hash = resolve_targets(config, bench.model), fingerprint_model(bench.model)
-    own, found = own_tenants(every), Found(out, reads_only=own_rank() > 0)
-    before = _score_base(every, own, found, bench, model_hash, progress)
+    own, cache = own_tenants(every), RunCache(out, reads_only=own_rank() > 0)
+    before = _score_base(every, own, cache, bench, model_hash, progress)
     memory = PeakMemory(bench.model)
     caught: list[WarningMessage] = []
 
     def adapt() -> tuple[PeftModel, Calibration | None, float]:
-        with warnings.catch_warnings(record=True) as heard, found.unless_refused():
+        with warnings.catch_warnings(record=True) as heard, cache.removed_if_refused():
             warnings.simplefilter("always")
-            model, calibration, calibration_s = found.adapter(
+            model, calibration, calibration_s = cache.load_or_build_adapter(
                 adapter_of(config, targets, {"model": model_hash, **bench.rows.fingerprints()}),
                 bench,
                 config.method_entry,
@@ -118,7 +118,7 @@ def execute_many(
     )
     outcomes = gathered(finisher.outcomes)
     if own_rank() == 0:
-        for left in (CHECKPOINTS, FOUND):
+        for left in (CHECKPOINTS, CACHE):
             shutil.rmtree(out / left, ignore_errors=True)
     return {name: outcomes[name] for name in every}
 
@@ -136,7 +136,7 @@ def _read(
 def _score_base(
     every: Mapping[str, TenantRows],
     own: Mapping[str, TenantRows],
-    found: Found,
+    cache: RunCache,
     bench: Bench,
     model_hash: str,
     progress: Progress,
@@ -144,7 +144,7 @@ def _score_base(
     """Held-out loss of the base model on the rows of each tenant: of its own by each process, kept by the first."""
     rows = {name: one.rows.fingerprints()["evaluation"] for name, one in every.items()}
     of = {"base model": model_hash, "rows": rows}
-    losses = from_first(lambda: found.read(BASE_SCORE, list[float], of))
+    losses = from_first(lambda: cache.load(BASE_SCORE, list[float], of))
     if losses is None:
         scored = each_by_itself(
             lambda: held_out_losses(
@@ -156,7 +156,7 @@ def _score_base(
         )
         by_name = gathered(dict(zip(own, scored, strict=True)))
         losses = [by_name[name] for name in every]
-        found.keep(BASE_SCORE, list[float], of, losses)
+        cache.store(BASE_SCORE, list[float], of, losses)
     return dict(zip(every, losses, strict=True))
 
 

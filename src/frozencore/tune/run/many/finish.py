@@ -25,7 +25,7 @@ from frozencore.tune.run.make_record import calibrated_on, headline, make_record
 from frozencore.tune.run.many.tenant_rows import TenantRows
 from frozencore.tune.run.record import Failure, TunedRecord, read_record
 from frozencore.tune.run.record_parts import Provenance
-from frozencore.tune.run.training import Outcome, Training
+from frozencore.tune.run.training_port import Outcome, Training
 from frozencore.tune.training.many.losses import held_out_losses
 from frozencore.tune.training.many.slots import CoreStack
 from frozencore.tune.training.many.tenant import Trained

@@ -17,7 +17,7 @@ from frozencore.tune.run.execute import execute
 from frozencore.tune.run.folder import CHECKPOINTS, refuse_used
 from frozencore.tune.run.recipe import recipe_of
 from frozencore.tune.run.record import Sweep, SweptRun, TunedRecord
-from frozencore.tune.run.training import Outcome, Training
+from frozencore.tune.run.training_port import Outcome, Training
 from frozencore.tune.training.many.tenant import Tenant, Trained, Validation
 from frozencore.tune.training.many.train import train_many
 from frozencore.words import Progress

@@ -16,7 +16,7 @@ from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.folder import CHECKPOINTS
 from frozencore.tune.run.many.tenants import find_tenants
 from frozencore.tune.run.models import load_model
-from frozencore.tune.run.rows import RunRows
+from frozencore.tune.run.row_sets import RunRows
 from frozencore.words import Progress, num_of
 
 

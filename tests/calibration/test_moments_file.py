@@ -12,9 +12,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from frozencore import FrozenCoreConfig
+from frozencore.calibration.calibration_options import CalibrationOptions
 from frozencore.calibration.collect import collect_moments
-from frozencore.calibration.options import CalibrationOptions
-from frozencore.calibration.store import FORMAT, KEY, MomentsFingerprint, _hash_of, load_moments, save_moments
+from frozencore.calibration.moments_file import FORMAT, KEY, MomentsFingerprint, _hash_of, load_moments, save_moments
 from frozencore.errors import ArtifactError
 from frozencore.files.fingerprint import (
     fingerprint_batches,

@@ -12,8 +12,8 @@ from frozencore.errors import DataError
 from frozencore.tune.run.config import RunConfig, make_config
 from frozencore.tune.run.read_rows import task_splits
 from frozencore.tune.suite import PAPER_TASKS, find_task
-from frozencore.tune.tasks.hub import write_hub_folders
-from frozencore_lab.rehearsal.rows import RehearsalPlace, lay_out, rows_to_train
+from frozencore.tune.tasks.hub_rows import write_hub_folders
+from frozencore_lab.rehearsal.rehearsal_rows import RehearsalPlace, lay_out, rows_to_train
 from small_task import write_task
 
 PAPER = {"model": "any", "paper_steps": True}

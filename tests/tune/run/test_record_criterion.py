@@ -9,8 +9,8 @@ from statistics import median
 import pytest
 
 from frozencore.maths.capture import Capture
-from frozencore.tune.run.captured import criterion_of
 from frozencore.tune.run.record import Criterion
+from frozencore.tune.run.record_criterion import criterion_of
 
 LAYERS = {
     "a": Capture(3.0, 5.0, (0.5, 0.4, 0.3, 0.2, 0.1), 1.0, 2.0, 10.0),

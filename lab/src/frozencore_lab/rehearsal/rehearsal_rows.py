@@ -22,7 +22,7 @@ from frozencore.tune.rows.prompts import PROTOCOL_MAX_LENGTH
 from frozencore.tune.run.config import RunConfig
 from frozencore.tune.suite import find_task
 from frozencore.tune.tasks import Split, Task
-from frozencore.tune.tasks.hub import HubDataset, write_hub_folders
+from frozencore.tune.tasks.hub_rows import HubDataset, write_hub_folders
 from frozencore.tune.tasks.splits import VALIDATION_SHARE
 from frozencore_lab.campaign.worker import Place
 

@@ -1,6 +1,6 @@
-"""What a run has found before it trains, kept in its folder until it ends: one that is resumed reads it.
+"""Values that a run computes before it trains, stored in its folder until it ends; a resumed run loads them.
 
-The base model's score and the calibrated adapter, each with the inputs that it depends on. If these
+They are the base model's score and the calibrated adapter, each with the inputs that it depends on. If these
 differ, the value is computed again.
 """
 
@@ -24,14 +24,14 @@ from frozencore.errors import ArtifactError, FrozenCoreError
 from frozencore.files.whole_file import write_text
 from frozencore.tune.methods import Method
 from frozencore.tune.run.bench import Bench
-from frozencore.tune.run.folder import ADAPTER, CALIBRATION, CHECKPOINTS, FOUND
+from frozencore.tune.run.folder import ADAPTER, CACHE, CALIBRATION, CHECKPOINTS
 from frozencore.tune.training.checkpoints import checkpoints
 
 T = TypeVar("T")
 
 
-class Found:
-    """Of the run in one folder.
+class RunCache:
+    """The values that the run in one folder has computed so far.
 
     Args:
         out: The run's folder.
@@ -40,47 +40,47 @@ class Found:
 
     def __init__(self, out: Path, *, reads_only: bool = False) -> None:
         self._out = out
-        self._folder = out / FOUND
+        self._folder = out / CACHE
         self._was_empty = not reads_only and not self._folder.exists()
         self._writes = not reads_only and not checkpoints(out / CHECKPOINTS)  # they are of what is there
 
-    def kept(self, name: str, kind: Any, of: Mapping[str, Any], find: Callable[[], T]) -> T:
-        """What the untouched model scored, say: as it was kept, or found and kept.
+    def load_or_compute(self, name: str, kind: Any, of: Mapping[str, Any], compute: Callable[[], T]) -> T:
+        """A value from its file, if that depends on the same; otherwise computed, and stored.
 
         Args:
-            name: Of the file.
-            kind: Of what ``find`` gives, as pydantic takes it.
-            of: What it depends on; JSON values by name.
+            name: The name of the file.
+            kind: The type of the value, as pydantic takes it.
+            of: What the value depends on; JSON values by name.
         """
-        read: T | None = self.read(name, kind, of)
+        read: T | None = self.load(name, kind, of)
         if read is not None:
             return read
-        found = find()
-        self.keep(name, kind, of, found)
-        return found
+        value = compute()
+        self.store(name, kind, of, value)
+        return value
 
-    def read(self, name: str, kind: Any, of: Mapping[str, Any]) -> Any:
-        """What was kept, as for :meth:`kept`; None where nothing of the same was."""
+    def load(self, name: str, kind: Any, of: Mapping[str, Any]) -> Any:
+        """A value from its file; None if there is no file, or its value depends on something else."""
         with suppress(ValidationError):
-            if (kept := self._read(name, of)) is not None:
-                return TypeAdapter(kind).validate_python(kept, strict=False)
+            if (content := self._read(name, of)) is not None:
+                return TypeAdapter(kind).validate_python(content, strict=False)
         return None
 
-    def keep(self, name: str, kind: Any, of: Mapping[str, Any], found: Any) -> None:
-        """Keep what was found, as for :meth:`kept`."""
-        self._write(name, of, TypeAdapter(kind).dump_python(found, mode="json"))
+    def store(self, name: str, kind: Any, of: Mapping[str, Any], value: Any) -> None:
+        """Write a value to its file."""
+        self._write(name, of, TypeAdapter(kind).dump_python(value, mode="json"))
 
-    def adapter(
+    def load_or_build_adapter(
         self,
         of: Mapping[str, Any],
         bench: Bench,
         method: Method,
-        find: Callable[[], tuple[PeftModel, Calibration | None]],
+        build: Callable[[], tuple[PeftModel, Calibration | None]],
         caught: list[WarningMessage],
     ) -> tuple[PeftModel, Calibration | None, float]:
-        """The adapter with its bases, what calibration found, and its seconds.
+        """The adapter with its bases, the result of its calibration, and the seconds that this took.
 
-        Where the data were read for it, it is kept; what was warned of meanwhile is said again when it is read.
+        If data were read, the adapter is stored; its warnings are repeated when it is loaded.
 
         Args:
             caught: The warnings so far.
@@ -94,7 +94,7 @@ class Found:
                     warnings.warn(message, stacklevel=2)
                 return model, read, float(kept["time_s"])
         started = time.perf_counter()
-        model, calibration = find()
+        model, calibration = build()
         time_s = time.perf_counter() - started
         if calibration is not None and self._writes:
             method.save(model, self._folder / ADAPTER, self._folder)
@@ -107,8 +107,8 @@ class Found:
         return model, calibration, time_s
 
     @contextmanager
-    def unless_refused(self) -> Iterator[None]:
-        """Where bad input is refused inside, nothing is left of what was kept here before."""
+    def removed_if_refused(self) -> Iterator[None]:
+        """If bad input is refused inside, remove what this process has stored."""
         try:
             yield
         except FrozenCoreError:

@@ -18,7 +18,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from frozencore.calibration.options import CalibrationOptions, of_the_sums
+from frozencore.calibration.calibration_options import CalibrationOptions, of_the_sums
 from frozencore.errors import ArtifactError
 from frozencore.files.fingerprint import fingerprint_batches, fingerprint_model, fingerprint_tensors
 from frozencore.files.whole_file import whole_file

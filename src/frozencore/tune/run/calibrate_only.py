@@ -1,9 +1,9 @@
-"""Calibration without training: moments once, bases from them, both saved for later runs."""
+"""Calibration without training: bases for later runs, and what a saved basis holds of other rows."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from peft import PeftModel
@@ -14,11 +14,14 @@ from frozencore.adapter.bases.rank_budget import GivenMoments
 from frozencore.adapter.layer import frozen_core_layers
 from frozencore.calibration.batches import Batch, in_halves
 from frozencore.calibration.collect import collect_moments
-from frozencore.calibration.store import MomentsFingerprint, save_moments
-from frozencore.errors import ArtifactError, ConfigError
+from frozencore.calibration.moments_file import MomentsFingerprint, save_moments
+from frozencore.errors import ArtifactError, CalibrationError, ConfigError
 from frozencore.files.whole_file import require_writable
-from frozencore.maths.capture import CAPTURE_NEEDS
+from frozencore.maths.basis import known_basis
+from frozencore.maths.capture import CAPTURE_NEEDS, share_held
+from frozencore.maths.groups import Share, mean_share
 from frozencore.maths.moments import LayerMoments, MomentName
+from frozencore.tune.run.adapt import on_named_basis
 from frozencore.tune.run.bench import calibration_batches, prepare
 from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.folder import ADAPTER, BASIS, MOMENTS_FILE
@@ -77,3 +80,42 @@ def execute_calibration(config: RunConfig, out: Path, progress: Progress) -> Cal
         # last: it says that the folder is whole
         save_moments(out / MOMENTS_FILE, GivenMoments(parts).taken(), fingerprint)
     return calibration
+
+
+@dataclass(frozen=True)
+class RowShares:
+    """The share of the rows' whitened moment that a basis holds, in each layer that their gradient reaches."""
+
+    num_rows: int
+    layers: dict[str, Share]
+
+    @property
+    def mean(self) -> Share:
+        return mean_share(self.layers.values())
+
+
+def shares_of_rows(config: RunConfig, progress: Progress) -> RowShares:
+    """Collect the moments of the configured rows, once, and compare the configured basis with them.
+
+    The rows are those that a run of this configuration would calibrate on.
+
+    Raises:
+        ArtifactError: There is no such basis, or it is of another model.
+        CalibrationError: The rows have no gradient in any layer of the basis.
+    """
+    config = on_named_basis(config)
+    bench = prepare(config, progress)
+    model = config.method_entry.add(bench.model, config.adapter_options(()))
+    batches = calibration_batches(bench.rows, bench.encoder.pad_id)
+    moments = collect_for(config, model, batches, CAPTURE_NEEDS, progress)
+    shares = {}
+    for name, layer in frozen_core_layers(model, "default").items():
+        found = moments.pop(name)
+        if bool(found.G.any()):
+            P, Q, _ = layer.factors("default")
+            shares[name] = share_held(found, known_basis(P.float(), Q.float()))
+    if not shares:
+        raise CalibrationError(
+            "A basis holds a share of a gradient, but these rows have none. Check their completions."
+        )
+    return RowShares(len(bench.rows.calibration), shares)
