@@ -1,1 +1,1 @@
-"""From a model and calibration batches to the moments of its layers: capture, collection, storage."""
+"""Collect and store the moments of a model's layers over calibration batches."""

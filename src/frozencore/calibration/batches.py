@@ -13,11 +13,11 @@ from torch.nn.functional import pad
 from frozencore.errors import CalibrationError, ConfigError, DataError
 
 Batch = Any
-"""A dictionary of tensors with a row per example; where the loss is the user's own, whatever holds such tensors."""
+"""A dictionary of tensors with one row per example; with a loss of the user's own, any object that holds them."""
 
 
 def is_batch(data: Any) -> bool:
-    """Whether this is a dictionary that holds rows of tensors."""
+    """Return whether this is a dictionary that holds rows of tensors."""
     holds = isinstance(data, Mapping) and any(isinstance(value, Tensor) and value.ndim for value in data.values())
     return holds and num_examples_of(data) > 0 and getattr(data.get("input_ids"), "ndim", 2) > 1
 
@@ -32,7 +32,7 @@ def tensors_of(batch: Any) -> Iterator[Tensor]:
 
 
 def mapped(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The same batch, in plain dictionaries and lists, with another tensor in place of each."""
+    """Copy a batch into plain dictionaries and lists, with ``change`` applied to each tensor."""
     if isinstance(batch, Tensor):
         return change(batch)
     if isinstance(batch, Mapping):
@@ -47,10 +47,10 @@ def require_batch(batch: Any, index: int, *, any_form: bool = False) -> None:
     """Refuse data that are not a batch.
 
     Args:
-        any_form: Anything that holds rows of tensors is a batch.
+        any_form: Accept any object that holds rows of tensors.
 
     Raises:
-        DataError: It is not a batch; ``index`` is its number.
+        DataError: ``batch`` is not a batch; ``index`` is its number in the message.
     """
     if num_examples_of(batch) == 0 if any_form else not is_batch(batch):
         what = type(batch).__name__
@@ -68,9 +68,9 @@ def num_examples_of(batch: Any) -> int:
 
 
 def total_examples(batches: Iterable[Batch], *, any_form: bool = False) -> int | None:
-    """The number of rows of all batches; None if it is not known before they are read."""
+    """The number of rows of all batches; None if it is unknown before the batches are read."""
     if isinstance(batches, Sequence):
-        for index, batch in enumerate(batches):  # all of them before the first one runs
+        for index, batch in enumerate(batches):  # checks all batches before the first one runs
             require_batch(batch, index, any_form=any_form)
         return sum(num_examples_of(batch) for batch in batches)
     dataset = getattr(batches, "dataset", None)
@@ -81,7 +81,7 @@ def total_examples(batches: Iterable[Batch], *, any_form: bool = False) -> int |
 
 
 def take_examples(batches: Iterable[Batch], num_examples: int, *, any_form: bool = False) -> Iterable[Batch]:
-    """Batches up to that many examples; the last one is cut."""
+    """Yield batches until ``num_examples`` are reached; the last batch is cut."""
     if num_examples < 1:
         raise ConfigError(f"The number of calibration examples must be at least 1, but {num_examples} came.")
     left = num_examples
@@ -89,17 +89,17 @@ def take_examples(batches: Iterable[Batch], num_examples: int, *, any_form: bool
         require_batch(batch, index, any_form=any_form)
         yield mapped(batch, partial(_first, left))
         left -= num_examples_of(batch)
-        if left <= 0:  # before the loader makes a batch that is not needed
+        if left <= 0:  # stop before the loader makes a batch that is not needed
             return
 
 
 def put_together(batches: Sequence[Batch], most_tokens: int) -> list[Batch]:
-    """Batches of tokenised rows in fewer, larger ones, in the same order: shorter rows get padding behind them.
+    """Join batches of tokenised rows into fewer, larger ones, in the same order; shorter rows are padded at the end.
 
-    Batches that hold anything else stay as they are.
+    Other batches stay unchanged.
 
     Args:
-        most_tokens: The most tokens, padding included, of a batch that is put together.
+        most_tokens: Upper limit of a joined batch's tokens, padding included.
     """
     found: list[list[Batch]] = []
     for batch in batches:
@@ -112,10 +112,10 @@ def put_together(batches: Sequence[Batch], most_tokens: int) -> list[Batch]:
 
 
 def in_halves(batches: Iterable[Batch]) -> tuple[list[Batch], list[Batch]]:
-    """Every other batch; of a single batch, every other row.
+    """Split batches into two halves, alternately by batch; a single batch is split alternately by row.
 
     Raises:
-        CalibrationError: There is one example.
+        CalibrationError: There is only one example.
         DataError: The data are not batches.
     """
     held = list(batches)
@@ -140,13 +140,13 @@ PADDING = {"input_ids": 0, "attention_mask": 0, "labels": -100}
 
 
 def is_of_tokens(batch: Batch) -> bool:
-    """Whether it is rows of tokens with a mask and labels, and nothing else."""
+    """Return whether a batch has rows of tokens with a mask and labels, and nothing else."""
     shapes = {getattr(part, "shape", None) for part in batch.values()} if isinstance(batch, Mapping) else set()
     return len(shapes) == 1 and batch.keys() == PADDING.keys() and batch["input_ids"].ndim == 2
 
 
 def _num_tokens(group: Sequence[Batch]) -> int:
-    """Padding included."""
+    """The tokens of the joined batch, padding included."""
     return sum(map(num_examples_of, group)) * max(batch["input_ids"].shape[1] for batch in group)
 
 

@@ -1,7 +1,7 @@
-"""From a memory budget to a pass plan: which layers' sums are held at once, and whether exactly or as sketches.
+"""Plan calibration passes for a memory budget: which layers are summed together, and exactly or as sketches.
 
-The budget is what calibration may take beyond a plain forward and backward pass over the same batches: the sums, the
-inputs that wait for their backward, the temporaries of one layer's products or of its basis, and the finished bases.
+The budget is the memory that calibration takes beyond a plain forward and backward pass over the same batches. It
+covers the sums, the inputs kept for the backward pass, the temporaries of one layer, and the finished bases.
 Costs are upper bounds in bytes. Letters: a layer of m outputs and n inputs, r the rank, N rows of the largest batch.
 """
 
@@ -15,15 +15,15 @@ from frozencore.maths.linalg import GRAM_LIMIT, KRYLOV_BLOCKS, KRYLOV_WIDTH, Sha
 from frozencore.maths.moments import MomentName
 from frozencore.words import at_least, bytes_in_words, read_size
 
-SKETCH_WIDTH, KEPT_WIDTH = 8, 2  # times the rank: columns of a sketch, and of what its first round leaves
+SKETCH_WIDTH, KEPT_WIDTH = 8, 2  # times the rank: columns of a sketch, and columns kept from its first round
 SKETCH_PASSES = 4
 
 
 def memory_bytes(size: object) -> int:
-    """A size in bytes: a number of them, or text such as ``"8GiB"`` or ``"512 MB"`` (1 GB = 1000³, 1 GiB = 1024³).
+    """Read a size in bytes: a number, or text such as ``"8GiB"`` or ``"512 MB"`` (1 GB = 1000³, 1 GiB = 1024³).
 
     Raises:
-        ConfigError: It is neither, or not positive.
+        ConfigError: ``size`` is neither, or not positive.
     """
     found = read_size(size)
     if found is None:
@@ -35,15 +35,15 @@ def memory_bytes(size: object) -> int:
 
 @dataclass(frozen=True)
 class LayerCost:
-    """Bytes of one layer.
+    """The memory of one layer in bytes.
 
     Attributes:
-        sums: Held from the pass to the layer's basis.
+        sums: Held from the pass until the layer's basis is built.
         waiting: Held from the layer's forward to its backward, beside the other layers' inputs.
-        passing: Held for a moment while its products are summed.
-        building: Held while its basis is built.
+        passing: Held briefly while products are summed.
+        building: Held while the basis is built.
         basis: P and Q, held to the end.
-        sketch, sketch_building: In place of ``sums`` and ``building``; None if the basis cannot come from a sketch.
+        sketch, sketch_building: The same as ``sums`` and ``building`` for a sketch; None if the basis needs exact sums.
     """
 
     sums: int
@@ -55,7 +55,7 @@ class LayerCost:
     sketch_building: int = 0
 
     def sketched(self) -> LayerCost:
-        """The costs with the sketch instead of the sums."""
+        """The costs with a sketch instead of exact sums."""
         assert self.sketch is not None
         return replace(self, sums=self.sketch, building=self.sketch_building)
 
@@ -66,7 +66,7 @@ class PassPlan:
 
     Attributes:
         streaming: Sums are sketches, and each group takes four passes instead of one.
-        peak_bytes: An upper bound of what calibration takes; 0 where it was not asked for.
+        peak_bytes: An upper bound of calibration's memory; 0 if no budget was given.
     """
 
     groups: tuple[tuple[str, ...], ...]
@@ -78,11 +78,10 @@ class PassPlan:
         return len(self.groups) * (SKETCH_PASSES if self.streaming else 1)
 
     def num_runs(self, num_backward: int) -> int:
-        """Times that the model runs over the data, forward or backward.
+        """Count the runs of the model over the data, forward or backward.
 
         Args:
-            num_backward: Backward passes that all moments of a batch take; a sketch takes as many in its first pass
-                and one in each of the others.
+            num_backward: Backward passes for all moments of a batch. A sketch takes them in its first pass, later one.
         """
         return 2 * self.num_passes + len(self.groups) * (num_backward - 1)
 
@@ -90,15 +89,15 @@ class PassPlan:
 def plan_passes(
     costs: Mapping[str, LayerCost], budget: int, *, group_size: int = 999, num_backward: int = 1
 ) -> PassPlan:
-    """The fewest runs over the data that a budget allows; exact sums unless sketches need fewer.
+    """Find the plan with the fewest runs over the data within a budget; exact sums unless sketches need fewer.
 
     Args:
-        costs: By layer name, in the order in which layers run: neighbours share inputs.
-        group_size: Layers in a group at most.
-        num_backward: Backward passes that all moments of a batch take.
+        costs: By layer name, in the order in which layers run, because neighbours share inputs.
+        group_size: The most layers in a group.
+        num_backward: Backward passes for all moments of a batch.
 
     Raises:
-        ConfigError: Some layer does not fit; the smallest budget that works is named.
+        ConfigError: Some layer does not fit; the message names the smallest budget that works.
     """
     plans = [_packed(costs, budget, group_size)]
     if all(cost.sketch is not None for cost in costs.values()):
@@ -112,11 +111,11 @@ def plan_passes(
             f"A memory budget of {bytes_in_words(budget)} is too small for these layers, even one at a time: the "
             f'smallest that works is "{at_least(smallest)}". Smaller batches or fewer target modules need less.'
         )
-    return min(possible, key=lambda plan: plan.num_runs(num_backward))  # the exact one if they are equal
+    return min(possible, key=lambda plan: plan.num_runs(num_backward))  # a tie goes to exact sums
 
 
 def smallest_budget(costs: Mapping[str, LayerCost]) -> int:
-    """Bytes with which the layers can be calibrated one at a time."""
+    """The bytes needed to calibrate the layers one at a time."""
     exact = _peak(costs, [max(costs, key=lambda name: _alone(costs[name]))])
     if any(cost.sketch is None for cost in costs.values()):
         return exact
@@ -134,15 +133,15 @@ def layer_cost(
     streams: bool = False,
     keeps_graph: bool = False,
 ) -> LayerCost:
-    """Upper bounds for one layer.
+    """Compute upper bounds of one layer's memory.
 
     Args:
-        needs: The moments that its basis is made of.
+        needs: The moments that the basis is built from.
         num_rows: Tokens of the largest batch, padding included.
-        itemsize: Bytes of a number in the model; sums have four at least.
-        streams: A sketch of its cross moment will do.
-        keeps_graph: A second backward pass follows the first. Then nothing is freed in the first: gradients on their
-            way, of the block's residual and of the layer's siblings, come on top of all that a plain pass holds.
+        itemsize: Bytes of a number in the model; a number in a sum takes at least four.
+        streams: The basis can be built from a sketch of the cross moment.
+        keeps_graph: A second backward pass follows, so the first one frees nothing. The gradients of the block's
+            residual and of the layer's siblings then come on top of the memory of a plain pass.
     """
     m, n = shape
     r, e = min(rank, m, n), max(4, itemsize)
@@ -163,7 +162,7 @@ def layer_cost(
 
 
 def _building(shape: Shape, matrices: Mapping[MomentName, int], rank: int, e: int) -> int:
-    """The mean of each matrix, and the work of its factorisation."""
+    """Bytes for the mean of each matrix and for its factorisation."""
     m, n = shape
     work = 0
     if "cross" in matrices:
@@ -189,7 +188,7 @@ def _packed(costs: Mapping[str, LayerCost], budget: int, group_size: int) -> Pas
 
 
 def _peak(costs: Mapping[str, LayerCost], group: list[str]) -> int:
-    """Bytes at the worst moment of a group: at the end of its backward, or while its dearest basis is built."""
+    """Peak bytes of a group: at the end of its backward pass, or while its largest basis is built."""
     own = [costs[name] for name in group]
     passing = sum(cost.waiting for cost in own) + max(cost.passing for cost in own)
     building = max(cost.building for cost in own)

@@ -1,9 +1,9 @@
 """The options of a calibration pass, and how many backward passes they make (docs/maths.md says why the defaults).
 
-``G = E[δxᵀ]`` is the gradient of the loss on the data: its labels are always the data's. The gradient over labels that
-the model draws itself has expectation zero: a G of them is noise. ``d = E[δ⊙δ]`` and ``D = E[δδᵀ]`` are the output side
-of the Fisher metric: the data's labels give the empirical Fisher (the paper), drawn ones (``mc``) an estimate of the
-true one. x, and with it a and A, depends on no label.
+``G = E[δxᵀ]`` is the gradient of the loss with the data's labels. With labels drawn from the model its expectation is
+zero, so it would be noise. ``d = E[δ⊙δ]`` and ``D = E[δδᵀ]`` are the output side of the Fisher metric. The data's
+labels give the empirical Fisher (the paper); labels drawn from the model (``mc``) estimate the true Fisher. x, a and A
+do not depend on labels.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Weighting = Literal["example_mean", "token_sum", "token"]
 FisherLabels = Literal["empirical", "mc"]
 
 WHERE_AND_HOW = ("group_size", "memory_budget", "stats_device")
-"""Options that change where sums are made and how many at a time, not the sums."""
+"""Options that change where sums are held and how many at a time; the sums stay the same."""
 OF_THE_FISHER: frozenset[MomentName] = frozenset({"error_square", "error_outer"})
 
 
@@ -67,7 +67,7 @@ RefreshMemory = Annotated[
 
 @dataclass(frozen=True)
 class CalibrationOptions:
-    """Options of one pass; those that decide the sums are part of a moments file's fingerprint.
+    """Options of one pass; the options that change the sums are part of a moments file's fingerprint.
 
     Attributes:
         seed: The seed of drawn labels.
@@ -116,7 +116,7 @@ class CalibrationOptions:
 
 
 def of_the_sums(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a pass, by name, that decide its sums."""
+    """The options that change the sums of a pass, by name."""
     return {name: value for name, value in options.items() if name not in WHERE_AND_HOW}
 
 
@@ -126,8 +126,8 @@ class Backward:
 
     Attributes:
         labels: The labels of its loss.
-        needs: The moments that are summed in it.
-        counts: Whether tokens are counted, and inputs and outputs read; one backward pass of each batch does this.
+        needs: The moments that are summed in this pass.
+        counts: Count tokens, and sum inputs and outputs; exactly one backward pass of each batch does this.
     """
 
     labels: FisherLabels
@@ -138,8 +138,7 @@ class Backward:
 def backward_passes(needs: frozenset[MomentName], options: CalibrationOptions) -> tuple[Backward, ...]:
     """The backward passes after the forward pass of each batch, in order: none, one, or two.
 
-    The pass over drawn labels comes first. It leaves the graph for the second pass, which frees the graph as it goes
-    while the large sums grow.
+    The pass with drawn labels comes first and keeps the graph. The second pass, with the large sums, frees it.
     """
     only_nonzero = options.tokens == "nonzero_delta"
     if needs.isdisjoint(BACKWARD_MOMENTS) and not only_nonzero:

@@ -1,8 +1,8 @@
-"""From a model and batches to the moments of its layers, in as many passes over the examples as there are groups.
+"""Collect the moments of a model's layers, with one pass over the examples for each group of layers.
 
-In a pass each batch takes one forward pass and as many backward passes as its moments have kinds of labels: none, one,
-or two. The host reads which tokens count off the batch before it goes to the device, and whether all was finite when
-the pass is over: in between it waits for nothing.
+Each batch takes one forward pass, and one backward pass for each kind of labels that the moments need: none, one or
+two. The host finds the counted tokens before the batch goes to the device, and checks for NaN and Inf after the pass,
+so the device is not synchronised in between.
 """
 
 from __future__ import annotations
@@ -51,25 +51,25 @@ def collect_moments(
 ) -> dict[str, LayerMoments]:
     """Sum moments of the named layers over the calibration examples.
 
-    The model runs in evaluation mode and is left exactly as it was: modes, hooks, gradients, RNG.
+    The model runs in evaluation mode. Afterwards its modes, hooks, gradients and RNG are exactly as before.
 
     Args:
         model: A language model whose output has ``logits``, decoder-only or encoder-decoder; any model that returns
             ``loss`` also works.
         batches: Dictionaries with ``input_ids``, ``attention_mask`` and ``labels`` (-100 on tokens without loss), or
-            whatever the model takes if it gives a loss itself.
+            any other input of a model that returns ``loss``.
         layers: Modules with an input (..., n) and an output (..., m): names in ``model``, or a mapping from names
             of your own to modules.
-        needs: The moments to sum. Each batch takes a forward pass; G, d and D take a backward pass as well, and G
-            with d or D takes two under ``fisher_labels="mc"``: G is always of the data's labels.
-        loss_fn: The loss instead of the model's own; as for :func:`frozencore.calibrate`.
+        needs: The moments to sum. Each batch takes a forward pass; G, d and D also take a backward pass. G together
+            with d or D takes two under ``fisher_labels="mc"``, because G always uses the data's labels.
+        loss_fn: Replaces the model's own loss; see :func:`frozencore.calibrate`.
 
     Returns:
         The moments of each layer, in the order given.
 
     Raises:
-        CalibrationError: No examples, no labels, NaN or Inf (batch and layer are named), or a layer that no counted
-            token reached.
+        CalibrationError: No examples, no labels, NaN or Inf (the message names batch and layer), or a layer without
+            counted tokens.
     """
     options = options if loss_fn is None and options is not None else with_loss(options, loss_fn)
     modules = dict(layers) if isinstance(layers, Mapping) else {name: model.get_submodule(name) for name in layers}
@@ -77,7 +77,7 @@ def collect_moments(
         raise CalibrationError("Calibration needs at least one layer, but none was named.")
     names = list(modules)
     groups = [names[i : i + options.group_size] for i in range(0, len(names), options.group_size)]
-    if len(groups) > 1:  # every group must read the same batches, also from a shuffling or one-shot loader
+    if len(groups) > 1:  # all groups must read the same batches, even from a loader that shuffles or can be read once
         batches = list(batches)
     moments: dict[str, LayerMoments] = {}
     with preserved(model):
@@ -90,10 +90,10 @@ def collect_moments(
 
 
 def refuse_unreached(num_tokens: Mapping[str, int]) -> None:
-    """Refuse a layer that no counted token reached: it has no moments.
+    """Check that a counted token reached each layer; otherwise it has no moments.
 
     Raises:
-        CalibrationError: The layer is named.
+        CalibrationError: No token reached a layer; the message names it.
     """
     unreached = [name for name, count in num_tokens.items() if count == 0]
     if unreached:
@@ -104,7 +104,7 @@ def refuse_unreached(num_tokens: Mapping[str, int]) -> None:
 
 
 def share_of(progress: Progress | None, index: int, num_passes: int) -> Progress | None:
-    """Progress of one pass among several, as if all were one."""
+    """The progress report of one pass, scaled to its share of all passes."""
     if progress is None or num_passes == 1:
         return progress
 
@@ -117,7 +117,7 @@ def share_of(progress: Progress | None, index: int, num_passes: int) -> Progress
 def run_pass(
     model: nn.Module, batches: Iterable[Batch], taps: Taps, progress: Progress | None
 ) -> dict[str, LayerRecorder]:
-    """The sums over all batches, of a model prepared by :func:`frozencore.calibration.preserve.preserved`."""
+    """Sum over all batches; :func:`frozencore.calibration.preserve.preserved` must have prepared the model."""
     # Each rank draws labels for its own examples; each pass draws the same labels, so that groups of layers agree.
     generator = seeded_generator(taps.options.seed, "fisher labels", own_rank())
     any_form = loss_fn_of(taps.options) is not None
@@ -146,7 +146,7 @@ def _run_batch(model: nn.Module, batch: Batch, capture: CalibrationPass, generat
     if loss_fn is None:
         count_tokens(as_it_came, capture, device)
     if not taps.backward_passes:
-        with torch.no_grad():  # a decoder that shifts its labels cannot run without them
+        with torch.no_grad():  # a decoder that shifts its labels cannot run without labels
             if loss_fn is not None:
                 loss_fn(model, batch)
             else:
@@ -166,10 +166,10 @@ def _run_batch(model: nn.Module, batch: Batch, capture: CalibrationPass, generat
 
 
 def count_tokens(batch: Batch, capture: CalibrationPass, device: torch.device | None = None) -> None:
-    """Tell a pass which tokens of the next batch count, by indices on the model's device."""
+    """Tell a pass which tokens of the next batch count, as indices on the model's device."""
     options = capture.taps.options
     only_nonzero = options.tokens == "nonzero_delta"
-    if not {"input_ids", "inputs_embeds"} & batch.keys():  # images, sound: layers see other rows than the batch has
+    if not {"input_ids", "inputs_embeds"} & batch.keys():  # images, sound: the layers' rows are not the batch's rows
         mask = batch.get("attention_mask")
         capture.tokens = CountedTokens.of_call(mask, only_nonzero_delta=only_nonzero, device=device)
         capture.source_tokens = capture.tokens
@@ -185,10 +185,11 @@ def count_tokens(batch: Batch, capture: CalibrationPass, device: torch.device | 
 
 @contextmanager
 def _watching_calls(model: nn.Module, capture: CalibrationPass) -> Iterator[None]:
-    """Inside, each call of the model, or of the base model under its adapters, says with its masks which rows count.
+    """Read the counted rows from the masks of each call of the model, or of the base model under its adapters.
 
-    A loss of the user's own may call the model in any way, so the batch itself does not tell. Layers that see a row for
-    each token of the call's ``attention_mask`` count its tokens; other layers (patches, pooled outputs) count all rows.
+    A loss of the user's own may call the model with any input, so the batch cannot tell which rows count. A layer with
+    one row for each token of the call's ``attention_mask`` counts its tokens; other layers (patches, pooled outputs)
+    count all rows.
     """
     only_nonzero = capture.taps.options.tokens == "nonzero_delta"
 
@@ -209,7 +210,7 @@ def _watching_calls(model: nn.Module, capture: CalibrationPass) -> Iterator[None
 
 
 def _arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mapping[str, Any]:
-    """A call's arguments by name; a single dictionary stands for its content."""
+    """A call's arguments by name; a single dictionary is unpacked."""
     if len(args) == 1 and isinstance(args[0], Mapping):
         return {**args[0], **kwargs}
     try:

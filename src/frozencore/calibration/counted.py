@@ -1,8 +1,8 @@
-"""The tokens of a batch that count: the rows of the flattened (batch x time) activations whose x and δ are summed.
+"""The counted tokens of a batch: the rows of the flattened (batch x time) activations whose x and δ are summed.
 
 An encoder-decoder model has two padding masks, the source's and the target's. A layer sees source tokens if it is in
 the encoder, or if it reads the encoder's output (keys and values of cross-attention). Module names differ between
-architectures, so the latter is told from the tensor itself.
+architectures, so a reader of the encoder's output is recognised by the tensor itself.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def labels_of(batch: Mapping[str, Any]) -> Tensor:
     """The labels of a batch.
 
     Raises:
-        CalibrationError: It has none.
+        CalibrationError: The batch has no labels.
     """
     if batch.get("labels") is None:
         raise CalibrationError(
@@ -39,7 +39,7 @@ def labels_of(batch: Mapping[str, Any]) -> Tensor:
 
 
 def predicted(labels: Int[Tensor, "b t"]) -> Int[Tensor, "b t"]:
-    """The label that position t predicts: the next token's, and none at the end."""
+    """The label that position t predicts: the next token's. The last position predicts none."""
     return pad(labels[:, 1:], (0, 1), value=IGNORED)
 
 
@@ -49,8 +49,8 @@ class CountedTokens:
 
     Attributes:
         rows: Their indices; None means all rows.
-        only_nonzero_delta: Only those whose output error is not zero count, which the backward pass tells.
-        or_all: In a layer that sees another number of rows, all of them count.
+        only_nonzero_delta: Count only rows with a nonzero output error, known from the backward pass.
+        or_all: Count all rows in a layer with another number of rows.
     """
 
     num_rows: int
@@ -62,7 +62,7 @@ class CountedTokens:
     def from_mask(
         cls, mask: Bool[Tensor, "b t"], *, only_nonzero_delta: bool = False, device: torch.device | None = None
     ) -> CountedTokens:
-        """The rows of a mask, best one on the CPU: then no device is synchronised.
+        """The rows where a mask is true; a mask on the CPU avoids synchronising the device.
 
         Args:
             device: The device on which the rows will be used.
@@ -75,7 +75,7 @@ class CountedTokens:
     def of_call(
         cls, mask: Any, *, only_nonzero_delta: bool = False, device: torch.device | None = None
     ) -> CountedTokens:
-        """The rows of one call of a model by its mask (b x t), if it has one; all rows in layers that see others."""
+        """The rows of one call, from its mask (b x t) if it has one; all rows in layers with another number of rows."""
         if not isinstance(mask, Tensor) or mask.ndim != 2:
             return cls(0, None, only_nonzero_delta, or_all=True)
         found = cls.from_mask(mask.bool(), only_nonzero_delta=only_nonzero_delta, device=device)
@@ -91,14 +91,14 @@ def counted_tokens(batch: Mapping[str, Tensor], options: CalibrationOptions) -> 
 
 
 def counted_source_tokens(batch: Mapping[str, Tensor], options: CalibrationOptions) -> Bool[Tensor, "b s"]:
-    """The encoder's tokens of a batch; none of them is completion, so all that is not padding counts."""
+    """The encoder's tokens of a batch: all that is not padding, because no completion is among them."""
     return _text(_ids(batch), batch.get("attention_mask"), options)
 
 
 def counted_target_tokens(batch: Mapping[str, Tensor], options: CalibrationOptions) -> Bool[Tensor, "b t"]:
-    """The decoder's tokens of a batch: its mask if there is one, else the tokens that predict a label.
+    """The decoder's tokens of a batch: by its mask if there is one, else the tokens that predict a label.
 
-    Without a label for each token, as in a classifier, the decoder reads what it is given, or the source once more.
+    Without a label for each token, as in a classifier, these are the decoder's own input or the source again.
     """
     mask, labels = batch.get("decoder_attention_mask"), batch.get("labels")
     if labels is None or labels.ndim < 2:
@@ -114,7 +114,7 @@ def _ids(batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def _text(ids: Tensor, mask: Tensor | None, options: CalibrationOptions) -> Tensor:
-    """All tokens that are not padding, without the first ones if these are skipped."""
+    """All tokens that are not padding, without the skipped first tokens."""
     text = torch.ones(ids.shape[:2], dtype=torch.bool, device=ids.device) if mask is None else mask.bool()
     return text & (text.cumsum(1) > options.skip_first) if options.skip_first else text
 
@@ -124,10 +124,10 @@ class EncoderSide:
 
     def __init__(self, encoder: nn.Module) -> None:
         self._inside = {id(module) for module in encoder.modules()}
-        self._output: Tensor | None = None  # held so that its memory is not reused: its address identifies it
+        self._output: Tensor | None = None  # kept alive, because its address identifies it
 
     def reads_source(self, layer: nn.Module, x: Tensor) -> bool:
-        """Whether this call's input has a row for each source token. Recomputation under checkpointing detaches x."""
+        """Return whether this call's input has a row for each source token. Checkpointing passes a detached x."""
         output = self._output
         from_encoder = output is not None and output.data_ptr() == x.data_ptr() and output.shape == x.shape
         return id(layer) in self._inside or from_encoder
@@ -141,7 +141,7 @@ class EncoderSide:
 
 @contextmanager
 def watching_encoder(model: Any) -> Iterator[EncoderSide | None]:
-    """The encoder side of a model while it runs; None for a model with one mask."""
+    """Watch the encoder side of a model while it runs; None for a model with one mask."""
     if not is_encoder_decoder(model):
         yield None
         return

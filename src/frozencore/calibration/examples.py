@@ -1,4 +1,4 @@
-"""Calibration data in the forms that people have it: batches, a loader of them, or a dataset of tokenised rows."""
+"""Calibration data in the usual forms: batches, a data loader, or a dataset of tokenised rows."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BATCH_SIZE = 8
 
 @dataclass(frozen=True)
 class CollatedRows:
-    """Rows of a dataset as batches, in their order; may be read again."""
+    """A dataset's rows as batches, in order; can be read several times."""
 
     dataset: Iterable[Any] | Dataset[Any]
     collator: Collator
@@ -36,7 +36,7 @@ class CollatedRows:
 
     @staticmethod
     def _by_index(dataset: Any) -> Iterator[Any]:
-        """A PyTorch dataset need not be iterable, and need not refuse an index beyond its length."""
+        """Read a PyTorch dataset up to its length: it may not be iterable, and may accept larger indices."""
         return (dataset[index] for index in range(len(dataset)))
 
     def _collated(self, rows: list[Any]) -> Batch:
@@ -53,10 +53,10 @@ class CollatedRows:
 
 
 class KeptBatches:
-    """Batches that are read once and kept, so that every pass over them sees the same ones in the same order."""
+    """Batches that are read once and kept, so that every pass sees the same batches in the same order."""
 
     def __init__(self, batches: Iterable[Batch]) -> None:
-        self.dataset = getattr(batches, "dataset", None)  # says how many examples there will be
+        self.dataset = getattr(batches, "dataset", None)  # tells the number of examples
         self._batches = batches
         self._coming: Iterator[Batch] | None = None
         self._kept: list[Batch] = []
@@ -64,7 +64,7 @@ class KeptBatches:
 
     def __iter__(self) -> Iterator[Batch]:
         yield from self._kept
-        if self._failure is not None:  # an iterator that has raised only seems to be at its end
+        if self._failure is not None:  # an iterator that has raised looks exhausted, but is not
             raise self._failure
         try:
             self._coming = self._coming or iter(self._batches)
@@ -84,17 +84,17 @@ def batches_from(
     num_examples: int | None = None,
     any_form: bool = False,
 ) -> Iterable[Batch]:
-    """The user's calibration data as batches.
+    """Turn the user's calibration data into batches.
 
     Args:
         data: Batches, or rows if there is a collator: a ``datasets.Dataset``, a PyTorch dataset, a list.
-        collator: Makes a batch of rows. Columns of text beside ``input_ids`` are not handed to it.
+        collator: Makes a batch of rows. Text columns beside ``input_ids`` are removed first.
         batch_size: Rows in a batch; 8 by default.
-        num_examples: Read no more examples than that, now; None for all there are.
-        any_form: Anything that holds rows of tensors is a batch.
+        num_examples: Read at most this many examples, at once; None reads all.
+        any_form: Accept any object that holds rows of tensors as a batch.
 
     Raises:
-        ConfigError: Endless or streamed data without ``num_examples``, or a collator for what is collated.
+        ConfigError: Endless or streamed data without ``num_examples``, or a collator for data that are batches.
         DataError: Rows without a collator, a single batch, or a dictionary of splits.
     """
     if num_examples is None and _may_not_end(data):
@@ -125,7 +125,7 @@ def _collated(data: Any, collator: Collator, batch_size: int) -> CollatedRows:
 def _refuse_rows(data: Any, batch_size: int | None) -> None:
     if batch_size is not None:
         raise ConfigError("batch_size is for rows with a collator; batches have their size. Pass a collator as well.")
-    if hasattr(data, "column_names"):  # of datasets, in memory or streamed
+    if hasattr(data, "column_names"):  # a Dataset of the library datasets, in memory or streamed
         columns = data.column_names or ()
         text = "" if "input_ids" in columns else " Tokenise its rows first, with 'input_ids' and 'labels'."
         raise DataError(
@@ -135,7 +135,7 @@ def _refuse_rows(data: Any, batch_size: int | None) -> None:
 
 
 def _may_not_end(data: Any) -> bool:
-    """Endless iterators of itertools, and streams: datasets without a length, also inside a loader."""
+    """Return whether data may be endless: iterators of itertools, and datasets without a length, also in a loader."""
     if isinstance(data, itertools.cycle | itertools.count | itertools.repeat):
         return operator.length_hint(data, -1) < 0
     rows = getattr(data, "dataset", data)
@@ -150,7 +150,7 @@ def _has_length(data: Any) -> bool:
 
 
 def _without_text(row: Any) -> Any:
-    """A tokenised row without its columns of text, which no collator can stack; Trainer leaves them out as well."""
+    """Drop a tokenised row's text columns, as Trainer does: no collator can stack them."""
     if not isinstance(row, Mapping) or "input_ids" not in row:
         return row
     return {key: value for key, value in row.items() if not _is_text(value)}

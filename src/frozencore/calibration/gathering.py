@@ -1,8 +1,8 @@
-"""Moments of the batches that a model trains on, summed while it trains, without a pass of their own.
+"""Sum moments of the training batches during training, without extra passes.
 
-Sketches take the place of the sums where these are too large. The taps of a calibration pass sit on the layers through
-forward and backward passes that someone else makes, also under gradient checkpointing and accumulation; a pass without
-gradients, as in an evaluation, adds nothing.
+Sketches replace sums that would be too large. The taps of a calibration pass stay on the layers while the trainer runs
+its own forward and backward passes, also under gradient checkpointing and accumulation. A pass without gradients, such
+as an evaluation, adds nothing.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from frozencore.maths.moments import DIAGONALS, LayerMoments, MomentName
 from frozencore.maths.whitening import Whitening
 from frozencore.ranks import own_rank, sum_over_ranks
 
-SKETCH = "|sketch "  # between a layer and what a file holds of its sketch
+SKETCH = "|sketch "  # stands between a layer's name and a sketch tensor's name in a file
 SAME_BUDGET = "Resume with the memory_budget (--refresh-memory) that the checkpoint was made with."
 
 
 class Gathering:
-    """The exact sums of layers over all training batches since they were last read, and a share of those before.
+    """Exact sums of layers over the training batches since the last round, plus a share of the earlier sums.
 
     Args:
         model: Called with ``input_ids``, and ``attention_mask`` where there is padding, by name.
-        layers: The layers to sum, under names of the caller's choice.
+        layers: The layers to sum, under any names.
         needs: The moments to sum.
     """
 
     def __init__(self, model: nn.Module, layers: Mapping[str, nn.Module], needs: frozenset[MomentName]) -> None:
-        self.taps = Taps(layers, needs, checks=False)  # which would take a fifth of the time; the sums tell
+        self.taps = Taps(layers, needs, checks=False)  # checks take a fifth of the time; sums show NaN too
         with ExitStack() as undo:
             encoder = undo.enter_context(watching_encoder(model))
             self.capture = undo.enter_context(capturing(self.taps, encoder))
@@ -48,18 +48,18 @@ class Gathering:
             self._undo = undo.pop_all()
 
     def listen(self, *, on: bool) -> None:
-        """Whether the batches that come are summed; they are at first."""
+        """Turn summing on or off; it is on at first."""
         self.capture.listens = on
 
     def close(self) -> None:
-        """Take the hooks off the model."""
+        """Remove the hooks from the model."""
         self._undo.close()
 
     def moments(self) -> dict[str, LayerMoments]:
         """The sums so far, not copied.
 
         Raises:
-            CalibrationError: One of them is not finite; the layer is named.
+            CalibrationError: A sum is not finite; the message names the layer.
         """
         for name, recorder in self.capture.recorders.items():
             require_finite_sums(name, recorder.totals)
@@ -69,10 +69,10 @@ class Gathering:
         }
 
     def keep(self, share: float, sums: Mapping[str, LayerMoments]) -> None:
-        """Go on from that share of these sums, which are used up; layers that are not among them start anew.
+        """Continue from ``share`` of these sums; layers without sums start at zero. The tensors are reused.
 
         Args:
-            sums: Over all processes, each layer's on one of them.
+            sums: Sums over all processes; each layer's sums are on one process.
         """
         for name, recorder in self.capture.recorders.items():
             kept = sums.get(name, LayerMoments(0))
@@ -80,7 +80,7 @@ class Gathering:
             recorder.totals = {what: kept.total(what).mul_(share) for what in kept.names()}
 
     def state(self) -> dict[str, Tensor]:
-        """The sums by name, for a file."""
+        """The sums by name, for saving."""
         state: dict[str, Tensor] = {}
         for name, recorder in self.capture.recorders.items():
             state[f"{name}|num_tokens"] = torch.tensor(recorder.num_tokens)
@@ -88,10 +88,10 @@ class Gathering:
         return state
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from what :meth:`state` gave.
+        """Restore sums that :meth:`state` returned.
 
         Raises:
-            CalibrationError: It is of other layers, or of sketches.
+            CalibrationError: They belong to other layers, or are sketches.
         """
         if any(SKETCH in key for key in state):
             raise CalibrationError(f"Exact sums are gathered here, but the saved moments are sketches. {SAME_BUDGET}")
@@ -117,10 +117,10 @@ class Gathering:
 
 
 class SketchedGathering(Gathering):
-    """As :class:`Gathering`, in 6k(m + n) bytes a layer instead of 4mn.
+    """Sketches instead of the exact sums of :class:`Gathering`: 6k(m + n) bytes a layer instead of 4mn.
 
     Args:
-        widths: By layer, the columns of its sketch.
+        widths: The number of sketch columns k, by layer.
     """
 
     def __init__(
@@ -144,20 +144,20 @@ class SketchedGathering(Gathering):
         return any(sketch.tests is None for sketch in self.sketches.values())
 
     def set_metric(self) -> None:
-        """Sketch in the metric of what was seen so far, by all processes."""
+        """Set the sketches' metric from the second moments so far, over all processes."""
         for name, recorder in self.capture.recorders.items():
             totals = {what: sum_over_ranks(total.clone()) for what, total in recorder.totals.items()}
             count = int(sum_over_ranks(torch.tensor(recorder.num_tokens)))
             self.sketches[name].begin(LayerMoments(max(1, count), **totals), self._device(name))
 
     def turn(self, ranks: Mapping[str, int], share: float) -> Iterator[tuple[str, Sketch]]:
-        """Layer by layer, what was found in the sums of all processes; each goes on from that share of them.
+        """Yield each layer's result from the sums of all processes; the layer continues from ``share`` of its sums.
 
         Args:
-            ranks: By layer, how many singular triples are wanted.
+            ranks: The number of singular triples to find, by layer.
 
         Raises:
-            CalibrationError: A sum is not finite; the layer is named.
+            CalibrationError: A sum is not finite; the message names the layer.
         """
         for name, recorder in self.capture.recorders.items():
             sketch = self.sketches[name]
@@ -205,10 +205,10 @@ class SketchedGathering(Gathering):
 
 
 def require_finite_sums(layer: str, sums: Mapping[Any, Tensor]) -> None:
-    """Refuse sums of a layer that met NaN or Inf, which nothing else tells.
+    """Check a layer's sums for NaN and Inf; nothing else checks them.
 
     Raises:
-        CalibrationError: The moment and the layer are named.
+        CalibrationError: A sum is not finite; the message names moment and layer.
     """
     for what, total in sums.items():
         if not all_finite(total):

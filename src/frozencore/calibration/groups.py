@@ -1,13 +1,14 @@
-"""The moments of groups of rows, reduced group by group to what one basis for all of them is made of.
+"""Reduce the moments of several groups of rows, group by group, to the spans for one common basis.
 
     pass 1:  a_k, d_k of every group                           the pooled diagonals A and D
     pass 2:  T_k = D^-1/2 G_k A^-1/2 / ‖·‖, one at a time      spans L (m x p), R (n x p) of all groups' leading triples
     pass 3:  C_k = Lᵀ T_k R (p x p) of every group             U and V within these spans
 
-Three passes instead of one, because T_k needs the diagonals of all groups, and because factors of thousands of groups
-would be larger than the sums: at any time one m x n matrix a layer is held, the group's in hand, and K p² numbers.
-On 4 and 16 drawn groups with slowly falling spectra (160 x 128, σᵢ = i^-0.3 to i^-1, r = 4) U and V within these spans
-held .99 to 1.00 of what they hold with all T_k at once; .97 to 1.00 with p = 4r. Groups that share little lose more.
+There are three passes, because T_k needs the diagonals of all groups, and because the factors of thousands of groups
+would be larger than the sums. Memory holds one m x n matrix a layer, for the current group, and K p² numbers.
+Test: 4 and 16 random groups with slowly falling spectra (160 x 128, σᵢ = i^-0.3 to i^-1, r = 4). U and V within these
+spans held .99 to 1.00 of the energy that they hold with all T_k at once; .97 to 1.00 with p = 4r. Groups that share
+little lose more.
 
 Shapes: K groups, m outputs, n inputs, r rank, p = 8r, or less where K p² would exceed 4 m n, but 4r at least.
 """
@@ -36,7 +37,7 @@ from frozencore.maths.moments import DIAGONALS, LayerMoments, MomentName
 from frozencore.maths.whitening import Whitening
 from frozencore.words import Progress
 
-NARROWEST, WIDEST, TRIPLES = 4, 8, 2  # times the rank: columns of L and R, and the triples that each group adds
+NARROWEST, WIDEST, TRIPLES = 4, 8, 2  # times the rank: least and most columns of L and R, triples of each group
 CROSS: frozenset[MomentName] = frozenset({"cross"})
 
 
@@ -46,7 +47,7 @@ class GroupedLayer:
 
     Attributes:
         diagonals: The pooled a and d; no matrix.
-        shares: By group, the share of its T_k that the spans hold; groups without gradient here are left out.
+        shares: The share of T_k that the spans hold, by group; a group without gradient in this layer is left out.
     """
 
     diagonals: LayerMoments
@@ -56,7 +57,7 @@ class GroupedLayer:
 
 @dataclass
 class _Running:
-    """The factors L and R of one layer, and each group's norm and own best share."""
+    """One layer's factors L and R, and for each group its norm and the best share of its own basis."""
 
     L: Float[Tensor, "m p"]
     R: Float[Tensor, "n p"]
@@ -64,7 +65,7 @@ class _Running:
     own: dict[str, float] = field(default_factory=dict)
 
     def add(self, group: str, T: Float[Tensor, "m n"], rank: int, width: int) -> None:
-        """Add one group's whitened moment, which is used up."""
+        """Add one group's whitened moment; T is overwritten."""
         self.norms[group] = norm = float(T.norm())
         if norm == 0:
             return
@@ -90,15 +91,15 @@ def collect_groups(
     options: CalibrationOptions,
     progress: Progress | None = None,
 ) -> dict[str, GroupedLayer]:
-    """The spans that one basis for all groups is made of, by layer; every group weighs equally.
+    """Find the spans of one basis for all groups, by layer; every group has equal weight.
 
     Args:
-        groups: The batches of each group, which are read three times.
+        groups: The batches of each group; they are read three times.
         ranks: The rank of each layer's basis.
         whitening: A diagonal metric.
 
     Raises:
-        CalibrationError: As :func:`frozencore.calibration.collect.collect_moments`; the group is named.
+        CalibrationError: As in :func:`frozencore.calibration.collect.collect_moments`; the message names the group.
     """
     num_passes = 3 * len(groups)
     diagonals = _pooled(model, groups, layers, options, progress, num_passes)
@@ -140,7 +141,7 @@ def _take(
     rank: int,
     num_groups: int,
 ) -> None:
-    """Add one group's cross moment to a layer's factors. G is used up."""
+    """Add one group's cross moment to a layer's factors; G is overwritten."""
     m, n = G.shape
     if name not in running:
         running[name] = _Running(G.new_zeros(m, 0), G.new_zeros(n, 0))
@@ -180,7 +181,7 @@ def _roots(diagonals: LayerMoments, whitening: Whitening) -> tuple[Tensor, Tenso
 def _spans(
     running: _Running, L: Float[Tensor, "m p"], R: Float[Tensor, "n p"], C: Float[Tensor, "K p p"], rank: int
 ) -> tuple[SharedSpans, dict[str, Share]]:
-    """U and V of the layer, and what they hold of each group that has a gradient here."""
+    """U and V of the layer, and the share that they hold of each group with a gradient in this layer."""
     if not running.own:
         nothing = L.new_zeros(0)
         return SharedSpans(L[:, :0], R[:, :0], nothing, nothing, ()), {}
@@ -197,7 +198,7 @@ def _spans(
 
 @contextmanager
 def _named(group: str) -> Iterator[None]:
-    """Errors inside name the group."""
+    """Add the group's name to errors raised inside."""
     try:
         yield
     except CalibrationError as error:

@@ -1,4 +1,4 @@
-"""The loss whose gradient calibration takes: of the data's labels, of labels the model draws, or the user's own.
+"""The loss of calibration: with the data's labels, with labels drawn from the model, or the user's own.
 
 Example e with completion tokens C_e:  L = Σ_e (1/|C_e|) Σ_{t ∈ C_e} -log p(token t | tokens before t).
 """
@@ -33,10 +33,10 @@ class Predictions:
     """A model's predictions of the completion tokens of a batch.
 
     Attributes:
-        log_p: Log-probabilities (N x v), in float32 at least. Two losses share them: autograd keeps them in any case,
-            and with a large vocabulary they are the largest tensor of a pass.
+        log_p: Log-probabilities (N x v), in float32 or wider. Two losses share them, because they are the largest
+            tensor of a pass if the vocabulary is large.
         labels: The N tokens of the data.
-        num_in_example: For each token, the number of completion tokens of its example (N).
+        num_in_example: The number of completion tokens of each token's example (N).
     """
 
     log_p: Float[Tensor, "N v"]
@@ -45,11 +45,11 @@ class Predictions:
 
     @classmethod
     def of(cls, logits: Float[Tensor, "b t v"], targets: Int[Tensor, "b t"]) -> Predictions:
-        """The predictions at the positions that predict a token with a label.
+        """Select the positions that predict a token with a label.
 
         Args:
-            targets: The label that each position predicts, -100 where there is none; best on the CPU, so that no
-                device is synchronised.
+            targets: The label that each position predicts, -100 where there is none. On the CPU it avoids synchronising
+                the device.
 
         Raises:
             CalibrationError: No token of the batch carries a label.
@@ -68,20 +68,20 @@ class Predictions:
         return cls(log_p=log_p, labels=labels, num_in_example=num_in_example)
 
     def parts(self, count: int) -> list[Predictions]:
-        """The predictions of equal parts of a batch that have the same labels."""
+        """Split into equal parts; all parts of the batch have the same labels."""
         columns = (self.log_p.chunk(count), self.labels.chunk(count), self.num_in_example.chunk(count))
         return [Predictions(*part) for part in zip(*columns, strict=True)]
 
     def loss(self, whose: FisherLabels, options: CalibrationOptions, generator: torch.Generator) -> Float[Tensor, ""]:
-        """Sum over the batch's examples of their loss against the data's labels or against drawn ones."""
+        """The loss summed over the batch's examples, with the data's labels or with drawn ones."""
         labels = self.sampled_labels(generator) if whose == "mc" else self.labels
         loss_of_token = nll_loss(self.log_p, labels, reduction="none")
         return (loss_of_token if options.weighting == "token_sum" else loss_of_token / self.num_in_example).sum()
 
     def sampled_labels(self, generator: torch.Generator) -> Int[Tensor, " N"]:
-        """A label for each prediction, drawn from the model's own distribution.
+        """Draw a label for each prediction from the model's own distribution.
 
-        One number for each token comes from the generator, on the CPU: a seed gives the same labels on every device.
+        Random numbers come from the generator on the CPU, so a seed gives the same labels on every device.
         """
         cumulated = self.log_p.detach().exp().cumsum_(-1)
         chance = torch.rand(len(cumulated), 1, generator=generator, dtype=torch.float64)
@@ -92,16 +92,16 @@ class Predictions:
 
 @dataclass(frozen=True)
 class OptionsWithLoss(CalibrationOptions):
-    """Options of a pass over the gradient of the user's own loss."""
+    """Options of a pass with the user's own loss."""
 
     loss_fn: LossFn | None = None
 
 
 def with_loss(options: CalibrationOptions | None, loss_fn: LossFn | None) -> CalibrationOptions:
-    """The options of a pass, with that loss in place of the model's.
+    """Add a loss of the user's own to the options of a pass.
 
     Raises:
-        ConfigError: An option is about completion tokens.
+        ConfigError: An option that concerns completion tokens is not at its default.
     """
     options = options or CalibrationOptions()
     if loss_fn is None:
@@ -116,12 +116,12 @@ def with_loss(options: CalibrationOptions | None, loss_fn: LossFn | None) -> Cal
 
 
 def loss_fn_of(options: CalibrationOptions) -> LossFn | None:
-    """The user's own loss, if there is one."""
+    """The user's own loss, or None."""
     return options.loss_fn if isinstance(options, OptionsWithLoss) else None
 
 
 def is_language_model(model: Any) -> bool:
-    """Whether the loss is taken over completion tokens, row by row; other models give a loss of their own."""
+    """Return whether the loss is computed from completion tokens, row by row; other models return their own loss."""
     can_generate = getattr(model, "can_generate", None)
     return can_generate is not None and can_generate()
 
@@ -129,13 +129,13 @@ def is_language_model(model: Any) -> bool:
 def losses(
     model: nn.Module, batch: Batch, as_it_came: Batch, taps: Taps, generator: torch.Generator
 ) -> Iterator[Tensor]:
-    """One forward pass over a batch, and the loss of each backward pass, summed over the examples.
+    """Run one forward pass over a batch and yield the loss of each backward pass, summed over the examples.
 
     Args:
-        as_it_came: The batch where it was before it was sent to the model's device.
+        as_it_came: The batch on its original device.
 
     Raises:
-        CalibrationError: The loss is no single number, or the model gives none.
+        CalibrationError: The loss is not a single number, or the model returns none.
     """
     loss_fn = loss_fn_of(taps.options)
     if loss_fn is not None:
@@ -154,12 +154,12 @@ def losses(
     for backward in taps.backward_passes[:-1]:
         yield found.loss(backward.labels, taps.options, generator)
     last = found.loss(taps.backward_passes[-1].labels, taps.options, generator)
-    del found  # nothing is kept beside the last loss
+    del found  # frees the other tensors before the last backward pass
     yield last
 
 
 def predictions(model: nn.Module, batch: Batch, labels: Tensor, taps: Taps) -> Predictions:
-    """The predictions of a language model of the labels of a batch."""
+    """A language model's predictions of a batch's labels."""
     if is_encoder_decoder(model):
         return Predictions.of(_part(model, model(**batch), "logits"), labels)
     targets = predicted(labels)
@@ -177,12 +177,12 @@ def _own_loss(model: nn.Module, batch: Batch, options: CalibrationOptions) -> Te
             "The calibration options tokens, weighting and fisher_labels are about completion tokens, and this "
             f"{type(model).__name__} is no language model: its own loss is used. Leave them at their defaults."
         )
-    labels_of(batch)  # refused in our words where there are none
+    labels_of(batch)  # raises a clear error if there are none
     return _part(model, model(**batch), "loss") * num_examples_of(batch)
 
 
 def _part(model: nn.Module, output: Any, name: str) -> Tensor:
-    """The logits or the loss in a model's output, an object of transformers or a plain dictionary."""
+    """Read the logits or the loss from a model's output, an object of transformers or a dictionary."""
     found = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
     if not isinstance(found, Tensor):
         raise CalibrationError(
@@ -193,7 +193,7 @@ def _part(model: nn.Module, output: Any, name: str) -> Tensor:
 
 
 def _reads_logits(model: nn.Module, taps: Taps) -> bool:
-    """Whether all positions need logits: a captured output layer sees them, or the model cannot leave any out.
+    """Return whether all positions need logits: the output layer is captured, or the model cannot leave any out.
 
     Logits of completion columns alone save a seventh of the pass in benchmarks/calibration.py.
     """

@@ -1,10 +1,10 @@
-"""The moments file: sums of every layer in one safetensors file, with a fingerprint that says what they are of.
+"""The moments file: the sums of every layer in one safetensors file, with a fingerprint of their origin.
 
-A file whose model, data or options differ from what is asked for is refused; stale moments give a wrong basis
-without any other sign. So is one whose content is not what its recorded hash says.
+Loading refuses a file of another model, other data or other options, because stale moments give a wrong basis without
+any other sign. It also refuses a file whose content does not have the recorded hash.
 
-The safetensors metadata hold one key, with JSON: several would be written in a random order, and the same moments
-would not be the same bytes. Files of format 1 had several and no hash; they are still read.
+The safetensors metadata hold one key, with JSON. Several keys would be written in a random order, so the same moments
+would give different bytes. Files of format 1 have several keys and no hash; they can still be read.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class MomentsFingerprint:
     def of(
         cls, model: torch.nn.Module, batches: Iterable[Mapping[str, Any]], options: CalibrationOptions | None = None
     ) -> MomentsFingerprint:
-        """The fingerprint of moments that would be collected from these."""
+        """The fingerprint of moments collected from this model, these batches and these options."""
         return cls(
             model=fingerprint_model(model),
             data=fingerprint_batches(batches),
@@ -51,10 +51,10 @@ class MomentsFingerprint:
 
 
 def save_moments(path: str | Path, moments: Mapping[str, LayerMoments], fingerprint: MomentsFingerprint) -> None:
-    """Write moments to a safetensors file: aside first, flushed, then renamed.
+    """Write moments to a safetensors file, through a temporary file that is flushed and renamed.
 
     Raises:
-        ArtifactError: They are not finite; a file that is there stays.
+        ArtifactError: The moments are not finite; an existing file stays.
     """
     tensors = {
         f"{name}/{moment}": getattr(layer, moment).detach().cpu().contiguous()
@@ -78,10 +78,10 @@ def save_moments(path: str | Path, moments: Mapping[str, LayerMoments], fingerpr
 
 
 def load_moments(path: str | Path, expected: MomentsFingerprint | None = None) -> dict[str, LayerMoments]:
-    """Read moments back.
+    """Read moments from a file.
 
     Args:
-        expected: The origin that they must have; None takes the file as it is.
+        expected: The origin that the file must have; None accepts any.
 
     Raises:
         ArtifactError: No such file, damaged, not a moments file, not finite, or of another model, data or options.
@@ -115,7 +115,7 @@ def load_moments(path: str | Path, expected: MomentsFingerprint | None = None) -
 
 
 def _header(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
-    """Token counts by layer, the fingerprint, and the hash of both with the tensors."""
+    """Read the token counts by layer, the fingerprint, and the hash over both and the tensors."""
     header = json.loads(metadata.get(KEY, "{}"))
     if not isinstance(header, dict) or header.get("format") != FORMAT:
         raise ArtifactError(f"{path} is not a moments file of this version ({KEY}-{FORMAT}). Calibrate again.")
@@ -128,7 +128,7 @@ def _header(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _hash_of(said: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> str:
-    """SHA-256 of what a file says and of the tensors in it."""
+    """SHA-256 of a file's header and tensors."""
     content = json.dumps(said) + fingerprint_tensors(sorted(tensors.items()))
     return hashlib.sha256(content.encode()).hexdigest()
 

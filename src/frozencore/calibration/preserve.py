@@ -1,9 +1,9 @@
-"""A calibration pass leaves the model as it found it: modes, gradient flags, checkpointing, and every RNG.
+"""Restore the model after a calibration pass: modes, gradient flags, checkpointing, and every RNG.
 
 Two kinds of quantised layers of bitsandbytes (0.50, on CPUs) change in evaluation, but calibration, training and
-evaluation must see one base model. ``Linear8bitLt`` rounds its inputs to 8 bits in evaluation only. On CPUs with
-AVX512-BF16 ``Linear4bit`` rewrites its weight at the first evaluation: the scales are rounded to bfloat16, no gradient
-passes any more, and PEFT dequantises the new layout to noise without an error.
+evaluation must see the same base model. ``Linear8bitLt`` rounds its inputs to 8 bits in evaluation only. On CPUs with
+AVX512-BF16 ``Linear4bit`` rewrites its weight at the first evaluation: it rounds the scales to bfloat16 and passes no
+gradient any more, and PEFT then dequantises the weight to noise without an error.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from frozencore.errors import ModelError
 
 @contextmanager
 def preserved(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, no dropout, no weight gradients inside; everything as before outside, also after an error.
+    """Turn off dropout and weight gradients inside; restore everything afterwards, also after an error.
 
     Gradient checkpointing stays on where the user turned it on.
     """
@@ -49,7 +49,7 @@ def preserved(model: nn.Module) -> Iterator[None]:
 
 
 def _without_cache(model: nn.Module, undo: ExitStack) -> None:
-    """A key/value cache is memory for nothing here, and a checkpointed block that runs again would extend it."""
+    """Turn off the key/value cache: it wastes memory, and a checkpointed block that runs again would extend it."""
     for module in model.modules():
         config: Any = getattr(module, "config", None)
         if getattr(config, "use_cache", None):
@@ -58,7 +58,7 @@ def _without_cache(model: nn.Module, undo: ExitStack) -> None:
 
 
 def _checkpoint_without_dropout(block: nn.Module, undo: ExitStack) -> None:
-    """A block checkpoints only in training mode, in which it would also apply the dropout that it holds as a number."""
+    """Keep a checkpointing block in training mode, and set the dropout that it stores as a number to zero."""
     block.training = True
     for name, value in vars(block).items():
         if "dropout" in name and isinstance(value, float):
@@ -68,7 +68,7 @@ def _checkpoint_without_dropout(block: nn.Module, undo: ExitStack) -> None:
 
 
 def let_input_require_gradient(block: nn.Module, undo: ExitStack) -> None:
-    """Reentrant checkpointing builds no graph unless an input of the block requires a gradient."""
+    """Make an input of the block require a gradient; reentrant checkpointing builds no graph otherwise."""
     handle = block.register_forward_pre_hook(
         lambda _, args: (args[0].requires_grad_(), *args[1:]) if args and args[0].is_leaf else None
     )
@@ -77,7 +77,7 @@ def let_input_require_gradient(block: nn.Module, undo: ExitStack) -> None:
 
 @contextmanager
 def own_random_state() -> Iterator[None]:
-    """Python's, NumPy's and PyTorch's random states, on every device, are afterwards what they were."""
+    """Restore the random states of Python, NumPy and PyTorch, on every device, afterwards."""
     python_state, numpy_state = random.getstate(), np.random.get_state()
     with torch.random.fork_rng():
         try:
@@ -88,31 +88,31 @@ def own_random_state() -> Iterator[None]:
 
 
 def use_training_kernels(model: nn.Module, undo: ExitStack) -> None:
-    """Let quantised layers compute as in training; they hold no dropout, so nothing becomes random.
+    """Let quantised layers compute as in training; they have no dropout, so nothing becomes random.
 
-    Their modes must be restored by the caller.
+    The caller restores their modes.
 
     Raises:
-        ModelError: A weight was rewritten for inference. Later, in a forward pass: a layer passes no gradient.
+        ModelError: A weight was rewritten for inference, or, later in a forward pass, a layer passes no gradient.
     """
     for name, module in model.named_modules():
         if _is_quantised(module):
             refuse_rewritten(module, name)
             module.training = True
             undo.callback(module.register_forward_hook(_refuses_cut(name)).remove)
-            for parameter in module.parameters():  # bitsandbytes casts a bias for good to the dtype of what comes in
+            for parameter in module.parameters():  # bitsandbytes casts a bias permanently to the dtype of its input
                 undo.callback(setattr, parameter, "data", parameter.data)
 
 
 def keep_weights(model: nn.Module) -> None:
-    """Stop quantised layers from rewriting their weights in evaluation. Kernels for short inputs are slower then."""
+    """Stop quantised layers from rewriting their weights in evaluation. Short inputs then take slower kernels."""
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             setattr(module, "support_avx512bf16_for_cpu", False)  # noqa: B010 - no attribute of nn.Module
 
 
 def refuse_rewritten(layer: nn.Module, name: str) -> None:
-    """Refuse a layer whose 4-bit weight was rewritten for inference; the rounding cannot be undone."""
+    """Raise an error if a layer's 4-bit weight was rewritten for inference; the rounding cannot be undone."""
     state = getattr(getattr(layer, "weight", None), "quant_state", None)
     if getattr(state, "packing_format_for_cpu", False):
         raise ModelError(
@@ -122,7 +122,7 @@ def refuse_rewritten(layer: nn.Module, name: str) -> None:
 
 
 def _refuses_cut(name: str) -> Callable[..., None]:
-    """A hook that refuses a layer without a gradient: layers before it would silently get a wrong one."""
+    """Make a hook that raises an error if a layer passes no gradient: earlier layers would silently get a wrong one."""
 
     def hook(_: nn.Module, args: tuple[Any, ...], y: Tensor) -> None:
         if torch.is_grad_enabled() and args and args[0].requires_grad and not y.requires_grad:
@@ -135,6 +135,6 @@ def _refuses_cut(name: str) -> Callable[..., None]:
 
 
 def _is_quantised(module: nn.Module) -> bool:
-    # PEFT asks for torchao's quantiser, which only storing a weight would use.
+    # PEFT asks for torchao's quantiser, but only storing a weight would use it.
     backend = resolve_quantization_backend(module, get_apply_tensor_subclass=object)
-    return backend is not None and not isinstance(module, BaseTunerLayer)  # which shows its base layer's weight
+    return backend is not None and not isinstance(module, BaseTunerLayer)  # a tuner layer shows its base layer's weight

@@ -1,6 +1,6 @@
-"""The sums of one layer over everything that it saw, in float32 at least.
+"""The sums of one layer over all its calls, in float32 or wider.
 
-Products are added where the sum lies (``addmm``), so no second m x n matrix exists.
+Products are added in place (``addmm``), so there is no second m x n matrix.
 
 Shapes: a call's counted tokens N, m out features, n in features, k columns of a projection.
 """
@@ -20,10 +20,10 @@ from frozencore.maths.moments import LayerMoments, MomentName
 from frozencore.maths.sums import add_outer, finite, outer, projected, square_sum, sum_dtype
 
 INPUT_SIDE: frozenset[MomentName] = frozenset({"input_square", "input_outer", "input_total"})
-STRIP = 2**24  # entries of a product that are moved at once to sums on another device
+STRIP = 2**24  # entries of a product that are moved to another device at a time
 SIDES = (("input", "input_finite", 0), ("output error", "error_finite", -1))
-"""The side that was not finite, its flag, and which layer met it first: bad inputs spread from the front of the model,
-bad output errors from its back."""
+"""Each side, its flag, and the index of the layer where NaN started: bad inputs spread from the first layer, bad output
+errors from the last."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class ReadInput:
 
     Attributes:
         values: The counted rows of x.
-        finite: Whether they are finite; None if this is not asked.
+        finite: Whether the values are finite; None if not checked.
     """
 
     values: Float[Tensor, "N n"]
@@ -63,11 +63,11 @@ class ReadInput:
 
 
 class LayerRecorder:
-    """The sums of one layer, and whether all that it saw since :meth:`forget_flags` was finite.
+    """The sums of one layer, and whether all values since :meth:`forget_flags` were finite.
 
     Attributes:
-        input_finite, error_finite: None if it saw nothing, or does not check.
-        sketch: Sums cross products in place of the cross moment, if there is one.
+        input_finite, error_finite: None if there were no calls, or values are not checked.
+        sketch: Replaces the cross moment if given.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class LayerRecorder:
         self._stats_device = stats_device
 
     def add_input(self, read: ReadInput) -> None:
-        """Count its tokens and add its sums."""
+        """Count the tokens of an input and add it to the sums."""
         if read.finite is not None:
             self.input_finite = read.finite if self.input_finite is None else self.input_finite & read.finite
         self.num_tokens += len(read.values)
@@ -116,7 +116,7 @@ class LayerRecorder:
         self.input_finite = self.error_finite = None
 
     def moments(self) -> LayerMoments:
-        """The sums, handed over: this recorder keeps none of them."""
+        """Hand over the sums; the recorder keeps no reference to them."""
         totals, self.totals = self.totals, {}
         return LayerMoments(num_tokens=self.num_tokens, **totals)
 
@@ -143,28 +143,28 @@ class LayerRecorder:
         if device == left.device:
             add_outer(total, left, right)
             return
-        rows = max(1, STRIP // total.shape[1])  # strips: the device that the model runs on may have little room left
+        rows = max(1, STRIP // total.shape[1])  # in strips, because the model's device may have little memory left
         for strip, part in zip(total.split(rows), left.split(rows, dim=1), strict=True):
             strip.add_(outer(part, right).to(device))
 
 
 @dataclass
 class FiniteBatches:
-    """Whether the layers saw finite values, batch by batch.
+    """Check batch by batch whether the layers saw finite values.
 
-    Flags on a GPU are read when the pass is over: reading them in every batch would stop it each time.
+    Flags on a GPU are read after the pass, because each read synchronises the device.
 
     Attributes:
-        waiting: The batch, one of ``SIDES``, the layers, and a flag for each of them.
+        waiting: Flags to read: the batch, one of ``SIDES``, the layers, and a flag for each layer.
     """
 
     waiting: list[tuple[int, tuple[str, str, int], list[str], Tensor]] = field(default_factory=list)
 
     def add(self, batch: int, recorders: Mapping[str, LayerRecorder]) -> None:
-        """Take the flags of a batch.
+        """Add the flags of a batch.
 
         Raises:
-            CalibrationError: They are on the CPU, and a value was not finite.
+            CalibrationError: The flags are on the CPU, and a value was not finite.
         """
         for side in SIDES:
             found = {name: getattr(recorder, side[1]) for name, recorder in recorders.items()}
@@ -178,10 +178,10 @@ class FiniteBatches:
                 self.look()
 
     def look(self) -> None:
-        """Read the flags that wait.
+        """Read the waiting flags.
 
         Raises:
-            CalibrationError: A batch was not finite; the first one is named.
+            CalibrationError: A batch was not finite; the message names the first one.
         """
         while self.waiting:
             batch, (side, _, first_met), names, flags = self.waiting.pop(0)

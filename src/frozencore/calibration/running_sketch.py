@@ -1,10 +1,10 @@
-"""Sums of one layer for bases that are chosen again and again, from batches that are seen once and without an m x n
-matrix (:mod:`frozencore.maths.one_pass`).
+"""Sketch one layer for bases that are renewed during training, from batches that are seen once
+(:mod:`frozencore.maths.one_pass`). No m x n matrix is held.
 
     Y = Σ D^-1/2 δ (Vᵀ A^-1/2 x)ᵀ = T V,   Z = Σ A^-1/2 x (Uᵀ D^-1/2 δ)ᵀ = Tᵀ U
 
-U, V and the metric come from the sums before; at first the tests are random, in the metric of the first batches.
-Of the sums before, the best rank k is kept and carried over to the new tests.
+U, V and the metric come from the previous round. In the first round the tests are random, in the metric of the first
+batches. The best rank-k approximation of the previous sums is kept and added to the new round.
 
 Shapes: m outputs, n inputs, k columns of a sketch.
 """
@@ -24,12 +24,12 @@ from frozencore.maths.one_pass import from_one_pass, svd_of_product
 from frozencore.maths.sums import add_outer, projected
 from frozencore.maths.whitening import InverseRoot, Whitening
 
-TESTS = torch.bfloat16  # their rounding is known, so it costs nothing but exact orthonormality
+TESTS = torch.bfloat16  # rounding is harmless: the rounded values are the tests, only not exactly orthonormal
 
 
 @dataclass(frozen=True)
 class Tests:
-    """The factors ``left = D^-1/2 U`` (m x k) and ``right = A^-1/2 V`` (n x k), and the roots' diagonals."""
+    """The factors ``left = D^-1/2 U`` (m x k) and ``right = A^-1/2 V`` (n x k), and the diagonals of the two roots."""
 
     left: Float[Tensor, "m k"]
     right: Float[Tensor, "n k"]
@@ -38,7 +38,7 @@ class Tests:
 
 
 class RunningSketch:
-    """The sketch of one layer; without tests it sums nothing.
+    """The sketch of one layer; it sums nothing until it has tests.
 
     Attributes:
         tests: None until a metric is known.
@@ -52,14 +52,14 @@ class RunningSketch:
         self.images: tuple[Tensor, Tensor] | None = None
 
     def begin(self, diagonals: LayerMoments, device: torch.device) -> None:
-        """Random tests, in the metric of what was seen so far."""
+        """Draw random tests in the metric of the second moments so far."""
         generator = seeded_generator(0, "running sketch", *self.shape)
         U, V = (torch.randn(size, self.width, generator=generator).to(device) for size in self.shape)
         self._take_tests(torch.linalg.qr(U).Q, torch.linalg.qr(V).Q, *self._roots(diagonals, device))
         self.images = torch.zeros_like(U), torch.zeros_like(V)
 
     def add(self, error: Float[Tensor, "N m"], values: Float[Tensor, "N n"]) -> None:
-        """One call's counted tokens."""
+        """Add the counted tokens of one call."""
         if self.tests is None or self.images is None:
             return
         of_errors, of_values = self.images
@@ -67,12 +67,12 @@ class RunningSketch:
         add_outer(of_values, values, projected(error, self.tests.left).to(values.dtype))
 
     def turn(self, diagonals: LayerMoments, rank: int, share: float) -> TruncatedSVD:
-        """The ``rank`` leading triples of T, summed over tokens, in the metric of ``diagonals``; none if T is zero.
+        """Find the ``rank`` leading triples of T, a sum over tokens, in the metric of ``diagonals``; none if T is zero.
 
-        From now on the sums are that share of the best approximation, with tests along it.
+        The new sums start as ``share`` of the best approximation, and the new tests follow its directions.
 
         Args:
-            diagonals: Over all that ``images`` were summed over.
+            diagonals: The second moments over the same tokens as ``images``.
         """
         assert self.tests is not None
         assert self.images is not None
@@ -98,13 +98,13 @@ class RunningSketch:
         return TruncatedSVD(U[:, :rank].clone(), S[:rank].clone(), V[:, :rank].clone())
 
     def state(self) -> dict[str, Tensor]:
-        """By name, for a file."""
+        """The sketch's tensors by name, for saving."""
         if self.tests is None or self.images is None:
             return {}
         return {**vars(self.tests), "of_errors": self.images[0], "of_values": self.images[1]}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from what :meth:`state` gave."""
+        """Restore a sketch from :meth:`state`."""
         if state:
             self.images = state["of_errors"], state["of_values"]
             self.tests = Tests(**{name: state[name] for name in Tests.__dataclass_fields__})
@@ -113,7 +113,7 @@ class RunningSketch:
         self.tests = Tests((U * error_root).to(TESTS), (V * input_root).to(TESTS), error_root, input_root)
 
     def _roots(self, diagonals: LayerMoments, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The diagonals of ``D^-1/2`` and ``A^-1/2``; ones where a side is not whitened, or nothing was seen on it."""
+        """The diagonals of ``D^-1/2`` and ``A^-1/2``; ones where a side is not whitened or has no data."""
         sides = (("error_square", self.whitening.output_root), ("input_square", self.whitening.input_root))
         m_and_n: list[Tensor] = []
         for (what, root_of), size in zip(sides, self.shape, strict=True):
@@ -126,9 +126,9 @@ class RunningSketch:
 
 
 def sketch_bytes(shape: Shape, width: int) -> tuple[int, int]:
-    """The bytes that a sketch holds while it sums, with a and d, and the bytes that :meth:`RunningSketch.turn` takes.
+    """The bytes of a sketch with a and d while it sums, and the extra bytes of :meth:`RunningSketch.turn`.
 
-    Sums have four bytes a value, tests two, the two diagonals and their roots four each.
+    Sums take four bytes a value, tests two, the two diagonals and their roots four each.
     """
     m, n = shape
     k = min(width, m, n)

@@ -1,7 +1,7 @@
-"""Calibration on several ranks: each sums its own examples, and each layer has one owner, which builds its basis.
+"""Calibration on several ranks: each rank sums its own examples, and each layer has one owner, which builds its basis.
 
-The sums are reduced once: matrices to the layer's owner, vectors and counts to all. The owners' bases then go to every
-rank, so that all hold the same bytes. Without a process group one rank owns every layer.
+The sums are reduced once: matrices to the layer's owner, vectors and counts to all ranks. The owners then send their
+bases to every rank, so that all ranks hold the same bytes. Without a process group one rank owns every layer.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from frozencore.ranks import exchange_device, num_ranks, of_every_rank, own_rank
 
 
 def assign_owners(shapes: Mapping[str, Shape], ranks: int | None = None) -> dict[str, int]:
-    """A rank for each layer, such that the work of the SVDs, about ``m n min(m, n)``, is spread evenly.
+    """Assign each layer to a rank so that the work of the SVDs, about ``m n min(m, n)``, is balanced.
 
     Args:
-        ranks: The number of ranks; by default all of the process group.
+        ranks: The number of ranks; by default the size of the process group.
     """
     return spread({name: m * n * min(m, n) for name, (m, n) in shapes.items()}, ranks or num_ranks())
 
 
 def reduce_moments(moments: Mapping[str, LayerMoments], owners: Mapping[str, int]) -> dict[str, LayerMoments]:
-    """The sums over all ranks. Only the owner gets a layer's matrices; all ranks get its count and its vectors."""
+    """Sum over all ranks. The owner gets a layer's matrices; all ranks get its count and its vectors."""
     if num_ranks() == 1:
         return dict(moments)
     return {name: _reduce(layer, owners[name]) for name, layer in moments.items()}
@@ -52,7 +52,7 @@ def _reduce(layer: LayerMoments, owner: int) -> LayerMoments:
 def share_bases(
     own: Mapping[str, Basis], owners: Mapping[str, int], factors: Mapping[str, tuple[Tensor, Tensor]]
 ) -> dict[str, Basis]:
-    """Every layer's basis on every rank, from the owners.
+    """Send every layer's basis from its owner to all ranks.
 
     Args:
         own: The bases that this rank built.
@@ -86,10 +86,10 @@ def _share(basis: Basis | None, owner: int, P_shape: torch.Size, Q_shape: torch.
 
 
 def require_same_bases(factors: Mapping[str, tuple[Tensor, Tensor]]) -> None:
-    """Refuse to go on if the ranks hold different P or Q, or adapt different layers; every rank calls it.
+    """Check that all ranks adapt the same layers with the same P and Q; every rank must call it.
 
     Raises:
-        CalibrationError: The first layer that differs, and the rank, are named.
+        CalibrationError: A layer differs; the message names the first such layer and the rank.
     """
     if num_ranks() == 1:
         return

@@ -1,15 +1,15 @@
-"""Streaming: the leading singular triples of ``T = D^-1/2 G A^-1/2`` without ever holding G (docs/maths.md).
+"""Streaming: find the leading singular triples of ``T = D^-1/2 G A^-1/2`` without holding G (docs/maths.md).
 
     pass 1:  Y = Σ δ (Ωᵀx)ᵀ, a, d            Q₁ = orth(D^-1/2 Y)
     pass 2:  B₁ = [Σ (Q₁ᵀ D^-1/2 δ) xᵀ] A^-1/2 = Q₁ᵀT          V₁ = orth(B₁ᵀ)
     pass 3:  D^-1/2 Σ δ (V₁ᵀ A^-1/2 x)ᵀ = T V₁                 Q₂ = orth(T V₁)
     pass 4:  B₂ = Q₂ᵀT                       SVD of T in the span of Q₂ and of the 2r best directions of Q₁
 
-Each pass is a product with T, and the sums are linear in the examples, so every batch adds its share. The span of the
-last line is a Krylov space whose first block is cut to 2r of its 8r columns: that loses a quarter of what the whole
-block gains and takes a quarter more memory than no block instead of twice as much. Against the exact SVD on hard
-spectra (σᵢ = i^-0.3, 640 x 560 and 1536 x 1536, r = 16): mean principal cosine .997 and .995, energy .998 and .996;
-three passes alone give .94 and .93.
+Each pass is a product with T. The sums are linear in the examples, so every batch adds its share. The last line uses a
+Krylov space whose first block is cut from 8r to 2r columns: this keeps three quarters of the block's gain in accuracy
+and takes a quarter more memory than no block, where the whole block would take twice as much. Against the exact SVD on
+hard spectra (σᵢ = i^-0.3, 640 x 560 and 1536 x 1536, r = 16) the mean principal cosine is .997 and .995, the energy
+.998 and .996; three passes alone give .94 and .93.
 
 Shapes: m outputs, n inputs, r rank, k = 8r columns of a sketch, h = 2r kept columns.
 """
@@ -38,12 +38,12 @@ from frozencore.ranks import all_ranks_or_none, sum_over_ranks
 from frozencore.words import Progress
 
 CROSS: frozenset[MomentName] = frozenset({"cross"})
-LEAST_SINE = 1e-2  # a kept direction nearer than this to the span of Q₂ is round-off
+LEAST_SINE = 1e-2  # a kept direction closer than this to the span of Q₂ is rounding error
 
 
 @dataclass(frozen=True)
 class SketchTarget:
-    """A layer to sketch: its module, (m, n), and how many singular triples are wanted."""
+    """A layer to sketch: its module, its shape (m, n), and the number of singular triples to find."""
 
     layer: nn.Module
     shape: tuple[int, int]
@@ -56,7 +56,7 @@ class Sketch:
 
     Attributes:
         diagonals: a, d and the token count; no matrix.
-        svd: The leading triples of T; empty for a layer that no gradient reached.
+        svd: The leading triples of T; empty if no gradient reached the layer.
     """
 
     diagonals: LayerMoments
@@ -72,13 +72,14 @@ def stream_whitened_svds(
     options: CalibrationOptions,
     progress: Progress | None = None,
 ) -> dict[str, Sketch]:
-    """Four passes over the batches, which must come in the same order each time; in a process group, on every rank.
+    """Sketch layers in four passes over the batches; in a process group every rank calls it.
 
     Args:
+        batches: Must come in the same order each time.
         whitening: A diagonal metric.
 
     Raises:
-        CalibrationError: As :func:`frozencore.calibration.collect.collect_moments`.
+        CalibrationError: As in :func:`frozencore.calibration.collect.collect_moments`.
     """
     layers = {name: target.layer for name, target in targets.items()}
     streams = {name: _Stream(name, target, whitening) for name, target in targets.items()}
@@ -96,7 +97,7 @@ def stream_whitened_svds(
 
 
 class _Stream:
-    """One layer on its way through the passes; ``projection`` is what the next pass multiplies with."""
+    """The state of one layer between passes; ``projection`` holds the factors of the next pass."""
 
     def __init__(self, name: str, target: SketchTarget, whitening: Whitening) -> None:
         self.name = name
@@ -107,7 +108,7 @@ class _Stream:
         self.projection = Projection(right=torch.randn(target.shape[1], width, generator=generator))
 
     def take(self, recorder: LayerRecorder, number: int) -> None:
-        """The sums of pass ``number``, counted from 0: add them up over the ranks and prepare the next pass."""
+        """Add up the sums of pass ``number`` (from 0) over the ranks, and prepare the next pass."""
         cross = sum_over_ranks(recorder.totals.pop("cross"))
         require_finite(cross)
         if number == 0:
@@ -117,7 +118,7 @@ class _Stream:
             self.reached = bool(cross.any())
             if self.reached:
                 self._set_roots(cross)
-        if not self.reached:  # the remaining passes only go along
+        if not self.reached:  # the remaining passes compute nothing for this layer
             m, n = self.target.shape
             self.projection = Projection(left=torch.zeros(m, 1), right=torch.zeros(n, 1))
         elif number == 1:
@@ -131,13 +132,13 @@ class _Stream:
             self.projection = Projection(left=torch.linalg.qr(cross.mul_(self.D_root)).Q.mul_(self.D_root))
 
     def sketch(self) -> Sketch:
-        """After the last pass."""
+        """The result after the last pass."""
         if not self.reached:
             m, n = self.target.shape
             return Sketch(self.diagonals, TruncatedSVD(torch.zeros(m, 0), torch.zeros(0), torch.zeros(n, 0)))
         Q, B = _joined(self._left(), self.image, self.kept, self.kept_image)
         U, S, Vh = torch.linalg.svd(B, full_matrices=False)
-        r, num_tokens = self.target.rank, self.diagonals.num_tokens  # S is of the sum over tokens, T of the mean
+        r, num_tokens = self.target.rank, self.diagonals.num_tokens  # the sum over tokens becomes the mean
         svd = canonical_signs(Q @ U[:, :r], S[:r] / num_tokens, Vh[:r].mT)
         return Sketch(self.diagonals, TruncatedSVD(*svd))
 
@@ -152,7 +153,7 @@ class _Stream:
         )
 
     def _left(self) -> Tensor:
-        """The orthonormal Q that the last left projection ``D^-1/2 Q`` was made of."""
+        """The orthonormal Q of the last left projection ``D^-1/2 Q``."""
         assert self.projection.left is not None
         return self.projection.left / self.D_root
 
@@ -179,11 +180,11 @@ def crossed(
     options: CalibrationOptions,
     progress: Progress | None = None,
 ) -> dict[str, Float[Tensor, "k k"]]:
-    """``Uᵀ T V`` by layer, in one pass over T's batches; in a process group, on every rank.
+    """Compute ``Uᵀ T V`` by layer in one pass over T's batches; in a process group every rank calls it.
 
     Args:
-        directions: Sketches of other batches; U and V are theirs.
-        own: Sketches of these batches; T is whitened by their second moments.
+        directions: Sketches of other batches, which give U and V.
+        own: Sketches of these batches, whose second moments whiten T.
     """
     projections = {
         name: _projection(directions[name], own[name], whitening) if len(own[name].svd.S) else None for name in layers

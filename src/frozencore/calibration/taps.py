@@ -1,11 +1,11 @@
 """The inputs and output errors of layers, summed while the model runs (paper, Algorithm 1; docs/maths.md).
 
-An identity autograd function sits on the layer's output. Its forward saves the input x, its backward receives the
-output error δ and adds ``δᵀx``, ``Σ x²``, ``Σ δ²``. That counts each call once with and without gradient
-checkpointing, is indifferent to how the weights are stored, and costs one extra product.
+An identity autograd function is added to the layer's output. Its forward saves the input x; its backward receives the
+output error δ and adds ``δᵀx``, ``Σ x²``, ``Σ δ²``. Each call is counted once, with or without gradient checkpointing
+and for any storage of the weights. The cost is one extra product.
 
-Frozen :class:`Taps` describe a pass. While it runs, a :class:`CalibrationPass` knows the current batch and backward
-pass, and tells each layer's recorder what to add; a recorder knows only its own sums.
+Frozen :class:`Taps` describe a pass. While the pass runs, a :class:`CalibrationPass` knows the current batch and
+backward pass and tells each layer's recorder what to add. A recorder knows only its own sums.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ OUTPUT_SIDE: frozenset[MomentName] = frozenset({"output_outer", "output_total"})
 
 @dataclass(frozen=True)
 class Taps:
-    """The layers that one pass looks at, the sums to make of them, and how.
+    """The layers of one pass, and the sums to collect.
 
     Attributes:
-        projections: By layer name, how cross products are projected before they are summed.
-        checks: Whether each batch is checked for NaN and Inf.
+        projections: The projection of the cross products before summing, by layer name.
+        checks: Check each batch for NaN and Inf.
     """
 
     layers: Mapping[str, nn.Module]
@@ -51,7 +51,7 @@ class Taps:
         return backward_passes(self.needs, self.options)
 
     def recorders(self) -> dict[str, LayerRecorder]:
-        """New recorders, without sums."""
+        """Make new recorders without sums."""
         device = find_device(self.options.stats_device) if self.options.stats_device else None
         return {
             name: LayerRecorder(name, self.projections.get(name), device, checks=self.checks) for name in self.layers
@@ -81,7 +81,7 @@ class _Tap(torch.autograd.Function):
 class _Latest:
     """The input of the latest call, kept for the next layer that reads the same tensor (q, k, v)."""
 
-    x: Tensor  # held so that its memory is not reused: its address identifies it
+    x: Tensor  # kept alive, because its address identifies it
     read: ReadInput
 
     def is_of(self, x: Tensor) -> bool:
@@ -91,10 +91,10 @@ class _Latest:
 
 
 class CalibrationPass:
-    """A pass while it runs.
+    """The state of a running pass.
 
     Attributes:
-        tokens, source_tokens: The tokens that count in the current batch, and the encoder's if the model has one.
+        tokens, source_tokens: The counted tokens of the current batch, and the encoder's if the model has one.
         backward: The current backward pass.
         listens: Whether calls are recorded.
     """
@@ -134,7 +134,7 @@ class CalibrationPass:
             )
         needs, rows, read = self.backward.needs, tokens.rows, None
         error = None if delta is None else delta.reshape(-1, delta.shape[-1])
-        if self.backward.counts:  # elsewhere a token without error adds nothing, counted or not
+        if self.backward.counts:  # in other passes a token without error adds nothing anyway
             if tokens.only_nonzero_delta and error is not None:
                 nonzero = error.ne(0).any(1)
                 rows = nonzero.nonzero().squeeze(1) if rows is None else rows[nonzero[rows]]
@@ -146,37 +146,37 @@ class CalibrationPass:
             recorder.add_error(select(error, rows), None if read is None else read.values, needs)
 
     def _read_input(self, x: Tensor, rows: Tensor | None) -> ReadInput:
-        """Input-side sums of one call, computed once for layers that read the same tensor one after the other."""
+        """The input-side sums of one call, computed once for successive layers that read the same tensor."""
         if self._latest is None or self.tokens.only_nonzero_delta or not self._latest.is_of(x):
             values = select(x.reshape(-1, x.shape[-1]), rows)
             self._latest = _Latest(x, ReadInput.of(values, self.backward.needs, checks=self.taps.checks))
         return self._latest.read
 
     def forget_batch(self) -> None:
-        """Release what the latest batch held."""
+        """Release the tensors of the latest batch."""
         self._latest = None
         if self.encoder is not None:
             self.encoder.forget()
 
     def finish_batch(self, batch_index: int) -> None:
-        """Release what the batch held, and keep whether it was finite: flags on a GPU are read when the pass ends."""
+        """Release the batch's tensors and keep its finite flags; flags on a GPU are read after the pass."""
         self.forget_batch()
         self._finite.add(batch_index, self.recorders)
         for recorder in self.recorders.values():
             recorder.forget_flags()
 
     def require_finite(self) -> None:
-        """Refuse the first batch that was not finite.
+        """Check that every batch was finite.
 
         Raises:
-            CalibrationError: The layer that met it first is named.
+            CalibrationError: A batch was not finite; the message names the layer where NaN or Inf started.
         """
         self._finite.look()
 
 
 @contextmanager
 def capturing(taps: Taps, encoder: EncoderSide | None = None) -> Iterator[CalibrationPass]:
-    """Record the tapped layers of a model while it runs; the hooks are gone afterwards, whatever happened."""
+    """Record the tapped layers of a model while it runs; the hooks are always removed afterwards."""
     capture = CalibrationPass(taps, encoder)
     handles: list[RemovableHandle] = []
     anchors: dict[torch.device, Tensor] = {}

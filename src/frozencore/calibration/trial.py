@@ -1,4 +1,4 @@
-"""The loss that a model would have with an update of its layers: ``y + P R Qᵀ x``, tried without touching a weight."""
+"""Compute the loss of a model with an update of its layers, ``y + P R Qᵀ x``, without changing a weight."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from frozencore.maths.linalg import seeded_generator
 
 @dataclass(frozen=True)
 class Update:
-    """``L Qᵀ`` of one layer's weight, with ``L = P R``."""
+    """The update ``L Qᵀ`` of one layer's weight, with ``L = P R``."""
 
     L: Float[Tensor, "m r"]
     Q: Float[Tensor, "n r"]
@@ -35,7 +35,7 @@ class Update:
 
 @contextmanager
 def tried(layers: Mapping[str, nn.Module], updates: Mapping[str, Update]) -> Iterator[None]:
-    """Inside, the layers compute as if the updates were added to their weights."""
+    """Make the layers compute, inside the context, as if the updates were added to their weights."""
     with ExitStack() as undo:
         for name, update in updates.items():
             undo.callback(layers[name].register_forward_hook(partial(_plus, update)).remove)
@@ -43,15 +43,15 @@ def tried(layers: Mapping[str, nn.Module], updates: Mapping[str, Update]) -> Ite
 
 
 class NotSideBySideError(Exception):
-    """A layer does not see the batch's rows in their order, so copies of them cannot be told apart there."""
+    """A layer does not see the batch's rows in order, so copies of the rows cannot be told apart there."""
 
 
 @contextmanager
 def tried_side_by_side(layers: Mapping[str, nn.Module], updates: Sequence[Mapping[str, Update]]) -> Iterator[None]:
-    """Inside, each of several copies of a batch's rows goes through the layers with its own updates.
+    """Apply different updates, inside the context, to each of several copies of a batch's rows.
 
     Raises:
-        NotSideBySideError: In a forward pass, of a layer that does not see rows of tokens (experts, for instance).
+        NotSideBySideError: In a forward pass: a layer does not see rows of tokens (experts, for instance).
     """
     with ExitStack() as undo:
         for name in dict.fromkeys(name for one in updates for name in one):
@@ -83,11 +83,11 @@ def _plus(update: Update, module: nn.Module, args: tuple[Any, ...], output: Tens
 
 
 def mean_loss(model: nn.Module, batches: Iterable[Batch], options: CalibrationOptions) -> float:
-    """The loss that calibration takes the gradient of, without one: the mean over the batches' examples.
+    """The mean over the examples of the loss that calibration differentiates; no gradient is computed here.
 
-    The model is as :func:`frozencore.calibration.preserve.preserved` prepares it.
+    :func:`frozencore.calibration.preserve.preserved` must have prepared the model.
     """
-    taps = Taps({}, frozenset({"cross"}), options)  # of G: its loss has the data's labels
+    taps = Taps({}, frozenset({"cross"}), options)  # G, because its loss uses the data's labels
     device, generator = next(model.parameters()).device, seeded_generator(options.seed)
     total, num_examples = 0.0, 0
     with torch.no_grad():
@@ -99,7 +99,7 @@ def mean_loss(model: nn.Module, batches: Iterable[Batch], options: CalibrationOp
 
 
 def mean_losses(model: nn.Module, batches: Iterable[Batch], options: CalibrationOptions, copies: int) -> list[float]:
-    """The same for each of several copies of the rows, in one forward pass a batch, of a language model."""
+    """The mean loss of each of several copies of the rows, in one forward pass a batch; language models only."""
     taps = Taps({}, frozenset({"cross"}), options)
     device, generator = next(model.parameters()).device, seeded_generator(options.seed)
     totals, num_examples = [0.0] * copies, 0

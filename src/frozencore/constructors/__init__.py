@@ -1,6 +1,6 @@
-"""The table of basis constructors. Adding one is one file here, with a class, and one row below.
+"""The table of basis constructors. A new constructor needs a file here, with a class, and a row below.
 
-Everything else that knows constructors or their options (configurations, campaigns, flags) reads this table.
+Configurations, campaigns and flags read this table.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ CONSTRUCTORS: dict[str, Constructor[Any]] = {
 }
 DEFAULT = "fcca"
 
-if TYPE_CHECKING:  # editors cannot see fields that are made from a table, so ours are named here
+if TYPE_CHECKING:  # editors cannot see fields that are made from a table
 
     @dataclass(frozen=True)
     class EveryOption(FCCAOptions, FiLoRAOptions, EvaOptions, SignGradOptions):
@@ -67,7 +67,7 @@ def find_constructor(name: str) -> Constructor[Any]:
 
 
 def constructor_options() -> dict[str, Option]:
-    """The options of all constructors by name, without rank and seed, which the adapter or the run has."""
+    """The options of all constructors by name, without rank and seed, which belong to the adapter or the run."""
     return {
         name: option
         for row in CONSTRUCTORS.values()
@@ -77,25 +77,25 @@ def constructor_options() -> dict[str, Option]:
 
 
 def readers(option: str) -> tuple[str, ...]:
-    """The constructors that read an option; all of them for an option that none reads, such as a scale."""
+    """The constructors that read an option; all constructors for an option that none reads, such as a scale."""
     found = tuple(name for name, row in CONSTRUCTORS.items() if option in options_of(row.options))
     return found or tuple(CONSTRUCTORS)
 
 
 def described(option: Option) -> str:
-    """The help of an option, after the names of the constructors that read it if not all do."""
+    """The help of an option, preceded by the names of its constructors if only some read it."""
     own = readers(option.name)
     return option.help if len(own) == len(CONSTRUCTORS) else f"{', '.join(own)}: {option.help}"
 
 
 def refuse_unread(constructor: str, given: Mapping[str, Any]) -> None:
-    """Refuse options that only other constructors read: they would silently change nothing.
+    """Refuse options that this constructor does not read: they would silently change nothing.
 
     Args:
-        constructor: A name of the table, or of another method, which reads none of them.
+        constructor: A name of the table, or another method, which reads no constructor's options.
 
     Raises:
-        ConfigError: The first that is not at its default.
+        ConfigError: An unread option is not at its default; the message names the first one.
     """
     known = constructor_options()
     for name, value in given.items():
@@ -106,10 +106,10 @@ def refuse_unread(constructor: str, given: Mapping[str, Any]) -> None:
 
 
 def build_basis(constructor: str, layer: LayerEvidence, options: BasisOptions) -> Basis:
-    """The named constructor's basis of one layer; errors carry the layer's name.
+    """Build one layer's basis with the named constructor; errors name the layer.
 
     Args:
-        options: Options of the constructor's class; plain ones leave its own options at their defaults.
+        options: Options of the constructor's class. Plain ``BasisOptions`` use the defaults of its own options.
     """
     row = find_constructor(constructor)
     try:

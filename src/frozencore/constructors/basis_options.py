@@ -1,4 +1,4 @@
-"""The options that decide a basis. A constructor with options of its own adds them in a subclass."""
+"""The options of a basis. A constructor with options of its own adds them in a subclass."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ VALUE_BYTES = 4  # a core is float32
 
 
 def trained_values(budget: object) -> int:
-    """A rank budget as a number of trained values: that number, or a size in bytes of float32 values.
+    """Read a rank budget: a number of trained values, or their size in bytes as float32.
 
     Raises:
-        ConfigError: It is neither, or not positive.
+        ConfigError: ``budget`` is neither, or not positive.
     """
     found = read_size(budget)
     number = found[0] // (VALUE_BYTES if found[1] else 1) if found else 0
@@ -43,7 +43,7 @@ RankBudget = Annotated[
         "Also for a method that can train any number of values."
     ),
 ]
-AUTO_ALPHA = 16.0  # at the paper's rank the paper's scale
+AUTO_ALPHA = 16.0  # the paper's scale at the paper's rank
 Alpha = Annotated[
     Positive | Literal["auto"] | None,
     Field(
@@ -55,10 +55,10 @@ Alpha = Annotated[
 
 @dataclass(frozen=True)
 class BasisOptions:
-    """The options of every constructor, checked when made.
+    """The options that every constructor has, checked when made.
 
-    The fields are options. A field that a subclass adds is a field of ``FrozenCoreConfig``, a key of a campaign and a
-    flag of the command line, under the same name.
+    A field that a subclass adds becomes a field of ``FrozenCoreConfig``, a key of a campaign and a flag of the command
+    line, under the same name.
 
     Attributes:
         rank: r; a layer with fewer inputs or outputs gets ``min(r, m, n)``.
@@ -83,6 +83,6 @@ class BasisOptions:
 
 @dataclass(frozen=True)
 class ScaleOptions:
-    """The scale of what the cores add; no constructor reads it."""
+    """The scale of the cores' update; no constructor reads it."""
 
     alpha: Alpha = "auto"

@@ -2,8 +2,8 @@
 
     Q = top-r eigenvectors of E[xxᵀ],   P = orth(W Q) by default
 
-The paper does not fix the output side; options are the leading directions of the outputs, a random basis, and the
-leading left singular directions of W.
+The paper does not fix the output side. The other options are the leading directions of the outputs, a random basis,
+and the leading left singular directions of W.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class EvaOptions(BasisOptions):
 
 
 def eva_needs(*, center: bool, output: EvaOutput) -> frozenset[MomentName]:
-    """The moments that the chosen variant reads; none of them takes a backward pass."""
+    """The moments that the chosen variant reads; none needs a backward pass."""
     needed: set[MomentName] = {"input_outer"}
     if center:
         needed.add("input_total")
@@ -56,7 +56,7 @@ def eva_basis(
     coordinates: Coordinates = "qr",
     seed: int = 0,
 ) -> Basis:
-    """Leading input directions, and an output side that follows from them or stands for itself.
+    """Take the leading input directions, and an output side that depends on them or is chosen separately.
 
     Args:
         center: Subtract the mean first: variance instead of energy.

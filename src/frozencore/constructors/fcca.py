@@ -53,10 +53,10 @@ def fcca_basis(
     svd_method: SvdMethod = BasisOptions.svd_method,
     seed: int = 0,
 ) -> Basis:
-    """Directions with the largest correlation between input and output error.
+    """Find the directions with the largest correlation between input and output error.
 
     Args:
-        moments: Holds G and what ``whitening.needs()`` names.
+        moments: Must hold G and the moments of ``whitening.needs()``.
         whitening: The metric of the truncation; both sides, diagonal, damping 1e-3 by default.
 
     Returns:
@@ -86,11 +86,11 @@ def fcca_basis_of_svd(
     coordinates: Coordinates = "qr",
     seed: int = 0,
 ) -> Basis:
-    """The basis of :func:`fcca_basis` from the leading singular triples of T instead of G.
+    """Build the basis of :func:`fcca_basis` from the leading singular triples of T instead of G.
 
     Args:
-        svd: No triples at all for a layer without gradient.
-        diagonals: Holds what ``whitening.needs()`` names, and a and d for ``fisher`` coordinates.
+        svd: Empty for a layer without gradient.
+        diagonals: Must hold the moments of ``whitening.needs()``, and a and d for ``fisher`` coordinates.
     """
     rank = min(rank, len(svd.U), len(svd.V))
     roots: tuple[InverseRoot, InverseRoot] = identity, identity
@@ -110,18 +110,18 @@ def fcca_basis_of_groups(
     coordinates: Coordinates = "qr",
     seed: int = 0,
 ) -> Basis:
-    """The basis of the spans that hold most of the whitened cross moments of several groups of rows.
+    """Build the basis from the spans that hold most of the whitened cross moments of several groups of rows.
 
     Args:
-        spans: U (m x r) and V (n x r) as :func:`frozencore.maths.groups.shared_spans` finds them.
+        spans: U (m x r) and V (n x r) from :func:`frozencore.maths.groups.shared_spans`.
         diagonals: a and d, pooled over the groups.
 
     Returns:
-        A basis whose spectrum holds the roots of what each direction of U holds of all groups' moments.
+        A basis whose spectrum holds, for each direction of U, the root of its energy over all groups' moments.
     """
     left, right = spans.left_energy.sqrt(), spans.right_energy.sqrt()
     P0, Q0 = spans.U[:, : effective_rank(left)].double(), spans.V[:, : effective_rank(right)].double()
-    if P0.shape[1]:  # the second moments of a layer without gradient may be zero
+    if P0.shape[1]:  # without a gradient the layer's second moments may be zero
         P0, Q0 = whitening.output_root(diagonals)(P0), whitening.input_root(diagonals)(Q0)
     return basis_from_factors(
         P0, Q0, rank=min(rank, len(P0), len(Q0)), spectrum=left, coordinates=coordinates, seed=seed,
@@ -133,14 +133,14 @@ def whitened_cross_moment(moments: LayerMoments, whitening: Whitening) -> Float[
     """``T = D^-1/2 G A^-1/2``; zero where G is.
 
     Raises:
-        CalibrationError: As :func:`fcca_basis`.
+        CalibrationError: As in :func:`fcca_basis`.
     """
     G = moments.G
     return _whitened(G, whitening.output_root(moments), whitening.input_root(moments), whitening) if G.any() else G
 
 
 def _whitened(G: torch.Tensor, D_root: InverseRoot, A_root: InverseRoot, whitening: Whitening) -> torch.Tensor:
-    if whitening.fisher == "diagonal":  # in place: G is the largest thing in memory
+    if whitening.fisher == "diagonal":  # in place: G is the largest tensor in memory
         return G.mul_(D_root(G.new_ones(len(G), 1))).mul_(A_root(G.new_ones(G.shape[1], 1)).mT)
     return A_root(D_root(G).mT).mT
 

@@ -45,7 +45,7 @@ def filora_basis(
     coordinates: Coordinates = "qr",
     seed: int = 0,
 ) -> Basis:
-    """Directions in which inputs and output errors have the most energy, chosen separately.
+    """Take the directions with the most energy, separately for inputs and output errors.
 
     The spectrum holds the products of the two sides' eigenvalues.
     """

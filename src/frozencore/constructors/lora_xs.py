@@ -2,7 +2,7 @@
 
     W = U Σ Vᵀ,   P₀ = U_r Σ_r,   Q₀ = V_r
 
-The thin QR of U Σ is U up to sign, so Σ shows only with ``coordinates="raw"``.
+The thin QR of U Σ is U up to sign, so Σ matters only with ``coordinates="raw"``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def lora_xs_basis(
     svd_method: SvdMethod = BasisOptions.svd_method,
     seed: int = 0,
 ) -> Basis:
-    """Directions that pretraining used most; the task is not looked at."""
+    """Take the directions that pretraining used most; the task is ignored."""
     rank = min(rank, *W.shape)
     U, S, V = truncated_svd(W.float(), rank, method=svd_method, seed=seed)
     k = effective_rank(S)
@@ -33,7 +33,7 @@ def lora_xs_basis(
 
 
 class LoRAXS(Constructor[BasisOptions]):
-    """Its seed is always 0: directions of the weight alone are the same under every seed."""
+    """LoRA-XS. The seed is always 0: the basis depends on the weight alone."""
 
     weights_only = True
     label = "LoRA-XS-core"

@@ -2,7 +2,7 @@
 
     W = U Σ Vᵀ,   P = U[:, k-r:],   Q = V[:, k-r:],   k = min(m, n)
 
-It takes a full SVD: a randomised one finds large directions only.
+A full SVD is needed: a randomised SVD finds only large directions.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from frozencore.torch_later import torch
 
 
 def milora_basis(W: Float[torch.Tensor, "m n"], rank: int, *, coordinates: Coordinates = "qr") -> Basis:
-    """Directions that pretraining used least, in float64; singular vectors exist for zero singular values too."""
+    """Take the directions that pretraining used least, in float64; singular vectors of zero singular values count."""
     rank = min(rank, *W.shape)
     require_finite(W)
     U, S, Vh = torch.linalg.svd(W.double(), full_matrices=False)

@@ -11,7 +11,7 @@ from frozencore.torch_later import torch
 
 
 def random_basis(shape: tuple[int, int], rank: int, *, coordinates: Coordinates = "qr", seed: int = 0) -> Basis:
-    """Gaussian m x r and n x r matrices, orthonormalised."""
+    """Draw Gaussian m x r and n x r matrices and orthonormalise them."""
     rank = min(rank, *shape)
     P0, Q0 = (
         torch.randn(width, rank, generator=seeded_generator(seed, "random", side))

@@ -1,4 +1,4 @@
-"""RawGrad: the SVD of the cross moment itself, the exact no-whitening control of FCCA (paper, appendix C).
+"""RawGrad: the SVD of the cross moment without whitening, the control of FCCA (paper, appendix C).
 
 G = U Σ Vᵀ,   P = U_r,   Q = V_r
 """
@@ -21,7 +21,7 @@ def rawgrad_basis(
     svd_method: SvdMethod = BasisOptions.svd_method,
     seed: int = 0,
 ) -> Basis:
-    """Leading singular directions of the loss gradient: no basis of rank r has a larger ``‖PᵀGQ‖_F``."""
+    """Take the leading singular directions of the loss gradient: no basis of rank r has a larger ``‖PᵀGQ‖_F``."""
     return fcca_basis(
         moments,
         rank,

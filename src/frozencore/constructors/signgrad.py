@@ -2,7 +2,7 @@
 
     sign(G) = U Σ Vᵀ,   P = U_r,   Q = V_r;   optional start R₀ = -η P⁺ [sign(G)]_r Q⁺ᵀ / s
 
-The sign is the first step of AdamW in full fine-tuning. Not in the paper: the strongest frozen-core method it left out.
+The sign is the first step of AdamW in full fine-tuning. The paper does not have this method.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def signgrad_basis(
     svd_method: SvdMethod = BasisOptions.svd_method,
     seed: int = 0,
 ) -> Basis:
-    """Leading singular directions of ``sign(G)``; ``initial_core`` is the best rank-r copy of one sign step.
+    """Take the leading singular directions of ``sign(G)``; ``initial_core`` is the best rank-r copy of one sign step.
 
     The adapter multiplies ``initial_core`` by the chosen step over its scale, or ignores it.
     """

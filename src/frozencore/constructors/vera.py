@@ -15,7 +15,7 @@ BLOCK_ROWS = 1024
 
 
 def vera_basis(shape: tuple[int, int], rank: int, *, coordinates: Coordinates = "qr", seed: int = 0) -> Basis:
-    """The first m and n rows (and r columns) of the shared pair, orthonormalised; all layers have one seed."""
+    """Take the first m and n rows (and r columns) of the shared pair, orthonormalised; all layers use one seed."""
     rank = min(rank, *shape)
     return basis_from_factors(
         shared_rows(shape[0], rank, seed, "P"),
@@ -27,7 +27,7 @@ def vera_basis(shape: tuple[int, int], rank: int, *, coordinates: Coordinates = 
 
 
 def shared_rows(num_rows: int, rank: int, seed: int, side: str) -> torch.Tensor:
-    """Leading rows and columns of an endless Gaussian matrix; drawn in blocks, so that no slice depends on its size."""
+    """The leading rows and columns of an endless Gaussian matrix, drawn in blocks so that slices agree at any size."""
     num_blocks = -(-num_rows // BLOCK_ROWS)
     columns = [
         torch.cat(
@@ -42,7 +42,7 @@ def shared_rows(num_rows: int, rank: int, seed: int, side: str) -> torch.Tensor:
 
 
 class VeRA(Constructor[BasisOptions]):
-    """Its seed is not the layer's: all layers share one pair of matrices."""
+    """VeRA. It ignores the layer's own seed, because all layers share one pair of matrices."""
 
     label = "VeRA-core"
 

@@ -1,1 +1,1 @@
-"""The paper's letters: moments, bases and the linear algebra between them, as pure functions on tensors."""
+"""Moments, bases and their linear algebra, in the paper's letters, as pure functions of tensors."""

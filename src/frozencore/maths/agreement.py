@@ -1,11 +1,11 @@
-"""The gain of a direction beyond noise, estimated from two halves of the calibration set (not in the paper).
+"""Estimate the gain of a direction beyond noise from two halves of the calibration set (not in the paper).
 
-    T₁, T₂: the matrix whose singular directions a basis takes, of one half of the examples and of the other
+T₁, T₂: the matrix whose singular directions a basis takes, computed from each half of the examples
     C₁ = U₁ᵀ T₂ V₁,  C₂ = U₂ᵀ T₁ V₂        with the leading directions of each half:  T₁ ≈ U₁ Σ₁ V₁ᵀ,  T₂ ≈ U₂ Σ₂ V₂ᵀ
 
-The k-th diagonal entry of C₁ measures the k-th direction of one half on the other half, which did not choose it: it is
-σ_k where the halves agree, and noise around zero where they do not. The other entries of its row and column show how
-large this noise is. The singular values themselves do not show it: pure noise has large ones too.
+The k-th diagonal entry of C₁ measures the k-th direction of one half on the other half, which did not choose it. The
+entry is σ_k where the halves agree, and noise around zero where they do not. The other entries of its row and column
+show how large this noise is. Singular values alone do not show the noise: pure noise has large ones too.
 
 Shapes: T m x n, K directions.
 """
@@ -30,7 +30,7 @@ def agreed_gains(
     svd_method: SvdMethod = "auto",
     seed: int = 0,
 ) -> Float[torch.Tensor, " k"]:
-    """The gain of each of the ``count`` leading directions: σ_k² if both halves are the same, 0 where they disagree.
+    """Estimate the gains of the ``count`` leading directions: σ_k² if both halves are equal, 0 where they disagree.
 
     Raises:
         CalibrationError: A matrix is not finite.
@@ -43,7 +43,7 @@ def agreed_gains(
 
 
 class Crossed(NamedTuple):
-    """C₁, C₂ and T₁'s triples. For fewer leading directions take the upper left corners of C₁ and C₂."""
+    """C₁, C₂ and T₁'s triples. The upper left corners of C₁ and C₂ belong to fewer leading directions."""
 
     C1: Float[torch.Tensor, "k k"]
     C2: Float[torch.Tensor, "k k"]
@@ -51,7 +51,9 @@ class Crossed(NamedTuple):
 
 
 def crossed_by_gram(T1: Float[torch.Tensor, "m n"], T2: Float[torch.Tensor, "m n"], count: int) -> Crossed:
-    """C₁ and C₂ of the ``count`` leading directions, by one eigenproblem a matrix; its rounding is far below noise.
+    """Compute C₁ and C₂ of the ``count`` leading directions, with one eigenproblem a matrix.
+
+    The rounding error of the eigenproblem is far below the noise.
 
     Raises:
         CalibrationError: A matrix is not finite.
@@ -71,7 +73,7 @@ def _leading(T: torch.Tensor, count: int) -> TruncatedSVD:
     X = T.double()
     squares, U = torch.linalg.eigh(X @ X.mT)
     U, S = U[:, -count:].flip(1), squares[-count:].flip(0).clamp_min(0).sqrt()
-    # where rounding is all there is, V is left too short to agree with anything
+    # a direction of pure rounding leaves V short, so that it agrees with nothing
     floor = (torch.finfo(X.dtype).eps ** 0.5 * S[0]).clamp_min(torch.finfo(X.dtype).tiny)
     return TruncatedSVD(U, S, (X.mT @ U) / S.clamp_min(floor))
 
@@ -84,6 +86,6 @@ def gains_of(C1: Float[torch.Tensor, "k k"], C2: Float[torch.Tensor, "k k"]) -> 
 
 
 def _noise(C: Float[torch.Tensor, "k k"]) -> Float[torch.Tensor, " k"]:
-    """By direction, the root mean square of the other entries in its row and column; 0 for a single direction."""
+    """The root mean square of the other entries in each direction's row and column; 0 for a single direction."""
     squares = C.square() - torch.diag(C.diagonal().square())
     return ((squares.sum(0) + squares.sum(1)) / max(1, 2 * (len(C) - 1))).sqrt()

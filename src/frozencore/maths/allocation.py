@@ -1,9 +1,10 @@
-"""The ranks of layers, when a number of trained values is given instead of a rank.
+"""Choose the ranks of layers for a budget of trained values.
 
 A core of rank r holds r² values. With ``g_k`` the gain of the k-th direction of a layer, rank r gains
-``C(r) = Σ_{k≤r} g_k``: for the singular values σ of a whitened cross moment, ``g_k = σ_k²`` (J of docs/maths.md). Ranks
-maximise ``Σ_l C_l(r_l)`` under ``Σ_l r_l² ≤ budget``: steps along the upper concave envelope of each layer's ``C(r)``
-over ``r²``, the best per value first, over all layers together; what is left goes to the best steps that still fit.
+``C(r) = Σ_{k≤r} g_k``. For the singular values σ of a whitened cross moment, ``g_k = σ_k²`` (J of docs/maths.md). The
+ranks maximise ``Σ_l C_l(r_l)`` under ``Σ_l r_l² ≤ budget``. Each layer takes steps along the upper concave envelope of
+its ``C(r)`` over ``r²``; over all layers, the step with the best gain per value comes first. The rest of the budget
+goes to the best steps that still fit.
 """
 
 from __future__ import annotations
@@ -15,24 +16,24 @@ from math import isqrt
 from frozencore.errors import ConfigError
 from frozencore.maths.linalg import Shape
 
-MOST_OF_UNIFORM = 4  # times the rank that all layers could have: the number of directions that are looked at
+MOST_OF_UNIFORM = 4  # times the uniform rank: the most directions considered in a layer
 
 
 def allocate_ranks(gains: Mapping[str, Sequence[float]], budget: int) -> dict[str, int]:
-    """Ranks by layer, in the layers' order; 0 for one that is worth nothing, or less than what others offer.
+    """Choose ranks by layer, in the layers' order; a layer whose directions gain too little gets 0.
 
-    The sum of the gains is at most one step of one layer below the best possible one, and equal to it wherever the
-    steps along the envelopes spend the budget.
+    The sum of the gains is at most one step of one layer below the best possible sum. It equals the best sum if the
+    steps along the envelopes spend the whole budget.
 
     Args:
-        gains: The gain of each direction of a layer, in the order in which a rank takes them; none is negative.
-        budget: Values of all cores together, at most.
+        gains: The nonnegative gains of a layer's directions, in the order in which a rank takes them.
+        budget: The most values of all cores together.
     """
     return allocations(gains, [budget])[0]
 
 
 def allocations(gains: Mapping[str, Sequence[float]], budgets: Sequence[int]) -> list[dict[str, int]]:
-    """The ranks of :func:`allocate_ranks` for each of several budgets."""
+    """Compute :func:`allocate_ranks` for several budgets."""
     worth = {name: [0.0, *accumulate(own)] for name, own in gains.items()}
     order = {name: number for number, name in enumerate(gains)}
     steps = ((_rate(worth[name], a, b), name, a, b) for name in gains for a, b in _envelope(worth[name]))
@@ -55,10 +56,10 @@ def _spent(
 
 
 def uniform_ranks(shapes: Mapping[str, Shape], budget: int) -> dict[str, int]:
-    """The largest rank that all layers can have within a budget; a layer with fewer inputs or outputs gets what fits.
+    """Give all layers the largest equal rank within a budget; a layer with fewer inputs or outputs gets a smaller one.
 
     Raises:
-        ConfigError: Not even rank one fits; the smallest budget is named.
+        ConfigError: Not even rank one fits; the message names the smallest budget.
     """
     widths = {name: min(shape) for name, shape in shapes.items()}
     if budget < len(widths):
@@ -71,21 +72,21 @@ def uniform_ranks(shapes: Mapping[str, Shape], budget: int) -> dict[str, int]:
 
 
 def num_candidates(shape: Shape, num_layers: int, budget: int) -> int:
-    """The number of directions of a layer that are looked at.
+    """The number of directions to consider in a layer.
 
-    At most as many as it has, as the budget allows it alone, and four times the rank that all layers could have, which
-    takes sixteen times a layer's share.
+    It is limited by the layer's own number of directions, by the budget, and by four times the uniform rank, which
+    costs sixteen times a layer's share.
     """
     return min(*shape, isqrt(budget), MOST_OF_UNIFORM * max(1, isqrt(budget // num_layers)))
 
 
 def num_values(ranks: Mapping[str, int]) -> int:
-    """Σr², what the cores of those ranks train."""
+    """Σr², the number of trained values of cores with these ranks."""
     return sum(rank * rank for rank in ranks.values())
 
 
 def _envelope(worth: Sequence[float]) -> Iterator[tuple[int, int]]:
-    """Steps from rank to rank along the upper concave envelope of the worth over r², as far as it rises."""
+    """Yield the steps from rank to rank along the upper concave envelope of the gain over r², while it rises."""
     rank = 0
     while rank + 1 < len(worth):
         following = max(range(rank + 1, len(worth)), key=lambda r: (_rate(worth, rank, r), -r))
@@ -96,7 +97,7 @@ def _envelope(worth: Sequence[float]) -> Iterator[tuple[int, int]]:
 
 
 def _best_step(name: str, worth: Sequence[float], rank: int, left: int) -> tuple[float, str, int] | None:
-    """The step from a rank that is worth most per value among those that fit; None if none is worth anything."""
+    """The step from a rank with the best gain per value among those that fit; None if no step gains anything."""
     fitting = [r for r in range(rank + 1, len(worth)) if r * r - rank * rank <= left and worth[r] > worth[rank]]
     if not fitting:
         return None

@@ -1,14 +1,14 @@
 """A basis: the two frozen factors P and Q of ``y = (W + s·P R Qᵀ) x``, and the coordinates they are written in.
 
-A constructor chooses the spans and hands over raw factors P₀, Q₀. Coordinates do not change a span; they decide how
-the core R sees it (paper, section 3.3): ``P₀ Z Q₀ᵀ = P (T_P Z T_Qᵀ) Qᵀ`` for ``P₀ = P T_P``, ``Q₀ = Q T_Q``.
+A constructor chooses the spans and returns raw factors P₀, Q₀. Coordinates do not change a span, but they change the
+core R that gives an update (paper, section 3.3): ``P₀ Z Q₀ᵀ = P (T_P Z T_Qᵀ) Qᵀ`` for ``P₀ = P T_P``, ``Q₀ = Q T_Q``.
 
-Fisher coordinates are orthonormal in the metric of the data instead of the plain one (docs/maths.md): with A and D the
-diagonal second moments of the layer's inputs and output errors,
+Fisher coordinates are orthonormal in the metric of the data (docs/maths.md). With A and D the diagonal second moments
+of the layer's inputs and output errors,
 
     QᵀAQ = mean(a)·I,   PᵀDP = mean(d)·I
 
-so every column of Q reads as much of the inputs as a random unit direction does, whichever constructor chose the span.
+so every column of Q has the input energy of a random unit direction, whichever constructor chose the span.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ Coordinates = Literal["fisher", "qr", "raw", "scaled_raw", "polar"]
 COORDINATES: tuple[str, ...] = get_args(Coordinates)
 ORTHONORMAL_COORDINATES: frozenset[str] = frozenset({"qr", "polar"})
 Energies = tuple["torch.Tensor | None", "torch.Tensor | None"]
-"""The diagonal second moments of a layer's output errors (m) and inputs (n), as far as a constructor reads them."""
-LEAST_ENERGY = 1e-3  # of a direction, over the mean channel's: no column is more than 32 times as long as a unit one
+"""The diagonal second moments of a layer's output errors (m) and inputs (n); None if the constructor reads none."""
+LEAST_ENERGY = 1e-3  # relative to the mean channel's: no column is longer than 32
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,12 @@ class Basis:
     """Frozen factors of one layer.
 
     Attributes:
-        P: Output-side factor, m x r; orthonormal columns in ``qr`` and ``polar`` coordinates, and in the metric of the
-            moments in ``fisher`` coordinates.
+        P: Output-side factor, m x r. Columns are orthonormal in ``qr`` and ``polar`` coordinates; in ``fisher``
+            coordinates they are orthonormal in the metric of the moments.
         Q: Input-side factor, n x r.
-        spectrum: The constructor's singular values or eigenvalues, largest first; empty where it has none.
-        effective_rank: The number of directions that come from data or weights; the others are seeded completions.
-        initial_core: Core to start from, r x r, for a unit step and unit scale; None means zero.
+        spectrum: The constructor's singular values or eigenvalues, largest first; empty if it has none.
+        effective_rank: The number of directions from data or weights; the other directions are seeded random ones.
+        initial_core: The core to start from, r x r, for a unit step and unit scale; None means zero.
     """
 
     P: Float[torch.Tensor, "m r"]
@@ -61,7 +61,7 @@ class Basis:
 
 
 def known_basis(P: Float[torch.Tensor, "m r"], Q: Float[torch.Tensor, "n r"]) -> Basis:
-    """A basis from its factors alone, a saved one for instance."""
+    """Make a basis from factors alone, for instance saved ones."""
     return Basis(P, Q, spectrum=torch.empty(0), effective_rank=P.shape[1])
 
 
@@ -78,15 +78,11 @@ def basis_from_factors(
     """Write the spans of two raw factors in the chosen coordinates and fill missing directions.
 
     Args:
-        P0, Q0: Raw factors that hold meaningful columns only; at most ``rank`` of them each. Fewer (a
-            rank-deficient moment) are completed with seeded orthonormal directions.
+        P0, Q0: Raw factors, with meaningful columns only and at most ``rank`` of them. If there are fewer (a
+            rank-deficient moment), seeded orthonormal directions are added.
         rank: Columns of the result, at most ``min(m, n)``.
-        energies: Gives the diagonals d and a that ``fisher`` coordinates are measured by. A side without one, or with
-            zeros alone, is written as ``qr`` writes it.
-
-    Raises:
-        CalibrationError: A second moment that is read was not collected, or a factor is not finite (QR would return
-            something plausible).
+        energies: Returns the diagonals d and a for ``fisher`` coordinates. A side without a diagonal, or with an
+            all-zero one, uses ``qr`` coordinates.
     """
     for side, factor in (("P", P0), ("Q", Q0)):
         if not torch.isfinite(factor).all():
@@ -103,9 +99,9 @@ def basis_from_factors(
 def fisher_orthonormal(
     X: Float[torch.Tensor, "m r"], energy: Float[torch.Tensor, " m"] | None
 ) -> Float[torch.Tensor, "m r"]:
-    """``X (XᵀMX)^-1/2`` in float64, with M the diagonal second moment over its mean; X without it or where it is zero.
+    """``X (XᵀMX)^-1/2`` in float64, with M the diagonal second moment over its mean; X itself if M is None or zero.
 
-    Directions that the data hardly reach are lengthened as if they had ``LEAST_ENERGY``.
+    Directions with less energy than ``LEAST_ENERGY`` are scaled as if they had ``LEAST_ENERGY``.
     """
     if energy is None or not energy.any():
         return X
@@ -120,6 +116,6 @@ def _write_in(X: torch.Tensor, coordinates: Coordinates) -> torch.Tensor:
         return thin_qr(X)[0]
     if coordinates == "polar":
         return polar_factor(X)
-    if coordinates == "scaled_raw":  # one scalar gives the Frobenius norm of an orthonormal factor
+    if coordinates == "scaled_raw":  # scale to the Frobenius norm of an orthonormal factor
         return X * (X.shape[1] ** 0.5 / X.norm())
     raise ConfigError(f"coordinates must be one of {', '.join(COORDINATES)}, but {coordinates!r} came.")

@@ -1,10 +1,10 @@
-"""Truncated SVDs of many matrices of one shape, each step of all of them in one call.
+"""Truncated SVDs of many matrices of one shape, with one batched call for each step.
 
-One by one, a GPU would spend its time on launching. The spaces are as in
-:func:`frozencore.maths.linalg.truncated_svd` (a Gram eigenproblem, a block Krylov space); orthonormal columns come from
-Cholesky factors of Gram matrices in float64, twice, because a QR of a batch runs one by one too.
+Single SVDs would spend a GPU's time on kernel launches. The method is that of
+:func:`frozencore.maths.linalg.truncated_svd` (a Gram eigenproblem, a block Krylov space). Columns are orthonormalised
+twice by Cholesky factors of Gram matrices in float64, because a batched QR runs matrix by matrix.
 
-A matrix for which that is not exact enough (of low rank, too ill-conditioned) is done by itself. The host waits once.
+A matrix for which this is not exact enough (low rank, ill-conditioned) is done alone. The device is synchronised once.
 
 Shapes: M b x m x n, rank r, Krylov blocks of k columns.
 """
@@ -28,7 +28,7 @@ from frozencore.maths.linalg import (
     truncated_svd,
 )
 
-SMALLEST = 1e-5  # below this share of the largest singular value a direction is left to the exact way
+SMALLEST = 1e-5  # relative to the largest singular value: a smaller direction takes the exact method
 LEAST_ORTHONORMAL = 1e-5
 
 
@@ -66,7 +66,7 @@ def _gram(
 def _krylov(
     M: torch.Tensor, rank: int, seeds: Sequence[int]
 ) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], Bool[torch.Tensor, " b"]]:
-    """Block Golub-Kahan of all of them, side by side."""
+    """Run block Golub-Kahan on all matrices together."""
     start = torch.stack([krylov_start(M[0], KRYLOV_WIDTH * rank, seed) for seed in seeds]).to(M.device, M.dtype)
     V, is_good = _orthonormal(M.mT @ start)
     images = [M @ V]
@@ -74,7 +74,7 @@ def _krylov(
         left, fine = _orthonormal(images[-1])
         block = M.mT @ left
         is_good &= fine
-        for _ in range(2):  # one pass of Gram-Schmidt leaves round-off along the basis, a second one removes it
+        for _ in range(2):  # a second pass of Gram-Schmidt removes the round-off of the first
             block, fine = _orthonormal(block - V @ (V.mT @ block))
             is_good &= fine
         V = torch.cat([V, block], dim=-1)
@@ -89,7 +89,7 @@ def _krylov(
 def _triples(
     M: torch.Tensor, right: torch.Tensor
 ) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], Bool[torch.Tensor, " b"]]:
-    """U, S and V of each matrix on its right singular vectors, b x n x r, largest first."""
+    """Compute U, S and V of each matrix from its right singular vectors (b x n x r), largest first."""
     image = M @ right
     S = torch.linalg.vector_norm(image, dim=-2)
     U, is_good = _orthonormal(image)
@@ -98,10 +98,10 @@ def _triples(
 
 
 def _orthonormal(X: torch.Tensor) -> tuple[torch.Tensor, Bool[torch.Tensor, " b"]]:
-    """Columns of the same spans, the first of them first, and for which matrices that went well."""
+    """Orthonormalise the columns in their order, and tell for which matrices that succeeded."""
     Q = X.double()
     is_good = torch.ones(len(X), dtype=torch.bool, device=X.device)
-    for _ in range(2):  # the first leaves as much as the condition's square, the second nothing
+    for _ in range(2):  # the first pass leaves an error of the condition number squared, the second none
         factor, failed = torch.linalg.cholesky_ex(Q.mT @ Q, upper=True)
         Q = torch.linalg.solve_triangular(factor, Q, upper=True, left=False)
         is_good &= failed == 0
@@ -109,6 +109,6 @@ def _orthonormal(X: torch.Tensor) -> tuple[torch.Tensor, Bool[torch.Tensor, " b"
 
 
 def _is_orthonormal(V: torch.Tensor) -> Bool[torch.Tensor, " b"]:
-    """NaN is not."""
+    """Return whether each V is orthonormal; a V with NaN is not."""
     eye = torch.eye(V.shape[-1], dtype=V.dtype, device=V.device)
     return (V.mT @ V - eye).abs().amax((-1, -2)) < LEAST_ORTHONORMAL

@@ -1,9 +1,9 @@
-"""The share of one layer's moments G, a, d that a basis captures, before any training (paper, sections 3.1 and 3.2).
+"""Measure the share of a layer's moments G, a, d that a basis captures (paper, sections 3.1 and 3.2).
 
     T = D^-1/2 G A^-1/2,   C = (PᵀDP)^-1/2 PᵀGQ (QᵀAQ)^-1/2,   J = ‖C‖²_F ≤ ‖T‖²_F
 
-Shapes: G m x n, a n, d m, P m x r, Q n x r, C r x r; A and D are the damped diagonals. G is read in blocks of rows, so
-that next to a basis's own making this costs little time and no memory.
+Shapes: G m x n, a n, d m, P m x r, Q n x r, C r x r; A and D are the damped diagonals. G is read in blocks of rows to
+save memory.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from frozencore.maths.objective import core_gradient, whitened_core
 from frozencore.maths.whitening import Whitening, damped
 
 METRIC = Whitening()
-"""Both sides, diagonal, the default damping: one metric whatever a basis was chosen by, so that bases compare."""
-BLOCK_VALUES = 2**16  # of G in the making at a time: they stay in a cache
+"""Both sides, diagonal, default damping: the same metric for every constructor, so that bases can be compared."""
+BLOCK_VALUES = 2**16  # of G at a time, so that they stay in the CPU's cache
 CAPTURE_NEEDS: frozenset[MomentName] = METRIC.needs() | {"cross"}
 
 
 @dataclass(frozen=True)
 class Capture:
-    """One layer's basis against its moments.
+    """The share of one layer's moments that a basis captures.
 
     Attributes:
         gradient, gradient_total: The gradient inside the spans, ``‖PᵀGQ‖_F`` for orthonormal P and Q, and ``‖G‖_F``.
         values: Singular values of C, largest first; for FCCA in this metric they equal T's.
-        energy: ``‖T‖²_F``, which J is a share of.
+        energy: ``‖T‖²_F``, the upper limit of J.
         input_spread, error_spread: Maximum over median of a and of d.
     """
 
@@ -58,7 +58,7 @@ class Capture:
 
     @property
     def participation(self) -> float:
-        """``(Σσ²)² / Σσ⁴``: over how many directions J is spread, from 1 to r; 0 without a gradient."""
+        """``(Σσ²)² / Σσ⁴``: the number of directions over which J is spread, from 1 to r; 0 without a gradient."""
         fourth = sum(value**4 for value in self.values)
         return self.J**2 / fourth if fourth else 0.0
 
@@ -90,7 +90,7 @@ def capture(moments: LayerMoments, basis: Basis, metric: Whitening = METRIC) -> 
 
 
 def share_held(moments: LayerMoments, basis: Basis, metric: Whitening = METRIC) -> Share:
-    """The share of a tenant's whitened moment that a basis holds, beside the best share of the basis's rank.
+    """The share of a tenant's whitened moment that a basis holds, and the best share possible at its rank.
 
     Raises:
         CalibrationError: A moment is missing or not finite, or no gradient reached the layer.
@@ -107,7 +107,7 @@ def share_held(moments: LayerMoments, basis: Basis, metric: Whitening = METRIC) 
 
 
 def capture_if_whole(moments: LayerMoments | None, basis: Basis) -> Capture | None:
-    """As :func:`capture`; None if a moment is missing or cannot be computed with."""
+    """Run :func:`capture`; return None if a moment is missing or unusable."""
     if moments is None or not set(moments.names()) >= CAPTURE_NEEDS:
         return None
     try:
@@ -119,7 +119,7 @@ def capture_if_whole(moments: LayerMoments | None, basis: Basis) -> Capture | No
 def _squares(
     G: Float[Tensor, "m n"], A: Float[Tensor, " n"], D: Float[Tensor, " m"], unit: float
 ) -> tuple[float, float]:
-    """``‖G‖²_F`` and ``‖D^-1/2 G A^-1/2‖²_F``, both over ``unit²``, so that no square leaves float32."""
+    """``‖G‖²_F`` and ``‖D^-1/2 G A^-1/2‖²_F``, both divided by ``unit²`` to stay in float32's range."""
     least = A.min()
     weights = torch.stack([torch.ones_like(A), least / A], dim=1).to(G.dtype)
     blocks = G.split(max(1, BLOCK_VALUES // G.shape[1]))

@@ -6,8 +6,8 @@ This is the Tucker-2 decomposition of the stack of the T_k. For a fixed V the be
 ``Σ_k w_k T_k V Vᵀ T_kᵀ``, and the same holds for V. The two eigenproblems alternate from the HOSVD start, the leading
 eigenvectors of ``Σ_k w_k T_k T_kᵀ`` and ``Σ_k w_k T_kᵀ T_k``; no step lowers the sum.
 
-D and A are the diagonals d_k and a_k, each divided by its mean, averaged over the groups: so neither the scale of a
-group's loss nor its number of rows decides.
+D and A are the diagonals d_k and a_k, each divided by its mean, averaged over the groups. So neither the scale of a
+group's loss nor its number of rows changes its weight.
 
 Shapes: K groups, m outputs, n inputs, r rank, p and q columns of a running factor.
 """
@@ -27,14 +27,14 @@ from frozencore.maths.moments import DIAGONALS, LayerMoments
 from frozencore.torch_later import torch
 
 MOST_ROUNDS = 200
-LEAST_GAIN = 1e-9  # of the sum: below it a round changes nothing that counts
+LEAST_GAIN = 1e-9  # relative to the sum: a round with a smaller gain is the last
 
 
 class SharedSpans(NamedTuple):
     """The spans that hold most of all groups' moments, most important direction first.
 
     Attributes:
-        left_energy, right_energy: What each direction of U and of V holds of the sum, r numbers each.
+        left_energy, right_energy: The part of the sum in each direction of U and of V, r numbers each.
         sums: ``Σ_k w_k ‖UᵀT_kV‖²`` at the start and after each round.
     """
 
@@ -49,7 +49,7 @@ class SharedSpans(NamedTuple):
 class Share:
     """The share of ``‖T‖²_F`` that a basis holds, from 0 to 1.
 
-    By theorem 1 this is the share of the gain that the moments promise to an update of full rank.
+    By theorem 1 it is the share of the gain of a full-rank update, as the moments predict it.
 
     Attributes:
         own: The largest share that any basis of the same rank holds.
@@ -62,20 +62,20 @@ class Share:
 
     @property
     def of_own(self) -> float:
-        """What the basis holds of the largest share that its rank can hold."""
+        """The basis's share over the largest share possible at its rank."""
         return self.held / self.own if self.own else 0.0
 
 
 def mean_share(shares: Iterable[Share]) -> Share:
-    """The mean over layers or over groups, each part by itself."""
+    """Average each number over layers or groups."""
     parts = zip(*((share.held, share.own, share.random) for share in shares), strict=True)
     return Share(*map(fmean, parts))
 
 
 def shared_spans(T: Float[torch.Tensor, "K p q"], rank: int) -> SharedSpans:
-    """U and V for the stacked matrices ``√w_k T_k``, in float64.
+    """Find U and V for the stacked matrices ``√w_k T_k``, in float64.
 
-    The sum has several local maxima. The ascent starts from the HOSVD's V and again from its U; the better end counts.
+    The sum has several local maxima. The ascent runs from the HOSVD's V and from its U; the better result is taken.
 
     Raises:
         CalibrationError: A matrix is not finite.
@@ -91,14 +91,14 @@ def shared_spans(T: Float[torch.Tensor, "K p q"], rank: int) -> SharedSpans:
     core = U.mT @ T @ V
     left_turn, left = _leading(_gram(core), rank)
     right_turn, right = _leading(_gram(core.mT), rank)
-    U, V = U @ left_turn, V @ right_turn  # in the order of what each direction holds
+    U, V = U @ left_turn, V @ right_turn  # sorted by energy
     return SharedSpans(canonical_signs(U, left, U)[0], canonical_signs(V, right, V)[0], left, right, tuple(sums))
 
 
 def _ascended(
     T: Float[torch.Tensor, "K p q"], V: Float[torch.Tensor, "q r"], start: float
 ) -> tuple[Float[torch.Tensor, "p r"], Float[torch.Tensor, "q r"], list[float]]:
-    """The best U for V, the best V for U, and so on, until the sum rises no more."""
+    """Find the best U for V, the best V for U, and so on, until the sum stops rising."""
     rank, sums = V.shape[1], [start]
     while True:
         U, _ = _leading(_gram(T @ V), rank)
@@ -111,9 +111,9 @@ def _ascended(
 def merged(
     factor: Float[torch.Tensor, "m p"], new: Float[torch.Tensor, "m q"], width: int
 ) -> Float[torch.Tensor, "m width"]:
-    """A factor L of at most ``width`` columns whose ``L Lᵀ`` best approximates the sum of both factors'.
+    """Find a factor L of at most ``width`` columns whose ``L Lᵀ`` best approximates the sum of both factors' products.
 
-    Called again and again, it reduces a stream of matrices to the leading left singular directions of all of them.
+    Repeated calls reduce a stream of matrices to the leading left singular directions of all of them.
     """
     both = torch.cat([factor, new], dim=1)
     _, W = torch.linalg.eigh((both.mT @ both).double())
@@ -121,9 +121,9 @@ def merged(
 
 
 def pooled_diagonals(groups: Sequence[LayerMoments]) -> LayerMoments:
-    """a and d of one layer, each group's divided by its mean, averaged over the groups; no matrices.
+    """Average the groups' a and d of one layer, each divided by its mean; no matrices.
 
-    A group whose moment is zero in every coordinate (no gradient reached the layer) is left out of it.
+    A group whose moment is all zero (no gradient reached the layer) is left out.
 
     Raises:
         CalibrationError: A group has no counted token, or a moment is not finite.

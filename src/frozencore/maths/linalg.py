@@ -21,7 +21,7 @@ SVD_METHODS: tuple[str, ...] = get_args(SvdMethod)
 Shape = tuple[int, int]
 """The shape of a matrix: (m, n)."""
 
-GRAM_LIMIT = 256  # up to this min(m, n) the exact Gram eigenproblem is the faster one; at 384 it takes twice as long
+GRAM_LIMIT = 256  # up to this min(m, n) the exact Gram eigenproblem is faster; at 384 it takes twice as long
 KRYLOV_WIDTH, KRYLOV_BLOCKS = 2, 6  # the randomised SVD's block is 2r wide; six blocks span its space
 RANK_TOLERANCE = 1e-6  # a singular value below this share of the largest one is noise
 
@@ -35,7 +35,7 @@ class TruncatedSVD(NamedTuple):
 
 
 def seeded_generator(seed: int, *labels: str | int) -> torch.Generator:
-    """A CPU generator for one named purpose, so that no draw depends on the order of the others."""
+    """Make a CPU generator for one named purpose, so that no draw depends on the order of other draws."""
     digest = hashlib.sha256("\x1f".join(str(part) for part in (seed, *labels)).encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
@@ -71,12 +71,12 @@ def truncated_svd(
 
 
 def all_finite(M: torch.Tensor) -> bool:
-    """Whether no entry is NaN or Inf; ``isfinite`` on every entry would hold another M and half of one."""
+    """Return whether no entry is NaN or Inf; ``isfinite`` on each entry would take one and a half times M's memory."""
     return M.numel() == 0 or all(math.isfinite(float(end)) for end in torch.aminmax(M))
 
 
 def require_finite(M: torch.Tensor) -> None:
-    """Factorisations of NaN fail in LAPACK's words or return something plausible: refuse before."""
+    """Refuse NaN and Inf: a factorisation would fail in LAPACK's words or return a plausible result."""
     if not all_finite(M):
         raise CalibrationError(
             "A matrix to factorise holds NaN or Inf. Check the model's weights and the calibration data."
@@ -90,19 +90,20 @@ def _gram_svd(M: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor, t
     X = M.double()
     _, eigenvectors = torch.linalg.eigh(X @ X.mT)
     U = eigenvectors[:, -rank:].flip(1)
-    # Squaring loses directions below 1e-8 of the largest; an SVD of the projection gives them their own scale.
+    # Squaring loses directions below 1e-8 of the largest; an SVD of the projection recovers their scale.
     W, S, Vh = torch.linalg.svd(U.mT @ X, full_matrices=False)
     return (U @ W).to(M.dtype), S.to(M.dtype), Vh.mT.to(M.dtype)
 
 
 def _randomized_svd(M: torch.Tensor, rank: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Block Golub-Kahan: the best of the Krylov space of ``MᵀM`` over a random start (Musco and Musco, 2015).
+    """Block Golub-Kahan: the best triples in the Krylov space of ``MᵀM`` over a random start (Musco and Musco, 2015).
 
-    Half the time of subspace iteration with twice the width and 17 products, at the same accuracy: it forgets no block.
+    It keeps all blocks, and so takes half the time of subspace iteration (twice the width, 17 products) at the same
+    accuracy.
     """
     width, num_blocks = KRYLOV_WIDTH * rank, KRYLOV_BLOCKS
     if width * num_blocks > min(M.shape):
-        width, num_blocks = min(M.shape), 1  # all of the space at once
+        width, num_blocks = min(M.shape), 1  # the whole space in one block
     V = torch.linalg.qr(_times(M, krylov_start(M, width, seed).to(M.device, M.dtype))).Q
     images = [M @ V]
     for _ in range(num_blocks - 1):
@@ -111,7 +112,7 @@ def _randomized_svd(M: torch.Tensor, rank: int, seed: int) -> tuple[torch.Tensor
         images.append(M @ block)
     image = torch.cat(images, dim=1)
     if (V.mT @ V - torch.eye(V.shape[1], dtype=V.dtype, device=V.device)).abs().max() > 1e-5:
-        V = torch.linalg.qr(V).Q  # a matrix of low rank has no new directions to give: its blocks repeat old ones
+        V = torch.linalg.qr(V).Q  # a matrix of low rank has no new directions: its blocks repeat old ones
         image = M @ V
     U, T = torch.linalg.qr(image)
     left, S, right = torch.linalg.svd(T, full_matrices=False)
@@ -119,19 +120,19 @@ def _randomized_svd(M: torch.Tensor, rank: int, seed: int) -> tuple[torch.Tensor
 
 
 def krylov_start(M: torch.Tensor, width: int, seed: int) -> Float[torch.Tensor, "m width"]:
-    """The random left block that a Krylov space of M grows from, on the CPU."""
+    """Draw the random left block that a Krylov space of M starts from, on the CPU."""
     generator = seeded_generator(seed, "svd", *M.shape)
     return torch.randn(M.shape[0], width, generator=generator, dtype=torch.float32)
 
 
 def _times(M: torch.Tensor, X: torch.Tensor) -> torch.Tensor:
-    """``Mᵀ X``; transposed twice, because BLAS is up to three times faster with M as it lies."""
+    """``Mᵀ X``; transposed twice, because BLAS is up to three times faster without transposing M."""
     return (X.mT @ M).mT
 
 
 def _new_directions(X: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
-    """Orthonormal columns for what X has outside of the span of an orthonormal basis."""
-    for _ in range(2):  # one pass of Gram-Schmidt leaves round-off along the basis, a second one removes it
+    """Orthonormal columns for the part of X outside the span of an orthonormal basis."""
+    for _ in range(2):  # a second pass of Gram-Schmidt removes the round-off of the first
         X = torch.linalg.qr(X - basis @ (basis.mT @ X)).Q
     return X
 
@@ -139,7 +140,7 @@ def _new_directions(X: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
 def canonical_signs(
     U: torch.Tensor, S: torch.Tensor, V: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Flip singular pairs, of one matrix or a batch, so that each left vector's largest-magnitude entry is positive."""
+    """Flip singular pairs, of one matrix or a batch, so that the largest entry of each left vector is positive."""
     largest = U.gather(-2, U.abs().argmax(-2, keepdim=True))
     signs = torch.where(largest < 0, -1.0, 1.0).to(U.dtype)
     return U * signs, S, V * signs.to(V.dtype)
@@ -161,13 +162,13 @@ def polar_factor(X: Float[torch.Tensor, "m r"]) -> Float[torch.Tensor, "m r"]:
 def complete_orthonormal(
     X: Float[torch.Tensor, "m k"], rank: int, generator: torch.Generator
 ) -> Float[torch.Tensor, "m r"]:
-    """Extend k independent columns to ``rank`` with seeded random orthonormal directions, orthogonal to their span."""
+    """Extend k independent columns to ``rank`` with seeded random directions, orthonormal and orthogonal to them."""
     missing = rank - X.shape[1]
     if missing <= 0:
         return X
     extra = torch.randn(X.shape[0], missing, generator=generator, dtype=torch.float64).to(X.device)
     basis = thin_qr(X.double())[0]  # raw coordinates are not orthonormal
-    for _ in range(2):  # one pass of Gram-Schmidt leaves round-off along X, a second one removes it
+    for _ in range(2):  # a second pass of Gram-Schmidt removes the round-off of the first
         extra = thin_qr(extra - basis @ (basis.mT @ extra))[0]
     return torch.cat([X, extra.to(X.dtype)], dim=1)
 
@@ -177,7 +178,7 @@ def top_eigenvectors(
 ) -> tuple[Float[torch.Tensor, "n r"], Float[torch.Tensor, " r"]]:
     """Eigenvectors and eigenvalues of a symmetric PSD matrix, largest first, with canonical signs.
 
-    Large ones take the randomised SVD, which is a third of the time at n = 512 and less above.
+    Large matrices use the randomised SVD, which takes a third of the time at n = 512 and less above.
     """
     require_finite(A)
     if prefers_krylov(A, rank):
@@ -191,7 +192,7 @@ def top_eigenvectors(
 
 
 def prefers_krylov(M: torch.Tensor, rank: int) -> bool:
-    """Whether the Krylov space is the faster way to that many triples of a matrix."""
+    """Return whether the Krylov space is faster for this rank."""
     return min(M.shape) > max(GRAM_LIMIT, KRYLOV_WIDTH * KRYLOV_BLOCKS * rank)
 
 
@@ -199,8 +200,8 @@ def inverse_root(A: Float[torch.Tensor, "n n"], smallest: float) -> Float[torch.
     """``A^-1/2`` of a symmetric positive definite matrix, in float64.
 
     Args:
-        smallest: A lower bound of the true eigenvalues, the damping of ``A``. Eigenvalues that rounding put below it
-            are raised to it.
+        smallest: A lower bound of the true eigenvalues, the damping of ``A``. Eigenvalues below it, from rounding, are
+            raised to it.
     """
     eigenvalues, vectors = torch.linalg.eigh(A.double())
     return (vectors * eigenvalues.clamp_min(smallest).rsqrt()) @ vectors.mT
@@ -216,7 +217,7 @@ def principal_cosines(X: Float[torch.Tensor, "m p"], Y: Float[torch.Tensor, "m q
 def energy_rank(energy: Float[torch.Tensor, " r"]) -> int:
     """The effective rank of a second moment from its eigenvalues, the squares of singular values.
 
-    Below the rounding of the sums that it was made from, an eigenvalue says nothing.
+    An eigenvalue below the rounding error of the sums does not count.
     """
     if energy.numel() == 0:
         return 0
@@ -234,7 +235,7 @@ def weighted_sum(cores: Sequence[torch.Tensor], weights: Sequence[float]) -> tor
     """``Σ wᵢ Rᵢ`` of cores r x r, summed in float64, in the dtype of the first.
 
     Raises:
-        ConfigError: Not as many weights as cores, or one that is not finite.
+        ConfigError: The number of weights is not that of cores, or a weight is not finite.
     """
     if len(weights) != len(cores) or not torch.tensor(weights, dtype=torch.float64).isfinite().all():
         raise ConfigError(f"A sum of {len(cores)} adapters needs as many finite weights, but {list(weights)} came.")

@@ -1,4 +1,4 @@
-"""Moments of one layer: what a calibration pass knows about a weight matrix (paper, section 3.1).
+"""Moments of one layer: the statistics that a calibration pass collects for a weight matrix (paper, section 3.1).
 
 For the input x (n) and the backpropagated output error δ = ∂loss/∂y (m) of every counted token:
 ``G = E[δxᵀ]``, ``a = E[x⊙x]``, ``d = E[δ⊙δ]``; on request dense ``A = E[xxᵀ]``, ``D = E[δδᵀ]``, the input mean,
@@ -81,12 +81,12 @@ class LayerMoments:
         """The named sum divided by the token count.
 
         Raises:
-            CalibrationError: It was not collected, no token was counted, or it is not finite.
+            CalibrationError: The moment was not collected or is not finite, or no token was counted.
         """
         return self.total(name) / self.num_tokens
 
     def total(self, name: MomentName) -> torch.Tensor:
-        """The named sum itself, not copied; raises as :meth:`mean`."""
+        """The named sum itself, not copied; raises the errors of :meth:`mean`."""
         total: torch.Tensor | None = getattr(self, name)
         if total is None:
             raise CalibrationError(
@@ -100,10 +100,10 @@ class LayerMoments:
         return total
 
     def energies(self, read: frozenset[MomentName]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """The diagonals d (m) and a (n), from ``D`` and ``A`` where those are among what is read; None without a token.
+        """The diagonals d (m) and a (n), taken from ``D`` and ``A`` if these are in ``read``; None without a token.
 
         Raises:
-            CalibrationError: As :meth:`mean`.
+            CalibrationError: As in :meth:`mean`.
         """
         if not self.num_tokens:
             return None, None
@@ -121,7 +121,7 @@ class LayerMoments:
         return tuple(name for name in MOMENT_NAMES if getattr(self, name) is not None)
 
     def __add__(self, other: LayerMoments) -> LayerMoments:
-        """Moments of both token sets together, for calibration that ran in parts."""
+        """Add the moments of two sets of tokens, for calibration that ran in parts."""
         if self.names() != other.names():
             raise CalibrationError(f"Only moments of the same kind add up, but {self.names()} met {other.names()}.")
         sums = {name: getattr(self, name) + getattr(other, name) for name in self.names()}
@@ -140,6 +140,6 @@ assert {field.name for field in fields(LayerMoments)} == {"num_tokens", *MOMENT_
 
 
 def spread(diagonal: Float[torch.Tensor, " k"]) -> float:
-    """Maximum over median of a diagonal moment: how much whitening has to do (outlier channels)."""
+    """Maximum over median of a diagonal moment; large if there are outlier channels, which whitening corrects."""
     median = float(diagonal.median())
     return float(diagonal.max()) / median if median > 0 else float("inf")

@@ -16,14 +16,14 @@ from frozencore.maths.basis import Basis
 
 
 def local_objective(G: Float[Tensor, "m n"], A: Tensor, D: Tensor, delta_W: Float[Tensor, "m n"], step: float) -> float:
-    """Value of the local objective at an update ``delta_W``; negative is an improvement."""
+    """The value of the local objective at an update ``delta_W``; negative is an improvement."""
     linear = (G.double() * delta_W.double()).sum()
     metric = (delta_W.double() * _times(D, _times(A, delta_W.mT).mT)).sum()
     return float(linear + metric / (2 * step))
 
 
 def core_gradient(G: Float[Tensor, "m n"], basis: Basis) -> Float[Tensor, "r r"]:
-    """``PᵀGQ``, the gradient of a zero core, in float64; G itself is multiplied as it lies, in its own precision."""
+    """``PᵀGQ``, the gradient of a zero core, in float64; the product with G has G's own precision."""
     return (basis.P.to(G.dtype).mT @ G).double() @ basis.Q.double()
 
 
@@ -59,7 +59,7 @@ def closed_form_core(
 
 
 def coherence(X: Float[Tensor, "m r"]) -> float:
-    """Largest leverage score of the rows of an orthonormal basis over its mean ``r/m``; 1 is spread evenly."""
+    """The largest leverage score of an orthonormal basis's rows over the mean ``r/m``; 1 means evenly spread."""
     num_rows, rank = X.shape
     return float(X.double().square().sum(1).max()) * num_rows / rank
 

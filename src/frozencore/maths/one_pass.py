@@ -1,14 +1,13 @@
-"""The leading singular triples of a matrix T of which one pass has seen what it does to two sets of directions.
+"""Find the leading singular triples of a matrix T from one pass of products with known directions U and V.
 
-    Y = T V (m x k),   Z = Tᵀ U (n x k),   U and V known, of orthonormal columns once ``C = Uᵀ T V`` is taken out
+Y = T V (m x k),   Z = Tᵀ U (n x k),   U and V with orthonormal columns,   C = Uᵀ T V
 
     T = U C Vᵀ + A Vᵀ + U Bᵀ + E,   A = (I - UUᵀ) Y,   B = (I - VVᵀ) Z
 
-E, outside of both spans, was not seen. Zero is the least that it can be; ``A C⁺ Bᵀ`` is what it would be if T had no
-more rank than C, and without a ridge its small singular values make most of it up. So the ridge is wide. On sums of
-gradients of a real training (docs/refreshing.md), where U and V come from the round before, half of the largest
-singular value of C was best among 0.1 to 1 and no E at all. Tests V and U that are drawn at random do not find the
-directions of such spectra, however T is put together.
+E, outside both spans, was not observed. It would be ``A C⁺ Bᵀ`` if T had the rank of C. The small singular values of C
+dominate this estimate, so it needs a large ridge. On sums of gradients of a real training (docs/refreshing.md), with U
+and V from the previous round, a ridge of half the largest singular value of C was best among 0.1 to 1, and better than
+E = 0. Random U and V do not find the leading directions of such spectra, with any estimate of E.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from frozencore.maths.linalg import TruncatedSVD, canonical_signs
 
-RIDGE = 0.5  # of the largest singular value of C
+RIDGE = 0.5  # times the largest singular value of C
 
 Product = tuple[Float[Tensor, "m j"], Float[Tensor, "n j"]]
 """L and R of a matrix ``L Rᵀ``."""
@@ -28,10 +27,10 @@ Product = tuple[Float[Tensor, "m j"], Float[Tensor, "n j"]]
 def from_one_pass(
     Y: Float[Tensor, "m k"], Z: Float[Tensor, "n k"], U: Float[Tensor, "m k"], V: Float[Tensor, "n k"]
 ) -> Product:
-    """L (m x 2k) and R (n x 2k) of the estimate ``L Rᵀ`` of T.
+    """Estimate T as ``L Rᵀ``, with L m x 2k and R n x 2k.
 
     Args:
-        U, V: Of full column rank; they need not be orthonormal.
+        U, V: Have full column rank; they need not be orthonormal.
     """
     U, Z = _orthonormal(U, Z)
     V, Y = _orthonormal(V, Y)
@@ -43,13 +42,13 @@ def from_one_pass(
 
 
 def svd_of_product(product: Product, rank: int) -> TruncatedSVD:
-    """The ``rank`` leading singular triples of ``L Rᵀ``, with canonical signs; without an m x n matrix."""
+    """Find the ``rank`` leading singular triples of ``L Rᵀ``, with canonical signs, without an m x n matrix."""
     (Q_left, left), (Q_right, right) = (torch.linalg.qr(factor) for factor in product)
     U, S, Vh = torch.linalg.svd(left @ right.mT)
     return TruncatedSVD(*canonical_signs(Q_left @ U[:, :rank], S[:rank], Q_right @ Vh[:rank].mT))
 
 
 def _orthonormal(tests: Tensor, image: Tensor) -> tuple[Tensor, Tensor]:
-    """Orthonormal columns over the span of tests, and the image of those."""
+    """Orthonormal columns over the span of the tests, and their image."""
     Q, upper = torch.linalg.qr(tests)
     return Q, torch.linalg.solve_triangular(upper, image, upper=True, left=False)

@@ -1,4 +1,4 @@
-"""Sums over tokens of vectors and of their products, in float32 at least.
+"""Sums over tokens of vectors and of their products, in float32 or wider.
 
 Shapes: N counted tokens, p and q features, k columns of a projection.
 """
@@ -13,7 +13,7 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 def select(values: Float[Tensor, "all p"], rows: Tensor | None) -> Float[Tensor, "N p"]:
-    """The counted rows; None counts all."""
+    """Select the counted rows; None selects all."""
     return values if rows is None else values.index_select(0, rows.to(values.device))
 
 
@@ -23,7 +23,7 @@ def sum_dtype(values: Tensor) -> torch.dtype:
 
 
 def square_sum(values: Float[Tensor, "N p"]) -> Float[Tensor, " p"]:
-    """``Σ v⊙v`` over rows; the values are widened first, because a product in half precision would round."""
+    """``Σ v⊙v`` over rows; values become float32 first, because a product in half precision would be rounded."""
     wide = values.to(sum_dtype(values))
     return torch.linalg.vecdot(wide, wide, dim=0)
 
@@ -45,12 +45,12 @@ def add_outer(total: Float[Tensor, "p q"], left: Float[Tensor, "N p"], right: Fl
 
 
 def projected(values: Float[Tensor, "N p"], projection: Float[Tensor, "p k"] | None) -> Tensor:
-    """``values projection`` (N x k) in float32 at least; None leaves them as they are."""
+    """``values projection`` (N x k) in float32 or wider; a None projection returns the values."""
     if projection is None:
         return values
     return values.to(sum_dtype(values)) @ projection.to(values.device, sum_dtype(values))
 
 
 def finite(values: Tensor) -> Bool[Tensor, ""]:
-    """Whether the sum of the values is finite, left on the device."""
+    """Return whether the sum of the values is finite, as a tensor on their device."""
     return values.sum(dtype=sum_dtype(values)).isfinite()

@@ -1,7 +1,7 @@
 """The local Fisher metric of a layer: ``A^-1/2`` and ``D^-1/2`` (paper, section 3.1 and appendix A.4).
 
-``A = diag(a) + ε_A I`` with ``ε_A = c·mean(a)``, and D alike from d: damping relative to the mean, so that whitening
-depends neither on sums or means nor on the loss scale (docs/maths.md).
+``A = diag(a) + ε_A I`` with ``ε_A = c·mean(a)``; D is made of d in the same way. Damping is relative to the mean, so
+whitening is the same for sums and means and at any scale of the loss (docs/maths.md).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Damping = Positive | tuple[Positive, Positive]
 
 InverseRoot = Callable[["torch.Tensor"], "torch.Tensor"]
-"""Multiplies a matrix from the left by an inverse square root: ``X -> A^-1/2 X``."""
+"""A function that multiplies a matrix from the left by an inverse square root: ``X -> A^-1/2 X``."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Whitening:
         return self.damping if isinstance(self.damping, tuple) else (self.damping, self.damping)
 
     def needs(self) -> frozenset[MomentName]:
-        """The moments that this metric is made of."""
+        """The moments that this metric needs."""
         diagonal = self.fisher == "diagonal"
         needed: set[MomentName] = set()
         if self.sides in ("both", "input"):
@@ -66,14 +66,14 @@ class Whitening:
         return frozenset(needed)
 
     def input_root(self, moments: LayerMoments) -> InverseRoot:
-        """``A^-1/2``, or the identity where the input side is not whitened."""
+        """``A^-1/2``, or the identity if the input side is not whitened."""
         if self.sides not in ("both", "input"):
             return identity
         second_moment = moments.a if self.fisher == "diagonal" else moments.A
         return damped_inverse_root(second_moment, self.damping_by_side[0], self.shrinkage)
 
     def output_root(self, moments: LayerMoments) -> InverseRoot:
-        """``D^-1/2``, or the identity where the output side is not whitened."""
+        """``D^-1/2``, or the identity if the output side is not whitened."""
         if self.sides not in ("both", "output"):
             return identity
         second_moment = moments.d if self.fisher == "diagonal" else moments.D
@@ -83,10 +83,10 @@ class Whitening:
 def damped(
     second_moment: Float[torch.Tensor, " n"] | Float[torch.Tensor, "n n"], damping: float, shrinkage: float = 0.0
 ) -> torch.Tensor:
-    """The metric itself, in float64: ``A + ε I`` as a vector (diagonal) or a matrix (dense, shrunk to its diagonal).
+    """The metric in float64: ``A + ε I`` as a vector (diagonal) or a matrix (dense, shrunk to its diagonal).
 
     Raises:
-        CalibrationError: The diagonal is all zero, so that no relative damping can help.
+        CalibrationError: The diagonal is all zero, so relative damping is zero too.
     """
     moment, epsilon = second_moment.double(), _epsilon(second_moment, damping)
     if moment.ndim == 1:
@@ -118,5 +118,5 @@ def _epsilon(second_moment: torch.Tensor, damping: float) -> float:
 
 
 def identity(X: torch.Tensor) -> torch.Tensor:
-    """The root of a side that is not whitened."""
+    """Return X: the root of a side that is not whitened."""
     return X
