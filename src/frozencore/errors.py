@@ -1,6 +1,14 @@
 """One family of errors. Each message says the rule, what came, and the way out."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 from frozencore.words import one_line
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
+    from pydantic_core import ErrorDetails
 
 
 class FrozenCoreError(Exception):
@@ -44,3 +52,16 @@ class RankError(CalibrationError, TrainingError):
 
 class DivergenceError(TrainingError):
     """A loss or a gradient is not a finite number any more."""
+
+
+def own_refusal(error: ErrorDetails) -> ConfigError | None:
+    """The error of ours that made pydantic refuse, where it was one."""
+    refused = error.get("ctx", {}).get("error")
+    return refused if isinstance(refused, ConfigError) else None
+
+
+def most_telling(error: ValidationError) -> ErrorDetails:
+    """The first error; for a value that fits none of several types, the error of the type that it nearly fits."""
+    first, *others = error.errors()
+    siblings = [first, *(other for other in others if other["loc"][:-1] == first["loc"][:-1])]
+    return next((one for one in siblings if not one["type"].endswith("_type")), first)

@@ -16,9 +16,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
-from pydantic_core import ErrorDetails
 
-from frozencore.errors import ConfigError
+from frozencore.errors import ConfigError, own_refusal
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,12 +103,6 @@ def check_options(holder: Any) -> None:
 def without_lists(value: Any) -> Any:
     """A pair as options hold it, of one as JSON and YAML give it."""
     return tuple(value) if isinstance(value, list) else value
-
-
-def own_refusal(error: ErrorDetails) -> ConfigError | None:
-    """The error of ours that made pydantic refuse, where it was one."""
-    refused = error.get("ctx", {}).get("error")
-    return refused if isinstance(refused, ConfigError) else None
 
 
 _NAMES = {

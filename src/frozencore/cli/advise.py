@@ -12,7 +12,7 @@ from rich.table import Table
 from frozencore.cli.console import console
 from frozencore.cli.flags import OF_TRAINING, TakesOptions
 from frozencore.tune.methods import bases_name
-from frozencore.tune.methods.option_groups import GROUPS
+from frozencore.tune.methods.bases_config import GROUPS
 from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.early import refuse_early
 from frozencore.tune.scoring.scoring_config import ScoringConfig

@@ -14,7 +14,7 @@ import yaml
 from frozencore.cli.help import FLAGS_ELSEWHERE
 from frozencore.errors import ConfigError
 from frozencore.files.strict_yaml import read_yaml
-from frozencore.tune.methods.option_groups import GROUPS
+from frozencore.tune.methods.bases_config import GROUPS
 from frozencore.tune.run.config import RunConfig
 from frozencore.words import nearest_name
 

@@ -17,8 +17,8 @@ from pydantic import ValidationError
 from frozencore.cli.flag_file import ConfigFile
 from frozencore.cli.help import group_of, in_order
 from frozencore.constructors import described
-from frozencore.errors import ConfigError
-from frozencore.options import Option, own_refusal
+from frozencore.errors import ConfigError, own_refusal
+from frozencore.options import Option
 from frozencore.tune.methods import METHODS
 from frozencore.tune.run.config import in_groups, make_config, run_options
 from frozencore.tune.scoring.scoring_config import FurtherScoresConfig

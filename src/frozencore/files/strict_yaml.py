@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Hashable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
+from pydantic import BaseModel, ValidationError
 
-from frozencore.errors import ConfigError
+from frozencore.errors import ConfigError, most_telling, own_refusal
 from frozencore.words import one_line
 
 
@@ -80,6 +82,47 @@ def read_yaml(path: Path) -> Any:
     except (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError, OverflowError) as error:
         # PyYAML meets `!!bool maybe` with a KeyError, 2020-13-45 with a ValueError, and so on
         raise ConfigError(f"{path} is not YAML in UTF-8: {one_line(error, 200)}") from error
+
+
+Typed = TypeVar("Typed", bound=BaseModel)
+
+
+def read_typed(path: Path, kind: type[Typed], *, holds: str, see: str = "") -> Typed:
+    """The content of a YAML file as a model of ours.
+
+    Args:
+        holds: What the file holds, in words, for errors.
+        see: A last sentence of errors: where the keys are explained.
+
+    Raises:
+        ConfigError: In one line, what is wrong on which line.
+    """
+    content = read_yaml(path)
+    if not isinstance(content, dict):
+        keys = ", ".join(name for name, field in kind.model_fields.items() if field.is_required())
+        raise ConfigError(f"{path} must hold {holds}: {keys}. {see}")
+    try:  # through JSON, in which a list may become a tuple and text never becomes a number
+        return kind.model_validate_json(json.dumps(content, default=str), strict=True)
+    except ValidationError as error:
+        first = most_telling(error)
+        loc = _keys_on_the_way(content, first["loc"])
+        missing = first["loc"][-1:] if first["type"] == "missing" else ()
+        where = f"{path}, line {line_of(path, loc)}: {'.'.join(map(str, (*loc, *missing)))}"
+        if (refused := own_refusal(first)) is not None:
+            raise ConfigError(f"{where}: {refused}") from error
+        came = "" if missing else f", but {first['input']!r} came"
+        raise ConfigError(f"{where}: {first['msg'].lower()}{came}. {see}") from error
+
+
+def _keys_on_the_way(content: Any, loc: tuple[int | str, ...]) -> list[int | str]:
+    """The parts of pydantic's location that are keys or positions of the file, not names of its own types."""
+    found: list[int | str] = []
+    for part in loc:
+        inside = dict(enumerate(content)) if isinstance(content, list) else content
+        if isinstance(inside, dict) and part in inside:
+            content = inside[part]
+            found.append(part)
+    return found
 
 
 def line_of(path: Path, keys: Sequence[int | str]) -> int:

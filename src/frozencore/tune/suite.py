@@ -8,27 +8,16 @@ from pathlib import Path
 from frozencore.errors import ConfigError
 from frozencore.tune.pocket import POCKET_TASKS
 from frozencore.tune.rows import Example, Row, text_field
-from frozencore.tune.tasks import (
-    Task,
-    arc_challenge,
-    cola,
-    gsm8k,
-    hellaswag,
-    mrpc,
-    openbookqa,
-    qnli,
-    rte,
-    sst2,
-    svamp,
-    winogrande,
-)  # fmt: skip
+from frozencore.tune.tasks import Task, arc_challenge, gsm8k, hellaswag, openbookqa, svamp, winogrande
 from frozencore.tune.tasks.described import read_own_task
+from frozencore.tune.tasks.glue import COLA, MRPC, QNLI, RTE, SST2
 from frozencore.words import unknown_name
 
 PAPER_TASKS: dict[str, Task] = {
-    module.TASK.name: module.TASK
-    for module in (
-        svamp, gsm8k, sst2, qnli, cola, rte, mrpc, arc_challenge, openbookqa, hellaswag, winogrande,
+    task.name: task
+    for task in (
+        svamp.TASK, gsm8k.TASK, SST2, QNLI, COLA, RTE, MRPC, arc_challenge.TASK, openbookqa.TASK, hellaswag.TASK,
+        winogrande.TASK,
     )
 }  # fmt: skip
 
@@ -61,7 +50,7 @@ TEXT_TASKS: dict[str, Task] = {
     for task in (
         _as_text(hellaswag.TASK, _caption),
         _as_text(gsm8k.TASK, lambda row, row_id: text_field(row, "question", row_id)),
-        _as_text(sst2.TASK, lambda row, row_id: text_field(row, "sentence", row_id)),
+        _as_text(SST2, lambda row, row_id: text_field(row, "sentence", row_id)),
     )
 }
 TASKS: dict[str, Task] = PAPER_TASKS | TEXT_TASKS | POCKET_TASKS

@@ -104,7 +104,7 @@ def test_rounds_decide_how_often_directions_are_chosen_and_biases_have_none() ->
 def test_a_package_that_is_not_there_and_layers_that_are_not_are_one_line(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("frozencore.tune.methods.low_rank_gradients.find_spec", lambda _: None)
+    monkeypatch.setattr("frozencore.tune.methods.whole_weights.find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=rf"is in {name}_torch, which is not installed: pip install .*peers"):
         METHODS[name].require()
     with pytest.raises(ConfigError, match="cannot carry"):

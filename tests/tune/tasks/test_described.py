@@ -58,7 +58,7 @@ def test_choices_may_stand_in_the_file_and_numbers_need_none(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("- 1\n", "must hold keys such as name, scoring"),
+        ("- 1\n", "must hold a task: name, scoring"),
         (CAPITALS + "epoch: 3\n", "epoch: extra inputs are not permitted"),
         (CAPITALS + "epochs: 3\n", "the key 'epochs' is given twice"),
         (CAPITALS.replace("epochs: 3", "epochs: 1e1"), "epochs: input should be a valid integer"),

@@ -13,8 +13,9 @@ from datasets.arrow_writer import ArrowWriter
 from frozencore.errors import DataError
 from frozencore.files.hub import HUB_TIMEOUT_S
 from frozencore.tune.suite import PAPER_TASKS, TASKS, TEXT_TASKS
-from frozencore.tune.tasks import arc_challenge, gsm8k, hellaswag, sst2, svamp, winogrande
+from frozencore.tune.tasks import arc_challenge, gsm8k, hellaswag, svamp, winogrande
 from frozencore.tune.tasks.answers import parse_answer, parse_number
+from frozencore.tune.tasks.glue import SST2
 from frozencore.tune.tasks.hub_rows import HubDataset
 
 SVAMP_ROW = {"Body": "Tom has 3 pens", "Question": "How many pens has he?", "Answer": "3"}
@@ -28,7 +29,7 @@ def test_a_svamp_row_is_a_question_with_a_marked_number() -> None:
 
 
 def test_an_sst2_row_is_a_choice_between_two_words() -> None:
-    example = sst2.TASK.to_example({"sentence": "a charming journey . ", "label": 1}, "train-0")
+    example = SST2.to_example({"sentence": "a charming journey . ", "label": 1}, "train-0")
     assert example.prompt + example.completion == "Review: a charming journey .\nSentiment: positive"
     assert example.choices == (" negative", " positive")
 
@@ -39,10 +40,10 @@ def test_an_sst2_row_is_a_choice_between_two_words() -> None:
         (svamp.to_example, SVAMP_ROW | {"Answer": "three"}, "Answer"),
         (svamp.to_example, SVAMP_ROW | {"Body": " "}, "Body"),
         (svamp.to_example, {"Body": "a", "Answer": "1"}, "Question"),
-        (sst2.TASK.to_example, {"sentence": "a", "label": -1}, "label"),
-        (sst2.TASK.to_example, {"sentence": "a", "label": 2}, "label"),
-        (sst2.TASK.to_example, {"sentence": "a", "label": None}, "label"),
-        (sst2.TASK.to_example, {"sentence": None, "label": 1}, "sentence"),
+        (SST2.to_example, {"sentence": "a", "label": -1}, "label"),
+        (SST2.to_example, {"sentence": "a", "label": 2}, "label"),
+        (SST2.to_example, {"sentence": "a", "label": None}, "label"),
+        (SST2.to_example, {"sentence": None, "label": 1}, "sentence"),
     ],
 )
 def test_a_bad_row_is_named_with_its_column(to_example, row: dict[str, object], column: str) -> None:  # type: ignore[no-untyped-def]

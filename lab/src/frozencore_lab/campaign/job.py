@@ -10,15 +10,14 @@ from typing import Any
 from pydantic import ValidationError
 
 from frozencore.constructors import readers
-from frozencore.errors import ConfigError
+from frozencore.errors import ConfigError, most_telling, own_refusal
 from frozencore.files.fingerprint import fingerprint_options
-from frozencore.options import own_refusal
-from frozencore.tune.methods.option_groups import GROUPS
+from frozencore.tune.methods.bases_config import GROUPS
 from frozencore.tune.rows.row_sources import STANDARD_INPUT
 from frozencore.tune.run.config import RunConfig, in_groups
 from frozencore.tune.suite import find_task
 from frozencore_lab.campaign.kinds import StudyKind, find_kind
-from frozencore_lab.campaign.study_options import PLACES, most_telling
+from frozencore_lab.campaign.study_options import PLACES
 
 ID_DIGITS = 16
 PAPERS_CORES = {"coordinates": "qr", "alpha": None}

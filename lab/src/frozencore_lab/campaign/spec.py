@@ -22,25 +22,23 @@ An axis is an option of a run; a study runs the product of its axes.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from frozencore.constructors import readers
 from frozencore.errors import ConfigError
-from frozencore.files.strict_yaml import line_of, read_yaml
-from frozencore.options import own_refusal
+from frozencore.files.strict_yaml import read_typed
 from frozencore.tune.methods import METHODS
-from frozencore.tune.methods.option_groups import GROUPS
+from frozencore.tune.methods.bases_config import GROUPS
 from frozencore.tune.run.config import RunConfig
 from frozencore.tune.scoring.scoring_config import SelectionMetric
 from frozencore.words import unknown_name
 from frozencore_lab.campaign.kinds import KINDS, NamedKind
-from frozencore_lab.campaign.study_options import METHODS_OF_GRID, Fixed, Grid, StudyAxes, Value, most_telling
+from frozencore_lab.campaign.study_options import METHODS_OF_GRID, Fixed, Grid, StudyAxes, Value
 
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")]
 Figure = Literal["ranking", "gains", "lines", "state", "panels", "curves"]
@@ -238,27 +236,4 @@ def read_campaign(path: Path) -> Campaign:
     Raises:
         ConfigError: In one line, what is wrong on which line.
     """
-    content = read_yaml(path)
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} must hold a campaign: name, models, studies. See `frozencore schema`.")
-    try:  # through JSON, in which a list may become a tuple and text never becomes a number
-        return Campaign.model_validate_json(json.dumps(content, default=str), strict=True)
-    except ValidationError as error:
-        first = most_telling(error)
-        loc = _keys_on_the_way(content, first["loc"])
-        where = f"{path}, line {line_of(path, loc)}: {'.'.join(map(str, loc))}"
-        if (refused := own_refusal(first)) is not None:
-            raise ConfigError(f"{where}: {refused}") from error
-        came = "" if first["type"] == "missing" else f", but {first['input']!r} came"
-        raise ConfigError(f"{where}: {first['msg'].lower()}{came}. See `frozencore schema`.") from error
-
-
-def _keys_on_the_way(content: Any, loc: tuple[int | str, ...]) -> list[int | str]:
-    """The parts of pydantic's location that are keys or positions of the file, not names of its own types."""
-    found: list[int | str] = []
-    for part in loc:
-        inside = dict(enumerate(content)) if isinstance(content, list) else content
-        if isinstance(inside, dict) and part in inside:
-            content = inside[part]
-            found.append(part)
-    return found
+    return read_typed(path, Campaign, holds="a campaign", see="See `frozencore schema`.")

@@ -6,8 +6,8 @@ from dataclasses import MISSING, dataclass
 from functools import cache
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, Field, GetJsonSchemaHandler, ValidationError
-from pydantic_core import CoreSchema, ErrorDetails
+from pydantic import AfterValidator, Field, GetJsonSchemaHandler
+from pydantic_core import CoreSchema
 
 from frozencore.constructors import CONSTRUCTORS, described
 from frozencore.errors import ConfigError
@@ -75,10 +75,3 @@ def _schema(option: Option) -> dict[str, Any]:
 Fixed = Annotated[dict[OptionName, Value], _Described()]
 StudyAxes = Annotated[dict[OptionName, Values], _Described(listed=True)]
 Grid = Annotated[dict[Annotated[str, AfterValidator(_option_or_for)], Values], _Described(True, METHODS_OF_GRID)]
-
-
-def most_telling(error: ValidationError) -> ErrorDetails:
-    """The first error; for a value that fits none of several types, the error of the type that it nearly fits."""
-    first, *others = error.errors()
-    siblings = [first, *(other for other in others if other["loc"][:-1] == first["loc"][:-1])]
-    return next((one for one in siblings if not one["type"].endswith("_type")), first)

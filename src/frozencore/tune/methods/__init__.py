@@ -1,6 +1,6 @@
 """The table of what can be trained: every basis constructor's frozen core, and methods of PEFT beside them.
 
-Adding a method is one file here and one row below; a constructor has its row already. The recipes are the middle of
+Adding a method is one class and one row below; a constructor has its row already. The recipes are the middle of
 what is customary for each, to be searched around: the paper's own warm-up of 0.1, and for cores 1e-2
 (``frozen_core.py``).
 """
@@ -12,17 +12,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from frozencore.errors import ConfigError
+from frozencore.tune.methods.from_peft import IA3, PromptTuning, TinyLoRA, UniLoRA, VeRAVectors
 from frozencore.tune.methods.frozen_core import FrozenCores
-from frozencore.tune.methods.ia3 import IA3
-from frozencore.tune.methods.lora import LoRA
-from frozencore.tune.methods.low_rank_gradients import LowRankGradients
+from frozencore.tune.methods.lora import LoRA, PiSSA
 from frozencore.tune.methods.method import AdapterOptions, Method, Targets
-from frozencore.tune.methods.pissa import PiSSA
-from frozencore.tune.methods.prompt_tuning import PromptTuning
-from frozencore.tune.methods.tinylora import TinyLoRA
-from frozencore.tune.methods.unilora import UniLoRA
-from frozencore.tune.methods.vera_vectors import VeRAVectors
-from frozencore.tune.methods.whole_weights import FullFineTuning
+from frozencore.tune.methods.whole_weights import FullFineTuning, LowRankGradients
 from frozencore.words import unknown_name
 
 __all__ = ["METHODS", "AdapterOptions", "Method", "Targets", "bases_name", "find_method", "method_name"]

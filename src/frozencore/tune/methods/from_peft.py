@@ -1,14 +1,15 @@
-"""What PEFT's own methods have in common: a configuration of PEFT's, drawn from the run's seed alone."""
+"""PEFT's own methods, beside LoRA: a configuration of PEFT's each, drawn from the run's seed alone."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
+from frozencore.constructors.basis_options import trained_values
 from frozencore.errors import ConfigError
-from frozencore.tune.methods.method import AdapterOptions, Method
+from frozencore.tune.methods.method import AdapterOptions, Budget, Method, targeted_layers
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
@@ -41,3 +42,131 @@ class FromPEFT(Method):
 def as_peft_takes(options: AdapterOptions) -> str | list[str]:
     """The targets, as a configuration of PEFT takes them."""
     return options.targets if isinstance(options.targets, str) else list(options.targets)
+
+
+@dataclass(frozen=True, kw_only=True)
+class IA3(FromPEFT):
+    """(IA)³ (Liu et al., 2022): a factor for every output of a layer; all start at one.
+
+    A feed-forward block's last projection is scaled at its inputs instead, as in the paper, where PEFT knows the layer
+    of the architecture. The method has no rank: the targets alone decide what it trains.
+    """
+
+    unread: ClassVar[tuple[str, ...]] = ("rank",)
+
+    def config(self, options: AdapterOptions, model: nn.Module) -> PeftConfig:
+        from peft import IA3Config
+        from peft.utils.constants import TRANSFORMERS_MODELS_TO_IA3_FEEDFORWARD_MODULES_MAPPING as KNOWN
+
+        last = KNOWN.get(cast(Any, model).config.model_type, [])
+        if options.targets != "all-linear":
+            last = [target for target in options.targets if target.rpartition(".")[2] in last]
+        return IA3Config(target_modules=as_peft_takes(options), feedforward_modules=last, task_type="CAUSAL_LM")
+
+
+@dataclass(frozen=True, kw_only=True)
+class VeRAVectors(FromPEFT):
+    """VeRA (Kopiczko et al., 2024): two vectors a layer around one random pair of factors for all layers.
+
+    A layer of m outputs trains ``r + m`` values. The random factors are drawn from the run's seed, and saved too, as is
+    PEFT's default. The constructor ``vera`` freezes the same random pair and trains a core.
+    """
+
+    frozen_can_be_made_again: ClassVar[bool] = True
+
+    def config(self, options: AdapterOptions, model: nn.Module) -> PeftConfig:
+        from peft import VeraConfig
+
+        return VeraConfig(
+            r=options.rank,
+            projection_prng_key=options.seed,
+            target_modules=as_peft_takes(options),
+            task_type="CAUSAL_LM",
+        )
+
+
+TINYLORA_VALUES = 64  # PEFT's default
+
+
+@dataclass(frozen=True, kw_only=True)
+class TinyLoRA(FromPEFT):
+    """TinyLoRA (arXiv 2602.04118): a short vector a layer, spread by fixed random matrices over a core of r².
+
+    The core stands between the leading singular vectors of the weight, as LoRA-XS's does; the paper takes r = 2. A
+    budget is shared equally by the layers; one of fewer values than layers is one vector for all of them.
+    """
+
+    budget: ClassVar[Budget | None] = "beside the rank"
+    frozen_can_be_made_again: ClassVar[bool] = True
+    reads_weights: ClassVar[bool] = True
+
+    def config(self, options: AdapterOptions, model: nn.Module) -> PeftConfig:
+        from peft import TinyLoraConfig
+
+        length, tied = TINYLORA_VALUES, False
+        if options.rank_budget is not None:
+            budget = trained_values(options.rank_budget)
+            num_layers = max(1, len(targeted_layers(model, options.targets)))
+            tied = budget < num_layers
+            length = budget if tied else budget // num_layers
+        return TinyLoraConfig(
+            r=options.rank,
+            u=length,
+            weight_tying=float(tied),
+            projection_seed=options.seed,
+            target_modules=as_peft_takes(options),
+            task_type="CAUSAL_LM",
+        )
+
+
+UNILORA_LENGTH = 256  # PEFT's default
+
+
+@dataclass(frozen=True, kw_only=True)
+class UniLoRA(FromPEFT):
+    """Uni-LoRA (arXiv 2506.00799): every entry of every LoRA factor is one of the entries of one short vector.
+
+    Which one is drawn once from the seed, so that the number of trained values is free of rank, layers and model. A
+    budget is the length of the vector.
+    """
+
+    budget: ClassVar[Budget | None] = "beside the rank"
+
+    def config(self, options: AdapterOptions, model: nn.Module) -> PeftConfig:
+        from peft import UniLoraConfig
+
+        return UniLoraConfig(
+            r=options.rank,
+            theta_d_length=UNILORA_LENGTH if options.rank_budget is None else trained_values(options.rank_budget),
+            proj_seed=options.seed,
+            target_modules=as_peft_takes(options),
+            task_type="CAUSAL_LM",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptTuning(FromPEFT):
+    """Prompt tuning (Lester et al., 2021): virtual tokens before every row, of which the embeddings train.
+
+    They start as those of tokens drawn from the vocabulary, the better of the paper's starts that need no text. The
+    method has no targets, and its rank is the number of virtual tokens; a budget buys as many as it pays for.
+    """
+
+    unread: ClassVar[tuple[str, ...]] = ("targets", "layers", "padding_free")
+    budget: ClassVar[Budget | None] = "instead of the rank"
+
+    def config(self, options: AdapterOptions, model: nn.Module) -> PeftConfig:
+        from peft import PromptTuningConfig
+
+        num_tokens = options.rank
+        if options.rank_budget is not None:
+            width = cast(Any, model).get_input_embeddings().embedding_dim
+            num_tokens = trained_values(options.rank_budget) // width
+            if num_tokens < 1:
+                raise ConfigError(
+                    f"A virtual token of this model is {width} values, but the budget is {options.rank_budget}: give "
+                    f"--rank-budget {width} or more."
+                )
+        return PromptTuningConfig(
+            num_virtual_tokens=num_tokens, prompt_tuning_init="SAMPLE_VOCAB", task_type="CAUSAL_LM"
+        )

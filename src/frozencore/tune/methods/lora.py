@@ -1,4 +1,4 @@
-"""LoRA and DoRA through PEFT, at the rank and on the targets of the frozen cores.
+"""LoRA, DoRA and PiSSA through PEFT, at the rank and on the targets of the frozen cores.
 
 Scale 1 (``lora_alpha = r``) and no dropout. They train about ``r (m + n)`` values a layer where a core trains ``r r``,
 at smaller steps.
@@ -6,14 +6,16 @@ at smaller steps.
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from frozencore.tune.methods.from_peft import FromPEFT, as_peft_takes
 from frozencore.tune.methods.method import AdapterOptions
 
 if TYPE_CHECKING:
-    from peft import PeftConfig
+    from peft import PeftConfig, PeftModel
     from torch import nn
 
 
@@ -44,3 +46,23 @@ class LoRA(FromPEFT):
             use_dora=self.use_dora,
             task_type="CAUSAL_LM",
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PiSSA(LoRA):
+    """LoRA whose factors start as the leading part of every base weight, which the base model loses.
+
+    The base model is thereby changed in place, and the factors mean nothing on an unchanged one. What is saved is
+    therefore the difference from the start, a plain LoRA of twice the rank, which loads on the original weights.
+    """
+
+    initialisation: ClassVar[Literal[True, "pissa"]] = "pissa"
+    changes_base: ClassVar[bool] = True
+
+    def keep_start(self, model: PeftModel, folder: Path) -> None:
+        model.save_pretrained(str(folder))
+
+    def _write(self, model: PeftModel, folder: Path, start: Path) -> None:
+        with warnings.catch_warnings():  # PEFT advises the very conversion that it is doing here
+            warnings.filterwarnings("ignore", message="PiSSA changes the base weights")
+            model.save_pretrained(str(folder), path_initial_model_for_weight_conversion=str(start))

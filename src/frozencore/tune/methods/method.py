@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import Field
 
@@ -17,6 +17,7 @@ from frozencore.maths.moments import MomentName
 if TYPE_CHECKING:
     from peft import PeftModel
     from torch import Tensor, nn
+
 
 Budget = Literal["instead of the rank", "beside the rank"]
 Targets = Annotated[tuple[str, ...], Field(min_length=1)] | Literal["all-linear"]
@@ -134,3 +135,24 @@ class Method(ABC):
 
     def _write(self, model: PeftModel, folder: Path, start: Path) -> None:
         model.save_pretrained(str(folder))
+
+
+def targeted_layers(model: nn.Module, targets: Targets) -> list[str]:
+    """The full names of the layers, in the model's order; ``all-linear`` leaves the output layer out.
+
+    A name or the end of one means linear layers; a full name also another module with parameters of its own.
+    """
+    from torch import nn
+    from transformers.pytorch_utils import Conv1D
+
+    linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)}
+    if targets == "all-linear":
+        head = cast(Any, model).get_output_embeddings()
+        return [name for name, module in linear.items() if module is not head]
+    named = set(targets)
+    return [
+        name
+        for name, module in model.named_modules()
+        if (name in named and any(True for _ in module.parameters(recurse=False)))
+        or (name in linear and any(name.endswith(f".{one}") for one in targets))
+    ]

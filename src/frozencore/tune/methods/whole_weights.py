@@ -1,6 +1,6 @@
 """Whole weights train, through PEFT's ``modules_to_save``: copies of the targets; the base model stays as it is.
 
-Full fine-tuning (``full``) trains them by AdamW. GaLore and APOLLO are :mod:`.low_rank_gradients`.
+Full fine-tuning (``full``) trains them by AdamW, GaLore and APOLLO by optimisers with a small state.
 
 On a 16-bit model the copies are float32, and their inputs and outputs keep the model's dtype. PEFT loads a saved copy
 in the dtype of the module that it stands for.
@@ -10,16 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from frozencore.errors import ConfigError
 from frozencore.tune.methods.from_peft import FromPEFT
-from frozencore.tune.methods.method import AdapterOptions, Targets
-from frozencore.tune.methods.targeted import targeted_layers
+from frozencore.tune.methods.method import AdapterOptions, Targets, targeted_layers
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
     from torch import Tensor, nn
+
 
 FLOAT32_BYTES = 4
 
@@ -88,3 +89,25 @@ def _ties_its_embeddings(model: nn.Module, names: list[str]) -> bool:
     inputs, outputs = cast(Any, model).get_input_embeddings(), cast(Any, model).get_output_embeddings()
     is_named = any(model.get_submodule(name) is inputs for name in names)
     return is_named and outputs is not None and outputs.weight is inputs.weight
+
+
+@dataclass(frozen=True, kw_only=True)
+class LowRankGradients(WholeWeights):
+    """GaLore (Zhao et al., 2024) and APOLLO (Zhu et al., 2025): an optimiser whose state has the run's rank.
+
+    It keeps Adam's moments in r directions of each weight's gradient, which are chosen anew in every round of
+    ``refresh``. What is small is thereby the state and not the adapter, which holds whole weights. Both optimisers are
+    their authors' (extra ``frozencore[peers]``), as transformers calls them.
+
+    Attributes:
+        package: What the optimiser is in.
+    """
+
+    package: str
+
+    def require(self) -> None:
+        if find_spec(self.package) is None:
+            raise ConfigError(
+                f"The optimiser of {self.label} is in {self.package}, which is not installed: "
+                "pip install 'frozencore[peers]'."
+            )

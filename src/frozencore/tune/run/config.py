@@ -20,12 +20,11 @@ from pydantic import (
 )
 
 from frozencore.calibration.calibration_options import CalibrationOptions, MemoryBudget
-from frozencore.errors import ConfigError
+from frozencore.errors import ConfigError, own_refusal
 from frozencore.maths.moments import MomentName
-from frozencore.options import FrozenOptions, Option, own_refusal
+from frozencore.options import FrozenOptions, Option
 from frozencore.tune.methods import AdapterOptions, Targets
-from frozencore.tune.methods.bases_config import BasesConfig
-from frozencore.tune.methods.option_groups import GROUPS, read_group
+from frozencore.tune.methods.bases_config import GROUPS, BasesConfig, read_group
 from frozencore.tune.rows.rows_config import RowsConfig
 from frozencore.tune.scoring.scoring_config import ScoringConfig
 from frozencore.tune.suite import find_task

@@ -21,7 +21,7 @@ from frozencore.files.hub import safe_loading
 from frozencore.quiet import quiet_loading
 from frozencore.tune.methods import Targets
 from frozencore.tune.methods.bases_config import BasesConfig
-from frozencore.tune.methods.targeted import targeted_layers
+from frozencore.tune.methods.method import targeted_layers
 from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.early import model_location
 from frozencore.words import num_of

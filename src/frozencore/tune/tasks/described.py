@@ -1,4 +1,4 @@
-"""Tasks that a prompt with columns in braces describes: GLUE's, and the user's own in a YAML file.
+"""Tasks that a prompt with columns in braces describes: GLUE's (``glue.py``), and the user's own in a YAML file.
 
     name: capitals
     scoring: choice                 # or exact_match: a generated number
@@ -21,15 +21,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from frozencore.errors import ConfigError, DataError
-from frozencore.files.strict_yaml import read_yaml
+from frozencore.files.strict_yaml import read_typed
 from frozencore.tune.rows import Example, Row, position_of, text_field, texts_field
 from frozencore.tune.rows.row_files import read_file
 from frozencore.tune.tasks import Origin, Split, Task
 from frozencore.tune.tasks.answers import parse_number
-from frozencore.tune.tasks.hub_rows import HubDataset
 
 _COLUMN = re.compile(r"\{(\w+)\}")
 
@@ -58,37 +57,6 @@ class Described:
         labels = choices if isinstance(row.get(self.answer), str) else [str(i) for i in range(len(choices))]
         position = position_of(row, self.answer, labels, row_id)
         return Example(row_id, prompt, f" {choices[position]}", tuple(f" {choice}" for choice in choices))
-
-
-def glue_task(
-    name: str,
-    label: str,
-    *,
-    prompt: str,
-    choices: tuple[str, ...],
-    sample: Row,
-    num_rows: Mapping[str, int],
-    epochs: int,
-    licence: str,
-) -> Task:
-    """One of GLUE's tasks; the labels of its test split are not public, so its validation split is evaluated.
-
-    Args:
-        choices: The answers, by label.
-        sample: A row of the data set.
-    """
-    texts = (column for column, value in sample.items() if isinstance(value, str))
-    source = HubDataset(
-        path="nyu-mll/glue",
-        config=name,
-        evaluation_split="validation",
-        columns=(*texts, "label"),
-        num_rows=num_rows,
-        sample=sample,
-        labels={"label": range(len(choices))},
-    )
-    to_example = Described(prompt, "label", choices)
-    return Task(name, "choice", source, to_example, 2000, 500, epochs, licence, label=label, family="GLUE")
 
 
 class OwnTask(BaseModel):
@@ -133,15 +101,7 @@ def read_own_task(path: Path) -> Task:
     Raises:
         ConfigError: In one line, what is wrong with which key.
     """
-    content = read_yaml(path)
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} must hold keys such as name, scoring, evaluation, prompt, answer, but holds none.")
-    try:
-        own = OwnTask.model_validate(content)
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"])
-        raise ConfigError(f"{path}: {key}: {first['msg'].lower()}, but {first['input']!r} came.") from error
+    own = read_typed(path, OwnTask, holds="a task")
     if (own.choices is not None) != (own.scoring == "choice"):
         raise ConfigError(
             f"{path}: choices belong to 'scoring: choice' and to nothing else; here it is {own.scoring!r}."
