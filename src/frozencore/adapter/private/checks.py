@@ -83,32 +83,39 @@ class Guard:
 
     Noise would hide such a training.
 
+    Args:
+        sizes: The number of values of each core, by layer, in the order of per-example gradients.
+        clip: C, the longest gradient that a row may add to a step.
+
     Attributes:
         clipped_share: The share of rows of the last step that were clipped; 0 for a step without rows.
     """
 
-    def __init__(self, cores: Mapping[str, Tensor], clip: float) -> None:
-        self._cores, self._clip = cores, clip
+    def __init__(self, sizes: Mapping[str, int], clip: float) -> None:
+        self._sizes, self._clip = sizes, clip
         self._norms: list[Tensor] = []
-        self._has_gradient = torch.zeros(len(cores), dtype=torch.bool)
+        self._has_gradient = torch.zeros(len(sizes), dtype=torch.bool)
         self._looked = self._moved = False
         self._before: dict[str, Tensor] = {}
         self.clipped_share = 0.0
 
-    def before_step(self, rate: float) -> None:
+    def before_step(self, cores: Mapping[str, Tensor], rate: float) -> None:
         """Keep the cores as they are before the first step with a learning rate above 0."""
         if not self._moved and rate > 0:
-            self._before = {name: core.detach().clone() for name, core in self._cores.items()}
+            self._before = {name: core.detach().clone() for name, core in cores.items()}
 
     def see(self, gradients: Tensor, norms: Tensor) -> None:
         """Record the gradients (rows x Σr²) of the rows of a pass, and their lengths."""
         self._norms.append(norms)
         if not self._looked:
-            sizes = [core.numel() for core in self._cores.values()]
-            found = torch.stack([part.any() for part in gradients.split(sizes, dim=1)])
+            found = torch.stack([part.any() for part in gradients.split([*self._sizes.values()], dim=1)])
             self._has_gradient |= found.cpu()
 
-    def after_step(self) -> None:
+    def forget(self) -> None:
+        """Forget the passes of a step that is made again."""
+        self._norms.clear()
+
+    def after_step(self, cores: Mapping[str, Tensor]) -> None:
         """Check the first step with rows, and the first with a learning rate above 0."""
         norms = torch.cat(self._norms) if self._norms else torch.empty(0)
         self._norms.clear()
@@ -116,10 +123,10 @@ class Guard:
         if len(norms) and not self._looked:
             self._look(norms)
         if self._before and not self._moved:
-            self._require_moved()
+            self._require_moved(cores)
 
     def _look(self, norms: Tensor) -> None:
-        names = list(self._cores)
+        names = list(self._sizes)
         without = [name for name, found in zip(names, self._has_gradient.tolist(), strict=True) if not found]
         if without:
             raise TrainingError(
@@ -135,11 +142,11 @@ class Guard:
             )
         self._looked = True
 
-    def _require_moved(self) -> None:
-        still = [name for name, core in self._cores.items() if torch.equal(core, self._before[name])]
+    def _require_moved(self, cores: Mapping[str, Tensor]) -> None:
+        still = [name for name, core in cores.items() if torch.equal(core, self._before[name])]
         if still:
             raise TrainingError(
                 f"Every core moves in a step of private training, but {still[0]!r} ({len(still)} of "
-                f"{len(self._cores)}) did not. Let the optimiser have all trainable parameters."
+                f"{len(cores)}) did not. Let the optimiser have all trainable parameters."
             )
         self._moved, self._before = True, {}

@@ -39,6 +39,12 @@ def clipped_sum(gradients: Tensor, clip: float) -> tuple[Tensor, Tensor]:
     return factors @ gradients.masked_fill(~finite.unsqueeze(1), 0.0), norms
 
 
+def add_noise(total: Tensor, secret: str, step: int, schedule: Schedule) -> None:
+    """Make the sum of a step's clipped gradients (k) their noised mean, in place: ``(total + σ C z) / rows a step``."""
+    noise = noise_of(secret, step, len(total)).to(total.device)
+    total.add_(noise, alpha=schedule.noise_multiplier * schedule.budget.clip).div_(schedule.rows_a_step)
+
+
 class PrivateTraining(TrainerCallback, ExportableState):
     """Make a ``Trainer`` train the cores of its model privately; call its ``train`` afterwards, once.
 
@@ -74,8 +80,9 @@ class PrivateTraining(TrainerCallback, ExportableState):
         self._secret = new_secret()
         self._schedule: Schedule | None = None
         self._num_steps = 0
-        self._guard = Guard(self._cores, clip)
-        self._sum = torch.zeros(sum(core.numel() for core in self._cores.values()))
+        sizes = {name: core.numel() for name, core in self._cores.items()}
+        self._guard = Guard(sizes, clip)
+        self._sum = torch.zeros(sum(sizes.values()))
         self._plain_loader = trainer.get_train_dataloader
         replaced: Any = trainer
         replaced.get_train_dataloader, replaced.training_step = self._loader, self._training_step
@@ -119,12 +126,12 @@ class PrivateTraining(TrainerCallback, ExportableState):
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Note the cores before the first step that moves them."""
         optimizer: Any = self._trainer.optimizer
-        self._guard.before_step(optimizer.param_groups[0]["lr"])
+        self._guard.before_step(self._cores, optimizer.param_groups[0]["lr"])
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Count the step."""
         self._num_steps = state.global_step
-        self._guard.after_step()
+        self._guard.after_step(self._cores)
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, Any], **_: Any
@@ -182,9 +189,7 @@ class PrivateTraining(TrainerCallback, ExportableState):
 
     def _write_gradient(self, step: int) -> None:
         """The noised mean as the gradient of the cores."""
-        noise = noise_of(self._secret, step, len(self._sum)).to(self._sum.device)
-        self._sum.add_(noise, alpha=self.schedule.noise_multiplier * self._budget.clip)
-        self._sum.div_(self.schedule.rows_a_step)
+        add_noise(self._sum, self._secret, step, self.schedule)
         sizes = [core.numel() for core in self._cores.values()]
         for core, part in zip(self._cores.values(), self._sum.split(sizes), strict=True):
             core.grad = part.view_as(core).to(core.device, core.dtype, copy=True)

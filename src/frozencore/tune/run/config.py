@@ -28,7 +28,7 @@ from frozencore.tune.methods.bases_config import GROUPS, BasesConfig, read_group
 from frozencore.tune.rows.rows_config import RowsConfig
 from frozencore.tune.scoring.scoring_config import ScoringConfig
 from frozencore.tune.suite import find_task
-from frozencore.tune.training.recipe_config import AloneConfig, RecipeConfig, StepsConfig
+from frozencore.tune.training.recipe_config import AloneConfig, PrivateConfig, RecipeConfig, StepsConfig
 from frozencore.words import flag_of, one_line
 
 UNCOUNTED = {
@@ -149,16 +149,17 @@ class RunConfig(PlaceConfig, ScoringConfig, RecipeConfig, CalibrationConfig, Bas
                 "counted. Give --basis with a basis of public rows, --calibration-task, or --method random or lora_xs."
             )
 
-    def refuse_alone(self, these: str) -> None:
+    def refuse_alone(self, these: str, *, may_be_private: bool = False) -> None:
         """Refuse what trainings side by side cannot do.
 
         Args:
             these: What trains so, in words.
+            may_be_private: Each of them has rows, and so a privacy budget, of its own.
 
         Raises:
             ConfigError: The first such option that came.
         """
-        for name in self.given(AloneConfig.model_fields):
+        for name in self.given(AloneConfig.model_fields | ({} if may_be_private else PrivateConfig.model_fields)):
             raise ConfigError(
                 f"{flag_of(name)} is of a training alone, but {these} train side by side, on one basis and in common "
                 "batches. Leave one out."

@@ -71,6 +71,15 @@ class AloneConfig(FrozenOptions):
         ),
     ] = None
     refresh_memory: RefreshMemory = None
+    report_to: Annotated[
+        tuple[Literal["tensorboard", "trackio", "wandb"], ...] | None,
+        Field(description="Who is told losses and scores as they come: tensorboard (in logs/), trackio, wandb."),
+    ] = None
+
+
+class PrivateConfig(FrozenOptions):
+    """The privacy budget of a training."""
+
     private_epsilon: Annotated[
         float | None,
         Field(
@@ -86,10 +95,6 @@ class AloneConfig(FrozenOptions):
     private_clip: Annotated[
         float | None, Field(gt=0, description=f"The longest gradient that a row may add to a step. Default: {CLIP:g}.")
     ] = None
-    report_to: Annotated[
-        tuple[Literal["tensorboard", "trackio", "wandb"], ...] | None,
-        Field(description="Who is told losses and scores as they come: tensorboard (in logs/), trackio, wandb."),
-    ] = None
 
     @property
     def private_budget(self) -> PrivateBudget | None:
@@ -99,7 +104,7 @@ class AloneConfig(FrozenOptions):
         return PrivateBudget(self.private_epsilon, self.private_delta, self.private_clip or CLIP)
 
 
-class RecipeConfig(StepsConfig, AloneConfig):
+class RecipeConfig(StepsConfig, AloneConfig, PrivateConfig):
     """How a run trains."""
 
     save_steps: Annotated[

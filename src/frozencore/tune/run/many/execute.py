@@ -27,7 +27,14 @@ from frozencore.tune.run.costs import PeakMemory
 from frozencore.tune.run.folder import BASE_SCORE, BASIS, CACHE, CHECKPOINTS, RECORD, refuse_interrupted
 from frozencore.tune.run.make_record import calibrated_on
 from frozencore.tune.run.many.finish import Finisher, TenantOutcome
-from frozencore.tune.run.many.tenant_rows import ShareFolders, TenantRows, own_tenants, read_tenants, tenants_of
+from frozencore.tune.run.many.tenant_rows import (
+    ShareFolders,
+    TenantRows,
+    own_tenants,
+    read_tenants,
+    tenants_of,
+    told_of,
+)
 from frozencore.tune.run.models import resolve_targets
 from frozencore.tune.run.recipe import recipe_of
 from frozencore.tune.run.run_cache import RunCache
@@ -130,7 +137,11 @@ def _read(
     config, files = tenants_of(config)
     _refuse_finished(out, files, resume=resume)
     folders.require_as_many()
-    return config, *read_tenants(config, files, progress)
+    bench, every = read_tenants(config, files, progress)
+    for name, one in every.items():
+        with told_of(repr(name)):
+            tenant_of(one, bench.model)  # refused before anything is written
+    return config, bench, every
 
 
 def _score_base(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
@@ -35,7 +36,7 @@ def tenants_of(config: RunConfig) -> tuple[RunConfig, dict[str, Path]]:
         ConfigError: It asks for what many tenants cannot have, or for a method without cores.
         DataError: There are no row files.
     """
-    config.refuse_alone("tenants")
+    config.refuse_alone("tenants", may_be_private=True)
     config = on_named_basis(config)
     if config.data is None or not config.method_entry.has_bases:
         raise ConfigError(
@@ -70,13 +71,20 @@ def read_each(config: RunConfig, files: Mapping[str, Path], progress: Progress) 
     own: dict[str, TenantRows] = {}
     for number, (name, file) in enumerate(files.items(), start=1):
         config_here = config.model_copy(update={"data": str(file)})
-        try:
+        with told_of(f"{name!r}, {file}"):
             bench = prepare(config_here, lambda *_: None, base)
-        except FrozenCoreError as error:
-            raise type(error)(f"Tenant {name!r}, {file}: {error}") from error
         own[name] = TenantRows(config_here, bench.rows)
         progress("load", number, len(files), f"{len(bench.rows.train)} training rows of {name}")
     return bench, own
+
+
+@contextmanager
+def told_of(tenant: str) -> Iterator[None]:
+    """Begin the message of an error with the tenant that it is about."""
+    try:
+        yield
+    except FrozenCoreError as error:
+        raise type(error)(f"Tenant {tenant}: {error}") from error
 
 
 def _calibration_rows(config: RunConfig, own: Mapping[str, TenantRows]) -> list[TokenRow]:

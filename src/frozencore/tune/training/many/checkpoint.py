@@ -22,6 +22,7 @@ from torch import Tensor
 from frozencore.errors import TrainingError
 from frozencore.files.fingerprint import fingerprint_options, fingerprint_tensors
 from frozencore.files.whole_file import whole_file
+from frozencore.privacy import PrivateBudget, Schedule
 from frozencore.tune.training.checkpoints import SEATS, checkpoints, seal_checkpoint
 from frozencore.tune.training.many.company import Company
 from frozencore.tune.training.many.slots import TrainedSlots
@@ -143,6 +144,8 @@ def _read_trained(file: Path) -> Trained:
             report["selected"] = Selected(
                 **chosen | {"scores": tuple(StepScore(**score) for score in chosen["scores"])}
             )
+        if (schedule := report["schedule"]) is not None:
+            report["schedule"] = Schedule(**schedule | {"budget": PrivateBudget(**schedule["budget"])})
         return Trained(load_file(file), TrainingReport(**report), said["diverged"])
     except (OSError, SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(one_line(error, 120)) from error

@@ -10,7 +10,10 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from frozencore.adapter.private.checks import Guard
+from frozencore.adapter.private.private_training import add_noise, clipped_sum
 from frozencore.device import fits
+from frozencore.errors import TrainingError
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.rows.batches import PaddingCollator, row_costs
 from frozencore.tune.training.batching import group_by_length, pass_tokens_of
@@ -48,15 +51,14 @@ class Company:
         while self.waiting and len(self.seats) < len(self.slots):
             name = self.waiting.pop(0)
             self.slots.clear(len(self.seats))
-            self.seats.append(Seat(name, self.tenants[name]))
+            self.seats.append(Seat.new(name, self.tenants[name]))
         return bool(self.seats)
 
     def step(self) -> list[tuple[Seat, Tensor]]:
         """One optimiser step of every seat; those that have ended with it, and the cores that each keeps."""
         started = time.perf_counter()
-        rows = [seat.tenant.step_rows(seat.step) for seat in self.seats]
-        num_tokens = [sum(row.num_targets for row in of_seat) for of_seat in rows]
-        losses, norms = self._gradients(rows, num_tokens)
+        rows = [seat.step_rows() for seat in self.seats]
+        losses, norms = self._gradients(rows)
         for seat, loss, norm in zip(self.seats, losses.tolist(), norms.tolist(), strict=True):
             if not (math.isfinite(loss) and math.isfinite(norm)):
                 seat.diverged = divergence(
@@ -64,16 +66,25 @@ class Company:
                 )
         good = {seat.name: self.slots.sound[i].clone() for i, seat in enumerate(self.seats) if seat.diverged}
         recipes = [seat.tenant.recipe for seat in self.seats]
+        rates = [seat.tenant.recipe.rate(seat.step, seat.tenant.num_steps) for seat in self.seats]
+        guards = {slot: guard for slot, seat in enumerate(self.seats) if (guard := self._guard(seat)) is not None}
+        for slot, guard in guards.items():
+            guard.before_step(self._cores(slot), rates[slot])
         self.slots.step(
             norms,
-            rates=[seat.tenant.recipe.rate(seat.step, seat.tenant.num_steps) for seat in self.seats],
+            rates=rates,
             counts=[seat.step + 1 for seat in self.seats],
-            largest_norms=[recipe.max_grad_norm for recipe in recipes],
+            largest_norms=[math.inf if recipe.private else recipe.max_grad_norm for recipe in recipes],
             decays=[recipe.weight_decay for recipe in recipes],
         )
+        for slot, guard in guards.items():
+            try:
+                guard.after_step(self._cores(slot))
+            except TrainingError as error:
+                self.seats[slot].diverged = self.seats[slot].diverged or str(error)
         self.num_steps += 1
         sizes = [sum(len(row.input_ids) for row in of_seat) for of_seat in rows]
-        share_s = (time.perf_counter() - started) / sum(sizes)
+        share_s = (time.perf_counter() - started) / max(1, sum(sizes))
         for seat, loss, size in zip(self.seats, losses.tolist(), sizes, strict=True):
             if not seat.diverged:
                 seat.losses.append(loss)
@@ -81,40 +92,72 @@ class Company:
         self._score()
         return self._leave(good)
 
-    def _gradients(self, rows: list[list[TokenRow]], num_tokens: list[int]) -> tuple[Tensor, Tensor]:
+    def _cores(self, slot: int) -> dict[str, Tensor]:
+        return self.slots.by_layer(self.slots.values[slot])
+
+    def _guard(self, seat: Seat) -> Guard | None:
+        """The checks of a private training."""
+        if seat.guard is None and (budget := seat.tenant.recipe.private) is not None:
+            seat.guard = Guard({name: rank * rank for name, rank in self.slots.ranks.items()}, budget.clip)
+        return seat.guard
+
+    def _gradients(self, rows: list[list[TokenRow]]) -> tuple[Tensor, Tensor]:
         """The loss of each seat, whose gradient is then in the slots, and that gradient's norm."""
         flat = [row for of_seat in rows for row in of_seat]
         slot_of = [slot for slot, of_seat in enumerate(rows) for _ in of_seat]
+        losses = torch.zeros(len(rows), device=self.slots.device)
         costs, most = row_costs(row_sizes(self.model, flat), self.slots.device, self.tokens_per_batch)
-        while True:
+        weights = [weight for seat, of_seat in zip(self.seats, rows, strict=True) for weight in _weights(seat, of_seat)]
+        while flat:  # a private step may have drawn none
             groups = group_by_length(costs, most // self._shrink, self._pass_tokens)
-            losses = torch.zeros(len(rows), device=self.slots.device)
-            work = partial(self._passes, groups, flat, slot_of, num_tokens, losses)
+            work = partial(self._passes, groups, flat, slot_of, weights, losses)
             if all(len(group) == 1 for group in groups):
                 work()
             elif not fits(work):
                 self.slots.gradients.zero_()
+                losses.zero_()
+                for seat in self.seats:
+                    if seat.guard is not None:
+                        seat.guard.forget()
                 self._shrink *= 2
                 continue
-            return losses, self.slots.gradient_norms(len(rows))
+            break
+        for slot, seat in enumerate(self.seats):
+            if seat.secret is not None and (schedule := seat.tenant.schedule) is not None:
+                losses[slot] /= max(1, len(rows[slot]))
+                add_noise(self.slots.gradients[slot], seat.secret, seat.step, schedule)
+        return losses, self.slots.gradient_norms(len(rows))
 
     def _passes(
         self,
         groups: list[list[int]],
         rows: list[TokenRow],
         slot_of: list[int],
-        num_tokens: list[int],
+        weights: list[float],
         losses: Tensor,
     ) -> None:
         collate, device = PaddingCollator(self.pad_id), losses.device
         for group in groups:
             batch = {name: tensor.to(device) for name, tensor in collate([rows[i] for i in group]).items()}
-            slots = [slot_of[i] for i in group]
-            weights = torch.tensor([1 / num_tokens[slot] if num_tokens[slot] else math.nan for slot in slots])
-            with self.slots.rows(slots):
-                means = row_losses(self.model, batch) * weights.to(device)
-                self.slots.add_gradient(means.sum())
-            losses.index_add_(0, torch.tensor(slots, device=device), means.detach())
+            slots, factors = [slot_of[i] for i in group], torch.tensor([weights[i] for i in group], device=device)
+            means, gradients = self.slots.row_gradients(slots, partial(_weighted_losses, self.model, batch, factors))
+            self._add(slots, gradients)
+            losses.index_add_(0, torch.tensor(slots, device=device), means)
+
+    def _add(self, slots: list[int], gradients: Tensor) -> None:
+        """Add the gradients of rows (rows x Σr²) to their slots, those of a private training clipped."""
+        rows_of: dict[int, list[int]] = {}
+        plain: list[int] = []
+        for row, slot in enumerate(slots):
+            is_private = self.seats[slot].tenant.recipe.private is not None
+            (rows_of.setdefault(slot, []) if is_private else plain).append(row)
+        if plain:
+            self.slots.gradients.index_add_(0, torch.tensor(slots, device=gradients.device)[plain], gradients[plain])
+        for slot, own in rows_of.items():
+            if (budget := self.seats[slot].tenant.recipe.private) and (guard := self._guard(self.seats[slot])):
+                total, norms = clipped_sum(gradients[own], budget.clip)
+                guard.see(gradients[own], norms)
+                self.slots.gradients[slot].add_(total)
 
     def _score(self) -> None:
         """Score the seats that are due on their validation rows."""
@@ -157,3 +200,15 @@ class Company:
                     self.seats[slot] = self.seats[-1]
                 self.seats.pop()
         return gone
+
+
+def _weights(seat: Seat, rows: list[TokenRow]) -> list[float]:
+    """The weight of each row's loss: one over the tokens of the step, or over its own where its gradient is clipped."""
+    if seat.tenant.recipe.private is not None:
+        return [1 / max(1, row.num_targets) for row in rows]
+    num_tokens = sum(row.num_targets for row in rows)
+    return [1 / num_tokens if num_tokens else math.nan] * len(rows)
+
+
+def _weighted_losses(model: nn.Module, batch: dict[str, Tensor], weights: Tensor) -> Tensor:
+    return row_losses(model, batch) * weights

@@ -7,8 +7,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -62,13 +62,17 @@ class CoreStack:
         """Fill a slot with R (r x r) of each layer."""
         self.values[slot] = torch.cat([cores[name].flatten() for name in self.ranks]).to(self.device)
 
-    @contextmanager
-    def rows(self, slots: Sequence[int]) -> Iterator[None]:
+    def rows(self, slots: Sequence[int]) -> AbstractContextManager[None]:
         """Send each row of a batch through the core of its slot."""
         places = torch.tensor(slots, device=self.device)
+        return self._through({name: core[places] for name, core in self.cores.items()})
+
+    @contextmanager
+    def _through(self, cores: Mapping[str, Tensor]) -> Iterator[None]:
+        """Send each row of a batch through its own core (rows x r x r) of each layer."""
         with ExitStack() as undo:
             for name, layer in self.layers.items():
-                undo.enter_context(rows_through(layer, layer.row_cores_of(self.adapter_name, self.cores[name][places])))
+                undo.enter_context(rows_through(layer, layer.row_cores_of(self.adapter_name, cores[name])))
             yield
 
 
@@ -82,9 +86,6 @@ class TrainedSlots(CoreStack):
     def __init__(self, model: nn.Module, num_slots: int, *, adapter_name: str = "default") -> None:
         super().__init__(model, num_slots, adapter_name=adapter_name)
         self.gradients, self.first, self.second, self.sound = (torch.zeros_like(self.values) for _ in range(4))
-        self._gradient_of = self.by_layer(self.gradients)
-        for core in self.cores.values():
-            core.requires_grad_()
 
     def state(self) -> dict[str, Tensor]:
         """What a training goes on from: cores, moments, and the cores whose loss was last finite."""
@@ -107,10 +108,19 @@ class TrainedSlots(CoreStack):
         for state in self.state().values():
             state[target] = state[source]
 
-    def add_gradient(self, loss: Tensor) -> None:
-        """Add what a loss says of each core."""
-        found = torch.autograd.grad(loss, list(self.cores.values()), materialize_grads=True)
-        torch._foreach_add_([self._gradient_of[name] for name in self.cores], list(found))
+    def row_gradients(self, slots: Sequence[int], losses: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
+        """The loss of each row of a batch (rows) and its own gradient (rows x Σr²): each row has a copy of its core.
+
+        Args:
+            slots: The slot of each row.
+            losses: Runs the model on the batch.
+        """
+        places = torch.tensor(slots, device=self.device)
+        copies = {name: core[places].requires_grad_() for name, core in self.cores.items()}
+        with self._through(copies):
+            found = losses()
+            gradients = torch.autograd.grad(found.sum(), list(copies.values()), materialize_grads=True)
+        return found.detach(), torch.cat([gradient.flatten(1) for gradient in gradients], dim=1)
 
     def gradient_norms(self, num_used: int) -> Tensor:
         """Of each slot's gradients in all layers together."""

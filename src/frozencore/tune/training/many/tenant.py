@@ -11,7 +11,10 @@ from typing import Any
 
 from torch import Tensor
 
+from frozencore.adapter.private.checks import Guard
+from frozencore.adapter.private.sampling import drawn_rows, new_secret
 from frozencore.errors import ConfigError, DataError
+from frozencore.privacy import Schedule
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.selection import (
@@ -47,17 +50,28 @@ class Validation:
 
 @dataclass(frozen=True)
 class Tenant:
-    """What one core trains on, and how: a step's rows, its rate, and the number of steps follow."""
+    """What one core trains on, and how: a step's rows, its rate, and the number of steps follow.
+
+    Attributes:
+        schedule: The steps and the noise of a private training; None for one that is not.
+    """
 
     rows: Sequence[TokenRow]
     recipe: Recipe
     validation: Validation | None = None
+    schedule: Schedule | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         if not self.rows:
             raise DataError("Training needs at least one row, got none.")
+        if self.recipe.private is not None and self.validation is not None:
+            raise ConfigError("A private training counts its steps alone: scores choose no step. Leave one out.")
         if self.recipe.refresh != 1:
             raise ConfigError("Tenants share one basis, which refreshing leaves. Train this one alone, or unrefreshed.")
+        if (budget := self.recipe.private) is not None:
+            rows_a_step = self.recipe.batch_size * self.recipe.accumulation
+            schedule = Schedule.of(budget, len(self.rows), rows_a_step, self.num_steps)
+            object.__setattr__(self, "schedule", schedule)
 
     @property
     def num_steps(self) -> int:
@@ -102,6 +116,8 @@ class Seat:
     Attributes:
         best: The selected cores so far, Σr² values, where validation rows choose.
         steps_s: Its share of each step's seconds.
+        secret: Gives the rows and the noise of each step of a private training; None for one that is not.
+        guard: Checks the steps of a private training.
     """
 
     name: str
@@ -112,6 +128,13 @@ class Seat:
     steps_s: list[float] = field(default_factory=list)
     scoring_s: float = 0.0
     diverged: str | None = None
+    secret: str | None = None
+    guard: Guard | None = None
+
+    @classmethod
+    def new(cls, name: str, tenant: Tenant) -> Seat:
+        """The state before the first step."""
+        return cls(name, tenant, secret=None if tenant.recipe.private is None else new_secret())
 
     @property
     def step(self) -> int:
@@ -123,6 +146,13 @@ class Seat:
         chosen = self.tenant.validation
         is_stale = chosen is not None and is_patience_lost(self.scores, chosen.patience)
         return self.diverged is not None or self.step == self.tenant.num_steps or is_stale
+
+    def step_rows(self) -> list[TokenRow]:
+        """The rows of the next step; a private training draws each by itself, and there may be none."""
+        if (schedule := self.tenant.schedule) is None or self.secret is None:
+            return self.tenant.step_rows(self.step)
+        drawn = drawn_rows(self.secret, self.step, len(self.tenant.rows), schedule.sample_rate)
+        return [self.tenant.rows[i] for i in drawn]
 
     def scored(self, loss: float, values: Tensor) -> None:
         """Note what the values scored as they are; the best are kept, the first of equal ones."""
@@ -144,6 +174,7 @@ class Seat:
             step_s=median(self.steps_s) if self.steps_s else None,
             resumed_from=resumed_from,
             selected=chosen,
+            schedule=self.tenant.schedule,
         )
 
     def written(self) -> dict[str, Any]:
@@ -155,6 +186,7 @@ class Seat:
             "steps_s": self.steps_s,
             "scoring_s": self.scoring_s,
             "diverged": self.diverged,
+            "secret": self.secret,
         }
 
     @classmethod
