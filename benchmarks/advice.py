@@ -36,7 +36,7 @@ from frozencore.tune.run.advice_run import advice_record, advise_run
 from frozencore.tune.run.bench import Bench, calibration_batches, prepare
 from frozencore.tune.run.config import RunConfig, make_config
 from frozencore.tune.run.provenance import provenance
-from frozencore_lab.reports.statistics.rank_correlation import rank_correlation
+from frozencore_lab.reports.rank_correlation import rank_correlation
 from harness import load_average
 
 RESULTS = Path(__file__).parents[1] / "lab" / "results"

@@ -50,7 +50,7 @@ from contestants import (
 )
 from frozencore import prepare_swap, swap_core
 from frozencore.tune.run.costs import values_at_once
-from frozencore.tune.training.state_held import states_of, total_bytes
+from frozencore.tune.training.callbacks import states_of, total_bytes
 from harness import cpu_s, medians, parser_of, ratios, table, take_turns, with_quartiles, write_found
 
 

@@ -24,8 +24,18 @@ from frozencore.cli.display import StageDisplay
 from frozencore_lab.campaign.results import FinalRun
 from frozencore_lab.reports.document import Document, Section
 from frozencore_lab.reports.document import Table as ReportTable
-from frozencore_lab.reports.render import csv_lines, csv_text, latex, markdown, rich_table
-from frozencore_lab.reports.sheet import SeedValue, Sheet, SheetCell, label, number
+from frozencore_lab.reports.sheet import (
+    SeedValue,
+    Sheet,
+    SheetCell,
+    csv_lines,
+    csv_text,
+    label,
+    latex,
+    markdown,
+    number,
+    rich_table,
+)
 from frozencore_lab.reports.tables.comparison import read_task_means
 from frozencore_lab.reports.writing import document_page
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from frozencore.maths.basis import known_basis
-from frozencore.maths.first_step import first_step, of_length
+from frozencore.maths.objective import first_step, of_length
 
 
 def test_where_inputs_and_errors_are_independent_it_is_the_gradient_over_the_root_of_its_second_moment() -> None:

@@ -12,7 +12,7 @@ from frozencore.tune.methods import method_name
 from frozencore_lab.campaign.results import CampaignResults, StudyResults
 from frozencore_lab.reports.across import across_document, write_across
 from frozencore_lab.reports.labels import TASKS
-from frozencore_lab.reports.render import latex, markdown
+from frozencore_lab.reports.sheet import latex, markdown
 from frozencore_lab.reports.tables.comparison import read_task_means
 from places import PAPER_TABLES
 

@@ -10,8 +10,7 @@ from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from frozencore.adapter.config_checks import refuse_foreign_names, require_names
-from frozencore.adapter.layer_names import key_for
+from frozencore.adapter.config_names import key_for, refuse_foreign_names, require_names
 from frozencore.adapter.saved.config_file import SavedConfig, refuse_expressions
 from frozencore.adapter.saved.saved_basis import SavedBasis, find_basis, read_header
 from frozencore.constructors import (

@@ -23,10 +23,10 @@ from transformers.pytorch_utils import Conv1D
 
 from frozencore.adapter.config import FrozenCoreConfig, FrozenCoreType
 from frozencore.adapter.layer import FrozenCoreLayer, frozen_core_layers
+from frozencore.adapter.layer_ranks import spread_evenly
 from frozencore.adapter.linear import FrozenCoreLinear, FrozenCoreQuantisedLinear
 from frozencore.adapter.mixed_batch import adapter_of_each_row
 from frozencore.adapter.named_layers import name_layers, require_tokens
-from frozencore.adapter.ranks import spread_evenly
 from frozencore.adapter.saved.adapter_sums import add_weighted_sum
 from frozencore.adapter.saved.state import require_same_base, set_named_basis, state_to_load, state_to_save
 from frozencore.adapter.saved.tensors import PREFIX, warn_of_uncalibrated

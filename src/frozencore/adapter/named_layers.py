@@ -14,8 +14,8 @@ from peft.utils.constants import DUMMY_TARGET_MODULES
 from torch import nn
 
 from frozencore.adapter.config import FrozenCoreConfig
+from frozencore.adapter.config_names import Clock, is_all_linear, is_end_of, is_expression, matcher, plain_key, searcher
 from frozencore.adapter.layer import is_linear
-from frozencore.adapter.layer_names import Clock, is_all_linear, is_end_of, is_expression, matcher, plain_key, searcher
 from frozencore.errors import ConfigError
 
 MODULES, PATTERNS = ("target_modules", "exclude_modules"), ("rank_pattern", "alpha_pattern")

@@ -1,6 +1,6 @@
 """The gain of a setting on examples that it has not seen: one step from one half, the true loss on the other.
 
-The step is the first step of a training (:mod:`frozencore.maths.first_step`), and equally long for every setting: no
+The step is the first step of a training (:mod:`frozencore.maths.objective`), and equally long for every setting: no
 learning rate reaches the end of a step along badly scaled directions. The length is the first power of √10 with at
 least half the best gain of the default setting, since longer steps gain what is easy for all settings.
 """
@@ -20,7 +20,7 @@ from frozencore.calibration.calibration_options import CalibrationOptions
 from frozencore.calibration.trial import NotSideBySideError, Update, mean_loss, mean_losses, tried, tried_side_by_side
 from frozencore.constructors import CONSTRUCTORS, build_basis
 from frozencore.maths.allocation import num_values
-from frozencore.maths.first_step import first_step, of_length
+from frozencore.maths.objective import first_step, of_length
 
 FIRST_POWER, LAST_POWER = -5, 5  # of √10: the length of an update
 SHARE_OF_BEST = 0.5

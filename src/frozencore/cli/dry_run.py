@@ -26,7 +26,7 @@ from frozencore.tune.run.costs import optimiser_bytes, values_at_once
 from frozencore.tune.run.many.execute import tenant_of
 from frozencore.tune.run.many.tenant_rows import read_tenants, tenants_of
 from frozencore.tune.run.models import memory_bytes, resolve_targets, size_of
-from frozencore.tune.run.recipe import recipe_of
+from frozencore.tune.run.training_port import recipe_of
 from frozencore.tune.training.reporting import require_reporters
 from frozencore.words import Progress, bytes_in_words, num_of
 

@@ -70,7 +70,7 @@ def _export(
     data_root: Path | None = None,
     num_evaluation: Annotated[int | None, "Rows of a task. Default: the protocol's."] = None,
 ) -> None:
-    from frozencore.tune.evaluation.harness_files import export_tasks
+    from frozencore.tune.evaluation.harness import export_tasks
     from frozencore.tune.suite import find_tasks
 
     if to != "lm-eval":

@@ -25,8 +25,7 @@ from hub_folders import ROWS, write_hub_folder
 from places import SHARED
 
 pytest.importorskip("lm_eval")
-from frozencore.tune.evaluation.harness import harness_score
-from frozencore.tune.evaluation.harness_files import PREFIX, export_tasks
+from frozencore.tune.evaluation.harness import PREFIX, export_tasks, harness_score
 
 NUM_ROWS = 5
 # tiny1m has room for 256 tokens in all

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from frozencore.errors import ConfigError, ModelError
-from frozencore.tune.evaluation.harness import _headline
-from frozencore.tune.evaluation.harness_files import export_tasks
+from frozencore.tune.evaluation.harness import _headline, export_tasks
 from frozencore.tune.rows import Example
 from frozencore.tune.tasks import Scoring, Task
 from frozencore.tune.tasks.described import FileSource

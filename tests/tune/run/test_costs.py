@@ -7,7 +7,7 @@ from peft import get_peft_model
 
 from frozencore import FrozenCoreConfig
 from frozencore.tune.run.costs import basis_bytes, training_state_bytes, values_at_once
-from frozencore.tune.training.state_held import gradients_of, states_of, total_bytes
+from frozencore.tune.training.callbacks import gradients_of, states_of, total_bytes
 from tiny import tiny_qwen2
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]

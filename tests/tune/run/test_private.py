@@ -16,7 +16,7 @@ from frozencore.tune.run.calibrate_only import execute_calibration
 from frozencore.tune.run.config import RunConfig, make_config
 from frozencore.tune.run.execute import execute
 from frozencore.tune.run.many.sweep import execute_sweep
-from frozencore.tune.run.recipe import recipe_of
+from frozencore.tune.run.training_port import recipe_of
 
 
 def silent(stage: str, done: int, total: int | None, note: str = "") -> None:

@@ -18,8 +18,12 @@ from frozencore.errors import DataError, ModelError
 from frozencore.tune.rows import ChoiceTokens, Example
 from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.tune.scoring.choice import choice_logprobs, full_sequence_logprobs, predict_choices
-from frozencore.tune.scoring.prefix_tree import PrefixTree, prefix_tree_logprobs
-from frozencore.tune.scoring.shared_prefix import can_share_prefix, prefix_mask_logprobs
+from frozencore.tune.scoring.shared_prefix import (
+    PrefixTree,
+    can_share_prefix,
+    prefix_mask_logprobs,
+    prefix_tree_logprobs,
+)
 from frozencore.tune.suite import find_task
 from frozencore.tune.tasks.splits import split_task
 from tiny import VOCABULARY, tiny_gpt2, tiny_llama, tiny_qwen2

@@ -28,8 +28,7 @@ def demo(
     from frozencore_lab.campaign.results import load_results
     from frozencore_lab.cli.campaign_lines import run_campaign, write_campaign_report
     from frozencore_lab.reports.campaign import study_section
-    from frozencore_lab.reports.render import rich_table
-    from frozencore_lab.reports.sheet import transposed
+    from frozencore_lab.reports.sheet import rich_table, transposed
 
     campaign = demo_campaign(seed)
     standing = run_campaign(

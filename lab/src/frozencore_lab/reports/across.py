@@ -18,7 +18,7 @@ from frozencore_lab.reports.document import Document, Drawing, Section, Table, m
 from frozencore_lab.reports.figures import DRAWN, ranking_panels
 from frozencore_lab.reports.labels import sentence, value_name
 from frozencore_lab.reports.sheet import Sheet, SheetCell, label, missing, number
-from frozencore_lab.reports.statistics.over_tasks import differences, wins_ties_losses
+from frozencore_lab.reports.statistics import differences, wins_ties_losses
 from frozencore_lab.reports.tables.averages import averages, ranked_printed
 from frozencore_lab.reports.tables.pivot import Key, Measure, Pivot, measures_of, pivots
 from frozencore_lab.reports.tables.pivot_sheet import average_cell

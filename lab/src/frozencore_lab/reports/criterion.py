@@ -23,13 +23,13 @@ from frozencore_lab.campaign.study_options import PLACES
 from frozencore_lab.reports.canvas import MARKERS, distinct_colours, panels, shared_legend, styled
 from frozencore_lab.reports.document import Drawing, Section, Table
 from frozencore_lab.reports.labels import axis_name, many, value_name
-from frozencore_lab.reports.sheet import Sheet, SheetCell, label, missing, number
-from frozencore_lab.reports.statistics.rank_correlation import (
+from frozencore_lab.reports.rank_correlation import (
     FEWEST_POINTS,
     NUM_RANK_RESAMPLES,
     Correlation,
     rank_correlation,
 )
+from frozencore_lab.reports.sheet import Sheet, SheetCell, label, missing, number
 from frozencore_lab.reports.tables.pivot import varied_axes
 
 Statistic = Callable[[TunedRecord, Criterion], float | None]

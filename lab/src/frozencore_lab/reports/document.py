@@ -9,8 +9,7 @@ from typing import NamedTuple
 from matplotlib.figure import Figure
 
 from frozencore_lab.campaign.results import CampaignResults, FinalRun
-from frozencore_lab.reports.render import csv_text, latex, markdown
-from frozencore_lab.reports.sheet import Sheet
+from frozencore_lab.reports.sheet import Sheet, csv_text, latex, markdown
 from frozencore_lab.reports.tables.pivot import Pivot, means_csv, runs_csv
 
 

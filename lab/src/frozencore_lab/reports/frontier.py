@@ -24,7 +24,7 @@ from frozencore_lab.reports.canvas import CYCLE, DASHES, MARKERS, panels, shared
 from frozencore_lab.reports.document import Drawing, Section, Table
 from frozencore_lab.reports.labels import column_name
 from frozencore_lab.reports.sheet import Sheet, SheetCell, label, missing, number, signed
-from frozencore_lab.reports.statistics.over_tasks import COVERAGE
+from frozencore_lab.reports.statistics import COVERAGE
 from frozencore_lab.reports.tables.costs import HELD, bytes_cell, largest, seconds_cell
 from frozencore_lab.reports.tables.pivot import by_axes, varied_axes
 

@@ -1,11 +1,18 @@
-"""A table as it is shown, before it is Markdown, LaTeX, CSV, HTML or lines on a screen."""
+"""A table as it is shown, and its forms: Markdown, LaTeX (booktabs), CSV, and lines on a screen."""
 
 from __future__ import annotations
 
+import csv
+import io
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from rich.table import Table
+from rich.text import Text
+
+from frozencore.words import one_line
 from frozencore_lab.campaign.results import FinalRun
 
 Status = Literal["done", "missing", "diverged", "failed", "absent"]
@@ -125,3 +132,111 @@ def transposed(sheet: Sheet) -> Sheet:
     headings = ("", *(line[0].text for line in lines))
     rows = tuple((label(heading), *(line[i] for line in lines)) for i, heading in enumerate(sheet.headings) if i)
     return replace(sheet, headings=headings, rows=rows, foot=())
+
+
+LATEX = {
+    "\\": r"\textbackslash{}", "{": r"\{", "}": r"\}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_",
+    "[": "{[}", "]": "{]}", "*": "{*}",  # behind the end of a line they would be its options
+    "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$", "Δ": r"$\Delta$", "×": r"$\times$",
+    "<": r"$<$", ">": r"$>$", "–": "--", "−": "$-$", "†": r"$^\dagger$", "²": "$^2$",
+    "‖": r"$\|$", "ρ": r"$\rho$", "·": r"$\cdot$", "ᵀ": r"$^\top$",
+}  # fmt: skip
+WIDE = 9
+FORMULA = re.compile(r"\s*[=+\-@]|[\t\r\n]")
+MARKDOWN = re.compile(r"([\\`*_|<>\[\]#])")
+
+
+def markdown(sheet: Sheet) -> str:
+    """The title, the note and a pipe table; the best bold, the second best underlined."""
+    lines = [
+        map(markdown_text, sheet.headings),
+        ("---" if i < sheet.num_labels else "---:" for i in range(len(sheet.headings))),
+        *(map(_markdown_cell, line) for line in (*sheet.rows, *sheet.foot)),
+    ]
+    head = f"**{markdown_text(sheet.title)}**\n\n" + (f"{markdown_text(sheet.note)}\n\n" if sheet.note else "")
+    return head + "".join(f"| {' | '.join(line)} |\n" for line in lines) + _reasons(sheet)
+
+
+def _reasons(sheet: Sheet) -> str:
+    """Why averages are missing: Markdown has no hints."""
+    found = dict.fromkeys(cell.hint for line in sheet.foot for cell in line if cell.value is None and cell.hint)
+    return "".join(f"\n- {markdown_text(reason)}" for reason in found) + ("\n" if found else "")
+
+
+def _markdown_cell(cell: SheetCell) -> str:
+    text = markdown_text(_joined(cell))
+    return f"<ins>{text}</ins>" if cell.second else f"**{text}**" if cell.best else text
+
+
+def markdown_text(text: str) -> str:
+    """A text in which nothing is Markdown, on one line."""
+    return MARKDOWN.sub(r"\\\1", one_line(text))
+
+
+def latex(sheet: Sheet) -> str:
+    """A table environment for the packages booktabs and, where it is wide, graphicx.
+
+    The best is bold, the second best underlined.
+    """
+    columns = "l" * sheet.num_labels + "r" * (len(sheet.headings) - sheet.num_labels)
+    parts = [[map(_latex, sheet.headings)], [map(_latex_cell, line) for line in sheet.rows]]
+    parts += [[map(_latex_cell, line) for line in sheet.foot]] if sheet.foot else []
+    body = "\n\\midrule\n".join("\n".join(" & ".join(line) + r" \\" for line in part) for part in parts)
+    caption = ". ".join(_latex(part.rstrip(".")) for part in (sheet.title, sheet.note) if part)
+    wide = len(sheet.headings) > WIDE
+    kind, (before, after) = ("table*", (r"\resizebox{\textwidth}{!}{%", "}")) if wide else ("table", ("", ""))
+    lines = [
+        rf"\begin{{{kind}}}[htb]", r"\centering", r"\small", before, rf"\begin{{tabular}}{{{columns}}}", r"\toprule",
+        body, r"\bottomrule", r"\end{tabular}" + after,
+        rf"\caption{{{caption}.}}", rf"\label{{tab:{sheet.name}}}", rf"\end{{{kind}}}",
+    ]  # fmt: skip
+    return "\n".join(filter(None, lines)) + "\n"
+
+
+def _latex_cell(cell: SheetCell) -> str:
+    text = _latex(cell.text) + (rf"{{\scriptsize$\pm${_latex(cell.spread)}}}" if cell.spread else "")
+    return rf"\underline{{{text}}}" if cell.second else rf"\textbf{{{text}}}" if cell.best else text
+
+
+def _latex(text: str) -> str:
+    return "".join(LATEX.get(letter, letter) for letter in one_line(text))
+
+
+def csv_text(sheet: Sheet) -> str:
+    """Unrounded values; nothing where there is none."""
+    lines = ([cell.value for cell in line] for line in (*sheet.rows, *sheet.foot))
+    return csv_lines([sheet.headings, *lines])
+
+
+def csv_lines(lines: Iterable[Iterable[object]]) -> str:
+    """Values as CSV. A text that a spreadsheet would compute begins with an apostrophe; numbers are numbers."""
+    out = io.StringIO()
+    csv.writer(out, lineterminator="\n").writerows(map(_csv_value, line) for line in lines)
+    return out.getvalue()
+
+
+def _csv_value(value: object) -> object:
+    return f"'{value}" if isinstance(value, str) and FORMULA.match(value) else value
+
+
+def without_apostrophe(cell: str) -> str:
+    """The text that :func:`csv_lines` wrote into a cell."""
+    return cell[1:] if cell[:1] == "'" and FORMULA.match(cell[1:]) else cell
+
+
+def rich_table(sheet: Sheet) -> Table:
+    """The sheet on a screen; the best bold, the second best underlined."""
+    table = Table(title=Text(sheet.title), caption=Text(sheet.note) if sheet.note else None, title_justify="left")
+    for i, heading in enumerate(sheet.headings):
+        table.add_column(Text(heading), justify="left" if i < sheet.num_labels else "right")
+    for i, line in enumerate((*sheet.rows, *sheet.foot)):
+        table.add_row(*_texts(line), end_section=i == len(sheet.rows) - 1)
+    return table
+
+
+def _texts(line: Line) -> list[Text]:
+    return [Text(_joined(cell), style="bold" if cell.best else "underline" if cell.second else "") for cell in line]
+
+
+def _joined(cell: SheetCell) -> str:
+    return f"{cell.text} ± {cell.spread}" if cell.spread else cell.text

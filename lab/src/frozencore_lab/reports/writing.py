@@ -21,8 +21,7 @@ from frozencore_lab.campaign.results import FinalRun
 from frozencore_lab.campaign.spec import Campaign
 from frozencore_lab.reports.document import Document, Section, Table, count_runs
 from frozencore_lab.reports.labels import axis_name, full_name, sentence, value_name
-from frozencore_lab.reports.render import markdown, markdown_text
-from frozencore_lab.reports.sheet import Sheet, SheetCell
+from frozencore_lab.reports.sheet import Sheet, SheetCell, markdown, markdown_text
 
 HASH_DIGITS = 16
 FEW_COLUMNS = 4

@@ -6,7 +6,7 @@ from statistics import mean, stdev
 
 import pytest
 
-from frozencore_lab.reports.render import latex, markdown
+from frozencore_lab.reports.sheet import latex, markdown
 from frozencore_lab.reports.tables.averages import averages
 from frozencore_lab.reports.tables.comparison import read_task_means
 from frozencore_lab.reports.tables.pivot import ACCURACY, COSINES, LOSS, means_csv, measures_of, pivots, runs_csv

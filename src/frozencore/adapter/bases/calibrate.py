@@ -18,7 +18,7 @@ from frozencore.adapter.bases.access import adapter_for_new_bases
 from frozencore.adapter.bases.grouped import GroupWork, require_groups
 from frozencore.adapter.bases.passes import BasisWork
 from frozencore.adapter.bases.rank_budget import BasisSource, GivenMoments, spend_budget, spends_by_spectrum
-from frozencore.adapter.ranks import give_ranks, layers_to_share
+from frozencore.adapter.layer_ranks import give_ranks, layers_to_share
 from frozencore.calibration.calibration_options import CalibrationOptions
 from frozencore.calibration.examples import Collator, batches_from
 from frozencore.calibration.loss import LossFn, with_loss

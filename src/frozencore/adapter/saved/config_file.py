@@ -13,7 +13,7 @@ from peft import PeftConfig
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
-from frozencore.adapter.layer_names import is_searched, plain_key
+from frozencore.adapter.config_names import is_searched, plain_key
 from frozencore.adapter.saved.card import CARD_FILE, write_model_card
 from frozencore.adapter.saved.seal import ROUNDS_FORMAT, require_loadable, seal_file, seal_tensors
 from frozencore.adapter.saved.tensors import holds_no_basis, warn_of_uncalibrated

@@ -24,7 +24,7 @@ from torch import nn
 from frozencore.files.fingerprint import base_tensors, stored_tensors
 from frozencore.maths.linalg import Shape
 from frozencore.tune.run.record_parts import PhasePeaks
-from frozencore.tune.training.state_held import total_bytes
+from frozencore.tune.training.callbacks import total_bytes
 
 ADAM_STATES = 2  # first and second moment
 FLOAT32_BYTES = 4

@@ -36,11 +36,10 @@ from frozencore.tune.run.folder import (
 )
 from frozencore.tune.run.make_record import calibrated_on, headline, make_record
 from frozencore.tune.run.models import resolve_targets
-from frozencore.tune.run.recipe import recipe_of
 from frozencore.tune.run.record import TunedRecord
 from frozencore.tune.run.run_cache import RunCache
 from frozencore.tune.run.scores import samples_of, score_run, selection_of
-from frozencore.tune.run.training_port import Outcome, Train, Training
+from frozencore.tune.run.training_port import Outcome, Train, Training, recipe_of
 from frozencore.tune.scoring.scoring_config import ScoringConfig, StepChoiceConfig
 from frozencore.tune.training.reporting import reporting, require_reporters
 from frozencore.tune.training.train import train as train_alone

@@ -115,7 +115,7 @@ class TunedRecord(RunRecord):
         forgetting: By other task, the loss on its texts; missing where none were scored.
         values_at_once: How many values train at a moment.
         values_in_all: How many values were trained and saved: every round of a training in rounds trains others.
-        state_held_bytes: The state held while training, at its peak (:mod:`frozencore.tune.training.state_held`); of
+        state_held_bytes: The state held while training, at its peak (:mod:`frozencore.tune.training.callbacks`); of
             one of several processes, and of training in company the run's share.
         saved_bytes: What the adapter's own files of tensors take.
         model_bytes: What the weights of the base model take as they are loaded.

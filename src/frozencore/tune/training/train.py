@@ -43,14 +43,13 @@ from frozencore.tune.training.batching import (
     require_rows_apart,
     without_fillers,
 )
-from frozencore.tune.training.callbacks import LossMonitor, Seal, StopWhenAsked
+from frozencore.tune.training.callbacks import LossMonitor, Seal, StateHeld, StopWhenAsked
 from frozencore.tune.training.checkpoints import Stop, disk_errors_told, starting_point, stop_held_back
 from frozencore.tune.training.lora_rounds import LoRARounds
 from frozencore.tune.training.optimiser import readable_state, training_arguments
 from frozencore.tune.training.recipe import PLAIN, UNREFRESHED, Recipe
 from frozencore.tune.training.reporting import Reports
 from frozencore.tune.training.selection import NoBetterError, Selected, Selection, Selector
-from frozencore.tune.training.state_held import StateHeld
 from frozencore.tune.training.trainer import (
     CompletionTrainer,
     GroupingTrainer,
@@ -76,7 +75,7 @@ class TrainingReport:
         company: Of how many trainings it was one, and how many of them ran at once; None for a training alone.
         rounds: How many rounds it had, each of which trains other values.
         earlier_values: How many values earlier rounds trained, which are saved and no longer train; 0 for one round.
-        state_held_bytes: The state held while training, at its peak (:mod:`frozencore.tune.training.state_held`).
+        state_held_bytes: The state held while training, at its peak (:mod:`frozencore.tune.training.callbacks`).
         values_at_once: How many values trained at a moment; None in company, for as many as are left trainable.
         schedule: Steps and noise of a private training; None for one that is not.
     """

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from frozencore_lab.reports.labels import FAMILIES, column_name, family_of
-from frozencore_lab.reports.statistics.over_tasks import mean, sample_std
+from frozencore_lab.reports.statistics import mean, sample_std
 from frozencore_lab.reports.tables.pivot import Key, Measure, Pivot
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from frozencore.errors import DataError
 from frozencore.words import unknown_name
 from frozencore_lab.reports.labels import FAMILIES, family_of
-from frozencore_lab.reports.render import without_apostrophe
-from frozencore_lab.reports.statistics.over_tasks import (
+from frozencore_lab.reports.sheet import without_apostrophe
+from frozencore_lab.reports.statistics import (
     bootstrap_interval,
     differences,
     holm,

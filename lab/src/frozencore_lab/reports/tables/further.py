@@ -11,7 +11,7 @@ from frozencore_lab.campaign.spec import Report
 from frozencore_lab.campaign.study_options import Value
 from frozencore_lab.reports.labels import axis_name, full_name, sentence, value_name
 from frozencore_lab.reports.sheet import Sheet, SheetCell, label, missing, number, signed
-from frozencore_lab.reports.statistics.over_tasks import differences
+from frozencore_lab.reports.statistics import differences
 from frozencore_lab.reports.tables.averages import column_averages, ranked_printed
 from frozencore_lab.reports.tables.pivot import ACCURACY, Key, Pivot, PivotCell
 from frozencore_lab.reports.tables.pivot_sheet import average_cell, pivot_cell

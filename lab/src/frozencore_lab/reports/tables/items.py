@@ -15,7 +15,7 @@ from frozencore_lab.campaign.results import FinalRun
 from frozencore_lab.campaign.spec import column_key
 from frozencore_lab.reports.labels import many
 from frozencore_lab.reports.sheet import Sheet, SheetCell, interval, label, missing, number, signed
-from frozencore_lab.reports.statistics.over_items import (
+from frozencore_lab.reports.statistics import (
     NUM_ITEM_RESAMPLES,
     Gains,
     hierarchical_means,

@@ -13,9 +13,8 @@ from frozencore_lab.campaign.results import FinalRun, StudyResults
 from frozencore_lab.campaign.spec import Report, column_key
 from frozencore_lab.campaign.study_options import Value
 from frozencore_lab.reports.labels import column_name, slug, titled
-from frozencore_lab.reports.render import csv_lines
-from frozencore_lab.reports.sheet import SeedValue, Status
-from frozencore_lab.reports.statistics.over_tasks import sample_std
+from frozencore_lab.reports.sheet import SeedValue, Status, csv_lines
+from frozencore_lab.reports.statistics import sample_std
 
 Key = tuple[Value, ...]
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from frozencore_lab.campaign.spec import MATCHED, column_key
 from frozencore_lab.reports.labels import axis_name, sentence, value_name
 from frozencore_lab.reports.sheet import SHOWN, Sheet, SheetCell, label, missing, number, signed
-from frozencore_lab.reports.statistics.over_tasks import differences
+from frozencore_lab.reports.statistics import differences
 from frozencore_lab.reports.tables.averages import Average, averages, ranked_printed
 from frozencore_lab.reports.tables.pivot import Key, Pivot
 

@@ -10,9 +10,8 @@ from rich.console import Group
 from frozencore.errors import DataError
 from frozencore.tune.methods import method_name
 from frozencore_lab.campaign.spec import column_key
-from frozencore_lab.reports.render import rich_table
-from frozencore_lab.reports.sheet import Sheet, SheetCell, interval, label, missing, number
-from frozencore_lab.reports.statistics.over_tasks import REAL_COVERAGE
+from frozencore_lab.reports.sheet import Sheet, SheetCell, interval, label, missing, number, rich_table
+from frozencore_lab.reports.statistics import REAL_COVERAGE
 from frozencore_lab.reports.tables.comparison import Comparison, Pair, TaskTable, analyse
 from frozencore_lab.reports.tables.pivot import Pivot
 

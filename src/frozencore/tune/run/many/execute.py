@@ -36,8 +36,8 @@ from frozencore.tune.run.many.tenant_rows import (
     told_of,
 )
 from frozencore.tune.run.models import resolve_targets
-from frozencore.tune.run.recipe import recipe_of
 from frozencore.tune.run.run_cache import RunCache
+from frozencore.tune.run.training_port import recipe_of
 from frozencore.tune.training.many.losses import held_out_losses
 from frozencore.tune.training.many.tenant import Tenant, Validation
 from frozencore.tune.training.many.train import SLOTS, train_many

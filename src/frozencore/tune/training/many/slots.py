@@ -17,7 +17,7 @@ from frozencore.adapter.layer import frozen_core_layers
 from frozencore.adapter.mixed_batch import rows_through
 from frozencore.adapter.saved.tensors import by_layer
 from frozencore.errors import ConfigError
-from frozencore.tune.training.state_held import total_bytes
+from frozencore.tune.training.callbacks import total_bytes
 
 
 class CoreStack:

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from frozencore_lab.reports.statistics.over_items import hierarchical_means, item_means, percentiles
-from frozencore_lab.reports.statistics.over_tasks import bootstrap_interval
+from frozencore_lab.reports.statistics import bootstrap_interval, hierarchical_means, item_means, percentiles
 
 TINY = [
     np.array([[[1.0], [0.0]], [[-1.0], [1.0]]]),  # two seeds, two items, one other

@@ -14,7 +14,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from frozencore_lab.reports.statistics.over_tasks import COVERAGE
+from frozencore_lab.reports.statistics import COVERAGE
 
 NUM_RANK_RESAMPLES = 2_000
 FEWEST_POINTS = 6

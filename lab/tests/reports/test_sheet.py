@@ -7,8 +7,7 @@ import io
 from rich.console import Console
 from rich.text import Text
 
-from frozencore_lab.reports.render import rich_table
-from frozencore_lab.reports.sheet import Sheet, SheetCell, label
+from frozencore_lab.reports.sheet import Sheet, SheetCell, label, rich_table
 
 
 def test_on_a_screen_averages_stand_below_the_rows_and_what_is_best_is_bold() -> None:

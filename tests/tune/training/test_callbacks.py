@@ -19,10 +19,10 @@ from frozencore.errors import TrainingError
 from frozencore.tune.methods import METHODS, AdapterOptions
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.run.costs import model_bytes, optimiser_bytes, training_state_bytes, values_at_once
+from frozencore.tune.training.callbacks import total_bytes
 from frozencore.tune.training.many.tenant import Tenant
 from frozencore.tune.training.many.train import train_many
 from frozencore.tune.training.recipe import Recipe
-from frozencore.tune.training.state_held import total_bytes
 from frozencore.tune.training.train import train
 from tiny import ATTENTION, draw_examples, tiny_llama, tiny_qwen2
 

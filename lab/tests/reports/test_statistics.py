@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from frozencore.errors import DataError
-from frozencore_lab.reports.statistics.over_tasks import (
+from frozencore_lab.reports.statistics import (
     REAL_COVERAGE,
     bootstrap_interval,
     differences,

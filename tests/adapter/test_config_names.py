@@ -17,7 +17,7 @@ from peft.utils.other import get_pattern_key
 
 from adapted import adapted, cores_of, logits
 from frozencore import CoreBank, FrozenCoreConfig, export_lora, load_basis, save_basis, swap_core
-from frozencore.adapter.layer_names import Clock, key_for, searcher
+from frozencore.adapter.config_names import Clock, key_for, searcher
 from frozencore.adapter.saved.folder import read_adapter
 from frozencore.errors import ArtifactError, ConfigError, FrozenCoreError
 from frozencore.files.fingerprint import fingerprint_options

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from frozencore_lab.reports.statistics.rank_correlation import NUM_RANK_RESAMPLES, correlations, rank_correlation
+from frozencore_lab.reports.rank_correlation import NUM_RANK_RESAMPLES, correlations, rank_correlation
 
 POINTS = st.lists(st.tuples(st.integers(-4, 4), st.integers(-4, 4)), min_size=6, max_size=15)
 NUM_SLOW = 100

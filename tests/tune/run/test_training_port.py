@@ -17,7 +17,7 @@ from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.run.config import RunConfig, make_config
 from frozencore.tune.run.execute import execute
 from frozencore.tune.run.models import load_model
-from frozencore.tune.run.recipe import row_bytes, rows_at_once
+from frozencore.tune.run.training_port import row_bytes, rows_at_once
 from tiny import tiny_gpt2, tiny_llama, tiny_qwen2
 
 
@@ -63,7 +63,7 @@ def test_as_many_go_at_once_as_fit_and_divide_a_step(
     model = tiny_qwen2()
     weights = sum(p.nbytes for p in model.parameters())
     there = int(weights + 2 * room * row_bytes(20, model)) + 1
-    monkeypatch.setattr("frozencore.tune.run.recipe.memory_of", lambda device: there)
+    monkeypatch.setattr("frozencore.tune.run.training_port.memory_of", lambda device: there)
     assert rows_at_once(rows, 20, model) == at_once
     assert rows_at_once(rows, 20, model, padding_free=True) <= at_once  # attention runs over all of them
 

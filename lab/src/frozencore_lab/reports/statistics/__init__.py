@@ -1,1 +1,0 @@
-"""What can be said with numbers alone: over tasks, over evaluation rows, between rankings."""
