@@ -27,12 +27,12 @@ from typing import Any
 
 import torch
 
-from frozencore.cli.figure_style import method_colour, plt, save_figure
+from frozencore.advice.advice_run import advice_record, advise_run
 from frozencore.constructors import CONSTRUCTORS
 from frozencore.files.whole_file import write_json
+from frozencore.tune.figure_style import method_colour, plt, save_figure
 from frozencore.tune.methods import METHODS, bases_name
 from frozencore.tune.pocket import pocket_model_path
-from frozencore.tune.run.advice_run import advice_record, advise_run
 from frozencore.tune.run.bench import Bench, calibration_batches, prepare
 from frozencore.tune.run.config import RunConfig, make_config
 from frozencore.tune.run.provenance import provenance

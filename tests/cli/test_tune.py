@@ -15,8 +15,8 @@ import pytest
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from frozencore.cli import figure_style
 from frozencore.cli.tune import sweep_summary, write_learning
+from frozencore.tune import figure_style
 from frozencore.tune.run.record import Sweep, SweptRun
 from made_up import made_up_record
 

@@ -35,8 +35,8 @@ def _advise(
     ] = None,
 ) -> None:
     refuse_early(config)
+    from frozencore.advice.advice_run import execute_advice
     from frozencore.cli.display import StageDisplay
-    from frozencore.tune.run.advice_run import execute_advice
     from frozencore.tune.run.folder import ADVICE
 
     with StageDisplay(console) as progress:
@@ -45,7 +45,7 @@ def _advise(
     for line in _lines(config, advice):
         console.print(line, soft_wrap=True)
     if output is not None:
-        from frozencore.cli.figure_style import save_figure
+        from frozencore.tune.figure_style import save_figure
 
         save_figure(_figure(advice), output / FIGURE)
         console.print(f"Record: {output / ADVICE}   Figure: {output / FIGURE}")
@@ -76,7 +76,7 @@ def _cells(worth: Worth) -> tuple[str, ...]:
 
 def _lines(config: RunConfig, advice: Advice) -> Iterator[str]:
     """What the data look like, what a budget buys, what the advice cost, and the recommendation."""
-    from frozencore.tune.run.advice_run import flags_of
+    from frozencore.advice.advice_run import flags_of
 
     spreads = advice.spreads
     yield (
@@ -100,7 +100,7 @@ def _lines(config: RunConfig, advice: Advice) -> Iterator[str]:
 
 def _figure(advice: Advice) -> Figure:
     """Bars of gains, the recommended setting framed; beside them what share of the gradient a budget holds."""
-    from frozencore.cli.figure_style import NAVY, ORANGE, method_colour, plain_ticks, plt
+    from frozencore.tune.figure_style import NAVY, ORANGE, method_colour, plain_ticks, plt
 
     worths = [*reversed(advice.shapes), *reversed(advice.bases)]
     figure, (bars, curve) = plt.subplots(

@@ -74,10 +74,10 @@ def _tune(
     if advised:
         refuse_several("--advised")
     choices = read_choices(sweep or [], SWEPT)
+    from frozencore.advice.advice_run import advise_run, flags_of, refuse_advised, with_advice
     from frozencore.cli.display import StageDisplay, resume_line
     from frozencore.cli.run_summary import run_summary, sample_lines, size_lines
     from frozencore.files.whole_file import write_text
-    from frozencore.tune.run.advice_run import advise_run, flags_of, refuse_advised, with_advice
     from frozencore.tune.run.bench import prepare
     from frozencore.tune.run.execute import execute
     from frozencore.tune.run.folder import ADAPTER, ASKED, RECORD, SAMPLES
@@ -146,8 +146,8 @@ def _at_end(sweep: Sweep) -> bool:
 
 def write_learning(record: TunedRecord, out: Path) -> None:
     """Write ``history.csv``, with a line for each step, and ``training.png``."""
-    from frozencore.cli.figure_style import save_figure
     from frozencore.files.whole_file import write_text
+    from frozencore.tune.figure_style import save_figure
 
     scores = {score.step: score for score in record.selection.scores} if record.selection else {}
     text = io.StringIO()
@@ -162,7 +162,7 @@ def write_learning(record: TunedRecord, out: Path) -> None:
 
 def _figure(record: TunedRecord) -> Figure:
     """The loss of every step, its means over twentieths of the steps, and the validation loss if there is one."""
-    from frozencore.cli.figure_style import GREY, NAVY, ORANGE, binned, plt
+    from frozencore.tune.figure_style import GREY, NAVY, ORANGE, binned, plt
 
     figure, axes = plt.subplots(figsize=(6.4, 3.6))
     steps = [(step, loss) for step, loss in enumerate(record.training.losses, start=1) if loss is not None]

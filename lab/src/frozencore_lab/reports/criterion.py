@@ -15,7 +15,7 @@ from statistics import fmean
 
 from matplotlib.figure import Figure
 
-from frozencore.cli.figure_style import BLACK, BLUE, NAVY
+from frozencore.tune.figure_style import BLACK, BLUE, NAVY
 from frozencore.tune.methods import METHODS, method_name
 from frozencore.tune.run.record import Criterion, TunedRecord
 from frozencore_lab.campaign.results import CampaignResults, FinalRun

@@ -17,7 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from scipy import stats
 
-from frozencore.cli.figure_style import plain_ticks
+from frozencore.tune.figure_style import plain_ticks
 from frozencore.tune.run.record import TunedRecord
 from frozencore_lab.campaign.results import CampaignResults
 from frozencore_lab.reports.canvas import CYCLE, DASHES, MARKERS, panels, shared_legend, styled

@@ -14,8 +14,8 @@ from typing import Any
 import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from frozencore.cli.figure_style import save_figure
 from frozencore.files.whole_file import write_text
+from frozencore.tune.figure_style import save_figure
 from frozencore.tune.run.record_parts import Provenance
 from frozencore_lab.campaign.results import FinalRun
 from frozencore_lab.campaign.spec import Campaign

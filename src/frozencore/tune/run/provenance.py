@@ -10,8 +10,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import frozencore
-
 PACKAGES = ("frozencore", "torch", "transformers", "peft", "accelerate", "datasets", "safetensors", "numpy")
 
 
@@ -38,7 +36,7 @@ def _versions() -> Mapping[str, str]:
 @cache  # a process runs what it has loaded, whatever is changed beside it
 def source_commit() -> str | None:
     """The git commit of the source tree that runs, marked ``-dirty`` with uncommitted changes; None outside of git."""
-    folder = Path(frozencore.__file__).parent
+    folder = Path(__file__).parents[2]  # the package
     try:
         inside = _git(folder, "ls-files", "--error-unmatch", "__init__.py")
         commit = _git(folder, "rev-parse", "HEAD")
