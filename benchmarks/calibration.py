@@ -32,7 +32,7 @@ from torch import nn
 
 from contestants import ATTENTION, FLOOR, RANK, Batch, random_qwen2
 from frozencore import FrozenCoreConfig, calibrate
-from frozencore.calibration.counted import IGNORED, predicted
+from frozencore.calibration.counted_tokens import IGNORED, predicted
 from harness import cpu_s, parser_of, table, write_found
 
 FULL_FLOOR = "floor, all logits"

@@ -24,7 +24,7 @@ from frozencore.files.whole_file import write_json, write_lines
 from frozencore.maths.moments import LayerMoments
 from frozencore.tune.rows.row_files import read_file
 from frozencore.tune.run.record import read_record
-from frozencore.tune.tasks.described import read_own_task
+from frozencore.tune.tasks.described_task import read_own_task
 from frozencore.tune.training.checkpoints import newest_complete_checkpoint, seal_checkpoint
 from frozencore_lab.campaign.plan import plan
 from frozencore_lab.campaign.results import load_results

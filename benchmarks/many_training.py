@@ -34,7 +34,7 @@ import tenant_tables
 from contestants import UNCALIBRATED, adapter_config, random_qwen2
 from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.rows import TokenRow
-from frozencore.tune.rows.batches import PaddingCollator, row_costs
+from frozencore.tune.rows.token_batches import PaddingCollator, row_costs
 from frozencore.tune.training.batching import group_by_length, pass_tokens_of
 from frozencore.tune.training.many.losses import row_losses, row_sizes
 from frozencore.tune.training.many.tenant import Tenant

@@ -23,8 +23,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingA
 
 from frozencore import FrozenCoreConfig, calibrate
 from frozencore.tune.rows import TextRow
-from frozencore.tune.rows.batches import PaddingCollator, make_batches
 from frozencore.tune.rows.prompts import PromptEncoder
+from frozencore.tune.rows.token_batches import PaddingCollator, make_batches
 
 
 def main() -> None:

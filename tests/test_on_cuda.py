@@ -205,7 +205,7 @@ def little_memory() -> Iterator[None]:
 
 
 def test_out_of_memory_scores_in_smaller_groups(little_memory: None) -> None:
-    from frozencore.tune.rows.batches import score_in_groups
+    from frozencore.tune.rows.token_batches import score_in_groups
 
     seen: list[list[int]] = []
 

@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from frozencore import CoreBank, FrozenCoreConfig
 from frozencore.tune.pocket import POCKET_TASKS, pocket_model_path
-from frozencore.tune.rows.batches import make_batches
 from frozencore.tune.rows.prompts import PromptEncoder
+from frozencore.tune.rows.token_batches import make_batches
 from frozencore.tune.tasks.splits import split_task
 from places import LAB, ROOT
 

@@ -1,6 +1,6 @@
 """A Ray cluster for tests of the driver's side: actors are threads of this process, and answers can be lost.
 
-It has the calls that :mod:`frozencore_lab.campaign.ray_crew` makes and behaves as Ray does in them: ``wait`` gives the
+It has the calls that :mod:`frozencore_lab.campaign.ray_pool` makes and behaves as Ray does in them: ``wait`` gives the
 first answer that is there, ``get`` raises what the actor raised as a ``RayTaskError``, and every answer of an actor
 that is gone is a ``RayActorError``.
 """

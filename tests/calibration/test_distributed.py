@@ -34,7 +34,7 @@ from calibration.two_ranks import (
 from forked import as_ranks, ended
 from frozencore import calibrate, collect_moments
 from frozencore.calibration import collect
-from frozencore.calibration.shards import assign_owners
+from frozencore.calibration.layer_owners import assign_owners
 from frozencore.maths.linalg import principal_cosines
 from places import SOURCES, TESTS
 from tiny import attention_names, batches_of, tiny_qwen2

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from adapted import EXAMPLES, adapted, cores_of
-from frozencore.calibration.gathering import Gathering, SketchedGathering
 from frozencore.calibration.running_sketch import RunningSketch, sketch_bytes
+from frozencore.calibration.training_moments import SketchedMoments, TrainingMoments
 from frozencore.errors import CalibrationError
 from frozencore.maths.moments import LayerMoments
 from frozencore.maths.whitening import Whitening
@@ -92,10 +92,10 @@ def test_a_layer_without_gradient_has_no_directions() -> None:
     assert [tuple(part.shape) for part in sketch.turn(diagonals_of((0 * delta, x)), 3, 0.5)] == [(40, 0), (0,), (30, 0)]
 
 
-def sketched(model: torch.nn.Module, width: int) -> SketchedGathering:
+def sketched(model: torch.nn.Module, width: int) -> SketchedMoments:
     layers = {layer.name: layer for layer in cores_of(model)}
     shapes = {name: layer.shape for name, layer in layers.items()}
-    return SketchedGathering(model, layers, shapes=shapes, widths=dict.fromkeys(layers, width), whitening=Whitening())
+    return SketchedMoments(model, layers, shapes=shapes, widths=dict.fromkeys(layers, width), whitening=Whitening())
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "reentrant", "not reentrant"])
@@ -104,25 +104,25 @@ def test_what_is_sketched_while_training_are_products_with_the_moments_of_the_ba
     if checkpointing != "none":
         model.enable_input_require_grads()
         model.gradient_checkpointing_enable({"use_reentrant": checkpointing == "reentrant"})
-    gathering = sketched(model, 5)
-    assert gathering.awaits_metric
+    sums = sketched(model, 5)
+    assert sums.awaits_metric
     for example in EXAMPLES[:2]:  # only tell the metric
         model(**batch_of([example]), use_cache=False).loss.backward()
-    gathering.set_metric()
-    assert not gathering.awaits_metric
+    sums.set_metric()
+    assert not sums.awaits_metric
     for example in EXAMPLES[2:5]:
         model(**batch_of([example]), use_cache=False).loss.backward()
         with torch.no_grad():
             model(**batch_of([example]), use_cache=False)
-    gathering.listen(on=False)
+    sums.listen(on=False)
     model(**batch_of(EXAMPLES[5:6]), use_cache=False).loss.backward()
-    gathering.close()
+    sums.close()
     names = attention_names(tiny_qwen2())
     told, summed = (
         reference_moments(tiny_qwen2(), [(e.ids, e.num_prompt) for e in part], names)
         for part in (EXAMPLES[:2], EXAMPLES[2:5])
     )
-    for name, sketch in gathering.sketches.items():
+    for name, sketch in sums.sketches.items():
         tests, (of_errors, of_values) = sketch.tests, sketch.images
         G, (m, n) = summed[name].cross, sketch.shape
         for found, wanted in ((of_errors, G @ numpy_of(tests.right)), (of_values, G.T @ numpy_of(tests.left))):
@@ -139,31 +139,31 @@ def test_what_is_sketched_while_training_are_products_with_the_moments_of_the_ba
 
 def test_a_sketch_holds_what_the_plan_counts() -> None:
     model = adapted().train()
-    gathering = sketched(model, 5)
+    sums = sketched(model, 5)
     model(**batch_of(EXAMPLES[:1])).loss.backward()
-    gathering.set_metric()
+    sums.set_metric()
     model(**batch_of(EXAMPLES[1:2])).loss.backward()
-    gathering.close()
-    held = sum(tensor.nbytes for name, tensor in gathering.state().items() if not name.endswith("num_tokens"))
-    assert held == sum(sketch_bytes(sketch.shape, 5)[0] for sketch in gathering.sketches.values())
+    sums.close()
+    held = sum(tensor.nbytes for name, tensor in sums.state().items() if not name.endswith("num_tokens"))
+    assert held == sum(sketch_bytes(sketch.shape, 5)[0] for sketch in sums.sketches.values())
 
 
 def test_a_sketch_that_met_nan_says_in_which_layer() -> None:
     model = adapted().train()
-    gathering = sketched(model, 5)
+    sums = sketched(model, 5)
     model(**batch_of(EXAMPLES[:1])).loss.backward()
-    gathering.set_metric()
+    sums.set_metric()
     with torch.no_grad():
         model.get_input_embeddings().weight[EXAMPLES[1].ids[0]] = torch.nan
     model(**batch_of(EXAMPLES[1:2])).loss.backward()
-    gathering.close()
+    sums.close()
     with pytest.raises(CalibrationError, match=r"of layer 'model\.layers\.0.* met NaN or Inf while training"):
-        list(gathering.turn(dict.fromkeys(gathering.sketches, 3), 0.5))
+        list(sums.turn(dict.fromkeys(sums.sketches, 3), 0.5))
 
 
 def test_saved_sums_of_another_kind_are_refused() -> None:
     model = adapted().train()
-    exact = Gathering(model, {layer.name: layer for layer in cores_of(model)}, NEEDS)
+    exact = TrainingMoments(model, {layer.name: layer for layer in cores_of(model)}, NEEDS)
     model(**batch_of(EXAMPLES[:1])).loss.backward()
     exact.close()
     other = sketched(adapted(), 5)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import references as ref
 from frozencore.calibration.calibration_options import CalibrationOptions
 from frozencore.calibration.collect import collect_moments
-from frozencore.calibration.counted import CountedTokens
+from frozencore.calibration.counted_tokens import CountedTokens
 from frozencore.calibration.taps import Taps, capturing
 from frozencore.maths.moments import MOMENT_NAMES
 from references import numpy_of

@@ -18,9 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 from frozencore import CalibrationOptions, FrozenCoreConfig, Refresh, calibrate, frozen_core_layers
 from frozencore.adapter.bases.passes import BasisWork
 from frozencore.calibration.budget import PassPlan
-from frozencore.calibration.gathering import SketchedGathering
-from frozencore.calibration.shards import assign_owners
+from frozencore.calibration.layer_owners import assign_owners
 from frozencore.calibration.taps import CalibrationPass
+from frozencore.calibration.training_moments import SketchedMoments
 from frozencore.errors import CalibrationError
 from frozencore.ranks import own_rank
 from tiny import Example, batches_of, draw_examples, tiny_qwen2
@@ -74,9 +74,9 @@ def refreshed(examples: list[Example], others: list[Example], ranks: int, *, ske
     refresh.widths = {layer.name: 8 for layer in refresh.layers.values()} if sketched else None
     refresh.gather()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
-    if isinstance(refresh._gathering, SketchedGathering):
+    if isinstance(refresh._sums, SketchedMoments):
         cores_after_a_step(wrapped, batches_of(examples, len(examples))[0], rate=0.0)
-        refresh._gathering.set_metric()
+        refresh._sums.set_metric()
     for batch in (examples, others):
         cores_after_a_step(wrapped, batches_of(batch, len(batch))[0], rate=0.0)
         refresh.next_round(optimizer)

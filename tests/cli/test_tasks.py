@@ -13,7 +13,7 @@ from frozencore.errors import ConfigError
 from frozencore.tune.rows import Example
 from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.tune.tasks import Scoring, Task
-from frozencore.tune.tasks.described import FileSource
+from frozencore.tune.tasks.described_task import FileSource
 
 
 def task_of(scoring: Scoring, folder: Path, *, split: str = "train") -> Task:

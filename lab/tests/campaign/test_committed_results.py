@@ -15,7 +15,7 @@ from frozencore.tune.run.record import RunRecord, TunedRecord
 from frozencore_lab.campaign.job import make_job
 from frozencore_lab.campaign.plan import plan
 from frozencore_lab.campaign.results import load_results
-from frozencore_lab.campaign.shared import moments_key
+from frozencore_lab.campaign.shared_moments import moments_key
 from frozencore_lab.campaign.spec import read_campaign
 from frozencore_lab.campaign.store import Store
 from frozencore_lab.reports.campaign import campaign_document

@@ -18,13 +18,13 @@ import pytest
 
 from forked import forget_cuda
 from frozencore.tune.run.record import Failure, RunRecord
-from frozencore_lab.campaign.crew import LocalCrew
-from frozencore_lab.campaign.drive import MOST_DEATHS, drive
+from frozencore_lab.campaign.driver import MOST_DEATHS, drive
 from frozencore_lab.campaign.plan import plan
-from frozencore_lab.campaign.shared import needs_of
+from frozencore_lab.campaign.shared_moments import needs_of
 from frozencore_lab.campaign.spec import read_campaign
 from frozencore_lab.campaign.store import Store
 from frozencore_lab.campaign.worker import Place, Worker
+from frozencore_lab.campaign.worker_pool import LocalPool
 from made_up import record_content
 from undisturbed import FOUR_METHODS, TWO_METHODS, index_of, results_of, specification
 
@@ -191,19 +191,19 @@ def test_a_run_that_kills_three_workers_has_failed_and_keeps_its_log(
     text = TWO_METHODS.replace("[fcca, lora_xs]", "[lora_xs]").replace("epochs: 2", "epochs: 300")
     campaign = read_campaign(specification(tmp_path, text))
     store = Store(tmp_path / "out")
-    crew = LocalCrew(1, Worker(store, Place()))
+    pool = LocalPool(1, Worker(store, Place()))
     deaths = 0
 
     def kill(standing: Any, running: Any, event: Any) -> None:
         nonlocal deaths
         deaths += event is not None and event.kind == "died"
         if event is not None and event.kind == "stage" and event.stage == "train":
-            process = crew._processes[0]
+            process = pool._processes[0]
             assert process is not None
             assert process.pid is not None
             os.kill(process.pid, signal.SIGKILL)
 
-    standing = drive(campaign, store, crew, kill)
+    standing = drive(campaign, store, pool, kill)
     assert (standing.finished, standing.failed, standing.left) == (0, 1, 0)
     assert deaths == MOST_DEATHS
     (run,) = plan(campaign, store.outcome)
@@ -221,24 +221,24 @@ def test_a_worker_that_is_killed_while_idle_is_replaced_in_silence(tmp_path: Pat
     store = Store(tmp_path / "out")
     store.open(campaign)
     jobs = [run.job for run in plan(campaign, store.outcome) if run.job]
-    crew = LocalCrew(1, Worker(store, Place()))
+    pool = LocalPool(1, Worker(store, Place()))
     try:
         for job in (jobs[0], jobs[-1]):
-            crew.start(0, job, needs_of(jobs))
-            told = list(until_the_end(crew))
+            pool.start(0, job, needs_of(jobs))
+            told = list(until_the_end(pool))
             assert [event.kind for event in told if event.kind != "stage"] == ["finished"]
-            process = crew._processes[0]
+            process = pool._processes[0]
             assert process is not None
             process.kill()
             process.join()
-        assert not crew.events(1.0)
+        assert not pool.events(1.0)
     finally:
-        crew.close()
+        pool.close()
 
 
-def until_the_end(crew: LocalCrew) -> Iterator[Any]:
+def until_the_end(pool: LocalPool) -> Iterator[Any]:
     while True:
-        for event in crew.events(5.0):
+        for event in pool.events(5.0):
             yield event
             if event.kind != "stage":
                 return

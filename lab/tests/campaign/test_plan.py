@@ -27,7 +27,7 @@ from frozencore_lab.campaign.estimate import (
 from frozencore_lab.campaign.job import Job, make_job
 from frozencore_lab.campaign.plan import Ended, Outcomes, Planned, choices, most_further_trials, plan
 from frozencore_lab.campaign.results import load_results, tally, time_to_go
-from frozencore_lab.campaign.shared import moments_key, needs_of
+from frozencore_lab.campaign.shared_moments import moments_key, needs_of
 from frozencore_lab.campaign.spec import Campaign, column_key, read_campaign
 from frozencore_lab.campaign.store import Store
 from frozencore_lab.campaign.worker import Place

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from frozencore.errors import ConfigError
-from frozencore_lab.campaign import ray_crew
-from frozencore_lab.campaign.crew import Event
+from frozencore_lab.campaign import ray_pool
 from frozencore_lab.campaign.job import make_job
-from frozencore_lab.campaign.ray_crew import RayCrew
+from frozencore_lab.campaign.ray_pool import RayPool
 from frozencore_lab.campaign.store import Store
 from frozencore_lab.campaign.worker import Place, Worker
+from frozencore_lab.campaign.worker_pool import Event
 from ray_in_threads import Cluster, RayTaskError
 
 JOB = make_job("tune", {"model": "pocket", "task": "pocket-math", "seed": 42})
@@ -48,117 +48,117 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def crew_of(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Iterator[Callable[..., RayCrew]]:
-    """Makes a crew on a cluster whose workers do the given work instead of training."""
-    crews: list[RayCrew] = []
+def pool_of(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Iterator[Callable[..., RayPool]]:
+    """Makes a pool on a cluster whose workers do the given work instead of training."""
+    pools: list[RayPool] = []
 
-    def make(cluster: Cluster, work: Work = lambda _: True, **options: Any) -> RayCrew:
+    def make(cluster: Cluster, work: Work = lambda _: True, **options: Any) -> RayPool:
         class Works(Worker):
             def run(self, job: object, needs: object, tell: Callable[..., None]) -> bool:
                 return work(tell)
 
         monkeypatch.setitem(sys.modules, "ray", cluster)
-        monkeypatch.setattr(ray_crew, "TELL_EVERY_S", 0.0)
+        monkeypatch.setattr(ray_pool, "TELL_EVERY_S", 0.0)
         worker = Works(Store(folder), Place(device=options.pop("device", "auto")))
-        crews.append(RayCrew(options.pop("address", "auto"), options.pop("num_workers", None), worker))
-        return crews[-1]
+        pools.append(RayPool(options.pop("address", "auto"), options.pop("num_workers", None), worker))
+        return pools[-1]
 
     yield make
-    for crew in crews:
-        crew.close()
+    for pool in pools:
+        pool.close()
 
 
-def events_until(crew: RayCrew, kind: str) -> list[Event]:
+def events_until(pool: RayPool, kind: str) -> list[Event]:
     """All events up to the first of that kind."""
     told: list[Event] = []
     until = time.monotonic() + LONG_S
     while not told or told[-1].kind != kind:
         assert time.monotonic() < until, f"nothing is {kind}: {told}"
-        told += crew.events(0.1)
+        told += pool.events(0.1)
     return told
 
 
 def test_a_run_tells_its_newest_stage_and_then_its_end_and_its_actor_takes_the_next_one(
-    crew_of: Callable[..., RayCrew],
+    pool_of: Callable[..., RayPool],
 ) -> None:
     run, cluster = Run(), Cluster({"CPU": 2.0})
-    crew = crew_of(cluster, run)
-    crew.start(1, JOB, {})
-    assert events_until(crew, "stage") == [Event(1, "stage", "train", 3, 10)]
+    pool = pool_of(cluster, run)
+    pool.start(1, JOB, {})
+    assert events_until(pool, "stage") == [Event(1, "stage", "train", 3, 10)]
     run.may_end.set()
-    assert events_until(crew, "finished")[-1] == Event(1, "finished")
-    crew.start(1, JOB, {})
-    assert events_until(crew, "finished")[-1] == Event(1, "finished")
+    assert events_until(pool, "finished")[-1] == Event(1, "finished")
+    pool.start(1, JOB, {})
+    assert events_until(pool, "finished")[-1] == Event(1, "finished")
     assert run.num_begun == 2
     assert len(cluster.hired) == 1
 
 
-def test_a_run_without_a_result_has_failed_and_nothing_more_is_told_of_it(crew_of: Callable[..., RayCrew]) -> None:
-    crew = crew_of(Cluster({"CPU": 1.0}), lambda _: False)
-    crew.start(0, JOB, {})
-    assert events_until(crew, "failed") == [Event(0, "failed")]
-    assert [list(crew.events(0.05)) for _ in range(3)] == [[], [], []]
+def test_a_run_without_a_result_has_failed_and_nothing_more_is_told_of_it(pool_of: Callable[..., RayPool]) -> None:
+    pool = pool_of(Cluster({"CPU": 1.0}), lambda _: False)
+    pool.start(0, JOB, {})
+    assert events_until(pool, "failed") == [Event(0, "failed")]
+    assert [list(pool.events(0.05)) for _ in range(3)] == [[], [], []]
 
 
-def test_a_node_that_does_not_see_the_folder_halts_the_campaign(crew_of: Callable[..., RayCrew], folder: Path) -> None:
-    crew = crew_of(Cluster({"CPU": 1.0}))
+def test_a_node_that_does_not_see_the_folder_halts_the_campaign(pool_of: Callable[..., RayPool], folder: Path) -> None:
+    pool = pool_of(Cluster({"CPU": 1.0}))
     (folder / "campaign.json").unlink()
-    crew.start(0, JOB, {})
-    halted = events_until(crew, "halted")[-1]
+    pool.start(0, JOB, {})
+    halted = events_until(pool, "halted")[-1]
     assert f"does not see the campaign's folder {folder}" in halted.message
     assert socket.gethostname() in halted.message
 
 
-def test_a_death_in_the_middle_is_told_once_and_the_next_run_gets_a_new_actor(crew_of: Callable[..., RayCrew]) -> None:
+def test_a_death_in_the_middle_is_told_once_and_the_next_run_gets_a_new_actor(pool_of: Callable[..., RayPool]) -> None:
     run, cluster = Run(), Cluster({"CPU": 1.0})
-    crew = crew_of(cluster, run)
-    crew.start(0, JOB, {})
-    assert [event.kind for event in events_until(crew, "stage")] == ["stage"]
+    pool = pool_of(cluster, run)
+    pool.start(0, JOB, {})
+    assert [event.kind for event in events_until(pool, "stage")] == ["stage"]
     cluster.hired[0].lose(message="node 7 is gone")
-    (death,) = events_until(crew, "died")
+    (death,) = events_until(pool, "died")
     assert (death.worker, death.kind) == (0, "died")
     assert death.message.endswith("node 7 is gone\n")
-    assert not crew.events(0.05)
+    assert not pool.events(0.05)
     run.may_end.set()
-    crew.start(0, JOB, {})
-    assert events_until(crew, "finished")[-1] == Event(0, "finished")
+    pool.start(0, JOB, {})
+    assert events_until(pool, "finished")[-1] == Event(0, "finished")
     assert len(cluster.hired) == 2
 
 
-def test_a_stage_that_is_lost_is_no_death(crew_of: Callable[..., RayCrew]) -> None:
+def test_a_stage_that_is_lost_is_no_death(pool_of: Callable[..., RayPool]) -> None:
     run, cluster = Run(), Cluster({"CPU": 1.0})
-    crew = crew_of(cluster, run)
-    crew.start(0, JOB, {})
-    events_until(crew, "stage")
+    pool = pool_of(cluster, run)
+    pool.start(0, JOB, {})
+    events_until(pool, "stage")
     cluster.hired[0].lose("told")
-    assert not crew.events(0.05)
+    assert not pool.events(0.05)
     run.may_end.set()
-    assert events_until(crew, "finished") == [Event(0, "finished")]
+    assert events_until(pool, "finished") == [Event(0, "finished")]
 
 
-def test_a_mistake_in_an_actor_is_raised_and_not_taken_for_a_death(crew_of: Callable[..., RayCrew]) -> None:
+def test_a_mistake_in_an_actor_is_raised_and_not_taken_for_a_death(pool_of: Callable[..., RayPool]) -> None:
     def mistaken(_: object) -> bool:
         raise TypeError("a mistake of ours")
 
-    crew = crew_of(Cluster({"CPU": 1.0}), mistaken)
-    crew.start(0, JOB, {})
+    pool = pool_of(Cluster({"CPU": 1.0}), mistaken)
+    pool.start(0, JOB, {})
     with pytest.raises(RayTaskError, match="a mistake of ours"):
-        events_until(crew, "died")
+        events_until(pool, "died")
 
 
-def test_after_a_node_is_gone_a_worker_that_ends_its_run_makes_room(crew_of: Callable[..., RayCrew]) -> None:
+def test_after_a_node_is_gone_a_worker_that_ends_its_run_makes_room(pool_of: Callable[..., RayPool]) -> None:
     """Else the run of a worker that is hired anew would wait for a CPU that an idle actor holds."""
     run, cluster = Run(), Cluster({"CPU": 2.0})
-    crew = crew_of(cluster, run)
-    assert crew.size == 2
-    crew.start(0, JOB, {})
-    crew.start(1, JOB, {})
+    pool = pool_of(cluster, run)
+    assert pool.size == 2
+    pool.start(0, JOB, {})
+    pool.start(1, JOB, {})
     cluster.resources["CPU"] = 1.0
-    assert crew.size == 1
+    assert pool.size == 1
     run.may_end.set()
-    told = events_until(crew, "finished")
+    told = events_until(pool, "finished")
     while sum(event.kind == "finished" for event in told) < 2:
-        told += crew.events(0.1)
+        told += pool.events(0.1)
     assert sum(actor.is_killed for actor in cluster.hired) == 1
     assert {event.worker for event in told if event.kind == "finished"} == {0, 1}
     assert not any(event.kind == "died" for event in told)
@@ -175,12 +175,12 @@ def test_after_a_node_is_gone_a_worker_that_ends_its_run_makes_room(crew_of: Cal
 )
 def test_a_worker_has_a_gpu_where_the_cluster_offers_some_and_else_a_cpu(
     resources: dict[str, float], options: dict[str, Any], size: int, room: dict[str, int],
-    crew_of: Callable[..., RayCrew],
+    pool_of: Callable[..., RayPool],
 ) -> None:  # fmt: skip
     cluster = Cluster(resources)
-    crew = crew_of(cluster, **options)
-    assert crew.size == size
-    crew.start(0, JOB, {})
+    pool = pool_of(cluster, **options)
+    assert pool.size == size
+    pool.start(0, JOB, {})
     chosen = cluster.hired[0].options
     assert {name: chosen.get(name) for name in ("num_gpus", "num_cpus") if name in chosen} == room
 
@@ -193,10 +193,10 @@ def test_a_worker_has_a_gpu_where_the_cluster_offers_some_and_else_a_cpu(
     ],
 )
 def test_what_makes_no_sense_on_a_cluster_is_refused(
-    options: dict[str, Any], message: str, crew_of: Callable[..., RayCrew]
+    options: dict[str, Any], message: str, pool_of: Callable[..., RayPool]
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        crew_of(Cluster({"CPU": 2.0}), **options)
+        pool_of(Cluster({"CPU": 2.0}), **options)
 
 
 @pytest.fixture
@@ -211,32 +211,32 @@ def listening(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 def test_a_cluster_without_cpus_and_gpus_is_refused_and_left_again(
-    crew_of: Callable[..., RayCrew], listening: str
+    pool_of: Callable[..., RayPool], listening: str
 ) -> None:
     cluster = Cluster({"memory": 1e9}, is_joined=False)
     with pytest.raises(ConfigError, match=f"cluster at {listening} offers neither CPUs nor GPUs"):
-        crew_of(cluster, address=listening)
+        pool_of(cluster, address=listening)
     assert not cluster.is_joined
 
 
 @pytest.mark.parametrize("refusal", [SystemExit("no GCS there"), ConnectionError("no GCS there")])
 def test_what_listens_but_is_no_cluster_is_one_line(
-    refusal: BaseException, crew_of: Callable[..., RayCrew], listening: str
+    refusal: BaseException, pool_of: Callable[..., RayPool], listening: str
 ) -> None:
     with pytest.raises(ConfigError, match=rf"No Ray cluster answers at {listening} \(no GCS there\)"):
-        crew_of(Cluster({"CPU": 1.0}, is_joined=False, refusal=refusal), address=listening)
+        pool_of(Cluster({"CPU": 1.0}, is_joined=False, refusal=refusal), address=listening)
 
 
 @pytest.mark.parametrize("was_joined", [True, False])
 def test_closing_ends_every_actor_and_leaves_a_cluster_only_if_it_was_joined_here(
-    was_joined: bool, crew_of: Callable[..., RayCrew], listening: str
+    was_joined: bool, pool_of: Callable[..., RayPool], listening: str
 ) -> None:
     run, cluster = Run(), Cluster({"CPU": 2.0}, is_joined=was_joined)
-    crew = crew_of(cluster, run, address=listening)
-    crew.start(0, JOB, {})
-    crew.start(1, JOB, {})
+    pool = pool_of(cluster, run, address=listening)
+    pool.start(0, JOB, {})
+    pool.start(1, JOB, {})
     cluster.hired[0].is_killed = True  # by the user, meanwhile
-    crew.close()
+    pool.close()
     run.may_end.set()
     assert [actor.is_killed for actor in cluster.hired] == [True, True]
     assert cluster.is_joined == was_joined
@@ -247,7 +247,7 @@ def test_an_actor_reads_relative_paths_as_its_driver_does_where_its_node_has_tha
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "driver").mkdir()
-    ray_crew._Actor(Worker(Store(tmp_path), Place()), tmp_path / "driver")
+    ray_pool._Actor(Worker(Store(tmp_path), Place()), tmp_path / "driver")
     assert Path.cwd() == tmp_path / "driver"
-    ray_crew._Actor(Worker(Store(tmp_path), Place()), tmp_path / "elsewhere")
+    ray_pool._Actor(Worker(Store(tmp_path), Place()), tmp_path / "elsewhere")
     assert Path.cwd() == tmp_path / "driver"

@@ -17,7 +17,7 @@ from frozencore.tune.suite import PAPER_TASKS
 from frozencore_lab.campaign.estimate import search_rows
 from frozencore_lab.campaign.job import Job, make_job
 from frozencore_lab.campaign.plan import Planned, plan
-from frozencore_lab.campaign.shared import moments_file
+from frozencore_lab.campaign.shared_moments import moments_file
 from frozencore_lab.campaign.spec import read_campaign
 from frozencore_lab.campaign.worker import Place
 from hub_folders import ROWS, write_hub_folder

@@ -23,7 +23,7 @@ from frozencore.tune.run.bench import calibration_batches, prepare
 from frozencore.tune.run.execute import execute
 from frozencore.tune.run.record import Failure, RunRecord
 from frozencore_lab.campaign.job import Job, make_job
-from frozencore_lab.campaign.shared import needs_of
+from frozencore_lab.campaign.shared_moments import needs_of
 from frozencore_lab.campaign.store import Store
 from frozencore_lab.campaign.worker import Place, Worker
 from made_up import record_content

@@ -11,11 +11,11 @@ from rich.console import Console
 
 from frozencore.errors import ConfigError
 from frozencore.tune.pocket import pocket_model_path
-from frozencore_lab.campaign.crew import Event, LocalCrew
 from frozencore_lab.campaign.job import make_job
 from frozencore_lab.campaign.results import Tally
 from frozencore_lab.campaign.store import Store
 from frozencore_lab.campaign.worker import Place, Worker
+from frozencore_lab.campaign.worker_pool import Event, LocalPool
 from frozencore_lab.cli import campaign_lines as campaign_command
 from frozencore_lab.cli.board import Board
 from frozencore_lab.cli.campaign_lines import plan_lines, report_on_table
@@ -63,10 +63,10 @@ def test_every_gpu_gets_a_worker_unless_the_user_says_otherwise(
 ) -> None:  # fmt: skip
     monkeypatch.setattr(torch.cuda, "is_available", lambda: num_gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
-    crew = campaign_command._crew(Worker(Store(tmp_path), Place(device=device)), num_workers, None)
-    assert isinstance(crew, LocalCrew)
-    assert crew.size == len(devices)
-    assert [worker.place.device for worker in crew._workers] == devices
+    pool = campaign_command._pool(Worker(Store(tmp_path), Place(device=device)), num_workers, None)
+    assert isinstance(pool, LocalPool)
+    assert pool.size == len(devices)
+    assert [worker.place.device for worker in pool._workers] == devices
 
 
 def test_a_comparison_is_shown_without_a_file_being_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

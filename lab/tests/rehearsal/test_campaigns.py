@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from counterparts import counterparts
-from frozencore_lab.campaign.crew import OwnProcess
 from frozencore_lab.campaign.results import load_results
 from frozencore_lab.campaign.spec import Campaign, read_campaign
+from frozencore_lab.campaign.worker_pool import OwnProcess
 from frozencore_lab.rehearsal.rehearse import Means, Rehearsal, rehearse
 from frozencore_lab.rehearsal.sample import quick_sample
 from frozencore_lab.reports.across import across_document

@@ -30,8 +30,8 @@ from frozencore.adapter.named_layers import name_layers, require_tokens
 from frozencore.adapter.saved.adapter_sums import add_weighted_sum
 from frozencore.adapter.saved.state import require_same_base, set_named_basis, state_to_load, state_to_save
 from frozencore.adapter.saved.tensors import PREFIX, warn_of_uncalibrated
+from frozencore.calibration.layer_owners import require_same_bases
 from frozencore.calibration.preserve import keep_weights
-from frozencore.calibration.shards import require_same_bases
 from frozencore.constructors import LayerEvidence, build_basis
 from frozencore.errors import ArtifactError, ConfigError, ModelError
 from frozencore.words import nearest_name

@@ -25,7 +25,7 @@ from frozencore.adapter.mixed_batch import rows_through
 from frozencore.adapter.packed_rows import PackedRows, packed_rows
 from frozencore.adapter.saved.tensors import by_layer
 from frozencore.calibration.batches import mapped, num_examples_of
-from frozencore.calibration.counted import IGNORED, is_encoder_decoder, predicted
+from frozencore.calibration.counted_tokens import IGNORED, is_encoder_decoder, predicted
 from frozencore.calibration.loss import is_language_model
 from frozencore.calibration.preserve import let_input_require_gradient, use_training_kernels
 from frozencore.errors import ConfigError, DataError

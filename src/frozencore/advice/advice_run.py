@@ -14,9 +14,9 @@ from frozencore.errors import ArtifactError, ConfigError
 from frozencore.files.whole_file import require_writable, write_json
 from frozencore.tune.run.bench import Bench, calibration_batches, prepare
 from frozencore.tune.run.config import RunConfig, make_config
-from frozencore.tune.run.folder import ADVICE
 from frozencore.tune.run.models import resolve_targets
 from frozencore.tune.run.provenance import provenance
+from frozencore.tune.run.run_folder import ADVICE
 from frozencore.words import Progress, flag_of
 
 

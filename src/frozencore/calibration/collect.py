@@ -18,7 +18,7 @@ from torch import nn
 
 from frozencore.calibration.batches import Batch, mapped, num_examples_of, require_batch, total_examples
 from frozencore.calibration.calibration_options import CalibrationOptions
-from frozencore.calibration.counted import (
+from frozencore.calibration.counted_tokens import (
     CountedTokens,
     counted_source_tokens,
     counted_target_tokens,

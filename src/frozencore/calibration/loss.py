@@ -18,7 +18,7 @@ from torch.nn.functional import log_softmax, nll_loss
 
 from frozencore.calibration.batches import Batch, num_examples_of
 from frozencore.calibration.calibration_options import CalibrationOptions, FisherLabels
-from frozencore.calibration.counted import IGNORED, is_encoder_decoder, labels_of, predicted
+from frozencore.calibration.counted_tokens import IGNORED, is_encoder_decoder, labels_of, predicted
 from frozencore.calibration.taps import Taps
 from frozencore.device import sent
 from frozencore.errors import CalibrationError, ConfigError

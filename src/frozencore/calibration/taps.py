@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from frozencore.calibration.calibration_options import Backward, CalibrationOptions, backward_passes
-from frozencore.calibration.counted import CountedTokens, EncoderSide
+from frozencore.calibration.counted_tokens import CountedTokens, EncoderSide
 from frozencore.calibration.recorder import FiniteBatches, LayerRecorder, Projection, ReadInput
 from frozencore.device import find_device
 from frozencore.errors import CalibrationError

@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 
 from frozencore.calibration.batches import Batch, mapped, num_examples_of
 from frozencore.calibration.calibration_options import CalibrationOptions
-from frozencore.calibration.counted import labels_of
+from frozencore.calibration.counted_tokens import labels_of
 from frozencore.calibration.loss import losses, predictions
 from frozencore.calibration.taps import Taps
 from frozencore.device import sent

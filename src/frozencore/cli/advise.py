@@ -14,7 +14,7 @@ from frozencore.cli.flags import OF_TRAINING, TakesOptions
 from frozencore.tune.methods import bases_name
 from frozencore.tune.methods.bases_config import GROUPS
 from frozencore.tune.run.config import RunConfig
-from frozencore.tune.run.early import refuse_early
+from frozencore.tune.run.refuse_early import refuse_early
 from frozencore.tune.scoring.scoring_config import ScoringConfig
 from frozencore.words import num_of
 
@@ -37,7 +37,7 @@ def _advise(
     refuse_early(config)
     from frozencore.advice.advice_run import execute_advice
     from frozencore.cli.display import StageDisplay
-    from frozencore.tune.run.folder import ADVICE
+    from frozencore.tune.run.run_folder import ADVICE
 
     with StageDisplay(console) as progress:
         advice = execute_advice(config, output, progress)

@@ -13,8 +13,8 @@ from frozencore.cli.console import console
 from frozencore.cli.flags import OF_TRAINING, TakesOptions
 from frozencore.cli.tune_many import TENANTS
 from frozencore.tune.run.config import RunConfig
-from frozencore.tune.run.early import refuse_early
 from frozencore.tune.run.many.tenants import refuse_tenants_early
+from frozencore.tune.run.refuse_early import refuse_early
 
 if TYPE_CHECKING:
     from frozencore.adapter.bases.calibrate import Calibration
@@ -44,8 +44,8 @@ def _calibrate(
     (refuse_early if tenants is None else refuse_tenants_early)(config)
     from frozencore.cli.display import StageDisplay
     from frozencore.tune.run.calibrate_only import execute_calibration
-    from frozencore.tune.run.folder import ADAPTER, BASIS, MOMENTS_FILE
     from frozencore.tune.run.many.calibrate import execute_calibration_of_tenants
+    from frozencore.tune.run.run_folder import ADAPTER, BASIS, MOMENTS_FILE
 
     with StageDisplay(console) as progress:
         execute = execute_calibration if tenants is None else execute_calibration_of_tenants

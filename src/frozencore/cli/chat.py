@@ -14,7 +14,7 @@ from frozencore.cli.console import console
 from frozencore.cli.flags import TakesOptions
 from frozencore.errors import ConfigError
 from frozencore.files.adapter_folder import adapter_in, folder_of, read_config
-from frozencore.tune.run.early import require_model
+from frozencore.tune.run.refuse_early import require_model
 
 if TYPE_CHECKING:
     from frozencore.tune.evaluation.adapters import AdapterStand

@@ -57,7 +57,7 @@ def _evaluate(
     if task is None and lm_eval is None and data is None:
         raise ConfigError("There is nothing to score: give --data FILE, --task all, --task NAME or --lm-eval NAME.")
     from frozencore.tune.rows.row_sources import require_source
-    from frozencore.tune.run.early import require_data_root, require_model
+    from frozencore.tune.run.refuse_early import require_data_root, require_model
     from frozencore.tune.suite import find_tasks
 
     tasks = tuple(find_tasks(task)) if task is not None else ()

@@ -14,7 +14,7 @@ from frozencore.cli.flags import TakesOptions
 from frozencore.errors import ConfigError
 from frozencore.files.adapter_folder import adapter_in, folder_of, read_config
 from frozencore.quiet import quiet_loading
-from frozencore.tune.run.early import model_location
+from frozencore.tune.run.refuse_early import model_location
 from frozencore.words import unknown_name
 
 if TYPE_CHECKING:

@@ -13,8 +13,17 @@ from typing import Any
 
 from frozencore.cli.saved_kinds import read_json
 from frozencore.files.adapter_folder import CONFIG_FILE
-from frozencore.tune.run.folder import ADAPTER, BASIS, CHECKPOINTS, FAILURE, MOMENTS_FILE, PREDICTIONS, RECORD, kept_of
 from frozencore.tune.run.record import TunedRecord, read_record
+from frozencore.tune.run.run_folder import (
+    ADAPTER,
+    BASIS,
+    CHECKPOINTS,
+    FAILURE,
+    MOMENTS_FILE,
+    PREDICTIONS,
+    RECORD,
+    kept_of,
+)
 from frozencore.words import one_line
 
 ACCURACY_ROUNDING = 1e-9

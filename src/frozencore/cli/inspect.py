@@ -19,7 +19,7 @@ from frozencore.cli.console import console
 from frozencore.errors import ConfigError
 from frozencore.files.adapter_folder import HEADER_FILE, adapter_in
 from frozencore.tune.run.config import RunConfig, make_config
-from frozencore.tune.run.early import refuse_early
+from frozencore.tune.run.refuse_early import refuse_early
 from frozencore.words import num_of
 
 if TYPE_CHECKING:

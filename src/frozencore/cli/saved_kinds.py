@@ -26,7 +26,7 @@ from frozencore.files.adapter_folder import (
     WEIGHTS_FILE,
     read_config,
 )
-from frozencore.tune.run.folder import ADAPTER, CACHE, CHECKPOINTS, FAILURE, MOMENTS_FILE, PREDICTIONS, RECORD
+from frozencore.tune.run.run_folder import ADAPTER, CACHE, CHECKPOINTS, FAILURE, MOMENTS_FILE, PREDICTIONS, RECORD
 from frozencore.tune.training.checkpoints import SEATS
 
 

@@ -17,9 +17,9 @@ from frozencore.cli.flags import DryRun, Resume, TakesOptions, read_choices
 from frozencore.errors import ConfigError
 from frozencore.files.hub import require_upload, upload
 from frozencore.tune.run.config import SWEPT, RunConfig
-from frozencore.tune.run.early import refuse_early
-from frozencore.tune.run.folder import refuse_used
 from frozencore.tune.run.processes import is_first, joined, refuse_several
+from frozencore.tune.run.refuse_early import refuse_early
+from frozencore.tune.run.run_folder import refuse_used
 from frozencore.words import num_of
 
 if TYPE_CHECKING:
@@ -80,8 +80,8 @@ def _tune(
     from frozencore.files.whole_file import write_text
     from frozencore.tune.run.bench import prepare
     from frozencore.tune.run.execute import execute
-    from frozencore.tune.run.folder import ADAPTER, ASKED, RECORD, SAMPLES
     from frozencore.tune.run.many.sweep import execute_sweep
+    from frozencore.tune.run.run_folder import ADAPTER, ASKED, RECORD, SAMPLES
 
     if resume:
         console.print(resume_line(output))

@@ -9,7 +9,7 @@ from frozencore.errors import ConfigError
 from frozencore.tune.pocket import POCKET_TASKS
 from frozencore.tune.rows import Example, Row, text_field
 from frozencore.tune.tasks import Task, arc_challenge, gsm8k, hellaswag, openbookqa, svamp, winogrande
-from frozencore.tune.tasks.described import read_own_task
+from frozencore.tune.tasks.described_task import read_own_task
 from frozencore.tune.tasks.glue import COLA, MRPC, QNLI, RTE, SST2
 from frozencore.words import unknown_name
 

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from adapted import BATCHES, DATA_DRIVEN, EXAMPLES, adapted
 from frozencore import CalibrationOptions, calibrate
-from frozencore.adapter.bases import same_shape
+from frozencore.adapter.bases import batched_bases
 from frozencore.adapter.bases.passes import BasisWork
 from frozencore.calibration.budget import PassPlan
 from frozencore.calibration.taps import CalibrationPass
@@ -104,7 +104,7 @@ def test_sketches_of_smaller_groups_are_the_same_bytes(room: Callable, monkeypat
 
 
 def test_memory_that_runs_out_over_a_basis_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    expected, build, refused = bases_of(BATCHES), same_shape.build_basis, []
+    expected, build, refused = bases_of(BATCHES), batched_bases.build_basis, []
 
     def refuse_the_fifth(*words: Any) -> Any:
         refused.append(words)
@@ -112,7 +112,7 @@ def test_memory_that_runs_out_over_a_basis_is_the_same(monkeypatch: pytest.Monke
             refuse_by_device()
         return build(*words)
 
-    monkeypatch.setattr(same_shape, "build_basis", refuse_the_fifth)
+    monkeypatch.setattr(batched_bases, "build_basis", refuse_the_fifth)
     assert_equal(bases_of(BATCHES), expected)
     assert len(refused) == 5 + NUM_LAYERS
 

@@ -16,7 +16,7 @@ from adapted import BATCHES, EXAMPLES, adapted, cores_of, logits, train_at_rando
 from frozencore import CoreBank, Refresh, calibrate, export_lora, get_bases, prepare_swap, save_basis
 from frozencore.adapter.inspection import inspect_adapter
 from frozencore.adapter.saved.folder import read_adapter
-from frozencore.calibration.gathering import Gathering
+from frozencore.calibration.training_moments import TrainingMoments
 from frozencore.errors import CalibrationError, ConfigError
 from references import Evidence, fcca_factors, numpy_of, reference_moments, span_distance, sum_of_rounds, svd
 from tiny import attention_names, batch_of, draw_examples, tiny_qwen2
@@ -116,7 +116,7 @@ def test_what_is_gathered_while_training_are_the_moments_of_the_batches(checkpoi
     if checkpointing != "none":
         model.enable_input_require_grads()
         model.gradient_checkpointing_enable({"use_reentrant": checkpointing == "reentrant"})
-    gathering = Gathering(model, layers, FCCA_NEEDS)
+    sums = TrainingMoments(model, layers, FCCA_NEEDS)
     examples = EXAMPLES[:3]
     for begin in range(0, 3, size):
         batch = batch_of(examples[begin : begin + size])
@@ -127,14 +127,14 @@ def test_what_is_gathered_while_training_are_the_moments_of_the_batches(checkpoi
     counts = [len(e.ids) - e.num_prompt for e in examples]
     expected = reference_moments(tiny_qwen2(), [(e.ids, e.num_prompt) for e in examples], names, token_sum=size > 1)
     scale = 1 / sum(counts) if size > 1 else 1.0
-    for name, moments in gathering.moments().items():
+    for name, moments in sums.moments().items():
         assert moments.num_tokens == expected[name].num_tokens
         for what, power in (("cross", 1), ("input_square", 0), ("error_square", 2)):
             wanted = getattr(expected[name], what) * scale**power
             np.testing.assert_allclose(
                 numpy_of(getattr(moments, what)), wanted, rtol=2e-4, atol=1e-6 * abs(wanted).max()
             )
-    gathering.close()
+    sums.close()
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in layers.values())
 
 
@@ -173,8 +173,8 @@ def test_gathering_adds_nine_hundredths_of_the_products_at_most(tmp_path: Path) 
 
     class Look(TrainerCallback):
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            gathering = refresh._gathering
-            counted.append(next(iter(gathering.capture.recorders.values())).num_tokens if gathering else -1)
+            sums = refresh._sums
+            counted.append(next(iter(sums.capture.recorders.values())).num_tokens if sums else -1)
 
     model = adapted()
     refresh = Refresh(model, 2)
@@ -392,10 +392,10 @@ def test_what_cannot_be_refreshed_is_refused_in_one_line(tmp_path: Path) -> None
 
 def test_an_input_that_is_not_finite_is_named_at_the_refresh() -> None:
     model = adapted().train()
-    gathering = Gathering(model, {layer.name: layer for layer in cores_of(model)}, FCCA_NEEDS)
+    sums = TrainingMoments(model, {layer.name: layer for layer in cores_of(model)}, FCCA_NEEDS)
     with torch.no_grad():
         model.get_input_embeddings().weight[draw_examples(1, seed=5)[0].ids[0]] = torch.nan
     model(**batch_of(EXAMPLES[:1])).loss.backward()
     with pytest.raises(CalibrationError, match=r"of layer 'model\.layers\.0.* met NaN or Inf while training"):
-        gathering.moments()
-    gathering.close()
+        sums.moments()
+    sums.close()

@@ -10,7 +10,7 @@ from frozencore.errors import ConfigError, ModelError
 from frozencore.tune.evaluation.harness import _headline, export_tasks
 from frozencore.tune.rows import Example
 from frozencore.tune.tasks import Scoring, Task
-from frozencore.tune.tasks.described import FileSource
+from frozencore.tune.tasks.described_task import FileSource
 
 
 @pytest.mark.parametrize(

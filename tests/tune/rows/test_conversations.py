@@ -13,8 +13,8 @@ from torch.nn.functional import cross_entropy
 
 from frozencore.errors import DataError
 from frozencore.tune.rows import TokenRow
-from frozencore.tune.rows.batches import PaddingCollator, labels_of
 from frozencore.tune.rows.prompts import PromptEncoder
+from frozencore.tune.rows.token_batches import PaddingCollator, labels_of
 from frozencore.tune.scoring.exact_match import complete
 from frozencore.tune.scoring.score import held_out_loss
 from frozencore.tune.training.batching import lay_end_to_end

@@ -12,8 +12,8 @@ import pytest
 
 from frozencore.errors import ConfigError
 from frozencore.tune.rows import TextRow, TokenRow
-from frozencore.tune.rows.batches import pack
 from frozencore.tune.rows.prompts import PromptEncoder
+from frozencore.tune.rows.token_batches import pack
 from frozencore.tune.run.config import make_config
 from frozencore.tune.run.read_rows import prepare_rows
 

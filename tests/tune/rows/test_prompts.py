@@ -11,8 +11,8 @@ from transformers import AutoTokenizer
 
 from frozencore.errors import ConfigError, DataError, ModelError
 from frozencore.tune.rows import Example, TextRow, TokenRow
-from frozencore.tune.rows.batches import PaddingCollator, group_rows, make_batches
 from frozencore.tune.rows.prompts import PromptEncoder
+from frozencore.tune.rows.token_batches import PaddingCollator, group_rows, make_batches
 from frozencore.tune.suite import find_task
 from frozencore.tune.tasks.splits import split_task
 

@@ -9,7 +9,7 @@ import torch
 
 from frozencore.errors import ModelError
 from frozencore.tune.rows import TokenRow
-from frozencore.tune.rows.batches import LOGITS_BUDGET, score_in_groups
+from frozencore.tune.rows.token_batches import LOGITS_BUDGET, score_in_groups
 from frozencore.tune.scoring.score import held_out_loss
 from tiny import draw_examples, tiny_qwen2
 

@@ -14,7 +14,7 @@ from adapted import adapted
 from all_logits import tiny_all_logits
 from frozencore.errors import ConfigError
 from frozencore.tune.rows import TokenRow
-from frozencore.tune.rows.batches import PaddingCollator
+from frozencore.tune.rows.token_batches import PaddingCollator
 from frozencore.tune.training.batching import GROUPS, GroupingCollator, group_by_length
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import train

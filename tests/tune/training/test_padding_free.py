@@ -12,10 +12,10 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, BloomConfig, MambaConfig, T5Config, T5ForConditionalGeneration
 
 from adapted import adapted, cores_of
-from frozencore.calibration.counted import IGNORED
+from frozencore.calibration.counted_tokens import IGNORED
 from frozencore.errors import ConfigError
 from frozencore.tune.rows import TokenRow
-from frozencore.tune.rows.batches import PaddingCollator
+from frozencore.tune.rows.token_batches import PaddingCollator
 from frozencore.tune.training.batching import lay_end_to_end, require_rows_apart
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import train

@@ -22,7 +22,7 @@ from adapted import adapted
 from all_logits import tiny_all_logits
 from frozencore.errors import ConfigError, DataError, DivergenceError, TrainingError
 from frozencore.tune.rows import TokenRow
-from frozencore.tune.rows.batches import PaddingCollator
+from frozencore.tune.rows.token_batches import PaddingCollator
 from frozencore.tune.training.recipe import Recipe, epochs_for
 from frozencore.tune.training.train import TrainingReport, train
 from tiny import draw_examples, tiny_gpt2, tiny_qwen2

@@ -35,7 +35,7 @@ from frozencore.words import bytes_in_words, num_of, time_in_words
 from frozencore_lab.campaign.job import Job
 from frozencore_lab.campaign.plan import Planned
 from frozencore_lab.campaign.results import measured_seconds, tally
-from frozencore_lab.campaign.shared import moments_key
+from frozencore_lab.campaign.shared_moments import moments_key
 from frozencore_lab.campaign.store import Store
 from frozencore_lab.campaign.worker import Place
 

@@ -107,10 +107,10 @@ class Stability(StudyKind):
         from frozencore.adapter.bases.access import get_bases
         from frozencore.files.whole_file import write_json
         from frozencore.maths.linalg import principal_cosines
-        from frozencore.tune.run.folder import RECORD
         from frozencore.tune.run.models import resolve_targets
         from frozencore.tune.run.record import RECORD_FORMAT, StabilityRecord
         from frozencore.tune.run.record_parts import Provenance, RecordedConfig
+        from frozencore.tune.run.run_folder import RECORD
 
         assert work.reference is not None
         if work.config.rank_budget is not None:

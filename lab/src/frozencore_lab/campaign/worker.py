@@ -22,16 +22,16 @@ from frozencore.tune.run.adapt import Adapt, Adapted, adapt_from_data
 from frozencore.tune.run.bench import Base, Bench, Score, prepare
 from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.execute import scored_as
-from frozencore.tune.run.folder import ADAPTER
 from frozencore.tune.run.models import load_model
 from frozencore.tune.run.record import Failure
 from frozencore.tune.run.record_parts import Provenance
 from frozencore.tune.run.row_sets import KeptRows
+from frozencore.tune.run.run_folder import ADAPTER
 from frozencore.tune.scoring.forward import take_off
 from frozencore.words import Progress, one_line
 from frozencore_lab.campaign.job import Job
 from frozencore_lab.campaign.kinds import Work
-from frozencore_lab.campaign.shared import Needs, SharedWork, calibrating, moments_key
+from frozencore_lab.campaign.shared_moments import Needs, SharedWork, calibrating, moments_key
 from frozencore_lab.campaign.store import LOG, Store
 
 NOT_WRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)

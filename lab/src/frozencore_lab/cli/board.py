@@ -13,10 +13,10 @@ from rich.table import Table
 
 from frozencore.cli.display import LABELS
 from frozencore.words import time_in_words
-from frozencore_lab.campaign.crew import Event
 from frozencore_lab.campaign.job import Job
 from frozencore_lab.campaign.results import Tally
 from frozencore_lab.campaign.store import Store
+from frozencore_lab.campaign.worker_pool import Event
 
 LINE_EVERY = 10  # runs between two lines where there is no terminal
 

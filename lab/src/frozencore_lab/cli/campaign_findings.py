@@ -8,7 +8,7 @@ from pathlib import Path
 from frozencore.cli.findings import Finding
 from frozencore.cli.saved_kinds import read_json
 from frozencore.errors import FrozenCoreError
-from frozencore.tune.run.folder import RECORD
+from frozencore.tune.run.run_folder import RECORD
 from frozencore.words import one_line
 from frozencore_lab.campaign.results import load_results
 from frozencore_lab.campaign.store import INDEX, Store

@@ -15,15 +15,15 @@ from rich.table import Table
 from frozencore.errors import ConfigError, TrainingError
 from frozencore.tune.run.record import Failure, RunRecord
 from frozencore.words import Progress, num_of
-from frozencore_lab.campaign.crew import Crew, LocalCrew, OwnProcess
-from frozencore_lab.campaign.drive import drive
+from frozencore_lab.campaign.driver import drive
 from frozencore_lab.campaign.estimate import SearchRows, search_rows
 from frozencore_lab.campaign.plan import Planned, most_further_trials, plan
 from frozencore_lab.campaign.results import Tally, tally
-from frozencore_lab.campaign.shared import needs_of
+from frozencore_lab.campaign.shared_moments import needs_of
 from frozencore_lab.campaign.spec import Campaign, read_campaign
 from frozencore_lab.campaign.store import Store
 from frozencore_lab.campaign.worker import Place, Worker
+from frozencore_lab.campaign.worker_pool import LocalPool, OwnProcess, WorkerPool
 from frozencore_lab.cli.board import Board
 from frozencore_lab.cli.campaign_status import failure_lines
 
@@ -53,9 +53,9 @@ def run_campaign(
     search_rows(_left(plan(campaign, store.outcome), store), place)  # every error shows before the folder is made
     store.require_own(campaign)
     worker = Worker(store, place, keep_adapters=campaign.keep_adapters)
-    crew = _crew(worker, num_workers, ray_address)
-    with closing(crew), Board(console, store) as board:
-        standing = drive(campaign, store, crew, board, retry_failed=retry_failed)
+    pool = _pool(worker, num_workers, ray_address)
+    with closing(pool), Board(console, store) as board:
+        standing = drive(campaign, store, pool, board, retry_failed=retry_failed)
     console.print(
         f"{num_of(standing.finished, 'run')} finished, {standing.failed} failed, {standing.left} left.", highlight=False
     )
@@ -217,12 +217,12 @@ def by_location(campaign: Campaign, models: dict[str, str]) -> dict[str, str]:
     return {campaign.models[name]: path for name, path in models.items()}
 
 
-def _crew(worker: Worker, num_workers: int | None, ray_address: str | None) -> Crew:
+def _pool(worker: Worker, num_workers: int | None, ray_address: str | None) -> WorkerPool:
     device = worker.place.device
     if ray_address is not None:
-        from frozencore_lab.campaign.ray_crew import RayCrew
+        from frozencore_lab.campaign.ray_pool import RayPool
 
-        return RayCrew(ray_address, num_workers, worker)
+        return RayPool(ray_address, num_workers, worker)
     if num_workers == 0:
         return OwnProcess(worker)
     devices = device.split(",")
@@ -230,4 +230,4 @@ def _crew(worker: Worker, num_workers: int | None, ray_address: str | None) -> C
         devices = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
     on_cpu = devices in (["auto"], ["cpu"])
     size = num_workers or (min(MOST_WORKERS, os.cpu_count() or 1) if on_cpu else len(devices))
-    return LocalCrew(size, worker, devices=devices)
+    return LocalPool(size, worker, devices=devices)

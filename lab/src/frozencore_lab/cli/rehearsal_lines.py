@@ -12,9 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from frozencore.words import num_of, time_in_words
-from frozencore_lab.campaign.crew import Crew, LocalCrew, OwnProcess
 from frozencore_lab.campaign.spec import read_campaign
 from frozencore_lab.campaign.worker import Worker
+from frozencore_lab.campaign.worker_pool import LocalPool, OwnProcess, WorkerPool
 from frozencore_lab.cli.board import Board
 from frozencore_lab.cli.campaign_lines import by_location, default_folder
 from frozencore_lab.rehearsal.rehearse import Means, Rehearsal, rehearse
@@ -45,10 +45,10 @@ def run_rehearsal(
     campaign = read_campaign(spec)
     by_location(campaign, models)
 
-    def hire(worker: Worker) -> Crew:
+    def hire(worker: Worker) -> WorkerPool:
         size = min(MOST_WORKERS, os.cpu_count() or 1) if num_workers is None else num_workers
         if size:
-            return LocalCrew(size, worker, devices=("cpu",))
+            return LocalPool(size, worker, devices=("cpu",))
         gc.freeze()  # as its workers would
         return OwnProcess(worker)
 

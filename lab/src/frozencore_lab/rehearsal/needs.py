@@ -15,8 +15,8 @@ from frozencore.device import memory_of
 from frozencore.errors import ModelError
 from frozencore.files.gguf_model import find_gguf
 from frozencore.files.hub import hub_answers
-from frozencore.tune.run.early import model_location
 from frozencore.tune.run.models import memory_bytes, size_of
+from frozencore.tune.run.refuse_early import model_location
 from frozencore.words import bytes_in_words
 from frozencore_lab.campaign.estimate import RECORD_BYTES, shared_bytes
 from frozencore_lab.campaign.plan import plan

@@ -12,13 +12,13 @@ from pathlib import Path
 from frozencore.errors import ArtifactError, ModelError
 from frozencore.files.whole_file import require_writable, write_json
 from frozencore.tune.run.record import Failure
-from frozencore_lab.campaign.crew import Crew
-from frozencore_lab.campaign.drive import Watch, drive
+from frozencore_lab.campaign.driver import Watch, drive
 from frozencore_lab.campaign.plan import plan
 from frozencore_lab.campaign.results import load_results
 from frozencore_lab.campaign.spec import Campaign
 from frozencore_lab.campaign.store import Store
 from frozencore_lab.campaign.worker import Worker
+from frozencore_lab.campaign.worker_pool import WorkerPool
 from frozencore_lab.rehearsal.account import Lack, StudyAccount, account_of
 from frozencore_lab.rehearsal.models import LAYERS, Original, find_original, make_stand_in
 from frozencore_lab.rehearsal.needs import Need, real_needs
@@ -37,13 +37,13 @@ class Means:
     Attributes:
         data_root: Where real data sets may lie; None is the offline cache.
         models: Folders of models to use instead of stand-ins, by the campaign's names of them.
-        hire: Makes a crew of workers.
+        hire: Makes a pool of workers.
         watch: Shows a folder's runs as they go on.
     """
 
     data_root: Path | None
     models: Mapping[str, str]
-    hire: Callable[[Worker], Crew]
+    hire: Callable[[Worker], WorkerPool]
     watch: Callable[[Store], AbstractContextManager[Watch]]
 
 
@@ -96,10 +96,10 @@ def rehearse(campaign: Campaign, sample: Sample, folder: Path, means: Means) -> 
     rows = lay_out(configs, folder / "stand-ins" / "data", means.data_root)
     place = _place(campaign, sample, originals, rows, folder / "stand-ins" / "models", means)
     store = Store(folder)
-    crew = means.hire(Worker(store, place))
+    pool = means.hire(Worker(store, place))
     needs = real_needs(campaign, originals, rows, folder)  # in no thread: making models changes torch for all threads
-    with closing(crew), means.watch(store) as watcher:
-        drive(sample.campaign, store, crew, watcher)
+    with closing(pool), means.watch(store) as watcher:
+        drive(sample.campaign, store, pool, watcher)
     document = campaign_document(load_results(folder))
     files = write_document(document, folder / "report")
     rows.forget()

@@ -15,14 +15,14 @@ from torch.utils.data import Dataset
 from tqdm.auto import tqdm
 
 from frozencore.adapter.bases.access import adapter_for_new_bases
-from frozencore.adapter.bases.grouped import GroupWork, require_groups
+from frozencore.adapter.bases.bases_of_groups import GroupWork, require_groups
 from frozencore.adapter.bases.passes import BasisWork
 from frozencore.adapter.bases.rank_budget import BasisSource, GivenMoments, spend_budget, spends_by_spectrum
 from frozencore.adapter.layer_ranks import give_ranks, layers_to_share
 from frozencore.calibration.calibration_options import CalibrationOptions
 from frozencore.calibration.examples import Collator, batches_from
+from frozencore.calibration.layer_owners import assign_owners, require_same_bases, share_bases
 from frozencore.calibration.loss import LossFn, with_loss
-from frozencore.calibration.shards import assign_owners, require_same_bases, share_bases
 from frozencore.constructors.basis_options import trained_values
 from frozencore.errors import CalibrationError
 from frozencore.maths.basis import Basis

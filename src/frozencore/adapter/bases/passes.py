@@ -14,7 +14,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 
-from frozencore.adapter.bases.same_shape import batches_of_one_shape, build_batch
+from frozencore.adapter.bases.batched_bases import batches_of_one_shape, build_batch
 from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.adapter.layer import FrozenCoreLayer
 from frozencore.calibration.batches import Batch, is_batch
@@ -22,7 +22,7 @@ from frozencore.calibration.budget import LayerCost, PassPlan, layer_cost, memor
 from frozencore.calibration.calibration_options import CalibrationOptions, backward_passes
 from frozencore.calibration.collect import collect_moments, share_of
 from frozencore.calibration.examples import KeptBatches
-from frozencore.calibration.shards import reduce_moments
+from frozencore.calibration.layer_owners import reduce_moments
 from frozencore.calibration.sketch import Sketch, SketchTarget, stream_whitened_svds
 from frozencore.constructors import BasisOptions, LayerEvidence
 from frozencore.device import fits

@@ -27,8 +27,8 @@ from frozencore.adapter.bases.refresh_plan import (
     sums_bytes,
     widths_within,
 )
-from frozencore.calibration.gathering import Gathering, SketchedGathering
-from frozencore.calibration.shards import assign_owners, reduce_moments, require_same_bases, share_bases
+from frozencore.calibration.layer_owners import assign_owners, reduce_moments, require_same_bases, share_bases
+from frozencore.calibration.training_moments import SketchedMoments, TrainingMoments
 from frozencore.errors import ConfigError
 from frozencore.maths.linalg import Shape
 from frozencore.ranks import own_rank
@@ -95,12 +95,12 @@ class Refresh(InRounds):
         for layer in self.layers.values():
             (layer.refreshed.add if rounds != 1 else layer.refreshed.discard)(self.adapter_name)
         self.widths = widths_within(memory_budget, self._shapes, self._ranks, self.config) if rounds != 1 else None
-        self._gathering: Gathering | None = None
+        self._sums: TrainingMoments | None = None
         self.share = share_to_gather(model, self._shapes, cost, self.widths)
 
     def close(self) -> None:
         """Take the hooks off the model."""
-        self._stop_gathering()
+        self._stop_summing()
         for layer in self.layers.values():
             layer.unfold_past(self.adapter_name)
 
@@ -120,8 +120,8 @@ class Refresh(InRounds):
 
     def held_tensors(self) -> Iterator[Tensor]:
         """Sums or sketches of moments, and the tensors of earlier rounds."""
-        if self._gathering is not None:
-            yield from self._gathering.state().values()
+        if self._sums is not None:
+            yield from self._sums.state().values()
         for layer in self.layers.values():
             yield from layer.held_of_past(self.adapter_name)
 
@@ -142,20 +142,20 @@ class Refresh(InRounds):
         if self.config.rounds == self.rounds:
             return
         self.gather()
-        if state.global_step > 0 and self._gathering is not None:
-            self._gathering.load_state(self.saved_state(args, state))
+        if state.global_step > 0 and self._sums is not None:
+            self._sums.load_state(self.saved_state(args, state))
 
     def before_step(self, state: TrainerState) -> None:
         """Decide whether the moments of this step are summed."""
-        if self._gathering is None:
+        if self._sums is None:
             return
         step = state.global_step - (self._begun_at or self._num_leading)  # the first of each round is one of them
-        if isinstance(self._gathering, SketchedGathering) and self._gathering.awaits_metric and step == 0:
-            self._gathering.set_metric()
-        self._gathering.listen(on=step < 0 or math.floor(step * self.share) > math.floor((step - 1) * self.share))
+        if isinstance(self._sums, SketchedMoments) and self._sums.awaits_metric and step == 0:
+            self._sums.set_metric()
+        self._sums.listen(on=step < 0 or math.floor(step * self.share) > math.floor((step - 1) * self.share))
 
     def kept_state(self) -> dict[str, Tensor]:
-        return {} if self._gathering is None else self._gathering.state()
+        return {} if self._sums is None else self._sums.state()
 
     def take_back_round(self) -> None:
         """Drop the adapter's last round; the moments are not restored."""
@@ -166,12 +166,12 @@ class Refresh(InRounds):
     @property
     def sums_now(self) -> bool:
         """Whether the next batches are summed."""
-        return self._gathering is not None and self._gathering.capture.listens
+        return self._sums is not None and self._sums.capture.listens
 
-    def _stop_gathering(self) -> None:
-        if self._gathering is not None:
-            self._gathering.close()
-            self._gathering = None
+    def _stop_summing(self) -> None:
+        if self._sums is not None:
+            self._sums.close()
+            self._sums = None
 
     @property
     def _num_leading(self) -> int:
@@ -190,11 +190,9 @@ class Refresh(InRounds):
         """Sum the moments of the batches from now on."""
         layers, metric = dict(self.layers.items()), self.config.metric
         if self.widths is None or metric is None:
-            self._gathering = Gathering(self.model, layers, self.config.needs)
+            self._sums = TrainingMoments(self.model, layers, self.config.needs)
         else:
-            self._gathering = SketchedGathering(
-                self.model, layers, shapes=self._shapes, widths=self.widths, whitening=metric
-            )
+            self._sums = SketchedMoments(self.model, layers, shapes=self._shapes, widths=self.widths, whitening=metric)
 
     def next_round(self, optimizer: torch.optim.Optimizer) -> None:
         """The core joins the sum, and the next one starts from zero on bases of what was gathered, on all ranks.
@@ -202,17 +200,17 @@ class Refresh(InRounds):
         Raises:
             CalibrationError: The moments are not finite, or another rank failed.
         """
-        assert self._gathering is not None
+        assert self._sums is not None
         owners = assign_owners(self._shapes)
         work = BasisWork(
             self.model, self.adapter_name, self.config, self.layers, owners, lambda *_: None, captures_asked=False
         )
-        if isinstance(self._gathering, SketchedGathering):
-            work.build_streamed(self._gathering.turn(self._ranks, KEPT))
+        if isinstance(self._sums, SketchedMoments):
+            work.build_streamed(self._sums.turn(self._ranks, KEPT))
         else:
-            moments = reduce_moments(self._gathering.moments(), owners)
+            moments = reduce_moments(self._sums.moments(), owners)
             work.build(self.layers, dict(moments))
-            self._gathering.keep(KEPT, {name: m for name, m in moments.items() if owners[name] == own_rank()})
+            self._sums.keep(KEPT, {name: m for name, m in moments.items() if owners[name] == own_rank()})
         bases = share_bases(work.bases, owners, {name: work.like_factors(name) for name in self.layers})
         require_same_bases({name: (basis.P, basis.Q) for name, basis in bases.items()})
         for name, layer in self.layers.items():
@@ -221,4 +219,4 @@ class Refresh(InRounds):
             optimizer.state.pop(layer.core(self.adapter_name), None)
         self.config.rounds += 1
         if self.config.rounds == self.rounds:
-            self._stop_gathering()
+            self._stop_summing()

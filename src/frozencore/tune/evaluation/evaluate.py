@@ -23,9 +23,9 @@ from frozencore.tune.evaluation.adapters import BASE, AdapterStand, adapter_name
 from frozencore.tune.evaluation.scorers import TaskScorer, harness_scorer, own_scorer, suite_scorer
 from frozencore.tune.rows.prompt_date import PROMPT_DATE, asks_for_today
 from frozencore.tune.rows.prompts import PromptEncoder, PromptStyle, context_limit
-from frozencore.tune.run.folder import PREDICTIONS, RECORD
 from frozencore.tune.run.models import load_model
 from frozencore.tune.run.provenance import provenance
+from frozencore.tune.run.run_folder import PREDICTIONS, RECORD
 from frozencore.tune.tasks import Task
 from frozencore.words import Progress, as_stage
 

@@ -19,7 +19,7 @@ from random import Random
 from typing import Any
 
 from frozencore.errors import DataError
-from frozencore.tune.pocket.words import (
+from frozencore.tune.pocket.vocabulary import (
     BAD,
     COUNTED,
     GOOD,
@@ -35,7 +35,7 @@ from frozencore.tune.pocket.words import (
     two_people,
 )
 from frozencore.tune.tasks import Origin, Split, Task
-from frozencore.tune.tasks.described import Described
+from frozencore.tune.tasks.described_task import Described
 
 GeneratedRow = dict[str, str]
 _DRAWS_PER_ROW = 200

@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 
 from frozencore.calibration.batches import Batch
 from frozencore.errors import ConfigError
-from frozencore.tune.rows.batches import make_batches
 from frozencore.tune.rows.prompts import PROTOCOL_MAX_LENGTH, PromptEncoder, context_limit
+from frozencore.tune.rows.token_batches import make_batches
 from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.models import load_model
 from frozencore.tune.run.read_rows import TOO_LONG, prepare_rows

@@ -24,9 +24,9 @@ from frozencore.maths.moments import LayerMoments, MomentName
 from frozencore.tune.run.adapt import on_named_basis
 from frozencore.tune.run.bench import calibration_batches, prepare
 from frozencore.tune.run.config import RunConfig
-from frozencore.tune.run.folder import ADAPTER, BASIS, MOMENTS_FILE
 from frozencore.tune.run.make_record import calibrated_on
 from frozencore.tune.run.models import resolve_targets
+from frozencore.tune.run.run_folder import ADAPTER, BASIS, MOMENTS_FILE
 from frozencore.words import Progress
 
 

@@ -24,7 +24,11 @@ from frozencore.tune.run.adapt import Adapt, adapt_from_data, adapter_of, on_nam
 from frozencore.tune.run.bench import Bench, Score, prepare
 from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.costs import PeakMemory
-from frozencore.tune.run.folder import (
+from frozencore.tune.run.make_record import calibrated_on, headline, make_record
+from frozencore.tune.run.models import resolve_targets
+from frozencore.tune.run.record import TunedRecord
+from frozencore.tune.run.run_cache import RunCache
+from frozencore.tune.run.run_folder import (
     ADAPTER,
     BASE_SCORE,
     CACHE,
@@ -34,10 +38,6 @@ from frozencore.tune.run.folder import (
     SAMPLES,
     refuse_used,
 )
-from frozencore.tune.run.make_record import calibrated_on, headline, make_record
-from frozencore.tune.run.models import resolve_targets
-from frozencore.tune.run.record import TunedRecord
-from frozencore.tune.run.run_cache import RunCache
 from frozencore.tune.run.scores import samples_of, score_run, selection_of
 from frozencore.tune.run.training_port import Outcome, Train, Training, recipe_of
 from frozencore.tune.scoring.scoring_config import ScoringConfig, StepChoiceConfig

@@ -20,7 +20,6 @@ from frozencore.tune.rows.row_sources import named
 from frozencore.tune.run.bench import Bench, Score
 from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.costs import FLOAT32_BYTES, model_bytes, values_at_once
-from frozencore.tune.run.folder import ADAPTER
 from frozencore.tune.run.record import RECORD_FORMAT, TunedRecord
 from frozencore.tune.run.record_criterion import criterion_of, finite_or_none
 from frozencore.tune.run.record_parts import (
@@ -39,6 +38,7 @@ from frozencore.tune.run.record_parts import (
     UsedRows,
 )
 from frozencore.tune.run.row_sets import RunRows
+from frozencore.tune.run.run_folder import ADAPTER
 from frozencore.tune.run.scores import selected_checkpoint
 from frozencore.tune.run.training_port import Outcome
 from frozencore.tune.training.train import TrainingReport

@@ -23,7 +23,7 @@ from frozencore.tune.methods import Targets
 from frozencore.tune.methods.bases_config import BasesConfig
 from frozencore.tune.methods.method import targeted_layers
 from frozencore.tune.run.config import RunConfig
-from frozencore.tune.run.early import model_location
+from frozencore.tune.run.refuse_early import model_location
 from frozencore.words import num_of
 
 _WAY_OUT = "Give a folder that save_pretrained wrote, a GGUF file or a hub id."

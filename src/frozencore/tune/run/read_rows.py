@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 
 from frozencore.errors import ConfigError, NoRowsError
 from frozencore.tune.rows import Example, TextRow, TokenRow
-from frozencore.tune.rows.batches import pack
 from frozencore.tune.rows.mixture import Data, draw, read_sources
 from frozencore.tune.rows.own_rows import read_rows
 from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.tune.rows.row_sources import named
+from frozencore.tune.rows.token_batches import pack
 from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.record_parts import SourceRows
 from frozencore.tune.run.row_sets import KeptRows, Reading, RunRows, ScoredRows

@@ -24,7 +24,7 @@ from frozencore.errors import ArtifactError, FrozenCoreError
 from frozencore.files.whole_file import write_text
 from frozencore.tune.methods import Method
 from frozencore.tune.run.bench import Bench
-from frozencore.tune.run.folder import ADAPTER, CACHE, CALIBRATION, CHECKPOINTS
+from frozencore.tune.run.run_folder import ADAPTER, CACHE, CALIBRATION, CHECKPOINTS
 from frozencore.tune.training.checkpoints import checkpoints
 
 T = TypeVar("T")

@@ -10,8 +10,8 @@ from torch import nn
 
 from frozencore.errors import DataError, ModelError
 from frozencore.tune.rows import ChoiceTokens, Example
-from frozencore.tune.rows.batches import pad, score_in_groups
 from frozencore.tune.rows.prompts import PromptEncoder
+from frozencore.tune.rows.token_batches import pad, score_in_groups
 from frozencore.tune.scoring import Prediction
 from frozencore.tune.scoring.forward import NOT_FINITE, logits_at, scoring_mode, token_logprobs, vocabulary_of
 from frozencore.tune.scoring.shared_prefix import can_share_prefix, shared_prefix_logprobs

@@ -13,8 +13,8 @@ from transformers import GenerationConfig, TextStreamer
 
 from frozencore.errors import DataError
 from frozencore.tune.rows import Example, TextRow, TokenRow
-from frozencore.tune.rows.batches import pad, score_in_groups
 from frozencore.tune.rows.prompts import PromptEncoder, context_limit
+from frozencore.tune.rows.token_batches import pad, score_in_groups
 from frozencore.tune.scoring import Prediction
 from frozencore.tune.scoring.forward import RequireFinite, base_of, num_virtual_tokens, scoring_mode, vocabulary_of
 from frozencore.tune.tasks.answers import parse_answer

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from frozencore.calibration.counted import IGNORED
+from frozencore.calibration.counted_tokens import IGNORED
 from frozencore.errors import ConfigError, DataError, ModelError
 from frozencore.tune.rows import Example, TokenRow
-from frozencore.tune.rows.batches import PaddingCollator, score_in_groups
 from frozencore.tune.rows.prompts import PromptEncoder
+from frozencore.tune.rows.token_batches import PaddingCollator, score_in_groups
 from frozencore.tune.scoring import TaskScore
 from frozencore.tune.scoring.choice import predict_choices
 from frozencore.tune.scoring.exact_match import SHORT, complete, predict_numbers

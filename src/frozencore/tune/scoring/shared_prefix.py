@@ -25,7 +25,7 @@ from transformers import AttentionInterface, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from frozencore.tune.rows import ChoiceTokens
-from frozencore.tune.rows.batches import pad
+from frozencore.tune.rows.token_batches import pad
 from frozencore.tune.scoring.forward import base_of, forward_accepts, scoring_mode, token_logprobs, vocabulary_of
 
 _NAME = "frozencore_prefix_tree"

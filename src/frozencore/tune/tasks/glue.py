@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from frozencore.tune.rows import Row
 from frozencore.tune.tasks import Task
-from frozencore.tune.tasks.described import Described
+from frozencore.tune.tasks.described_task import Described
 from frozencore.tune.tasks.hub_rows import HubDataset
 
 

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Sampler
 
-from frozencore.calibration.counted import IGNORED
+from frozencore.calibration.counted_tokens import IGNORED
 from frozencore.errors import ConfigError
 from frozencore.ranks import num_ranks
 from frozencore.tune.rows import TokenRow
-from frozencore.tune.rows.batches import PaddingCollator, labels_of
+from frozencore.tune.rows.token_batches import PaddingCollator, labels_of
 from frozencore.tune.scoring.forward import forward_accepts, num_virtual_tokens, scoring_mode
 from frozencore.tune.training.recipe import Recipe
 

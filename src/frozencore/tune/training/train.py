@@ -34,7 +34,7 @@ from frozencore.errors import ConfigError, DataError, DivergenceError, TrainingE
 from frozencore.privacy import Schedule
 from frozencore.ranks import num_ranks
 from frozencore.tune.rows import TokenRow
-from frozencore.tune.rows.batches import PaddingCollator
+from frozencore.tune.rows.token_batches import PaddingCollator
 from frozencore.tune.training.batching import (
     GroupingCollator,
     RowCollator,

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import Trainer
 
 from frozencore.adapter.saved.card import begin_model_card
-from frozencore.calibration.counted import IGNORED
+from frozencore.calibration.counted_tokens import IGNORED
 from frozencore.tune.scoring.forward import base_of, forward_accepts, num_virtual_tokens
 from frozencore.tune.training.batching import GROUPS, RowOrder
 from frozencore.tune.training.recipe import Recipe

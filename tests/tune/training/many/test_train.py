@@ -19,7 +19,7 @@ from adapted import adapted, cores_of
 from forked import FORK
 from frozencore.errors import CalibrationError, ConfigError, DataError, DivergenceError, TrainingError
 from frozencore.tune.rows import TokenRow
-from frozencore.tune.rows.batches import PaddingCollator
+from frozencore.tune.rows.token_batches import PaddingCollator
 from frozencore.tune.scoring.score import held_out_loss
 from frozencore.tune.training.many import company
 from frozencore.tune.training.many.checkpoint import Checkpoints

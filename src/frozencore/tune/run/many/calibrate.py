@@ -12,10 +12,10 @@ from frozencore.errors import ArtifactError, ConfigError, DataError
 from frozencore.files.whole_file import require_writable
 from frozencore.tune.run.bench import calibration_batches
 from frozencore.tune.run.config import RunConfig
-from frozencore.tune.run.folder import ADAPTER, BASIS
 from frozencore.tune.run.many.tenant_rows import TenantRows, read_each
 from frozencore.tune.run.many.tenants import find_tenants
 from frozencore.tune.run.models import resolve_targets
+from frozencore.tune.run.run_folder import ADAPTER, BASIS
 from frozencore.words import Progress
 
 FEWEST_ROWS = 2

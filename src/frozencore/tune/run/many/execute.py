@@ -24,7 +24,6 @@ from frozencore.tune.run.adapt import adapt_from_data, adapter_of
 from frozencore.tune.run.bench import Bench
 from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.costs import PeakMemory
-from frozencore.tune.run.folder import BASE_SCORE, BASIS, CACHE, CHECKPOINTS, RECORD, refuse_interrupted
 from frozencore.tune.run.make_record import calibrated_on
 from frozencore.tune.run.many.finish import Finisher, TenantOutcome
 from frozencore.tune.run.many.tenant_rows import (
@@ -37,6 +36,7 @@ from frozencore.tune.run.many.tenant_rows import (
 )
 from frozencore.tune.run.models import resolve_targets
 from frozencore.tune.run.run_cache import RunCache
+from frozencore.tune.run.run_folder import BASE_SCORE, BASIS, CACHE, CHECKPOINTS, RECORD, refuse_interrupted
 from frozencore.tune.run.training_port import recipe_of
 from frozencore.tune.training.many.losses import held_out_losses
 from frozencore.tune.training.many.tenant import Tenant, Validation

@@ -20,11 +20,11 @@ from frozencore.tune.run.bench import Bench, Score
 from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.costs import PeakMemory
 from frozencore.tune.run.execute import LAST_GOOD
-from frozencore.tune.run.folder import ADAPTER, FAILURE, RECORD
 from frozencore.tune.run.make_record import calibrated_on, headline, make_record
 from frozencore.tune.run.many.tenant_rows import TenantRows
 from frozencore.tune.run.record import Failure, TunedRecord, read_record
 from frozencore.tune.run.record_parts import Provenance
+from frozencore.tune.run.run_folder import ADAPTER, FAILURE, RECORD
 from frozencore.tune.run.training_port import Outcome, Training
 from frozencore.tune.training.many.losses import held_out_losses
 from frozencore.tune.training.many.slots import CoreStack

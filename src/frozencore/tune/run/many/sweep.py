@@ -14,8 +14,8 @@ from frozencore.files.whole_file import write_json
 from frozencore.tune.run.bench import prepare
 from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.execute import execute
-from frozencore.tune.run.folder import CHECKPOINTS, refuse_used
 from frozencore.tune.run.record import Sweep, SweptRun, TunedRecord
+from frozencore.tune.run.run_folder import CHECKPOINTS, refuse_used
 from frozencore.tune.run.training_port import Outcome, Training, recipe_of
 from frozencore.tune.training.many.tenant import Tenant, Trained, Validation
 from frozencore.tune.training.many.train import train_many

@@ -14,10 +14,10 @@ from frozencore.tune.rows import TokenRow
 from frozencore.tune.run.adapt import on_named_basis
 from frozencore.tune.run.bench import Base, Bench, prepare
 from frozencore.tune.run.config import RunConfig
-from frozencore.tune.run.folder import CHECKPOINTS
 from frozencore.tune.run.many.tenants import find_tenants
 from frozencore.tune.run.models import load_model
 from frozencore.tune.run.row_sets import RunRows
+from frozencore.tune.run.run_folder import CHECKPOINTS
 from frozencore.words import Progress, num_of
 
 

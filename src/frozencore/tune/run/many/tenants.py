@@ -10,8 +10,8 @@ from frozencore.files.strict_yaml import read_yaml
 from frozencore.tune.rows.row_files import KINDS, READERS
 from frozencore.tune.rows.row_sources import require_source
 from frozencore.tune.run.config import RunConfig
-from frozencore.tune.run.early import refuse_early
-from frozencore.tune.run.folder import BASIS, CHECKPOINTS
+from frozencore.tune.run.refuse_early import refuse_early
+from frozencore.tune.run.run_folder import BASIS, CHECKPOINTS
 from frozencore.words import one_line
 
 RESERVED = (BASIS, CHECKPOINTS)  # folders of these names lie beside those of the tenants
@@ -19,7 +19,7 @@ _NAME = re.compile(r"\w[\w.-]{0,99}")
 
 
 def refuse_tenants_early(config: RunConfig) -> None:
-    """As :func:`frozencore.tune.run.early.refuse_early`, for a configuration whose data are the tenants' files."""
+    """Refuse early a configuration whose data are the files of tenants."""
     refuse_early(config.model_copy(update={"data": None}))
     for file in find_tenants(Path(config.learns)).values():
         require_source(str(file))

@@ -15,7 +15,7 @@ from frozencore.adapter.private.private_training import add_noise, clipped_sum
 from frozencore.device import fits
 from frozencore.errors import TrainingError
 from frozencore.tune.rows import TokenRow
-from frozencore.tune.rows.batches import PaddingCollator, row_costs
+from frozencore.tune.rows.token_batches import PaddingCollator, row_costs
 from frozencore.tune.training.batching import group_by_length, pass_tokens_of
 from frozencore.tune.training.callbacks import divergence
 from frozencore.tune.training.many.losses import held_out_losses, row_losses, row_sizes

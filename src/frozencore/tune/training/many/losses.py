@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad
 
 from frozencore.adapter.layer import FrozenCoreLayer
-from frozencore.calibration.counted import IGNORED
+from frozencore.calibration.counted_tokens import IGNORED
 from frozencore.tune.rows import TokenRow
-from frozencore.tune.rows.batches import PaddingCollator, score_in_groups
+from frozencore.tune.rows.token_batches import PaddingCollator, score_in_groups
 from frozencore.tune.scoring.forward import base_of, forward_accepts, scoring_mode, vocabulary_of
 from frozencore.words import Progress
 
@@ -97,6 +97,6 @@ def held_out_losses(
 
 
 def row_sizes(model: nn.Module, rows: Sequence[TokenRow]) -> list[tuple[int, int]]:
-    """Tokens and logits of each row, as :func:`frozencore.tune.rows.batches.row_costs` takes them."""
+    """Tokens and logits of each row, as :func:`frozencore.tune.rows.token_batches.row_costs` takes them."""
     vocabulary = vocabulary_of(model)
     return [(len(row.input_ids), row.num_targets * vocabulary) for row in rows]

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from frozencore.calibration.counted import IGNORED
+from frozencore.calibration.counted_tokens import IGNORED
 from frozencore.device import fits
 from frozencore.errors import ModelError
 from frozencore.tune.rows import TokenRow

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from frozencore.calibration.collect import count_tokens
-from frozencore.calibration.counted import watching_encoder
+from frozencore.calibration.counted_tokens import watching_encoder
 from frozencore.calibration.running_sketch import RunningSketch
 from frozencore.calibration.sketch import CROSS, Sketch
 from frozencore.calibration.taps import Taps, capturing
@@ -29,7 +29,7 @@ SKETCH = "|sketch "  # stands between a layer's name and a sketch tensor's name 
 SAME_BUDGET = "Resume with the memory_budget (--refresh-memory) that the checkpoint was made with."
 
 
-class Gathering:
+class TrainingMoments:
     """Exact sums of layers over the training batches since the last round, plus a share of the earlier sums.
 
     Args:
@@ -116,8 +116,8 @@ class Gathering:
             count_tokens(kwargs, self.capture)
 
 
-class SketchedGathering(Gathering):
-    """Sketches instead of the exact sums of :class:`Gathering`: 6k(m + n) bytes a layer instead of 4mn.
+class SketchedMoments(TrainingMoments):
+    """Sketches instead of the exact sums of :class:`TrainingMoments`: 6k(m + n) bytes a layer instead of 4mn.
 
     Args:
         widths: The number of sketch columns k, by layer.

@@ -19,18 +19,18 @@ from typing import Any
 from frozencore.errors import ConfigError
 from frozencore.quiet import ignore_known_warnings
 from frozencore.words import one_line
-from frozencore_lab.campaign.crew import Event, end_of_run
 from frozencore_lab.campaign.job import Job
-from frozencore_lab.campaign.shared import Needs
+from frozencore_lab.campaign.shared_moments import Needs
 from frozencore_lab.campaign.store import SPECIFICATION
 from frozencore_lab.campaign.worker import Worker
+from frozencore_lab.campaign.worker_pool import Event, end_of_run
 
 ANSWER_S = 5.0  # until a port that does not answer counts as unreachable; Ray alone would wait 70 s
 TELL_EVERY_S = 0.5
 DEVICES = ("auto", "cpu", "cuda")
 
 
-class RayCrew:
+class RayPool:
     """Actors of a Ray cluster. One whose process or node died is hired anew at its next run, wherever there is room.
 
     Args:

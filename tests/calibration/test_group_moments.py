@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from frozencore import CalibrationOptions, Whitening, collect_moments
-from frozencore.calibration.groups import GroupedLayer, collect_groups
+from frozencore.calibration.group_moments import GroupedLayer, collect_groups
 from frozencore.errors import CalibrationError
 from frozencore.maths.groups import shared_spans
 from frozencore.maths.moments import LayerMoments
@@ -80,7 +80,7 @@ def test_groups_of_layers_give_the_same_and_a_group_of_many_rows_weighs_no_more(
 
 def test_nothing_larger_than_one_groups_sums_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of each layer one m x n matrix at a time: every group's is used up before the next one is summed."""
-    import frozencore.calibration.groups as module
+    import frozencore.calibration.group_moments as module
 
     live: list[int] = []
     collect = module.collect_moments

@@ -14,12 +14,12 @@ from types import FrameType
 import pytest
 
 from forked import FORK
-from frozencore_lab.campaign import crew as crew_module
-from frozencore_lab.campaign.crew import Event, LocalCrew
+from frozencore_lab.campaign import worker_pool as crew_module
 from frozencore_lab.campaign.job import make_job
 from frozencore_lab.campaign.kinds import KINDS
 from frozencore_lab.campaign.store import Store
 from frozencore_lab.campaign.worker import Place, Worker
+from frozencore_lab.campaign.worker_pool import Event, LocalPool
 
 JOB = make_job("tune", {"model": "pocket", "task": "pocket-math", "seed": 42})
 LONG_S = 60.0
@@ -52,50 +52,50 @@ def trains_until_it_is_told(connection: Connection, driver: int, number: int, nu
 
 
 @pytest.fixture
-def make_crew(monkeypatch: pytest.MonkeyPatch) -> type[LocalCrew]:
+def make_crew(monkeypatch: pytest.MonkeyPatch) -> type[LocalPool]:
     """Crews of forked processes, without the seconds that new ones need for their imports."""
     monkeypatch.setattr(multiprocessing, "get_context", lambda method=None: FORK)
-    return LocalCrew
+    return LocalPool
 
 
-def events_of(crew: LocalCrew) -> list[Event]:
+def events_of(pool: LocalPool) -> list[Event]:
     until = time.monotonic() + LONG_S
     while time.monotonic() < until:
-        if told := list(crew.events(0.1)):
+        if told := list(pool.events(0.1)):
             return told
     raise TimeoutError
 
 
 def test_a_worker_that_is_killed_while_idle_is_no_death_and_is_replaced_at_its_next_run(
-    make_crew: type[LocalCrew], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    make_crew: type[LocalPool], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(crew_module, "_work", finishes_at_once)
     monkeypatch.setattr(crew_module, "GOOD_BYE_S", 0.1)  # a forked one holds our end of its connection, too
-    crew = make_crew(1, Worker(Store(tmp_path), Place()))
-    crew.start(0, JOB, {})
-    assert events_of(crew) == [Event(0, "finished")]
-    first = crew._processes[0]
+    pool = make_crew(1, Worker(Store(tmp_path), Place()))
+    pool.start(0, JOB, {})
+    assert events_of(pool) == [Event(0, "finished")]
+    first = pool._processes[0]
     first.kill()
     first.join(LONG_S)
-    assert crew.events(LONG_S) == []
-    crew.start(0, JOB, {})
-    assert events_of(crew) == [Event(0, "finished")]
-    assert crew._processes[0].pid != first.pid
-    crew.close()
+    assert pool.events(LONG_S) == []
+    pool.start(0, JOB, {})
+    assert events_of(pool) == [Event(0, "finished")]
+    assert pool._processes[0].pid != first.pid
+    pool.close()
 
 
 def test_closing_lets_busy_workers_write_their_checkpoints_all_at_the_same_time(
-    make_crew: type[LocalCrew], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    make_crew: type[LocalPool], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(crew_module, "_work", trains_until_it_is_told)
-    crew = make_crew(2, Worker(Store(tmp_path), Place()))
-    crew.start(0, JOB, {})
-    crew.start(1, JOB, {})
+    pool = make_crew(2, Worker(Store(tmp_path), Place()))
+    pool.start(0, JOB, {})
+    pool.start(1, JOB, {})
     told: list[Event] = []
     while len(told) < 2:
-        told += events_of(crew)
-    processes = [crew._processes[worker] for worker in (0, 1)]
-    crew.close()
+        told += events_of(pool)
+    processes = [pool._processes[worker] for worker in (0, 1)]
+    pool.close()
     assert [process.exitcode for process in processes] == [0, 0]
     assert {path.name for path in tmp_path.iterdir()} == {f"checkpoint-{process.pid}" for process in processes}
 
@@ -113,17 +113,17 @@ def test_a_worker_ends_itself_when_its_driver_is_gone(monkeypatch: pytest.Monkey
 
 
 def test_what_is_profiled_has_a_process_of_its_own(
-    make_crew: type[LocalCrew], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    make_crew: type[LocalPool], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(crew_module, "_work", finishes_at_once)
     monkeypatch.setattr(crew_module, "GOOD_BYE_S", 0.1)
-    crew = make_crew(1, Worker(Store(tmp_path), Place()))
+    pool = make_crew(1, Worker(Store(tmp_path), Place()))
     made_in = []
     for kind in ("tune", "tune", "profile", "profile", "tune"):
-        crew.start(0, replace(JOB, kind=KINDS[kind]), {})
-        assert events_of(crew) == [Event(0, "finished")]
-        made_in.append(crew._processes[0].pid)
-    crew.close()
+        pool.start(0, replace(JOB, kind=KINDS[kind]), {})
+        assert events_of(pool) == [Event(0, "finished")]
+        made_in.append(pool._processes[0].pid)
+    pool.close()
     shared, again, first, second, _ = made_in
     assert shared == again
     assert len({again, first, second}) == 3

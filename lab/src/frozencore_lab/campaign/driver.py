@@ -8,13 +8,13 @@ from dataclasses import dataclass, field, replace
 
 from frozencore.errors import ArtifactError
 from frozencore.tune.run.record import Failure
-from frozencore_lab.campaign.crew import Crew, Event
 from frozencore_lab.campaign.job import Job
 from frozencore_lab.campaign.plan import Planned, plan
 from frozencore_lab.campaign.results import Tally, tally
-from frozencore_lab.campaign.shared import Needs, needs_of
+from frozencore_lab.campaign.shared_moments import Needs, needs_of
 from frozencore_lab.campaign.spec import Campaign
 from frozencore_lab.campaign.store import Store
+from frozencore_lab.campaign.worker_pool import Event, WorkerPool
 
 MOST_DEATHS = 3  # of workers on one run, before it counts as failed
 WAIT_S = 0.5
@@ -24,7 +24,7 @@ Watch = Callable[[Tally, dict[int, Job], Event | None], None]
 """Called with how the campaign stands, what each worker does, and what has just happened."""
 
 
-def drive(campaign: Campaign, store: Store, crew: Crew, watch: Watch, *, retry_failed: bool = False) -> Tally:
+def drive(campaign: Campaign, store: Store, pool: WorkerPool, watch: Watch, *, retry_failed: bool = False) -> Tally:
     """Run everything that has neither finished nor failed. Interrupt it at any time; it goes on from there.
 
     Raises:
@@ -35,9 +35,9 @@ def drive(campaign: Campaign, store: Store, crew: Crew, watch: Watch, *, retry_f
         if retry_failed:
             store.forget_failures()
         try:
-            return _Driver(campaign, store, crew, watch).run()
+            return _Driver(campaign, store, pool, watch).run()
         finally:
-            crew.close()
+            pool.close()
             store.write_index()
 
 
@@ -45,7 +45,7 @@ def drive(campaign: Campaign, store: Store, crew: Crew, watch: Watch, *, retry_f
 class _Driver:
     campaign: Campaign
     store: Store
-    crew: Crew
+    pool: WorkerPool
     watch: Watch
     running: dict[int, Job] = field(default_factory=dict)
     queue: list[Job] = field(default_factory=list)
@@ -63,7 +63,7 @@ class _Driver:
             self.watch(self.standing, self.running, None)
             if not self.running:
                 return self.standing
-            for event in self.crew.events(WAIT_S):
+            for event in self.pool.events(WAIT_S):
                 self._take(event)
 
     def _plan(self) -> None:
@@ -77,7 +77,7 @@ class _Driver:
         self.queue = [job for job in jobs.values() if job.id not in busy and self.store.outcome(job.id) is None]
 
     def _give(self) -> None:
-        for worker in range(self.crew.size):
+        for worker in range(self.pool.size):
             if worker in self.running:
                 continue
             job = self._next(worker)
@@ -88,7 +88,7 @@ class _Driver:
                 self.queue.remove(job)
                 self.running[worker] = job
                 self.last_model[worker] = job.config.model
-                self.crew.start(worker, job, self.needs)
+                self.pool.start(worker, job, self.needs)
 
     def _next(self, worker: int) -> Job | None:
         """The first run in the queue, rather one of the model that the worker has loaded.

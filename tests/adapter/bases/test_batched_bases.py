@@ -11,7 +11,7 @@ from torch import Tensor
 
 from adapted import BATCHES, adapted, cores_of
 from frozencore import calibrate
-from frozencore.adapter.bases import passes, same_shape
+from frozencore.adapter.bases import batched_bases, passes
 from frozencore.maths.linalg import principal_cosines
 
 
@@ -19,14 +19,14 @@ from frozencore.maths.linalg import principal_cosines
 def batches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Layers are built together on this device too; how many each time."""
     sizes: list[int] = []
-    build = same_shape.build_batch
+    build = batched_bases.build_batch
 
     def counted(constructor: str, layers: Any, options: Any) -> Any:
         if len(layers) > 1:
             sizes.append(len(layers))
         return build(constructor, layers, options)
 
-    monkeypatch.setattr(same_shape, "_is_on_gpu", lambda moments: moments is not None and moments.cross is not None)
+    monkeypatch.setattr(batched_bases, "_is_on_gpu", lambda moments: moments is not None and moments.cross is not None)
     monkeypatch.setattr(passes, "build_batch", counted)
     return sizes
 
@@ -47,7 +47,7 @@ def test_layers_of_one_shape_get_the_bases_that_each_would_get_alone(constructor
     assert sorted(batches) == [4, 4]  # q and o of two blocks, k and v
     batches.clear()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(same_shape, "_is_on_gpu", lambda _: False)
+        patch.setattr(batched_bases, "_is_on_gpu", lambda _: False)
         alone = bases(constructor)
     assert batches == []
     for name, (P, Q, rank) in found.items():
@@ -63,6 +63,6 @@ def test_ranks_of_their_own_and_budgets_are_not_mixed(batches: list[int], monkey
     bases("fcca", calibrate={"memory_budget": "1GiB"})
     bases("eva")
     assert batches == []
-    monkeypatch.setattr(same_shape, "BATCH_BYTES", 2 * 32 * 32 * 8)
+    monkeypatch.setattr(batched_bases, "BATCH_BYTES", 2 * 32 * 32 * 8)
     bases("fcca")
     assert sorted(batches) == [2, 2, 4]

@@ -13,15 +13,15 @@ from frozencore.errors import ArtifactError
 from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.execute import execute
 from frozencore.tune.run.record import StabilityRecord, TunedRecord
-from frozencore_lab.campaign.crew import Event, OwnProcess
-from frozencore_lab.campaign.drive import MOST_DEATHS, _Driver, drive
+from frozencore_lab.campaign.driver import MOST_DEATHS, _Driver, drive
 from frozencore_lab.campaign.job import Job
 from frozencore_lab.campaign.plan import plan
 from frozencore_lab.campaign.results import CampaignResults, Tally, load_results
-from frozencore_lab.campaign.shared import Needs
+from frozencore_lab.campaign.shared_moments import Needs
 from frozencore_lab.campaign.spec import read_campaign
 from frozencore_lab.campaign.store import Store
 from frozencore_lab.campaign.worker import Place, Worker
+from frozencore_lab.campaign.worker_pool import Event, OwnProcess
 from made_up import record_content
 from small_campaign import write_spec
 
@@ -182,7 +182,7 @@ studies:
 """
 
 
-class NotedCrew:
+class NotedPool:
     """Workers that end every run in one way, and note what ran beside what."""
 
     def __init__(self, store: Store, size: int = 2, end: str = "finished") -> None:
@@ -213,12 +213,12 @@ class NotedCrew:
 
 def test_what_is_profiled_runs_alone_and_after_the_others(tmp_path: Path) -> None:
     store = Store(tmp_path / "out")
-    crew = NotedCrew(store)
-    standing = drive(read_campaign(write_spec(tmp_path, PROFILED)), store, crew, lambda *_: None)
+    pool = NotedPool(store)
+    standing = drive(read_campaign(write_spec(tmp_path, PROFILED)), store, pool, lambda *_: None)
     assert (standing.finished, standing.left) == (5, 0)
-    assert {"tune", "2 at once"} in crew.beside
-    assert crew.beside[-2:] == [{"profile", "1 at once"}] * 2
-    assert not any("profile" in beside for beside in crew.beside[:-2])
+    assert {"tune", "2 at once"} in pool.beside
+    assert pool.beside[-2:] == [{"profile", "1 at once"}] * 2
+    assert not any("profile" in beside for beside in pool.beside[:-2])
 
 
 def test_a_driver_plans_when_a_search_hides_what_could_run_next(
@@ -229,15 +229,15 @@ def test_a_driver_plans_when_a_search_hides_what_could_run_next(
     orders, counts = [], []
     for eager in (True, False):
         plans: list[int] = []
-        monkeypatch.setattr("frozencore_lab.campaign.drive.plan", lambda *args, p=plans: p.append(0) or plan(*args))
+        monkeypatch.setattr("frozencore_lab.campaign.driver.plan", lambda *args, p=plans: p.append(0) or plan(*args))
         store = Store(tmp_path / str(eager))
-        crew = NotedCrew(store, size=1)
+        pool = NotedPool(store, size=1)
         if eager:
             monkeypatch.setattr(_Driver, "_count", lambda self, *_, **__: self._plan())
-        standing = drive(campaign, store, crew, lambda *_: None)
+        standing = drive(campaign, store, pool, lambda *_: None)
         monkeypatch.undo()
         assert standing == Tally(finished=12, failed=0, ready=0, waiting=0)
-        orders.append(crew.started)
+        orders.append(pool.started)
         counts.append(len(plans))
     assert orders[0] == orders[1]
     assert counts == [13, 2]
@@ -245,27 +245,27 @@ def test_a_driver_plans_when_a_search_hides_what_could_run_next(
 
 def test_a_worker_that_cannot_write_ends_the_campaign_and_every_worker(tmp_path: Path) -> None:
     store = Store(tmp_path / "out")
-    crew = NotedCrew(store, end="halted")
+    pool = NotedPool(store, end="halted")
     with pytest.raises(ArtifactError, match="the disk is full"):
-        drive(read_campaign(write_spec(tmp_path, PROFILED)), store, crew, lambda *_: None)
-    assert crew.is_closed
-    assert len(crew.started) == 2
+        drive(read_campaign(write_spec(tmp_path, PROFILED)), store, pool, lambda *_: None)
+    assert pool.is_closed
+    assert len(pool.started) == 2
     assert not list(store.failed.glob("*"))
 
 
 def test_a_run_that_kills_its_workers_counts_as_failed_and_is_made_again_only_on_request(tmp_path: Path) -> None:
     store, campaign = Store(tmp_path / "out"), read_campaign(write_spec(tmp_path, PROFILED))
-    crew = NotedCrew(store, end="died")
-    assert drive(campaign, store, crew, lambda *_: None).failed == 5
-    assert sorted(crew.started) == sorted([*set(crew.started)] * MOST_DEATHS)
+    pool = NotedPool(store, end="died")
+    assert drive(campaign, store, pool, lambda *_: None).failed == 5
+    assert sorted(pool.started) == sorted([*set(pool.started)] * MOST_DEATHS)
     failures = [_json(file) for file in store.failed.glob("*/failure.json")]
     assert {failure["reason"] for failure in failures} == {"worker died"}
-    again = NotedCrew(store)
+    again = NotedPool(store)
     assert drive(campaign, store, again, lambda *_: None).failed == 5
     assert again.started == []
     retried = drive(campaign, store, again, lambda *_: None, retry_failed=True)
     assert (retried.finished, retried.failed) == (5, 0)
-    assert sorted(again.started) == sorted(set(crew.started))
+    assert sorted(again.started) == sorted(set(pool.started))
 
 
 def _json(path: Path) -> dict[str, Any]:

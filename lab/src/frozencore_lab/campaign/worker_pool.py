@@ -24,7 +24,7 @@ from frozencore.words import Progress
 
 if TYPE_CHECKING:
     from frozencore_lab.campaign.job import Job
-    from frozencore_lab.campaign.shared import Needs
+    from frozencore_lab.campaign.shared_moments import Needs
     from frozencore_lab.campaign.worker import Worker
 
 TELL_EVERY_S = 0.2
@@ -34,7 +34,7 @@ LAST_STEP_S = 20.0  # a busy one when it has its checkpoint; schedulers kill aft
 
 @dataclass(frozen=True)
 class Event:
-    """What a worker tells: a stage of its run, the end of it, or (told by the crew) the end of the worker.
+    """What a worker tells: a stage of its run, the end of it, or (told by the pool) the end of the worker.
 
     Attributes:
         kind: ``halted`` is the end of every run: the campaign's folder is full, read-only or out of sight.
@@ -50,7 +50,7 @@ class Event:
     message: str = ""
 
 
-class Crew(Protocol):
+class WorkerPool(Protocol):
     """Workers that make one run at a time. A worker that died is replaced by itself at its next run. One
     with processes of its own makes each run that is to be alone in a new one."""
 
@@ -77,7 +77,7 @@ def end_of_run(number: int, worker: Worker, job: Job, needs: Needs, progress: Pr
 
 
 class OwnProcess:
-    """A crew of one: this process."""
+    """A pool of one: this process."""
 
     size = 1
 
@@ -96,7 +96,7 @@ class OwnProcess:
         """There is nothing to end."""
 
 
-class LocalCrew:
+class LocalPool:
     """Processes of this machine.
 
     Args:

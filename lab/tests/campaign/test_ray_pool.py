@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from frozencore_lab.campaign.crew import Event, OwnProcess
-from frozencore_lab.campaign.drive import drive
+from frozencore_lab.campaign.driver import drive
 from frozencore_lab.campaign.spec import read_campaign
 from frozencore_lab.campaign.store import Store
 from frozencore_lab.campaign.worker import Place, Worker
+from frozencore_lab.campaign.worker_pool import Event, OwnProcess
 from undisturbed import ENVIRONMENT, TWO_METHODS, index_of, results_of, specification
 
 Command = Callable[..., tuple[int, str, str]]
@@ -49,15 +49,15 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 @pytest.mark.slow
 def test_a_node_that_is_killed_in_the_middle_changes_nothing(cluster: Any, tmp_path: Path) -> None:
-    from frozencore_lab.campaign.ray_crew import RayCrew
+    from frozencore_lab.campaign.ray_pool import RayPool
 
     campaign = read_campaign(specification(tmp_path, TWO_METHODS))
     here, there = Store(tmp_path / "here"), Store(tmp_path / "there")
     torch.set_num_threads(1)
     drive(campaign, here, OwnProcess(Worker(here, Place(), keep_adapters=True)), lambda *_: None)
 
-    crew = RayCrew(cluster.address, None, Worker(there, Place(), keep_adapters=True))
-    assert crew.size == 2
+    pool = RayPool(cluster.address, None, Worker(there, Place(), keep_adapters=True))
+    assert pool.size == 2
     told: list[Event] = []
     sizes: list[int] = []
 
@@ -67,12 +67,12 @@ def test_a_node_that_is_killed_in_the_middle_changes_nothing(cluster: Any, tmp_p
             (doomed,) = cluster.worker_nodes
             cluster.remove_node(doomed, allow_graceful=False)
             cluster.wait_for_nodes(A_LOADED_MACHINE_S)
-            sizes.append(crew.size)
+            sizes.append(pool.size)
             cluster.add_node(num_cpus=1, wait=False)
             cluster.wait_for_nodes(A_LOADED_MACHINE_S)
-            sizes.append(crew.size)
+            sizes.append(pool.size)
 
-    standing = drive(campaign, there, crew, watch)
+    standing = drive(campaign, there, pool, watch)
     assert (standing.finished, standing.failed, standing.left) == (4, 0, 0)
     assert sizes == [1, 2]
     (death,) = [event for event in told if event.kind == "died"]

@@ -11,7 +11,7 @@ from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.calibration.batches import Batch
 from frozencore.calibration.budget import LayerCost
 from frozencore.calibration.calibration_options import CalibrationOptions
-from frozencore.calibration.groups import collect_groups, span_width
+from frozencore.calibration.group_moments import collect_groups, span_width
 from frozencore.errors import ConfigError
 from frozencore.maths.groups import Share, mean_share
 from frozencore.ranks import num_ranks
