@@ -14,7 +14,7 @@ from peft import PeftModel, get_peft_model
 from pyarrow import parquet
 
 from frozencore import FrozenCoreConfig, export_lora, load_basis, save_basis
-from frozencore.adapter.export.merged import export_merged
+from frozencore.adapter.export.base_model import export_merged
 from frozencore.adapter.export.serving import check_lora_directory
 from frozencore.adapter.saved.folder import read_adapter
 from frozencore.calibration.moments_file import MomentsFingerprint, load_moments, save_moments
@@ -27,9 +27,8 @@ from frozencore.tune.run.record import read_record
 from frozencore.tune.tasks.described_task import read_own_task
 from frozencore.tune.training.checkpoints import newest_complete_checkpoint, seal_checkpoint
 from frozencore_lab.campaign.plan import plan
-from frozencore_lab.campaign.results import load_results
+from frozencore_lab.campaign.results import load_results, status_lines
 from frozencore_lab.campaign.spec import read_campaign
-from frozencore_lab.cli.campaign_status import status_lines
 from frozencore_lab.reports.tables.comparison import read_task_means
 from fuzz_ways import CONFIG, WEIGHTS, tiny_base
 

@@ -7,19 +7,18 @@ from frozencore.adapter.bases.access import get_bases, save_basis, set_bases
 from frozencore.adapter.bases.calibrate import Calibration, calibrate
 from frozencore.adapter.bases.refresh import Refresh
 from frozencore.adapter.config import FrozenCoreConfig, register_constructor
+from frozencore.adapter.export.base_model import export_merged
 from frozencore.adapter.export.basis_model import export_basis_model
 from frozencore.adapter.export.gguf_lora import export_gguf_lora
 from frozencore.adapter.export.lora import export_lora
-from frozencore.adapter.export.merged import export_merged
 from frozencore.adapter.export.serving import check_lora_directory
 from frozencore.adapter.export.tenant import export_tenant
 from frozencore.adapter.layer import frozen_core_layers
 from frozencore.adapter.model import FrozenCoreModel
 from frozencore.adapter.per_example import per_example_gradients
 from frozencore.adapter.private.private_training import PrivateTraining
-from frozencore.adapter.saved.adapter_sums import merge_adapters
 from frozencore.adapter.saved.card import write_model_card
-from frozencore.adapter.saved.pack import pack_adapter, unpack_adapter
+from frozencore.adapter.saved.on_one_basis import merge_adapters, pack_adapter, unpack_adapter
 from frozencore.adapter.saved.saved_basis import SavedBasis, load_basis
 from frozencore.adapter.swap import prepare_swap, swap_core
 from frozencore.advice.advise import Advice, advise

@@ -225,7 +225,7 @@ def test_ctrl_c_in_a_command_is_status_130_and_sigterm_143_and_each_is_one_line(
         (130, "interrupted", raising(KeyboardInterrupt())),
         (143, "terminated", lambda: signal.raise_signal(signal.SIGTERM)),
     ):
-        monkeypatch.setattr("frozencore_lab.cli.campaign_status.status_lines", lambda _, end=end: end())
+        monkeypatch.setattr("frozencore_lab.campaign.results.status_lines", lambda _, end=end: end())
         came, _, err = command("campaign", "status", tmp_path)
         assert came == status
         assert err.splitlines()[-1] == f"frozencore: {how}; the same command goes on from what is there"
@@ -241,8 +241,8 @@ def test_ctrl_c_in_a_verb_that_keeps_nothing_does_not_say_that_it_goes_on(  # ty
     (tmp_path / "tune").mkdir()  # an adapter that is called as a verb
     (tmp_path / "tune" / "adapter_config.json").write_text("{}")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("frozencore.adapter.saved.adapter_sums.merge_adapters", stop)
-    monkeypatch.setattr("frozencore.adapter.saved.pack.unpack_adapter", stop)
+    monkeypatch.setattr("frozencore.adapter.saved.on_one_basis.merge_adapters", stop)
+    monkeypatch.setattr("frozencore.adapter.saved.on_one_basis.unpack_adapter", stop)
     for words in (("merge", "tune", "--output", "run"), ("adapter", "unpack", "tune", "--output", "run")):
         status, _, err = command(*words)
         assert status == 130

@@ -16,7 +16,7 @@ from peft import PeftModel, get_peft_model
 
 from adapted import adapted
 from frozencore import FrozenCoreConfig, export_lora, get_bases, load_basis, save_basis
-from frozencore.adapter.export.merged import export_merged
+from frozencore.adapter.export.base_model import export_merged
 from frozencore.errors import ArtifactError, ModelError
 from frozencore.files.hub import HUB_TIMEOUT_S, hub_answers, safe_loading
 from frozencore.tune.pocket import pocket_model_path

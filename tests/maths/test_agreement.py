@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from frozencore.maths.agreement import agreed_gains, crossed_by_gram, gains_of
-from frozencore.maths.allocation import allocate_ranks
+from frozencore.maths.allocation import agreed_gains, allocate_ranks, crossed_by_gram, gains_of
 from frozencore.maths.linalg import truncated_svd
 
 M, N, COUNT = 60, 50, 16

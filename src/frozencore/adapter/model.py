@@ -27,7 +27,7 @@ from frozencore.adapter.layer_ranks import spread_evenly
 from frozencore.adapter.linear import FrozenCoreLinear, FrozenCoreQuantisedLinear
 from frozencore.adapter.mixed_batch import adapter_of_each_row
 from frozencore.adapter.named_layers import name_layers, require_tokens
-from frozencore.adapter.saved.adapter_sums import add_weighted_sum
+from frozencore.adapter.saved.on_one_basis import add_weighted_sum
 from frozencore.adapter.saved.state import require_same_base, set_named_basis, state_to_load, state_to_save
 from frozencore.adapter.saved.tensors import PREFIX, warn_of_uncalibrated
 from frozencore.calibration.layer_owners import require_same_bases

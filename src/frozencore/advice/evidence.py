@@ -20,8 +20,15 @@ from frozencore.calibration.calibration_options import CalibrationOptions
 from frozencore.calibration.collect import collect_moments, share_of
 from frozencore.calibration.loss import is_language_model, loss_fn_of
 from frozencore.constructors import CONSTRUCTORS, DEFAULT, LayerEvidence
-from frozencore.maths.agreement import Crossed, crossed_by_gram, gains_of
-from frozencore.maths.allocation import allocate_ranks, allocations, num_candidates, uniform_ranks
+from frozencore.maths.allocation import (
+    Crossed,
+    allocate_ranks,
+    allocations,
+    crossed_by_gram,
+    gains_of,
+    num_candidates,
+    uniform_ranks,
+)
 from frozencore.maths.capture import CAPTURE_NEEDS
 from frozencore.maths.linalg import Shape, TruncatedSVD
 from frozencore.maths.moments import DenseMoment, LayerMoments, MomentName, spread

@@ -33,7 +33,7 @@ def _pack(
     folder = adapter_in(adapter)
     import torch
 
-    from frozencore.adapter.saved.pack import pack_adapter
+    from frozencore.adapter.saved.on_one_basis import pack_adapter
 
     pack_adapter(folder, basis, output, dtype=None if dtype == "auto" else getattr(torch, dtype))
     _print_size(output)
@@ -57,7 +57,7 @@ def unpack(
 ) -> None:
     """Write an adapter of cores alone as one that holds its basis."""
     folder = adapter_in(adapter)
-    from frozencore.adapter.saved.pack import unpack_adapter
+    from frozencore.adapter.saved.on_one_basis import unpack_adapter
 
     unpack_adapter(folder, output, basis=basis)
     _print_size(output)
@@ -75,7 +75,7 @@ def merge(
     except ValueError as error:
         raise ConfigError(f"--weights are numbers separated by commas, but {weights!r} came.") from error
     folders = [adapter_in(adapter) for adapter in adapters]
-    from frozencore.adapter.saved.adapter_sums import merge_adapters
+    from frozencore.adapter.saved.on_one_basis import merge_adapters
 
     merge_adapters(folders, output, weights=shares)
     _print_size(output)

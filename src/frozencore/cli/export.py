@@ -137,7 +137,7 @@ def _left_out(error: float | None) -> Iterator[str]:
 
 
 def _merged(asked: Asked) -> Iterator[str]:
-    from frozencore.adapter.export.merged import export_merged
+    from frozencore.adapter.export.base_model import export_merged
 
     folder = export_merged(
         asked.adapter, asked.output, base=asked.base, dtype=asked.dtype, overwrite=asked.overwrite

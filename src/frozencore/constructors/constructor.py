@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 from frozencore.constructors.basis_options import BasisOptions
 from frozencore.errors import CalibrationError
-from frozencore.maths.agreement import agreed_gains
+from frozencore.maths.allocation import agreed_gains
 from frozencore.maths.basis import Basis
 from frozencore.maths.groups import SharedSpans
 from frozencore.maths.linalg import TruncatedSVD, seeded_generator

@@ -8,16 +8,18 @@ from pathlib import Path
 from frozencore.errors import ConfigError
 from frozencore.tune.pocket import POCKET_TASKS
 from frozencore.tune.rows import Example, Row, text_field
-from frozencore.tune.tasks import Task, arc_challenge, gsm8k, hellaswag, openbookqa, svamp, winogrande
+from frozencore.tune.tasks import Task
 from frozencore.tune.tasks.described_task import read_own_task
 from frozencore.tune.tasks.glue import COLA, MRPC, QNLI, RTE, SST2
+from frozencore.tune.tasks.math_problems import GSM8K, SVAMP
+from frozencore.tune.tasks.questions import ARC_CHALLENGE, HELLASWAG, OPENBOOKQA, WINOGRANDE, hellaswag_example
 from frozencore.words import unknown_name
 
 PAPER_TASKS: dict[str, Task] = {
     task.name: task
     for task in (
-        svamp.TASK, gsm8k.TASK, SST2, QNLI, COLA, RTE, MRPC, arc_challenge.TASK, openbookqa.TASK, hellaswag.TASK,
-        winogrande.TASK,
+        SVAMP, GSM8K, SST2, QNLI, COLA, RTE, MRPC, ARC_CHALLENGE, OPENBOOKQA, HELLASWAG,
+        WINOGRANDE,
     )
 }  # fmt: skip
 
@@ -41,15 +43,15 @@ def _as_text(task: Task, text: Callable[[Row, str], str]) -> Task:
 
 def _caption(row: Row, row_id: str) -> str:
     """A context with its right ending."""
-    example = hellaswag.to_example(row, row_id)
+    example = hellaswag_example(row, row_id)
     return example.prompt + example.completion
 
 
 TEXT_TASKS: dict[str, Task] = {
     task.name: task
     for task in (
-        _as_text(hellaswag.TASK, _caption),
-        _as_text(gsm8k.TASK, lambda row, row_id: text_field(row, "question", row_id)),
+        _as_text(HELLASWAG, _caption),
+        _as_text(GSM8K, lambda row, row_id: text_field(row, "question", row_id)),
         _as_text(SST2, lambda row, row_id: text_field(row, "sentence", row_id)),
     )
 }

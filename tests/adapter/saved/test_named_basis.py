@@ -27,9 +27,9 @@ from frozencore import (
     set_bases,
     swap_core,
 )
-from frozencore.adapter.export.merged import export_merged
+from frozencore.adapter.export.base_model import export_merged
 from frozencore.adapter.saved.folder import read_adapter
-from frozencore.adapter.saved.pack import pack_adapter, unpack_adapter
+from frozencore.adapter.saved.on_one_basis import pack_adapter, unpack_adapter
 from frozencore.errors import ArtifactError, CalibrationError, ConfigError, FrozenCoreError
 from tiny import tiny_qwen2
 

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 
 from adapted import adapted, cores_of, logits, train_at_random
 from frozencore import FrozenCoreConfig, export_lora, save_basis, swap_core
-from frozencore.adapter.export.merged import export_merged
+from frozencore.adapter.export.base_model import export_merged
 from frozencore.adapter.saved.folder import read_adapter
 from frozencore.adapter.saved.same_base import differing_layer, record_base, sample_weight
 from frozencore.adapter.saved.tensors import require_finite

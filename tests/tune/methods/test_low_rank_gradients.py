@@ -18,8 +18,7 @@ from frozencore.tune.rows import TokenRow
 from frozencore.tune.run.config import make_config
 from frozencore.tune.run.costs import values_at_once
 from frozencore.tune.scoring.forward import take_off
-from frozencore.tune.training.optimiser import optimiser_arguments
-from frozencore.tune.training.recipe import Recipe
+from frozencore.tune.training.recipe import Recipe, optimiser_arguments
 from frozencore.tune.training.train import train
 from resumed import require_bit_equal_resume
 from tiny import ATTENTION, VOCABULARY, draw_examples, tiny_llama, tiny_qwen2

@@ -13,16 +13,17 @@ from datasets.arrow_writer import ArrowWriter
 from frozencore.errors import DataError
 from frozencore.files.hub import HUB_TIMEOUT_S
 from frozencore.tune.suite import PAPER_TASKS, TASKS, TEXT_TASKS
-from frozencore.tune.tasks import arc_challenge, gsm8k, hellaswag, svamp, winogrande
 from frozencore.tune.tasks.answers import parse_answer, parse_number
 from frozencore.tune.tasks.glue import SST2
 from frozencore.tune.tasks.hub_rows import HubDataset
+from frozencore.tune.tasks.math_problems import GSM8K, SVAMP
+from frozencore.tune.tasks.questions import ARC_CHALLENGE, HELLASWAG, WINOGRANDE
 
 SVAMP_ROW = {"Body": "Tom has 3 pens", "Question": "How many pens has he?", "Answer": "3"}
 
 
 def test_a_svamp_row_is_a_question_with_a_marked_number() -> None:
-    example = svamp.to_example(SVAMP_ROW, "train-0")
+    example = SVAMP.to_example(SVAMP_ROW, "train-0")
     assert example.prompt.startswith("Question: Tom has 3 pens. How many pens has he?\n")
     assert example.completion == " The answer is: 3"
     assert example.choices == ()
@@ -37,9 +38,9 @@ def test_an_sst2_row_is_a_choice_between_two_words() -> None:
 @pytest.mark.parametrize(
     ("to_example", "row", "column"),
     [
-        (svamp.to_example, SVAMP_ROW | {"Answer": "three"}, "Answer"),
-        (svamp.to_example, SVAMP_ROW | {"Body": " "}, "Body"),
-        (svamp.to_example, {"Body": "a", "Answer": "1"}, "Question"),
+        (SVAMP.to_example, SVAMP_ROW | {"Answer": "three"}, "Answer"),
+        (SVAMP.to_example, SVAMP_ROW | {"Body": " "}, "Body"),
+        (SVAMP.to_example, {"Body": "a", "Answer": "1"}, "Question"),
         (SST2.to_example, {"sentence": "a", "label": -1}, "label"),
         (SST2.to_example, {"sentence": "a", "label": 2}, "label"),
         (SST2.to_example, {"sentence": "a", "label": None}, "label"),
@@ -61,26 +62,26 @@ ARC_ROW = {
 
 def test_a_gsm8k_row_loses_its_calculator_notes_and_keeps_its_marker() -> None:
     answer = "She had 12/60 = $<<12/60=0.2>>0.2 per minute.\n#### 1,010"
-    example = gsm8k.to_example({"question": "How much?", "answer": answer}, "train-0")
+    example = GSM8K.to_example({"question": "How much?", "answer": answer}, "train-0")
     assert example.completion == " She had 12/60 = $0.2 per minute.\n#### 1,010"
     assert parse_answer(example.completion) == 1010
 
 
 def test_an_arc_row_has_any_number_of_options_and_any_labels() -> None:
-    example = arc_challenge.to_example(ARC_ROW, "train-0")
+    example = ARC_CHALLENGE.to_example(ARC_ROW, "train-0")
     assert example.choices == (" dew", " fog", " ice")
     assert example.completion == " ice"
     assert example.prompt == "Question: Why?\nOptions:\n- dew\n- fog\n- ice\nAnswer:"
     five = {"text": list("vwxyz"), "label": list("ABCDE")}
-    assert arc_challenge.to_example(ARC_ROW | {"choices": five, "answerKey": "E"}, "train-0").completion == " z"
+    assert ARC_CHALLENGE.to_example(ARC_ROW | {"choices": five, "answerKey": "E"}, "train-0").completion == " z"
 
 
 def test_real_arc_has_numeric_keys_and_rows_with_three_and_five_options(shared_data: Path) -> None:
-    rows = [r for s in ("train", "evaluation") for r in arc_challenge.TASK.source.rows(s, shared_data)]  # type: ignore[arg-type]
+    rows = [r for s in ("train", "evaluation") for r in ARC_CHALLENGE.source.rows(s, shared_data)]  # type: ignore[arg-type]
     assert any(row["answerKey"].isdigit() for row in rows)
     assert {len(row["choices"]["label"]) for row in rows} == {3, 4, 5}
     for row in rows:
-        example = arc_challenge.to_example(row, "row")
+        example = ARC_CHALLENGE.to_example(row, "row")
         assert (
             example.completion == " " + row["choices"]["text"][row["choices"]["label"].index(row["answerKey"])].strip()
         )
@@ -115,8 +116,8 @@ def test_hellaswag_reads_alike_with_the_hubs_tags_and_without() -> None:
         "ctx": "How to sleep. Go to bed. Turn off the light.",
         "endings": ["Lie down.", "Get up.", "Run.", "Eat."],
     }
-    example = hellaswag.to_example(tagged, "row")
-    assert example == hellaswag.to_example(clean, "row")
+    example = HELLASWAG.to_example(tagged, "row")
+    assert example == HELLASWAG.to_example(clean, "row")
     assert example.prompt == "Health: How to sleep. Go to bed. Turn off the light."
     assert example.completion == " Lie down."
 
@@ -124,14 +125,14 @@ def test_hellaswag_reads_alike_with_the_hubs_tags_and_without() -> None:
 @pytest.mark.parametrize(
     ("to_example", "row", "column"),
     [
-        (gsm8k.to_example, {"question": "a", "answer": "no marker 5"}, "answer"),
-        (arc_challenge.to_example, ARC_ROW | {"answerKey": "A"}, "answerKey"),
-        (arc_challenge.to_example, ARC_ROW | {"choices": None}, "choices"),
-        (arc_challenge.to_example, ARC_ROW | {"choices": {"text": ["a", " "], "label": ["1", "2"]}}, "choices.text"),
-        (arc_challenge.to_example, ARC_ROW | {"choices": {"text": ["a", "b"], "label": ["1", "2", "3"]}}, "choices"),
-        (hellaswag.to_example, {"activity_label": "a", "ctx": "b", "endings": ["[x]", "c"], "label": "0"}, "endings"),
-        (hellaswag.to_example, {"activity_label": "a", "ctx": "b", "endings": ["c", "d"], "label": ""}, "label"),
-        (winogrande.to_example, {"sentence": "no blank", "option1": "a", "option2": "b", "answer": "1"}, "sentence"),
+        (GSM8K.to_example, {"question": "a", "answer": "no marker 5"}, "answer"),
+        (ARC_CHALLENGE.to_example, ARC_ROW | {"answerKey": "A"}, "answerKey"),
+        (ARC_CHALLENGE.to_example, ARC_ROW | {"choices": None}, "choices"),
+        (ARC_CHALLENGE.to_example, ARC_ROW | {"choices": {"text": ["a", " "], "label": ["1", "2"]}}, "choices.text"),
+        (ARC_CHALLENGE.to_example, ARC_ROW | {"choices": {"text": ["a", "b"], "label": ["1", "2", "3"]}}, "choices"),
+        (HELLASWAG.to_example, {"activity_label": "a", "ctx": "b", "endings": ["[x]", "c"], "label": "0"}, "endings"),
+        (HELLASWAG.to_example, {"activity_label": "a", "ctx": "b", "endings": ["c", "d"], "label": ""}, "label"),
+        (WINOGRANDE.to_example, {"sentence": "no blank", "option1": "a", "option2": "b", "answer": "1"}, "sentence"),
     ],
 )
 def test_a_bad_row_of_the_other_tasks_is_named_too(to_example, row: dict[str, object], column: str) -> None:  # type: ignore[no-untyped-def]
@@ -158,7 +159,7 @@ def test_every_real_row_is_an_example(name: str, shared_data: Path) -> None:
         examples = [task.to_example(row, f"{split}-{i}") for i, row in enumerate(rows)]
         assert len(examples) >= least
         assert all(not example.choices or example.completion in example.choices for example in examples)
-        if task is svamp.TASK:
+        if task is SVAMP:
             assert all(
                 parse_answer(e.completion) == parse_number(r["Answer"]) for e, r in zip(examples, rows, strict=True)
             )

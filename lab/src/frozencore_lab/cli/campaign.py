@@ -127,7 +127,7 @@ def one(
 @campaign_app.command()
 def status(folder: Folder) -> None:
     """Show how many runs are done, running, failed and left, the time to go, and why runs failed."""
-    from frozencore_lab.cli.campaign_status import status_lines
+    from frozencore_lab.campaign.results import status_lines
 
     for part in status_lines(folder):
         console.print(part, highlight=False)

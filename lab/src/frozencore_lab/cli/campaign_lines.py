@@ -18,14 +18,13 @@ from frozencore.words import Progress, num_of
 from frozencore_lab.campaign.driver import drive
 from frozencore_lab.campaign.estimate import SearchRows, search_rows
 from frozencore_lab.campaign.plan import Planned, most_further_trials, plan
-from frozencore_lab.campaign.results import Tally, tally
+from frozencore_lab.campaign.results import Tally, failure_lines, tally
 from frozencore_lab.campaign.shared_moments import needs_of
 from frozencore_lab.campaign.spec import Campaign, read_campaign
 from frozencore_lab.campaign.store import Store
 from frozencore_lab.campaign.worker import Place, Worker
 from frozencore_lab.campaign.worker_pool import LocalPool, OwnProcess, WorkerPool
 from frozencore_lab.cli.board import Board
-from frozencore_lab.cli.campaign_status import failure_lines
 
 MOST_WORKERS = 8  # by default, on a machine without GPUs
 

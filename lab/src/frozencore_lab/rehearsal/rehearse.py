@@ -1,10 +1,13 @@
-"""From a specification to an account of its report: every run of it, small, through the campaign's own engine."""
+"""From a specification to an account of its report: every run of it, small, through the campaign's own engine.
+
+The account names every empty cell of every table, every missing figure, and every run that has no result.
+"""
 
 from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,19 +16,98 @@ from frozencore.errors import ArtifactError, ModelError
 from frozencore.files.whole_file import require_writable, write_json
 from frozencore.tune.run.record import Failure
 from frozencore_lab.campaign.driver import Watch, drive
-from frozencore_lab.campaign.plan import plan
+from frozencore_lab.campaign.plan import Planned, plan
 from frozencore_lab.campaign.results import load_results
 from frozencore_lab.campaign.spec import Campaign
 from frozencore_lab.campaign.store import Store
 from frozencore_lab.campaign.worker import Worker
 from frozencore_lab.campaign.worker_pool import WorkerPool
-from frozencore_lab.rehearsal.account import Lack, StudyAccount, account_of
 from frozencore_lab.rehearsal.models import LAYERS, Original, find_original, make_stand_in
 from frozencore_lab.rehearsal.needs import Need, real_needs
 from frozencore_lab.rehearsal.rehearsal_rows import FewRows, RehearsalPlace, lay_out
 from frozencore_lab.rehearsal.sample import Sample
 from frozencore_lab.reports.campaign import campaign_document
+from frozencore_lab.reports.document import Document, Section
+from frozencore_lab.reports.figures import asked_figures
+from frozencore_lab.reports.sheet import Line, Sheet, SheetCell
 from frozencore_lab.reports.writing import write_document
+
+
+@dataclass(frozen=True)
+class Lack:
+    """Something that a report should show and cannot.
+
+    Attributes:
+        study: The section.
+        where: Table, row and column; or the figure, or the run.
+    """
+
+    study: str
+    where: str
+    why: str
+
+
+@dataclass(frozen=True)
+class StudyAccount:
+    """One section of a report, counted."""
+
+    name: str
+    title: str
+    num_tables: int
+    num_figures: int
+    filled: int
+    lacks: tuple[Lack, ...]
+
+
+def account_of(document: Document, planned: Sequence[Planned], store: Store) -> list[StudyAccount]:
+    """Count a report's cells and figures.
+
+    Args:
+        planned: The campaign's runs: a trial that failed empties no cell, but chooses among fewer.
+    """
+    studies = {study.name: study.study for campaign in document.campaigns for study in campaign.studies}
+    accounts = []
+    for section in document.sections:
+        lacks = list(_empty_cells(section))
+        asked = asked_figures(studies[section.name]) if section.name in studies else ()
+        if asked and not section.drawings:
+            lacks.append(Lack(section.name, f"figure: {' and '.join(asked)}", "there is nothing to draw"))
+        lacks += _failed_trials(section.name, planned, store)
+        filled = sum(not cell.is_empty for table in section.tables for _, _, cell in _numbers(table.sheet))
+        accounts.append(
+            StudyAccount(section.name, section.title, len(section.tables), len(section.drawings), filled, tuple(lacks))
+        )
+    return accounts
+
+
+def _numbers(sheet: Sheet) -> Iterator[tuple[Line, int, SheetCell]]:
+    """The cells of a sheet that are neither labels nor left blank."""
+    for line in (*sheet.rows, *sheet.foot):
+        for place, cell in enumerate(line):
+            if place >= sheet.num_labels and cell.text:
+                yield line, place, cell
+
+
+def _empty_cells(section: Section) -> Iterator[Lack]:
+    for table in section.tables:
+        sheet = table.sheet
+        for line, place, cell in _numbers(sheet):
+            if cell.is_empty:
+                row = ", ".join(label.text for label in line[: sheet.num_labels] if label.text)
+                messages = [run.message for run in cell.runs if run.value is None and run.message]
+                why = messages[0] if messages else cell.hint or "no reason is known"
+                yield Lack(section.name, f"{sheet.name}: {row}, {sheet.headings[place]}", why)
+        if table.remark:
+            yield Lack(section.name, sheet.name, table.remark)
+
+
+def _failed_trials(study: str, planned: Sequence[Planned], store: Store) -> Iterator[Lack]:
+    for run in planned:
+        failure = store.outcome(run.job.id) if run.job and run.study == study and run.phase == "search" else None
+        if isinstance(failure, Failure):
+            axes = ", ".join(f"{name} {value}" for name, value in run.axes.items() if name != "model")
+            yield Lack(study, f"trial: {axes}", f"{failure.reason}: {failure.message}")
+
 
 MARK = "rehearsal.json"
 

@@ -23,8 +23,7 @@ from frozencore.calibration.sketch import crossed
 from frozencore.constructors import LayerEvidence
 from frozencore.constructors.basis_options import trained_values
 from frozencore.errors import CalibrationError
-from frozencore.maths.agreement import gains_of
-from frozencore.maths.allocation import allocate_ranks, num_candidates
+from frozencore.maths.allocation import allocate_ranks, gains_of, num_candidates
 from frozencore.maths.moments import LayerMoments
 from frozencore.ranks import all_ranks_or_none, gathered, own_rank
 from frozencore.words import Progress

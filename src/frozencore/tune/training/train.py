@@ -46,8 +46,7 @@ from frozencore.tune.training.batching import (
 from frozencore.tune.training.callbacks import LossMonitor, Seal, StateHeld, StopWhenAsked
 from frozencore.tune.training.checkpoints import Stop, disk_errors_told, starting_point, stop_held_back
 from frozencore.tune.training.lora_rounds import LoRARounds
-from frozencore.tune.training.optimiser import readable_state, training_arguments
-from frozencore.tune.training.recipe import PLAIN, UNREFRESHED, Recipe
+from frozencore.tune.training.recipe import PLAIN, UNREFRESHED, Recipe, readable_state, training_arguments
 from frozencore.tune.training.reporting import Reports
 from frozencore.tune.training.selection import NoBetterError, Selected, Selection, Selector
 from frozencore.tune.training.trainer import (
