@@ -1,0 +1,267 @@
+"""Rows of 24 tenants from six public data sets, each of which wants something of its own of the same model.
+
+    python benchmarks/tenant_rows.py --data-root DIR --out rows      # the same files each time, to the byte
+
+Tenants differ by topic (HellaSwag's activities, QNLI's question words), by length (SST-2), by source (CoLA's
+publications, which stand one after the other) and by the answers that they want: other words, capitals, swapped
+labels, letters, signs. Each has rows to train on, rows to choose learning rates on, and held-out rows. No text comes
+twice, in one tenant or in two. Where all rows of a tenant have the same choices, each is the answer equally often.
+
+A third of the tenants takes no part in calibration; SVAMP is a task that no calibrated tenant has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from hashlib import sha256
+from pathlib import Path
+
+from frozencore.files.whole_file import write_json
+from frozencore.tune.rows import Example, Row
+from frozencore.tune.suite import find_task
+from frozencore.tune.tasks import Split
+from frozencore.tune.tasks.splits import normalised_text
+
+SEED = 0
+VALIDATION, HELD_OUT = 32, 48
+LONGEST = 240  # characters of a prompt
+SPLITS: tuple[Split, ...] = ("train", "validation", "evaluation")
+PARTS = ("train", "validation", "held-out")
+MANIFEST = "manifest.json"
+
+SPORT = (
+    r"soccer|tennis|hockey|polo|ball|karate|boxing|fencing|jump|vault|put$|discus|swim|surf|ski|boarding|BMX|motocross"
+    r"|marathon|cricket|lacrosse|squash|badminton|bars|pommel|snatch|jerk|gymnast|archery|hurling|rowing|climbing"
+)
+CARE = r"hair|makeup|lenses|teeth|shav|tattoo|piercing|sunscreen|curlers|face|hands|mouthwash|nails"
+HOME = (
+    r"clean|moop|vacuum|iron|wash|grass|lawn|roof|carpet|wallpaper|paint|forniture|shovel|window|fixing|plaster|weld"
+    r"|hedges|leaves|knives|cake|pasta|salad|sandwich|lemonade|cookies|drinks|shoes"
+)
+OTHERS = f"{CARE}|{SPORT}"
+
+
+@dataclass(frozen=True)
+class Made:
+    """An example with what a tenant is chosen by.
+
+    Attributes:
+        place: Where the row stands in its split, from 0 to 1.
+    """
+
+    row: Row
+    example: Example
+    place: float
+
+
+@dataclass(frozen=True)
+class TenantPlan:
+    """A tenant: how many rows of a task it trains on, which of them are its own, and how it wants them answered.
+
+    Attributes:
+        takes: Whether a row may be the tenant's.
+        styled: The row as the tenant writes it.
+        calibrated: Whether the shared bases are chosen for it among others.
+    """
+
+    task: str
+    num_train: int
+    about: str
+    takes: Callable[[Made], bool] = lambda _: True
+    styled: Callable[[Made], Example] = lambda made: made.example
+    calibrated: bool = True
+
+
+def answers(**words: str) -> Callable[[Made], Example]:
+    """Other words for the answers of a task."""
+    named = {f" {old}": f" {new}" for old, new in words.items()}
+
+    def restyled(made: Made) -> Example:
+        example = made.example
+        choices = tuple(named[choice] for choice in example.choices)
+        return replace(example, completion=named[example.completion], choices=choices)
+
+    return restyled
+
+
+def words_in(made: Made) -> int:
+    return len(str(made.row["sentence"]).split())
+
+
+def of_middle_length(made: Made) -> bool:
+    return 8 < words_in(made) < 16
+
+
+def first_word(word: str) -> Callable[[Made], bool]:
+    return lambda made: str(made.row["question"]).lower().startswith(word)
+
+
+def topic(pattern: str, without: str = "$^") -> Callable[[Made], bool]:
+    def takes(made: Made) -> bool:
+        activity = str(made.row["activity_label"])
+        return bool(re.search(pattern, activity, re.IGNORECASE)) and not re.search(without, activity, re.IGNORECASE)
+
+    return takes
+
+
+def lettered(made: Made) -> Example:
+    """Options with letters, of which one is the answer."""
+    question, options = made.example.prompt.split("\nOptions:")[0], made.example.choices
+    letters = [f" {letter}" for letter in "ABCDE"[: len(options)]]
+    listed = (f"{letter.strip()}.{option}" for letter, option in zip(letters, options, strict=True))
+    answer = letters[options.index(made.example.completion)]
+    return replace(
+        made.example, prompt="\n".join((question, *listed, "Letter:")), completion=answer, choices=tuple(letters)
+    )
+
+
+OPERATIONS = {"Addition": "+", "Subtraction": "-", "Multiplication": "*", "Common-Division": "/"}
+
+
+def operation(signs: bool) -> Callable[[Made], Example]:
+    """Which operation solves a word problem, in a word or as a sign."""
+
+    def styled(made: Made) -> Example:
+        names = {kind: sign if signs else kind.lower().removeprefix("common-") for kind, sign in OPERATIONS.items()}
+        asked = made.example.prompt.split("\nEnd with")[0]
+        prompt = f"{asked}\n{'Sign' if signs else 'Operation'}:"
+        choices = tuple(f" {name}" for name in names.values())
+        return Example(made.example.id, prompt, f" {names[str(made.row['Type'])]}", choices)
+
+    return styled
+
+
+def has_operation(made: Made) -> bool:
+    return made.row["Type"] in OPERATIONS
+
+
+SWAPPED = answers(negative="positive", positive="negative")
+CAPITALS = answers(negative="NEGATIVE", positive="POSITIVE")
+STARS = answers(negative="one star", positive="five stars")
+TENANTS: dict[str, TenantPlan] = {
+    "sst2-short": TenantPlan("sst2", 300, "reviews of at most 8 words", lambda made: words_in(made) <= 8),
+    "sst2-long": TenantPlan("sst2", 128, "reviews of 16 words or more", lambda made: words_in(made) >= 16),
+    "sst2-middle": TenantPlan("sst2", 160, "reviews of 9 to 15 words", of_middle_length, calibrated=False),
+    "sst2-swapped": TenantPlan("sst2", 160, "says the opposite", styled=SWAPPED),
+    "sst2-upper": TenantPlan("sst2", 128, "answers in capitals", styled=CAPITALS),
+    "sst2-stars": TenantPlan("sst2", 128, "answers in stars", styled=STARS, calibrated=False),
+    "sst2-german": TenantPlan("sst2", 80, "answers in German", styled=answers(negative="schlecht", positive="gut")),
+    "cola-first": TenantPlan("cola", 240, "sentences of the first publications", lambda made: made.place < 0.3),
+    "cola-middle": TenantPlan("cola", 160, "sentences of later publications", lambda made: 0.35 < made.place < 0.6),
+    "cola-last": TenantPlan("cola", 128, "sentences of the last publications", lambda made: made.place > 0.7),
+    "cola-star": TenantPlan("cola", 128, "marks sentences with ok or *", styled=answers(yes="ok", no="*")),
+    "cola-swapped": TenantPlan("cola", 160, "says the opposite", styled=answers(yes="no", no="yes"), calibrated=False),
+    "qnli-what": TenantPlan("qnli", 64, "questions that begin with what", first_word("what")),
+    "qnli-who": TenantPlan("qnli", 64, "questions that begin with who", first_word("who")),
+    "qnli-how": TenantPlan("qnli", 64, "questions that begin with how", first_word("how"), calibrated=False),
+    "qnli-upper": TenantPlan("qnli", 80, "answers in capitals", styled=answers(yes="YES", no="NO")),
+    "arc-which": TenantPlan("arc_challenge", 80, "questions that begin with which", first_word("which")),
+    "arc-other": TenantPlan("arc_challenge", 64, "the other questions", lambda made: not first_word("which")(made)),
+    "arc-letters": TenantPlan("arc_challenge", 64, "answers with a letter", styled=lettered, calibrated=False),
+    "hellaswag-sport": TenantPlan("hellaswag", 80, "captions of sports", topic(SPORT, CARE)),
+    "hellaswag-care": TenantPlan("hellaswag", 50, "captions of personal care", topic(CARE)),
+    "hellaswag-home": TenantPlan("hellaswag", 64, "captions of work at home", topic(HOME, OTHERS), calibrated=False),
+    "svamp-operation": TenantPlan("svamp", 64, "names the operation", has_operation, operation(False), False),
+    "svamp-sign": TenantPlan("svamp", 64, "gives the operation's sign", has_operation, operation(True), False),
+}  # fmt: skip
+SEARCHED = ("sst2-short", "cola-middle", "qnli-what")  # their validation rows choose the learning rates
+
+
+@dataclass(frozen=True)
+class Tenant:
+    """The rows of one tenant by part."""
+
+    plan: TenantPlan
+    rows: Mapping[str, Sequence[Example]]
+
+
+def rows_of(task: str, data_root: Path | None) -> list[Made]:
+    """All rows of a task, those with equal texts once, without those with long prompts."""
+    found = find_task(task)
+    made: dict[str, Made] = {}
+    for split in SPLITS:
+        rows = found.source.rows(split, data_root)
+        for number, row in enumerate(rows):
+            example = found.to_example(row, f"{task}-{split}-{number}")
+            if len(example.prompt) <= LONGEST:
+                made.setdefault(normalised_text(example), Made(row, example, number / len(rows)))
+    return list(made.values())
+
+
+def make_tenants(
+    plans: Mapping[str, TenantPlan], data_root: Path | None, *, validation: int = VALIDATION, held_out: int = HELD_OUT
+) -> dict[str, Tenant]:
+    """Draw the rows of each tenant, in the order of a hash, from those that no tenant before it has.
+
+    Raises:
+        SystemExit: A tenant's task has too few rows of its kind.
+    """
+    pools = {task: rows_of(task, data_root) for task in dict.fromkeys(plan.task for plan in plans.values())}
+    made = {}
+    for name, plan in plans.items():
+        pool = [one for one in pools[plan.task] if plan.takes(one)]
+        pool.sort(key=lambda one: sha256(f"{SEED}:{name}:{one.example.id}".encode()).digest())
+        wanted = {"train": plan.num_train, "validation": validation, "held-out": held_out}
+        drawn = list(evenly([(one, plan.styled(one)) for one in pool], sum(wanted.values())))
+        if len(drawn) < sum(wanted.values()):
+            raise SystemExit(f"The tenant {name} needs {sum(wanted.values())} rows, but {plan.task} has {len(drawn)}.")
+        taken = {one.example.id for one, _ in drawn}
+        pools[plan.task] = [one for one in pools[plan.task] if one.example.id not in taken]
+        examples = iter(example for _, example in drawn)
+        made[name] = Tenant(plan, {part: [next(examples) for _ in range(size)] for part, size in wanted.items()})
+    return made
+
+
+def evenly(pool: Sequence[tuple[Made, Example]], count: int) -> Iterator[tuple[Made, Example]]:
+    """So many rows in their order; if all have the same choices, each in turn is the answer."""
+    if len({example.choices for _, example in pool}) > 1:
+        yield from pool[:count]
+        return
+    by_answer: dict[str, list[tuple[Made, Example]]] = defaultdict(list)
+    for one in reversed(pool):
+        by_answer[one[1].completion].append(one)
+    for number in range(count):
+        own = by_answer[pool[0][1].choices[number % len(pool[0][1].choices)]]
+        if own:
+            yield own.pop()
+
+
+def write_tenants(tenants: Mapping[str, Tenant], out: Path) -> dict[str, object]:
+    """Write ``out/PART/NAME.jsonl`` and the manifest, which says what each tenant is and hashes its rows."""
+    about: dict[str, object] = {}
+    for name, tenant in tenants.items():
+        hashes = {}
+        for part, rows in tenant.rows.items():
+            lines = "".join(json.dumps(asdict(row), ensure_ascii=False) + "\n" for row in rows)
+            file = out / part / f"{name}.jsonl"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(lines, encoding="utf-8")
+            hashes[part] = sha256(lines.encode()).hexdigest()
+        about[name] = {
+            "task": tenant.plan.task,
+            "about": tenant.plan.about,
+            "calibrated": tenant.plan.calibrated,
+            "rows": {part: len(rows) for part, rows in tenant.rows.items()},
+            "sha256": hashes,
+        }
+    manifest = {"seed": SEED, "longest_prompt": LONGEST, "searched": list(SEARCHED), "tenants": about}
+    write_json(out / MANIFEST, manifest)
+    return manifest
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data-root", type=Path, help="Folder that holds the data sets under their hub ids.")
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    write_tenants(make_tenants(TENANTS, options.data_root), options.out)
+    print(f"{len(TENANTS)} tenants: {options.out}/{{{','.join(PARTS)}}}/NAME.jsonl and {options.out}/{MANIFEST}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,435 @@
+"""Does one shared basis cost quality? 24 tenants on SmolLM2 with cores on their own basis, on shared ones, or LoRAs.
+
+    make smollm2
+    OMP_NUM_THREADS=1 python benchmarks/tenants_quality.py --data-root DIR --corpus FILE.jsonl.xz    # hours; goes on
+    python benchmarks/tenants_quality.py --quick --out FILE     # made-up tenants on the pocket model: does it run?
+
+The tenants are those of tenant_rows.py. Arms: ``own`` is FCCA on each tenant's own rows; ``mean`` is one FCCA of the
+rows of all calibrated tenants; ``grouped`` is FCCA for groups; ``generic`` is FCCA on plain English prose; ``weights``
+is LoRA-XS and ``random`` a random basis; ``lora`` trains a LoRA for each tenant. All train by one recipe. The learning
+rate of each arm is searched on validation rows of three tenants, by factors of two until the best one has others on
+both sides, at rank 16 (LoRA: at each rank) and seed 42, and holds for all tenants, ranks and seeds.
+
+A line of the results is one tenant in one arm, at one rank and seed: loss in nats per answer token without the end
+token, accuracy, the share of the tenant's whitened moment that the basis holds, and bytes. Lines that are there are not
+measured again. Prompts are plain, and attention is ``eager``, which on a CPU trains short rows faster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import lzma
+import math
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from hashlib import sha256
+from pathlib import Path
+from statistics import fmean
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from peft import PeftModel
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from contestants import ATTENTION
+from frozencore import calibrate, frozen_core_layers, save_basis, swap_core
+from frozencore.adapter.bases.access import basis_fingerprint, get_bases
+from frozencore.calibration.batches import Batch
+from frozencore.calibration.calibration_options import CalibrationOptions
+from frozencore.calibration.collect import collect_moments
+from frozencore.files.fingerprint import fingerprint_model
+from frozencore.maths.basis import known_basis
+from frozencore.maths.capture import CAPTURE_NEEDS, capture
+from frozencore.maths.moments import LayerMoments
+from frozencore.tune.methods import METHODS, AdapterOptions
+from frozencore.tune.rows import Example, TokenRow
+from frozencore.tune.rows.prompts import PromptEncoder
+from frozencore.tune.rows.token_batches import make_batches
+from frozencore.tune.run.models import load_model
+from frozencore.tune.run.provenance import provenance
+from frozencore.tune.scoring.choice import predict_choices
+from frozencore.tune.scoring.forward import take_off
+from frozencore.tune.tasks.splits import calibration_rows
+from frozencore.tune.training.batching import pass_tokens_of
+from frozencore.tune.training.many.tenant import Tenant as CoreTenant
+from frozencore.tune.training.many.train import train_many
+from frozencore.tune.training.recipe import Recipe
+from frozencore.tune.training.train import train
+from harness import RESULTS
+from tenant_rows import SEARCHED, TENANTS, Tenant, TenantPlan, make_tenants, write_tenants
+
+CORE_ARMS = {
+    "own": "fcca", "mean": "fcca", "grouped": "fcca", "generic": "fcca", "weights": "lora_xs", "random": "random",
+}  # fmt: skip
+RATES = {"own": 1e-2, "lora": 4e-3}
+"""Where a search begins: this rate, twice it and half of it."""
+RANK, SEEDS = 16, (42, 43, 44)
+ROWS_A_STEP, FEWEST_STEPS, WARMUP = 8, 16, 0.1
+CALIBRATION, PROSE = 64, 384  # rows of each tenant, and texts of PROSE_WORDS words
+PROSE_WORDS = 48
+FURTHER_RATES = 3
+
+Arm = tuple[str, int]
+"""The name of an arm and its rank."""
+Record = dict[str, Any]
+Moments = Mapping[str, LayerMoments]
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How large the study is."""
+
+    arms: Sequence[Arm]
+    more: Sequence[Arm] = ()
+    seeds: Sequence[int] = SEEDS
+    searched: Sequence[str] = SEARCHED
+
+
+FULL = Scale(
+    arms=[(arm, RANK) for arm in ("own", "mean", "grouped")]
+    + [("lora", 1), ("lora", RANK)]
+    + [(arm, RANK) for arm in ("generic", "weights", "random")],
+    more=[(arm, rank) for rank in (8, 32) for arm in ("own", "grouped")],
+)
+QUICK = Scale(arms=[*((arm, 4) for arm in CORE_ARMS), ("lora", 1)], seeds=(42,), searched=("sentiment-a",))
+QUICK_TENANTS = {
+    f"{kind}-{letter}": TenantPlan(f"pocket-{kind}", 24, "made up", calibrated=letter == "a")
+    for kind in ("sentiment", "entailment")
+    for letter in "ab"
+}
+
+
+@dataclass
+class Results:
+    """The lines of a file, one for each measurement, by what they measure."""
+
+    file: Path
+    common: Record
+    found: dict[tuple[Any, ...], Record] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.file.exists():
+            for line in self.file.read_text(encoding="utf-8").splitlines():
+                record = json.loads(line)
+                self.found[self.key(record)] = record
+
+    @staticmethod
+    def key(record: Mapping[str, Any]) -> tuple[Any, ...]:
+        rate = record.get("learning_rate") if record["phase"] == "search" else None
+        return (*(record.get(name) for name in ("phase", "arm", "rank", "seed", "tenant")), rate)
+
+    def has(self, **record: Any) -> bool:
+        return self.key(record) in self.found
+
+    def add(self, **record: Any) -> None:
+        whole = {name: rounded(value) for name, value in {**record, **self.common}.items()}
+        self.found[self.key(whole)] = whole
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        with self.file.open("a", encoding="utf-8") as lines:
+            lines.write(json.dumps(whole) + "\n")
+        said = ("phase", "arm", "rank", "seed", "tenant", "learning_rate", "loss", "accuracy", "share")
+        print(time.strftime("%H:%M:%S"), *(f"{name}={whole[name]}" for name in said if name in whole), flush=True)
+
+
+def rounded(value: Any) -> Any:
+    return float(f"{value:.6g}") if isinstance(value, float) else value
+
+
+@dataclass
+class Study:
+    """The model, the tenants as text and as tokens, and what has been measured."""
+
+    model: PreTrainedModel
+    encoder: PromptEncoder
+    tenants: Mapping[str, Tenant]
+    prose: Sequence[str]
+    results: Results
+    scale: Scale
+    _moments: tuple[int, dict[str, Moments]] | None = None
+    _bases: dict[tuple[str, int, int], dict[str, Tensor]] = field(default_factory=dict)
+
+    @cached_property
+    def train_rows(self) -> dict[str, list[TokenRow]]:
+        return {name: self.tokens(tenant.rows["train"]) for name, tenant in self.tenants.items()}
+
+    @property
+    def calibrated(self) -> list[str]:
+        return [name for name, tenant in self.tenants.items() if tenant.plan.calibrated]
+
+    def tokens(self, examples: Sequence[Example]) -> list[TokenRow]:
+        return self.encoder.training_rows([self.encoder.render(example) for example in examples])
+
+    def recipe(self, name: str, rate: float, seed: int) -> Recipe:
+        """As many epochs as make sixteen steps."""
+        rows = len(self.train_rows[name])
+        epochs = math.ceil(FEWEST_STEPS / math.ceil(rows / ROWS_A_STEP))
+        return Recipe(rate, WARMUP, epochs=epochs, batch_size=ROWS_A_STEP, accumulation=1, seed=seed)
+
+    def calibration_batches(self, name: str, seed: int) -> list[Batch]:
+        return self.batches(self.tokens(calibration_rows(self.tenants[name].rows["train"], CALIBRATION, seed=seed)))
+
+    def batches(self, rows: Iterable[TokenRow]) -> list[Batch]:
+        """By length, so that little is padding."""
+        by_length = sorted(rows, key=lambda row: len(row.input_ids))
+        return list(make_batches(by_length, pad_id=self.encoder.pad_id, batch_size=ROWS_A_STEP))
+
+    def adapter(self, arm: str, rank: int, seed: int, bases: Mapping[str, Tensor] | None = None) -> PeftModel:
+        options = AdapterOptions(rank, ATTENTION, seed, {})
+        return METHODS[CORE_ARMS.get(arm, arm)].add(self.model, options, bases)
+
+    def moments(self, seed: int) -> dict[str, Moments]:
+        """Of each tenant's calibration rows; kept for all arms and ranks of a seed."""
+        if self._moments is None or self._moments[0] != seed:
+            self._moments = None
+            bare = self.adapter("random", 1, 0)
+            names = list(frozen_core_layers(bare, "default"))
+            take_off(bare)
+            layers = {name: self.model.get_submodule(name) for name in names}
+            options = CalibrationOptions(seed=seed)
+            found = {
+                name: collect_moments(
+                    self.model, self.calibration_batches(name, seed), layers, needs=CAPTURE_NEEDS, options=options
+                )
+                for name in self.tenants
+            }
+            self._moments = seed, found
+        return self._moments[1]
+
+    def with_basis(self, arm: str, rank: int, seed: int) -> PeftModel:
+        """The model with the shared basis of an arm, which is computed once; of ``own`` one without a basis yet."""
+        if (arm, rank, seed) in self._bases:
+            return self.adapter(arm, rank, seed, self._bases[arm, rank, seed])
+        model, options = self.adapter(arm, rank, seed), CalibrationOptions(seed=seed)
+        if arm == "mean":
+            pooled: dict[str, LayerMoments] = {}
+            for name in self.calibrated:
+                for layer, found in self.moments(seed)[name].items():
+                    pooled[layer] = pooled[layer] + found if layer in pooled else found
+            calibrate(model, moments=pooled, options=options, progress=False)
+        elif arm == "grouped":
+            groups = {name: self.calibration_batches(name, seed) for name in self.calibrated}
+            calibrate(model, groups=groups, options=options, progress=False)
+        elif arm == "generic":
+            texts = [Example(f"prose-{number}", "", text) for number, text in enumerate(self.prose)]
+            calibrate(model, self.batches(self.tokens(texts)), options=options, progress=False)
+        if arm != "own":
+            self._bases[arm, rank, seed] = get_bases(model)
+        return model
+
+    def share(self, model: PeftModel, name: str, seed: int) -> float:
+        """The share of a tenant's whitened moment that the basis holds, in the mean over layers with a gradient."""
+        shares = []
+        for layer_name, layer in frozen_core_layers(model, "default").items():
+            P, Q, _ = layer.factors("default")
+            found = capture(self.moments(seed)[name][layer_name], known_basis(P.float(), Q.float()))
+            if found.energy:
+                shares.append(found.J / found.energy)
+        return fmean(shares)
+
+    def score(self, model: Any, name: str, part: str) -> Record:
+        """Loss in nats per token of the right answers, and the share of rows whose right answer is the likeliest."""
+        examples = self.tenants[name].rows[part]
+        predictions = predict_choices(model, self.encoder, examples)
+        tokens = self.encoder.choice_rows([self.encoder.render(example) for example in examples])
+        gold = [example.choices.index(example.completion) for example in examples]
+        nats = -sum(one.logprobs[place] for one, place in zip(predictions, gold, strict=True))
+        count = sum(len(row.choice_ids[place]) for row, place in zip(tokens, gold, strict=True))
+        return {"loss": nats / count, "accuracy": fmean(one.correct for one in predictions)}
+
+    def run(self) -> None:
+        """Measure everything that is missing, what counts most first."""
+        for name in self.tenants:
+            if not self.results.has(phase="base", tenant=name):
+                self.results.add(phase="base", tenant=name, **self.score(self.model, name, "held-out"))
+        for seed in self.scale.seeds:
+            for arm in self.scale.arms:
+                self.measure(arm, seed, self.search(*arm))
+        for seed in self.scale.seeds:
+            for arm in self.scale.more:
+                self.measure(arm, seed, self.search(arm[0], RANK))
+
+    def search(self, arm: str, rank: int) -> float:
+        """The learning rate with the lowest mean loss on validation rows, with others that were tried on both sides."""
+        first = RATES["lora" if arm == "lora" else "own"]
+        wanted, seed = [first / 2, first, 2 * first], SEEDS[0]
+        losses: dict[float, float] = {}
+        for _ in range(1 + FURTHER_RATES):
+            missing = [
+                (name, rate)
+                for rate in wanted
+                for name in self.scale.searched
+                if not self.results.has(
+                    phase="search", arm=arm, rank=rank, seed=seed, tenant=name, learning_rate=rounded(rate)
+                )
+            ]
+            for name, rate, _, found in self.trained(arm, rank, seed, missing, "validation") if missing else ():
+                self.results.add(
+                    phase="search", arm=arm, rank=rank, seed=seed, tenant=name, learning_rate=rate, **found
+                )
+            for rate in wanted:
+                losses[rate] = fmean(
+                    self.results.found["search", arm, rank, seed, name, rounded(rate)]["loss"]
+                    for name in self.scale.searched
+                )
+            best = min(losses, key=losses.__getitem__)
+            if best not in (min(losses), max(losses)):
+                break
+            wanted = [best / 2 if best == min(losses) else 2 * best]
+        return best
+
+    def measure(self, arm: Arm, seed: int, rate: float) -> None:
+        """Train and score every tenant of an arm that has no line yet."""
+        name, rank = arm
+        missing = [
+            (tenant, rate)
+            for tenant in self.tenants
+            if not self.results.has(phase="final", arm=name, rank=rank, seed=seed, tenant=tenant)
+        ]
+        for tenant, _, about, found in self.trained(name, rank, seed, missing, "held-out") if missing else ():
+            self.results.add(
+                phase="final", arm=name, rank=rank, seed=seed, tenant=tenant, learning_rate=rate, **found, **about
+            )
+
+    def trained(
+        self, arm: str, rank: int, seed: int, jobs: Sequence[tuple[str, float]], part: str
+    ) -> Iterator[tuple[str, float, Record, Record]]:
+        """Each tenant with its learning rate, what its adapter is, and what it scores on a part of its rows."""
+        if arm == "lora":
+            for name, rate in jobs:
+                yield name, rate, *self.lora(name, rate, rank, seed, part)
+            return
+        moments = self.moments(seed)  # before the model has an adapter
+        model = self.with_basis(arm, rank, seed)
+        try:
+            if arm != "own":
+                yield from self.cores(model, jobs, seed, part, shared=True)
+                return
+            for name in dict.fromkeys(name for name, _ in jobs):
+                options = CalibrationOptions(seed=seed)
+                calibrate(model, moments=moments[name], options=options, reset=True, progress=False)
+                yield from self.cores(model, [job for job in jobs if job[0] == name], seed, part, shared=False)
+        finally:
+            take_off(model)
+
+    def cores(
+        self, model: PeftModel, jobs: Sequence[tuple[str, float]], seed: int, part: str, *, shared: bool
+    ) -> Iterator[tuple[str, float, Record, Record]]:
+        """Tenants that train together on the basis of the model."""
+        together = {
+            f"{name} {rate}": CoreTenant(self.train_rows[name], self.recipe(name, rate, seed)) for name, rate in jobs
+        }
+        done = train_many(model, together, pad_id=self.encoder.pad_id)
+        basis = basis_fingerprint(model)
+        sizes = bytes_of(model, shared=shared)
+        for name, rate in jobs:
+            trained = done[f"{name} {rate}"]
+            swap_core(model, trained.cores)
+            about = {
+                **sizes,
+                "training_bytes": trained.report.state_held_bytes,
+                "steps": trained.report.num_steps,
+                "train_loss": trained.report.final_loss,
+                "basis": basis,
+            }
+            if part == "held-out":
+                about["share"] = self.share(model, name, seed)
+            if trained.diverged:
+                about["diverged"] = trained.diverged
+            yield name, rate, about, self.score(model, name, part)
+
+    def lora(self, name: str, rate: float, rank: int, seed: int, part: str) -> tuple[Record, Record]:
+        model = self.adapter("lora", rank, seed)
+        try:
+            recipe = replace(self.recipe(name, rate, seed), pass_tokens=pass_tokens_of(self.model))
+            report = train(model, self.train_rows[name], recipe, pad_id=self.encoder.pad_id)
+            about = {
+                **bytes_of(model, shared=False),
+                "training_bytes": report.state_held_bytes,
+                "steps": report.num_steps,
+                "train_loss": report.final_loss,
+            }
+            return about, self.score(model, name, part)
+        finally:
+            take_off(model)
+
+
+def bytes_of(model: PeftModel, *, shared: bool) -> Record:
+    """Values that train, bytes of a tenant's saved folder, and bytes of its tensors in memory.
+
+    On a shared basis P and Q are not the tenant's.
+    """
+    layers = frozen_core_layers(model, "default")
+    cores = [layer.factors("default") for layer in layers.values()]
+    values = [R for _, _, R in cores] or [p for p in model.parameters() if p.requires_grad]
+    held = values if shared or not cores else [tensor for factors in cores for tensor in factors]
+    with TemporaryDirectory() as folder:
+        if shared:
+            save_basis(model, Path(folder) / "basis")
+        place = Path(folder) / "tenant"
+        model.save_pretrained(str(place))
+        disk = sum(file.stat().st_size for file in place.iterdir() if file.suffix in (".safetensors", ".json"))
+    return {
+        "values": sum(value.numel() for value in values),
+        "disk_bytes": disk,
+        "memory_bytes": sum(tensor.nbytes for tensor in held),
+    }
+
+
+def read_prose(file: Path, count: int) -> list[str]:
+    """The first words of so many paragraphs of a corpus: lines ``{"text": ...}``, paragraphs apart by newlines."""
+    texts: list[str] = []
+    with lzma.open(file, "rt", encoding="utf-8") as lines:
+        for line in lines:
+            for paragraph in json.loads(line)["text"].split("\n"):
+                words = paragraph.split()
+                if len(words) >= PROSE_WORDS:
+                    texts.append(" ".join(words[:PROSE_WORDS]))
+                    break  # one of each document
+            if len(texts) == count:
+                return texts
+    raise SystemExit(f"{file} has {len(texts)} documents with {PROSE_WORDS} words in a row, but {count} are needed.")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--data-root", type=Path)
+    parser.add_argument("--corpus", type=Path, help="Prose: .jsonl.xz with a text in each line.")
+    parser.add_argument("--out", type=Path, default=RESULTS / "tenants-quality.jsonl")
+    parser.add_argument("--quick", action="store_true", help="Tiny sizes: does it run? Its numbers mean nothing.")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if options.quick:
+        name, dtype, scale = "pocket", "float32", QUICK
+        tenants = make_tenants(QUICK_TENANTS, None, validation=8, held_out=8)
+        prose = [str(example.prompt) for tenant in tenants.values() for example in tenant.rows["held-out"]]
+    else:
+        if options.corpus is None:
+            raise SystemExit("The basis of plain prose needs --corpus FILE.jsonl.xz.")
+        name, dtype, scale = options.model, "bfloat16", FULL
+        tenants, prose = make_tenants(TENANTS, options.data_root), read_prose(options.corpus, PROSE)
+    manifest = write_tenants(tenants, options.out.with_suffix(""))
+    model, tokenizer = load_model(name, dtype=dtype, device="cpu")
+    model.set_attn_implementation("eager")
+    where = provenance()
+    common = {
+        "model": fingerprint_model(model),
+        "dtype": dtype,
+        "rows": sha256(json.dumps(manifest).encode()).hexdigest(),
+        "prose": sha256("\n".join(prose).encode()).hexdigest(),
+        "recipe": {"rows_a_step": ROWS_A_STEP, "fewest_steps": FEWEST_STEPS, "warmup": WARMUP},
+        "calibration": CALIBRATION,
+        "commit": where["commit"],
+        "versions": {package: where["versions"][package] for package in ("torch", "transformers", "peft")},
+    }
+    encoder = PromptEncoder(tokenizer, style="plain")
+    Study(model, encoder, tenants, prose, Results(options.out, common), scale).run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""benchmarks/tenant_rows.py and tenants_quality.py: the tenants' rows, and the whole study at its tiniest."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import forked
+from frozencore.tune.pocket import pocket_model_path
+from frozencore.tune.rows import Example
+from frozencore.tune.rows.prompts import PromptEncoder
+from frozencore.tune.run.models import load_model
+from frozencore.tune.scoring.score import held_out_loss
+from frozencore.tune.tasks.splits import normalised_text
+from places import ROOT, SHARED
+
+BENCHMARKS = ROOT / "benchmarks"
+ARMS = {"own", "mean", "grouped", "generic", "weights", "random", "lora"}
+
+
+def lines_of(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def examples_in(file: Path) -> list[Example]:
+    return [Example(**{**row, "choices": tuple(row["choices"])}) for row in lines_of(file)]
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("tenants") / "found.jsonl"
+    ended = forked.ended(forked.script(BENCHMARKS / "tenants_quality.py", "--quick", "--out", out), out.parent)
+    assert ended.status == 0, ended.err[-2000:]
+    return out
+
+
+@pytest.mark.slow
+def test_each_tenant_has_a_line_in_each_arm_and_a_second_run_measures_nothing(measured: Path) -> None:
+    finals = [record for record in lines_of(measured) if record["phase"] == "final"]
+    assert len(finals) == len(ARMS) * 4
+    assert {(record["arm"], record["tenant"]) for record in finals} == {
+        (arm, tenant) for arm in ARMS for tenant in json.loads(manifest_of(measured))["tenants"]
+    }
+    before = measured.read_bytes()
+    again = forked.ended(
+        forked.script(BENCHMARKS / "tenants_quality.py", "--quick", "--out", measured), measured.parent
+    )
+    assert again.status == 0, again.err[-2000:]
+    assert measured.read_bytes() == before
+
+
+def manifest_of(measured: Path) -> str:
+    return (measured.with_suffix("") / "manifest.json").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_losses_of_the_base_model_are_those_of_the_library_without_the_end_token(measured: Path) -> None:
+    model, tokenizer = load_model(str(pocket_model_path()), dtype="float32", device="cpu")
+    encoder = PromptEncoder(tokenizer, style="plain")
+    for record in lines_of(measured):
+        if record["phase"] == "base":
+            examples = examples_in(measured.with_suffix("") / "held-out" / f"{record['tenant']}.jsonl")
+            rows = encoder.training_rows([encoder.render(example) for example in examples])
+            cut = [type(row)(row.id, row.input_ids[:-1], row.num_context) for row in rows]
+            assert record["loss"] == pytest.approx(held_out_loss(model, cut, pad_id=encoder.pad_id), rel=1e-4)
+
+
+@pytest.mark.slow
+def test_a_shared_basis_is_one_and_holds_less_of_a_tenant_than_its_own(measured: Path) -> None:
+    finals = [record for record in lines_of(measured) if record["phase"] == "final"]
+    own = {record["tenant"]: record["share"] for record in finals if record["arm"] == "own"}
+    for arm in ARMS - {"own", "lora"}:
+        of_arm = [record for record in finals if record["arm"] == arm]
+        assert len({record["basis"] for record in of_arm}) == 1
+        assert all(record["share"] < own[record["tenant"]] for record in of_arm)
+    assert len({record["basis"] for record in finals if record["arm"] == "own"}) == len(own)
+
+
+@pytest.mark.slow
+def test_a_learning_rate_is_the_best_that_was_tried(measured: Path) -> None:
+    records = lines_of(measured)
+    for arm in ARMS:
+        tried = [record for record in records if record["phase"] == "search" and record["arm"] == arm]
+        best = min(tried, key=lambda record: record["loss"])["learning_rate"]
+        assert {r["learning_rate"] for r in records if r["phase"] == "final" and r["arm"] == arm} == {best}
+
+
+@pytest.mark.skipif(not (SHARED / "data").is_dir(), reason="needs the public data sets")
+def test_rows_of_the_tenants_are_the_same_each_time_and_no_text_comes_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import tenant_rows
+
+    tenants = tenant_rows.make_tenants(tenant_rows.TENANTS, SHARED / "data")
+    first = tenant_rows.write_tenants(tenants, tmp_path / "one")
+    again = tenant_rows.write_tenants(tenant_rows.make_tenants(tenant_rows.TENANTS, SHARED / "data"), tmp_path / "two")
+    assert first == again
+    about = json.loads((tmp_path / "one" / "manifest.json").read_text(encoding="utf-8"))["tenants"]
+    assert len(about) == 24
+    assert sum(not one["calibrated"] for one in about.values()) == 8
+    assert len({one["task"] for one in about.values()}) == 6
+    assert all(50 <= one["rows"]["train"] <= 300 for one in about.values())
+    bodies: list[str] = []
+    for name, tenant in tenants.items():
+        rows = [row for part in tenant.rows.values() for row in part]
+        bodies += [row.id for row in rows]
+        assert len({normalised_text(row) for row in rows}) == len(rows)
+        if len({row.choices for row in rows}) == 1:
+            counts = [sum(row.completion == choice for row in rows) for choice in rows[0].choices]
+            assert max(counts) - min(counts) <= 1, name
+    assert len(set(bodies)) == len(bodies)
