@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 
@@ -38,3 +39,16 @@ def require_own_parameters(model: nn.Module) -> list[Tensor]:
             "module in modules_to_save."
         )
     return [parameter for parameter in [*cores, *named] if parameter.requires_grad]
+
+
+def require_float32(model: nn.Module) -> None:
+    """Refuse a model without trainable parameters, or with some that are not float32."""
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not trainable:
+        raise ConfigError("Training needs trainable parameters, but this model has none. Add an adapter first.")
+    for name, parameter in trainable.items():
+        if parameter.dtype != torch.float32:
+            raise ConfigError(
+                f"Trainable parameters must be float32 (the frozen ones need not be), but {name!r} is "
+                f"{parameter.dtype}. Add the adapter with autocast_adapter_dtype=True, or load the model in float32."
+            )

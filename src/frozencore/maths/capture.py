@@ -89,17 +89,17 @@ def capture(moments: LayerMoments, basis: Basis, metric: Whitening = METRIC) -> 
     )
 
 
-def share_held(moments: LayerMoments, basis: Basis, metric: Whitening = METRIC) -> Share:
+def share_held(moments: LayerMoments, basis: Basis) -> Share:
     """The share of a tenant's whitened moment that a basis holds, and the best share possible at its rank.
 
     Raises:
         CalibrationError: A moment is missing or not finite, or no gradient reached the layer.
         torch.linalg.LinAlgError: The columns of P or Q depend on one another.
     """
-    found = capture(moments, basis, metric)
+    found = capture(moments, basis)
     if not found.energy:
         raise CalibrationError("A basis holds a share of a gradient, but none reached this layer. Check the labels.")
-    A, D = (damped(moment, c) for moment, c in zip((moments.a, moments.d), metric.damping_by_side, strict=True))
+    A, D = (damped(moment, c) for moment, c in zip((moments.a, moments.d), METRIC.damping_by_side, strict=True))
     T = moments.G
     T = T.mul_(D.rsqrt()[:, None].to(T.dtype)).mul_(A.rsqrt().to(T.dtype))
     own = float(truncated_svd(T, basis.rank).S.double().square().sum()) / found.energy

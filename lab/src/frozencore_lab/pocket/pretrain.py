@@ -97,8 +97,8 @@ class PretrainingRecipe:
     weight_decay: float = 0.05
 
 
-def train_tokenizer(texts: Iterable[str], *, num_pieces: int = NUM_PIECES) -> PreTrainedTokenizerFast:
-    """Learn at most ``num_pieces`` pieces; every byte is one, so no text is out of reach."""
+def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
+    """Learn at most ``NUM_PIECES`` pieces; every byte is one, so no text is out of reach."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -109,7 +109,7 @@ def train_tokenizer(texts: Iterable[str], *, num_pieces: int = NUM_PIECES) -> Pr
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=num_pieces,
+        vocab_size=NUM_PIECES,
         special_tokens=[AddedToken(END_OF_TEXT, special=True), AddedToken(PADDING, special=True)],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,

@@ -26,15 +26,9 @@ from frozencore.files.whole_file import whole_folder
 from frozencore.words import one_line
 
 
-def read_adapter(
-    directory: str | Path, *, basis: str | Path | None = None
-) -> tuple[FrozenCoreConfig, dict[str, Factors]]:
-    """Read the configuration, and the factors by layer name, of a folder that ``save_pretrained`` wrote.
-
-    Args:
-        basis: The basis of an adapter of cores alone, if not in the folder, beside it or where it says.
-    """
-    config, tensors = read_tensors(directory, basis=basis)
+def read_adapter(directory: str | Path) -> tuple[FrozenCoreConfig, dict[str, Factors]]:
+    """Read the configuration, and the factors by layer name, of a folder that ``save_pretrained`` wrote."""
+    config, tensors = read_tensors(directory)
     return config, layer_factors(str(directory), tensors)
 
 
@@ -50,7 +44,11 @@ def read_adapter_or_basis(directory: str | Path) -> tuple[FrozenCoreConfig, dict
 def read_tensors(
     directory: str | Path, *, basis: str | Path | None = None
 ) -> tuple[FrozenCoreConfig, dict[str, Tensor]]:
-    """Read the configuration, and P, Q, R and trained modules under the names of a file that holds them all."""
+    """Read the configuration, and P, Q, R and trained modules under the names of a file that holds them all.
+
+    Args:
+        basis: The basis of an adapter of cores alone, if not in the folder, beside it or where it says.
+    """
     directory = Path(directory)
     kind = read_config(directory).get("peft_type")
     if kind != PEFT_TYPE:

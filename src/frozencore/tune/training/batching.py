@@ -165,3 +165,11 @@ class GroupingCollator:
     def __call__(self, rows: Sequence[TokenRow]) -> dict[str, Any]:
         groups = group_by_length([len(row.input_ids) for row in rows], self.most_tokens, self.pass_tokens)
         return {GROUPS: [PaddingCollator(self.pad_id)([rows[i] for i in group]) for group in groups]}
+
+
+def collator_of(recipe: Recipe, rows: Sequence[TokenRow], pad_id: int, *, grouped: bool) -> RowCollator:
+    """The function that makes rows a batch, or cuts a step into groups no larger than the recipe's batches."""
+    if not grouped:
+        return lay_end_to_end if recipe.padding_free else PaddingCollator(pad_id)
+    most_tokens = recipe.batch_size * max(len(row.input_ids) for row in rows)
+    return GroupingCollator(pad_id, most_tokens, recipe.pass_tokens or 0)

@@ -20,7 +20,6 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import PrinterCallback, Trainer
 
@@ -28,18 +27,15 @@ from frozencore.adapter.bases.in_rounds import InRounds
 from frozencore.adapter.bases.refresh import Refresh
 from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.adapter.private.private_training import PrivateTraining
-from frozencore.adapter.trainable import require_own_parameters
+from frozencore.adapter.trainable import require_float32, require_own_parameters
 from frozencore.calibration.preserve import own_random_state
 from frozencore.errors import ConfigError, DataError, DivergenceError, TrainingError
 from frozencore.privacy import Schedule
 from frozencore.ranks import num_ranks
 from frozencore.tune.rows import TokenRow
-from frozencore.tune.rows.token_batches import PaddingCollator
 from frozencore.tune.training.batching import (
-    GroupingCollator,
-    RowCollator,
+    collator_of,
     filled_up,
-    lay_end_to_end,
     require_rows_apart,
     without_fillers,
 )
@@ -134,7 +130,7 @@ def train(
     """
     if not rows:
         raise DataError("Training needs at least one row, got none.")
-    _require_float32(model)
+    require_float32(model)
     if recipe.padding_free:
         require_rows_apart(model)
     kept = require_own_parameters(model)
@@ -191,7 +187,7 @@ def train(
                 args=training_arguments(
                     model, recipe, own, len(rows), folder, checkpoint_dir is not None, checkpoint_steps
                 ),
-                data_collator=without_fillers(_collator(recipe, rows, pad_id, grouped=grouped)),
+                data_collator=without_fillers(collator_of(recipe, rows, pad_id, grouped=grouped)),
                 train_dataset=filled_up(rows, own.batch_size * num_ranks()),
                 callbacks=[*watching, Seal(identity, asked), StopWhenAsked(asked), *told],
             )
@@ -230,14 +226,6 @@ def train(
     )
 
 
-def _collator(recipe: Recipe, rows: Sequence[TokenRow], pad_id: int, *, grouped: bool) -> RowCollator:
-    """What makes rows a batch, or cuts a step's into groups, none larger than the recipe's batches may be."""
-    if not grouped:
-        return lay_end_to_end if recipe.padding_free else PaddingCollator(pad_id)
-    most_tokens = recipe.batch_size * max(len(row.input_ids) for row in rows)
-    return GroupingCollator(pad_id, most_tokens, recipe.pass_tokens or 0)
-
-
 def _made_private(
     trainer: Trainer, recipe: Recipe, selection: Selection | None, reports: Reports | None
 ) -> PrivateTraining | None:
@@ -268,18 +256,6 @@ def _rounds_of(model: nn.Module, recipe: Recipe, selection: Selection | None) ->
     if recipe.refresh == "auto":
         raise ConfigError("auto counts the rounds of a core. Give a LoRA a number of rounds.")
     return LoRARounds(model, recipe.refresh)
-
-
-def _require_float32(model: nn.Module) -> None:
-    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    if not trainable:
-        raise ConfigError("Training needs trainable parameters, but this model has none. Add an adapter first.")
-    for name, parameter in trainable.items():
-        if parameter.dtype != torch.float32:
-            raise ConfigError(
-                f"Trainable parameters must be float32 (the frozen ones need not be), but {name!r} is "
-                f"{parameter.dtype}. Add the adapter with autocast_adapter_dtype=True, or load the model in float32."
-            )
 
 
 def _identity(model: nn.Module, recipe: Recipe, rows: Sequence[TokenRow]) -> dict[str, Any]:

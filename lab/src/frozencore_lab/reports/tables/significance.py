@@ -98,7 +98,7 @@ def _tests(pair: Pair | None, decimals: int) -> dict[str, SheetCell]:
     return dict(zip(headings, (difference, interval(*pair.interval, decimals), *counts, *tests), strict=True))
 
 
-def family_sheet(comparison: Comparison, *, name: str = "families", decimals: int = 2) -> Sheet | None:
+def family_sheet(comparison: Comparison, *, decimals: int = 2) -> Sheet | None:
     """Means of the paper's task families, where a table has one whole."""
     if not comparison.family_means[comparison.reference]:
         return None
@@ -106,7 +106,7 @@ def family_sheet(comparison: Comparison, *, name: str = "families", decimals: in
         {"column": label(method_name(column)), **{family: number(mean, decimals) for family, mean in means.items()}}
         for column, means in comparison.family_means.items()
     )
-    return Sheet.of(name, "Means of the task families", "", lines)
+    return Sheet.of("families", "Means of the task families", "", lines)
 
 
 def comparison_view(comparison: Comparison) -> Group:
