@@ -193,7 +193,8 @@ def _draw_tensor(folder: Path, rng: random.Random) -> str:
             case 1:
                 value = rng.choice(FLOATS)
                 done.append(str(value))
-                tensors[key] = torch.full_like(X, value, dtype=rng.choice((torch.float32, torch.float64)))
+                wide = torch.full_like(X, value, dtype=torch.float64)  # float32 takes 1e300 as infinity, and in no call
+                tensors[key] = wide.to(rng.choice((torch.float32, torch.float64)))
             case 2:
                 shape = rng.choice(((0,), (0, 2), (2, 0), (16, 0), (1,), (2, 2, 2), (3, 5), ()))
                 done.append(str(shape))
