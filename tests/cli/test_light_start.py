@@ -106,6 +106,9 @@ REFUSED = {
     ("export", "none", "--out", "x"): "none has no adapter_config.json",
     ("inspect", "none"): "none has no adapter_config.json",
     ("merge", "run", "none", "--out", "x"): "none has no adapter_config.json",
+    ("adapter", "pack", "none", "--out", "x"): "none has no adapter_config.json",
+    ("chat", "none"): "none has no adapter_config.json",
+    ("check", "none"): "none has no adapter_config.json",
 }
 
 

@@ -73,6 +73,7 @@ def _export(
 def check(
     directory: Annotated[Path, typer.Argument(help="Any LoRA directory: adapter_config.json and its weights.")],
 ) -> None:
+    read_config(directory)  # a wrong path is refused before torch is imported
     from frozencore.adapter.export.serving import ENGINES, check_lora_directory
 
     report = check_lora_directory(directory)
