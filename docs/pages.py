@@ -81,10 +81,12 @@ def _flags(command: Any) -> Iterator[str]:
 
 
 def notebook(path: Path) -> Iterator[str]:
-    """Its words and its code, and where it is."""
+    """Its words, its code, what that printed, and where it is."""
     for i, cell in enumerate(json.loads(path.read_text(encoding="utf-8"))["cells"]):
         source = "".join(cell["source"])
         yield f"```python\n{source}\n```\n" if cell["cell_type"] == "code" else f"{source}\n"
+        if printed := "".join("".join(output["text"]) for output in cell.get("outputs", ())):
+            yield f"```\n{printed.rstrip()}\n```\n"
         if i == 0:
             yield f"As a notebook: `{path.relative_to(ROOT).as_posix()}`. A test runs it.\n"
 
