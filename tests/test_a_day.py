@@ -16,14 +16,17 @@ from typing import IO
 
 import pytest
 
-from frozencore.tune.pocket import pocket_model_path
+from frozencore.errors import ModelError
+from frozencore.tune.run.refuse_early import model_location
 
 FROZENCORE = [sys.executable, "-m", "frozencore"]
 FEW = "--epochs 1 --rank 4 --calibration-size 16 --device cpu"
+MODELS = {"pocket": (FEW, 16), "smollm2": (f"{FEW} --num-train 8 --samples 1", 120)}
+"""By model, the words that make a run short, and the number of its layers."""
 CAMPAIGN = """
 name: mine
 base: {batch_size: 8, accumulation: 1, num_train: 16, num_evaluation: 8, epochs: 1, calibration_size: 8, rank: 4}
-models: {pocket: pocket}
+models: {pocket: MODEL}
 studies:
   two: {title: Two constructors, axes: {model: [pocket], task: [pocket-sentiment], method: [fcca, random], seed: [1]}}
 """
@@ -31,23 +34,25 @@ GENERATE = """
 import frozencore
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from frozencore.tune.pocket import pocket_model_path
-base = AutoModelForCausalLM.from_pretrained(pocket_model_path())
-tokenizer = AutoTokenizer.from_pretrained(pocket_model_path())
+base = AutoModelForCausalLM.from_pretrained("PLACE")
+tokenizer = AutoTokenizer.from_pretrained("PLACE")
 model = PeftModel.from_pretrained(base, "runs/first/adapter")
 print(tokenizer.decode(model.generate(**tokenizer("Tom has 3 cats .", return_tensors="pt"), max_new_tokens=2)[0]))
 """
 
 
 class Day:
-    """A folder to work in, and how many steps were taken."""
+    """A folder to work in, the model of its commands, and how many steps were taken."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.steps = folder, 0
+    def __init__(self, folder: Path, model: str) -> None:
+        self.folder, self.model, self.steps = folder, model, 0
+
+    def command(self, words: str) -> list[str]:
+        return [*FROZENCORE, *words.replace("--model pocket", f"--model {self.model}").split()]
 
     def do(self, words: str, says: str = "", *, status: int = 0, stdin: IO[str] | None = None) -> str:
         """Run a verb and look at its status and its words; what it printed."""
-        command, narrow = [*FROZENCORE, *words.split()], os.environ | {"COLUMNS": "80"}
+        command, narrow = self.command(words), os.environ | {"COLUMNS": "80"}
         done = subprocess.run(command, cwd=self.folder, capture_output=True, text=True, env=narrow, stdin=stdin)
         self.steps += 1
         said = done.stdout + done.stderr
@@ -63,8 +68,13 @@ class Day:
 
 
 @pytest.mark.slow
-def test_a_day_of_forty_steps(tmp_path: Path) -> None:
-    day = Day(tmp_path)
+@pytest.mark.parametrize("model", MODELS)
+def test_a_day_of_forty_steps(model: str, tmp_path: Path) -> None:
+    try:
+        place = model_location(model)
+    except ModelError as error:
+        pytest.skip(str(error))
+    day, (few, num_layers) = Day(tmp_path, model), MODELS[model]
     rows = [{"prompt": f"Tom has {i} cats .", "completion": " two cats"} for i in range(40)]
     day.write("rows.jsonl", rows)
 
@@ -78,14 +88,14 @@ def test_a_day_of_forty_steps(tmp_path: Path) -> None:
     day.do("tune --model pocket --data nothing.jsonl --out runs/x", "there is no file", status=2)
 
     # The first run
-    day.do(f"tune --model pocket --data rows.jsonl {FEW} --out runs/first --dry-run", r"36 rows to train on")
+    day.do(f"tune --model pocket --data rows.jsonl {few} --out runs/first --dry-run", r"(36|8) rows to train on")
     assert not (tmp_path / "runs").exists()
-    day.do(f"tune --model pocket --data rows.jsonl {FEW} --out runs/first", r"steps of 8 rows")
+    day.do(f"tune --model pocket --data rows.jsonl {few} --out runs/first", r"steps? of 8 rows")
     written = {path.name for path in (tmp_path / "runs" / "first").iterdir()}
     assert written >= {"adapter", "result.json", "run.yaml", "history.csv", "training.png"}
     mode = (tmp_path / "runs" / "first" / "adapter" / "adapter_model.safetensors").stat().st_mode
     assert stat.S_IMODE(mode) == 0o666 & ~_umask()
-    day.do(f"tune --model pocket --data rows.jsonl {FEW} --out runs/first", "already holds a finished run", status=2)
+    day.do(f"tune --model pocket --data rows.jsonl {few} --out runs/first", "already holds a finished run", status=2)
     day.do("doctor runs/first", "sound")
     assert "first" in day.do("doctor runs", "sound")
     assert day.do("inspect runs/first/adapter") == day.do("inspect runs/first/adapter")
@@ -97,52 +107,52 @@ def test_a_day_of_forty_steps(tmp_path: Path) -> None:
     assert {sample["wanted"] for sample in said} == {"two cats"}
 
     # An interruption
-    words = f"tune --model pocket --data rows.jsonl {FEW} --epochs 60 --out runs/cut"
-    _interrupt_when_it_trains([*FROZENCORE, *words.split()], tmp_path)
+    words = f"tune --model pocket --data rows.jsonl {few} --epochs 60 --out runs/cut"
+    _interrupt_when_it_trains(day.command(words), tmp_path)
     day.do(words, "holds an interrupted run", status=2)
     day.do(f"{words} --resume", "Goes on from its step")
 
     # Rows of other kinds
     day.write("long.jsonl", [*rows, {"prompt": "Tom has " + "many " * 200 + "cats .", "completion": " two cats"}])
-    day.do(f"tune --model pocket --data long.jsonl {FEW} --max-length 64 --out runs/long", "are longer than", status=2)
-    day.do(f"tune --model pocket --data long.jsonl {FEW} --max-length 64 --truncate --out runs/long", "1 prompt cut")
+    day.do(f"tune --model pocket --data long.jsonl {few} --max-length 64 --out runs/long", "are longer than", status=2)
+    day.do(f"tune --model pocket --data long.jsonl {few} --max-length 64 --truncate --out runs/long", "1 prompt cut")
     day.do(
-        f"tune --model pocket --data long.jsonl {FEW} --max-length 64 --skip-long --out runs/less",
+        f"tune --model pocket --data long.jsonl {few} --max-length 64 --skip-long --out runs/less",
         "1 left out",
     )
     with (tmp_path / "rows.csv").open("w", newline="") as file:
         table = csv.DictWriter(file, ["question", "answer"])
         table.writeheader()
         table.writerows({"question": row["prompt"], "answer": row["completion"]} for row in rows)
-    day.do(f"tune --model pocket --data rows.csv {FEW} --out runs/csv", "needs the columns", status=2)
+    day.do(f"tune --model pocket --data rows.csv {few} --out runs/csv", "needs the columns", status=2)
     columns = "--columns prompt=question,completion=answer"
-    day.do(f"tune --model pocket --data rows.csv {columns} {FEW} --out runs/csv", "steps of")
+    day.do(f"tune --model pocket --data rows.csv {columns} {few} --out runs/csv", "steps? of")
     (tmp_path / "alpaca.json").write_text(
         json.dumps([{"instruction": f"Count {i}", "output": "two cats"} for i in range(30)])
     )
-    day.do(f"tune --model pocket --data alpaca.json {FEW} --out runs/alpaca", "steps of")
+    day.do(f"tune --model pocket --data alpaca.json {few} --out runs/alpaca", "steps? of")
 
     with (tmp_path / "rows.jsonl").open() as piped:
         day.do(
-            f"tune --model pocket --data - {FEW} --out runs/piped", "Read 40 rows by prompt and completion", stdin=piped
+            f"tune --model pocket --data - {few} --out runs/piped", "Read 40 rows by prompt and completion", stdin=piped
         )
     (tmp_path / "cats").mkdir()
     day.write("cats/train.jsonl", [*rows, {"prompt": "Tom", "completion": None}])
-    day.do(f"tune --model pocket --data cats:train {FEW} --out runs/split", "must hold text", status=2)
-    day.do(f"tune --model pocket --data cats:train --skip-bad {FEW} --out runs/split", "1 left out")
+    day.do(f"tune --model pocket --data cats:train {few} --out runs/split", "must hold text", status=2)
+    day.do(f"tune --model pocket --data cats:train --skip-bad {few} --out runs/split", "1 left out")
 
     day.write("texts.jsonl", [{"text": f"Tom has {i} cats . " * (1 + i % 5)} for i in range(60)])
-    day.do(f"tune --model pocket --data texts.jsonl {FEW} --packing --max-length 32 --out runs/texts", "are packed to")
-    day.do(f"tune --model pocket --data rows.jsonl {FEW} --packing --out runs/x", "is for rows of text", status=2)
+    day.do(f"tune --model pocket --data texts.jsonl {few} --packing --max-length 32 --out runs/texts", "are packed to")
+    day.do(f"tune --model pocket --data rows.jsonl {few} --packing --out runs/x", "is for rows of text", status=2)
 
     # Other ways to train
-    day.do(f"tune --model pocket --data rows.jsonl {FEW} --method lora --out runs/lora", "lora on rows.jsonl")
-    patient = f"{FEW} --epochs 9 --select-checkpoint 2 --patience 1"
+    day.do(f"tune --model pocket --data rows.jsonl {few} --method lora --out runs/lora", "lora on rows.jsonl")
+    patient = f"{few} --epochs 9 --select-checkpoint 2 --patience 1"
     day.do(f"tune --model pocket --data rows.jsonl {patient} --out runs/patient", r"Kept step \d+ of \d+")
     budget = "--targets all-linear --rank-budget 2000 --epochs 1 --calibration-size 16"
     day.do(f"tune --model pocket --data rows.jsonl {budget} --refresh 2 --out runs/rounds", "Ranks")
-    day.do(f"tune --model pocket --data rows.jsonl {FEW} --sweep lr=1e-3,5e-3 --out runs/swept", "learning rate")
-    day.do(f"tune --model pocket --data rows.jsonl {FEW} --method lora --damping 1 --out runs/x", "damping", status=2)
+    day.do(f"tune --model pocket --data rows.jsonl {few} --sweep lr=1e-3,5e-3 --out runs/swept", "learning rate")
+    day.do(f"tune --model pocket --data rows.jsonl {few} --method lora --damping 1 --out runs/x", "damping", status=2)
 
     # One basis, several tenants
     day.do("calibrate --model pocket --data rows.jsonl --rank 4 --calibration-size 16 --out shop", "Basis: shop/basis")
@@ -150,7 +160,8 @@ def test_a_day_of_forty_steps(tmp_path: Path) -> None:
     for name in ("anna", "ben"):
         day.write(f"tenants/{name}.jsonl", rows[: 20 if name == "anna" else 30])
     day.do("tune-many --model pocket --tenants tenants --basis shop/basis --epochs 1 --out many", "anna")
-    assert (tmp_path / "many" / "anna" / "adapter" / "adapter_model.safetensors").stat().st_size < 4 * 16 * 4**2 + 1024
+    cores = tmp_path / "many" / "anna" / "adapter" / "adapter_model.safetensors"
+    assert cores.stat().st_size < 4 * num_layers * 4**2 + 1024
     day.do("merge many/anna/adapter many/ben/adapter --out both", "both")
     day.do("adapter unpack both --basis shop/basis --out whole", "whole")
     day.do("adapter pack whole --basis shop/basis --out packed", "packed")
@@ -160,14 +171,16 @@ def test_a_day_of_forty_steps(tmp_path: Path) -> None:
     day.do("export nobody/nothing --out x", "neither a folder nor in the offline cache", status=2)
     day.do("check lora", "vLLM")
     day.do("export runs/first/adapter --to merged --out merged", "Merged model: merged")
-    day.do(f"export shop/basis --to basis-model --base {pocket_model_path()} --out served", "Basis model: served")
+    day.do(f"export shop/basis --to basis-model --base {place} --out served", "Basis model: served")
     day.do("export both --to tenant --base served --out tenant", "tenant")
     day.do("evaluate --model merged --task pocket-sentiment --num-evaluation 8 --out scores", "pocket-sentiment")
-    loaded = subprocess.run([sys.executable, "-c", GENERATE], cwd=tmp_path, capture_output=True, text=True)
+    loaded = subprocess.run(
+        [sys.executable, "-c", GENERATE.replace("PLACE", place)], cwd=tmp_path, capture_output=True, text=True
+    )
     assert "Tom has 3 cats" in loaded.stdout, loaded.stderr[-1000:]
 
     # A small campaign
-    (tmp_path / "mine.yaml").write_text(CAMPAIGN)
+    (tmp_path / "mine.yaml").write_text(CAMPAIGN.replace("MODEL", model))
     day.do("campaign plan mine.yaml", "2 runs")
     day.do("campaign run mine.yaml --output mine --workers 0")
     day.do("campaign status mine", "2")
