@@ -16,7 +16,7 @@ from frozencore.tune.training.train import train
 
 
 def require_bit_equal_resume(
-    adapted: Callable[[], nn.Module], rows: Sequence[TokenRow], recipe: Recipe, place: Path
+    adapted: Callable[[], nn.Module], rows: Sequence[TokenRow], recipe: Recipe, place: Path, **further: Any
 ) -> None:
     """Stopped at step 7 and resumed from its checkpoint, a training ends in the values of an uninterrupted one."""
 
@@ -27,7 +27,9 @@ def require_bit_equal_resume(
     def trained(folder: Path, **options: Any) -> dict[str, torch.Tensor]:
         model = adapted()
         try:
-            report = train(model, rows, recipe, pad_id=0, checkpoint_dir=folder, checkpoint_steps=3, **options)
+            report = train(
+                model, rows, recipe, pad_id=0, checkpoint_dir=folder, checkpoint_steps=3, **options, **further
+            )
         except (KeyboardInterrupt, TrainingError):
             return {}
         assert (report.resumed_from is not None) == ("resume" in options)

@@ -60,7 +60,7 @@ def refuse_advised(config: RunConfig) -> None:
         ConfigError: The first such option that came.
     """
     chosen = {*config.core.model_dump(exclude_defaults=True)} & constructor_options().keys()
-    for name in [*config.given(["method", "basis", "private_epsilon"]), *sorted(chosen)]:
+    for name in [*config.given(["method", "basis", "private_epsilon", "loss"]), *sorted(chosen)]:
         raise ConfigError(f"--advised chooses the bases by the rows of the run: leave {flag_of(name)} out.")
 
 

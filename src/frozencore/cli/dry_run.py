@@ -18,7 +18,7 @@ from frozencore.cli.display import StageDisplay
 from frozencore.cli.flag_file import as_flags
 from frozencore.cli.run_summary import recipe_in_words, values_in_words
 from frozencore.cli.tasks import marked
-from frozencore.tune.rows import TokenRow
+from frozencore.tune.rows import PreferenceRow, TokenRow
 from frozencore.tune.run.adapt import on_named_basis
 from frozencore.tune.run.bench import Bench, prepare
 from frozencore.tune.run.config import RunConfig
@@ -80,6 +80,8 @@ def _as_asked(config: RunConfig, bench: Bench, row: TokenRow) -> Iterator[Text]:
     decode, starts = bench.encoder.tokenizer.decode, [0, *(stop for _, stop in row.loss_spans)]
     for last, (start, stop) in zip(starts, row.loss_spans, strict=False):
         yield marked(decode(row.input_ids[last:start]), decode(row.input_ids[start:stop]))
+    if isinstance(row, PreferenceRow):
+        yield marked("Rejected: ", decode(row.rejected_ids))
 
 
 def _rows(config: RunConfig, bench: Bench) -> Iterator[Text]:

@@ -66,8 +66,8 @@ FLAG_GROUPS = (
     ),
     Group(
         "Method",
-        ("method", "advised", "rank", "targets", "rank_budget", "alpha", "basis", "dtype", "device"),
-        ("layers",),
+        ("method", "loss", "advised", "rank", "targets", "rank_budget", "alpha", "basis", "dtype", "device"),
+        ("layers", "dpo_beta"),
     ),
     Group("Bases", ("calibration_size", "damping", "memory_budget", "moments"), ("calibration_task",)),
     Group(

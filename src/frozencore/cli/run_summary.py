@@ -39,12 +39,14 @@ def run_summary(record: TunedRecord) -> Group:
         after = f"{percent(record.accuracy)} ± {100 * record.score.standard_error:.1f}"
         table.add_row("accuracy, %", percent(record.accuracy_before), after)
         words = [verdict(record.accuracy, record.accuracy_before, record.score)]
-    losses = {"held-out loss": (record.held_out_loss_before, record.held_out_loss)}
+    unit = ", nats/token"
+    of_rows = "held-out DPO loss" if record.config.loss == "dpo" else f"held-out loss{unit}"
+    losses = {of_rows: (record.held_out_loss_before, record.held_out_loss)}
     losses |= {
-        f"loss on texts of {name}": (other.loss_before, other.loss) for name, other in (record.forgetting or {}).items()
+        f"loss on texts of {name}{unit}": (one.loss_before, one.loss) for name, one in (record.forgetting or {}).items()
     }
     for name, pair in losses.items():
-        table.add_row(f"{name}, nats/token", *("" if loss is None else f"{loss:.3f}" for loss in pair))
+        table.add_row(name, *("" if loss is None else f"{loss:.3f}" for loss in pair))
     parts = (_rows_read, _ranks, _recipe, _still_falling, _private, _too_long, _kept_step, _cost)
     return Group(table, *(Text(line) for line in [*words, *(line for part in parts for line in part(record))]))
 

@@ -71,6 +71,11 @@ class TokenRow:
         return sum(stop - max(1, start) for start, stop in self.loss_spans)
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens that go through the model."""
+        return len(self.input_ids)
+
+    @property
     def trained_on(self) -> list[Any]:
         """What a training reads of the row, as JSON values."""
         return list(vars(self).values())[1:]
@@ -85,6 +90,23 @@ class TurnsRow(TokenRow):
     @property
     def loss_spans(self) -> tuple[tuple[int, int], ...]:
         return tuple((self.num_context + start, self.num_context + stop) for start, stop in self.turns)
+
+
+@dataclass(frozen=True)
+class PreferenceRow(TokenRow):
+    """A prompt with the answer that was chosen, and the tokens of the one that was rejected."""
+
+    rejected_ids: list[int]
+
+    @property
+    def rejected(self) -> TokenRow:
+        """The prompt with the rejected answer."""
+        return TokenRow(self.id, [*self.input_ids[: self.num_context], *self.rejected_ids], self.num_context)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that go through the model: the prompt comes twice."""
+        return len(self.input_ids) + len(self.rejected.input_ids)
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,11 @@
     {"instruction": "Name the capital.", "input": "France", "output": "Paris"}            (Alpaca)
     {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}   (ShareGPT)
     {"text": "Paris is the capital of France."}
+    {"prompt": "Capital of France?", "chosen": " Paris", "rejected": " Lyon"}             (preferences, for DPO)
 
-The loss is on the completion, the output, the assistant's last turn, or the whole text. Turns may call tools, listed in
-the column ``tools``; such a turn's ``content`` may be null.
+Preferences may be chats too: ``chosen`` and ``rejected`` are then lists of turns, after those of ``prompt`` if that is
+a list. The loss is on the completion, the output, the assistant's last turn, or the whole text. Turns may call tools,
+listed in the column ``tools``; such a turn's ``content`` may be null.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from frozencore.errors import ConfigError, DataError, NoRowsError
@@ -67,12 +69,12 @@ def read_rows(
     rows, origin = read_source(data), "The standard input" if data == STANDARD_INPUT else data
     if columns is not None:
         rows = _renamed(rows, columns, origin)
-    form = _form_of(rows, origin)
+    form = _form_of(rows, origin, encoder)
     texts: list[TextRow] = []
     bad: Counter[str] = Counter()
     for number, row in enumerate(rows, start=1):
         try:
-            texts.append(_FORMS[form](row, f"{prefix}row-{number}", encoder))
+            texts.append(_RENDER[form](row, f"{prefix}row-{number}", encoder))
         except DataError as error:
             if not skip_bad:
                 raise
@@ -86,7 +88,7 @@ def render_rows(rows: Sequence[Row], origin: str, encoder: PromptEncoder) -> lis
     """Render rows that are at hand, none of which may be bad; ``origin`` is their name in an error."""
     if not rows:
         raise DataError(f"{origin} holds no rows. Give at least one.")
-    render = _FORMS[_form_of(rows, origin)]
+    render = _RENDER[_form_of(rows, origin, encoder)]
     return [render(row, f"row-{number}", encoder) for number, row in enumerate(rows, start=1)]
 
 
@@ -108,11 +110,21 @@ def _renamed(rows: Sequence[Row], columns: str, origin: str) -> list[Row]:
     ]
 
 
-def _form_of(rows: Sequence[Row], origin: str) -> tuple[str, ...]:
+def _form_of(rows: Sequence[Row], origin: str, encoder: PromptEncoder) -> tuple[str, ...]:
     """The first form whose columns the first row has; all rows must have this form."""
+    has_preferences = all(column in rows[0] for column in PREFERENCES)
+    if encoder.preferences and not has_preferences:
+        raise DataError(
+            f"--loss dpo needs the columns prompt, chosen and rejected, but row 1 of {origin} has "
+            f"{', '.join(rows[0]) or 'none'}. Columns of other names: --columns."
+        )
+    if encoder.preferences:
+        return PREFERENCES
     for columns in _FORMS:
         if all(column in rows[0] for column in columns):
             return columns
+    if has_preferences:
+        raise DataError(f"{origin} holds preferences (chosen and rejected): train on them with tune --loss dpo.")
     raise DataError(
         f"{origin} needs the columns prompt and completion, or messages, or instruction and output, or conversations, "
         f"or text, but row 1 has {', '.join(rows[0]) or 'none'}. Columns of other names: --columns."
@@ -153,6 +165,25 @@ def _render_conversation(row: Row, row_id: str, encoder: PromptEncoder) -> TextR
 def _render_text(row: Row, row_id: str, encoder: PromptEncoder) -> TextRow:
     text_field(row, "text", row_id)
     return TextRow(row_id, context="", completion=row["text"])
+
+
+def _render_preference(row: Row, row_id: str, encoder: PromptEncoder) -> TextRow:
+    """The text of the chosen answer; the choices are both."""
+    if row["chosen"] == row["rejected"]:
+        raise DataError(f"Row {row_id}: the chosen and the rejected answer must differ, but they are the same.")
+    if isinstance(row["chosen"], list):
+        prompt = _turns(row, "prompt", row_id) if isinstance(row.get("prompt"), list) else []
+        both = [_turns(row, column, row_id) for column in PREFERENCES]
+        if both[0][:-1] != both[1][:-1]:
+            raise DataError(f"Row {row_id}: 'chosen' and 'rejected' must differ in their last turn alone.")
+        chosen, rejected = (
+            _render_turns([*prompt, *turns], column, row, row_id, encoder)
+            for column, turns in zip(PREFERENCES, both, strict=True)
+        )
+        return replace(chosen, choices=(chosen.completion, rejected.completion))
+    for column in ("prompt", *PREFERENCES):
+        text_field(row, column, row_id)
+    return encoder.render(Example(row_id, row["prompt"], row["chosen"], (row["chosen"], row["rejected"])))
 
 
 def _turns(row: Row, column: str, row_id: str, role: str = "role") -> list[dict[str, Any]]:
@@ -196,4 +227,6 @@ _FORMS: dict[tuple[str, ...], Callable[[Row, str, PromptEncoder], TextRow]] = {
     ("conversations",): _render_conversation,
     ("text",): _render_text,
 }
-KNOWN = {column for columns in _FORMS for column in columns} | {"input", "tools"}
+PREFERENCES = ("chosen", "rejected")
+_RENDER = _FORMS | {PREFERENCES: _render_preference}
+KNOWN = {column for columns in _RENDER for column in columns} | {"input", "tools"}

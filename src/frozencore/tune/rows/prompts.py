@@ -14,7 +14,7 @@ from datetime import date
 from typing import Any, Literal
 
 from frozencore.errors import ConfigError, DataError, ModelError
-from frozencore.tune.rows import ChoiceTokens, Example, TextRow, TokenRow, TurnsRow
+from frozencore.tune.rows import ChoiceTokens, Example, PreferenceRow, TextRow, TokenRow, TurnsRow
 from frozencore.tune.rows.conversations import Messages, every_turn, render_chat
 from frozencore.tune.rows.prompt_date import PROMPT_DATE, with_fixed_date
 
@@ -37,6 +37,7 @@ class PromptEncoder:
             never cut: if it leaves no room for its prompt, it is an error in any case.
         today: The date, for a chat template that asks for it.
         loss_on: Whether the last of the assistant's turns of a conversation has the loss, or all of them.
+        preferences: Rows are pairs of a chosen and a rejected answer.
 
     Raises:
         ConfigError: ``chat`` without a template, or a limit below two tokens.
@@ -52,6 +53,7 @@ class PromptEncoder:
         too_long: TooLong = "refuse",
         today: date = PROMPT_DATE,
         loss_on: LossOn = "last",
+        preferences: bool = False,
     ) -> None:
         if style == "chat" and not tokenizer.chat_template:
             raise ConfigError(
@@ -66,6 +68,7 @@ class PromptEncoder:
         self.max_length = max_length
         self.too_long = too_long
         self.loss_on = loss_on
+        self.preferences = preferences
         self.eos_id: int = tokenizer.eos_token_id
         self.pad_id: int = self.eos_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         self._start_ids = _start_tokens(tokenizer)
@@ -108,6 +111,20 @@ class PromptEncoder:
         self._refuse_long_completions(rows, encoded)
         return [self._truncate_training(row) for row in encoded]
 
+    def preference_rows(self, rows: Sequence[TextRow]) -> list[PreferenceRow]:
+        """Tokens of context, chosen answer and rejected answer; the choices of a row are the two answers.
+
+        Raises:
+            DataError: As for :meth:`training_rows`, for either answer.
+        """
+        both = [self.training_rows([replace(row, completion=row.choices[side]) for row in rows]) for side in (0, 1)]
+        found = []
+        for chosen, rejected in zip(*both, strict=True):
+            context = min((row.input_ids[: row.num_context] for row in (chosen, rejected)), key=len)  # both may be cut
+            answers = (row.input_ids[row.num_context :] for row in (chosen, rejected))
+            found.append(PreferenceRow(chosen.id, context + next(answers), len(context), next(answers)))
+        return found
+
     def whole_rows(self, rows: Sequence[TextRow]) -> list[TokenRow]:
         """As :meth:`training_rows`, for rows of any length."""
         pairs = self._pairs(rows, [row.turns[0] if row.turns else row.completion for row in rows])
@@ -137,7 +154,8 @@ class PromptEncoder:
         found: list[Fit] = []
         for row, tokens in zip(rows, self.whole_rows(rows), strict=True):
             num_completion = len(tokens.input_ids) - tokens.num_context
-            rest = [num_completion, *(map(len, next(choices).choice_ids) if row.choices else ())]
+            lengths = map(len, next(choices).choice_ids if row.choices else ())
+            rest = [num_completion, *(length + self.preferences for length in lengths)]  # an end token for each answer
             found.append(self._fit(bool(row.context), tokens.num_context, max(rest)))
         return found
 

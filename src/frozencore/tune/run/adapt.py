@@ -19,6 +19,7 @@ from frozencore.ranks import num_ranks, own_rank
 from frozencore.tune.methods import Targets
 from frozencore.tune.run.bench import CALIBRATION_BATCH, Bench, calibration_batches
 from frozencore.tune.run.config import RunConfig, make_config
+from frozencore.tune.scoring.preferences import first_loss
 from frozencore.words import Progress, flag_of
 
 DECIDED = {"method": "constructor", "rank": "r", "rank_budget": "rank_budget", "targets": "target_modules"}
@@ -81,6 +82,11 @@ def adapt_from_data(
             "A rank budget is spent on what two halves of the calibration rows agree on, but a moments file is of all "
             "of them: leave --moments out."
         )
+    if moments_file and config.beta is not None:
+        raise ConfigError(
+            "DPO's bases are of the gradient of its own loss, but a moments file is of completions: leave "
+            "--moments out."
+        )
     batches = calibration_batches(bench.rows, bench.encoder.pad_id)
     fingerprint = MomentsFingerprint.of(model, batches, config.calibration_options)
     moments = load_moments(moments_file, fingerprint) if moments_file else None
@@ -91,6 +97,7 @@ def adapt_from_data(
         batches,
         options=config.calibration_options,
         moments=moments,
+        loss_fn=None if config.beta is None else first_loss(config.beta),
         progress=progress,
     )
 
@@ -120,6 +127,7 @@ def adapter_of(config: RunConfig, targets: Targets, hashes: Mapping[str, str]) -
         "memory_budget": config.memory_budget,
         **config.core.model_dump(mode="json"),
         **of_the_sums(config.calibration.model_dump()),
+        **({} if config.beta is None else {"loss": config.loss}),
         **({} if config.rank_budget is None else {"rank_budget": config.rank_budget}),
         **({} if config.basis is None else {"basis": read_header(config.basis)["identity"]}),
     }

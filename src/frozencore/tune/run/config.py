@@ -40,6 +40,16 @@ UNCOUNTED = {
 }
 """Why a private training refuses an option: it would tell about the rows without being counted."""
 
+UNPAIRED = {
+    "padding_free": "lays completions end to end",
+    "packing": "is for rows of text",
+    "loss_on": "says which turns of a conversation have the loss",
+    "calibration_task": "names rows of completions",
+    "refresh": "chooses new bases by the loss on completions",
+    "private_epsilon": "bounds what a completion adds to the training",
+}
+"""Why DPO refuses an option."""
+
 
 class PlaceConfig(FrozenOptions):
     """Where a run happens. This does not change what the run is."""
@@ -96,10 +106,28 @@ class RunConfig(PlaceConfig, ScoringConfig, RecipeConfig, CalibrationConfig, Bas
             raise ConfigError(f"--rank-budget chooses the ranks, but --rank {self.rank} came too. Leave one out.")
         if self.patience is not None and self.select_checkpoint == "none":
             raise ConfigError("--patience counts scores on validation rows: give --select-checkpoint epoch as well.")
+        self._require_preferences()
         if self.refresh != 1:
             self._require_rounds()
         self._require_counted()
         return self
+
+    def _require_preferences(self) -> None:
+        """Refuse what DPO cannot do, and its options without it."""
+        if self.beta is None:
+            if self.dpo_beta is not None:
+                raise ConfigError("--dpo-beta is of --loss dpo: give both or none.")
+            return
+        if self.data is None:
+            raise ConfigError("--loss dpo learns from preferences of your own: give --data in place of --task.")
+        for name in self.given(UNPAIRED):
+            raise ConfigError(f"{flag_of(name)} {UNPAIRED[name]}, but --loss dpo came. Leave one out.")
+        method = self.method_entry
+        if method.changes_base or method.optimiser is not None or "padding_free" in method.unread:
+            raise ConfigError(
+                f"DPO compares with the model without its adapter, which the method {self.method!r} does not allow. "
+                "Use a constructor, lora or dora."
+            )
 
     def _require_rounds(self) -> None:
         """Refuse what a training in rounds cannot do."""

@@ -159,6 +159,7 @@ def train_once(training: Training) -> Outcome:
         bench.rows.train,
         recipe_of(config, bench.rows, bench.model),
         pad_id=bench.encoder.pad_id,
+        tokenizer=bench.encoder.tokenizer,
         checkpoint_dir=training.folder / CHECKPOINTS,
         checkpoint_steps=config.save_steps,
         resume=training.resume,
@@ -191,7 +192,7 @@ def finish(outcome: Outcome) -> TunedRecord:
     record = make_record(outcome, after, {**training.hashes, **basis})
     if method.has_bases:
         said = calibrated_on(config, bench, training.calibration)
-        write_model_card(out / ADAPTER, calibration=said, scores=headline(after))
+        write_model_card(out / ADAPTER, calibration=said, scores=headline(after, config.beta))
     if after.task is not None and config.private_budget is None:  # they hold the texts of held-out rows
         write_lines(out / PREDICTIONS, map(asdict, after.task.predictions))
     assert bench.before is not None

@@ -153,10 +153,11 @@ def _used_rows(config: RunConfig, rows: RunRows) -> UsedRows:
     )
 
 
-def headline(score: Score) -> dict[str, float]:
+def headline(score: Score, beta: float | None = None) -> dict[str, float]:
     """The scores that the model card shows."""
     accuracy = {"accuracy": score.task.accuracy} if score.task else {}
-    return {**accuracy, "held-out nats per token": score.held_out_loss}
+    loss = "held-out nats per token" if beta is None else "held-out DPO loss"
+    return {**accuracy, loss: score.held_out_loss}
 
 
 def calibrated_on(config: RunConfig, bench: Bench, calibration: Calibration | None) -> str | None:
@@ -174,13 +175,14 @@ def calibrated_on(config: RunConfig, bench: Bench, calibration: Calibration | No
 
 def _accuracies(before: Score, after: Score) -> dict[str, Any]:
     """By key of the record; nothing where the task has none."""
-    if not (before.task and after.task):
+    if after.task is None:
         return {}
+    at_first = before.task.accuracy if before.task else after.task.chance
     details = {name: value for name, value in vars(after.task).items() if name != "predictions"}
     details["held_out_loss"] = finite_or_none(after.task.held_out_loss)
     details["correct"] = "".join("01"[prediction.correct] for prediction in after.task.predictions)
     return {
-        "accuracy_before": before.task.accuracy,
+        "accuracy_before": at_first,
         "accuracy": after.task.accuracy,
         "score": AccuracyDetails(**details),
     }

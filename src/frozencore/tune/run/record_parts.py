@@ -30,6 +30,7 @@ class RecordedConfig(Part):
     targets: tuple[str, ...] | str | None = None
     data: tuple[str, ...] | str | None = None
     dtype: str | None = None
+    loss: str = "sft"
     core: dict[str, Any] = {}
 
     @property

@@ -69,6 +69,7 @@ class RunRows:
             neither was allowed.
         reading: What came of the rows that were read; None for a task.
         exact_match: Whether completions of one's own rows are generated and compared.
+        beta: Of DPO's loss on preferences; None where completions are learned.
         others: By task, plain texts of other tasks; their loss before and after tells what the run forgets.
     """
 
@@ -83,6 +84,7 @@ class RunRows:
     num_skipped: int = 0
     reading: Reading | None = None
     exact_match: bool = False
+    beta: float | None = None
     others: Mapping[str, list[TokenRow]] = field(default_factory=dict)
 
     @property

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
 from torch import nn
 
+from frozencore.tune.rows import PreferenceRow
 from frozencore.tune.run.bench import Bench, Score
 from frozencore.tune.run.record_parts import SelectedCheckpoint, StepScored
 from frozencore.tune.run.row_sets import ScoredRows
 from frozencore.tune.scoring import Prediction
 from frozencore.tune.scoring.exact_match import complete
+from frozencore.tune.scoring.preferences import score_preferences
 from frozencore.tune.scoring.score import held_out_loss, score_completions, score_task
 from frozencore.tune.scoring.scoring_config import ScoringConfig, SelectionMetric
 from frozencore.tune.training.selection import Selection
@@ -38,12 +41,19 @@ def score_rows(
         samples: Rows of one's own whose completions are generated, of at most ``max_new_tokens``.
     """
     task = bench.rows.task
-    if task is None:
+    if bench.rows.beta is not None:
+        pairs = [row for row in rows.tokens if isinstance(row, PreferenceRow)]
+        matched = score_preferences(model, pairs, bench.rows.beta, pad_id=bench.encoder.pad_id, progress=progress)
+        loss = math.log(2) if matched is None else matched.held_out_loss
+        if by == "held_out_loss":
+            matched = None
+    elif task is None:
         loss = held_out_loss(model, rows.tokens, pad_id=bench.encoder.pad_id, progress=with_note(progress, "loss"))
         matched = None
         if bench.rows.exact_match and by == "accuracy":
             told = with_note(progress, "completions")
             matched = score_completions(model, bench.encoder, rows.tokens, held_out_loss=loss, progress=told)
+    if task is None:
         said, _ = complete(
             model, bench.encoder, rows.tokens[:samples], max_new_tokens=max_new_tokens or SAMPLE_TOKENS,
             progress=with_note(progress, "samples"),

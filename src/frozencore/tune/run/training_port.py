@@ -43,8 +43,8 @@ def recipe_of(config: RunConfig, rows: RunRows, model: nn.Module) -> Recipe:
     batch_size, accumulation, pass_tokens = config.batch_size, config.accumulation, None
     method, laid_out = config.method_entry, config.padding_free
     if batch_size == "auto":
-        longest = max(len(row.input_ids) for row in rows.train)
-        pass_tokens = None if laid_out else pass_tokens_of(model)
+        longest = max(row.num_tokens for row in rows.train)
+        pass_tokens = None if laid_out or config.beta else pass_tokens_of(model)
         if config.private_budget is not None:  # the record says the batch size: it must not tell how long rows are
             longest, pass_tokens = config.max_length or PROTOCOL_MAX_LENGTH, None
         batch_size = rows_at_once(config.rows_a_step, longest, model, padding_free=laid_out)
@@ -64,6 +64,7 @@ def recipe_of(config: RunConfig, rows: RunRows, model: nn.Module) -> Recipe:
         optimiser=method.optimiser or PLAIN,
         optimiser_rank=config.rank if method.optimiser else None,
         private=config.private_budget,
+        beta=config.beta,
     )
 
 

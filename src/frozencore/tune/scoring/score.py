@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from torch import nn
+from torch import Tensor, nn
 
 from frozencore.calibration.counted_tokens import IGNORED
 from frozencore.errors import ConfigError, DataError, ModelError
@@ -123,12 +123,7 @@ def held_out_loss(
 
     def score(group: list[int]) -> None:
         batch = {name: tensor.to(device) for name, tensor in collate([rows[i] for i in group]).items()}
-        targets = batch.pop("labels")[:, 1:]
-        wanted = (targets != IGNORED).any(0).nonzero().squeeze(-1)
-        logits = logits_at(model, wanted, **batch)
-        targets = targets[:, wanted]
-        counted = targets != IGNORED
-        logprobs = token_logprobs(logits, targets.clamp_min(0)) * counted
+        logprobs, counted = completion_logprobs(model, batch)
         losses.append((-float(logprobs.sum()), int(counted.sum())))
 
     with scoring_mode(model):
@@ -139,3 +134,16 @@ def held_out_loss(
     if not math.isfinite(total):
         raise ModelError(f"The model's log-probabilities on held-out rows {NOT_FINITE}")
     return total / num_tokens
+
+
+def completion_logprobs(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Log-probabilities at the positions where any row of a batch has a label, and whether the row has one there.
+
+    Both are (rows, positions); a log-probability is 0 where there is no label.
+    """
+    targets = batch["labels"][:, 1:]
+    wanted = (targets != IGNORED).any(0).nonzero().squeeze(-1)
+    logits = logits_at(model, wanted, **{name: tensor for name, tensor in batch.items() if name != "labels"})
+    targets = targets[:, wanted]
+    counted = targets != IGNORED
+    return token_logprobs(logits, targets.clamp_min(0)) * counted, counted

@@ -63,6 +63,7 @@ class Recipe:
         optimiser_rank: That rank.
         private: What the training may spend of privacy; rows are then drawn for each step, and the gradient of each is
             cut in place of the step's. None for a training that is not private.
+        beta: Of DPO's loss, by which rows of preferences are learned; None for the loss on completions.
     """
 
     learning_rate: float
@@ -81,6 +82,7 @@ class Recipe:
     optimiser: str = PLAIN
     optimiser_rank: int | None = None
     private: PrivateBudget | None = None
+    beta: float | None = None
 
     def __post_init__(self) -> None:
         fewest = min(self.epochs, self.batch_size, self.accumulation, 1 if self.refresh == "auto" else self.refresh)
@@ -119,7 +121,7 @@ class Recipe:
 
     def content(self) -> dict[str, Any]:
         """JSON values by name, for records and checkpoints: how padding is avoided is no word of those without it."""
-        unsaid = (("pass_tokens", None), ("padding_free", False), ("private", None))
+        unsaid = (("pass_tokens", None), ("padding_free", False), ("private", None), ("beta", None))
         return {name: value for name, value in asdict(self).items() if (name, value) not in unsaid}
 
     def rate(self, step: int, num_steps: int) -> float:
@@ -199,7 +201,13 @@ def training_arguments(
         own: What this process does of it.
         folder: For checkpoints, where ``saves``: one every ``checkpoint_steps``, or an epoch.
     """
-    arguments = ReportedArguments(
+    make: type[ReportedArguments] = ReportedArguments
+    further: dict[str, Any] = {}
+    if recipe.beta is not None:
+        from frozencore.tune.training.preferences import PreferenceArguments  # imports TRL
+
+        make, further = PreferenceArguments, {"beta": recipe.beta}
+    arguments = make(
         output_dir=str(folder),
         learning_rate=recipe.learning_rate,
         num_train_epochs=recipe.epochs,
@@ -227,6 +235,7 @@ def training_arguments(
             recipe.num_steps(num_rows),
             1 if recipe.refresh == "auto" else recipe.refresh,
         ),
+        **further,
     )
     if arguments.n_gpu > 1:
         arguments._n_gpu = 1  # several devices go through accelerate; DataParallel would multiply the batch

@@ -10,6 +10,8 @@ from frozencore.calibration.calibration_options import RefreshMemory
 from frozencore.options import FrozenOptions
 from frozencore.privacy import CLIP, PrivateBudget
 
+BETA = 0.1
+
 
 class StepsConfig(FrozenOptions):
     """The steps of the optimizer. Runs that train side by side may differ in these."""
@@ -46,6 +48,17 @@ class StepsConfig(FrozenOptions):
 class AloneConfig(FrozenOptions):
     """What only a run that trains alone can do."""
 
+    loss: Annotated[
+        Literal["sft", "dpo"],
+        Field(
+            description="sft: the loss on completions. dpo: TRL's DPO on rows with prompt, chosen and rejected; the "
+            "model without its adapter is the reference."
+        ),
+    ] = "sft"
+    dpo_beta: Annotated[
+        float | None,
+        Field(gt=0, description="How strongly DPO holds the model to the reference. Default: 0.1, TRL's."),
+    ] = None
     padding_free: Annotated[
         bool,
         Field(
@@ -75,6 +88,11 @@ class AloneConfig(FrozenOptions):
         tuple[Literal["tensorboard", "trackio", "wandb"], ...] | None,
         Field(description="Who is told losses and scores as they come: tensorboard (in logs/), trackio, wandb."),
     ] = None
+
+    @property
+    def beta(self) -> float | None:
+        """The beta of DPO; None for the loss on completions."""
+        return None if self.loss == "sft" else self.dpo_beta or BETA
 
 
 class PrivateConfig(FrozenOptions):

@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -96,6 +97,7 @@ def train(
     recipe: Recipe,
     *,
     pad_id: int,
+    tokenizer: Any = None,
     checkpoint_dir: Path | None = None,
     checkpoint_steps: int | None = None,
     resume: bool = False,
@@ -110,6 +112,7 @@ def train(
     and Ctrl-C take effect at the end of the running step, whose checkpoint is then written; a second Ctrl-C at once.
 
     Args:
+        tokenizer: TRL's trainer asks for it; other trainings need none.
         checkpoint_dir: Where checkpoints go; ``None`` for none.
         checkpoint_steps: Optimiser steps between checkpoints; ``None`` for one an epoch.
         resume: Go on from the newest complete checkpoint, bit for bit as if never interrupted (on a CPU); from
@@ -150,6 +153,8 @@ def train(
     values_at_once = sum(p.numel() for p in model.parameters() if p.requires_grad)
     resumed_from = starting_point(checkpoint_dir, resume, identity)
     held = StateHeld(model, rounds)
+    if recipe.beta is not None and num_ranks() > 1:
+        raise ConfigError(f"DPO trains in one process, but there are {num_ranks()}. Start one.")
     start = time.perf_counter()
     selector: Selector | None = None
     monitor = LossMonitor(
@@ -157,7 +162,7 @@ def train(
         kept,
         rounds,
         paused_s=lambda: selector.time_s if selector else 0.0,
-        tokens_a_step=sum(len(row.input_ids) for row in rows) * recipe.epochs / recipe.num_steps(len(rows)),
+        tokens_a_step=sum(row.num_tokens for row in rows) * recipe.epochs / recipe.num_steps(len(rows)),
     )
     with ExitStack() as restored:
         asked = restored.enter_context(stop_held_back(monitor.say_it_stops)) if checkpoint_dir else Stop()
@@ -180,8 +185,14 @@ def train(
         if rounds is not None:
             restored.callback(rounds.close)
         watching = [monitor, *filter(None, [selector, rounds]), held]
+        make: Any = GroupingTrainer if grouped else CompletionTrainer
+        if recipe.beta is not None:
+            from frozencore.tune.training.preferences import PreferenceTrainer, as_before  # imports TRL
+
+            restored.enter_context(as_before(model, tokenizer))
+            make = partial(PreferenceTrainer, processing_class=tokenizer)
         with adapters_known(model):
-            trainer = (GroupingTrainer if grouped else CompletionTrainer)(
+            trainer = make(
                 recipe,
                 model=model,
                 args=training_arguments(

@@ -24,7 +24,40 @@ from frozencore.tune.training.recipe import Recipe
 ADAPTERS_LOADED = "_hf_peft_config_loaded"  # transformers' own name
 
 
-class CompletionTrainer(Trainer):
+class RecipeTrainer(Trainer):
+    """Takes rows and learning rates in the order of the recipe, and writes checkpoints without a model card."""
+
+    def __init__(self, recipe: Recipe, **trainer: Any) -> None:
+        self.recipe = recipe
+        super().__init__(**trainer)
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        return RowOrder(self.train_dataset, self.recipe)
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        share = partial(self.recipe.share_of_rate, num_steps=num_training_steps)
+        self.lr_scheduler: LambdaLR = LambdaLR(optimizer or self.optimizer, share)
+        return self.lr_scheduler
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """A checkpoint, whose model card nobody reads."""
+        if output_dir is not None and isinstance(self.model, PeftModel):
+            begin_model_card(Path(output_dir))
+        super()._save(output_dir, state_dict)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """PEFT refuses to load virtual tokens that are to train; these are there, and get the values alone."""
+        if num_virtual_tokens(self.model):
+            set_peft_model_state_dict(self.model, load_peft_weights(resume_from_checkpoint))
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def floating_point_ops(self, inputs: dict[str, Tensor]) -> int:
+        """Not counted: counting walks over all parameters at every batch, a tenth of a small model's step."""
+        return 0
+
+
+class CompletionTrainer(RecipeTrainer):
     """Asks the model for logits only where there is a loss: with a large vocabulary the prompt's cost more than it."""
 
     def compute_loss(
@@ -43,38 +76,9 @@ class CompletionTrainer(Trainer):
             }
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
-    def __init__(self, recipe: Recipe, **trainer: Any) -> None:
-        self.recipe = recipe
-        super().__init__(**trainer)
-
-    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-        return RowOrder(self.train_dataset, self.recipe)
-
-    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        share = partial(self.recipe.share_of_rate, num_steps=num_training_steps)
-        self.lr_scheduler: LambdaLR = LambdaLR(optimizer or self.optimizer, share)
-        return self.lr_scheduler
-
     @cached_property
     def _can_skip_logits(self) -> bool:
         return bool(self.model_accepts_loss_kwargs) and forward_accepts(self.model, "logits_to_keep")
-
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """A checkpoint, whose model card nobody reads."""
-        if output_dir is not None and isinstance(self.model, PeftModel):
-            begin_model_card(Path(output_dir))
-        super()._save(output_dir, state_dict)
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """PEFT refuses to load virtual tokens that are to train; these are there, and get the values alone."""
-        if num_virtual_tokens(self.model):
-            set_peft_model_state_dict(self.model, load_peft_weights(resume_from_checkpoint))
-        else:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-
-    def floating_point_ops(self, inputs: dict[str, Tensor]) -> int:
-        """Not counted: counting walks over all parameters at every batch, a tenth of a small model's step."""
-        return 0
 
 
 class GroupingTrainer(CompletionTrainer):

@@ -1,0 +1,119 @@
+"""DPO by TRL's own trainer, on our rows, in the order and at the rates of the recipe.
+
+TRL would copy the adapter as its reference. The copy is deleted before the first step: TRL then takes the adapter off
+to compute the reference, which costs no memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from datasets import Dataset
+from peft import PeftModel
+from torch import nn
+from trl import DPOConfig, DPOTrainer
+
+from frozencore.adapter.config import FrozenCoreConfig
+from frozencore.calibration.counted_tokens import IGNORED
+from frozencore.tune.rows import TokenRow
+from frozencore.tune.scoring.forward import base_of
+from frozencore.tune.training.batching import RowCollator
+from frozencore.tune.training.recipe import Recipe
+from frozencore.tune.training.reporting import ReportedArguments
+from frozencore.tune.training.trainer import RecipeTrainer
+
+REFERENCE = "ref"  # TRL's name
+
+
+@dataclass
+class PreferenceArguments(DPOConfig, ReportedArguments):
+    """What TRL's trainer is told: its own defaults for DPO, ours for everything else."""
+
+    activation_checkpointing: bool | None = False
+    gradient_checkpointing: bool = False  # an older name of the same
+    bf16: bool | None = False
+
+
+class PreferenceTrainer(RecipeTrainer, DPOTrainer):
+    """TRL's ``DPOTrainer`` on rows of preferences; the adapter may hold any values when it begins, and keeps them."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        *,
+        model: PeftModel,
+        train_dataset: Sequence[TokenRow],
+        data_collator: RowCollator,
+        **trl: Any,
+    ) -> None:
+        trained = [(parameter, parameter.data) for parameter in model.parameters() if parameter.requires_grad]
+        rows = Dataset.from_dict({"row": range(len(train_dataset))})
+        with _bases_not_built_again(model):
+            super().__init__(
+                recipe,
+                model=model,
+                train_dataset=rows,
+                data_collator=_in_words_of_trl(train_dataset, data_collator),
+                **trl,
+            )
+        model.delete_adapter(REFERENCE)
+        for parameter, values in trained:  # TRL rounds those on a quantised model
+            parameter.data = values
+
+    def _prepare_dataset(self, dataset: Dataset, *_: Any) -> Dataset:
+        """Our rows are tokens."""
+        return dataset
+
+    def _send_telemetry(self) -> None:
+        """A run on local files opens no connection."""
+
+    def create_model_card(self, *_: Any, **__: Any) -> None:
+        """Nobody reads that of a checkpoint."""
+
+
+def _in_words_of_trl(
+    rows: Sequence[TokenRow], collate: RowCollator
+) -> Callable[[list[dict[str, int]]], dict[str, Any]]:
+    def batch(numbers: list[dict[str, int]]) -> dict[str, Any]:
+        found = collate([rows[one["row"]] for one in numbers])
+        completions = found.pop("labels").ne(IGNORED)
+        return {**found, "completion_mask": completions.long()}
+
+    return batch
+
+
+@contextmanager
+def _bases_not_built_again(model: PeftModel) -> Iterator[None]:
+    """The reference is deleted at once: its bases would be built for nothing."""
+    config = model.peft_config["default"]
+    if not isinstance(config, FrozenCoreConfig):
+        yield
+        return
+    was, config.load_bases = config.load_bases, True
+    try:
+        yield
+    finally:
+        config.load_bases = was
+
+
+@contextmanager
+def as_before(model: nn.Module, tokenizer: Any) -> Iterator[None]:
+    """Afterwards the model's forward pass, padding tokens and tags, which TRL changes, are as they were."""
+    base = base_of(model)
+    held = [
+        (tokenizer, "pad_token", tokenizer.pad_token),
+        (base.config.get_text_config(), "pad_token_id", base.config.get_text_config().pad_token_id),
+        (base.generation_config, "pad_token_id", base.generation_config.pad_token_id),
+    ]
+    own = {name: vars(base)[name] for name in ("forward", "model_tags") if name in vars(base)}
+    try:
+        yield
+    finally:
+        for owner, name, value in held:
+            setattr(owner, name, value)
+        for name in ("forward", "model_tags"):
+            vars(base).pop(name, None)
+        vars(base).update(own)
