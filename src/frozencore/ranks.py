@@ -94,14 +94,14 @@ def from_first(work: Callable[[], T]) -> T:
         if own_rank() == 0:
             held = [work()]
     if num_ranks() > 1:
-        together(partial(dist.broadcast_object_list, held))
+        call_collective(partial(dist.broadcast_object_list, held))
     return cast(T, held[0])
 
 
 def wait_for_all() -> None:
     """Return once every rank has called this."""
     if num_ranks() > 1:
-        together(dist.barrier)
+        call_collective(dist.barrier)
 
 
 def of_every_rank(own: T) -> list[T]:
@@ -109,7 +109,7 @@ def of_every_rank(own: T) -> list[T]:
     if num_ranks() == 1:
         return [own]
     held = [own] * num_ranks()
-    together(partial(dist.all_gather_object, held, own))
+    call_collective(partial(dist.all_gather_object, held, own))
     return held
 
 
@@ -123,7 +123,7 @@ def sum_over_ranks(total: Tensor) -> Tensor:
     if num_ranks() == 1:
         return total
     summed = total.to(exchange_device())
-    together(partial(dist.all_reduce, summed))
+    call_collective(partial(dist.all_reduce, summed))
     return summed.to(total.device)
 
 
@@ -132,7 +132,7 @@ def largest_over_ranks(number: int) -> int:
     return max(of_every_rank(number))
 
 
-def together(collective: Callable[[], object]) -> None:
+def call_collective(collective: Callable[[], object]) -> None:
     """Call one collective of torch.distributed.
 
     Raises:

@@ -106,7 +106,7 @@ class AdapterRounds:
                 weight, P[:, earlier:].contiguous(), Q[:, earlier:].contiguous()
             )
 
-    def held_of_past(self, adapter_name: str) -> Iterator[Tensor]:
+    def tensors_of_past(self, adapter_name: str) -> Iterator[Tensor]:
         """The tensors that earlier rounds keep in memory: P and Q, all cores, and the folded copies."""
         if adapter_name in self.frozencore_past:
             P, Q, past = (held[adapter_name] for held in (self.frozencore_P, self.frozencore_Q, self.frozencore_past))

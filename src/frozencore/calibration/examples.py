@@ -52,7 +52,7 @@ class CollatedRows:
         return batch
 
 
-class KeptBatches:
+class CachedBatches:
     """Batches that are read once and kept, so that every pass sees the same batches in the same order."""
 
     def __init__(self, batches: Iterable[Batch]) -> None:

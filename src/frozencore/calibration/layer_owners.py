@@ -18,7 +18,15 @@ from frozencore.files.fingerprint import fingerprint_tensors
 from frozencore.maths.basis import Basis
 from frozencore.maths.linalg import Shape
 from frozencore.maths.moments import LayerMoments
-from frozencore.ranks import exchange_device, num_ranks, of_every_rank, own_rank, spread, sum_over_ranks, together
+from frozencore.ranks import (
+    call_collective,
+    exchange_device,
+    num_ranks,
+    of_every_rank,
+    own_rank,
+    spread,
+    sum_over_ranks,
+)
 
 
 def assign_owners(shapes: Mapping[str, Shape], ranks: int | None = None) -> dict[str, int]:
@@ -44,7 +52,7 @@ def _reduce(layer: LayerMoments, owner: int) -> LayerMoments:
         if total.ndim == 1:
             sums[name] = sum_over_ranks(total)
         else:
-            together(partial(dist.reduce, total, dst=owner))
+            call_collective(partial(dist.reduce, total, dst=owner))
             sums[name] = total if owner == own_rank() else None
     return LayerMoments(num_tokens=int(sum_over_ranks(torch.tensor(layer.num_tokens))), **sums)
 
@@ -72,7 +80,7 @@ def _share(basis: Basis | None, owner: int, P_shape: torch.Size, Q_shape: torch.
     def shared(tensor: Tensor | None, *size: int) -> Tensor:
         whole = torch.empty(size) if tensor is None else tensor
         whole = whole.to(exchange_device()).contiguous()
-        together(partial(dist.broadcast, whole, src=owner))
+        call_collective(partial(dist.broadcast, whole, src=owner))
         return whole
 
     spectrum_length, effective, has_core = shared(head, 3).tolist()

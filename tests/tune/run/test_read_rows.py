@@ -13,7 +13,7 @@ from frozencore.errors import DataError, NoRowsError
 from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.tune.run.config import RunConfig, make_config
 from frozencore.tune.run.read_rows import prepare_rows
-from frozencore.tune.run.row_sets import KeptRows
+from frozencore.tune.run.row_sets import RowCache
 from small_task import write_task
 
 
@@ -133,18 +133,18 @@ def test_rows_that_are_kept_are_those_that_would_be_read_and_are_read_once(
         for changes in ({}, {"evaluate_on": "validation"}, {"seed": 7}, {"calibration_size": 3}, {"num_train": 10})
     ]
 
-    def rows_of(kept: KeptRows | None) -> list[Any]:
+    def rows_of(kept: RowCache | None) -> list[Any]:
         found = [prepare_rows(run, encoder, kept) for run in runs]
         return [(rows.evaluation, rows.train, rows.calibration, rows.held_out, rows.validation_from) for rows in found]
 
-    fresh, kept = rows_of(None), KeptRows()
+    fresh, kept = rows_of(None), RowCache()
     assert rows_of(kept) == fresh
     (tmp_path / "train.jsonl").unlink()
     assert rows_of(kept) == fresh
 
 
 def test_what_was_not_asked_for_the_longest_makes_room() -> None:
-    kept, made = KeptRows(most_rows=5), []
+    kept, made = RowCache(most_rows=5), []
 
     def ask(key: str) -> str:
         def make() -> str:

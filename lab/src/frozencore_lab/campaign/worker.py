@@ -25,7 +25,7 @@ from frozencore.tune.run.execute import scored_as
 from frozencore.tune.run.models import load_model
 from frozencore.tune.run.record import Failure
 from frozencore.tune.run.record_parts import Provenance
-from frozencore.tune.run.row_sets import KeptRows
+from frozencore.tune.run.row_sets import RowCache
 from frozencore.tune.run.run_folder import ADAPTER
 from frozencore.tune.scoring.forward import take_off
 from frozencore.words import Progress, one_line
@@ -69,7 +69,7 @@ class Worker:
     _base: tuple[Any, Base] | None = field(default=None, init=False)
     _adapted: tuple[Method, PeftModel] | None = field(default=None, init=False)
     _scores: dict[str, Score] = field(default_factory=dict, init=False)
-    _rows: KeptRows = field(default_factory=KeptRows, init=False)
+    _rows: RowCache = field(default_factory=RowCache, init=False)
 
     def run(self, job: Job, needs: Needs, progress: Progress) -> bool:
         """Make a run's result, or note why there is none; False for the latter.
@@ -126,7 +126,7 @@ class Worker:
         if self._base is None or self._base[0] != key:
             self._base = None  # before the next one is loaded: two may not fit
             self._base = key, Base(*load_model(config.model, dtype=config.dtype, device=config.device))
-        bench = prepare(config, progress, self._base[1], kept_rows=self._rows)
+        bench = prepare(config, progress, self._base[1], row_cache=self._rows)
         bench.before = self._scores.get(_scored_as(config, bench))
         return bench
 

@@ -45,7 +45,7 @@ class InRounds(TrainerCallback, ABC):
         """The number of values of earlier rounds, which are saved and no longer train."""
 
     @abstractmethod
-    def held_tensors(self) -> Iterator[Tensor]:
+    def state_tensors(self) -> Iterator[Tensor]:
         """All tensors that are held from step to step for the rounds."""
 
     @abstractmethod
@@ -61,7 +61,7 @@ class InRounds(TrainerCallback, ABC):
         """Undo :meth:`next_round`."""
 
     @abstractmethod
-    def kept_state(self) -> dict[str, Tensor]:
+    def state_to_save(self) -> dict[str, Tensor]:
         """The tensors that a checkpoint needs beside the adapter."""
 
     @abstractmethod
@@ -116,7 +116,7 @@ class InRounds(TrainerCallback, ABC):
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Add the state to the checkpoint; each rank has its own."""
-        tensors = {name: total.cpu().contiguous() for name, total in self.kept_state().items()}
+        tensors = {name: total.cpu().contiguous() for name, total in self.state_to_save().items()}
         if tensors:
             save_file(tensors, self._file(args, state))
 

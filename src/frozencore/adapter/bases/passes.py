@@ -21,7 +21,7 @@ from frozencore.calibration.batches import Batch, is_batch
 from frozencore.calibration.budget import LayerCost, PassPlan, layer_cost, memory_bytes, plan_passes
 from frozencore.calibration.calibration_options import CalibrationOptions, backward_passes
 from frozencore.calibration.collect import collect_moments, share_of
-from frozencore.calibration.examples import KeptBatches
+from frozencore.calibration.examples import CachedBatches
 from frozencore.calibration.layer_owners import reduce_moments
 from frozencore.calibration.sketch import Sketch, SketchTarget, stream_whitened_svds
 from frozencore.constructors import BasisOptions, LayerEvidence
@@ -72,7 +72,7 @@ class BasisWork:
 
         A group that does not fit into memory is tried again in halves, which gives the same bases.
         """
-        batches = batches if isinstance(batches, Sequence) else KeptBatches(batches)  # every pass must read the same
+        batches = batches if isinstance(batches, Sequence) else CachedBatches(batches)  # every pass must read the same
         with all_ranks_or_none():
             if options.memory_budget is not None or options.group_size < len(self.layers):
                 batches = list(batches)  # to see how large they are

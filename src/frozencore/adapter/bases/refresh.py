@@ -113,17 +113,17 @@ class Refresh(InRounds):
         return (self.config.rounds - 1) * sum(rank**2 for rank in self._ranks.values())
 
     def foreseen_bytes(self, rounds: int) -> int:
-        """An estimate of the peak of :meth:`held_tensors` in a training of that many rounds."""
+        """An estimate of the peak of :meth:`state_tensors` in a training of that many rounds."""
         sums = sums_bytes(self._shapes, self._ranks, self.widths, self.config)
         weights = next(iter(self.layers.values())).frozencore_P[self.adapter_name].dtype
         return held_in_rounds(self._shapes, self._ranks, sums, rounds, weights)
 
-    def held_tensors(self) -> Iterator[Tensor]:
+    def state_tensors(self) -> Iterator[Tensor]:
         """Sums or sketches of moments, and the tensors of earlier rounds."""
         if self._sums is not None:
             yield from self._sums.state().values()
         for layer in self.layers.values():
-            yield from layer.held_of_past(self.adapter_name)
+            yield from layer.tensors_of_past(self.adapter_name)
 
     def choose_rounds(self, args: TrainingArguments, state: TrainerState) -> None:
         if self.asked == "auto":
@@ -154,7 +154,7 @@ class Refresh(InRounds):
             self._sums.set_metric()
         self._sums.listen(on=step < 0 or math.floor(step * self.share) > math.floor((step - 1) * self.share))
 
-    def kept_state(self) -> dict[str, Tensor]:
+    def state_to_save(self) -> dict[str, Tensor]:
         return {} if self._sums is None else self._sums.state()
 
     def take_back_round(self) -> None:

@@ -15,7 +15,7 @@ from frozencore.tune.rows.token_batches import make_batches
 from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.models import load_model
 from frozencore.tune.run.read_rows import TOO_LONG, prepare_rows
-from frozencore.tune.run.row_sets import KeptRows, RunRows
+from frozencore.tune.run.row_sets import RowCache, RunRows
 from frozencore.tune.scoring import Prediction, TaskScore
 from frozencore.tune.training.batching import require_rows_apart
 from frozencore.words import Progress, num_of
@@ -53,13 +53,13 @@ class Bench:
 
 
 def prepare(
-    config: RunConfig, progress: Progress, base: Base | None = None, *, kept_rows: KeptRows | None = None
+    config: RunConfig, progress: Progress, base: Base | None = None, *, row_cache: RowCache | None = None
 ) -> Bench:
     """Load what a run needs. Every error in the input shows here, before anything is written.
 
     Args:
         base: The configured model, loaded before.
-        kept_rows: What earlier runs have read and tokenised.
+        row_cache: What earlier runs have read and tokenised.
     """
     progress("load", 0, None, config.model)
     base = base or Base(*load_model(config.model, dtype=config.dtype, device=config.device))
@@ -77,7 +77,7 @@ def prepare(
     )
     if encoder.max_length > limit:
         raise ConfigError(f"--max-length {encoder.max_length} is beyond the model's context of {limit} tokens.")
-    rows = prepare_rows(config, encoder, kept_rows)
+    rows = prepare_rows(config, encoder, row_cache)
     progress("load", 1, 1, _told(rows))
     return Bench(base.model, encoder, rows)
 

@@ -16,7 +16,7 @@ from frozencore.tune.rows.row_sources import named
 from frozencore.tune.rows.token_batches import pack
 from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.record_parts import SourceRows
-from frozencore.tune.run.row_sets import KeptRows, Reading, RunRows, ScoredRows
+from frozencore.tune.run.row_sets import Reading, RowCache, RunRows, ScoredRows
 from frozencore.tune.scoring.exact_match import are_short
 from frozencore.tune.suite import find_task
 from frozencore.tune.tasks import Task
@@ -27,7 +27,7 @@ TOO_LONG = "too long"
 OTHER_ROWS = 32
 
 
-def prepare_rows(config: RunConfig, encoder: PromptEncoder, kept: KeptRows | None = None) -> RunRows:
+def prepare_rows(config: RunConfig, encoder: PromptEncoder, kept: RowCache | None = None) -> RunRows:
     """Load, split and tokenise what the configuration names.
 
     Args:
@@ -40,14 +40,14 @@ def prepare_rows(config: RunConfig, encoder: PromptEncoder, kept: KeptRows | Non
         task = find_task(config.task)
         if config.max_new_tokens is not None:
             task = replace(task, max_new_tokens=config.max_new_tokens)
-        rows = _task_rows(config, task, encoder, kept or KeptRows())
+        rows = _task_rows(config, task, encoder, kept or RowCache())
     else:
         assert config.data is not None
         rows = _own_rows(config, config.data, encoder)
-    return replace(rows, others=_other_texts(config, encoder, kept or KeptRows()))
+    return replace(rows, others=_other_texts(config, encoder, kept or RowCache()))
 
 
-def task_splits(config: RunConfig, kept: KeptRows | None = None) -> TaskSplits:
+def task_splits(config: RunConfig, kept: RowCache | None = None) -> TaskSplits:
     """The splits of the run's task. Who trains on all of it (``paper_steps``) does so only to be evaluated.
 
     Raises:
@@ -55,7 +55,7 @@ def task_splits(config: RunConfig, kept: KeptRows | None = None) -> TaskSplits:
         NoRowsError: No row is left to train on, or to score on.
     """
     assert config.task is not None
-    splits = _splits_like(config, _Drawn.of(config), kept or KeptRows())
+    splits = _splits_like(config, _Drawn.of(config), kept or RowCache())
     if config.evaluate_on == "validation" and not splits.validation:
         raise NoRowsError(
             f"Task {config.task!r} leaves no validation rows beside its {len(splits.train)} to train on. "
@@ -77,7 +77,7 @@ class _Drawn:
         return cls(str(config.task), config.num_train, config.num_evaluation)
 
 
-def _splits_like(config: RunConfig, drawn: _Drawn, kept: KeptRows) -> TaskSplits:
+def _splits_like(config: RunConfig, drawn: _Drawn, kept: RowCache) -> TaskSplits:
     train_on_all = config.paper_steps and config.evaluate_on == "evaluation"
     return kept.get(
         (drawn, config.data_root, train_on_all),
@@ -92,7 +92,7 @@ def _splits_like(config: RunConfig, drawn: _Drawn, kept: KeptRows) -> TaskSplits
     )
 
 
-def _task_rows(config: RunConfig, task: Task, encoder: PromptEncoder, kept: KeptRows) -> RunRows:
+def _task_rows(config: RunConfig, task: Task, encoder: PromptEncoder, kept: RowCache) -> RunRows:
     splits, fitting = task_splits(config, kept), _Fitting(config, encoder)
     evaluation = splits.evaluation if config.evaluate_on == "evaluation" else splits.validation
     of_training, evaluation = fitting.examples(splits.train), fitting.examples(evaluation)
@@ -113,13 +113,13 @@ def _task_rows(config: RunConfig, task: Task, encoder: PromptEncoder, kept: Kept
     )  # fmt: skip
 
 
-def _calibration_rows(config: RunConfig, task: str, encoder: PromptEncoder, kept: KeptRows) -> list[TokenRow]:
+def _calibration_rows(config: RunConfig, task: str, encoder: PromptEncoder, kept: RowCache) -> list[TokenRow]:
     """The rows that a run of another task would calibrate on."""
     train = _Fitting(config, encoder).examples(_splits_like(config, _Drawn(task), kept).train)
     return _tokens(config, calibration_rows(train, config.calibration_size, seed=config.seed), encoder, kept)
 
 
-def _tokens(config: RunConfig, examples: Sequence[Example], encoder: PromptEncoder, kept: KeptRows) -> list[TokenRow]:
+def _tokens(config: RunConfig, examples: Sequence[Example], encoder: PromptEncoder, kept: RowCache) -> list[TokenRow]:
     encoded_by = (config.model, config.max_length, config.truncate, config.prompt_style, config.prompt_date)
     return kept.get(
         (tuple(examples), encoded_by),
@@ -128,7 +128,7 @@ def _tokens(config: RunConfig, examples: Sequence[Example], encoder: PromptEncod
     )
 
 
-def _other_texts(config: RunConfig, encoder: PromptEncoder, kept: KeptRows) -> dict[str, list[TokenRow]]:
+def _other_texts(config: RunConfig, encoder: PromptEncoder, kept: RowCache) -> dict[str, list[TokenRow]]:
     """By task, the first evaluation rows that fit, each as plain text; none while options are chosen."""
     if config.evaluate_on == "validation":
         return {}
@@ -191,7 +191,7 @@ def _own_rows(config: RunConfig, data: Data, encoder: PromptEncoder) -> RunRows:
     train = train[: config.num_train]
     rows, scored = encode(train), encode(held_out)
     if config.calibration_task is not None:
-        calibrate = _calibration_rows(config, config.calibration_task, encoder, KeptRows())
+        calibrate = _calibration_rows(config, config.calibration_task, encoder, RowCache())
     else:
         among: Sequence[TextRow | TokenRow] = rows if config.packing else train
         chosen = sorted(range(len(among)), key=lambda i: _rank(among[i], config.seed + 1))[: config.calibration_size]

@@ -110,7 +110,7 @@ Rows = TypeVar("Rows")
 MOST_ROWS = 20_000  # of the paper's tasks, about a hundred megabytes
 
 
-class KeptRows:
+class RowCache:
     """Keeps what it made; what was not asked for the longest goes first.
 
     Args:

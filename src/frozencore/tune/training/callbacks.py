@@ -184,7 +184,7 @@ class StateHeld(TrainerCallback, ExportableState):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         if state.global_step + 1 in self._looks_at:
-            held = self.rounds.held_tensors() if self.rounds is not None else ()
+            held = self.rounds.state_tensors() if self.rounds is not None else ()
             now = total_bytes([*gradients_of(self.model), *states_of(kwargs["optimizer"]), *held])
             self.peak_bytes = max(self.peak_bytes, now)
 

@@ -120,7 +120,7 @@ def _sha256(path: Path) -> str:
 
 
 @contextmanager
-def disk_errors_told(checkpoint_dir: Path | None) -> Iterator[None]:
+def explain_disk_errors(checkpoint_dir: Path | None) -> Iterator[None]:
     """An error in writing a checkpoint becomes a line that says so, and what to do."""
     try:
         yield
@@ -150,7 +150,7 @@ class Stop:
 
 
 @contextmanager
-def stop_held_back(told: Callable[[], None] = lambda: None) -> Iterator[Stop]:
+def defer_stop(told: Callable[[], None] = lambda: None) -> Iterator[Stop]:
     """Inside, SIGTERM and Ctrl-C only make what is given true; afterwards they do what they would have done.
 
     An exception that they raise has what was saved as its note. A second Ctrl-C takes effect at once. In a thread,

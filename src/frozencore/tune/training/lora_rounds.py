@@ -61,7 +61,7 @@ class LoRARounds(InRounds):
     def earlier_values(self) -> int:
         return sum(factor.numel() for layer in self.layers.values() for factor in (layer.A, layer.B))
 
-    def held_tensors(self) -> Iterator[Tensor]:
+    def state_tensors(self) -> Iterator[Tensor]:
         """The earlier factors, and the copies of weights."""
         for layer in self.layers.values():
             yield from (layer.A, layer.B)
@@ -90,7 +90,7 @@ class LoRARounds(InRounds):
         for layer in self.layers.values():
             layer.take_back()
 
-    def kept_state(self) -> dict[str, Tensor]:
+    def state_to_save(self) -> dict[str, Tensor]:
         """The factors of the earlier rounds, side by side."""
         if self.round_now == 1:
             return {}

@@ -41,7 +41,7 @@ from frozencore.tune.training.batching import (
     without_fillers,
 )
 from frozencore.tune.training.callbacks import LossMonitor, Seal, StateHeld, StopWhenAsked
-from frozencore.tune.training.checkpoints import Stop, disk_errors_told, starting_point, stop_held_back
+from frozencore.tune.training.checkpoints import Stop, defer_stop, explain_disk_errors, starting_point
 from frozencore.tune.training.lora_rounds import LoRARounds
 from frozencore.tune.training.recipe import PLAIN, UNREFRESHED, Recipe, readable_state, training_arguments
 from frozencore.tune.training.reporting import Reports
@@ -165,7 +165,7 @@ def train(
         tokens_a_step=sum(row.num_tokens for row in rows) * recipe.epochs / recipe.num_steps(len(rows)),
     )
     with ExitStack() as restored:
-        asked = restored.enter_context(stop_held_back(monitor.say_it_stops)) if checkpoint_dir else Stop()
+        asked = restored.enter_context(defer_stop(monitor.say_it_stops)) if checkpoint_dir else Stop()
         restored.enter_context(own_random_state())
         restored.enter_context(without_dropout(model))
         restored.enter_context(own_use_cache(model))
@@ -204,7 +204,7 @@ def train(
             )
         trainer.remove_callback(PrinterCallback)
         private = _made_private(trainer, recipe, selection, reports)
-        with disk_errors_told(checkpoint_dir), suppress(NoBetterError):
+        with explain_disk_errors(checkpoint_dir), suppress(NoBetterError):
             try:
                 trainer.train(resume_from_checkpoint=None if resumed_from is None else str(resumed_from))
             except DivergenceError:

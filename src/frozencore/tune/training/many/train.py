@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from frozencore.calibration.preserve import own_random_state
 from frozencore.errors import ConfigError, TrainingError
 from frozencore.tune.scoring.forward import base_of
-from frozencore.tune.training.checkpoints import Stop, disk_errors_told, starting_point, stop_held_back
+from frozencore.tune.training.checkpoints import Stop, defer_stop, explain_disk_errors, starting_point
 from frozencore.tune.training.many.checkpoint import Checkpoints, identity_of
 from frozencore.tune.training.many.company import Company
 from frozencore.tune.training.many.slots import TrainedSlots
@@ -93,7 +93,7 @@ def train_many(
             on_end(these)
 
     with ExitStack() as restored:
-        asked = restored.enter_context(stop_held_back()) if checkpoint_dir else Stop()
+        asked = restored.enter_context(defer_stop()) if checkpoint_dir else Stop()
         restored.enter_context(own_random_state())
         restored.enter_context(without_dropout(model))
         restored.enter_context(own_use_cache(model))
@@ -104,14 +104,14 @@ def train_many(
         if kept is not None and resumed_from is not None:
             take(kept.read(resumed_from, company))
         elif kept is not None:  # what ends before the next one belongs to this training, and says so
-            with disk_errors_told(checkpoint_dir):
+            with explain_disk_errors(checkpoint_dir):
                 kept.write(company)
         saved, steps = time.perf_counter(), 0
         while company.fill():
             steps += 1
             these = {seat.name: _trained(slots, seat, values, resumed_from) for seat, values in company.step()}
             stops = asked()
-            with disk_errors_told(checkpoint_dir):
+            with explain_disk_errors(checkpoint_dir):
                 if kept is not None:
                     kept.write_ended(these)
                     is_over = not company.seats and not company.waiting
