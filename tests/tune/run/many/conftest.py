@@ -29,6 +29,6 @@ def tenants(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def call_collective(tenants: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, TenantOutcome]]:
+def together(tenants: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, TenantOutcome]]:
     out = tmp_path_factory.mktemp("together") / "out"
     return out, execute_many(config_of(tenants, select_checkpoint="epoch"), out, silent, num_slots=2)
