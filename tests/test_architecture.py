@@ -78,3 +78,11 @@ def test_every_room_is_named_by_itself_or_with_the_room_that_it_is_in() -> None:
 def test_the_first_file_of_a_room_is_there(room: str, holds: str, first: str) -> None:
     assert holds
     assert (folder_of(room) / first).is_file()
+
+
+@pytest.mark.parametrize("page", [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", ROOT / "SECURITY.md"])
+def test_every_file_of_ours_that_a_page_names_is_there(page: Path) -> None:
+    named = re.findall(
+        r"(?<![\w/])(?:src|lab|tests|benchmarks|docs)/[\w./-]+\.(?:py|md|json|yaml)\b", page.read_text("utf-8")
+    )
+    assert not [name for name in named if not (ROOT / name).exists() and not (ROOT / "lab" / name).exists()]

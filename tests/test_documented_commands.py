@@ -72,7 +72,7 @@ def test_verbs_and_flags_of_the_pages_are_the_programs(page: Path, verbs: Any) -
 RUN_ELSEWHERE = {
     r"campaign (plan|rehearse) lab/campaigns/paper-3b.yaml$": "rehearsal/test_campaigns.py",
     r"campaign run lab/campaigns/pocket.yaml": "rehearsal/test_campaigns.py",  # on a tiny model; itself it takes hours
-    r"--ray ": "campaign/test_ray_crew.py",
+    r"--ray ": "campaign/test_ray_pool.py",
     r"\$(spec|folder)": "cli/test_campaign.py",
 }
 FEW = {"--num-train": "64", "--num-evaluation": "8", "--epochs": "1", "--calibration-size": "16"}
