@@ -18,7 +18,31 @@ from frozencore.cli.verbs import all_verbs
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
-OF_THE_ROOT = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
+OF_THE_ROOT = {"README.md": "overview.md", "CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
+NOTEBOOK = "examples/first_hour.ipynb"
+IN_SITE = {**OF_THE_ROOT, NOTEBOOK: "first-hour.md"}
+BY_TASK = {
+    "Adapt a model": (
+        "calibrate", "FrozenCoreConfig", "Calibration", "CalibrationOptions", "frozen_core_layers", "FrozenCoreModel",
+        "Refresh", "PrivateTraining", "per_example_gradients", "FrozenCoreError",
+    ),
+    "Ask for advice before training": ("advise", "Advice"),
+    "Export an adapter": (
+        "export_lora", "export_merged", "export_gguf_lora", "check_lora_directory", "write_model_card",
+    ),
+    "Keep many adapters on one basis": (
+        "save_basis", "load_basis", "SavedBasis", "CoreBank", "swap_core", "prepare_swap", "merge_adapters",
+        "pack_adapter", "unpack_adapter", "export_basis_model", "export_tenant",
+    ),
+    "Compute moments once, bases many times": (
+        "collect_moments", "save_moments", "load_moments", "LayerMoments", "get_bases", "set_bases",
+    ),
+    "Build the basis of one layer": (
+        "fcca_basis", "rawgrad_basis", "signgrad_basis", "filora_basis", "eva_basis", "lora_xs_basis", "milora_basis",
+        "vera_basis", "random_basis", "Basis", "Whitening",
+    ),
+    "Add a constructor": ("register_constructor", "CONSTRUCTORS", "build_basis", "BasisOptions", "LayerEvidence"),
+}  # fmt: skip
 LINK = re.compile(r"(?<!!)\[([^\]]*)\]\((?!https?:|#)([^)#]+)(#[^)]*)?\)")
 
 
@@ -30,8 +54,8 @@ def in_site(text: str, folder: Path) -> str:
         if target.parent == DOCS and target.suffix == ".md":
             return f"[{words}]({target.name}{anchor})"
         place = target.relative_to(ROOT).as_posix()
-        if place in OF_THE_ROOT:
-            return f"[{words}]({OF_THE_ROOT[place]}{anchor})"
+        if place in IN_SITE:
+            return f"[{words}]({IN_SITE[place]}{anchor})"
         return f"{words} (`{place}`)"
 
     return LINK.sub(moved, text).replace("](docs/figures/", "](figures/")
@@ -43,11 +67,15 @@ def write(name: str, text: str) -> None:
 
 
 def python_reference() -> Iterator[str]:
-    """Every public name, from its docstring."""
-    yield "# Python\n\nEverything that `import frozencore` offers; deeper modules may move.\n"
-    for name in sorted(frozencore.__all__, key=str.lower):
-        module = getattr(getattr(frozencore, name), "__module__", None)
-        yield f"::: {module if isinstance(module, str) else 'frozencore.constructors'}.{name}\n"
+    """Every public name, from its docstring, below the task that it serves."""
+    if different := set(frozencore.__all__) ^ {name for names in BY_TASK.values() for name in names}:
+        raise ValueError(f"BY_TASK must hold each public name of frozencore, but differs in {sorted(different)}.")
+    yield "# Python\n\nEverything that `import frozencore` offers, by task. Deeper modules may move.\n"
+    for task, names in BY_TASK.items():
+        yield f"## {task}\n"
+        for name in names:
+            module = getattr(getattr(frozencore, name), "__module__", None)
+            yield f"::: {module if isinstance(module, str) else 'frozencore.constructors'}.{name}\n"
 
 
 def command_reference() -> Iterator[str]:
@@ -64,7 +92,7 @@ def command_reference() -> Iterator[str]:
 
 
 def _flags(command: Any) -> Iterator[str]:
-    """A table for each panel of its options, and one of its arguments."""
+    """A table for each panel of its options, and one for its arguments."""
     by_panel: dict[str, list[str]] = {}
     for flag in command.params:
         is_flag = flag.opts[0].startswith("-")
@@ -77,7 +105,7 @@ def _flags(command: Any) -> Iterator[str]:
         names = ", ".join(f"`{name}`" for name in (flag.opts if is_flag else [flag.name]))
         by_panel.setdefault(panel, []).append(f"| {names} | {said} |")
     for panel, rows in by_panel.items():
-        yield "\n".join([*([f"*{panel}*", ""] if panel else []), "| | |", "|---|---|", *rows, ""])
+        yield "\n".join([f"| {panel or 'Options'} | what it does |", "|---|---|", *rows, ""])
 
 
 def notebook(path: Path) -> Iterator[str]:
@@ -109,7 +137,7 @@ def in_words(markdown: str) -> str:
 PAGES = {
     **{mine: in_site((ROOT / name).read_text(encoding="utf-8"), ROOT) for name, mine in OF_THE_ROOT.items()},
     **{page.name: in_site(page.read_text(encoding="utf-8"), DOCS) for page in sorted(DOCS.glob("*.md"))},
-    "first-hour.md": "\n".join(notebook(ROOT / "examples" / "first_hour.ipynb")),
+    "first-hour.md": "\n".join(notebook(ROOT / NOTEBOOK)),
     "reference/python.md": "\n".join(python_reference()),
     "reference/command-line.md": "\n".join(command_reference()),
 }

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import html
+import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,8 +22,6 @@ QUIET = {"NO_MKDOCS_2_WARNING": "1", "DISABLE_MKDOCS_2_WARNING": "true"}
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    import os
-
     out = tmp_path_factory.mktemp("site")
     words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(out)]
     built = subprocess.run(words, cwd=ROOT, env=os.environ | QUIET, capture_output=True, text=True)
@@ -35,7 +36,9 @@ def test_the_site_is_built_without_a_warning_and_holds_every_page_name_and_verb(
     assert "export_lora" in (site / "first-hour.html").read_text()
     python = (site / "reference" / "python.html").read_text()
     for name in frozencore.__all__:
-        assert re.search(rf'<h2 id="[\w.]*\b{name}"', python), name
+        assert re.search(rf'<h3 id="[\w.]*\b{name}"', python), name
+    first, second, *_ = re.findall(r'<h3 id="[\w.]*\.(\w+)"', python)
+    assert (first, second) == ("calibrate", "FrozenCoreConfig")
     verbs = (site / "reference" / "command-line.html").read_text()
     assert all(f'id="frozencore-{verb.name}"' in verbs for verb in all_verbs())
     assert "--learning-rate" in verbs
@@ -48,3 +51,37 @@ def test_no_page_links_to_what_is_not_there(site: Path) -> None:
         for link in re.findall(r'(?:href|src)="([^"#?:]+)["#?]', page.read_text()):
             if page.name != "404.html":
                 assert (page.parent / link).exists(), (page.name, link)
+
+
+@pytest.mark.slow
+def test_no_page_loads_a_script_a_style_a_font_or_an_image_from_another_host(site: Path) -> None:
+    pages, styles = list(site.rglob("*.html")), list(site.rglob("*.css"))
+    assert len(pages) > 20
+    assert styles
+    for page in pages:
+        loaded = re.findall(r"<(?:script|img|iframe|source)\b[^>]*>|<link\b[^>]*>", page.read_text())
+        assert not [tag for tag in loaded if re.search(r"""(?:src|href)=["']?(?:https?:)?//""", tag)], page.name
+    for style in styles:
+        assert not re.search(r"""(?:url\(|@import)\s*["']?(?:https?:)?//""", style.read_text()), style.name
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="Chromium opens the pages")
+def test_the_search_works_from_the_disk_and_without_a_network(site: Path) -> None:
+    for page in ("index.html", "reference/python.html"):
+        words = ["chromium", "--headless", "--no-sandbox", "--host-resolver-rules=MAP * ~NOTFOUND"]
+        words += ["--virtual-time-budget=10000", "--dump-dom", f"{(site / page).as_uri()}?q=export_lora"]
+        shown = subprocess.run(words, capture_output=True, text=True, check=True, timeout=120).stdout
+        assert re.search(r"\d+ matching documents", shown)
+        assert "reference/python.html#frozencore.adapter.export.lora.export_lora" in shown
+
+
+@pytest.mark.slow
+def test_a_line_of_code_is_no_wider_than_its_column_and_every_table_has_a_heading(site: Path) -> None:
+    for page in site.rglob("*.html"):
+        text = page.read_text()
+        for block in re.findall(r"<pre>.*?</pre>", text, flags=re.DOTALL):
+            lines = html.unescape(re.sub(r"<[^>]+>", "", block)).splitlines()
+            assert max(map(len, lines), default=0) <= 105, (page.name, max(lines, key=len))
+        for head in re.findall(r"<thead>.*?</thead>", text, flags=re.DOTALL):
+            assert re.sub(r"<[^>]+>", "", head).strip(), page.name
