@@ -2,10 +2,11 @@
 
     python benchmarks/tenant_rows.py --data-root DIR --out rows      # the same files each time, to the byte
 
-Tenants differ by topic (HellaSwag's activities, QNLI's question words), by length (SST-2), by source (CoLA's
-publications, which stand one after the other) and by the answers that they want: other words, capitals, swapped
-labels, letters, signs. Each has rows to train on, rows to choose learning rates on, and held-out rows. No text comes
-twice, in one tenant or in two. Where all rows of a tenant have the same choices, each is the answer equally often.
+Tenants differ by topic (SST-2's films, HellaSwag's activities, QNLI's question words), by length (SST-2), by source
+(CoLA's publications, which stand one after the other) and by what they ask and the answers that they want: other words,
+capitals, swapped labels, letters, signs. Half of them are of SST-2, which a model of 135 million parameters learns from
+so few rows. Each has rows to train on, rows to choose learning rates on, and held-out rows. No text comes twice, in one
+tenant or in two. Where all rows of a tenant have the same choices, each is the answer equally often.
 
 A third of the tenants takes no part in calibration; SVAMP is a task that no calibrated tenant has.
 """
@@ -39,11 +40,6 @@ SPORT = (
     r"|marathon|cricket|lacrosse|squash|badminton|bars|pommel|snatch|jerk|gymnast|archery|hurling|rowing|climbing"
 )
 CARE = r"hair|makeup|lenses|teeth|shav|tattoo|piercing|sunscreen|curlers|face|hands|mouthwash|nails"
-HOME = (
-    r"clean|moop|vacuum|iron|wash|grass|lawn|roof|carpet|wallpaper|paint|forniture|shovel|window|fixing|plaster|weld"
-    r"|hedges|leaves|knives|cake|pasta|salad|sandwich|lemonade|cookies|drinks|shoes"
-)
-OTHERS = f"{CARE}|{SPORT}"
 
 
 @dataclass(frozen=True)
@@ -93,20 +89,23 @@ def words_in(made: Made) -> int:
     return len(str(made.row["sentence"]).split())
 
 
-def of_middle_length(made: Made) -> bool:
-    return 8 < words_in(made) < 16
+def mentions(pattern: str) -> Callable[[Made], bool]:
+    return lambda made: re.search(rf"\b({pattern})", str(made.row["sentence"])) is not None
 
 
 def first_word(word: str) -> Callable[[Made], bool]:
     return lambda made: str(made.row["question"]).lower().startswith(word)
 
 
-def topic(pattern: str, without: str = "$^") -> Callable[[Made], bool]:
-    def takes(made: Made) -> bool:
-        activity = str(made.row["activity_label"])
-        return bool(re.search(pattern, activity, re.IGNORECASE)) and not re.search(without, activity, re.IGNORECASE)
+def topic(pattern: str) -> Callable[[Made], bool]:
+    return lambda made: re.search(pattern, str(made.row["activity_label"]), re.IGNORECASE) is not None
 
-    return takes
+
+def recommended(made: Made) -> Example:
+    """Whether the writer of a review would see the film again."""
+    review = made.example.prompt.removesuffix("\nSentiment:")
+    styled = answers(negative="no", positive="yes")(made)
+    return replace(styled, prompt=f"{review}\nShould I see it?")
 
 
 def lettered(made: Made) -> Example:
@@ -123,7 +122,7 @@ def lettered(made: Made) -> Example:
 OPERATIONS = {"Addition": "+", "Subtraction": "-", "Multiplication": "*", "Common-Division": "/"}
 
 
-def operation(signs: bool) -> Callable[[Made], Example]:
+def operation(*, signs: bool) -> Callable[[Made], Example]:
     """Which operation solves a word problem, in a word or as a sign."""
 
     def styled(made: Made) -> Example:
@@ -136,40 +135,46 @@ def operation(signs: bool) -> Callable[[Made], Example]:
     return styled
 
 
+def subtracts(made: Made) -> Example:
+    """Whether a word problem is one of subtraction."""
+    asked, answer = made.example.prompt.split("\nEnd with")[0], made.row["Type"] == "Subtraction"
+    return Example(made.example.id, f"{asked}\nIs this a subtraction?", " yes" if answer else " no", (" no", " yes"))
+
+
 def has_operation(made: Made) -> bool:
     return made.row["Type"] in OPERATIONS
 
 
 SWAPPED = answers(negative="positive", positive="negative")
-CAPITALS = answers(negative="NEGATIVE", positive="POSITIVE")
-STARS = answers(negative="one star", positive="five stars")
 TENANTS: dict[str, TenantPlan] = {
     "sst2-short": TenantPlan("sst2", 300, "reviews of at most 8 words", lambda made: words_in(made) <= 8),
+    "sst2-middle": TenantPlan("sst2", 160, "reviews of 9 to 15 words", lambda made: 8 < words_in(made) < 16),
     "sst2-long": TenantPlan("sst2", 128, "reviews of 16 words or more", lambda made: words_in(made) >= 16),
-    "sst2-middle": TenantPlan("sst2", 160, "reviews of 9 to 15 words", of_middle_length, calibrated=False),
+    "sst2-film": TenantPlan("sst2", 128, "reviews that say film or movie", mentions("film|movie"), calibrated=False),
+    "sst2-acting": TenantPlan("sst2", 128, "reviews of the acting", mentions("perform|acting|actor|cast|character")),
+    "sst2-comedy": TenantPlan("sst2", 128, "reviews of comedies", mentions("comed|funny|laugh|humor|fun")),
     "sst2-swapped": TenantPlan("sst2", 160, "says the opposite", styled=SWAPPED),
-    "sst2-upper": TenantPlan("sst2", 128, "answers in capitals", styled=CAPITALS),
-    "sst2-stars": TenantPlan("sst2", 128, "answers in stars", styled=STARS, calibrated=False),
-    "sst2-german": TenantPlan("sst2", 80, "answers in German", styled=answers(negative="schlecht", positive="gut")),
-    "cola-first": TenantPlan("cola", 240, "sentences of the first publications", lambda made: made.place < 0.3),
-    "cola-middle": TenantPlan("cola", 160, "sentences of later publications", lambda made: 0.35 < made.place < 0.6),
-    "cola-last": TenantPlan("cola", 128, "sentences of the last publications", lambda made: made.place > 0.7),
-    "cola-star": TenantPlan("cola", 128, "marks sentences with ok or *", styled=answers(yes="ok", no="*")),
+    "sst2-upper": TenantPlan("sst2", 128, "capitals", styled=answers(negative="NEGATIVE", positive="POSITIVE")),
+    "sst2-stars": TenantPlan(
+        "sst2", 128, "stars", styled=answers(negative="one star", positive="five stars"), calibrated=False
+    ),
+    "sst2-german": TenantPlan("sst2", 128, "German", styled=answers(negative="schlecht", positive="gut")),
+    "sst2-thumbs": TenantPlan("sst2", 128, "thumbs", styled=answers(negative="thumbs down", positive="thumbs up")),
+    "sst2-letters": TenantPlan("sst2", 160, "Y for good, X for bad", styled=answers(negative="X", positive="Y")),
+    "sst2-recommend": TenantPlan("sst2", 128, "says whether to see it", styled=recommended, calibrated=False),
+    "cola-first": TenantPlan("cola", 160, "sentences of the first publications", lambda made: made.place < 0.3),
     "cola-swapped": TenantPlan("cola", 160, "says the opposite", styled=answers(yes="no", no="yes"), calibrated=False),
     "qnli-what": TenantPlan("qnli", 64, "questions that begin with what", first_word("what")),
-    "qnli-who": TenantPlan("qnli", 64, "questions that begin with who", first_word("who")),
-    "qnli-how": TenantPlan("qnli", 64, "questions that begin with how", first_word("how"), calibrated=False),
-    "qnli-upper": TenantPlan("qnli", 80, "answers in capitals", styled=answers(yes="YES", no="NO")),
-    "arc-which": TenantPlan("arc_challenge", 80, "questions that begin with which", first_word("which")),
-    "arc-other": TenantPlan("arc_challenge", 64, "the other questions", lambda made: not first_word("which")(made)),
-    "arc-letters": TenantPlan("arc_challenge", 64, "answers with a letter", styled=lettered, calibrated=False),
-    "hellaswag-sport": TenantPlan("hellaswag", 80, "captions of sports", topic(SPORT, CARE)),
-    "hellaswag-care": TenantPlan("hellaswag", 50, "captions of personal care", topic(CARE)),
-    "hellaswag-home": TenantPlan("hellaswag", 64, "captions of work at home", topic(HOME, OTHERS), calibrated=False),
-    "svamp-operation": TenantPlan("svamp", 64, "names the operation", has_operation, operation(False), False),
-    "svamp-sign": TenantPlan("svamp", 64, "gives the operation's sign", has_operation, operation(True), False),
-}  # fmt: skip
-SEARCHED = ("sst2-short", "cola-middle", "qnli-what")  # their validation rows choose the learning rates
+    "qnli-upper": TenantPlan("qnli", 64, "capitals", styled=answers(yes="YES", no="NO")),
+    "arc-which": TenantPlan("arc_challenge", 64, "questions that begin with which", first_word("which")),
+    "arc-letters": TenantPlan("arc_challenge", 64, "the letter of an option", styled=lettered, calibrated=False),
+    "hellaswag-sport": TenantPlan("hellaswag", 64, "captions of sports", topic(SPORT)),
+    "hellaswag-care": TenantPlan("hellaswag", 64, "captions of personal care", topic(CARE)),
+    "svamp-operation": TenantPlan("svamp", 64, "names the operation", has_operation, operation(signs=False), False),
+    "svamp-sign": TenantPlan("svamp", 64, "gives the operation's sign", has_operation, operation(signs=True), False),
+    "svamp-minus": TenantPlan("svamp", 64, "says whether to subtract", has_operation, subtracts, False),
+}
+SEARCHED = ("sst2-short", "sst2-swapped", "svamp-operation")  # their validation rows choose the learning rates
 
 
 @dataclass(frozen=True)

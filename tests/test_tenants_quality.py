@@ -113,3 +113,71 @@ def test_rows_of_the_tenants_are_the_same_each_time_and_no_text_comes_twice(
             counts = [sum(row.completion == choice for row in rows) for choice in rows[0].choices]
             assert max(counts) - min(counts) <= 1, name
     assert len(set(bodies)) == len(bodies)
+
+
+def made_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Twelve tenants: on the basis for groups each is 0.1 better and as accurate; the second seed of LoRA lacks one."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import tenants_quality_tables
+
+    names = [f"tenant-{number}" for number in range(12)]
+    rows = {"train": 64, "validation": 32, "held-out": 48}
+    about = {name: {"about": "made up", "calibrated": name < "tenant-4", "rows": rows} for name in names}
+    (folder / "manifest.json").write_text(json.dumps({"tenants": about}))
+    lines = [{"phase": "base", "tenant": name, "loss": 4.0, "accuracy": 0.5} for name in names]
+    sizes = {"values": 16, "disk_bytes": 1234, "memory_bytes": 64, "training_bytes": 192, "learning_rate": 0.01}
+    for number, name in enumerate(names):
+        for (arm, rank), better in {
+            ("own", 16): 0.0,
+            ("grouped", 16): 0.1,
+            ("mean", 16): 0.0,
+            ("lora", 1): 0.2,
+        }.items():
+            for seed in (42, 43):
+                if (arm, seed, name) != ("lora", 43, "tenant-0"):
+                    loss = 1.0 + 0.01 * number + 0.001 * seed - better
+                    about_arm = {"arm": arm, "rank": rank, "seed": seed, "tenant": name, "share": 1 - loss / 10}
+                    lines.append({"phase": "final", **about_arm, "loss": loss, "accuracy": 0.75, **sizes})
+    (folder / "lines.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    return tenants_quality_tables, tenants_quality_tables.Study(folder / "lines.jsonl", folder / "manifest.json")
+
+
+def test_differences_are_paired_by_tenant_and_seed_and_a_seed_without_a_tenant_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tables, study = made_up(tmp_path, monkeypatch)
+    assert list(study.arms["lora", 1]) == [42]
+    loss = tables.arms_table(study, "loss")
+    assert "| one basis, FCCA for groups | 0.01 | 2 |" in loss
+    assert loss.count("-0.100 (-0.100 to -0.100)") == 2  # the tenants differ among one another, the pairs do not
+    assert loss.count("-0.200 (-0.200 to -0.200)") == 2
+    assert "the bar, -0.5, is reached" in tables.bar(study)
+    assert "| a LoRA, r = 1 | 1 | 75.0 | +0.0 (+0.0 to +0.0) |" in tables.readme(study)
+
+
+def test_an_interval_resamples_tenants_and_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import numpy as np
+
+    from tenants_quality_tables import interval
+
+    drawn = np.random.default_rng(1).normal(0.0, 1.0, (200, 1)) + np.zeros((200, 3))
+    middle, low, high = interval(drawn)
+    standard_error = drawn[:, 0].std() / 200**0.5
+    assert middle == pytest.approx(drawn.mean())
+    assert high - low == pytest.approx(2 * 1.96 * standard_error, rel=0.05)
+
+
+def test_a_share_that_goes_with_the_loss_in_every_tenant_has_a_rank_correlation_of_minus_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tables, study = made_up(tmp_path, monkeypatch)
+    study.arms["random", 16] = {
+        seed: {name: {**one, "loss": one["loss"] + 0.3, "share": one["share"] - 0.3} for name, one in found.items()}
+        for seed, found in study.arms["own", 16].items()
+    }
+    study.arms["mean", 16] = {
+        seed: {name: {**one, "loss": one["loss"] + 0.1, "share": one["share"] - 0.1} for name, one in found.items()}
+        for seed, found in study.arms["own", 16].items()
+    }
+    assert "mean over the tenants | -1.00 (-1.00 to -1.00) |" in tables.correlation(study)

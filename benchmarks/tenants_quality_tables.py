@@ -1,0 +1,286 @@
+"""What a shared basis costs in quality: tables and figure of the study of 24 tenants, from its lines.
+
+Means are over tenants, and over the seeds in which an arm has every tenant. Differences are paired by tenant and seed;
+their 95 % intervals resample the tenants, and for each of them the seeds. An interval of one seed holds for that seed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Literal
+
+import matplotlib.pyplot as plt
+import numpy as np
+from numpy.typing import NDArray
+from scipy.stats import spearmanr
+
+from harness import RESULTS, table
+
+LINES = RESULTS / "tenants-quality.jsonl"
+MANIFEST = RESULTS / "tenants-quality" / "manifest.json"
+Arm = tuple[str, int]
+Record = Mapping[str, Any]
+Measure = Literal["accuracy", "loss"]
+Rows = NDArray[np.float64]
+"""(tenants, seeds)."""
+
+OWN, GROUPED = ("own", 16), ("grouped", 16)
+NAMES: dict[Arm, str] = {
+    OWN: "its own basis",
+    GROUPED: "one basis, FCCA for groups",
+    ("mean", 16): "one basis, FCCA of the mean",
+    ("generic", 16): "one basis, FCCA of plain prose",
+    ("weights", 16): "one basis, LoRA-XS",
+    ("random", 16): "one random basis",
+    ("lora", 1): "a LoRA, r = 1",
+    ("lora", 16): "a LoRA, r = 16",
+}
+CORES = [arm for arm in NAMES if arm[0] != "lora"]
+NUM_RESAMPLES = 10_000
+TIMES: dict[Measure, float] = {"accuracy": 100.0, "loss": 1.0}
+DIGITS: dict[Measure, int] = {"accuracy": 1, "loss": 3}
+
+
+def named(arm: Arm) -> str:
+    return NAMES.get(arm) or f"{NAMES[arm[0], 16]}, r = {arm[1]}"
+
+
+class Study:
+    """The lines by arm, and the tenants as the manifest tells them."""
+
+    def __init__(self, lines: Path = LINES, manifest: Path = MANIFEST) -> None:
+        self.tenants: dict[str, Any] = json.loads(manifest.read_text(encoding="utf-8"))["tenants"]
+        records = [json.loads(line) for line in lines.read_text(encoding="utf-8").splitlines()]
+        self.base = {record["tenant"]: record for record in records if record["phase"] == "base"}
+        by_seed: dict[Arm, dict[int, dict[str, Record]]] = defaultdict(lambda: defaultdict(dict))
+        for record in records:
+            if record["phase"] == "final":
+                by_seed[record["arm"], record["rank"]][record["seed"]][record["tenant"]] = record
+        whole = {
+            arm: {seed: found for seed, found in sorted(seeds.items()) if found.keys() == self.tenants.keys()}
+            for arm, seeds in by_seed.items()
+        }
+        order = [*NAMES, *sorted(by_seed.keys() - NAMES.keys(), key=lambda arm: (arm[1], arm[0]))]
+        self.arms = {arm: whole[arm] for arm in order if whole.get(arm)}
+
+    def names(self, calibrated: bool | None = None) -> list[str]:
+        """The tenants: all, or those that took part in calibration, or the others."""
+        return [name for name, one in self.tenants.items() if calibrated in (None, one["calibrated"])]
+
+    def some(self, arm: Arm) -> Record:
+        return next(iter(next(iter(self.arms[arm].values())).values()))
+
+    def values(self, arm: Arm, measure: str, names: Sequence[str], seeds: Sequence[int] | None = None) -> Rows:
+        found = self.arms[arm]
+        return np.array([[found[seed][name][measure] for seed in seeds or found] for name in names])
+
+    def common_seeds(self, one: Arm, other: Arm) -> list[int]:
+        return [seed for seed in self.arms[one] if seed in self.arms[other]]
+
+    def differences(self, arm: Arm, other: Arm, measure: Measure, names: Sequence[str]) -> Rows:
+        """The arm's value minus the other's, of the seeds that both have."""
+        seeds = self.common_seeds(arm, other)
+        values, others = (self.values(one, measure, names, seeds) for one in (arm, other))
+        return TIMES[measure] * (values - others)
+
+
+@cache
+def resampled(num_tenants: int, num_seeds: int) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """Which tenants each resample holds, and which seeds of each."""
+    draw = np.random.default_rng(0)
+    shape = (NUM_RESAMPLES, num_tenants)
+    return draw.integers(num_tenants, size=shape), draw.integers(num_seeds, size=(*shape, num_seeds))
+
+
+def interval(values: Rows) -> tuple[float, float, float]:
+    """The mean and its 95 % interval."""
+    tenants, seeds = resampled(*values.shape)
+    means = values[tenants[:, :, None], seeds].mean(axis=(1, 2))
+    low, high = np.quantile(means, [0.025, 0.975])
+    return float(values.mean()), float(low), float(high)
+
+
+def in_words(values: Rows, digits: int) -> str:
+    middle, low, high = (f"{value:+.{digits}f}" for value in interval(values))
+    return f"{middle} ({low} to {high})"
+
+
+def size_in_words(count: float) -> str:
+    return f"{count / 1e6:.2f} MB" if count >= 1e6 else f"{count / 1e3:.0f} KB"
+
+
+def mean_of(study: Study, arm: Arm, measure: Measure, names: Sequence[str]) -> str:
+    return f"{TIMES[measure] * study.values(arm, measure, names).mean():.{DIGITS[measure]}f}"
+
+
+def arms_table(study: Study, measure: Measure) -> str:
+    """Each arm: its mean over the calibrated tenants and over the others, and the differences from own bases."""
+    groups = [study.names(True), study.names(False)]
+    before = (TIMES[measure] * fmean(study.base[name][measure] for name in names) for names in groups)
+    rows = [["base model", "", "", *(f"{value:.{DIGITS[measure]}f}" for value in before), "", ""]]
+    for arm, seeds in study.arms.items():
+        means = [mean_of(study, arm, measure, names) for names in groups]
+        apart = [apart_from_own(study, arm, measure, names) for names in groups]
+        rows.append([named(arm), f"{study.some(arm)['learning_rate']:g}", str(len(seeds)), *means, *apart])
+    what = {"accuracy": "accuracy, %", "loss": "loss, nats a token"}[measure]
+    heads = [
+        f"{what}; each tenant has",
+        "learning rate",
+        "seeds",
+        f"{len(groups[0])} calibrated",
+        f"{len(groups[1])} newcomers",
+    ]
+    return table([*heads, "calibrated, minus own", "newcomers, minus own"], rows)
+
+
+def apart_from_own(study: Study, arm: Arm, measure: Measure, names: Sequence[str]) -> str:
+    if arm == OWN or OWN not in study.arms:
+        return ""
+    return in_words(study.differences(arm, OWN, measure, names), DIGITS[measure])
+
+
+def bytes_table(study: Study) -> str:
+    """What each tenant adds, and the share of its moment that its basis holds."""
+    rows = []
+    for arm in study.arms:
+        some = study.some(arm)
+        sizes = [size_in_words(some[name]) for name in ("disk_bytes", "memory_bytes", "training_bytes")]
+        share = "" if arm[0] == "lora" else f"{study.values(arm, 'share', study.names()).mean():.2f}"
+        rows.append([named(arm), f"{some['values']:,}", *sizes, share])
+    return table(["a tenant has", "values", "on disk", "in memory", "state held while training", "share held"], rows)
+
+
+def tenants_table(study: Study) -> str:
+    """Accuracy and loss of each tenant in each arm of rank 16 or below."""
+    arms = [arm for arm in NAMES if arm in study.arms]
+    rows = []
+    for name, about in study.tenants.items():
+        before = study.base[name]
+        cells = [
+            f"{100 * study.values(arm, 'accuracy', [name]).mean():.0f} / {study.values(arm, 'loss', [name]).mean():.2f}"
+            for arm in arms
+        ]
+        place = "" if about["calibrated"] else " (newcomer)"
+        rows.append(
+            [f"{name}{place}: {about['about']}", str(about["rows"]["train"]),
+             f"{100 * before['accuracy']:.0f} / {before['loss']:.2f}", *cells]
+        )  # fmt: skip
+    return table(["tenant", "rows", "base model", *map(named, arms)], rows)
+
+
+def bar(study: Study) -> str:
+    """Sentences: how far a basis for groups is from own bases, and from LoRAs."""
+    if not {OWN, GROUPED} <= study.arms.keys():
+        return "Own bases and a basis for groups are not measured yet.\n"
+    num_seeds = len(study.common_seeds(OWN, GROUPED))
+    seeds = "one seed" if num_seeds == 1 else f"{num_seeds} seeds"
+    scored = sum(one["rows"]["held-out"] for one in study.tenants.values())
+    said = [
+        f"SmolLM2, {len(study.tenants)} tenants, {scored:,} held-out rows, {seeds}, `95 %` intervals in brackets; all "
+        "differences are those of the basis for groups."
+    ]
+    for who, most, names in (
+        ("All tenants", 0.5, study.names()),
+        ("The newcomers", 1.0, study.names(False)),
+    ):
+        found = study.differences(GROUPED, OWN, "accuracy", names)
+        word = "reached" if found.mean() >= -most else "missed"
+        said.append(f"{who}: {in_words(found, 1)} points from own bases; the bar, -{most:g}, is {word}.")
+    for arm in (("lora", 1), ("lora", 16)):
+        if arm in study.arms:
+            points = in_words(study.differences(GROUPED, arm, "accuracy", study.names()), 1)
+            loss = in_words(study.differences(GROUPED, arm, "loss", study.names()), 3)
+            said.append(f"From {named(arm)}: {points} points, and {loss} in the loss.")
+    return "\n".join(said) + "\n"
+
+
+def correlation(study: Study) -> str:
+    """How the shares that bases hold go with the losses: over the bases of each tenant, and over the tenants."""
+    arms = [arm for arm in CORES if arm in study.arms]
+    if len(arms) < 4 or OWN not in arms:
+        return "Too few bases are measured to compare shares with losses.\n"
+    names = study.names()
+    shares, losses = (
+        np.array([[study.values(arm, measure, [name]).mean() for arm in arms] for name in names])
+        for measure in ("share", "loss")
+    )
+    within = np.array([[spearmanr(of_one, loss)[0]] for of_one, loss in zip(shares, losses, strict=True)])
+    own = arms.index(OWN)
+    rows = [[f"the {len(arms)} bases of a tenant, mean over the tenants", in_words(within, 2)]]
+    for place, arm in enumerate(arms):
+        if arm != OWN:
+            of_own, dearer = shares[:, place] / shares[:, own], losses[:, place] - losses[:, own]
+            rows.append([f"the {len(names)} tenants: {named(arm)}", rank_interval(of_own, dearer)])
+    return table(["rank correlation of share and loss over", "ρ"], rows)
+
+
+def rank_interval(x: NDArray[np.float64], y: NDArray[np.float64]) -> str:
+    tenants, _ = resampled(len(x), 1)
+    found = [spearmanr(x[own], y[own])[0] for own in tenants[:2000]]
+    low, high = np.nanquantile(found, [0.025, 0.975])
+    return f"{spearmanr(x, y)[0]:+.2f} ({low:+.2f} to {high:+.2f})"
+
+
+def readme(study: Study) -> str:
+    """One row each: own basis, shared, newcomers on the shared one, LoRA of rank 1 and 16."""
+    new = study.names(False)
+    shown = [
+        (OWN, named(OWN), study.names()),
+        (GROUPED, named(GROUPED), study.names()),
+        (("lora", 1), named(("lora", 1)), study.names()),
+        (("lora", 16), named(("lora", 16)), study.names()),
+        (OWN, f"the {len(new)} newcomers: {named(OWN)}", new),
+        (GROUPED, f"the {len(new)} newcomers: {named(GROUPED)}", new),
+    ]
+    rows = []
+    for arm, label, names in shown:
+        if arm in study.arms:
+            means = [mean_of(study, arm, measure, names) for measure in ("accuracy", "loss")]
+            apart = [apart_from_own(study, arm, measure, names) for measure in ("accuracy", "loss")]
+            size = f"{study.some(arm)['disk_bytes']:,}"
+            rows.append([label, str(len(study.arms[arm])), means[0], apart[0], means[1], apart[1], size])
+    before = [fmean(one[measure] for one in study.base.values()) for measure in ("accuracy", "loss")]
+    rows.append(["base model", "", f"{100 * before[0]:.1f}", "", f"{before[1]:.3f}", "", ""])
+    heads = ["each tenant has", "seeds", "accuracy, %", "minus own", "loss", "minus own", "bytes on disk"]
+    return table(heads, rows)
+
+
+def blocks(study: Study) -> dict[str, str]:
+    """The generated blocks of docs/many-cores.md by name."""
+    return {
+        "tenants-quality": f"{bar(study)}\n{arms_table(study, 'accuracy')}\n{arms_table(study, 'loss')}",
+        "tenants-quality-bytes": bytes_table(study),
+        "tenants-quality-each": tenants_table(study),
+        "tenants-quality-shares": correlation(study),
+    }
+
+
+def figure(study: Study, path: Path) -> None:
+    """Mean accuracy and loss, with 95 % intervals of the difference from own bases, against bytes."""
+    drawn, axes = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    for axis, measure in zip(axes, ("accuracy", "loss"), strict=True):
+        for arm in study.arms:
+            x, y = study.some(arm)["disk_bytes"], TIMES[measure] * study.values(arm, measure, study.names()).mean()
+            colour = "tab:orange" if arm[0] == "lora" else "tab:green" if arm[0] == "own" else "tab:blue"
+            around = None
+            if arm != OWN and OWN in study.arms:
+                middle, low, high = interval(study.differences(arm, OWN, measure, study.names()))
+                around = [[middle - low], [high - middle]]
+            axis.errorbar([x], [y], yerr=around, fmt="o", color=colour, capsize=3)
+            axis.annotate(named(arm), (x, y), textcoords="offset points", xytext=(6, 3), fontsize=7)
+        axis.set_xscale("log")
+        axis.set_xlim(right=40 * axis.get_xlim()[1])
+        axis.set_xlabel("bytes of a tenant on disk")
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("accuracy, mean over tenants, %")
+    axes[1].set_ylabel("loss, nats per answer token")
+    drawn.suptitle(
+        "SmolLM2-135M-Instruct, 24 tenants; bars: 95 % interval of the difference from own bases", fontsize=10
+    )
+    drawn.savefig(path, dpi=160)
+    plt.close(drawn)
