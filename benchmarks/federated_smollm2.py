@@ -1,0 +1,338 @@
+"""Federated averaging on SmolLM2 by Flower, with clients whose rows differ: cores against LoRAs.
+
+    make federated
+    nice -n 5 .engines/flower/bin/python benchmarks/federated_smollm2.py --data-root DATA --folder runs/federated
+    .engines/flower/bin/python benchmarks/federated_smollm2.py --quick --folder runs/quick
+
+It goes on where it stopped. Twenty clients hold 24 rows each of two tasks; the shares of the tasks and their labels are
+drawn for each client from a Dirichlet distribution. Five clients train in a round, once over their rows, and FedAvg
+averages what they send. The bases are calibrated on public rows that no client has. All contestants have the same
+clients, rows and steps; the learning rate of each has the lowest loss on validation rows, with the first seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from itertools import product
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
+
+import numpy as np
+import torch
+from federated import train_locally
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MessageType, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid, ServerApp
+from flwr.serverapp.strategy import FedAvg
+from flwr.simulation import run_simulation
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+
+from contestants import ATTENTION, RANK
+from frozencore import FrozenCoreConfig, calibrate, save_basis
+from frozencore.files.fingerprint import fingerprint_options
+from frozencore.files.whole_file import write_json
+from frozencore.tune.rows import Example
+from frozencore.tune.rows.batches import make_batches
+from frozencore.tune.rows.prompts import PromptEncoder
+from frozencore.tune.run.models import load_model
+from frozencore.tune.scoring.choice import predict_choices
+from frozencore.tune.suite import find_task
+from frozencore.tune.tasks.splits import split_task
+from harness import parser_of, write_found
+
+CORES, LORAS = (1e-2, 2e-2, 4e-2), (2e-3, 4e-3, 8e-3)
+LORA_SB = {"constructor": "signgrad", "coordinates": "qr"}  # Fed-SB averages cores on the bases of LoRA-SB
+CONTESTANTS: Mapping[str, tuple[Mapping[str, Any], tuple[float, ...]]] = {
+    "core, FCCA": ({"constructor": "fcca"}, CORES),
+    "core, Fed-SB's bases": (LORA_SB, CORES),
+    "LoRA, r = 1": ({"lora": 1}, LORAS),
+    "LoRA, r = 16": ({"lora": 16}, LORAS),
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is measured; rows are counted for each task where they are not a client's."""
+
+    model: str = "smollm2"
+    tasks: tuple[str, ...] = ("sst2", "cola")
+    data_root: str | None = None
+    folder: str = ""
+    clients: int = 20
+    rows_a_client: int = 24
+    concentration: float = 0.3
+    clients_a_round: int = 5
+    rounds: int = 8
+    batch_size: int = 4
+    public_rows: int = 32
+    scored_rows: int = 100
+    score_every: int = 2
+    seeds: tuple[int, ...] = (42, 43, 44)
+
+
+QUICK = Plan(
+    model="pocket", tasks=("pocket-sentiment", "pocket-entailment"), clients=4, rows_a_client=4, clients_a_round=2,
+    rounds=2, public_rows=4, scored_rows=4, seeds=(42, 43),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Run:
+    """One federated training."""
+
+    contestant: str
+    rate: float
+    seed: int
+
+
+@cache
+def rows_of(plan: Plan) -> dict[str, list[Example]]:
+    """The rows by use: public, validation, test, and the pool of the clients; no text stands in two of them."""
+    rows: dict[str, list[Example]] = {"public": [], "validation": [], "test": [], "pool": []}
+    for name in plan.tasks:
+        splits = split_task(find_task(name), None if plan.data_root is None else Path(plan.data_root))
+        rows["public"] += splits.train[: plan.public_rows]
+        rows["pool"] += [replace(row, id=f"{name}-{row.id}") for row in splits.train[plan.public_rows :]]
+        rows["validation"] += splits.validation[: plan.scored_rows]
+        rows["test"] += splits.evaluation[: plan.scored_rows]
+    return rows
+
+
+@cache
+def rows_of_clients(plan: Plan, seed: int) -> list[list[Example]]:
+    """Each client's rows; no two clients share one."""
+    drawn = np.random.default_rng(seed)
+    kinds: dict[tuple[str, ...], list[Example]] = {}
+    for row in rows_of(plan)["pool"]:
+        kinds.setdefault((*row.choices, row.completion), []).append(row)
+    pools = [[rows[i] for i in drawn.permutation(len(rows))] for _, rows in sorted(kinds.items())]
+    clients = []
+    for _ in range(plan.clients):
+        shares = drawn.dirichlet([plan.concentration] * len(pools))
+        chosen = drawn.choice(len(pools), plan.rows_a_client, p=shares)
+        clients.append([pools[kind].pop() for kind in chosen])
+    return clients
+
+
+@cache
+def adapted(plan: Plan, contestant: str) -> tuple[PeftModel, PromptEncoder]:
+    """The model with the contestant's adapter; a process loads it once. The basis is made where there is none."""
+    torch.manual_seed(0)
+    base, tokenizer = load_model(plan.model, device="cpu")
+    encoder = PromptEncoder(tokenizer, style="plain")
+    options, _ = CONTESTANTS[contestant]
+    if "lora" in options:
+        rank = options["lora"]
+        config = LoraConfig(r=rank, lora_alpha=rank, target_modules=list(ATTENTION), task_type="CAUSAL_LM")
+        return get_peft_model(base, config), encoder
+    basis = Path(plan.folder) / "bases" / options["constructor"]
+    if basis.exists():
+        return get_peft_model(base, FrozenCoreConfig(basis=str(basis), task_type="CAUSAL_LM")), encoder
+    model = get_peft_model(base, FrozenCoreConfig(r=RANK, task_type="CAUSAL_LM", **options))
+    rows = encoder.training_rows([encoder.render(row) for row in rows_of(plan)["public"]])
+    calibrate(model, make_batches(rows, pad_id=encoder.pad_id, batch_size=8), progress=False)
+    save_basis(model, basis, calibrated_on=f"{len(rows)} public rows of {' and '.join(plan.tasks)}")
+    return model, encoder
+
+
+def client_app(plan: Plan) -> ClientApp:
+    app = ClientApp()
+
+    @app.query()
+    def number(message: Message, context: Context) -> Message:
+        told = MetricRecord({"number": int(context.node_config["partition-id"])})
+        return Message(RecordDict({"told": told}), reply_to=message)
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        asked, own = message.content["config"], int(context.node_config["partition-id"])
+        model, encoder = adapted(plan, asked["contestant"])
+        texts = [encoder.render(row) for row in rows_of_clients(plan, asked["seed"])[own]]
+        set_peft_model_state_dict(model, message.content["arrays"].to_torch_state_dict())
+        loss = train_locally(
+            model, encoder.training_rows(texts), encoder.pad_id, rate=asked["rate"], batch_size=plan.batch_size,
+            seed=f"{asked['seed']} {asked['server-round']} {own}",
+        )  # fmt: skip
+        told = MetricRecord({"loss": loss, "num-examples": len(texts)})
+        return Message(
+            RecordDict({"arrays": ArrayRecord(get_peft_model_state_dict(model)), "told": told}), reply_to=message
+        )
+
+    return app
+
+
+class Drawn(FedAvg):
+    """FedAvg with clients drawn by a seed, and the error that averaging makes.
+
+    Attributes:
+        errors: Of each round the norm of what averaging the factors adds to the mean update, over the norm of the
+            round's mean change; zero for cores, whose P and Q are the same everywhere.
+    """
+
+    def __init__(self, plan: Plan, nodes: Mapping[int, int], seed: int) -> None:
+        super().__init__(fraction_evaluate=0.0)
+        self.plan, self.nodes, self.seed = plan, nodes, seed
+        self.errors: list[float] = []
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        drawn = random.Random(f"{self.seed} {server_round}").sample(range(self.plan.clients), self.plan.clients_a_round)
+        config["server-round"] = server_round
+        self.before = arrays
+        record = RecordDict({self.arrayrecord_key: arrays, self.configrecord_key: config})
+        return self._construct_messages(record, [self.nodes[number] for number in drawn], MessageType.TRAIN)
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        number_of = {node: number for number, node in self.nodes.items()}
+        replies = sorted(replies, key=lambda reply: number_of[reply.metadata.src_node_id])  # sums depend on their order
+        failed = [reply.error.reason for reply in replies if reply.has_error()]
+        if failed:
+            raise RuntimeError(failed[0])
+        average, told = super().aggregate_train(server_round, replies)
+        self.errors.append(averaging_error(self.before, average, [reply.content["arrays"] for reply in replies]))
+        return average, told
+
+
+def averaging_error(before: ArrayRecord, average: ArrayRecord, sent: Sequence[ArrayRecord]) -> float:
+    """See :class:`Drawn`; all clients have as many rows."""
+    error = change = 0.0
+    for name in before:
+        if "lora_A" in name:
+            other = name.replace("lora_A", "lora_B")
+            wanted = sum(one[other].numpy() @ one[name].numpy() for one in sent) / len(sent)
+            error += float(((average[other].numpy() @ average[name].numpy() - wanted) ** 2).sum())
+            change += float(((wanted - before[other].numpy() @ before[name].numpy()) ** 2).sum())
+    return (error / change) ** 0.5 if change else 0.0
+
+
+class Study:
+    """The runs and scores, each kept in a file of the folder."""
+
+    def __init__(self, plan: Plan, grid: Grid) -> None:
+        self.plan, self.grid, self.folder = plan, grid, Path(plan.folder)
+        while len(nodes := list(grid.get_node_ids())) < plan.clients:
+            time.sleep(1)
+        told = grid.send_and_receive([Message(RecordDict(), node, MessageType.QUERY) for node in nodes])
+        self.nodes = {int(one.content["told"]["number"]): one.metadata.src_node_id for one in told}
+
+    def trained(self, run: Run) -> Path:
+        """The folder of a run: the averages of its rounds, and ``run.json``."""
+        folder = self.folder / "runs" / fingerprint_options(asdict(run))[:12]
+        if not (folder / "run.json").is_file():
+            folder.mkdir(parents=True, exist_ok=True)
+            model, _ = adapted(self.plan, run.contestant)
+            torch.manual_seed(run.seed)
+            start = {
+                name: torch.zeros_like(X) if "lora_B" in name or "cores" in name else
+                torch.nn.init.kaiming_uniform_(torch.empty_like(X), a=5**0.5)
+                for name, X in get_peft_model_state_dict(model).items()
+            }  # fmt: skip
+            strategy = Drawn(self.plan, self.nodes, run.seed)
+
+            def keep(number: int, arrays: ArrayRecord) -> None:
+                torch.save(dict(arrays.to_torch_state_dict()), folder / f"{number}.pt")
+
+            result = strategy.start(
+                self.grid, ArrayRecord(start), num_rounds=self.plan.rounds, train_config=ConfigRecord(asdict(run)),
+                evaluate_fn=keep,
+            )  # fmt: skip
+            losses = [float(told["loss"]) for told in result.train_metrics_clientapp.values()]
+            found = {"losses": losses, "averaging_errors": strategy.errors, "bytes": result.arrays.count_bytes()}
+            write_json(folder / "run.json", asdict(run) | found | {"values": sum(X.numel() for X in start.values())})
+        return folder
+
+    def score(self, run: Run, number: int, use: str) -> dict[str, float]:
+        """Accuracy, and the mean nats of the right answer, after a round."""
+        folder = self.trained(run)
+        file = folder / f"{use}-{number}.json"
+        if not file.is_file():
+            model, encoder = adapted(self.plan, run.contestant)
+            set_peft_model_state_dict(model, torch.load(folder / f"{number}.pt", weights_only=True))
+            rows = rows_of(self.plan)[use]
+            predictions = predict_choices(model, encoder, rows)
+            right = [each.correct for each in predictions]
+            nats = [
+                -one.logprobs[row.choices.index(row.completion)] for one, row in zip(predictions, rows, strict=True)
+            ]
+            halves = [right[i : i + self.plan.scored_rows] for i in range(0, len(right), self.plan.scored_rows)]
+            by_task = dict(zip(self.plan.tasks, map(mean, halves), strict=True))
+            write_json(file, {"accuracy": mean(right), "loss": mean(nats), "by_task": by_task})
+        return json.loads(file.read_text())
+
+    def searched(self, contestant: str) -> Iterator[dict[str, Any]]:
+        """The validation scores of the contestant's rates; rates are added until the best has others on both sides."""
+        rates, first = sorted(CONTESTANTS[contestant][1]), self.plan.seeds[0]
+        found: dict[float, dict[str, float]] = {}
+        while True:
+            for rate in rates:
+                found[rate] = self.score(Run(contestant, rate, first), self.plan.rounds, "validation")
+            best = min(found, key=lambda rate: found[rate]["loss"])
+            if min(found) < best < max(found) or len(found) == 5:
+                break
+            rates = [best / 2 if best == min(found) else best * 2]
+        for rate in sorted(found):
+            yield {"contestant": contestant, "rate": rate, "chosen": rate == best, **found[rate]}
+
+
+def server_app(plan: Plan, options: argparse.Namespace) -> ServerApp:
+    app = ServerApp()
+
+    @app.main()
+    def main(grid: Grid, context: Context) -> None:
+        study = Study(plan, grid)
+        search = [row for contestant in CONTESTANTS for row in study.searched(contestant)]
+        chosen = {row["contestant"]: row["rate"] for row in search if row["chosen"]}
+        runs = []
+        for seed, contestant in product(plan.seeds, CONTESTANTS):
+            run = Run(contestant, chosen[contestant], seed)
+            counts = range(0, plan.rounds + 1, plan.score_every)
+            curve = [{"round": number, **study.score(run, number, "test")} for number in counts]
+            runs.append(json.loads((study.trained(run) / "run.json").read_text()) | {"curve": curve})
+            digest = fingerprint_options({str(seed): [row.id for rows in rows_of_clients(plan, seed) for row in rows]})
+            runs[-1]["rows_of_clients"] = digest
+            about = {name: value for name, value in asdict(plan).items() if name not in ("folder", "data_root")}
+            write_found(options, plan=about, rows=runs, search=search)
+
+    return app
+
+
+def main() -> None:
+    parser = parser_of(__doc__, "federated")
+    parser.add_argument("--data-root", type=Path, help="Folder of the tasks' data sets.")
+    parser.add_argument("--folder", type=Path, required=True, help="Bases, runs and scores; what is there is kept.")
+    parser.add_argument("--seeds", type=int, nargs="+", help=f"Default: {Plan.seeds}.")
+    options = parser.parse_args()
+    plan = replace(QUICK if options.quick else Plan(), folder=str(options.folder.resolve()))
+    if options.data_root is not None:
+        plan = replace(plan, data_root=str(options.data_root.resolve()))
+    if options.seeds:
+        plan = replace(plan, seeds=tuple(options.seeds))
+    torch.set_num_threads(1)
+    for contestant in CONTESTANTS:
+        adapted(plan, contestant)  # the bases, before the clients ask for them
+    run_simulation(
+        server_app(plan, options), client_app(plan), num_supernodes=plan.clients,
+        backend_config={
+            "init_args": {"num_cpus": 1, "object_store_memory": 2**28},
+            "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
+        },
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    import federated_smollm2  # by its name, as the process of the clients imports it
+
+    federated_smollm2.main()
