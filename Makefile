@@ -7,7 +7,7 @@ ENGINES := .engines
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo docs test rehearse test-slow coverage mutants bench conformance engines lint format pocket smollm2 constraints clean
+.PHONY: demo docs test rehearse test-slow coverage mutants bench conformance engines federated lint format pocket smollm2 constraints clean
 
 demo: $(VENV)/.installed
 	$(BIN)/frozencore demo --output runs/demo
@@ -45,6 +45,9 @@ conformance: $(VENV)/.installed-dev
 # Serving engines, each in an environment of its own: vLLM's CPU build (3.4 GB), and llama.cpp (1.5 GB), which needs a C++
 # compiler and half an hour of one core. tests/engines runs what we export in them.
 engines: $(ENGINES)/vllm/.installed $(ENGINES)/llama.cpp/.installed
+
+# Flower with its simulation engine (0.5 GB), over the packages of this project: it wants older ones of three than constraints.txt pins.
+federated: $(ENGINES)/flower/.installed
 
 # The documentation as a site, build/site/index.html; a warning is an error.
 docs: $(VENV)/.installed-dev
@@ -93,6 +96,14 @@ $(ENGINES)/vllm/.installed: engines/vllm.txt
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/pip install --quiet --quiet --disable-pip-version-check --no-deps -r $<
 	$(@D)/bin/pip install --quiet --quiet --disable-pip-version-check --no-deps -e .  # the plugin that knows basis models
+	touch $@
+
+$(ENGINES)/flower/.installed: engines/flower.txt | $(VENV)/.installed-dev
+	rm -rf $(@D)
+	$(BIN)/python -m venv $(@D)
+	$(@D)/bin/pip install --quiet --quiet --disable-pip-version-check --no-deps -r $<
+	$(BIN)/python -c "import site; print(f'import site; site.addsitedir({site.getsitepackages()[0]!r})')" \
+	    > $$($(@D)/bin/python -c "import site; print(site.getsitepackages()[0])")/this_project.pth
 	touch $@
 
 $(ENGINES)/llama.cpp/.installed: engines/llama.cpp.txt engines/llama.cpp.sources.txt

@@ -4,7 +4,7 @@
     nice -n 5 .engines/flower/bin/python benchmarks/federated_smollm2.py --data-root DATA --folder runs/federated
     .engines/flower/bin/python benchmarks/federated_smollm2.py --quick --folder runs/quick
 
-It goes on where it stopped. Twenty clients hold 24 rows each of two tasks; the shares of the tasks and their labels are
+It goes on where it stopped. Twenty clients hold 16 rows each of two tasks; the shares of the tasks and their labels are
 drawn for each client from a Dirichlet distribution. Five clients train in a round, once over their rows, and FedAvg
 averages what they send. The bases are calibrated on public rows that no client has. All contestants have the same
 clients, rows and steps; the learning rate of each has the lowest loss on validation rows, with the first seed.
@@ -50,6 +50,7 @@ from frozencore.tune.suite import find_task
 from frozencore.tune.tasks.splits import split_task
 from harness import parser_of, write_found
 
+MOST_RATES = 4
 CORES, LORAS = (1e-2, 2e-2, 4e-2), (2e-3, 4e-3, 8e-3)
 LORA_SB = {"constructor": "signgrad", "coordinates": "qr"}  # Fed-SB averages cores on the bases of LoRA-SB
 CONTESTANTS: Mapping[str, tuple[Mapping[str, Any], tuple[float, ...]]] = {
@@ -69,10 +70,10 @@ class Plan:
     data_root: str | None = None
     folder: str = ""
     clients: int = 20
-    rows_a_client: int = 24
+    rows_a_client: int = 16
     concentration: float = 0.3
     clients_a_round: int = 5
-    rounds: int = 8
+    rounds: int = 6
     batch_size: int = 4
     public_rows: int = 32
     scored_rows: int = 100
@@ -273,14 +274,15 @@ class Study:
         return json.loads(file.read_text())
 
     def searched(self, contestant: str) -> Iterator[dict[str, Any]]:
-        """The validation scores of the contestant's rates; rates are added until the best has others on both sides."""
+        """The validation scores of the contestant's rates; the best has others on both sides, or is one of
+        four."""
         rates, first = sorted(CONTESTANTS[contestant][1]), self.plan.seeds[0]
         found: dict[float, dict[str, float]] = {}
         while True:
             for rate in rates:
                 found[rate] = self.score(Run(contestant, rate, first), self.plan.rounds, "validation")
             best = min(found, key=lambda rate: found[rate]["loss"])
-            if min(found) < best < max(found) or len(found) == 5:
+            if min(found) < best < max(found) or len(found) == MOST_RATES:
                 break
             rates = [best / 2 if best == min(found) else best * 2]
         for rate in sorted(found):

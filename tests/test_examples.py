@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import runpy
 import subprocess
 import sys
@@ -12,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import PeftModel, get_peft_model
 from torch import nn
 from transformers import (
     AutoModel,
@@ -29,8 +31,10 @@ from transformers import (
 )
 
 from adapted import cores_of
+from engine_process import environment_of
+from frozencore import FrozenCoreConfig, save_basis
 from frozencore.tune.pocket import pocket_model_path
-from places import ROOT
+from places import ROOT, SOURCES
 
 EXAMPLES = ROOT / "examples"
 SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
@@ -163,6 +167,72 @@ def test_own_rows_are_learned_by_the_trainer(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, EXAMPLES / "finetune.py", *own], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     has_learned(AutoModelForCausalLM.from_pretrained(pocket_model_path()), tmp_path / "out" / "adapter")
+
+
+FEDERATED = """
+import sys
+from pathlib import Path
+
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.supercore.telemetry import FLWR_TELEMETRY_ENABLED
+from peft import get_peft_model_state_dict, set_peft_model_state_dict
+from safetensors.torch import load_file
+
+import federated
+from frozencore import frozen_core_layers
+from frozencore.tune.rows.own_rows import read_rows
+
+assert FLWR_TELEMETRY_ENABLED == "0"
+model, encoder = federated.on_basis("pocket", "basis")
+zero = get_peft_model_state_dict(model)
+
+
+def updates(cores):
+    set_peft_model_state_dict(model, cores)
+    return [P @ R @ Q.T for layer in frozen_core_layers(model).values() for P, Q, R in [layer.factors("default")]]
+
+
+wanted, count = 0, 0
+for file in sorted(Path("clients").glob("*.jsonl")):
+    rows = encoder.training_rows(read_rows(str(file), encoder).texts)
+    set_peft_model_state_dict(model, zero)
+    federated.train_locally(model, rows, encoder.pad_id, rate=0.05, batch_size=4, seed=f"{file.stem} 1")
+    own = updates(get_peft_model_state_dict(model))
+    wanted, count = [len(rows) * X + (wanted[i] if count else 0) for i, X in enumerate(own)], count + len(rows)
+average = updates(load_file("out/adapter/adapter_model.safetensors"))
+error = max(float((X - Y / count).norm() / X.norm()) for X, Y in zip(average, wanted, strict=True))
+assert error < 1e-6, error
+
+asked = ConfigRecord({"basis": "f" * 64, "rate": 0.05, "batch-size": 4, "server-round": 1})
+message = Message(RecordDict({"arrays": ArrayRecord(zero), "config": asked}), 1, "train")
+federated.client_app("pocket", "basis", Path("clients"))(message, Context(1, 1, {"partition-id": 0}, RecordDict(), {}))
+"""
+
+
+@pytest.mark.slow
+def test_flower_averages_cores_exactly_and_a_client_on_another_basis_refuses(tmp_path: Path) -> None:
+    """Against updates trained one after the other and averaged whole; clients have different numbers of rows."""
+    python = environment_of("flower") / "bin" / "python"
+    base = AutoModelForCausalLM.from_pretrained(pocket_model_path())
+    config = FrozenCoreConfig(r=8, constructor="random", task_type="CAUSAL_LM")
+    save_basis(get_peft_model(base, config), tmp_path / "basis")
+    (tmp_path / "clients").mkdir()
+    for name, num_rows in (("anna", 4), ("ben", 8), ("eve", 12)):
+        rows = [{"prompt": f"{name} has {i} cats .", "completion": " two cats"} for i in range(num_rows)]
+        (tmp_path / "clients" / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    own = ["--model", "pocket", "--basis", "basis", "--data", "clients", "--output", "out"]
+    places = {**os.environ, "PYTHONPATH": f"{SOURCES}{os.pathsep}{EXAMPLES}"}
+
+    def run(*words: str | Path) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([python, *words], cwd=tmp_path, env=places, capture_output=True, text=True, check=False)
+
+    done = run(EXAMPLES / "federated.py", *own, "--rounds", "1", "--learning-rate", "0.05")
+    assert done.returncode == 0, done.stderr[-2000:]
+    sent = int(re.search(r"round 1: ([\d,]+) bytes", done.stdout)[1].replace(",", ""))  # type: ignore[index]
+    model = has_learned(AutoModelForCausalLM.from_pretrained(pocket_model_path()), tmp_path / "out" / "adapter")
+    assert 0 < sent - 4 * sum(layer.core("default").numel() for layer in cores_of(model)) < 256
+    done = run("-c", FEDERATED)
+    assert "A core means something on its own basis only, but the server's is ffffffffffff" in done.stderr, done.stderr
 
 
 def test_every_example_is_run_here() -> None:
