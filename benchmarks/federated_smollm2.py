@@ -4,7 +4,7 @@
     nice -n 5 .engines/flower/bin/python benchmarks/federated_smollm2.py --data-root DATA --folder runs/federated
     .engines/flower/bin/python benchmarks/federated_smollm2.py --quick --folder runs/quick
 
-It goes on where it stopped. Twenty clients hold 16 rows each of two tasks; the shares of the tasks and their labels are
+It goes on where it stopped. Twenty clients hold 12 rows each of two tasks; the shares of the tasks and their labels are
 drawn for each client from a Dirichlet distribution. Five clients train in a round, once over their rows, and FedAvg
 averages what they send. The bases are calibrated on public rows that no client has. All contestants have the same
 clients, rows and steps; the learning rate of each has the lowest loss on validation rows, with the first seed.
@@ -70,20 +70,20 @@ class Plan:
     data_root: str | None = None
     folder: str = ""
     clients: int = 20
-    rows_a_client: int = 16
+    rows_a_client: int = 12
     concentration: float = 0.3
     clients_a_round: int = 5
     rounds: int = 6
     batch_size: int = 4
     public_rows: int = 32
     scored_rows: int = 100
-    score_every: int = 2
+    score_every: int = 3
     seeds: tuple[int, ...] = (42, 43, 44)
 
 
 QUICK = Plan(
     model="pocket", tasks=("pocket-sentiment", "pocket-entailment"), clients=4, rows_a_client=4, clients_a_round=2,
-    rounds=2, public_rows=4, scored_rows=4, seeds=(42, 43),
+    rounds=2, score_every=1, public_rows=4, scored_rows=4, seeds=(42, 43),
 )  # fmt: skip
 
 
@@ -297,16 +297,17 @@ def server_app(plan: Plan, options: argparse.Namespace) -> ServerApp:
         study = Study(plan, grid)
         search = [row for contestant in CONTESTANTS for row in study.searched(contestant)]
         chosen = {row["contestant"]: row["rate"] for row in search if row["chosen"]}
+        base = study.score(Run(next(iter(CONTESTANTS)), search[0]["rate"], plan.seeds[0]), 0, "test")
         runs = []
         for seed, contestant in product(plan.seeds, CONTESTANTS):
             run = Run(contestant, chosen[contestant], seed)
-            counts = range(0, plan.rounds + 1, plan.score_every)
+            counts = range(plan.score_every, plan.rounds + 1, plan.score_every)
             curve = [{"round": number, **study.score(run, number, "test")} for number in counts]
             runs.append(json.loads((study.trained(run) / "run.json").read_text()) | {"curve": curve})
             digest = fingerprint_options({str(seed): [row.id for rows in rows_of_clients(plan, seed) for row in rows]})
             runs[-1]["rows_of_clients"] = digest
             about = {name: value for name, value in asdict(plan).items() if name not in ("folder", "data_root")}
-            write_found(options, plan=about, rows=runs, search=search)
+            write_found(options, plan=about, base=base, rows=runs, search=search)
 
     return app
 
@@ -316,6 +317,7 @@ def main() -> None:
     parser.add_argument("--data-root", type=Path, help="Folder of the tasks' data sets.")
     parser.add_argument("--folder", type=Path, required=True, help="Bases, runs and scores; what is there is kept.")
     parser.add_argument("--seeds", type=int, nargs="+", help=f"Default: {Plan.seeds}.")
+    parser.add_argument("--at-once", type=int, default=1, help="Clients that train at a time.")
     options = parser.parse_args()
     plan = replace(QUICK if options.quick else Plan(), folder=str(options.folder.resolve()))
     if options.data_root is not None:
@@ -328,7 +330,7 @@ def main() -> None:
     run_simulation(
         server_app(plan, options), client_app(plan), num_supernodes=plan.clients,
         backend_config={
-            "init_args": {"num_cpus": 1, "object_store_memory": 2**28},
+            "init_args": {"num_cpus": options.at_once, "object_store_memory": 2**28},
             "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
         },
     )  # fmt: skip

@@ -58,7 +58,7 @@ def train_locally(
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(float(loss))
+        losses.append(loss.item())
     return sum(losses) / len(losses)
 
 

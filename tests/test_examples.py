@@ -170,15 +170,14 @@ def test_own_rows_are_learned_by_the_trainer(tmp_path: Path) -> None:
 
 
 FEDERATED = """
-import sys
 from pathlib import Path
 
+import federated  # before Flower, which reads once whether it may tell of its use
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.supercore.telemetry import FLWR_TELEMETRY_ENABLED
 from peft import get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors.torch import load_file
 
-import federated
 from frozencore import frozen_core_layers
 from frozencore.tune.rows.own_rows import read_rows
 
@@ -189,7 +188,8 @@ zero = get_peft_model_state_dict(model)
 
 def updates(cores):
     set_peft_model_state_dict(model, cores)
-    return [P @ R @ Q.T for layer in frozen_core_layers(model).values() for P, Q, R in [layer.factors("default")]]
+    factors = [layer.factors("default") for layer in frozen_core_layers(model, "default").values()]
+    return [P @ R @ Q.T for P, Q, R in factors]
 
 
 wanted, count = 0, 0
