@@ -172,8 +172,7 @@ def test_own_rows_are_learned_by_the_trainer(tmp_path: Path) -> None:
 FEDERATED = """
 from pathlib import Path
 
-import federated  # before Flower, which reads once whether it may tell of its use
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+import federated
 from flwr.supercore.telemetry import FLWR_TELEMETRY_ENABLED
 from peft import get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors.torch import load_file
@@ -202,20 +201,30 @@ for file in sorted(Path("clients").glob("*.jsonl")):
 average = updates(load_file("out/adapter/adapter_model.safetensors"))
 error = max(float((X - Y / count).norm() / X.norm()) for X, Y in zip(average, wanted, strict=True))
 assert error < 1e-6, error
+"""
 
-asked = ConfigRecord({"basis": "f" * 64, "rate": 0.05, "batch-size": 4, "server-round": 1})
-message = Message(RecordDict({"arrays": ArrayRecord(zero), "config": asked}), 1, "train")
-federated.client_app("pocket", "basis", Path("clients"))(message, Context(1, 1, {"partition-id": 0}, RecordDict(), {}))
+
+OTHER_BASIS = """
+from pathlib import Path
+
+import federated
+from flwr.simulation import run_simulation
+
+settings = {"rounds": 1, "share": 1.0, "rate": 0.05, "batch_size": 4}
+server = federated.server_app("pocket", "basis", Path("refused"), **settings)
+engine = {"init_args": {"num_cpus": 1}, "client_resources": {"num_cpus": 1, "num_gpus": 0.0}}
+run_simulation(server, federated.client_app("pocket", "other", Path("clients")), 3, backend_config=engine)
 """
 
 
 @pytest.mark.slow
-def test_flower_averages_cores_exactly_and_a_client_on_another_basis_refuses(tmp_path: Path) -> None:
+def test_flower_averages_cores_exactly_and_clients_on_another_basis_refuse(tmp_path: Path) -> None:
     """Against updates trained one after the other and averaged whole; clients have different numbers of rows."""
     python = environment_of("flower") / "bin" / "python"
-    base = AutoModelForCausalLM.from_pretrained(pocket_model_path())
-    config = FrozenCoreConfig(r=8, constructor="random", task_type="CAUSAL_LM")
-    save_basis(get_peft_model(base, config), tmp_path / "basis")
+    for seed, place in enumerate(("basis", "other")):
+        base = AutoModelForCausalLM.from_pretrained(pocket_model_path())
+        config = FrozenCoreConfig(r=8, constructor="random", seed=seed, task_type="CAUSAL_LM")
+        save_basis(get_peft_model(base, config), tmp_path / place)
     (tmp_path / "clients").mkdir()
     for name, num_rows in (("anna", 4), ("ben", 8), ("eve", 12)):
         rows = [{"prompt": f"{name} has {i} cats .", "completion": " two cats"} for i in range(num_rows)]
@@ -232,7 +241,13 @@ def test_flower_averages_cores_exactly_and_a_client_on_another_basis_refuses(tmp
     model = has_learned(AutoModelForCausalLM.from_pretrained(pocket_model_path()), tmp_path / "out" / "adapter")
     assert 0 < sent - 4 * sum(layer.core("default").numel() for layer in cores_of(model)) < 256
     done = run("-c", FEDERATED)
-    assert "A core means something on its own basis only, but the server's is ffffffffffff" in done.stderr, done.stderr
+    assert done.returncode == 0, done.stderr[-2000:]
+    done = run("-c", OTHER_BASIS)
+    said = done.stdout + done.stderr
+    assert "A core means something on its own basis only, but the server's is" in said, said[-2000:]
+    assert "in one of them every client failed" in said, said[-2000:]
+    assert done.returncode != 0
+    assert not (tmp_path / "refused").exists()
 
 
 def test_every_example_is_run_here() -> None:
