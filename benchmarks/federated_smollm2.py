@@ -42,8 +42,8 @@ from frozencore import FrozenCoreConfig, calibrate, save_basis
 from frozencore.files.fingerprint import fingerprint_options
 from frozencore.files.whole_file import write_json
 from frozencore.tune.rows import Example
-from frozencore.tune.rows.batches import make_batches
 from frozencore.tune.rows.prompts import PromptEncoder
+from frozencore.tune.rows.token_batches import make_batches
 from frozencore.tune.run.models import load_model
 from frozencore.tune.scoring.choice import predict_choices
 from frozencore.tune.suite import find_task

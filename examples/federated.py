@@ -31,9 +31,9 @@ from peft import PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_
 
 from frozencore import FrozenCoreConfig, FrozenCoreError
 from frozencore.tune.rows import TokenRow
-from frozencore.tune.rows.batches import make_batches
 from frozencore.tune.rows.own_rows import read_rows
 from frozencore.tune.rows.prompts import PromptEncoder
+from frozencore.tune.rows.token_batches import make_batches
 from frozencore.tune.run.models import load_model
 
 
