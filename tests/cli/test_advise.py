@@ -21,7 +21,7 @@ def test_a_table_a_record_a_figure_and_a_line_that_tune_understands(command: Com
     line = out.split("Recommended: ")[1].splitlines()[0]
     assert line == record["recommended"]["flags"]
     assert all(f"{row['gain']:.4f}" in out for row in record["bases"])
-    assert f"the halves agree on {record['num_agreed']:g}" in out.replace("\n", " ")
+    assert f"two halves of the rows agree on {record['num_agreed']:g}" in out.replace("\n", " ")
     status, out, err = command("tune", *ASKED, *line.split(), "--output", tmp_path / "run", "--dry-run")
     assert status == 0, err
     status, _, err = command("advise", *words)

@@ -75,7 +75,7 @@ def test_calibrate_then_inspect_shows_what_the_basis_captured(command, tmp_path:
     status, out, _ = command("inspect", tmp_path / "c" / "adapter", "--against", tmp_path / "c" / "adapter")
     assert status == 0
     assert "1.000" in out
-    assert "coher. P: coherence of P: the largest leverage of an output" in out
+    assert "coher. P: coherence of P: largest leverage of an output" in out
     assert "16 layers; 256 trained values" in out
 
 
@@ -228,7 +228,7 @@ def test_ctrl_c_in_a_command_is_status_130_and_sigterm_143_and_each_is_one_line(
         monkeypatch.setattr("frozencore_lab.campaign.results.status_lines", lambda _, end=end: end())
         came, _, err = command("campaign", "status", tmp_path)
         assert came == status
-        assert err.splitlines()[-1] == f"frozencore: {how}; the same command goes on from what is there"
+        assert err.splitlines()[-1] == f"frozencore: {how}; the same command continues from what is saved"
     signal.signal(signal.SIGTERM, before)
 
 

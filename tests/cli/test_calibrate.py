@@ -34,7 +34,7 @@ def test_a_basis_of_tenants_says_what_it_holds_of_each_and_carries_their_cores(
 ) -> None:
     status, out, err = command("calibrate", *FEW, "--tenants", tenants, "--output", tmp_path / "shop")
     assert status == 0, err
-    assert "What the basis holds of 2 tenants" in out
+    assert "How well the basis fits 2 tenants" in out
     assert all(re.search(rf"{name} .*%.*%.*%", out) for name in ("anna", "ben", "mean"))
     assert "Moments:" not in out
     basis = tmp_path / "shop" / "basis"

@@ -37,7 +37,7 @@ TELLS = {
     ("--version",): f"frozencore {__version__}",
     ("tasks", "list"): "pocket-math",
     ("schema",): "weighting",
-    ("campaign", "--help"): "Many runs from one specification",
+    ("campaign", "--help"): "Make many runs from one YAML file",
     ("tune", "--help"): "--calibration-size",
     ("export", "--help"): "--to",
     ("campaign", "status", str(POCKET)): "pocket: ",

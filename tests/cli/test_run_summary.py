@@ -88,7 +88,7 @@ def test_a_run_says_which_step_it_kept_and_why() -> None:
     )
     none = {"every": "epoch", "rows": 0, "kept_step": 262}
     text = shown(run_summary(made_up_record({"task": "svamp"}, selection=none)))
-    assert "No rows to validate on beside those trained on: the last of 262 steps is kept." in text
+    assert "There are no validation rows beside the training rows: the last of 262 steps is kept." in text
     assert "step" not in shown(run_summary(made_up_record({"task": "svamp"})))
 
 

@@ -26,7 +26,7 @@ def test_the_ten_that_are_served_worst_stand_first_unless_all_are_asked_for() ->
     worst_first = [f"t{i}" for i in reversed(range(14))]
     assert named == {False: worst_first[:10], True: worst_first}
     text = "\n".join(shown(shares, every=False))
-    assert "4 more are served better (--all-tenants shows each)." in text
+    assert "The basis fits 4 more tenants better (--all-tenants shows each)." in text
     assert re.search(r"mean *│ *16.5% ", text)
     assert re.search(r"t13 *│ *23.0% *│ *46.0% *│ *50.0%", text)
     assert "A random basis holds 1.50%." in text
@@ -35,13 +35,13 @@ def test_the_ten_that_are_served_worst_stand_first_unless_all_are_asked_for() ->
 @pytest.mark.parametrize(
     ("held", "verdict"),
     [
-        (0.79, "The basis holds most of what a basis of their own would."),
+        (0.79, "The basis fits these rows almost as well as a basis of their own would."),
         (0.70, "more than half"),
-        (0.50, "less than half of what a basis of their own would: put them among the --tenants"),
+        (0.50, "less than half as well as a basis of their own would. Add them to the --tenants"),
     ],
 )
 def test_the_words_count_from_a_random_basis_up(held: float, verdict: str) -> None:
     # .4 is random and .9 the best, so .5 is a fifth of the way although more than half of .9
     said = served_in_words(Share(held, 0.9, 0.4), 64)
     assert verdict in said
-    assert f"64 rows, in the mean over layers, the basis holds {held:.1%}, the best basis of its rank 90.0%" in said
+    assert f"64 rows, averaged over layers: the basis holds {held:.1%}, the best basis of its rank 90.0%" in said

@@ -50,8 +50,8 @@ def _full_name(weighting: Weighting) -> Weighting:
 MemoryBudget = Annotated[
     Annotated[int | str, BeforeValidator(_size)] | None,
     Field(
-        description="What calibration may take beyond a plain forward and backward pass, 8GiB for instance or a number "
-        "of bytes: it then chooses groups, device and algorithm (docs/memory.md). Default: as much as it takes."
+        description="Memory of calibration beyond a plain forward and backward pass, such as 8GiB, or a number of "
+        "bytes. Calibration then chooses groups of layers, device and algorithm (docs/memory.md). Default: no limit."
     ),
 ]
 
@@ -59,8 +59,8 @@ MemoryBudget = Annotated[
 RefreshMemory = Annotated[
     Annotated[int | str, BeforeValidator(_size)] | None,
     Field(
-        description="What the moments of refresh may take, 512MB for instance or a number of bytes: exact sums "
-        "where they fit, else sketches. Default: 128MB, or what the narrowest sketches take."
+        description="Memory for the moments of --refresh, such as 512MB, or a number of bytes: exact sums where they "
+        "fit, else sketches. Default: 128MB, or the size of the narrowest sketches."
     ),
 ]
 
@@ -76,28 +76,27 @@ class CalibrationOptions:
     tokens: Annotated[
         Tokens,
         Field(
-            description="Tokens that count: all that are not padding, those that predict a completion token, or those "
-            "with a nonzero output error. An encoder's tokens predict none: there completion counts as nonpad."
+            description="Tokens that are summed. nonpad: all except padding; completion: those that predict a "
+            "completion token (in an encoder: all except padding); nonzero_delta: those with a nonzero output error."
         ),
     ] = "nonpad"
     skip_first: Annotated[
-        int, Field(ge=0, description="Tokens at the start of each sequence that do not count (attention sinks).")
+        int, Field(ge=0, description="Tokens at the start of each sequence that are not summed (attention sinks).")
     ] = 0
     weighting: Annotated[
         Weighting,
         AfterValidator(_full_name),
         Field(
-            description="What weighs equally in the loss. example_mean: examples, each with the mean over its "
-            "completion tokens, so that one of ten tokens has the say of one of a hundred. token_sum (token for "
-            "short): completion tokens, as in training, whose loss is the mean over those of a step. docs/maths.md has "
-            "both measured."
+            description="Weights in the loss. example_mean: every example has the same weight, whatever its number of "
+            "completion tokens. token_sum (or token): every completion token has the same weight, as in training. "
+            "docs/maths.md compares both."
         ),
     ] = "example_mean"
     fisher_labels: Annotated[
         FisherLabels,
         Field(
-            description="Whose labels the output side of the Fisher (d, D) has: the data's (empirical), or labels "
-            "drawn from the model (mc). G has the data's in any case, so mc takes a second backward pass a batch."
+            description="Labels for the output side of the Fisher (d, D). empirical: the data's; mc: drawn from the "
+            "model. G always uses the data's, so mc takes a second backward pass for each batch."
         ),
     ] = "empirical"
     group_size: Annotated[
@@ -106,7 +105,7 @@ class CalibrationOptions:
     memory_budget: MemoryBudget = None
     stats_device: Annotated[
         Annotated[str, AfterValidator(_device)] | None,
-        Field(description="Where the sums are held, cpu for instance. Default: each layer's own device."),
+        Field(description="Device of the sums, such as cpu. Default: each layer's own device."),
     ] = None
     seed: int = 0
 

@@ -1,1 +1,1 @@
-"""Everything that talks to a person: verbs, flags, help, progress, tables and figures."""
+"""The command line: verbs, flags, help, progress, tables and figures."""

@@ -1,4 +1,4 @@
-"""``frozencore adapter`` and ``frozencore merge``: adapters as cores alone, and their sums."""
+"""``frozencore adapter`` and ``frozencore merge``: adapters stored as cores only, and weighted sums of adapters."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def _pack(
     basis: Annotated[
         str | None,
         typer.Option(
-            help="Folder or hub id of the basis that it was trained on. Default: the folder basis beside --output, "
-            "written from the adapter if it is not there."
+            help="Folder or hub id of the basis that the adapter was trained on. Default: the folder basis beside "
+            "--output, written from the adapter if missing."
         ),
     ] = None,
-    dtype: Annotated[str, "Of the cores: auto (as saved), float32, bfloat16 or float16."] = "auto",
+    dtype: Annotated[str, "Dtype of the cores: auto (as saved), float32, bfloat16 or float16."] = "auto",
 ) -> None:
     folder = adapter_in(adapter)
     import torch
@@ -39,7 +39,7 @@ def _pack(
     _print_size(output)
 
 
-adapter_app.command("pack", help="Write an adapter as its cores alone: it needs the basis beside it from then on.")(
+adapter_app.command("pack", help="Write an adapter that holds only its cores; it then needs its basis to be loaded.")(
     TakesOptions(_pack)
 )
 
@@ -50,12 +50,10 @@ def unpack(
     output: NewFolder,
     basis: Annotated[
         str | None,
-        typer.Option(
-            help="Folder or hub id of its basis. Default: searched in its folder, beside it, and where it says."
-        ),
+        typer.Option(help="Folder or hub id of its basis. Default: found in the adapter or beside it."),
     ] = None,
 ) -> None:
-    """Write an adapter of cores alone as one that holds its basis."""
+    """Write an adapter of cores only as one that includes its basis."""
     folder = adapter_in(adapter)
     from frozencore.adapter.saved.on_one_basis import unpack_adapter
 
@@ -67,7 +65,7 @@ def merge(
     adapters: Annotated[list[Path], typer.Argument(help="Folders of runs or of adapters, on one basis.")],
     output: NewFolder,
     weights: Annotated[
-        str | None, typer.Option(help="One for each, separated by commas; may be negative. Default: their mean.")
+        str | None, typer.Option(help="A weight for each, separated by commas; may be negative. Default: their mean.")
     ] = None,
 ) -> None:
     try:

@@ -1,4 +1,4 @@
-"""``frozencore advise``: what bases, ranks and targets would gain, as a table, lines and a figure."""
+"""``frozencore advise``: the expected gain of bases, ranks and targets, as a table, lines and a figure."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _advise(
 
 def _table(advice: Advice) -> Table:
     """The gain of each setting; the recommended one is bold."""
-    title = f"What a first step gains on rows that it has not seen, of {advice.base_loss:.3f} nats"
+    title = f"Gain of a first step on unseen rows, whose loss is {advice.base_loss:.3f} nats"
     table = Table(title=title, title_justify="left")
     for heading in ("bases", "layers", "ranks"):
         table.add_column(heading)
@@ -75,21 +75,22 @@ def _cells(worth: Worth) -> tuple[str, ...]:
 
 
 def _lines(config: RunConfig, advice: Advice) -> Iterator[str]:
-    """What the data look like, what a budget buys, what the advice cost, and the recommendation."""
+    """Yield lines on the data, the value of budgets, the cost of the advice, and the recommendation."""
     from frozencore.advice.advice_run import flags_of
 
     spreads = advice.spreads
     yield (
-        f"Outlier channels, largest over median second moment, median layer (largest): inputs {spreads.median_a:.3g} "
-        f"({spreads.largest_a:.3g}), output errors {spreads.median_d:.3g} ({spreads.largest_d:.3g})."
+        "Outlier channels (largest over median second moment) in the median layer: inputs "
+        f"{spreads.median_a:.3g}, output errors {spreads.median_d:.3g}; in the worst layer: inputs "
+        f"{spreads.largest_a:.3g}, output errors {spreads.largest_d:.3g}."
     )
     yield (
-        f"Noise: of the {advice.num_looked_at} leading whitened directions of the median layer, the halves agree on "
-        f"{advice.num_agreed:g}."
+        f"Noise: two halves of the rows agree on {advice.num_agreed:g} of the {advice.num_looked_at} leading whitened "
+        "directions of the median layer."
     )
     if advice.bought:
         shares = ", ".join(f"{budget:,} values {share:.0%}" for budget, share in advice.bought.items())
-        yield f"What a budget holds of the gradient that the halves agree on: {shares}."
+        yield f"Share of the agreed gradient that a budget can hold: {shares}."
     yield (
         f"{num_of(advice.num_rows, 'row')}: {advice.passes:.1f} forward and backward passes over them, and the sums "
         f"and decompositions of the bases; {advice.time_s:.1f} s in all. Ranks and LoRA cannot be compared this way: "
@@ -99,7 +100,7 @@ def _lines(config: RunConfig, advice: Advice) -> Iterator[str]:
 
 
 def _figure(advice: Advice) -> Figure:
-    """Bars of gains, the recommended setting framed; beside them what share of the gradient a budget holds."""
+    """Draw the gains as bars, the recommended setting framed, and the share of the gradient that a budget holds."""
     from frozencore.tune.figure_style import NAVY, ORANGE, method_colour, plain_ticks, plt
 
     worths = [*reversed(advice.shapes), *reversed(advice.bases)]
@@ -122,7 +123,7 @@ def _figure(advice: Advice) -> Figure:
         plain_ticks(curve.xaxis)
     curve.set_ylim(0, 1.02)
     curve.set_xlabel("trained values")
-    curve.set_title("share of what the halves agree on", fontsize=9, loc="left")
+    curve.set_title("share of the agreed gradient", fontsize=9, loc="left")
     for axes in (bars, curve):
         axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()

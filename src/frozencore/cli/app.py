@@ -1,4 +1,4 @@
-"""The ``frozencore`` command: it calls one verb, and each error becomes one line and an exit status."""
+"""The ``frozencore`` command: it calls one verb and turns each error into one line and an exit status."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from frozencore.tune.run.processes import is_first, refuse_several
 from frozencore.words import one_line
 
 _COMPLETES = "_FROZENCORE_COMPLETE"  # a shell sets it when it asks for completions
-REFUSED, INTERRUPTED, TERMINATED = 2, 130, 143  # exit statuses; the last two are of Ctrl-C and SIGTERM
+REFUSED, INTERRUPTED, TERMINATED = 2, 130, 143  # exit statuses of an error, of Ctrl-C and of SIGTERM
 
 
 def _print_version(asked: bool) -> None:
@@ -40,7 +40,7 @@ def _common(
 
 
 def program(words: Collection[str]) -> typer.Typer:
-    """The command line; verbs that are not among these words have only a name and a help text."""
+    """Build the command line; a verb that is not among the words gets only a name and a help text."""
     verbs = typer.Typer(
         no_args_is_help=True,
         pretty_exceptions_enable=False,
@@ -52,7 +52,7 @@ def program(words: Collection[str]) -> typer.Typer:
 
 
 def app() -> None:
-    """Do what the command line asks for; only the verb that it names is imported."""
+    """Run the command line; only the named verb is imported."""
     words = _words()
     if words[:1] not in [[verb.name] for verb in all_verbs() if verb.by_several]:
         refuse_several(f"frozencore {' '.join(words[:1])}".strip())
@@ -72,7 +72,7 @@ def _words() -> list[str]:
 
 
 def _end_early(status: int, end: BaseException) -> NoReturn:
-    """Print one line, what a training saved and how to go on, and exit."""
+    """Print in one line what a training saved and how to resume it, then exit."""
     notes = ["interrupted" if status == INTERRUPTED else "terminated"]
     cause: BaseException | None = end
     while cause is not None:  # typer raises an exception of its own for Ctrl-C
@@ -89,7 +89,7 @@ def _say_and_exit(status: int, line: str) -> NoReturn:
 
 
 def main() -> None:
-    """Entry point: an error of ours is one line on stderr and exit status 2; Ctrl-C is 130, SIGTERM 143."""
+    """Run as a program: a frozencore error is one line on stderr and exit status 2; Ctrl-C gives 130, SIGTERM 143."""
     ignore_known_warnings()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
     try:
@@ -105,12 +105,12 @@ def main() -> None:
         if line is None:
             raise
         if not is_first() and isinstance(error, FrozenCoreError) and not isinstance(error, CalibrationError):
-            sys.exit(REFUSED)  # the first process says the same
+            sys.exit(REFUSED)  # the first process prints the same
         _say_and_exit(REFUSED, line)
 
 
 def _line_of(error: Exception) -> str | None:
-    """The error in one line; None for an error that is a bug."""
+    """The error in one line; None if the error is a bug."""
     if isinstance(error, FrozenCoreError):
         return str(error)
     if isinstance(error, OSError):

@@ -1,4 +1,4 @@
-"""``frozencore calibrate``: moments and bases of a model on some rows, without training."""
+"""``frozencore calibrate``: compute moments and bases of a model on some rows, without training."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def _calibrate(
     tenants: Annotated[
         Path | None,
         typer.Option(
-            help=f"{TENANTS} In place of --data: one basis that holds as much as it can of what each tenant wants, "
-            "from --calibration-size rows of each."
+            help=f"{TENANTS} In place of --data: choose one basis that fits all tenants as well as possible, from "
+            "--calibration-size rows of each."
         ),
     ] = None,
     all_layers: Annotated[bool, typer.Option("--all-layers", help="Print a line for each layer.")] = False,
@@ -60,7 +60,7 @@ def _calibrate(
 
 
 def calibration_summary(calibration: Calibration, *, every_layer: bool = False) -> Group:
-    """What calibration found: the spread over the layers, or a line for each of them."""
+    """Show the result of calibration: the spread over the layers, or a line for each layer."""
     from frozencore.cli.inspect import by_layer, legend, spread
     from frozencore.cli.run_summary import allocation_line
 

@@ -1,4 +1,4 @@
-"""``frozencore chat``: a conversation with several adapters at once, each of which streams its answer."""
+"""``frozencore chat``: a conversation with several adapters; each streams its answer."""
 
 from __future__ import annotations
 
@@ -26,12 +26,10 @@ NEW, QUIT = "/new", "/quit"
 def _chat(
     adapters: Annotated[
         list[str] | None,
-        typer.Argument(help="Folders of runs or of adapters, or hub ids; each answers. None: the model alone."),
+        typer.Argument(help="Folders of runs or of adapters, or hub ids; each answers. Default: the model alone."),
     ] = None,
-    model: Annotated[
-        str | None, typer.Option(help="The base model. Default: the one that the first adapter names.")
-    ] = None,
-    with_base: Annotated[bool, typer.Option("--with-base", help="The model without adapters answers too.")] = False,
+    model: Annotated[str | None, typer.Option(help="The base model. Default: the first adapter's base model.")] = None,
+    with_base: Annotated[bool, typer.Option("--with-base", help="Let the model without adapters answer too.")] = False,
     system: Annotated[str | None, typer.Option(help="The system message of the conversation.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="The longest answer, in tokens.")] = 256,
     dtype: str = "auto",
@@ -55,8 +53,8 @@ def _chat(
     speakers += [Speaker(own, folder) for own, folder in zip(adapter_names(folders), folders, strict=True)]
     stand = AdapterStand(base)
     for speaker in speakers:
-        speaker.put_on(stand)  # an adapter that does not fit is refused before the first question
-    kept = "" if encoder.is_chat else " It has no chat template: each line is a text to continue."
+        speaker.put_on(stand)  # refuses an adapter that does not fit before the first question
+    kept = "" if encoder.is_chat else " The model has no chat template: it continues each line that you type."
     console.print(
         f"{name}, {', '.join(speaker.name for speaker in speakers)}.{kept} {NEW}: a new chat; {QUIT}: the end."
     )
@@ -70,7 +68,7 @@ def _chat(
 
 
 def _questions() -> Iterator[str]:
-    """The lines that the user types, or that a file or pipe holds."""
+    """Yield the lines that the user types, or the lines of a file or pipe."""
     while True:
         try:
             line = console.input("\n> ").strip()
@@ -87,7 +85,7 @@ class Speaker:
     """A model that answers: an adapter on the base model, or the base model.
 
     Attributes:
-        folder: Of the adapter; None for the base model.
+        folder: The adapter's folder; None for the base model.
         turns: The messages so far; each speaker remembers its own answers.
     """
 

@@ -1,4 +1,4 @@
-"""The terminal, file or pipe that the verbs print to."""
+"""The console of the verbs: a terminal, a file or a pipe."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ WIDE = 160  # columns in a file or a pipe, unless COLUMNS is set
 
 
 class PlainConsole(Console):
-    """Prints every text as it is: brackets are no markup, colons no emoji, and numbers get no colour."""
+    """Print text unchanged: brackets are not markup, colons are not emoji, and numbers are not coloured."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(markup=False, emoji=False, highlight=False, **settings)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Render as Rich does, with invisible characters escaped: no escape sequence reaches the terminal."""
+        """Render as Rich does, but escape invisible characters, so that no escape sequence reaches the terminal."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(_escaped(segment.text), segment.style)
 

@@ -1,4 +1,4 @@
-"""Progress on the screen: a bar for each stage on a terminal, elsewhere a plain line now and then."""
+"""Show progress: a bar for each stage on a terminal, a plain line now and then elsewhere."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ LABELS = {
     "validate": "Score validation rows",
     "score": "Score",
 }
-LINE_EVERY_S = 10.0  # between two lines of a stage, where there is no terminal
+LINE_EVERY_S = 10.0  # between two lines of a stage, if there is no terminal
 NARROWEST_BAR, WIDEST_BAR, BESIDE_BAR = 6, 30, 82  # columns; a label, counts, a time and a note stand beside a bar
 
 
 def resume_line(out: Path) -> str:
-    """What a resumed run goes on from."""
+    """Say from which checkpoint a run resumes."""
     kept = kept_of(out)
     return f"Nothing to go on from in {out}: from the start" if kept is None else f"Goes on from {kept} in {out}"
 
@@ -43,10 +43,10 @@ class Stage:
     """One stage of the work.
 
     Attributes:
-        spent_s: Seconds since its last line of an end.
-        first, already: When it first reported, and how far it was.
-        reported: When it last printed a line.
-        end: Its last report, if that was of an end.
+        spent_s: Seconds since the stage last printed an end.
+        first, already: The time of the first report, and the number of steps done then.
+        reported: The time of the last printed line.
+        end: The last report, if it ended the stage.
         in_all_s: Seconds of the whole stage.
     """
 
@@ -59,13 +59,13 @@ class Stage:
 
 
 class StageDisplay:
-    """Shows the stages of some work; called with a stage, the steps done, their total, and a note.
+    """Show the stages of a job; called with a stage, the steps done, their total, and a note.
 
-    The time since any report before belongs to the stage that reports, so the stages add up to the whole. A stage may
-    end several times, as scoring does for accuracy and then for loss: each end is a line of its own.
+    The time since the previous report counts for the reporting stage, so the stages add up to the whole time. A stage
+    may end several times: scoring ends for accuracy and then for loss. Each end prints a line.
 
     Args:
-        clock: Gives seconds.
+        clock: Returns the time in seconds.
     """
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -104,7 +104,7 @@ class StageDisplay:
         now = self.clock()
         current = self.stages.setdefault(stage, Stage(now, done, now))
         is_end, report = total is not None and done >= total, (done, total, note)
-        if current.end is not None and current.end != report:  # it goes on with something else
+        if current.end is not None and current.end != report:  # the stage continues with other work
             current.end, current.first, current.already = None, now, done
         current.spent_s += now - self.latest
         current.in_all_s += now - self.latest

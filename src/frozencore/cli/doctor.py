@@ -1,4 +1,4 @@
-"""``frozencore doctor``: what a path holds and what is wrong with it, as a table and an exit status."""
+"""``frozencore doctor``: show the content of a path and its faults, as a table and an exit status."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ def doctor(
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What a path holds, and what was found there.
+    """The kind of a path, and the findings there.
 
     Attributes:
-        kind: A key of ``EXAMINERS``, ``"campaign"``, or ``"runs"`` for a folder of several things; None if frozencore
-            wrote nothing of it.
+        kind: A key of ``EXAMINERS``, ``"campaign"``, or ``"runs"`` for a folder of several things; None if
+            frozencore wrote nothing there.
     """
 
     path: Path
@@ -64,7 +64,7 @@ class Diagnosis:
 
 
 def diagnose(path: Path) -> Diagnosis:
-    """Look at a path; what is wrong there is a finding, not an error. Nothing is changed."""
+    """Examine a path without changing it; a fault is a finding, not an error."""
     kind = kind_of(path)
     if kind is not None:
         return Diagnosis(path, kind, tuple(_examine(path, kind)))
@@ -73,14 +73,14 @@ def diagnose(path: Path) -> Diagnosis:
 
 
 def _in_a_line(diagnosis: Diagnosis) -> Finding:
-    """The kind of a thing in a folder of several, and the first part of it that is wrong."""
+    """Summarise one thing in a folder of several: its kind, and its first fault."""
     wrong = [finding for finding in diagnosis.findings if not finding.sound]
     said = [f"{finding.part}: {finding.found}" for finding in wrong] or [each.found for each in diagnosis.findings]
     return Finding(diagnosis.path.name, ": ".join([str(diagnosis.kind), *said[:1]]), not wrong)
 
 
 def _examine(path: Path, kind: str) -> Iterator[Finding]:
-    """The findings of one thing and of what lies in it; an error of its reader is a finding about its main part."""
+    """Yield the findings of one thing and its contents; an error of its reader is a finding about its main part."""
     part, examiner = EXAMINERS.get(kind, (kind, _needs_lab))
     for other in entry_points(group="frozencore.doctor", name=kind):
         examiner = other.load()
@@ -111,4 +111,4 @@ EXAMINERS: dict[str, tuple[str, Callable[[Path], Findings]]] = {
     "tenants": ("tenants", findings.tenants),
     "evaluation": ("evaluation", findings.evaluation),
 }
-"""For each kind its main part, which an error of the reader is about, and the function that looks at it."""
+"""For each kind: its main part, which gets the errors of its reader, and the function that examines it."""

@@ -1,4 +1,4 @@
-"""``--dry-run`` of ``tune`` and ``tune-many``: what they would read and need, and a row as it is trained on."""
+"""``--dry-run`` of ``tune`` and ``tune-many``: show what a run would read and need, and its first row."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from frozencore.words import Progress, bytes_in_words, num_of
 
 
 def print_dry_run(config: RunConfig, num_slots: int | None = None) -> None:
-    """Print what a run would do, after its model and all its rows are read.
+    """Read a run's model and rows, and print what it would do.
 
     Args:
-        num_slots: Tenants that would train at once; None for a run that is not of tenants.
+        num_slots: Tenants that would train at once; None for a run without tenants.
 
     Raises:
-        FrozenCoreError: What the run itself would refuse before it scores or trains.
+        FrozenCoreError: The run itself would fail before scoring and training.
     """
     with StageDisplay(console) as progress:
         lines = list(_run(config, progress) if num_slots is None else _tenants(config, num_slots, progress))
@@ -76,7 +76,7 @@ def _tenants(config: RunConfig, num_slots: int, progress: Progress) -> Iterator[
 def _as_asked(config: RunConfig, bench: Bench, row: TokenRow) -> Iterator[Text]:
     yield Text("\nThe options that differ from the defaults, as a file for --config", style="bold")
     yield Text(as_flags(config, exclude_defaults=True).rstrip())
-    yield Text("\nThe first row that is trained on (the marked part carries the loss)", style="bold")
+    yield Text("\nThe first training row (the marked part carries the loss)", style="bold")
     decode, starts = bench.encoder.tokenizer.decode, [0, *(stop for _, stop in row.loss_spans)]
     for last, (start, stop) in zip(starts, row.loss_spans, strict=False):
         yield marked(decode(row.input_ids[last:start]), decode(row.input_ids[start:stop]))
@@ -102,7 +102,7 @@ def _rows(config: RunConfig, bench: Bench) -> Iterator[Text]:
             f"a row has {median(lengths):.0f} in the middle, {max(lengths):,} at most (limit "
             f"{bench.encoder.max_length})."
         )
-    skipped = 0 if rows.reading else rows.num_skipped  # the reading of own rows has said it
+    skipped = 0 if rows.reading else rows.num_skipped  # rows.reading has printed it
     for count, said in ((rows.num_cut, "cut at the beginning of the prompt"), (skipped, "left out")):
         if count:
             yield Text(f"{num_of(count, 'row')} too long: {said}.")
@@ -131,7 +131,7 @@ def _cost(config: RunConfig, bench: Bench) -> Iterator[Text]:
 
 
 def _adapted(config: RunConfig, bench: Bench) -> nn.Module | None:
-    """The adapted model without values; None for a method whose adapter depends on the values."""
+    """Build the adapted model without its weights' values; None if the method's adapter depends on them."""
     if config.method_entry.changes_base or config.rank_budget is not None:
         return None
     with torch.device("meta"), suppress(NotImplementedError):

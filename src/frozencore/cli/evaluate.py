@@ -1,4 +1,4 @@
-"""``frozencore evaluate``: scores of a model, or of several adapters on it, as a table."""
+"""``frozencore evaluate``: score a model, or several adapters on it, and print a table."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from frozencore.tune.rows.prompt_date import PROMPT_DATE
 from frozencore.tune.rows.prompts import PromptStyle
 
 COUNTS = {"num_truncated": "truncated", "num_unanswered": "no answer", "num_ties": "ties"}
-RARE_COUNTS = {"num_duplicate_choices": "duplicates", "num_cut": "cut prompts"}  # a column only where one is not zero
+RARE_COUNTS = {"num_duplicate_choices": "duplicates", "num_cut": "cut prompts"}  # shown if not zero
 
 
 def _evaluate(
     model: str,
-    output: Annotated[Path, typer.Option("--output", "--out", help="Folder of the scores; finished ones are kept.")],
+    output: Annotated[Path, typer.Option("--output", "--out", help="Folder of the scores; finished scores are kept.")],
     task: Annotated[
-        str | None, typer.Option(help="all (the paper's eleven), names, or YAML files of your own; comma-separated.")
+        str | None, typer.Option(help="all (the paper's eleven), task names, or your own YAML files; comma-separated.")
     ] = None,
     data: Annotated[
-        str | None, "Your own rows, as for `tune --data`: loss, and how many short completions are right."
+        str | None, "Your own rows, as for `tune --data`: scores the loss, and counts correct short completions."
     ] = None,
     columns: str | None = None,
     lm_eval: Annotated[
@@ -96,7 +96,7 @@ def _evaluate(
 
 
 def evaluation_table(record: Mapping[str, Any]) -> Group:
-    """Every score of every subject, their means, and why a task has none."""
+    """Show every score of every adapter, the means, and the reasons for missing scores."""
     table = Table(title=f"Evaluation of {record['model']}", title_justify="left")
     rare = {key: title for key, title in RARE_COUNTS.items() if any(score.get(key) for score in record["scores"])}
     counts = COUNTS | rare
@@ -124,7 +124,7 @@ def _cells(score: Mapping[str, Any], counts: Mapping[str, str]) -> list[str]:
 
 
 def _means(scores: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Unweighted means, if all subjects have scores of the same two or more tasks."""
+    """Unweighted means, if all adapters have scores on the same two or more tasks."""
     by_subject: dict[str, dict[str, float]] = {}
     for score in scores:
         if score["accuracy"] is not None:

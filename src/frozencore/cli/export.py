@@ -1,4 +1,4 @@
-"""``frozencore export`` and ``frozencore check``: an adapter in a form that others serve, and who serves it."""
+"""``frozencore export`` and ``frozencore check``: write an adapter for serving engines, and check their support."""
 
 from __future__ import annotations
 
@@ -34,27 +34,28 @@ def _export(
     to: Annotated[
         str,
         typer.Option(
-            help="lora: an exact LoRA directory. gguf-lora: the same in one file, for llama.cpp beside the base "
-            "model's GGUF file. merged: base model plus update. basis-model: base model with P and Q in it, once for "
+            help="lora: an exact LoRA directory. gguf-lora: this LoRA in one file, for llama.cpp with the base "
+            "model's GGUF file. merged: base model plus update. basis-model: the base model with P and Q, once for "
             "all tenants. tenant: the cores, as a LoRA for the basis model."
         ),
     ] = "lora",
     base: Annotated[
         str | None,
         typer.Option(
-            help="Folder, GGUF file or hub id of the base model; default: the one that the adapter names. For a "
+            help="Folder, GGUF file or hub id of the base model. Default: the one that the adapter names. For a "
             "tenant: its basis model, to compare the bases."
         ),
     ] = None,
     dtype: Annotated[str, "auto (factors float32, models as their base), float32, bfloat16 or float16."] = "auto",
     rank: Annotated[
-        int | None, typer.Option(help="Rank of the LoRA, below the adapter's own; says how much that leaves out.")
+        int | None,
+        typer.Option(help="Rank of the LoRA, below the adapter's own; prints how much of the update is lost."),
     ] = None,
     with_code: Annotated[
         bool,
-        typer.Option("--with-code", help="Put its code into a basis model, for engines without frozencore."),
+        typer.Option("--with-code", help="Include the model's code in a basis model, for engines without frozencore."),
     ] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an export that is there.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing export.")] = False,
 ) -> None:
     if to not in FORMS:
         raise ConfigError(unknown_name("export", to, FORMS))
@@ -84,7 +85,7 @@ def check(
 
 @dataclass(frozen=True)
 class Asked:
-    """What ``frozencore export`` was asked for.
+    """The arguments of ``frozencore export``.
 
     Attributes:
         base: Folder, GGUF file or hub id of the base model; for a tenant, the folder of its basis model.
@@ -144,7 +145,7 @@ def _merged(asked: Asked) -> Iterator[str]:
         asked.adapter, asked.output, base=asked.base, dtype=asked.dtype, overwrite=asked.overwrite
     )  # fmt: skip
     yield f"Merged model: {folder}"
-    yield "It is a plain model folder: transformers and every engine of its base take it."
+    yield "It is a plain model folder: transformers and every engine that serves its base model can load it."
 
 
 def _basis_model(asked: Asked) -> Iterator[str]:
@@ -180,7 +181,7 @@ def _tenant(asked: Asked) -> Iterator[str]:
 
 
 def _serving(report: LoraReport) -> Iterator[str]:
-    """Which engines take a LoRA directory, and what to change for the others."""
+    """Yield which engines can load a LoRA directory, and what to change for the others."""
     from frozencore.adapter.export.serving import ENGINES
 
     yield f"Taken by: {', '.join(report.engines) or 'no engine'}"

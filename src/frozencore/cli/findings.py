@@ -1,6 +1,6 @@
-"""What the saved things hold, whether they are sound, and what to do if not: a function for each kind.
+"""Check saved things and say how to fix them: one function for each kind.
 
-A function gives findings, and other saved things inside its own. It may raise the error of the reader that it uses.
+A function yields findings, and other saved things inside its own. It may raise the errors of the reader it uses.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ BOTH = "weights and configuration"
 
 @dataclass(frozen=True)
 class Finding:
-    """One check: what was looked at, what was found, and whether it is as it must be."""
+    """One check: the part, the result, and whether the part is sound."""
 
     part: str
     found: str
@@ -44,7 +44,7 @@ class Inside:
     """A saved thing inside another.
 
     Attributes:
-        only_wrong: Whether its sound parts are left out.
+        only_wrong: Leave out its sound parts.
     """
 
     path: Path
@@ -85,7 +85,7 @@ def _base_model(name: str | None, recorded: object) -> Finding:
 
 
 def _beside(path: Path) -> Findings:
-    """The adapter and the basis in a folder of ``frozencore calibrate``."""
+    """Examine the adapter and the basis in a folder of ``frozencore calibrate``."""
     yield Inside(path / ADAPTER, "adapter", ADAPTER)
     if (path / BASIS).is_dir():
         yield Inside(path / BASIS, "basis", BASIS)
@@ -126,7 +126,7 @@ def lora(path: Path) -> Findings:
 
 
 def other_method(path: Path) -> Findings:
-    """The adapter of another PEFT method."""
+    """Examine the adapter of another PEFT method."""
     from frozencore.adapter.saved.seal import read_folder
 
     values, tensors = read_folder(path)
@@ -134,7 +134,7 @@ def other_method(path: Path) -> Findings:
 
 
 def moments(path: Path) -> Findings:
-    """A moments file, or the folder that ``frozencore calibrate`` wrote."""
+    """Examine a moments file, or the folder that ``frozencore calibrate`` wrote."""
     from frozencore.calibration.moments_file import load_moments
 
     layers = load_moments(path / MOMENTS_FILE if path.is_dir() else path)
@@ -148,7 +148,7 @@ def moments(path: Path) -> Findings:
 
 
 def run(path: Path) -> Findings:
-    """The record, the predictions and the adapter of a run."""
+    """Examine the record, the predictions and the adapter of a run."""
     if not (path / RECORD).exists():
         kept = kept_of(path)
         way_on = f"go on from {kept} with --resume" if kept else "run it again"
@@ -172,7 +172,7 @@ def run(path: Path) -> Findings:
 
 
 def tenants(path: Path) -> Findings:
-    """The number of tenants, those that diverged, and what is wrong with any of them."""
+    """Count the tenants and report those that diverged or have a fault."""
     if (path / CHECKPOINTS).is_dir():
         said = "not all have ended: the run was interrupted; the same command goes on with --resume."
         yield Finding("tenants", said, sound=False)
@@ -186,7 +186,7 @@ def tenants(path: Path) -> Findings:
 
 
 def evaluation(path: Path) -> Findings:
-    """The record of an evaluation and each of its scores."""
+    """Examine the record of an evaluation and each of its scores."""
     total = read_json(path / RECORD)
     if not (isinstance(total, dict) and isinstance(total.get("scores"), list)):
         again = "missing or damaged: run the same `frozencore evaluate` again, finished tasks are kept."
@@ -198,12 +198,12 @@ def evaluation(path: Path) -> Findings:
         name, score = str(predictions.parent.relative_to(path)), read_json(predictions.parent / RECORD)
         if not isinstance(score, dict):
             yield Finding(name, f"{RECORD} is missing or damaged: evaluate again, it is scored again.", sound=False)
-        elif "metric" not in score and score.get("accuracy", 0) is not None:  # not an average or a loss of other rows
+        elif "metric" not in score and score.get("accuracy", 0) is not None:  # not an average or a loss on other rows
             yield _counted_again(predictions, score.get("accuracy"), name)
 
 
 def _counted_again(path: Path, recorded: Any, part: str = PREDICTIONS) -> Finding:
-    """Whether the stored predictions give the stored accuracy."""
+    """Check that the stored predictions give the stored accuracy."""
     try:
         rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         correct = [row["prediction"] == row["gold"] for row in rows]

@@ -1,6 +1,6 @@
-"""``--config run.yaml``: a file that holds the flags of a verb. A flag on the command line overrides the file.
+"""``--config run.yaml``: a file with the flags of a verb. A flag on the command line overrides the file.
 
-A key is a flag without its dashes, ``learning-rate`` or ``learning_rate``; several values are a list.
+A key is a flag without its dashes, ``learning-rate`` or ``learning_rate``. Several values are a list.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from frozencore.words import nearest_name
 
 
 def _take(context: typer.Context, file: Path | None) -> Path | None:
-    """Make the file's values the defaults of the verb's flags."""
+    """Use the file's values as the defaults of the verb's flags."""
     if file is not None:
         context.default_map = _values(file, context)
     return file
@@ -38,10 +38,10 @@ ConfigFile = Annotated[
 
 
 def _values(file: Path, context: typer.Context) -> dict[str, Any]:
-    """The file's values by the names of the verb's parameters.
+    """Read the file's values by the names of the verb's parameters.
 
     Raises:
-        ConfigError: In one line, which key is no flag of the verb, or which value is not allowed.
+        ConfigError: A key is not a flag of the verb, or a value is not allowed; the message names it.
     """
     given = read_yaml(file)
     if not isinstance(given, dict):
@@ -71,7 +71,7 @@ def _values(file: Path, context: typer.Context) -> dict[str, Any]:
 
 
 def _as_typed(value: Any, where: str, *, several: bool) -> Any:
-    """The value as the command line would give it: True for a flag alone, or text."""
+    """Convert a value to its form on the command line: True for a flag without a value, or text."""
     if isinstance(value, bool):
         return value
     parts = value if isinstance(value, list) else [value]
@@ -83,7 +83,7 @@ def _as_typed(value: Any, where: str, *, several: bool) -> Any:
 
 
 def as_flags(config: RunConfig, **dumped: Any) -> str:
-    """The text of the file that asks for this configuration: every option that has a value.
+    """Write a configuration as the text of such a file, with every option that has a value.
 
     Args:
         dumped: Options of pydantic's ``model_dump``.

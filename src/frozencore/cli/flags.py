@@ -1,4 +1,4 @@
-"""Flags made from the options of a run: each option is one flag, with its default and its help."""
+"""Make flags from the options of a run: each option is one flag, with its default and help."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ _TYPES_OF_TYPER = (bool, int, float, str, Path)
 
 
 class TakesOptions:
-    """A verb as typer sees it, with a flag for each option of a run that the verb takes.
+    """A verb for typer, with a flag for each option of a run that the verb takes.
 
-    The verb takes an option by a parameter of its name, whose annotation is a plain type; a text in ``Annotated``
-    replaces the option's help. A parameter ``config`` stands for all options. Parameters with a ``typer.Option`` or
-    ``typer.Argument`` are the verb's own.
+    A parameter with the name of an option and a plain type takes this option; a text in ``Annotated`` replaces the
+    option's help. A parameter ``config`` takes all options. Parameters with a ``typer.Option`` or ``typer.Argument``
+    belong to the verb itself.
 
     Args:
         without: Options that are not part of ``config``.
-        renamed: For some options the flag and the help here; these options must be given.
-        defaults: For some options the default here.
-        instead: For some parameters of the verb the option that they give the value of; only one of the two may come.
+        renamed: Other flags and help texts for some options; these options become required.
+        defaults: Other defaults for some options.
+        instead: Parameters of the verb that set the value of an option; only one of the two may be given.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class TakesOptions:
         self._verb(**values, **own)
 
     def _flag(self, option: Option, said: str | None = None) -> Parameter:
-        """The flag of an option as typer knows it; typer reads values of other types as text."""
+        """Make typer's flag of an option; values of types that typer does not know are read as text."""
         kinds = _kinds(option)
         kind = kinds[0] if len(kinds) == 1 and kinds[0] in _TYPES_OF_TYPER else str
         spelled: Sequence[str] = SPELLED.get(option.name, (flag_of(option.name),))
@@ -127,7 +127,7 @@ class TakesOptions:
 
 
 def _is_own(parameter: Parameter) -> bool:
-    """Whether a parameter is one of the verb, which typer reads, and not an option of a run."""
+    """Return whether a parameter belongs to the verb itself and is not an option of a run."""
     return any(not isinstance(extra, str) for extra in _metadata(parameter))
 
 
@@ -136,7 +136,7 @@ def _metadata(parameter: Parameter) -> tuple[Any, ...]:
 
 
 def _in_its_group(flag: Parameter) -> Parameter:
-    """The flag with the box of the help that shows it."""
+    """Put a flag into its group of the help."""
     kind, info = get_args(flag.annotation)
     boxed = copy(info)
     boxed.rich_help_panel = group_of(flag.name).name
@@ -144,7 +144,7 @@ def _in_its_group(flag: Parameter) -> Parameter:
 
 
 def _completions(option: Option) -> Callable[[str], list[str]]:
-    """What a shell offers as the value: the values of a short list, methods, tasks."""
+    """Make a shell's completions of the value: the values of a short list, methods or tasks."""
     named: Mapping[str, Iterable[str]] = {"method": METHODS, "task": TASKS, "calibration_task": TASKS}
     allowed = [str(value) for kind in _kinds(option) if get_origin(kind) is Literal for value in get_args(kind)]
 
@@ -166,10 +166,10 @@ def _help(option: Option) -> str:
 
 
 def _read_value(option: Option, given: Any) -> Any:
-    """The value of a flag; a text becomes what the option's type makes of it.
+    """Convert a flag's text to the option's type.
 
     Raises:
-        ConfigError: In one line, which flag, what is allowed and what came.
+        ConfigError: The value is not allowed; the message names the flag and the allowed values.
     """
     if given in (None, []) or (given == "none" and option.default is not None and _may_be_none(option)):
         return None
@@ -186,13 +186,13 @@ def _read_value(option: Option, given: Any) -> Any:
 
 
 def read_choices(words: Sequence[str], among: Sequence[str]) -> dict[str, tuple[Any, ...]]:
-    """The values of each option to try, from words such as ``lr=1e-3,3e-3``.
+    """Read the values to try of each option, from words such as ``lr=1e-3,3e-3``.
 
     Args:
-        among: The options that may be given.
+        among: The allowed options.
 
     Raises:
-        ConfigError: In one line, which word, what is allowed and what came.
+        ConfigError: A word is not allowed; the message names it and what is allowed.
     """
     known = run_options()
     by_flag = {flag.removeprefix("--"): name for name in among for flag in (*SPELLED.get(name, ()), flag_of(name))}
@@ -215,7 +215,7 @@ def _takes_several(option: Option) -> bool:
 
 
 def _is_repeated(option: Option) -> bool:
-    """Whether the flag comes once for each value, since a value may hold a comma: a file's name."""
+    """Return whether the flag is repeated for each value, because a value (a file name) may hold a comma."""
     return _takes_several(option) and str in _kinds(option)
 
 
@@ -224,7 +224,7 @@ def _may_be_none(option: Option) -> bool:
 
 
 def _kinds(option: Option) -> list[Any]:
-    """The types that the values of an option have, without None."""
+    """The types of an option's values, without None."""
     return [kind for kind in _parts(option.plain) if kind is not NoneType]
 
 

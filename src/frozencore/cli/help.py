@@ -1,4 +1,4 @@
-"""How the help of a verb shows its flags: in groups, a few of each at first, and all of them with ``--help-all``."""
+"""The help of a verb: flags in groups, the important ones with ``--help`` and all with ``--help-all``."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FLAGS_ELSEWHERE: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Group:
-    """A box of the help; flags are named as the verb's parameters.
+    """A group of flags in the help, by the names of the verb's parameters.
 
     Attributes:
         in_sight: The flags that ``--help`` shows.
@@ -96,14 +96,14 @@ def group_of(flag: str) -> Group:
 
 
 def in_order(flags: Iterable[str]) -> list[str]:
-    """Flags in the order of the help: group by group, and in each group those in sight first."""
+    """Sort flags for the help: group by group, in each group the visible ones first."""
     named = [name for group in FLAG_GROUPS for name in group.in_sight + group.rest]
     places = {name: place for place, name in enumerate(named)}
     return sorted(flags, key=lambda flag: (FLAG_GROUPS.index(group_of(flag)), places.get(flag, len(named))))
 
 
 def command_of(program: typer.Typer, words: Sequence[str]) -> TyperGroup:
-    """The program as a command that shows help texts unchanged and hides the flags that are not in sight.
+    """Make the program's command, which shows help texts unchanged and hides less important flags.
 
     Raises:
         ConfigError: One of the words is a flag of another program.
@@ -131,7 +131,7 @@ def _refuse_other_flags(words: Iterable[str], flags: Collection[str]) -> None:
 
 
 def _show_as_text(command: TyperGroup | TyperCommand) -> None:
-    """Escape the help texts: Rich would read ``[lm-eval]`` as markup and leave it out."""
+    """Escape the help texts: Rich would read ``[lm-eval]`` as markup and drop it."""
     command.help = escape(command.help or "")
     for parameter in command.params:
         if isinstance(parameter, TyperOption | TyperArgument) and parameter.help:
@@ -141,7 +141,7 @@ def _show_as_text(command: TyperGroup | TyperCommand) -> None:
 
 
 def _hide_rest(verb: TyperGroup | TyperCommand) -> None:
-    """Hide the flags that are not in sight, and say how many they are."""
+    """Hide the less important flags, and say how many there are."""
     flags = {str(flag.name): flag for flag in verb.params if isinstance(flag, TyperOption)}
     rest = [flag for name, flag in flags.items() if name not in group_of(name).in_sight]
     for flag in rest:

@@ -1,4 +1,4 @@
-"""``frozencore inspect``: the bases of a saved adapter, as JSON or as tables with a line for each quantity or layer."""
+"""``frozencore inspect``: show a saved adapter's bases, as JSON or as tables by quantity or by layer."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 LEGEND = {
     "m x n": "outputs by inputs of the layer",
-    "coher. P": "coherence of P: the largest leverage of an output over the mean; 1 is even, m/r is on single outputs",
+    "coher. P": "coherence of P: largest leverage of an output over the mean; 1: even, m/r: single outputs only",
     "coher. Q": "coherence of Q, the same for the inputs",
-    "‖R‖": "norm of the core: how far it was trained",
+    "‖R‖": "norm of the core: the length of its way from zero",
     "effective": "number of independent directions that were found; random ones fill the rest of the rank",
     "σ₁": "the constructor's largest singular value",
     "σ_r": "the last singular value that the rank keeps",
@@ -39,11 +39,11 @@ LEGEND = {
     "‖PᵀGQ‖": "norm of the gradient that the core sees",
     "of ‖G‖": "share of that norm in the norm of the whole gradient",
     "J": "squared correlation that the basis captures",
-    "of best": "share of J in the most that a basis of this rank can capture",
+    "of best": "J over the largest J of any basis of this rank",
     "max/med a": "largest over median second moment of the inputs: outlier channels",
     "max/med d": "the same for the output errors",
     "held": "share of the rows' whitened moment that the basis holds",
-    "own best": "the share that the best basis of that rank for these rows holds",
+    "own best": "share that the best basis of this rank for these rows holds",
     "cos P": "mean cosine of the angles between the two P; 1 is the same span",
     "cos Q": "the same for Q",
 }
@@ -56,17 +56,15 @@ Column = Sequence[float | None]
 def inspect(
     adapter: Annotated[Path, typer.Argument(help="Folder of a run, of a saved frozen-core adapter, or of a basis.")],
     moments: Annotated[
-        Path | None, typer.Option(help="Moments file: adds how much of the gradient the bases capture.")
+        Path | None, typer.Option(help="Moments file: show how much of the gradient the bases capture.")
     ] = None,
     against: Annotated[
-        Path | None, typer.Option(help="Another adapter or basis: adds the principal angles to its bases.")
+        Path | None, typer.Option(help="Another adapter or basis: show the principal angles between the bases.")
     ] = None,
-    model: Annotated[
-        str | None, typer.Option(help="With --data: the base model of the basis, as `tune` takes it.")
-    ] = None,
+    model: Annotated[str | None, typer.Option(help="With --data: the base model, as for `tune`.")] = None,
     data: Annotated[
         Path | None,
-        typer.Option(help="Rows, as `tune --data` takes them: adds how much of what they want the basis holds."),
+        typer.Option(help="Rows, as for `tune --data`: show how well the basis fits them."),
     ] = None,
     all_layers: Annotated[bool, typer.Option("--all-layers", help="Print a line for each layer.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
@@ -111,10 +109,10 @@ def inspect(
 
 
 def _on_rows(folder: Path, model: str | None, data: Path | None) -> RunConfig | None:
-    """The configuration whose rows the basis is compared with; None if none were given.
+    """Make the configuration of the rows to compare the basis with; None without rows.
 
     Raises:
-        ConfigError: One of the two came alone, or the folder holds no basis.
+        ConfigError: Only one of model and data was given, or the folder holds no basis.
         FrozenCoreError: The model or the rows do not exist.
     """
     if model is None and data is None:
@@ -139,7 +137,7 @@ def _shares(config: RunConfig, *, silent: bool) -> RowShares:
 
 
 def inspection_table(reports: Mapping[str, LayerReport], *, every_layer: bool = False) -> Group:
-    """A saved adapter's bases and their totals: the spread over the layers, or a line for each of them."""
+    """Show a saved adapter's bases and totals: the spread over the layers, or a line for each layer."""
     from frozencore.cli.run_summary import values_in_words
 
     columns, names = _columns(list(reports.values())), list(reports)
@@ -199,7 +197,7 @@ def by_layer(
 
 
 def spread(title: str, layers: Sequence[str], columns: Mapping[str, Column]) -> Table:
-    """The smallest, the middle and the largest value of each quantity, and the layer that is worst by it."""
+    """Show the smallest, middle and largest value of each quantity, and its worst layer."""
     table = Table(title=f"{title}: {num_of(len(layers), 'layer')} (--all-layers shows each)", title_justify="left")
     table.add_column("")
     for heading in ("smallest", "median", "largest"):
@@ -229,5 +227,5 @@ def _cell(heading: str, value: float | None) -> str:
 
 
 def legend(columns: Iterable[str]) -> Text:
-    """What the abbreviated headings mean."""
+    """Explain the abbreviated headings."""
     return Text("\n".join(f"{heading}: {LEGEND[heading]}" for heading in columns if heading in LEGEND), style="dim")

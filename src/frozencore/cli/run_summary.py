@@ -1,4 +1,4 @@
-"""What a run says at its end: its score, its recipe, what it cost, its samples, and the size of its adapter."""
+"""The final screen of a run: its score, recipe, cost and samples, and the size of its adapter."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from frozencore.tune.run.record_parts import AccuracyDetails
 from frozencore.tune.run.row_sets import Reading
 from frozencore.words import bytes_in_words, num_of, one_line
 
-STILL_FALLING = 0.1  # of the loss, from one quarter of the steps to the next
+STILL_FALLING = 0.1  # drop of the loss, as a share, from one quarter of the steps to the next
 VALUE_BYTES = 4  # a core and an exported LoRA are float32
 END_OF_PROMPT, MOST_OF_ANSWER = 200, 2_000  # characters; samples.jsonl holds all of them
 
 
 def run_summary(record: TunedRecord) -> Group:
-    """What one run gained, and what it cost."""
+    """Show the gain and the cost of a run."""
     table = Table(title=f"{record.method} on {record.task or record.config.sources}", title_justify="left")
     table.add_column("")
     table.add_column("before", justify="right")
@@ -52,7 +52,7 @@ def run_summary(record: TunedRecord) -> Group:
 
 
 def verdict(accuracy: float, before: float, details: AccuracyDetails) -> str:
-    """Whether a run beats the majority class; without classes, whether it beats the base model."""
+    """Say whether a run beats the majority class, or without classes the base model."""
     majority = details.majority_class
     floor, name = (majority, "the majority class") if majority is not None else (before, "the base model")
     if accuracy <= floor:
@@ -67,7 +67,7 @@ def percent(share: float) -> str:
 
 
 def values_in_words(at_once: int, in_all: int) -> str:
-    """The number of values that train at once, and of all that the rounds trained if that is another number."""
+    """The number of values that train at once, and of all rounds together if it differs."""
     said = num_of(at_once, "trained value")
     return said if in_all == at_once else f"{said} at once, {in_all:,} in all"
 
@@ -86,7 +86,7 @@ def _ranks(record: TunedRecord) -> Iterator[str]:
 
 
 def allocation_line(budget: int, ranks: Mapping[str, int]) -> str:
-    """What a rank budget bought, and which layers got nothing."""
+    """Say which ranks a rank budget gave, and which layers got none."""
     without = [name for name, rank in ranks.items() if not rank]
     more = f" and {len(without) - 2} more" if len(without) > 2 else ""
     unadapted = f"; not adapted: {', '.join(without[:2])}{more}" if without else ""
@@ -99,11 +99,11 @@ def _recipe(record: TunedRecord) -> Iterator[str]:
 
 
 def recipe_in_words(num_steps: int, recipe: Mapping[str, Any], num_epochs: int | None = None) -> str:
-    """A training in a line: its steps, the rows of a step, its rounds, learning rate and warm-up.
+    """Describe a training in one line: steps, rows of a step, rounds, learning rate and warm-up.
 
     Args:
-        recipe: As records hold it.
-        num_epochs: The number of epochs, if the line is to say it.
+        recipe: The recipe in the form of a record.
+        num_epochs: The number of epochs to print; None prints none.
     """
     layout = " without padding" if recipe.get("padding_free") else ""
     epochs = "" if num_epochs is None else f" in {num_of(num_epochs, 'epoch')}"
@@ -118,7 +118,7 @@ def recipe_in_words(num_steps: int, recipe: Mapping[str, Any], num_epochs: int |
 
 
 def _still_falling(record: TunedRecord) -> Iterator[str]:
-    """Whether the training loss was still falling at the end, and what to try then."""
+    """Warn if the training loss was still falling at the end, and say what to try."""
     losses = [loss for loss in record.training.losses if loss is not None]
     quarter = len(losses) // 4
     if quarter < 2 or record.resolved is None:
@@ -142,7 +142,7 @@ def _private(record: TunedRecord) -> Iterator[str]:
 
 
 def _too_long(record: TunedRecord) -> Iterator[str]:
-    """How many rows lost the beginning of their prompt, and how many were left out."""
+    """Say how many prompts were cut and how many rows were left out."""
     if record.rows is not None and record.rows.cut:
         yield f"{num_of(record.rows.cut, 'prompt')} cut at the beginning (--truncate)."
     if record.rows is not None and record.rows.skipped and record.rows.read is None:
@@ -151,12 +151,12 @@ def _too_long(record: TunedRecord) -> Iterator[str]:
 
 
 def _kept_step(record: TunedRecord) -> Iterator[str]:
-    """Which step's values were kept, and why."""
+    """Say which step was kept, and why."""
     chosen, last = record.selection, record.training.num_steps
     if chosen is None:
         return
     if chosen.by is None:
-        yield f"No rows to validate on beside those trained on: the last of {last} steps is kept."
+        yield f"There are no validation rows beside the training rows: the last of {last} steps is kept."
         return
     best = next(score for score in chosen.scores if score.step == chosen.kept_step)
     value = f"loss {best.held_out_loss:.3f}" if best.accuracy is None else f"accuracy {percent(best.accuracy)} %"
@@ -180,7 +180,7 @@ def _cost(record: TunedRecord) -> Iterator[str]:
 
 
 def sample_lines(file: Path) -> Iterator[RenderableType]:
-    """For each sample: the end of its prompt, the wanted answer, and the answers before and after training."""
+    """Show for each sample the end of its prompt, the expected answer, and the answers before and after training."""
     for line in file.read_text(encoding="utf-8").splitlines():
         sample = json.loads(line)
         prompt = one_line(sample["prompt"], 10_000)
@@ -195,7 +195,7 @@ def sample_lines(file: Path) -> Iterator[RenderableType]:
 
 
 def size_lines(adapter: Path) -> Iterator[str]:
-    """The size of an adapter's weights; with its basis also as cores alone and as LoRA, and how to pack it."""
+    """Show the size of an adapter's weights; with its basis also the sizes as cores and as LoRA, and how to pack it."""
     with safe_open(adapter / WEIGHTS_FILE, framework="numpy") as file:
         shapes = {key: file.get_slice(key).get_shape() for key in file.keys()}  # noqa: SIM118 - not a mapping
     config, stored = read_config(adapter), bytes_in_words((adapter / WEIGHTS_FILE).stat().st_size)
@@ -206,7 +206,7 @@ def size_lines(adapter: Path) -> Iterator[str]:
     as_lora = bytes_in_words(VALUE_BYTES * (values["P"] + values["Q"]))
     if not values["R"]:
         yield f"Size: {stored}, cores alone on their basis." if FLAT in shapes else f"Size: {stored}."
-    elif config.get("rounds", 1) > 1 or config.get("initial_step"):  # no other adapter can have the same bases
+    elif config.get("rounds", 1) > 1 or config.get("initial_step"):  # its bases cannot be shared
         yield f"Size: {stored} with its bases, {as_lora} as LoRA."
     else:
         yield (

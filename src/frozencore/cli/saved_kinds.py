@@ -1,7 +1,7 @@
-"""Which kind of thing frozencore has saved at a path.
+"""Recognise what frozencore has saved at a path.
 
-An adapter, a basis, a basis model, a moments file, a LoRA, a run, a run of many tenants, an evaluation or a campaign. A
-folder of ``frozencore calibrate`` counts as its moments, with the adapter and the basis beside them.
+It is an adapter, a basis, a basis model, a moments file, a LoRA, a run, a run of many tenants, an evaluation or a
+campaign. A folder of ``frozencore calibrate`` counts as moments, with the adapter and the basis beside them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from frozencore.tune.training.checkpoints import SEATS
 
 
 def kind_of(path: Path) -> str | None:
-    """The kind of what a path holds, such as ``"adapter"`` or ``"run"``; None if frozencore wrote nothing of it."""
+    """The kind of a path, such as ``"adapter"`` or ``"run"``; None if frozencore wrote nothing there."""
     if path.is_file():
         return "moments" if path.suffix == ".safetensors" and _may_be_moments(path) else None
     if not path.is_dir():
@@ -61,7 +61,7 @@ def kind_of(path: Path) -> str | None:
 
 
 def _is_of_many(path: Path) -> bool:
-    """Whether ``tune-many`` wrote it: records of tenants, failures alone, or checkpoints."""
+    """Return whether ``tune-many`` wrote it: it has records of tenants, failures only, or checkpoints."""
     records = map(read_json, path.glob(f"*/{RECORD}"))
     return (
         any(isinstance(record, dict) and "company" in record for record in records)
@@ -71,7 +71,7 @@ def _is_of_many(path: Path) -> bool:
 
 
 def _may_be_moments(path: Path) -> bool:
-    """Whether a file holds moments; True for one that cannot be read."""
+    """Return whether a file holds moments; True if it cannot be read."""
     try:
         with safe_open(path, framework="numpy") as file:
             return KEY in (file.metadata() or {})
@@ -88,7 +88,7 @@ def _kind_of_adapter(path: Path) -> str | None:
 
 
 def read_json(path: Path) -> Any:
-    """The content of a JSON file; None if it is missing, and the error if it cannot be read."""
+    """Read a JSON file; return None if it is missing, and the error if it cannot be read."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -98,6 +98,6 @@ def read_json(path: Path) -> Any:
 
 
 def saved_in(path: Path) -> Iterator[Path]:
-    """The folders in a folder that hold something of frozencore."""
+    """Yield the subfolders that frozencore has written."""
     folders = sorted(path.iterdir()) if path.is_dir() else ()
     return (folder for folder in folders if folder.is_dir() and kind_of(folder) is not None)

@@ -1,4 +1,4 @@
-"""``frozencore tasks``: the list of tasks, a row as a model sees it, and files for another evaluator."""
+"""``frozencore tasks``: list the tasks, show a row as a model sees it, and write files for another evaluator."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ tasks_app = typer.Typer(no_args_is_help=True)
 
 @tasks_app.command("list")
 def list_tasks() -> None:
-    """Every task with its rows, epochs, scoring and data set."""
+    """Print every task with its rows, epochs, scoring and data set."""
     from frozencore.tune.suite import TASKS
 
     table = Table()
@@ -41,7 +41,7 @@ def list_tasks() -> None:
 def _show(
     name: Annotated[str, typer.Argument(help="A task by name, or a YAML file of your own.")],
     model: Annotated[
-        str | None, typer.Option(help="Whose tokenizer and chat template to show. Default: the pocket model's.")
+        str | None, typer.Option(help="Model whose tokenizer and chat template are used. Default: the pocket model.")
     ] = None,
     data_root: Path | None = None,
     row: Annotated[int, typer.Option(help="Which training row.")] = 0,
@@ -58,7 +58,7 @@ def _show(
         console.print(line, soft_wrap=True)
 
 
-tasks_app.command("show", help="Print a real example as the model sees it; what stands in ⟦ ⟧ carries the loss.")(
+tasks_app.command("show", help="Print a real example as the model sees it; the part in ⟦ ⟧ carries the loss.")(
     TakesOptions(_show)
 )
 
@@ -85,14 +85,14 @@ tasks_app.command("export", help="Write tasks, with their evaluation rows, in a 
 
 
 def show_example(task: Task, encoder: PromptEncoder, data_root: Path | None, number: int) -> Iterator[Text]:
-    """A row of a task as the model sees it, with the part that carries the loss marked.
+    """Show a row of a task as the model sees it, with the part that carries the loss marked.
 
     Args:
-        number: The row's place in the training split, or in the evaluation split of a task without another, from 0.
+        number: The row's index from 0, in the training split, or in the evaluation split if there is no other.
 
     Raises:
-        ConfigError: There is no row of that number.
-        DataError: From the task's source or the row.
+        ConfigError: There is no such row.
+        DataError: The task's source or the row is invalid.
     """
     split = "train"
     rows = task.source.rows("train", data_root)
@@ -117,12 +117,12 @@ def show_example(task: Task, encoder: PromptEncoder, data_root: Path | None, num
 
 
 def marked(context: str, completion: str) -> Text:
-    """A prompt and its completion, which is marked."""
+    """A prompt and its completion, with the completion marked."""
     return Text.assemble(context, (f"{MARKS[0]}{completion}{MARKS[1]}", "reverse"))
 
 
 def _answers(task: Task, example: Example, encoder: PromptEncoder) -> Iterator[Text]:
-    """How an answer is scored, and the choices if there are some."""
+    """Say how an answer is scored, and show the choices if there are any."""
     if task.scoring == "text":
         yield Text("\nScored by held-out nats per token")
         return
@@ -138,7 +138,7 @@ def _answers(task: Task, example: Example, encoder: PromptEncoder) -> Iterator[T
 
 
 def _place(task: Task) -> str:
-    """Where the rows of a task come from."""
+    """The source of a task's rows."""
     source = task.source
     if isinstance(source, HubDataset):
         return source.path + (f", {source.config}" if source.config else "")

@@ -1,4 +1,4 @@
-"""``frozencore tune``: one run, what it says at its end, and the figure of its training."""
+"""``frozencore tune``: one run, its final screen, and the figure of its training."""
 
 from __future__ import annotations
 
@@ -35,21 +35,20 @@ def _tune(
     config: RunConfig,
     output: Annotated[Path, typer.Option("--output", "--out", help="New folder for the adapter and its record.")],
     moments: Annotated[
-        Path | None, typer.Option(help="A moments file of `frozencore calibrate`, instead of a new pass.")
+        Path | None, typer.Option(help="A moments file of `frozencore calibrate`, in place of a new calibration pass.")
     ] = None,
     sweep: Annotated[
         list[str] | None,
         typer.Option(
             metavar="NAME=V,V,...",
-            help="Train the run with each of these values, side by side on one basis, and keep the best on validation "
-            "rows: lr, warmup, epochs, batch-size, accumulation, seed (of the order of rows). May be given several "
-            "times.",
+            help="Train with each of these values, together on one basis, and keep the run that is best on "
+            "validation rows: lr, warmup, epochs, batch-size, accumulation, seed (of the row order). May be repeated.",
         ),
     ] = None,
     advised: Annotated[
         bool,
         typer.Option(
-            "--advised", help="Try bases first as `frozencore advise` does, and train with what it recommends."
+            "--advised", help="Try bases first, as `frozencore advise` does, and train with the recommended ones."
         ),
     ] = False,
     push_to_hub: Annotated[
@@ -119,7 +118,7 @@ def _tune(
 
 
 def sweep_summary(sweep: Sweep) -> Table:
-    """The score of each run of a sweep on validation rows."""
+    """Show the score of each run of a sweep on validation rows."""
     names = list(sweep.runs[0].options)
     title = f"{num_of(len(sweep.runs), 'run')} on one basis, {num_of(sweep.rows, 'validation row')}"
     table = Table(title=title, title_justify="left")
@@ -131,12 +130,12 @@ def sweep_summary(sweep: Sweep) -> Table:
         mark = "" if number != sweep.best else "best †" if _at_end(sweep) else "best"
         table.add_row(*(f"{run.options[name]:g}" for name in names), loss, step, mark)
     if _at_end(sweep):
-        table.caption = "† The largest or the smallest learning rate of the sweep: a better one may lie beyond it."
+        table.caption = "† The best learning rate is the largest or smallest tried: a better one may lie outside."
     return table
 
 
 def _at_end(sweep: Sweep) -> bool:
-    """Whether the best run has the largest or the smallest of several learning rates."""
+    """Return whether the best run has the largest or smallest of several learning rates."""
     best = sweep.runs[sweep.best].options
     if RATE not in best:
         return False
@@ -161,7 +160,7 @@ def write_learning(record: TunedRecord, out: Path) -> None:
 
 
 def _figure(record: TunedRecord) -> Figure:
-    """The loss of every step, its means over twentieths of the steps, and the validation loss if there is one."""
+    """Draw the loss of every step, its mean over each twentieth of the steps, and the validation loss, if any."""
     from frozencore.tune.figure_style import GREY, NAVY, ORANGE, binned, plt
 
     figure, axes = plt.subplots(figsize=(6.4, 3.6))

@@ -1,4 +1,4 @@
-"""``frozencore tune-many``: a core for each of many tenants, and the table of what each gained."""
+"""``frozencore tune-many``: train a core for each of many tenants, and print a table of their gains."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _tune_many(
 
 
 def _summary(records: Mapping[str, TunedRecord], failures: Mapping[str, Failure]) -> Group:
-    """What each tenant gained, and what they cost together."""
+    """Show the gain of each tenant, and their cost together."""
     table = Table(title=f"{len(records) + len(failures)} tenants on one basis", title_justify="left")
     for heading in ("tenant", "rows", "steps", "held-out loss before", "after", "share, s"):
         table.add_column(heading, justify="left" if heading == "tenant" else "right")

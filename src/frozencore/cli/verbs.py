@@ -1,4 +1,4 @@
-"""The verbs of the command line: each is a row here and a file, which is imported only when its verb is called."""
+"""The verbs of the command line: each is a row here and a file that is imported only when the verb is called."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import typer
 from frozencore.errors import ConfigError
 from frozencore.words import nearest_name
 
-RESUMED = "the same command with --resume goes on from what is there"
-GOES_ON = "the same command goes on from what is there"
+RESUMED = "the same command with --resume continues from what is saved"
+GOES_ON = "the same command continues from what is saved"
 IN_LAB = ("schema", "campaign", "demo")
 LAB_MISSING = "this needs the lab. Install it: pip install frozencore-lab, or pip install ./lab in the repository."
 VERBS_ELSEWHERE: Mapping[str, str] = {
@@ -32,9 +32,9 @@ class Verb:
     """A verb of the command line.
 
     Attributes:
-        place: Module and attribute of its function, or of its own verbs: ``"frozencore_lab.cli.demo:demo"``. A module
-            that starts with a dot is in this package.
-        when_ended_early: How to go on after Ctrl-C.
+        place: Module and attribute of its function, or of its own verbs: ``"frozencore_lab.cli.demo:demo"``. A leading
+            dot means this package.
+        when_ended_early: How to continue after Ctrl-C.
         by_several: Whether several processes, such as those of torchrun, may share its work.
     """
 
@@ -47,21 +47,21 @@ class Verb:
 
 VERBS = (
     Verb(
-        "tune", ".tune:tune", "Calibrate, train, score and save an adapter: one run of the recipe.", RESUMED,
+        "tune", ".tune:tune", "Calibrate, train, score and save an adapter.", RESUMED,
         by_several=True,
     ),
     Verb(
         "tune-many", ".tune_many:tune_many",
-        "Train a core for each of many tenants, all at once on one basis: an adapter and a record each.",
+        "Train a core for each of many tenants, together on one basis; each gets an adapter and a record.",
         RESUMED, by_several=True,
     ),
     Verb(
         "calibrate", ".calibrate:calibrate",
-        "Collect moments and choose the bases, without training: a moments file and an adapter whose cores are zero.",
+        "Collect moments and choose the bases without training; write a moments file and an adapter with zero cores.",
     ),
     Verb(
         "advise", ".advise:advise",
-        "Measure, before any training, what bases, damping and targets would gain on rows held out for it.",
+        "Measure before training how much bases, damping and targets would gain on held-out rows.",
     ),
     Verb(
         "evaluate", ".evaluate:evaluate",
@@ -70,18 +70,18 @@ VERBS = (
     ),
     Verb(
         "chat", ".chat:chat",
-        "Talk with a model and with adapters on it: each answers, one after the other, as its words come.",
+        "Talk with a model and with adapters on it; each streams its answer in turn.",
     ),
     Verb(
         "inspect", ".inspect:inspect",
-        "Show the bases of an adapter: size, coherence, cores, what they capture, their angles to another's.",
+        "Show the bases of an adapter: size, coherence, cores, captured gradient, angles to another adapter's bases.",
     ),
-    Verb("export", ".export:export", "Write an adapter in a form that is served without frozencore."),
-    Verb("adapter", ".adapter:adapter_app", "Pack an adapter to its cores alone beside a basis, or unpack it."),
+    Verb("export", ".export:export", "Write an adapter in a form that can be served without frozencore."),
+    Verb("adapter", ".adapter:adapter_app", "Reduce an adapter to its cores, beside a shared basis; or undo that."),
     Verb("merge", ".adapter:merge", "Write the exact weighted sum of adapters that share a basis."),
     Verb(
         "check", ".export:check",
-        "Say which serving engines take a LoRA directory. Exit status 1 if one of them does not.",
+        "Say which serving engines can load a LoRA directory. Exit status 1 if one of them cannot.",
     ),
     Verb(
         "doctor", ".doctor:doctor",
@@ -94,12 +94,12 @@ VERBS = (
 
 @cache
 def all_verbs() -> tuple[Verb, ...]:
-    """The verbs of this package, and those of installed packages that add some, such as frozencore-lab."""
+    """The verbs of this package and of installed packages that add verbs, such as frozencore-lab."""
     return (*VERBS, *(other.load() for other in entry_points(group="frozencore.verbs")))
 
 
 def add_verbs(app: typer.Typer, words: Collection[str]) -> None:
-    """Add every verb; those that are not among the words of the command line have only a name and a help text."""
+    """Add every verb; one that is not among the words of the command line gets only a name and a help text."""
     for verb in all_verbs():
         module, _, attribute = verb.place.partition(":")
         called = getattr(import_module(module, __package__), attribute) if verb.name in words else _not_called
@@ -114,10 +114,10 @@ def _not_called() -> None:
 
 
 def refuse_unknown_verb(words: Sequence[str]) -> None:
-    """Refuse a first word that is no verb, and name the verb that is nearest.
+    """Refuse a first word that is not a verb, and suggest the nearest verb.
 
     Raises:
-        ConfigError: There is no such verb, or it is one of the lab, which is not installed.
+        ConfigError: There is no such verb, or it belongs to the lab, which is not installed.
     """
     word = next((word for word in words if word != "--debug"), "-")
     verbs = [verb.name for verb in all_verbs()]

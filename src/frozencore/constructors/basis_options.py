@@ -29,7 +29,7 @@ def trained_values(budget: object) -> int:
     number = found[0] // (VALUE_BYTES if found[1] else 1) if found else 0
     if number < 1:
         raise ConfigError(
-            "A rank budget is a number of trained values such as 36864, or the size of so many as float32 such as "
+            "A rank budget is a number of trained values such as 36864, or their size as float32 such as "
             f'"150KB", but {budget!r} came.'
         )
     return number
@@ -38,17 +38,17 @@ def trained_values(budget: object) -> int:
 RankBudget = Annotated[
     Annotated[int | str, BeforeValidator(trained_values)] | None,
     Field(
-        description="Trained values of all cores together, 36864 for instance, or their size as float32 (150KB), "
-        "instead of one rank: calibration spends them on the layers where they are worth most (docs/rank-budget.md). "
-        "Also for a method that can train any number of values."
+        description="Number of trained values of all cores together, such as 36864, or their size as float32 (150KB). "
+        "It replaces the rank: calibration gives higher ranks to layers that gain more (docs/rank-budget.md). Also for "
+        "methods that can train any number of values."
     ),
 ]
 AUTO_ALPHA = 16.0  # the paper's scale at the paper's rank
 Alpha = Annotated[
     Positive | Literal["auto"] | None,
     Field(
-        description="Scale s = alpha / r of what the cores add; auto is 16, by which one learning rate serves all "
-        "ranks (docs/rank-budget.md); none is s = 1, the paper's."
+        description="Scale of the cores' update, s = alpha / r. auto: 16, with which one learning rate fits all ranks "
+        "(docs/rank-budget.md); none: s = 1, as in the paper."
     ),
 ]
 
@@ -69,9 +69,9 @@ class BasisOptions:
     coordinates: Annotated[
         Coordinates,
         Field(
-            description="How P and Q are written in their spans: fisher, by second moments of the data, by which a "
-            "step is as long for all constructors (orthonormal where none are read); qr, orthonormal, the paper's; "
-            "polar; raw and scaled_raw, ablations."
+            description="How P and Q are written in their spans. fisher: scaled by the data's second moments, so that "
+            "a step is equally long for all constructors (orthonormal without moments); qr: orthonormal, as in the "
+            "paper; polar; raw and scaled_raw: for ablations."
         ),
     ] = "fisher"
     svd_method: Annotated[SvdMethod, Field(description="How truncated SVDs are computed.")] = "auto"

@@ -1,4 +1,4 @@
-"""Figures, in colours that colour-blind readers can tell apart (Okabe and Ito)."""
+"""The style of figures, in colours that colour-blind readers can tell apart (Okabe and Ito)."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
-plt.rcParams["text.parse_math"] = False  # in a name a dollar sign is a dollar sign
+plt.rcParams["text.parse_math"] = False  # names may contain dollar signs
 
 __all__ = ["BLACK", "BLUE", "GREY", "NAVY", "ORANGE", "binned", "method_colour", "plain_ticks", "plt", "save_figure"]
 
-POINTS = 20  # of a curve: batches of a step differ more than methods do
+POINTS = 20  # of a curve, each the mean of several steps: single batches differ more than methods
 ORANGE, BLUE, NAVY, GREY, BLACK = "#E69F00", "#56B4E9", "#0072B2", "#999999", "#222222"
 COLOURS: dict[Colour, str] = {"orange": ORANGE, "blue": BLUE, "navy": NAVY, "grey": GREY, "black": BLACK}
 
 
 def method_colour(name: str) -> str:
-    """A method's own colour; grey for one that is not in the table."""
+    """A method's colour; grey for a method that is not in the table."""
     return COLOURS[METHODS[name].colour] if name in METHODS else GREY
 
 
 def plain_ticks(axis: Axis) -> None:
-    """Label a logarithmic axis 1k, 10k, 1M: matplotlib writes powers in its mathematical text, which is off."""
+    """Label a logarithmic axis 1k, 10k, 1M: matplotlib's powers need mathematical text, which is off."""
     axis.set_major_formatter(FuncFormatter(lambda value, _: _short(value)))
     axis.set_minor_formatter(NullFormatter())
 
@@ -43,14 +43,14 @@ def _short(value: float) -> str:
 
 
 def save_figure(figure: Figure, path: Path) -> None:
-    """Write a figure, the same bytes each time, and close it."""
+    """Write a figure, with the same bytes each time, and close it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=160, metadata={"Software": None} if path.suffix == ".png" else None)
     plt.close(figure)
 
 
 def binned(losses: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Middles and means of at most ``POINTS`` runs of consecutive steps."""
+    """Split the steps into at most ``POINTS`` groups; return the groups' middles and means."""
     if not losses:
         return [], []
     parts = np.array_split(np.arange(len(losses)), min(POINTS, len(losses)))

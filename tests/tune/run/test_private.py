@@ -80,15 +80,15 @@ def test_bases_of_another_tasks_rows_are_public() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"method": "fcca"}, "calibrates its bases on the rows that are to be private"),
-        ({"method": "lora"}, "Private training is of cores"),
+        ({"method": "fcca"}, "calibrates its bases on the private rows"),
+        ({"method": "lora"}, "Private training is for cores"),
         ({"refresh": 2, "method": "fcca"}, "--refresh chooses bases"),
         ({"rank_budget": 500, "rank": 16}, "--rank-budget chooses ranks"),
         ({"select_checkpoint": "epoch"}, "--select-checkpoint chooses a step"),
-        ({"report_to": ("tensorboard",)}, "--report-to tells losses"),
-        ({"private_delta": None}, "--private-epsilon came without the rest"),
-        ({"private_epsilon": None}, "--private-delta came without the rest"),
-        ({"private_epsilon": None, "private_delta": None, "private_clip": 1.0}, "--private-clip came without the rest"),
+        ({"report_to": ("tensorboard",)}, "--report-to reports losses"),
+        ({"private_delta": None}, "--private-epsilon came without both"),
+        ({"private_epsilon": None}, "--private-delta came without both"),
+        ({"private_epsilon": None, "private_delta": None, "private_clip": 1.0}, "--private-clip came without both"),
         ({"private_epsilon": 1e9}, "epsilon of private training lies between"),
     ],
 )
@@ -99,12 +99,12 @@ def test_what_leaks_or_is_half_said_is_refused_in_one_line(options: dict[str, An
 
 
 def test_packed_texts_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="puts a text into several rows"):
+    with pytest.raises(ConfigError, match="splits a text over several rows"):
         config_of(task=None, data=str(own_rows(tmp_path)), packing=True)
 
 
 def test_runs_side_by_side_have_no_budget_of_their_own(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--private-epsilon is of a training alone"):
+    with pytest.raises(ConfigError, match="--private-epsilon is for a run that trains alone"):
         execute_sweep(config_of(), {"learning_rate": [1e-3, 1e-2]}, tmp_path, silent)
 
 

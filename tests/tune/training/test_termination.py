@@ -180,7 +180,7 @@ def terminated(words: list[str], said: Path, begun: Callable[[], bool], number: 
     assert process.exitcode == status, (said / "err").read_text()
     (line,) = (said / "err").read_text().splitlines()
     assert line.startswith(f"frozencore: {how}; ")
-    assert line.endswith(" goes on from what is there")
+    assert line.endswith(" continues from what is saved")
     return line
 
 
@@ -195,7 +195,7 @@ def test_a_run_that_is_interrupted_goes_on_to_the_same_end_from_what_it_has_foun
     last = newest(cut / "checkpoints")
     assert is_complete(last)
     step = last.name.split("-")[1]
-    way_on = "the same command with --resume goes on from what is there"
+    way_on = "the same command with --resume continues from what is saved"
     assert line == f"frozencore: interrupted; step {step} of 32 is saved; {way_on}"
     assert not (cut / "result.json").exists()
     process = start(tune(cut), tmp_path)
@@ -223,7 +223,7 @@ def test_a_run_that_is_interrupted_goes_on_to_the_same_end_from_what_it_has_foun
 def test_a_run_that_is_terminated_before_it_trains_ends_at_once(tmp_path: Path) -> None:
     said = tmp_path / "out"
     line = terminated(tune(tmp_path / "run"), tmp_path, lambda: said.is_file() and said.stat().st_size > 0)
-    assert line == "frozencore: terminated; the same command with --resume goes on from what is there"
+    assert line == "frozencore: terminated; the same command with --resume continues from what is saved"
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 

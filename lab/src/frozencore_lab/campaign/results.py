@@ -131,7 +131,7 @@ def _final(run: Planned, store: Store) -> FinalRun:
 
 
 def status_lines(folder: Path) -> Iterator[str]:
-    """How a campaign stands, from its folder alone."""
+    """Yield the state of a campaign, read from its folder alone."""
     store = Store(folder)
     campaign = store.campaign()
     planned = plan(campaign, store.outcome)
@@ -145,7 +145,7 @@ def status_lines(folder: Path) -> Iterator[str]:
 
 
 def failure_lines(planned: Iterable[Planned], store: Store) -> Iterator[str]:
-    """Why runs failed, a line each."""
+    """Yield a line for each failed run, with the reason."""
     for run in planned:
         failure = store.outcome(run.job.id) if run.job else None
         if run.job and isinstance(failure, Failure):

@@ -1,4 +1,4 @@
-"""What a person sees while a campaign runs: runs done and left, what each worker does, the time to go."""
+"""Progress of a campaign on the screen: runs done and left, the work of each worker, the time left."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from frozencore_lab.campaign.results import Tally
 from frozencore_lab.campaign.store import Store
 from frozencore_lab.campaign.worker_pool import Event
 
-LINE_EVERY = 10  # runs between two lines where there is no terminal
+LINE_EVERY = 10  # runs between two lines if there is no terminal
 
 
 class Board:
-    """Shows a campaign as it goes on: a live view on a terminal, a plain line now and then elsewhere."""
+    """Show the progress of a campaign: a live view on a terminal, a plain line now and then elsewhere."""
 
     def __init__(self, console: Console, store: Store, *, line_every: int = LINE_EVERY) -> None:
         self.console = console

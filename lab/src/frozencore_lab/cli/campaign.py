@@ -19,10 +19,11 @@ DataRoot = Annotated[Path | None, typer.Option(help="Folder that holds the data 
 Spec = Annotated[Path, typer.Argument(help="YAML file of a campaign; see `frozencore schema` and campaigns/.")]
 Folder = Annotated[Path, typer.Argument(help="Folder of a campaign.")]
 Output = Annotated[
-    Path | None, typer.Option("--output", "--out", help="The campaign's folder. Default: runs/<name>; it is resumed.")
+    Path | None,
+    typer.Option("--output", "--out", help="The campaign's folder, resumed if it exists. Default: runs/<name>."),
 ]
 ModelPath = Annotated[
-    list[str] | None, typer.Option("--model-path", help="NAME=FOLDER: where a model of the campaign lies.")
+    list[str] | None, typer.Option("--model-path", help="NAME=FOLDER: the folder of a model of the campaign.")
 ]
 
 
@@ -32,14 +33,14 @@ def plan_(
     output: Output = None,
     ids: Annotated[
         bool,
-        typer.Option("--ids", help="Print only the ids of ready runs, a line each; makes the folder for `one`."),
+        typer.Option("--ids", help="Print only the ids of ready runs, one a line, and make the folder for `one`."),
     ] = False,
-    runs: Annotated[bool, typer.Option("--runs", help="Print every run with its options and its state.")] = False,
-    device: Annotated[str, typer.Option(help="Where it will run, for the estimate.")] = "auto",
+    runs: Annotated[bool, typer.Option("--runs", help="Print every run with its options and state.")] = False,
+    device: Annotated[str, typer.Option(help="Device of the runs, for the estimate.")] = "auto",
     data_root: DataRoot = None,
     model_path: ModelPath = None,
 ) -> None:
-    """Print the runs, where the searches' rows come from, and what it is estimated to take; nothing is started."""
+    """Print the runs, the source of the searches' rows, and estimates of time, memory and disk; start nothing."""
     from frozencore_lab.cli.campaign_lines import plan_lines, ready_ids, run_lines
 
     if ids:
@@ -58,7 +59,7 @@ def run(
     data_root: DataRoot = None,
     model_path: ModelPath = None,
     workers: Annotated[
-        int | None, typer.Option(min=0, help="Processes. 0: in this one. Default: one per device, or per core.")
+        int | None, typer.Option(min=0, help="Processes; 0: only this one. Default: one per device or core.")
     ] = None,
     device: Annotated[
         str, typer.Option(help="auto, cpu, cuda, or several for the workers in turn: cuda:0,cuda:1.")
@@ -66,7 +67,7 @@ def run(
     ray: Annotated[str | None, typer.Option(help="Address of a Ray cluster (needs frozencore-lab[ray]).")] = None,
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Try failed runs again.")] = False,
 ) -> None:
-    """Run what has not been run yet. Stop it at any time; the same command goes on from there."""
+    """Make all runs that are not done yet. Stop it at any time; the same command resumes it."""
     from frozencore_lab.campaign.spec import read_campaign
     from frozencore_lab.cli.campaign_lines import default_folder, run_campaign
 
@@ -84,19 +85,21 @@ def rehearse_(
     spec: Spec,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "--out", help="A folder of its own. Default: runs/<name>-rehearsal; it is made anew."),
+        typer.Option(
+            "--output", "--out", help="Folder of the rehearsal, emptied first. Default: runs/<name>-rehearsal."
+        ),
     ] = None,
     data_root: DataRoot = None,
     model_path: Annotated[
         list[str] | None,
-        typer.Option("--model-path", help="NAME=FOLDER: a small model to use for one of the campaign."),
+        typer.Option("--model-path", help="NAME=FOLDER: a small model in place of a model of the campaign."),
     ] = None,
     workers: Annotated[
-        int | None, typer.Option(min=0, help="Processes. 0: in this one. Default: one per core, at most 4.")
+        int | None, typer.Option(min=0, help="Processes; 0: only this one. Default: one per core, at most 4.")
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="One axis at a time, instead of all combinations.")] = False,
 ) -> None:
-    """Run a whole campaign on tiny models and a few rows; say what its report holds. Status 1 if a cell is empty."""
+    """Run a whole campaign on tiny models and a few rows, and check its report. Status 1 if a cell is empty."""
     from frozencore_lab.cli.rehearsal_lines import rehearsal_screen, run_rehearsal
 
     found = run_rehearsal(
@@ -115,7 +118,7 @@ def one(
     model_path: ModelPath = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
 ) -> None:
-    """Make one run, if it is not there yet: what a Slurm array calls."""
+    """Make one run, unless it is done; for Slurm arrays."""
     from frozencore.cli.display import StageDisplay
     from frozencore_lab.cli.campaign_lines import run_one
 
@@ -126,7 +129,7 @@ def one(
 
 @campaign_app.command()
 def status(folder: Folder) -> None:
-    """Show how many runs are done, running, failed and left, the time to go, and why runs failed."""
+    """Show how many runs are done, running, failed and left, the time left, and why runs failed."""
     from frozencore_lab.campaign.results import status_lines
 
     for part in status_lines(folder):
@@ -136,19 +139,19 @@ def status(folder: Folder) -> None:
 @campaign_app.command()
 def report(
     folders: Annotated[
-        list[Path] | None, typer.Argument(help="Folder of a campaign; of several, for one report over all of them.")
+        list[Path] | None, typer.Argument(help="Folder of a campaign; several give one common report.")
     ] = None,
     output: Annotated[
         Path | None,
         typer.Option(
             "--output",
             "--out",
-            help="Folder of the report. Default: report/ in the campaign's; for several, across/ beside them.",
+            help="Folder of the report. Default: report/ in the campaign's folder, or across/ beside several.",
         ),
     ] = None,
     table: Annotated[
         Path | None,
-        typer.Option(help="Instead: analyse a CSV of task means; first column the task, then one a method."),
+        typer.Option(help="Analyse a CSV of task means instead: first column the task, then a column for each method."),
     ] = None,
     reference: Annotated[
         str | None, typer.Option(help="With --table: the method that the others are compared with.")
@@ -157,8 +160,8 @@ def report(
         Path | None, typer.Option("--json", help="With --table: write the analysis there too.")
     ] = None,
 ) -> None:
-    """Write every table and figure and one HTML page from a campaign's records; or what several campaigns share, model
-    beside model; or analyse a table of task means."""
+    """Write a campaign's tables, figures and HTML page from its records; or compare several campaigns, model beside
+    model; or analyse a table of task means."""
     from frozencore_lab.cli.campaign_lines import report_on_table, write_campaign_report
 
     if folders and table is None:

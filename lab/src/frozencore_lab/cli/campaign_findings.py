@@ -1,4 +1,4 @@
-"""What ``frozencore doctor`` finds in a campaign."""
+"""The findings of ``frozencore doctor`` in a campaign."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from frozencore_lab.campaign.store import INDEX, Store
 
 
 def campaign(path: Path) -> Iterator[Finding]:
-    """Its runs, those that failed and those that are open."""
+    """Report a campaign's runs, the failed runs and the open runs."""
     try:
         store = Store(path)
         results = load_results(path)

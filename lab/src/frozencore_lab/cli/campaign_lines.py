@@ -1,4 +1,4 @@
-"""What the ``frozencore campaign`` commands do, between the command line and the campaign's parts."""
+"""The work of the ``frozencore campaign`` commands, between the command line and the campaign's modules."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ def run_campaign(
     ray_address: str | None,
     retry_failed: bool,
 ) -> Tally:
-    """Make every run of a campaign that is not there yet.
+    """Make every run of a campaign that is not done yet.
 
     Raises:
-        ConfigError: The specification, or what it asks for, is wrong.
-        ArtifactError: The folder is not writable, of another campaign, or driven by another process.
+        ConfigError: The specification is wrong.
+        ArtifactError: The folder is not writable, belongs to another campaign, or is in use by another process.
     """
     store = Store(output or default_folder(campaign))
     place = Place(data_root, device, by_location(campaign, models))
-    search_rows(_left(plan(campaign, store.outcome), store), place)  # every error shows before the folder is made
+    search_rows(_left(plan(campaign, store.outcome), store), place)  # shows errors before the folder is made
     store.require_own(campaign)
     worker = Worker(store, place, keep_adapters=campaign.keep_adapters)
     pool = _pool(worker, num_workers, ray_address)
@@ -66,11 +66,11 @@ def run_campaign(
 def run_one(
     folder: Path, run_id: str, progress: Progress, *, data_root: Path | None, models: dict[str, str], device: str
 ) -> str:
-    """Make one run of a campaign's folder, and say what became of it.
+    """Make one run of a campaign's folder and describe its outcome.
 
     Raises:
-        ConfigError: The campaign has no such run, or it waits for a search.
-        TrainingError: It failed.
+        ConfigError: The campaign has no such run, or the run waits for a search.
+        TrainingError: The run failed.
     """
     store = Store(folder)
     campaign = store.campaign()
@@ -94,7 +94,7 @@ def run_one(
 
 
 def ready_ids(spec: Path, output: Path | None, *, data_root: Path | None) -> list[str]:
-    """Ids of the runs that could be made now, searches first; the folder is there for ``campaign one`` afterwards."""
+    """The ids of the runs that are ready, searches first; makes the folder for ``campaign one``."""
     campaign = read_campaign(spec)
     store = Store(output or default_folder(campaign))
     runs = sorted(plan(campaign, store.outcome), key=lambda run: run.phase == "final")
@@ -105,7 +105,7 @@ def ready_ids(spec: Path, output: Path | None, *, data_root: Path | None) -> lis
 
 
 def run_lines(spec: Path, output: Path | None) -> Iterator[str]:
-    """Every run: its id, study, phase, options, and what became of it."""
+    """Yield a line for each run: its id, study, phase, options and outcome."""
     campaign = read_campaign(spec)
     store = Store(output or default_folder(campaign))
     for run in plan(campaign, store.outcome):
@@ -119,7 +119,7 @@ def run_lines(spec: Path, output: Path | None) -> Iterator[str]:
 def plan_lines(
     spec: Path, output: Path | None, *, data_root: Path | None, models: dict[str, str], device: str
 ) -> Iterator[RenderableType]:
-    """The studies with their runs, and what they are estimated to take."""
+    """Yield the studies with their runs, and estimates of time, memory and disk."""
     from frozencore_lab.campaign.estimate import estimate_lines
 
     campaign = read_campaign(spec)
@@ -152,12 +152,12 @@ def plan_lines(
 
 
 def _left(planned: Sequence[Planned], store: Store) -> Iterator[Planned]:
-    """The runs that have neither finished nor failed."""
+    """The runs that neither finished nor failed."""
     return (run for run in planned if run.job is None or store.outcome(run.job.id) is None)
 
 
 def _search_table(rows: Sequence[SearchRows]) -> Table:
-    """Where each task's search is scored."""
+    """The table of the rows that score each task's search."""
     table = Table(title="Rows of the searches", title_justify="left")
     for heading in ("task", "trained on", "scored on", "which are", "studies"):
         table.add_column(heading, justify="right" if heading in ("trained on", "scored on") else "left")
@@ -168,10 +168,10 @@ def _search_table(rows: Sequence[SearchRows]) -> Table:
 
 
 def write_campaign_report(folders: Sequence[Path], output: Path | None) -> Iterator[RenderableType]:
-    """Write every table, figure and the page of a campaign, or of several together; say what there is.
+    """Write the tables, figures and page of one or several campaigns, and list the files.
 
     Args:
-        output: ``report/`` in the campaign's folder where it is None; ``across/`` beside the folders of several.
+        output: Default: ``report/`` in the campaign's folder; ``across/`` beside the folders of several campaigns.
     """
     from frozencore_lab.campaign.results import load_results
     from frozencore_lab.reports.across import write_across
@@ -192,7 +192,7 @@ def write_campaign_report(folders: Sequence[Path], output: Path | None) -> Itera
 
 
 def report_on_table(table: Path, reference: str, json_file: Path | None) -> RenderableType:
-    """Compare the columns of a table of task means with one of them."""
+    """Compare the columns of a table of task means with a reference column."""
     from frozencore.files.whole_file import write_json
     from frozencore_lab.reports.tables.comparison import analyse, read_task_means
     from frozencore_lab.reports.tables.significance import comparison_view
@@ -204,12 +204,12 @@ def report_on_table(table: Path, reference: str, json_file: Path | None) -> Rend
 
 
 def default_folder(campaign: Campaign) -> Path:
-    """Where a campaign lies unless it is told otherwise."""
+    """The default folder of a campaign."""
     return Path("runs") / campaign.name
 
 
 def by_location(campaign: Campaign, models: dict[str, str]) -> dict[str, str]:
-    """Folders by what the specification says of a model."""
+    """Map the specification's names of models to the given folders."""
     for name in models:
         if name not in campaign.models:
             raise ConfigError(f"--model-path {name}=...: the campaign's models are {', '.join(campaign.models)}.")

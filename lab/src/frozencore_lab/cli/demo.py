@@ -1,4 +1,4 @@
-"""``frozencore demo``: a small campaign on the shipped pocket model, and what each method was worth on the screen."""
+"""``frozencore demo``: a small campaign on the shipped pocket model, with a table of all methods."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ FILE = Path(__file__).parents[1] / "demo.yaml"
 
 def demo(
     output: Annotated[
-        Path, typer.Option("--output", "--out", help="Folder of the runs and of the report; it is resumed.")
+        Path, typer.Option("--output", "--out", help="Folder of the runs and the report, resumed if it exists.")
     ] = Path("runs/demo"),
     workers: Annotated[
         int | None, typer.Option(min=0, help="Runs at a time. Default: one per core, at most eight.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of calibration rows, row order and random directions.")] = 42,
+    seed: Annotated[int, typer.Option(help="Seed of calibration rows, row order and random directions.")] = 42,
 ) -> None:
-    """Adapt the shipped pocket model to its four tasks with every constructor and LoRA; show what each was worth."""
+    """Adapt the shipped pocket model to its four tasks with every constructor and LoRA, and compare them."""
     from frozencore_lab.campaign.results import load_results
     from frozencore_lab.cli.campaign_lines import run_campaign, write_campaign_report
     from frozencore_lab.reports.campaign import study_section
@@ -46,7 +46,7 @@ def demo(
 
 
 def demo_campaign(seed: int = 42) -> Campaign:
-    """The campaign of the demo, from another seed if wanted."""
+    """The demo's campaign, with any seed."""
     from frozencore_lab.campaign.spec import read_campaign
 
     campaign = read_campaign(FILE)

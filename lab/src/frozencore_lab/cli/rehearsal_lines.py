@@ -1,4 +1,4 @@
-"""Between ``frozencore campaign rehearse`` and the rehearsal: who does the runs, and the screen that it ends with."""
+"""``frozencore campaign rehearse``: choose the workers, run the rehearsal, and print its final screen."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def run_rehearsal(
 
     Raises:
         ConfigError: The specification is wrong.
-        ModelError: A model's architecture is not known here.
+        ModelError: A model's architecture is unknown.
         ArtifactError: The output folder holds something else.
     """
     campaign = read_campaign(spec)
@@ -49,7 +49,7 @@ def run_rehearsal(
         size = min(MOST_WORKERS, os.cpu_count() or 1) if num_workers is None else num_workers
         if size:
             return LocalPool(size, worker, devices=("cpu",))
-        gc.freeze()  # as its workers would
+        gc.freeze()  # as in its workers
         return OwnProcess(worker)
 
     sample = quick_sample(campaign) if quick else whole_sample(campaign)
@@ -59,7 +59,7 @@ def run_rehearsal(
 
 
 def rehearsal_screen(found: Rehearsal) -> Iterator[RenderableType]:
-    """One screen: cells filled and empty, files, and what a real run needs that is missing here."""
+    """Yield one screen: filled and empty cells, files, and the requirements of a real run that are missing here."""
     runs = num_of(found.num_runs, "run")
     yield Text(
         f"Rehearsal of {found.campaign}: {runs}, {found.num_failed} failed, {time_in_words(found.time_s)}", "bold"
@@ -90,7 +90,7 @@ def _studies(found: Rehearsal) -> Table:
 
 
 def _lacks(found: Rehearsal) -> Iterator[Text]:
-    """Why something is empty, each reason once with how much it empties and the first of that."""
+    """Yield each reason for empty parts once, with their number and the first of them."""
     reasons: dict[str, list[str]] = {}
     for lack in found.lacks:
         reasons.setdefault(lack.why, []).append(f"{lack.study}, {lack.where}")
@@ -102,7 +102,7 @@ def _lacks(found: Rehearsal) -> Iterator[Text]:
 
 
 def _files(found: Rehearsal) -> Iterator[Text]:
-    """Every file of the report, those of one name together."""
+    """Yield the files of the report, grouped by name."""
     names: dict[tuple[str, str], list[str]] = {}
     for file in map(Path, found.files):
         stem, _, ending = file.name.partition(".")

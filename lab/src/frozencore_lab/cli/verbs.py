@@ -7,10 +7,10 @@ from frozencore.cli.verbs import GOES_ON, Verb
 SCHEMA = Verb("schema", "frozencore_lab.cli.campaign:schema", "Print the JSON schema of a campaign's YAML file.")
 CAMPAIGN = Verb(
     "campaign", "frozencore_lab.cli.campaign:campaign_app",
-    "Many runs from one specification: plan, run, look, report.", GOES_ON,
+    "Make many runs from one YAML file: plan, rehearse, run, report.", GOES_ON,
 )  # fmt: skip
 DEMO = Verb(
     "demo", "frozencore_lab.cli.demo:demo",
-    "Adapt the shipped pocket model to its four tasks with every constructor and LoRA; show what each was worth.",
+    "Adapt the shipped pocket model to its four tasks with every constructor and LoRA, and compare them.",
     GOES_ON,
 )  # fmt: skip

@@ -99,7 +99,7 @@ class Refresh(InRounds):
         self.share = share_to_gather(model, self._shapes, cost, self.widths)
 
     def close(self) -> None:
-        """Take the hooks off the model."""
+        """Remove the hooks from the model."""
         self._stop_summing()
         for layer in self.layers.values():
             layer.unfold_past(self.adapter_name)

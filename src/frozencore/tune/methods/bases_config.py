@@ -1,4 +1,4 @@
-"""The model that a run adapts, the method, its bases, and the options of cores and of the calibration pass."""
+"""The options of the model, the method and its bases, and the groups of core and calibration options."""
 
 from __future__ import annotations
 
@@ -47,33 +47,34 @@ def read_group(given: Any, group: str) -> BaseModel:
 
 
 class BasesConfig(FrozenOptions):
-    """The model, and what is trained on it."""
+    """The model, and the values to train on it."""
 
     model: Annotated[
         str,
         Field(
-            description="Hub id, local folder or GGUF file of a causal language model; pocket is the one shipped here, "
-            "smollm2 the one that `make smollm2` fetches."
+            description="Hub id, local folder or GGUF file of a causal language model. pocket: the model shipped with "
+            "frozencore; smollm2: the model that `make smollm2` fetches."
         ),
     ]
     dtype: Annotated[
-        Literal["auto", "float32", "bfloat16", "float16"], Field(description="Of the base model's weights.")
+        Literal["auto", "float32", "bfloat16", "float16"], Field(description="Dtype of the base model's weights.")
     ] = "auto"
     method: Annotated[str, Field(description="What to train.")] = "fcca"
     rank: Rank = BasisOptions.rank
     rank_budget: RankBudget = None
     targets: Annotated[
         Targets | None,
-        Field(description="Layer names, or all-linear. Default: the attention projections; with full, every weight."),
+        Field(
+            description="Layers to adapt: names, or all-linear. Default: the attention projections; for full, every "
+            "weight."
+        ),
     ] = None
-    layers: Annotated[
-        int | None, Field(ge=1, description="Adapt the targets in that many last blocks alone. Default: in all.")
-    ] = None
+    layers: Annotated[int | None, Field(ge=1, description="Adapt only the last so many blocks. Default: all.")] = None
     basis: Annotated[
         str | None,
         Field(
-            description="Train on a saved basis instead of choosing one: its folder or hub id. Method, rank, targets "
-            "and scale are its own, and the adapter is saved as cores alone."
+            description="Train on a saved basis, given by its folder or hub id. It determines method, rank, targets "
+            "and scale, and the adapter is saved as cores only."
         ),
     ] = None
     core: Annotated[SerializeAsAny[BaseModel], BeforeValidator(partial(read_group, group="core"))] = Field(
@@ -90,5 +91,5 @@ class BasesConfig(FrozenOptions):
 
     @property
     def method_entry(self) -> Method:
-        """The row of the method table."""
+        """The method's row in the table of methods."""
         return find_method(self.method)

@@ -1,4 +1,4 @@
-"""Which rows a run reads, and how they become tokens."""
+"""The options of the rows: which rows a run reads, and how they become tokens."""
 
 from __future__ import annotations
 
@@ -17,86 +17,88 @@ from frozencore.words import flag_of
 
 
 def _as_pathlib_spells(data: Any) -> Any:
-    """Each source as pathlib spells it; a list of one is that one."""
+    """Write each source as pathlib does; a list of one source becomes that source."""
     if isinstance(data, list | tuple):
         return _as_pathlib_spells(data[0]) if len(data) == 1 else tuple(map(_as_pathlib_spells, data))
     return str(Path(data)) if isinstance(data, str | Path) else data
 
 
 class OwnRowsConfig(FrozenOptions):
-    """How a user's own rows are read."""
+    """The options of a user's own rows."""
 
     eval_data: Annotated[
         str | None,
         BeforeValidator(_as_pathlib_spells),
         Field(
-            description="Rows to hold out, as --data takes them, in place of a tenth of --data. Rows of --data that "
-            "read like one of them are not trained on."
+            description="Your own held-out rows, in the forms of --data, in place of a tenth of --data. Rows of --data "
+            "with the same text are not trained on."
         ),
     ] = None
     loss_on: Annotated[
         LossOn,
-        Field(description="Which of the assistant's turns of a conversation have the loss: the last one, or all."),
+        Field(description="Turns of the assistant in a conversation that carry the loss: the last one, or all."),
     ] = "last"
     columns: Annotated[
-        str | None, Field(description="Which column of --data is which: prompt=question,completion=answer.")
+        str | None, Field(description="Names of the columns of --data, such as prompt=question,completion=answer.")
     ] = None
     skip_bad: Annotated[
         bool,
-        Field(description="Leave out and count rows of --data that lack a column or hold nothing in it, and say why."),
+        Field(
+            description="Leave out rows of --data with a missing or empty column; print their number and the reason."
+        ),
     ] = False
     packing: Annotated[
         bool,
         Field(
-            description="Concatenate texts, each with its end token, to rows of --max-length tokens; attention runs "
-            "across, and a text may go on in the next row."
+            description="Concatenate texts, each with its end token, to rows of --max-length tokens. Texts in a row "
+            "see one another, and a text may continue in the next row."
         ),
     ] = False
 
 
 class RowsConfig(OwnRowsConfig):
-    """The rows that a run learns, from a task or from a user's own files."""
+    """The options of the rows to learn, from a task or from a user's own files."""
 
     task: Annotated[str | None, Field(description="A task by name, for instance svamp or sst2.")] = None
     data: Annotated[
         str | tuple[str, ...] | None,
         BeforeValidator(_as_pathlib_spells),
         Field(
-            description="Your own rows, JSONL, JSON, CSV, TSV, Parquet or Arrow, a split of a data set on the hub or "
-            "in a folder (OWNER/NAME:train), or - (JSONL from a pipe): prompt and completion, messages, instruction "
-            "and output (Alpaca), conversations (ShareGPT), or text. Give it several times for the rows of several "
-            "sources; a.jsonl=2 beside b.jsonl draws two rows of the one for each row of the other."
+            description="Your own rows: a JSONL, JSON, CSV, TSV, Parquet or Arrow file, a split of a data set on the "
+            "hub or in a folder (OWNER/NAME:train), or - (JSONL from a pipe). Columns: prompt and completion, "
+            "messages, instruction and output (Alpaca), conversations (ShareGPT), or text. May be repeated for several "
+            "sources; a.jsonl=2 with b.jsonl draws two rows of the first for each row of the second."
         ),
     ] = None
-    num_train: Annotated[int | None, Field(ge=1, description="Training rows. Default: the protocol's.")] = None
+    num_train: Annotated[int | None, Field(ge=1, description="Number of training rows. Default: the task's.")] = None
     num_evaluation: Annotated[
         int | None,
-        Field(
-            ge=1, description="Evaluation rows. Default: the protocol's; of own data a tenth, at most 500, is held out."
-        ),
+        Field(ge=1, description="Number of evaluation rows. Default: the task's; for --data a tenth, at most 500."),
     ] = None
     paper_steps: Annotated[
         bool,
         Field(
-            description="Train on all rows, as the paper's step counts imply: where a task has no others, no tenth is "
-            "held out to validate on, but in a run that is scored on validation rows."
+            description="Train on all rows, as the paper's step counts imply: a task without validation rows holds out "
+            "none, unless the run is scored on validation rows."
         ),
     ] = False
     max_length: Annotated[
-        int | None, Field(ge=2, description="Tokens of a row. Default: 512, or the model's context if less.")
+        int | None, Field(ge=2, description="The most tokens of a row. Default: 512, or the model's context if less.")
     ] = None
     truncate: Annotated[
         bool,
         Field(
-            description="Cut long prompts at their beginning (texts without a prompt at their end) instead of refusing."
+            description="Cut long prompts at their beginning, texts without a prompt at their end, instead of stopping."
         ),
     ] = False
     skip_long: Annotated[
         bool,
-        Field(description="Leave out and count rows that are too long; with --truncate, those whose completion is."),
+        Field(description="Leave out rows that are too long; with --truncate, only rows with a too long completion."),
     ] = False
     prompt_style: Annotated[PromptStyle, Field(description="How a task's prompts are written.")] = "auto"
-    prompt_date: Annotated[date, Field(description="Today, to a chat template that asks for it.")] = PROMPT_DATE
+    prompt_date: Annotated[date, Field(description="The date to give to a chat template that asks for today's.")] = (
+        PROMPT_DATE
+    )
 
     @model_validator(mode="after")
     def _are_of_one_source(self) -> RowsConfig:
@@ -113,5 +115,5 @@ class RowsConfig(OwnRowsConfig):
 
     @property
     def learns(self) -> str:
-        """The task or the sources of rows, in words."""
+        """The name of the task, or the sources of rows."""
         return self.task or in_words(self.data)

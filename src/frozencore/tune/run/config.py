@@ -1,4 +1,4 @@
-"""The full configuration of one run: which model learns what, how, and from which seed."""
+"""The full configuration of one run."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from frozencore.tune.training.recipe_config import AloneConfig, PrivateConfig, R
 from frozencore.words import flag_of, one_line
 
 UNCOUNTED = {
-    "refresh": "chooses bases by the rows that are trained on",
-    "rank_budget": "chooses ranks by rows",
-    "select_checkpoint": "chooses a step by rows",
-    "report_to": "tells losses that no noise was added to",
-    "packing": "puts a text into several rows, and the promise is for one row",
+    "refresh": "chooses bases from the training rows",
+    "rank_budget": "chooses ranks from the rows",
+    "select_checkpoint": "chooses a step from the rows",
+    "report_to": "reports losses without noise",
+    "packing": "splits a text over several rows, and the privacy bound is for one row",
 }
-"""Why a private training refuses an option: it would tell about the rows without being counted."""
+"""Options that a private training refuses, with the reason: they reveal the rows outside the privacy budget."""
 
 UNPAIRED = {
     "padding_free": "lays completions end to end",
@@ -52,7 +52,7 @@ UNPAIRED = {
 
 
 class PlaceConfig(FrozenOptions):
-    """Where a run happens. This does not change what the run is."""
+    """Options of the machine; they do not change the results."""
 
     data_root: Annotated[
         Path | None, Field(description="Folder that holds the task's data set under its hub id. Default: the hub.")
@@ -61,7 +61,7 @@ class PlaceConfig(FrozenOptions):
 
 
 class CalibrationConfig(FrozenOptions):
-    """What the bases are computed from."""
+    """Options of the calibration data."""
 
     calibration: Annotated[SerializeAsAny[BaseModel], BeforeValidator(partial(read_group, group="calibration"))] = (
         Field(default_factory=partial(read_group, {}, "calibration"))
@@ -69,24 +69,24 @@ class CalibrationConfig(FrozenOptions):
     calibration_size: Annotated[int, Field(ge=1, description="Training rows that the calibration pass reads.")] = 128
     memory_budget: MemoryBudget = None
     calibration_task: Annotated[
-        str | None, Field(description="Task that the calibration rows are of. Default: the one to learn.")
+        str | None, Field(description="Task of the calibration rows. Default: the task to learn.")
     ] = None
 
 
 class RunConfig(PlaceConfig, ScoringConfig, RecipeConfig, CalibrationConfig, BasesConfig, RowsConfig):
     """One run of the training recipe (paper, section 4 and appendix B).
 
-    It is its six parts, each of which stands with what reads it. Options have flat names, in files and in records too.
+    It joins six parts, each defined beside the code that reads it. Option names are flat, in files and records too.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Through JSON: the groups' types are made from the tables of each process."""
+        """Pickle through JSON, because each process makes the types of the option groups itself."""
         return RunConfig.model_validate_json, (self.model_dump_json(),)
 
     @field_validator("calibration_task")
     @classmethod
     def _is_another(cls, name: str | None, before: ValidationInfo) -> str | None:
-        """A task calibrated on itself is the plain run, of the same id."""
+        """Drop a calibration task equal to the task, so that the run has the same id as the plain run."""
         return None if name == before.data.get("task") else name
 
     @model_validator(mode="after")
@@ -101,7 +101,9 @@ class RunConfig(PlaceConfig, ScoringConfig, RecipeConfig, CalibrationConfig, Bas
         for name in self.given(self.method_entry.unread):
             raise ConfigError(f"The method {self.method!r} does not read {name}. Leave {flag_of(name)} out.")
         if self.rank_budget is not None and self.method_entry.budget is None:
-            raise ConfigError(f"A rank budget is for cores, but {self.method!r} has none: give --rank instead.")
+            raise ConfigError(
+                f"A rank budget is for cores, but the method {self.method!r} has none: give --rank instead."
+            )
         if self.rank_budget is not None and self.method_entry.budget == "instead of the rank" and self.given(["rank"]):
             raise ConfigError(f"--rank-budget chooses the ranks, but --rank {self.rank} came too. Leave one out.")
         if self.patience is not None and self.select_checkpoint == "none":
@@ -130,9 +132,9 @@ class RunConfig(PlaceConfig, ScoringConfig, RecipeConfig, CalibrationConfig, Bas
             )
 
     def _require_rounds(self) -> None:
-        """Refuse what a training in rounds cannot do."""
+        """Refuse options that a training in rounds cannot have."""
         if self.basis is not None:
-            raise ConfigError("A refreshed adapter cannot share a basis with others: give --basis or --refresh.")
+            raise ConfigError("A refreshed adapter cannot share a basis with others: give either --basis or --refresh.")
         method = self.method_entry
         if self.refresh == "auto" and (method.optimiser is not None or method.adds_up):
             raise ConfigError(
@@ -142,65 +144,66 @@ class RunConfig(PlaceConfig, ScoringConfig, RecipeConfig, CalibrationConfig, Bas
             return
         if not method.adds_up and not self.moments_needed:
             raise ConfigError(
-                f"Refreshing chooses bases by the training data, which the method {self.method!r} does not read. Use "
-                "one that does, such as fcca, or one whose rounds add up, lora; or leave --refresh out."
+                f"--refresh chooses bases from the training data, but the method {self.method!r} does not read them. "
+                "Use a method that does, such as fcca, or lora; or leave --refresh out."
             )
         if self.select_checkpoint != "none":
             raise ConfigError(
-                "Of a training in rounds the last step is kept: the values of others are of rounds that are over. Give "
+                "A training in rounds keeps its last step: earlier steps belong to earlier rounds. Give "
                 "--select-checkpoint none or leave --refresh out."
             )
 
     def _require_counted(self) -> None:
-        """Refuse half a privacy budget, and what a budget does not cover."""
+        """Refuse half a privacy budget, and options outside the budget."""
         if self.private_epsilon is None or self.private_delta is None:
             for name in self.given(["private_epsilon", "private_delta", "private_clip"]):
                 raise ConfigError(
-                    f"A private training has an epsilon and a delta, but {flag_of(name)} came without the rest. Give "
+                    f"A private training needs an epsilon and a delta, but {flag_of(name)} came without both. Give "
                     "--private-epsilon 8 --private-delta 1e-5, for instance."
                 )
             return
         assert self.private_budget  # made, so that its bounds are checked
         if not self.method_entry.has_bases:
             raise ConfigError(
-                f"Private training is of cores, but the method {self.method!r} has none. Use one that has, such as "
+                f"Private training is for cores, but the method {self.method!r} has none. Use one that has, such as "
                 "random or lora_xs, or --basis with a basis of public rows."
             )
         for name in self.given(UNCOUNTED):
             raise ConfigError(
-                f"{flag_of(name)} {UNCOUNTED[name]}, and private training does not count that. Leave "
+                f"{flag_of(name)} {UNCOUNTED[name]}, which the privacy budget does not cover. Leave "
                 f"{flag_of(name)} out."
             )
         if self.basis is None and self.calibration_task is None and self.moments_needed:
             raise ConfigError(
-                f"The method {self.method!r} calibrates its bases on the rows that are to be private, which is not "
-                "counted. Give --basis with a basis of public rows, --calibration-task, or --method random or lora_xs."
+                f"The method {self.method!r} calibrates its bases on the private rows, which the privacy budget does "
+                "not cover. Give --basis with a basis of public rows, --calibration-task, or --method random or "
+                "lora_xs."
             )
 
     def refuse_alone(self, these: str, *, may_be_private: bool = False) -> None:
-        """Refuse what trainings side by side cannot do.
+        """Refuse options that runs training side by side cannot have.
 
         Args:
-            these: What trains so, in words.
-            may_be_private: Each of them has rows, and so a privacy budget, of its own.
+            these: The name of such runs in the message.
+            may_be_private: Each run has its own rows, and so its own privacy budget.
 
         Raises:
-            ConfigError: The first such option that came.
+            ConfigError: Such an option was given; the message names the first one.
         """
         for name in self.given(AloneConfig.model_fields | ({} if may_be_private else PrivateConfig.model_fields)):
             raise ConfigError(
-                f"{flag_of(name)} is of a training alone, but {these} train side by side, on one basis and in common "
-                "batches. Leave one out."
+                f"{flag_of(name)} is for a run that trains alone, but {these} train side by side, on one basis and in "
+                "common batches. Leave one out."
             )
 
     @property
     def calibration_options(self) -> CalibrationOptions:
-        """The options of the calibration pass; sampled labels are the run's own."""
+        """The options of the calibration pass; sampled labels use the run's seed."""
         return CalibrationOptions(**self.calibration.model_dump(), seed=self.seed, memory_budget=self.memory_budget)
 
     @property
     def moments_needed(self) -> frozenset[MomentName]:
-        """What the method reads of the calibration data; nothing for one that needs none."""
+        """The moments that the method needs; empty for a method without calibration."""
         return self.method_entry.needs(self.adapter_options(()))
 
     @property
@@ -212,15 +215,15 @@ class RunConfig(PlaceConfig, ScoringConfig, RecipeConfig, CalibrationConfig, Bas
         return self.method_entry.warmup if self.warmup is None else self.warmup
 
     def adapter_options(self, targets: Targets) -> AdapterOptions:
-        """What the method builds its adapter by, on the layers that the model turned out to have."""
+        """The method's options for its adapter, on the model's actual layers."""
         return AdapterOptions(self.rank, targets, self.seed, self.core.model_dump(), self.basis, self.rank_budget)
 
 
 def make_config(**values: Any) -> RunConfig:
-    """A checked configuration.
+    """Make a checked configuration.
 
     Raises:
-        ConfigError: In one line, what is wrong with which option.
+        ConfigError: An option is wrong; the message names it.
     """
     try:
         return RunConfig(**values)
@@ -234,11 +237,11 @@ def make_config(**values: Any) -> RunConfig:
 
 
 SWEPT = tuple(StepsConfig.model_fields)
-"""The options whose values may differ between runs on one basis."""
+"""Options that may differ between runs on one basis."""
 
 
 def run_options() -> dict[str, Option]:
-    """Every option of a run by its name, those of the groups among them."""
+    """Every option of a run by name, including those of the groups."""
     full, plain = _types_of_options()
     found: dict[str, Option] = {}
     for name, field in RunConfig.model_fields.items():
@@ -250,14 +253,14 @@ def run_options() -> dict[str, Option]:
     return found
 
 
-@cache  # evaluating them takes longer than all else that is done with a campaign's specification
+@cache  # evaluation is the slowest part of reading a campaign's specification
 def _types_of_options() -> tuple[dict[str, Any], dict[str, Any]]:
-    """With what their annotations add, and plain."""
+    """The options' types, annotated and plain."""
     return get_type_hints(RunConfig, include_extras=True), get_type_hints(RunConfig)
 
 
 def in_groups(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of a run by name as its configuration holds them: some in their group."""
+    """Arrange options by name as the configuration holds them, some of them in a group."""
     values = dict(options)
     for group, own in GROUPS.items():
         values[group] = {name: values.pop(name) for name in own() if name in values}

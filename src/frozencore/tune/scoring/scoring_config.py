@@ -1,4 +1,4 @@
-"""What a run is scored by, and what its scores decide."""
+"""The options of scoring a run, and of choosing a step by its scores."""
 
 from __future__ import annotations
 
@@ -13,46 +13,47 @@ SelectionMetric = Literal["accuracy", "held_out_loss"]
 
 
 class FurtherScoresConfig(FrozenOptions):
-    """What a run that trains alone may be asked beside its score."""
+    """Further scores, for a run that trains alone."""
 
     samples: Annotated[
-        int, Field(ge=0, description="Held-out rows of --data whose completions are generated before and after.")
+        int, Field(ge=0, description="Held-out rows of --data to complete before and after training.")
     ] = 0
     exact_match: Annotated[
         Literal["no", "yes", "auto"],
         Field(
-            description="Generate the completions of held-out rows of --data and count those that are right word for "
-            "word; auto: where none is longer than 16 tokens."
+            description="Generate the completions of held-out rows of --data and count those that are exactly right; "
+            "auto: only if no completion is longer than 16 tokens."
         ),
     ] = "no"
     forgetting: Annotated[
         tuple[str, ...] | None,
         Field(
-            description="Other tasks by name: the loss on the plain text of 32 of each one's evaluation rows is scored "
-            "before and after the training, and tells what it made the model forget."
+            description="Other tasks by name, to measure what the model forgets: the loss on the plain text of 32 "
+            "evaluation rows of each task, before and after training."
         ),
     ] = None
 
 
 class StepChoiceConfig(FrozenOptions):
-    """Which step of a training is kept."""
+    """The choice of the step to keep."""
 
     select_checkpoint: Annotated[
         Literal["none", "epoch"] | PositiveInt,
         Field(
-            description="Keep the best of the steps that validation rows are scored at: each epoch's last, or every so "
-            "many steps; none keeps the last step, as does a run without validation rows."
+            description="Score validation rows and keep the best step. epoch: score after each epoch; a number: score "
+            "after every so many steps; none: keep the last step, as does a run without validation rows."
         ),
     ] = "none"
     select_by: Annotated[
-        SelectionMetric, Field(description="What the best step is: accuracy (ties by held-out loss), or held_out_loss.")
+        SelectionMetric,
+        Field(description="How the best step is found: by accuracy (ties by held-out loss), or by held_out_loss."),
     ] = "accuracy"
     patience: Annotated[
         int | None,
         Field(
             ge=1,
-            description="Scores of --select-checkpoint in a row that may be no better before the training ends. "
-            "Default: it goes on to its last step.",
+            description="End the training after so many scores of --select-checkpoint in a row without improvement. "
+            "Default: never.",
         ),
     ] = None
 
@@ -67,12 +68,15 @@ class StepChoiceConfig(FrozenOptions):
 
 
 class ScoringConfig(StepChoiceConfig, FurtherScoresConfig):
-    """The rows and the metric that say what a run was worth, and which of its steps is kept."""
+    """The rows and the metric that score a run, and the choice of the step to keep."""
 
     evaluate_on: Annotated[
         Literal["evaluation", "validation"],
-        Field(description="Rows to score on; validation: rows to choose options with, never evaluated."),
+        Field(
+            description="Rows that give the score; validation: rows for choosing options, never among the evaluation "
+            "rows."
+        ),
     ] = "evaluation"
     max_new_tokens: Annotated[
-        int | None, Field(ge=1, description="Tokens of a generated answer. Default: the task's number.")
+        int | None, Field(ge=1, description="The most tokens of a generated answer. Default: the task's number.")
     ] = None

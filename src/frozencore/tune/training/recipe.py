@@ -49,7 +49,7 @@ class Recipe:
         learning_rate: The peak.
         warmup: Share of the optimiser steps in which the learning rate rises from zero.
         batch_size: Examples in one forward pass.
-        accumulation: Forward passes in one optimiser step.
+        accumulation: Forward passes in one optimizer step.
         seed: Of the order of the rows.
         refresh: Rounds, each on new bases; 1 trains on the first ones to the end, ``auto`` makes as many as pay.
         refresh_cost: Of the products of the training, how many the moments for new bases may add.

@@ -1,4 +1,4 @@
-"""How a run trains: the options that a recipe is made of."""
+"""The options of training."""
 
 from __future__ import annotations
 
@@ -14,39 +14,46 @@ BETA = 0.1
 
 
 class StepsConfig(FrozenOptions):
-    """The steps of the optimizer. Runs that train side by side may differ in these."""
+    """Options of the optimizer's steps. Runs that train side by side may differ in these."""
 
     learning_rate: Annotated[
-        float | None, Field(gt=0, description="The peak. Default: the method's own, 1e-2 for cores.")
+        float | None, Field(gt=0, description="Peak learning rate. Default: the method's own, 1e-2 for cores.")
     ] = None
     warmup: Annotated[
         float | None,
-        Field(ge=0, le=1, description="Share of the steps in which the rate rises. Default: the method's own."),
+        Field(
+            ge=0, le=1, description="Share of the steps in which the learning rate rises. Default: the method's own."
+        ),
     ] = None
     epochs: Annotated[
         int | None,
-        Field(ge=1, description="Default: the task's number; of own data 1, up to 8 where the rows are few."),
+        Field(
+            ge=1,
+            description="Passes over the training rows. Default: the task's number; for your own data 1, and up to 8 "
+            "if there are few rows.",
+        ),
     ] = None
     batch_size: Annotated[
         Literal["auto"] | PositiveInt,
         Field(
-            description="Rows in one forward pass; auto: as many as fit of the rows of an optimiser step, whose number "
-            "--accumulation then is, in groups of similar length where that pays."
+            description="Rows in one forward pass. auto: as many rows as fit; --accumulation is then the number of "
+            "rows in one optimizer step, grouped by length if that is faster."
         ),
     ] = 1
-    accumulation: Annotated[int, Field(ge=1, description="Forward passes in one optimiser step.")] = 8
+    accumulation: Annotated[int, Field(ge=1, description="Forward passes in one optimizer step.")] = 8
     seed: Annotated[
-        int, Field(ge=0, lt=2**32, description="Of calibration rows, row order, drawn labels and random directions.")
+        int,
+        Field(ge=0, lt=2**32, description="Seed of calibration rows, row order, drawn labels and random directions."),
     ] = 42
 
     @property
     def rows_a_step(self) -> int:
-        """Training rows of one optimizer step, however they are cut into batches."""
+        """Training rows of one optimizer step, for any batch size."""
         return self.accumulation * (1 if self.batch_size == "auto" else self.batch_size)
 
 
 class AloneConfig(FrozenOptions):
-    """What only a run that trains alone can do."""
+    """Options that only a run that trains alone can have."""
 
     loss: Annotated[
         Literal["sft", "dpo"],
@@ -62,31 +69,30 @@ class AloneConfig(FrozenOptions):
     padding_free: Annotated[
         bool,
         Field(
-            description="Lay the rows of a forward pass end to end in one, apart from one another, instead of padding "
-            "them. Pays with attention kernels that know the rows' lengths, and for few short rows."
+            description="Join the rows of a forward pass end to end instead of padding them; no row sees another. "
+            "Faster with attention kernels that know the rows' lengths, and for few short rows."
         ),
     ] = False
     refresh: Annotated[
         PositiveInt | Literal["auto"],
         Field(
-            description="Train in that many rounds, each on new bases from the moments of the batches so far; the "
-            "rounds' cores add up (LoRA: each on new factors). 1: on the first bases to the end. auto: one for each "
-            "hundred rows that are trained on and each forty that are summed, of six steps at least, and at most "
-            "sixteen.",
+            description="Train in this many rounds. Each round takes new bases from the moments of the batches so far, "
+            "and adds a core (LoRA: new factors). 1: keep the first bases. auto: at most sixteen rounds, each with "
+            "at least six steps, a hundred training rows and forty summed rows.",
         ),
     ] = 1
     refresh_cost: Annotated[
         float | None,
         Field(
             gt=0,
-            description="Of the products of the training, how many the moments of refresh may add: it decides how many "
-            "steps they are of. Default: 0.09; 0.5 is every step.",
+            description="Extra computation for the moments of --refresh, as a share of the training's. It decides in "
+            "how many steps moments are summed. Default: 0.09; 0.5: in every step.",
         ),
     ] = None
     refresh_memory: RefreshMemory = None
     report_to: Annotated[
         tuple[Literal["tensorboard", "trackio", "wandb"], ...] | None,
-        Field(description="Who is told losses and scores as they come: tensorboard (in logs/), trackio, wandb."),
+        Field(description="Report losses and scores to tensorboard (in logs/), trackio or wandb."),
     ] = None
 
     @property
@@ -102,30 +108,38 @@ class PrivateConfig(FrozenOptions):
         float | None,
         Field(
             gt=0,
-            description="Train within this privacy budget, which bounds what the cores say of any one row. Usual: 1 "
-            "to 8; with --private-delta.",
+            description="Train with differential privacy and this epsilon, which bounds what the cores reveal about "
+            "any one row. Usual: 1 to 8. Needs --private-delta.",
         ),
     ] = None
     private_delta: Annotated[
         float | None,
-        Field(gt=0, lt=1, description="The chance that the bound may fail; below one in the training rows, 1e-5."),
+        Field(
+            gt=0,
+            lt=1,
+            description="Probability that the privacy bound fails; less than one over the number of training rows, "
+            "such as 1e-5.",
+        ),
     ] = None
     private_clip: Annotated[
-        float | None, Field(gt=0, description=f"The longest gradient that a row may add to a step. Default: {CLIP:g}.")
+        float | None, Field(gt=0, description=f"Norm to which the gradient of each row is clipped. Default: {CLIP:g}.")
     ] = None
 
     @property
     def private_budget(self) -> PrivateBudget | None:
-        """What a private training may spend; None for one that is not private."""
+        """The privacy budget; None for a training that is not private."""
         if self.private_epsilon is None or self.private_delta is None:
             return None
         return PrivateBudget(self.private_epsilon, self.private_delta, self.private_clip or CLIP)
 
 
 class RecipeConfig(StepsConfig, AloneConfig, PrivateConfig):
-    """How a run trains."""
+    """All options of training."""
 
     save_steps: Annotated[
         int | None,
-        Field(ge=1, description="Optimiser steps between checkpoints. Default: one an epoch, and one at Ctrl-C."),
+        Field(
+            ge=1,
+            description="Optimizer steps between checkpoints. Default: a checkpoint after each epoch, and at Ctrl-C.",
+        ),
     ] = None

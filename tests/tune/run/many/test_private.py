@@ -41,8 +41,8 @@ def test_each_tenant_has_a_budget_of_its_own_and_its_record_tells_nothing_exact(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"method": "fcca"}, "calibrates its bases on the rows that are to be private"),
-        ({"select_checkpoint": "epoch"}, "--select-checkpoint chooses a step by rows"),
+        ({"method": "fcca"}, "calibrates its bases on the private rows"),
+        ({"select_checkpoint": "epoch"}, "--select-checkpoint chooses a step from the rows"),
         (
             {"private_delta": 0.1},
             "Tenant 'ben': The delta of private training must be below",

@@ -95,7 +95,7 @@ def test_what_cannot_be_swept_is_refused(tmp_path: Path) -> None:
         {"refresh": 2, "select_checkpoint": "none"},
     ):
         flag = "--" + next(iter(options)).replace("_", "-")
-        with pytest.raises(ConfigError, match=f"^{flag} is of a training alone, but the runs of a sweep"):
+        with pytest.raises(ConfigError, match=f"^{flag} is for a run that trains alone, but the runs of a sweep"):
             execute_sweep(config_of(**options), {"seed": (1,)}, tmp_path, silent)
     on_all_rows = config_of(task=write_task(tmp_path, num_train=20), num_train=None, paper_steps=True)
     with pytest.raises(NoRowsError, match="validation rows"):
