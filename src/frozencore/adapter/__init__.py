@@ -1,6 +1,6 @@
 """Frozen cores as a PEFT method: config, layer, tuner, and the calibration that fixes their bases.
 
-Whatever is imported from here, PEFT knows the method and transformers the architecture of basis models.
+Importing anything from here registers the method with PEFT and the architecture of basis models with transformers.
 """
 
 from importlib.metadata import version

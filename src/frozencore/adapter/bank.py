@@ -1,10 +1,10 @@
-"""A bank of cores: thousands of tenants of one basis in one loaded model, each row of a batch through its own core.
+"""A bank of cores: thousands of tenants on one basis in one loaded model; each row of a batch uses its own core.
 
     y += s·P(R[slot] Qᵀx)
 
-The cores of a slot lie side by side (Σr² values), so that one copy adds a tenant. The cores of a batch's rows are
-gathered once, when the batch begins; slot 0 is zero and stands for the base model. Nothing is allocated after the first
-batch of a size, and the rows' cores keep their place: compiled code and CUDA graphs stay valid.
+The cores of a slot are contiguous (Σr² values), so that one copy adds a tenant. The cores of a batch's rows are
+gathered once, when the batch begins. Slot 0 is zero and stands for the base model. Nothing is allocated after the first
+batch of a size, and the rows' cores stay at their addresses, so compiled code and CUDA graphs stay valid.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class CoreBank:
-    """Cores by name on the basis of one loaded adapter, up to a fixed number of them.
+    """Cores by name on the basis of one loaded adapter, up to a fixed number.
 
-    A running batch keeps the cores that it began with, whatever is replaced or evicted meanwhile. ``put``, ``evict``
-    and look-ups may be called from any thread; batches take turns.
+    A running batch keeps the cores that it started with, even if they are replaced or evicted. ``put``, ``evict`` and
+    look-ups may be called from any thread; only one batch runs at a time.
 
     Args:
         model: A model with a frozen-core adapter. Its P, Q and scale serve every core; rows of the bank do not use its
@@ -41,7 +41,7 @@ class CoreBank:
         dtype: The dtype in which cores are kept; they multiply in float32.
 
     Raises:
-        ConfigError: The model has no such adapter, it has no basis, or the capacity is not positive.
+        ConfigError: The model has no such adapter, the adapter has no basis, or the capacity is not positive.
     """
 
     def __init__(
@@ -129,11 +129,10 @@ class CoreBank:
         """Send the rows of every batch inside through the named cores; None is the base model.
 
         Args:
-            num_beams: The beams of ``generate``, which repeats rows behind the encoder, if there is one, else from the
-                start.
+            num_beams: The beams of ``generate``, which repeats each row so often (behind the encoder, if there is one).
 
         Raises:
-            ConfigError: There is no core of a name, or no name at all.
+            ConfigError: A name has no core, or there are no names.
             ValueError: An adapter is merged into the weights.
         """
         if not names:
@@ -202,7 +201,7 @@ def _allocate(
 ) -> tuple[dict[torch.device, Tensor], dict[str, Tensor]]:
     """Allocate slots x Σr² values on each device; and views of each layer's slots x r x r."""
     ranks: dict[torch.device, dict[str, int]] = {}
-    for name, layer in sorted(layers.items()):  # as flattened cores lie
+    for name, layer in sorted(layers.items()):  # the order of flattened cores
         R = layer.factors(adapter_name)[2]
         ranks.setdefault(R.device, {})[name] = len(R)
     values: dict[torch.device, Tensor] = {}

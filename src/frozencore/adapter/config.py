@@ -33,21 +33,21 @@ MOST_ROUNDS = 1000
 
 
 class FrozenCoreType(str, Enum):  # noqa: UP042 - PEFT formats the type with str(), which StrEnum changes
-    """The name of the method for PEFT, whose own enum of methods is closed: a str enum passes for a member."""
+    """The name of the method for PEFT. PEFT's own enum cannot be extended, but accepts a str enum as a member."""
 
     FROZENCORE = PEFT_TYPE
 
 
 if TYPE_CHECKING:
     from frozencore.constructors import EveryOption
-else:  # a field for each option of the constructors, made from their table
+else:  # one field for each option of the constructors
     EveryOption = make_dataclass(
         "EveryOption", [(option.name, option.plain, option.default) for option in constructor_options().values()]
     )
 
 
 def _with_named_options(config: type) -> type:
-    """Let ``__init__`` take options of registered constructors by name, and refuse names of other libraries."""
+    """Let ``__init__`` accept options of registered constructors, and refuse option names of other libraries."""
     init: Callable[..., None] = config.__init__  # type: ignore[misc]
     own = [option.name for option in fields(config)]
 
@@ -78,29 +78,28 @@ class FrozenCoreConfig(SavedConfig, EveryOption):  # type: ignore[misc]  # froze
         r: Rank; a layer with fewer inputs or outputs gets ``min(r, m, n)``.
         target_modules: Module names, a regular expression, or ``"all-linear"``; by default the attention projections.
         constructor: How P and Q are chosen: a name of :data:`frozencore.CONSTRUCTORS`.
-        alpha: The scale is ``s = alpha / r``; ``"auto"`` is 16, by which one learning rate serves all ranks; None means
-            ``s = 1``, the paper's.
+        alpha: The scale is ``s = alpha / r``. ``"auto"`` is 16, with which one learning rate fits all ranks; None means
+            ``s = 1``, as in the paper.
         seed: Seed of random directions.
-        rank_budget: Trained values of all cores together instead of a rank: a number, or their size as float32
-            (``"150KB"``). ``calibrate`` spends them on the layers where they are worth most, and writes the ranks into
+        rank_budget: Trained values of all cores together, in place of a rank: a number, or their size as float32
+            (``"150KB"``). ``calibrate`` gives higher ranks to layers that gain more, and writes the ranks into
             ``rank_pattern``. Constructors without a spectrum get equal ranks. See docs/rank-budget.md.
         rank_pattern: Ranks of layers whose name matches a key; a layer of rank 0 is not adapted.
         alpha_pattern: Alphas of layers whose name matches a key.
-        exclude_modules: As in ``LoraConfig``, and so are ``layers_to_transform``, ``layers_pattern``,
-            ``modules_to_save``, ``trainable_token_indices`` and ``ensure_weight_tying``.
-        init_weights: False draws cores from torch's global generator instead of zeros, so that an untrained adapter
-            changes the output: for trying out serving and switching, not for training.
-        calibration_tokens: Written by ``calibrate``: how many tokens the bases were computed from.
-        load_bases: Written by ``save_pretrained``: P and Q are in the file, so none is built.
+        exclude_modules: As in ``LoraConfig``; so are ``layers_to_transform``, ``layers_pattern``, ``modules_to_save``,
+            ``trainable_token_indices`` and ``ensure_weight_tying``.
+        init_weights: False draws random cores from torch's global generator. An untrained adapter then changes the
+            output, for tests of serving and switching.
+        calibration_tokens: Written by ``calibrate``: the number of tokens that the bases were computed from.
+        load_bases: Written by ``save_pretrained``: P and Q are in the file and are not built.
         seal: Written by ``save_pretrained``: hashes of the weights and some values of the base model, which loading
             checks (:mod:`frozencore.adapter.saved.seal`).
-        basis: A saved basis to use instead of choosing one: the folder of :func:`frozencore.save_basis`, or a hub id
-            (with ``basis_revision``). Rank, targets, scale and constructor are the basis's. The adapter is saved as
-            cores alone.
-        rounds: Written by training that refreshes (:class:`frozencore.Refresh`): how many bases stand side by side in
-            P and Q of each layer, each with a core of its own. The layers have rank ``rounds * r``.
+        basis: A saved basis to use: the folder of :func:`frozencore.save_basis`, or a hub id (with
+            ``basis_revision``). It determines rank, targets, scale and constructor. The adapter is saved as cores only.
+        rounds: Written by training with :class:`frozencore.Refresh`: the number of bases side by side in P and Q of
+            each layer, each with its own core. The layers have rank ``rounds * r``.
         basis_id: Written by ``save_pretrained``: the identity of the basis that the cores belong to.
-        allow_other_base: Load onto a base model whose weights are not those that the adapter was made on. Never saved:
+        allow_other_base: Load onto a base model with other weights than the adapter's. Never saved:
             ``PeftModel.from_pretrained(base, folder, allow_other_base=True)``.
         own_options: Options of a registered constructor (:func:`frozencore.register_constructor`), which may also be
             given as keyword arguments.
@@ -134,8 +133,8 @@ class FrozenCoreConfig(SavedConfig, EveryOption):  # type: ignore[misc]  # froze
     def __post_init__(self) -> None:
         super().__post_init__()
         self._seal_to_write: dict[str, Any] | None = None
-        self._folder: Path | None = None  # where the adapter was read
-        self._expressions: dict[str, tuple[Any, Any]] = {}  # fields as given, and as the names of a model's layers
+        self._folder: Path | None = None  # the folder that the adapter was read from
+        self._expressions: dict[str, tuple[Any, Any]] = {}  # fields as given, and as layer names
         if self.basis is not None and self.basis_id is None:
             self._take_from_basis(self.basis)
         several = isinstance(self.rounds, int) and 1 < self.rounds <= MOST_ROUNDS and self.basis_id is None
@@ -156,11 +155,11 @@ class FrozenCoreConfig(SavedConfig, EveryOption):  # type: ignore[misc]  # froze
             if isinstance(alpha, int | float) and alpha > LARGEST_FLOAT32:
                 raise ConfigError("alpha must be a number above 0 that a float32 holds, but a larger one came.")
         find_constructor(self.constructor)
-        if not self.load_bases:  # an option that is not read does no harm to bases that are there
+        if not self.load_bases:  # unread options do not matter if the bases exist
             refuse_unread(self.constructor, {name: self._option(name) for name in constructor_options()})
         adapted = (rank for rank in self.rank_pattern.values() if type(rank) is not int or rank != 0)
         for rank in (self.r, *adapted):
-            self.basis_options(rank)  # refuses bad values now, not in the middle of a calibration
+            self.basis_options(rank)  # refuses bad values now instead of during calibration
         if self.rank_budget is not None:
             self._check_rank_budget()
 
@@ -174,7 +173,7 @@ class FrozenCoreConfig(SavedConfig, EveryOption):  # type: ignore[misc]  # froze
             raise ConfigError(f"rank_budget chooses the ranks, but {given} came too. Leave one of them out.")
 
     def _take_from_basis(self, place: str | Path) -> None:
-        """Take rank, targets, scale and constructor from a saved basis where they are left at their defaults."""
+        """Take rank, targets, scale and constructor from a saved basis if they are at their defaults."""
         if self.load_bases:
             raise ConfigError("The adapter holds a basis of its own: leave basis out, or `frozencore adapter pack` it.")
         header = read_header(place, self.basis_revision)
@@ -200,12 +199,12 @@ class FrozenCoreConfig(SavedConfig, EveryOption):  # type: ignore[misc]  # froze
 
     @property
     def trains_modules(self) -> bool:
-        """Whether more than cores is trained and saved."""
+        """Return whether anything besides cores is trained and saved."""
         return bool(self.modules_to_save or self.trainable_token_indices)
 
     @property
     def awaits_ranks(self) -> bool:
-        """Whether a rank budget is still to be spent."""
+        """Return whether the ranks of a rank budget are not chosen yet."""
         return self.rank_budget is not None and not self.rank_pattern
 
     @property
@@ -215,7 +214,7 @@ class FrozenCoreConfig(SavedConfig, EveryOption):  # type: ignore[misc]  # froze
 
     @property
     def needs_calibration(self) -> bool:
-        """Whether P and Q come from data, so that ``frozencore.calibrate`` must run before training."""
+        """Return whether P and Q come from data, so that ``frozencore.calibrate`` must run before training."""
         return self.basis_id is None and bool(self.needs)
 
     @property
@@ -225,7 +224,7 @@ class FrozenCoreConfig(SavedConfig, EveryOption):  # type: ignore[misc]  # froze
 
     @property
     def metric(self) -> Whitening | None:
-        """The metric of a constructor that can build from sketches; None for others."""
+        """The metric of a constructor that can build from sketches; None for other constructors."""
         return self.constructor_entry.metric(self.basis_options())
 
     def basis_options(self, rank: int | None = None) -> BasisOptions:
@@ -241,14 +240,14 @@ class FrozenCoreConfig(SavedConfig, EveryOption):  # type: ignore[misc]  # froze
         return getattr(self, name) if hasattr(self, name) else constructor_options()[name].default
 
     def rank_of(self, layer: str) -> int:
-        """The rank that was asked for in a layer; 0 for a layer that is not adapted."""
-        if self.rank_budget is not None:  # an allocation has full names, which may be the ends of others
+        """The configured rank of a layer; 0 for a layer that is not adapted."""
+        if self.rank_budget is not None:  # an allocation has full names, and one may be the end of another
             return self.rank_pattern.get(layer, self.r)
         key = key_for(self.rank_pattern, layer, "rank_pattern")
         return self.r if key is None else self.rank_pattern[key]
 
     def scale_of(self, layer: str) -> float:
-        """The scale s of a layer: alpha over the rank that was asked for, or 1."""
+        """The scale s of a layer: alpha over the configured rank, or 1."""
         key = key_for(self.alpha_pattern, layer, "alpha_pattern")
         alpha = self.alpha if key is None else self.alpha_pattern[key]
         if alpha is None:
@@ -259,7 +258,7 @@ class FrozenCoreConfig(SavedConfig, EveryOption):  # type: ignore[misc]  # froze
         """Refuse an adapter of several rounds.
 
         Args:
-            what: The operation that takes one basis, as a sentence begins.
+            what: The operation that takes one basis, as the beginning of a sentence.
         """
         if self.rounds > 1:
             raise ConfigError(
@@ -268,37 +267,36 @@ class FrozenCoreConfig(SavedConfig, EveryOption):  # type: ignore[misc]  # froze
             )
 
     def find_basis(self, origin: str) -> SavedBasis:
-        """Read the named basis: in or beside the adapter's folder, or where ``basis`` says.
+        """Read the named basis: in or beside the adapter's folder, or from ``basis``.
 
         Raises:
-            ArtifactError: It is nowhere, another one, or damaged.
+            ArtifactError: The basis is missing, is another one, or is damaged.
         """
         assert self.basis_id is not None
         return find_basis(origin, self.basis_id, beside=self._folder, named=self.basis, revision=self.basis_revision)
 
     def name_basis(self, identity: str | None, place: str | None = None, revision: str | None = None) -> None:
-        """Note that the adapter is on a saved basis now, and is saved as cores alone; None: on a basis of its own."""
+        """Record that the adapter uses a saved basis and is saved as cores only; None: it has a basis of its own."""
         self.rounds = 1
         self.basis, self.basis_revision, self.basis_id, self._folder = place, revision, identity, None
 
 
 def options_of_basis() -> frozenset[str]:
-    """The fields that a saved basis records: how P and Q came about, and which layers they belong to."""
+    """The fields that a saved basis records: how P and Q were made, and their layers."""
     own = ("r", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "constructor", "alpha",
            "seed", "rank_budget", "rank_pattern", "alpha_pattern", "calibration_tokens")  # fmt: skip
     return frozenset({*own, *constructor_options()}) - {"initial_step"}
 
 
 def _plain(value: Any) -> Any:
-    """A field as JSON gives it back."""
+    """Convert a field to its form after a round trip through JSON."""
     return sorted(value) if isinstance(value, set | list) else json.loads(json.dumps(value))
 
 
 def register_constructor(name: str, row: Constructor[Any]) -> None:
     """Add a basis constructor of your own to the table.
 
-    Its options are keyword arguments of :class:`FrozenCoreConfig`, and with the lab keys of campaigns and flags of
-    ``tune``.
+    Its options become keyword arguments of :class:`FrozenCoreConfig`, flags of ``tune`` and keys of campaigns.
 
     Raises:
         ConfigError: The name is taken, or one of its options has the name of another.

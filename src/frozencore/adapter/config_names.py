@@ -2,8 +2,8 @@
 
 A name is a layer's full name or its end, as in PEFT: ``q_proj``, ``layers.0.self_attn.q_proj``. A key of a pattern may
 also be written as in PEFT's documentation, ``^model\\.layers\\.0\\.q_proj$``. Any other text is a regular expression.
-An expression like ``(a+)+$`` may never end, so it gets ``MOST_SECONDS`` for all layers of a model, and its length and
-its counts are limited.
+The search for an expression like ``(a+)+$`` may never end. So all layers of a model together get ``MOST_SECONDS``, and
+an expression's length and counts are limited.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def is_expression(text: str) -> bool:
 
 
 def is_all_linear(targets: object) -> bool:
-    """Whether ``target_modules`` is PEFT's word for every linear layer."""
+    """Return whether ``target_modules`` is PEFT's word for every linear layer."""
     return isinstance(targets, str) and targets.lower() == ALL_LINEAR
 
 
@@ -53,14 +53,14 @@ def plain_key(key: str) -> tuple[str, bool] | None:
 
 
 class Clock:
-    """The computing time that is left for all expressions of one configuration."""
+    """The remaining computing time for all expressions of one configuration."""
 
     def __init__(self, seconds: float = MOST_SECONDS) -> None:
         self.left = seconds
 
 
 def searcher(option: str, expression: str, clock: Clock) -> Callable[[str], bool]:
-    """A function that tells whether an expression matches the full name of a layer; ``option`` is for errors."""
+    """Make a function that tells whether an expression matches a layer's full name; ``option`` is for errors."""
     compiled = compile_expression(option, expression)
 
     def matches(layer: str) -> bool:
@@ -79,7 +79,7 @@ def searcher(option: str, expression: str, clock: Clock) -> Callable[[str], bool
 
 
 def compile_expression(option: str, expression: str) -> regex.Pattern[str]:
-    """Compile an expression for a matcher with a time limit; refuse malformed and huge ones."""
+    """Compile an expression for a matcher with a time limit; refuse malformed and huge expressions."""
     repeats = 1
     for counts in _COUNT.findall(expression):
         for count in counts:
@@ -90,7 +90,7 @@ def compile_expression(option: str, expression: str) -> regex.Pattern[str]:
             f"but {expression!r:.60} is larger. Name the layers in a list."
         )
     try:
-        re.compile(expression)  # PEFT documents this language; the matcher knows more
+        re.compile(expression)  # PEFT documents the language of re; the matcher accepts more
         return regex.compile(expression)
     except (re.error, regex.error, RecursionError, OverflowError) as error:
         raise ConfigError(
@@ -141,7 +141,7 @@ USUAL_NAMES: Mapping[str, str] = {
     **dict.fromkeys(("budget", "num_values"), "rank_budget"),
     **dict.fromkeys(("scale", "scaling"), "alpha"),
 }
-"""Our name for options that other libraries name otherwise."""
+"""frozencore's names of options that other libraries call differently."""
 
 
 class ForeignNameError(ConfigError, TypeError):
@@ -149,7 +149,7 @@ class ForeignNameError(ConfigError, TypeError):
 
 
 def refuse_foreign_names(given: Iterable[str], known: Collection[str]) -> None:
-    """Refuse keyword arguments that ``FrozenCoreConfig`` does not have, and name the one that it has instead."""
+    """Refuse keyword arguments that ``FrozenCoreConfig`` does not have, and name the right one."""
     for name in given:
         if name in INSTEAD_OF_LORA:
             raise ForeignNameError(f"FrozenCoreConfig has no {name!r}, which is LoraConfig's: {INSTEAD_OF_LORA[name]}.")
@@ -161,9 +161,9 @@ def refuse_foreign_names(given: Iterable[str], known: Collection[str]) -> None:
 
 
 def require_names(config: Any) -> None:
-    """Refuse fields that name no modules: numbers, mappings, empty texts, malformed expressions.
+    """Refuse fields that do not name modules: numbers, mappings, empty texts, malformed expressions.
 
-    PEFT iterates over these fields and compares them much later.
+    PEFT would fail on them much later.
     """
     for field in ("target_modules", "exclude_modules"):
         value = getattr(config, field)

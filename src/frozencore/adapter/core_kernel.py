@@ -1,9 +1,9 @@
 """``y += s·z Rᵀ Pᵀ`` in one kernel on a GPU, for 16-bit models.
 
-Without it the sum is two casts and two products, and a small batch waits for the launching of kernels.
+Without it the sum takes two casts and two products, and a small batch waits for kernel launches.
 
-Shapes: y tokens x m, z tokens x r, P m x r, R r x r; or rows x r x r, a core for each row of the batch, whose tokens
-lie one after the other.
+Shapes: y tokens x m, z tokens x r, P m x r, R r x r; or R rows x r x r, a core for each row of the batch, with the
+tokens of a row contiguous.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def _add_core_kernel(  # type: ignore[no-untyped-def]  # pointers and numbers of
     y_row, z_row, R_core, R_row, R_column, P_row, P_column,
     RANK: tl.constexpr, TOKENS: tl.constexpr, FEATURES: tl.constexpr,
 ):  # fmt: skip
-    """A block of TOKENS x FEATURES outputs of one core; RANK is r rounded up to what the matrix units take."""
+    """Compute a block of TOKENS x FEATURES outputs of one core; RANK is r rounded up to a size of the matrix units."""
     within, which = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS), tl.program_id(2).to(tl.int64)
     tokens = which * tokens_of_a_core + within
     R += which * R_core
@@ -44,7 +44,7 @@ def _add_core_kernel(  # type: ignore[no-untyped-def]  # pointers and numbers of
 
 
 def add_core_by_kernel(y: Tensor, z: Tensor, R: Tensor, P: Tensor, scale: float) -> Tensor:
-    """``y += s·z Rᵀ Pᵀ``, rounded where the separate products round: z Rᵀ in float32, then to the dtype of z."""
+    """``y += s·z Rᵀ Pᵀ``, rounded like the separate products: z Rᵀ in float32, then to the dtype of z."""
     num_tokens, m = y.shape
     num_cores, r = (len(R) if R.ndim == 3 else 1), z.shape[1]
     if num_tokens == 0:

@@ -4,11 +4,11 @@
     frozencore::plus_core        y + s·P R Qᵀ x for the output y of any base layer, and z
 
 A compiler sees an operator as one node with shapes and derivatives, and so keeps our kernel. Eager code calls the same
-arithmetic directly (:mod:`frozencore.adapter.core_product`), without the cost of a dispatched call. Both keep z alone
-for the backward pass. z is an output, because a second derivative finds its way back to x only through an output.
+arithmetic directly (:mod:`frozencore.adapter.core_product`), without the cost of a dispatched call. Both keep only z
+for the backward pass. z is an output, because second derivatives can reach x only through an output.
 
-Shapes: inputs x (..., n), outputs y (..., m), P m x r, Q n x r, z = Qᵀx and h = Pᵀg tokens x r, R r x r; or rows x r x
-r, a core for each row, with the tokens of a row one after the other.
+Shapes: inputs x (..., n), outputs y (..., m), P m x r, Q n x r, z = Qᵀx and h = Pᵀg tokens x r, R r x r; or R rows x r
+x r, a core for each row, with the tokens of a row contiguous.
 """
 
 from __future__ import annotations
@@ -39,28 +39,28 @@ def forward(
 
 
 def input_gradient(g: Tensor, h: Tensor, weight: Tensor | None, Q: Tensor, R: Tensor, scale: float) -> Tensor:
-    """``Wᵀ g + s·Q Rᵀ h`` of each token, tokens x n: g tokens x m, h tokens x r; None leaves the first part out."""
+    """``Wᵀ g + s·Q Rᵀ h`` of each token, tokens x n: g tokens x m, h tokens x r; without W only the second part."""
     if weight is None:
         return (through(h.to(R.dtype), R.mT) * scale).to(Q.dtype) @ Q.mT
     return add_core(g @ weight, h, R.mT, Q, scale)
 
 
 def add_core(y: Tensor, z: Tensor, R: Tensor, P: Tensor, scale: float) -> Tensor:
-    """``y += s·z Rᵀ Pᵀ``: y tokens x m, z tokens x r, the tokens of a row one after the other."""
+    """``y += s·z Rᵀ Pᵀ``: y tokens x m, z tokens x r, the tokens of a row contiguous."""
     if fits_kernel(z, R):
         from frozencore.adapter.core_kernel import add_core_by_kernel
 
         return add_core_by_kernel(y, z, R, P, scale)
-    u = through(z, R) if z.dtype == R.dtype else through(z.to(R.dtype), R).to(P.dtype)  # a call that does nothing costs
+    u = through(z, R) if z.dtype == R.dtype else through(z.to(R.dtype), R).to(P.dtype)  # idle casts cost time
     return y.addmm_(u, P.mT, alpha=scale)
 
 
 def through(z: Tensor, R: Tensor) -> Tensor:
-    """``z Rᵀ`` with one core, or with that of each row: z (..., r) with all tokens of a row together."""
+    """``z Rᵀ`` with one core, or with each row's own: z (..., r) with the tokens of a row contiguous."""
     if R.ndim == 2:
         return linear(z, R)
     rows, r, _ = R.shape
-    if z.numel() == rows * r:  # a token a row, as in generation: bmm calls a library for each, 2 to 5 times this
+    if z.numel() == rows * r:  # one token a row, as in generation: bmm takes 2 to 5 times as long
         product = (R.mT * z.reshape(rows, r, 1)).sum(1)
         return product if z.ndim == 2 else product.view(z.shape)
     return torch.bmm(z.reshape(rows, -1, r), R.mT).view(z.shape)
@@ -77,7 +77,7 @@ def core_gradient(h: Tensor, z: Tensor, R: Tensor, scale: float) -> Tensor:
 
 
 def fits_kernel(z: Tensor, R: Tensor) -> bool:
-    """16-bit activations around a float32 core on a CUDA device; a second derivative needs the plain products."""
+    """Return whether the kernel applies: 16-bit activations, a float32 core, CUDA, no second derivative."""
     return (
         z.is_cuda
         and z.dtype in HALF
@@ -89,7 +89,7 @@ def fits_kernel(z: Tensor, R: Tensor) -> bool:
 
 
 def operator_pays(x: Tensor, P: Tensor) -> bool:
-    """Whether an operator would use the kernel; otherwise a compiler does better with an expression it can fuse."""
+    """Return whether an operator would use the kernel; otherwise a compiler is faster with a plain expression."""
     return x.is_cuda and x.dtype in HALF and x.dtype == P.dtype and P.shape[1] <= LARGEST_RANK and HAS_TRITON
 
 
@@ -110,7 +110,7 @@ def adapted_linear_operator(
     "frozencore::plus_core", mutates_args=(), schema=f"(Tensor y, Tensor x, {_FACTORS}) -> (Tensor, Tensor)"
 )
 def plus_core_operator(y: Tensor, x: Tensor, P: Tensor, Q: Tensor, R: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """y (..., m) with the core's part added, a new tensor, and z, tokens x r; P and Q are frozen."""
+    """A new tensor y (..., m) with the core's part added, and z, tokens x r; P and Q are frozen."""
     with torch.no_grad():
         z = x.reshape(-1, x.shape[-1]) @ Q
         added = add_core(y.reshape(-1, y.shape[-1]).clone(memory_format=torch.contiguous_format), z, R, P, scale)
@@ -162,7 +162,7 @@ def _like_z(x: Tensor, Q: Tensor) -> Tensor:
 
 
 def keep(ctx: Any, x: Tensor, weight: Tensor | None, P: Tensor, Q: Tensor, R: Tensor, scale: float, z: Tensor) -> None:
-    """Save what the backward pass needs: z only where R trains, no weight for the core's part alone."""
+    """Save the tensors of the backward pass: z only if R trains, the weight only for the whole product."""
     ctx.set_materialize_grads(False)
     ctx.scale, ctx.shape = scale, x.shape
     ctx.save_for_backward(weight, P, Q, R, z if R.requires_grad else None)

@@ -1,7 +1,7 @@
-"""The adapted product ``y = W x + b + s·P R Qᵀ x``, with autograd and by hand.
+"""The adapted product ``y = W x + b + s·P R Qᵀ x``, by autograd and by hand.
 
-The product by hand keeps one tensor for the backward pass, ``z = Qᵀ x``, r values a token. It adds the core's parts
-in place into the results of the two base products: a fresh m-wide tensor would cost more than the arithmetic. With
+The product by hand keeps one tensor for the backward pass, ``z = Qᵀ x``, r values a token. It adds the core's parts in
+place to the results of the two base products, because a new m-wide tensor would cost more than the arithmetic. With
 g = ∂loss/∂y and h = Pᵀ g, the gradients of a token are
 
     ∂loss/∂R = s·h zᵀ,    ∂loss/∂x = Wᵀ g + s·Q Rᵀ h.
@@ -34,9 +34,9 @@ PLAIN = (Tensor, nn.Parameter)
 
 
 def core_output(x: Tensor, P: Tensor, Q: Tensor, R: Tensor, scale: float) -> Tensor:
-    """``s·P R Qᵀ x`` by autograd, in the dtype of P; the core's own product in that of R."""
+    """``s·P R Qᵀ x`` by autograd, in the dtype of P; the product with R is in the dtype of R."""
     z = (x @ Q).to(R.dtype)
-    if R.ndim == 3:  # scaled copies of every row's core would be kept for the backward pass
+    if R.ndim == 3:  # otherwise the backward pass would keep a scaled copy of each row's core
         return through(z * scale, R).to(P.dtype) @ P.mT
     return through(z, R * scale).to(P.dtype) @ P.mT
 
@@ -54,7 +54,7 @@ def adapted_linear(
     """The whole product by hand, for a base layer and an input that :func:`is_plain` accepts.
 
     Args:
-        weight: Instead of the base layer's.
+        weight: Replaces the base layer's weight.
     """
     weight = cast(Tensor, base._parameters["weight"]) if weight is None else weight
     bias = base._parameters["bias"]
@@ -66,16 +66,16 @@ def adapted_linear(
 
 
 def is_plain(base: nn.Module, x: Tensor, P: Tensor) -> TypeGuard[nn.Linear]:
-    """Whether calling the base layer is nothing but ``linear`` with frozen weights, in one dtype.
+    """Return whether the base layer is just ``linear`` with frozen weights, in one dtype.
 
-    Hooks may keep the layer's own output, and subclasses of tensors and modules compute otherwise. Compilers,
-    ``torch.func``, forward-mode differentiation and autocast rewrite the program, and need the expression itself.
+    Hooks may read the layer's own output, and subclasses of tensors and modules may compute differently. Compilers,
+    ``torch.func``, forward-mode differentiation and autocast rewrite the program and need the plain expression.
     """
     if torch.compiler.is_compiling() and not operator_pays(x, P):
         return False
     if type(base) is not nn.Linear or "forward" in base.__dict__ or _is_hooked(base):
         return False
-    weight, bias = base._parameters.get("weight"), base._parameters.get("bias")  # each token asks; attributes are slow
+    weight, bias = base._parameters.get("weight"), base._parameters.get("bias")  # attribute access is slow
     if weight is None or type(x) not in PLAIN or type(weight) not in PLAIN or not x.dtype == weight.dtype == P.dtype:
         return False
     frozen = (weight, P) if bias is None else (weight, P, bias)
@@ -97,7 +97,7 @@ def _is_rewritten() -> bool:
 
 
 class _AdaptedLinear(torch.autograd.Function):
-    """The product with z as an output too, so that a second derivative finds its way from the saved z back to x."""
+    """The product, with z as a second output, so that second derivatives can pass from the saved z to x."""
 
     @staticmethod
     def forward(

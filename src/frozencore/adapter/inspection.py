@@ -1,4 +1,4 @@
-"""The numbers of ``frozencore inspect``: from the factors of an adapter and, where given, moments."""
+"""Compute the numbers of ``frozencore inspect`` from an adapter's factors and, if given, moments."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class BasisReport:
     """One layer's basis on its own.
 
     Attributes:
-        output_coherence, input_coherence: Largest leverage of a row of P and of Q over its mean; 1 is spread evenly,
-            m/r (or n/r) sits on single coordinates.
+        output_coherence, input_coherence: Largest leverage of a row of P and of Q over the mean; 1 means evenly spread,
+            m/r (or n/r) means single coordinates only.
         values_at_once, values_in_all: r², and r² of every round together.
         orthonormality_error: The error of the worst round.
-        core_norm: ``‖R‖_F``: how far training moved.
+        core_norm: ``‖R‖_F``, the distance that training moved the core.
     """
 
     shape: tuple[int, int]
@@ -52,8 +52,8 @@ class CaptureReport:
     """One layer's basis against its calibration moments.
 
     Attributes:
-        gradient_norm, gradient_share: ``‖PᵀGQ‖_F``, and its share of ``‖G‖_F``.
-        correlation, correlation_share: J, and its share of the best rank-r value ``Σ_{i≤r} σ_i(T)²``.
+        gradient_norm, gradient_share: ``‖PᵀGQ‖_F``, and its ratio to ``‖G‖_F``.
+        correlation, correlation_share: J, and its ratio to the best rank-r value ``Σ_{i≤r} σ_i(T)²``.
         singular_values, effective_rank: The first r values of the whitened cross moment T, and their effective rank.
         input_spread, error_spread: Maximum over median of a and d.
     """
@@ -92,7 +92,7 @@ def inspect_adapter(
     moments: Mapping[str, LayerMoments] | None = None,
     other: Mapping[str, Factors] | None = None,
 ) -> dict[str, LayerReport]:
-    """Reports of every layer of a saved adapter, in the order of their numbers.
+    """Report on every layer of a saved adapter, in the order of layer numbers.
 
     Args:
         moments: Must hold every layer's G, a and d.
@@ -111,7 +111,7 @@ def inspect_adapter(
 
 
 def report_basis(P: Tensor, Q: Tensor, R: Tensor, rounds: int = 1) -> BasisReport:
-    """Report on a basis alone: P (m x r), Q (n x r), core R (r x r); several rounds stand side by side."""
+    """Report on a basis alone: P (m x r), Q (n x r), core R (r x r); several rounds are side by side."""
     basis = known_basis(P.float(), Q.float())
     of_rounds = zip(P.float().chunk(rounds, dim=1), Q.float().chunk(rounds, dim=1), strict=True)
     orthonormal = [torch.linalg.qr(X.float()).Q for X in (P, Q)]

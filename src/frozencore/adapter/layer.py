@@ -1,7 +1,7 @@
 """The adapters on one linear layer: their factors, and merging them into its weight.
 
-P (m x r) and Q (n x r) are buffers in the base layer's dtype, R (r x r) is a trained float32 parameter. Until a basis
-is set P and Q are zero, so the layer is its base layer.
+P (m x r) and Q (n x r) are buffers in the base layer's dtype; R (r x r) is a trained float32 parameter. Until a basis
+is set, P and Q are zero, so the layer computes the same as its base layer.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from frozencore.maths.basis import Basis
 
 @dataclass(frozen=True)
 class RowCores:
-    """The cores that the rows of a batch go through in one layer.
+    """The cores of a batch's rows in one layer.
 
     Attributes:
-        basis: P, Q and s of every core; None where no row has a core here.
-        R: rows x r x r, the core of each row; zeros are none. Its values may change between two calls of a compiled
-            model. Rows of one token are fastest where the transposes lie contiguous.
-        packed: The places of rows that are packed into sequences; None where each row is an input of its own.
+        basis: P, Q and s of all cores; None if no row has a core in this layer.
+        R: rows x r x r, the core of each row; zeros for a row without a core. Its values may change between two calls
+            of a compiled model. Rows of one token are fastest if the transposes are contiguous.
+        packed: The places of rows that are packed into sequences; None if each row is an input of its own.
     """
 
     basis: tuple[Tensor, Tensor, float] | None
@@ -45,9 +45,9 @@ class RowCores:
 class FrozenCoreLayer(AdapterRounds, BaseTunerLayer):
     """State and arithmetic of the adapters on one base layer with n inputs and m outputs.
 
-    ``frozencore_scale``: s. ``frozencore_ready``: whether a basis was set. ``base_samples``: some values of the weight
-    as it was when it was wrapped. ``awaits_core``: adapters whose core is still to be loaded. ``refreshed``: adapters
-    that train in rounds.
+    ``frozencore_scale``: s. ``frozencore_ready``: whether a basis was set. ``base_samples``: some values of the
+    original weight. ``awaits_core``: adapters whose core is not loaded yet. ``refreshed``: adapters that train in
+    rounds.
     """
 
     adapter_layer_names = ("frozencore_R",)
@@ -58,7 +58,7 @@ class FrozenCoreLayer(AdapterRounds, BaseTunerLayer):
     def __init__(self, base_layer: nn.Module, name: str, *, dtype: torch.dtype = torch.float32, **kwargs: Any) -> None:
         """
         Args:
-            dtype: The model's, for a quantised weight that does not show in what dtype it computes.
+            dtype: The model's dtype, for a quantised weight that does not show its dtype of computation.
         """
         self.base_layer = base_layer
         self.name = name
@@ -93,10 +93,10 @@ class FrozenCoreLayer(AdapterRounds, BaseTunerLayer):
         self.set_adapter(self.active_adapters, inference_mode=inference_mode)
 
     def resize(self, adapter_name: str, rank: int, scale: float, *, trains: bool) -> None:
-        """Give an adapter another rank, with P, Q and R of zeros; rank 0 takes it off this layer.
+        """Give an adapter another rank, with P, Q and R of zeros; rank 0 removes it from this layer.
 
         Args:
-            trains: Whether the core trains, in a layer that the adapter was not on.
+            trains: Whether the core trains in a layer that is new to the adapter.
         """
         if adapter_name not in self.frozencore_R:
             device, own_dtype = self._device_and_dtype()
@@ -116,7 +116,7 @@ class FrozenCoreLayer(AdapterRounds, BaseTunerLayer):
     def _add_zeros(self, adapter_name: str, rank: int, scale: float, device: torch.device) -> None:
         rank = min(rank, self.in_features, self.out_features)
         dtype = self._device_and_dtype()[1]
-        core = nn.Linear(rank, rank, bias=False, device="meta")  # a drawn initial value would move the user's RNG
+        core = nn.Linear(rank, rank, bias=False, device="meta")  # a random initial value would advance the user's RNG
         core.weight = nn.Parameter(
             torch.zeros(rank, rank, device=device, dtype=torch.promote_types(dtype, torch.float32))
         )
@@ -144,11 +144,11 @@ class FrozenCoreLayer(AdapterRounds, BaseTunerLayer):
         self.frozencore_ready[adapter_name] = True
 
     def require_fit(self, adapter_name: str, basis: Basis) -> None:
-        """Refuse a basis of another shape than the adapter's factors."""
+        """Raise an error if a basis does not have the shape of the adapter's factors."""
         self.require_rank(len(self.core(adapter_name)), basis)
 
     def require_rank(self, rank: int, basis: Basis) -> None:
-        """Refuse a basis of another shape than factors of that rank have here."""
+        """Raise an error if a basis does not have the shape of factors of this rank in this layer."""
         shapes = (self.out_features, rank), (self.in_features, rank)
         if (tuple(basis.P.shape), tuple(basis.Q.shape)) != shapes:
             raise CalibrationError(
@@ -158,12 +158,12 @@ class FrozenCoreLayer(AdapterRounds, BaseTunerLayer):
             )
 
     def row_cores_of(self, adapter_name: str, R: Tensor, packed: PackedRows | None = None) -> RowCores:
-        """Cores rows x r x r on the basis of an adapter, for rows that are inputs of their own or packed."""
+        """Put cores (rows x r x r) on an adapter's basis, for separate or packed rows."""
         P, Q, _ = self._trained_factors(adapter_name)
         return RowCores((P, Q, self.frozencore_scale[adapter_name]), R, packed)
 
     def dense_weight(self) -> Tensor:
-        """W as m x n in floating point: dequantised if need be, Conv1D transposed. The stored weight is not changed."""
+        """W as m x n in floating point: dequantised if needed, Conv1D transposed. The stored weight is not changed."""
         weight = self.get_base_weight()
         return weight.mT if isinstance(self.get_base_layer(), Conv1D) else weight
 
@@ -185,7 +185,7 @@ class FrozenCoreLayer(AdapterRounds, BaseTunerLayer):
                 self.merged_adapters.append(adapter_name)
 
     def unmerge(self) -> None:
-        """Take all merged updates out of the base weight again."""
+        """Subtract all merged updates from the base weight."""
         if not self.merged:
             warnings.warn("Already unmerged. Nothing to do.", stacklevel=2)
         while self.merged_adapters:
@@ -222,9 +222,9 @@ class FrozenCoreLayer(AdapterRounds, BaseTunerLayer):
         """``y + s·P R Qᵀ x`` for a base layer's output y, with one core, r x r, or one for each row, rows x r x r."""
         return plus_core(y, self._cast_input_dtype(x, Q.dtype), P, Q, R, scale)
 
-    @torch.compiler.assume_constant_result  # reading values would break a compiled graph
+    @torch.compiler.assume_constant_result  # a compiled graph cannot read values
     def require_basis(self, adapter_name: str) -> None:
-        """Refuse a basis of zeros: it was never set, and must not be trained."""
+        """Raise an error if the basis is zero: it was never set and cannot be trained on."""
         if not bool(self.frozencore_P[adapter_name].any()):
             raise CalibrationError(
                 f"A frozen core needs a basis before training, but layer {self.name!r} of adapter {adapter_name!r} "
@@ -233,7 +233,7 @@ class FrozenCoreLayer(AdapterRounds, BaseTunerLayer):
         self.frozencore_ready[adapter_name] = True
 
     def set_core_dtype(self, adapter_name: str, *, widened: bool) -> None:
-        """Float32 cores (float64 on a float64 base), or cores in the base layer's dtype."""
+        """Cast cores to float32 (float64 on a float64 base), or to the base layer's dtype."""
         _, dtype = self._device_and_dtype()
         kept = torch.promote_types(dtype, torch.float32) if widened else dtype
         self.frozencore_R[adapter_name].to(kept)
@@ -264,12 +264,12 @@ def layer_shape(layer: Any) -> tuple[int, int]:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether a module is a linear layer, quantised or not, and not one of ours around another."""
+    """Return whether a module is a linear layer, quantised or not, but not an adapter layer of ours."""
     quantised = isinstance(getattr(module, "in_features", None), int) and hasattr(module, "out_features")
     return isinstance(module, nn.Linear | Conv1D) or (quantised and not isinstance(module, BaseTunerLayer))
 
 
 def frozen_core_layers(model: nn.Module, adapter_name: str) -> dict[str, FrozenCoreLayer]:
-    """The layers that carry an adapter, by their name in the base model."""
+    """The layers that have an adapter, by their name in the base model."""
     layers = (module for module in model.modules() if isinstance(module, FrozenCoreLayer))
     return {layer.name: layer for layer in layers if adapter_name in layer.frozencore_R}

@@ -1,4 +1,4 @@
-"""Ranks from a rank budget, set in the layers of a model and in the configuration of the adapter."""
+"""Set the ranks of a rank budget in the layers of a model and in the adapter's configuration."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from frozencore.maths.allocation import uniform_ranks
 
 
 def layers_to_share(model: nn.Module, adapter_name: str, config: FrozenCoreConfig) -> dict[str, FrozenCoreLayer]:
-    """The layers that share a rank budget, by name: also layers that got rank 0 before."""
+    """The layers that share a rank budget, by name, including layers with rank 0."""
     layers = (module for module in model.modules() if isinstance(module, FrozenCoreLayer))
     return {
         layer.name: layer
@@ -25,7 +25,7 @@ def layers_to_share(model: nn.Module, adapter_name: str, config: FrozenCoreConfi
 def give_ranks(
     adapter_name: str, config: FrozenCoreConfig, layers: Mapping[str, FrozenCoreLayer], ranks: Mapping[str, int]
 ) -> None:
-    """Resize an adapter; factors of another rank become zero, and rank 0 takes the adapter off a layer."""
+    """Resize an adapter; resized factors become zero, and rank 0 removes the adapter from a layer."""
     config.rank_pattern = dict(ranks)
     for name, layer in layers.items():
         trains = not config.inference_mode and adapter_name in layer.active_adapters
@@ -33,7 +33,7 @@ def give_ranks(
 
 
 def spread_evenly(adapter_name: str, config: FrozenCoreConfig, layers: Mapping[str, FrozenCoreLayer]) -> None:
-    """Give all layers equal ranks within the budget; for a constructor with gains, until calibration."""
+    """Give all layers equal ranks within the budget; a constructor with gains changes them in calibration."""
     assert config.rank_budget is not None
     is_final = not config.constructor_entry.has_gains
     budget = trained_values(config.rank_budget)

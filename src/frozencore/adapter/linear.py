@@ -1,4 +1,4 @@
-"""A linear layer with frozen cores on it, plain or quantised: ``y = W x + b + s·P R Qᵀ x``."""
+"""A linear layer with frozen cores, plain or quantised: ``y = W x + b + s·P R Qᵀ x``."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class FrozenCoreLinear(nn.Module, FrozenCoreLayer):
     def forward(self, x: Tensor, *args: Any, adapter_names: list[str] | None = None, **kwargs: Any) -> Tensor:
         """
         Args:
-            adapter_names: The adapter of each row of x instead of the active ones; ``"__base__"`` is none.
+            adapter_names: The adapter of each row of x, in place of the active ones; ``"__base__"`` means none.
         """
         if adapter_names is not None:
             self._check_forward_args(x, adapter_names)
@@ -59,8 +59,8 @@ class FrozenCoreLinear(nn.Module, FrozenCoreLayer):
         return result
 
     def _forward_rows(self, rows: RowCores, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Each row through its own core, on the one basis of them all."""
-        base: Any = self._modules["base_layer"]  # each token asks; attributes are slow
+        """Compute each row with its own core, on one common basis."""
+        base: Any = self._modules["base_layer"]  # this runs for each token; attribute access is slow
         if rows.packed is None and x.shape[0] != rows.R.shape[0]:
             raise ValueError(
                 "Length of `adapter_names` should be the same as the number of inputs, but got "
@@ -106,22 +106,22 @@ class FrozenCoreLinear(nn.Module, FrozenCoreLayer):
 class FrozenCoreQuantisedLinear(FrozenCoreLinear):
     """Frozen cores on a linear layer with a quantisation backend of PEFT's.
 
-    Its weight can be read and trained on only as it was loaded. Merging changes a copy of it: a rounded weight does not
-    come back by subtraction.
+    Its weight can be read and trained on only as it was loaded. Merging changes a copy, because subtraction does not
+    restore a rounded weight.
     """
 
     def __init__(self, base_layer: nn.Module, adapter_name: str, name: str, **kwargs: Any) -> None:
         super().__init__(base_layer, adapter_name, name, **kwargs)
-        self._unmerged: list[nn.Module] = []  # in a list, where torch does not take it for a part of the model
+        self._unmerged: list[nn.Module] = []  # in a list, so that torch does not register it as a submodule
 
     def forward(self, x: Tensor, *args: Any, adapter_names: list[str] | None = None, **kwargs: Any) -> Tensor:
-        """Compute as without quantisation; a weight that was rewritten for inference cannot be trained on."""
+        """Compute as for a plain layer; refuse to train on a weight that was rewritten for inference."""
         if torch.is_grad_enabled():
             _require_as_loaded(self)
         return super().forward(x, *args, adapter_names=adapter_names, **kwargs)
 
     def get_base_weight(self) -> Tensor:
-        """The base weight; PEFT's method would read a weight that was rewritten for inference as noise."""
+        """The base weight. PEFT's method would read noise from a weight that was rewritten for inference."""
         _require_as_loaded(self)
         return super().get_base_weight()
 
@@ -136,7 +136,7 @@ class FrozenCoreQuantisedLinear(FrozenCoreLinear):
             ) from error
 
     def unmerge(self) -> None:
-        """Return the layer that was set aside to its place."""
+        """Restore the original quantised layer."""
         if self._unmerged:
             _owner(self).base_layer = self._unmerged.pop()
             self.merged_adapters.clear()
@@ -149,7 +149,7 @@ class FrozenCoreQuantisedLinear(FrozenCoreLinear):
         super()._add_to_weight(adapter_name, sign, check=check)
 
     def _set_aside(self) -> None:
-        """Put a copy of the quantised layer in its place, to merge into."""
+        """Replace the quantised layer by a copy to merge into."""
         backend = self.quantization_backend
         if not backend.supports_merge:
             raise ModelError(
@@ -171,7 +171,7 @@ def _require_as_loaded(layer: Any) -> None:
 
 
 def _owner(layer: Any) -> Any:
-    """The adapter layer, this one or one below it, that holds the plain layer."""
+    """The adapter layer that holds the plain layer: this one, or one nested in it."""
     while isinstance(layer.base_layer, BaseTunerLayer):
         layer = layer.base_layer
     return layer

@@ -1,8 +1,8 @@
-"""Mixed batches: each row goes through the adapter that ``adapter_names`` gives it.
+"""Mixed batches: each row uses the adapter that ``adapter_names`` gives it.
 
-Where the named adapters share a basis, each layer reads P and Q once and multiplies every row with its own core, also
-in training. Otherwise each adapter computes its own rows. PEFT passes the names to the tuner and drops them before the
-model runs; forward hooks pass them on to the layers.
+If the named adapters share a basis, each layer reads P and Q once and multiplies every row with its own core, also in
+training. Otherwise each adapter computes its own rows. PEFT passes the names to the tuner but not to the model, so
+forward hooks pass them to the layers.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ BASE_ROW = "__base__"  # PEFT's name for "no adapter"
 
 @contextmanager
 def adapter_of_each_row(model: nn.Module, names: Sequence[str], *, num_beams: int = 1) -> Iterator[None]:
-    """Send the rows of every batch inside through the named adapters.
+    """Use the named adapters for the rows of every batch inside.
 
     Args:
         names: One adapter name, or ``"__base__"``, per row.
-        num_beams: The number of times that each row is repeated, behind the encoder if there is one.
+        num_beams: The number of copies of each row, behind the encoder if there is one.
     """
     layers = [m for m in model.modules() if isinstance(m, FrozenCoreLayer | AuxiliaryTrainingWrapper)]
     frozen = [layer for layer in layers if isinstance(layer, FrozenCoreLayer)]
@@ -59,7 +59,7 @@ def adapter_of_each_row(model: nn.Module, names: Sequence[str], *, num_beams: in
 
 @contextmanager
 def rows_through(layer: FrozenCoreLayer, rows: RowCores) -> Iterator[None]:
-    """Send the rows of every batch inside through cores of their own in a layer, instead of its active adapters."""
+    """Use the rows' own cores in a layer, in place of its active adapters, for every batch inside."""
     if layer.merged:
         raise ValueError(
             "Cannot pass `adapter_names` when there are merged adapters, please call `unmerge_adapter` first."
@@ -96,7 +96,7 @@ def _passes_names(names: list[str]) -> Any:
 
 
 def encoder_modules(model: Any) -> Iterator[nn.Module]:
-    """The modules of an encoder that runs once, before beams multiply the rows."""
+    """The modules of an encoder that runs once, before beams repeat the rows."""
     base = getattr(model, "model", model)
     if getattr(getattr(base, "config", None), "is_encoder_decoder", False):
         yield from base.get_encoder().modules()

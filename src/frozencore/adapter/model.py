@@ -44,7 +44,7 @@ class FrozenCoreModel(BaseTuner):
 
     prefix = PREFIX
     tuner_layer_cls = FrozenCoreLayer
-    # The paper adapts every attention projection, where LoRA's default is q and v.
+    # The paper adapts every attention projection; LoRA's default is q and v.
     target_module_mapping = {  # noqa: RUF012 - PEFT reads it from the class
         model_type: ATTENTION_PROJECTIONS if {"q_proj", "v_proj"} <= set(targets) else targets
         for model_type, targets in TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.items()
@@ -53,11 +53,11 @@ class FrozenCoreModel(BaseTuner):
     _add_modules_to_save_to_tie = LoraModel._add_modules_to_save_to_tie  # concerns embeddings, not LoRA
 
     def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
-        """Add an adapter as PEFT does, with the bases that need no data; layers narrower than the rank are a warning.
+        """Add an adapter as PEFT does, with the bases that need no data; warn of layers narrower than the rank.
 
         Raises:
             ArtifactError: A saved adapter was made on another base model, unless its configuration allows that.
-            ConfigError: No layer has a name of the configuration.
+            ConfigError: No layer matches the configuration.
         """
         name_layers(self.peft_config[adapter_name], model)
         require_tokens(self.peft_config[adapter_name].trainable_token_indices, model)
@@ -109,7 +109,7 @@ class FrozenCoreModel(BaseTuner):
             self._replace_module(parent, target_name, layer, target)
 
     def _give_bases(self, config: FrozenCoreConfig, adapter_name: str, layers: dict[str, FrozenCoreLayer]) -> None:
-        """Set the bases that need no data; check the base model of those that will be loaded."""
+        """Set the bases that need no data, and check the base model for bases that will be loaded."""
         if config.awaits_ranks:
             spread_evenly(adapter_name, config, layers)
         if config.basis_id is not None:
@@ -151,7 +151,7 @@ class FrozenCoreModel(BaseTuner):
     def _get_adapter_state_dict(
         cls, model: nn.Module, config: FrozenCoreConfig, adapter_name: str, state_dict: dict[str, Tensor], **kwargs: Any
     ) -> dict[str, Tensor]:
-        """The tensors to save; NaN and Inf are refused before a file is touched."""
+        """The tensors to save; refuses NaN and Inf before a file is written."""
         found = super()._get_adapter_state_dict(
             model=model, config=config, adapter_name=adapter_name, state_dict=state_dict, **kwargs
         )
@@ -161,7 +161,7 @@ class FrozenCoreModel(BaseTuner):
     def _remap_adapter_state_dict_for_load(
         cls, model: nn.Module, config: FrozenCoreConfig, adapter_name: str, state_dict: dict[str, Tensor]
     ) -> dict[str, Tensor]:
-        """The tensors to load, checked before one of them reaches the model."""
+        """The tensors to load, all checked before the model changes."""
         state_dict = state_to_load(model, config, adapter_name, state_dict)
         return super()._remap_adapter_state_dict_for_load(
             model=model, config=config, adapter_name=adapter_name, state_dict=state_dict
@@ -171,7 +171,7 @@ class FrozenCoreModel(BaseTuner):
     def _build_from_weight(layer: FrozenCoreLayer, adapter_name: str, config: FrozenCoreConfig) -> None:
         P, _, R = layer.factors(adapter_name)
         if P.is_meta or R.is_meta or layer.weight.is_meta:
-            return  # only the shapes exist: parameters can be counted, bases cannot be built
+            return  # on the meta device there are only shapes, so bases cannot be built
         evidence = LayerEvidence(layer.name, layer.shape, layer.dense_weight)
         basis = build_basis(config.constructor, evidence, config.basis_options(R.shape[0]))
         layer.set_basis(adapter_name, basis, random_core=not config.init_weights)
@@ -179,16 +179,16 @@ class FrozenCoreModel(BaseTuner):
     def add_weighted_adapter(
         self, adapters: Sequence[str], weights: Sequence[float], adapter_name: str, combination_type: str = "linear"
     ) -> None:
-        """Add an adapter whose core is the weighted sum of others' on the same basis: their updates' sum, exactly.
+        """Add an adapter whose core is the weighted sum of cores on the same basis: exactly the sum of their updates.
 
         Args:
             adapters, weights: As in PEFT's LoRA.
-            adapter_name: The new adapter; an adapter of that name is left as it is.
-            combination_type: ``"linear"``, the only one.
+            adapter_name: The new adapter; an existing adapter of this name stays unchanged.
+            combination_type: Must be ``"linear"``.
 
         Raises:
-            ConfigError: No such adapter, another combination, not as many weights, trained modules besides cores.
-            ArtifactError: The adapters have other layers, bases, ranks or scales.
+            ConfigError: An unknown adapter or combination, a wrong number of weights, or trained modules besides cores.
+            ArtifactError: The adapters differ in layers, bases, ranks or scales.
         """
         if combination_type != "linear":
             raise ConfigError(
@@ -198,7 +198,7 @@ class FrozenCoreModel(BaseTuner):
             add_weighted_sum(self, adapters, weights, adapter_name)
 
     def merge_adapter(self, adapter_names: list[str] | None = None, safe_merge: bool = False) -> None:
-        """Merge as PEFT does; an adapter that was never calibrated is a warning."""
+        """Merge as PEFT does; warn of an adapter that was never calibrated."""
         self._warn_before_merging(adapter_names)
         super().merge_adapter(adapter_names=adapter_names, safe_merge=safe_merge)
 
@@ -213,12 +213,12 @@ class FrozenCoreModel(BaseTuner):
     def _warn_before_merging(self, adapter_names: list[str] | None) -> None:
         for name in self.active_adapters if adapter_names is None else adapter_names:
             P = next((layer.frozencore_P[name] for layer in frozen_core_layers(self.model, name).values()), None)
-            if P is not None and not P.is_meta and not P.any():  # all layers get their bases at once, so one tells
+            if P is not None and not P.is_meta and not P.any():  # all layers get their bases together, so one is enough
                 warn_of_uncalibrated(f"The adapter {name!r} that is merged", "before it is merged")
 
     @contextmanager
     def _enable_peft_forward_hooks(self, *args: Any, **kwargs: Any) -> Iterator[None]:
-        """Handle mixed batches, around every forward and generate of a PeftModel."""
+        """Handle mixed batches in every forward and generate of a PeftModel."""
         names = kwargs.get("adapter_names")
         if names is None:
             yield
@@ -228,10 +228,10 @@ class FrozenCoreModel(BaseTuner):
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
-        """The bases, by their names in a PeftModel: DistributedDataParallel would broadcast them at every forward.
+        """The names of the bases in a PeftModel: DistributedDataParallel would broadcast them at every forward.
 
-        Calibration shares them and seeds fix the others, so all ranks have the same. DistributedDataParallel begins
-        here, so other bases on a rank are refused here.
+        All ranks have the same bases, from calibration or from seeds. DistributedDataParallel reads this property when
+        it starts, so differing bases are refused here.
         """
         require_same_bases(
             {
@@ -244,13 +244,13 @@ class FrozenCoreModel(BaseTuner):
         return [name for name in names if f".{PREFIX}" in name]
 
     def _cast_adapter_dtype(self, adapter_name: str, autocast_adapter_dtype: bool = True) -> None:
-        """Cast R to float32, or to the base model's dtype if asked; PEFT's own cast would widen P and Q as well."""
+        """Cast R to float32, or to the base model's dtype if asked. PEFT's own cast would widen P and Q too."""
         for layer in frozen_core_layers(self, adapter_name).values():
             layer.set_core_dtype(adapter_name, widened=autocast_adapter_dtype)
 
 
 def register_with_peft() -> None:
-    """Add the method to PEFT's tables; ``register_peft_method`` only takes names of PEFT's own enum."""
+    """Add the method to PEFT's tables; ``register_peft_method`` accepts only names of PEFT's own enum."""
     kind: Any = FrozenCoreType.FROZENCORE
     PEFT_TYPE_TO_CONFIG_MAPPING[kind] = FrozenCoreConfig
     PEFT_TYPE_TO_TUNER_MAPPING[kind] = FrozenCoreModel
@@ -271,7 +271,7 @@ def _no_match(config: FrozenCoreConfig, model: nn.Module) -> ConfigError:
 
 
 def find_adapter(model: nn.Module, adapter_name: str | None) -> tuple[str, FrozenCoreConfig]:
-    """Name and configuration of a frozen-core adapter; by default the active one, or the only one."""
+    """The name and configuration of a frozen-core adapter; by default the active one, or the only one."""
     configs: dict[str, Any] = getattr(model, "peft_config", {})
     known = [name for name, config in configs.items() if isinstance(config, FrozenCoreConfig)]
     if not known:

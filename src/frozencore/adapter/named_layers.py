@@ -1,6 +1,6 @@
-"""Replacing the regular expressions of a configuration by the names of a model's layers.
+"""Replace the regular expressions of a configuration by the names of a model's layers.
 
-PEFT would search every name with every expression, without a time limit. It gets names instead, and names are saved.
+PEFT would search every name with every expression, without a time limit. So PEFT gets names, and names are saved.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NAMES_ALONE = ("layers_pattern", "modules_to_save", "feedforward_modules")
 
 
 def name_layers(config: FrozenCoreConfig, model: nn.Module) -> None:
-    """Replace the expressions of a configuration; on a second model it starts from its expressions again."""
+    """Replace the expressions of a configuration; a second model starts from the original expressions again."""
     for field, (said, named) in config._expressions.items():
         if getattr(config, field) == named:
             setattr(config, field, said)
@@ -95,14 +95,14 @@ def _name_targets(config: Any, matches: Any, names: Mapping[str, nn.Module]) -> 
             "has, for instance by their ends: ['q_proj', 'v_proj']."
         )
     config.target_modules = found
-    # names are compared by their ends: another layer with the same end must be excluded by name
+    # names match by their ends, so another layer with the same end must be excluded by name
     stray = {name for name in names if name not in found and _is_among(name, found)}
     if stray:
         config.exclude_modules = {*excluded, *stray}
 
 
 def _is_among(name: str, ends: Collection[str]) -> bool:
-    """Whether a name, or one of its ends, is among these."""
+    """Return whether a name, or one of its ends, is in ``ends``."""
     parts = name.split(".")
     return any(".".join(parts[start:]) in ends for start in range(len(parts)))
 
@@ -134,7 +134,7 @@ def _by_name(option: str, pattern: Mapping[str, Any], layers: Iterable[str], clo
 
 
 def require_tokens(indices: Any, model: nn.Module) -> None:
-    """Refuse trainable tokens that a model has no embedding for."""
+    """Refuse trainable tokens without an embedding in the model."""
     if not indices:
         return
     by_name = indices if isinstance(indices, dict) else {None: indices}

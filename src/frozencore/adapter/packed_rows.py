@@ -1,7 +1,7 @@
 """Packed rows: several rows end to end in a sequence, and the core's part ``s·P R_i Qᵀ x`` for the tokens x of row i.
 
-The backward pass keeps z = Qᵀ x alone, r values a token. The rows are stacked with padding only while one product is
-computed, so that a long row beside short ones costs memory for a moment.
+The backward pass keeps only z = Qᵀ x, r values a token. The rows are stacked with padding only during one product, so
+a long row beside short ones takes memory only briefly.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from frozencore.calibration.batches import num_examples_of
 from frozencore.errors import DataError
 
-_BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx", "seq_lengths")  # beside position_ids, for some kernels
+_BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx", "seq_lengths")  # given beside position_ids for some kernels
 
 
 @dataclass(frozen=True)
@@ -25,10 +25,10 @@ class PackedRows:
     """The places of rows that follow one another in the sequences of a batch.
 
     Attributes:
-        row: The row of each token (tokens), the sequences one after the other; it rises.
-        place: The place of each token if the rows are stacked, each as long as the longest (tokens).
-        num_rows: Rows of all sequences.
-        longest: Tokens of the longest row.
+        row: The row index of each token (tokens), ascending over all sequences.
+        place: The index of each token in the stacked rows, each padded to the longest (tokens).
+        num_rows: The number of rows in all sequences.
+        longest: The number of tokens of the longest row.
     """
 
     row: Tensor
@@ -38,7 +38,7 @@ class PackedRows:
 
     @classmethod
     def of(cls, begins: Tensor) -> PackedRows:
-        """Rows from a mask of the tokens that they begin at (sequences x tokens, bool)."""
+        """Make rows from a mask of their first tokens (sequences x tokens, bool)."""
         row = begins.flatten().long().cumsum(0) - 1
         starts = begins.flatten().nonzero().squeeze(1)
         longest = int(torch.diff(starts, append=starts.new_tensor([row.numel()])).max())
@@ -46,7 +46,7 @@ class PackedRows:
         return cls(row, row * longest + within, len(starts), longest)
 
     def stacked(self, tokens: Tensor) -> Tensor:
-        """Values of each token (tokens x r) as rows x longest x r, with zeros behind shorter rows."""
+        """Arrange the values of each token (tokens x r) as rows x longest x r, with zeros after shorter rows."""
         whole = tokens.new_zeros(self.num_rows * self.longest, tokens.shape[1])
         return whole.index_copy_(0, self.place, tokens).view(self.num_rows, self.longest, -1)
 
@@ -55,14 +55,14 @@ class PackedRows:
         return stacked.reshape(self.num_rows * self.longest, -1).index_select(0, self.place)
 
     def to(self, device: torch.device) -> PackedRows:
-        """The same on a device."""
+        """Copy to a device."""
         return PackedRows(self.row.to(device), self.place.to(device), self.num_rows, self.longest)
 
 
 def packed_rows(batch: Any) -> PackedRows | None:
-    """The rows that are packed into the sequences of a batch; None where each sequence is one row.
+    """The rows that are packed into the sequences of a batch; None if each sequence is one row.
 
-    Without an ``attention_mask``, transformers keeps rows apart where ``position_ids`` start again.
+    Without an ``attention_mask``, transformers separates rows where ``position_ids`` restart.
     """
     if not isinstance(batch, Mapping):
         return None

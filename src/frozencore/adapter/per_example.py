@@ -1,8 +1,7 @@
 """The gradient of each row of a batch with respect to the cores, from one forward and one backward pass.
 
-With L_i the loss of row i, a layer gives g_i = ∂L_i/∂R, r x r numbers. Each row goes through a copy of R of its own,
-so the backward pass over Σ_i L_i leaves g_i as the gradient of the i-th copy. A copy costs no memory: all copies
-are one view of R.
+With L_i the loss of row i, each layer has the gradient g_i = ∂L_i/∂R, r x r numbers. Each row uses its own copy of R,
+so the backward pass over Σ_i L_i gives g_i as the gradient of the i-th copy. Copies cost no memory: all are views of R.
 """
 
 from __future__ import annotations
@@ -31,32 +30,32 @@ from frozencore.calibration.preserve import let_input_require_gradient, use_trai
 from frozencore.errors import ConfigError, DataError
 
 RowLossFn = Callable[[Any, Any], Tensor]
-"""``loss_fn(outputs, batch)``: the loss of each row (rows), of what the model gave for the batch."""
+"""``loss_fn(outputs, batch)``: the loss of each row (rows), from the model's outputs for the batch."""
 
 
 def per_example_gradients(
     model: nn.Module, batch: Mapping[str, Any], loss_fn: RowLossFn | None = None
 ) -> Float[Tensor, "rows k"]:
-    """The gradient of each row's own loss with respect to the cores of the active adapter, in float32.
+    """Compute the gradient of each row's own loss with respect to the active adapter's cores, in float32.
 
-    One forward and one backward pass give all rows; the model keeps its mode, and nothing of the call stays on it.
+    It takes one forward and one backward pass. The model's mode and gradients stay as they were.
 
     Args:
         model: With one active frozen-core adapter.
-        batch: Tensors that the model is called with by name, on its device. Rows may be padded, or lie end to end in
-            a sequence with ``position_ids`` that begin anew at each row and no ``attention_mask``.
-        loss_fn: Gives the loss of each row from the model's outputs and the batch. Without it, the loss of a row is
-            the mean negative log-likelihood of its own completion tokens (``labels`` other than -100); a row without
-            such tokens has loss 0. The model is called without ``labels``, unless it needs them for its decoder.
+        batch: The model's inputs by name, on its device. Rows may be padded; or they may be end to end in a sequence,
+            with ``position_ids`` that restart at each row and no ``attention_mask``.
+        loss_fn: Returns the loss of each row from the model's outputs and the batch. By default the loss of a row is
+            the mean negative log-likelihood of its completion tokens (``labels`` other than -100), or 0 without such
+            tokens. The model is called without ``labels``, unless its decoder needs them.
 
     Returns:
         Rows x Σr², layer by layer in the order of ``model.named_modules()``; R of a layer row by row.
 
     Raises:
-        ConfigError: The model has no active frozen-core adapter, or several, or one that is merged or has more rounds
-            than one; or ``loss_fn`` does not give a loss for each row.
+        ConfigError: The model does not have exactly one active frozen-core adapter, the adapter is merged or has
+            several rounds, or ``loss_fn`` does not return a loss for each row.
         CalibrationError: The adapter has no basis yet.
-        DataError: The batch has no labels, or lays several rows end to end without saying where they begin.
+        DataError: The batch has no labels, or has rows end to end without marking their beginnings.
     """
     return losses_and_gradients(model, batch, loss_fn)[1]
 
@@ -64,7 +63,7 @@ def per_example_gradients(
 def losses_and_gradients(
     model: nn.Module, batch: Mapping[str, Any], loss_fn: RowLossFn | None = None
 ) -> tuple[Float[Tensor, " rows"], Float[Tensor, "rows k"]]:
-    """The loss of each row and its gradient, as :func:`per_example_gradients` gives it."""
+    """Compute the loss of each row, and its gradient as in :func:`per_example_gradients`."""
     name, layers = cores_in_use(model)
     batch = mapped(batch, lambda tensor: tensor.detach())
     packed = packed_rows(batch)
@@ -88,7 +87,7 @@ def losses_and_gradients(
 
 
 def cores_in_use(model: nn.Module) -> tuple[str, list[FrozenCoreLayer]]:
-    """The one active frozen-core adapter and its layers; merged, several, or refreshed adapters are refused."""
+    """The one active frozen-core adapter and its layers; refuses several, merged or refreshed adapters."""
     all_layers = [module for module in model.modules() if isinstance(module, FrozenCoreLayer)]
     names = {name for layer in all_layers for name in layer.active_adapters if name in layer.frozencore_R}
     if len(names) != 1 or any(layer.disable_adapters for layer in all_layers):
@@ -115,7 +114,7 @@ def cores_in_use(model: nn.Module) -> tuple[str, list[FrozenCoreLayer]]:
 
 
 def _prepare(model: nn.Module, undo: ExitStack) -> None:
-    """Freeze all parameters, keep quantised weights as they are, and let checkpointed blocks build a graph."""
+    """Freeze all parameters, keep quantised weights unchanged, and let checkpointed blocks build a graph."""
     for module in model.modules():
         undo.callback(setattr, module, "training", module.training)
     use_training_kernels(model, undo)
@@ -157,7 +156,7 @@ def _row_losses(
 
 
 def _completion_losses(model: Any, batch: Mapping[str, Any], packed: PackedRows | None, num_rows: int) -> Tensor:
-    """The mean loss over each row's completion tokens; other logits are left out where the model can."""
+    """The mean loss over each row's completion tokens; other logits are left out if the model supports it."""
     labels = batch.get("labels")
     if not is_language_model(model) or not isinstance(labels, Tensor) or labels.ndim != 2:
         raise DataError(
@@ -170,7 +169,7 @@ def _completion_losses(model: Any, batch: Mapping[str, Any], packed: PackedRows 
         rows = torch.arange(num_rows, device=labels.device).unsqueeze(1).expand_as(labels)
     else:
         rows = packed.row.to(labels.device).view(labels.shape)
-        targets = targets.masked_fill(pad(rows.diff(dim=1) != 0, (0, 1)), IGNORED)  # of the next row's first token
+        targets = targets.masked_fill(pad(rows.diff(dim=1) != 0, (0, 1)), IGNORED)  # the next row's first token
     if not is_encoder_decoder(model) and _narrows_logits(model, packed):
         kept = targets.ne(IGNORED).any(0).nonzero().squeeze(1)
         if kept.numel():
@@ -185,14 +184,14 @@ def _completion_losses(model: Any, batch: Mapping[str, Any], packed: PackedRows 
 
 
 def _inputs(model: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """The inputs of the model, without labels: from these it would compute a loss of its own."""
+    """The model's inputs without labels, from which it would compute its own loss."""
     needs_labels = is_encoder_decoder(model) and batch.get("decoder_input_ids") is None
     inputs = {key: value for key, value in batch.items() if key != "labels" or needs_labels}
     return {**inputs, "use_cache": False} if is_language_model(model) else inputs
 
 
 def _narrows_logits(model: Any, packed: PackedRows | None) -> bool:
-    """Whether the model can leave logits out; a core on its output layer needs all places of packed rows."""
+    """Return whether the model can leave logits out; a core on its output layer needs all packed positions."""
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     if packed is not None and isinstance(base.get_output_embeddings(), FrozenCoreLayer):
         return False

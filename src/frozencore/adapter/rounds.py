@@ -1,10 +1,10 @@
 """Rounds of an adapter that is refreshed while it trains: ``y = W x + s·Σ_j P_j R_j Q_jᵀ x``, only the last R trained.
 
-The bases of all rounds stand side by side in P and Q, with the cores as blocks of one R. So the sum is one product of
-k = r_1 + … + r_j columns, and all code that reads P, R and Q of an adapter reads the sum.
+The bases of all rounds are side by side in P and Q, and the cores are blocks of one R. So the sum is one product of
+k = r_1 + … + r_j columns, and code that reads P, R and Q of an adapter reads the sum.
 
-During training, the earlier rounds of a narrow float32 layer are folded into a copy of its weight, where that is the
-cheaper product. The weight itself is never changed. A 16-bit weight would round small updates away.
+During training, the earlier rounds of a narrow float32 layer are added to a copy of its weight if that product is
+cheaper. The weight itself is never changed. A 16-bit weight would lose small updates to rounding.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from frozencore.adapter.core_product import PLAIN
 from frozencore.adapter.shared_factors import SharedFactors
 from frozencore.maths.basis import Basis
 
-NARROW = 0.25  # of a weight's entries: with more of them in P and Q, a copy of the weight is the smaller product
+NARROW = 0.25  # share of a weight's entries: if P and Q have more, a copy of the weight is cheaper
 
 
 @dataclass(frozen=True)
 class FoldedPast:
-    """A copy of a layer's weight with the earlier rounds added (m x n), and P and Q of the last round alone."""
+    """A copy of a layer's weight with the earlier rounds added (m x n), and P and Q of the last round."""
 
     weight: Tensor
     P: Tensor
@@ -35,13 +35,13 @@ class FoldedPast:
 
 
 def with_last_core(past: Tensor, R: Tensor) -> Tensor:
-    """The cores of all rounds as blocks of one matrix (k x k), with R (r x r) as the last block."""
+    """Combine the cores of all rounds as blocks of one matrix (k x k), with R (r x r) as the last block."""
     earlier = len(past) - len(R)
     return past + pad(R, (earlier, 0, earlier, 0))
 
 
 def without_last_core(whole: Tensor, r: int) -> tuple[Tensor, Tensor]:
-    """The inverse, copied: the earlier cores with zeros for the last, and the last (r x r)."""
+    """Split that matrix into copies: the earlier cores with zeros for the last, and the last core (r x r)."""
     past, earlier = whole.clone(), len(whole) - r
     past[earlier:, earlier:] = 0
     return past, whole[earlier:, earlier:].clone()
@@ -80,7 +80,7 @@ class AdapterRounds:
         return self.frozencore_P[adapter_name].shape[1]
 
     def begin_round(self, adapter_name: str, basis: Basis) -> None:
-        """Keep P, Q and R, and add a basis of the same r beside them with a core of zeros."""
+        """Keep P, Q and R, and add a basis of the same r beside them, with a zero core."""
         self.unfold_past(adapter_name)
         P, Q, whole = self.factors(adapter_name)
         R = self.core(adapter_name)
@@ -91,7 +91,7 @@ class AdapterRounds:
             R.zero_()
 
     def fold_past(self, adapter_name: str) -> None:
-        """Fold the earlier rounds into a copy of the weight, where computing with it is cheaper and exact."""
+        """Add the earlier rounds to a copy of the weight if computing with it is cheaper and exact."""
         self.unfold_past(adapter_name)
         base: Any = self.base_layer
         weight: Any = getattr(base, "weight", None)
@@ -120,7 +120,7 @@ class AdapterRounds:
         self.folded_past.pop(adapter_name, None)
 
     def take_back_round(self, adapter_name: str) -> None:
-        """Undo :meth:`begin_round`: drop the last round, and train the one before it again."""
+        """Undo :meth:`begin_round`: drop the last round and train the previous one again."""
         self.unfold_past(adapter_name)
         R = self.core(adapter_name)
         earlier = self.rank(adapter_name) - len(R)
@@ -136,7 +136,7 @@ class AdapterRounds:
         self.frozencore_Q[adapter_name] = self.frozencore_Q[adapter_name][:, :earlier].contiguous()
 
     def set_rounds(self, adapter_name: str, rounds: int) -> None:
-        """Allocate factors of zeros for that many rounds, unless there are as many already."""
+        """Allocate zero factors for this number of rounds, unless there are as many already."""
         self.unfold_past(adapter_name)
         P, Q, R = self.frozencore_P[adapter_name], self.frozencore_Q[adapter_name], self.core(adapter_name)
         k = rounds * len(R)

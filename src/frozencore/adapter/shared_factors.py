@@ -1,4 +1,4 @@
-"""P or Q of every adapter on one layer; adapters on one basis hold one tensor."""
+"""P or Q of every adapter on one layer; adapters on the same basis share one tensor."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor
 
 
 class SharedFactors(BufferDict):
-    """Buffers by adapter name. Equal buffers become one tensor when they are set or loaded; each is written alone."""
+    """Buffers by adapter name. Equal buffers become one tensor when they are set or loaded; each is saved."""
 
     def __init__(self) -> None:
         super().__init__({}, persistent=True)
 
     def fill(self, name: str, values: Tensor) -> None:
-        """Give an adapter new values, in place where no other adapter holds the tensor."""
+        """Give an adapter new values, in place if no other adapter shares the tensor."""
         own = self[name]
         if self._others_hold(name):
             self[name] = values.to(own.device, own.dtype, copy=True)
@@ -26,7 +26,7 @@ class SharedFactors(BufferDict):
         self.share(name)
 
     def share(self, name: str) -> None:
-        """Use the tensor of another adapter if it is equal."""
+        """Use another adapter's tensor if it is equal."""
         own = self[name]
         if own.is_meta or not own.any():  # not set yet
             return
@@ -38,14 +38,14 @@ class SharedFactors(BufferDict):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         came = [name for name in self if f"{prefix}{name}" in state_dict]
         for name in came:
-            if self._others_hold(name):  # loading copies in place
+            if self._others_hold(name):  # loading would copy in place
                 self[name] = torch.empty_like(self[name])
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         for name in came:
             self.share(name)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SharedFactors:
-        """Move or cast the buffers; torch's method would give each holder of a tensor its own copy."""
+        """Move or cast the buffers; torch's method would give each adapter its own copy."""
         held = dict(self.items())
         moved: dict[int, Tensor] = {}
         super()._apply(fn, recurse)

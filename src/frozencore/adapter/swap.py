@@ -1,7 +1,7 @@
-"""Replacing the core of a loaded adapter in place: nothing is allocated, and compiled code stays valid.
+"""Replace the core of a loaded adapter in place: nothing is allocated, and compiled code stays valid.
 
-Cores that were trained on one basis differ by r x r numbers per layer. So a server may hold one model and change its
-task between two requests. Reading and comparing the bases takes milliseconds, the copy itself a fraction of one.
+Adapters on one basis differ only in r x r numbers per layer. So a server can hold one model and change its task between
+two requests. Reading and comparing the bases takes milliseconds; the copy takes a fraction of a millisecond.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from frozencore.files.adapter_folder import read_config
 
 @dataclass(frozen=True)
 class ReadyCore:
-    """Cores that were checked against a loaded adapter and lie beside it; :meth:`swap_in` is one copy.
+    """Cores that were checked against a loaded adapter; :meth:`swap_in` copies them.
 
     Attributes:
-        bases: P and Q of each layer and their versions when they were compared.
-        cores: One r x r tensor a layer, in the device and dtype of the layer's.
+        bases: P and Q of each layer, and their versions at the time of the check.
+        cores: One r x r tensor a layer, on the layer's device and in its dtype.
     """
 
     adapter_name: str
@@ -51,7 +51,7 @@ class ReadyCore:
         """Copy the cores into the loaded adapter.
 
         Raises:
-            ConfigError: The adapter was merged into the weights, or calibrated or moved since it was compared.
+            ConfigError: The adapter was merged into the weights, or calibrated or moved since the check.
         """
         targets = []
         for layer, (old_P, P_version, old_Q, Q_version) in zip(self.layers, self.bases, strict=True):
@@ -68,11 +68,11 @@ class ReadyCore:
 
 
 def swap_core(model: nn.Module, source: str | Path | Mapping[str, Tensor], *, adapter_name: str = "default") -> None:
-    """Copy the cores of a saved adapter into the tensors of a loaded one. Its bases must be the same.
+    """Copy the cores of a saved adapter into a loaded adapter with the same bases.
 
     Args:
-        source: A folder that ``save_pretrained`` wrote, or the state dict of ``peft.get_peft_model_state_dict``, which
-            holds no scale: the loaded adapter's is assumed.
+        source: A folder that ``save_pretrained`` wrote, or the state dict of ``peft.get_peft_model_state_dict``. A
+            state dict has no scale, so the loaded adapter's is assumed.
 
     Raises:
         ConfigError: The model has no such adapter, or it is merged into the weights.
@@ -84,7 +84,7 @@ def swap_core(model: nn.Module, source: str | Path | Mapping[str, Tensor], *, ad
 def prepare_swap(
     model: nn.Module, source: str | Path | Mapping[str, Tensor], *, adapter_name: str = "default"
 ) -> ReadyCore:
-    """Read and check the cores of a saved adapter once, to swap them in many times; as :func:`swap_core` otherwise."""
+    """Read and check the cores of a saved adapter once, to swap them in many times; see :func:`swap_core`."""
     layers = frozen_core_layers(model, adapter_name)
     if not layers:
         raise ConfigError(f"swap_core needs a frozen-core adapter, but the model has none called {adapter_name!r}.")
@@ -110,10 +110,10 @@ def read_cores(
 ) -> Tensor:
     """Read all cores of a saved adapter, a state dict of PEFT's, or R by layer name, for a loaded adapter.
 
-    An adapter of cores alone on the loaded adapter's named basis is read without its basis.
+    If the saved adapter names the loaded adapter's basis, its basis is not read.
 
     Args:
-        layers: The layers of the loaded adapter, with the basis that the cores must have.
+        layers: The layers of the loaded adapter, with the required basis.
         basis_id: The identity of the loaded adapter's basis.
 
     Returns:

@@ -1,4 +1,4 @@
-"""The parameters that train in a model with frozen cores: r² values a layer, and named modules."""
+"""The trained parameters of a model with frozen cores: r² values a layer, and named modules."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from frozencore.errors import ConfigError
 
 
 def require_own_parameters(model: nn.Module) -> list[Tensor]:
-    """The parameters that the active frozen-core adapters train; frozen cores and foreign parameters are refused."""
+    """The parameters that the active frozen-core adapters train; refuses frozen cores and other trained parameters."""
     cores: list[Tensor] = []
     named: list[Tensor] = []
     for module in model.modules():

@@ -1,1 +1,1 @@
-"""Bases on a model: a calibration pass, a rank budget, refreshing, and bases that are taken from elsewhere."""
+"""The bases of a model: calibration, rank budgets, refreshing, and saved bases."""

@@ -1,4 +1,4 @@
-"""Taking bases out of an adapter, putting them into another, and saving them: computed once, used for many runs."""
+"""Get bases from an adapter, set them in another, and save them: computed once, used for many runs."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from frozencore.maths.basis import ORTHONORMAL_COORDINATES, Basis, known_basis
 def adapter_for_new_bases(
     model: nn.Module, adapter_name: str | None, *, reset: bool
 ) -> tuple[str, FrozenCoreConfig, dict[str, FrozenCoreLayer]]:
-    """Name, configuration and layers of an adapter that may get new bases.
+    """The name, configuration and layers of an adapter that may get new bases.
 
     Args:
-        adapter_name: The active one by default.
-        reset: Also if its cores have been trained.
+        adapter_name: The active adapter by default.
+        reset: Allow new bases even if the cores have been trained.
     """
     adapter_name, config = find_adapter(model, adapter_name)
     layers = frozen_core_layers(model, adapter_name)
@@ -51,7 +51,7 @@ def adapter_for_new_bases(
 def get_bases(model: nn.Module, adapter_name: str | None = None) -> dict[str, Tensor]:
     """Copy P (m x r) and Q (n x r) of every layer to the CPU, under ``<layer>.P`` and ``<layer>.Q``.
 
-    ``safetensors.torch.save_file`` takes the result as it is.
+    ``safetensors.torch.save_file`` accepts the result.
 
     Raises:
         ConfigError: The model has no such frozen-core adapter.
@@ -77,16 +77,16 @@ def set_bases(
     """Give an adapter the bases of :func:`get_bases` instead of calibrating it, and reset its cores to zero.
 
     Args:
-        bases: Bases of the same layers and ranks. The base model is not checked: on other weights they are as good as
-            random ones. A basis of :func:`frozencore.load_basis` is checked, and the adapter names it from then on: it
-            is saved as cores alone.
+        bases: Bases of the same layers and ranks. The base model is not checked; on other weights the bases are as
+            good as random ones. A basis of :func:`frozencore.load_basis` is checked, and the adapter is then saved as
+            cores only, with the name of the basis.
         reset: Allow a new basis under a core that has been trained (the core is lost).
 
     Raises:
-        ConfigError: The model has no such frozen-core adapter, or its configuration asks for an initial step.
+        ConfigError: The model has no such frozen-core adapter, or its configuration has an initial step.
         ArtifactError: A saved basis has other layers, ranks or scales, or another base model.
-        CalibrationError: Layers or shapes differ, a basis is not finite or not orthonormal where the coordinates
-            promise it, an adapter is merged, or a core is trained. No basis is changed then.
+        CalibrationError: Layers or shapes differ, a basis is not finite or not orthonormal although its coordinates
+            are, an adapter is merged, or a core is trained. No basis is changed then.
     """
     adapter_name, config, layers = adapter_for_new_bases(model, adapter_name, reset=reset)
     if config.initial_step:
@@ -102,7 +102,7 @@ def set_bases(
     checked = {name: _checked(name, bases, layer, adapter_name, config) for name, layer in layers.items()}
     for name, layer in layers.items():
         layer.set_basis(adapter_name, checked[name], random_core=not config.init_weights)
-    config.calibration_tokens = None  # bases do not say how many they were computed from
+    config.calibration_tokens = None  # unknown from bases alone
     config.name_basis(None)
     if saved is not None:
         config.calibration_tokens = saved.options.get("calibration_tokens")
@@ -117,15 +117,15 @@ def save_basis(
     calibrated_on: str | None = None,
     overwrite: bool = False,
 ) -> str:
-    """Write an adapter's P and Q as a basis for many adapters; this adapter names it from now on.
+    """Write an adapter's P and Q as a basis for many adapters; this adapter now refers to it.
 
     Args:
         folder: A new folder, for ``basis.json`` and ``basis.safetensors``.
-        calibrated_on: The calibration data in words.
-        overwrite: Replace a basis that is there.
+        calibrated_on: A description of the calibration data.
+        overwrite: Replace an existing basis.
 
     Returns:
-        The identity of the basis, the hash of its content.
+        The identity of the basis: the hash of its content.
 
     Raises:
         ConfigError: The model has no such frozen-core adapter, or its cores start from an initial step.

@@ -1,4 +1,4 @@
-"""Bases for groups of rows (tenants, tasks): the work between their data and bases that hold most of every group."""
+"""Compute bases for groups of rows (tenants, tasks) that fit every group as well as possible."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from frozencore.words import Progress
 
 @dataclass
 class GroupWork(BasisWork):
-    """Layers on the way to bases that all groups share.
+    """Layers whose bases for groups are being computed.
 
     Attributes:
         groups: The batches of each group.
-        shares: By layer and group, what the basis holds of the group's whitened moment.
+        shares: The share of each group's whitened moment that the basis holds, by layer and group.
     """
 
     groups: Mapping[str, Sequence[Batch]] = field(default_factory=dict)
@@ -40,7 +40,7 @@ class GroupWork(BasisWork):
         return found
 
     def costs(self, batches: Iterable[Batch], of_the_pass: CalibrationOptions) -> dict[str, LayerCost]:
-        """Beside the sums: the spans of all groups and their projections, and a small matrix a group; no sketches."""
+        """The bytes of each layer: the sums, the spans of all groups, and a small matrix a group; no sketches."""
         costs = {}
         for name, cost in super().costs(batches, of_the_pass).items():
             m, n = self.layers[name].shape
@@ -75,11 +75,11 @@ class GroupWork(BasisWork):
 
 
 def require_groups(groups: Mapping[str, object], config: FrozenCoreConfig) -> None:
-    """Refuse what a basis for groups cannot be made of.
+    """Check the requirements of a basis for groups.
 
     Raises:
-        ConfigError: No group, a constructor that reads more than a whitened cross moment, a rank budget, or several
-            processes.
+        ConfigError: There is no group, the constructor reads more than a whitened cross moment, or there is a rank
+            budget or several processes.
     """
     if not groups:
         raise ConfigError("groups must name the rows of one group at least, but is empty. Give {name: batches, ...}.")

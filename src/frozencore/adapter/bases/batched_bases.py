@@ -1,4 +1,4 @@
-"""Bases of layers of one shape in one batched SVD: on a GPU, one SVD after the other waits for launching."""
+"""Build the bases of layers of one shape in one batched SVD, because single SVDs on a GPU wait for launches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from frozencore.maths.batched_svd import truncated_svds
 from frozencore.maths.linalg import TruncatedSVD
 from frozencore.maths.moments import LayerMoments
 
-BATCH_BYTES = 128 * 2**20  # of whitened cross moments at a time
+BATCH_BYTES = 128 * 2**20  # whitened cross moments held at a time
 
 
 def batches_of_one_shape(
@@ -23,9 +23,9 @@ def batches_of_one_shape(
     constructor: str,
     options: Mapping[str, BasisOptions],
 ) -> list[tuple[str, ...]]:
-    """Group layers whose bases are one batched SVD; other layers are groups of one.
+    """Group layers whose bases come from one batched SVD; other layers are groups of one.
 
-    A CPU is as fast one by one, and then gives the same bytes whatever stands beside a layer.
+    On a CPU every layer is a group of one: this is as fast, and a layer's bytes do not depend on other layers.
     """
     row = find_constructor(constructor)
     groups: dict[object, list[tuple[str, ...]]] = defaultdict(list)
@@ -45,7 +45,7 @@ def batches_of_one_shape(
 
 
 def build_batch(constructor: str, layers: Sequence[LayerEvidence], options: Sequence[BasisOptions]) -> list[Basis]:
-    """The bases that ``build_basis`` gives, to rounding, for a group of :func:`batches_of_one_shape`."""
+    """Build a group of :func:`batches_of_one_shape`; equals ``build_basis`` except for rounding."""
     if len(layers) < 2:
         return [build_basis(constructor, layer, own) for layer, own in zip(layers, options, strict=True)]
     row, whitened = find_constructor(constructor), []
@@ -59,7 +59,7 @@ def build_batch(constructor: str, layers: Sequence[LayerEvidence], options: Sequ
     seeds = [layer.seed(own.seed) for layer, own in zip(layers, options, strict=True)]
     svds = truncated_svds(T, options[0].rank, seeds=seeds)
     has_signal = T.flatten(1).any(1).tolist()
-    nothing = [TruncatedSVD(svd.U[:, :0], svd.S[:0], svd.V[:, :0]) for svd in svds]  # for layers without gradient
+    nothing = [TruncatedSVD(svd.U[:, :0], svd.S[:0], svd.V[:, :0]) for svd in svds]  # given to layers without gradient
     svds = [svd if some else none for svd, none, some in zip(svds, nothing, has_signal, strict=True)]
     return [row.build_streamed(layer, svd, own) for layer, svd, own in zip(layers, svds, options, strict=True)]
 

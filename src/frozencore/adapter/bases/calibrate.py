@@ -39,8 +39,8 @@ class LayerCalibration:
 
     Attributes:
         spectrum: The constructor's singular values, largest first.
-        input_spread, error_spread: Maximum over median of a and of d; None where they were not collected.
-        capture: What the basis captures of G, a and d; None where they were not all summed.
+        input_spread, error_spread: Maximum over median of a and of d; None if they were not collected.
+        capture: How much of G, a and d the basis captures; None if one of them was not summed.
     """
 
     rank: int
@@ -57,9 +57,10 @@ class Calibration:
     """The result of a calibration: per layer, and the seconds that the pass and the bases took.
 
     Attributes:
-        rank_budget: The trained values to spend; None where ranks were given.
-        not_adapted: Layers that got no part of the budget.
-        shares: By group, what the bases hold of its whitened moments, in the mean over layers; empty without groups.
+        rank_budget: The budget of trained values; None if ranks were given.
+        not_adapted: Layers that got rank 0.
+        shares: The share of each group's whitened moments that the bases hold, averaged over layers; empty without
+            groups.
     """
 
     layers: dict[str, LayerCalibration]
@@ -75,7 +76,7 @@ class Calibration:
 
     @property
     def captures(self) -> dict[str, Capture]:
-        """What the bases capture, of the layers where it is known."""
+        """The captures of the layers where they are known."""
         return {name: layer.capture for name, layer in self.layers.items() if layer.capture is not None}
 
 
@@ -99,34 +100,34 @@ def calibrate(
 
     Args:
         model: A model with a frozen-core adapter, from ``peft.get_peft_model``.
-        data: Batches with ``input_ids``, ``attention_mask`` and ``labels``: a DataLoader, or any iterable that ends;
+        data: Batches with ``input_ids``, ``attention_mask`` and ``labels``, from a DataLoader or any finite iterable;
             or batches of images or sound for a model that returns a loss. With ``collator``, tokenised rows: a
             ``datasets.Dataset``, a PyTorch dataset, or a list. Read once.
         adapter_name: The adapter to calibrate; the active one by default.
         collator: Makes a batch from a list of rows, as in ``Trainer``.
         batch_size: Rows in a batch that the collator makes; 8 by default.
-        num_examples: Stop after that many examples; data without an end, and streams, need it.
+        num_examples: Stop after this number of examples; required for endless data and streams.
         options: Options of the pass, see :class:`frozencore.calibration.calibration_options.CalibrationOptions`.
-        memory_budget: The memory beyond a plain forward and backward pass, ``"8GiB"`` for instance or a number of
-            bytes. It decides the number of passes, the device of the sums, and whether they are sketches (see
+        memory_budget: The memory beyond a plain forward and backward pass, such as ``"8GiB"``, or a number of bytes.
+            It decides the number of passes, the device of the sums, and whether they are sketches (see
             docs/memory.md). Also an option of ``options``.
-        moments: Moments collected before, by layer name, instead of ``data``. A rank budget needs two, of the two
+        moments: Moments collected before, by layer name, in place of ``data``. A rank budget needs two sets, from two
             halves of the examples.
         loss_fn: ``loss_fn(model, batch) -> loss`` instead of the model's own loss: one number, the mean over the
             batch's examples, weighed by their number (the length of the batch's first tensor). A batch is then any
             dictionary, list or tuple with tensors in it. An ``attention_mask`` (b x t) of a call of the model decides
             which tokens count, in layers with a row for each token; in other layers every row counts, an image's
             patches for instance. Tokens that the loss masks have no error, and add nothing to G and d.
-        groups: The data of each group of rows (a tenant, a task) by name, instead of ``data``. The basis then holds as
-            much as it can of what each group wants; one pass over all rows takes their mean, in which opposite wishes
-            cancel (docs/maths.md). It takes three passes over the rows.
+        groups: The data of each group of rows (a tenant, a task) by name, in place of ``data``. The basis then fits
+            each group as well as possible, where a plain calibration fits the mean of all rows, in which opposite
+            gradients cancel (docs/maths.md). It takes three passes over the rows.
         reset: Allow a new basis under a core that has been trained (the core is lost).
-        progress: Show a bar, stay silent, or call a function of your own: ``(stage, done, total, note="")``.
+        progress: True shows a bar, False nothing; a function is called with ``(stage, done, total, note="")``.
 
     In a process group (``torchrun``, ``accelerate launch``) every rank calls this with its own share of the examples,
     before the model is wrapped; all ranks then hold the same bases.
 
-    A ``rank_budget`` gives the cores their ranks here: make the optimiser afterwards.
+    A ``rank_budget`` changes the ranks of the cores here, so create the optimizer afterwards.
 
     Returns:
         The result in each layer. The model's weights, modes, hooks, gradients and RNG are as before.
@@ -134,7 +135,8 @@ def calibrate(
     Raises:
         CalibrationError: Nothing to calibrate, a trained core without ``reset``, merged adapters, bad moments, no
             memory for a single layer, or a rank that failed or is gone. No basis is changed then.
-        ConfigError: The memory budget is no size, or too small for a single layer; the smallest that works is named.
+        ConfigError: The memory budget is not a size, or is too small for a single layer; the message names the
+            smallest budget that works.
         DataError: The data are not batches, or rows that the collator cannot read.
     """
     adapter_name, config, layers = adapter_for_new_bases(model, adapter_name, reset=reset)
@@ -230,7 +232,7 @@ def reporting(progress: bool | Progress) -> Iterator[Progress]:
     def show(stage: str, done: int, total: int | None, note: str = "") -> None:
         if stage not in bars:
             bars[stage] = tqdm(desc=stage, disable=not progress)
-        bars[stage].total = total  # it grows when memory runs out
+        bars[stage].total = total  # the total grows when memory runs out
         bars[stage].update(done - bars[stage].n)
 
     try:

@@ -1,7 +1,8 @@
-"""Training in rounds: at the end of each round the trained values join a sum, and new ones start from zero.
+"""Training in rounds: at the end of each round the trained values are added to a sum, and new ones start from zero.
 
-All trainings in rounds share the ends of the rounds, the one schedule over all of them, the short warm-up of each, and
-the state in checkpoints. :class:`frozencore.Refresh` is for cores; LoRA in rounds is in ``frozencore.tune``.
+This is the part that all trainings in rounds share: the ends of the rounds, the learning rate schedule over all rounds,
+the short warm-up of each, and the state in checkpoints. :class:`frozencore.Refresh` is for cores; LoRA in rounds is in
+``frozencore.tune``.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class InRounds(TrainerCallback, ABC):
     """A callback of transformers' ``Trainer`` that cuts its steps into equal rounds.
 
     Attributes:
-        rounds: How many, at most one for each step.
+        rounds: The number of rounds, at most one for each step.
     """
 
     rounds: int
@@ -37,12 +38,12 @@ class InRounds(TrainerCallback, ABC):
     @property
     @abstractmethod
     def round_now(self) -> int:
-        """The number of the round that trains; the first is 1."""
+        """The number of the current round; the first is 1."""
 
     @property
     @abstractmethod
     def earlier_values(self) -> int:
-        """The number of values of earlier rounds, which are saved and no longer train."""
+        """The number of values of earlier rounds, which are saved but no longer train."""
 
     @abstractmethod
     def state_tensors(self) -> Iterator[Tensor]:
@@ -54,7 +55,7 @@ class InRounds(TrainerCallback, ABC):
 
     @abstractmethod
     def next_round(self, optimizer: torch.optim.Optimizer) -> None:
-        """End a round: the trained values join the sum, and new ones start with fresh optimiser state."""
+        """End a round: add the trained values to the sum, and start new ones with fresh optimizer state."""
 
     @abstractmethod
     def take_back_round(self) -> None:
@@ -72,7 +73,7 @@ class InRounds(TrainerCallback, ABC):
         """Prepare the next step, in any round."""
 
     def choose_rounds(self, args: TrainingArguments, state: TrainerState) -> None:
-        """Set the number of rounds where the training decides it."""
+        """Set the number of rounds if it depends on the training."""
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self.close()
@@ -88,7 +89,7 @@ class InRounds(TrainerCallback, ABC):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Begin the next round where one ends: the step before is over, and its checkpoint written."""
+        """Start the next round after the last step of a round, whose checkpoint is already written."""
         ends = self.round_ends(state.max_steps)
         if self.round_now < self.rounds and state.global_step == ends[self.round_now - 1]:
             self.next_round(kwargs["optimizer"])
@@ -98,7 +99,7 @@ class InRounds(TrainerCallback, ABC):
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Make a round's first steps smaller: fresh optimiser state knows no scale yet."""
+        """Make the first steps of a round smaller, because the fresh optimizer state has no scale yet."""
         groups = kwargs["optimizer"].param_groups
         self._peaks = [group["lr"] for group in groups]
         if self._begun_at:
@@ -110,7 +111,7 @@ class InRounds(TrainerCallback, ABC):
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Give the schedule its learning rates back."""
+        """Restore the schedule's learning rates."""
         for group, rate in zip(kwargs["optimizer"].param_groups, self._peaks, strict=True):
             group["lr"] = rate
 
@@ -124,16 +125,16 @@ class InRounds(TrainerCallback, ABC):
         self.close()
 
     def take_back(self, step: int) -> None:
-        """Undo the end of a round that this step began with."""
+        """Undo a round's end if this step started with it."""
         if self._begun_at and self._begun_at == step - 1:
             self.take_back_round()
 
     def round_ends(self, num_steps: int) -> list[int]:
-        """The steps after which a round ends, without the last."""
+        """The steps after which a round ends, except the last."""
         return [round(j * num_steps / self.rounds) for j in range(1, self.rounds)]
 
     def saved_state(self, args: TrainingArguments, state: TrainerState) -> dict[str, Tensor]:
-        """The state in the checkpoint that a training is resumed from."""
+        """Read the state from the checkpoint of a resumed training."""
         file = self._file(args, state)
         if not file.is_file():
             raise CalibrationError(

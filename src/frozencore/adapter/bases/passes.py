@@ -1,4 +1,4 @@
-"""From calibration data to finished bases, in as many passes as the memory allows."""
+"""Compute bases from calibration data, in as many passes as the memory requires."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from frozencore.maths.whitening import Whitening
 from frozencore.ranks import all_ranks_or_none, largest_over_ranks, own_rank
 from frozencore.words import Progress
 
-LAYERS_OF_A_BLOCK = 8  # target modules in a decoder block, at most
+LAYERS_OF_A_BLOCK = 8  # the most target modules in a decoder block
 
 
 @dataclass
@@ -43,12 +43,12 @@ class BasisWork:
 
     Attributes:
         owners: The rank that builds each layer's basis.
-        ranks: Ranks of layers that get another one than the adapter has now.
+        ranks: New ranks, for layers whose rank changes.
         bases: Finished bases of the layers that this rank owns.
-        diagonals: Token count, a and d of every layer that data were read for.
-        captures: What each basis captures, where G, a and d were all summed.
-        batches_layers: Whether layers of one shape may be built in batches. No memory budget counts what that takes.
-        captures_asked: Whether ``captures`` are needed.
+        diagonals: Token count, a and d of every layer with data.
+        captures: The capture of each basis, if G, a and d were all summed.
+        batches_layers: Build layers of one shape in batches. Memory budgets do not count this memory.
+        captures_asked: Compute ``captures``.
         collect_s, build_s: Seconds in passes over the data, and in building bases.
     """
 
@@ -68,14 +68,14 @@ class BasisWork:
     build_s: float = 0.0
 
     def read(self, batches: Iterable[Batch], options: CalibrationOptions) -> None:
-        """Plan the passes, make them, and build the bases of each group before the next one is summed.
+        """Plan and run the passes, and build the bases of each group before the next group is summed.
 
-        A group that does not fit into memory is tried again in halves, which gives the same bases.
+        A group that does not fit into memory is split in halves, which gives the same bases.
         """
         batches = batches if isinstance(batches, Sequence) else CachedBatches(batches)  # every pass must read the same
         with all_ranks_or_none():
             if options.memory_budget is not None or options.group_size < len(self.layers):
-                batches = list(batches)  # to see how large they are
+                batches = list(batches)  # the plan needs their sizes
         plan = self.plan(batches, options)
         self.batches_layers = options.memory_budget is None
         device = _sums_device(self.model, plan, options.stats_device)
@@ -103,7 +103,7 @@ class BasisWork:
         )
 
     def costs(self, batches: Iterable[Batch], of_the_pass: CalibrationOptions) -> dict[str, LayerCost]:
-        """The bytes that each layer takes, the same on all ranks."""
+        """The bytes of each layer, equal on all ranks."""
         needs = self._needs(of_the_pass)
         num_rows = largest_over_ranks(max(map(_num_rows, batches), default=0))
         itemsize = max((p.element_size() for p in self.model.parameters() if p.is_floating_point()), default=4)
@@ -118,13 +118,13 @@ class BasisWork:
         }  # fmt: skip
         if not getattr(self.model, "is_gradient_checkpointing", False):
             return costs
-        return {  # only the inputs of one block wait at a time
+        return {  # only one block's inputs are kept at a time
             name: replace(cost, waiting=0, passing=cost.passing + LAYERS_OF_A_BLOCK * cost.waiting)
             for name, cost in costs.items()
         }
 
     def build(self, names: Iterable[str], moments: dict[str, LayerMoments]) -> None:
-        """Build the bases of those layers that this rank owns; each entry of ``moments`` is removed once it is used."""
+        """Build the bases of this rank's layers; each entry of ``moments`` is removed after use."""
         started = time.perf_counter()
         names = list(names)
         with all_ranks_or_none():
@@ -143,7 +143,7 @@ class BasisWork:
         self.build_s += time.perf_counter() - started
 
     def build_streamed(self, sketches: Iterable[tuple[str, Sketch]]) -> None:
-        """Build the bases from sketches by layer name, which every rank has."""
+        """Build the bases from sketches by layer name; every rank has all sketches."""
         started = time.perf_counter()
         with all_ranks_or_none():
             for name, sketch in sketches:
@@ -154,7 +154,7 @@ class BasisWork:
         self.build_s += time.perf_counter() - started
 
     def like_factors(self, name: str) -> tuple[Tensor, Tensor]:
-        """Tensors of the shapes of a layer's P and Q, without values."""
+        """Empty tensors with the shapes of a layer's P and Q."""
         layer, rank = self.layers[name], self._rank(name)
         P, Q = (torch.empty(size, rank, device="meta") for size in layer.shape)
         return P, Q
@@ -167,7 +167,7 @@ class BasisWork:
     def _sums(
         self, group: Iterable[str], batches: Iterable[Batch], options: CalibrationOptions, progress: Progress | None
     ) -> dict[str, LayerMoments]:
-        """Sum the moments over all batches and ranks; a matrix stays on the rank that owns its layer."""
+        """Sum the moments over all batches and ranks; a matrix stays on its layer's owner."""
         started = time.perf_counter()
         with all_ranks_or_none(), adapters_off(self.model):
             layers = {name: self.layers[name].get_base_layer() for name in group}
@@ -205,7 +205,7 @@ class BasisWork:
         return self.config.metric
 
     def _needs(self, options: CalibrationOptions) -> frozenset[MomentName]:
-        """The moments that the constructor reads, and with G also a and d, which measure what a basis captures."""
+        """The moments that the constructor reads; with G also a and d, which the captures need."""
         needs = self.config.needs
         whole = needs | CAPTURE_NEEDS
         as_many = len(backward_passes(needs, options)) == len(backward_passes(whole, options))
@@ -236,7 +236,7 @@ class BasisWork:
 
 def _num_rows(batch: Batch) -> int:
     """Tokens of a batch, padding included."""
-    if not is_batch(batch):  # refused when it is read
+    if not is_batch(batch):  # reading it raises the error
         return 0
     return max((v.shape[0] * v.shape[1] for v in batch.values() if isinstance(v, Tensor) and v.ndim > 1), default=0)
 
@@ -259,7 +259,7 @@ def _halved(groups: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
 
 
 def _sums_device(model: nn.Module, plan: PassPlan, asked: str | None) -> str | None:
-    """The device of the sums: the one asked for, else the CPU where the plan does not fit on the model's device."""
+    """The device of the sums: the requested one, else the CPU if the plan does not fit on the model's device."""
     device = next(model.parameters()).device
     if asked is not None or plan.peak_bytes == 0 or device.type != "cuda":
         return asked
@@ -269,7 +269,7 @@ def _sums_device(model: nn.Module, plan: PassPlan, asked: str | None) -> str | N
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Compute with the plain base model, whatever adapters and ``modules_to_save`` are active on it."""
+    """Turn off all adapters and ``modules_to_save``, so that the plain base model computes."""
     layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper)]
     before = [layer._disable_adapters for layer in layers]
     try:

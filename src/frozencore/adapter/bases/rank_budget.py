@@ -1,7 +1,8 @@
-"""Spending a rank budget: from two halves of the calibration data to a rank for each layer.
+"""Choose a rank for each layer from a rank budget and two halves of the calibration data.
 
-A direction's gain is what both halves agree on. The passes are those of :mod:`frozencore.adapter.bases.passes`, with
-the same plans and the same way out of too little memory, but each half is summed by itself.
+The gain of a direction counts as far as both halves agree on it. The passes are those of
+:mod:`frozencore.adapter.bases.passes`, with the same plans and the same handling of too little memory, but each half is
+summed separately.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from frozencore.words import Progress
 
 @dataclass
 class GivenMoments:
-    """Moments by layer name, of all examples, or of parts of them."""
+    """Moments by layer name, over all examples or over parts of them."""
 
     parts: list[dict[str, LayerMoments]]
 
@@ -52,11 +53,11 @@ class GivenMoments:
 
 @dataclass
 class GainWork(BasisWork):
-    """The layers whose gains are being computed; ``ranks`` is the number of directions of each.
+    """Layers whose gains are being computed; ``ranks`` holds the number of directions of each layer.
 
     Attributes:
-        gains: One number a direction, of the layers that this rank owns.
-        kept: The moments of both halves together, where all layers were summed at once and need no second sum.
+        gains: One number a direction, for the layers that this rank owns.
+        kept: The moments of both halves together, if all layers were summed at once; they need no second pass.
     """
 
     gains: dict[str, tuple[float, ...]] = field(default_factory=dict)
@@ -68,7 +69,7 @@ class GainWork(BasisWork):
         return {name: found[name] for name in self.layers}
 
     def compare(self, halves: Sequence[dict[str, LayerMoments]]) -> None:
-        """Compute gains from the moments of both halves, which are emptied; sums over all layers are kept."""
+        """Compute gains from the moments of both halves and empty them; keep their sums if they cover all layers."""
         started = time.perf_counter()
         with all_ranks_or_none():
             one, other = halves
@@ -83,7 +84,7 @@ class GainWork(BasisWork):
         self.build_s += time.perf_counter() - started
 
     def costs(self, batches: Iterable[Batch], of_the_pass: CalibrationOptions) -> dict[str, LayerCost]:
-        """The bytes of two sums at a time, or of a sketch beside the directions of another; no basis stays."""
+        """The bytes of two sums at a time, or of a sketch beside the directions of another; bases are not kept."""
         shapes = {name: layer.shape for name, layer in self.layers.items()}
         return {
             name: replace(
@@ -151,12 +152,12 @@ BasisSource = Iterable[Batch] | GivenMoments
 
 
 def spends_by_spectrum(config: FrozenCoreConfig) -> bool:
-    """Whether calibration chooses the ranks; constructors without gains have equal ranks from the start."""
+    """Return whether calibration chooses the ranks; constructors without gains have equal ranks from the start."""
     return config.rank_budget is not None and config.constructor_entry.has_gains
 
 
 def spend_budget(work: BasisWork, source: BasisSource, options: CalibrationOptions) -> tuple[BasisWork, BasisSource]:
-    """Choose the ranks, and return the work on the layers that got one, with its source. The model is not changed.
+    """Choose the ranks, and return the work on the layers with a rank, and its source. The model is not changed.
 
     Args:
         work: New work on all layers that may be adapted.

@@ -1,8 +1,8 @@
-"""Refreshing: a frozen core that trains in rounds, each on a basis of the moments of the training so far.
+"""Refreshing: train a frozen core in rounds, each on a new basis from the moments of the training so far.
 
     y = W x + s·Σ_j P_j R_j Q_jᵀ x,   R_j trained in round j alone, from zero
 
-The trained values and their optimiser state are Σr² at any time. The moments are summed over the training batches; a
+The trained values and their optimizer state always have size Σr². The moments are summed over the training batches; a
 share of the older sums is kept.
 """
 
@@ -39,24 +39,25 @@ KEPT = 0.5  # the share of the older moments that a refresh keeps
 class Refresh(InRounds):
     """A callback of transformers' ``Trainer`` (and TRL's) that refreshes a frozen-core adapter.
 
-    ``Trainer(model, ..., callbacks=[Refresh(model, rounds=8)])``. The steps are cut into equal rounds. Between two
-    rounds the core joins a sum that no longer trains, new bases come from the moments of the batches so far, and the
-    next core starts at zero, with fresh optimiser state and a short warm-up under the one schedule. The adapter then
-    has rank ``rounds * r``; it saves, loads, merges and exports as any other, and cannot share its basis.
+    ``Trainer(model, ..., callbacks=[Refresh(model, rounds=8)])``. The steps are split into equal rounds. Between two
+    rounds the core is added to a sum that no longer trains, and new bases are built from the moments so far. The next
+    core starts at zero, with fresh optimizer state and a short warm-up; one learning rate schedule covers all rounds.
+    The adapter ends with rank ``rounds * r``. It saves, loads, merges and exports like any other, but cannot share its
+    basis.
 
     Args:
         model: A model with a frozen-core adapter that has its first bases.
-        rounds: From 1, which leaves the training as it is, to the number of steps; ``auto`` makes as many as pay
+        rounds: A number from 1 (no refreshing) to the number of steps; ``auto`` chooses a useful number
             (:func:`frozencore.adapter.bases.refresh_plan.rounds_for`).
-        cost: The share of the training's products that summing moments may add: it decides how many steps are summed.
-            From 0.5 on that is every step.
+        cost: The extra products for summing moments, as a share of the training's. It decides in how many steps
+            moments are summed; 0.5 or more means every step.
         memory_budget: The memory for choosing new bases, beside the earlier rounds: ``"128 MB"`` or a number of bytes.
-            Exact sums where they fit, else sketches, as wide as fit (docs/refreshing.md).
+            Sums are exact if they fit, else sketches as wide as fit (docs/refreshing.md).
         adapter_name: The active adapter by default.
 
     Attributes:
-        rounds: The number of rounds; with ``auto``, from the beginning of the training on.
-        widths: Columns of each layer's sketch; None where sums are exact.
+        rounds: The number of rounds; ``auto`` becomes a number when the training starts.
+        widths: Columns of each layer's sketch; None if sums are exact.
         share: The share of the steps that are summed.
 
     Raises:
@@ -146,10 +147,10 @@ class Refresh(InRounds):
             self._sums.load_state(self.saved_state(args, state))
 
     def before_step(self, state: TrainerState) -> None:
-        """Decide whether the moments of this step are summed."""
+        """Turn summing on or off for this step."""
         if self._sums is None:
             return
-        step = state.global_step - (self._begun_at or self._num_leading)  # the first of each round is one of them
+        step = state.global_step - (self._begun_at or self._num_leading)  # the first step of each round is summed
         if isinstance(self._sums, SketchedMoments) and self._sums.awaits_metric and step == 0:
             self._sums.set_metric()
         self._sums.listen(on=step < 0 or math.floor(step * self.share) > math.floor((step - 1) * self.share))
@@ -165,7 +166,7 @@ class Refresh(InRounds):
 
     @property
     def sums_now(self) -> bool:
-        """Whether the next batches are summed."""
+        """Return whether the next batches are summed."""
         return self._sums is not None and self._sums.capture.listens
 
     def _stop_summing(self) -> None:
@@ -195,7 +196,7 @@ class Refresh(InRounds):
             self._sums = SketchedMoments(self.model, layers, shapes=self._shapes, widths=self.widths, whitening=metric)
 
     def next_round(self, optimizer: torch.optim.Optimizer) -> None:
-        """The core joins the sum, and the next one starts from zero on bases of what was gathered, on all ranks.
+        """Add the core to the sum, and start the next core from zero on bases of the gathered moments, on all ranks.
 
         Raises:
             CalibrationError: The moments are not finite, or another rank failed.

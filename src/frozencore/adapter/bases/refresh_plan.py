@@ -1,4 +1,4 @@
-"""How often a training is refreshed, how many of its steps are summed, and in how much memory (docs/refreshing.md)."""
+"""Plan a refreshed training: the number of rounds, the share of summed steps, and the memory (docs/refreshing.md)."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from frozencore.errors import ConfigError
 from frozencore.maths.linalg import Shape
 from frozencore.words import at_least
 
-COST = 0.09  # share of a training's products that summing may add: with the refreshes at most 15 % of its time
-ROWS_OF_A_ROUND = 100  # with fewer, a newer basis is a worse one
-SUMMED_OF_A_ROUND = 40  # rows that are summed; with fewer, more rounds bring nothing
-STEPS_OF_A_ROUND = 6  # in fewer, fresh optimiser state gets nowhere
-MOST_ROUNDS = 16  # that ``auto`` chooses: each makes the adapter larger
+COST = 0.09  # extra products, as a share of the training's; with the refreshes at most 15 % of its time
+ROWS_OF_A_ROUND = 100  # with fewer rows a new basis is worse
+SUMMED_OF_A_ROUND = 40  # with fewer summed rows, more rounds gain nothing
+STEPS_OF_A_ROUND = 6  # with fewer steps fresh optimizer state makes no progress
+MOST_ROUNDS = 16  # limit of ``auto``, because each round makes the adapter larger
 MEMORY = "128MB"  # for choosing new bases
-NARROWEST, WIDEST, STEP = 2, 8, 1 / 8  # columns of a sketch, times the rank
+NARROWEST, WIDEST, STEP = 2, 8, 1 / 8  # times the rank: columns of a sketch
 
 
 def rounds_for(num_rows: int, num_steps: int, share: float) -> int:
-    """The number of rounds that pay in a training: ``auto``.
+    """The number of rounds that ``auto`` chooses.
 
     Args:
         num_rows: The rows of all epochs.
-        num_steps: Steps of the optimiser.
+        num_steps: Optimizer steps.
         share: The share of the steps that are summed.
     """
     summed = int(num_rows * share)
@@ -43,8 +43,11 @@ def share_to_gather(
 ) -> float:
     """The share of the steps that are summed.
 
-    A step takes two products for each weight of the model; an exact sum adds one for each weight of the layers, a
-    sketch of k columns 2k(m + n) (``widths`` are the columns of each layer's; None for exact sums).
+    A step takes two products for each weight of the model. An exact sum adds one product for each weight of the
+    layers; a sketch of k columns adds 2k(m + n) for each layer.
+
+    Args:
+        widths: The columns k of each layer's sketch; None for exact sums.
     """
     if widths is None:
         seen = sum(m * n for m, n in shapes.values())
@@ -57,10 +60,10 @@ def share_to_gather(
 def widths_within(
     memory_budget: int | str | None, shapes: Mapping[str, Shape], ranks: Mapping[str, int], config: FrozenCoreConfig
 ) -> dict[str, int] | None:
-    """The columns of each layer's sketch; None for exact sums, where they fit or the constructor needs them.
+    """The columns of each layer's sketch; None for exact sums, if they fit or the constructor needs them.
 
     Args:
-        memory_budget: The memory for choosing new bases; by default 128 MB, or what the narrowest sketches take.
+        memory_budget: The memory for choosing new bases; by default 128 MB, or the size of the narrowest sketches.
     """
     budget = memory_bytes(MEMORY if memory_budget is None else memory_budget)
     needs, metric = config.needs, config.metric
@@ -87,9 +90,9 @@ def widths_within(
 def held_in_rounds(
     shapes: Mapping[str, Shape], ranks: Mapping[str, int], sums: int, rounds: int, weights: torch.dtype
 ) -> int:
-    """The peak of bytes that rounds add to a training, beside gradients and optimiser states.
+    """The peak bytes that rounds add to a training, beside gradients and optimizer states.
 
-    The peak is at the end of the last round, or of the one before it, which still sums moments.
+    The peak is at the end of the last round, or of the previous round, which still sums moments.
 
     Args:
         sums: Bytes of the sums or sketches of moments.
@@ -113,7 +116,7 @@ def held_in_rounds(
 def sums_bytes(
     shapes: Mapping[str, Shape], ranks: Mapping[str, int], widths: Mapping[str, int] | None, config: FrozenCoreConfig
 ) -> int:
-    """The most bytes that sums of moments take, or sketches of those widths."""
+    """The most bytes of the sums of moments, or of sketches with these widths."""
     if widths is not None:
         return sum(sketch_bytes(shape, widths[name])[0] for name, shape in shapes.items())
     needs = config.needs

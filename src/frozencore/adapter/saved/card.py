@@ -1,7 +1,7 @@
-"""The model card of a saved adapter: what it is, what it was made from, how to load it.
+"""The model card of a saved adapter: its kind, its origin, and how to load it.
 
-PEFT writes an empty card before it saves the configuration; ours replaces its unfilled text. A card that someone has
-written keeps its text and gets ours as one marked section.
+PEFT writes an empty card before it saves the configuration; our text replaces it. A card that a person has written
+keeps its text and gets ours as a marked section.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def write_model_card(
     scores: Mapping[str, float] | None = None,
     license: str | None = None,
 ) -> None:
-    """Write ``README.md`` in an adapter folder, or bring it up to date.
+    """Write or update ``README.md`` in an adapter folder.
 
     Args:
         directory: A folder with ``adapter_config.json``, of a frozen core or of its LoRA export.
@@ -50,7 +50,7 @@ def write_model_card(
         license: Identifier of the licence, for instance ``"apache-2.0"``; the base model's terms apply besides.
 
     Raises:
-        ArtifactError: There is no adapter configuration, or the card there cannot be read.
+        ArtifactError: There is no adapter configuration, or the existing card cannot be read.
     """
     directory = Path(directory)
     path = directory / CARD_FILE
@@ -66,7 +66,7 @@ def write_model_card(
 
 
 def begin_model_card(directory: Path) -> None:
-    """Write an empty card where there is none: PEFT would render its long template, which is slower than saving."""
+    """Write an empty card if there is none, because PEFT's long template takes longer than saving."""
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / CARD_FILE
     if not path.exists():
@@ -128,7 +128,7 @@ def _loading(base: str | None, is_lora: bool) -> list[str]:
 
 
 def _trained_values(weights: Path, rounds: int) -> str | None:
-    """The number of values of all cores in a file, from its header; rounds are the blocks of one matrix a layer."""
+    """The number of values of all cores in a file, from its header; rounds are blocks of one matrix a layer."""
     if not weights.is_file():
         return None
     with safe_open(weights, framework="np") as stored:
@@ -149,7 +149,7 @@ def _ranks(config: Mapping[str, Any]) -> str:
 
 
 def allocation_in_words(budget: int, ranks: Mapping[str, int]) -> str:
-    """The ranks that a rank budget was spent on, in one line."""
+    """Describe the ranks of a rank budget in one line."""
     adapted = [rank for rank in ranks.values() if rank]
     if not adapted:
         return f"a budget of {budget:,} values, not spent yet"
@@ -173,12 +173,12 @@ def _targets(targets: Any) -> str:
 
 
 def _code(text: object) -> str:
-    """A text on one line between backticks, without backticks of its own."""
+    """Put a text on one line between backticks, without its own backticks."""
     return f"`{one_line(text).replace('`', chr(39))}`"
 
 
 def num_tokens(count: int | None) -> str | None:
-    """The size of a calibration in words."""
+    """Describe the size of a calibration."""
     return None if count is None else f"{count:,} tokens"
 
 
@@ -190,7 +190,7 @@ def _placed(text: str, section: str) -> str:
 
 
 def _is_unfilled(text: str) -> bool:
-    """Whether a card is a template that nobody has written into."""
+    """Return whether a card is an unchanged template."""
     if text.strip() in ("", _UNFILLED):
         return True
     return _UNFILLED in text and all(

@@ -1,4 +1,4 @@
-"""Saving and reading the configuration of an adapter, checked with the weights beside it."""
+"""Save and read the configuration of an adapter, checked with the weights beside it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WRITE_NAMES = f"Write the layers' full names into {CONFIG_FILE} in its place."
 
 
 class SavedConfig(PeftConfig):
-    """The part of :class:`frozencore.FrozenCoreConfig` that reads and writes folders."""
+    """The methods of :class:`frozencore.FrozenCoreConfig` that read and write folders."""
 
     if TYPE_CHECKING:
         seal: dict[str, Any] | None
@@ -42,7 +42,7 @@ class SavedConfig(PeftConfig):
     def from_pretrained(
         cls, pretrained_model_name_or_path: str | Path, subfolder: str | None = None, **kwargs: Any
     ) -> PeftConfig:
-        """Read a configuration as PEFT does, after a check of the whole folder where it is a local one."""
+        """Read a configuration as PEFT does; a local folder is checked as a whole first."""
         folder = Path(pretrained_model_name_or_path, subfolder or "")
         ours = (folder / CONFIG_FILE).exists() and read_config(folder).get("peft_type") == PEFT_TYPE
         if ours:
@@ -60,7 +60,7 @@ class SavedConfig(PeftConfig):
 
     @classmethod
     def from_json_file(cls, path_json_file: str, **kwargs: Any) -> dict[str, Any]:
-        """Read the values of a file as PEFT does, without those that a file may not decide."""
+        """Read the values of a file as PEFT does, without those that a file may not set."""
         values = super().from_json_file(path_json_file, **kwargs)
         values = {name: value for name, value in values.items() if name != "allow_other_base"}
         if values.get("peft_type") == PEFT_TYPE:
@@ -70,7 +70,7 @@ class SavedConfig(PeftConfig):
 
     @classmethod
     def require_types(cls, folder: Path, values: Mapping[str, Any]) -> None:
-        """Refuse values of a file that are not of their field's type: PEFT would fail on them much later."""
+        """Refuse values that do not have their field's type; PEFT would fail on them much later."""
         for name, wanted in get_type_hints(cls).items():
             try:
                 if name in values:
@@ -79,22 +79,22 @@ class SavedConfig(PeftConfig):
                 raise wrong_type(folder, f"{name}: {error.errors()[0]['msg'].lower()}") from error
 
     def take_seal(self) -> dict[str, Any]:
-        """Return the seal of the file once: other weights may be loaded later."""
+        """Return the file's seal once, because other weights may be loaded later."""
         seal, self.seal = self.seal, None
         return seal or {}
 
     def prepare_seal(self, tensors: Mapping[str, Tensor], base: Mapping[str, str] | None) -> None:
-        """Note the hashes of the tensors that are about to be saved, and the base model that they were made on."""
+        """Record the hashes of the tensors to save, and the base model that they belong to."""
         self._seal_to_write = {**seal_tensors(tensors), "base": None if base is None else dict(base)}
         if self.rounds > 1:
             self._seal_to_write["format"] = ROUNDS_FORMAT
 
     def to_dict(self) -> dict[str, Any]:
-        """The values of the file: PEFT's, with sets in order, flat options, and a note that the bases lie beside it."""
+        """The values of the file: PEFT's, with sorted sets, flat options, and a mark that the bases are saved too."""
         saved = {**super().to_dict(), "load_bases": True, "seal": self._seal_to_write or self.seal}
         options = {name: saved.pop(name, option.default) for name, option in constructor_options().items()}
         saved |= options | saved.pop("own_options")
-        unsaid = {"allow_other_base"}  # the caller who loads an adapter decides this, not the adapter
+        unsaid = {"allow_other_base"}  # set by the caller who loads the adapter, not by the adapter
         unsaid |= {"basis", "basis_revision", "basis_id"} if self.basis_id is None else set()
         unsaid |= {"rank_budget"} if self.rank_budget is None else set()
         unsaid |= {"rounds"} if self.rounds == 1 else set()
@@ -105,9 +105,9 @@ class SavedConfig(PeftConfig):
         }
 
     def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:
-        """Write the file as PEFT does, but whole or not at all, with the hash of the weights written before it.
+        """Write the file as PEFT does, but atomically, with the hash of the weights, which are written first.
 
-        A card that PEFT has left empty is filled. An adapter without a basis, which was never calibrated, is a warning.
+        An empty card of PEFT is filled in. Warns of an adapter that was never calibrated.
         """
         folder = Path(save_directory)
         if folder.is_file():
@@ -124,7 +124,7 @@ class SavedConfig(PeftConfig):
 
 
 def refuse_expressions(origin: str, values: Mapping[str, Any], way_out: str) -> None:
-    """Refuse saved values with a regular expression in place of layer names: a stranger's could take any time."""
+    """Refuse saved regular expressions in place of layer names: one from a stranger could take any time."""
     odd: list[tuple[str, Any]] = [
         (field, values[field]) for field in ("target_modules", "exclude_modules") if is_searched(values.get(field))
     ]

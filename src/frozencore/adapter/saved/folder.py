@@ -1,4 +1,4 @@
-"""Reading and writing an adapter folder without a model: a configuration, and the factors of each layer."""
+"""Read and write an adapter folder without a model: a configuration, and the factors of each layer."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def read_adapter(directory: str | Path) -> tuple[FrozenCoreConfig, dict[str, Fac
 
 
 def read_adapter_or_basis(directory: str | Path) -> tuple[FrozenCoreConfig, dict[str, Factors]]:
-    """Read an adapter; or a saved basis, as an adapter on it with cores of zeros."""
+    """Read an adapter, or a saved basis as an adapter with zero cores."""
     if not (Path(directory) / HEADER_FILE).is_file():
         return read_adapter(directory)
     layers = load_basis(directory).layers
@@ -61,7 +61,7 @@ def read_tensors(
         config = FrozenCoreConfig(**{key: value for key, value in values.items() if key in known})
     except FrozenCoreError:
         raise
-    except Exception as error:  # PEFT and we iterate, compare and look up values that may be of any type here
+    except Exception as error:  # values of any type may reach PEFT's code and ours here
         raise wrong_type(directory, one_line(error, 200)) from error
     if FLAT not in tensors:
         return config, tensors
@@ -76,7 +76,7 @@ def write_adapter(
 
     Args:
         tensors: The tensors by their names in an adapter file.
-        like: The other's folder.
+        like: The folder of the other adapter.
         changes: New values of the configuration; None removes a value. ``base`` is the seal's record of the base model.
     """
     values = read_config(like)

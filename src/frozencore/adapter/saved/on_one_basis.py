@@ -1,7 +1,7 @@
-"""Adapters on one basis: their sums, and saved adapters packed into cores alone beside a named basis.
+"""Adapters on one basis: their weighted sums, and saved adapters reduced to cores beside a named basis.
 
-On one basis ``Σ wᵢ·P Rᵢ Qᵀ = P (Σ wᵢ Rᵢ) Qᵀ``, exactly, with a core of the same size. So adapters are averaged,
-added and subtracted by their cores: adapters in folders, or adapters of one model.
+On one basis ``Σ wᵢ·P Rᵢ Qᵀ = P (Σ wᵢ Rᵢ) Qᵀ`` holds exactly, with a core of the same size. So adapters in folders or
+in one model are averaged, added and subtracted by their cores.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ ScaledBasis = tuple[Tensor, Tensor, float]
 
 
 def merge_adapters(adapters: Sequence[str | Path], out: str | Path, *, weights: Sequence[float] | None = None) -> Path:
-    """Write the weighted sum of saved adapters of one basis, in the form of the first.
+    """Write the weighted sum of saved adapters on one basis, in the form of the first.
 
     Args:
-        adapters: Folders.
+        adapters: Folders of the adapters.
         out: New folder.
-        weights: One for each; by default 1/K, which is the mean.
+        weights: A weight for each adapter; by default 1/K, the mean.
 
     Raises:
-        ConfigError: No adapter, or not as many finite weights.
-        ArtifactError: Other layers, bases, ranks or scales, trained modules besides cores, or a folder that cannot be
+        ConfigError: There is no adapter, or the number of finite weights is wrong.
+        ArtifactError: Layers, bases, ranks or scales differ, modules besides cores were trained, or a folder cannot be
             read or written.
     """
     if not adapters:
@@ -56,7 +56,7 @@ def merge_adapters(adapters: Sequence[str | Path], out: str | Path, *, weights: 
 
 
 def add_weighted_sum(tuner: Any, adapters: Sequence[str], weights: Sequence[float], name: str) -> None:
-    """Add the adapter ``Σ wᵢ Rᵢ`` on the basis of the others to a model; nothing changes where they share no basis.
+    """Add the adapter ``Σ wᵢ Rᵢ`` on the basis of the others to a model; nothing changes if they share no basis.
 
     Args:
         tuner: A :class:`frozencore.FrozenCoreModel`.
@@ -80,7 +80,7 @@ def add_weighted_sum(tuner: Any, adapters: Sequence[str], weights: Sequence[floa
         for layer_name, layer in layers[first].items()
     }
     tuner.peft_config[name] = copy.deepcopy(tuner.peft_config[first])
-    tuner.peft_config[name].load_bases = True  # so that none is built
+    tuner.peft_config[name].load_bases = True  # prevents building new bases
     tuner.inject_adapter(tuner.model, name)
     for layer_name, layer in layers[first].items():
         layer.set_basis(name, known_basis(*layer.factors(first)[:2]))
@@ -90,7 +90,7 @@ def add_weighted_sum(tuner: Any, adapters: Sequence[str], weights: Sequence[floa
 
 
 def differing_basis(one: Mapping[str, ScaledBasis], other: Mapping[str, ScaledBasis]) -> str | None:
-    """The first layer, by name, whose basis or scale differs or is missing on one side; None where all are equal."""
+    """The first layer, by name, whose basis or scale differs or is missing on one side; None if all are equal."""
     return next((name for name in sorted(one.keys() | other.keys()) if not _same(one.get(name), other.get(name))), None)
 
 
@@ -135,17 +135,17 @@ def _same(one: ScaledBasis | None, other: ScaledBasis | None) -> bool:
 def pack_adapter(
     adapter: str | Path, basis: str | Path | None, out: str | Path, *, dtype: torch.dtype | None = None
 ) -> Path:
-    """Write an adapter that holds its basis as cores alone.
+    """Write an adapter without its basis, as cores only.
 
     Args:
-        adapter: Folder of an adapter whose P and Q are those of the basis, bit for bit.
-        basis: Folder of the basis, or a hub id. None: the folder ``basis`` beside ``out``, which is written from the
-            adapter if it is not there.
+        adapter: Folder of an adapter whose P and Q are exactly those of the basis.
+        basis: Folder of the basis, or a hub id. None: the folder ``basis`` beside ``out``, written from the adapter if
+            missing.
         out: New folder.
         dtype: The dtype of the cores; by default the saved one. Cores in 16 bits are rounded.
 
     Raises:
-        ArtifactError: The adapter has another basis, is on a named one already, or a folder cannot be read or written.
+        ArtifactError: The adapter has another basis or already holds cores only, or a folder cannot be read or written.
     """
     config, tensors = read_tensors(adapter)
     if config.basis_id is not None:
@@ -166,15 +166,16 @@ def pack_adapter(
 
 
 def unpack_adapter(adapter: str | Path, out: str | Path, *, basis: str | Path | None = None) -> Path:
-    """Write an adapter of cores alone as one that holds everything.
+    """Write an adapter of cores only as one that includes its basis.
 
     Args:
-        adapter: Folder of an adapter of cores alone.
+        adapter: Folder of an adapter of cores only.
         out: New folder.
-        basis: Its basis, if not in the folder, beside it or where it says.
+        basis: Its basis, if it is not in the folder, beside it or at the place it names.
 
     Raises:
-        ArtifactError: It holds its basis already, the basis is not found, or a folder cannot be read or written.
+        ArtifactError: The adapter already holds its basis, the basis is not found, or a folder cannot be read or
+            written.
     """
     config, tensors = read_tensors(adapter, basis=basis)
     if config.basis_id is None:

@@ -1,10 +1,10 @@
-"""Whether a base model is the one that an adapter was made on, by a few values of each adapted weight.
+"""Check that a base model is the one that an adapter was made on, by a few values of each adapted weight.
 
-Values are stored, not a hash, because a model may be loaded in another dtype, and float32 -> float16 -> bfloat16 does
-not round as float32 -> bfloat16 does. In the same dtype values must be equal; between two dtypes they may differ by the
-rounding of both. A quantised, sharded or empty (meta) weight gives no values; then nothing is recorded or compared.
+Values are stored instead of a hash, because a model may be loaded in another dtype, and float32 -> float16 -> bfloat16
+does not round like float32 -> bfloat16. In the same dtype values must be equal; between two dtypes they may differ by
+the rounding of both. A quantised, sharded or empty (meta) weight has no values, so nothing is recorded or compared.
 
-Values are taken when a layer is wrapped, before anything can be merged into it.
+Values are read when a layer is wrapped, before anything can be merged into it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from frozencore.errors import ArtifactError
 
-NUM_SAMPLES = 8  # of each weight, evenly spaced from the first to the last value
+NUM_SAMPLES = 8  # per weight, evenly spaced from the first to the last value
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -28,7 +28,7 @@ _DTYPES = {
 
 
 def sample_weight(layer: nn.Module) -> Tensor | None:
-    """Some values of a plain layer's weight, in its dtype; None for a quantised, sharded or missing weight."""
+    """Read some values of a plain layer's weight, in its dtype; None for a quantised, sharded or missing weight."""
     weight: Any = getattr(layer, "weight", None)
     if type(weight) not in (Tensor, nn.Parameter) or weight.is_meta or weight.dtype not in _DTYPES.values():
         return None
@@ -39,7 +39,7 @@ def sample_weight(layer: nn.Module) -> Tensor | None:
 
 
 def record_base(samples: Mapping[str, Tensor | None]) -> dict[str, str] | None:
-    """The record of a base model, from the samples by layer name; None if a layer has no sample."""
+    """Make the record of a base model from the samples by layer name; None if a layer has no sample."""
     found = [samples[name] for name in sorted(samples)]
     plain = [sample for sample in found if sample is not None]
     if not plain or len(plain) < len(found):
@@ -53,13 +53,13 @@ def record_base(samples: Mapping[str, Tensor | None]) -> dict[str, str] | None:
 
 
 def differing_layer(recorded: Mapping[str, Any], samples: Mapping[str, Tensor | None]) -> str | None:
-    """The first layer whose weight is not the recorded one; None if all agree or cannot be compared."""
+    """The first layer whose weight differs from the record; None if all agree or cannot be compared."""
     present = record_base(samples)
     if present is None:
         return None
     theirs, mine = _read(recorded), _read(present)
     if theirs[0].shape != mine[0].shape:
-        return None  # other layers, which are refused by their names
+        return None  # layers differ; their names are checked elsewhere
     bad = np.flatnonzero(~(np.abs(theirs[0] - mine[0]) <= _tolerance(theirs, mine)))
     return sorted(samples)[bad[0] // NUM_SAMPLES] if len(bad) else None
 

@@ -3,8 +3,8 @@
     basis.safetensors   ``<layer>.P`` (m x r) and ``<layer>.Q`` (n x r)
     basis.json          options, scales, calibration data, values of the base model, and the identity
 
-The identity is the SHA-256 of everything else in the two files. Adapters of cores alone name their basis by it, so
-the folder may lie anywhere.
+The identity is the SHA-256 of everything else in the two files. Adapters of cores only name their basis by it, so the
+folder may be anywhere.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ LARGEST_HEADER = 2**24
 
 @dataclass(frozen=True)
 class SavedBasis:
-    """P and Q of every layer, and where they come from.
+    """P and Q of every layer, and their origin.
 
     Attributes:
         identity: SHA-256 of the content; 64 hexadecimal digits.
         layers: P (m x r) and Q (n x r) by layer name.
         scales: s by layer name.
         options: Fields of :class:`frozencore.FrozenCoreConfig`: the constructor with its options, ranks, targets.
-        calibrated_on: The calibration data in words; None if unknown.
+        calibrated_on: A description of the calibration data; None if unknown.
         base: Values of the base model's weights (:mod:`frozencore.adapter.saved.same_base`); None if unknown.
         base_model: The name of the base model.
-        place, revision: The folder or hub id that it was read from.
+        place, revision: The folder or hub id that the basis was read from.
     """
 
     identity: str
@@ -68,7 +68,7 @@ class SavedBasis:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """P and Q as :func:`frozencore.set_bases` takes them."""
+        """P and Q in the form of :func:`frozencore.set_bases`."""
         return {
             f"{name}.{side}": X for name, factors in self.layers.items() for side, X in zip("PQ", factors, strict=True)
         }
@@ -85,7 +85,7 @@ def write_basis(
     base_model: str | None,
     overwrite: bool = False,
 ) -> str:
-    """Write the folder of a basis, whole or not at all.
+    """Write the folder of a basis atomically.
 
     Args:
         factors: P and Q under ``<layer>.P`` and ``<layer>.Q``, on the CPU.
@@ -120,7 +120,7 @@ def load_basis(place: str | Path, revision: str | None = None) -> SavedBasis:
         revision: The revision of the hub id.
 
     Raises:
-        ArtifactError: There is none, it is damaged or changed since, or of a newer format.
+        ArtifactError: There is no basis, it is damaged or changed, or it has a newer format.
     """
     return _with_factors(place, revision, read_header(place, revision))
 
@@ -147,7 +147,7 @@ def _with_factors(place: str | Path, revision: str | None, header: Mapping[str, 
 
 
 def read_header(place: str | Path, revision: str | None = None) -> dict[str, Any]:
-    """Read ``basis.json``, checked against the identity in it; errors as for :func:`load_basis`."""
+    """Read ``basis.json`` and check the identity in it; raises the errors of :func:`load_basis`."""
     path = _file(place, revision, HEADER_FILE)
     try:
         if path.stat().st_size > LARGEST_HEADER:
@@ -162,11 +162,12 @@ def read_header(place: str | Path, revision: str | None = None) -> dict[str, Any
 def find_basis(
     origin: str, identity: str, *, beside: Path | None, named: str | None, revision: str | None
 ) -> SavedBasis:
-    """Find the basis of that identity.
+    """Find the basis with this identity.
 
     Args:
-        beside: The adapter's folder. It and the two folders above are searched first, with their folder ``basis``.
-        named: The folder or hub id that the configuration names, searched last.
+        beside: The adapter's folder. First this folder and the two folders above are searched, each with its folder
+            ``basis``.
+        named: The folder or hub id in the configuration, searched last.
     """
     for folder in places_of_a_basis(beside):
         if (folder / HEADER_FILE).is_file() and (header := read_header(folder))["identity"] == identity:

@@ -1,4 +1,4 @@
-"""The seal of a saved adapter: hashes that show whether it is whole, unchanged and sound.
+"""The seal of a saved adapter: hashes that show whether it is complete and unchanged.
 
 ``save_pretrained`` writes a seal into ``adapter_config.json``:
 
@@ -7,11 +7,11 @@
     bases_sha256     of the values of P and Q; cores_sha256: of R
     base             some values of the base model's weights (:mod:`frozencore.adapter.saved.same_base`)
 
-An adapter of cores alone (format 2) takes bases and base model from the basis that its configuration names. A field
-that is missing is not checked.
+For an adapter of cores only (format 2), bases and base model are in the named basis. A missing field is not checked.
 
-``FrozenCoreConfig.from_pretrained`` checks a local folder. ``FrozenCoreModel`` checks the tensors when they reach the
-model, also those of a hub id. transformers' own ``model.load_adapter`` calls neither: it checks format and base model.
+``FrozenCoreConfig.from_pretrained`` checks a local folder. ``FrozenCoreModel`` checks the tensors before they enter the
+model, also from a hub id. transformers' own ``model.load_adapter`` uses neither; then only format and base model are
+checked.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ from frozencore.files.fingerprint import fingerprint_tensors
 from frozencore.files.whole_file import allow_as_umask
 from frozencore.maths.basis import ORTHONORMAL_COORDINATES, known_basis
 
-CORES_FORMAT = 2  # cores alone
+CORES_FORMAT = 2  # cores only
 ROUNDS_FORMAT = 3  # several rounds, each with an orthonormal basis
-ORTHONORMALITY = 2 * torch.finfo(torch.bfloat16).eps  # a basis may have been bfloat16 before it was widened
-CLASSIFIERS = ("classifier", "score")  # PEFT names both in every adapter of a classifier, which has one of them
+ORTHONORMALITY = 2 * torch.finfo(torch.bfloat16).eps  # a basis may have been rounded to bfloat16 before
+CLASSIFIERS = ("classifier", "score")  # PEFT lists both for every classifier, which has one of them
 _NAME = re.compile(r"[^/\\\x00-\x1f\x7f]+")
 _TRAIN_AGAIN = "Train it again, or load an earlier checkpoint."
 
 
 def read_folder(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Read the configuration and tensors of an adapter of any PEFT method; check ours against the seal.
+    """Read the configuration and tensors of an adapter of any PEFT method; check a frozen core against its seal.
 
-    The weights are read once: the bytes that were hashed are the bytes that are returned.
+    The weights are read once, so the hashed bytes are the returned bytes.
     """
     for name in (CONFIG_FILE, WEIGHTS_FILE):
         if not (directory / name).is_file():
@@ -88,14 +88,14 @@ def read_folder(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def require_loadable(directory: Path) -> None:
-    """Check a local folder before PEFT reads it; a folder with a configuration alone passes."""
+    """Check a local folder before PEFT reads it; a folder with only a configuration passes."""
     holds_weights = (directory / WEIGHTS_FILE).exists() or (directory / WEIGHTS_FILE).is_symlink()
     if holds_weights or (directory / PICKLE_FILE).exists():
         read_folder(directory)
 
 
 def seal_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Hash the factors, whatever the prefix of their keys and the name of their adapter."""
+    """Hash the factors; prefixes of keys and adapter names do not matter."""
     if FLAT in tensors:
         return {"format": CORES_FORMAT, "cores_sha256": fingerprint_tensors([("", tensors[FLAT])])}
     of_side: dict[str, list[Tensor]] = {"P": [], "Q": [], "R": []}
@@ -113,7 +113,7 @@ def seal_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 def seal_file(path: Path, seal: dict[str, Any] | None) -> dict[str, Tensor]:
     """Give a new file of weights the permissions of the umask, and add its hash to the seal.
 
-    No hash is added where the file holds other tensors: those of an adapter that is about to be replaced.
+    No hash is added if the file holds other tensors: those of an adapter that will be replaced.
 
     Returns:
         The tensors that were sealed.
@@ -134,7 +134,7 @@ def seal_file(path: Path, seal: dict[str, Any] | None) -> dict[str, Tensor]:
 
 
 def require_sealed(origin: str, seal: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Refuse bases or cores whose hashes are not those of the seal."""
+    """Refuse bases or cores whose hashes differ from the seal."""
     wanted = {name: seal[name] for name in ("bases_sha256", "cores_sha256") if seal.get(name) is not None}
     came = seal_tensors(tensors) if wanted else {}
     for name, recorded in wanted.items():
@@ -147,13 +147,13 @@ def require_sealed(origin: str, seal: Mapping[str, Any], tensors: Mapping[str, T
 
 
 def require_sound(origin: str, tensors: Mapping[str, Tensor], coordinates: Any, rounds: Any = 1) -> dict[str, Factors]:
-    """Refuse tensors that are not finite or not named like a module, and bases that are not orthonormal as promised.
+    """Refuse tensors that are not finite or badly named, and bases that are not orthonormal although they should be.
 
     Args:
-        rounds: The number of bases that stand side by side in P and Q.
+        rounds: The number of bases side by side in P and Q.
 
     Returns:
-        The factors by layer. Bases of zeros belong to an adapter that was never calibrated.
+        The factors by layer. Zero bases belong to an adapter that was never calibrated.
     """
     _require_names(origin, tensors)
     factors = layer_factors(origin, tensors)
@@ -171,7 +171,7 @@ def require_sound(origin: str, tensors: Mapping[str, Tensor], coordinates: Any, 
 
 
 def require_orthonormal(origin: str, bases: Mapping[str, tuple[Tensor, Tensor]], coordinates: Any) -> None:
-    """Refuse P and Q that are not orthonormal though their coordinates promise it; bases of zeros pass."""
+    """Refuse P and Q that are not orthonormal although their coordinates are; zero bases pass."""
     promised = isinstance(coordinates, str) and coordinates in ORTHONORMAL_COORDINATES
     if promised and any(bool(P.any()) or bool(Q.any()) for P, Q in bases.values()):
         for layer, (P, Q) in bases.items():
@@ -184,7 +184,7 @@ def require_orthonormal(origin: str, bases: Mapping[str, tuple[Tensor, Tensor]],
 
 
 def require_sound_cores(origin: str, tensors: Mapping[str, Tensor], basis_id: Any) -> None:
-    """Refuse cores alone that are not finite, not named like a module, or name no basis."""
+    """Refuse an adapter of cores only that is not finite, badly named, or names no basis."""
     _require_names(origin, tensors)
     if not isinstance(basis_id, str):
         raise ArtifactError(f"{origin} holds cores alone and does not say on which basis. Save or download it again.")
@@ -192,7 +192,7 @@ def require_sound_cores(origin: str, tensors: Mapping[str, Tensor], basis_id: An
 
 
 def require_modules(origin: str, modules: Any, tokens: Any, tensors: Mapping[str, Tensor]) -> None:
-    """Refuse an adapter that names trained modules or tokens and does not hold them.
+    """Refuse an adapter that names trained modules or tokens but does not hold them.
 
     Args:
         modules: ``modules_to_save`` of its configuration.
@@ -220,7 +220,7 @@ def _require_names(origin: str, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _tensor_hashes(tensors: Iterable[Tensor]) -> list[str]:
-    """Hashes without names, sorted: transformers may rename layers on loading."""
+    """Hashes without names, sorted, because transformers may rename layers on loading."""
     return sorted(fingerprint_tensors([("", tensor)]) for tensor in tensors)
 
 

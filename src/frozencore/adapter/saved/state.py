@@ -1,7 +1,7 @@
-"""The state of an adapter in a model: what is saved of it, and what may be loaded into it.
+"""Convert the state of an adapter between a model and a file.
 
-A file holds P, Q and R of each layer, or on a named basis all cores in one vector. The cores of several rounds are one
-matrix in a file; in a model the last core trains and the earlier ones do not.
+A file holds P, Q and R of each layer, or on a named basis all cores in one vector. In a file the cores of several
+rounds are one matrix; in a model only the last core trains.
 
 Shapes: P m x k, Q n x k, R k x k in a file; k = r times the rounds.
 """
@@ -51,7 +51,7 @@ def state_to_save(
     found: dict[str, Tensor],
     whole: Mapping[str, Tensor],
 ) -> dict[str, Tensor]:
-    """Turn PEFT's state dict of an adapter into the tensors of a file, and note their hashes in the configuration.
+    """Turn PEFT's state dict of an adapter into the tensors of a file, and record their hashes in the configuration.
 
     Args:
         whole: The model's state dict, which holds trained modules too.
@@ -71,7 +71,7 @@ def state_to_save(
 def state_to_load(
     model: nn.Module, config: FrozenCoreConfig, adapter_name: str, state_dict: dict[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Turn the tensors of a file into PEFT's state dict, checked before one of them reaches the model."""
+    """Turn the tensors of a file into PEFT's state dict, with all checks before the model changes."""
     origin, layers = f"the adapter {adapter_name!r}", frozen_core_layers(model, adapter_name)
     _resize_for_rounds(config, layers, adapter_name, state_dict)
     own = {name: layer.factors(adapter_name) for name, layer in layers.items()}
@@ -93,7 +93,7 @@ def state_to_load(
         if holds_no_basis(state_dict):
             warn_of_uncalibrated(f"The adapter {adapter_name!r}", "before it is trained or used")
         if config.basis_id is not None and not _same_bases(own, factors):
-            config.name_basis(None)  # the bases that came are not those of the named basis
+            config.name_basis(None)  # the loaded bases are not the named basis
     state_dict = _with_last_cores(state_dict, layers, adapter_name)
     for layer in layers.values():
         layer.awaits_core.discard(adapter_name)
@@ -132,7 +132,7 @@ def _with_last_cores(tensors: Mapping[str, Tensor], layers: Layers, adapter_name
 def _resize_for_rounds(
     config: FrozenCoreConfig, layers: Layers, adapter_name: str, tensors: Mapping[str, Tensor]
 ) -> None:
-    """Let an adapter that is being refreshed take the rounds of one of its checkpoints."""
+    """Let an adapter that is being refreshed load a checkpoint with other rounds."""
     found = {key.removeprefix(BASE): tensor for key, tensor in tensors.items()}
     for name, layer in layers.items():
         P, r = found.get(f"{name}.{PREFIX}P"), len(layer.core(adapter_name))
@@ -142,7 +142,7 @@ def _resize_for_rounds(
 
 
 def _require_fit(origin: str, layers: Mapping[str, tuple[Tensor, Tensor, Tensor]], came: Mapping[str, Factors]) -> None:
-    """Refuse factors of other layers or shapes than the model's own P, Q and R."""
+    """Refuse factors whose layers or shapes differ from the model's P, Q and R."""
     for odd, what in (
         (came.keys() - layers.keys(), "the base model lacks"),
         (layers.keys() - came.keys(), "it has nothing for"),
@@ -165,7 +165,7 @@ def _require_fit(origin: str, layers: Mapping[str, tuple[Tensor, Tensor, Tensor]
 
 
 def _same_bases(own: Mapping[str, tuple[Tensor, Tensor, Tensor]], came: Mapping[str, Factors]) -> bool:
-    """Whether P and Q that came are the layers' own; a layer on the meta device has none."""
+    """Return whether loaded P and Q equal the layers' own; a layer on the meta device has none."""
     return all(
         mine.is_meta or torch.equal(mine, theirs.to(mine.device, mine.dtype))
         for name, factors in came.items()
@@ -174,7 +174,7 @@ def _same_bases(own: Mapping[str, tuple[Tensor, Tensor, Tensor]], came: Mapping[
 
 
 def set_named_basis(configs: Mapping[str, FrozenCoreConfig], adapter_name: str, model: nn.Module) -> None:
-    """Set P and Q of a new adapter to its named basis: another adapter's in the model, or from its folder.
+    """Set P and Q of a new adapter to its named basis, from another adapter of the model or from the basis's folder.
 
     Args:
         configs: The configurations of all adapters of the model.
@@ -209,7 +209,7 @@ def _basis_in_model(
 def require_basis_fits(
     origin: str, basis: SavedBasis, config: FrozenCoreConfig, layers: Layers, adapter_name: str
 ) -> None:
-    """Refuse a basis of other layers, ranks, scales or another base model than an adapter's."""
+    """Refuse a basis whose layers, ranks, scales or base model differ from the adapter's."""
     if basis.layers.keys() != layers.keys():
         odd = sorted(basis.layers.keys() ^ layers.keys())
         raise ArtifactError(
@@ -232,7 +232,7 @@ def require_basis_fits(
 
 
 def require_same_base(what: str, recorded: Mapping[str, str] | None, config: FrozenCoreConfig, layers: Layers) -> None:
-    """Refuse a base model whose weights are not the recorded ones, unless the configuration allows that."""
+    """Refuse a base model whose weights differ from the record, unless the configuration allows it."""
     if recorded is None or config.allow_other_base:
         return
     odd = differing_layer(recorded, {name: layer.base_samples for name, layer in layers.items()})
@@ -241,7 +241,7 @@ def require_same_base(what: str, recorded: Mapping[str, str] | None, config: Fro
 
 
 def other_base(what: str, layer: str) -> ArtifactError:
-    """The error for a layer whose weight is not the recorded one."""
+    """The error for a layer whose weight differs from the record."""
     return ArtifactError(
         f"{what} was made on another base model: the weight of layer {layer!r} differs. Load that model, or "
         "pass allow_other_base=True to PeftModel.from_pretrained to use it on this one."

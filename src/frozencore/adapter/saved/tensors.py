@@ -1,6 +1,6 @@
 """The tensors of a saved adapter: their names, the factors of each layer, and all cores as one vector.
 
-An adapter on a named basis stores its cores alone, as one vector of Σr² values in the order of the layers' names. At
+An adapter on a named basis stores only its cores, as one vector of Σr² values in the order of the layers' names. For
 Qwen2.5-3B the names and shapes of 144 separate cores would take 17 KB beside 147 KB of values.
 
 Shapes: P m x r, Q n x r, R r x r.
@@ -19,7 +19,7 @@ from frozencore.errors import ArtifactError
 from frozencore.maths.linalg import all_finite
 
 PREFIX = "frozencore_"
-"""The beginning of the names of our tensors, below the name of their layer."""
+"""The prefix of our tensors' names, after the name of their layer."""
 BASE = "base_model.model."
 FLAT = f"{PREFIX}cores"
 """The name of the vector of all cores."""
@@ -62,7 +62,7 @@ def _require_shapes(origin: str, layer: str, factors: Factors) -> None:
 
 
 def is_usable_float(tensor: Tensor) -> bool:
-    """Whether a tensor holds floats that torch computes with; 8-bit floats are only stored."""
+    """Return whether torch can compute with a tensor's floats; 8-bit floats can only be stored."""
     return tensor.is_floating_point() and tensor.dtype.itemsize > 1
 
 
@@ -73,7 +73,7 @@ def flatten_cores(cores: Mapping[str, Tensor]) -> Tensor:
 
 
 def require_size(origin: str, flat: Tensor, size: int) -> None:
-    """Refuse a vector of cores that has not ``size`` floats."""
+    """Refuse a vector of cores that does not have ``size`` floats."""
     if flat.ndim != 1 or not is_usable_float(flat) or flat.numel() != size:
         raise ArtifactError(
             f"The cores of this basis are {size} numbers, but {origin} holds {flat.dtype} {tuple(flat.shape)}. They "
@@ -82,13 +82,13 @@ def require_size(origin: str, flat: Tensor, size: int) -> None:
 
 
 def split_cores(origin: str, flat: Tensor, ranks: Mapping[str, int]) -> dict[str, Tensor]:
-    """Views of the vector as R (r x r) by layer name."""
+    """Split the vector into views R (r x r) by layer name."""
     require_size(origin, flat, sum(r * r for r in ranks.values()))
     return by_layer(flat, {name: ranks[name] for name in sorted(ranks)})
 
 
 def by_layer(flat: Tensor, ranks: Mapping[str, int]) -> dict[str, Tensor]:
-    """Views (..., r, r) of values that lie side by side (..., Σr²), in the order of the ranks."""
+    """Split contiguous values (..., Σr²) into views (..., r, r), in the order of the ranks."""
     parts = flat.split([r * r for r in ranks.values()], dim=-1)
     return {name: part.unflatten(-1, (r, r)) for part, (name, r) in zip(parts, ranks.items(), strict=True)}
 
@@ -106,14 +106,14 @@ def with_factors(
 
 
 class UncalibratedWarning(UserWarning):
-    """An adapter that was never calibrated is saved, loaded or merged."""
+    """Warning: an adapter that was never calibrated is saved, loaded or merged."""
 
 
 def warn_of_uncalibrated(what: str, then: str) -> None:
     """Warn of an adapter whose bases are zero, so that it changes nothing.
 
     Args:
-        what: The adapter, as a sentence begins.
+        what: The adapter, as the beginning of a sentence.
         then: What to do after calibration.
     """
     zero = "its bases are zero and it changes nothing. Call frozencore.calibrate(model, dataloader)"
@@ -121,13 +121,13 @@ def warn_of_uncalibrated(what: str, then: str) -> None:
 
 
 def holds_no_basis(tensors: Mapping[str, Tensor]) -> bool:
-    """Whether the bases are still zero; all layers get theirs at once, so one tells."""
+    """Return whether the bases are still zero; all layers get theirs together, so one is enough."""
     first = next((tensor for key, tensor in tensors.items() if f".{PREFIX}P" in key), None)
     return first is not None and not bool(first.any())
 
 
 def require_finite(origin: str, tensors: Mapping[str, Tensor], way_out: str) -> None:
-    """Refuse tensors with NaN, Inf, or values that no float32 holds."""
+    """Refuse tensors with NaN, Inf, or values outside float32's range."""
     for key, tensor in tensors.items():
         if not _finite(tensor):
             held = "values that no float32 holds" if all_finite(tensor) else "NaN or Inf"
