@@ -1,4 +1,4 @@
-"""How a run gets its adapter: from a saved basis, or with bases computed from its calibration rows."""
+"""Make the adapter of a run: on a saved basis, or with bases computed from its calibration rows."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ DECIDED = {"method": "constructor", "rank": "r", "rank_budget": "rank_budget", "
 
 
 def on_named_basis(config: RunConfig) -> RunConfig:
-    """The configuration with method, rank, targets and options of its basis; as it is where it names none.
+    """Fill a configuration with the method, rank, targets and options of its saved basis, if it names one.
 
     Raises:
-        ConfigError: It asks for another method, rank or option than the basis has.
+        ConfigError: The configuration has another method, rank or option than the basis.
         ArtifactError: There is no such basis, or it is damaged.
     """
     if config.basis is None:
@@ -38,7 +38,7 @@ def on_named_basis(config: RunConfig) -> RunConfig:
     core = {name: options.get(name, value) for name, value in config.core.model_dump(mode="json").items()}
     decided = {own: options.get(theirs) for own, theirs in DECIDED.items()}
     if isinstance(decided["targets"], str) and decided["targets"] != "all-linear":
-        decided["targets"] = None  # a regular expression, which a run cannot name; the basis does
+        decided["targets"] = None  # may be a regular expression, which only the basis can name
     asked = {name: getattr(config, name) for name in DECIDED} | config.core.model_dump(mode="json")
     for name, value in {**decided, **core}.items():
         if asked[name] not in (_default(config, name), value, _as_asked(value)):
@@ -60,16 +60,16 @@ def _as_asked(value: Any) -> Any:
 
 Adapted = tuple[PeftModel, Calibration | None]
 Adapt = Callable[[RunConfig, Bench, Targets, Progress], Adapted]
-"""Puts the configured adapter on a bench's model, calibrated; what was found is None where no data were read."""
+"""Add the configured adapter to a bench's model and calibrate it; the calibration is None if no data were read."""
 
 
 def adapt_from_data(
     config: RunConfig, bench: Bench, targets: Targets, progress: Progress, moments_file: Path | None = None
 ) -> Adapted:
-    """The adapter, its bases computed from the run's calibration rows.
+    """Add the adapter, with bases computed from the run's calibration rows.
 
     Args:
-        moments_file: Moments of ``frozencore calibrate`` instead of a new pass; refused if they are of anything else.
+        moments_file: Moments of ``frozencore calibrate`` in place of a new pass; they must match the run.
     """
     model = config.method_entry.add(bench.model, config.adapter_options(targets))
     if not config.moments_needed:
@@ -103,10 +103,10 @@ def adapt_from_data(
 
 
 def own_share(batches: list[Batch]) -> list[Batch]:
-    """What this process calibrates on, where several do: all of it together is what one would see, batch by batch.
+    """The share of the calibration batches of this process; all shares together are the batches of a single process.
 
     Raises:
-        ConfigError: There is less than a batch for each.
+        ConfigError: There are fewer batches than processes.
     """
     if len(batches) < num_ranks():
         raise ConfigError(
@@ -117,7 +117,7 @@ def own_share(batches: list[Batch]) -> list[Batch]:
 
 
 def adapter_of(config: RunConfig, targets: Targets, hashes: Mapping[str, str]) -> dict[str, Any]:
-    """What an adapter is built by and computed from: JSON values by name."""
+    """The inputs that determine an adapter, as JSON values by name."""
     return {
         "base model": hashes["model"],
         "calibration rows": hashes["calibration"],

@@ -1,4 +1,4 @@
-"""What a run works on: a loaded model, its tokenizer, and the rows of a configuration."""
+"""The loaded inputs of a run: a model, its tokenizer, and the rows of a configuration."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ CALIBRATION_BATCH = 8
 
 @dataclass(frozen=True)
 class Score:
-    """What a model scored on the evaluation rows: nats per completion token, the task's accuracy if it has one,
-    what it said to a few of them if asked, and by name its loss on the texts of other tasks."""
+    """The scores of a model on the evaluation rows: nats per completion token, the task's accuracy if it has one,
+    sample completions if requested, and the loss on the texts of other tasks by name."""
 
     held_out_loss: float
     task: TaskScore | None = None
@@ -36,7 +36,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Base:
-    """A loaded base model and its tokenizer, of any number of runs one after the other."""
+    """A loaded base model and its tokenizer, for any number of successive runs."""
 
     model: PreTrainedModel
     tokenizer: Any
@@ -44,7 +44,7 @@ class Base:
 
 @dataclass
 class Bench:
-    """A loaded model with one run's rows; the score of the untouched model is kept for runs that share them."""
+    """A loaded model with one run's rows, and the base model's score for runs that share them."""
 
     model: PreTrainedModel
     encoder: PromptEncoder
@@ -55,7 +55,7 @@ class Bench:
 def prepare(
     config: RunConfig, progress: Progress, base: Base | None = None, *, row_cache: RowCache | None = None
 ) -> Bench:
-    """Load what a run needs. Every error in the input shows here, before anything is written.
+    """Load the inputs of a run. Errors in the input are raised here, before anything is written.
 
     Args:
         base: The configured model, loaded before.
@@ -94,6 +94,6 @@ def _told(rows: RunRows) -> str:
 
 
 def calibration_batches(rows: RunRows, pad_id: int) -> list[Batch]:
-    """The calibration rows as batches of similar length, which wastes little on padding."""
+    """Group the calibration rows into batches of similar length, to save padding."""
     by_length = sorted(rows.calibration, key=lambda row: len(row.input_ids))
     return list(make_batches(by_length, pad_id=pad_id, batch_size=CALIBRATION_BATCH))

@@ -1,4 +1,4 @@
-"""Calibration without training: bases for later runs, and what a saved basis holds of other rows."""
+"""Calibrate without training: bases for later runs, and the fit of a saved basis to other rows."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from frozencore.words import Progress
 def collect_for(
     config: RunConfig, model: PeftModel, batches: list[Batch], needs: frozenset[MomentName], progress: Progress
 ) -> dict[str, LayerMoments]:
-    """Moments of the layers that carry the adapter, which is still zero."""
+    """Collect moments of the adapted layers; the adapter is still zero."""
     layers = {name: layer.get_base_layer() for name, layer in frozen_core_layers(model, "default").items()}
     return collect_moments(
         model.get_base_model(),
@@ -48,7 +48,7 @@ def collect_for(
 def execute_calibration(config: RunConfig, out: Path, progress: Progress) -> Calibration:
     """Write ``out/moments.safetensors``, ``out/adapter`` with zero cores, and ``out/basis`` for many adapters.
 
-    With a memory budget there is no file of moments: the sums of all layers are what the budget is to avoid.
+    With a memory budget no moments file is written, because the budget avoids holding the sums of all layers.
 
     Raises:
         ConfigError: The method reads no data.
@@ -77,7 +77,7 @@ def execute_calibration(config: RunConfig, out: Path, progress: Progress) -> Cal
     config.method_entry.save(model, out / ADAPTER, out)
     save_basis(model, out / BASIS, calibrated_on=calibrated_on(config, bench, calibration))
     if parts is not None:
-        # last: it says that the folder is whole
+        # last, because it marks a complete folder
         save_moments(out / MOMENTS_FILE, GivenMoments(parts).taken(), fingerprint)
     return calibration
 
@@ -97,10 +97,10 @@ class RowShares:
 def shares_of_rows(config: RunConfig, progress: Progress) -> RowShares:
     """Collect the moments of the configured rows, once, and compare the configured basis with them.
 
-    The rows are those that a run of this configuration would calibrate on.
+    The rows are the calibration rows of a run with this configuration.
 
     Raises:
-        ArtifactError: There is no such basis, or it is of another model.
+        ArtifactError: There is no such basis, or it belongs to another model.
         CalibrationError: The rows have no gradient in any layer of the basis.
     """
     config = on_named_basis(config)

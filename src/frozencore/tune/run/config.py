@@ -162,7 +162,7 @@ class RunConfig(PlaceConfig, ScoringConfig, RecipeConfig, CalibrationConfig, Bas
                     "--private-epsilon 8 --private-delta 1e-5, for instance."
                 )
             return
-        assert self.private_budget  # made, so that its bounds are checked
+        assert self.private_budget  # creating it checks its bounds
         if not self.method_entry.has_bases:
             raise ConfigError(
                 f"Private training is for cores, but the method {self.method!r} has none. Use one that has, such as "

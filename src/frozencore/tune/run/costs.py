@@ -1,11 +1,10 @@
-"""What a run costs: trained values, state, stored bytes, and the largest memory of each phase.
+"""Measure the cost of a run: trained values, training state, stored bytes, and the peak memory of each phase.
 
 Shapes: a target matrix is (m, n), outputs and inputs; r is the rank.
 
-The system counts the largest of a process's whole life, and freed memory stays with the process until it is asked for.
-So before each phase what is free is given back and the count begins anew: a phase that needs little then says so, also
-after one that needed much. What Python and its libraries hold is in every count of a process; what a method needs is
-what its peaks have above ``held_bytes``.
+The system records one peak over a process's whole life, and a process keeps its freed memory. So before each phase free
+memory is returned and the peak is reset; a small phase after a large one then shows its own peak. Every peak includes
+the memory of Python and its libraries. The need of a method is its peak above ``held_bytes``.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ FLOAT32_BYTES = 4
 
 
 def basis_bytes(shapes: Iterable[Shape], rank: int, dtype: torch.dtype) -> int:
-    """Bytes of the stored P and Q: ``Σ min(r, m, n) (m + n)`` values of that dtype."""
+    """Bytes of the stored P and Q: ``Σ min(r, m, n) (m + n)`` values of this dtype."""
     return sum(min(rank, m, n) * (m + n) for m, n in shapes) * dtype.itemsize
 
 
@@ -41,12 +40,12 @@ def training_state_bytes(num_parameters: int) -> int:
 
 
 def optimiser_bytes(model: nn.Module, rank: int | None) -> int:
-    """Bytes of float32 gradients and optimiser states beside what a model trains.
+    """Bytes of float32 gradients and optimizer states of a model's trained values.
 
     Args:
-        rank: Of the optimiser's state (GaLore, APOLLO); None for AdamW. Of a trained matrix (m, n) it holds two moments
-            of the gradient in k = min(r, m, n) directions of the smaller side, and those directions; of anything else
-            what AdamW holds.
+        rank: The rank of the optimizer's state (GaLore, APOLLO); None for AdamW. For a trained matrix (m, n) such an
+            optimizer holds k = min(r, m, n) directions of the smaller side and two moments of the gradient in them.
+            For other parameters it holds the states of AdamW.
     """
     if rank is None:
         return training_state_bytes(values_at_once(model))
@@ -60,12 +59,12 @@ def optimiser_bytes(model: nn.Module, rank: int | None) -> int:
 
 
 def values_at_once(model: nn.Module) -> int:
-    """Values that train at a moment: those that an optimiser would get."""
+    """The number of values that train at the same time."""
     return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
 
 def model_bytes(model: nn.Module) -> int:
-    """Bytes of the base model's weights as they are loaded, whatever adapters are on it; tied ones count once."""
+    """Bytes of the base model's loaded weights, without adapters; tied weights count once."""
     return total_bytes(stored for _, tensor in base_tensors(model) for stored in stored_tensors(tensor))
 
 
@@ -75,10 +74,10 @@ FORGET_THE_PEAK = "5"
 
 
 class PeakMemory:
-    """Notes the peak of each phase of one run.
+    """Record the peak memory of each phase of one run.
 
     Args:
-        model: Loaded, nothing added to it yet: what is held now is what ``held_bytes`` says.
+        model: The loaded base model without an adapter; the memory held now becomes ``held_bytes``.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -89,19 +88,19 @@ class PeakMemory:
 
     @contextmanager
     def phase(self, name: RunPhase) -> Iterator[None]:
-        """Measure what happens in the block; nothing is noted of one that fails."""
+        """Measure the block; a block that fails is not recorded."""
         self._begin_anew()
         yield
         self._peaks[name] = self._peak()
 
     @property
     def largest(self) -> int:
-        """Bytes: of the phases, or of this process's life where peaks cannot be told apart."""
+        """The largest peak in bytes: of the phases, or of the process's life if phases cannot be separated."""
         return max(self._peaks.values()) if self._forgets and self._peaks else self._peak()
 
     @property
     def peaks(self) -> PhasePeaks | None:
-        """By phase; None where the system counts over the process's life alone, or a phase is missing."""
+        """The peak of each phase; None if the system cannot separate phases, or a phase is missing."""
         if not self._forgets or len(self._peaks) < 3:
             return None
         return PhasePeaks(
@@ -113,7 +112,7 @@ class PeakMemory:
         )
 
     def _begin_anew(self) -> bool:
-        """Forget the largest so far; False where that cannot be."""
+        """Reset the peak; False if the system cannot."""
         if self._devices:
             for device in self._devices:
                 torch.cuda.reset_peak_memory_stats(device)
@@ -137,8 +136,8 @@ class PeakMemory:
 
 
 def process_peak_bytes() -> int:
-    """The largest memory that was resident in this process, in its life or since that was forgotten."""
-    peak = _status("VmHWM")  # rusage would report the peak of the process that started this one, if that was larger
+    """The peak resident memory of this process, over its life or since the last reset."""
+    peak = _status("VmHWM")  # rusage would include the parent process's peak
     if peak is not None:
         return peak
     largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -146,7 +145,7 @@ def process_peak_bytes() -> int:
 
 
 def _status(field: str) -> int | None:
-    """Bytes of a field of this process's status; None where there is no such file or it lacks the field."""
+    """Read a field of this process's status in bytes; None if the file or the field is missing."""
     try:
         lines = STATUS.read_text().splitlines()
     except OSError:
@@ -155,7 +154,7 @@ def _status(field: str) -> int | None:
 
 
 def _give_back_what_is_free() -> None:
-    """Return what the C library keeps of freed memory; where it is another library, it keeps what it keeps."""
+    """Return freed memory from glibc to the system; does nothing with another C library."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

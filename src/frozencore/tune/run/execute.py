@@ -1,4 +1,4 @@
-"""One run: calibrate a basis, train the core, score before and after, save the adapter and, last, the record."""
+"""Execute one run: calibrate a basis, train the core, score before and after, save the adapter, then the record."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from frozencore.words import Progress, as_stage
 LAST_GOOD = "last-good-adapter"  # beside the checkpoints of a training that diverged
 
 MeasureBases = Callable[[RunConfig, Bench, PeftModel, Progress], Mapping[str, Capture]]
-"""What bases capture, by layer, that were made without looking at the data; nothing where that is not known."""
+"""Measure, by layer, how much of the moments bases capture that were built without data; empty if unknown."""
 
 
 def execute(
@@ -66,30 +66,27 @@ def execute(
     """Run a configuration and write ``out/``: the adapter, predictions, and last of all ``result.json``.
 
     Args:
-        bench: Loaded before by :func:`prepare`; its model is used up by the run.
-        resume: Go on from what an interrupted run has kept in ``out``: the base model's score, the bases, the newest
-            complete checkpoint.
-        moments_file: As for :func:`adapt_from_data`.
-        adapt: Where the adapter and its bases come from; by default :func:`adapt_from_data`, and what it found is kept
-            for a run that resumes.
-        measure: What the bases capture, for a method that has read no data; its time counts as nobody's.
-        train: How it trains; by default once, by the configured recipe.
+        bench: Inputs already loaded by :func:`prepare`; the run changes its model.
+        resume: Continue an interrupted run in ``out`` from its base score, bases and newest complete checkpoint.
+        moments_file: See :func:`adapt_from_data`.
+        adapt: Makes the adapter and its bases; by default :func:`adapt_from_data`, whose result is stored for resuming.
+        measure: Measures the captures of a method without calibration; its time is not counted.
+        train: Trains; by default once, by the configured recipe.
 
     Returns:
-        The record that was written.
+        The written record.
 
     Raises:
-        FrozenCoreError: Bad input, a folder that holds a finished run, or one that is not resumed, or training that
-            diverged.
+        FrozenCoreError: The input is bad, the folder holds a finished or interrupted run, or training diverged.
     """
-    with all_ranks_or_none():  # none writes before all have looked
+    with all_ranks_or_none():  # no process writes before all have checked
         refuse_used(out, resume=resume)
         require_reporters(config.report_to or ())
         config = _without_samples(on_named_basis(config))
         started, is_first = time.perf_counter(), own_rank() == 0
         config.method_entry.require()
         bench = bench or prepare(config, progress)
-        recipe_of(config, bench.rows, bench.model).of_each(num_ranks())  # refuses what cannot be shared
+        recipe_of(config, bench.rows, bench.model).of_each(num_ranks())  # refuses a step that cannot be shared evenly
     targets = resolve_targets(config, bench.model)
     progress("hash", 0, 1)
     hashes = {"model": fingerprint_model(bench.model), **bench.rows.fingerprints()}
@@ -115,7 +112,7 @@ def execute(
             else:
                 own = partial(adapt_from_data, config, bench, targets, progress, moments_file)
                 model, calibration, calibration_s = cache.load_or_build_adapter(identity, bench, method, own, caught)
-        measures = measure if config.private_budget is None else None  # which would read private rows
+        measures = measure if config.private_budget is None else None  # it would read private rows
         captures = calibration.captures if calibration else measures(config, bench, model, progress) if measures else {}
     if is_first:
         out.mkdir(parents=True, exist_ok=True)
@@ -140,7 +137,7 @@ def execute(
 
 
 def scored_as(config: RunConfig, hashes: Mapping[str, str]) -> dict[str, Any]:
-    """What the score of a base model depends on: JSON values by name."""
+    """The inputs that determine a base model's score, as JSON values by name."""
     of_scores = ScoringConfig.model_fields.keys() - StepChoiceConfig.model_fields.keys()
     asked = config.model_dump(mode="json", include={"task", "max_length", *of_scores})
     return {**asked, "base model": hashes["model"], "evaluation": hashes["evaluation"], "others": hashes.get("others")}
@@ -172,7 +169,7 @@ def train_once(training: Training) -> Outcome:
 
 
 def finish(outcome: Outcome) -> TunedRecord:
-    """Score, save and record a trained run, and take away what only an interrupted one needs.
+    """Score, save and record a trained run, and remove the files that only resuming needs.
 
     Raises:
         DivergenceError: The trained model's loss on the rows is not finite.

@@ -1,4 +1,4 @@
-"""What a finished run was worth and cost, as its record and its model card say it."""
+"""Make the record and the model card of a finished run."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ from frozencore.tune.training.train import TrainingReport
 
 
 def make_record(outcome: Outcome, score: Score, hashes: Mapping[str, str]) -> TunedRecord:
-    """What ``result.json`` holds of a run whose adapter is saved.
+    """Make the content of ``result.json`` for a run whose adapter is saved.
 
     Args:
-        score: Of the trained model.
+        score: The score of the trained model.
         hashes: SHA-256 of the base model, of the rows and of the bases, by name.
     """
     run, report = outcome.training, outcome.report
@@ -84,7 +84,7 @@ def make_record(outcome: Outcome, score: Score, hashes: Mapping[str, str]) -> Tu
             step_s=report.step_s,
             num_steps=report.num_steps,
             peak_memory_bytes=run.memory.largest,
-            peaks=run.memory.peaks if report.company is None else None,  # its training was another's, too
+            peaks=run.memory.peaks if report.company is None else None,  # its training was shared
         ),
         training=_training(report),
         **_if_any(
@@ -105,7 +105,7 @@ def make_record(outcome: Outcome, score: Score, hashes: Mapping[str, str]) -> Tu
 
 
 def _training(report: TrainingReport) -> TrainedSteps:
-    """Losses of private rows are exact, and would tell about the rows."""
+    """Record the training, without the losses of private rows, which would reveal the rows."""
     if report.schedule is not None:
         return TrainedSteps(num_steps=report.num_steps)
     return TrainedSteps(num_steps=report.num_steps, final_loss=report.final_loss, losses=report.losses)
@@ -118,7 +118,7 @@ def _spending(report: TrainingReport) -> PrivateSpending | None:
 
 
 def _told(config: RunConfig, hashes: Mapping[str, str]) -> Hashes:
-    """By a hash of private rows one could try whether a row is among them."""
+    """Record the hashes, without those of private rows, which would allow testing for a row."""
     untold = set() if config.private_budget is None else {"train"}
     if untold and config.calibration_task is None:
         untold.add("calibration")
@@ -133,7 +133,7 @@ def _company(report: TrainingReport) -> CompanySize | None:
 
 
 def _if_any(**parts: Any) -> dict[str, Any]:
-    """By key of the record, without those that are None."""
+    """The given parts by key, without those that are None."""
     return {name: part for name, part in parts.items() if part is not None}
 
 
@@ -161,7 +161,7 @@ def headline(score: Score, beta: float | None = None) -> dict[str, float]:
 
 
 def calibrated_on(config: RunConfig, bench: Bench, calibration: Calibration | None) -> str | None:
-    """What the model card says of the calibration data; None where none were read."""
+    """Describe the calibration data for the model card; None if no data were read."""
     if config.basis is not None:
         said: str | None = read_header(config.basis)["calibrated_on"]
         return said

@@ -1,4 +1,4 @@
-"""The base model of a run: how it is loaded, which of its layers are adapted, and how large it is."""
+"""The base model of a run: its loading, its adapted layers, and its size."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _WAY_OUT = "Give a folder that save_pretrained wrote, a GGUF file or a hub id."
 
 
 def load_model(name: str, *, dtype: str = "auto", device: str = "auto") -> tuple[PreTrainedModel, Any]:
-    """A causal language model in evaluation mode and its tokenizer.
+    """Load a causal language model in evaluation mode and its tokenizer.
 
     Args:
-        name: Hub id, local folder, GGUF file, ``pocket`` or ``smollm2``. What is local is read without the network.
+        name: Hub id, local folder, GGUF file, ``pocket`` or ``smollm2``. Local files are read without the network.
         dtype: ``auto`` is the dtype that the model was saved in; float32 for quantised GGUF files.
         device: ``auto`` is the first GPU, or the CPU.
 
@@ -48,7 +48,7 @@ def load_model(name: str, *, dtype: str = "auto", device: str = "auto") -> tuple
         with quiet_loading():
             tokenizer = _tokenizer(loading)
             model = _weights(loading, dtype)
-    except Exception as error:  # transformers raises a dozen kinds for a folder that is not a model
+    except Exception as error:  # transformers raises many kinds of errors for a folder that is not a model
         raise ModelError(
             f"--model {name} cannot be read as a causal language model with its tokenizer: "
             f"{why_unreadable(loading, error)} {_WAY_OUT}"
@@ -57,24 +57,24 @@ def load_model(name: str, *, dtype: str = "auto", device: str = "auto") -> tuple
 
 
 def load_config(name: str) -> PretrainedConfig:
-    """The configuration of a model, alone.
+    """Load only the configuration of a model.
 
     Raises:
-        ModelError: As for :func:`load_model`.
+        ModelError: As in :func:`load_model`.
     """
     name = model_location(name)
     loading = safe_loading(name)
     try:
         return AutoConfig.from_pretrained(**loading)
-    except Exception as error:  # of a GGUF file, whatever its damage leads to
+    except Exception as error:  # damage in a GGUF file may raise any error
         raise ModelError(f"--model {name} has no configuration: {why_unreadable(loading, error)}") from error
 
 
 def load_tokenizer(name: str) -> Any:
-    """The tokenizer of a model, alone.
+    """Load only the tokenizer of a model.
 
     Raises:
-        ModelError: As for :func:`load_model`.
+        ModelError: As in :func:`load_model`.
     """
     name = model_location(name)
     loading = safe_loading(name)
@@ -89,14 +89,14 @@ def load_tokenizer(name: str) -> Any:
 def _weights(loading: dict[str, Any], dtype: str) -> PreTrainedModel:
     if "gguf_file" in loading:
         return read_weights(AutoModelForCausalLM, dtype, loading)
-    beside = {"local_files_only": loading["local_files_only"]}  # it looks for an adapter there
+    beside = {"local_files_only": loading["local_files_only"]}  # transformers searches for an adapter there
     return AutoModelForCausalLM.from_pretrained(dtype=dtype, adapter_kwargs=beside, **loading)
 
 
 def _tokenizer(loading: dict[str, Any]) -> Any:
     tokenizer = read_tokenizer(loading)
     ids = tokenizer("A word and 1", add_special_tokens=False)["input_ids"]
-    if set(ids) <= set(tokenizer.all_special_ids):  # what transformers makes of a folder without tokenizer.json
+    if set(ids) <= set(tokenizer.all_special_ids):  # the result of a folder without tokenizer.json
         raise ValueError("its tokenizer knows no words, as tokenizer.json or its like is missing.")
     return tokenizer
 
@@ -111,11 +111,11 @@ _BLOCK = re.compile(r"\.(\d+)\.")
 
 
 def resolve_targets(config: BasesConfig, model: PreTrainedModel) -> Targets:
-    """The layers to adapt: those named, or the method's own, mostly the attention projections, which the paper adapts.
+    """The layers to adapt: the configured ones, or the method's default, mostly the attention projections.
 
     Raises:
-        ConfigError: A name matches no layer, the architecture is not known and nothing was named, or the model has
-            fewer blocks than are to be adapted.
+        ConfigError: A name matches no layer, the architecture is unknown and no names were given, or the model has
+            fewer blocks than requested.
     """
     targets = config.targets or config.method_entry.default_targets(model) or _attention_projections(model)
     if targets != "all-linear":
@@ -124,7 +124,7 @@ def resolve_targets(config: BasesConfig, model: PreTrainedModel) -> Targets:
 
 
 def _in_last_blocks(model: PreTrainedModel, targets: Targets, num_blocks: int) -> tuple[str, ...]:
-    """The full names of the layers in the last blocks: a block is what the first number in a layer's name counts."""
+    """The full names of the layers in the last blocks; the first number in a layer's name is its block."""
     block_of = {name: int(found[1]) for name in targeted_layers(model, targets) if (found := _BLOCK.search(name))}
     there = 1 + max(block_of.values(), default=-1)
     if num_blocks > there:
@@ -133,7 +133,7 @@ def _in_last_blocks(model: PreTrainedModel, targets: Targets, num_blocks: int) -
 
 
 def attention_shapes(model: PreTrainedModel) -> tuple[tuple[int, int], ...]:
-    """(m, n) of every attention projection; none where they are not known."""
+    """(m, n) of every attention projection; empty for an unknown architecture."""
     names = FrozenCoreModel.target_module_mapping.get(model.config.model_type, [])
     return tuple(
         layer_shape(module)
@@ -154,7 +154,7 @@ def _attention_projections(model: PreTrainedModel) -> tuple[str, ...]:
 
 
 def _require_each(model: nn.Module, targets: Sequence[str]) -> None:
-    """Refuse a name that matches no layer: a typo among several would otherwise go unseen."""
+    """Refuse a name that matches no layer; otherwise a typo among several names would not be noticed."""
     present = {name for name, _ in model.named_modules()}
     for target in targets:
         if not any(name == target or name.endswith(f".{target}") for name in present):
@@ -169,26 +169,26 @@ def _linear_names(model: nn.Module) -> list[str]:
     return sorted({name.rpartition(".")[2] for name in linear})
 
 
-TOKENS_A_ROW = 128  # where the rows cannot be read
+TOKENS_A_ROW = 128  # if the rows cannot be read
 
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Values of a model, and the shapes of its attention projections."""
+    """The number of a model's values, and the shapes of its attention projections."""
 
     num_parameters: int
     shapes: tuple[tuple[int, int], ...]
 
 
 def size_of(config: PretrainedConfig) -> ModelSize:
-    """The size of a model with that configuration."""
+    """The size of a model with this configuration."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     return ModelSize(sum(p.numel() for p in model.parameters()), attention_shapes(model))
 
 
 def memory_bytes(config: RunConfig, size: ModelSize) -> int:
-    """Bytes of weights, moments and activations of a run."""
+    """Estimate the bytes of weights, moments and activations of a run."""
     weight_bytes = 4 if config.dtype == "float32" else 2
     at_once = config.rows_a_step if config.batch_size == "auto" else config.batch_size
     activations = 34 * TOKENS_A_ROW * at_once * int(size.num_parameters**0.5) * weight_bytes
@@ -196,7 +196,7 @@ def memory_bytes(config: RunConfig, size: ModelSize) -> int:
 
 
 def moment_bytes(config: RunConfig, size: ModelSize) -> int:
-    """Bytes of the moments that a run's bases are made from."""
+    """Bytes of the moments for a run's bases."""
     needs = config.moments_needed
     values = 0
     for m, n in size.shapes:

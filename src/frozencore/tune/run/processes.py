@@ -1,4 +1,4 @@
-"""Several processes that work on one run: those that ``torchrun`` or ``accelerate launch`` has started together."""
+"""Several processes on one run, started together by ``torchrun`` or ``accelerate launch``."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from datetime import timedelta
 
 from frozencore.errors import ConfigError
 
-LONGEST_WAIT = timedelta(days=2)  # while the first scores, the others wait; one that dies is noticed at once
+LONGEST_WAIT = timedelta(days=2)  # the others wait while the first scores; a dead process is noticed at once
 
 
 def num_started() -> int:
-    """How many processes were started together, of which this is one; 1 where it was started alone."""
+    """The number of processes that were started together; 1 for a single process."""
     together = "RANK" in os.environ and "MASTER_ADDR" in os.environ
     return int(os.environ.get("WORLD_SIZE", "1")) if together else 1
 
 
 def is_first() -> bool:
-    """Whether this process is the one that prints and writes."""
+    """Return whether this process prints and writes."""
     return num_started() == 1 or os.environ["RANK"] == "0"
 
 
 @contextmanager
 def joined() -> Iterator[None]:
-    """Inside, the processes that were started together are one process group, each on a GPU of its own if there are."""
+    """Join the processes into a process group inside, each on its own GPU if there are GPUs."""
     if num_started() == 1:
         yield
         return
@@ -43,10 +43,10 @@ def joined() -> Iterator[None]:
 
 
 def refuse_several(what: str) -> None:
-    """Of what one process does alone.
+    """Refuse to run in several processes.
 
     Raises:
-        ConfigError: Several were started.
+        ConfigError: Several processes were started.
     """
     if num_started() > 1:
         raise ConfigError(

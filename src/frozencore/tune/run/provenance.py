@@ -1,4 +1,4 @@
-"""Where and with what a run was made, so that its record can be trusted later: versions, commit, machine."""
+"""The provenance of a run: versions, commit and machine, so that its record can be trusted later."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def _versions() -> Mapping[str, str]:
     return {name: version(name) for name in PACKAGES}
 
 
-@cache  # a process runs what it has loaded, whatever is changed beside it
+@cache  # a process keeps running the code it has loaded
 def source_commit() -> str | None:
-    """The git commit of the source tree that runs, marked ``-dirty`` with uncommitted changes; None outside of git."""
+    """The git commit of the running source, marked ``-dirty`` if there are uncommitted changes; None outside of git."""
     folder = Path(__file__).parents[2]  # the package
     try:
         inside = _git(folder, "ls-files", "--error-unmatch", "__init__.py")

@@ -1,4 +1,4 @@
-"""From a configuration to the rows of its run: read, drawn, held out and tokenised."""
+"""Read, draw, hold out and tokenise the rows of a run."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def prepare_rows(config: RunConfig, encoder: PromptEncoder, kept: RowCache | Non
     """Load, split and tokenise what the configuration names.
 
     Args:
-        kept: What earlier runs have read and tokenised.
+        kept: Rows that earlier runs have read and tokenised.
 
     Raises:
-        DataError, ConfigError: Missing, malformed, empty or overlong rows.
+        DataError, ConfigError: Rows are missing, malformed, empty or too long.
     """
     if config.task is not None:
         task = find_task(config.task)
@@ -52,7 +52,7 @@ def task_splits(config: RunConfig, kept: RowCache | None = None) -> TaskSplits:
 
     Raises:
         DataError: The task's rows cannot be read.
-        NoRowsError: No row is left to train on, or to score on.
+        NoRowsError: No row is left for training or for scoring.
     """
     assert config.task is not None
     splits = _splits_like(config, _Drawn.of(config), kept or RowCache())
@@ -66,7 +66,7 @@ def task_splits(config: RunConfig, kept: RowCache | None = None) -> TaskSplits:
 
 @dataclass(frozen=True)
 class _Drawn:
-    """The rows of a task as a run draws them."""
+    """The rows that a run draws from a task."""
 
     task: str
     num_train: int | None = None
@@ -224,7 +224,7 @@ def _own_rows(config: RunConfig, data: Data, encoder: PromptEncoder) -> RunRows:
 
 
 class _Fitting:
-    """Leaves out what is too long, where that is allowed, and counts it and the prompts that will be cut."""
+    """Drop rows that are too long, if allowed, and count them and the prompts to cut."""
 
     def __init__(self, config: RunConfig, encoder: PromptEncoder) -> None:
         self._config, self._encoder = config, encoder
@@ -260,7 +260,7 @@ def _share_of(rows: Sequence[TextRow]) -> int:
 
 
 def _hold_out(texts: Sequence[TextRow], num_held_out: int) -> tuple[list[TextRow], list[TextRow]]:
-    """Training rows and held-out rows; the seed does not move them, and rows that read alike stay together."""
+    """Split into training and held-out rows, independent of the seed; equal texts stay in one part."""
     by_text: dict[str, list[TextRow]] = {}
     for row in texts:
         by_text.setdefault(_read_as(row), []).append(row)

@@ -1,7 +1,7 @@
-"""The record of a run: one typed model, written when a run ends and checked whenever it is read again.
+"""The record of a run: one typed model, written when a run ends and checked whenever it is read.
 
-``result.json`` of a run and each line of a campaign's ``records.jsonl`` hold one; ``failure.json`` holds why there is
-none. A key that is not named here (of a later version) is kept as it came.
+``result.json`` of a run and each line of a campaign's ``records.jsonl`` hold a record; ``failure.json`` holds the
+reason of a failure. Unknown keys, from a later version, are kept.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ P = TypeVar("P", bound=Part)
 
 
 class RunRecord(Part):
-    """Of any run; ``run_id`` names it in a campaign."""
+    """The record of any run; ``run_id`` is its name in a campaign."""
 
     format: Literal[1]
     config: RecordedConfig
@@ -45,22 +45,22 @@ class RunRecord(Part):
     run_id: str | None = None
 
     def has(self, name: str) -> bool:
-        """Whether the record holds this key: null there is a number that was not finite."""
+        """Return whether the record has this key; a null value is a number that was not finite."""
         return name in self.model_fields_set
 
 
 class LayerCriteria(Part):
-    """The criterion layer by layer: one entry of every tuple a layer, in the order of ``name``.
+    """The criterion by layer: each tuple has one entry a layer, in the order of ``name``.
 
     Attributes:
         J: Squared whitened gradient inside the span, ``‖(PᵀDP)^-1/2 PᵀGQ (QᵀAQ)^-1/2‖²_F``.
-        energy: ``‖T‖²_F`` of ``T = D^-1/2 G A^-1/2``: what J is a share of.
+        energy: ``‖T‖²_F`` of ``T = D^-1/2 G A^-1/2``, the upper limit of J.
         gradient, gradient_total: ``‖PᵀGQ‖_F`` and ``‖G‖_F``.
-        leading: The first four singular values of what J is the squared norm of; for ``fcca`` they are Σ.
-        last: The r-th of them.
-        effective_rank: How many of them stand above rounding.
-        participation: ``(Σσ²)² / Σσ⁴``: over how many of them J is spread.
-        input_spread, error_spread: Maximum over median of a and of d; None where the median is zero.
+        leading: The first four singular values of the matrix whose squared norm is J; for ``fcca`` they are Σ.
+        last: The r-th singular value.
+        effective_rank: The number of singular values above rounding.
+        participation: ``(Σσ²)² / Σσ⁴``, the number of singular values over which J is spread.
+        input_spread, error_spread: Maximum over median of a and of d; None if the median is zero.
     """
 
     name: tuple[str, ...]
@@ -77,15 +77,14 @@ class LayerCriteria(Part):
 
 
 class Criterion(Part):
-    """What the bases capture of the moments G, a, d of the run's calibration rows, before any training.
+    """How much of the calibration rows' moments G, a, d the bases capture before training.
 
-    The metric is one for all runs, both sides in diagonal moments with this relative ``damping``, whatever the bases
-    were chosen by: so runs compare.
+    All runs use the same metric, diagonal on both sides with this relative ``damping``, so that runs can be compared.
 
     Attributes:
-        J: Sum over the layers; η/2 of it is the decrease of the loss that the local model promises for a step η.
-        J_share: Of the sum of all energy.
-        gradient: ``‖PᵀGQ‖_F`` of all layers together, and ``gradient_share`` of ``‖G‖_F``.
+        J: Sum over the layers; the local model predicts that a step η lowers the loss by η/2 times J.
+        J_share: J over the sum of all energy.
+        gradient: ``‖PᵀGQ‖_F`` over all layers; ``gradient_share`` is its ratio to ``‖G‖_F``.
         leading, last, effective_rank, participation, input_spread, error_spread: Medians over the layers.
     """
 
@@ -104,24 +103,24 @@ class Criterion(Part):
 
 
 class TunedRecord(RunRecord):
-    """Of a run that trained.
+    """The record of a run that trained.
 
     Attributes:
-        accuracy, score: Missing where plain text was learned.
+        accuracy, score: Missing for plain text.
         held_out_loss: Nats per completion token.
-        private: Missing where the training had no budget.
-        selection: Missing where the last step was kept unasked.
-        company: Missing where the run trained alone.
-        forgetting: By other task, the loss on its texts; missing where none were scored.
-        values_at_once: How many values train at a moment.
-        values_in_all: How many values were trained and saved: every round of a training in rounds trains others.
-        state_held_bytes: The state held while training, at its peak (:mod:`frozencore.tune.training.callbacks`); of
-            one of several processes, and of training in company the run's share.
-        saved_bytes: What the adapter's own files of tensors take.
-        model_bytes: What the weights of the base model take as they are loaded.
-        processes: How many worked on it together; missing where one did.
-        allocation: Missing where ranks were given.
-        criterion: None for methods without bases, and where G, a and d were not at hand.
+        private: Missing if the training was not private.
+        selection: Missing if no step was chosen and the last was kept.
+        company: Missing if the run trained alone.
+        forgetting: The loss on the texts of other tasks, by task; missing if not scored.
+        values_at_once: The number of values that train at the same time.
+        values_in_all: The number of values trained and saved; each round of a training in rounds adds new values.
+        state_held_bytes: The peak of the training state (:mod:`frozencore.tune.training.callbacks`) in one process; for
+            runs that train together, the run's share.
+        saved_bytes: Size of the adapter's tensor files.
+        model_bytes: Size of the base model's loaded weights.
+        processes: The number of processes; missing if one.
+        allocation: Missing if ranks were given.
+        criterion: None for methods without bases, and if G, a and d were not available.
     """
 
     task: str | None
@@ -157,14 +156,14 @@ class TunedRecord(RunRecord):
 
     @property
     def step_s(self) -> float | None:
-        """Seconds of a step: the median, or the mean in records that are older than it."""
+        """Seconds of a step: the median, or the mean in older records."""
         if self.resources is not None:
             return self.resources.step_s
         return self.training_s / self.training.num_steps if self.training.num_steps else None
 
     @property
     def forgotten(self) -> float | None:
-        """Nats per token that other tasks' texts lost, the mean over these tasks; None where none were scored."""
+        """The rise of the loss on other tasks' texts in nats per token, averaged over tasks; None if not scored."""
         others = (self.forgetting or {}).values()
         rises = [one.loss - one.loss_before for one in others if one.loss is not None and one.loss_before is not None]
         return sum(rises) / len(rises) if rises else None
@@ -174,7 +173,7 @@ class TunedRecord(RunRecord):
 
     @property
     def scores(self) -> dict[str, float]:
-        """Before and after, by name; without those that there are not."""
+        """The existing scores before and after, by name."""
         found = {
             "loss_before": self.held_out_loss_before,
             "loss": self.held_out_loss,
@@ -185,7 +184,7 @@ class TunedRecord(RunRecord):
 
 
 class StabilityRecord(RunRecord):
-    """Of a run that compared the bases of two calibration sets: mean principal-angle cosines, in all and by layer."""
+    """The record of a comparison of two calibration sets' bases: mean principal-angle cosines, total and by layer."""
 
     cosine_P: float | None
     cosine_Q: float | None
@@ -195,10 +194,10 @@ class StabilityRecord(RunRecord):
 
 
 class SweptRun(Part):
-    """One of the runs of a sweep: its options, and on validation rows the loss of the step that it kept.
+    """One run of a sweep: its options, and the validation loss of its kept step.
 
     Attributes:
-        diverged: Why it ended early; it has no loss then.
+        diverged: The reason if it diverged; it then has no loss.
     """
 
     options: dict[str, int | float]
@@ -208,7 +207,7 @@ class SweptRun(Part):
 
 
 class Sweep(Part):
-    """What ``sweep.json`` holds: every run in its order, how many validation rows chose, and which was the best."""
+    """The content of ``sweep.json``: every run in order, the number of validation rows, and the best run."""
 
     rows: Count
     runs: tuple[SweptRun, ...]
@@ -216,7 +215,7 @@ class Sweep(Part):
 
 
 class Failure(Part):
-    """Why a run has no record."""
+    """The reason why a run has no record."""
 
     reason: str
     message: str
@@ -225,10 +224,10 @@ class Failure(Part):
 
 
 def read_record(text: str) -> RunRecord:
-    """The record that a JSON text holds.
+    """Read a record from a JSON text.
 
     Raises:
-        ValueError: In one line, what is damaged.
+        ValueError: The record is damaged; the message is one line.
     """
     content = from_json(text)
     compared = isinstance(content, dict) and "cosine_P" in content
@@ -236,7 +235,7 @@ def read_record(text: str) -> RunRecord:
 
 
 def read_failure(text: str) -> Failure:
-    """The failure that a JSON text holds; as :func:`read_record`."""
+    """Read a failure from a JSON text; raises the errors of :func:`read_record`."""
     return _read(Failure, text)
 
 

@@ -1,4 +1,4 @@
-"""What the bases of a run capture before its training, as its record says it."""
+"""Make the criterion of a record: how much the bases of a run capture before training."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from statistics import median
 from frozencore.maths.capture import METRIC, Capture
 from frozencore.tune.run.record import Criterion, LayerCriteria
 
-NUM_LEADING = 4  # singular values that are recorded of a layer, beside the last one
+NUM_LEADING = 4  # recorded singular values of a layer, beside the last
 DIGITS = 6
 
 
 def criterion_of(captures: Mapping[str, Capture]) -> Criterion | None:
-    """The criterion from what each layer's basis captures; None without layers."""
+    """Make the criterion from each layer's capture; None without layers."""
     if not captures:
         return None
     layers = list(captures.values())
@@ -54,7 +54,7 @@ def _norm(parts: Iterable[float]) -> float:
 
 
 def _short(values: Iterable[float]) -> tuple[float, ...]:
-    """To so many digits as a comparison of layers needs: a record may have hundreds of them."""
+    """Round to the digits that a comparison of layers needs, because a record may have hundreds of layers."""
     return tuple(float(f"{value:.{DIGITS}g}") for value in values)
 
 

@@ -1,4 +1,4 @@
-"""What the record of a run is made of: options, rows, hashes, provenance, training, cost."""
+"""The parts of a run's record: options, rows, hashes, provenance, training, cost."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ Count = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 class Part(BaseModel):
-    """Strict, frozen, and keeps a key that it does not know (of a later version) as it came."""
+    """A strict, frozen model that keeps unknown keys, from a later version."""
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True, allow_inf_nan=False)
 
     def content(self) -> dict[str, Any]:
-        """JSON values by key: what was given, and nothing for what was not."""
+        """The given fields as JSON values by key."""
         return self.model_dump(mode="json", exclude_unset=True)
 
 
 class RecordedConfig(Part):
-    """The options of a run, under the names that they had when it was made; those read here have types."""
+    """The options of a run, under their names at that time; options that are read here have types."""
 
     rank: Count | None = None
     targets: tuple[str, ...] | str | None = None
@@ -35,7 +35,7 @@ class RecordedConfig(Part):
 
     @property
     def sources(self) -> str:
-        """The user's own rows, in words."""
+        """The sources of the user's own rows."""
         return in_words(self.data)
 
     @classmethod
@@ -44,7 +44,7 @@ class RecordedConfig(Part):
 
 
 class Provenance(Part):
-    """As :func:`frozencore.tune.run.provenance.provenance` tells it."""
+    """The result of :func:`frozencore.tune.run.provenance.provenance`."""
 
     versions: dict[str, str] = {}
     python: str | None = None
@@ -59,7 +59,7 @@ class Provenance(Part):
 
 
 class Hashes(Part):
-    """SHA-256 of the base weights, of each set of rows, and of the bases, which only frozen cores have."""
+    """SHA-256 of the base weights, of each set of rows, and of the bases (frozen cores only)."""
 
     model: str
     train: str | None = None
@@ -71,7 +71,7 @@ class Hashes(Part):
 
 
 class SourceRows(Part):
-    """One of several sources of own rows; ``weight`` is missing where all rows of all sources were taken."""
+    """One of several sources of own rows; ``weight`` is missing if all rows of all sources were taken."""
 
     source: str
     weight: float | None = None
@@ -80,16 +80,15 @@ class SourceRows(Part):
 
 
 class UsedRows(Part):
-    """How many rows were trained and scored on, and which: those to evaluate on, or those to validate on.
+    """The number of training rows and of scored rows, and whether evaluation or validation rows were scored.
 
     Attributes:
-        cut, skipped: How many of all rows lost the beginning of their prompt, or were left out, as too long; missing
-            where neither was allowed.
-        read, columns, left_out: Of own data, how many rows there were, the columns that were read, and how many were
-            neither trained on nor held out, by why.
-        packed: Into how many rows documents to train on were packed, which ``trained`` then counts; missing where not.
-        sources: Of own data from several sources, what came of each.
-        held_out_from: The file of the held-out rows (``eval_data``); missing where they are a part of ``read``.
+        cut, skipped: The number of long rows whose prompt was cut, and that were left out; missing if not allowed.
+        read, columns, left_out: For own data, the number of rows, the columns, and the number of unused rows by reason.
+        packed: The number of rows that training texts were packed into (then equal to ``trained``); missing without
+            packing.
+        sources: For own data from several sources, the result of each.
+        held_out_from: The file of the held-out rows (``eval_data``); missing if they are a part of ``read``.
     """
 
     trained: Count
@@ -107,10 +106,10 @@ class UsedRows(Part):
 
 
 class AccuracyDetails(Part):
-    """What belongs to an accuracy, as :class:`frozencore.tune.scoring.score.TaskScore` has it.
+    """The details of an accuracy, from :class:`frozencore.tune.scoring.score.TaskScore`.
 
     Attributes:
-        correct: A letter for each scored row, in their order: 1 where the run was right, else 0.
+        correct: A character for each scored row, in order: 1 if the run was right, else 0.
     """
 
     standard_error: float
@@ -120,7 +119,7 @@ class AccuracyDetails(Part):
 
 
 class TrainedSteps(Part):
-    """Optimiser steps, and their losses in nats per completion token: those of a private training are not told."""
+    """Optimizer steps, and their losses in nats per completion token; a private training records no losses."""
 
     num_steps: Count
     final_loss: float | None = None
@@ -128,13 +127,12 @@ class TrainedSteps(Part):
 
 
 class PrivateSpending(Part):
-    """The budget of a private training, its noise, and what its steps have spent.
+    """The budget of a private training, its noise, and the spent epsilon.
 
     Attributes:
-        epsilon, delta, clip: As :class:`frozencore.privacy.PrivateBudget` has them.
-        num_rows, rows_a_step, num_steps, noise_multiplier: As :class:`frozencore.privacy.Schedule` has
-            them.
-        spent: The epsilon of the steps that were made.
+        epsilon, delta, clip: See :class:`frozencore.privacy.PrivateBudget`.
+        num_rows, rows_a_step, num_steps, noise_multiplier: See :class:`frozencore.privacy.Schedule`.
+        spent: The epsilon of the completed steps.
     """
 
     epsilon: float
@@ -148,14 +146,14 @@ class PrivateSpending(Part):
 
 
 class OtherTask(Part):
-    """Nats per token of another task's texts before and after the training; none where they were not finite."""
+    """Nats per token of another task's texts before and after training; None if not finite."""
 
     loss_before: float | None
     loss: float | None
 
 
 class StepScored(Part):
-    """What validation rows said of the values after a step; no accuracy where the loss alone was asked for."""
+    """The validation scores after a step; no accuracy if only the loss was requested."""
 
     step: Count
     held_out_loss: float
@@ -163,15 +161,15 @@ class StepScored(Part):
 
 
 class SelectedCheckpoint(Part):
-    """Which step's values a run kept, and how that was chosen.
+    """The step that a run kept, and its choice.
 
     Attributes:
         every: Steps between two scores, or ``epoch``.
-        by: ``accuracy`` (ties go to the lower held-out loss, then to the earlier step) or ``held_out_loss``; missing
-            where there were no validation rows, and the last step was kept.
-        rows: How many validation rows were scored; where they come from stands under the run's ``rows``.
-        time_s: Seconds of scoring, which are no part of ``training_s``.
-        stopped_early: The scores were no better any more.
+        by: ``accuracy`` (ties go to the lower held-out loss, then to the earlier step) or ``held_out_loss``; missing if
+            there were no validation rows and the last step was kept.
+        rows: The number of validation rows; their source is in the run's ``rows``.
+        time_s: Seconds of scoring, not included in ``training_s``.
+        stopped_early: The training ended early because the scores stopped improving.
     """
 
     every: Literal["epoch"] | Count
@@ -184,9 +182,9 @@ class SelectedCheckpoint(Part):
 
 
 class CompanySize(Part):
-    """Of how many tenants a run was one, and how many trained at once.
+    """The number of tenants that trained together with this one, and how many trained at once.
 
-    Its ``training_s`` is its share of the common steps, by tokens. Calibration and ``total_s`` are of all
+    ``training_s`` is the tenant's share of the common steps, by tokens. Calibration and ``total_s`` are for all tenants
     together.
     """
 
@@ -195,11 +193,11 @@ class CompanySize(Part):
 
 
 class PhasePeaks(Part):
-    """The largest memory of each phase (``frozencore.tune.run.costs``), what was held before it included.
+    """The peak memory of each phase (``frozencore.tune.run.costs``), including memory held before.
 
     Attributes:
-        measured: On the GPUs of the model (``device``), or resident in the ``process``, Python and libraries included.
-        held_bytes: With the base model loaded and scored, before the adapter was put on it.
+        measured: On the model's GPUs (``device``), or resident in the ``process``, including Python and libraries.
+        held_bytes: With the base model loaded and scored, before the adapter was added.
     """
 
     measured: Literal["device", "process"]
@@ -210,13 +208,13 @@ class PhasePeaks(Part):
 
 
 class Resources(Part):
-    """What the method cost, in the terms of the paper's tables.
+    """The cost of the method, in the quantities of the paper's tables.
 
     Attributes:
-        magnitude_parameters: Those of the values that train that are DoRA's magnitudes.
-        saved_bytes_without_bases: What must be saved where bases can be made again.
+        magnitude_parameters: The number of trained values that are DoRA's magnitudes.
+        saved_bytes_without_bases: The bytes to save if bases can be computed again.
         step_s: Median; None for a single step.
-        peaks: None where the system does not tell phases apart.
+        peaks: None if the system cannot separate phases.
     """
 
     magnitude_parameters: Count | None = None
@@ -229,7 +227,7 @@ class Resources(Part):
 
 
 class Resolved(Part):
-    """What the configuration left open, as it was decided."""
+    """The decisions that the configuration left open."""
 
     targets: tuple[str, ...] | str
     recipe: dict[str, Any]
@@ -237,14 +235,14 @@ class Resolved(Part):
 
 
 class Allocation(Part):
-    """A rank budget, in trained values, and the rank of each layer that it was for; 0 is not adapted."""
+    """A rank budget in trained values, and the rank of each layer; 0 means not adapted."""
 
     budget: Count
     ranks: dict[str, Count]
 
 
 class CalibrationSummary(Part):
-    """The calibration pass over all layers; a median is None where it is not finite."""
+    """The calibration over all layers; a median that is not finite is None."""
 
     collect_s: float
     build_s: float

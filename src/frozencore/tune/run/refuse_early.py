@@ -1,4 +1,4 @@
-"""What can be refused about a run before torch and PEFT are imported, which takes seconds."""
+"""Checks of a run before torch and PEFT are imported, which takes seconds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from frozencore.tune.smollm2 import SMOLLM2, smollm2_path
 
 
 def model_location(name: str) -> str:
-    """The folder that a model's short name stands for; any other name as it is.
+    """The folder of a model's short name; any other name is returned unchanged.
 
     Raises:
         ModelError: ``smollm2`` has not been fetched.
@@ -29,10 +29,10 @@ MODEL_CONFIG = "config.json"
 
 
 def refuse_early(config: RunConfig, moments_file: Path | None = None) -> None:
-    """Refuse a configuration whose model, rows, basis or moments do not exist.
+    """Check that the model, rows, basis and moments of a configuration exist.
 
     Raises:
-        FrozenCoreError: In one line, what is missing.
+        FrozenCoreError: Something is missing; the message names it.
     """
     require_model(config.model)
     if config.data is not None:
@@ -56,10 +56,10 @@ def _require_basis(place: str) -> None:
 
 
 def require_model(name: str) -> None:
-    """Refuse a model that is nowhere.
+    """Check that a model exists.
 
     Raises:
-        ModelError: There is no such folder, it holds no model, or the hub cannot be asked for it.
+        ModelError: There is no such folder, it holds no model, or the hub cannot be reached.
     """
     place = model_location(name)
     loading = safe_loading(place)
@@ -71,7 +71,7 @@ def require_model(name: str) -> None:
 
 
 def require_data_root(folder: Path | None) -> None:
-    """Refuse a folder of data sets that does not exist.
+    """Check that the folder of data sets exists.
 
     Raises:
         DataError: There is no such folder.

@@ -1,4 +1,4 @@
-"""The rows of one run, as text and as tokens: to calibrate on, to train on, to evaluate."""
+"""The rows of one run, as text and as tokens: for calibration, training and evaluation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from frozencore.words import num_of
 
 @dataclass(frozen=True)
 class ScoredRows:
-    """Rows to score a model on, as the task's examples (none of own data) and as tokens."""
+    """Rows to score a model on, as the task's examples (empty for own data) and as tokens."""
 
     examples: tuple[Example, ...]
     tokens: list[TokenRow]
@@ -25,15 +25,15 @@ class ScoredRows:
 
 @dataclass(frozen=True)
 class Reading:
-    """What was read of one's own rows.
+    """A summary of reading own rows.
 
     Attributes:
-        read: How many rows there were.
-        columns: What each of them is read by: ``("prompt", "completion")``.
-        left_out: How many of them are neither trained on nor held out, by why.
-        packed: Into how many rows those to train on were packed; None where they were not.
-        sources: Each of several sources; empty where there is one.
-        held_out_from: The source of the held-out rows; None where they are a part of those that were read.
+        read: The number of rows.
+        columns: The columns that were read, such as ``("prompt", "completion")``.
+        left_out: The number of unused rows, by reason.
+        packed: The number of rows that training texts were packed into; None without packing.
+        sources: Each of several sources; empty if there is one.
+        held_out_from: The source of the held-out rows; None if they are a part of the read rows.
     """
 
     read: int
@@ -89,7 +89,7 @@ class RunRows:
 
     @property
     def scored(self) -> ScoredRows:
-        """Those that say what the run was worth."""
+        """The rows that give the run's score."""
         return ScoredRows(self.evaluation, self.held_out)
 
     def fingerprints(self) -> dict[str, str]:
@@ -107,14 +107,14 @@ class RunRows:
 
 
 Rows = TypeVar("Rows")
-MOST_ROWS = 20_000  # of the paper's tasks, about a hundred megabytes
+MOST_ROWS = 20_000  # about a hundred megabytes for the paper's tasks
 
 
 class RowCache:
     """Keeps what it made; what was not asked for the longest goes first.
 
     Args:
-        most_rows: Kept at once; more than that are made every time.
+        most_rows: The most rows to keep; a larger set is never kept.
     """
 
     def __init__(self, most_rows: int = MOST_ROWS) -> None:
@@ -122,7 +122,7 @@ class RowCache:
         self._kept: dict[Hashable, tuple[Any, int]] = {}
 
     def get(self, key: Hashable, make: Callable[[], Rows], count: Callable[[Rows], int]) -> Rows:
-        """What ``make`` gave under this key, or gives now; ``count`` says how many rows that is."""
+        """Return the rows under this key, or make and keep them; ``count`` gives their number."""
         found: Rows
         if key in self._kept:
             found, num_rows = self._kept.pop(key)

@@ -1,7 +1,7 @@
-"""Values that a run computes before it trains, stored in its folder until it ends; a resumed run loads them.
+"""Values that a run computes before training, stored in its folder until it ends; a resumed run loads them.
 
-They are the base model's score and the calibrated adapter, each with the inputs that it depends on. If these
-differ, the value is computed again.
+They are the base model's score and the calibrated adapter, each with its inputs. If the inputs differ, the value is
+computed again.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ class RunCache:
 
     Args:
         out: The run's folder.
-        reads_only: Of several processes on one run, the first alone writes.
+        reads_only: Set in all but the first of several processes.
     """
 
     def __init__(self, out: Path, *, reads_only: bool = False) -> None:
         self._out = out
         self._folder = out / CACHE
         self._was_empty = not reads_only and not self._folder.exists()
-        self._writes = not reads_only and not checkpoints(out / CHECKPOINTS)  # they are of what is there
+        self._writes = not reads_only and not checkpoints(out / CHECKPOINTS)  # checkpoints belong to stored values
 
     def load_or_compute(self, name: str, kind: Any, of: Mapping[str, Any], compute: Callable[[], T]) -> T:
-        """A value from its file, if that depends on the same; otherwise computed, and stored.
+        """Load a value from its file if its inputs are equal; otherwise compute and store it.
 
         Args:
             name: The name of the file.
-            kind: The type of the value, as pydantic takes it.
-            of: What the value depends on; JSON values by name.
+            kind: The type of the value, for pydantic.
+            of: The inputs of the value, as JSON values by name.
         """
         read: T | None = self.load(name, kind, of)
         if read is not None:
@@ -60,7 +60,7 @@ class RunCache:
         return value
 
     def load(self, name: str, kind: Any, of: Mapping[str, Any]) -> Any:
-        """A value from its file; None if there is no file, or its value depends on something else."""
+        """Load a value from its file; None if there is no file, or its inputs differ."""
         with suppress(ValidationError):
             if (content := self._read(name, of)) is not None:
                 return TypeAdapter(kind).validate_python(content, strict=False)
@@ -78,9 +78,9 @@ class RunCache:
         build: Callable[[], tuple[PeftModel, Calibration | None]],
         caught: list[WarningMessage],
     ) -> tuple[PeftModel, Calibration | None, float]:
-        """The adapter with its bases, the result of its calibration, and the seconds that this took.
+        """Return the adapter with its bases, the result of its calibration, and the seconds it took.
 
-        If data were read, the adapter is stored; its warnings are repeated when it is loaded.
+        If data were read, the adapter is stored. Loading it repeats its warnings.
 
         Args:
             caught: The warnings so far.
@@ -108,7 +108,7 @@ class RunCache:
 
     @contextmanager
     def removed_if_refused(self) -> Iterator[None]:
-        """If bad input is refused inside, remove what this process has stored."""
+        """If bad input raises an error inside, remove the values that this process has stored."""
         try:
             yield
         except FrozenCoreError:
@@ -119,7 +119,7 @@ class RunCache:
             raise
 
     def _read(self, name: str, of: Mapping[str, Any]) -> Any:
-        """What was kept under a name, if it is of the same; None otherwise."""
+        """Read the value under a name if its inputs are equal; otherwise None."""
         try:
             content = json.loads((self._folder / name).read_text(encoding="utf-8"))
             return content["found"] if content["of"] == json.loads(json.dumps(of)) else None

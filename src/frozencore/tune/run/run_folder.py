@@ -10,17 +10,17 @@ from frozencore.files.whole_file import require_writable
 from frozencore.tune.training.checkpoints import newest_complete
 
 RECORD, FAILURE = "result.json", "failure.json"
-ASKED = "run.yaml"  # what `tune` was asked for, as its --config takes it
+ASKED = "run.yaml"  # the options of `tune`, in the form of --config
 PREDICTIONS, SAMPLES = "predictions.jsonl", "samples.jsonl"
 ADAPTER, BASIS = IN_A_RUN, "basis"
 MOMENTS_FILE = "moments.safetensors"
-CHECKPOINTS, CACHE = "checkpoints", ".found"  # of a run that has not ended
-BASE_SCORE, CALIBRATION = "base-score.json", "calibration.json"  # what it has found
+CHECKPOINTS, CACHE = "checkpoints", ".found"  # exist until a run ends
+BASE_SCORE, CALIBRATION = "base-score.json", "calibration.json"  # files in the cache
 ADVICE = "advice.json"
 
 
 def kept_of(out: Path) -> str | None:
-    """What an interrupted run has kept in its folder, in words; None where there is nothing of one."""
+    """Describe the files of an interrupted run in a folder; None if there are none."""
     newest = newest_complete(out / CHECKPOINTS)
     if newest is not None:
         return f"its step {newest.name.rpartition('-')[2]}"
@@ -32,7 +32,7 @@ def kept_of(out: Path) -> str | None:
 
 
 def refuse_interrupted(out: Path) -> None:
-    """Of a run that is not to be resumed: say so before any work is done.
+    """Check before any work that the folder holds no interrupted run.
 
     Raises:
         TrainingError: The folder holds an interrupted run.
@@ -45,11 +45,11 @@ def refuse_interrupted(out: Path) -> None:
 
 
 def refuse_used(out: Path, *, resume: bool) -> None:
-    """Before any work is done for a run.
+    """Check before any work that a run may use the folder.
 
     Raises:
         ArtifactError: The folder cannot be written, or holds a finished run.
-        TrainingError: It holds an interrupted one, which is not to be resumed.
+        TrainingError: The folder holds an interrupted run, and ``resume`` is off.
     """
     require_writable(out)
     if (out / RECORD).exists():

@@ -1,4 +1,4 @@
-"""What rows say of a run's model: at its end, and while it trains, where validation rows choose the step to keep."""
+"""Score a run's model: at its end, and during training, if validation rows choose the step to keep."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def score_rows(
     """Score a model on rows of the bench's task or file.
 
     Args:
-        by: ``held_out_loss`` leaves the accuracy out.
-        samples: Rows of one's own whose completions are generated, of at most ``max_new_tokens``.
+        by: ``held_out_loss`` skips the accuracy.
+        samples: The number of own rows to complete, with at most ``max_new_tokens``.
     """
     task = bench.rows.task
     if bench.rows.beta is not None:
@@ -66,7 +66,7 @@ def score_rows(
 
 
 def score_run(config: ScoringConfig, model: nn.Module, bench: Bench, progress: Progress) -> Score:
-    """Score a model on the rows that say what the configured run was worth."""
+    """Score a model on the rows that give the run's score."""
     score = score_rows(
         model, bench, bench.rows.scored, progress, samples=config.samples, max_new_tokens=config.max_new_tokens
     )
@@ -78,7 +78,7 @@ def score_run(config: ScoringConfig, model: nn.Module, bench: Bench, progress: P
 
 
 def samples_of(bench: Bench, before: Sequence[Prediction], after: Sequence[Prediction]) -> list[dict[str, str]]:
-    """Prompts as the model read them, what was wanted, and what was said; JSON values by name."""
+    """Prompts as the model reads them, the expected answers, and the model's answers; JSON values by name."""
     decode, found = bench.encoder.tokenizer.decode, []
     for row, was, now in zip(bench.rows.held_out, before, after, strict=False):
         prompt = decode(row.input_ids[: row.answer_start or max(1, len(row.input_ids) // 2)])
@@ -87,7 +87,7 @@ def samples_of(bench: Bench, before: Sequence[Prediction], after: Sequence[Predi
 
 
 def selection_of(config: ScoringConfig, bench: Bench, progress: Progress) -> Selection | None:
-    """How the run's validation rows choose among the steps; None where they do not, or where there are none."""
+    """The choice of a step by the run's validation rows; None if no step is chosen or there are no rows."""
     rows = bench.rows.validation
     if config.select_checkpoint == "none" or rows is None:
         return None
@@ -105,7 +105,7 @@ def selection_of(config: ScoringConfig, bench: Bench, progress: Progress) -> Sel
 
 
 def selected_checkpoint(config: ScoringConfig, bench: Bench, report: TrainingReport) -> SelectedCheckpoint | None:
-    """What the record says of the choice; None where none was asked for."""
+    """The record of the choice; None if no choice was requested."""
     if config.select_checkpoint == "none":
         return None
     rows, found = bench.rows.validation, report.selected

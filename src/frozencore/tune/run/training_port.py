@@ -1,9 +1,9 @@
-"""The port of training: what is to be trained goes in, what became of it comes out; and the recipe that it follows.
+"""The interface of training: a :class:`Training` goes in, an :class:`Outcome` comes out; and the recipe.
 
-Single runs, sweeps, tenants and campaigns share it. Eight rows at once were trained on 1.4 to 3.6 times as fast as one
-after the other (a CPU core, models of a million parameters, rows of 10 to 60 tokens, one length or many). The step is
-the same to rounding: its loss is the mean over the completion tokens of all its rows. Rows that fit go in groups of
-similar length (:mod:`frozencore.tune.training.batching`) where less padding is worth another pass.
+Single runs, sweeps, tenants and campaigns use it. Training on eight rows at once was 1.4 to 3.6 times as fast as on one
+row at a time (a CPU core, models of a million parameters, rows of 10 to 60 tokens, of one or many lengths). The step is
+the same except for rounding: its loss is the mean over the completion tokens of all its rows. Rows are grouped by
+length (:mod:`frozencore.tune.training.batching`) if less padding is worth another pass.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from frozencore.words import Progress
 
 
 def recipe_of(config: RunConfig, rows: RunRows, model: nn.Module) -> Recipe:
-    """What the configuration says of the training, with the defaults of its method and its task.
+    """Make the recipe of a configuration, with the defaults of its method and task.
 
     Args:
-        model: It decides how many rows fit at once, where that is left to it.
+        model: Determines how many rows fit at once, if the batch size is ``auto``.
     """
     batch_size, accumulation, pass_tokens = config.batch_size, config.accumulation, None
     method, laid_out = config.method_entry, config.padding_free
@@ -68,19 +68,19 @@ def recipe_of(config: RunConfig, rows: RunRows, model: nn.Module) -> Recipe:
     )
 
 
-SHARE_OF_MEMORY = 0.5  # beside the weights; the rest is for the allocator's gaps, the scoring, and other programs
-LOGIT_BYTES = 12  # of a token and a word of the vocabulary: as computed, in float32, and their gradient
+SHARE_OF_MEMORY = 0.5  # of the memory beside the weights; the rest is for fragmentation, scoring and other programs
+LOGIT_BYTES = 12  # per token and vocabulary entry: logits, in float32, and their gradient
 
 
 def rows_at_once(rows_a_step: int, longest: int, model: Any, *, padding_free: bool = False) -> int:
-    """The largest divisor of a step's rows that fits into the memory of the model's device, at the longest row.
+    """The largest divisor of a step's rows that fits into the memory of the model's device, if all are the longest row.
 
-    The memory is the device's whole, not what is free: a run that is resumed cuts its steps as before.
+    It uses the device's total memory, not the free memory, so that a resumed run splits its steps as before.
 
     Args:
         longest: Tokens of the longest training row.
-        model: Of transformers, adapted or not.
-        padding_free: They are laid end to end in one row, over all of which attention runs.
+        model: A model of transformers, adapted or not.
+        padding_free: The rows are joined end to end into one row, with attention over all of it.
     """
     weights = sum(parameter.nbytes for parameter in model.parameters())
     there = SHARE_OF_MEMORY * (memory_of(next(model.parameters()).device) - weights)
@@ -92,7 +92,7 @@ def rows_at_once(rows_a_step: int, longest: int, model: Any, *, padding_free: bo
 
 
 def row_bytes(length: int, model: Any) -> int:
-    """About what a row of that many tokens keeps for the backward pass through frozen layers: rather more than less."""
+    """Estimate, from above, the bytes that a row keeps for the backward pass through frozen layers."""
     config = model.config.get_text_config()
     hidden = config.hidden_size
     inner = getattr(config, "intermediate_size", None) or 4 * hidden
@@ -103,16 +103,16 @@ def row_bytes(length: int, model: Any) -> int:
 
 @dataclass(frozen=True)
 class Training:
-    """An adapter that is ready to train, and what the run knows before it does.
+    """An adapter that is ready to train, and the state of its run.
 
     Attributes:
         folder: The folder of the run.
-        captures: What the bases capture, by layer.
+        captures: The capture of each layer's basis.
         hashes: SHA-256 of the base model and of the rows, by name.
         memory: Measures the phases of the run.
-        warned: Warnings of the run so far.
+        warned: The run's warnings so far.
         started: ``time.perf_counter()`` when the run began.
-        identity: What a checkpoint must share with this run.
+        identity: Values that a checkpoint must share with this run.
     """
 
     config: RunConfig
@@ -135,10 +135,10 @@ class Training:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a training made.
+    """The result of a training.
 
     Attributes:
-        training: What was trained, with the configuration that it trained by: of a sweep, the best one.
+        training: The training, with its configuration; for a sweep, the best run's.
     """
 
     training: Training
@@ -146,7 +146,7 @@ class Outcome:
 
     @property
     def recipe(self) -> Recipe:
-        """The recipe as it was followed, with the number of rounds that there were."""
+        """The recipe with the actual number of rounds."""
         config, bench = self.training.config, self.training.bench
         recipe = recipe_of(config, bench.rows, bench.model)
         return replace(recipe, refresh=self.report.rounds) if config.refresh == "auto" else recipe

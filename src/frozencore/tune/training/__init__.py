@@ -1,1 +1,1 @@
-"""One recipe for every method: the Trainer, its checkpoints, and how it ends when it is told to."""
+"""Training: one recipe for every method, the Trainer, its checkpoints, and its interruption."""

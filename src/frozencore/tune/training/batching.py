@@ -1,6 +1,6 @@
-"""How training rows become batches: in groups of similar length, laid end to end, or filled up for several processes.
+"""Make batches of training rows: grouped by length, joined end to end, or filled up for several processes.
 
-A step is the same to rounding: the same rows, and the mean loss over the completion tokens of all of them.
+A step is the same except for rounding: the same rows, and the mean loss over all their completion tokens.
 """
 
 from __future__ import annotations
@@ -27,21 +27,20 @@ RowCollator = Callable[[Sequence[TokenRow]], dict[str, Any]]
 
 
 def filled_up(rows: Sequence[TokenRow], multiple: int) -> list[TokenRow]:
-    """The rows, and in a process group rows without a loss, so that all processes get as many batches."""
+    """Add rows without loss in a process group, so that all processes get the same number of batches."""
     missing = -len(rows) % multiple if num_ranks() > 1 else 0
     return [*rows, *[WITHOUT_LOSS] * missing]
 
 
 def without_fillers(collate: RowCollator) -> RowCollator:
-    """A collator that sees no row without a loss, but one where a process has no other."""
+    """Make a collator that drops rows without loss, except one if a process has no other rows."""
     return lambda rows: collate([row for row in rows if row is not WITHOUT_LOSS] or rows[:1])
 
 
 class RowOrder(Sampler[int]):
-    """The rows in the order of the recipe; the rows without a loss come last.
+    """The rows in the order of the recipe; rows without loss come last.
 
-    In several processes accelerate deals its batches out in turn, so that together a step's are of the rows of one
-    process's step.
+    accelerate distributes batches over processes in turn, so all processes together train on the rows of one step.
     """
 
     def __init__(self, rows: Sequence[TokenRow], recipe: Recipe) -> None:
@@ -60,14 +59,14 @@ class RowOrder(Sampler[int]):
         self._epoch = epoch
 
 
-NEAR = 0.02  # of the largest logit: kernels for other lengths round otherwise; positions that run on differ by more
+NEAR = 0.02  # relative to the largest logit: rounding differs by less, wrong positions by more
 
 
 def lay_end_to_end(rows: Sequence[TokenRow]) -> dict[str, Any]:
-    """``input_ids``, ``position_ids`` and ``labels``, each (1, tokens of all rows), and no cache, with which
-    transformers would not look at the positions.
+    """Join rows into ``input_ids``, ``position_ids`` and ``labels``, each (1, tokens of all rows).
 
-    Labels are -100 on prompts and on each row's first token, which nothing before it foretells.
+    The cache is off, because with it transformers ignores the positions. Labels are -100 on prompts and on each row's
+    first token, which nothing predicts.
     """
     labels = ([IGNORED, *labels_of(row)[1:]] for row in rows)
     return {
@@ -79,10 +78,10 @@ def lay_end_to_end(rows: Sequence[TokenRow]) -> dict[str, Any]:
 
 
 def require_rows_apart(model: nn.Module) -> None:
-    """Look whether rows laid end to end are to the model as if each came alone.
+    """Check that the model computes rows joined end to end as if each came alone.
 
     Raises:
-        ConfigError: They are not.
+        ConfigError: It does not.
     """
     knows = forward_accepts(model, "position_ids", "use_cache") and not num_virtual_tokens(model)
     if not knows or not _keeps_apart(model):
@@ -93,7 +92,7 @@ def require_rows_apart(model: nn.Module) -> None:
 
 
 def _keeps_apart(model: nn.Module) -> bool:
-    """By the logits of a short row: after another, after a third, and alone."""
+    """Compare the logits of a short row after two other rows, after one, and alone."""
     one, another, last = ([1, 2, 3, 4, 5, 6], [6, 5, 4, 3, 2, 1], [7, 6, 5, 4, 3, 2, 1])
 
     def logits(*rows: list[int]) -> Tensor:
@@ -115,17 +114,17 @@ WEIGHTS_READ = 75  # tokens that a pass costs however large the model is: it rea
 
 
 def group_by_length(lengths: Sequence[int], most_tokens: int, pass_tokens: int) -> list[list[int]]:
-    """Indices of rows in groups, the longest rows first, of the least padded tokens and passes together.
+    """Group row indices, longest rows first, so that padded tokens and passes cost least.
 
-    The best cut of the sorted lengths, found by going through them once (the groups of the best cut are consecutive).
+    The groups are consecutive in the sorted lengths, and dynamic programming finds the best split.
 
     Args:
-        lengths: Of each row, at least one.
-        most_tokens: Of a group, padding included; a longer row is a group of its own.
-        pass_tokens: What a group costs beside its tokens, in tokens.
+        lengths: The lengths of the rows.
+        most_tokens: The most tokens of a group, padding included; a longer row is a group of its own.
+        pass_tokens: The fixed cost of a group, in tokens.
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    costs, begins = [0], [0]  # of the best cut of the first rows, and where its last group begins
+    costs, begins = [0], [0]  # of the best split of the first rows, and the start of its last group
     for end in range(1, len(order) + 1):
         most_rows = max(1, most_tokens // max(1, lengths[order[end - 1]]))  # of the shortest row of the group
         starts = [
@@ -144,7 +143,7 @@ def group_by_length(lengths: Sequence[int], most_tokens: int, pass_tokens: int) 
 
 
 def pass_tokens_of(model: Any) -> int:
-    """What a forward and backward pass costs beside its tokens, in tokens, on the model's device.
+    """The fixed cost of a forward and backward pass on the model's device, in tokens.
 
     On a CPU core a pass of 16 to 1,024 tokens took 17 ms and 0.13 ms a token (the pocket model, 1.3 million
     parameters), 14 ms and 0.10 ms (``tiny1m``). With 135 million parameters in bfloat16 (SmolLM2) a pass of 64 to
@@ -156,7 +155,7 @@ def pass_tokens_of(model: Any) -> int:
 
 @dataclass(frozen=True)
 class GroupingCollator:
-    """The rows of a step as batches under one key, each as :class:`PaddingCollator` makes it."""
+    """Collate the rows of a step into batches under one key, each made by :class:`PaddingCollator`."""
 
     pad_id: int
     most_tokens: int

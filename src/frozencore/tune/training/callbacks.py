@@ -1,4 +1,4 @@
-"""Callbacks of a training: they watch its losses, its checkpoints, its state and whether it was told to stop."""
+"""Callbacks of a training: they watch its losses, checkpoints, training state and requests to stop."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from frozencore.ranks import largest_over_ranks, wait_for_all
 from frozencore.tune.training.checkpoints import Stop, seal_checkpoint
 from frozencore.words import Progress
 
-SPEED_STEPS = 20  # whose speed is said
+SPEED_STEPS = 20  # averaged for the printed speed
 
 
 class LossMonitor(TrainerCallback):
-    """Reports each step's loss, and stops at the first that is not finite, before it can be saved.
+    """Report each step's loss, and stop at the first loss that is not finite, before it is saved.
 
     Args:
-        kept: Parameters that :meth:`put_back` gives the last values whose loss and gradient were finite.
-        rounds: What ends the rounds of the training.
-        paused_s: Seconds so far that were not spent on steps.
-        tokens_a_step: In the mean, padding left out.
+        kept: Parameters whose last values with finite loss and gradient are kept for :meth:`put_back`.
+        rounds: The callback that ends rounds.
+        paused_s: Seconds so far outside of steps.
+        tokens_a_step: The mean number of tokens of a step, without padding.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class LossMonitor(TrainerCallback):
         self._told: tuple[int, int] | None = None
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """The parameters are where they train, as a checkpoint had them."""
+        """Copy the parameters, which are now on their device and restored from a checkpoint."""
         self._kept = [parameter.detach() for parameter in self._parameters]
         self._good = [value.clone() for value in self._kept]
         self._tried = [value.clone() for value in self._kept]
@@ -58,7 +58,7 @@ class LossMonitor(TrainerCallback):
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        """What the step's loss is of, before the step changes it."""
+        """Copy the parameters that gave the step's loss, before the step changes them."""
         if self._kept:
             torch._foreach_copy_(self._tried, self._kept)
 
@@ -86,28 +86,28 @@ class LossMonitor(TrainerCallback):
             self.progress("train", *self._told, f"loss {loss:.3f}, {rate}{spent}{self._speed()}")
 
     def put_back(self, step: int) -> None:
-        """Give the parameters their last good values, after a step that has diverged."""
+        """Restore the parameters' last good values after a step that diverged."""
         if self.rounds is not None:
             self.rounds.take_back(step)
         if self._kept:
             torch._foreach_copy_(self._kept, self._good)
 
     def _speed(self) -> str:
-        """Of the last steps; the first one has no beginning that was seen."""
+        """The speed of the last steps, without the first, whose start is unknown."""
         ends = self.step_ends[-SPEED_STEPS:]
         if len(ends) < 2 or ends[-1] <= ends[0]:
             return ""
         return f", {self.tokens_a_step * (len(ends) - 1) / (ends[-1] - ends[0]):,.0f} tokens/s"
 
     def say_it_stops(self) -> None:
-        """To who has just asked for it, while a step is running."""
+        """Confirm a request to stop while a step is running."""
         if self.progress is not None and self._told is not None:
-            with suppress(RuntimeError):  # what is interrupted may be a write to the same screen
+            with suppress(RuntimeError):  # the interrupted code may be writing to the same screen
                 self.progress("train", *self._told, "stops after this step; Ctrl-C again ends it at once")
 
 
 def divergence(step: int, num_steps: int, loss: float, gradient_norm: float, learning_rate: float) -> str:
-    """What is said of a step whose loss or gradient is not finite; steps count from 1."""
+    """The message for a step whose loss or gradient is not finite; steps count from 1."""
     way_out = f"Lower the learning rate ({learning_rate}) or lengthen the warm-up."
     if step == 1:
         way_out = "Nothing was updated yet: check the model's weights and dtype for NaN."
@@ -115,21 +115,21 @@ def divergence(step: int, num_steps: int, loss: float, gradient_norm: float, lea
 
 
 class Seal(TrainerCallback):
-    """Seals every checkpoint once it is written; who stops the training is told which is the newest."""
+    """Seal every checkpoint after it is written, and tell the stop handler the newest one."""
 
     def __init__(self, identity: Mapping[str, Any], stop: Stop) -> None:
         self.identity = identity
         self.stop = stop
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        wait_for_all()  # each process has files of its own there
+        wait_for_all()  # each process writes its own files
         if state.is_world_process_zero:
             seal_checkpoint(Path(str(args.output_dir)) / f"checkpoint-{state.global_step}", self.identity)
             self.stop.saved = f"step {state.global_step} of {state.max_steps} is saved"
 
 
 class StopWhenAsked(TrainerCallback):
-    """Ends the training after a step, with a checkpoint of it."""
+    """End the training after a step, with a checkpoint."""
 
     def __init__(self, asked: Callable[[], bool]) -> None:
         self.asked = asked
@@ -141,27 +141,26 @@ class StopWhenAsked(TrainerCallback):
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if self.stops:
-            control.should_save = False  # the same checkpoint would be written again
+            control.should_save = False  # avoids writing the same checkpoint again
 
 
-DEPTH = 4  # of containers and objects in an optimiser's states
+DEPTH = 4  # nesting depth of containers and objects in an optimizer's states
 
 
 class StateHeld(TrainerCallback, ExportableState):
-    """Measures the state that a training holds from one step to the next, at its peak, in bytes of live tensors.
+    """Measure the peak of the state that a training holds between steps, in bytes of live tensors.
 
-    Counted: gradients, the optimiser's states (the projections of GaLore and APOLLO among them), and what training in
-    rounds holds: sums or sketches of moments, the factors of earlier rounds, copies of weights. Not counted: the base
-    model, the values that train, their basis, activations, step counters, and copies of what trains that a run keeps to
-    go back to (the last good values and the best ones).
+    Counted: gradients, the optimizer's states (including the projections of GaLore and APOLLO), and the tensors of
+    training in rounds (sums or sketches of moments, factors of earlier rounds, copies of weights). Not counted: the
+    base model, the trained values and their basis, activations, step counters, and the kept copies of trained values
+    (the last good and the best ones).
 
-    It looks right after an optimiser step, when gradients are still there: after the first step, the last step of each
-    round, and the last of all. Within a round nothing is freed, so its last step holds the most of it; between two of
-    these steps nothing else changes size. What choosing new bases takes for a moment is not held from step to step; the
-    record's memory of each phase has it.
+    The state is measured right after an optimizer step, before gradients are freed: after the first step, the last
+    step of each round, and the last step. Within a round nothing is freed, so its last step holds the most. Memory for
+    choosing new bases is temporary; it is in the record's memory of each phase.
 
     Attributes:
-        peak_bytes: The largest so far, that of the checkpoint included that the training goes on from.
+        peak_bytes: The peak so far, including that of a resumed checkpoint.
     """
 
     def __init__(self, model: nn.Module, rounds: InRounds | None = None) -> None:
@@ -170,7 +169,7 @@ class StateHeld(TrainerCallback, ExportableState):
         self._looks_at: set[int] = set()
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """The state of this callback in a checkpoint."""
         return {"args": {}, "attributes": {"peak_bytes": self.peak_bytes}}
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
@@ -190,17 +189,17 @@ class StateHeld(TrainerCallback, ExportableState):
 
 
 def total_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of tensors; those that begin at the same place are one, and single numbers are counters."""
+    """Bytes of tensors; tensors with the same address count once, and single numbers (counters) not at all."""
     return sum({(str(one.device), one.data_ptr()): one.nbytes for one in tensors if one.ndim and one.numel()}.values())
 
 
 def gradients_of(model: nn.Module) -> Iterator[Tensor]:
-    """Of every parameter that has one."""
+    """The gradient of every parameter that has one."""
     return (parameter.grad for parameter in model.parameters() if parameter.grad is not None)
 
 
 def states_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """The tensors of an optimiser's states, also those inside objects of its own."""
+    """The tensors of an optimizer's states, also inside its own objects."""
     return _tensors_in(list(optimizer.state.values()), DEPTH)
 
 

@@ -1,7 +1,7 @@
-"""Checkpoints that say themselves whether they are whole, and what they belong to.
+"""Checkpoints with a seal that shows whether they are complete and which run they belong to.
 
-The Trainer writes a checkpoint file by file; a seal, written last, lists every file's hash and what the run is made of.
-A folder without a seal, or with a file that is not as sealed, is half-written and passed over.
+The Trainer writes a checkpoint file by file. A seal, written last, lists every file's hash and the inputs of the run. A
+folder without a seal, or with a file that does not match it, is incomplete and ignored.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from frozencore.errors import ConfigError, TrainingError
 from frozencore.words import one_line
 
 SEAL = "complete.json"
-SEATS = "seats.json"  # in a checkpoint of many tenants: who has a slot
+SEATS = "seats.json"  # in a checkpoint of many tenants: the tenants in slots
 
 
 def seal_checkpoint(folder: Path, identity: Mapping[str, Any]) -> None:
-    """Declare a checkpoint complete: hashes of its files and what its run is made of, written atomically."""
+    """Mark a checkpoint as complete: write the hashes of its files and the inputs of its run, atomically."""
     files = {str(path.relative_to(folder)): _sha256(path) for path in sorted(folder.rglob("*")) if path.is_file()}
     unsealed = folder / f"{SEAL}.part"
     unsealed.write_text(json.dumps({"identity": dict(identity), "files": files}, indent=1))
@@ -35,11 +35,11 @@ def seal_checkpoint(folder: Path, identity: Mapping[str, Any]) -> None:
 
 
 def starting_point(checkpoint_dir: Path | None, resume: bool, identity: Mapping[str, Any]) -> Path | None:
-    """The checkpoint that a training goes on from; None for one that starts at its start.
+    """The checkpoint to resume from; None for a training that starts at the beginning.
 
     Raises:
         ConfigError: There is no folder to resume from.
-        TrainingError: The folder holds checkpoints that are not resumed, or of another run.
+        TrainingError: The folder holds checkpoints of another run, or ``resume`` is off.
     """
     if checkpoint_dir is None:
         if resume:
@@ -59,10 +59,10 @@ def newest_complete_checkpoint(out_dir: Path, identity: Mapping[str, Any]) -> Pa
     """The complete checkpoint with the most steps, or ``None``.
 
     Args:
-        identity: What the run that goes on is made of, by name; JSON values.
+        identity: The inputs of the run that resumes, as JSON values by name.
 
     Raises:
-        TrainingError: It belongs to a run with another recipe, other rows or other parameters.
+        TrainingError: The checkpoint belongs to a run with another recipe, other rows or other parameters.
     """
     folder = newest_complete(out_dir)
     seal = None if folder is None else _read_seal(folder)
@@ -81,23 +81,23 @@ def newest_complete_checkpoint(out_dir: Path, identity: Mapping[str, Any]) -> Pa
 
 
 def newest_complete(out_dir: Path) -> Path | None:
-    """The complete checkpoint with the most steps, whatever it is of; None where there is none."""
+    """The complete checkpoint with the most steps, of any run; None if there is none."""
     newest_first = sorted(checkpoints(out_dir), key=_num_steps, reverse=True)
     return next((folder for folder in newest_first if is_complete(folder)), None)
 
 
 def checkpoints(out_dir: Path) -> list[Path]:
-    """Every checkpoint folder, whole or not."""
+    """Every checkpoint folder, complete or not."""
     return [path for path in out_dir.glob("checkpoint-*") if path.is_dir() and path.name.split("-")[1].isdecimal()]
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether a checkpoint is sealed and every file is as sealed."""
+    """Return whether a checkpoint has a seal and every file matches it."""
     return _read_seal(folder) is not None
 
 
 def _read_seal(folder: Path) -> dict[str, Any] | None:
-    """What a checkpoint's run is made of, if its files are all as sealed."""
+    """The inputs of a checkpoint's run; None if a file does not match the seal."""
     try:
         seal = json.loads((folder / SEAL).read_text())
         whole = all(".." not in name and _sha256(folder / name) == digest for name, digest in seal["files"].items())
@@ -135,10 +135,10 @@ def explain_disk_errors(checkpoint_dir: Path | None) -> Iterator[None]:
 
 
 class Stop:
-    """Whether a training was told to stop: true once it was.
+    """A request to stop a training; true once it was made.
 
     Attributes:
-        saved: What of the training is on disk by then, in words; None if nothing is.
+        saved: A description of what is on disk; None if nothing is.
     """
 
     def __init__(self) -> None:
@@ -153,11 +153,11 @@ class Stop:
 def defer_stop(told: Callable[[], None] = lambda: None) -> Iterator[Stop]:
     """Inside, SIGTERM and Ctrl-C only make what is given true; afterwards they do what they would have done.
 
-    An exception that they raise has what was saved as its note. A second Ctrl-C takes effect at once. In a thread,
-    where handlers cannot be set, nothing is changed, nor is a signal that is ignored.
+    Their exception gets a note on what was saved. A second Ctrl-C takes effect at once. Nothing changes in a thread,
+    where handlers cannot be set, and for a signal that is ignored.
 
     Args:
-        told: Called from the handler, at the first Ctrl-C.
+        told: Called from the handler at the first Ctrl-C.
     """
     stop, before = Stop(), _handlers()
 
@@ -182,7 +182,7 @@ def defer_stop(told: Callable[[], None] = lambda: None) -> Iterator[Stop]:
 
 
 def _handlers() -> dict[int, Any]:
-    """Of the signals that can be held back here."""
+    """The current handlers of the signals that can be delayed."""
     if threading.current_thread() is not threading.main_thread():
         return {}
     handlers: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}

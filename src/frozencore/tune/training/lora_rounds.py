@@ -1,11 +1,11 @@
 """LoRA in rounds (ReLoRA, Lialin et al., 2023): ``y = (W + s·Σ_j B_j A_j) x``, the factors of the last round trained.
 
-At the end of a round its factors join the sum. The next round's A is drawn anew, its B is zero, and its optimiser state
-is fresh. At the end of the training the adapter is a LoRA of rank K·r, with the factors of its K rounds side by side.
+At the end of a round its factors are added to the sum. The next round starts with a new random A, a zero B and fresh
+optimizer state. At the end of the training the adapter is a LoRA of rank K·r: the factors of K rounds side by side.
 
-While it trains, the sum is in a copy of each float32 weight, which stands in the weight's place; the weight itself
-comes back afterwards, bit for bit. A 16-bit or quantised weight could not take what is smaller than its rounding: there
-the earlier factors are computed with beside it.
+During training the sum is added to a copy of each float32 weight, which replaces the weight; the unchanged weight is
+restored afterwards. A 16-bit or quantised weight would lose small updates to rounding, so the earlier factors are then
+computed beside it.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ PLAIN = {
     "init_lora_weights": True, "use_dora": False, "use_rslora": False, "lora_bias": False, "rank_pattern": {},
     "alpha_pattern": {}, "layer_replication": None,
 }  # fmt: skip
-"""What a LoRA must be to train in rounds: the sum of its rounds is then a LoRA of the same scale."""
+"""Settings of a LoRA that trains in rounds, so that the sum of its rounds is a LoRA of the same scale."""
 
 
 class LoRARounds(InRounds):
-    """Trains a LoRA of PEFT's in rounds.
+    """Train a PEFT LoRA in rounds.
 
     Args:
-        model: With a plain LoRA on linear layers.
+        model: A model with a plain LoRA on linear layers.
         rounds: At least 1.
 
     Raises:
-        ConfigError: The model has another adapter, or one whose rounds do not add up to a LoRA.
+        ConfigError: The model has another adapter, or a LoRA whose rounds do not add up to a LoRA.
     """
 
     def __init__(self, model: nn.Module, rounds: int, *, adapter_name: str = "default") -> None:
@@ -69,7 +69,7 @@ class LoRARounds(InRounds):
                 yield layer.base.weight
 
     def begin(self, args: TrainingArguments, state: TrainerState) -> None:
-        """Take up the earlier factors that a checkpoint has kept."""
+        """Restore the earlier factors from a checkpoint."""
         self._seed = args.seed
         if self._begun_at:
             saved = self.saved_state(args, state)
@@ -103,7 +103,7 @@ class LoRARounds(InRounds):
             layer.lift()
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """The adapter becomes the LoRA of all rounds."""
+        """Turn the adapter into the LoRA of all rounds."""
         num_rounds = self.round_now
         self.close()
         for layer in self.layers.values():
@@ -143,7 +143,7 @@ class LayerRounds:
 
     @property
     def factors(self) -> tuple[Tensor, Tensor]:
-        """A (r x n) and B (m x r) of the round that trains."""
+        """A (r x n) and B (m x r) of the current round."""
         return self._linear_A.weight, self._linear_B.weight
 
     @property
@@ -155,12 +155,12 @@ class LayerRounds:
         return self._own_weight is not None
 
     def take_up(self, A: Tensor, B: Tensor) -> None:
-        """The factors of the earlier rounds, as another training has left them."""
+        """Restore the factors of the earlier rounds."""
         like = self._linear_A.weight
         self.A, self.B = A.to(like.device, like.dtype), B.to(like.device, like.dtype)
 
     def begin_round(self) -> None:
-        """The factors join the sum, and the layer goes on from new ones that add nothing."""
+        """Add the factors to the sum, and start new factors whose product is zero."""
         self.lift()
         A, B = self.factors
         self.A, self.B = torch.cat([self.A, A.detach()]), torch.cat([self.B, B.detach()], dim=1)
@@ -168,7 +168,7 @@ class LayerRounds:
         self.lay()
 
     def take_back(self) -> None:
-        """The inverse of :meth:`begin_round`."""
+        """Undo :meth:`begin_round`."""
         self.lift()
         A, B = self.factors
         earlier = len(self.A) - self.r
@@ -179,7 +179,7 @@ class LayerRounds:
         self.lay()
 
     def lay(self) -> None:
-        """Compute with the earlier rounds from now on: in a copy of a plain float32 weight, beside any other."""
+        """Include the earlier rounds in the computation: in a copy of a plain float32 weight, beside other weights."""
         self.lift()
         if not len(self.A):
             return
@@ -196,7 +196,7 @@ class LayerRounds:
         self._beside = self.module.register_forward_hook(add)
 
     def lift(self) -> None:
-        """Forget the earlier rounds in the computation; the base layer has its own weight again."""
+        """Remove the earlier rounds from the computation; the base layer gets its own weight back."""
         if self._own_weight is not None:
             self.base.weight, self._own_weight = self._own_weight, None
         if self._beside is not None:
@@ -204,7 +204,7 @@ class LayerRounds:
             self._beside = None
 
     def become_the_sum(self) -> None:
-        """The LoRA of all rounds: their factors side by side, at the same scale."""
+        """Turn the layer into the LoRA of all rounds: their factors side by side, at the same scale."""
         A, B = self.factors
         rank = len(self.A) + self.r
         self.module.lora_alpha[self.adapter_name] *= rank // self.r

@@ -1,4 +1,4 @@
-"""The one training recipe (paper, appendix "Complete Experimental Protocol"), also in the words of transformers."""
+"""The training recipe (paper, appendix "Complete Experimental Protocol"), also as transformers' arguments."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from frozencore.tune.training.reporting import ReportedArguments
 
 PLAIN = "adamw_torch_fused"
 UNSAID = RecipeConfig()
-"""The options of a run that says nothing: their defaults are the recipe's."""
+"""The default options of a run; their values are the recipe's defaults."""
 
 UNREFRESHED = (
     ("refresh", 1),
@@ -30,24 +30,24 @@ UNREFRESHED = (
     ("refresh_memory", None),
     ("optimiser", PLAIN),
     ("optimiser_rank", None),
-)  # not told to checkpoints, which are as they were before
+)  # left out of checkpoints, so that older ones stay valid
 
 
 FEWEST_STEPS, MOST_EPOCHS = 32, 8
 
 
 def epochs_for(num_rows: int, rows_a_step: int) -> int:
-    """Epochs of one's own rows, where nobody says: as many as make ``FEWEST_STEPS`` optimizer steps, at most 8."""
+    """Default epochs of own rows: enough for ``FEWEST_STEPS`` optimizer steps, at most 8."""
     return min(MOST_EPOCHS, math.ceil(FEWEST_STEPS / math.ceil(num_rows / rows_a_step)))
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to train.
+    """The recipe of a training.
 
     Attributes:
-        learning_rate: The peak.
-        warmup: Share of the optimiser steps in which the learning rate rises from zero.
+        learning_rate: The peak learning rate.
+        warmup: Share of the optimizer steps in which the learning rate rises from zero.
         batch_size: Examples in one forward pass.
         accumulation: Forward passes in one optimizer step.
         seed: Of the order of the rows.
@@ -104,7 +104,7 @@ class Recipe:
                 raise ConfigError(f"In a recipe {rule}, got {self}.")
 
     def of_each(self, processes: int) -> Recipe:
-        """What each of several processes does of it: of every step as many rows as the others.
+        """The recipe of one of several processes, which takes an equal share of every step's rows.
 
         Raises:
             ConfigError: A step's rows cannot be shared evenly.
@@ -125,7 +125,7 @@ class Recipe:
         return {name: value for name, value in asdict(self).items() if (name, value) not in unsaid}
 
     def rate(self, step: int, num_steps: int) -> float:
-        """The learning rate of a step, counted from 0: a straight rise, then a cosine to zero."""
+        """The learning rate of a step, counted from 0: a linear rise, then a cosine to zero."""
         return self.learning_rate * self.share_of_rate(step, num_steps)
 
     def share_of_rate(self, step: int, num_steps: int) -> float:
@@ -141,7 +141,7 @@ class Recipe:
         return torch.randperm(num_rows, generator=generator).tolist()
 
     def num_steps(self, num_rows: int) -> int:
-        """Optimiser steps over all epochs; the last one of an epoch may hold fewer rows."""
+        """Optimizer steps over all epochs; the last step of an epoch may have fewer rows."""
         return self.epochs * math.ceil(math.ceil(num_rows / self.batch_size) / self.accumulation)
 
 
@@ -149,7 +149,7 @@ OPTIMISER_OPTIONS = {
     "galore_adamw": "scale=0.25",  # the paper's
     "apollo_adamw": "scale=1.0, proj=random, scale_type=channel",
 }
-"""Beside rank and gap, by the name that transformers gives the optimiser."""
+"""Arguments beside rank and gap, by transformers' name of the optimizer."""
 PROJECTORS = {
     "galore_adamw": ("galore_torch.galore_projector", "GaLoreProjector"),
     "apollo_adamw": ("apollo_torch.random_projector", "GradientProjector"),
@@ -159,10 +159,10 @@ PROJECTORS = {
 def optimiser_arguments(
     model: nn.Module, optimiser: str, rank: int | None, num_steps: int, rounds: int
 ) -> dict[str, Any]:
-    """What ``TrainingArguments`` are told.
+    """The optimizer's arguments for ``TrainingArguments``.
 
     Args:
-        rounds: How often the directions are chosen in ``num_steps`` optimiser steps.
+        rounds: How often the directions are chosen in ``num_steps`` optimizer steps.
     """
     if optimiser == PLAIN:
         return {"optim": optimiser}
@@ -177,7 +177,7 @@ def optimiser_arguments(
 
 @contextmanager
 def readable_state(optimiser: str) -> Iterator[None]:
-    """The directions are objects of the optimiser's own in a checkpoint, which torch reads where they are named."""
+    """Allow torch to read the optimizer's own objects in a checkpoint: the directions are such objects."""
     if optimiser == PLAIN:
         yield
         return
@@ -195,11 +195,11 @@ def training_arguments(
     saves: bool,
     checkpoint_steps: int | None,
 ) -> TrainingArguments:
-    """The recipe in transformers' words.
+    """The recipe as transformers' arguments.
 
     Args:
-        own: What this process does of it.
-        folder: For checkpoints, where ``saves``: one every ``checkpoint_steps``, or an epoch.
+        own: The recipe of this process.
+        folder: Folder of checkpoints if ``saves``, every ``checkpoint_steps`` or after each epoch.
     """
     make: type[ReportedArguments] = ReportedArguments
     further: dict[str, Any] = {}
@@ -213,13 +213,13 @@ def training_arguments(
         num_train_epochs=recipe.epochs,
         per_device_train_batch_size=own.batch_size,
         gradient_accumulation_steps=own.accumulation,
-        max_grad_norm=recipe.max_grad_norm if recipe.private is None else 0.0,  # each row's gradient is cut instead
+        max_grad_norm=recipe.max_grad_norm if recipe.private is None else 0.0,  # each row's gradient is clipped instead
         weight_decay=recipe.weight_decay,
         seed=recipe.seed,
         data_seed=recipe.seed,
         save_strategy="no" if not saves else "epoch" if checkpoint_steps is None else "steps",
         save_steps=checkpoint_steps or 1,
-        save_total_limit=2,  # the newest may be half-written
+        save_total_limit=2,  # the newest may be incomplete
         logging_steps=1,
         logging_nan_inf_filter=False,
         report_to="none",

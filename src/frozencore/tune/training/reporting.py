@@ -1,4 +1,4 @@
-"""Where a run reports its losses and scores: transformers' own callbacks for TensorBoard, trackio and W&B."""
+"""Report a run's losses and scores, by transformers' own callbacks for TensorBoard, trackio and W&B."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ LOGS = "logs"
 
 @dataclass
 class ReportedArguments(TrainingArguments):
-    """What a Trainer is told. A reporter tells all its fields, and so the configuration of the run."""
+    """A Trainer's arguments with the run's configuration, because reporters report all their fields."""
 
     frozencore: dict[str, Any] = field(default_factory=dict)
 
 
 def require_reporters(names: Sequence[Reporter]) -> None:
-    """Check before any work is done that the reporters' packages are installed.
+    """Check before any work that the reporters' packages are installed.
 
     Raises:
-        ConfigError: One of them is not.
+        ConfigError: A package is missing.
     """
     for name in set(names).difference(get_available_reporting_integrations() if names else ()):
         raise ConfigError(
@@ -44,15 +44,16 @@ def require_reporters(names: Sequence[Reporter]) -> None:
 class Reports(TrainerCallback):
     """The reporters of one run as one callback.
 
-    A reporter that fails is a warning and hears no more of the training. The end of the training leaves the others
-    open, for the scores that follow.
+    If a reporter fails, the run warns and no longer calls it. Reporters stay open after the training, for the final
+    scores.
 
     Args:
-        folder: The folder of the run. It names the run, with the time: trackio goes on with a run whose name it knows.
-        options: The configuration of the run: JSON values by name.
+        folder: The folder of the run. Its name and the time name the run, because trackio continues a run with a known
+            name.
+        options: The configuration of the run, as JSON values by name.
 
     Attributes:
-        begin_s: Seconds that the reporters took to begin; they may have connected to somewhere.
+        begin_s: Seconds that starting the reporters took, for instance to connect.
     """
 
     def __init__(self, names: Sequence[Reporter], folder: Path, options: Mapping[str, Any]) -> None:
@@ -91,7 +92,7 @@ class Reports(TrainerCallback):
         self._tell("on_log", logs={f"test_{name}": score for name, score in scores.items()})
 
     def close(self, *, failed: bool) -> None:
-        """End every reporter that has begun. Of W&B a run that somebody began before is theirs and stays open."""
+        """Close every started reporter; a W&B run that the user started stays open."""
         self._told = list(self._begun)
         self._tell("on_train_end")
         for reporter, is_theirs in zip(self._begun, self._are_theirs, strict=True):
@@ -106,7 +107,7 @@ class Reports(TrainerCallback):
 
 
 def _fails(tell: Callable[..., Any], *event: Any, **named: Any) -> bool:
-    """Whether a reporter failed, which is a warning: the run is the same without it."""
+    """Call a reporter; warn and return True if it failed."""
     try:
         tell(*event, **named)
     except Exception as error:
@@ -117,11 +118,11 @@ def _fails(tell: Callable[..., Any], *event: Any, **named: Any) -> bool:
 
 @contextmanager
 def reporting(names: Sequence[Reporter], folder: Path, options: Mapping[str, Any]) -> Iterator[Reports | None]:
-    """Give what reports a run and close it in the end, after an error too; None if there are no reporters.
+    """Yield a run's reports and close them at the end, also after an error; None without reporters.
 
     Args:
         folder: The folder of the run.
-        options: The configuration of the run: JSON values by name.
+        options: The configuration of the run, as JSON values by name.
     """
     require_reporters(names)
     if not names:

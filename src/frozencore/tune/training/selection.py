@@ -1,8 +1,7 @@
-"""Which step of a training is kept: validation rows are scored now and then, and what trained best is put back.
+"""Choose the step to keep: score validation rows during training, and restore the best values at the end.
 
-A step is scored once its checkpoint is written, if it has one: a kill meanwhile loses no step. Each checkpoint holds,
-under its seal, the scores of the steps before it and the best values so far: a training that goes on from it chooses as
-if it had never been interrupted.
+A step is scored after its checkpoint is written, so that a kill during scoring loses no step. Each checkpoint holds the
+earlier scores and the best values so far, so a resumed training makes the same choice.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ SCORES, VALUES = "selection.json", "selection.safetensors"
 
 @dataclass(frozen=True)
 class StepScore:
-    """What the values after a step scored on the validation rows: nats per completion token, and a share of rows."""
+    """The validation scores after a step: nats per completion token, and accuracy."""
 
     step: int
     held_out_loss: float
@@ -36,23 +35,23 @@ class StepScore:
 
     @property
     def worth(self) -> tuple[float, float]:
-        """More of it is better: accuracy if there is one, then a lower loss."""
+        """A sort key, larger is better: accuracy if there is one, then a lower loss."""
         return self.accuracy or 0.0, -self.held_out_loss
 
 
 class NoBetterError(Exception):
-    """Scores are no better any more: the training ends, whole."""
+    """The scores stopped improving, so the training ends normally."""
 
 
 @dataclass(frozen=True)
 class Selection:
-    """How validation rows choose among the steps.
+    """The choice of a step by validation rows.
 
     Attributes:
-        every: Steps between two scores, or ``epoch``; the last step is scored in any case.
-        score: Held-out loss and accuracy (None: the loss alone chooses) of a model; leaves it as it was.
-        identity: What the scores are of; a checkpoint that is resumed must share it.
-        patience: Scores in a row that may be no better than the best before the training ends; None: it never does.
+        every: Steps between two scores, or ``epoch``; the last step is always scored.
+        score: Computes a model's held-out loss and accuracy (None: only the loss chooses), without changing it.
+        identity: The inputs of the scores; a resumed checkpoint must share them.
+        patience: End the training after so many scores in a row without improvement; None never does.
     """
 
     every: Every
@@ -65,10 +64,10 @@ class Selection:
 
 
 def require_choosable(every: Every, patience: int | None) -> None:
-    """Check when a training is scored and when it ends.
+    """Check the options of scoring and early stopping.
 
     Raises:
-        ConfigError: Scores lie less than a step apart, or the training would end with a score that is better.
+        ConfigError: ``every`` or ``patience`` is less than 1.
     """
     if patience is not None and patience < 1:
         raise ConfigError(f"At least one score must be no better before a training ends, got {patience}.")
@@ -77,25 +76,24 @@ def require_choosable(every: Every, patience: int | None) -> None:
 
 
 def is_due(every: Every, step: int, num_steps: int, steps_an_epoch: int) -> bool:
-    """Whether the values after so many steps are to be scored."""
+    """Return whether to score after this step."""
     interval = steps_an_epoch if every == "epoch" else every
     return step > 0 and (step % interval == 0 or step == num_steps)
 
 
 def leader(scores: Sequence[StepScore]) -> StepScore:
-    """The best, the first of equal ones."""
+    """The best score; the first of equal ones."""
     return max(scores, key=lambda score: score.worth)
 
 
 def is_patience_lost(scores: Sequence[StepScore], patience: int | None) -> bool:
-    """Whether so many of the last scores are no better than the best."""
+    """Return whether the last ``patience`` scores brought no improvement."""
     return patience is not None and bool(scores) and len(scores) - 1 - scores.index(leader(scores)) >= patience
 
 
 @dataclass(frozen=True)
 class Selected:
-    """Every score in the order of the steps, the step that was kept, the seconds that scoring took in this call, and
-    whether the training ended early."""
+    """All scores in order, the kept step, the seconds of scoring in this call, and whether training ended early."""
 
     scores: tuple[StepScore, ...]
     step: int
@@ -104,13 +102,13 @@ class Selected:
 
 
 class Selector(TrainerCallback):
-    """Scores the steps that are due and keeps the values of the best, the first of equal ones.
+    """Score the steps that are due, and keep the values of the best step.
 
     Args:
-        steps_an_epoch: Optimiser steps.
+        steps_an_epoch: Optimizer steps of an epoch.
         asked: Whether the training was told to stop.
-        resumed_from: The checkpoint that it goes on from.
-        reporters: Are told each score, as ``eval_loss`` and ``eval_accuracy``.
+        resumed_from: The resumed checkpoint.
+        reporters: Get each score, as ``eval_loss`` and ``eval_accuracy``.
     """
 
     def __init__(
@@ -140,11 +138,11 @@ class Selector(TrainerCallback):
             self._saved_step = int(resumed_from.name.rpartition("-")[2])
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """The parameters are where they train."""
+        """Restore the best values of a checkpoint; the parameters are now on their device."""
         self._parameters = {name: p.detach() for name, p in self.model.named_parameters() if p.requires_grad}
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """The step before is over, and its checkpoint written."""
+        """Score the previous step, whose checkpoint is written."""
         self._score_if_due(args, state, control)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
@@ -152,7 +150,7 @@ class Selector(TrainerCallback):
             self._score_if_due(args, state, control)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Add to the checkpoint what it takes to go on choosing; its seal comes after."""
+        """Add the scores and best values to the checkpoint, before its seal."""
         self._saved_step = state.global_step
         if state.is_world_process_zero:
             folder = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
@@ -161,7 +159,7 @@ class Selector(TrainerCallback):
                 save_file({name: value.cpu().contiguous() for name, value in self._best.items()}, folder / VALUES)
 
     def put_back(self) -> Selected:
-        """Give the parameters the best step's values."""
+        """Set the parameters to the best step's values."""
         for name, value in self._best.items():
             self._parameters[name].copy_(value)
         return Selected(tuple(self._scores), leader(self._scores).step, self.time_s, self.stopped)

@@ -1,8 +1,8 @@
-"""A training by the one recipe, on transformers' ``Trainer`` (paper, appendix "Complete Experimental Protocol").
+"""Train by the recipe on transformers' ``Trainer`` (paper, appendix "Complete Experimental Protocol").
 
 AdamW without weight decay over the trainable parameters, cosine schedule with warm-up, gradients clipped at 1, no
-dropout. The loss is the mean over the completion tokens of one optimiser step: how its examples are cut into batches
-and accumulated changes speed and memory, not the result.
+dropout. The loss is the mean over the completion tokens of one optimizer step. Splitting a step into batches changes
+speed and memory, not the result.
 """
 
 from __future__ import annotations
@@ -58,22 +58,22 @@ from frozencore.words import Progress
 
 @dataclass(frozen=True)
 class TrainingReport:
-    """What training did.
+    """The report of a training.
 
     Attributes:
-        num_steps: Optimiser steps, those before a resumed checkpoint included.
+        num_steps: Optimizer steps, including those before a resumed checkpoint.
         losses: The loss of each step, in nats per completion token.
         final_loss: Mean over the last tenth of the steps.
-        time_s: Wall time of this call, without the scoring of validation rows and the reporters' beginning.
+        time_s: Wall time of this call, without scoring validation rows and starting reporters.
         step_s: Median seconds from one step's end to the next; None for a single step.
-        resumed_from: The checkpoint it went on from.
-        selected: The step whose values were kept, and what chose it; None where the last one was kept unasked.
-        company: Of how many trainings it was one, and how many of them ran at once; None for a training alone.
-        rounds: How many rounds it had, each of which trains other values.
-        earlier_values: How many values earlier rounds trained, which are saved and no longer train; 0 for one round.
-        state_held_bytes: The state held while training, at its peak (:mod:`frozencore.tune.training.callbacks`).
-        values_at_once: How many values trained at a moment; None in company, for as many as are left trainable.
-        schedule: Steps and noise of a private training; None for one that is not.
+        resumed_from: The resumed checkpoint.
+        selected: The chosen step and its scores; None if no choice was requested.
+        company: The number of trainings that ran together, and how many at once; None for a training alone.
+        rounds: The number of rounds; each round trains new values.
+        earlier_values: The number of values of earlier rounds, which are saved but no longer train; 0 for one round.
+        state_held_bytes: The peak of the training state (:mod:`frozencore.tune.training.callbacks`).
+        values_at_once: The number of values that train at the same time; None if trained together with others.
+        schedule: Steps and noise of a private training; None otherwise.
     """
 
     num_steps: int
@@ -106,10 +106,10 @@ def train(
     reports: Reports | None = None,
     progress: Progress | None = None,
 ) -> TrainingReport:
-    """Train the trainable parameters of a model in place, on the device it is on.
+    """Train the trainable parameters of a model in place, on its device.
 
-    The model is left in evaluation mode; the global random state is left as it was. With ``checkpoint_dir``, SIGTERM
-    and Ctrl-C take effect at the end of the running step, whose checkpoint is then written; a second Ctrl-C at once.
+    The model is left in evaluation mode; the global random state is restored. With ``checkpoint_dir``, SIGTERM and
+    Ctrl-C take effect at the end of the current step, after its checkpoint; a second Ctrl-C takes effect at once.
 
     Args:
         tokenizer: TRL's trainer asks for it; other trainings need none.
@@ -123,13 +123,12 @@ def train(
         reports: Who is told the losses as they come.
 
     Raises:
-        ConfigError: Nothing is trainable, trainable parameters are below float32, others than the cores of a
-            frozen-core adapter and what its configuration names are trainable, or the model does not keep rows apart
-            that are laid end to end.
+        ConfigError: Nothing is trainable, trainable parameters are below float32, parameters outside the frozen-core
+            adapter's configuration are trainable, or the model does not separate rows joined end to end.
         DataError: There are no rows.
-        DivergenceError: The loss is not finite; what a frozen-core adapter trains is as it was when it last was.
-        TrainingError: A checkpoint cannot be written, or the folder holds checkpoints that are not resumed or of
-            another run.
+        DivergenceError: The loss is not finite. A frozen-core adapter then has its last good values.
+        TrainingError: A checkpoint cannot be written, or the folder holds checkpoints of another run, or ``resume``
+            is off.
     """
     if not rows:
         raise DataError("Training needs at least one row, got none.")
@@ -142,7 +141,7 @@ def train(
             f"Between checkpoints there must be at least one step, got checkpoint_steps={checkpoint_steps}."
         )
     own = recipe.of_each(num_ranks())
-    grouped = recipe.pass_tokens is not None and num_ranks() == 1  # processes go through the model equally often
+    grouped = recipe.pass_tokens is not None and num_ranks() == 1  # all processes need the same number of passes
     if grouped:
         own = replace(own, batch_size=own.batch_size * own.accumulation, accumulation=1)
     identity = {**(identity or {}), **_identity(model, recipe, rows)}
@@ -211,7 +210,7 @@ def train(
                 monitor.put_back(trainer.state.global_step)
                 raise
     stopped = selector is not None and selector.stopped
-    if trainer.state.global_step < trainer.state.max_steps and not stopped:  # and what the signal calls has come back
+    if trainer.state.global_step < trainer.state.max_steps and not stopped:  # the signal's own handler has returned
         raise TrainingError(
             f"Training was told to stop at step {trainer.state.global_step} of {trainer.state.max_steps}. "
             "Its checkpoint is whole: resume it."
@@ -240,7 +239,7 @@ def train(
 def _made_private(
     trainer: Trainer, recipe: Recipe, selection: Selection | None, reports: Reports | None
 ) -> PrivateTraining | None:
-    """Give the training its budget, if it has one. Whose rows the bases are of is known to the caller."""
+    """Make the training private if it has a budget. The caller must know that the bases do not read private rows."""
     if recipe.private is None:
         return None
     if selection is not None or reports is not None:
@@ -253,7 +252,7 @@ def _made_private(
 
 
 def _rounds_of(model: nn.Module, recipe: Recipe, selection: Selection | None) -> InRounds | None:
-    """What ends a round, by what trains; None for a single round, and for an optimiser that has rounds of its own."""
+    """The callback that ends rounds; None for a single round, and for an optimizer with its own rounds."""
     if recipe.refresh == 1 or recipe.optimiser != PLAIN:
         return None
     if selection is not None:
@@ -270,7 +269,7 @@ def _rounds_of(model: nn.Module, recipe: Recipe, selection: Selection | None) ->
 
 
 def _identity(model: nn.Module, recipe: Recipe, rows: Sequence[TokenRow]) -> dict[str, Any]:
-    """What a checkpoint must share with the run that resumes it: what trains, how, and on what."""
+    """The inputs that a checkpoint must share with the run that resumes it: parameters, recipe and rows."""
     shapes = {name: list(p.shape) for name, p in model.named_parameters() if p.requires_grad}
     return {
         **{name: value for name, value in recipe.content().items() if (name, value) not in UNREFRESHED},

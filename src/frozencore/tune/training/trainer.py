@@ -1,4 +1,4 @@
-"""transformers' ``Trainer``, fitted to completions: no logits on prompts, no silent NaN, nothing left changed."""
+"""transformers' ``Trainer`` for completions: no logits on prompts, no silent NaN, and the model is restored."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class CompletionTrainer(RecipeTrainer):
 
 
 class GroupingTrainer(CompletionTrainer):
-    """Takes the batches of a step one after the other, and their gradients together."""
+    """Run the batches of a step in sequence and add up their gradients."""
 
     _own = 1
 
@@ -103,7 +103,7 @@ class GroupingTrainer(CompletionTrainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """Of a model that takes the mean of each batch by itself, weighed by the batch's share of the tokens."""
+        """Compute a batch's loss; for a model that averages over the batch, weighted by its share of the tokens."""
         loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         return loss if num_items_in_batch is not None else loss * (_num_targets(inputs) / self._own)
 
@@ -114,7 +114,7 @@ def _num_targets(batch: dict[str, Tensor]) -> int:
 
 @contextmanager
 def without_dropout(model: nn.Module) -> Iterator[None]:
-    """Every dropout of the model is off: the modules, and the rates that attention layers hold themselves."""
+    """Turn off every dropout of the model: modules, and rates stored in attention layers."""
     rates: list[tuple[nn.Module, str, float]] = []
     for module in model.modules():
         for name in ("p", "attention_dropout"):
@@ -132,7 +132,7 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def own_use_cache(model: nn.Module) -> Iterator[None]:
-    """The Trainer turns ``config.use_cache`` off; it is afterwards what it was."""
+    """Restore ``config.use_cache`` afterwards, which the Trainer turns off."""
     config = base_of(model).config
     use_cache = getattr(config, "use_cache", True)
     try:
@@ -143,10 +143,10 @@ def own_use_cache(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def adapters_known(model: nn.Module) -> Iterator[None]:
-    """Inside, the Trainer takes a quantised model with adapters whatever its quantiser is.
+    """Let the Trainer accept a quantised model with adapters, for any quantiser.
 
     transformers refuses a quantiser that it does not know to pass gradients, such as torchao's 4 bits, unless the base
-    model says that adapters are on it. PEFT leaves that unsaid. Afterwards the model says what it said before.
+    model is marked as having adapters. PEFT does not set this mark. The mark is restored afterwards.
     """
     base: Any = base_of(model)
     if not (isinstance(model, PeftModel) and getattr(base, "is_quantized", False)):

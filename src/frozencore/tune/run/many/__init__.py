@@ -1,1 +1,1 @@
-"""One run of many tenants: a row file each, one basis, one training, an adapter and a record each."""
+"""One run of many tenants: each has its own rows, adapter and record; basis and training are shared."""

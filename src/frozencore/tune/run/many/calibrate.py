@@ -1,4 +1,4 @@
-"""Calibration for many tenants: one basis that holds as much as it can of what the rows of each want."""
+"""Calibrate for many tenants: one basis that fits the rows of each tenant as well as possible."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ FEWEST_ROWS = 2
 
 
 def execute_calibration_of_tenants(config: RunConfig, out: Path, progress: Progress) -> Calibration:
-    """Write ``out/basis``, and ``out/adapter`` with zero cores on it; no file of moments, which differ by tenant.
+    """Write ``out/basis``, and ``out/adapter`` with zero cores; no moments file, because each tenant has its own.
 
     Args:
-        config: Its data are the tenants; each is calibrated on ``calibration_size`` of its own training rows.
+        config: Its data name the tenants; each gives ``calibration_size`` of its training rows.
 
     Raises:
-        ConfigError: One tenant, rows of another task, a rank budget, or a method whose bases are not made for groups.
-        DataError: A tenant with a single row.
-        ArtifactError: ``out`` holds an adapter already.
+        ConfigError: There is only one tenant, a calibration task, a rank budget, or a method without bases for groups.
+        DataError: A tenant has a single row.
+        ArtifactError: ``out`` already holds an adapter.
     """
     if not config.moments_needed:
         raise ConfigError(f"The method {config.method!r} reads no calibration data. Use fcca or rawgrad.")
@@ -61,7 +61,7 @@ def _groups(tenants: Mapping[str, TenantRows], pad_id: int) -> dict[str, list[Ba
     """The calibration batches of each tenant.
 
     Raises:
-        DataError: A tenant has a single row, which says nothing of the next one.
+        DataError: A tenant has a single row.
     """
     for name, one in tenants.items():
         if len(one.rows.calibration) < FEWEST_ROWS:
@@ -73,7 +73,7 @@ def _groups(tenants: Mapping[str, TenantRows], pad_id: int) -> dict[str, list[Ba
 
 
 def _calibrated_on(tenants: Mapping[str, TenantRows], calibration: Calibration) -> str:
-    """The calibration data as the basis and the model cards say them."""
+    """Describe the calibration data for the basis and the model cards."""
     sizes = {len(one.rows.calibration) for one in tenants.values()}
     rows = f"{min(sizes)} rows each" if len(sizes) == 1 else f"{min(sizes)} to {max(sizes)} rows"
     num_tokens = next(iter(calibration.layers.values())).num_tokens

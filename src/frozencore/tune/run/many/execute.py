@@ -1,4 +1,4 @@
-"""``tune-many``: one basis, every tenant's core on its own rows at once, an adapter and a record for each."""
+"""``tune-many``: train a core for each tenant on its own rows, together on one basis, and save and record each."""
 
 from __future__ import annotations
 
@@ -52,21 +52,21 @@ def execute_many(
     num_slots: int = SLOTS,
     resume: bool = False,
 ) -> dict[str, TenantOutcome]:
-    """Train every tenant of ``config.data`` and write a folder ``out/NAME`` for each as it ends.
+    """Train every tenant of ``config.data``, and write a folder ``out/NAME`` for each when it ends.
 
-    Their basis is the saved one that is configured, or ``out/basis``, of a pass over rows of all tenants. Processes
-    that were started together train a share of the tenants each; the first computes the basis, and the others read it.
+    The basis is the configured one, or ``out/basis``, calibrated on rows of all tenants. Of several processes each
+    trains a share of the tenants; the first computes the basis and the others read it.
 
     Args:
-        config: Its ``data`` name the tenants' files, as :func:`find_tenants` reads them; the rest holds for all.
+        config: Its ``data`` name the tenants' files (:func:`find_tenants`); the other options hold for all tenants.
         num_slots: Tenants that train at once in a process.
-        resume: Go on from the newest complete checkpoint in ``out``.
+        resume: Continue from the newest complete checkpoint in ``out``.
 
     Returns:
-        What was written of each, in their order.
+        The outcome of each tenant, in order.
 
     Raises:
-        FrozenCoreError: Bad input in any of the files, before anything is written, or a folder of finished runs.
+        FrozenCoreError: A file has bad input (raised before anything is written), or the folder has finished runs.
     """
     started, folders = time.perf_counter(), ShareFolders(out)
     config, bench, every = each_by_itself(partial(_read, config, out, folders, progress, resume=resume))
@@ -133,14 +133,14 @@ def execute_many(
 def _read(
     config: RunConfig, out: Path, folders: ShareFolders, progress: Progress, *, resume: bool
 ) -> tuple[RunConfig, Bench, dict[str, TenantRows]]:
-    """The configuration on its basis, the bench of all tenants, and their rows."""
+    """The configuration with its basis, the bench of all tenants, and each tenant's rows."""
     config, files = tenants_of(config)
     _refuse_finished(out, files, resume=resume)
     folders.require_as_many()
     bench, every = read_tenants(config, files, progress)
     for name, one in every.items():
         with told_of(repr(name)):
-            tenant_of(one, bench.model)  # refused before anything is written
+            tenant_of(one, bench.model)  # raises errors before anything is written
     return config, bench, every
 
 
@@ -152,7 +152,7 @@ def _score_base(
     model_hash: str,
     progress: Progress,
 ) -> dict[str, float]:
-    """Held-out loss of the base model on the rows of each tenant: of its own by each process, kept by the first."""
+    """The base model's held-out loss on each tenant's rows; each process scores its own, the first stores all."""
     rows = {name: one.rows.fingerprints()["evaluation"] for name, one in every.items()}
     of = {"base model": model_hash, "rows": rows}
     losses = from_first(lambda: cache.load(BASE_SCORE, list[float], of))
@@ -172,10 +172,10 @@ def _score_base(
 
 
 def _common_basis(model: PeftModel, out: Path) -> str:
-    """The fingerprint of the basis, which is the same in all processes.
+    """The fingerprint of the basis.
 
     Raises:
-        ConfigError: It is not.
+        ConfigError: The processes have different bases.
     """
     own = basis_fingerprint(model)
     if len(set(gathered({str(own_rank()): own}).values())) > 1:
@@ -187,9 +187,9 @@ def _common_basis(model: PeftModel, out: Path) -> str:
 
 
 def _name_basis(model: PeftModel, folder: Path, calibrated_on: str | None) -> None:
-    """Keep a basis that has no name yet, once for all tenants: their adapters are then cores alone."""
+    """Save a basis without a name once for all tenants, so that their adapters are saved as cores only."""
     chosen = model.peft_config["default"]
-    if chosen.basis_id is not None or chosen.initial_step:  # such cores are saved with bases of their own
+    if chosen.basis_id is not None or chosen.initial_step:  # such cores are saved with their own bases
         return
     if folder.exists():
         set_bases(model, load_basis(folder))
@@ -198,7 +198,7 @@ def _name_basis(model: PeftModel, folder: Path, calibrated_on: str | None) -> No
 
 
 def tenant_of(own: TenantRows, model: nn.Module) -> Tenant:
-    """A tenant as it trains."""
+    """Make the training of a tenant."""
     rows, every, validation = own.rows.validation, own.config.select_checkpoint, None
     if rows is not None and every != "none":
         validation = Validation(rows.tokens, every, own.config.patience)

@@ -1,4 +1,4 @@
-"""What is written of a tenant that has ended: its adapter, and its record or why there is none."""
+"""Write the results of a tenant that has ended: its adapter, and its record or the reason of its failure."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ from frozencore.tune.training.many.slots import CoreStack
 from frozencore.tune.training.many.tenant import Trained
 
 TenantOutcome = TunedRecord | Failure
-"""What the ``result.json`` or the ``failure.json`` of a tenant holds."""
+"""The content of a tenant's ``result.json`` or ``failure.json``."""
 
 
 @dataclass(frozen=True)
 class Finisher:
-    """Scores, saves and records tenants as they end; what is there already is left as it is.
+    """Score, save and record tenants when they end; existing results stay unchanged.
 
     Attributes:
-        config: Of all tenants.
-        bench: The model as it was loaded, the encoder, and the rows that the basis is of.
-        model: The same with the adapter that has the basis; its core is each saved tenant's in turn.
+        config: The configuration of all tenants.
+        bench: The loaded model, the encoder, and the calibration rows of the basis.
+        model: The model with the adapter; its core is replaced by each saved tenant's in turn.
         before: Held-out loss of the base model on each tenant's rows.
-        company: How many tenants there are, and how many of them train at once.
-        hashes: Of the base model and the basis.
-        started: ``time.perf_counter()`` when the first of them began.
+        company: The number of tenants, and how many train at once.
+        hashes: Hashes of the base model and the basis.
+        started: ``time.perf_counter()`` when training began.
     """
 
     out: Path
@@ -68,7 +68,7 @@ class Finisher:
         losses = self._held_out({name: one.cores for name, one in ended.items() if one.diverged is None})
         for name, trained in ended.items():
             folder = self.out / name
-            if (folder / RECORD).exists():  # a run that was killed has come this far before
+            if (folder / RECORD).exists():  # written before the run was killed
                 record = read_record((folder / RECORD).read_text())
                 assert isinstance(record, TunedRecord)
                 self.outcomes[name] = record

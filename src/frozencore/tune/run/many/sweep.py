@@ -1,4 +1,4 @@
-"""One run with several learning rates, seeds or the like, side by side on one basis; validation rows choose."""
+"""Train one run with several values of some options, side by side on one basis; validation rows choose the best."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ def execute_sweep(
     resume: bool = False,
     moments_file: Path | None = None,
 ) -> tuple[TunedRecord, Sweep]:
-    """Train a run with every combination of the values at once, and keep the best as :func:`execute` writes a run.
+    """Train a run with every combination of the values at once, and write the best as :func:`execute` does.
 
-    The basis is that of the configuration, its seed included; a seed that is tried is of the order of rows. What each
-    was worth is ``out/sweep.json``.
+    The basis comes from the configuration, including its seed; a swept seed changes only the order of rows. The scores
+    of all runs are in ``out/sweep.json``.
 
     Args:
-        choices: Values by option, of those in :data:`frozencore.tune.run.config.SWEPT`.
+        choices: Values by option, for options in :data:`frozencore.tune.run.config.SWEPT`.
 
     Raises:
         ConfigError: The method trains no cores.
         NoRowsError: There are no validation rows.
-        FrozenCoreError: As for :func:`execute`.
+        FrozenCoreError: As in :func:`execute`.
     """
     if not config.method_entry.has_bases:
         raise ConfigError(f"A sweep trains cores side by side on one basis, but {config.method!r} has no cores.")

@@ -1,4 +1,4 @@
-"""The rows of all tenants, and which process trains which of them."""
+"""The rows of all tenants, and their distribution over processes."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from frozencore.words import Progress, num_of
 
 @dataclass(frozen=True)
 class TenantRows:
-    """A tenant's configuration, which is that of all but for its own file, and its rows."""
+    """A tenant's configuration, which has its own file, and its rows."""
 
     config: RunConfig
     rows: RunRows
 
 
 def tenants_of(config: RunConfig) -> tuple[RunConfig, dict[str, Path]]:
-    """The configuration on its basis, and the row file of each tenant.
+    """The configuration with its basis, and the row file of each tenant.
 
     Raises:
-        ConfigError: It asks for what many tenants cannot have, or for a method without cores.
+        ConfigError: An option cannot be used with many tenants, or the method has no cores.
         DataError: There are no row files.
     """
     config.refuse_alone("tenants", may_be_private=True)
@@ -48,10 +48,10 @@ def tenants_of(config: RunConfig) -> tuple[RunConfig, dict[str, Path]]:
 def read_tenants(
     config: RunConfig, files: Mapping[str, Path], progress: Progress
 ) -> tuple[Bench, dict[str, TenantRows]]:
-    """A bench for the basis, whose rows are of all tenants, and each tenant's own rows.
+    """Read a bench for the basis, with rows of all tenants, and each tenant's own rows.
 
     Raises:
-        FrozenCoreError: As for :func:`read_each`.
+        FrozenCoreError: As in :func:`read_each`.
     """
     bench, own = read_each(config, files, progress)
     calibration = _calibration_rows(config, own)
@@ -61,10 +61,10 @@ def read_tenants(
 
 
 def read_each(config: RunConfig, files: Mapping[str, Path], progress: Progress) -> tuple[Bench, dict[str, TenantRows]]:
-    """A bench with the rows of the last tenant, and each tenant's own rows with calibration rows of its own.
+    """Read a bench with the rows of the last tenant, and each tenant's own rows, with calibration rows.
 
     Raises:
-        FrozenCoreError: In one line, which tenant's file cannot be read, split or tokenised, and why.
+        FrozenCoreError: A tenant's file cannot be read, split or tokenised; the message names the tenant.
     """
     progress("load", 0, len(files), config.model)
     base = Base(*load_model(config.model, dtype=config.dtype, device=config.device))
@@ -80,7 +80,7 @@ def read_each(config: RunConfig, files: Mapping[str, Path], progress: Progress) 
 
 @contextmanager
 def told_of(tenant: str) -> Iterator[None]:
-    """Begin the message of an error with the tenant that it is about."""
+    """Start error messages with the name of the tenant."""
     try:
         yield
     except FrozenCoreError as error:
@@ -88,7 +88,7 @@ def told_of(tenant: str) -> Iterator[None]:
 
 
 def _calibration_rows(config: RunConfig, own: Mapping[str, TenantRows]) -> list[TokenRow]:
-    """As many as a run of one tenant would read, drawn from all of them; of another task where one is named."""
+    """Draw calibration rows from all tenants, as many as for one run; or from the calibration task if one is named."""
     if config.calibration_task is not None:
         return next(iter(own.values())).rows.calibration
 
@@ -101,7 +101,7 @@ def _calibration_rows(config: RunConfig, own: Mapping[str, TenantRows]) -> list[
 
 
 def own_tenants(tenants: Mapping[str, TenantRows]) -> dict[str, TenantRows]:
-    """The tenants that this process trains, in their order: all shares have about as many tokens to train on.
+    """The tenants of this process, in order; all processes get about as many training tokens.
 
     Raises:
         ConfigError: There are fewer tenants than processes.
@@ -117,7 +117,7 @@ def own_tenants(tenants: Mapping[str, TenantRows]) -> dict[str, TenantRows]:
 
 
 class ShareFolders:
-    """Where each share's checkpoints are while it trains: the first's as if it were alone, and beside them the others'.
+    """The checkpoint folders of the processes: the first has the usual folder, the others are beside it.
 
     Args:
         out: The run's folder.
@@ -127,10 +127,10 @@ class ShareFolders:
         self._out, self._rank, self._size = out, own_rank(), num_ranks()
 
     def require_as_many(self) -> None:
-        """Of a run that has begun.
+        """Check that a resumed run has the same number of processes.
 
         Raises:
-            TrainingError: By another number of processes: its shares are others.
+            TrainingError: The number differs, so the shares differ.
         """
         begun = 1 + len(list((self._out / CHECKPOINTS).glob("share-*")))
         if (self._out / CHECKPOINTS).is_dir() and begun != self._size:
@@ -140,7 +140,7 @@ class ShareFolders:
             )
 
     def make(self) -> None:
-        """All of them, by the first, so that their number is known from the beginning."""
+        """Make all folders in the first process, so that their number is known from the start."""
         if self._rank > 0:
             return
         for rank in range(1, self._size):

@@ -1,4 +1,4 @@
-"""Which tenants there are: a folder with a row file for each, named after it, or a YAML file ``name: file``."""
+"""Find the tenants: a folder with a row file named after each tenant, or a YAML file ``name: file``."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from frozencore.tune.run.refuse_early import refuse_early
 from frozencore.tune.run.run_folder import BASIS, CHECKPOINTS
 from frozencore.words import one_line
 
-RESERVED = (BASIS, CHECKPOINTS)  # folders of these names lie beside those of the tenants
+RESERVED = (BASIS, CHECKPOINTS)  # names of other folders beside those of the tenants
 _NAME = re.compile(r"\w[\w.-]{0,99}")
 
 
 def refuse_tenants_early(config: RunConfig) -> None:
-    """Refuse early a configuration whose data are the files of tenants."""
+    """Check a configuration of many tenants before torch is imported."""
     refuse_early(config.model_copy(update={"data": None}))
     for file in find_tenants(Path(config.learns)).values():
         require_source(str(file))
@@ -29,8 +29,8 @@ def find_tenants(path: Path) -> dict[str, Path]:
     """The row file of each tenant, by name, in the order of the names or of the YAML file.
 
     Raises:
-        DataError: No such folder or file, or a folder without row files.
-        ConfigError: A name that cannot be a folder's, twice the same one, or a YAML file that is no table of files.
+        DataError: The folder or file does not exist, or has no row files.
+        ConfigError: A name cannot be a folder name or appears twice, or the YAML file is not a table of files.
     """
     if path.is_dir():
         files = sorted(file for file in path.iterdir() if file.suffix in READERS)

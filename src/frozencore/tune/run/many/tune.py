@@ -1,4 +1,4 @@
-"""Many tenants from Python: rows at hand, a model with a basis on it, and a core for each."""
+"""Train many tenants from Python, with rows in memory and a model with a basis."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ def tune_many(
 ) -> dict[str, Trained]:
     """Train a core for each tenant, all at once, on the basis of the adapter "default", whose own core stays.
 
-    ``swap_core(model, trained[name].cores)`` puts one into the adapter, to be used or saved; a :class:`CoreBank` takes
-    them all.
+    ``swap_core(model, trained[name].cores)`` puts a core into the adapter, to use or save it; a :class:`CoreBank` holds
+    all of them.
 
     Args:
-        rows: By tenant, as a file of own rows holds them: prompt and completion, messages, or text.
-        recipe: Of every tenant.
-        num_slots, checkpoint_dir, resume: As for :func:`frozencore.tune.training.many.train.train_many`.
+        rows: Rows by tenant, in the forms of a file of own rows: prompt and completion, messages, or text.
+        recipe: The recipe of every tenant.
+        num_slots, checkpoint_dir, resume: See :func:`frozencore.tune.training.many.train.train_many`.
 
     Raises:
-        DataError: In one line, which tenant's row is missing, malformed or too long.
-        ConfigError, TrainingError: As for :func:`train_many`.
+        DataError: A row is missing, malformed or too long; the message names the tenant.
+        ConfigError, TrainingError: As in :func:`train_many`.
     """
     limit = context_limit(base_of(model), tokenizer)
     encoder = PromptEncoder(tokenizer, max_length=min(PROTOCOL_MAX_LENGTH, limit))

@@ -1,1 +1,1 @@
-"""Many tenants at once: each trains a core of its own, on its own rows, between the P and Q that they share."""
+"""Train many tenants at once: each trains its own core on its own rows, with a shared P and Q."""

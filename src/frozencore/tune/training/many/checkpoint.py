@@ -1,8 +1,8 @@
-"""What a training of many tenants goes on from: a sealed folder with every slot, and a file for each tenant that ended.
+"""Checkpoints of a training of many tenants: a sealed folder with every slot, and a file for each finished tenant.
 
-A tenant's file is written once, when it ends; the folders ``checkpoint-N`` hold those that are under way, and a new one
-takes the place of the last but one. After a kill, those that ended since the newest checkpoint train again, to the same
-values: batches must be what they were.
+A tenant's file is written once, when it ends. The folders ``checkpoint-N`` hold the tenants still training; the two
+newest are kept. After a kill, tenants that ended since the newest checkpoint train again to the same values, so batches
+must be the same.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ NUM_KEPT = 2  # the newest may be half-written
 
 
 def identity_of(tenants: Mapping[str, Tenant], slots: TrainedSlots) -> dict[str, Any]:
-    """What a checkpoint must share with the training that goes on from it; JSON values by name."""
+    """The values that a checkpoint must share with the training that resumes it, as JSON values by name."""
     return {
         "tenants": fingerprint_options({name: _content(tenant) for name, tenant in tenants.items()}),
         "slots": len(slots),
@@ -46,7 +46,7 @@ def identity_of(tenants: Mapping[str, Tenant], slots: TrainedSlots) -> dict[str,
 
 
 def _basis(slots: TrainedSlots) -> Iterator[tuple[str, Tensor]]:
-    """What the cores stand between in each layer: P, Q and the scale."""
+    """P, Q and the scale of each layer."""
     for name, layer in slots.layers.items():
         P, Q, _ = layer.factors(slots.adapter_name)
         yield from ((f"{name}.P", P), (f"{name}.Q", Q))
@@ -64,10 +64,10 @@ def _content(tenant: Tenant) -> dict[str, Any]:
 
 
 class Checkpoints:
-    """Those of one training.
+    """The checkpoints of one training.
 
     Args:
-        names: Of all tenants; their places in it name the files of those that ended.
+        names: The names of all tenants; their indices name the files of finished tenants.
     """
 
     def __init__(self, out: Path, identity: Mapping[str, Any], names: Sequence[str]) -> None:
@@ -75,7 +75,7 @@ class Checkpoints:
         self._number = {name: number for number, name in enumerate(names)}
 
     def write(self, company: Company) -> None:
-        """Write a checkpoint, whole or not at all, and remove older ones."""
+        """Write a checkpoint atomically, and remove older ones."""
         folder = self.out / f"checkpoint-{company.num_steps}"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
@@ -90,7 +90,7 @@ class Checkpoints:
             shutil.rmtree(old)
 
     def read(self, folder: Path, company: Company) -> dict[str, Trained]:
-        """Put the company where a checkpoint has it; the tenants that had ended by then."""
+        """Restore the training tenants from a checkpoint, and return the tenants that had ended."""
         written, tensors = json.loads((folder / SEATS).read_text()), load_file(folder / VALUES)
         company.seats, company.waiting, company.num_steps = [], written["waiting"], _step_of(folder)
         for i, content in enumerate(written["seats"]):
@@ -103,7 +103,7 @@ class Checkpoints:
         return {name: self._read_ended(name, folder) for name in self._number if name not in under_way}
 
     def write_ended(self, ended: Mapping[str, Trained]) -> None:
-        """Keep what became of tenants."""
+        """Store the results of finished tenants."""
         for name, trained in ended.items():
             _write_trained(self._file(name), trained)
 
@@ -122,7 +122,7 @@ class Checkpoints:
 
 
 def _write_trained(file: Path, trained: Trained) -> None:
-    """Keep what became of a tenant, whole or not at all."""
+    """Store the result of a tenant atomically."""
     report = asdict(replace(trained.report, resumed_from=None))
     said = {"report": report, "diverged": trained.diverged}
     cores = {layer: core.contiguous() for layer, core in trained.cores.items()}
@@ -131,10 +131,10 @@ def _write_trained(file: Path, trained: Trained) -> None:
 
 
 def _read_trained(file: Path) -> Trained:
-    """What :func:`_write_trained` kept.
+    """Read a file of :func:`_write_trained`.
 
     Raises:
-        ValueError: In one line, how the file is damaged.
+        ValueError: The file is damaged; the message is one line.
     """
     try:
         with safe_open(file, framework="pt") as opened:

@@ -1,4 +1,4 @@
-"""The tenants that train at the moment, a slot each, and their common step."""
+"""The tenants that train at the same time, each in a slot, and their common step."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from frozencore.tune.training.many.tenant import Seat, Tenant
 
 
 class Company:
-    """The first slots belong to the seats, in their order; ``waiting`` are the names that have none yet.
+    """The tenants in slots, in order, and the names that wait for a slot.
 
     Args:
-        tokens_per_batch: Of one forward pass; None for what fills the device.
+        tokens_per_batch: Tokens of one forward pass; None fills the device.
     """
 
     def __init__(
@@ -42,12 +42,12 @@ class Company:
         self.model, self.tenants, self.slots, self.pad_id = model, tenants, slots, pad_id
         self.tokens_per_batch = tokens_per_batch
         self.seats: list[Seat] = []
-        self.waiting = sorted(tenants, key=lambda name: -tenants[name].num_steps)  # the long ones end last
+        self.waiting = sorted(tenants, key=lambda name: -tenants[name].num_steps)  # longest trainings first
         self.num_steps = 0
         self._shrink, self._pass_tokens = 1, pass_tokens_of(model)
 
     def fill(self) -> bool:
-        """Give free slots to those that wait; False when all have ended."""
+        """Give free slots to waiting tenants; False if all have ended."""
         while self.waiting and len(self.seats) < len(self.slots):
             name = self.waiting.pop(0)
             self.slots.clear(len(self.seats))
@@ -55,7 +55,7 @@ class Company:
         return bool(self.seats)
 
     def step(self) -> list[tuple[Seat, Tensor]]:
-        """One optimiser step of every seat; those that have ended with it, and the cores that each keeps."""
+        """Make one optimizer step for every tenant in a slot; return the tenants that ended, with their kept cores."""
         started = time.perf_counter()
         rows = [seat.step_rows() for seat in self.seats]
         losses, norms = self._gradients(rows)
@@ -102,13 +102,13 @@ class Company:
         return seat.guard
 
     def _gradients(self, rows: list[list[TokenRow]]) -> tuple[Tensor, Tensor]:
-        """The loss of each seat, whose gradient is then in the slots, and that gradient's norm."""
+        """Compute the loss of each tenant and leave its gradient in its slot; return losses and gradient norms."""
         flat = [row for of_seat in rows for row in of_seat]
         slot_of = [slot for slot, of_seat in enumerate(rows) for _ in of_seat]
         losses = torch.zeros(len(rows), device=self.slots.device)
         costs, most = row_costs(row_sizes(self.model, flat), self.slots.device, self.tokens_per_batch)
         weights = [weight for seat, of_seat in zip(self.seats, rows, strict=True) for weight in _weights(seat, of_seat)]
-        while flat:  # a private step may have drawn none
+        while flat:  # a private step may have no rows
             groups = group_by_length(costs, most // self._shrink, self._pass_tokens)
             work = partial(self._passes, groups, flat, slot_of, weights, losses)
             if all(len(group) == 1 for group in groups):
@@ -145,7 +145,7 @@ class Company:
             losses.index_add_(0, torch.tensor(slots, device=device), means)
 
     def _add(self, slots: list[int], gradients: Tensor) -> None:
-        """Add the gradients of rows (rows x Σr²) to their slots, those of a private training clipped."""
+        """Add the gradients of rows (rows x Σr²) to their slots; clip those of a private training."""
         rows_of: dict[int, list[int]] = {}
         plain: list[int] = []
         for row, slot in enumerate(slots):
@@ -160,7 +160,7 @@ class Company:
                 self.slots.gradients[slot].add_(total)
 
     def _score(self) -> None:
-        """Score the seats that are due on their validation rows."""
+        """Score the tenants that are due on their validation rows."""
         due = [slot for slot, seat in enumerate(self.seats) if not seat.diverged and seat.tenant.is_scored(seat.step)]
         if not due:
             return
@@ -186,7 +186,7 @@ class Company:
             seat.diverged = f"Training diverged at step {seat.step}: the loss on validation rows is {loss}."
 
     def _leave(self, good: Mapping[str, Tensor]) -> list[tuple[Seat, Tensor]]:
-        """Let those go that have ended; the last seat moves into the hole."""
+        """Remove the tenants that have ended; the last slot moves into the free one."""
         gone = []
         for slot, seat in enumerate(self.seats):
             if seat.has_ended:
@@ -203,7 +203,7 @@ class Company:
 
 
 def _weights(seat: Seat, rows: list[TokenRow]) -> list[float]:
-    """The weight of each row's loss: one over the tokens of the step, or over its own where its gradient is clipped."""
+    """The weight of each row's loss: one over the tokens of the step, or over its own tokens if it is clipped."""
     if seat.tenant.recipe.private is not None:
         return [1 / max(1, row.num_targets) for row in rows]
     num_tokens = sum(row.num_targets for row in rows)

@@ -1,7 +1,7 @@
-"""The loss of each row of a mixed batch, with logits at its completion tokens and nowhere else.
+"""Compute the loss of each row of a mixed batch, with logits only at completion tokens.
 
-The rows of many tenants have their completions in different places, and ``logits_to_keep`` takes whole columns: with a
-large vocabulary the logits that nobody asked for would cost more than the layers.
+The rows of many tenants have completions at different positions, and ``logits_to_keep`` keeps whole columns. With a
+large vocabulary the unneeded logits would cost more than the layers.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from frozencore.words import Progress
 
 
 def row_losses(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Nats of each row's completion tokens together, (rows,).
+    """The sum of nats over each row's completion tokens, (rows,).
 
-    A causal model is not told what is padding: it stands on the right, where no token of a row sees it.
+    A causal model gets no padding mask, because padding is on the right, where no token of a row sees it.
 
     Args:
         batch: ``input_ids``, ``attention_mask`` and ``labels``, each (rows, tokens), padded on the right.
@@ -46,17 +46,17 @@ def row_losses(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def _is_causal(model: nn.Module) -> bool:
-    """Whether every layer with attention says that its tokens see those before them alone."""
+    """Return whether every attention layer is marked as causal."""
     said = [module.__dict__["is_causal"] for module in model.modules() if "is_causal" in module.__dict__]
     return bool(said) and all(said)
 
 
 @contextmanager
 def _logits_at(model: nn.Module, wanted: Tensor) -> Iterator[bool]:
-    """Let the output layer see the wanted positions alone, as one row; False where that cannot be."""
+    """Let the output layer see only the wanted positions, as one row; False if that is impossible."""
     head: Any = base_of(model).get_output_embeddings()
     if head is None or isinstance(head, FrozenCoreLayer) or not forward_accepts(model, "logits_to_keep"):
-        yield False  # its cores belong to rows, or the model reads logits otherwise
+        yield False  # the output layer has row cores, or the model reads logits in another way
         return
     handle = head.register_forward_pre_hook(lambda _, args: (args[0][wanted].unsqueeze(0), *args[1:]))
     try:
@@ -74,10 +74,10 @@ def held_out_losses(
     tokens_per_batch: int | None = None,
     progress: Progress | None = None,
 ) -> list[float]:
-    """Nats per completion token of each set of rows, all sets in common batches; NaN for a set without such tokens.
+    """Nats per completion token of each set of rows, with sets mixed in batches; NaN for a set without such tokens.
 
     Args:
-        through: Given the set of each row of a batch, what the model is to be in while it runs.
+        through: Makes the context for running a batch, from the set index of each row.
     """
     rows = [row for rows in sets for row in rows]
     set_of = [i for i, rows in enumerate(sets) for _ in rows]
@@ -97,6 +97,6 @@ def held_out_losses(
 
 
 def row_sizes(model: nn.Module, rows: Sequence[TokenRow]) -> list[tuple[int, int]]:
-    """Tokens and logits of each row, as :func:`frozencore.tune.rows.token_batches.row_costs` takes them."""
+    """Tokens and logits of each row, for :func:`frozencore.tune.rows.token_batches.row_costs`."""
     vocabulary = vocabulary_of(model)
     return [(len(row.input_ids), row.num_targets * vocabulary) for row in rows]

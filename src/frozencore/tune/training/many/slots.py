@@ -1,4 +1,4 @@
-"""The cores that train together, and AdamW over all of them at once.
+"""Cores that train together, with AdamW over all of them at once.
 
     m ← β₁ m + (1 - β₁) g,    v ← β₂ v + (1 - β₂) g²,    R ← (1 - η λ) R - η m̂ / (√v̂ + ε)
 
@@ -21,10 +21,10 @@ from frozencore.tune.training.callbacks import total_bytes
 
 
 class CoreStack:
-    """So many cores for the rows of a batch.
+    """A stack of cores for the rows of a batch.
 
     Args:
-        model: With a frozen-core adapter, whose P, Q and scale are those of every core; its own core is not changed.
+        model: A model with a frozen-core adapter; all cores use its P, Q and scale. Its own core is not changed.
 
     Raises:
         ConfigError: There is no such adapter, it has no basis or is merged, or its cores are not float32 on one device.
@@ -55,7 +55,7 @@ class CoreStack:
         return len(self.values)
 
     def by_layer(self, flat: Tensor) -> dict[str, Tensor]:
-        """Views (..., r, r) of what lies side by side (..., Σr²)."""
+        """Views (..., r, r) of contiguous values (..., Σr²)."""
         return by_layer(flat, self.ranks)
 
     def put(self, slot: int, cores: Mapping[str, Tensor]) -> None:
@@ -63,13 +63,13 @@ class CoreStack:
         self.values[slot] = torch.cat([cores[name].flatten() for name in self.ranks]).to(self.device)
 
     def rows(self, slots: Sequence[int]) -> AbstractContextManager[None]:
-        """Send each row of a batch through the core of its slot."""
+        """Use the core of its slot for each row of a batch."""
         places = torch.tensor(slots, device=self.device)
         return self._through({name: core[places] for name, core in self.cores.items()})
 
     @contextmanager
     def _through(self, cores: Mapping[str, Tensor]) -> Iterator[None]:
-        """Send each row of a batch through its own core (rows x r x r) of each layer."""
+        """Use its own core (rows x r x r) of each layer for each row of a batch."""
         with ExitStack() as undo:
             for name, layer in self.layers.items():
                 undo.enter_context(rows_through(layer, layer.row_cores_of(self.adapter_name, cores[name])))
@@ -81,35 +81,35 @@ CLIP_EPSILON = 1e-6  # as torch's clip_grad_norm_
 
 
 class TrainedSlots(CoreStack):
-    """Cores with their gradients and moments; the first so many slots are in use. As :class:`CoreStack` otherwise."""
+    """A :class:`CoreStack` with gradients and moments; the used slots come first."""
 
     def __init__(self, model: nn.Module, num_slots: int, *, adapter_name: str = "default") -> None:
         super().__init__(model, num_slots, adapter_name=adapter_name)
         self.gradients, self.first, self.second, self.sound = (torch.zeros_like(self.values) for _ in range(4))
 
     def state(self) -> dict[str, Tensor]:
-        """What a training goes on from: cores, moments, and the cores whose loss was last finite."""
+        """The state for resuming: cores, moments, and the last cores with finite loss."""
         return {"values": self.values, "first": self.first, "second": self.second, "sound": self.sound}
 
     @property
     def state_held_bytes(self) -> int:
-        """A slot's share of the state held while training: its gradient and moments."""
+        """The training state of one slot: its gradient and moments."""
         return total_bytes((self.gradients, self.first, self.second)) // len(self)
 
     def clear(self, slot: int) -> None:
-        """A new tenant's slot: the adapter's own core, without any history."""
+        """Reset a slot for a new tenant: the adapter's own core, zero moments."""
         for state in (self.gradients, self.first, self.second):
             state[slot].zero_()
         self.values[slot] = self.start
         self.sound[slot] = self.start
 
     def move(self, source: int, target: int) -> None:
-        """Give a tenant another slot, between two steps."""
+        """Move a tenant to another slot, between two steps."""
         for state in self.state().values():
             state[target] = state[source]
 
     def row_gradients(self, slots: Sequence[int], losses: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
-        """The loss of each row of a batch (rows) and its own gradient (rows x Σr²): each row has a copy of its core.
+        """Compute the loss of each row (rows) and its own gradient (rows x Σr²); each row uses a copy of its core.
 
         Args:
             slots: The slot of each row.
@@ -123,7 +123,7 @@ class TrainedSlots(CoreStack):
         return found.detach(), torch.cat([gradient.flatten(1) for gradient in gradients], dim=1)
 
     def gradient_norms(self, num_used: int) -> Tensor:
-        """Of each slot's gradients in all layers together."""
+        """The norm of each slot's gradient over all layers."""
         return torch.linalg.vector_norm(self.gradients[:num_used], dim=1)
 
     def step(
@@ -135,13 +135,13 @@ class TrainedSlots(CoreStack):
         largest_norms: Sequence[float],
         decays: Sequence[float],
     ) -> None:
-        """One step on the first slots, one number each; their gradients are zero afterwards.
+        """Make one step on the first slots, and zero their gradients. Each argument has one number a slot.
 
         Args:
-            norms: Of their gradients.
+            norms: Norms of the gradients.
             rates: η.
-            counts: Steps, this one included.
-            largest_norms: To which gradients are clipped.
+            counts: Number of steps, including this one.
+            largest_norms: The norm to which the gradient is clipped.
             decays: λ.
         """
         used = len(norms)
@@ -153,7 +153,7 @@ class TrainedSlots(CoreStack):
         v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
         if any(decays):
             values.mul_(column([1 - rate * decay for rate, decay in zip(rates, decays, strict=True)]))
-        torch.sqrt(v, out=g)  # the gradient is used up: its memory holds what is subtracted
+        torch.sqrt(v, out=g)  # reuses the gradient's memory
         g.div_(column([(1 - beta2**count) ** 0.5 for count in counts])).add_(EPSILON)
         torch.div(m, g, out=g)
         g.mul_(column([rate / (1 - beta1**count) for rate, count in zip(rates, counts, strict=True)]))

@@ -1,4 +1,4 @@
-"""One tenant: its rows, its recipe, and what they say of each of its steps, in company as alone."""
+"""One tenant: its rows, its recipe, and its steps, which are the same as if it trained alone."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from frozencore.tune.training.train import TrainingReport
 
 @dataclass(frozen=True)
 class Validation:
-    """Rows whose held-out loss chooses which of a tenant's steps is kept.
+    """Rows whose loss chooses the step that a tenant keeps.
 
     Attributes:
-        every: Steps between two scores, or ``epoch``; the last step is scored in any case.
-        patience: Scores in a row that may be no better than the best before the tenant stops; None for no early stop.
+        every: Steps between two scores, or ``epoch``; the last step is always scored.
+        patience: Stop after so many scores in a row without improvement; None never stops early.
     """
 
     rows: Sequence[TokenRow]
@@ -50,10 +50,10 @@ class Validation:
 
 @dataclass(frozen=True)
 class Tenant:
-    """What one core trains on, and how: a step's rows, its rate, and the number of steps follow.
+    """The rows and the recipe of one core, which determine its steps.
 
     Attributes:
-        schedule: The steps and the noise of a private training; None for one that is not.
+        schedule: The steps and the noise of a private training; None otherwise.
     """
 
     rows: Sequence[TokenRow]
@@ -82,26 +82,26 @@ class Tenant:
         return self.num_steps // self.recipe.epochs
 
     def step_rows(self, step: int) -> list[TokenRow]:
-        """The rows of a step, counted from 0, in the order in which the Trainer would draw them."""
+        """The rows of a step, counted from 0, in the Trainer's order."""
         epoch, within = divmod(step, self.steps_an_epoch)
         order = self.recipe.row_order(len(self.rows), epoch)
         size = self.recipe.batch_size * self.recipe.accumulation
         return [self.rows[i] for i in order[within * size : (within + 1) * size]]
 
     def is_scored(self, step: int) -> bool:
-        """Whether the values after so many steps are scored on the validation rows."""
+        """Return whether validation rows are scored after this step."""
         chosen = self.validation
         return chosen is not None and is_due(chosen.every, step, self.num_steps, self.steps_an_epoch)
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What became of a tenant.
+    """The result of a tenant.
 
     Attributes:
         cores: R (r x r, float32, on the CPU) by layer: the last, the selected, or after divergence the last good one.
-        report: Its steps and losses; its seconds are its share of each step, by tokens.
-        diverged: Why it ended early, in one line; None for a tenant that came to its end.
+        report: Steps and losses; seconds are the tenant's share of each step, by tokens.
+        diverged: The reason in one line if it diverged; None otherwise.
     """
 
     cores: dict[str, Tensor]
@@ -111,12 +111,12 @@ class Trained:
 
 @dataclass
 class Seat:
-    """State of one tenant between two steps, beside its slot.
+    """The training state of one tenant between two steps, beside its slot.
 
     Attributes:
-        best: The selected cores so far, Σr² values, where validation rows choose.
-        steps_s: Its share of each step's seconds.
-        secret: Gives the rows and the noise of each step of a private training; None for one that is not.
+        best: The best cores so far, Σr² values, if validation rows choose.
+        steps_s: The tenant's share of each step's seconds.
+        secret: Draws the rows and the noise of each step of a private training; None otherwise.
         guard: Checks the steps of a private training.
     """
 
@@ -148,14 +148,14 @@ class Seat:
         return self.diverged is not None or self.step == self.tenant.num_steps or is_stale
 
     def step_rows(self) -> list[TokenRow]:
-        """The rows of the next step; a private training draws each by itself, and there may be none."""
+        """The rows of the next step; a private training draws each row independently, and there may be none."""
         if (schedule := self.tenant.schedule) is None or self.secret is None:
             return self.tenant.step_rows(self.step)
         drawn = drawn_rows(self.secret, self.step, len(self.tenant.rows), schedule.sample_rate)
         return [self.tenant.rows[i] for i in drawn]
 
     def scored(self, loss: float, values: Tensor) -> None:
-        """Note what the values scored as they are; the best are kept, the first of equal ones."""
+        """Record the score of the current values, and keep them if they are the best so far."""
         self.scores.append(StepScore(self.step, loss, None))
         if leader(self.scores) is self.scores[-1]:
             self.best = values.clone()
@@ -178,7 +178,7 @@ class Seat:
         )
 
     def written(self) -> dict[str, Any]:
-        """JSON values of all but tenant and tensors."""
+        """The state as JSON values, without tenant and tensors."""
         return {
             "name": self.name,
             "losses": self.losses,

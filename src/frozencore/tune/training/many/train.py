@@ -1,8 +1,8 @@
-"""Many tenants in one training: each step's batches hold the next rows of every tenant that has a slot.
+"""Train many tenants together: each step's batches hold the next rows of every tenant in a slot.
 
-Nothing of one tenant reaches another: its rows go through its own core, its loss is the mean over its own tokens of
-the step, and clipping, rate and moments are its slot's. A tenant in company is the tenant alone, to rounding. One that
-has come to its end, stopped early or diverged gives its slot to the next.
+Tenants do not affect one another: each tenant's rows use its own core, its loss is the mean over its own tokens, and
+clipping, learning rate and moments belong to its slot. The result is the same as training alone, except for rounding. A
+tenant that ends, stops early or diverges gives its slot to the next.
 """
 
 from __future__ import annotations
@@ -50,22 +50,23 @@ def train_many(
     on_end: OnEnd | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Trained]:
-    """Train a core for each tenant on the basis of one adapter, all from that adapter's own core, which stays.
+    """Train a core for each tenant on the basis of one adapter, all starting from the adapter's core, which stays.
 
-    The model is left in evaluation mode; the global random state is left as it was. With ``checkpoint_dir``, SIGTERM
-    and Ctrl-C take effect at the end of the running step, whose checkpoint is then written; a second Ctrl-C at once.
+    The model is left in evaluation mode; the global random state is restored. With ``checkpoint_dir``, SIGTERM and
+    Ctrl-C take effect at the end of the current step, after its checkpoint; a second Ctrl-C takes effect at once.
 
     Args:
-        num_slots: Tenants that train at once, those with the most steps first: ``16·Σr²`` bytes each and ``4·Σr²`` for
-            the gradient.
-        tokens_per_batch: Of one forward pass; None for what fills the device.
-        checkpoint_dir, resume, identity: As for :func:`frozencore.tune.training.train.train`.
+        num_slots: Tenants that train at once, those with the most steps first. A slot takes ``16·Σr²`` bytes and
+            ``4·Σr²`` for the gradient.
+        tokens_per_batch: Tokens of one forward pass; None fills the device.
+        checkpoint_dir, resume, identity: See :func:`frozencore.tune.training.train.train`.
         checkpoint_s: Seconds between checkpoints.
-        checkpoint_steps: Common steps after which one is written in any case.
-        on_end: Called with the tenants that ended in a step, some of them again after a kill.
+        checkpoint_steps: Write a checkpoint after so many common steps at the latest.
+        on_end: Called with the tenants that ended in a step; after a kill some tenants come again.
 
     Returns:
-        What became of each, in the order of ``tenants``; one that diverged says so and ends no other's training.
+        The result of each tenant, in the order of ``tenants``. A tenant that diverged is marked and does not stop
+        others.
 
     Raises:
         ConfigError: No adapter of that name, no basis, or the adapter trains more than cores.
@@ -126,7 +127,7 @@ def train_many(
                 progress("train", *_standing(company, tenants, len(ended)))
             if stops:
                 break
-    if len(ended) < len(tenants):  # and what the signal calls has come back
+    if len(ended) < len(tenants):  # the signal's own handler has returned
         raise TrainingError(
             f"Training was told to stop with {len(ended)} of {len(tenants)} tenants at their end. "
             "Its checkpoint is whole: resume it."
@@ -140,7 +141,7 @@ def _trained(slots: TrainedSlots, seat: Seat, values: Tensor, resumed_from: Path
 
 
 def _standing(company: Company, tenants: Mapping[str, Tenant], num_ended: int) -> tuple[int, int, str]:
-    """Steps done and to do of all tenants together, and in words what the losses are."""
+    """Steps done and total steps of all tenants, and a text with the losses."""
     to_do = {name: tenants[name].num_steps for name in company.waiting}
     to_do |= {seat.name: seat.tenant.num_steps - seat.step for seat in company.seats}
     total = sum(tenant.num_steps for tenant in tenants.values())
