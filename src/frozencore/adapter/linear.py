@@ -60,7 +60,7 @@ class FrozenCoreLinear(nn.Module, FrozenCoreLayer):
 
     def _forward_rows(self, rows: RowCores, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Compute each row with its own core, on one common basis."""
-        base: Any = self._modules["base_layer"]  # this runs for each token; attribute access is slow
+        base: Any = self._modules["base_layer"]  # attribute access is slow
         if rows.packed is None and x.shape[0] != rows.R.shape[0]:
             raise ValueError(
                 "Length of `adapter_names` should be the same as the number of inputs, but got "

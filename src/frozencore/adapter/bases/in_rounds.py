@@ -47,7 +47,7 @@ class InRounds(TrainerCallback, ABC):
 
     @abstractmethod
     def state_tensors(self) -> Iterator[Tensor]:
-        """All tensors that are held from step to step for the rounds."""
+        """All tensors that the rounds keep between steps."""
 
     @abstractmethod
     def begin(self, args: TrainingArguments, state: TrainerState) -> None:
@@ -116,7 +116,7 @@ class InRounds(TrainerCallback, ABC):
             group["lr"] = rate
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Add the state to the checkpoint; each rank has its own."""
+        """Add this rank's state to the checkpoint."""
         tensors = {name: total.cpu().contiguous() for name, total in self.state_to_save().items()}
         if tensors:
             save_file(tensors, self._file(args, state))

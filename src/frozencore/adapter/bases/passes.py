@@ -72,7 +72,7 @@ class BasisWork:
 
         A group that does not fit into memory is split in halves, which gives the same bases.
         """
-        batches = batches if isinstance(batches, Sequence) else CachedBatches(batches)  # every pass must read the same
+        batches = batches if isinstance(batches, Sequence) else CachedBatches(batches)  # all passes read the same
         with all_ranks_or_none():
             if options.memory_budget is not None or options.group_size < len(self.layers):
                 batches = list(batches)  # the plan needs their sizes

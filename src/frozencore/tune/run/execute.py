@@ -190,7 +190,7 @@ def finish(outcome: Outcome) -> TunedRecord:
     if method.has_bases:
         said = calibrated_on(config, bench, training.calibration)
         write_model_card(out / ADAPTER, calibration=said, scores=headline(after, config.beta))
-    if after.task is not None and config.private_budget is None:  # they hold the texts of held-out rows
+    if after.task is not None and config.private_budget is None:  # predictions contain held-out texts
         write_lines(out / PREDICTIONS, map(asdict, after.task.predictions))
     assert bench.before is not None
     if after.samples:

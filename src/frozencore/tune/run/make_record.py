@@ -174,7 +174,7 @@ def calibrated_on(config: RunConfig, bench: Bench, calibration: Calibration | No
 
 
 def _accuracies(before: Score, after: Score) -> dict[str, Any]:
-    """By key of the record; nothing where the task has none."""
+    """The accuracies by key of the record; empty if the task has none."""
     if after.task is None:
         return {}
     at_first = before.task.accuracy if before.task else after.task.chance

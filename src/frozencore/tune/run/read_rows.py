@@ -114,7 +114,7 @@ def _task_rows(config: RunConfig, task: Task, encoder: PromptEncoder, kept: RowC
 
 
 def _calibration_rows(config: RunConfig, task: str, encoder: PromptEncoder, kept: RowCache) -> list[TokenRow]:
-    """The rows that a run of another task would calibrate on."""
+    """The calibration rows of a run of another task."""
     train = _Fitting(config, encoder).examples(_splits_like(config, _Drawn(task), kept).train)
     return _tokens(config, calibration_rows(train, config.calibration_size, seed=config.seed), encoder, kept)
 
@@ -129,7 +129,7 @@ def _tokens(config: RunConfig, examples: Sequence[Example], encoder: PromptEncod
 
 
 def _other_texts(config: RunConfig, encoder: PromptEncoder, kept: RowCache) -> dict[str, list[TokenRow]]:
-    """By task, the first evaluation rows that fit, each as plain text; none while options are chosen."""
+    """The first evaluation rows of each other task that fit, as plain text; none for a run that validates options."""
     if config.evaluate_on == "validation":
         return {}
     found = {}

@@ -45,7 +45,7 @@ def recipe_of(config: RunConfig, rows: RunRows, model: nn.Module) -> Recipe:
     if batch_size == "auto":
         longest = max(row.num_tokens for row in rows.train)
         pass_tokens = None if laid_out or config.beta else pass_tokens_of(model)
-        if config.private_budget is not None:  # the record says the batch size: it must not tell how long rows are
+        if config.private_budget is not None:  # the recorded batch size must not reveal the rows' lengths
             longest, pass_tokens = config.max_length or PROTOCOL_MAX_LENGTH, None
         batch_size = rows_at_once(config.rows_a_step, longest, model, padding_free=laid_out)
         accumulation = config.rows_a_step // batch_size

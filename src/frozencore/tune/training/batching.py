@@ -108,8 +108,8 @@ def _keeps_apart(model: nn.Module) -> bool:
 
 
 GROUPS = "groups"
-PASS_WORK = {"cpu": 1.5e8}  # what a pass costs beside its tokens, in tokens times parameters
-PASS_WORK_ELSEWHERE = 1e13  # where launching kernels takes the time; an estimate
+PASS_WORK = {"cpu": 1.5e8}  # fixed cost of a pass, in tokens times parameters
+PASS_WORK_ELSEWHERE = 1e13  # an estimate for devices on which kernel launches dominate
 WEIGHTS_READ = 75  # tokens that a pass costs however large the model is: it reads all weights, for one row or for many
 
 

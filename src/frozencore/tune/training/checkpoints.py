@@ -121,7 +121,7 @@ def _sha256(path: Path) -> str:
 
 @contextmanager
 def explain_disk_errors(checkpoint_dir: Path | None) -> Iterator[None]:
-    """An error in writing a checkpoint becomes a line that says so, and what to do."""
+    """Turn an error in writing a checkpoint into a one-line message with the way out."""
     try:
         yield
     except (OSError, SafetensorError, RuntimeError) as error:

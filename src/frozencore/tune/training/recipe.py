@@ -50,19 +50,18 @@ class Recipe:
         warmup: Share of the optimizer steps in which the learning rate rises from zero.
         batch_size: Examples in one forward pass.
         accumulation: Forward passes in one optimizer step.
-        seed: Of the order of the rows.
-        refresh: Rounds, each on new bases; 1 trains on the first ones to the end, ``auto`` makes as many as pay.
-        refresh_cost: Of the products of the training, how many the moments for new bases may add.
-        refresh_memory: What those moments may take; as of :class:`frozencore.Refresh`.
-        pass_tokens: With it the rows of a step go through the model in groups of similar length, each of as many tokens
-            as ``batch_size`` of the longest rows at most: what a pass costs beside its tokens, in tokens. Without it,
-            and in several processes, ``batch_size`` rows in the order in which they come.
-        padding_free: The rows of a forward pass are laid end to end in one
-            (:mod:`frozencore.tune.training.batching`); not together with ``pass_tokens``.
-        optimiser: As transformers calls it. One whose state has a rank chooses its directions in each of the rounds.
-        optimiser_rank: That rank.
-        private: What the training may spend of privacy; rows are then drawn for each step, and the gradient of each is
-            cut in place of the step's. None for a training that is not private.
+        seed: Seed of the row order.
+        refresh: The number of rounds, each on new bases; 1 keeps the first bases, ``auto`` chooses a useful number.
+        refresh_cost: Extra products for the moments of new bases, as a share of the training's.
+        refresh_memory: The memory for these moments; see :class:`frozencore.Refresh`.
+        pass_tokens: The fixed cost of a pass in tokens. The rows of a step are then grouped by length, each group with
+            at most the tokens of ``batch_size`` longest rows. None, or several processes: ``batch_size`` rows in order.
+        padding_free: Join the rows of a forward pass end to end (:mod:`frozencore.tune.training.batching`); not
+            together with ``pass_tokens``.
+        optimiser: transformers' name. An optimizer with a rank chooses its directions in each round.
+        optimiser_rank: The rank of the optimizer's state.
+        private: The privacy budget; rows are then drawn for each step, and each row's gradient is clipped instead of
+            the step's. None for a training that is not private.
         beta: Of DPO's loss, by which rows of preferences are learned; None for the loss on completions.
     """
 
@@ -120,7 +119,7 @@ class Recipe:
         return replace(self, batch_size=batch_size, accumulation=own // batch_size)
 
     def content(self) -> dict[str, Any]:
-        """JSON values by name, for records and checkpoints: how padding is avoided is no word of those without it."""
+        """The recipe as JSON values by name, for records and checkpoints; unused padding options are left out."""
         unsaid = (("pass_tokens", None), ("padding_free", False), ("private", None), ("beta", None))
         return {name: value for name, value in asdict(self).items() if (name, value) not in unsaid}
 

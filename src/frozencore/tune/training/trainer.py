@@ -40,25 +40,25 @@ class RecipeTrainer(Trainer):
         return self.lr_scheduler
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """A checkpoint, whose model card nobody reads."""
+        """Write a checkpoint without a model card."""
         if output_dir is not None and isinstance(self.model, PeftModel):
             begin_model_card(Path(output_dir))
         super()._save(output_dir, state_dict)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """PEFT refuses to load virtual tokens that are to train; these are there, and get the values alone."""
+        """Load values only, because PEFT refuses to load trainable virtual tokens."""
         if num_virtual_tokens(self.model):
             set_peft_model_state_dict(self.model, load_peft_weights(resume_from_checkpoint))
         else:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def floating_point_ops(self, inputs: dict[str, Tensor]) -> int:
-        """Not counted: counting walks over all parameters at every batch, a tenth of a small model's step."""
+        """Return 0, because counting would take a tenth of a small model's step."""
         return 0
 
 
 class CompletionTrainer(RecipeTrainer):
-    """Asks the model for logits only where there is a loss: with a large vocabulary the prompt's cost more than it."""
+    """Compute logits only at tokens with loss, because the prompt's logits over a large vocabulary are expensive."""
 
     def compute_loss(
         self,

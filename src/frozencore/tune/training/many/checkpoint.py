@@ -32,7 +32,7 @@ from frozencore.tune.training.train import TrainingReport
 from frozencore.words import one_line
 
 VALUES, ENDED = "values.safetensors", "ended"
-NUM_KEPT = 2  # the newest may be half-written
+NUM_KEPT = 2  # the newest may be incomplete
 
 
 def identity_of(tenants: Mapping[str, Tenant], slots: TrainedSlots) -> dict[str, Any]:

@@ -104,7 +104,7 @@ def train_many(
         kept = Checkpoints(checkpoint_dir, identity, list(tenants)) if checkpoint_dir else None
         if kept is not None and resumed_from is not None:
             take(kept.read(resumed_from, company))
-        elif kept is not None:  # what ends before the next one belongs to this training, and says so
+        elif kept is not None:  # tenants that end before the next checkpoint belong to this training
             with explain_disk_errors(checkpoint_dir):
                 kept.write(company)
         saved, steps = time.perf_counter(), 0
