@@ -1,13 +1,13 @@
-"""A language model with a basis in it: ``y = base(x) + P(core(Q(x)))`` in each adapted layer, with cores of zeros.
+"""A language model with a basis: ``y = base(x) + P(core(Q(x)))`` in each adapted layer, with zero cores.
 
-A tenant is a plain LoRA on the ``core`` layers alone, so that an engine holds P and Q once for all of them.
+A tenant is a plain LoRA on the ``core`` layers only, so an engine holds P and Q once for all tenants.
 
-The architecture is any causal language model's of transformers: ``config.json`` is the base model's with the model
-type ``frozencore_basis_model`` and one entry more, ``frozencore_basis``: the name of the base model's configuration
-class and the rank of each adapted layer. Classes are made from the base model's when such a configuration is read.
+The base can be any causal language model of transformers. ``config.json`` is the base model's, with the model type
+``frozencore_basis_model`` and the entry ``frozencore_basis``: the name of the base model's configuration class and the
+rank of each adapted layer. Classes are derived from the base model's when such a configuration is read.
 
-This file needs torch and transformers and nothing else of this package: engines load it as a plugin (``register``), and
-a model folder may carry it as its code.
+This file needs only torch and transformers, nothing else of this package: engines load it as a plugin (``register``),
+and a model folder may include it as its code.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from transformers.pytorch_utils import Conv1D
 MODEL_TYPE = "frozencore_basis_model"
 ENTRY = "frozencore_basis"
 PARTS = ("base", "Q", "core", "P")
-# How a part of a layer is split where its base is, by the base's own way in a tensor-parallel plan: an output that is
-# split is so by the rows of P, and an input that is split is summed behind Q.
+# Tensor-parallel split of a layer's parts, by the base's own entry in the plan: a split output splits the rows of P,
+# and a split input is summed after Q.
 _SPLIT = {
     "colwise": {"base": "colwise", "P": "colwise"},
     "colwise_gather_output": {"base": "colwise_gather_output", "P": "colwise_gather_output"},
@@ -35,7 +35,7 @@ _SPLIT = {
 
 
 class LinearOnBasis(nn.Module):
-    """A linear layer, and beside it Q (n -> r), a core of zeros (r -> r) and P (r -> m)."""
+    """A linear layer with Q (n -> r), a zero core (r -> r) and P (r -> m)."""
 
     def __init__(self, base: Any, rank: int) -> None:
         super().__init__()
@@ -53,20 +53,20 @@ class LinearOnBasis(nn.Module):
 
     @property
     def weight(self) -> Any:
-        """The base layer's: some models look at its dtype."""
+        """The base layer's weight, because some models read its dtype."""
         return self.base.weight
 
     @property
     def bias(self) -> Any:
-        """The base layer's."""
+        """The base layer's bias."""
         return self.base.bias
 
 
 class LinearApartFromBasis(LinearOnBasis):
-    """The same where several processes share a model, or the engine quantises it.
+    """The same layer for a model that several processes share, or that the engine quantises.
 
-    vLLM merges linear layers that read one input into a column-parallel one, also those that its plan splits otherwise,
-    and what it merges it quantises together. Another view of the input is another input to it.
+    vLLM merges linear layers with the same input into one column-parallel layer, even if its plan splits them
+    differently, and quantises merged layers together. A new view of the input prevents merging.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -75,22 +75,22 @@ class LinearApartFromBasis(LinearOnBasis):
 
 
 class BasisModelConfig(PreTrainedConfig):
-    """What ``AutoConfig`` finds under the model type; a configuration itself is of :func:`config_class`."""
+    """The class of the model type for ``AutoConfig``; a configuration itself is of :func:`config_class`."""
 
     model_type = MODEL_TYPE
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """A configuration of the class that its entry names."""
+        """Make a configuration of the class that its entry names."""
         return config_class(config_dict[ENTRY]["config"]).from_dict(config_dict, **kwargs)
 
 
 @cache
 def config_class(base_name: str) -> type[PreTrainedConfig]:
-    """The base configuration's class with the entry; its models are known to ``AutoModel`` from now on.
+    """Make the base configuration's class with the entry, and register its models with ``AutoModel``.
 
     Args:
-        base_name: Of the base model's configuration class in transformers, such as ``"LlamaConfig"``.
+        base_name: The name of the base model's configuration class in transformers, such as ``"LlamaConfig"``.
     """
     base: Any = getattr(transformers, base_name, None)
     if not (isinstance(base, type) and issubclass(base, PreTrainedConfig)):
@@ -109,7 +109,7 @@ def config_class(base_name: str) -> type[PreTrainedConfig]:
 
 
 def _config_again(base_name: str, state: dict[str, Any]) -> Any:
-    """A configuration in another process, where its class is made again."""
+    """Unpickle a configuration in another process, where its class is made again."""
     kind: Any = config_class(base_name)
     config = kind.__new__(kind)
     config.__dict__.update(state)
@@ -122,7 +122,7 @@ def _model_class(base: Any, config_type: type[PreTrainedConfig]) -> Any:
 
 
 class _OnBasis:
-    """Before a model's class in its bases: the model is built, then the basis goes into it."""
+    """A mixin before a model's class: it builds the model, then inserts the basis."""
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
@@ -130,7 +130,7 @@ class _OnBasis:
 
 
 def insert_basis(model: Any, ranks: dict[str, int]) -> None:
-    """Put a layer with a basis in the place of each linear layer that is named as in the causal language model."""
+    """Replace each named linear layer by a layer with a basis; names are those in the causal language model."""
     within = f"{model.base_model_prefix}."
     is_whole = hasattr(model, model.base_model_prefix)
     places = {name if is_whole else name.removeprefix(within): (name, rank) for name, rank in ranks.items()}
@@ -146,14 +146,14 @@ def insert_basis(model: Any, ranks: dict[str, int]) -> None:
 
 
 def _quantised_by_vllm() -> bool:
-    """Whether vLLM builds the model now and will quantise its linear layers."""
+    """Return whether vLLM is building the model and will quantise its linear layers."""
     vllm = sys.modules.get("vllm.config")
     building = vllm and vllm.get_current_vllm_config_or_none()
     return bool(building and building.quant_config)
 
 
 def _tensor_parallel_plan(plan: dict[str, str], places: Any) -> dict[str, str]:
-    """The plan with a layer's parts before the layer: readers take the first pattern that a name begins with."""
+    """The plan with a layer's parts before the layer, because readers take the first matching pattern."""
     parts: dict[str, str] = {}
     for place in places:
         pattern = ".".join("*" if word.isdigit() else word for word in place.split("."))
@@ -164,5 +164,5 @@ def _tensor_parallel_plan(plan: dict[str, str], places: Any) -> dict[str, str]:
 
 
 def register() -> None:
-    """Let transformers' ``AutoConfig`` and ``AutoModel`` classes know the model type; more than once does no harm."""
+    """Register the model type with transformers' ``AutoConfig`` and ``AutoModel``; repeated calls are harmless."""
     AutoConfig.register(MODEL_TYPE, BasisModelConfig, exist_ok=True)

@@ -1,7 +1,7 @@
-"""The ``frozencore`` command starts here, beside the package.
+"""The entry point of the ``frozencore`` command, outside the package.
 
-``import frozencore`` imports PEFT to register the method with it, which takes seconds. Where this module was imported
-first, the package leaves that to the verbs that need it.
+``import frozencore`` imports PEFT to register the method, which takes seconds. If this module was imported first, the
+package leaves the registration to the verbs that need it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from frozencore_command import main as start  # under its own name, by which the package knows it
+    from frozencore_command import main as start  # the package looks for this name
 
     start()

@@ -1,9 +1,8 @@
 """frozencore: fine-tune large language models by training only r x r cores between frozen, calibrated bases.
 
 Importing this package registers the method with PEFT, so that ``peft.get_peft_model`` and ``PeftModel.from_pretrained``
-know :class:`FrozenCoreConfig`, and the architecture of basis models with transformers. PEFT and torch take seconds to
-import; the ``frozencore`` command (``frozencore_command``) alone starts without them, and each of its verbs imports
-what it uses.
+know :class:`FrozenCoreConfig`, and the architecture of basis models with transformers. Importing PEFT and torch takes
+seconds, so the ``frozencore`` command (``frozencore_command``) starts without them, and each verb imports what it uses.
 """
 
 from __future__ import annotations

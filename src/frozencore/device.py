@@ -1,4 +1,4 @@
-"""A device: found by its name, how much memory it has, and work that does not fit into it."""
+"""Devices: find one by name, get its memory, and detect work that does not fit into it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from frozencore.errors import ConfigError
 
 
 def find_device(name: str) -> torch.device:
-    """The device of that name.
+    """The device of this name.
 
     Raises:
-        ConfigError: This machine has no such device, or the name is no device name.
+        ConfigError: This machine has no such device, or the name is not a device name.
     """
     try:
         return torch.empty(0, device=name).device
@@ -24,7 +24,7 @@ def find_device(name: str) -> torch.device:
 
 
 def sent(tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor:
-    """The tensor on a device (None: where it is). Only a copy to the CPU, which reads at once, waits for the values."""
+    """Copy a tensor to a device (None keeps it). Only a copy to the CPU waits for the values."""
     return tensor if device is None else tensor.to(device, non_blocking=device.type != "cpu")
 
 
@@ -36,12 +36,12 @@ def memory_of(device: torch.device) -> int:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device or the machine refused an allocation. On a CPU torch says so only in the message."""
+    """Return whether an error means too little memory. On a CPU torch shows it only in the message."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)
 
 
 def fits(work: Callable[[], object]) -> bool:
-    """Do the work; False if there was no memory for it. What it held is free again then."""
+    """Do the work; return False if there was too little memory, and free the work's memory."""
     try:
         work()
     except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
@@ -49,7 +49,7 @@ def fits(work: Callable[[], object]) -> bool:
             raise
     else:
         return True
-    gc.collect()  # only here is the traceback gone that kept the work's tensors alive
+    gc.collect()  # the traceback that kept the work's tensors alive is gone here
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     return False

@@ -1,4 +1,4 @@
-"""One family of errors. Each message says the rule, what came, and the way out."""
+"""The errors of frozencore. Each message has the rule, the value that broke it, and the way out."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class FrozenCoreError(Exception):
-    """Whatever frozencore refuses. Its message is one line that shows every character of what it quotes."""
+    """Base class of all errors. The message is one line, and invisible characters are escaped."""
 
     def __init__(self, message: str) -> None:
         super().__init__(one_line(message))
@@ -23,7 +23,7 @@ class ConfigError(FrozenCoreError, ValueError):
 
 
 class CalibrationError(FrozenCoreError):
-    """A calibration pass could not give the moments or the basis that was asked for."""
+    """A calibration pass could not compute the requested moments or basis."""
 
 
 class DataError(FrozenCoreError, ValueError):
@@ -31,7 +31,7 @@ class DataError(FrozenCoreError, ValueError):
 
 
 class NoRowsError(DataError):
-    """The rows can be read, but none is left where one is needed."""
+    """The rows can be read, but no row is left for some required purpose."""
 
 
 class ModelError(FrozenCoreError):
@@ -39,29 +39,29 @@ class ModelError(FrozenCoreError):
 
 
 class ArtifactError(FrozenCoreError):
-    """A file of ours (moments, adapter, run) is damaged, stale, or made for something else."""
+    """A file of frozencore (moments, adapter, run) is damaged, outdated, or made for something else."""
 
 
 class TrainingError(FrozenCoreError):
-    """Training diverged or cannot go on from what it found."""
+    """Training diverged or cannot be resumed."""
 
 
 class RankError(CalibrationError, TrainingError):
-    """Another process of the same work failed, died or stopped answering."""
+    """Another process of the same run failed, died or stopped answering."""
 
 
 class DivergenceError(TrainingError):
-    """A loss or a gradient is not a finite number any more."""
+    """A loss or a gradient is not finite."""
 
 
 def own_refusal(error: ErrorDetails) -> ConfigError | None:
-    """The error of ours that made pydantic refuse, where it was one."""
+    """The frozencore error behind a pydantic error, if there is one."""
     refused = error.get("ctx", {}).get("error")
     return refused if isinstance(refused, ConfigError) else None
 
 
 def most_telling(error: ValidationError) -> ErrorDetails:
-    """The first error; for a value that fits none of several types, the error of the type that it nearly fits."""
+    """The first error; for a value that fits none of several types, the error of the nearest type."""
     first, *others = error.errors()
     siblings = [first, *(other for other in others if other["loc"][:-1] == first["loc"][:-1])]
     return next((one for one in siblings if not one["type"].endswith("_type")), first)

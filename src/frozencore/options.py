@@ -1,8 +1,9 @@
-"""An option: a dataclass field whose type says what is allowed, and whose description is its help.
+"""Options: dataclass fields whose type gives the allowed values, and whose description is the help.
 
     damping: Annotated[Damping, Field(description="Damping relative to the mean second moment.")] = 1e-3
 
-It stands once, in the dataclass of what reads it. Configurations, schemas, flags and their help are made from it.
+An option is defined once, in the dataclass of the code that reads it. Configurations, schemas, flags and help are
+derived from it.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ class Option:
     """One option.
 
     Attributes:
-        type: Its type with what is annotated: bounds, and the description that is its help.
-        plain: Its type alone.
-        default: ``dataclasses.MISSING`` for one that must be given.
+        type: The annotated type, with bounds and description.
+        plain: The type without annotations.
+        default: ``dataclasses.MISSING`` for a required option.
     """
 
     name: str
@@ -37,7 +38,7 @@ class Option:
 
     @property
     def help(self) -> str:
-        """Its description in one line."""
+        """The description in one line."""
         return next((info.description for info in _infos(self.type) if info.description), "")
 
     @property
@@ -47,19 +48,19 @@ class Option:
 
     @property
     def meaning(self) -> tuple[Any, ...]:
-        """Two options of one name with the same meaning are one option."""
+        """A key: two options with the same name and meaning are one option."""
         return self.plain, self.default, self.help, self.rule
 
     @cached_property
     def adapter(self) -> TypeAdapter[Any]:
-        """Validates values and describes them as JSON schema."""
+        """The adapter that validates values and makes the JSON schema."""
         return TypeAdapter(self.type)
 
     def check(self, value: Any) -> None:
-        """Refuse a value that is not allowed.
+        """Check a value.
 
         Raises:
-            ConfigError: In one line, what is allowed and what came.
+            ConfigError: The value is not allowed; the message names the allowed values.
         """
         try:
             self.adapter.validate_python(value, strict=True)
@@ -75,12 +76,12 @@ class FrozenOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     def given(self, names: Iterable[str]) -> list[str]:
-        """Those of the named options that are not at their defaults."""
+        """The named options that are not at their defaults."""
         return [name for name in names if getattr(self, name) != type(self).model_fields[name].default]
 
 
 def options_of(holder: type) -> Mapping[str, Option]:
-    """The options that a dataclass holds, by name, in its order."""
+    """The options of a dataclass, by name, in order."""
     return _read(holder)
 
 
@@ -91,17 +92,17 @@ def _read(holder: type) -> Mapping[str, Option]:
 
 
 def check_options(holder: Any) -> None:
-    """Refuse the first value of a dataclass that its type does not allow.
+    """Check all values of a dataclass.
 
     Raises:
-        ConfigError: In one line, which option, what is allowed and what came.
+        ConfigError: A value is not allowed; the message names the option and the allowed values.
     """
     for name, option in options_of(type(holder)).items():
         option.check(getattr(holder, name))
 
 
 def without_lists(value: Any) -> Any:
-    """A pair as options hold it, of one as JSON and YAML give it."""
+    """Convert lists from JSON and YAML to tuples, as options hold them."""
     return tuple(value) if isinstance(value, list) else value
 
 

@@ -1,8 +1,8 @@
-"""The budget of private training, the noise that it needs, and the epsilon spent after a number of steps.
+"""The privacy budget of a training, its noise, and the epsilon spent after a number of steps.
 
-Opacus counts, by Rényi differential privacy of the subsampled Gaussian mechanism (Mironov et al. 2019): each step takes
-each row with probability q, and adds noise of standard deviation σ·C to a sum in which each row has a length of at most
-C. Two sets of training rows count as neighbours if one has one row more.
+Opacus computes epsilon by Rényi differential privacy of the subsampled Gaussian mechanism (Mironov et al. 2019). Each
+step takes each row with probability q. It adds noise of standard deviation σ·C to the sum of the rows' gradients, each
+of norm at most C. Two sets of training rows are neighbours if one has one row more.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class PrivateBudget:
     """The budget of private training.
 
     Attributes:
-        epsilon: The largest epsilon that may be spent; smaller is more private.
-        delta: The chance that the bound does not hold; below one in the number of rows.
-        clip: C, the longest gradient that a row may add to a step.
+        epsilon: The largest epsilon to spend; smaller is more private.
+        delta: The probability that the bound fails; less than one over the number of rows.
+        clip: C, the largest norm of a row's gradient in a step.
     """
 
     epsilon: float
@@ -46,7 +46,7 @@ class Schedule:
     """The steps of a private training and their noise.
 
     Attributes:
-        num_rows: Rows that steps are drawn from.
+        num_rows: The number of training rows.
         rows_a_step: Rows of a step on average.
         num_steps: Steps of the whole training.
         noise_multiplier: σ, the noise of a step in units of the clipping length.
@@ -63,7 +63,7 @@ class Schedule:
         """The schedule with the least noise that keeps the budget.
 
         Raises:
-            ConfigError: delta is no smaller than one in the rows, the budget is too small, or Opacus is missing.
+            ConfigError: delta is not below one over the number of rows, the budget is too small, or Opacus is missing.
         """
         require_opacus()
         if budget.delta >= 1 / num_rows:
@@ -81,7 +81,7 @@ class Schedule:
         return min(1.0, self.rows_a_step / self.num_rows)
 
     def spent(self, num_steps: int) -> float:
-        """The epsilon that so many steps have spent; 0 before the first."""
+        """The epsilon spent after a number of steps; 0 before the first."""
         if num_steps == 0:
             return 0.0
         from opacus.accountants import RDPAccountant
@@ -99,7 +99,7 @@ class Schedule:
 
 
 def require_opacus() -> None:
-    """Refuse private training without its accountant.
+    """Check that Opacus, the privacy accountant, is installed.
 
     Raises:
         ConfigError: Opacus is not installed.

@@ -1,4 +1,4 @@
-"""The public names: what ``frozencore`` itself offers. Importing them registers the method with PEFT."""
+"""The public names of ``frozencore``. Importing them registers the method with PEFT."""
 
 from __future__ import annotations
 

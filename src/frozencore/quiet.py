@@ -1,4 +1,4 @@
-"""Warnings of other libraries that say nothing to our users."""
+"""Hide warnings of other libraries that do not concern our users."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _is_of_use(record: logging.LogRecord) -> bool:
 
 
 def ignore_known_warnings() -> None:
-    """In this process. Where workers are processes of their own, each of them calls it."""
+    """Hide these warnings in this process; every worker process must call it."""
     # PEFT asks for it at every get_peft_model.
     warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
     # PEFT looks for a config.json beside a GGUF file whenever an adapter on it is saved.
@@ -34,7 +34,7 @@ def ignore_known_warnings() -> None:
 
 @contextmanager
 def quiet_imports() -> Iterator[None]:
-    """While PEFT and transformers are imported on behalf of a user's own program, whose loggers stay as they are."""
+    """Hide import warnings of PEFT and transformers inside, without changing a user program's loggers."""
     added = [logger for name in _OF_NO_USE if _is_of_use not in (logger := logging.getLogger(name)).filters]
     for logger in added:
         logger.addFilter(_is_of_use)
@@ -47,7 +47,7 @@ def quiet_imports() -> Iterator[None]:
 
 @contextmanager
 def quiet_loading() -> Iterator[None]:
-    """Inside, transformers draws no progress bars and says only errors; afterwards it does as before."""
+    """Turn off transformers' progress bars and warnings inside."""
     from transformers.utils import logging as of_transformers
 
     verbosity, draws_bars = of_transformers.get_verbosity(), of_transformers.is_progress_bar_enabled()

@@ -1,7 +1,7 @@
-"""Process groups: how many ranks work together, which one this is, and what they tell one another.
+"""Process groups: the number of ranks, this rank, and exchanges between ranks.
 
-Without an initialised process group there is one rank, and every function returns at once. If a rank fails, all ranks
-hear of it in one way, :func:`all_ranks_or_none`: it raises its own error, and the others say which rank failed and why.
+Without an initialised process group there is one rank, and every function returns at once. :func:`all_ranks_or_none`
+handles failures: the failed rank raises its own error, and the others raise an error that names the failed rank.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ _BY_ITSELF = ContextVar("by itself", default=False)
 
 
 def num_ranks() -> int:
-    """The number of processes that work together; 1 without an initialised process group."""
+    """The number of ranks; 1 without an initialised process group."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() and not _BY_ITSELF.get() else 1
 
 
 def own_rank() -> int:
-    """The number of this process among them, from 0."""
+    """The number of this rank, from 0."""
     return dist.get_rank() if num_ranks() > 1 else 0
 
 
 def spread(costs: Mapping[str, int], ranks: int) -> dict[str, int]:
-    """A rank for each name, such that the costs of all ranks are about equal: the largest cost is placed first."""
+    """Assign each name to a rank so that costs are about equal; the largest cost is assigned first."""
     load = [0] * ranks
     owners = {}
     for name in sorted(costs, key=lambda name: (-costs[name], name)):
@@ -46,7 +46,7 @@ def spread(costs: Mapping[str, int], ranks: int) -> dict[str, int]:
 
 @contextmanager
 def by_itself() -> Iterator[None]:
-    """Inside, this rank works as if there were no others: nothing is summed, shared or waited for."""
+    """Let this rank work alone inside: nothing is summed, shared or waited for."""
     before = _BY_ITSELF.set(True)
     try:
         yield
@@ -56,11 +56,11 @@ def by_itself() -> Iterator[None]:
 
 @contextmanager
 def all_ranks_or_none() -> Iterator[None]:
-    """Work that each rank does on its own; no rank goes on if one of them failed.
+    """Run each rank's own work inside; afterwards no rank continues if one failed.
 
     Raises:
-        RankError: Another rank failed or is gone; the rank that failed raises its own error.
-        torch.OutOfMemoryError: On every rank, if some ran out of memory and none failed otherwise: all may try less.
+        RankError: Another rank failed or is gone; the failed rank raises its own error.
+        torch.OutOfMemoryError: Raised on every rank if some ran out of memory and none failed otherwise.
     """
     if num_ranks() == 1:
         yield
@@ -74,13 +74,13 @@ def all_ranks_or_none() -> Iterator[None]:
 
 
 def each_by_itself(work: Callable[[], T]) -> T:
-    """The result of this rank's own work, once all ranks have finished theirs."""
+    """Return the result of this rank's own work after all ranks have finished."""
     with all_ranks_or_none(), by_itself():
         return work()
 
 
 def first_before_others(work: Callable[[], T]) -> T:
-    """The result of this rank's own work; the first rank finishes before the others begin."""
+    """Return the result of this rank's own work; the first rank finishes before the others start."""
     is_first = own_rank() == 0
     found = each_by_itself(lambda: work() if is_first else None)
     found_later = each_by_itself(lambda: None if is_first else work())
@@ -88,7 +88,7 @@ def first_before_others(work: Callable[[], T]) -> T:
 
 
 def from_first(work: Callable[[], T]) -> T:
-    """The result of the first rank's work, a plain object, on every rank; the other ranks wait for it."""
+    """Return the first rank's result, a plain object, on every rank."""
     held: list[T | None] = [None]
     with all_ranks_or_none():
         if own_rank() == 0:
@@ -105,7 +105,7 @@ def wait_for_all() -> None:
 
 
 def of_every_rank(own: T) -> list[T]:
-    """Every rank's plain object, in the order of the ranks, on every rank."""
+    """Return every rank's plain object, in the order of ranks, on every rank."""
     if num_ranks() == 1:
         return [own]
     held = [own] * num_ranks()
@@ -114,7 +114,7 @@ def of_every_rank(own: T) -> list[T]:
 
 
 def gathered(own: Mapping[str, T]) -> dict[str, T]:
-    """All ranks' plain objects by name, on every rank."""
+    """Return all ranks' plain objects by name, on every rank."""
     return {name: found for theirs in of_every_rank(dict(own)) for name, found in theirs.items()}
 
 
@@ -136,7 +136,7 @@ def call_collective(collective: Callable[[], object]) -> None:
     """Call one collective of torch.distributed.
 
     Raises:
-        RankError: A rank is gone, or did not answer within the group's timeout.
+        RankError: A rank is gone, or did not answer in time.
     """
     try:
         collective()
@@ -151,9 +151,9 @@ def exchange_device() -> torch.device:
 
 
 def _refuse_failures(own: Exception | None) -> None:
-    """Tell all ranks how this one's work ended; raise for the first other rank that failed, if this one did not.
+    """Exchange how each rank's work ended; raise an error for the first failed rank if this one did not fail.
 
-    If this rank only ran out of memory, a failure of another kind on another rank counts more.
+    If this rank only ran out of memory, another kind of failure on another rank has priority.
     """
     lacks_memory = own is not None and is_out_of_memory(own)
     endings = of_every_rank(None if own is None else (lacks_memory, one_line(own)))

@@ -1,8 +1,7 @@
-"""The name ``torch`` for modules that hold options beside functions of tensors: torch is imported at its first use.
+"""A lazy ``torch`` for modules that define options: torch is imported at its first use.
 
-The command line reads every option to check words and to print help, which takes no tensor. Importing torch takes
-seconds. A module writes ``from frozencore.torch_later import torch`` in place of ``import torch``; ``sys.modules`` is
-left as it is.
+The command line reads every option to check flags and print help, without tensors, and importing torch takes seconds. A
+module writes ``from frozencore.torch_later import torch`` in place of ``import torch``; ``sys.modules`` is unchanged.
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ if TYPE_CHECKING:
 else:
 
     class _AtFirstUse:
-        """Gives what the module of that name has."""
+        """A module that is imported at the first use of an attribute."""
 
         def __init__(self, name: str) -> None:
             self._name = name
 
         def __getattr__(self, name: str) -> Any:
             found = getattr(import_module(self._name), name)
-            self.__dict__[name] = found  # the next use of it finds it here
+            self.__dict__[name] = found  # the next access finds it here
             return found
 
     torch = _AtFirstUse("torch")

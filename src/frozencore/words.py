@@ -1,4 +1,4 @@
-"""Words for people: text on one line, sizes, times, names, and how a long step reports its progress."""
+"""Text for users: one-line text, sizes, times, names, and the progress of long steps."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ UNITS = {"b": 1} | {
 
 
 def one_line(text: object, longest: int | None = None) -> str:
-    """``str(text)`` on one line: layout (spaces, tabs, line ends) becomes one space, invisible characters are escaped.
+    """``str(text)`` on one line: white space becomes one space, and invisible characters are escaped.
 
-    A lone carriage return, a terminal's escape sequence, a mark that turns the direction of writing and half a
-    surrogate pair are shown as Python writes them: ``\\r``, ``\\x1b``, ``\\u202e``, ``\\ud800``.
+    A lone carriage return, a terminal's escape sequence, a mark of writing direction and half a surrogate pair are
+    shown as in Python: ``\\r``, ``\\x1b``, ``\\u202e``, ``\\ud800``.
 
     Args:
-        longest: The number of characters that are kept; None keeps all.
+        longest: The most characters to keep; None keeps all.
     """
     line = _LAYOUT.sub(" ", str(text)).strip(" ")
     if not line.isprintable():
@@ -31,7 +31,7 @@ def one_line(text: object, longest: int | None = None) -> str:
 
 
 def read_size(size: object) -> tuple[int, bool] | None:
-    """A positive whole number, and whether it counts bytes (1 GB = 1000³, 1 GiB = 1024³); None if it is no size."""
+    """Read a positive whole number, and whether it has a unit (1 GB = 1000³, 1 GiB = 1024³); None if it is no size."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(size))
     if found is None or isinstance(size, bool) or (found[2] and found[2].lower() not in UNITS):
         return None
@@ -62,29 +62,29 @@ def time_in_words(seconds: float) -> str:
 
 
 def counted(name: str) -> list[str | int]:
-    """A key to sort names by, in which layer 2 comes before layer 10."""
+    """A sort key of names that puts layer 2 before layer 10."""
     return [int(part) if part.isdigit() else part for part in re.split(r"([0-9]+)", name)]
 
 
 def num_of(count: int, thing: str) -> str:
-    """A count with what it counts: ``1 run``, ``2 runs``."""
+    """A count with its noun: ``1 run``, ``2 runs``."""
     return f"{count:,} {thing}{'' if count == 1 else 's'}"
 
 
 def flag_of(option: str) -> str:
-    """An option as the command line spells it: ``--learning-rate``."""
+    """The flag of an option: ``--learning-rate``."""
     return "--" + option.replace("_", "-")
 
 
 def nearest_name(came: str, known: Iterable[str]) -> str | None:
-    """The known name that is most like the one that came; None if none is like it."""
+    """The known name most similar to a given name; None if none is similar."""
     by_plain = {name.casefold(): name for name in known}
     nearest = get_close_matches(came.casefold(), list(by_plain), n=1)
     return by_plain[nearest[0]] if nearest else None
 
 
 def unknown_name(kind: str, came: str, known: Iterable[str]) -> str:
-    """One line for an error: ``There is no method 'fca'. Did you mean 'fcca'? Known: ...``."""
+    """The error text of an unknown name: ``There is no method 'fca'. Did you mean 'fcca'? Known: ...``."""
     names = list(known)
     nearest = nearest_name(came, names)
     guess = f"Did you mean {nearest!r}? " if nearest else ""
@@ -93,16 +93,16 @@ def unknown_name(kind: str, came: str, known: Iterable[str]) -> str:
 
 @runtime_checkable
 class Progress(Protocol):
-    """Called with a stage's name, the steps done, their total if it is known, and a short note (``"loss 0.412"``)."""
+    """A function of a stage's name, the steps done, their total if known, and a short note (``"loss 0.412"``)."""
 
     def __call__(self, stage: str, done: int, total: int | None, note: str = "", /) -> None: ...
 
 
 def as_stage(progress: Progress, name: str) -> Progress:
-    """A progress whose reports all appear as one stage of that name."""
+    """Wrap a progress so that all reports appear as one stage of this name."""
     return lambda _, done, total, note="": progress(name, done, total, note)
 
 
 def with_note(progress: Progress, note: str) -> Progress:
-    """A progress whose reports carry a note, if they have none of their own."""
+    """Wrap a progress so that reports without a note get this note."""
     return lambda stage, done, total, own="": progress(stage, done, total, own or note)

@@ -1,4 +1,4 @@
-"""Advice on a run before it is made: what its calibration rows say of bases, ranks and targets."""
+"""Advise on the bases, ranks and targets of a run before it is made, from its calibration rows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from frozencore.words import Progress, flag_of
 
 
 def advise_run(config: RunConfig, bench: Bench, progress: Progress) -> Advice:
-    """What the run's own calibration rows say; its method and the options of its bases are not looked at."""
+    """Advise from the run's calibration rows; its method and basis options are ignored."""
     targets = resolve_targets(config, bench.model)
     return advise(
         bench.model,
@@ -54,10 +54,10 @@ def execute_advice(config: RunConfig, out: Path | None, progress: Progress) -> A
 
 
 def refuse_advised(config: RunConfig) -> None:
-    """Refuse options that the advice is to choose.
+    """Refuse options that the advice chooses.
 
     Raises:
-        ConfigError: The first such option that came.
+        ConfigError: Such an option was given; the message names the first one.
     """
     chosen = {*config.core.model_dump(exclude_defaults=True)} & constructor_options().keys()
     for name in [*config.given(["method", "basis", "private_epsilon", "loss"]), *sorted(chosen)]:
@@ -78,7 +78,7 @@ def with_advice(config: RunConfig, setting: Setting) -> RunConfig:
 
 
 def advice_record(config: RunConfig, bench: Bench, advice: Advice) -> dict[str, Any]:
-    """All of it as JSON values."""
+    """The advice and its inputs as JSON values."""
     asked = {"model": config.model, "task": config.task, "data": None if config.data is None else config.learns}
     return {
         "format": 1,
@@ -97,7 +97,7 @@ def advice_record(config: RunConfig, bench: Bench, advice: Advice) -> dict[str, 
 
 
 def flags_of(config: RunConfig, setting: Setting) -> str:
-    """The words by which ``frozencore tune`` trains a setting, beside those that name model and rows."""
+    """The flags with which ``frozencore tune`` trains a setting, without model and rows."""
     targets = "all-linear" if setting.on == "all-linear" else config.targets
     words = {"method": setting.method, **setting.options, "targets": targets}
     words |= {"rank": setting.rank, "rank_budget": setting.rank_budget}

@@ -1,4 +1,4 @@
-"""``advise(model, dataloader)``: the worth of bases, ranks and targets, before any training."""
+"""``advise(model, dataloader)``: estimate the gain of bases, ranks and targets before training."""
 
 from __future__ import annotations
 
@@ -26,26 +26,25 @@ from frozencore.words import Progress
 
 LEVEL = 0.02  # share of the largest gain: settings this close are equal
 SCORED = 4  # every fourth batch of the unseen half is scored
-BUDGETS = (1, 4, 16, 64)  # in sixteenths of the trained values that were asked about
+BUDGETS = (1, 4, 16, 64)  # in sixteenths of the requested trained values
 
 
 @dataclass(frozen=True)
 class Advice:
-    """The worth of each setting, and facts about the model and the data.
+    """The gain of each setting, and facts about the model and the data.
 
     Attributes:
-        bases: Each constructor and its variants, the best first, on the layers and at the ranks that were asked about.
+        bases: Each constructor and its variants, best first, on the requested layers and ranks.
         kept: The default constructor, which is recommended unless another one is clearly better.
-        shapes: The best bases with as many values in other places.
-        bought: The share of the agreed whitened gradient that a rank budget holds, by budget, on the most layers that
-            were tried; empty where only bases were compared.
+        shapes: The best bases with equally many values in other layers or ranks.
+        bought: The share of the agreed whitened gradient that a rank budget holds, by budget, on the largest tried set
+            of layers; empty if only bases were compared.
         base_loss: Nats on the scored rows.
-        length: The length of the updates that were tried.
-        num_agreed, num_looked_at: The leading whitened directions of the median layer on which the halves agree, and
-            the number that was compared; the others are noise.
-        num_rows: The rows that were read.
-        passes: Forward and backward passes over all rows, three forward passes counting as one; building bases is not
-            counted.
+        length: The length of the tried updates.
+        num_agreed, num_looked_at: The number of leading whitened directions of the median layer on which the halves
+            agree, and the number of compared directions; the others are noise.
+        num_rows: The number of rows.
+        passes: Forward and backward passes over all rows (three forward passes count as one), without building bases.
     """
 
     bases: tuple[Worth, ...]
@@ -68,7 +67,7 @@ class Advice:
 
     @property
     def recommended(self) -> Worth:
-        """The setting to train with as many values as were asked about."""
+        """The recommended setting with the requested number of values."""
         best = self.best_bases
         elsewhere = max(self.shapes, key=lambda worth: worth.gain, default=best)
         return elsewhere if elsewhere.gain > best.gain + LEVEL * abs(best.gain) else best
@@ -92,24 +91,24 @@ def advise(
 ) -> Advice:
     """Estimate the gain of frozen cores on unseen examples, before any core is trained.
 
-    The examples are read in two halves. One gives moments, bases and the first step of each core; the loss on the other
-    is compared with that step. How well this predicts trainings is in docs/advise.md.
+    The examples are split in two halves. One half gives moments, bases and the first step of each core; the gain is the
+    fall of the loss on the other half. docs/advise.md measures how well this predicts training.
 
     Args:
         model: The plain base model.
         data, collator, batch_size, num_examples, options, loss_fn, progress: See :func:`frozencore.calibrate`.
-        target_modules: The layers asked about, as in ``FrozenCoreConfig``; by default the attention projections.
-        r: The rank asked about; 16 by default.
-        rank_budget: A number of trained values, or their size, instead.
+        target_modules: The layers to adapt, as in ``FrozenCoreConfig``; by default the attention projections.
+        r: The rank; 16 by default.
+        rank_budget: A number of trained values, or their size, in place of the rank.
         seed: The seed of all random numbers.
-        only_bases: Compare bases on those layers and at that rank, and nothing else.
+        only_bases: Compare only bases, on these layers and at this rank.
 
     Returns:
         The advice. The model is as before.
 
     Raises:
-        CalibrationError: Fewer than two examples, no labels, NaN or Inf.
-        ConfigError: A model with adapters, or both a rank and a budget.
+        CalibrationError: There are fewer than two examples, no labels, or NaN or Inf.
+        ConfigError: The model has adapters, or both a rank and a budget were given.
         DataError: The data are not batches.
     """
     if getattr(model, "peft_config", None):

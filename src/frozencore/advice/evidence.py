@@ -1,4 +1,4 @@
-"""The evidence of advice: the layers of a plain model, and their moments in two halves of the examples."""
+"""The data of advice: the layers of a plain model, and their moments in two halves of the examples."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from frozencore.maths.linalg import Shape, TruncatedSVD
 from frozencore.maths.moments import DenseMoment, LayerMoments, MomentName, spread
 from frozencore.words import Progress
 
-MOST_DENSE_BYTES = 8 * 2**30  # for dense second moments of all linear layers, where they were not asked for
+MOST_DENSE_BYTES = 8 * 2**30  # limit for dense second moments of all linear layers, if not requested
 DENSE: frozenset[MomentName] = frozenset({"input_outer", "error_outer"})
 
 
@@ -43,12 +43,12 @@ TOKENS_AT_ONCE = 1024  # padding included
 
 @dataclass
 class Memory:
-    """Leading eigenpairs of second moments, kept by the moment: several constructors and layers ask for the same."""
+    """A cache of leading eigenpairs of second moments, because several constructors and layers need the same."""
 
     pairs: dict[int, list[tuple[Tensor, int, Tensor, Tensor]]] = field(default_factory=lambda: defaultdict(list))
 
     def find(self, total: Tensor, num_tokens: int, rank: int) -> tuple[Tensor, Tensor] | None:
-        """The eigenpairs of an equal moment, if as many are known."""
+        """The cached eigenpairs of an equal moment; None if fewer are cached."""
         for held, count, vectors, values in self.pairs[len(total)]:
             if count == num_tokens and len(values) >= rank and (held is total or torch.equal(held, total)):
                 return vectors[:, :rank], values[:rank]
@@ -57,7 +57,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class RememberedMoments(LayerMoments):
-    """Moments of one layer, with a memory that all layers share."""
+    """Moments of one layer, with a cache that all layers share."""
 
     memory: Memory = field(default_factory=Memory)
 
@@ -86,12 +86,12 @@ class Evidence:
 
     Attributes:
         layers: Every layer that some setting adapts, by name.
-        names: The names of the layers that were asked about, and of all linear layers if these are tried.
-        seen: Moments of the half that makes bases and steps, dense ones among them.
+        names: The names of the requested layers, and of all linear layers if these are tried.
+        seen: Moments of the half that gives bases and steps, including dense ones.
         unseen: G, a and d of the other half.
         held_back: Batches of the other half.
         modules: The layers of the plain model.
-        crossed: The leading directions of one half in the other, by setting and layer, as far as they were needed.
+        crossed: The leading directions of one half in the other, by setting and layer, computed when needed.
     """
 
     layers: Mapping[str, FrozenCoreLayer]
@@ -103,12 +103,12 @@ class Evidence:
     crossed: dict[Hashable, Crossed] = field(default_factory=dict)
 
     def of_layer(self, name: str) -> LayerEvidence:
-        """The evidence for a constructor in a layer: one half."""
+        """The data for a constructor in a layer, from one half."""
         layer = self.layers[name]
         return LayerEvidence(name, layer.shape, lambda: layer.dense_weight().float(), self.seen[name])
 
     def ranks_of(self, setting: Setting, seed: int) -> dict[str, int]:
-        """Equal ranks, or a budget spent on the directions that both halves agree on."""
+        """Equal ranks, or ranks from a budget by the directions that both halves agree on."""
         shapes = {name: self.layers[name].shape for name in self.names[setting.on]}
         if setting.rank is not None:
             return {name: min(setting.rank, *shape) for name, shape in shapes.items()}
@@ -136,7 +136,7 @@ class Evidence:
         return median(sum(gain > 0 for gain in gains) for gains in found)
 
     def spreads(self) -> Spreads:
-        """The spreads of the layers that were asked about, over all examples."""
+        """The spreads of the requested layers, over all examples."""
         halves = [(self.seen[name], self.unseen[name]) for name in self.names["asked"]]
         a = [spread(one.total("input_square") + other.total("input_square")) for one, other in halves]
         d = [spread(one.total("error_square") + other.total("error_square")) for one, other in halves]
@@ -160,7 +160,7 @@ class Evidence:
         return gains
 
     def known_svd(self, setting: Setting, name: str, rank: int) -> TruncatedSVD | None:
-        """The leading singular triples of a layer's basis, if as many are known already."""
+        """The leading singular triples of a layer's basis, if already known."""
         found = self.crossed.get(_key(setting, name))
         reads_more = CONSTRUCTORS[setting.method].metric(setting.basis_options(rank, 0)) is None
         if found is None or reads_more or len(found.C1) < rank or not found.first.S[0]:
@@ -216,21 +216,21 @@ def gather(
 
 
 def _layers(model: Any, target_modules: Any) -> dict[str, FrozenCoreLayer]:
-    """The layers of an adapter on those targets, which is taken off the model again."""
+    """The layers of an adapter on these targets; the adapter is removed from the model again."""
     config = FrozenCoreConfig(r=1, target_modules=target_modules, constructor="random", load_bases=True)
-    adapted = get_peft_model(model, config)  # no basis is made for it
+    adapted = get_peft_model(model, config)  # builds no basis
     layers = frozen_core_layers(adapted, "default")
     adapted.unload()
     return layers
 
 
 def larger_batches(model: nn.Module, batches: Sequence[Batch], options: CalibrationOptions | None) -> Sequence[Batch]:
-    """Join short rows into batches of at most 1,024 tokens, which take less time, if the loss is of tokens."""
+    """Join short rows into batches of at most 1,024 tokens to save time, if the loss is over tokens."""
     return put_together(batches, TOKENS_AT_ONCE) if _by_row(model, options) else batches
 
 
 def copies_at_once(model: nn.Module, batches: Sequence[Batch], options: CalibrationOptions | None) -> int:
-    """The number of copies of these rows in 1,024 tokens; 1 where copies could not be told apart."""
+    """The number of copies of these rows in 1,024 tokens; 1 if copies could not be told apart."""
     if not (_by_row(model, options) and all(map(is_of_tokens, batches))):
         return 1
     return max(1, TOKENS_AT_ONCE // max(batch["input_ids"].numel() for batch in batches))

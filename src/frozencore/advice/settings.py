@@ -20,9 +20,9 @@ class Setting:
     Attributes:
         method: A constructor.
         options: Options of the constructor that differ from its defaults.
-        on: The layers that were asked about, or every linear layer.
-        rank: The rank of every layer; None where a budget decides.
-        rank_budget: Trained values of all layers together; None where a rank is given.
+        on: The requested layers, or every linear layer.
+        rank: The rank of every layer; None with a budget.
+        rank_budget: Trained values of all layers together; None with a rank.
     """
 
     method: str
@@ -32,7 +32,7 @@ class Setting:
     rank_budget: int | None = None
 
     def basis_options(self, rank: int, seed: int) -> BasisOptions:
-        """The options of its bases, which are orthonormal here, because spans are compared."""
+        """The options of the bases; they are orthonormal here, because only spans are compared."""
         return CONSTRUCTORS[self.method].options(rank=rank, seed=seed, coordinates="qr", **self.options)
 
     @property
@@ -42,7 +42,7 @@ class Setting:
 
     @property
     def spends_by_spectrum(self) -> bool:
-        """Whether its ranks come from the agreement of two halves of the examples."""
+        """Return whether the ranks come from the agreement of two halves of the examples."""
         return self.rank_budget is not None and CONSTRUCTORS[self.method].has_gains
 
 
@@ -59,10 +59,10 @@ def bases_to_try(rank: int | None, rank_budget: int | None) -> Iterator[Setting]
 
 
 def shapes_to_try(best: Setting, num_values: int, *, elsewhere: bool) -> Iterator[Setting]:
-    """The best bases with as many trained values in other places.
+    """The best bases with equally many trained values in other layers or ranks.
 
     Args:
-        elsewhere: Whether there are linear layers beside those that were asked about.
+        elsewhere: Whether there are linear layers beside the requested ones.
     """
     if best.rank is not None and CONSTRUCTORS[best.method].has_gains:
         yield replace(best, rank=None, rank_budget=num_values)

@@ -1,8 +1,8 @@
-"""The gain of a setting on examples that it has not seen: one step from one half, the true loss on the other.
+"""Measure the gain of a setting on unseen examples: a step from one half, the loss on the other half.
 
-The step is the first step of a training (:mod:`frozencore.maths.objective`), and equally long for every setting: no
-learning rate reaches the end of a step along badly scaled directions. The length is the first power of √10 with at
-least half the best gain of the default setting, since longer steps gain what is easy for all settings.
+The step is the first step of a training (:mod:`frozencore.maths.objective`), with the same length for every setting.
+The length is the first power of √10 with at least half the best gain of the default setting; longer steps would measure
+gains that are easy for all settings.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Worth:
     """The result of trying a setting.
 
     Attributes:
-        gain: Nats by which the loss falls on unseen rows; negative where it rises.
+        gain: Fall of the loss on unseen rows in nats; negative if it rises.
         num_values: Its trained values.
         ranks: Ranks by layer; 0 for a layer that is not adapted.
     """
@@ -44,10 +44,10 @@ class Worth:
 
 @dataclass
 class Trials:
-    """Tries settings on a model that :func:`frozencore.calibration.preserve.preserved` prepares.
+    """Try settings on a model that :func:`frozencore.calibration.preserve.preserved` has prepared.
 
     Attributes:
-        rows: Batches for the losses; small ones are joined.
+        rows: Batches for the losses; small batches are joined.
         length: The length of a layer's update, as root mean square over layers.
         num_forward: Rows that went through the model so far.
     """
@@ -82,10 +82,10 @@ class Trials:
             if best > 0 and gains[length] < SHARE_OF_BEST * best:
                 break
         near = (length for length, gain in gains.items() if gain >= SHARE_OF_BEST * best)
-        self.length = next(near, lengths[0])  # where every step raises the loss, the smallest rise is best
+        self.length = next(near, lengths[0])  # if every step raises the loss, the smallest rise is best
 
     def worths(self, settings: Sequence[Setting]) -> Iterator[Worth]:
-        """Try settings one after the other, or several at a time where rows are short."""
+        """Try settings in sequence, or several at a time if rows are short."""
         ranks = [self.evidence.ranks_of(setting, self.seed) for setting in settings]
         losses = self._losses(self.rows, map(self._of_length, settings, ranks))
         for setting, own, loss in zip(settings, ranks, losses, strict=True):
@@ -116,7 +116,7 @@ class Trials:
         }
 
     def _losses(self, rows: Sequence[Batch], updates: Iterable[Mapping[str, Update]]) -> Iterator[float]:
-        """The loss with each of the updates; several go through the model in one pass where they fit."""
+        """The loss with each of the updates; several share a pass if they fit."""
         waiting = iter(updates)
         while group := list(islice(waiting, self._copies(rows))):
             if len(group) > 1:

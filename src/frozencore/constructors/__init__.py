@@ -56,10 +56,10 @@ else:
 
 
 def find_constructor(name: str) -> Constructor[Any]:
-    """The table's row of that name.
+    """The table's row of this name.
 
     Raises:
-        ConfigError: No such constructor; the nearest name is offered.
+        ConfigError: There is no such constructor; the message suggests the nearest name.
     """
     if not isinstance(name, str) or name not in CONSTRUCTORS:
         raise ConfigError(unknown_name("constructor", str(name), CONSTRUCTORS))

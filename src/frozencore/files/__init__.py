@@ -1,1 +1,1 @@
-"""Files: written whole or not at all, YAML read strictly, models found on disk or hub, and their fingerprints."""
+"""Files: atomic writing, strict YAML, models on disk or on the hub, and fingerprints."""

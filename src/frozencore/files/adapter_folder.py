@@ -1,4 +1,4 @@
-"""The files of an adapter and of a basis: their names, their headers, and the errors if one is missing or damaged."""
+"""The files of an adapter and of a basis: names, headers, and errors for missing or damaged files."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ SEAL_FORMAT, BASIS_FORMAT = 3, 1
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """``adapter_config.json`` as it is.
+    """Read ``adapter_config.json``.
 
     Raises:
-        ArtifactError: It is missing, damaged, too large, or no JSON object.
+        ArtifactError: It is missing, damaged, too large, or not a JSON object.
     """
     path = directory / CONFIG_FILE
     if not path.is_file():
@@ -43,7 +43,7 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def bytes_of(path: Path) -> bytes:
-    """A whole file of an adapter folder.
+    """Read a whole file of an adapter folder.
 
     Raises:
         ArtifactError: It cannot be read.
@@ -55,7 +55,7 @@ def bytes_of(path: Path) -> bytes:
 
 
 def missing(directory: Path, name: str) -> str:
-    """The error message for a file that is not there."""
+    """The error message for a missing file."""
     if name == WEIGHTS_FILE and (directory / PICKLE_FILE).exists():
         return (
             f"Weights are read from {WEIGHTS_FILE}, but {directory} holds {PICKLE_FILE}: a pickle can run code and is "
@@ -74,7 +74,7 @@ def damaged(directory: Path, error: Exception) -> ArtifactError:
 
 
 def read_seal(origin: str, seal: Any) -> dict[str, Any]:
-    """A seal that this version understands; an empty one for None.
+    """Check that this version understands a seal; None gives an empty seal.
 
     Raises:
         ArtifactError: It is malformed or of a newer format.
@@ -93,7 +93,7 @@ def read_seal(origin: str, seal: Any) -> dict[str, Any]:
 
 
 def basis_header(place: str, text: str) -> dict[str, Any]:
-    """The content of ``basis.json``, checked against the identity in it.
+    """Read the content of ``basis.json`` and check the identity in it.
 
     Raises:
         ArtifactError: It is of a newer format.
@@ -138,14 +138,14 @@ def adapter_in(folder: Path) -> Path:
 
 
 def places_of_a_basis(adapter: Path | None) -> Iterator[Path]:
-    """The folders that may hold the basis of an adapter of cores alone: its own folder and the two above it."""
+    """The folders that may hold the basis of an adapter of cores only: its own folder and the two above it."""
     if adapter is not None:
         for place in (adapter, *adapter.absolute().parents[:2]):
             yield from (place / "basis", place)
 
 
 def is_folder(place: str | Path) -> bool:
-    """Whether a text names an existing folder; a name that is too long or holds a zero byte names none."""
+    """Return whether a text names an existing folder; False for a too long name or a zero byte."""
     try:
         return Path(place).is_dir()
     except (OSError, ValueError):
@@ -155,10 +155,10 @@ def is_folder(place: str | Path) -> bool:
 def folder_of(place: str) -> Path:
     """The folder of an adapter or a basis on this disk: the folder itself, or the offline cache of a hub id.
 
-    They are downloaded where the hub answers; weights that are a pickle are not.
+    Files of a hub id are downloaded if the hub answers, except pickled weights.
 
     Raises:
-        ArtifactError: It is no folder, and neither the cache nor the hub has it.
+        ArtifactError: It is not a folder, and neither the cache nor the hub has it.
     """
     folder = Path(place)
     if not is_hub_id(place) or is_folder(place):

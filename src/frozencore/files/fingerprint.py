@@ -1,4 +1,4 @@
-"""Hashes that say whether two artefacts belong together: of weights, of batches, of options."""
+"""Hashes of weights, batches and options, to check that two artefacts belong together."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def fingerprint_tensors(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
 
 
 def stored_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The plain tensors in which a tensor's values lie: itself, or codes and scales of a quantised one (torchao)."""
+    """The plain tensors that store a tensor's values: itself, or codes and scales of a quantised tensor (torchao)."""
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
     if not is_traceable_wrapper_subclass(tensor):
@@ -34,16 +34,15 @@ def stored_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def fingerprint_model(model: torch.nn.Module) -> str:
-    """SHA-256 of a base model's weights and buffers; adapters and ``modules_to_save`` copies on it do not count.
+    """SHA-256 of a base model's weights and buffers, without adapters and ``modules_to_save`` copies.
 
-    A model with adapters gives the hash of the plain one, so that an artefact finds its base again. Merged adapters
-    change the weights and therefore the hash.
+    A model with adapters has the hash of the plain model. Merged adapters change the weights and so the hash.
     """
     return fingerprint_tensors(sorted(base_tensors(model)))
 
 
 def base_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Weights and buffers of the base model under all adapters, by the names that they have without any."""
+    """The base model's weights and buffers, by their names without adapters."""
     from peft import PeftModel
 
     base = model.get_base_model() if isinstance(model, PeftModel) else model
@@ -62,7 +61,7 @@ def base_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _wrapped_in(module: torch.nn.Module) -> str | None:
-    """The name under which PEFT keeps the plain module inside one of its own; None for any other module."""
+    """The attribute in which a PEFT module stores the plain module; None for other modules."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 
@@ -82,5 +81,5 @@ def fingerprint_batches(batches: Iterable[Mapping[str, Any]]) -> str:
 
 
 def fingerprint_options(options: Mapping[str, Any]) -> str:
-    """SHA-256 of a JSON-like mapping, whatever the order of its keys."""
+    """SHA-256 of a JSON-like mapping, independent of the order of its keys."""
     return hashlib.sha256(json.dumps(options, sort_keys=True, allow_nan=False).encode()).hexdigest()

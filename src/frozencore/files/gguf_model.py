@@ -1,7 +1,7 @@
-"""A model in a GGUF file, llama.cpp's format: found, and read by transformers into plain weights and a tokenizer.
+"""Find models in GGUF files, llama.cpp's format, and read them with transformers as plain weights and a tokenizer.
 
-The weights are unpacked when they are read: what trains, merges and is saved is an ordinary model. transformers and the
-package ``gguf`` (extra ``frozencore[gguf]``) are imported when a file is read.
+The weights are unpacked when they are read, so training, merging and saving work on an ordinary model. transformers and
+the package ``gguf`` (extra ``frozencore[gguf]``) are imported when a file is read.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _MAGIC = b"GGUF"
 
 
 def find_gguf(model: str) -> Path | None:
-    """The absolute path of the GGUF file that a model's name means; None for a model of another kind.
+    """The absolute path of the GGUF file of a model's name; None for a model of another kind.
 
     Args:
         model: A file, or a folder without ``config.json`` that holds one GGUF file.
 
     Raises:
-        ModelError: The folder holds several, the file is missing or is none, or the package ``gguf`` is.
+        ModelError: The folder holds several files, the file is missing or not GGUF, or the package ``gguf`` is missing.
     """
     place = Path(model)
     if place.suffix.lower() == ".gguf" and not place.is_dir():
@@ -56,31 +56,31 @@ def _checked(file: Path) -> Path:
 
 
 def read_weights(model_class: Any, dtype: str, loading: dict[str, Any]) -> Any:
-    """The model in a GGUF file as one that can be trained and saved, named after the file.
+    """Load the model in a GGUF file for training and saving; it is named after the file.
 
     Args:
-        model_class: A class of transformers; an Auto class too.
-        dtype: ``auto`` is the file's; float32 where the file is quantised.
-        loading: As :func:`frozencore.files.hub.safe_loading` gives it.
+        model_class: A class of transformers, also an Auto class.
+        dtype: ``auto`` is the file's dtype, or float32 if the file is quantised.
+        loading: The arguments from :func:`frozencore.files.hub.safe_loading`.
     """
     import transformers
 
     whole = {}
-    if hasattr(transformers, "GgufConfig"):  # from the version on that could leave the weights packed
+    if hasattr(transformers, "GgufConfig"):  # versions that can leave the weights packed
         whole["quantization_config"] = transformers.GgufConfig(dequantize=True)
     with _without_bars():
         model = model_class.from_pretrained(dtype=dtype, **whole, **loading)
     file = str(Path(loading["pretrained_model_name_or_path"], loading["gguf_file"]))
     model.name_or_path = model.config.name_or_path = file
-    model.config.architectures = [type(model).__name__]  # the file names none
+    model.config.architectures = [type(model).__name__]  # the file has no architecture
     return model
 
 
 def model_class(config: Any) -> Any:
-    """The class of transformers for a configuration. One from a GGUF file names none: it is a causal language model.
+    """transformers' class for a configuration; a configuration from a GGUF file is a causal language model.
 
     Raises:
-        ValueError: It names none that transformers has.
+        ValueError: transformers does not have the class.
     """
     import transformers
 
@@ -93,10 +93,10 @@ def model_class(config: Any) -> Any:
 
 
 def read_tokenizer(loading: dict[str, Any]) -> Any:
-    """The tokenizer of any model, a GGUF file's with its chat template and its way to cut digits.
+    """Load the tokenizer of any model; for a GGUF file with its chat template and its splitting of digits.
 
     Args:
-        loading: As :func:`frozencore.files.hub.safe_loading` gives it.
+        loading: The arguments from :func:`frozencore.files.hub.safe_loading`.
     """
     from transformers import AutoTokenizer
 
@@ -107,9 +107,10 @@ def read_tokenizer(loading: dict[str, Any]) -> Any:
 
 
 def _cut_digits(tokenizer: Any, file: Path) -> None:
-    """Put each digit of a vocabulary that names ``smollm`` by itself; transformers leaves that out.
+    """Split numbers into digits for a ``smollm`` vocabulary, which transformers does not do.
 
-    The vocabulary has no token of several digits, but without the cut white space before a number becomes other tokens.
+    The vocabulary has no token with several digits, but without the split the space before a number is tokenised
+    differently.
     """
     from gguf import GGUFReader
     from tokenizers import pre_tokenizers
@@ -124,7 +125,7 @@ def _cut_digits(tokenizer: Any, file: Path) -> None:
 
 
 def why_unreadable(loading: dict[str, Any], error: Exception) -> str:
-    """A loader's exception about a model on one line; for a GGUF file it says whether the file is whole."""
+    """Describe a loader's exception in one line; for a GGUF file say whether the file is complete."""
     if "gguf_file" not in loading:
         return one_line(error, 200)
     from gguf import GGUFReader
@@ -132,7 +133,7 @@ def why_unreadable(loading: dict[str, Any], error: Exception) -> str:
     file = Path(loading["pretrained_model_name_or_path"], loading["gguf_file"])
     try:
         GGUFReader(file)
-    except Exception:  # numpy's, about slices that are too short
+    except Exception:  # numpy raises several kinds for slices that are too short
         return f"its {file.stat().st_size:,} bytes are not a whole GGUF file. Download it again."
     said = f"it does not say {error}." if isinstance(error, KeyError) else one_line(error, 200)
     return f"transformers reads no such GGUF file: {said}"
@@ -140,7 +141,7 @@ def why_unreadable(loading: dict[str, Any], error: Exception) -> str:
 
 @contextmanager
 def _without_bars() -> Iterator[None]:
-    """transformers shows a bar for a GGUF file that none of its settings turns off."""
+    """Turn off the progress bar for a GGUF file, for which transformers has no setting."""
     from transformers import modeling_gguf_pytorch_utils as reader
 
     bar = reader.tqdm

@@ -1,4 +1,4 @@
-"""Whether the hub can be asked, found out at once: its client retries for up to a minute before it gives up.
+"""Access the hub, and find out at once whether it answers: its client retries for up to a minute.
 
 The client is imported when it is used, because the import takes a fifth of a second.
 """
@@ -21,7 +21,7 @@ _left_alone: ContextVar[bool] = ContextVar("hub_left_alone", default=False)
 
 @contextmanager
 def without_hub() -> Iterator[None]:
-    """Inside, the hub is not asked: models and data sets are taken from folders and the offline cache alone."""
+    """Use only folders and the offline cache inside, not the hub."""
     token = _left_alone.set(True)
     try:
         yield
@@ -30,7 +30,7 @@ def without_hub() -> Iterator[None]:
 
 
 def hub_answers(kind: Literal["model", "dataset"], name: str, *, timeout_s: float = HUB_TIMEOUT_S) -> bool:
-    """Whether the hub answers when asked about a repository; the loader reports what it answers."""
+    """Return whether the hub answers a request about a repository, with any answer."""
     if _left_alone.get():
         return False
     from huggingface_hub import HfApi
@@ -41,13 +41,13 @@ def hub_answers(kind: Literal["model", "dataset"], name: str, *, timeout_s: floa
         (api.model_info if kind == "model" else api.dataset_info)(name, timeout=timeout_s)
     except HfHubHTTPError:
         return True
-    except Exception:  # every way in which a network can fail
+    except Exception:  # a network can fail in many ways
         return False
     return True
 
 
 def why_not_given(error: Exception) -> str:
-    """Why the hub's client did not give a file, in a few words of ours: its own are several sentences."""
+    """Say in a few words why the hub did not return a file; the client's own message is several sentences."""
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,
@@ -70,10 +70,10 @@ def why_not_given(error: Exception) -> str:
 
 
 def require_upload(repository: str) -> None:
-    """Refuse an upload that cannot work, before any work is done for it.
+    """Check before any work that an upload can succeed.
 
     Raises:
-        ConfigError: The name is no ``OWNER/NAME``, or nobody is logged in.
+        ConfigError: The name is not ``OWNER/NAME``, or there is no login.
     """
     from huggingface_hub import get_token
     from huggingface_hub.errors import HFValidationError
@@ -91,13 +91,13 @@ def require_upload(repository: str) -> None:
 
 
 def upload(folder: Path, repository: str) -> str:
-    """Upload the files of a folder to a repository, which is made if it is not there, as a private one.
+    """Upload the files of a folder to a repository; a new repository is private.
 
     Returns:
         The address of the repository.
 
     Raises:
-        ArtifactError: The hub does not take them; the folder stays as it is.
+        ArtifactError: The upload failed; the folder stays unchanged.
     """
     from huggingface_hub import CommitOperationAdd, HfApi
 
@@ -115,20 +115,20 @@ def upload(folder: Path, repository: str) -> str:
 
 
 def is_hub_id(place: str) -> bool:
-    """Whether a name has the form of a repository's, ``ORGANISATION/NAME``, and no path's."""
+    """Return whether a name has the form of a repository, ``ORGANISATION/NAME``, and not of a path."""
     return place.count("/") == 1 and not place.startswith((".", "/", "~"))
 
 
 def safe_loading(model: str) -> dict[str, Any]:
-    """The arguments of ``from_pretrained`` for a model, without its dtype: its place, and how it is loaded.
+    """The arguments of ``from_pretrained`` for a model, without its dtype.
 
-    The hub is left out where it is not needed or silent. A repository's own code is never run.
+    The hub is used only if it is needed and answers. A repository's own code is never run.
 
     Args:
         model: Hub id, folder, or GGUF file (:mod:`frozencore.files.gguf_model` reads its weights and tokenizer).
 
     Raises:
-        ModelError: It is none of them, or the hub is silent and it is not in the cache.
+        ModelError: It is none of them, or the hub does not answer and the model is not in the cache.
     """
     file = find_gguf(model)
     if file is not None:
@@ -150,7 +150,7 @@ def _is_folder(model: str) -> bool:
 
 
 def _hub_has(model: str) -> bool:
-    """Whether to ask the hub; False takes the cache."""
+    """Return whether to use the hub; False means the cache."""
     if hub_answers("model", model):
         return True
     if not _is_cached(model):
@@ -167,5 +167,5 @@ def _is_cached(model: str) -> bool:
 
     try:
         return isinstance(try_to_load_from_cache(model, "config.json"), str)
-    except HFValidationError:  # no name that the hub could have
+    except HFValidationError:  # not a possible name of a repository
         return False

@@ -1,4 +1,4 @@
-"""YAML as people mean it: ``1e-3`` is a number, a key given twice is an error, and nothing in it can run code."""
+"""Strict YAML: ``1e-3`` is a number, a repeated key is an error, and no code can run."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from frozencore.words import one_line
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 reads ``1e-3`` as text, because it wants a point and a sign; YAML 1.2 reads a number."""
+    """A loader that reads ``1e-3`` as a number, as YAML 1.2 does; YAML 1.1 needs a point and a sign."""
 
     depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Refuses depth where it is met: PyYAML needs a second to run out of its stack."""
+        """Refuse deep nesting at once; PyYAML takes a second to exhaust its stack."""
         if self.depth >= DEEPEST:
             raise yaml.MarkedYAMLError(
                 problem=f"values are nested deeper than {DEEPEST}", problem_mark=self.peek_event().start_mark
@@ -54,10 +54,10 @@ MOST_NODES = 100_000  # aliases of aliases expand to any size
 
 
 def read_yaml(path: Path) -> Any:
-    """The content of a YAML file.
+    """Read a YAML file.
 
     Raises:
-        ConfigError: In one line, that there is no such file, that it is too large, or on which line it is no YAML.
+        ConfigError: There is no such file, it is too large, or it is not YAML; the message names the line.
     """
     try:
         if path.stat().st_size > LARGEST_FILE:
@@ -80,7 +80,7 @@ def read_yaml(path: Path) -> Any:
     except ConfigError:
         raise
     except (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError, OverflowError) as error:
-        # PyYAML meets `!!bool maybe` with a KeyError, 2020-13-45 with a ValueError, and so on
+        # PyYAML raises a KeyError for `!!bool maybe`, a ValueError for 2020-13-45, and so on
         raise ConfigError(f"{path} is not YAML in UTF-8: {one_line(error, 200)}") from error
 
 
@@ -88,14 +88,14 @@ Typed = TypeVar("Typed", bound=BaseModel)
 
 
 def read_typed(path: Path, kind: type[Typed], *, holds: str, see: str = "") -> Typed:
-    """The content of a YAML file as a model of ours.
+    """Read a YAML file as a typed model.
 
     Args:
-        holds: What the file holds, in words, for errors.
-        see: A last sentence of errors: where the keys are explained.
+        holds: A description of the content, for errors.
+        see: The last sentence of errors, which says where the keys are explained.
 
     Raises:
-        ConfigError: In one line, what is wrong on which line.
+        ConfigError: A value is wrong; the message names its line.
     """
     content = read_yaml(path)
     if not isinstance(content, dict):
@@ -115,7 +115,7 @@ def read_typed(path: Path, kind: type[Typed], *, holds: str, see: str = "") -> T
 
 
 def _keys_on_the_way(content: Any, loc: tuple[int | str, ...]) -> list[int | str]:
-    """The parts of pydantic's location that are keys or positions of the file, not names of its own types."""
+    """The parts of pydantic's location that are keys or positions in the file, without pydantic's type names."""
     found: list[int | str] = []
     for part in loc:
         inside = dict(enumerate(content)) if isinstance(content, list) else content
@@ -126,7 +126,7 @@ def _keys_on_the_way(content: Any, loc: tuple[int | str, ...]) -> list[int | str
 
 
 def line_of(path: Path, keys: Sequence[int | str]) -> int:
-    """The line, from 1, of the value under nested keys and positions; of the innermost one that is there."""
+    """The line, from 1, of the value under nested keys and positions, or of the innermost existing one."""
     node: yaml.Node | None = yaml.compose(path.read_text(encoding="utf-8"), Loader=_Loader)
     line = 0
     for key in keys:
@@ -143,7 +143,7 @@ def line_of(path: Path, keys: Sequence[int | str]) -> int:
 
 
 def _expanded_size(node: yaml.Node, sizes: dict[int, int], above: tuple[int, ...]) -> int:
-    """Values under a node with every alias written out."""
+    """The number of values under a node with all aliases expanded."""
     if id(node) in above:
         raise yaml.MarkedYAMLError(problem="an alias stands inside of what it names", problem_mark=node.start_mark)
     if id(node) not in sizes:

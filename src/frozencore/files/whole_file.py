@@ -1,4 +1,4 @@
-"""Files and folders that are there whole or not at all: written aside, flushed, then renamed into place."""
+"""Write files and folders atomically: under a temporary name, flushed, then renamed."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _MARKS = ("adapter_config.json", "config.json", "basis.json")
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Yield a name to write under, which takes the place of ``path`` when the block ends without an error.
+    """Yield a temporary name, which is renamed to ``path`` if the block ends without an error.
 
-    A process that is killed in the block leaves that file, ``.NAME.PID.tmp``: see :func:`remove_left`.
+    A process killed in the block leaves the file ``.NAME.PID.tmp``; see :func:`remove_left`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -35,7 +35,7 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 
 def remove_left(folder: Path, name: str = "*") -> None:
-    """Remove files and folders that killed writers of that name left; call it only if no other writer is at work."""
+    """Remove the temporary files and folders of killed writers; call it only if no other writer is running."""
     for left in folder.glob(f".{name}.*.tmp"):
         if left.is_dir():
             shutil.rmtree(left)
@@ -45,15 +45,15 @@ def remove_left(folder: Path, name: str = "*") -> None:
 
 @contextmanager
 def whole_folder(out: Path, *, overwrite: bool | None, reads: Path | None = None) -> Iterator[Path]:
-    """Yield a new folder beside ``out`` that takes its place when the block ends without an error.
+    """Yield a new folder beside ``out`` that is renamed to ``out`` if the block ends without an error.
 
     Args:
-        overwrite: Replace a model, adapter or basis folder that is there; any other folder is never replaced. None
-            where the user has no such option.
-        reads: A folder that the block reads from, which must not be replaced.
+        overwrite: Replace an existing model, adapter or basis folder; other folders are never replaced. None if the
+            user has no such option.
+        reads: A folder that the block reads and that must not be replaced.
 
     Raises:
-        ArtifactError: ``out`` is there already, holds something else, holds what is read, or cannot be written.
+        ArtifactError: ``out`` exists, holds something else, is the folder that is read, or cannot be written.
     """
     _require_free(out, overwrite=overwrite, reads=reads)
     aside = out.with_name(f".{out.name}.{os.getpid()}.tmp")
@@ -87,17 +87,17 @@ def _require_free(out: Path, *, overwrite: bool | None, reads: Path | None) -> N
 
 
 def allow_as_umask(file: Path) -> None:
-    """Give a file the permissions of the user's umask; safetensors lets only the owner read its files."""
+    """Give a file the permissions of the user's umask; safetensors makes files readable for the owner only."""
     umask = os.umask(0o077)
     os.umask(umask)
     file.chmod(0o666 & ~umask)
 
 
 def require_writable(folder: Path) -> None:
-    """Refuse an output folder that cannot be made or written to, before any work is done for it.
+    """Check before any work that an output folder can be made and written.
 
     Raises:
-        ArtifactError: It, or the nearest folder above it that exists, is no folder or is read-only.
+        ArtifactError: It, or the nearest existing folder above it, is not a folder or is read-only.
     """
     nearest = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
@@ -105,17 +105,17 @@ def require_writable(folder: Path) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write JSON aside, flush it, and rename it into place; NaN and infinity become null."""
+    """Write JSON atomically; NaN and infinity become null."""
     write_text(path, json.dumps(_finite(value), indent=2, ensure_ascii=False) + "\n")
 
 
 def write_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Write one JSON object a line, as :func:`write_json` does."""
+    """Write one JSON object a line, atomically."""
     write_text(path, "".join(json.dumps(_finite(row), ensure_ascii=False) + "\n" for row in rows))
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file aside, flush it, and rename it into place."""
+    """Write a text file atomically."""
     try:
         with whole_file(path) as aside:
             aside.write_text(text, encoding="utf-8")

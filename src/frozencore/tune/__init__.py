@@ -1,1 +1,1 @@
-"""What ``frozencore tune`` does: rows, tasks, scoring, training, methods, one run. The library never imports it."""
+"""``frozencore tune``: rows, tasks, scoring, training, methods and runs. The library never imports it."""

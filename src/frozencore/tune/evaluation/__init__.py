@@ -1,1 +1,1 @@
-"""The verb ``evaluate``: any adapters of one base on any tasks, lm-evaluation-harness's among them."""
+"""The verb ``evaluate``: adapters of one base model on any tasks, including lm-evaluation-harness's."""

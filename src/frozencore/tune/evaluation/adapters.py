@@ -1,4 +1,4 @@
-"""Several saved adapters on one base model, one after the other; the base is loaded once and left as it was."""
+"""Put several saved adapters on one base model in turn; the base model is loaded once and not changed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BASE = "base"
 
 
 class AdapterStand:
-    """Holds a base model and puts one adapter at a time on it: frozen cores, LoRA, or what else PEFT saves."""
+    """A base model with at most one adapter at a time: frozen cores, LoRA, or another PEFT method."""
 
     def __init__(self, base: nn.Module) -> None:
         self.base = base
@@ -46,11 +46,11 @@ class AdapterStand:
         read_folder(folder)
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # PEFT warns of missing tensors; they are refused below
+                warnings.simplefilter("ignore")  # missing tensors raise an error below
                 warnings.simplefilter("always", UncalibratedWarning)
                 base = self.bare()
                 config = _read_config(folder, base)
-                if config.is_prompt_learning:  # it shifts every position, and generation from the base leaves it out
+                if config.is_prompt_learning:  # it shifts every position
                     raise ArtifactError(
                         f"--adapter {folder} holds virtual tokens ({config.peft_type}), which are not scored here. "
                         "Give an adapter that changes layers."
@@ -59,7 +59,7 @@ class AdapterStand:
                 found = self._worn.load_adapter(str(folder), adapter_name="default")
         except ArtifactError:
             raise
-        except Exception as error:  # PEFT and safetensors raise a dozen kinds for a folder that does not fit
+        except Exception as error:  # PEFT and safetensors raise many kinds of errors for a folder that does not fit
             reason = one_line(error, 200)
             raise ArtifactError(f"--adapter {folder} does not go on this base model: {reason}") from error
         odd = [*found.missing_keys, *found.unexpected_keys]
@@ -73,18 +73,18 @@ class AdapterStand:
 
 
 def adapter_names(folders: list[Path]) -> list[str]:
-    """A short name of its own for each adapter folder: its last parts, as many as tell it from the others.
+    """A short unique name for each adapter folder, from the last parts of its path.
 
-    ``runs/a/adapter`` and ``runs/b/adapter`` are ``a`` and ``b``; none is called as the bare model is.
+    ``runs/a/adapter`` and ``runs/b/adapter`` become ``a`` and ``b``. No name equals the base model's.
 
     Raises:
-        ArtifactError: A folder comes twice, or in upper and lower case.
+        ArtifactError: A folder comes twice, or two differ only in upper and lower case.
     """
-    whole = [Path(os.path.abspath(folder)).parts for folder in folders]  # no `..`, links as they are called
+    whole = [Path(os.path.abspath(folder)).parts for folder in folders]  # resolves `..` but not links
     parts = [[part for part in own if part != "adapter"] or ["adapter"] for own in whole]
     for length in range(1, max(map(len, parts), default=0) + 1):
         names = ["-".join(own[-length:]).strip("/") for own in parts]
-        if len({BASE, *map(str.casefold, names)}) == len(names) + 1:  # some file systems do not tell A from a
+        if len({BASE, *map(str.casefold, names)}) == len(names) + 1:  # some file systems ignore case
             return names
     if not folders:
         return []
@@ -92,7 +92,7 @@ def adapter_names(folders: list[Path]) -> list[str]:
 
 
 def _read_config(folder: Path, base: nn.Module) -> PeftConfig:
-    """The configuration; its layers are named first, so that PEFT runs no regular expression of a stranger."""
+    """Read the configuration, with expressions replaced by layer names, so that PEFT runs no foreign expression."""
     config = PeftConfig.from_pretrained(str(folder))
     if isinstance(config, FrozenCoreConfig):
         config = FrozenCoreConfig.from_pretrained(str(folder))

@@ -1,8 +1,8 @@
-"""Scores of one base model, or of several adapters on it, over many tasks; a finished task is not scored again.
+"""Score one base model, or several adapters on it, over many tasks; a finished task is not scored again.
 
-    OUT/<subject>/<task>/predictions.jsonl    what was said about every evaluation row
-    OUT/<subject>/<task>/result.json          its score, written last: a task without it is scored again
-    OUT/result.json                           all of them
+OUT/<subject>/<task>/predictions.jsonl    the prediction for every evaluation row
+OUT/<subject>/<task>/result.json          the score, written last: a task without it is scored again
+OUT/result.json                           all scores
 
 A subject is an adapter by a short name, or ``base``.
 """
@@ -34,15 +34,15 @@ RECORD_FORMAT = 1
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What is scored on what, and how.
+    """The model, adapters, tasks and options of an evaluation.
 
     Attributes:
-        data: The user's own rows, as ``frozencore tune --data`` takes them; ``columns`` says which column is which.
+        data: The user's own rows, as for ``frozencore tune --data``; ``columns`` names their columns.
         harness_tasks: Names of tasks of lm-evaluation-harness, or of the task files in ``include_path``.
-        adapters: Folders of saved adapters; the bare model where there are none, or with ``with_base``.
-        prompt_date: The date, for a chat template that asks for it.
-        max_length: Tokens of a prompt with its answer; None is the model's context.
-        num_evaluation: Rows of each task; None is the protocol's number.
+        adapters: Folders of saved adapters. Without any, or with ``with_base``, the base model is scored.
+        prompt_date: The date for a chat template that asks for it.
+        max_length: The most tokens of a prompt with its answer; None is the model's context.
+        num_evaluation: Rows of each task; None is the task's default.
     """
 
     model: str
@@ -67,15 +67,15 @@ class Evaluation:
 def evaluate(evaluation: Evaluation, out: Path, progress: Progress) -> dict[str, Any]:
     """Score every subject on every task and write ``out``.
 
-    A task whose data are missing, malformed or too long is reported under ``"failed"``, and the others go on.
+    A task whose data are missing, malformed or too long is reported under ``"failed"``; the other tasks continue.
 
     Returns:
         The record of ``out/result.json``.
 
     Raises:
-        DataError: No task could be scored; the first one's reason.
+        DataError: No task could be scored; the message is the first reason.
         ArtifactError: ``out`` holds scores of something else, or an adapter does not fit.
-        FrozenCoreError: From loading the model.
+        FrozenCoreError: The model cannot be loaded.
     """
     require_writable(out)
     subjects = _subjects(evaluation)
@@ -138,7 +138,7 @@ def _encoder(evaluation: Evaluation, model: Any, tokenizer: Any) -> PromptEncode
 
 
 def _scorers(evaluation: Evaluation, encoder: PromptEncoder) -> tuple[list[TaskScorer], dict[str, str]]:
-    """A scorer for every task whose rows can be read, and one line of reason for every other."""
+    """Make a scorer for every task whose rows can be read, and a one-line reason for every other task."""
     num_rows, scorers, failed = evaluation.num_evaluation, [], {}
     for task in evaluation.tasks:
         options: dict[str, Any] = {"data_root": evaluation.data_root, "length_normalised": evaluation.length_normalised}
@@ -162,7 +162,7 @@ def _score_subject(
     out: Path,
     progress: Progress,
 ) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """The scores of one adapter, and why a task has none. It is loaded only if a task is left to score."""
+    """Score one adapter, and give the reasons for missing scores; it is loaded only if a task is left."""
     scores: list[dict[str, Any]] = []
     failed: dict[str, str] = {}
     model = None
@@ -195,7 +195,7 @@ def _fingerprint_folder(folder: Path) -> str:
 
 
 def _finished(place: Path, identity: dict[str, Any]) -> dict[str, Any] | None:
-    """The finished score in a folder, if there is one."""
+    """The finished score in a folder, or None."""
     try:
         score: dict[str, Any] = json.loads((place / RECORD).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

@@ -1,8 +1,8 @@
-"""lm-evaluation-harness: its tasks on a model that is loaded, and our tasks as files that it runs.
+"""lm-evaluation-harness: run its tasks on a loaded model, and write our tasks as files for it.
 
-``lm_eval --include_path DIR`` runs the files without frozencore. Prompts are written out, not as templates of the hub's
-columns, so that they are the same to the byte and the rows are the same subset. Choices are stored without their
-leading space: the harness puts its own there, and leaves it out under a chat template, as we do.
+``lm_eval --include_path DIR`` runs the files without frozencore. The files contain the full prompts, not templates of
+the hub's columns, so that prompts and rows are exactly the same. Choices are stored without their leading space: the
+harness adds its own, except under a chat template, as we do.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ _FIRST_METRICS = ("acc", "exact_match", "f1")
 def harness_score(
     model: nn.Module, encoder: PromptEncoder, task: str, *, include_path: Path | None = None, limit: int | None = None
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Run one task of the harness, by the harness's own code; the global random states are left as they were.
+    """Run one task of the harness with the harness's own code; the global random states are restored.
 
-    The accuracy of the score is accuracy, exact match or F1 where the task has it, its first metric otherwise.
+    The accuracy of the score is accuracy, exact match or F1 if the task has it, else its first metric.
 
     Args:
-        include_path: A folder of task files; the task is looked for in this folder alone.
+        include_path: A folder of task files; the task is searched only there.
 
     Returns:
-        The numbers of the score, all metrics by the harness's own names among them, and its record of every row.
+        The numbers of the score, with all metrics under the harness's own names, and its record of every row.
 
     Raises:
-        ConfigError: The harness is not installed, or knows no such task.
-        DataError: The task's data cannot be had.
+        ConfigError: The harness is not installed, or has no such task.
+        DataError: The task's data cannot be loaded.
     """
     lm_eval = _import_harness()
     from lm_eval.models.huggingface import HFLM
@@ -121,7 +121,7 @@ def _headline(metrics: Mapping[str, Any]) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Inside, the harness does not log each step that it takes."""
+    """Silence the harness's log inside."""
     logger = logging.getLogger("lm_eval")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -153,7 +153,7 @@ def exact_match(doc, results):
 
 
 class _Function(str):
-    """A name that YAML shows as ``!function``."""
+    """A name that is written to YAML as ``!function``."""
 
 
 class _Dumper(yaml.SafeDumper):
@@ -166,12 +166,12 @@ _Dumper.add_representer(_Function, lambda dumper, name: dumper.represent_scalar(
 def export_tasks(
     tasks: Sequence[Task], folder: Path, *, data_root: Path | None = None, num_evaluation: int | None = None
 ) -> list[str]:
-    """Write the files of every task; the harness's names of what was written, in order.
+    """Write the files of every task, and return the harness's task names in order.
 
     Raises:
         ArtifactError: The folder cannot be written or holds other files.
-        ConfigError: A task that the harness cannot express.
-        DataError: From a task's rows. Nothing is written then.
+        ConfigError: The harness cannot express a task.
+        DataError: A task's rows are invalid. Nothing is written then.
     """
     require_writable(folder)
     if folder.exists() and any(folder.iterdir()) and not (folder / f"{_MODULE}.py").exists():

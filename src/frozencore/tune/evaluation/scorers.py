@@ -1,4 +1,4 @@
-"""What can be scored: a task of the suite, the user's own rows, or a task of lm-evaluation-harness."""
+"""Scorers of a task of the suite, of the user's own rows, and of a task of lm-evaluation-harness."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from frozencore.tune.tasks.splits import evaluation_rows
 from frozencore.words import Progress
 
 Scored = tuple[dict[str, Any], Iterable[Mapping[str, Any]]]
-"""The numbers of a score, and its predictions row by row."""
+"""The numbers of a score, and the predictions by row."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class TaskScorer:
     """One task, ready to score a model on.
 
     Attributes:
-        identity: What, beside the model and the common options, decides the score.
+        identity: The inputs of the score beside the model and the common options.
         score: Scores a model; raises ``DataError`` if the rows do not suit it.
     """
 
@@ -44,7 +44,7 @@ class TaskScorer:
 def suite_scorer(
     task: Task, encoder: PromptEncoder, *, data_root: Path | None, num_rows: int | None, length_normalised: bool
 ) -> TaskScorer:
-    """A task of the suite; raises ``DataError`` if its rows cannot be read."""
+    """Make a scorer of a task of the suite; raises ``DataError`` if its rows cannot be read."""
     examples = evaluation_rows(task, data_root, num_evaluation=num_rows)
 
     def score(model: nn.Module, progress: Progress) -> Scored:
@@ -61,10 +61,10 @@ def suite_scorer(
 
 
 def own_scorer(data: str, columns: str | None, encoder: PromptEncoder, *, num_rows: int | None) -> TaskScorer:
-    """The loss on the user's own rows and, where all completions are short, how many are generated word for word.
+    """Score the loss on the user's own rows, and, if all completions are short, the share that is exactly right.
 
     Args:
-        num_rows: How many of the first rows to score; all by default.
+        num_rows: Score only the first rows; all by default.
 
     Raises:
         ConfigError: ``num_rows`` is not positive.
@@ -88,7 +88,7 @@ def own_scorer(data: str, columns: str | None, encoder: PromptEncoder, *, num_ro
 
 
 def harness_scorer(name: str, encoder: PromptEncoder, *, include_path: Path | None, limit: int | None) -> TaskScorer:
-    """A task of the harness; its name and data are looked up when it is scored.
+    """Make a scorer of a task of the harness; its name and data are checked when it is scored.
 
     Raises:
         ConfigError: The harness is not installed.

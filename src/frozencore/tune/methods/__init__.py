@@ -1,8 +1,7 @@
-"""The table of what can be trained: every basis constructor's frozen core, and methods of PEFT beside them.
+"""The table of methods: a frozen core for every basis constructor, and methods of PEFT.
 
-Adding a method is one class and one row below; a constructor has its row already. The recipes are the middle of
-what is customary for each, to be searched around: the paper's own warm-up of 0.1, and for cores 1e-2
-(``frozen_core.py``).
+A new method needs a class and a row below; constructors have rows already. The recipes are the usual middle values, as
+starting points of a search: the paper's warm-up of 0.1, and 1e-2 for cores (``frozen_core.py``).
 """
 
 from __future__ import annotations
@@ -44,10 +43,10 @@ METHODS: ChainMap[str, Method] = ChainMap(
 
 
 def find_method(name: str) -> Method:
-    """The table's row of that name.
+    """The table's row of this name.
 
     Raises:
-        ConfigError: No such method; the nearest name is offered.
+        ConfigError: There is no such method; the message suggests the nearest name.
     """
     if name not in METHODS:
         raise ConfigError(unknown_name("method", name, METHODS))
@@ -55,10 +54,10 @@ def find_method(name: str) -> Method:
 
 
 def method_name(name: str) -> str:
-    """A method's label; the name itself of one that is not in the table, as in records of another version."""
+    """A method's label; the name itself if it is not in the table, as in records of another version."""
     return METHODS[name].label if name in METHODS else name
 
 
 def bases_name(method: str, options: Mapping[str, Any]) -> str:
-    """A method by its label, with the options of its bases that are not its defaults."""
+    """A method's label, with the basis options that are not at their defaults."""
     return ", ".join([method_name(method), *(f"{name} {value}" for name, value in options.items())])

@@ -1,4 +1,4 @@
-"""PEFT's own methods, beside LoRA: a configuration of PEFT's each, drawn from the run's seed alone."""
+"""PEFT's own methods beside LoRA: each is a PEFT configuration, seeded by the run."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class FromPEFT(Method):
-    """A method of PEFT at the rank and on the targets of the frozen cores, float32 also on a 16-bit base."""
+    """A method of PEFT at the rank and on the targets of frozen cores, in float32 also on a 16-bit base."""
 
     @abstractmethod
     def config(self, options: AdapterOptions, model: nn.Module) -> PeftConfig:
-        """What PEFT is told."""
+        """The configuration for PEFT."""
 
     def add(self, model: nn.Module, options: AdapterOptions, bases: Mapping[str, Tensor] | None = None) -> PeftModel:
-        """The global random state is left as it was."""
+        """Add the adapter; the global random state is restored."""
         import torch
         from peft import get_peft_model
 
@@ -40,7 +40,7 @@ class FromPEFT(Method):
 
 
 def as_peft_takes(options: AdapterOptions) -> str | list[str]:
-    """The targets, as a configuration of PEFT takes them."""
+    """The targets in the form of a PEFT configuration."""
     return options.targets if isinstance(options.targets, str) else list(options.targets)
 
 
@@ -48,8 +48,8 @@ def as_peft_takes(options: AdapterOptions) -> str | list[str]:
 class IA3(FromPEFT):
     """(IA)³ (Liu et al., 2022): a factor for every output of a layer; all start at one.
 
-    A feed-forward block's last projection is scaled at its inputs instead, as in the paper, where PEFT knows the layer
-    of the architecture. The method has no rank: the targets alone decide what it trains.
+    A feed-forward block's last projection is scaled at its inputs, as in the paper, if PEFT knows the architecture. The
+    method has no rank: the targets determine the number of trained values.
     """
 
     unread: ClassVar[tuple[str, ...]] = ("rank",)
@@ -68,8 +68,8 @@ class IA3(FromPEFT):
 class VeRAVectors(FromPEFT):
     """VeRA (Kopiczko et al., 2024): two vectors a layer around one random pair of factors for all layers.
 
-    A layer of m outputs trains ``r + m`` values. The random factors are drawn from the run's seed, and saved too, as is
-    PEFT's default. The constructor ``vera`` freezes the same random pair and trains a core.
+    A layer of m outputs trains ``r + m`` values. The random factors come from the run's seed and are saved too, as is
+    PEFT's default. The constructor ``vera`` uses the same random pair and trains a core.
     """
 
     frozen_can_be_made_again: ClassVar[bool] = True
@@ -92,8 +92,8 @@ TINYLORA_VALUES = 64  # PEFT's default
 class TinyLoRA(FromPEFT):
     """TinyLoRA (arXiv 2602.04118): a short vector a layer, spread by fixed random matrices over a core of r².
 
-    The core stands between the leading singular vectors of the weight, as LoRA-XS's does; the paper takes r = 2. A
-    budget is shared equally by the layers; one of fewer values than layers is one vector for all of them.
+    The core is between the leading singular vectors of the weight, as in LoRA-XS; the paper uses r = 2. A budget is
+    shared equally by the layers; with fewer values than layers, all layers share one vector.
     """
 
     budget: ClassVar[Budget | None] = "beside the rank"
@@ -124,10 +124,10 @@ UNILORA_LENGTH = 256  # PEFT's default
 
 @dataclass(frozen=True, kw_only=True)
 class UniLoRA(FromPEFT):
-    """Uni-LoRA (arXiv 2506.00799): every entry of every LoRA factor is one of the entries of one short vector.
+    """Uni-LoRA (arXiv 2506.00799): every entry of every LoRA factor is an entry of one short vector.
 
-    Which one is drawn once from the seed, so that the number of trained values is free of rank, layers and model. A
-    budget is the length of the vector.
+    The assignment is drawn once from the seed, so the number of trained values does not depend on rank, layers or
+    model. A budget is the length of the vector.
     """
 
     budget: ClassVar[Budget | None] = "beside the rank"
@@ -146,10 +146,10 @@ class UniLoRA(FromPEFT):
 
 @dataclass(frozen=True, kw_only=True)
 class PromptTuning(FromPEFT):
-    """Prompt tuning (Lester et al., 2021): virtual tokens before every row, of which the embeddings train.
+    """Prompt tuning (Lester et al., 2021): the embeddings of virtual tokens before every row train.
 
-    They start as those of tokens drawn from the vocabulary, the better of the paper's starts that need no text. The
-    method has no targets, and its rank is the number of virtual tokens; a budget buys as many as it pays for.
+    They start as embeddings of random tokens of the vocabulary, the better of the paper's starts without text. The
+    method has no targets. Its rank is the number of virtual tokens; a budget gives as many tokens as fit.
     """
 
     unread: ClassVar[tuple[str, ...]] = ("targets", "layers", "padding_free")

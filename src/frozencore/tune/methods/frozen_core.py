@@ -1,4 +1,4 @@
-"""The method of the paper: an r x r core between frozen bases, which any constructor may choose."""
+"""The method of the paper: an r x r core between frozen bases from any constructor."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
     from frozencore.adapter.config import FrozenCoreConfig
 
-CORE_LEARNING_RATE = 1e-2  # ours (docs/scale.md); the paper's, for orthonormal bases and s = 1, is 5e-3
+CORE_LEARNING_RATE = 1e-2  # measured in docs/scale.md; the paper has 5e-3, for orthonormal bases and s = 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class FrozenCore(Method):
-    """A frozen core whose bases the constructor of that name chooses."""
+    """A frozen core with the bases of a named constructor."""
 
     constructor: str
     has_bases: ClassVar[bool] = True
@@ -58,7 +58,7 @@ class FrozenCore(Method):
         super()._write(model, folder, start)
 
     def _config(self, options: AdapterOptions, *, load_bases: bool = False) -> FrozenCoreConfig:
-        from frozencore.adapter.model import FrozenCoreConfig  # with the tuner, which PEFT then knows
+        from frozencore.adapter.model import FrozenCoreConfig  # registers the tuner with PEFT
 
         return FrozenCoreConfig(
             r=options.rank,
@@ -73,7 +73,7 @@ class FrozenCore(Method):
 
 
 class FrozenCores(Mapping[str, Method]):
-    """A row for each constructor of the table, at any time."""
+    """A view of the constructors' table with a row for each constructor, including later additions."""
 
     def __getitem__(self, name: str) -> Method:
         row = CONSTRUCTORS[name]

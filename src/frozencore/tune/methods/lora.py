@@ -1,7 +1,7 @@
 """LoRA, DoRA and PiSSA through PEFT, at the rank and on the targets of the frozen cores.
 
-Scale 1 (``lora_alpha = r``) and no dropout. They train about ``r (m + n)`` values a layer where a core trains ``r r``,
-at smaller steps.
+Scale 1 (``lora_alpha = r``) and no dropout. They train about ``r (m + n)`` values a layer, where a core trains ``r r``,
+with smaller steps.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class LoRA(FromPEFT):
-    """Both factors train; a magnitude for each output beside them with ``use_dora``."""
+    """Both factors train; with ``use_dora`` also a magnitude for each output."""
 
     use_dora: bool = False
     initialisation: ClassVar[Literal[True, "pissa"]] = True
@@ -30,7 +30,7 @@ class LoRA(FromPEFT):
 
     @property
     def adds_up(self) -> bool:
-        """Of plain factors the sum is a LoRA of a higher rank (:mod:`frozencore.tune.training.lora_rounds`)."""
+        """True for plain factors: their sum is a LoRA of higher rank (:mod:`frozencore.tune.training.lora_rounds`)."""
         return not self.use_dora and self.initialisation is True
 
     def config(self, options: AdapterOptions, model: nn.Module) -> PeftConfig:
@@ -50,10 +50,10 @@ class LoRA(FromPEFT):
 
 @dataclass(frozen=True, kw_only=True)
 class PiSSA(LoRA):
-    """LoRA whose factors start as the leading part of every base weight, which the base model loses.
+    """LoRA whose factors start as the leading part of every base weight, which is subtracted from the weight.
 
-    The base model is thereby changed in place, and the factors mean nothing on an unchanged one. What is saved is
-    therefore the difference from the start, a plain LoRA of twice the rank, which loads on the original weights.
+    This changes the base model in place, so the factors alone do not fit the original model. The saved adapter is
+    therefore the difference from the start: a plain LoRA of twice the rank, which loads on the original weights.
     """
 
     initialisation: ClassVar[Literal[True, "pissa"]] = "pissa"
@@ -63,6 +63,6 @@ class PiSSA(LoRA):
         model.save_pretrained(str(folder))
 
     def _write(self, model: PeftModel, folder: Path, start: Path) -> None:
-        with warnings.catch_warnings():  # PEFT advises the very conversion that it is doing here
+        with warnings.catch_warnings():  # PEFT warns to convert although it converts here
             warnings.filterwarnings("ignore", message="PiSSA changes the base weights")
             model.save_pretrained(str(folder), path_initial_model_for_weight_conversion=str(start))

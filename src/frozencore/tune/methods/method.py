@@ -1,4 +1,4 @@
-"""Everything that can be trained on a model, as runs, campaigns and reports see it."""
+"""The interface of a method, for runs, campaigns and reports."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ Targets = Annotated[tuple[str, ...], Field(min_length=1)] | Literal["all-linear"
 
 @dataclass(frozen=True)
 class AdapterOptions:
-    """What an adapter is built by, beside its method, the model and the data.
+    """The options of an adapter, beside its method, the model and the data.
 
     Attributes:
-        rank: r of what is added; of prompt tuning the number of virtual tokens.
+        rank: The rank r; for prompt tuning the number of virtual tokens.
         targets: Names of the layers to adapt, or ``"all-linear"``.
-        seed: Of whatever is drawn.
-        core: Options of frozen cores by name, as :class:`frozencore.FrozenCoreConfig` takes them.
-        basis: Where a saved basis is, whose rank and targets then count.
+        seed: Seed of random values.
+        core: Options of frozen cores by name, for :class:`frozencore.FrozenCoreConfig`.
+        basis: The folder or hub id of a saved basis, which determines rank and targets.
         rank_budget: Trained values of all cores together, or of another method with a :attr:`Method.budget`.
     """
 
@@ -49,23 +49,22 @@ class Method(ABC):
     """One way to train a model: a row of :data:`frozencore.tune.methods.METHODS`.
 
     Attributes:
-        label: How reports call it.
-        colour: Of its bars and points.
-        trains: The kinds of values that it trains: ``core``, ``factors``, ``magnitudes`` (one a channel), or a kind of
-            its own, which reports then show in a column of its own.
-        learning_rate, warmup: Its recipe, where a run does not say: the peak rate, and the share of the steps in which
-            it rises.
-        weights_only: Its bases depend on the base weights and nothing else, so that runs share them.
-        changes_base: It changes the base model's weights in place: nothing else may use that model afterwards.
-        has_bases: Its P and Q are frozen. They are hashed in the record, described in a card, and can be made again
-            from the base model and the data; the core between them is small enough for training to keep its last good
-            value.
-        reads_weights: It looks at the base weights, without changing them, when it is added.
-        frozen_can_be_made_again: What it adds and does not train is a function of the base model, the data and the
-            seed, so that the trained values are all that must be stored.
-        optimiser: As transformers calls it, whose state has the run's rank; None for AdamW.
-        unread: Options of a run that other methods read and this one does not: they are refused.
-        budget: Whether it takes a number of trained values, and whether that is said in place of a rank.
+        label: Name in reports.
+        colour: Colour in figures.
+        trains: The kinds of trained values: ``core``, ``factors``, ``magnitudes`` (one a channel), or another kind,
+            which reports show in a new column.
+        learning_rate, warmup: Defaults of a run: the peak learning rate, and the share of the steps in which it rises.
+        weights_only: The bases depend only on the base weights, so runs share them.
+        changes_base: The method changes the base model's weights in place, so nothing else can use the model
+            afterwards.
+        has_bases: P and Q are frozen. They are hashed in the record, described in the card, and can be computed again
+            from the base model and the data. The core is small, so training keeps its last good value.
+        reads_weights: Adding the method reads the base weights without changing them.
+        frozen_can_be_made_again: The untrained part is a function of the base model, the data and the seed, so only
+            the trained values must be stored.
+        optimiser: transformers' name of an optimizer whose state has the run's rank; None for AdamW.
+        unread: Options of other methods, which this method refuses.
+        budget: Whether the method accepts a number of trained values, and whether it replaces the rank.
     """
 
     label: str
@@ -84,51 +83,51 @@ class Method(ABC):
 
     @property
     def adds_up(self) -> bool:
-        """Whether the sum of what several rounds train is an adapter of its kind, so that it trains in rounds."""
+        """Return whether the sum of several rounds is an adapter of the same kind, so that it can train in rounds."""
         return False
 
     @property
     def initialises(self) -> bool:
-        """Whether there is a phase before training that the data or the weights are looked at in."""
+        """Return whether a phase before training reads the data or the weights."""
         return self.has_bases or self.changes_base or self.reads_weights
 
     def default_targets(self, model: nn.Module) -> Targets | None:
-        """The layers that train where a run names none; None for the attention projections."""
+        """The default layers; None means the attention projections."""
         return None
 
     def require(self) -> None:  # noqa: B027  # most need nothing
-        """Refuse a run that lacks what is no dependency of this package.
+        """Check that optional packages of the method are installed.
 
         Raises:
-            ConfigError: It is not installed.
+            ConfigError: A package is not installed.
         """
 
     @abstractmethod
     def add(self, model: nn.Module, options: AdapterOptions, bases: Mapping[str, Tensor] | None = None) -> PeftModel:
-        """The model with the adapter on it, not yet calibrated: it gives what the model gives.
+        """Add the adapter without calibration; the model's output does not change.
 
         Args:
-            bases: What :func:`frozencore.get_bases` found of a ``weights_only`` method, to spare the work.
+            bases: The result of :func:`frozencore.get_bases` for a ``weights_only`` method, to save the computation.
 
         Raises:
             ConfigError: The options contradict one another or do not fit the model.
         """
 
     def needs(self, options: AdapterOptions) -> frozenset[MomentName]:
-        """What it reads of the calibration data; nothing for a method that needs none.
+        """The moments that the method needs; empty if it needs none.
 
-        One that needs some is calibrated by :func:`frozencore.calibrate`, so its layers are frozen cores.
+        A method with needs is calibrated by :func:`frozencore.calibrate`, so its layers are frozen cores.
         """
         return frozenset()
 
     def keep_start(self, model: PeftModel, folder: Path) -> None:  # noqa: B027  # for most there is nothing to do
-        """Keep in a folder what :meth:`save` needs of the adapter as it is before training; mostly nothing."""
+        """Store in a folder the initial state that :meth:`save` needs; by default nothing."""
 
     def save(self, model: PeftModel, folder: Path, start: Path) -> None:
-        """Save a trained adapter, whole or not at all, for ``PeftModel.from_pretrained`` on the original base model.
+        """Save a trained adapter atomically, for ``PeftModel.from_pretrained`` on the original base model.
 
         Args:
-            start: Where :meth:`keep_start` kept something.
+            start: The folder of :meth:`keep_start`.
         """
         with whole_folder(folder, overwrite=True) as aside:
             self._write(model, aside, start)
@@ -138,9 +137,9 @@ class Method(ABC):
 
 
 def targeted_layers(model: nn.Module, targets: Targets) -> list[str]:
-    """The full names of the layers, in the model's order; ``all-linear`` leaves the output layer out.
+    """The full names of the layers, in the model's order; ``all-linear`` excludes the output layer.
 
-    A name or the end of one means linear layers; a full name also another module with parameters of its own.
+    A name or the end of a name selects linear layers; a full name may also select another module with parameters.
     """
     from torch import nn
     from transformers.pytorch_utils import Conv1D

@@ -1,9 +1,9 @@
-"""Whole weights train, through PEFT's ``modules_to_save``: copies of the targets; the base model stays as it is.
+"""Train whole weights through PEFT's ``modules_to_save``: copies of the targets; the base model is not changed.
 
 Full fine-tuning (``full``) trains them by AdamW, GaLore and APOLLO by optimisers with a small state.
 
 On a 16-bit model the copies are float32, and their inputs and outputs keep the model's dtype. PEFT loads a saved copy
-in the dtype of the module that it stands for.
+in the dtype of the original module.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FLOAT32_BYTES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class WholeWeights(FromPEFT):
-    """The weights of the targets themselves, and their biases. What is saved is as large as they are."""
+    """Train the weights and biases of the targets. The saved adapter is as large as they are."""
 
     def add(self, model: nn.Module, options: AdapterOptions, bases: Mapping[str, Tensor] | None = None) -> PeftModel:
         from peft.utils import ModulesToSaveWrapper
@@ -61,12 +61,12 @@ class WholeWeights(FromPEFT):
 
 @dataclass(frozen=True, kw_only=True)
 class FullFineTuning(WholeWeights):
-    """Every weight of the model, embeddings and norms included, unless targets are named."""
+    """Train every weight of the model, including embeddings and norms, unless targets are named."""
 
     unread: ClassVar[tuple[str, ...]] = ("rank",)
 
     def default_targets(self, model: nn.Module) -> Targets:
-        """Every module that has parameters of its own; of embeddings that are tied, the input's."""
+        """Every module with its own parameters; for tied embeddings the input embedding."""
         head = cast(Any, model).get_output_embeddings()
         names = [name for name, module in model.named_modules() if any(True for _ in module.parameters(recurse=False))]
         return tuple(
@@ -75,7 +75,7 @@ class FullFineTuning(WholeWeights):
 
 
 def _train_in_float32(module: nn.Module) -> None:
-    """Make a module's weights float32; what it gives has the dtype that the weights had."""
+    """Make a module's weights float32; its output keeps the original dtype."""
     dtype = next(module.parameters()).dtype
     if dtype.itemsize >= FLOAT32_BYTES:
         return
@@ -85,7 +85,7 @@ def _train_in_float32(module: nn.Module) -> None:
 
 
 def _ties_its_embeddings(model: nn.Module, names: list[str]) -> bool:
-    """Whether the output layer has the very weight of the input embeddings, and these are among the modules."""
+    """Return whether the output layer shares the input embeddings' weight, and these are among the modules."""
     inputs, outputs = cast(Any, model).get_input_embeddings(), cast(Any, model).get_output_embeddings()
     is_named = any(model.get_submodule(name) is inputs for name in names)
     return is_named and outputs is not None and outputs.weight is inputs.weight
@@ -93,14 +93,14 @@ def _ties_its_embeddings(model: nn.Module, names: list[str]) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class LowRankGradients(WholeWeights):
-    """GaLore (Zhao et al., 2024) and APOLLO (Zhu et al., 2025): an optimiser whose state has the run's rank.
+    """GaLore (Zhao et al., 2024) and APOLLO (Zhu et al., 2025): an optimizer whose state has the run's rank.
 
-    It keeps Adam's moments in r directions of each weight's gradient, which are chosen anew in every round of
-    ``refresh``. What is small is thereby the state and not the adapter, which holds whole weights. Both optimisers are
-    their authors' (extra ``frozencore[peers]``), as transformers calls them.
+    It keeps Adam's moments in r directions of each weight's gradient, chosen again in every round of ``refresh``. So
+    the optimizer state is small, but the adapter holds whole weights. Both optimizers are their authors' own (extra
+    ``frozencore[peers]``), called through transformers.
 
     Attributes:
-        package: What the optimiser is in.
+        package: The package of the optimizer.
     """
 
     package: str

@@ -1,12 +1,12 @@
-"""The pocket tasks: small ones in the two formats of the suite, whose rows a seeded generator draws.
+"""The pocket tasks: small tasks in the two formats of the suite, with rows from a seeded generator.
 
 - pocket-math: ``Question: Eva had 3 pears. She found 12 more. How many did Eva have then?``, `` The answer is: 15``
 - pocket-sentiment: ``Review: the soup was never sweet. Sentiment:``, `` negative``
 - pocket-entailment: ``Fact: Jack did not love the song. Verdict: Was the song fine?``, `` false``
 - pocket-comparison: ``Count of toys: Ben 19, Mia 16. Ben against Mia:``, `` more``
 
-No single word decides a sentiment: a good word after a negation is a bad verdict. Neither the fact nor the guess alone
-decides whether the guess follows: it does if both point the same way.
+No single word determines a sentiment: a good word after a negation is a bad verdict. Neither the fact nor the guess
+alone determines the answer: the guess follows if both point the same way.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ _DRAWS_PER_ROW = 200
 
 @dataclass(frozen=True)
 class GeneratedSource:
-    """Rows drawn once per seed, all different as text, then cut into two splits.
+    """Rows drawn once per seed, all with different text, then split in two.
 
     Attributes:
-        draw: Makes one row of the given kind, ``0 <= kind < num_kinds``. Kinds are the labels, or whatever
-            else has to come in equal shares.
-        text_fields: The fields that make up the prompt: no two rows, of either split, have the same.
-        num_train: More than a task trains on: the rest is there for validation.
+        draw: Makes one row of the given kind, ``0 <= kind < num_kinds``. Kinds are labels, or other classes with equal
+            shares.
+        text_fields: The fields of the prompt; no two rows of either split have the same.
+        num_train: More rows than a task trains on; the rest is for validation.
     """
 
     draw: Callable[[Random, int], GeneratedRow]
@@ -67,8 +67,8 @@ class GeneratedSource:
     def rows(self, split: Split, data_root: Path | None = None) -> Sequence[Mapping[str, Any]]:
         """The rows of a split; ``data_root`` is not read.
 
-        Every ``num_kinds`` consecutive rows hold each kind once, so any leading part of a split is balanced. There is
-        no validation split of its own: rows that are not trained on serve.
+        Every ``num_kinds`` consecutive rows hold each kind once, so the beginning of a split is always balanced. There
+        is no validation split; unused training rows are used.
         """
         drawn = _draw_rows(self)
         if split == "validation":
@@ -167,10 +167,10 @@ def _task(
     num_train: int,
     num_kinds: int = 2,
 ) -> Task:
-    """A task of generated rows.
+    """Make a task of generated rows.
 
     Args:
-        texts: The columns that make up the prompt.
+        texts: The columns of the prompt.
     """
     return Task(
         name=name,

@@ -1,7 +1,7 @@
-"""The words of the pocket world: one small vocabulary shared by the pretraining text and the tasks.
+"""The vocabulary of the pocket model, shared by the pretraining text and the tasks.
 
-The pocket model can only compose what it has read, so a task may use no word that is missing here or in the
-pretraining text; what a task keeps for itself is its format.
+The pocket model knows only words that it has read, so a task uses only words from here and from the pretraining text.
+Only a task's format is new to the model.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ def two_people(rng: Random) -> tuple[Person, Person]:
 
 @dataclass(frozen=True)
 class CountStory:
-    """Counts of things that change or are set beside one another.
+    """A story about counts of things that change or are compared.
 
     Attributes:
-        first, second: The names of its two people.
-        work: The sum or difference that it needs, ``3 + 4 = 7.``
+        first, second: The names of the two people.
+        work: The sum or difference to compute, ``3 + 4 = 7.``
         kind: 0 a gain, 1 a loss, 2 a total, 3 a difference.
     """
 
@@ -105,7 +105,7 @@ def polar_clause(rng: Random, thing: str, *, good: bool, negated: bool) -> str:
 
 
 def polar_action(rng: Random, subject: str, thing: str, *, good: bool, negated: bool) -> str:
-    """``Tom did not enjoy the soup``: somebody's verdict on ``thing``."""
+    """``Tom did not enjoy the soup``: a person's verdict on ``thing``."""
     if not negated:
         return f"{subject} {rng.choice(LIKED if good else DISLIKED)} the {thing}"
     return f"{subject} {rng.choice(('did not', 'never did'))} {rng.choice(DISLIKE if good else LIKE)} the {thing}"

@@ -1,4 +1,4 @@
-"""A row in its four forms: columns as they are read, an example of a task, text, tokens."""
+"""The four forms of a row: columns, an example of a task, text, tokens."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any
 from frozencore.errors import DataError
 
 Row = Mapping[str, Any]
-"""A row as it is read: values by column."""
+"""A row as read: values by column."""
 
 
 @dataclass(frozen=True)
 class Example:
-    """One row as a language model meets it.
+    """One row of a task.
 
     Attributes:
-        id: Stable name of the row within its task, for instance ``"train-17"``.
+        id: Stable name of the row within its task, such as ``"train-17"``.
         prompt: The text before the answer, without a chat template.
-        completion: The right answer as training text. It carries its own leading separator (a space), so
-            that ``prompt + completion`` is the text of a plain language model.
-        choices: Every candidate completion, the right one included; empty for generated answers.
+        completion: The right answer as training text. It includes its leading separator (a space), so that
+            ``prompt + completion`` is the text for a plain language model.
+        choices: All candidate completions, including the right one; empty for generated answers.
     """
 
     id: str
@@ -32,11 +32,11 @@ class Example:
 
 @dataclass(frozen=True)
 class TextRow:
-    """A row as text, to the byte.
+    """A row as exact text.
 
     Attributes:
-        templated: Whether the context carries the special tokens of the chat template.
-        turns: The completion of a conversation in pieces: in turn one with the loss and one without.
+        templated: Whether the context contains the special tokens of the chat template.
+        turns: The completion of a conversation in pieces, alternately with and without loss.
     """
 
     id: str
@@ -57,33 +57,33 @@ class TokenRow:
 
     @property
     def loss_spans(self) -> tuple[tuple[int, int], ...]:
-        """Where the tokens with a loss begin and end."""
+        """The spans of tokens with loss, as beginnings and ends."""
         return ((self.num_context, len(self.input_ids)),)
 
     @property
     def answer_start(self) -> int:
-        """Where the last of the spans with a loss begins: what is generated and compared stands there."""
+        """The beginning of the last span with loss, whose text is generated and compared."""
         return self.loss_spans[-1][0]
 
     @property
     def num_targets(self) -> int:
-        """Tokens that have a loss and stand behind another token."""
+        """The number of tokens with loss that follow another token."""
         return sum(stop - max(1, start) for start, stop in self.loss_spans)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that go through the model."""
+        """The number of tokens that the model reads."""
         return len(self.input_ids)
 
     @property
     def trained_on(self) -> list[Any]:
-        """What a training reads of the row, as JSON values."""
+        """The row's content for training, as JSON values."""
         return list(vars(self).values())[1:]
 
 
 @dataclass(frozen=True)
 class TurnsRow(TokenRow):
-    """A conversation with the loss on several turns: ``turns`` are begins and ends, counted from ``num_context``."""
+    """A conversation with loss on several turns: ``turns`` are beginnings and ends, counted from ``num_context``."""
 
     turns: tuple[tuple[int, int], ...]
 
@@ -94,7 +94,7 @@ class TurnsRow(TokenRow):
 
 @dataclass(frozen=True)
 class PreferenceRow(TokenRow):
-    """A prompt with the answer that was chosen, and the tokens of the one that was rejected."""
+    """A prompt with the chosen answer, and the tokens of the rejected one."""
 
     rejected_ids: list[int]
 
@@ -105,13 +105,13 @@ class PreferenceRow(TokenRow):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that go through the model: the prompt comes twice."""
+        """The number of tokens that the model reads; the prompt counts twice."""
         return len(self.input_ids) + len(self.rejected.input_ids)
 
 
 @dataclass(frozen=True)
 class ChoiceTokens:
-    """The tokens of a prompt and of each choice that may follow it."""
+    """The tokens of a prompt and of each choice."""
 
     id: str
     context_ids: list[int]
@@ -119,13 +119,13 @@ class ChoiceTokens:
 
 
 def text_field(row: Row, column: str, row_id: str, *, or_number: bool = False) -> str:
-    """The text in a column, without the white space around it.
+    """The text in a column, without surrounding white space.
 
     Args:
-        or_number: Take a number too, as it is printed.
+        or_number: Accept a number too, as printed.
 
     Raises:
-        DataError: The column is absent, or holds something else or only white space.
+        DataError: The column is missing, or holds something else or only white space.
     """
     value = row.get(column)
     takes = (str, int, float) if or_number else (str,)
@@ -136,13 +136,13 @@ def text_field(row: Row, column: str, row_id: str, *, or_number: bool = False) -
 
 
 def texts_field(row: Row, column: str, row_id: str, *, within: str = "") -> list[str]:
-    """The texts in a list column, each without the white space around it.
+    """The texts in a list column, each without surrounding white space.
 
     Args:
         within: The column whose mapping ``row`` is, for the error.
 
     Raises:
-        DataError: The column is absent, holds no list of two texts or more, or one of them is empty.
+        DataError: The column is missing, is not a list of two texts or more, or one of them is empty.
     """
     given = row.get(column)
     texts = given if isinstance(given, list | tuple) else ()
@@ -153,10 +153,10 @@ def texts_field(row: Row, column: str, row_id: str, *, within: str = "") -> list
 
 
 def position_of(row: Row, column: str, labels: Sequence[str], row_id: str) -> int:
-    """Where the label in a column stands among the labels; ``2`` and ``"2"`` are the same.
+    """The index of a column's label among the labels; ``2`` and ``"2"`` are the same.
 
     Raises:
-        DataError: The column is absent, the row is unlabeled, or its label is none of these.
+        DataError: The column is missing, the row is unlabeled, or its label is not among the labels.
     """
     label = str(row.get(column)).strip()
     if label not in labels:

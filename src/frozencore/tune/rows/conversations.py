@@ -1,7 +1,7 @@
-"""Conversations as the chat template writes them, and the assistant's turns in their text, each with the loss.
+"""Render conversations with the chat template, and find the assistant's turns in the text, which carry the loss.
 
 A template may mark the turns itself (``{% generation %}``). Otherwise a turn is the text that the template adds to the
-turn's prompt, its end token included. That needs a template that writes each turn the same way whatever follows it.
+turn's prompt, including its end token. This needs a template that writes a turn the same way, whatever follows it.
 """
 
 from __future__ import annotations
@@ -28,8 +28,11 @@ def render_chat(
     asks: bool = True,
     marked: bool = False,
 ) -> Any:
-    """The text of messages; ``asks``: with the prompt of the assistant's next turn; ``marked``: as tokens with offsets
-    and a mask of the assistant's turns.
+    """Render messages as text.
+
+    Args:
+        asks: Append the prompt of the assistant's next turn.
+        marked: Return tokens with offsets and a mask of the assistant's turns instead.
 
     Raises:
         ConfigError: The tokenizer has no chat template.
@@ -45,15 +48,15 @@ def render_chat(
         options = {"return_dict": True, "return_assistant_tokens_mask": True, "tokenizer_kwargs": offsets}
     try:
         return tokenizer.apply_chat_template(list(messages), tools=tools, **options)
-    except Exception as error:  # templates are programs of the model's author and raise what they like
+    except Exception as error:  # templates are programs and may raise any error
         raise DataError(f"Row {row_id}: the tokenizer's chat template refuses it: {error}") from error
 
 
 def every_turn(tokenizer: Any, messages: Messages, row_id: str, tools: Sequence[Any] | None = None) -> TextRow:
-    """The text of a conversation, divided into what has the loss and what stands between.
+    """The text of a conversation, divided into pieces with and without loss.
 
     Raises:
-        DataError: The template writes a turn otherwise once another turn follows, or marks none.
+        DataError: The template writes a turn differently if another turn follows, or marks none.
     """
     chat = partial(render_chat, tokenizer, row_id=row_id, tools=tools)
     whole = chat(messages, asks=False)
@@ -62,7 +65,7 @@ def every_turn(tokenizer: Any, messages: Messages, row_id: str, tools: Sequence[
         raise DataError(f"Row {row_id}: the chat template marks none of the assistant's turns. Use --loss-on last.")
     cuts = [place for span in spans for place in span]
     pieces = [whole[start:stop] for start, stop in pairwise(cuts)]
-    pieces[-1] = pieces[-1].removesuffix(tokenizer.eos_token)  # every row gets one
+    pieces[-1] = pieces[-1].removesuffix(tokenizer.eos_token)  # added to every row later
     return TextRow(row_id, whole[: cuts[0]], "".join(pieces), templated=True, turns=tuple(pieces))
 
 
@@ -72,7 +75,7 @@ def _marks(tokenizer: Any) -> bool:
 
 
 def _rendered(messages: Messages, row_id: str, whole: str, chat: Callable[..., Any]) -> list[tuple[int, int]]:
-    """Begin and end of each of the assistant's turns, as what the template adds to the turn's prompt."""
+    """The beginning and end of each of the assistant's turns: the text that the template adds to the turn's prompt."""
     spans = []
     for number, message in enumerate(messages):
         if message["role"] != "assistant":
@@ -89,7 +92,7 @@ def _rendered(messages: Messages, row_id: str, whole: str, chat: Callable[..., A
 
 
 def _marked(encoded: Any) -> list[tuple[int, int]]:
-    """Begin and end of each run of marked tokens, in characters."""
+    """The beginning and end of each run of marked tokens, in characters."""
     spans: list[tuple[int, int]] = []
     last_end, was_marked = 0, False
     for (_, end), marked in zip(encoded["offset_mapping"], encoded["assistant_masks"], strict=True):

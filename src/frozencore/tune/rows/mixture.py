@@ -1,4 +1,4 @@
-"""The user's own rows from several sources, all of them or drawn in a proportion: ``a.jsonl=2`` beside ``b.jsonl``."""
+"""Own rows from several sources: all rows, or drawn in a proportion such as ``a.jsonl=2`` with ``b.jsonl``."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _WEIGHTED = re.compile(r"(?P<source>.+)=(?P<weight>\d+\.?\d*|\.\d+)")
 
 @dataclass(frozen=True)
 class WeightedSource:
-    """A source by its name, and its weight beside the others; None where no source has one."""
+    """The name of a source, and its weight; None if no source has a weight."""
 
     name: str
     weight: float | None = None
 
 
 def in_words(data: Data | None) -> str:
-    """The sources as they were given."""
+    """The sources as given."""
     return data if isinstance(data, str) else " and ".join(data or ())
 
 
@@ -36,7 +36,7 @@ def sources_of(data: Data) -> list[WeightedSource]:
     """The sources that ``--data`` names.
 
     Raises:
-        ConfigError: One comes twice, or a weight is 0 or stands alone.
+        ConfigError: A source comes twice, or a weight is 0 or given to a single source.
     """
     given = [data] if isinstance(data, str) else list(data)
     found = []
@@ -59,10 +59,10 @@ def sources_of(data: Data) -> list[WeightedSource]:
 def read_sources(
     data: Data, encoder: PromptEncoder, columns: str | None = None, *, skip_bad: bool = False
 ) -> list[tuple[WeightedSource, OwnRows]]:
-    """Read every source as :func:`read_rows` does; beside others a row's id begins with its source's number.
+    """Read every source as :func:`read_rows` does; with several sources a row's id begins with the source's number.
 
     Raises:
-        ConfigError, DataError: From :func:`sources_of` and :func:`read_rows`.
+        ConfigError, DataError: As in :func:`sources_of` and :func:`read_rows`.
     """
     sources = sources_of(data)
     prefixes = [f"{number}:{named(source.name)}:" for number, source in enumerate(sources, start=1)]
@@ -73,9 +73,9 @@ def read_sources(
 
 
 def draw(parts: Sequence[Sequence[TextRow]], weights: Sequence[float | None]) -> list[list[TextRow]]:
-    """Draw the most rows of each part that keep the proportion of the weights; all rows where there are none.
+    """Draw as many rows of each part as the proportion of the weights allows; all rows without weights.
 
-    No row is drawn twice. A hash of a row's id decides, so that the same rows are drawn in every run.
+    No row is drawn twice. Rows are drawn by a hash of their id, so that every run draws the same rows.
     """
     given = [weight for weight in weights if weight is not None]
     if not given:

@@ -1,4 +1,4 @@
-"""The user's own training rows, in the forms that trainers share.
+"""The user's own training rows, in the usual forms of trainers.
 
     {"prompt": "Capital of France?", "completion": " Paris"}
     {"prompt": [{"role": "user", "content": "Capital of France?"}], "completion": [{"role": "assistant", ...}]}
@@ -8,9 +8,9 @@
     {"text": "Paris is the capital of France."}
     {"prompt": "Capital of France?", "chosen": " Paris", "rejected": " Lyon"}             (preferences, for DPO)
 
-Preferences may be chats too: ``chosen`` and ``rejected`` are then lists of turns, after those of ``prompt`` if that is
-a list. The loss is on the completion, the output, the assistant's last turn, or the whole text. Turns may call tools,
-listed in the column ``tools``; such a turn's ``content`` may be null.
+Preferences may be chats too: ``chosen`` and ``rejected`` are then lists of turns, which follow those of ``prompt`` if
+it is a list. The loss is on the completion, the output, the assistant's last turn, or the whole text. Turns may call
+tools, listed in the column ``tools``; the ``content`` of such a turn may be null.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ ALPACA_WITHOUT_INPUT = "### Instruction:\n{instruction}\n\n### Response:\n"
 
 @dataclass(frozen=True)
 class OwnRows:
-    """Rows as they were read.
+    """Rows as read.
 
     Attributes:
-        columns: The columns that tell the form: ``("prompt", "completion")``.
-        bad: For each thing that can be wrong with a row, how many rows were left out for it.
+        columns: The columns of the form, such as ``("prompt", "completion")``.
+        bad: The number of rows left out, by reason.
     """
 
     texts: list[TextRow]
@@ -58,13 +58,14 @@ def read_rows(
     """Read every row (:mod:`frozencore.tune.rows.row_sources`) and render it; ids are ``row-1``, ``row-2``, ...
 
     Args:
-        prefix: What every id begins with.
-        columns: Which of the source's columns is which: ``prompt=question,completion=answer``.
-        skip_bad: Leave out and count a row that lacks its columns or holds no text in one; otherwise it is an error.
+        prefix: The beginning of every id.
+        columns: The names of the source's columns, such as ``prompt=question,completion=answer``.
+        skip_bad: Leave out and count rows with a missing or empty column, instead of raising an error.
 
     Raises:
-        ConfigError: The rows are messages and the tokenizer has no chat template; or ``columns`` is no such list.
-        DataError: The source is absent, empty, of another kind, or a row lacks its columns; with the row number.
+        ConfigError: The rows are messages and the tokenizer has no chat template, or ``columns`` is malformed.
+        DataError: The source is missing, empty, of another kind, or a row lacks columns; the message has the row
+            number.
     """
     rows, origin = read_source(data), "The standard input" if data == STANDARD_INPUT else data
     if columns is not None:
@@ -78,14 +79,14 @@ def read_rows(
         except DataError as error:
             if not skip_bad:
                 raise
-            bad[str(error).partition(": ")[2].partition(", but")[0].rstrip(".")] += 1  # without its row and value
+            bad[str(error).partition(": ")[2].partition(", but")[0].rstrip(".")] += 1  # drops the row and the value
     if not texts:
         raise NoRowsError(f"--skip-bad left none of {len(rows)} rows of {origin}: {next(iter(bad))}.")
     return OwnRows(texts, form, bad)
 
 
 def render_rows(rows: Sequence[Row], origin: str, encoder: PromptEncoder) -> list[TextRow]:
-    """Render rows that are at hand, none of which may be bad; ``origin`` is their name in an error."""
+    """Render rows in memory; a bad row raises an error, in which ``origin`` names the rows."""
     if not rows:
         raise DataError(f"{origin} holds no rows. Give at least one.")
     render = _RENDER[_form_of(rows, origin, encoder)]
@@ -145,7 +146,7 @@ def _render_messages(row: Row, row_id: str, encoder: PromptEncoder) -> TextRow:
 
 
 def _render_instruction(row: Row, row_id: str, encoder: PromptEncoder) -> TextRow:
-    """A chat model is asked in a user's turn; another model by the headings that Alpaca was trained with."""
+    """Render an instruction: as a user's turn for a chat model, else with Alpaca's headings."""
     asked = {"instruction": text_field(row, "instruction", row_id), "input": (row.get("input") or "").strip()}
     headings = ALPACA if asked["input"] else ALPACA_WITHOUT_INPUT
     prompt = "\n\n".join(filter(None, asked.values())) if encoder.is_chat else headings.format(**asked)
@@ -168,7 +169,7 @@ def _render_text(row: Row, row_id: str, encoder: PromptEncoder) -> TextRow:
 
 
 def _render_preference(row: Row, row_id: str, encoder: PromptEncoder) -> TextRow:
-    """The text of the chosen answer; the choices are both."""
+    """Render the chosen answer, with both answers as choices."""
     if row["chosen"] == row["rejected"]:
         raise DataError(f"Row {row_id}: the chosen and the rejected answer must differ, but they are the same.")
     if isinstance(row["chosen"], list):
@@ -198,7 +199,7 @@ def _turns(row: Row, column: str, row_id: str, role: str = "role") -> list[dict[
 def _render_turns(turns: list[dict[str, Any]], column: str, row: Row, row_id: str, encoder: PromptEncoder) -> TextRow:
     for number, turn in enumerate(turns, start=1):
         if turn.get("tool_calls") and not turn.get("content") and number < len(turns):
-            turn["content"] = ""  # a turn that calls a tool may say nothing; templates concatenate
+            turn["content"] = ""  # a turn that calls a tool may have no text; templates concatenate
         else:
             text_field(turn, "content", row_id)
     if len(turns) < 2 or turns[-1]["role"] != "assistant":
@@ -209,7 +210,7 @@ def _render_turns(turns: list[dict[str, Any]], column: str, row: Row, row_id: st
 
 
 def _tools(row: Row, row_id: str) -> list[Any] | None:
-    """The column's list; some data sets write it as JSON."""
+    """The column's list; some data sets store it as JSON text."""
     given = row.get("tools") or None
     try:
         tools = json.loads(given) if isinstance(given, str) else given

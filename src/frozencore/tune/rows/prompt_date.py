@@ -1,8 +1,8 @@
-"""One day for chat templates that print today's date.
+"""A fixed date for chat templates that print today's date.
 
-Such a template (Llama 3.2's, Mistral's) calls ``strftime_now``, which transformers gives it. Prompts would then differ
-from day to day, and with them moments, checkpoints and scores. transformers takes no function of ours, so a macro of
-that name stands in front of the template and spells a fixed day.
+Such a template (Llama 3.2's, Mistral's) calls transformers' ``strftime_now``. Prompts would then change from day to
+day, and with them moments, checkpoints and scores. transformers does not allow replacing the function, so a macro of
+the same name is put before the template and prints a fixed date.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from datetime import date, datetime, time
 from typing import Any
 
 PROMPT_DATE = date(2024, 7, 26)
-"""The day that Llama 3.1's and 3.2's own templates fall back to."""
+"""The default date of Llama 3.1's and 3.2's own templates."""
 _CLOCK = "strftime_now"
 _DIRECTIVES = "aAwdbBmyYHIpMSfjUWcxXGuVeDFhRT"
 _UNPADDED = "dmHIMSjy"
 
 
 def asks_for_today(tokenizer: Any) -> bool:
-    """Whether a chat template of the tokenizer calls the clock."""
+    """Return whether a chat template of the tokenizer asks for the date."""
     templates = tokenizer.chat_template or ""
     return any(_CLOCK in text for text in (templates.values() if isinstance(templates, dict) else [templates]))
 
 
 def with_fixed_date(tokenizer: Any, today: date) -> Any:
-    """The tokenizer, or a copy whose chat templates are told this day at midnight where they ask for the time."""
+    """The tokenizer, or a copy whose chat templates get this date at midnight as the current time."""
     if not asks_for_today(tokenizer):
         return tokenizer
     dated, templates = copy.copy(tokenizer), tokenizer.chat_template
@@ -37,7 +37,7 @@ def with_fixed_date(tokenizer: Any, today: date) -> Any:
 
 
 def _clock_of(today: date) -> str:
-    """A macro that replaces each of strftime's directives; Jinja drops the line break at its end with the tag."""
+    """A macro that replaces strftime's directives; Jinja drops the line break after it."""
     now = datetime.combine(today, time())
     spelled = {f"%{letter}": now.strftime(f"%{letter}") for letter in _DIRECTIVES}
     spelled |= {f"%-{letter}": str(int(spelled[f"%{letter}"])) for letter in _UNPADDED}

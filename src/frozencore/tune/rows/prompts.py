@@ -1,9 +1,9 @@
-"""From a row to the exact text and tokens a model meets: the same for calibration, training and scoring.
+"""Turn rows into exact text and tokens, the same for calibration, training and scoring.
 
-The boundary between prompt and completion follows lm-evaluation-harness: white space at the end of a plain prompt
-moves to the completion, and both are tokenised together. If the tokenizer merges across the boundary, so that the
-joint tokens do not begin with the prompt's own, the completion is tokenised alone: generation continues from the
-prompt's own tokens, while the harness would score tokens that do not spell the text.
+The boundary between prompt and completion follows lm-evaluation-harness: white space at the end of a plain prompt moves
+to the completion, and both are tokenised together. If the tokenizer merges tokens across the boundary, the completion
+is tokenised alone, because generation continues from the prompt's own tokens. The harness would score tokens that do
+not spell the text.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ PROTOCOL_MAX_LENGTH = 512
 
 
 class PromptEncoder:
-    """Renders and tokenises rows for one tokenizer.
+    """Render and tokenise rows for one tokenizer.
 
     Args:
-        style: ``chat`` renders prompts through the tokenizer's chat template, ``plain`` leaves them as they are;
-            ``auto`` is ``chat`` where there is a template.
-        max_length: The limit in tokens, end token included.
-        too_long: What to do with longer rows: ``refuse`` (an error that counts them), or ``truncate`` (the oldest
-            tokens of the prompt go, and one at least stays; a text without prompt loses its end). A completion is
-            never cut: if it leaves no room for its prompt, it is an error in any case.
-        today: The date, for a chat template that asks for it.
-        loss_on: Whether the last of the assistant's turns of a conversation has the loss, or all of them.
+        style: ``chat`` uses the tokenizer's chat template, ``plain`` uses prompts unchanged; ``auto`` is ``chat`` if
+            there is a template.
+        max_length: The limit in tokens, including the end token.
+        too_long: For longer rows, ``refuse`` raises an error with their number; ``truncate`` cuts the prompt at its
+            beginning (at least one token stays), and a text without a prompt at its end. A completion is never cut;
+            one that leaves no space for its prompt is an error.
+        today: The date for a chat template that asks for it.
+        loss_on: The assistant's turns with loss: the last one, or all.
         preferences: Rows are pairs of a chosen and a rejected answer.
 
     Raises:
@@ -74,9 +74,9 @@ class PromptEncoder:
         self._start_ids = _start_tokens(tokenizer)
 
     def render(self, example: Example) -> TextRow:
-        """The text of an example; an example without a prompt is plain text in either style.
+        """Render an example as text; an example without a prompt is plain text in either style.
 
-        In chat style a completion loses the space that separates plain text.
+        In chat style the separating space of a completion is removed.
         """
         if self.is_chat and example.prompt:
             context: str = render_chat(self.tokenizer, [{"role": "user", "content": example.prompt}], example.id)
@@ -88,12 +88,12 @@ class PromptEncoder:
         return TextRow(example.id, context, space + example.completion, choices)
 
     def render_messages(self, messages: Messages, row_id: str, tools: Sequence[Any] | None = None) -> TextRow:
-        """The text of a conversation whose last turn is the assistant's: that turn is the completion.
+        """Render a conversation that ends with the assistant's turn, which is the completion.
 
-        With ``loss_on="all"`` the completion begins at the first of the assistant's turns.
+        With ``loss_on="all"`` the completion begins at the assistant's first turn.
 
         Args:
-            tools: The tools that the assistant may call, as the chat template takes them.
+            tools: The tools that the assistant may call, in the chat template's form.
         """
         if self.loss_on == "all":
             return every_turn(self.tokenizer, messages, row_id, tools)
@@ -101,10 +101,10 @@ class PromptEncoder:
         return TextRow(row_id, context, messages[-1]["content"], templated=True)
 
     def training_rows(self, rows: Sequence[TextRow]) -> list[TokenRow]:
-        """Tokens of context, completion and end token.
+        """The tokens of context, completion and end token.
 
         Raises:
-            DataError: Rows longer than the limit (unless their prompts are cut to it), or a completion without tokens.
+            DataError: Rows are longer than the limit (unless prompts are cut), or a completion has no tokens.
         """
         encoded = self.whole_rows(rows)
         self._refuse_too_long([(row.id, len(row.input_ids)) for row in encoded], "; --skip-long leaves such rows out")
@@ -112,10 +112,10 @@ class PromptEncoder:
         return [self._truncate_training(row) for row in encoded]
 
     def preference_rows(self, rows: Sequence[TextRow]) -> list[PreferenceRow]:
-        """Tokens of context, chosen answer and rejected answer; the choices of a row are the two answers.
+        """The tokens of context, chosen answer and rejected answer; the choices of a row are the two answers.
 
         Raises:
-            DataError: As for :meth:`training_rows`, for either answer.
+            DataError: As in :meth:`training_rows`, for either answer.
         """
         both = [self.training_rows([replace(row, completion=row.choices[side]) for row in rows]) for side in (0, 1)]
         found = []
@@ -126,7 +126,7 @@ class PromptEncoder:
         return found
 
     def whole_rows(self, rows: Sequence[TextRow]) -> list[TokenRow]:
-        """As :meth:`training_rows`, for rows of any length."""
+        """The tokens as in :meth:`training_rows`, for rows of any length."""
         pairs = self._pairs(rows, [row.turns[0] if row.turns else row.completion for row in rows])
         return [
             self._with_turns(row, context, completion)
@@ -136,7 +136,7 @@ class PromptEncoder:
         ]
 
     def _with_turns(self, row: TextRow, context: list[int], first: list[int]) -> TurnsRow:
-        """Append the further pieces of a conversation, each as the tokens that it adds to the text before it."""
+        """Append the further pieces of a conversation, each as the tokens it adds to the preceding text."""
         ids, turns = [*context, *first], [(0, len(first))]
         text = row.context + row.turns[0]
         for number, piece in enumerate(row.turns[1:], start=1):
@@ -149,7 +149,7 @@ class PromptEncoder:
         return TurnsRow(row.id, [*ids, self.eos_id], len(context), tuple(turns))
 
     def fits(self, rows: Sequence[TextRow]) -> list[Fit]:
-        """Whether each row fits with its completion and every choice, fits with its prompt cut, or does not fit."""
+        """Say for each row, with its completion and every choice, whether it fits, fits if cut, or does not fit."""
         choices = iter(self._encoded_choices([row for row in rows if row.choices]))
         found: list[Fit] = []
         for row, tokens in zip(rows, self.whole_rows(rows), strict=True):
@@ -160,23 +160,23 @@ class PromptEncoder:
         return found
 
     def choice_rows(self, rows: Sequence[TextRow]) -> list[ChoiceTokens]:
-        """Tokens of each context and of every choice, without end token.
+        """The tokens of each context and of every choice, without end token.
 
         Raises:
-            DataError: As for training rows, or a row without choices, with an empty prompt, or with no room for it.
+            DataError: As in :meth:`training_rows`; or a row has no choices, an empty prompt, or no space for it.
         """
         encoded = self._encoded_choices(rows)
         self._refuse_too_long([(row.id, _longest(row)) for row in encoded])
         return [replace(row, context_ids=self._cut_before_choices(row)) for row in encoded]
 
     def context_rows(self, rows: Sequence[TextRow]) -> list[list[int]]:
-        """Tokens of each context alone, to generate from. Raises ``DataError`` for contexts beyond the limit."""
+        """The tokens of each context, to generate from. Raises ``DataError`` for contexts beyond the limit."""
         contexts = self._contexts(rows)
         self._refuse_too_long([(row.id, len(ids)) for row, ids in zip(rows, contexts, strict=True)])
         return [self._cut_context(ids, self.max_length) for ids in contexts]
 
     def count_too_long(self, rows: Sequence[TextRow]) -> int:
-        """How many rows are scored with a shortened prompt, which with its longest choice is beyond the limit."""
+        """The number of rows scored with a cut prompt, because prompt and longest choice exceed the limit."""
         choices = self._encoded_choices([row for row in rows if row.choices])
         contexts = self._contexts([row for row in rows if not row.choices])
         return sum(length > self.max_length for length in (*map(_longest, choices), *map(len, contexts)))
@@ -277,14 +277,14 @@ def _longest(row: ChoiceTokens) -> int:
 
 
 def context_limit(model: Any, tokenizer: Any) -> int:
-    """The most tokens that model and tokenizer say they take; the protocol's 512 where neither says."""
+    """The largest number of tokens for model and tokenizer; 512 if neither has a limit."""
     stated = [getattr(model.config, "max_position_embeddings", None), tokenizer.model_max_length]
     limits = [int(limit) for limit in stated if isinstance(limit, int | float) and 0 < limit < 1e9]
     return min(limits, default=PROTOCOL_MAX_LENGTH)
 
 
 def _start_tokens(tokenizer: Any) -> list[int]:
-    """What the tokenizer itself puts in front of a text (``<s>``), without what it may append."""
+    """The tokens that the tokenizer puts before a text (``<s>``)."""
     bare = tokenizer("a", add_special_tokens=False)["input_ids"]
     full = tokenizer("a")["input_ids"]
     return next((full[:i] for i in range(len(full)) if full[i : i + len(bare)] == bare), [])

@@ -1,4 +1,4 @@
-"""Rows from a file: JSONL, JSON, CSV, TSV, Parquet or Arrow, told by its ending."""
+"""Read rows from a file: JSONL, JSON, CSV, TSV, Parquet or Arrow, by its ending."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from frozencore.words import one_line
 
 
 def read_file(path: Path, *, option: str) -> list[Row]:
-    """Every row of a file as it is; ``option`` is what an error says to correct.
+    """Read every row of a file; errors name ``option``.
 
     Raises:
-        DataError: The file is absent, empty, damaged, or of another kind.
+        DataError: The file is missing, empty, damaged, or of another kind.
     """
     require_file(path, option=option)
     try:
@@ -29,7 +29,7 @@ def read_file(path: Path, *, option: str) -> list[Row]:
 
 
 def require_file(path: Path, *, option: str) -> None:
-    """Refuse a path without a file, and a file of another kind, with a ``DataError``."""
+    """Raise a ``DataError`` for a missing file or one of another kind."""
     if not path.is_file():
         raise DataError(f"{option} must name {KINDS}, but there is no file {path}.")
     if path.suffix not in READERS:
@@ -37,10 +37,10 @@ def require_file(path: Path, *, option: str) -> None:
 
 
 def parse_jsonl(lines: Iterable[str], origin: str) -> Iterator[Row]:
-    """A row from each line that is not empty.
+    """Yield a row from each line that is not empty.
 
     Raises:
-        DataError: A line is no JSON object; the message has its number and ``origin``, where the lines come from.
+        DataError: A line is not a JSON object; the message has its number and ``origin``, the source of the lines.
     """
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -98,7 +98,7 @@ def _read_arrow(path: Path) -> Sequence[Row]:
             opened = ipc.open_file(content) if content.startswith(b"ARROW1") else ipc.open_stream(content)
             table = opened.read_all()
         rows: list[Row] = table.to_pylist()
-    except (ArrowException, OSError, ValueError) as error:  # OSError from Thrift, ValueError from text that is no UTF-8
+    except (ArrowException, OSError, ValueError) as error:  # OSError from Thrift, ValueError from invalid UTF-8
         kind = path.suffix[1:].capitalize()
         raise DataError(f"{path} cannot be read as {kind}: {one_line(error, 200)} Write it again.") from error
     return rows
@@ -112,5 +112,5 @@ READERS: dict[str, Callable[[Path], Iterator[Row] | Sequence[Row]]] = {
     ".parquet": _read_arrow,
     ".arrow": _read_arrow,
 }
-"""How to read a file, by its ending."""
+"""The readers of files, by ending."""
 KINDS = f"a {', '.join([*READERS][:-1])} or {[*READERS][-1]} file"

@@ -1,4 +1,4 @@
-"""Where rows come from: a file, the standard input, or a split of a data set on the hub or in a folder."""
+"""Read rows from a file, the standard input, or a split of a data set on the hub or in a folder."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
 def read_source(data: str) -> list[Row]:
-    """Every row of a source as it is.
+    """Read every row of a source.
 
     Args:
-        data: A file (:mod:`frozencore.tune.rows.row_files`); ``-``, JSONL on the standard input; or a data set's split,
-            ``NAME:SPLIT`` or ``NAME:CONFIGURATION:SPLIT``, whose name is a hub id or a folder. A split may be cut as
-            ``datasets`` has it: ``train[:1000]``.
+        data: A file (:mod:`frozencore.tune.rows.row_files`); ``-`` for JSONL on the standard input; or a split of a
+            data set, ``NAME:SPLIT`` or ``NAME:CONFIGURATION:SPLIT``, where the name is a hub id or a folder. A split
+            may be sliced as in ``datasets``: ``train[:1000]``.
 
     Raises:
-        DataError: The source is absent, empty or damaged.
+        DataError: The source is missing, empty or damaged.
         ConfigError: The standard input is a terminal.
     """
     if data == STANDARD_INPUT:
@@ -42,13 +42,13 @@ def read_source(data: str) -> list[Row]:
 
 
 def require_source(data: str, *, option: str = "--data") -> None:
-    """Refuse a source that does not exist, or a file of another kind, without reading a row.
+    """Check that a source exists and has a known kind, without reading a row.
 
     Args:
-        option: What an error says to correct.
+        option: The option that errors name.
 
     Raises:
-        DataError: As :func:`read_source`.
+        DataError: As in :func:`read_source`.
     """
     if data == STANDARD_INPUT or (not Path(data).is_file() and _SPLIT.fullmatch(data)):
         return
@@ -60,22 +60,22 @@ def require_source(data: str, *, option: str = "--data") -> None:
 
 
 def named(data: str) -> str:
-    """The name of a source on a model card: of a path its last part, since the folder is nobody else's business."""
+    """The name of a source on a model card; for a path only its last part, to keep the folder private."""
     return "standard input" if data == STANDARD_INPUT else Path(data).name if Path(data).exists() else data
 
 
 def load_split(name: str, config: str | None, split: str, *, folder: Path | None, way_out: str) -> Any:
-    """Every row of a split, as a ``datasets.Dataset``; code of the data set is never run.
+    """Load every row of a split as a ``datasets.Dataset``; code of the data set is never run.
 
     Args:
         name: The hub id.
-        folder: Where it lies on disk; ``None`` for the hub and its offline cache.
-        way_out: What an error says to do.
+        folder: The local folder; ``None`` for the hub and its offline cache.
+        way_out: The advice in an error.
 
     Raises:
-        DataError: In one line, why it cannot be had.
+        DataError: The split cannot be loaded; the message has the reason.
     """
-    from datasets import load_dataset  # a second of import that other rows need not pay
+    from datasets import load_dataset  # the import takes a second
 
     title = f"Data set {name}" + (f" ({config})" if config else "")
     offline = folder is None and not _hub_has(name, title, way_out)
@@ -83,16 +83,16 @@ def load_split(name: str, config: str | None, split: str, *, folder: Path | None
     try:
         with without_bars(), _offline(offline):
             return load_dataset(place, config, split=split, cache_dir=None if folder is None else cache_of(folder))
-    except Exception as error:  # datasets raises a dozen kinds, each for a state of the data that we only report
+    except Exception as error:  # datasets raises many kinds of errors, which are only reported
         where = "the hub or its cache" if folder is None else place
         raise DataError(f"{title} could not be read from {where}: {one_line(error, 200)} {way_out}") from error
 
 
 def cache_of(folder: Path) -> str:
-    """Where ``datasets`` keeps the converted rows of a local folder.
+    """The cache folder for the converted rows of a local folder.
 
-    Its own cache knows a folder that has a card by its name and its card alone: another folder of that name, or other
-    rows in the same one, would be answered with the old rows.
+    ``datasets``' own cache identifies a folder with a card by its name and card only, so another folder of this name,
+    or changed rows, would give the old rows.
     """
     from datasets.config import HF_DATASETS_CACHE
 
@@ -103,7 +103,7 @@ def cache_of(folder: Path) -> str:
 
 @contextmanager
 def without_bars() -> Iterator[None]:
-    """Inside, ``datasets`` shows no progress bars of its own."""
+    """Turn off the progress bars of ``datasets`` inside."""
     from datasets.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
     were_disabled = are_progress_bars_disabled()
@@ -136,11 +136,11 @@ def _read_split(name: str, config: str | None, split: str) -> list[Row]:
     if folder is not None:
         way_out = "Give a configuration and a split that it has, and files of a kind that datasets reads."
     rows: list[Row] = load_split(name, config, split, folder=folder, way_out=way_out).to_list()
-    return rows  # at least one: datasets refuses an empty split
+    return rows  # not empty, because datasets refuses an empty split
 
 
 def _hub_has(name: str, title: str, way_out: str) -> bool:
-    """Whether the hub answers for a data set; False where its cache is to be read instead."""
+    """Return whether the hub answers for a data set; False means reading the cache."""
     from datasets.config import HF_DATASETS_CACHE
     from datasets.naming import camelcase_to_snakecase
 
@@ -155,7 +155,7 @@ def _hub_has(name: str, title: str, way_out: str) -> bool:
 
 @contextmanager
 def _offline(offline: bool) -> Iterator[None]:
-    """Inside, ``datasets`` reads its cache as under ``HF_HUB_OFFLINE=1``, without half a minute of retries."""
+    """Let ``datasets`` read only its cache inside, as with ``HF_HUB_OFFLINE=1``, without half a minute of retries."""
     from datasets import config
 
     before = config.HF_HUB_OFFLINE

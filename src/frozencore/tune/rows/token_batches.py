@@ -1,4 +1,4 @@
-"""Token rows as padded batches, in groups that fit in memory, or packed to rows of one length."""
+"""Arrange token rows in padded batches, in groups that fit in memory, or packed into rows of one length."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ LOGITS_BUDGET = 2**26  # values held at once: 256 MiB of float32
 
 @dataclass(frozen=True)
 class PaddingCollator:
-    """Stacks token rows: ``input_ids``, ``attention_mask``, ``labels``, each (rows, longest row), padded right.
+    """Stack token rows: ``input_ids``, ``attention_mask``, ``labels``, each (rows, longest row), padded right.
 
-    Labels are -100 on prompts and padding, also where the padding token is the end token. A batch of preferences holds
-    the chosen answers in its first half and the rejected ones, in the same order, in its second.
+    Labels are -100 on prompts and padding, even if the padding token is the end token. A batch of preferences holds the
+    chosen answers in its first half and the rejected ones, in the same order, in its second half.
     """
 
     pad_id: int
@@ -38,7 +38,7 @@ class PaddingCollator:
 
 
 def labels_of(row: TokenRow) -> list[int]:
-    """The tokens of a row that have a loss, -100 in the place of the others."""
+    """The row's tokens with loss, and -100 for the others."""
     labels = [IGNORED] * len(row.input_ids)
     for start, stop in row.loss_spans:
         labels[start:stop] = row.input_ids[start:stop]
@@ -66,9 +66,9 @@ def pad(sequences: Sequence[Sequence[int]], pad_id: int, *, side: Literal["left"
 def pack(documents: Sequence[TokenRow], length: int) -> list[TokenRow]:
     """Concatenate documents, each with its start and end tokens, and cut them to rows of ``length`` tokens.
 
-    Nothing is padding, and only a last token alone is left out. A document may go on in the next row, and attention
-    runs across the documents of a row. The loss is on every token that has one before it in its row. Ids are
-    ``packed-1``, ``packed-2``, ...
+    There is no padding; only a single last token is left out. A document may continue in the next row, and the
+    documents of a row see one another. The loss is on every token after the first of its row. Ids are ``packed-1``,
+    ``packed-2``, ...
     """
     stream = list(chain.from_iterable(document.input_ids for document in documents))
     cut = [stream[start : start + length] for start in range(0, len(stream), length)]
@@ -83,11 +83,11 @@ def score_in_groups(
     tokens_per_batch: int | None = None,
     progress: Progress | None = None,
 ) -> None:
-    """Call ``score`` with the indices of every row, in groups; a group that ran out of memory comes again, smaller.
+    """Call ``score`` with the indices of all rows, in groups; a group that ran out of memory is split and repeated.
 
     Args:
-        score: Must leave nothing behind when it raises: its group is scored again.
-        sizes, tokens_per_batch: As for :func:`group_rows`.
+        score: Must have no effect if it raises, because its group is scored again.
+        sizes, tokens_per_batch: See :func:`group_rows`.
 
     Raises:
         ModelError: A single row does not fit.
@@ -117,14 +117,13 @@ def score_in_groups(
 def group_rows(
     sizes: Sequence[tuple[int, int]], device: torch.device, tokens_per_batch: int | None = None, *, shrink: int = 1
 ) -> list[list[int]]:
-    """Indices of rows in groups whose padded size stays within a token budget and a logits budget.
+    """Group row indices so that each group's padded size is within a token budget and a logits budget.
 
-    The largest rows come first, so that what does not fit in memory fails at once. A row beyond a budget is a group
-    of its own.
+    The largest rows come first, so that too little memory shows at once. A row beyond a budget is a group of its own.
 
     Args:
-        sizes: For each row, its tokens and the logits it asks for (scored positions times vocabulary).
-        tokens_per_batch: ``None`` for what fills the device: a CPU gains nothing beyond its caches.
+        sizes: For each row, its tokens and its logits (scored positions times vocabulary).
+        tokens_per_batch: ``None`` fills the device; on a CPU only its caches, because more brings no gain.
         shrink: Divides both budgets.
     """
     costs, most = row_costs(sizes, device, tokens_per_batch)
@@ -141,10 +140,10 @@ def group_rows(
 def row_costs(
     sizes: Sequence[tuple[int, int]], device: torch.device, tokens_per_batch: int | None = None
 ) -> tuple[list[int], int]:
-    """For each row the share of a batch's tokens that it takes, its logits counted too; and the tokens of a batch.
+    """The cost of each row in tokens of a batch, including its logits; and the tokens of a batch.
 
     Args:
-        sizes, tokens_per_batch: As for :func:`group_rows`.
+        sizes, tokens_per_batch: See :func:`group_rows`.
     """
     most = (1024 if device.type == "cpu" else 16384) if tokens_per_batch is None else tokens_per_batch
     return [max(tokens, -(-logits * most // LOGITS_BUDGET)) for tokens, logits in sizes], most

@@ -101,9 +101,7 @@ class RunConfig(PlaceConfig, ScoringConfig, RecipeConfig, CalibrationConfig, Bas
         for name in self.given(self.method_entry.unread):
             raise ConfigError(f"The method {self.method!r} does not read {name}. Leave {flag_of(name)} out.")
         if self.rank_budget is not None and self.method_entry.budget is None:
-            raise ConfigError(
-                f"A rank budget is for cores, but the method {self.method!r} has none: give --rank instead."
-            )
+            raise ConfigError(f"A rank budget is for cores, but {self.method!r} has none: give --rank instead.")
         if self.rank_budget is not None and self.method_entry.budget == "instead of the rank" and self.given(["rank"]):
             raise ConfigError(f"--rank-budget chooses the ranks, but --rank {self.rank} came too. Leave one out.")
         if self.patience is not None and self.select_checkpoint == "none":

@@ -1,4 +1,4 @@
-"""What scoring a task gives: a prediction for each row, and the score of all."""
+"""The results of scoring: a prediction for each row, and the score over all rows."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a model said about one example.
+    """A model's prediction for one example.
 
     Attributes:
-        prediction: The chosen choice, or the generated number in its one spelling; ``None`` for no answer.
-        logprobs: Choice tasks: each choice's log-likelihood in nats, as it was compared.
-        text: Generated tasks: what was generated, without the prompt.
+        prediction: The chosen choice, or the generated number in normal form; ``None`` for no answer.
+        logprobs: Choice tasks: the compared log-likelihood of each choice, in nats.
+        text: Generated tasks: the generated text, without the prompt.
     """
 
     id: str
@@ -31,15 +31,15 @@ class TaskScore:
     Attributes:
         accuracy: Share of correct predictions, from 0 to 1.
         standard_error: Standard error of that share over the rows: ``sqrt(p (1 - p) / (n - 1))``.
-        num_ties: Choice tasks: examples whose best log-likelihood several choices share (the first one counts).
-        num_duplicate_choices: Choice tasks: examples in which two choices read the same.
-        num_cut: Prompts that lost their beginning because they were longer than the limit.
-        num_truncated: Generated tasks: answers that met the length limit before the end token.
-        num_unanswered: Generated tasks: texts without a marker and a number after it.
+        num_ties: Choice tasks: examples in which several choices share the best log-likelihood (the first counts).
+        num_duplicate_choices: Choice tasks: examples with two equal choices.
+        num_cut: Prompts whose beginning was cut because of the length limit.
+        num_truncated: Generated tasks: answers that reached the length limit before the end token.
+        num_unanswered: Generated tasks: texts without a marker followed by a number.
         chance: Expected accuracy of a uniform guess; ``None`` for generated answers.
-        majority_class: Accuracy of always taking the most frequent position; ``None`` for generated answers.
-        held_out_loss: Nats per completion token, end token included.
-        time_s: Wall time of the scoring, the held-out loss included.
+        majority_class: Accuracy of always choosing the most frequent position; ``None`` for generated answers.
+        held_out_loss: Nats per completion token, including the end token.
+        time_s: Wall time of scoring, including the held-out loss.
     """
 
     task: str

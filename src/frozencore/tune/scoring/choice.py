@@ -1,4 +1,4 @@
-"""Choice by log-likelihood: the choice whose tokens are likeliest after the prompt, summed in nats."""
+"""Choice by log-likelihood: the choice whose tokens have the highest summed log-probability after the prompt."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def predict_choices(
     length_normalised: bool = False,
     progress: Progress | None = None,
 ) -> list[Prediction]:
-    """The likeliest choice of every example, in the examples' order; the first of equally likely ones.
+    """Predict the likeliest choice of every example, in order; the first of equally likely ones.
 
     Args:
         length_normalised: Compare log-likelihood per character of the choice (the harness's ``acc_norm``).
 
     Raises:
-        DataError: An example's completion is not among its choices, or from encoding.
-        ModelError: From scoring.
+        DataError: An example's completion is not among its choices, or its text cannot be encoded.
+        ModelError: As in :func:`choice_logprobs`.
     """
     for example in examples:
         if example.completion not in example.choices:
@@ -65,9 +65,9 @@ def choice_logprobs(
     """Summed log-probabilities, in nats, of the tokens of every choice, in the rows' order.
 
     Args:
-        tokens_per_batch: Padded tokens in one forward pass: what bounds the memory, halved where it is still
-            too much. ``None``: by device.
-        share_prefix: Compute each prompt once for all its choices. ``None``: where the model allows it.
+        tokens_per_batch: Padded tokens in one forward pass, which bound the memory; halved if memory runs out.
+            ``None`` depends on the device.
+        share_prefix: Compute each prompt once for all its choices. ``None``: if the model allows it.
 
     Raises:
         ModelError: A log-likelihood is not finite, or one row does not fit in memory.
@@ -92,7 +92,7 @@ def choice_logprobs(
 
 
 def full_sequence_logprobs(model: nn.Module, rows: Sequence[ChoiceTokens], *, pad_id: int) -> list[list[float]]:
-    """The same from one whole sequence per choice, padded right: slower, and right for every causal model."""
+    """Compute the same with one full sequence per choice, padded right: slower, but right for every causal model."""
     device = next(model.parameters()).device
     pairs = [(row.context_ids, choice) for row in rows for choice in row.choice_ids]
     tokens, mask = (t.to(device) for t in pad([context + choice for context, choice in pairs], pad_id, side="right"))
@@ -101,7 +101,7 @@ def full_sequence_logprobs(model: nn.Module, rows: Sequence[ChoiceTokens], *, pa
         scored[i, len(context) - 1 : len(context) + len(choice) - 1] = 1
     wanted = scored.any(0).nonzero().squeeze(-1)
     logits = logits_at(model, wanted, input_ids=tokens, attention_mask=mask)
-    # a float32 sum of some hundred nats is off in the fifth digit
+    # a float32 sum of hundreds of nats has an error in the fifth digit
     logprobs = (token_logprobs(logits, tokens[:, wanted + 1]) * scored[:, wanted]).cpu().double()
     totals = iter(logprobs.sum(-1).tolist())
     return [[next(totals) for _ in row.choice_ids] for row in rows]

@@ -1,4 +1,4 @@
-"""Greedy generation, and whether it is right: by its number, or word for word."""
+"""Greedy generation, and its score by number or by exact text."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from frozencore.tune.scoring.forward import RequireFinite, base_of, num_virtual_
 from frozencore.tune.tasks.answers import parse_answer
 from frozencore.words import Progress
 
-SHORT = 16  # tokens of a completion, its end token left out
+SHORT = 16  # tokens of a completion, without its end token
 
 
 @dataclass(frozen=True)
@@ -39,10 +39,10 @@ def predict_numbers(
     max_new_tokens: int,
     progress: Progress | None = None,
 ) -> tuple[list[Prediction], int]:
-    """The answer to each example, in the examples' order, and how many answers met the length limit.
+    """Generate the answer to each example, in order, and count the answers that reached the length limit.
 
     Raises:
-        DataError: An example's completion holds no answer, or from encoding.
+        DataError: An example's completion holds no answer, or its text cannot be encoded.
     """
     golds = []
     for example in examples:
@@ -61,7 +61,7 @@ def predict_numbers(
 
 
 def are_short(rows: Sequence[TokenRow]) -> bool:
-    """Whether every completion is short enough to be compared word for word."""
+    """Return whether every completion is short enough for an exact comparison."""
     return all(len(row.input_ids) - row.answer_start - 1 <= SHORT for row in rows)
 
 
@@ -73,9 +73,9 @@ def complete(
     max_new_tokens: int,
     progress: Progress | None = None,
 ) -> tuple[list[Prediction], int]:
-    """What a model completes each row with, and how many completions met the length limit.
+    """Complete each row, and count the completions that reached the length limit.
 
-    A completion is right if it reads as the row's own, apart from white space around it. Rows without a prompt are
+    A completion is right if it equals the row's own, except for surrounding white space. Rows without a prompt are
     continued from their first half.
     """
     starts = [row.answer_start or max(1, len(row.input_ids) // 2) for row in rows]
@@ -98,12 +98,12 @@ def generate_greedily(
     tokens_per_batch: int | None = None,
     progress: Progress | None = None,
 ) -> list[Generation]:
-    """The likeliest next token, again and again, after each context; batches of similar length, padded left.
+    """Generate greedily after each context, in batches of similar length, padded left.
 
-    Of the model's own generation settings only the end tokens are used: a chat model's repetition penalty would make
-    decoding other than greedy. Generation ends where the model's context ends. A row that reaches that end is generated
-    beside rows of its own length only, so that no row's limit depends on another row. The same holds for every row
-    after virtual tokens, since PEFT counts padding between them and the row as positions.
+    Of the model's own generation settings only the end tokens are used, because a chat model's repetition penalty would
+    change greedy decoding. Generation ends at the end of the model's context. A row that reaches it is generated only
+    with rows of its own length, so that no row's limit depends on another row. The same holds for every row after
+    virtual tokens, because PEFT counts the padding after them as positions.
 
     Raises:
         ModelError: Logits are not finite.
@@ -111,7 +111,7 @@ def generate_greedily(
     base, device = base_of(model), next(model.parameters()).device
     end_ids = _end_tokens(base, encoder.eos_id)
     num_virtual = num_virtual_tokens(model)
-    generating: Any = model if num_virtual else base  # the base's layers carry every other adapter
+    generating: Any = model if num_virtual else base  # other adapters are in the base's layers
     window = context_limit(base, encoder.tokenizer) - num_virtual
     limits = [max(1, min(max_new_tokens, window - len(context))) for context in contexts]
     kinds = [(limit, len(context) if num_virtual else 0) for limit, context in zip(limits, contexts, strict=True)]
@@ -141,7 +141,7 @@ def stream_greedily(
     max_new_tokens: int,
     tell: Callable[[str], None],
 ) -> None:
-    """Generate the completion of one row and tell its words as they come, without the end token.
+    """Generate the completion of one row and pass on its words as they come, without the end token.
 
     Raises:
         ModelError: Logits are not finite.
@@ -176,7 +176,7 @@ def _end_tokens(base: Any, eos_id: int) -> list[int]:
 
 @contextmanager
 def _greedy_settings(base: Any, end_ids: list[int], pad_id: int) -> Iterator[None]:
-    """The model with generation settings of ours alone; its own are back afterwards."""
+    """Replace the model's generation settings inside, and restore them afterwards."""
     own = base.generation_config
     base.generation_config = GenerationConfig(do_sample=False, num_beams=1, eos_token_id=end_ids, pad_token_id=pad_id)
     try:

@@ -1,6 +1,6 @@
-"""A model as scoring reads it: in evaluation mode, inside a PEFT wrapper or not, with virtual tokens or without.
+"""Run a model for scoring: in evaluation mode, with or without a PEFT wrapper or virtual tokens.
 
-A prompt-tuned model puts virtual tokens before every row. They shift the positions, and belong to no layer.
+A prompt-tuned model puts virtual tokens before every row. They shift the positions and belong to no layer.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NOT_FINITE = (
 
 @contextmanager
 def scoring_mode(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; every module's own mode is back afterwards, also after an error."""
+    """Use evaluation mode without gradients inside; restore every module's mode, also after an error."""
     was_training = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -38,7 +38,7 @@ def scoring_mode(model: nn.Module) -> Iterator[None]:
 
 
 def base_of(model: nn.Module) -> Any:
-    """The transformers model inside a PEFT one (its layers carry the adapters), or the model itself."""
+    """The transformers model inside a PEFT model (its layers have the adapters), or the model itself."""
     return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
@@ -49,12 +49,12 @@ def vocabulary_of(model: nn.Module) -> int:
 
 
 def forward_accepts(model: nn.Module, *names: str) -> bool:
-    """Whether the transformers model's forward pass knows all of these arguments."""
+    """Return whether the transformers model's forward accepts all these arguments."""
     return set(names) <= set(inspect.signature(base_of(model).forward).parameters)
 
 
 def num_virtual_tokens(model: nn.Module) -> int:
-    """How many positions stand before a row's own; 0 for every model that is not prompt-tuned."""
+    """The number of positions before a row's own; 0 unless the model is prompt-tuned."""
     if not isinstance(model, PeftModel) or not model.active_peft_config.is_prompt_learning:
         return 0
     count: int = model.active_peft_config.num_virtual_tokens
@@ -73,16 +73,16 @@ def logits_at(model: nn.Module, positions: Tensor, **inputs: Any) -> Tensor:
 
 
 def token_logprobs(logits: Tensor, targets: Tensor) -> Tensor:
-    """Log-probabilities of target tokens, in float32 or more: logits (..., vocabulary), targets (...)."""
+    """Log-probabilities of target tokens, in float32 or wider: logits (..., vocabulary), targets (...)."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(-1)
 
 
 class RequireFinite(LogitsProcessor):
-    """Stops a generation whose logits are not finite: the likeliest of them means nothing."""
+    """Stop a generation whose logits are not finite."""
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """The logits as they are.
+        """Return the logits unchanged.
 
         Raises:
             ModelError: The largest of a row is NaN or infinite.
@@ -93,14 +93,14 @@ class RequireFinite(LogitsProcessor):
 
 
 def take_off(model: PeftModel) -> nn.Module:
-    """The transformers model as it was before it had an adapter."""
+    """Remove the adapter and return the original transformers model."""
     base: Any = base_of(model)
     if num_virtual_tokens(model):
         base.prepare_inputs_for_generation = model.base_model_prepare_inputs_for_generation
         plain: nn.Module = base
         return plain
     copied = {name: m.original_module for name, m in base.named_modules() if isinstance(m, ModulesToSaveWrapper)}
-    bare: nn.Module = model.unload()  # which leaves the trained copies of whole modules in their places
+    bare: nn.Module = model.unload()  # leaves trained copies of whole modules in place
     for name, module in copied.items():
         bare.set_submodule(name, module)
     return bare

@@ -32,7 +32,7 @@ ANSWERS = ("chosen", "rejected")
 
 
 def first_loss(beta: float) -> LossFn:
-    """DPO's loss of a model whose adapter is still zero, as a calibration takes it: the model is its own reference."""
+    """DPO's loss at a zero adapter, for calibration: the model is its own reference."""
 
     def loss(model: nn.Module, batch: Batch) -> Tensor:
         chosen, rejected = completion_logprobs(model, batch)[0].sum(1).chunk(2)
@@ -45,9 +45,9 @@ def first_loss(beta: float) -> LossFn:
 def score_preferences(
     model: nn.Module, rows: Sequence[PreferenceRow], beta: float, *, pad_id: int, progress: Progress | None = None
 ) -> TaskScore | None:
-    """DPO's loss on pairs, and the share of them whose margin is positive; None for a model without an adapter.
+    """Score DPO's loss on pairs, and the share of pairs with a positive margin; None for a model without an adapter.
 
-    Without an adapter every margin is 0 by definition: the loss is log 2, and the accuracy that of a coin.
+    Without an adapter every margin is 0: the loss is log 2, and the accuracy is that of a random guess.
 
     Raises:
         ModelError: The log-probabilities are not finite.

@@ -1,4 +1,4 @@
-"""The score of a model on rows: of a task, of the user's own rows, or the held-out loss alone."""
+"""Score a model on the rows of a task, on the user's own rows, or only by held-out loss."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def score_task(
     length_normalised: bool = False,
     progress: Progress | None = None,
 ) -> TaskScore:
-    """Score a model on examples of a task, by choice or by generated number. The model is left as it was.
+    """Score a model on examples of a task, by choice or by generated number. The model is not changed.
 
     Raises:
-        DataError: There are no examples, or one is wrong or too long.
+        DataError: There are no examples, or one is invalid or too long.
         ModelError: The model's outputs are not finite.
     """
     if not examples:
@@ -84,9 +84,9 @@ def score_completions(
     held_out_loss: float,
     progress: Progress | None = None,
 ) -> TaskScore:
-    """Score the share of short completions that are generated word for word.
+    """Score the share of short completions that are generated exactly.
 
-    The majority class is the most frequent completion; there is none if no completion comes twice.
+    The majority class is the most frequent completion; there is none if all completions differ.
     """
     started = time.perf_counter()
     predictions, num_truncated = complete(model, encoder, rows, max_new_tokens=SHORT + 1, progress=progress)
@@ -109,7 +109,7 @@ def held_out_loss(
     tokens_per_batch: int | None = None,
     progress: Progress | None = None,
 ) -> float:
-    """Mean negative log-probability of the completion tokens, end tokens included, every token weighing the same.
+    """The mean negative log-probability over all completion tokens, including end tokens.
 
     Raises:
         DataError: No row has a token to predict.
@@ -137,7 +137,7 @@ def held_out_loss(
 
 
 def completion_logprobs(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Log-probabilities at the positions where any row of a batch has a label, and whether the row has one there.
+    """Log-probabilities at positions where any row of a batch has a label, and a mask of each row's labels.
 
     Both are (rows, positions); a log-probability is 0 where there is no label.
     """

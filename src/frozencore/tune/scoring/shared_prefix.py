@@ -1,14 +1,14 @@
-"""Log-likelihoods of several continuations of one prompt, with the prompt computed once, where a model allows it.
+"""Log-likelihoods of several continuations of one prompt, with the prompt computed once if the model allows it.
 
 On the CPU, attention along a tree of prefixes needs no padding and the fewest operations. The sequences of a batch are
-merged into a tree of tokens: a token is one column of a single packed sequence, and a segment is a run of columns each
-of which follows the one before it. A prompt and its first choice are one segment, every other choice is another.
-Everything but attention is per token and sees the packed sequence. Attention is computed per segment, over the segment
-and the columns on its path from the root, by the model's own ``sdpa`` function, so that no choice meets another.
+merged into a tree of tokens. Each token is one column of a single packed sequence, and a segment is a run of successive
+tokens. A prompt and its first choice are one segment; every other choice is another. All operations except attention
+are per token and work on the packed sequence. Attention is computed per segment, over the segment and the columns on
+its path from the root, by the model's own ``sdpa`` function, so that no choice sees another.
 
-Elsewhere one masked kernel for the whole batch beats many small ones: a prompt and all its choices
-are one sequence, in which each choice sees the prompt and itself, by a mask, and its positions go on from the prompt's.
-Prompts are padded left and choices right, so that the columns whose logits are wanted are the same in every row.
+On other devices one masked kernel for the whole batch is faster than many small ones. A prompt and all its choices are
+one sequence. By a mask each choice sees the prompt and itself, and its positions continue from the prompt's. Prompts
+are padded left and choices right, so that the columns of the needed logits are the same in every row.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _NO_PARENT = -1
 
 @dataclass(frozen=True)
 class Segment:
-    """Columns ``start`` to ``stop``; ``path``: those they see, themselves last; ``None`` if that is all they see."""
+    """Columns ``start`` to ``stop``; ``path``: the columns they see, themselves last; ``None`` if only themselves."""
 
     start: int
     stop: int
@@ -44,7 +44,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class PrefixTree:
-    """One column per distinct prefix: its last token, its length less one, and the column of the prefix before it."""
+    """One column for each distinct prefix: its last token, its length minus one, and its parent's column."""
 
     tokens: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
@@ -52,7 +52,7 @@ class PrefixTree:
     columns: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def add(self, ids: Sequence[int]) -> list[int]:
-        """The column of every prefix of a sequence; those that are new are appended."""
+        """The column of every prefix of a sequence; new prefixes are appended."""
         path = []
         column = _NO_PARENT
         for position, token in enumerate(ids):
@@ -122,7 +122,7 @@ def _attention_along(segments: list[Segment], model: nn.Module) -> Iterator[None
 def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, _: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
-    """Queries, keys, values (1, heads, columns, size) to (1, columns, heads, size)."""
+    """Attention from queries, keys, values (1, heads, columns, size) to (1, columns, heads, size)."""
     attend = AttentionInterface()["sdpa"]
     parts = []
     for segment in _segments.get():
@@ -143,9 +143,9 @@ _PROMPT, _PADDING = 0, -1  # parts of a row; the choices are 1, 2, ...
 
 
 def can_share_prefix(model: nn.Module) -> bool:
-    """Whether the model's attention takes any mask and any positions, and nothing else joins its tokens.
+    """Return whether the model's attention accepts any mask and positions, and nothing else mixes tokens.
 
-    Sliding windows, recurrent states, flash kernels and models without explicit positions are left to full sequences.
+    Models with sliding windows, recurrent states, flash kernels or without explicit positions use full sequences.
     """
     base = base_of(model)
     if getattr(base, "_is_stateful", False) or not forward_accepts(
@@ -169,7 +169,7 @@ def shared_prefix_logprobs(model: nn.Module, rows: Sequence[ChoiceTokens], *, pa
 
 
 def _keeps_choices_apart(model: nn.Module) -> bool:
-    """Whether a choice's score is free of the choice before it, which an ignored mask or position would mix in."""
+    """Return whether a choice's score does not depend on the previous choice, as it would with an ignored mask."""
     last = vocabulary_of(model) - 1
     with scoring_mode(model):
         scores = [
@@ -180,7 +180,7 @@ def _keeps_choices_apart(model: nn.Module) -> bool:
 
 
 def prefix_mask_logprobs(model: nn.Module, rows: Sequence[ChoiceTokens], *, pad_id: int) -> list[list[float]]:
-    """As :func:`shared_prefix_logprobs`, by one masked sequence a row."""
+    """Compute :func:`shared_prefix_logprobs` with one masked sequence a row."""
     device = next(model.parameters()).device
     prompts, prompt_mask = pad([row.context_ids for row in rows], pad_id, side="left")
     # a choice's last token is scored but never read
@@ -203,7 +203,7 @@ def prefix_mask_logprobs(model: nn.Module, rows: Sequence[ChoiceTokens], *, pad_
 
 
 def _mask(part: Tensor, dtype: torch.dtype) -> Tensor:
-    """Additive (rows, 1, length, length): a token sees the prompt and its own part, up to itself."""
+    """The additive mask (rows, 1, length, length): a token sees the prompt and its own part, up to itself."""
     query, key = part.unsqueeze(2), part.unsqueeze(1)
     length = part.shape[1]
     causal = torch.ones(length, length, dtype=torch.bool, device=part.device).tril()
@@ -212,7 +212,7 @@ def _mask(part: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _positions(part: Tensor) -> Tensor:
-    """A token's place in its prompt, or in its prompt and choice; 0 for padding."""
+    """The position of each token in its prompt and choice; 0 for padding."""
     within = torch.zeros_like(part)
     for k in range(_PROMPT, int(part.max()) + 1):
         own = part == k
@@ -221,7 +221,7 @@ def _positions(part: Tensor) -> Tensor:
 
 
 def _scored(rows: Sequence[ChoiceTokens]) -> Sequence[Tensor]:
-    """For every scored token: its row, the column of its logits, the token, and the number of its choice."""
+    """For every scored token: its row, the column of its logits, the token, and the index of its choice."""
     scored: list[tuple[int, int, int, int]] = []
     num_choices = 0
     for owner, row in enumerate(rows):

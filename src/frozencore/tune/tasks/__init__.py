@@ -11,15 +11,15 @@ from frozencore.tune.rows import Example, Row
 
 Split = Literal["train", "validation", "evaluation"]
 Scoring = Literal["choice", "exact_match", "text"]
-"""By the likeliest choice, by a generated number, or by held-out loss alone: plain text has no answers."""
+"""By the likeliest choice, by a generated number, or (for plain text) by held-out loss only."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where rows come from, in words.
+    """A description of the source of rows.
 
     Attributes:
-        splits: The data set's own name of each split; without splits that do not exist.
+        splits: The data set's own names of the existing splits.
     """
 
     name: str
@@ -28,9 +28,9 @@ class Origin:
 
 
 class Source(Protocol):
-    """Where a task's rows come from: a hub data set, files, or a generator.
+    """The source of a task's rows: a hub data set, files, or a generator.
 
-    ``rows`` gives an empty sequence for ``"validation"`` where no such split exists beside the evaluation rows.
+    ``rows`` returns an empty sequence for ``"validation"`` if there is no such split beside the evaluation rows.
     """
 
     @property

@@ -1,7 +1,7 @@
 """The number in a generated answer.
 
-The answer stands after the first marker, "The answer is:" or "####", on the first line that is not empty; the first
-number there counts, whatever a model adds or revises later. No marker, or no number after it, is no answer.
+The answer is the first number after the first marker, "The answer is:" or "####", on the first line that is not empty.
+Later additions or corrections do not count. Without a marker, or a number after it, there is no answer.
 
 | text after the marker        | number   | rule                                                      |
 |------------------------------|----------|-----------------------------------------------------------|
@@ -9,7 +9,7 @@ number there counts, whatever a model adds or revises later. No marker, or no nu
 | ``1,234,567``, ``1'234``     | 1234567  | separators before groups of three digits (1,00,000 too)   |
 | ``1 234`` (no-break space)   | 1234     | a plain space separates numbers instead                   |
 | ``1.234,50``                 | 1234.5   | points before groups, then a comma: the comma is decimal  |
-| ``12,5``                     | 12.5     | so is a comma that begins no group of three               |
+| ``12,5``                     | 12.5     | a comma not before a group of three is decimal            |
 | ``$1,234.50``, ``-$5``       | 1234.5   | currency signs, before or after the minus, do not count   |
 | ``+3``, ``−3``, ``- 3``      | 3, -3    | typographic minus signs too; a hyphen in a word is none   |
 | ``3/4``, ``\\frac{3}{4}``, ``¾`` | 3/4  | exact fractions                                           |
@@ -18,7 +18,7 @@ number there counts, whatever a model adds or revises later. No marker, or no nu
 | ``1.2e3``, ``1.2 × 10^3``    | 1200     | scientific notation, superscripts too                     |
 | ``١٤٥``, ``１４５``            | 145      | any script's decimal digits                               |
 | ``7 or 8``                   | 7        | the first number                                          |
-| ``7/0``, ``1e999``           | none     | not a number one could mean                               |
+| ``7/0``, ``1e999``           | none     | not a meaningful number                                   |
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _NUMBER = re.compile(
 
 
 def find_answer(text: str) -> str | None:
-    """The line that answers: what follows the first marker, up to the end of its first line that is not empty."""
+    """The text after the first marker, up to the end of the first line that is not empty."""
     places = [(text.index(marker), len(marker)) for marker in MARKERS if marker in text]
     if not places:
         return None
@@ -61,13 +61,13 @@ def find_answer(text: str) -> str | None:
 
 
 def parse_answer(text: str) -> Fraction | None:
-    """The number that a generated text answers with, exactly; ``None`` when it gives no answer."""
+    """The exact number of a generated answer; ``None`` if there is no answer."""
     line = find_answer(text)
     return None if line is None else parse_number(line)
 
 
 def parse_number(text: str) -> Fraction | None:
-    """The first number in a text, exactly, by the rules of this module; ``None`` when there is none."""
+    """The first number in a text, exactly, by the rules of this module; ``None`` if there is none."""
     match = _NUMBER.search(_plain(text))
     if match is None or sum(map(str.isdigit, match[0])) > _MAX_DIGITS:
         return None
@@ -97,7 +97,7 @@ def _decimal(match: re.Match[str]) -> Fraction | None:
 
 
 def _plain(text: str) -> str:
-    """ASCII digits, signs and fractions for those of every script."""
+    """Replace the digits, signs and fractions of any script by ASCII."""
     text = re.sub(r"[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+", lambda run: "^" + run[0].translate(_SUPERSCRIPT), text)
     text = "".join(_plain_character(character) for character in text.translate(_MINUS | _SPACES))
     return re.sub(r"\\[dt]?frac\s*\{\s*(\d+)\s*\}\s*\{\s*(\d+)\s*\}", r"\1/\2", text)

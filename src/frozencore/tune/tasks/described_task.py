@@ -1,4 +1,4 @@
-"""Tasks that a prompt with columns in braces describes: GLUE's (``glue.py``), and the user's own in a YAML file.
+"""Tasks described by a prompt with columns in braces: GLUE's (``glue.py``), and the user's own in a YAML file.
 
     name: capitals
     scoring: choice                 # or exact_match: a generated number
@@ -35,7 +35,7 @@ _COLUMN = re.compile(r"\{(\w+)\}")
 
 @dataclass(frozen=True)
 class Described:
-    """Turns a row into an example; the fields are the YAML file's keys of the same names."""
+    """Turn a row into an example; the fields are the keys of the YAML file."""
 
     prompt: str
     answer: str
@@ -45,7 +45,7 @@ class Described:
         """Fill the columns into the prompt, and find the answer.
 
         Raises:
-            DataError: A column is absent or holds something else.
+            DataError: A column is missing or holds something else.
         """
         prompt = _COLUMN.sub(lambda match: text_field(row, match[1], row_id, or_number=True), self.prompt)
         if self.choices is None:
@@ -64,7 +64,7 @@ class OwnTask(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    name: str = Field(pattern=r"^\w[\w.-]{0,62}$")  # it becomes a folder's name
+    name: str = Field(pattern=r"^\w[\w.-]{0,62}$")  # becomes a folder's name
     scoring: Literal["choice", "exact_match"]
     evaluation: str
     prompt: str = Field(min_length=1)
@@ -91,15 +91,15 @@ class FileSource:
         return Origin("own files", "", {split: file.name for split, file in self.files.items()})
 
     def rows(self, split: Split, data_root: Path | None) -> Sequence[Row]:
-        """The rows of a split, none where no file is named; ``data_root`` is not read."""
+        """The rows of a split, empty without a file; ``data_root`` is not read."""
         return read_file(self.files[split], option=f"'{split}:'") if split in self.files else ()
 
 
 def read_own_task(path: Path) -> Task:
-    """The task that a YAML file describes.
+    """Read a task from a YAML file.
 
     Raises:
-        ConfigError: In one line, what is wrong with which key.
+        ConfigError: A key or value is wrong; the message names it.
     """
     own = read_typed(path, OwnTask, holds="a task")
     if (own.choices is not None) != (own.scoring == "choice"):

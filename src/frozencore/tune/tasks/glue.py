@@ -1,6 +1,6 @@
 """GLUE's tasks of one sentence or two.
 
-The labels of GLUE's test splits are not public, so the validation splits are evaluated.
+The labels of GLUE's test splits are not public, so the validation splits serve as evaluation rows.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def glue_task(
     epochs: int,
     licence: str,
 ) -> Task:
-    """One of GLUE's tasks.
+    """Make one of GLUE's tasks.
 
     Args:
         choices: The answers, by label.

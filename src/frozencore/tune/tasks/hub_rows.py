@@ -1,4 +1,4 @@
-"""A Hugging Face data set, on the hub, in its cache, or in a folder of the same schema, which is also written here."""
+"""Read a Hugging Face data set from the hub, its cache, or a folder of the same schema, and write such a folder."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class HubDataset:
     """One configuration of a data set.
 
     Attributes:
-        path: The hub id, ``org/name``; also where it lies under a data root.
+        path: The hub id, ``org/name``; also the path below a data root.
         columns: The columns that every split must have.
-        validation_split: A labeled split that is neither trained nor evaluated on, where the data set has one.
+        validation_split: A labeled split for neither training nor evaluation, if the data set has one.
         num_rows: Rows of each official split.
-        sample: A row of the schema, from which others are made up where the data set is not at hand.
-        labels: The column of the label with every label.
+        sample: A row of the schema, from which rehearsals invent rows.
+        labels: The column of the label, and all labels.
     """
 
     path: str
@@ -61,13 +61,13 @@ class HubDataset:
         return Origin(self.path, self.config or "default", splits)
 
     def rows(self, split: Split, data_root: Path | None) -> Sequence[Row]:
-        """Every row of a split, in its official order; none for a validation split that does not exist.
+        """Every row of a split, in its official order; empty for a validation split that does not exist.
 
         Args:
             data_root: A folder that holds ``org/name``; ``None`` for the hub and its offline cache.
 
         Raises:
-            DataError: The data cannot be had, lack a column, or are empty.
+            DataError: The data cannot be loaded, lack a column, or are empty.
         """
         name = self.splits[split]
         if name is None:
@@ -91,21 +91,21 @@ class HubDataset:
         return result
 
     def forget(self, data_root: Path) -> None:
-        """Remove the copy that ``datasets`` keeps of the rows in a local folder, beside that folder."""
+        """Remove ``datasets``' cached copy of the rows of a local folder."""
         shutil.rmtree(cache_of(data_root / self.path), ignore_errors=True)
 
     def made_up(self, rng: Random, number: int) -> dict[str, Any]:
-        """A row like the sample in other words, which mean nothing; labels take turns by the row's number."""
+        """Make a row like the sample with meaningless words; labels rotate with the row's number."""
         labels = {column: every[number % len(every)] for column, every in self.labels.items()}
         return {column: _reworded(value, rng) for column, value in self.sample.items()} | labels
 
 
 def write_hub_folders(root: Path, contents: Mapping[HubDataset, Mapping[str, Any]]) -> None:
-    """Write data sets under ``root``, where :meth:`HubDataset.rows` finds them: Parquet files, and a card.
+    """Write data sets under ``root`` for :meth:`HubDataset.rows`: Parquet files, and a card.
 
     Args:
-        contents: For each configuration its official splits, ``datasets.Dataset`` by name. All configurations of one
-            hub id must come together: they have one card.
+        contents: The official splits of each configuration, ``datasets.Dataset`` by name. All configurations of one
+            hub id must come together, because they share a card.
     """
     cards: dict[str, list[str]] = {}
     for source, splits in contents.items():
@@ -123,7 +123,7 @@ def write_hub_folders(root: Path, contents: Mapping[HubDataset, Mapping[str, Any
 
 
 def _reworded(value: Any, rng: Random) -> Any:
-    """A value whose words of three letters or more are replaced; labels such as "B" and numbers stay."""
+    """Replace words of three letters or more in a value; labels such as "B" and numbers stay."""
     if isinstance(value, str):
         return re.sub(r"\b[A-Za-z][a-z]{2,}\b", lambda _: rng.choice(_WORDS), value)
     if isinstance(value, Mapping):

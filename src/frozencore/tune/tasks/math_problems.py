@@ -15,7 +15,7 @@ def svamp_example(row: Row, row_id: str) -> Example:
     body, question, answer = (text_field(row, column, row_id) for column in ("Body", "Question", "Answer"))
     if parse_number(answer) is None:
         raise DataError(f"Row {row_id}: column 'Answer' must hold a number, but holds {answer!r}.")
-    stop = "" if body[-1] in ".,?!;:" else "."  # four in ten bodies lack theirs
+    stop = "" if body[-1] in ".,?!;:" else "."  # four in ten bodies have no stop
     return Example(
         id=row_id,
         prompt=f'Question: {body}{stop} {question}\nEnd with "The answer is:" and the number.\nAnswer:',

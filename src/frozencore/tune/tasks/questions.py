@@ -13,7 +13,7 @@ from frozencore.tune.tasks.hub_rows import HubDataset
 
 
 def arc_example(row: Row, row_id: str, question: str = "question") -> Example:
-    """A question with its options, ``choices: {text, label}``, and the option that ``answerKey`` names.
+    """Make an example of a question with its options, ``choices: {text, label}``, and its ``answerKey``.
 
     Args:
         question: The question's column.
@@ -115,7 +115,7 @@ def hellaswag_example(row: Row, row_id: str) -> Example:
 
 
 def without_tags(text: str) -> str:
-    """The text without tags in brackets; a title's tag ends a sentence."""
+    """Remove tags in brackets; a title's tag ends a sentence."""
     text = text.strip().replace(" [title]", ". ")
     return re.sub(r" {2,}", " ", re.sub(r"\[.*?\]", "", text)).strip()
 

@@ -1,6 +1,6 @@
-"""Which rows are evaluated, trained on and validated on.
+"""Choose the rows for evaluation, training and validation.
 
-Rows are drawn by a hash of their id, so a subset depends on the seed and the ids alone: not on the method, the run
+Rows are drawn by a hash of their id. So a subset depends only on the split seed and the ids, not on the method, the run
 seed, the order of the file or a library's random numbers. A row whose text is also evaluated is never trained on.
 """
 
@@ -30,8 +30,8 @@ class TaskSplits:
     """The rows of one task, disjoint as ids and as normalised text.
 
     Attributes:
-        validation_from: Where the validation rows come from; ``"none"`` when there are none.
-        num_leaked: Train rows passed over because their text is also an evaluation row.
+        validation_from: The source of the validation rows; ``"none"`` if there are none.
+        num_leaked: Training rows left out because their text is also an evaluation row.
     """
 
     train: tuple[Example, ...]
@@ -52,18 +52,18 @@ def split_task(
 ) -> TaskSplits:
     """Draw a task's rows by the protocol.
 
-    Validation rows are unused train rows. If all of train is used, they are the official validation split. If there
-    is no such split, they are a tenth of train, which is then not trained on.
+    Validation rows are unused training rows. If all training rows are used, they are the official validation split. If
+    there is no such split, they are a tenth of the training rows, which is then not trained on.
 
     Args:
-        num_train, num_evaluation: Sizes other than the protocol's; a split that has fewer gives all it has.
-        train_on_all: Hold out no tenth: train on all ``num_train`` rows even if that leaves none to validate on.
-        seed: Seed of the subsets. Results under different seeds are not comparable: leave it alone.
+        num_train, num_evaluation: Sizes in place of the protocol's; a smaller split is used completely.
+        train_on_all: Hold out no tenth: train on all ``num_train`` rows even if none are left for validation.
+        seed: Seed of the subsets. Do not change it: results with different seeds are not comparable.
 
     Raises:
         ConfigError: A size is not positive.
-        DataError: From the task's source.
-        NoRowsError: No row is left to train or evaluate on.
+        DataError: The task's source is invalid.
+        NoRowsError: No row is left for training or evaluation.
     """
     num_train = task.num_train if num_train is None else num_train
     num_evaluation = task.num_evaluation if num_evaluation is None else num_evaluation
@@ -101,8 +101,8 @@ def evaluation_rows(
 
     Raises:
         ConfigError: ``num_evaluation`` is not positive.
-        DataError: From the task's source.
-        NoRowsError: It has no evaluation rows.
+        DataError: The task's source is invalid.
+        NoRowsError: The task has no evaluation rows.
     """
     num_evaluation = task.num_evaluation if num_evaluation is None else num_evaluation
     _require_positive(num_evaluation=num_evaluation)
@@ -113,12 +113,12 @@ def evaluation_rows(
 
 
 def calibration_rows(train: Sequence[Example], num_rows: int, *, seed: int = SPLIT_SEED) -> tuple[Example, ...]:
-    """Draw calibration rows from the training rows; all of them when there are fewer than asked for."""
+    """Draw calibration rows from the training rows; all rows if there are fewer than ``num_rows``."""
     return tuple(sorted(train, key=lambda example: _rank(example.id, seed + 1))[:num_rows])
 
 
 def normalised_text(example: Example) -> str:
-    """Prompt, or plain text, and choices: equal for rows that read the same."""
+    """A normal form of prompt (or plain text) and choices, for finding rows with the same text."""
     return normalised("\n".join((example.prompt or example.completion, *example.choices)))
 
 
@@ -134,7 +134,7 @@ def _require_positive(**counts: int) -> None:
 
 
 def _drawn(task: Task, split: Split, data_root: Path | None, seed: int) -> Iterator[Example]:
-    """The examples of a split in the order of their ids' hashes; a row is not read before it is asked for."""
+    """Yield the examples of a split in the order of their ids' hashes; rows are read lazily."""
     rows = task.source.rows(split, data_root)
     for index in sorted(range(len(rows)), key=lambda index: _rank(f"{split}-{index}", seed)):
         yield task.to_example(rows[index], f"{split}-{index}")
@@ -147,7 +147,7 @@ def _rank(row_id: str, seed: int) -> bytes:
 def _without(
     examples: Iterable[Example], texts: set[str], *, passed_over: list[Example] | None = None
 ) -> Iterator[Example]:
-    """The examples that read like none of the texts; the others go into ``passed_over``."""
+    """Yield the examples whose text is not among ``texts``; add the others to ``passed_over``."""
     for example in examples:
         if normalised_text(example) not in texts:
             yield example
