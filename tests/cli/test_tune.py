@@ -40,6 +40,28 @@ def test_every_step_has_its_line_and_the_figure_its_curves(
     curves = {line.get_label(): [list(axis) for axis in line.get_data()] for line in drawn[0].axes[0].lines}
     assert curves["each step"] == [[1, 3], [3.0, 1.0]]
     assert curves.get("validation rows") == ([[2, 3], [0.5, 0.4]] if selection else None)
+    assert curves["smoothed"][1] == [3.0, 1.0]
+
+
+@pytest.mark.parametrize(("selection", "last"), [(None, 6), (KEPT, 2)])
+def test_the_figure_has_the_held_out_loss_before_and_after_and_where_rounds_begin(
+    selection: dict[str, object] | None, last: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[Figure] = []
+    monkeypatch.setattr(figure_style, "save_figure", lambda figure, path: drawn.append(figure))
+    record = made_up_record(
+        {"task": "svamp"}, training={"num_steps": 6, "losses": [3.0] * 6}, selection=selection or ...,
+        held_out_loss_before=4.0, held_out_loss=1.5, values_at_once=16, values_in_all=48,
+        resolved={"targets": "all-linear", "recipe": {"refresh": 3}, "max_length": 9},
+    )  # fmt: skip
+    write_learning(record, tmp_path)
+    axes = drawn[0].axes[0]
+    curves = {line.get_label(): [list(axis) for axis in line.get_data()] for line in axes.lines}
+    assert curves["held-out rows, before and after"] == [[0, last], [4.0, 1.5]]
+    assert {text.get_text() for text in axes.texts} == {"4.000", "1.500"}
+    upright = [line.get_xdata()[0] for line in axes.lines if line.get_color() == figure_style.GREY]
+    assert sorted(upright) == sorted([2, 4] + ([last] if selection else []))
+    assert "mean of a twentieth" not in curves
 
 
 @pytest.mark.parametrize(

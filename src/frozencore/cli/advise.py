@@ -101,7 +101,7 @@ def _lines(config: RunConfig, advice: Advice) -> Iterator[str]:
 
 def _figure(advice: Advice) -> Figure:
     """Draw the gains as bars, the recommended setting framed, and the share of the gradient that a budget holds."""
-    from frozencore.tune.figure_style import NAVY, ORANGE, method_colour, plain_ticks, plt
+    from frozencore.tune.figure_style import BLACK, NAVY, method_colour, plain_ticks, plt
 
     worths = [*reversed(advice.shapes), *reversed(advice.bases)]
     figure, (bars, curve) = plt.subplots(
@@ -112,8 +112,12 @@ def _figure(advice: Advice) -> Figure:
         + (f"; {worth.setting.on}, budget" if worth.setting.rank is None and worth in advice.shapes else "")
         for worth in worths
     ]
-    drawn = bars.barh(names, [worth.gain for worth in worths], color=[method_colour(w.setting.method) for w in worths])
-    drawn[worths.index(advice.recommended)].set(edgecolor=ORANGE, linewidth=2.5)
+    bars.barh(
+        range(len(worths)), [worth.gain for worth in worths], color=[method_colour(w.setting.method) for w in worths]
+    )
+    bars.set_yticks(range(len(worths)), names)
+    framed = worths.index(advice.recommended)  # the whole row: a bar may be short, and of any colour
+    bars.axhspan(framed - 0.47, framed + 0.47, fill=False, edgecolor=BLACK, linewidth=1.5)
     bars.set_xlabel("gain on unseen rows, nats")
     bars.set_title("framed: recommended", fontsize=9, loc="left")
     bars.tick_params(labelsize=8)

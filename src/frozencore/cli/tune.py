@@ -160,17 +160,27 @@ def write_learning(record: TunedRecord, out: Path) -> None:
 
 
 def _figure(record: TunedRecord) -> Figure:
-    """Draw the loss of every step, its mean over each twentieth of the steps, and the validation loss, if any."""
-    from frozencore.tune.figure_style import GREY, NAVY, ORANGE, binned, plt
+    """Draw the loss of each step, smoothed too, the held-out loss before and after, scores, and where rounds begin."""
+    from frozencore.adapter.bases.in_rounds import round_ends
+    from frozencore.tune.figure_style import BLACK, GREY, NAVY, ORANGE, binned, plt
 
     figure, axes = plt.subplots(figsize=(6.4, 3.6))
     steps = [(step, loss) for step, loss in enumerate(record.training.losses, start=1) if loss is not None]
     axes.plot(*zip(*steps, strict=True) if steps else ((), ()), color=NAVY, alpha=0.3, lw=0.8, label="each step")
-    axes.plot(*binned([loss for _, loss in steps]), color=NAVY, lw=1.6, label="mean of a twentieth")
+    axes.plot(*binned([loss for _, loss in steps]), color=NAVY, lw=1.6, label="smoothed")
+    kept_step = record.selection.kept_step if record.selection else record.training.num_steps
+    held_out = {0: record.held_out_loss_before, kept_step: record.held_out_loss}
+    known = {step: loss for step, loss in held_out.items() if loss is not None}
+    axes.plot(list(known), list(known.values()), "D", color=BLACK, ms=5, label="held-out rows, before and after")
+    for step, loss in known.items():
+        axes.annotate(f"{loss:.3f}", (step, loss), (0, 7), textcoords="offset points", ha="center", fontsize=8)
     if record.selection and record.selection.scores:
         scored = [(score.step, score.held_out_loss) for score in record.selection.scores]
         axes.plot(*zip(*scored, strict=True), "o-", color=ORANGE, ms=4, lw=1.2, label="validation rows")
-        axes.axvline(record.selection.kept_step, color=GREY, ls=":", lw=1, label="kept")
+        axes.axvline(kept_step, color=GREY, ls=":", lw=1, label="kept")
+    if record.resolved and record.values_in_all > record.values_at_once:
+        for number, step in enumerate(round_ends(record.training.num_steps, record.resolved.recipe["refresh"])):
+            axes.axvline(step, color=GREY, lw=0.6, alpha=0.6, zorder=0, label="" if number else "a new round begins")
     axes.set_xlabel("optimiser step")
     axes.set_ylabel("loss, nats per token")
     axes.set_title(

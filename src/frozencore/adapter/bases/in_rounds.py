@@ -24,6 +24,11 @@ from frozencore.ranks import own_rank
 WARMUP = 0.1  # the share of a round's steps
 
 
+def round_ends(num_steps: int, rounds: int) -> list[int]:
+    """List the steps after which a round ends, except the last."""
+    return [round(j * num_steps / rounds) for j in range(1, rounds)]
+
+
 class InRounds(TrainerCallback, ABC):
     """A callback of transformers' ``Trainer`` that cuts its steps into equal rounds.
 
@@ -131,7 +136,7 @@ class InRounds(TrainerCallback, ABC):
 
     def round_ends(self, num_steps: int) -> list[int]:
         """The steps after which a round ends, except the last."""
-        return [round(j * num_steps / self.rounds) for j in range(1, self.rounds)]
+        return round_ends(num_steps, self.rounds)
 
     def saved_state(self, args: TrainingArguments, state: TrainerState) -> dict[str, Tensor]:
         """Read the state from the checkpoint of a resumed training."""
