@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -66,6 +67,52 @@ def test_equal_halves_agree_on_everything_and_random_rows_on_next_to_nothing(mod
     assert advice.num_agreed < 3
 
 
+def test_examples_go_through_the_model_forward_and_backward_once_and_few_of_them_forward_again(
+    model: nn.Module,
+) -> None:
+    """The measured plain pass takes one of the eight batches again; one of them scores settings and lengths."""
+    rows = {True: 0, False: 0}
+
+    def count(module: nn.Module, args: object, kwargs: dict[str, torch.Tensor]) -> None:
+        rows[torch.is_grad_enabled()] += len(kwargs["input_ids"])
+
+    handle = model.register_forward_pre_hook(count, with_kwargs=True)
+    found = advise(model, BATCHES, r=3, progress=False)
+    handle.remove()
+    num_lengths = trials_module.LAST_POWER - trials_module.FIRST_POWER + 1
+    num_settings = len(found.bases) + len(found.shapes)
+    assert rows[True] == 32 + 4
+    assert rows[False] <= 4 * (num_settings + num_lengths + 2)  # and twice the base model
+    assert found.num_rows == 32
+
+
+def test_between_two_reports_lies_at_most_one_basis_or_comparison_of_a_layer_or_one_forward_pass(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[str, int, int | None]] = []
+    work: list[int] = []
+
+    def counted(module: object, name: str) -> None:
+        inner = getattr(module, name)
+
+        def call(*args: object, **kwargs: object) -> object:
+            work.append(len(told))
+            return inner(*args, **kwargs)
+
+        monkeypatch.setattr(module, name, call)
+
+    counted(evidence_module, "crossed_by_gram")
+    for name in ("build_basis", "mean_loss", "mean_losses"):
+        counted(trials_module, name)
+    advise(model, BATCHES, r=3, progress=lambda stage, done, total, note="": told.append((stage, done, total)))
+    most = max(work.count(number) for number in set(work))
+    assert most <= 2  # the last basis of a setting, and the loss with it
+    assert {stage for stage, _, _ in told} == {"calibration", "halves", "length", "try bases", "try places"}
+    for one, other in itertools.pairwise(told):
+        assert other[1] > one[1] or other[0] != one[0] or one[1] == one[2], (one, other)  # each of them moves a bar
+    assert all(done <= total for _, done, total in told if total is not None)
+
+
 def test_a_gain_is_the_true_fall_of_the_loss_with_the_step_in_the_weights(model: nn.Module) -> None:
     options = CalibrationOptions()
     setting = Setting("rawgrad", rank=3)
@@ -73,7 +120,7 @@ def test_a_gain_is_the_true_fall_of_the_loss_with_the_step_in_the_weights(model:
         evidence = gather(model, BATCHES, ATTENTION, options, None, settings=[setting], elsewhere=False)
         trials = Trials(model, evidence, options, evidence.held_back, seed=0)
         trials.find_length(setting)
-        (worth,) = trials.worths([setting])
+        (worth,) = trials.worths([setting], "try bases")
         stepped = copy.deepcopy(model)
         step, squares = {}, 0.0
         for name, moments in evidence.seen.items():
@@ -96,7 +143,6 @@ def test_rows_and_settings_that_go_through_the_model_together_gain_what_they_gai
 ) -> None:
     monkeypatch.setattr(evidence_module, "TOKENS_AT_ONCE", 1)
     alone = advise(model, BATCHES, r=3, progress=False)
-    assert advice.passes >= alone.passes  # a length beyond the one that ends the search may be tried along with it
     assert advice.length == alone.length
     for part in ("bases", "shapes"):
         one, other = (

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from matplotlib.figure import Figure
 
-from frozencore.cli import figure_style
+from frozencore.tune import figure_style
 from frozencore.tune.pocket import pocket_model_path
 
 Command = Callable[..., tuple[int, str, str]]

@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from frozencore.adapter.bases.calibrate import reporting
-from frozencore.advice.evidence import Spreads, gather
-from frozencore.advice.settings import Setting, bases_to_try, shapes_to_try
+from frozencore.advice.evidence import Spreads, gather, plain_pass_s
+from frozencore.advice.settings import bases_to_try, shapes_to_try
 from frozencore.advice.trials import Trials, Worth
 from frozencore.calibration.batches import num_examples_of
 from frozencore.calibration.calibration_options import CalibrationOptions
@@ -44,7 +44,7 @@ class Advice:
         num_agreed, num_looked_at: The number of leading whitened directions of the median layer on which the halves
             agree, and the number of compared directions; the others are noise.
         num_rows: The number of rows.
-        passes: Forward and backward passes over all rows (three forward passes count as one), without building bases.
+        passes: The processor time of the advice over that of a calibration pass over the same rows, both measured.
     """
 
     bases: tuple[Worth, ...]
@@ -115,7 +115,7 @@ def advise(
         raise ConfigError("Advice is of a plain base model, but this one has adapters. Pass the base model itself.")
     if r is not None and rank_budget is not None:
         raise ConfigError(f"rank_budget chooses the ranks, but r={r} came too. Leave one of them out.")
-    started = time.perf_counter()
+    started, started_cpu = time.perf_counter(), time.process_time()
     budget = None if rank_budget is None else trained_values(rank_budget)
     rank = None if budget is not None else BasisOptions(rank=BasisOptions.rank if r is None else r).rank
     options = with_loss(options, loss_fn)
@@ -134,13 +134,14 @@ def advise(
         bought = {} if only_bases else evidence.bought(budgets, seed)
         num_agreed = evidence.num_agreed(looked_at, seed)
         trials.find_length(settings[0])
-        bases = _tried(trials, settings, tell, "bases")
+        bases = list(trials.worths(settings, "try bases"))
         kept = bases[0]
         best = _best_bases(bases, kept)
         elsewhere = "all-linear" in evidence.names
         others = [] if only_bases else list(shapes_to_try(best.setting, best.num_values, elsewhere=elsewhere))
-        shapes = _tried(trials, others, tell, "places")
-        num_rows = sum(map(num_examples_of, batches))
+        shapes = list(trials.worths(others, "try places"))
+        asked_layers = {name: evidence.modules[name] for name in evidence.names["asked"]}
+        plain_s = plain_pass_s(model, batches, asked_layers, options)
         return Advice(
             bases=tuple(sorted(bases, key=lambda worth: -worth.gain)),
             kept=kept,
@@ -151,18 +152,10 @@ def advise(
             spreads=evidence.spreads(),
             num_agreed=num_agreed,
             num_looked_at=looked_at,
-            num_rows=num_rows,
-            passes=1 + trials.num_forward / (3 * num_rows),
+            num_rows=sum(map(num_examples_of, batches)),
+            passes=(time.process_time() - started_cpu) / plain_s,
             time_s=time.perf_counter() - started,
         )
-
-
-def _tried(trials: Trials, settings: Sequence[Setting], tell: Progress, stage: str) -> list[Worth]:
-    found = []
-    for number, worth in enumerate(trials.worths(settings), start=1):
-        found.append(worth)
-        tell(f"try {stage}", number, len(settings))
-    return found
 
 
 def _best_bases(among: Sequence[Worth], kept: Worth) -> Worth:

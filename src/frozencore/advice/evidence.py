@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from frozencore.adapter.layer import FrozenCoreLayer, frozen_core_layers
 from frozencore.adapter.model import FrozenCoreConfig
 from frozencore.advice.settings import On, Setting
-from frozencore.calibration.batches import Batch, in_halves, is_of_tokens, put_together
+from frozencore.calibration.batches import Batch, in_halves, is_of_tokens, num_examples_of, put_together
 from frozencore.calibration.calibration_options import CalibrationOptions
 from frozencore.calibration.collect import collect_moments, share_of
 from frozencore.calibration.loss import is_language_model, loss_fn_of
@@ -91,6 +92,7 @@ class Evidence:
         unseen: G, a and d of the other half.
         held_back: Batches of the other half.
         modules: The layers of the plain model.
+        tell: Receives the progress, layer by layer.
         crossed: The leading directions of one half in the other, by setting and layer, computed when needed.
     """
 
@@ -100,6 +102,7 @@ class Evidence:
     unseen: Mapping[str, LayerMoments]
     held_back: Sequence[Batch]
     modules: Mapping[str, nn.Module]
+    tell: Progress
     crossed: dict[Hashable, Crossed] = field(default_factory=dict)
 
     def of_layer(self, name: str) -> LayerEvidence:
@@ -131,9 +134,9 @@ class Evidence:
 
     def num_agreed(self, rank: int, seed: int) -> float:
         """The number of the median layer's ``rank`` leading whitened directions that both halves agree on."""
-        default = Setting(DEFAULT, rank=rank)
-        found = [self._agreed(default, name, rank, seed) for name in self.names["asked"]]
-        return median(sum(gain > 0 for gain in gains) for gains in found)
+        counts = dict.fromkeys(self.names["asked"], rank)
+        found = self._agreed_of(Setting(DEFAULT, rank=rank), counts, seed)
+        return median(sum(gain > 0 for gain in gains) for gains in found.values())
 
     def spreads(self) -> Spreads:
         """The spreads of the requested layers, over all examples."""
@@ -143,10 +146,15 @@ class Evidence:
         return Spreads(median(a), max(a), median(d), max(d))
 
     def _gains(self, setting: Setting, shapes: Mapping[str, Shape], budget: int, seed: int) -> dict[str, list[float]]:
-        return {
-            name: self._agreed(setting, name, num_candidates(shape, len(shapes), budget), seed)
-            for name, shape in shapes.items()
-        }
+        counts = {name: num_candidates(shape, len(shapes), budget) for name, shape in shapes.items()}
+        return self._agreed_of(setting, counts, seed)
+
+    def _agreed_of(self, setting: Setting, counts: Mapping[str, int], seed: int) -> dict[str, list[float]]:
+        found = {}
+        for number, (name, count) in enumerate(counts.items(), start=1):
+            found[name] = self._agreed(setting, name, count, seed)
+            self.tell("halves", number, len(counts))
+        return found
 
     def _agreed(self, setting: Setting, name: str, count: int, seed: int) -> list[float]:
         """The gain of each of a layer's leading directions in both halves; 0 is noise."""
@@ -212,7 +220,21 @@ def gather(
     )
     memory = Memory()
     seen = {name: RememberedMoments(**vars(moments), memory=memory) for name, moments in seen.items()}
-    return Evidence(layers, names, seen, unseen, halves[1], modules)
+    return Evidence(layers, names, seen, unseen, halves[1], modules, progress or (lambda *_: None))
+
+
+def plain_pass_s(
+    model: nn.Module, batches: Sequence[Batch], layers: Mapping[str, nn.Module], options: CalibrationOptions
+) -> float:
+    """Seconds of processor time in which the default constructor's moments of all examples are summed, by one batch."""
+    middle = batches[len(batches) // 2]
+    started = time.process_time()
+    collect_moments(model, [middle], layers, needs=CAPTURE_NEEDS, options=options)
+    return (time.process_time() - started) * sum(map(_size, batches)) / _size(middle)
+
+
+def _size(batch: Batch) -> int:
+    return batch["input_ids"].numel() if is_of_tokens(batch) else num_examples_of(batch)
 
 
 def _layers(model: Any, target_modules: Any) -> dict[str, FrozenCoreLayer]:

@@ -15,7 +15,7 @@ from torch import nn
 
 from frozencore.advice.evidence import Evidence, copies_at_once, larger_batches
 from frozencore.advice.settings import Setting
-from frozencore.calibration.batches import Batch, num_examples_of
+from frozencore.calibration.batches import Batch
 from frozencore.calibration.calibration_options import CalibrationOptions
 from frozencore.calibration.trial import NotSideBySideError, Update, mean_loss, mean_losses, tried, tried_side_by_side
 from frozencore.constructors import CONSTRUCTORS, build_basis
@@ -49,7 +49,6 @@ class Trials:
     Attributes:
         rows: Batches for the losses; small batches are joined.
         length: The length of a layer's update, as root mean square over layers.
-        num_forward: Rows that went through the model so far.
     """
 
     model: nn.Module
@@ -58,11 +57,11 @@ class Trials:
     rows: Sequence[Batch]
     seed: int
     length: float = 1.0
-    num_forward: int = 0
     base_loss: float = field(init=False)
 
     def __post_init__(self) -> None:
         self._side_by_side = True
+        self._counts = 0, 0
         self._tried: tuple[Setting, dict[str, Update]] | None = None
         self._few = larger_batches(self.model, self.rows[::2], self.options)
         self.rows = larger_batches(self.model, self.rows, self.options)
@@ -70,36 +69,50 @@ class Trials:
 
     def find_length(self, setting: Setting) -> None:
         """Set the length of all updates, by the gains of one setting on some of the rows."""
-        updates, few = self._updates(setting, self.evidence.ranks_of(setting, self.seed)), self._few
+        lengths = [10 ** (power / 2) for power in range(FIRST_POWER, LAST_POWER + 1)]
+        ranks, few = self.evidence.ranks_of(setting, self.seed), self._few
+        self._counts = 0, len(ranks) + len(lengths)
+        updates = self._updates(setting, ranks, "length")
         self._tried = setting, updates  # it is tried again next
         before = self._loss(few)
         gains: dict[float, float] = {}
-        lengths = [10 ** (power / 2) for power in range(FIRST_POWER, LAST_POWER + 1)]
         losses = self._losses(few, (_times(updates, length) for length in lengths))
         for length, loss in zip(lengths, losses, strict=False):
             gains[length] = before - loss
+            self._count("length")
             best = max(gains.values())
             if best > 0 and gains[length] < SHARE_OF_BEST * best:
                 break
         near = (length for length, gain in gains.items() if gain >= SHARE_OF_BEST * best)
         self.length = next(near, lengths[0])  # if every step raises the loss, the smallest rise is best
+        self.evidence.tell("length", self._counts[1], self._counts[1])
 
-    def worths(self, settings: Sequence[Setting]) -> Iterator[Worth]:
+    def worths(self, settings: Sequence[Setting], stage: str) -> Iterator[Worth]:
         """Try settings in sequence, or several at a time if rows are short."""
         ranks = [self.evidence.ranks_of(setting, self.seed) for setting in settings]
-        losses = self._losses(self.rows, map(self._of_length, settings, ranks))
+        self._counts = 0, sum(map(len, ranks)) + len(settings)
+        losses = self._losses(self.rows, (self._of_length(*each, stage) for each in zip(settings, ranks, strict=True)))
         for setting, own, loss in zip(settings, ranks, losses, strict=True):
+            self._count(stage)
             yield Worth(setting, self.base_loss - loss, num_values(own), own)
 
-    def _of_length(self, setting: Setting, ranks: Mapping[str, int]) -> dict[str, Update]:
-        known, self._tried = self._tried, None
-        updates = known[1] if known and known[0] == setting else self._updates(setting, ranks)
-        return _times(updates, self.length)
+    def _count(self, stage: str, more: int = 1) -> None:
+        done, total = self._counts
+        self._counts = done + more, total
+        self.evidence.tell(stage, *self._counts)
 
-    def _updates(self, setting: Setting, ranks: Mapping[str, int]) -> dict[str, Update]:
+    def _of_length(self, setting: Setting, ranks: Mapping[str, int], stage: str) -> dict[str, Update]:
+        known, self._tried = self._tried, None
+        if known and known[0] == setting:
+            self._count(stage, len(ranks))
+            return _times(known[1], self.length)
+        return _times(self._updates(setting, ranks, stage), self.length)
+
+    def _updates(self, setting: Setting, ranks: Mapping[str, int], stage: str) -> dict[str, Update]:
         """The updates of a setting, of length one."""
         cores, bases = {}, {}
         for name, rank in ranks.items():
+            self._count(stage)
             if rank:
                 moments = self.evidence.seen[name]
                 options = setting.basis_options(rank, self.seed)
@@ -123,7 +136,6 @@ class Trials:
                 try:
                     with tried_side_by_side(self.evidence.modules, group):
                         losses = mean_losses(self.model, rows, self.options, len(group))
-                    self.num_forward += len(group) * sum(map(num_examples_of, rows))
                     yield from losses
                     continue
                 except NotSideBySideError:
@@ -135,7 +147,6 @@ class Trials:
         return copies_at_once(self.model, rows, self.options) if self._side_by_side else 1
 
     def _loss(self, rows: Sequence[Batch], updates: Mapping[str, Update] | None = None) -> float:
-        self.num_forward += sum(map(num_examples_of, rows))
         with tried(self.evidence.modules, updates or {}):
             return mean_loss(self.model, rows, self.options)
 

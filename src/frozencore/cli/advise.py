@@ -92,9 +92,8 @@ def _lines(config: RunConfig, advice: Advice) -> Iterator[str]:
         shares = ", ".join(f"{budget:,} values {share:.0%}" for budget, share in advice.bought.items())
         yield f"Share of the agreed gradient that a budget can hold: {shares}."
     yield (
-        f"{num_of(advice.num_rows, 'row')}: {advice.passes:.1f} forward and backward passes over them, and the sums "
-        f"and decompositions of the bases; {advice.time_s:.1f} s in all. Ranks and LoRA cannot be compared this way: "
-        "docs/advise.md."
+        f"{num_of(advice.num_rows, 'row')}: this took {advice.passes:.1f} times as much processor time as `calibrate` "
+        f"takes to read them, {advice.time_s:.1f} s in all. Ranks and LoRA cannot be compared this way: docs/advise.md."
     )
     yield f"Recommended: {flags_of(config, advice.recommended.setting)}"
 

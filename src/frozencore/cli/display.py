@@ -22,6 +22,8 @@ LABELS = {
     "calibration": "Calibrate",
     "ranks": "Spend the rank budget",
     "bases": "Build the bases",
+    "halves": "Compare the halves",
+    "length": "Find a step's length",
     "try bases": "Try bases",
     "try places": "Try ranks and targets",
     "train": "Train",

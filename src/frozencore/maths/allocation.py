@@ -28,7 +28,15 @@ from typing import NamedTuple
 from jaxtyping import Float
 
 from frozencore.errors import ConfigError
-from frozencore.maths.linalg import Shape, SvdMethod, TruncatedSVD, prefers_krylov, require_finite, truncated_svd
+from frozencore.maths.linalg import (
+    Shape,
+    SvdMethod,
+    TruncatedSVD,
+    extreme_eigenpairs,
+    prefers_krylov,
+    require_finite,
+    truncated_svd,
+)
 from frozencore.torch_later import torch
 
 NOISE_LEVELS = 2.0  # standard deviations of the noise that a direction must exceed in both halves
@@ -71,7 +79,7 @@ def crossed_by_gram(T1: Float[torch.Tensor, "m n"], T2: Float[torch.Tensor, "m n
         CalibrationError: A matrix is not finite.
     """
     one, two = (_leading(T, count) for T in (T1, T2))
-    C1, C2 = one.U.mT @ T2.double() @ one.V, two.U.mT @ T1.double() @ two.V
+    C1, C2 = one.U.mT @ T2 @ one.V, two.U.mT @ T1 @ two.V
     return Crossed(C1, C2, one)
 
 
@@ -81,13 +89,15 @@ def _leading(T: torch.Tensor, count: int) -> TruncatedSVD:
         V, S, U = _leading(T.mT, count)
         return TruncatedSVD(U, S, V)
     if prefers_krylov(T, count):
-        return TruncatedSVD(*(part.double() for part in truncated_svd(T, count)))
-    X = T.double()
-    squares, U = torch.linalg.eigh(X @ X.mT)
-    U, S = U[:, -count:].flip(1), squares[-count:].flip(0).clamp_min(0).sqrt()
+        return truncated_svd(T, count)
+    tiny = torch.finfo(T.dtype).tiny
+    unit = T.abs().max().clamp_min(tiny)  # squares of small gradients would leave float32
+    X = T / unit
+    squares, U = extreme_eigenpairs(X @ X.mT, min(count, len(X)))
+    S = squares.clamp_min(0).sqrt()
     # a direction of pure rounding leaves V short, so that it agrees with nothing
-    floor = (torch.finfo(X.dtype).eps ** 0.5 * S[0]).clamp_min(torch.finfo(X.dtype).tiny)
-    return TruncatedSVD(U, S, (X.mT @ U) / S.clamp_min(floor))
+    floor = (torch.finfo(X.dtype).eps ** 0.5 * S[0]).clamp_min(tiny)
+    return TruncatedSVD(U, S * unit, (X.mT @ U) / S.clamp_min(floor))
 
 
 def gains_of(C1: Float[torch.Tensor, "k k"], C2: Float[torch.Tensor, "k k"]) -> Float[torch.Tensor, " k"]:
@@ -121,7 +131,7 @@ def allocate_ranks(gains: Mapping[str, Sequence[float]], budget: int) -> dict[st
 
 def allocations(gains: Mapping[str, Sequence[float]], budgets: Sequence[int]) -> list[dict[str, int]]:
     """Compute :func:`allocate_ranks` for several budgets."""
-    worth = {name: [0.0, *accumulate(own)] for name, own in gains.items()}
+    worth = {name: [0.0, *accumulate(_without_end(own))] for name, own in gains.items()}
     order = {name: number for number, name in enumerate(gains)}
     steps = ((_rate(worth[name], a, b), name, a, b) for name in gains for a, b in _envelope(worth[name]))
     best_first = sorted(steps, key=lambda step: (-step[0], step[3], order[step[1]]))
@@ -190,6 +200,11 @@ def _best_step(name: str, worth: Sequence[float], rank: int, left: int) -> tuple
         return None
     best = max(fitting, key=lambda r: (_rate(worth, rank, r), -r))
     return _rate(worth, rank, best), name, best
+
+
+def _without_end(gains: Sequence[float]) -> Sequence[float]:
+    """Without the directions at the end that gain nothing, which no rank takes: noise has many."""
+    return gains[: max((rank for rank, gain in enumerate(gains, start=1) if gain), default=0)]
 
 
 def _rate(worth: Sequence[float], a: int, b: int) -> float:
