@@ -33,8 +33,8 @@ from frozencore.files.whole_file import write_json
 from frozencore.tune.figure_style import method_colour, plt, save_figure
 from frozencore.tune.methods import METHODS, bases_name
 from frozencore.tune.pocket import pocket_model_path
-from frozencore.tune.run.bench import Bench, calibration_batches, prepare
 from frozencore.tune.run.config import RunConfig, make_config
+from frozencore.tune.run.prepare import PreparedRun, calibration_batches, prepare
 from frozencore.tune.run.provenance import provenance
 from frozencore_lab.reports.rank_correlation import rank_correlation
 from harness import load_average
@@ -58,17 +58,17 @@ def configuration(task: str, model: str | None, data_root: Path | None) -> RunCo
 
 def advised(task: str, config: RunConfig, rounds: int) -> Row:
     """What is said of a task's settings, and what that took."""
-    bench = prepare(config, lambda *_: None)
-    batches = calibration_batches(bench.rows, bench.encoder.pad_id)
+    prepared = prepare(config, lambda *_: None)
+    batches = calibration_batches(prepared.rows, prepared.encoder.pad_id)
     taken, plain = [], {True: [], False: []}
     for _ in range(rounds):  # one after the other: a machine that is loaded slows all of them
         for of_weights, seconds in plain.items():
-            seconds.append(cpu_s(partial(plain_pass, bench, batches, of_weights)))
-        bench.model.requires_grad_(True)
+            seconds.append(cpu_s(partial(plain_pass, prepared, batches, of_weights)))
+        prepared.model.requires_grad_(True)
         started = time.process_time()
-        advice = advise_run(config, bench, lambda *_: None)
+        advice = advise_run(config, prepared, lambda *_: None)
         taken.append(time.process_time() - started)
-    record = advice_record(config, bench, advice)
+    record = advice_record(config, prepared, advice)
     return {
         "task": task,
         "campaign": TASKS[task],
@@ -90,16 +90,16 @@ def cpu_s(work: Callable[[], None]) -> float:
     return time.process_time() - started
 
 
-def plain_pass(bench: Bench, batches: Iterable[Any], of_weights: bool) -> None:
+def plain_pass(prepared: PreparedRun, batches: Iterable[Any], of_weights: bool) -> None:
     """The model's own loss, forward and backward."""
-    bench.model.requires_grad_(of_weights)
+    prepared.model.requires_grad_(of_weights)
     for batch in batches:
-        embeds = bench.model.get_input_embeddings()(batch["input_ids"])
+        embeds = prepared.model.get_input_embeddings()(batch["input_ids"])
         inputs = embeds if of_weights else embeds.requires_grad_()
-        bench.model(
+        prepared.model(
             inputs_embeds=inputs, attention_mask=batch["attention_mask"], labels=batch["labels"]
         ).loss.backward()
-        bench.model.zero_grad()
+        prepared.model.zero_grad()
 
 
 def trained_losses(campaign: str, task: str, **where: Any) -> dict[str, float]:

@@ -29,8 +29,8 @@ from transformers import AutoModelForCausalLM
 from frozencore import FrozenCoreConfig, calibrate
 from frozencore.files.whole_file import write_json
 from frozencore.tune.rows import TokenRow
-from frozencore.tune.run.bench import Bench, prepare
 from frozencore.tune.run.config import make_config
+from frozencore.tune.run.prepare import PreparedRun, prepare
 from frozencore.tune.run.provenance import provenance
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import train
@@ -196,20 +196,20 @@ def one_run(
     }  # fmt: skip
 
 
-def make_start(folder: Path, bench: Bench, rows: Sequence[TokenRow], recipe: Recipe) -> None:
+def make_start(folder: Path, prepared: PreparedRun, rows: Sequence[TokenRow], recipe: Recipe) -> None:
     """The half-trained policy, unless it is there."""
     if not (folder / "config.json").exists():
-        train(bench.model, rows, recipe, pad_id=bench.encoder.pad_id)
-        bench.model.save_pretrained(folder)
+        train(prepared.model, rows, recipe, pad_id=prepared.encoder.pad_id)
+        prepared.model.save_pretrained(folder)
 
 
 def study(plan: Plan, folder: Path) -> None:
     """Every run of the plan that the folder does not hold; its ``rl.json`` is whole after each."""
-    bench = prepare(make_config(model="pocket", task=TASK, paper_steps=True, device="cpu"), lambda *_: None)
-    half, start, results = len(bench.rows.train) // 2, folder / "start", folder / "rl.json"
-    make_start(start, bench, bench.rows.train[:half], plan.start)
-    others = bench.rows.train[half:]
-    rows = {"questions": others[:-64], "validation": others[-64:], "held_out": bench.rows.held_out}
+    prepared = prepare(make_config(model="pocket", task=TASK, paper_steps=True, device="cpu"), lambda *_: None)
+    half, start, results = len(prepared.rows.train) // 2, folder / "start", folder / "rl.json"
+    make_start(start, prepared, prepared.rows.train[:half], plan.start)
+    others = prepared.rows.train[half:]
+    rows = {"questions": others[:-64], "validation": others[-64:], "held_out": prepared.rows.held_out}
     known: dict[str, Any] = json.loads(results.read_text()) if results.exists() else {"search": [], "runs": []}
     if "start" not in known:
         policy = AutoModelForCausalLM.from_pretrained(start)

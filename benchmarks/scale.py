@@ -26,8 +26,8 @@ from rich.table import Table
 
 from frozencore import FrozenCoreConfig, calibrate
 from frozencore.tune.pocket import pocket_model_path
-from frozencore.tune.run.bench import Bench, calibration_batches, prepare
 from frozencore.tune.run.config import make_config
+from frozencore.tune.run.prepare import PreparedRun, calibration_batches, prepare
 from frozencore.tune.training.many.losses import held_out_losses
 from frozencore.tune.training.many.slots import CoreStack
 from frozencore.tune.training.many.tenant import Tenant
@@ -69,7 +69,7 @@ def wanted(plan: Plan) -> Iterator[Row]:
     yield {"targets": "all-linear", "rank": plan.ranks[-1], "budget": None, "alpha": None}
 
 
-def bench_of(model: str, place: str, data_root: Path | None, plan: Plan) -> Bench:
+def bench_of(model: str, place: str, data_root: Path | None, plan: Plan) -> PreparedRun:
     return prepare(
         make_config(
             model=place, task=TASKS[model], data_root=data_root, num_train=plan.num_train, truncate=True, device="cpu",
@@ -79,29 +79,29 @@ def bench_of(model: str, place: str, data_root: Path | None, plan: Plan) -> Benc
     )  # fmt: skip
 
 
-def losses_of(row: Row, bench: Bench, plan: Plan) -> list[float | None]:
+def losses_of(row: Row, prepared: PreparedRun, plan: Plan) -> list[float | None]:
     """Held-out loss at each rate; None where it diverged."""
     ranks = {"r": row["rank"]} if row["budget"] is None else {"rank_budget": row["budget"]}
     config = FrozenCoreConfig(
         **ranks, alpha=row["alpha"], target_modules=TARGETS[row["targets"]], coordinates="qr", damping=0.1, seed=42
     )
-    model = get_peft_model(bench.model, config)
+    model = get_peft_model(prepared.model, config)
     try:
-        calibrate(model, calibration_batches(bench.rows, bench.encoder.pad_id), progress=False)
+        calibrate(model, calibration_batches(prepared.rows, prepared.encoder.pad_id), progress=False)
         if row["alpha"] is None and row["budget"] is None:  # the same steps at a scale of 1
             rates = [rate * ALPHA / row["rank"] for rate in RATES[row["model"]]]
         else:
             rates = list(RATES[row["model"]])
         tenants = {
-            str(number): Tenant(bench.rows.train, Recipe(rate, 0.1, batch_size=plan.batch_size, accumulation=1))
+            str(number): Tenant(prepared.rows.train, Recipe(rate, 0.1, batch_size=plan.batch_size, accumulation=1))
             for number, rate in enumerate(rates)
         }
-        trained = train_many(model, tenants, pad_id=bench.encoder.pad_id)
+        trained = train_many(model, tenants, pad_id=prepared.encoder.pad_id)
         stack = CoreStack(model, len(trained))
         for slot, one in enumerate(trained.values()):
             stack.put(slot, one.cores)
         losses = held_out_losses(
-            model, [bench.rows.held_out] * len(trained), pad_id=bench.encoder.pad_id, through=stack.rows
+            model, [prepared.rows.held_out] * len(trained), pad_id=prepared.encoder.pad_id, through=stack.rows
         )
         fine = [one.diverged is None for one in trained.values()]
         return [round(loss, 5) if ok else None for loss, ok in zip(losses, fine, strict=True)]
@@ -179,11 +179,11 @@ def main() -> None:
     places = ({"tiny1m": given.model} if given.model else {}) | {"pocket": str(pocket_model_path())}
     benches = {model: bench_of(model, place, given.data_root, plan) for model, place in places.items()}
     for job in wanted(plan):
-        for model, bench in benches.items():
+        for model, prepared in benches.items():
             row = {"model": model, **job}
             if row in done:
                 continue
-            rows.append({**row, "losses": losses_of(row, bench, plan)})
+            rows.append({**row, "losses": losses_of(row, prepared, plan)})
             write_found(given, rates=RATES, plan=vars(plan), rows=rows, one_rate=one_rates(rows))
     Console().print(table_of(rows))
 

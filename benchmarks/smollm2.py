@@ -29,8 +29,8 @@ from torch import nn
 from contestants import FLOOR, UNCALIBRATED, Batch, Stepper, adapter_config, with_adapter
 from frozencore import calibrate
 from frozencore.calibration.loss import IGNORED, predicted
-from frozencore.tune.run.bench import Bench, calibration_batches, prepare
 from frozencore.tune.run.config import make_config
+from frozencore.tune.run.prepare import PreparedRun, calibration_batches, prepare
 from frozencore.tune.scoring.choice import predict_choices
 from harness import load_average, medians, memory_of, parser_of, ratios, table, take_turns, with_quartiles, write_found
 
@@ -61,16 +61,16 @@ def race(runs: Mapping[str, Callable[[], Any]], models: Mapping[str, nn.Module],
     }
 
 
-def measure(bench: Bench, rounds: int, num_scored: int) -> dict[str, Any]:
+def measure(prepared: PreparedRun, rounds: int, num_scored: int) -> dict[str, Any]:
     """A step, calibration and scoring on one base model."""
-    base, pad_id = bench.model, bench.encoder.pad_id
-    batches = [completions_only(batch) for batch in calibration_batches(bench.rows, pad_id)]
+    base, pad_id = prepared.model, prepared.encoder.pad_id
+    batches = [completions_only(batch) for batch in calibration_batches(prepared.rows, pad_id)]
     models = {who: with_adapter(base, name) for who, name in NAMES.items()}
     steppers = {who: Stepper(model) for who, model in models.items()}
     batch = batches[len(batches) // 2]  # they are sorted by length
     found = {"step": race({who: partial(one.step, batch) for who, one in steppers.items()}, models, rounds)}
-    examples = bench.rows.evaluation[:num_scored]
-    scoring = {who: partial(predict_choices, model.eval(), bench.encoder, examples) for who, model in models.items()}
+    examples = prepared.rows.evaluation[:num_scored]
+    scoring = {who: partial(predict_choices, model.eval(), prepared.encoder, examples) for who, model in models.items()}
     found["scoring"] = race(scoring, models, rounds)
     adapted = get_peft_model(base, adapter_config("frozencore"))
 
@@ -79,7 +79,7 @@ def measure(bench: Bench, rounds: int, num_scored: int) -> dict[str, Any]:
             models[FLOOR](**one).loss.backward()
 
     def ours() -> None:
-        calibrate(adapted, calibration_batches(bench.rows, pad_id), progress=False)
+        calibrate(adapted, calibration_batches(prepared.rows, pad_id), progress=False)
 
     found["calibration"] = race({FLOOR: floor, "frozencore": ours}, {FLOOR: base, "frozencore": adapted}, rounds)
     adapted.unload()

@@ -19,8 +19,8 @@ from frozencore.cli import app as cli
 from frozencore.cli.run_summary import recipe_in_words, sample_lines
 from frozencore.errors import ArtifactError
 from frozencore.tune.pocket import pocket_model_path
-from frozencore.tune.run.bench import prepare
 from frozencore.tune.run.config import make_config
+from frozencore.tune.run.prepare import prepare
 from frozencore.tune.training.trainer import CompletionTrainer
 from frozencore.words import counted
 
@@ -140,9 +140,9 @@ def test_a_dry_run_says_what_would_be_read_and_taken_and_writes_nothing(command,
     status, out, err = command(*words, "--accumulation", "2", "--out", tmp_path / "run", "--dry-run")
     assert (status, err) == (0, "")
     assert not (tmp_path / "run").exists()
-    bench = prepare(make_config(model=FEW[1], data=tmp_path / "rows.jsonl"), lambda *_: None)
-    lengths = [len(row.input_ids) for row in bench.rows.train]
-    with_loss = 18 * (1 + len(bench.encoder.tokenizer(" two cats", add_special_tokens=False)["input_ids"]))
+    prepared = prepare(make_config(model=FEW[1], data=tmp_path / "rows.jsonl"), lambda *_: None)
+    lengths = [len(row.input_ids) for row in prepared.rows.train]
+    with_loss = 18 * (1 + len(prepared.encoder.tokenizer(" two cats", add_special_tokens=False)["input_ids"]))
     assert f"18 rows to train on: {sum(lengths)} tokens, {with_loss} of them with loss; " in out
     assert f"{max(lengths)} at most (limit 512)" in out
     assert "2 rows to score: " in out

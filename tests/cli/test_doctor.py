@@ -22,7 +22,7 @@ from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.run.calibrate_only import execute_calibration
 from frozencore.tune.run.config import make_config
 from frozencore.tune.run.execute import execute
-from frozencore.tune.run.many.execute import execute_many
+from frozencore.tune.run.many.execute_many import execute_many
 from frozencore.tune.suite import find_tasks
 from places import LAB
 from tiny import tiny_qwen2

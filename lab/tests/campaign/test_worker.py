@@ -19,8 +19,8 @@ from frozencore.maths.basis import known_basis
 from frozencore.maths.objective import captured_correlation
 from frozencore.maths.whitening import damped
 from frozencore.tune.pocket import pocket_model_path
-from frozencore.tune.run.bench import calibration_batches, prepare
 from frozencore.tune.run.execute import execute
+from frozencore.tune.run.prepare import calibration_batches, prepare
 from frozencore.tune.run.record import Failure, RunRecord
 from frozencore_lab.campaign.job import Job, make_job
 from frozencore_lab.campaign.shared_moments import needs_of
@@ -121,11 +121,11 @@ def test_a_run_that_reads_no_data_is_measured_on_the_moments_that_others_share(s
     assert worker.run(reader, needs_of([free, reader]), silent)
     assert len(list((store.shared / "moments").glob("*.safetensors"))) == 1
 
-    bench = prepare(free.config, silent)
+    prepared = prepare(free.config, silent)
     options = FrozenCoreConfig(r=4, constructor="lora_xs", seed=42, task_type="CAUSAL_LM")
-    layers = frozen_core_layers(get_peft_model(bench.model, options), "default")
-    batches = calibration_batches(bench.rows, bench.encoder.pad_id)
-    moments = collect_moments(bench.model, batches, {name: layer.get_base_layer() for name, layer in layers.items()})
+    layers = frozen_core_layers(get_peft_model(prepared.model, options), "default")
+    batches = calibration_batches(prepared.rows, prepared.encoder.pad_id)
+    moments = collect_moments(prepared.model, batches, {name: layer.get_base_layer() for name, layer in layers.items()})
     J = {}
     for name, layer in layers.items():
         A, D = damped(moments[name].a, 1e-3), damped(moments[name].d, 1e-3)

@@ -12,20 +12,20 @@ from frozencore.advice.trials import Worth
 from frozencore.constructors import BasisOptions, constructor_options
 from frozencore.errors import ArtifactError, ConfigError
 from frozencore.files.whole_file import require_writable, write_json
-from frozencore.tune.run.bench import Bench, calibration_batches, prepare
 from frozencore.tune.run.config import RunConfig, make_config
 from frozencore.tune.run.models import resolve_targets
+from frozencore.tune.run.prepare import PreparedRun, calibration_batches, prepare
 from frozencore.tune.run.provenance import provenance
 from frozencore.tune.run.run_folder import ADVICE
 from frozencore.words import Progress, flag_of
 
 
-def advise_run(config: RunConfig, bench: Bench, progress: Progress) -> Advice:
+def advise_run(config: RunConfig, prepared: PreparedRun, progress: Progress) -> Advice:
     """Advise from the run's calibration rows; its method and basis options are ignored."""
-    targets = resolve_targets(config, bench.model)
+    targets = resolve_targets(config, prepared.model)
     return advise(
-        bench.model,
-        calibration_batches(bench.rows, bench.encoder.pad_id),
+        prepared.model,
+        calibration_batches(prepared.rows, prepared.encoder.pad_id),
         target_modules=targets if isinstance(targets, str) else list(targets),
         r=config.rank if config.rank_budget is None else None,
         rank_budget=config.rank_budget,
@@ -45,11 +45,11 @@ def execute_advice(config: RunConfig, out: Path | None, progress: Progress) -> A
         if (out / ADVICE).exists():
             raise ArtifactError(f"{out} already holds advice. Choose another --output, or remove that folder.")
         require_writable(out)
-    bench = prepare(config, progress)
-    advice = advise_run(config, bench, progress)
+    prepared = prepare(config, progress)
+    advice = advise_run(config, prepared, progress)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-        write_json(out / ADVICE, advice_record(config, bench, advice))
+        write_json(out / ADVICE, advice_record(config, prepared, advice))
     return advice
 
 
@@ -77,7 +77,7 @@ def with_advice(config: RunConfig, setting: Setting) -> RunConfig:
     return make_config(**values)
 
 
-def advice_record(config: RunConfig, bench: Bench, advice: Advice) -> dict[str, Any]:
+def advice_record(config: RunConfig, prepared: PreparedRun, advice: Advice) -> dict[str, Any]:
     """The advice and its inputs as JSON values."""
     asked = {"model": config.model, "task": config.task, "data": None if config.data is None else config.learns}
     return {
@@ -91,7 +91,7 @@ def advice_record(config: RunConfig, bench: Bench, advice: Advice) -> dict[str, 
         },
         "bases": [_told(worth) for worth in advice.bases],
         "shapes": [_told(worth) for worth in advice.shapes],
-        "hashes": bench.rows.fingerprints(),
+        "hashes": prepared.rows.fingerprints(),
         "provenance": provenance(),
     }  # fmt: skip
 

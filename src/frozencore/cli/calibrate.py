@@ -44,7 +44,7 @@ def _calibrate(
     (refuse_early if tenants is None else refuse_tenants_early)(config)
     from frozencore.cli.display import StageDisplay
     from frozencore.tune.run.calibrate_only import execute_calibration
-    from frozencore.tune.run.many.calibrate import execute_calibration_of_tenants
+    from frozencore.tune.run.many.calibrate_tenants import execute_calibration_of_tenants
     from frozencore.tune.run.run_folder import ADAPTER, BASIS, MOMENTS_FILE
 
     with StageDisplay(console) as progress:

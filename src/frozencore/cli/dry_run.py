@@ -20,12 +20,12 @@ from frozencore.cli.run_summary import recipe_in_words, values_in_words
 from frozencore.cli.tasks import marked
 from frozencore.tune.rows import PreferenceRow, TokenRow
 from frozencore.tune.run.adapt import on_named_basis
-from frozencore.tune.run.bench import Bench, prepare
 from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.costs import optimiser_bytes, values_at_once
-from frozencore.tune.run.many.execute import tenant_of
+from frozencore.tune.run.many.execute_many import tenant_of
 from frozencore.tune.run.many.tenant_rows import read_tenants, tenants_of
 from frozencore.tune.run.models import memory_bytes, resolve_targets, size_of
+from frozencore.tune.run.prepare import PreparedRun, prepare
 from frozencore.tune.run.training_port import recipe_of
 from frozencore.tune.training.reporting import require_reporters
 from frozencore.words import Progress, bytes_in_words, num_of
@@ -49,43 +49,45 @@ def print_dry_run(config: RunConfig, num_slots: int | None = None) -> None:
 def _run(config: RunConfig, progress: Progress) -> Iterator[Text]:
     require_reporters(config.report_to or ())
     config = on_named_basis(config)
-    bench = prepare(config, progress)
-    yield from _rows(config, bench)
-    yield from _cost(config, bench)
-    yield from _as_asked(config, bench, bench.rows.train[0])
+    prepared = prepare(config, progress)
+    yield from _rows(config, prepared)
+    yield from _cost(config, prepared)
+    yield from _as_asked(config, prepared, prepared.rows.train[0])
 
 
 def _tenants(config: RunConfig, num_slots: int, progress: Progress) -> Iterator[Text]:
     config, files = tenants_of(config)
-    bench, own = read_tenants(config, files, progress)
+    prepared, own = read_tenants(config, files, progress)
     at_once = min(num_slots, len(own))
-    basis = f"the basis {config.basis}" if config.basis else f"a basis of {num_of(len(bench.rows.calibration), 'row')}"
+    basis = (
+        f"the basis {config.basis}" if config.basis else f"a basis of {num_of(len(prepared.rows.calibration), 'row')}"
+    )
     yield Text(f"{num_of(len(own), 'tenant')} on {basis}, {at_once} at a time.")
     for name, one in own.items():
-        rows, tenant = one.rows, tenant_of(one, bench.model)
+        rows, tenant = one.rows, tenant_of(one, prepared.model)
         tokens = sum(len(row.input_ids) for row in rows.train)
         yield Text(
             f"{name}: {num_of(len(rows.train), 'row')} to train on ({num_of(tokens, 'token')}), {len(rows.held_out):,} "
             f"to score; {num_of(tenant.num_steps, 'step')}."
         )
-    if (adapted := _adapted(config, bench)) is not None:
+    if (adapted := _adapted(config, prepared)) is not None:
         yield Text(f"{config.method}: {num_of(values_at_once(adapted), 'trained value')} each.")
-    yield from _as_asked(config, bench, next(iter(own.values())).rows.train[0])
+    yield from _as_asked(config, prepared, next(iter(own.values())).rows.train[0])
 
 
-def _as_asked(config: RunConfig, bench: Bench, row: TokenRow) -> Iterator[Text]:
+def _as_asked(config: RunConfig, prepared: PreparedRun, row: TokenRow) -> Iterator[Text]:
     yield Text("\nThe options that differ from the defaults, as a file for --config", style="bold")
     yield Text(as_flags(config, exclude_defaults=True).rstrip())
     yield Text("\nThe first training row (the marked part carries the loss)", style="bold")
-    decode, starts = bench.encoder.tokenizer.decode, [0, *(stop for _, stop in row.loss_spans)]
+    decode, starts = prepared.encoder.tokenizer.decode, [0, *(stop for _, stop in row.loss_spans)]
     for last, (start, stop) in zip(starts, row.loss_spans, strict=False):
         yield marked(decode(row.input_ids[last:start]), decode(row.input_ids[start:stop]))
     if isinstance(row, PreferenceRow):
         yield marked("Rejected: ", decode(row.rejected_ids))
 
 
-def _rows(config: RunConfig, bench: Bench) -> Iterator[Text]:
-    rows = bench.rows
+def _rows(config: RunConfig, prepared: PreparedRun) -> Iterator[Text]:
+    rows = prepared.rows
     if rows.reading is not None:
         yield Text(rows.reading.in_words)
     sets = {
@@ -100,7 +102,7 @@ def _rows(config: RunConfig, bench: Bench) -> Iterator[Text]:
         yield Text(
             f"{num_of(len(tokens), 'row')} to {use}: {num_of(sum(lengths), 'token')}, {with_loss:,} of them with loss; "
             f"a row has {median(lengths):.0f} in the middle, {max(lengths):,} at most (limit "
-            f"{bench.encoder.max_length})."
+            f"{prepared.encoder.max_length})."
         )
     skipped = 0 if rows.reading else rows.num_skipped  # rows.reading has printed it
     for count, said in ((rows.num_cut, "cut at the beginning of the prompt"), (skipped, "left out")):
@@ -108,12 +110,12 @@ def _rows(config: RunConfig, bench: Bench) -> Iterator[Text]:
             yield Text(f"{num_of(count, 'row')} too long: {said}.")
 
 
-def _cost(config: RunConfig, bench: Bench) -> Iterator[Text]:
-    recipe, num_rows = recipe_of(config, bench.rows, bench.model), len(bench.rows.train)
+def _cost(config: RunConfig, prepared: PreparedRun) -> Iterator[Text]:
+    recipe, num_rows = recipe_of(config, prepared.rows, prepared.model), len(prepared.rows.train)
     yield Text(recipe_in_words(recipe.num_steps(num_rows), recipe.content(), recipe.epochs))
-    memory = memory_bytes(config, size_of(bench.model.config))
+    memory = memory_bytes(config, size_of(prepared.model.config))
     values = ""
-    if (adapted := _adapted(config, bench)) is not None:
+    if (adapted := _adapted(config, prepared)) is not None:
         state, at_once = optimiser_bytes(adapted, recipe.optimiser_rank), values_at_once(adapted)
         rounds = 1
         if recipe.refresh != 1 and config.method_entry.has_bases:
@@ -130,11 +132,11 @@ def _cost(config: RunConfig, bench: Bench) -> Iterator[Text]:
     yield Text(f"{config.method}: {values}about {bytes_in_words(memory)} of memory with the model.")
 
 
-def _adapted(config: RunConfig, bench: Bench) -> nn.Module | None:
+def _adapted(config: RunConfig, prepared: PreparedRun) -> nn.Module | None:
     """Build the adapted model without its weights' values; None if the method's adapter depends on them."""
     if config.method_entry.changes_base or config.rank_budget is not None:
         return None
     with torch.device("meta"), suppress(NotImplementedError):
-        model = AutoModelForCausalLM.from_config(bench.model.config)
-        return config.method_entry.add(model, config.adapter_options(resolve_targets(config, bench.model)))
+        model = AutoModelForCausalLM.from_config(prepared.model.config)
+        return config.method_entry.add(model, config.adapter_options(resolve_targets(config, prepared.model)))
     return None

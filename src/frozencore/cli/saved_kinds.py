@@ -27,7 +27,7 @@ from frozencore.files.adapter_folder import (
     read_config,
 )
 from frozencore.tune.run.run_folder import ADAPTER, CACHE, CHECKPOINTS, FAILURE, MOMENTS_FILE, PREDICTIONS, RECORD
-from frozencore.tune.training.checkpoints import SEATS
+from frozencore.tune.training.checkpoints import TENANT_STATES
 
 
 def kind_of(path: Path) -> str | None:
@@ -66,7 +66,7 @@ def _is_of_many(path: Path) -> bool:
     return (
         any(isinstance(record, dict) and "company" in record for record in records)
         or any(path.glob(f"*/{FAILURE}"))
-        or any(path.glob(f"checkpoints/*/{SEATS}"))
+        or any(path.glob(f"checkpoints/*/{TENANT_STATES}"))
     )
 
 

@@ -77,25 +77,25 @@ def _tune(
     from frozencore.cli.display import StageDisplay, resume_line
     from frozencore.cli.run_summary import run_summary, sample_lines, size_lines
     from frozencore.files.whole_file import write_text
-    from frozencore.tune.run.bench import prepare
     from frozencore.tune.run.execute import execute
     from frozencore.tune.run.many.sweep import execute_sweep
+    from frozencore.tune.run.prepare import prepare
     from frozencore.tune.run.run_folder import ADAPTER, ASKED, RECORD, SAMPLES
 
     if resume:
         console.print(resume_line(output))
-    swept, bench = None, None
+    swept, prepared = None, None
     with joined(), StageDisplay(console) as progress:
         if advised:
             refuse_advised(config)
-            bench = prepare(config, progress)
-            recommended = advise_run(config, bench, progress).recommended.setting
+            prepared = prepare(config, progress)
+            recommended = advise_run(config, prepared, progress).recommended.setting
             console.print(f"Advised: {flags_of(config, recommended)}", soft_wrap=True)
             config = with_advice(config, recommended)
         if choices:
             record, swept = execute_sweep(config, choices, output, progress, resume=resume, moments_file=moments)
         else:
-            record = execute(config, output, progress, bench=bench, resume=resume, moments_file=moments)
+            record = execute(config, output, progress, prepared=prepared, resume=resume, moments_file=moments)
     if not is_first():
         return
     for warning in record.warnings:

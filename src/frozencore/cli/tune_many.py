@@ -45,7 +45,7 @@ def _tune_many(
         print_dry_run(config, slots)
         return
     from frozencore.cli.display import StageDisplay, resume_line
-    from frozencore.tune.run.many.execute import execute_many
+    from frozencore.tune.run.many.execute_many import execute_many
     from frozencore.tune.run.record import Failure
 
     if resume:

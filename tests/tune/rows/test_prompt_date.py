@@ -17,8 +17,8 @@ from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.rows import Example
 from frozencore.tune.rows.prompt_date import PROMPT_DATE, with_fixed_date
 from frozencore.tune.rows.prompts import PromptEncoder
-from frozencore.tune.run.bench import prepare
 from frozencore.tune.run.config import make_config
+from frozencore.tune.run.prepare import prepare
 from frozencore.tune.suite import find_task
 
 LLAMA = """{%- if not date_string is defined %}

@@ -32,11 +32,11 @@ from frozencore.files.fingerprint import fingerprint_model
 from frozencore.tune.methods import METHODS
 from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.rows import TokenRow
-from frozencore.tune.run.bench import prepare
 from frozencore.tune.run.calibrate_only import execute_calibration
 from frozencore.tune.run.config import RunConfig, make_config
 from frozencore.tune.run.execute import execute
 from frozencore.tune.run.models import load_model
+from frozencore.tune.run.prepare import prepare
 from frozencore.tune.run.record import read_record
 from frozencore.tune.scoring.score import score_task
 from frozencore.tune.suite import find_task
@@ -105,11 +105,11 @@ def test_every_method_runs_and_its_adapter_reloads_to_the_same_score(method: str
     assert json.loads((tmp_path / "run" / "result.json").read_text())["accuracy"] == record.accuracy
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["adapter", "predictions.jsonl", "result.json"]
 
-    bench = prepare(config, silent)
-    assert fingerprint_model(bench.model) == record.hashes.model
-    assert bench.rows.task is not None
-    model = PeftModel.from_pretrained(bench.model, tmp_path / "run" / "adapter")
-    score = score_task(model, bench.encoder, bench.rows.task, bench.rows.evaluation)
+    prepared = prepare(config, silent)
+    assert fingerprint_model(prepared.model) == record.hashes.model
+    assert prepared.rows.task is not None
+    model = PeftModel.from_pretrained(prepared.model, tmp_path / "run" / "adapter")
+    score = score_task(model, prepared.encoder, prepared.rows.task, prepared.rows.evaluation)
     assert score.accuracy == record.accuracy
     rounding = 1e-5 if METHODS[method].changes_base else 0
     assert score.held_out_loss == pytest.approx(record.held_out_loss, abs=rounding)
@@ -128,11 +128,11 @@ def test_a_refreshed_run_is_one_adapter_that_reloads_to_the_same_score(tmp_path:
     assert record.values_in_all == 3 * record.values_at_once
     assert record.saved_bytes == sum(file.stat().st_size for file in (tmp_path / "run").glob("adapter/*.safetensors"))
     assert record.resources.saved_bytes_without_bases == record.saved_bytes > 4 * 500
-    bench = prepare(config, silent)
-    assert bench.rows.task is not None
-    model = PeftModel.from_pretrained(bench.model, tmp_path / "run" / "adapter")
+    prepared = prepare(config, silent)
+    assert prepared.rows.task is not None
+    model = PeftModel.from_pretrained(prepared.model, tmp_path / "run" / "adapter")
     assert model.peft_config["default"].rounds == 3
-    score = score_task(model, bench.encoder, bench.rows.task, bench.rows.evaluation)
+    score = score_task(model, prepared.encoder, prepared.rows.task, prepared.rows.evaluation)
     assert score.accuracy == record.accuracy
     assert record.model_bytes == sum(
         parameter.nbytes for parameter in AutoModelForCausalLM.from_pretrained(pocket_model_path()).parameters()
@@ -151,12 +151,12 @@ def test_a_lora_in_rounds_is_one_lora_that_reloads_to_the_same_score(tmp_path: P
     record = execute(config, tmp_path / "run", silent)
     assert record.resolved.recipe["refresh"] == 3
     assert record.values_at_once == once.values_at_once
-    bench = prepare(config, silent)
-    assert fingerprint_model(bench.model) == record.hashes.model == once.hashes.model
-    assert bench.rows.task is not None
-    model = PeftModel.from_pretrained(bench.model, tmp_path / "run" / "adapter")
+    prepared = prepare(config, silent)
+    assert fingerprint_model(prepared.model) == record.hashes.model == once.hashes.model
+    assert prepared.rows.task is not None
+    model = PeftModel.from_pretrained(prepared.model, tmp_path / "run" / "adapter")
     assert model.peft_config["default"].r == 6
-    score = score_task(model, bench.encoder, bench.rows.task, bench.rows.evaluation)
+    score = score_task(model, prepared.encoder, prepared.rows.task, prepared.rows.evaluation)
     assert (score.accuracy, score.held_out_loss) == (record.accuracy, record.held_out_loss)
 
 
@@ -324,12 +324,14 @@ def test_no_held_out_text_of_own_rows_is_trained_or_calibrated_on_however_it_is_
         "".join(json.dumps({"text": text}) + "\n" for t in texts for text in (t, f"  {t.upper()}!", t[:-2]))
     )
     config = config_of(task=None, data=path, num_train=None, num_evaluation=9, calibration_size=1000)
-    bench = prepare(config, silent)
+    prepared = prepare(config, silent)
 
     def numbers(rows: list[TokenRow]) -> list[str]:
-        return [re.sub(r"\D", "", bench.encoder.tokenizer.decode(row.input_ids)) for row in rows]
+        return [re.sub(r"\D", "", prepared.encoder.tokenizer.decode(row.input_ids)) for row in rows]
 
-    held_out, trained, calibrated = map(numbers, (bench.rows.held_out, bench.rows.train, bench.rows.calibration))
+    held_out, trained, calibrated = map(
+        numbers, (prepared.rows.held_out, prepared.rows.train, prepared.rows.calibration)
+    )
     assert len(set(held_out)) == 3
     assert len(held_out) == 3 * 3
     assert set(held_out).isdisjoint(trained)
@@ -372,12 +374,12 @@ def test_the_library_alone_gives_the_basis_of_the_run(tmp_path: Path) -> None:
     from peft import get_peft_model
 
     from frozencore import FrozenCoreConfig, frozen_core_layers
-    from frozencore.tune.run.bench import calibration_batches
+    from frozencore.tune.run.prepare import calibration_batches
 
     record = execute(config_of(), tmp_path / "run", silent)
-    bench = prepare(config_of(), silent)
-    model = get_peft_model(bench.model, FrozenCoreConfig(r=4, seed=42, task_type="CAUSAL_LM"))
-    batches = calibration_batches(bench.rows, bench.encoder.pad_id)
+    prepared = prepare(config_of(), silent)
+    model = get_peft_model(prepared.model, FrozenCoreConfig(r=4, seed=42, task_type="CAUSAL_LM"))
+    batches = calibration_batches(prepared.rows, prepared.encoder.pad_id)
     calibrate(model, batches, progress=False)
     assert basis_fingerprint(model) == record.hashes.basis
     layers = {name: layer.get_base_layer() for name, layer in frozen_core_layers(model, "default").items()}

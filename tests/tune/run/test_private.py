@@ -11,11 +11,11 @@ import pytest
 from frozencore.errors import ConfigError
 from frozencore.files.fingerprint import fingerprint_options
 from frozencore.tune.pocket import pocket_model_path
-from frozencore.tune.run.bench import prepare
 from frozencore.tune.run.calibrate_only import execute_calibration
 from frozencore.tune.run.config import RunConfig, make_config
 from frozencore.tune.run.execute import execute
 from frozencore.tune.run.many.sweep import execute_sweep
+from frozencore.tune.run.prepare import prepare
 from frozencore.tune.run.training_port import recipe_of
 
 
@@ -48,11 +48,11 @@ def test_the_record_tells_what_was_spent_and_nothing_exact_of_the_rows(tmp_path:
     assert (own.epsilon, own.delta, own.clip, own.num_rows, own.rows_a_step, own.num_steps) == (8, 1e-3, 1, 20, 8, 6)
     assert 7.5 < own.spent <= 8
     assert any("epsilon" in note for note in notes)
-    bench = prepare(config, silent)
+    prepared = prepare(config, silent)
     written = "".join(path.read_text() for path in (tmp_path / "run").rglob("*") if path.suffix in (".json", ".jsonl"))
     assert "secret-" not in written
-    trained = fingerprint_options({"rows": [vars(row) for row in bench.rows.train]})
-    assert trained == bench.rows.fingerprints()["train"]
+    trained = fingerprint_options({"rows": [vars(row) for row in prepared.rows.train]})
+    assert trained == prepared.rows.fingerprints()["train"]
     assert trained not in written
     told = json.loads((tmp_path / "run" / "result.json").read_text())
     assert told["training"] == {"num_steps": 6}
@@ -110,9 +110,9 @@ def test_runs_side_by_side_have_no_budget_of_their_own(tmp_path: Path) -> None:
 
 def test_the_batch_size_that_is_chosen_does_not_tell_how_long_rows_are(tmp_path: Path) -> None:
     config = config_of(batch_size="auto", accumulation=16)
-    bench = prepare(config, silent)
-    found = recipe_of(config, bench.rows, bench.model)
-    longer = bench.rows.train[0]
+    prepared = prepare(config, silent)
+    found = recipe_of(config, prepared.rows, prepared.model)
+    longer = prepared.rows.train[0]
     longer.input_ids.extend([1] * 400)
-    assert recipe_of(config, bench.rows, bench.model) == found
+    assert recipe_of(config, prepared.rows, prepared.model) == found
     assert found.pass_tokens is None

@@ -13,9 +13,9 @@ from frozencore.adapter.layer import frozen_core_layers
 from frozencore.errors import ConfigError
 from frozencore.maths.allocation import num_values
 from frozencore.tune.run.adapt import adapt_from_data
-from frozencore.tune.run.bench import prepare
 from frozencore.tune.run.calibrate_only import execute_calibration
 from frozencore.tune.run.execute import execute
+from frozencore.tune.run.prepare import prepare
 from frozencore.tune.run.scores import score_rows
 from frozencore_lab.campaign.job import make_job
 from tune.run.test_execute import config_of, silent
@@ -59,11 +59,11 @@ def test_a_run_with_a_budget_is_refreshed_at_the_ranks_that_it_bought(tmp_path: 
     config = config_of(**{**FEW, "num_train": 32}, refresh=2)
     record = execute(config, tmp_path / "run", silent)
     assert record.values_at_once == num_values(record.allocation.ranks) <= 500
-    bench = prepare(config, silent)
-    model = PeftModel.from_pretrained(bench.model, tmp_path / "run" / "adapter")
+    prepared = prepare(config, silent)
+    model = PeftModel.from_pretrained(prepared.model, tmp_path / "run" / "adapter")
     sums = {name: layer.factors("default")[2].shape[0] for name, layer in frozen_core_layers(model, "default").items()}
     assert sums == {name: 2 * rank for name, rank in record.allocation.ranks.items() if rank}
-    loss = score_rows(model, bench, bench.rows.scored, silent).held_out_loss
+    loss = score_rows(model, prepared, prepared.rows.scored, silent).held_out_loss
     assert loss == pytest.approx(record.held_out_loss, abs=1e-5)
 
 
@@ -75,16 +75,18 @@ def test_inspect_says_it_too(calibrated: Path, command: Callable) -> None:
 
 def test_a_moments_file_has_no_halves(calibrated: Path) -> None:
     config = config_of(**FEW)
-    bench = prepare(config, silent)
+    prepared = prepare(config, silent)
     with pytest.raises(ConfigError, match="a moments file is of all of them: leave --moments out"):
-        adapt_from_data(config, bench, "all-linear", silent, calibrated / "moments.safetensors")
+        adapt_from_data(config, prepared, "all-linear", silent, calibrated / "moments.safetensors")
 
 
 def test_ranks_that_are_equal_anyway_take_moments_of_all_rows(tmp_path: Path) -> None:
     config = config_of(**{**FEW, "targets": ["v_proj"]}, method="eva")
     execute_calibration(config, tmp_path / "calibrated", silent)
-    bench = prepare(config, silent)
-    model, found = adapt_from_data(config, bench, ["v_proj"], silent, tmp_path / "calibrated" / "moments.safetensors")
+    prepared = prepare(config, silent)
+    model, found = adapt_from_data(
+        config, prepared, ["v_proj"], silent, tmp_path / "calibrated" / "moments.safetensors"
+    )
     assert {layer.rank for layer in found.layers.values()} == {11}  # 4 layers in 500 values
     assert model.peft_config["default"].rank_pattern == dict.fromkeys(found.layers, 11)
 

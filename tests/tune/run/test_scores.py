@@ -13,9 +13,9 @@ from peft import PeftModel
 from frozencore.errors import ConfigError
 from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.rows.prompts import PromptEncoder
-from frozencore.tune.run.bench import prepare
 from frozencore.tune.run.config import RunConfig, make_config
 from frozencore.tune.run.execute import execute
+from frozencore.tune.run.prepare import prepare
 from frozencore.tune.run.read_rows import prepare_rows
 from frozencore.tune.run.record import TunedRecord
 from frozencore.tune.run.record_parts import SelectedCheckpoint
@@ -62,10 +62,10 @@ def test_the_adapter_is_of_the_step_that_scored_best_and_the_record_says_so(whol
     assert (found.kept_step, found.by, found.rows, found.every) == (best.step, "accuracy", 24, "epoch")
     assert found.kept_step < record.training.num_steps  # or this would show nothing
 
-    bench = prepare(config_of(evaluate_on="validation"), silent)
-    assert bench.rows.task is not None
-    model = PeftModel.from_pretrained(bench.model, folder / "adapter")
-    score = score_task(model, bench.encoder, bench.rows.task, bench.rows.evaluation)
+    prepared = prepare(config_of(evaluate_on="validation"), silent)
+    assert prepared.rows.task is not None
+    model = PeftModel.from_pretrained(prepared.model, folder / "adapter")
+    score = score_task(model, prepared.encoder, prepared.rows.task, prepared.rows.evaluation)
     assert (score.accuracy, score.held_out_loss) == (best.accuracy, best.held_out_loss)
 
 

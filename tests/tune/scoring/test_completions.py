@@ -11,10 +11,10 @@ import torch
 from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.rows import TextRow, TokenRow
 from frozencore.tune.rows.prompts import PromptEncoder
-from frozencore.tune.run.bench import Bench, prepare
 from frozencore.tune.run.config import RunConfig, make_config
 from frozencore.tune.run.execute import execute
 from frozencore.tune.run.models import load_model
+from frozencore.tune.run.prepare import PreparedRun, prepare
 from frozencore.tune.scoring.exact_match import SHORT, are_short, complete
 from frozencore.tune.scoring.score import score_completions
 
@@ -30,7 +30,7 @@ def few(tmp_path: Path, completion: str, **options: object) -> RunConfig:
     return make_config(model=str(pocket_model_path()), data=path, rank=4, calibration_size=8, device="cpu", **options)
 
 
-def prepared(config: RunConfig) -> Bench:
+def prepare_for(config: RunConfig) -> PreparedRun:
     return prepare(config, silent)
 
 
@@ -73,7 +73,7 @@ def test_texts_are_continued_from_their_first_half() -> None:
 def test_exact_match_is_for_short_completions_unless_it_is_asked_for(
     tmp_path: Path, completion: str, asked: str, matches: bool
 ) -> None:
-    assert prepared(few(tmp_path, completion, exact_match=asked)).rows.exact_match is matches
+    assert prepare_for(few(tmp_path, completion, exact_match=asked)).rows.exact_match is matches
 
 
 def test_a_run_that_learned_a_sentence_says_it_and_keeps_what_it_said(tmp_path: Path) -> None:

@@ -20,8 +20,8 @@ from frozencore.words import Progress, unknown_name
 
 if TYPE_CHECKING:
     from frozencore.tune.run.adapt import Adapt
-    from frozencore.tune.run.bench import Bench
     from frozencore.tune.run.execute import MeasureBases
+    from frozencore.tune.run.prepare import PreparedRun
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Work:
     reference: RunConfig | None
     folder: Path
     progress: Progress
-    prepare: Callable[[RunConfig], Bench]
+    prepare: Callable[[RunConfig], PreparedRun]
     adapt: Adapt
     measure: MeasureBases | None = None
 
@@ -79,7 +79,7 @@ class Tune(StudyKind):
         from frozencore.tune.run.execute import execute
 
         execute(
-            work.config, work.folder, work.progress, bench=work.prepare(work.config), resume=True, adapt=work.adapt,
+            work.config, work.folder, work.progress, prepared=work.prepare(work.config), resume=True, adapt=work.adapt,
             measure=work.measure,
         )  # fmt: skip
 
@@ -131,7 +131,8 @@ class Stability(StudyKind):
             cosine_Q=sum(cosines["Q"].values()) / len(cosines["Q"]),
             layers=cosines,
             num_calibration={
-                name: len(bench.rows.calibration) for name, bench in zip(("basis", "reference"), benches, strict=True)
+                name: len(prepared.rows.calibration)
+                for name, prepared in zip(("basis", "reference"), benches, strict=True)
             },
             reference_size=work.reference.calibration_size,
             provenance=Provenance.here(),

@@ -25,9 +25,9 @@ from frozencore.tune.methods import Targets
 from frozencore.tune.methods.bases_config import BasesConfig
 from frozencore.tune.rows.rows_config import OwnRowsConfig, RowsConfig
 from frozencore.tune.run.adapt import Adapted, adapt_from_data
-from frozencore.tune.run.bench import Bench, calibration_batches
 from frozencore.tune.run.calibrate_only import collect_for
 from frozencore.tune.run.config import CalibrationConfig, RunConfig
+from frozencore.tune.run.prepare import PreparedRun, calibration_batches
 from frozencore.tune.run.row_sets import RunRows
 from frozencore.words import Progress
 from frozencore_lab.campaign.job import Job
@@ -98,23 +98,25 @@ class SharedWork:
     store: Store
     needs: Needs
 
-    def adapt(self, config: RunConfig, bench: Bench, targets: Targets, progress: Progress) -> Adapted:
+    def adapt(self, config: RunConfig, prepared: PreparedRun, targets: Targets, progress: Progress) -> Adapted:
         """As :func:`frozencore.tune.run.adapt.adapt_from_data`, with shared moments and weight bases."""
         if not _shares_moments(config):
-            return adapt_from_data(config, bench, targets, progress)
+            return adapt_from_data(config, prepared, targets, progress)
         if config.method_entry.weights_only:
-            return self._with_weight_bases(config, bench, targets), None
-        model = config.method_entry.add(bench.model, config.adapter_options(targets))
+            return self._with_weight_bases(config, prepared, targets), None
+        model = config.method_entry.add(prepared.model, config.adapter_options(targets))
         if not config.moments_needed:
             return model, None
-        moments = self.moments(config, model, bench, progress)
+        moments = self.moments(config, model, prepared, progress)
         return model, calibrate(model, moments=moments, progress=progress)
 
-    def moments(self, config: RunConfig, model: PeftModel, bench: Bench, progress: Progress) -> dict[str, LayerMoments]:
+    def moments(
+        self, config: RunConfig, model: PeftModel, prepared: PreparedRun, progress: Progress
+    ) -> dict[str, LayerMoments]:
         """The moments of a run's calibration rows: from the file, or collected for all runs that want them."""
         needs = self.needs.get(moments_key(config), frozenset()) | config.moments_needed
-        file = self.store.shared / "moments" / moments_file(config, bench.rows)
-        batches = calibration_batches(bench.rows, bench.encoder.pad_id)
+        file = self.store.shared / "moments" / moments_file(config, prepared.rows)
+        batches = calibration_batches(prepared.rows, prepared.encoder.pad_id)
         fingerprint = MomentsFingerprint.of(model, batches, config.calibration_options)
         with self.store.locked(f"moments-{file.stem}"):
             if file.exists():
@@ -128,26 +130,28 @@ class SharedWork:
             save_moments(file, found, fingerprint)
         return found
 
-    def measure(self, config: RunConfig, bench: Bench, model: PeftModel, progress: Progress) -> dict[str, Capture]:
+    def measure(
+        self, config: RunConfig, prepared: PreparedRun, model: PeftModel, progress: Progress
+    ) -> dict[str, Capture]:
         """What a run's bases capture of the moments that others share; nothing if the campaign wants no G, a and d."""
         shared = _shares_moments(config) and self.needs.get(moments_key(config), frozenset()) >= CAPTURE_NEEDS
         if not (shared and config.method_entry.has_bases):
             return {}
-        moments = self.moments(config, model, bench, progress)
+        moments = self.moments(config, model, prepared, progress)
         layers = frozen_core_layers(model, "default")
         bases = {name: known_basis(*layer.factors("default")[:2]) for name, layer in layers.items()}
         found = {name: capture_if_whole(moments[name], basis) for name, basis in bases.items()}
         return {name: captured for name, captured in found.items() if captured is not None}
 
-    def _with_weight_bases(self, config: RunConfig, bench: Bench, targets: Targets) -> PeftModel:
+    def _with_weight_bases(self, config: RunConfig, prepared: PreparedRun, targets: Targets) -> PeftModel:
         decides = config.model_dump(mode="json", include=set(_DECIDES_WEIGHT_BASES))
-        key = fingerprint_options({**decides, "weights": fingerprint_model(bench.model)})[:16]
+        key = fingerprint_options({**decides, "weights": fingerprint_model(prepared.model)})[:16]
         file = self.store.shared / "weight-bases" / f"{key}.safetensors"
         method, options = config.method_entry, config.adapter_options(targets)
         with self.store.locked(f"weight-{key}"):
             if file.exists():
-                return method.add(bench.model, options, load_file(file))
-            model = method.add(bench.model, options)
+                return method.add(prepared.model, options, load_file(file))
+            model = method.add(prepared.model, options)
             remove_left(file.parent, file.name)
             with whole_file(file) as aside:
                 save_file(get_bases(model), aside)

@@ -19,10 +19,10 @@ from frozencore.device import is_out_of_memory
 from frozencore.errors import ArtifactError, DivergenceError, FrozenCoreError
 from frozencore.tune.methods import Method, Targets
 from frozencore.tune.run.adapt import Adapt, Adapted, adapt_from_data
-from frozencore.tune.run.bench import Base, Bench, Score, prepare
 from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.execute import scored_as
 from frozencore.tune.run.models import load_model
+from frozencore.tune.run.prepare import Base, PreparedRun, Score, prepare
 from frozencore.tune.run.record import Failure
 from frozencore.tune.run.record_parts import Provenance
 from frozencore.tune.run.row_sets import RowCache
@@ -120,21 +120,23 @@ class Worker:
         if not self.keep_adapters or config.evaluate_on == "validation":
             shutil.rmtree(folder / ADAPTER, ignore_errors=True)
 
-    def _prepare(self, progress: Progress, config: RunConfig) -> Bench:
+    def _prepare(self, progress: Progress, config: RunConfig) -> PreparedRun:
         """Model and rows of a run, with the untouched model's score where another run has found it."""
         key = (config.model, config.dtype, config.device)
         if self._base is None or self._base[0] != key:
             self._base = None  # before the next one is loaded: two may not fit
             self._base = key, Base(*load_model(config.model, dtype=config.dtype, device=config.device))
-        bench = prepare(config, progress, self._base[1], row_cache=self._rows)
-        bench.before = self._scores.get(_scored_as(config, bench))
-        return bench
+        prepared = prepare(config, progress, self._base[1], row_cache=self._rows)
+        prepared.before = self._scores.get(_scored_as(config, prepared))
+        return prepared
 
-    def _adapt(self, adapt: Adapt, config: RunConfig, bench: Bench, targets: Targets, progress: Progress) -> Adapted:
+    def _adapt(
+        self, adapt: Adapt, config: RunConfig, prepared: PreparedRun, targets: Targets, progress: Progress
+    ) -> Adapted:
         self._take_off()
-        if bench.before is not None:
-            self._scores[_scored_as(config, bench)] = bench.before
-        model, calibration = adapt(config, bench, targets, progress)
+        if prepared.before is not None:
+            self._scores[_scored_as(config, prepared)] = prepared.before
+        model, calibration = adapt(config, prepared, targets, progress)
         self._adapted = config.method_entry, model
         return model, calibration
 
@@ -150,8 +152,8 @@ class Worker:
             take_off(model)
 
 
-def _scored_as(config: RunConfig, bench: Bench) -> str:
-    hashes = {"model": f"{config.model} {config.dtype}", **bench.rows.fingerprints()}
+def _scored_as(config: RunConfig, prepared: PreparedRun) -> str:
+    hashes = {"model": f"{config.model} {config.dtype}", **prepared.rows.fingerprints()}
     return json.dumps(scored_as(config, hashes))
 
 

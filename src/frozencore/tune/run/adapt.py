@@ -17,8 +17,8 @@ from frozencore.calibration.moments_file import MomentsFingerprint, load_moments
 from frozencore.errors import ConfigError
 from frozencore.ranks import num_ranks, own_rank
 from frozencore.tune.methods import Targets
-from frozencore.tune.run.bench import CALIBRATION_BATCH, Bench, calibration_batches
 from frozencore.tune.run.config import RunConfig, make_config
+from frozencore.tune.run.prepare import CALIBRATION_BATCH, PreparedRun, calibration_batches
 from frozencore.tune.scoring.preferences import first_loss
 from frozencore.words import Progress, flag_of
 
@@ -59,19 +59,19 @@ def _as_asked(value: Any) -> Any:
 
 
 Adapted = tuple[PeftModel, Calibration | None]
-Adapt = Callable[[RunConfig, Bench, Targets, Progress], Adapted]
-"""Add the configured adapter to a bench's model and calibrate it; the calibration is None if no data were read."""
+Adapt = Callable[[RunConfig, PreparedRun, Targets, Progress], Adapted]
+"""Add the configured adapter to a loaded model and calibrate it; the calibration is None if no data were read."""
 
 
 def adapt_from_data(
-    config: RunConfig, bench: Bench, targets: Targets, progress: Progress, moments_file: Path | None = None
+    config: RunConfig, prepared: PreparedRun, targets: Targets, progress: Progress, moments_file: Path | None = None
 ) -> Adapted:
     """Add the adapter, with bases computed from the run's calibration rows.
 
     Args:
         moments_file: Moments of ``frozencore calibrate`` in place of a new pass; they must match the run.
     """
-    model = config.method_entry.add(bench.model, config.adapter_options(targets))
+    model = config.method_entry.add(prepared.model, config.adapter_options(targets))
     if not config.moments_needed:
         if moments_file:
             what = f"the method {config.method!r}, which reads no data" if config.basis is None else "a saved basis"
@@ -87,7 +87,7 @@ def adapt_from_data(
             "DPO's bases are of the gradient of its own loss, but a moments file is of completions: leave "
             "--moments out."
         )
-    batches = calibration_batches(bench.rows, bench.encoder.pad_id)
+    batches = calibration_batches(prepared.rows, prepared.encoder.pad_id)
     fingerprint = MomentsFingerprint.of(model, batches, config.calibration_options)
     moments = load_moments(moments_file, fingerprint) if moments_file else None
     if moments is None:

@@ -22,10 +22,10 @@ from frozencore.maths.capture import CAPTURE_NEEDS, share_held
 from frozencore.maths.groups import Share, mean_share
 from frozencore.maths.moments import LayerMoments, MomentName
 from frozencore.tune.run.adapt import on_named_basis
-from frozencore.tune.run.bench import calibration_batches, prepare
 from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.make_record import calibrated_on
 from frozencore.tune.run.models import resolve_targets
+from frozencore.tune.run.prepare import calibration_batches, prepare
 from frozencore.tune.run.run_folder import ADAPTER, BASIS, MOMENTS_FILE
 from frozencore.words import Progress
 
@@ -59,11 +59,11 @@ def execute_calibration(config: RunConfig, out: Path, progress: Progress) -> Cal
     if (out / MOMENTS_FILE).exists() or (config.memory_budget is not None and (out / ADAPTER).exists()):
         raise ArtifactError(f"{out} already holds a calibration. Choose another --output, or remove that folder.")
     require_writable(out)
-    bench = prepare(config, progress)
-    targets = resolve_targets(config, bench.model)
-    batches = calibration_batches(bench.rows, bench.encoder.pad_id)
-    fingerprint = MomentsFingerprint.of(bench.model, batches, config.calibration_options)
-    model = config.method_entry.add(bench.model, config.adapter_options(targets))
+    prepared = prepare(config, progress)
+    targets = resolve_targets(config, prepared.model)
+    batches = calibration_batches(prepared.rows, prepared.encoder.pad_id)
+    fingerprint = MomentsFingerprint.of(prepared.model, batches, config.calibration_options)
+    model = config.method_entry.add(prepared.model, config.adapter_options(targets))
     needs = config.moments_needed | CAPTURE_NEEDS  # inspect reads G, a and d
     started = time.perf_counter()
     parts = None
@@ -75,7 +75,7 @@ def execute_calibration(config: RunConfig, out: Path, progress: Progress) -> Cal
     calibration = replace(calibration, collect_s=calibration.collect_s + collect_s)
     out.mkdir(parents=True, exist_ok=True)
     config.method_entry.save(model, out / ADAPTER, out)
-    save_basis(model, out / BASIS, calibrated_on=calibrated_on(config, bench, calibration))
+    save_basis(model, out / BASIS, calibrated_on=calibrated_on(config, prepared, calibration))
     if parts is not None:
         # last, because it marks a complete folder
         save_moments(out / MOMENTS_FILE, GivenMoments(parts).taken(), fingerprint)
@@ -104,9 +104,9 @@ def shares_of_rows(config: RunConfig, progress: Progress) -> RowShares:
         CalibrationError: The rows have no gradient in any layer of the basis.
     """
     config = on_named_basis(config)
-    bench = prepare(config, progress)
-    model = config.method_entry.add(bench.model, config.adapter_options(()))
-    batches = calibration_batches(bench.rows, bench.encoder.pad_id)
+    prepared = prepare(config, progress)
+    model = config.method_entry.add(prepared.model, config.adapter_options(()))
+    batches = calibration_batches(prepared.rows, prepared.encoder.pad_id)
     moments = collect_for(config, model, batches, CAPTURE_NEEDS, progress)
     shares = {}
     for name, layer in frozen_core_layers(model, "default").items():
@@ -118,4 +118,4 @@ def shares_of_rows(config: RunConfig, progress: Progress) -> RowShares:
         raise CalibrationError(
             "A basis holds a share of a gradient, but these rows have none. Check their completions."
         )
-    return RowShares(len(bench.rows.calibration), shares)
+    return RowShares(len(prepared.rows.calibration), shares)

@@ -21,11 +21,11 @@ from frozencore.files.whole_file import write_json, write_lines
 from frozencore.maths.capture import Capture
 from frozencore.ranks import all_ranks_or_none, from_first, num_ranks, own_rank
 from frozencore.tune.run.adapt import Adapt, adapt_from_data, adapter_of, on_named_basis
-from frozencore.tune.run.bench import Bench, Score, prepare
 from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.costs import PeakMemory
 from frozencore.tune.run.make_record import calibrated_on, headline, make_record
 from frozencore.tune.run.models import resolve_targets
+from frozencore.tune.run.prepare import PreparedRun, Score, prepare
 from frozencore.tune.run.record import TunedRecord
 from frozencore.tune.run.run_cache import RunCache
 from frozencore.tune.run.run_folder import (
@@ -47,7 +47,7 @@ from frozencore.words import Progress, as_stage
 
 LAST_GOOD = "last-good-adapter"  # beside the checkpoints of a training that diverged
 
-MeasureBases = Callable[[RunConfig, Bench, PeftModel, Progress], Mapping[str, Capture]]
+MeasureBases = Callable[[RunConfig, PreparedRun, PeftModel, Progress], Mapping[str, Capture]]
 """Measure, by layer, how much of the moments bases capture that were built without data; empty if unknown."""
 
 
@@ -56,7 +56,7 @@ def execute(
     out: Path,
     progress: Progress,
     *,
-    bench: Bench | None = None,
+    prepared: PreparedRun | None = None,
     resume: bool = False,
     moments_file: Path | None = None,
     adapt: Adapt | None = None,
@@ -66,7 +66,7 @@ def execute(
     """Run a configuration and write ``out/``: the adapter, predictions, and last of all ``result.json``.
 
     Args:
-        bench: Inputs already loaded by :func:`prepare`; the run changes its model.
+        prepared: Inputs already loaded by :func:`prepare`; the run changes its model.
         resume: Continue an interrupted run in ``out`` from its base score, bases and newest complete checkpoint.
         moments_file: See :func:`adapt_from_data`.
         adapt: Makes the adapter and its bases; by default :func:`adapt_from_data`, whose result is stored for resuming.
@@ -85,42 +85,46 @@ def execute(
         config = _without_samples(on_named_basis(config))
         started, is_first = time.perf_counter(), own_rank() == 0
         config.method_entry.require()
-        bench = bench or prepare(config, progress)
-        recipe_of(config, bench.rows, bench.model).of_each(num_ranks())  # refuses a step that cannot be shared evenly
-    targets = resolve_targets(config, bench.model)
+        prepared = prepared or prepare(config, progress)
+        recipe_of(config, prepared.rows, prepared.model).of_each(
+            num_ranks()
+        )  # refuses a step that cannot be shared evenly
+    targets = resolve_targets(config, prepared.model)
     progress("hash", 0, 1)
-    hashes = {"model": fingerprint_model(bench.model), **bench.rows.fingerprints()}
+    hashes = {"model": fingerprint_model(prepared.model), **prepared.rows.fingerprints()}
     progress("hash", 1, 1)
     cache = RunCache(out, reads_only=not is_first)
-    bench.before = bench.before or from_first(
+    prepared.before = prepared.before or from_first(
         lambda: cache.load_or_compute(
             BASE_SCORE,
             Score,
             scored_as(config, hashes),
-            lambda: score_run(config, bench.model, bench, as_stage(progress, "score base")),
+            lambda: score_run(config, prepared.model, prepared, as_stage(progress, "score base")),
         )
     )
-    memory = PeakMemory(bench.model)
+    memory = PeakMemory(prepared.model)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with memory.phase("calibration"), cache.removed_if_refused():
             method, identity = config.method_entry, adapter_of(config, targets, hashes)
             adapting = time.perf_counter()
             if adapt is not None:
-                model, calibration = adapt(config, bench, targets, progress)
+                model, calibration = adapt(config, prepared, targets, progress)
                 calibration_s = time.perf_counter() - adapting
             else:
-                own = partial(adapt_from_data, config, bench, targets, progress, moments_file)
-                model, calibration, calibration_s = cache.load_or_build_adapter(identity, bench, method, own, caught)
+                own = partial(adapt_from_data, config, prepared, targets, progress, moments_file)
+                model, calibration, calibration_s = cache.load_or_build_adapter(identity, prepared, method, own, caught)
         measures = measure if config.private_budget is None else None  # it would read private rows
-        captures = calibration.captures if calibration else measures(config, bench, model, progress) if measures else {}
+        captures = (
+            calibration.captures if calibration else measures(config, prepared, model, progress) if measures else {}
+        )
     if is_first:
         out.mkdir(parents=True, exist_ok=True)
         method.keep_start(model, out / "start")
     with reporting(config.report_to or (), out, config.model_dump(mode="json")) as reports:
         training = Training(
-            config, bench, model, targets, out, hashes, memory, started, progress, identity, calibration, calibration_s,
-            captures, caught, resume, reports,
+            config, prepared, model, targets, out, hashes, memory, started, progress, identity, calibration,
+            calibration_s, captures, caught, resume, reports,
         )  # fmt: skip
         try:
             with memory.phase("training"):
@@ -150,18 +154,18 @@ def _without_samples(config: RunConfig) -> RunConfig:
 
 def train_once(training: Training) -> Outcome:
     """Train an adapter alone, by the configured recipe."""
-    config, bench = training.config, training.bench
+    config, prepared = training.config, training.prepared
     report = train_alone(
         training.model,
-        bench.rows.train,
-        recipe_of(config, bench.rows, bench.model),
-        pad_id=bench.encoder.pad_id,
-        tokenizer=bench.encoder.tokenizer,
+        prepared.rows.train,
+        recipe_of(config, prepared.rows, prepared.model),
+        pad_id=prepared.encoder.pad_id,
+        tokenizer=prepared.encoder.tokenizer,
         checkpoint_dir=training.folder / CHECKPOINTS,
         checkpoint_steps=config.save_steps,
         resume=training.resume,
         identity=training.identity,
-        selection=selection_of(config, bench, training.progress),
+        selection=selection_of(config, prepared, training.progress),
         reports=training.reports,
         progress=training.progress,
     )
@@ -175,11 +179,11 @@ def finish(outcome: Outcome) -> TunedRecord:
         DivergenceError: The trained model's loss on the rows is not finite.
     """
     training = outcome.training
-    config, bench, out, model = training.config, training.bench, training.folder, training.model
+    config, prepared, out, model = training.config, training.prepared, training.folder, training.model
     method = config.method_entry
     try:
         with training.memory.phase("scoring"):
-            after = score_run(config, model, bench, as_stage(training.progress, "score"))
+            after = score_run(config, model, prepared, as_stage(training.progress, "score"))
     except ModelError as error:  # the same rows were scored before training
         raise DivergenceError(
             f"Training diverged: {error} Lower the learning rate ({config.resolved_learning_rate})."
@@ -188,13 +192,13 @@ def finish(outcome: Outcome) -> TunedRecord:
     basis = {"basis": basis_fingerprint(model)} if method.has_bases else {}
     record = make_record(outcome, after, {**training.hashes, **basis})
     if method.has_bases:
-        said = calibrated_on(config, bench, training.calibration)
+        said = calibrated_on(config, prepared, training.calibration)
         write_model_card(out / ADAPTER, calibration=said, scores=headline(after, config.beta))
     if after.task is not None and config.private_budget is None:  # predictions contain held-out texts
         write_lines(out / PREDICTIONS, map(asdict, after.task.predictions))
-    assert bench.before is not None
+    assert prepared.before is not None
     if after.samples:
-        write_lines(out / SAMPLES, samples_of(bench, bench.before.samples, after.samples))
+        write_lines(out / SAMPLES, samples_of(prepared, prepared.before.samples, after.samples))
     for left in (CHECKPOINTS, CACHE, "start"):
         shutil.rmtree(out / left, ignore_errors=True)
     write_json(out / RECORD, record.content())

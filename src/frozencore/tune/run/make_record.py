@@ -17,9 +17,9 @@ from frozencore.constructors.basis_options import trained_values
 from frozencore.ranks import num_ranks
 from frozencore.tune.rows.mixture import sources_of
 from frozencore.tune.rows.row_sources import named
-from frozencore.tune.run.bench import Bench, Score
 from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.costs import FLOAT32_BYTES, model_bytes, values_at_once
+from frozencore.tune.run.prepare import PreparedRun, Score
 from frozencore.tune.run.record import RECORD_FORMAT, TunedRecord
 from frozencore.tune.run.record_criterion import criterion_of, finite_or_none
 from frozencore.tune.run.record_parts import (
@@ -52,9 +52,9 @@ def make_record(outcome: Outcome, score: Score, hashes: Mapping[str, str]) -> Tu
         hashes: SHA-256 of the base model, of the rows and of the bases, by name.
     """
     run, report = outcome.training, outcome.report
-    config, bench = run.config, run.bench
+    config, prepared = run.config, run.prepared
     recipe = outcome.recipe.content()
-    assert bench.before is not None
+    assert prepared.before is not None
     at_once = report.values_at_once or values_at_once(run.model)
     can_be_made_again = config.method_entry.frozen_can_be_made_again and recipe["refresh"] == 1
     saved = sum(file.stat().st_size for file in (run.folder / ADAPTER).glob("*.safetensors"))
@@ -64,10 +64,10 @@ def make_record(outcome: Outcome, score: Score, hashes: Mapping[str, str]) -> Tu
         task=config.task,
         method=config.method,
         seed=config.seed,
-        rows=_used_rows(config, bench.rows),
-        held_out_loss_before=finite_or_none(bench.before.held_out_loss),
+        rows=_used_rows(config, prepared.rows),
+        held_out_loss_before=finite_or_none(prepared.before.held_out_loss),
         held_out_loss=finite_or_none(score.held_out_loss),
-        **_accuracies(bench.before, score),
+        **_accuracies(prepared.before, score),
         values_at_once=at_once,
         values_in_all=at_once + report.earlier_values,
         state_held_bytes=report.state_held_bytes,
@@ -84,18 +84,18 @@ def make_record(outcome: Outcome, score: Score, hashes: Mapping[str, str]) -> Tu
             step_s=report.step_s,
             num_steps=report.num_steps,
             peak_memory_bytes=run.memory.largest,
-            peaks=run.memory.peaks if report.company is None else None,  # its training was shared
+            peaks=run.memory.peaks if report.side_by_side is None else None,  # its training was shared
         ),
         training=_training(report),
         **_if_any(
             private=_spending(report),
-            selection=selected_checkpoint(config, bench, report),
+            selection=selected_checkpoint(config, prepared, report),
             allocation=_allocation(config, run.model),
-            company=_company(report),
-            forgetting=_forgetting(bench.before, score),
+            company=_company_size(report),
+            forgetting=_forgetting(prepared.before, score),
             processes=num_ranks() if num_ranks() > 1 else None,
         ),
-        resolved=Resolved(targets=run.targets, recipe=recipe, max_length=bench.encoder.max_length),
+        resolved=Resolved(targets=run.targets, recipe=recipe, max_length=prepared.encoder.max_length),
         calibration=_calibration_summary(run.calibration),
         criterion=criterion_of(run.captures),
         hashes=_told(config, hashes),
@@ -125,10 +125,10 @@ def _told(config: RunConfig, hashes: Mapping[str, str]) -> Hashes:
     return Hashes(**{name: digest for name, digest in hashes.items() if name not in untold})
 
 
-def _company(report: TrainingReport) -> CompanySize | None:
-    if report.company is None:
+def _company_size(report: TrainingReport) -> CompanySize | None:
+    if report.side_by_side is None:
         return None
-    tenants, slots = report.company
+    tenants, slots = report.side_by_side
     return CompanySize(tenants=tenants, slots=slots)
 
 
@@ -160,7 +160,7 @@ def headline(score: Score, beta: float | None = None) -> dict[str, float]:
     return {**accuracy, loss: score.held_out_loss}
 
 
-def calibrated_on(config: RunConfig, bench: Bench, calibration: Calibration | None) -> str | None:
+def calibrated_on(config: RunConfig, prepared: PreparedRun, calibration: Calibration | None) -> str | None:
     """Describe the calibration data for the model card; None if no data were read."""
     if config.basis is not None:
         said: str | None = read_header(config.basis)["calibrated_on"]
@@ -170,7 +170,7 @@ def calibrated_on(config: RunConfig, bench: Bench, calibration: Calibration | No
     sources = " and ".join(named(source.name) for source in sources_of(config.data)) if config.data else ""
     source = config.task or sources or "rows of the user"
     num_tokens = next(iter(calibration.layers.values())).num_tokens
-    return f"{len(bench.rows.calibration)} rows of {source}, {num_tokens:,} tokens"
+    return f"{len(prepared.rows.calibration)} rows of {source}, {num_tokens:,} tokens"
 
 
 def _accuracies(before: Score, after: Score) -> dict[str, Any]:

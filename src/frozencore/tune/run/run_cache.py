@@ -23,7 +23,7 @@ from frozencore.adapter.bases.calibrate import Calibration
 from frozencore.errors import ArtifactError, FrozenCoreError
 from frozencore.files.whole_file import write_text
 from frozencore.tune.methods import Method
-from frozencore.tune.run.bench import Bench
+from frozencore.tune.run.prepare import PreparedRun
 from frozencore.tune.run.run_folder import ADAPTER, CACHE, CALIBRATION, CHECKPOINTS
 from frozencore.tune.training.checkpoints import checkpoints
 
@@ -73,7 +73,7 @@ class RunCache:
     def load_or_build_adapter(
         self,
         of: Mapping[str, Any],
-        bench: Bench,
+        prepared: PreparedRun,
         method: Method,
         build: Callable[[], tuple[PeftModel, Calibration | None]],
         caught: list[WarningMessage],
@@ -89,7 +89,7 @@ class RunCache:
         with suppress(ValidationError, ArtifactError, KeyError, TypeError):
             if (kept := self._read(CALIBRATION, of)) is not None:
                 read = known.validate_python(kept["calibration"], strict=False)
-                model = PeftModel.from_pretrained(bench.model, self._folder / ADAPTER, is_trainable=True)
+                model = PeftModel.from_pretrained(prepared.model, self._folder / ADAPTER, is_trainable=True)
                 for message in kept["warnings"]:
                     warnings.warn(message, stacklevel=2)
                 return model, read, float(kept["time_s"])

@@ -9,7 +9,7 @@ from dataclasses import replace
 from torch import nn
 
 from frozencore.tune.rows import PreferenceRow
-from frozencore.tune.run.bench import Bench, Score
+from frozencore.tune.run.prepare import PreparedRun, Score
 from frozencore.tune.run.record_parts import SelectedCheckpoint, StepScored
 from frozencore.tune.run.row_sets import ScoredRows
 from frozencore.tune.scoring import Prediction
@@ -26,7 +26,7 @@ SAMPLE_TOKENS = 64
 
 def score_rows(
     model: nn.Module,
-    bench: Bench,
+    prepared: PreparedRun,
     rows: ScoredRows,
     progress: Progress,
     *,
@@ -34,61 +34,65 @@ def score_rows(
     samples: int = 0,
     max_new_tokens: int | None = None,
 ) -> Score:
-    """Score a model on rows of the bench's task or file.
+    """Score a model on rows of the run's task or file.
 
     Args:
         by: ``held_out_loss`` skips the accuracy.
         samples: The number of own rows to complete, with at most ``max_new_tokens``.
     """
-    task = bench.rows.task
-    if bench.rows.beta is not None:
+    task = prepared.rows.task
+    if prepared.rows.beta is not None:
         pairs = [row for row in rows.tokens if isinstance(row, PreferenceRow)]
-        matched = score_preferences(model, pairs, bench.rows.beta, pad_id=bench.encoder.pad_id, progress=progress)
+        matched = score_preferences(model, pairs, prepared.rows.beta, pad_id=prepared.encoder.pad_id, progress=progress)
         loss = math.log(2) if matched is None else matched.held_out_loss
         if by == "held_out_loss":
             matched = None
     elif task is None:
-        loss = held_out_loss(model, rows.tokens, pad_id=bench.encoder.pad_id, progress=with_note(progress, "loss"))
+        loss = held_out_loss(model, rows.tokens, pad_id=prepared.encoder.pad_id, progress=with_note(progress, "loss"))
         matched = None
-        if bench.rows.exact_match and by == "accuracy":
+        if prepared.rows.exact_match and by == "accuracy":
             told = with_note(progress, "completions")
-            matched = score_completions(model, bench.encoder, rows.tokens, held_out_loss=loss, progress=told)
+            matched = score_completions(model, prepared.encoder, rows.tokens, held_out_loss=loss, progress=told)
     if task is None:
         said, _ = complete(
-            model, bench.encoder, rows.tokens[:samples], max_new_tokens=max_new_tokens or SAMPLE_TOKENS,
+            model, prepared.encoder, rows.tokens[:samples], max_new_tokens=max_new_tokens or SAMPLE_TOKENS,
             progress=with_note(progress, "samples"),
         )  # fmt: skip
         return Score(loss, matched, tuple(said))
     if task.scoring == "text" or by == "held_out_loss":
-        return Score(held_out_loss(model, rows.tokens, pad_id=bench.encoder.pad_id, progress=progress))
-    score = score_task(model, bench.encoder, task, rows.examples, progress=progress)
+        return Score(held_out_loss(model, rows.tokens, pad_id=prepared.encoder.pad_id, progress=progress))
+    score = score_task(model, prepared.encoder, task, rows.examples, progress=progress)
     return Score(score.held_out_loss, task=score)
 
 
-def score_run(config: ScoringConfig, model: nn.Module, bench: Bench, progress: Progress) -> Score:
+def score_run(config: ScoringConfig, model: nn.Module, prepared: PreparedRun, progress: Progress) -> Score:
     """Score a model on the rows that give the run's score."""
     score = score_rows(
-        model, bench, bench.rows.scored, progress, samples=config.samples, max_new_tokens=config.max_new_tokens
+        model, prepared, prepared.rows.scored, progress, samples=config.samples, max_new_tokens=config.max_new_tokens
     )
     others = {
-        task: held_out_loss(model, rows, pad_id=bench.encoder.pad_id, progress=with_note(progress, f"loss on {task}"))
-        for task, rows in bench.rows.others.items()
+        task: held_out_loss(
+            model, rows, pad_id=prepared.encoder.pad_id, progress=with_note(progress, f"loss on {task}")
+        )
+        for task, rows in prepared.rows.others.items()
     }
     return replace(score, others=others)
 
 
-def samples_of(bench: Bench, before: Sequence[Prediction], after: Sequence[Prediction]) -> list[dict[str, str]]:
+def samples_of(
+    prepared: PreparedRun, before: Sequence[Prediction], after: Sequence[Prediction]
+) -> list[dict[str, str]]:
     """Prompts as the model reads them, the expected answers, and the model's answers; JSON values by name."""
-    decode, found = bench.encoder.tokenizer.decode, []
-    for row, was, now in zip(bench.rows.held_out, before, after, strict=False):
+    decode, found = prepared.encoder.tokenizer.decode, []
+    for row, was, now in zip(prepared.rows.held_out, before, after, strict=False):
         prompt = decode(row.input_ids[: row.answer_start or max(1, len(row.input_ids) // 2)])
         found.append({"id": row.id, "prompt": prompt, "wanted": now.gold, "before": was.text, "after": now.text})
     return found
 
 
-def selection_of(config: ScoringConfig, bench: Bench, progress: Progress) -> Selection | None:
+def selection_of(config: ScoringConfig, prepared: PreparedRun, progress: Progress) -> Selection | None:
     """The choice of a step by the run's validation rows; None if no step is chosen or there are no rows."""
-    rows = bench.rows.validation
+    rows = prepared.rows.validation
     if config.select_checkpoint == "none" or rows is None:
         return None
 
@@ -97,18 +101,20 @@ def selection_of(config: ScoringConfig, bench: Bench, progress: Progress) -> Sel
             go_on(stage, done, total, note)
             progress("validate", done, total, note)
 
-        found = score_rows(model, bench, rows, told, by=config.select_by)
+        found = score_rows(model, prepared, rows, told, by=config.select_by)
         return found.held_out_loss, found.task.accuracy if found.task else None
 
-    identity = f"{bench.rows.fingerprints()['validation']} by {config.select_by}"
+    identity = f"{prepared.rows.fingerprints()['validation']} by {config.select_by}"
     return Selection(config.select_checkpoint, score, identity, config.patience)
 
 
-def selected_checkpoint(config: ScoringConfig, bench: Bench, report: TrainingReport) -> SelectedCheckpoint | None:
+def selected_checkpoint(
+    config: ScoringConfig, prepared: PreparedRun, report: TrainingReport
+) -> SelectedCheckpoint | None:
     """The record of the choice; None if no choice was requested."""
     if config.select_checkpoint == "none":
         return None
-    rows, found = bench.rows.validation, report.selected
+    rows, found = prepared.rows.validation, report.selected
     if rows is None or found is None:
         return SelectedCheckpoint(every=config.select_checkpoint, rows=0, kept_step=report.num_steps)
     return SelectedCheckpoint(

@@ -23,9 +23,9 @@ from frozencore.device import memory_of
 from frozencore.maths.capture import Capture
 from frozencore.tune.methods import Targets
 from frozencore.tune.rows.prompts import PROTOCOL_MAX_LENGTH
-from frozencore.tune.run.bench import Bench
 from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.costs import PeakMemory
+from frozencore.tune.run.prepare import PreparedRun
 from frozencore.tune.run.row_sets import RunRows
 from frozencore.tune.training.batching import pass_tokens_of
 from frozencore.tune.training.recipe import PLAIN, Recipe, epochs_for
@@ -116,7 +116,7 @@ class Training:
     """
 
     config: RunConfig
-    bench: Bench
+    prepared: PreparedRun
     model: PeftModel
     targets: Targets
     folder: Path
@@ -147,8 +147,8 @@ class Outcome:
     @property
     def recipe(self) -> Recipe:
         """The recipe with the actual number of rounds."""
-        config, bench = self.training.config, self.training.bench
-        recipe = recipe_of(config, bench.rows, bench.model)
+        config, prepared = self.training.config, self.training.prepared
+        recipe = recipe_of(config, prepared.rows, prepared.model)
         return replace(recipe, refresh=self.report.rounds) if config.refresh == "auto" else recipe
 
 

@@ -23,7 +23,7 @@ from frozencore.errors import ConfigError, TrainingError
 from frozencore.words import one_line
 
 SEAL = "complete.json"
-SEATS = "seats.json"  # in a checkpoint of many tenants: the tenants in slots
+TENANT_STATES = "seats.json"  # in a checkpoint of many tenants: the tenants in slots
 
 
 def seal_checkpoint(folder: Path, identity: Mapping[str, Any]) -> None:

@@ -68,7 +68,7 @@ class TrainingReport:
         step_s: Median seconds from one step's end to the next; None for a single step.
         resumed_from: The resumed checkpoint.
         selected: The chosen step and its scores; None if no choice was requested.
-        company: The number of trainings that ran together, and how many at once; None for a training alone.
+        side_by_side: The number of trainings that ran together, and how many at once; None for a training alone.
         rounds: The number of rounds; each round trains new values.
         earlier_values: The number of values of earlier rounds, which are saved but no longer train; 0 for one round.
         state_held_bytes: The peak of the training state (:mod:`frozencore.tune.training.callbacks`).
@@ -83,7 +83,7 @@ class TrainingReport:
     step_s: float | None
     resumed_from: Path | None
     selected: Selected | None = None
-    company: tuple[int, int] | None = None
+    side_by_side: tuple[int, int] | None = None
     rounds: int = 1
     earlier_values: int = 0
     values_at_once: int | None = None

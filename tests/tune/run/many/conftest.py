@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from frozencore.tune.run.many.execute import execute_many
+from frozencore.tune.run.many.execute_many import execute_many
 from frozencore.tune.run.many.finish import TenantOutcome
 from small_tenants import SIZES, config_of, silent
 

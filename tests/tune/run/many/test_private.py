@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from frozencore.errors import ConfigError
-from frozencore.tune.run.bench import prepare
 from frozencore.tune.run.config import RunConfig
-from frozencore.tune.run.many.execute import execute_many
+from frozencore.tune.run.many.execute_many import execute_many
+from frozencore.tune.run.prepare import prepare
 from frozencore.tune.run.record import TunedRecord
 from small_tenants import SIZES, config_of, silent
 

@@ -21,7 +21,7 @@ from frozencore.cli import app as cli
 from frozencore.errors import ConfigError, TrainingError
 from frozencore.ranks import spread
 from frozencore.tune.pocket import pocket_model_path
-from frozencore.tune.run.many import execute as executing
+from frozencore.tune.run.many import execute_many as executing
 from frozencore.tune.run.many import tenant_rows as shares
 from frozencore.tune.run.many.finish import TenantOutcome
 from small_tenants import SIZES, cores_in

@@ -1,4 +1,4 @@
-"""Private tenants in company: each is the private training alone and resumes to the bit; a failure ends no other."""
+"""Private tenants beside others: each is the private training alone and resumes to the bit; a failure ends no other."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def difference(cores: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> f
 
 
 @pytest.mark.parametrize("tokens_per_batch", [None, 20])
-def test_a_private_tenant_in_company_is_the_private_training_alone(tokens_per_batch: int | None) -> None:
+def test_a_private_tenant_beside_others_is_the_private_training_alone(tokens_per_batch: int | None) -> None:
     """With one secret; the rows drawn for a step, none included, and the noise are those that it would have alone."""
     trained = train_many(adapted("random"), TENANTS, pad_id=0, tokens_per_batch=tokens_per_batch)
     for name, tenant in TENANTS.items():

@@ -1,4 +1,4 @@
-"""A tenant trained in company against the same tenant trained alone by the existing recipe."""
+"""A tenant trained beside others against the same tenant trained alone by the existing recipe."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from frozencore.errors import CalibrationError, ConfigError, DataError, Divergen
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.rows.token_batches import PaddingCollator
 from frozencore.tune.scoring.score import held_out_loss
-from frozencore.tune.training.many import company
+from frozencore.tune.training.many import active_tenants
 from frozencore.tune.training.many.checkpoint import Checkpoints
 from frozencore.tune.training.many.losses import row_losses
 from frozencore.tune.training.many.tenant import Tenant, Trained, Validation
@@ -50,7 +50,7 @@ TENANTS = {
 TWO = {name: TENANTS[name] for name in ("anna", "ben")}
 
 
-def company_of(model: nn.Module, tenants: Mapping[str, Tenant] = TENANTS, **options: object) -> dict[str, Trained]:
+def trained_at_once(model: nn.Module, tenants: Mapping[str, Tenant] = TENANTS, **options: object) -> dict[str, Trained]:
     return train_many(model, tenants, pad_id=0, **options)
 
 
@@ -74,8 +74,8 @@ def difference(cores: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> f
     ("base", "num_slots"),
     [(tiny_qwen2, 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((tiny_qwen2, 5), (tiny_gpt2, 3)))],
 )
-def test_a_tenant_in_company_is_the_tenant_alone(base: type, num_slots: int) -> None:
-    trained = company_of(adapted(model=base()), num_slots=num_slots, tokens_per_batch=64)
+def test_a_tenant_beside_others_is_the_tenant_alone(base: type, num_slots: int) -> None:
+    trained = trained_at_once(adapted(model=base()), num_slots=num_slots, tokens_per_batch=64)
     assert list(trained) == list(TENANTS)
     for name, tenant in TENANTS.items():
         cores, losses = alone(adapted(model=base()), tenant)
@@ -86,9 +86,9 @@ def test_a_tenant_in_company_is_the_tenant_alone(base: type, num_slots: int) -> 
 
 def test_what_is_not_of_a_tenant_does_not_reach_it() -> None:
     """The same tenant beside others, beside one that diverges, and in another slot: bit for bit where batches agree."""
-    lone = company_of(adapted(), {"anna": TENANTS["anna"]}, tokens_per_batch=1)
+    lone = trained_at_once(adapted(), {"anna": TENANTS["anna"]}, tokens_per_batch=1)
     wild = {"wild": Tenant(rows_of(30, seed=9), replace(RECIPE, learning_rate=1e38)), "anna": TENANTS["anna"]}
-    beside = company_of(adapted(), wild, tokens_per_batch=1)
+    beside = trained_at_once(adapted(), wild, tokens_per_batch=1)
     assert "diverged at step" in str(beside["wild"].diverged)
     assert beside["anna"].diverged is None
     assert beside["anna"].report.losses == lone["anna"].report.losses
@@ -111,7 +111,7 @@ def with_nan_from(step: int) -> nn.Module:
 
 def test_a_tenant_that_diverged_has_the_cores_that_it_would_have_alone() -> None:
     one = Tenant(TENANTS["anna"].rows, replace(RECIPE, batch_size=4, accumulation=1))
-    trained = company_of(with_nan_from(5), {"anna": one}, tokens_per_batch=1000)["anna"]
+    trained = trained_at_once(with_nan_from(5), {"anna": one}, tokens_per_batch=1000)["anna"]
     model = with_nan_from(5)
     with pytest.raises(DivergenceError) as told:
         train(model, one.rows, one.recipe, pad_id=0)
@@ -123,14 +123,14 @@ def test_a_tenant_that_diverged_has_the_cores_that_it_would_have_alone() -> None
 def test_each_tenant_starts_from_the_core_of_the_adapter_which_stays() -> None:
     model, expected = adapted(trained=True), adapted(trained=True)
     before = cores_by_name(model)
-    trained = company_of(model, TWO, num_slots=2)
+    trained = trained_at_once(model, TWO, num_slots=2)
     assert all(torch.equal(R, before[name]) for name, R in cores_by_name(model).items())
     cores, _ = alone(expected, TENANTS["anna"])
     assert difference(trained["anna"].cores, cores) < 1e-5
 
 
 def test_a_16_bit_base_trains_float32_cores() -> None:
-    trained = company_of(adapted(dtype=torch.bfloat16), TWO)
+    trained = trained_at_once(adapted(dtype=torch.bfloat16), TWO)
     assert {R.dtype for one in trained.values() for R in one.cores.values()} == {torch.float32}
     _, losses = alone(adapted(dtype=torch.bfloat16), TENANTS["anna"])
     assert trained["anna"].report.losses == pytest.approx(losses, rel=0.02)
@@ -141,7 +141,7 @@ class StoppedError(Exception):
 
 
 def until(step: int, folder: Path) -> None:
-    """Stop after so many steps of the company, each with its checkpoint."""
+    """Stop after so many steps of all tenants, each with its checkpoint."""
     calls = iter(range(1, 1000))
 
     def stop(stage: str, done: int, total: int | None, note: str = "") -> None:
@@ -151,7 +151,7 @@ def until(step: int, folder: Path) -> None:
             raise StoppedError
 
     with pytest.raises(StoppedError):
-        company_of(adapted(), VALIDATED, num_slots=2, checkpoint_dir=folder, checkpoint_s=0, progress=stop)
+        trained_at_once(adapted(), VALIDATED, num_slots=2, checkpoint_dir=folder, checkpoint_s=0, progress=stop)
 
 
 VALIDATED = TENANTS | {
@@ -174,8 +174,8 @@ def assert_same(left: dict[str, Trained], right: dict[str, Trained]) -> None:
 
 @pytest.fixture(scope="module")
 def whole() -> dict[str, Trained]:
-    """What an uninterrupted training of the company gives."""
-    return company_of(adapted(), VALIDATED, num_slots=2)
+    """What an uninterrupted training of all tenants gives."""
+    return trained_at_once(adapted(), VALIDATED, num_slots=2)
 
 
 @pytest.mark.parametrize("step", [pytest.param(4, marks=pytest.mark.slow), 9, pytest.param(14, marks=pytest.mark.slow)])
@@ -186,31 +186,31 @@ def test_a_resumed_training_is_bit_equal_to_an_uninterrupted_one(
     newest = tmp_path / f"checkpoint-{step}"
     (newest / "values.safetensors").write_bytes((newest / "values.safetensors").read_bytes()[:-9])  # half-written
     told: list[str] = []
-    resumed = company_of(
+    resumed = trained_at_once(
         adapted(), VALIDATED, num_slots=2, checkpoint_dir=tmp_path, resume=True, on_end=lambda these: told.extend(these)
     )
     assert {one.report.resumed_from for one in resumed.values()} == {tmp_path / f"checkpoint-{step - 1}"}
     assert_same(resumed, whole)
     assert sorted(told) == sorted(VALIDATED)
-    again = company_of(adapted(), VALIDATED, num_slots=2, checkpoint_dir=tmp_path, resume=True)  # at its end
+    again = trained_at_once(adapted(), VALIDATED, num_slots=2, checkpoint_dir=tmp_path, resume=True)  # at its end
     assert_same(again, whole)
 
 
-def company_in(folder: Path) -> None:
-    company_of(adapted(), VALIDATED, num_slots=2, checkpoint_dir=folder, checkpoint_s=0)
+def train_in(folder: Path) -> None:
+    trained_at_once(adapted(), VALIDATED, num_slots=2, checkpoint_dir=folder, checkpoint_s=0)
 
 
 def test_a_checkpoint_is_written_every_so_many_common_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[int] = []
     write = Checkpoints.write
 
-    def note(self: Checkpoints, company: Any) -> None:
+    def note(self: Checkpoints, active: Any) -> None:
         written.append(len(steps))  # of which progress has been told: the step that ends now is not among them
-        write(self, company)
+        write(self, active)
 
     steps: list[int] = []
     monkeypatch.setattr(Checkpoints, "write", note)
-    company_of(
+    trained_at_once(
         adapted(), TENANTS, num_slots=8, checkpoint_dir=tmp_path, checkpoint_s=1e9, checkpoint_steps=3,
         progress=lambda *_: steps.append(1),
     )  # fmt: skip
@@ -218,14 +218,14 @@ def test_a_checkpoint_is_written_every_so_many_common_steps(tmp_path: Path, monk
 
 
 def test_a_training_that_is_killed_goes_on_bit_equal(tmp_path: Path, whole: dict[str, Trained]) -> None:
-    process = FORK.Process(target=company_in, args=(tmp_path,))
+    process = FORK.Process(target=train_in, args=(tmp_path,))
     process.start()
     while process.is_alive() and not (tmp_path / "ended").is_dir():  # a tenant has left, others are under way
         time.sleep(0.001)
     process.kill()
     process.join()
     assert process.exitcode == -signal.SIGKILL
-    resumed = company_of(adapted(), VALIDATED, num_slots=2, checkpoint_dir=tmp_path, resume=True)
+    resumed = trained_at_once(adapted(), VALIDATED, num_slots=2, checkpoint_dir=tmp_path, resume=True)
     assert_same(resumed, whole)
     assert resumed["anna"].report.resumed_from is not None
 
@@ -243,18 +243,18 @@ def test_sigterm_takes_effect_after_a_step_with_its_checkpoint(
 
     try:
         with pytest.raises(TrainingError, match=r"stop with \d of 5 tenants at their end\. Its checkpoint is whole"):
-            company_of(adapted(), VALIDATED, num_slots=2, checkpoint_dir=tmp_path, progress=told)
+            trained_at_once(adapted(), VALIDATED, num_slots=2, checkpoint_dir=tmp_path, progress=told)
     finally:
         signal.signal(signal.SIGTERM, before)
     assert heard == [signal.SIGTERM]
-    resumed = company_of(adapted(), VALIDATED, num_slots=2, checkpoint_dir=tmp_path, resume=True)
+    resumed = trained_at_once(adapted(), VALIDATED, num_slots=2, checkpoint_dir=tmp_path, resume=True)
     assert {one.report.resumed_from for one in resumed.values()} == {tmp_path / f"checkpoint-{at + 2}"}
     assert_same(resumed, whole)
 
 
 @pytest.fixture(scope="module")
 def after_ends(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The checkpoints of a company that was stopped when some tenants had ended."""
+    """The checkpoints of a training of tenants that was stopped when some tenants had ended."""
     folder = tmp_path_factory.mktemp("stopped")
     until(14, folder)
     return folder
@@ -271,13 +271,13 @@ def test_a_damaged_file_of_a_tenant_that_had_ended_is_told_in_one_line(
     if damage != "gone":
         file.write_bytes(content[:-9] if damage == "cut" else content.replace(b"report", b"retort"))
     with pytest.raises(TrainingError, match=r"had ended, but .* is damaged .*Remove") as error:
-        company_of(adapted(), VALIDATED, num_slots=2, checkpoint_dir=tmp_path, resume=True)
+        trained_at_once(adapted(), VALIDATED, num_slots=2, checkpoint_dir=tmp_path, resume=True)
     assert "\n" not in str(error.value)
 
 
 def test_a_step_that_does_not_fit_in_memory_is_made_in_smaller_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     three, sizes = TWO | {"emil": TENANTS["emil"]}, []
-    whole = company_of(adapted(), three)
+    whole = trained_at_once(adapted(), three)
 
     def no_room_for_three(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         sizes.append(len(batch["labels"]))
@@ -286,8 +286,8 @@ def test_a_step_that_does_not_fit_in_memory_is_made_in_smaller_passes(monkeypatc
             raise torch.OutOfMemoryError("no room")
         return losses
 
-    monkeypatch.setattr(company, "row_losses", no_room_for_three)
-    narrow = company_of(adapted(), three)
+    monkeypatch.setattr(active_tenants, "row_losses", no_room_for_three)
+    narrow = trained_at_once(adapted(), three)
     assert max(sizes) > 2
     assert sum(size > 2 for size in sizes) < 12  # each halves the budget, from 1024 tokens, for good
     for name, trained in narrow.items():
@@ -300,7 +300,7 @@ def test_layers_whose_product_is_not_plain_train_the_same() -> None:
     model = adapted()
     for layer in cores_of(model):
         layer.get_base_layer().register_forward_hook(lambda *_: None)
-    hooked, plain = company_of(model, TWO), company_of(adapted(), TWO)
+    hooked, plain = trained_at_once(model, TWO), trained_at_once(adapted(), TWO)
     for name, trained in hooked.items():
         assert difference(trained.cores, plain[name].cores) < 1e-5
 
@@ -309,20 +309,20 @@ def test_a_checkpoint_of_other_tenants_is_refused(tmp_path: Path) -> None:
     until(3, tmp_path)
     for others in (TENANTS, VALIDATED | {"ben": replace(TENANTS["ben"], rows=rows_of(4, seed=8))}):
         with pytest.raises(TrainingError, match=r"made with others: tenants \w{12} \(now \w{12}\)"):
-            company_of(adapted(), others, num_slots=2, checkpoint_dir=tmp_path, resume=True)
+            trained_at_once(adapted(), others, num_slots=2, checkpoint_dir=tmp_path, resume=True)
     with pytest.raises(TrainingError, match=r"made with others: slots 2 \(now 3\)"):
-        company_of(adapted(), VALIDATED, num_slots=3, checkpoint_dir=tmp_path, resume=True)
+        trained_at_once(adapted(), VALIDATED, num_slots=3, checkpoint_dir=tmp_path, resume=True)
     with pytest.raises(TrainingError, match=r"made with others: basis \w{12} \(now \w{12}\)\. Resume"):
-        company_of(adapted("random"), VALIDATED, num_slots=2, checkpoint_dir=tmp_path, resume=True)
+        trained_at_once(adapted("random"), VALIDATED, num_slots=2, checkpoint_dir=tmp_path, resume=True)
     with pytest.raises(TrainingError, match="folder without checkpoints"):
-        company_of(adapted(), VALIDATED, num_slots=2, checkpoint_dir=tmp_path)
+        trained_at_once(adapted(), VALIDATED, num_slots=2, checkpoint_dir=tmp_path)
 
 
 def test_validation_rows_choose_the_step_that_they_would_choose_alone() -> None:
     tenant = VALIDATED["anna"]
     validation = tenant.validation
     assert validation is not None
-    chosen = company_of(adapted(), {name: VALIDATED[name] for name in TWO})["anna"]
+    chosen = trained_at_once(adapted(), {name: VALIDATED[name] for name in TWO})["anna"]
     model = adapted()
 
     def score(scored: nn.Module, *_: object) -> tuple[float, None]:
@@ -344,7 +344,7 @@ def test_a_tenant_whose_validation_loss_rises_stops_early_and_keeps_its_best() -
     rows = rows_of(6, seed=11)
     patient = replace(tenant, validation=Validation(rows, every=1))
     stopped, whole = (
-        company_of(adapted(), TWO | {"anna": replace(patient, validation=Validation(rows, every=1, patience=k))})
+        trained_at_once(adapted(), TWO | {"anna": replace(patient, validation=Validation(rows, every=1, patience=k))})
         for k in (3, None)
     )
     scores = whole["anna"].report.selected.scores
@@ -392,17 +392,17 @@ def test_what_cannot_train_together_is_refused_in_one_line() -> None:
         with pytest.raises(ConfigError, match=rule):
             Validation(rows_of(1, seed=1), every, patience)
     with pytest.raises(ConfigError, match="at least one slot, got 0"):
-        company_of(adapted(), num_slots=0)
+        trained_at_once(adapted(), num_slots=0)
     with pytest.raises(ConfigError, match="none called 'other'"):
-        company_of(adapted(), adapter_name="other")
+        trained_at_once(adapted(), adapter_name="other")
     with pytest.raises(CalibrationError, match=r"Call frozencore\.calibrate"):
-        company_of(adapted(calibrated=False))
+        trained_at_once(adapted(calibrated=False))
     with pytest.raises(ConfigError, match="modules_to_save"):
-        company_of(adapted(modules_to_save=["lm_head"]))
+        trained_at_once(adapted(modules_to_save=["lm_head"]))
     merged = adapted(trained=True)
     merged.merge_adapter()
     with pytest.raises(ConfigError, match="unmerge_adapter"):
-        company_of(merged)
+        trained_at_once(merged)
     with pytest.raises(ConfigError, match="float32 and on one device, but these are torch.float64"):
-        company_of(adapted(dtype=torch.float64))
-    assert company_of(adapted(), {}) == {}
+        trained_at_once(adapted(dtype=torch.float64))
+    assert trained_at_once(adapted(), {}) == {}

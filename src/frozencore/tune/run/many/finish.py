@@ -16,12 +16,12 @@ from frozencore.adapter.saved.card import write_model_card
 from frozencore.adapter.swap import swap_core
 from frozencore.files.whole_file import write_json
 from frozencore.tune.methods import Targets
-from frozencore.tune.run.bench import Bench, Score
 from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.costs import PeakMemory
 from frozencore.tune.run.execute import LAST_GOOD
 from frozencore.tune.run.make_record import calibrated_on, headline, make_record
 from frozencore.tune.run.many.tenant_rows import TenantRows
+from frozencore.tune.run.prepare import PreparedRun, Score
 from frozencore.tune.run.record import Failure, TunedRecord, read_record
 from frozencore.tune.run.record_parts import Provenance
 from frozencore.tune.run.run_folder import ADAPTER, FAILURE, RECORD
@@ -40,24 +40,24 @@ class Finisher:
 
     Attributes:
         config: The configuration of all tenants.
-        bench: The loaded model, the encoder, and the calibration rows of the basis.
+        prepared: The loaded model, the encoder, and the calibration rows of the basis.
         model: The model with the adapter; its core is replaced by each saved tenant's in turn.
         before: Held-out loss of the base model on each tenant's rows.
-        company: The number of tenants, and how many train at once.
+        side_by_side: The number of tenants, and how many train at once.
         hashes: Hashes of the base model and the basis.
         started: ``time.perf_counter()`` when training began.
     """
 
     out: Path
     config: RunConfig
-    bench: Bench
+    prepared: PreparedRun
     own: Mapping[str, TenantRows]
     model: PeftModel
     targets: Targets
     calibration: Calibration | None
     calibration_s: float
     before: Mapping[str, float]
-    company: tuple[int, int]
+    side_by_side: tuple[int, int]
     hashes: Mapping[str, str]
     warned: Sequence[WarningMessage]
     memory: PeakMemory
@@ -86,22 +86,22 @@ class Finisher:
         for slot, of_tenant in enumerate(cores.values()):
             stack.put(slot, of_tenant)
         sets = [self.own[name].rows.held_out for name in cores]
-        losses = held_out_losses(self.model, sets, pad_id=self.bench.encoder.pad_id, through=stack.rows)
+        losses = held_out_losses(self.model, sets, pad_id=self.prepared.encoder.pad_id, through=stack.rows)
         return dict(zip(cores, losses, strict=True))
 
     def _record(self, name: str, trained: Trained, loss: float) -> TunedRecord:
         folder, config, rows = self.out / name, self.own[name].config, self.own[name].rows
-        bench = Bench(self.bench.model, self.bench.encoder, rows, before=Score(self.before[name]))
+        prepared = PreparedRun(self.prepared.model, self.prepared.encoder, rows, before=Score(self.before[name]))
         score = Score(loss)
         self._save(config, trained, folder / ADAPTER)
         training = Training(
-            config, bench, self.model, self.targets, folder, {**rows.fingerprints(), **self.hashes}, self.memory,
+            config, prepared, self.model, self.targets, folder, {**rows.fingerprints(), **self.hashes}, self.memory,
             self.started, lambda *_: None, calibration=self.calibration, calibration_s=self.calibration_s,
             captures=self.calibration.captures if self.calibration else {}, warned=self.warned,
         )  # fmt: skip
-        outcome = Outcome(training, replace(trained.report, company=self.company))
+        outcome = Outcome(training, replace(trained.report, side_by_side=self.side_by_side))
         record = make_record(outcome, score, training.hashes)
-        calibration = calibrated_on(self.config, self.bench, self.calibration)
+        calibration = calibrated_on(self.config, self.prepared, self.calibration)
         write_model_card(folder / ADAPTER, calibration=calibration, scores=headline(score))
         write_json(folder / RECORD, record.content())
         return record

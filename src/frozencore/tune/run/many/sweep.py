@@ -11,9 +11,9 @@ from typing import Any
 from frozencore.adapter.swap import swap_core
 from frozencore.errors import ConfigError, DivergenceError, NoRowsError
 from frozencore.files.whole_file import write_json
-from frozencore.tune.run.bench import prepare
 from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.execute import execute
+from frozencore.tune.run.prepare import prepare
 from frozencore.tune.run.record import Sweep, SweptRun, TunedRecord
 from frozencore.tune.run.run_folder import CHECKPOINTS, refuse_used
 from frozencore.tune.run.training_port import Outcome, Training, recipe_of
@@ -49,25 +49,25 @@ def execute_sweep(
     config.refuse_alone("the runs of a sweep")
     chooses = config if config.select_checkpoint != "none" else config.model_copy(update={"select_checkpoint": "epoch"})
     refuse_used(out, resume=resume)
-    bench = prepare(chooses, progress)
-    rows = bench.rows.validation
+    prepared = prepare(chooses, progress)
+    rows = prepared.rows.validation
     if rows is None or not rows.tokens:
         raise NoRowsError("A sweep chooses by validation rows, but none are left beside those that train.")
     combinations = [dict(zip(choices, values, strict=True)) for values in product(*choices.values())]
     swept: list[Sweep] = []
 
     def train(training: Training) -> Outcome:
-        config, bench, model, out = training.config, training.bench, training.model, training.folder
+        config, prepared, model, out = training.config, training.prepared, training.model, training.folder
         configs = [config.model_copy(update=options) for options in combinations]
         tenants = {}
         for number, one in enumerate(configs):
-            plain = Tenant(bench.rows.train, recipe_of(one, bench.rows, bench.model))
+            plain = Tenant(prepared.rows.train, recipe_of(one, prepared.rows, prepared.model))
             every = plain.num_steps if one.select_checkpoint == "none" else one.select_checkpoint
             tenants[str(number)] = Tenant(plain.rows, plain.recipe, Validation(rows.tokens, every, one.patience))
         trained = train_many(
             model,
             tenants,
-            pad_id=bench.encoder.pad_id,
+            pad_id=prepared.encoder.pad_id,
             checkpoint_dir=out / CHECKPOINTS,
             checkpoint_steps=config.save_steps,
             resume=training.resume,
@@ -84,7 +84,7 @@ def execute_sweep(
         swap_core(model, trained[str(best)].cores)
         return Outcome(replace(training, config=configs[best]), trained[str(best)].report)
 
-    record = execute(config, out, progress, bench=bench, resume=resume, moments_file=moments_file, train=train)
+    record = execute(config, out, progress, prepared=prepared, resume=resume, moments_file=moments_file, train=train)
     return record, swept[0]
 
 

@@ -12,10 +12,10 @@ from frozencore.errors import ConfigError, FrozenCoreError, TrainingError
 from frozencore.ranks import num_ranks, own_rank, spread
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.run.adapt import on_named_basis
-from frozencore.tune.run.bench import Base, Bench, prepare
 from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.many.tenants import find_tenants
 from frozencore.tune.run.models import load_model
+from frozencore.tune.run.prepare import Base, PreparedRun, prepare
 from frozencore.tune.run.row_sets import RunRows
 from frozencore.tune.run.run_folder import CHECKPOINTS
 from frozencore.words import Progress, num_of
@@ -47,21 +47,23 @@ def tenants_of(config: RunConfig) -> tuple[RunConfig, dict[str, Path]]:
 
 def read_tenants(
     config: RunConfig, files: Mapping[str, Path], progress: Progress
-) -> tuple[Bench, dict[str, TenantRows]]:
-    """Read a bench for the basis, with rows of all tenants, and each tenant's own rows.
+) -> tuple[PreparedRun, dict[str, TenantRows]]:
+    """Prepare a run for the basis, with rows of all tenants, and each tenant's own rows.
 
     Raises:
         FrozenCoreError: As in :func:`read_each`.
     """
-    bench, own = read_each(config, files, progress)
+    prepared, own = read_each(config, files, progress)
     calibration = _calibration_rows(config, own)
     own = {name: replace(one, rows=replace(one.rows, calibration=calibration)) for name, one in own.items()}
     every_row = [row for one in own.values() for row in one.rows.train]
-    return replace(bench, rows=RunRows(None, (), every_row, calibration, [], "none")), own
+    return replace(prepared, rows=RunRows(None, (), every_row, calibration, [], "none")), own
 
 
-def read_each(config: RunConfig, files: Mapping[str, Path], progress: Progress) -> tuple[Bench, dict[str, TenantRows]]:
-    """Read a bench with the rows of the last tenant, and each tenant's own rows, with calibration rows.
+def read_each(
+    config: RunConfig, files: Mapping[str, Path], progress: Progress
+) -> tuple[PreparedRun, dict[str, TenantRows]]:
+    """Prepare a run with the rows of the last tenant, and each tenant's own rows, with calibration rows.
 
     Raises:
         FrozenCoreError: A tenant's file cannot be read, split or tokenised; the message names the tenant.
@@ -72,10 +74,10 @@ def read_each(config: RunConfig, files: Mapping[str, Path], progress: Progress) 
     for number, (name, file) in enumerate(files.items(), start=1):
         config_here = config.model_copy(update={"data": str(file)})
         with told_of(f"{name!r}, {file}"):
-            bench = prepare(config_here, lambda *_: None, base)
-        own[name] = TenantRows(config_here, bench.rows)
-        progress("load", number, len(files), f"{len(bench.rows.train)} training rows of {name}")
-    return bench, own
+            prepared = prepare(config_here, lambda *_: None, base)
+        own[name] = TenantRows(config_here, prepared.rows)
+        progress("load", number, len(files), f"{len(prepared.rows.train)} training rows of {name}")
+    return prepared, own
 
 
 @contextmanager

@@ -23,10 +23,10 @@ from frozencore.errors import TrainingError
 from frozencore.files.fingerprint import fingerprint_options, fingerprint_tensors
 from frozencore.files.whole_file import whole_file
 from frozencore.privacy import PrivateBudget, Schedule
-from frozencore.tune.training.checkpoints import SEATS, checkpoints, seal_checkpoint
-from frozencore.tune.training.many.company import Company
+from frozencore.tune.training.checkpoints import TENANT_STATES, checkpoints, seal_checkpoint
+from frozencore.tune.training.many.active_tenants import ActiveTenants
 from frozencore.tune.training.many.slots import TrainedSlots
-from frozencore.tune.training.many.tenant import Seat, Tenant, Trained
+from frozencore.tune.training.many.tenant import Tenant, TenantState, Trained
 from frozencore.tune.training.selection import Selected, StepScore
 from frozencore.tune.training.train import TrainingReport
 from frozencore.words import one_line
@@ -74,32 +74,34 @@ class Checkpoints:
         self.out, self.identity = out, identity
         self._number = {name: number for number, name in enumerate(names)}
 
-    def write(self, company: Company) -> None:
+    def write(self, active: ActiveTenants) -> None:
         """Write a checkpoint atomically, and remove older ones."""
-        folder = self.out / f"checkpoint-{company.num_steps}"
+        folder = self.out / f"checkpoint-{active.num_steps}"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        seats = company.seats
-        tensors = {name: state[: len(seats)].cpu() for name, state in company.slots.state().items()}
-        tensors |= {f"best.{i}": seat.best.cpu() for i, seat in enumerate(seats) if seat.best is not None}
+        states = active.states
+        tensors = {name: held[: len(states)].cpu() for name, held in active.slots.state().items()}
+        tensors |= {f"best.{i}": state.best.cpu() for i, state in enumerate(states) if state.best is not None}
         save_file(tensors, folder / VALUES)
-        written = {"seats": [seat.written() for seat in seats], "waiting": company.waiting}
-        (folder / SEATS).write_text(json.dumps(written))
+        written = {"seats": [state.written() for state in states], "waiting": active.waiting}
+        (folder / TENANT_STATES).write_text(json.dumps(written))
         seal_checkpoint(folder, self.identity)
         for old in sorted(checkpoints(self.out), key=_step_of)[:-NUM_KEPT]:
             shutil.rmtree(old)
 
-    def read(self, folder: Path, company: Company) -> dict[str, Trained]:
+    def read(self, folder: Path, active: ActiveTenants) -> dict[str, Trained]:
         """Restore the training tenants from a checkpoint, and return the tenants that had ended."""
-        written, tensors = json.loads((folder / SEATS).read_text()), load_file(folder / VALUES)
-        company.seats, company.waiting, company.num_steps = [], written["waiting"], _step_of(folder)
+        written, tensors = json.loads((folder / TENANT_STATES).read_text()), load_file(folder / VALUES)
+        active.states, active.waiting, active.num_steps = [], written["waiting"], _step_of(folder)
         for i, content in enumerate(written["seats"]):
             best = tensors.get(f"best.{i}")
-            tenant = company.tenants[content["name"]]
-            company.seats.append(Seat.read(content, tenant, None if best is None else best.to(company.slots.device)))
-        for name, state in company.slots.state().items():
-            state[: len(company.seats)].copy_(tensors[name])
-        under_way = {seat.name for seat in company.seats} | set(company.waiting)
+            tenant = active.tenants[content["name"]]
+            active.states.append(
+                TenantState.read(content, tenant, None if best is None else best.to(active.slots.device))
+            )
+        for name, held in active.slots.state().items():
+            held[: len(active.states)].copy_(tensors[name])
+        under_way = {state.name for state in active.states} | set(active.waiting)
         return {name: self._read_ended(name, folder) for name in self._number if name not in under_way}
 
     def write_ended(self, ended: Mapping[str, Trained]) -> None:

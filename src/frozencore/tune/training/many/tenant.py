@@ -110,7 +110,7 @@ class Trained:
 
 
 @dataclass
-class Seat:
+class TenantState:
     """The training state of one tenant between two steps, beside its slot.
 
     Attributes:
@@ -132,7 +132,7 @@ class Seat:
     guard: Guard | None = None
 
     @classmethod
-    def new(cls, name: str, tenant: Tenant) -> Seat:
+    def new(cls, name: str, tenant: Tenant) -> TenantState:
         """The state before the first step."""
         return cls(name, tenant, secret=None if tenant.recipe.private is None else new_secret())
 
@@ -190,6 +190,6 @@ class Seat:
         }
 
     @classmethod
-    def read(cls, written: dict[str, Any], tenant: Tenant, best: Tensor | None) -> Seat:
+    def read(cls, written: dict[str, Any], tenant: Tenant, best: Tensor | None) -> TenantState:
         scores = [StepScore(**score) for score in written.pop("scores")]
         return cls(tenant=tenant, scores=scores, best=best, **written)

@@ -21,10 +21,10 @@ from frozencore.calibration.preserve import own_random_state
 from frozencore.errors import ConfigError, TrainingError
 from frozencore.tune.scoring.forward import base_of
 from frozencore.tune.training.checkpoints import Stop, defer_stop, explain_disk_errors, starting_point
+from frozencore.tune.training.many.active_tenants import ActiveTenants
 from frozencore.tune.training.many.checkpoint import Checkpoints, identity_of
-from frozencore.tune.training.many.company import Company
 from frozencore.tune.training.many.slots import TrainedSlots
-from frozencore.tune.training.many.tenant import Seat, Tenant, Trained
+from frozencore.tune.training.many.tenant import Tenant, TenantState, Trained
 from frozencore.tune.training.trainer import own_use_cache, without_dropout
 from frozencore.words import Progress
 
@@ -83,7 +83,7 @@ def train_many(
             "trains alone: leave these out of its configuration."
         )
     slots = TrainedSlots(model, min(num_slots, len(tenants)), adapter_name=adapter_name)
-    company = Company(model, tenants, slots, pad_id=pad_id, tokens_per_batch=tokens_per_batch)
+    active = ActiveTenants(model, tenants, slots, pad_id=pad_id, tokens_per_batch=tokens_per_batch)
     identity = {**(identity or {}), **identity_of(tenants, slots)}
     resumed_from = starting_point(checkpoint_dir, resume, identity)
     ended: dict[str, Trained] = {}
@@ -103,28 +103,28 @@ def train_many(
         model.train()
         kept = Checkpoints(checkpoint_dir, identity, list(tenants)) if checkpoint_dir else None
         if kept is not None and resumed_from is not None:
-            take(kept.read(resumed_from, company))
+            take(kept.read(resumed_from, active))
         elif kept is not None:  # tenants that end before the next checkpoint belong to this training
             with explain_disk_errors(checkpoint_dir):
-                kept.write(company)
+                kept.write(active)
         saved, steps = time.perf_counter(), 0
-        while company.fill():
+        while active.fill():
             steps += 1
-            these = {seat.name: _trained(slots, seat, values, resumed_from) for seat, values in company.step()}
+            these = {state.name: _trained(slots, state, values, resumed_from) for state, values in active.step()}
             stops = asked()
             with explain_disk_errors(checkpoint_dir):
                 if kept is not None:
                     kept.write_ended(these)
-                    is_over = not company.seats and not company.waiting
+                    is_over = not active.states and not active.waiting
                     is_due = time.perf_counter() - saved >= checkpoint_s or steps == checkpoint_steps
                     if is_over or stops or is_due:
-                        kept.write(company)
+                        kept.write(active)
                         saved, steps = time.perf_counter(), 0
-                        done, total, _ = _standing(company, tenants, len(ended))
+                        done, total, _ = _standing(active, tenants, len(ended))
                         asked.saved = f"{done} of {total} steps of all are saved"
             take(these)
             if progress is not None:
-                progress("train", *_standing(company, tenants, len(ended)))
+                progress("train", *_standing(active, tenants, len(ended)))
             if stops:
                 break
     if len(ended) < len(tenants):  # the signal's own handler has returned
@@ -135,17 +135,17 @@ def train_many(
     return {name: ended[name] for name in tenants}
 
 
-def _trained(slots: TrainedSlots, seat: Seat, values: Tensor, resumed_from: Path | None) -> Trained:
-    report = replace(seat.report(resumed_from), state_held_bytes=slots.state_held_bytes)
-    return Trained(slots.by_layer(values.cpu()), report, seat.diverged)
+def _trained(slots: TrainedSlots, state: TenantState, values: Tensor, resumed_from: Path | None) -> Trained:
+    report = replace(state.report(resumed_from), state_held_bytes=slots.state_held_bytes)
+    return Trained(slots.by_layer(values.cpu()), report, state.diverged)
 
 
-def _standing(company: Company, tenants: Mapping[str, Tenant], num_ended: int) -> tuple[int, int, str]:
+def _standing(active: ActiveTenants, tenants: Mapping[str, Tenant], num_ended: int) -> tuple[int, int, str]:
     """Steps done and total steps of all tenants, and a text with the losses."""
-    to_do = {name: tenants[name].num_steps for name in company.waiting}
-    to_do |= {seat.name: seat.tenant.num_steps - seat.step for seat in company.seats}
+    to_do = {name: tenants[name].num_steps for name in active.waiting}
+    to_do |= {state.name: state.tenant.num_steps - state.step for state in active.states}
     total = sum(tenant.num_steps for tenant in tenants.values())
     note = f"{num_ended} of {len(tenants)} have ended"
-    if losses := [seat.losses[-1] for seat in company.seats if seat.losses]:
-        note += f", {len(company.seats)} train at loss {sum(losses) / len(losses):.3f}"
+    if losses := [state.losses[-1] for state in active.states if state.losses]:
+        note += f", {len(active.states)} train at loss {sum(losses) / len(losses):.3f}"
     return total - sum(to_do.values()), total, note

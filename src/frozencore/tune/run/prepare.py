@@ -43,7 +43,7 @@ class Base:
 
 
 @dataclass
-class Bench:
+class PreparedRun:
     """A loaded model with one run's rows, and the base model's score for runs that share them."""
 
     model: PreTrainedModel
@@ -54,7 +54,7 @@ class Bench:
 
 def prepare(
     config: RunConfig, progress: Progress, base: Base | None = None, *, row_cache: RowCache | None = None
-) -> Bench:
+) -> PreparedRun:
     """Load the inputs of a run. Errors in the input are raised here, before anything is written.
 
     Args:
@@ -79,7 +79,7 @@ def prepare(
         raise ConfigError(f"--max-length {encoder.max_length} is beyond the model's context of {limit} tokens.")
     rows = prepare_rows(config, encoder, row_cache)
     progress("load", 1, 1, _told(rows))
-    return Bench(base.model, encoder, rows)
+    return PreparedRun(base.model, encoder, rows)
 
 
 def _told(rows: RunRows) -> str:

@@ -20,10 +20,10 @@ from frozencore.tune.training.batching import group_by_length, pass_tokens_of
 from frozencore.tune.training.callbacks import divergence
 from frozencore.tune.training.many.losses import held_out_losses, row_losses, row_sizes
 from frozencore.tune.training.many.slots import TrainedSlots
-from frozencore.tune.training.many.tenant import Seat, Tenant
+from frozencore.tune.training.many.tenant import Tenant, TenantState
 
 
-class Company:
+class ActiveTenants:
     """The tenants in slots, in order, and the names that wait for a slot.
 
     Args:
@@ -41,39 +41,39 @@ class Company:
     ) -> None:
         self.model, self.tenants, self.slots, self.pad_id = model, tenants, slots, pad_id
         self.tokens_per_batch = tokens_per_batch
-        self.seats: list[Seat] = []
+        self.states: list[TenantState] = []
         self.waiting = sorted(tenants, key=lambda name: -tenants[name].num_steps)  # longest trainings first
         self.num_steps = 0
         self._shrink, self._pass_tokens = 1, pass_tokens_of(model)
 
     def fill(self) -> bool:
         """Give free slots to waiting tenants; False if all have ended."""
-        while self.waiting and len(self.seats) < len(self.slots):
+        while self.waiting and len(self.states) < len(self.slots):
             name = self.waiting.pop(0)
-            self.slots.clear(len(self.seats))
-            self.seats.append(Seat.new(name, self.tenants[name]))
-        return bool(self.seats)
+            self.slots.clear(len(self.states))
+            self.states.append(TenantState.new(name, self.tenants[name]))
+        return bool(self.states)
 
-    def step(self) -> list[tuple[Seat, Tensor]]:
+    def step(self) -> list[tuple[TenantState, Tensor]]:
         """Make one optimizer step for every tenant in a slot; return the tenants that ended, with their kept cores."""
         started = time.perf_counter()
-        rows = [seat.step_rows() for seat in self.seats]
+        rows = [state.step_rows() for state in self.states]
         losses, norms = self._gradients(rows)
-        for seat, loss, norm in zip(self.seats, losses.tolist(), norms.tolist(), strict=True):
+        for state, loss, norm in zip(self.states, losses.tolist(), norms.tolist(), strict=True):
             if not (math.isfinite(loss) and math.isfinite(norm)):
-                seat.diverged = divergence(
-                    seat.step + 1, seat.tenant.num_steps, loss, norm, seat.tenant.recipe.learning_rate
+                state.diverged = divergence(
+                    state.step + 1, state.tenant.num_steps, loss, norm, state.tenant.recipe.learning_rate
                 )
-        good = {seat.name: self.slots.sound[i].clone() for i, seat in enumerate(self.seats) if seat.diverged}
-        recipes = [seat.tenant.recipe for seat in self.seats]
-        rates = [seat.tenant.recipe.rate(seat.step, seat.tenant.num_steps) for seat in self.seats]
-        guards = {slot: guard for slot, seat in enumerate(self.seats) if (guard := self._guard(seat)) is not None}
+        good = {state.name: self.slots.sound[i].clone() for i, state in enumerate(self.states) if state.diverged}
+        recipes = [state.tenant.recipe for state in self.states]
+        rates = [state.tenant.recipe.rate(state.step, state.tenant.num_steps) for state in self.states]
+        guards = {slot: guard for slot, state in enumerate(self.states) if (guard := self._guard(state)) is not None}
         for slot, guard in guards.items():
             guard.before_step(self._cores(slot), rates[slot])
         self.slots.step(
             norms,
             rates=rates,
-            counts=[seat.step + 1 for seat in self.seats],
+            counts=[state.step + 1 for state in self.states],
             largest_norms=[math.inf if recipe.private else recipe.max_grad_norm for recipe in recipes],
             decays=[recipe.weight_decay for recipe in recipes],
         )
@@ -81,33 +81,35 @@ class Company:
             try:
                 guard.after_step(self._cores(slot))
             except TrainingError as error:
-                self.seats[slot].diverged = self.seats[slot].diverged or str(error)
+                self.states[slot].diverged = self.states[slot].diverged or str(error)
         self.num_steps += 1
-        sizes = [sum(len(row.input_ids) for row in of_seat) for of_seat in rows]
+        sizes = [sum(len(row.input_ids) for row in of_tenant) for of_tenant in rows]
         share_s = (time.perf_counter() - started) / max(1, sum(sizes))
-        for seat, loss, size in zip(self.seats, losses.tolist(), sizes, strict=True):
-            if not seat.diverged:
-                seat.losses.append(loss)
-            seat.steps_s.append(share_s * size)
+        for state, loss, size in zip(self.states, losses.tolist(), sizes, strict=True):
+            if not state.diverged:
+                state.losses.append(loss)
+            state.steps_s.append(share_s * size)
         self._score()
         return self._leave(good)
 
     def _cores(self, slot: int) -> dict[str, Tensor]:
         return self.slots.by_layer(self.slots.values[slot])
 
-    def _guard(self, seat: Seat) -> Guard | None:
+    def _guard(self, state: TenantState) -> Guard | None:
         """The checks of a private training."""
-        if seat.guard is None and (budget := seat.tenant.recipe.private) is not None:
-            seat.guard = Guard({name: rank * rank for name, rank in self.slots.ranks.items()}, budget.clip)
-        return seat.guard
+        if state.guard is None and (budget := state.tenant.recipe.private) is not None:
+            state.guard = Guard({name: rank * rank for name, rank in self.slots.ranks.items()}, budget.clip)
+        return state.guard
 
     def _gradients(self, rows: list[list[TokenRow]]) -> tuple[Tensor, Tensor]:
         """Compute the loss of each tenant and leave its gradient in its slot; return losses and gradient norms."""
-        flat = [row for of_seat in rows for row in of_seat]
-        slot_of = [slot for slot, of_seat in enumerate(rows) for _ in of_seat]
+        flat = [row for of_tenant in rows for row in of_tenant]
+        slot_of = [slot for slot, of_tenant in enumerate(rows) for _ in of_tenant]
         losses = torch.zeros(len(rows), device=self.slots.device)
         costs, most = row_costs(row_sizes(self.model, flat), self.slots.device, self.tokens_per_batch)
-        weights = [weight for seat, of_seat in zip(self.seats, rows, strict=True) for weight in _weights(seat, of_seat)]
+        weights = [
+            weight for state, of_tenant in zip(self.states, rows, strict=True) for weight in _weights(state, of_tenant)
+        ]
         while flat:  # a private step may have no rows
             groups = group_by_length(costs, most // self._shrink, self._pass_tokens)
             work = partial(self._passes, groups, flat, slot_of, weights, losses)
@@ -116,16 +118,16 @@ class Company:
             elif not fits(work):
                 self.slots.gradients.zero_()
                 losses.zero_()
-                for seat in self.seats:
-                    if seat.guard is not None:
-                        seat.guard.forget()
+                for state in self.states:
+                    if state.guard is not None:
+                        state.guard.forget()
                 self._shrink *= 2
                 continue
             break
-        for slot, seat in enumerate(self.seats):
-            if seat.secret is not None and (schedule := seat.tenant.schedule) is not None:
+        for slot, state in enumerate(self.states):
+            if state.secret is not None and (schedule := state.tenant.schedule) is not None:
                 losses[slot] /= max(1, len(rows[slot]))
-                add_noise(self.slots.gradients[slot], seat.secret, seat.step, schedule)
+                add_noise(self.slots.gradients[slot], state.secret, state.step, schedule)
         return losses, self.slots.gradient_norms(len(rows))
 
     def _passes(
@@ -149,23 +151,25 @@ class Company:
         rows_of: dict[int, list[int]] = {}
         plain: list[int] = []
         for row, slot in enumerate(slots):
-            is_private = self.seats[slot].tenant.recipe.private is not None
+            is_private = self.states[slot].tenant.recipe.private is not None
             (rows_of.setdefault(slot, []) if is_private else plain).append(row)
         if plain:
             self.slots.gradients.index_add_(0, torch.tensor(slots, device=gradients.device)[plain], gradients[plain])
         for slot, own in rows_of.items():
-            if (budget := self.seats[slot].tenant.recipe.private) and (guard := self._guard(self.seats[slot])):
+            if (budget := self.states[slot].tenant.recipe.private) and (guard := self._guard(self.states[slot])):
                 total, norms = clipped_sum(gradients[own], budget.clip)
                 guard.see(gradients[own], norms)
                 self.slots.gradients[slot].add_(total)
 
     def _score(self) -> None:
         """Score the tenants that are due on their validation rows."""
-        due = [slot for slot, seat in enumerate(self.seats) if not seat.diverged and seat.tenant.is_scored(seat.step)]
+        due = [
+            slot for slot, state in enumerate(self.states) if not state.diverged and state.tenant.is_scored(state.step)
+        ]
         if not due:
             return
         started = time.perf_counter()
-        sets = [chosen.rows for slot in due if (chosen := self.seats[slot].tenant.validation)]
+        sets = [chosen.rows for slot in due if (chosen := self.states[slot].tenant.validation)]
         losses = held_out_losses(
             self.model,
             sets,
@@ -178,33 +182,33 @@ class Company:
             self._note(slot, loss, share_s * len(rows))
 
     def _note(self, slot: int, loss: float, time_s: float) -> None:
-        seat = self.seats[slot]
-        seat.scoring_s += time_s
+        state = self.states[slot]
+        state.scoring_s += time_s
         if math.isfinite(loss):
-            seat.scored(loss, self.slots.values[slot])
+            state.scored(loss, self.slots.values[slot])
         else:
-            seat.diverged = f"Training diverged at step {seat.step}: the loss on validation rows is {loss}."
+            state.diverged = f"Training diverged at step {state.step}: the loss on validation rows is {loss}."
 
-    def _leave(self, good: Mapping[str, Tensor]) -> list[tuple[Seat, Tensor]]:
+    def _leave(self, good: Mapping[str, Tensor]) -> list[tuple[TenantState, Tensor]]:
         """Remove the tenants that have ended; the last slot moves into the free one."""
         gone = []
-        for slot, seat in enumerate(self.seats):
-            if seat.has_ended:
-                last = self.slots.values[slot] if seat.diverged is None else self.slots.sound[slot]
-                kept = good.get(seat.name, last if seat.best is None or seat.diverged else seat.best)
-                gone.append((seat, kept.clone()))
-        for slot in reversed(range(len(self.seats))):
-            if self.seats[slot].has_ended:
-                if slot < len(self.seats) - 1:
-                    self.slots.move(len(self.seats) - 1, slot)
-                    self.seats[slot] = self.seats[-1]
-                self.seats.pop()
+        for slot, state in enumerate(self.states):
+            if state.has_ended:
+                last = self.slots.values[slot] if state.diverged is None else self.slots.sound[slot]
+                kept = good.get(state.name, last if state.best is None or state.diverged else state.best)
+                gone.append((state, kept.clone()))
+        for slot in reversed(range(len(self.states))):
+            if self.states[slot].has_ended:
+                if slot < len(self.states) - 1:
+                    self.slots.move(len(self.states) - 1, slot)
+                    self.states[slot] = self.states[-1]
+                self.states.pop()
         return gone
 
 
-def _weights(seat: Seat, rows: list[TokenRow]) -> list[float]:
+def _weights(state: TenantState, rows: list[TokenRow]) -> list[float]:
     """The weight of each row's loss: one over the tokens of the step, or over its own tokens if it is clipped."""
-    if seat.tenant.recipe.private is not None:
+    if state.tenant.recipe.private is not None:
         return [1 / max(1, row.num_targets) for row in rows]
     num_tokens = sum(row.num_targets for row in rows)
     return [1 / num_tokens if num_tokens else math.nan] * len(rows)

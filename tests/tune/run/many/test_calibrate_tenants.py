@@ -11,8 +11,8 @@ from peft import get_peft_model
 from frozencore import FrozenCoreConfig, calibrate, load_basis
 from frozencore.adapter.layer import frozen_core_layers
 from frozencore.errors import ArtifactError
-from frozencore.tune.run.bench import calibration_batches, prepare
-from frozencore.tune.run.many.calibrate import execute_calibration_of_tenants
+from frozencore.tune.run.many.calibrate_tenants import execute_calibration_of_tenants
+from frozencore.tune.run.prepare import calibration_batches, prepare
 from small_tenants import SIZES, config_of, silent
 
 
@@ -23,10 +23,10 @@ def test_each_tenant_is_a_group_of_the_rows_that_a_run_of_it_alone_would_calibra
     found = execute_calibration_of_tenants(config, tmp_path / "out", silent)
     groups, sizes = {}, []
     for name in SIZES:
-        bench = prepare(config_of(tenants / f"{name}.jsonl"), silent)
-        groups[name] = calibration_batches(bench.rows, bench.encoder.pad_id)
-        sizes.append(len(bench.rows.calibration))
-    model = get_peft_model(bench.model, FrozenCoreConfig(r=4, task_type="CAUSAL_LM"))
+        prepared = prepare(config_of(tenants / f"{name}.jsonl"), silent)
+        groups[name] = calibration_batches(prepared.rows, prepared.encoder.pad_id)
+        sizes.append(len(prepared.rows.calibration))
+    model = get_peft_model(prepared.model, FrozenCoreConfig(r=4, task_type="CAUSAL_LM"))
     alone = calibrate(model, groups=groups, options=config.calibration_options, progress=False)
     saved = load_basis(tmp_path / "out" / "basis")
     for name, layer in frozen_core_layers(model, "default").items():

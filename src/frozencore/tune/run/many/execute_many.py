@@ -21,7 +21,6 @@ from frozencore.files.fingerprint import fingerprint_model
 from frozencore.files.whole_file import require_writable
 from frozencore.ranks import each_by_itself, first_before_others, from_first, gathered, own_rank
 from frozencore.tune.run.adapt import adapt_from_data, adapter_of
-from frozencore.tune.run.bench import Bench
 from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.costs import PeakMemory
 from frozencore.tune.run.make_record import calibrated_on
@@ -35,6 +34,7 @@ from frozencore.tune.run.many.tenant_rows import (
     told_of,
 )
 from frozencore.tune.run.models import resolve_targets
+from frozencore.tune.run.prepare import PreparedRun
 from frozencore.tune.run.run_cache import RunCache
 from frozencore.tune.run.run_folder import BASE_SCORE, BASIS, CACHE, CHECKPOINTS, RECORD, refuse_interrupted
 from frozencore.tune.run.training_port import recipe_of
@@ -69,25 +69,25 @@ def execute_many(
         FrozenCoreError: A file has bad input (raised before anything is written), or the folder has finished runs.
     """
     started, folders = time.perf_counter(), ShareFolders(out)
-    config, bench, every = each_by_itself(partial(_read, config, out, folders, progress, resume=resume))
-    targets, model_hash = resolve_targets(config, bench.model), fingerprint_model(bench.model)
+    config, prepared, every = each_by_itself(partial(_read, config, out, folders, progress, resume=resume))
+    targets, model_hash = resolve_targets(config, prepared.model), fingerprint_model(prepared.model)
     own, cache = own_tenants(every), RunCache(out, reads_only=own_rank() > 0)
-    before = _score_base(every, own, cache, bench, model_hash, progress)
-    memory = PeakMemory(bench.model)
+    before = _score_base(every, own, cache, prepared, model_hash, progress)
+    memory = PeakMemory(prepared.model)
     caught: list[WarningMessage] = []
 
     def adapt() -> tuple[PeftModel, Calibration | None, float]:
         with warnings.catch_warnings(record=True) as heard, cache.removed_if_refused():
             warnings.simplefilter("always")
             model, calibration, calibration_s = cache.load_or_build_adapter(
-                adapter_of(config, targets, {"model": model_hash, **bench.rows.fingerprints()}),
-                bench,
+                adapter_of(config, targets, {"model": model_hash, **prepared.rows.fingerprints()}),
+                prepared,
                 config.method_entry,
-                lambda: adapt_from_data(config, bench, targets, progress),
+                lambda: adapt_from_data(config, prepared, targets, progress),
                 heard,
             )
         caught.extend(heard)
-        _name_basis(model, out / BASIS, calibrated_on(config, bench, calibration))
+        _name_basis(model, out / BASIS, calibrated_on(config, prepared, calibration))
         return model, calibration, calibration_s
 
     model, calibration, calibration_s = first_before_others(adapt)
@@ -96,14 +96,14 @@ def execute_many(
     finisher = Finisher(
         out=out,
         config=config,
-        bench=bench,
+        prepared=prepared,
         own=own,
         model=model,
         targets=targets,
         calibration=calibration,
         calibration_s=calibration_s,
         before=before,
-        company=(len(own), min(num_slots, len(own))),
+        side_by_side=(len(own), min(num_slots, len(own))),
         hashes={"model": model_hash, "basis": basis},
         warned=[entry for entry in caught if entry.category is UserWarning],
         memory=memory,
@@ -113,7 +113,7 @@ def execute_many(
         lambda: train_many(
             model,
             {name: tenant_of(one, model) for name, one in own.items()},
-            pad_id=bench.encoder.pad_id,
+            pad_id=prepared.encoder.pad_id,
             num_slots=num_slots,
             checkpoint_dir=folders.own,
             checkpoint_steps=config.save_steps,
@@ -132,23 +132,23 @@ def execute_many(
 
 def _read(
     config: RunConfig, out: Path, folders: ShareFolders, progress: Progress, *, resume: bool
-) -> tuple[RunConfig, Bench, dict[str, TenantRows]]:
-    """The configuration with its basis, the bench of all tenants, and each tenant's rows."""
+) -> tuple[RunConfig, PreparedRun, dict[str, TenantRows]]:
+    """The configuration with its basis, the prepared run of all tenants, and each tenant's rows."""
     config, files = tenants_of(config)
     _refuse_finished(out, files, resume=resume)
     folders.require_as_many()
-    bench, every = read_tenants(config, files, progress)
+    prepared, every = read_tenants(config, files, progress)
     for name, one in every.items():
         with told_of(repr(name)):
-            tenant_of(one, bench.model)  # raises errors before anything is written
-    return config, bench, every
+            tenant_of(one, prepared.model)  # raises errors before anything is written
+    return config, prepared, every
 
 
 def _score_base(
     every: Mapping[str, TenantRows],
     own: Mapping[str, TenantRows],
     cache: RunCache,
-    bench: Bench,
+    prepared: PreparedRun,
     model_hash: str,
     progress: Progress,
 ) -> dict[str, float]:
@@ -159,9 +159,9 @@ def _score_base(
     if losses is None:
         scored = each_by_itself(
             lambda: held_out_losses(
-                bench.model,
+                prepared.model,
                 [one.rows.held_out for one in own.values()],
-                pad_id=bench.encoder.pad_id,
+                pad_id=prepared.encoder.pad_id,
                 progress=as_stage(progress, "score base"),
             )
         )

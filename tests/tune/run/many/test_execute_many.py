@@ -17,12 +17,12 @@ from frozencore.adapter.bases.access import basis_fingerprint
 from frozencore.errors import ArtifactError, ConfigError, DataError, FrozenCoreError, TrainingError
 from frozencore.tune.methods import Targets
 from frozencore.tune.pocket import pocket_model_path
-from frozencore.tune.run.bench import Bench
 from frozencore.tune.run.config import RunConfig, make_config
 from frozencore.tune.run.execute import execute
-from frozencore.tune.run.many.execute import execute_many
+from frozencore.tune.run.many.execute_many import execute_many
 from frozencore.tune.run.many.finish import TenantOutcome
 from frozencore.tune.run.many.tenants import find_tenants
+from frozencore.tune.run.prepare import PreparedRun
 from frozencore.tune.run.record import Failure, TunedRecord, read_record
 from frozencore.words import Progress
 from small_tenants import SIZES, adapter_in, config_of, cores_in, silent
@@ -35,8 +35,8 @@ def test_a_tenant_of_tune_many_is_that_of_tune_on_the_same_basis(
     out, records = together
     shared = load_basis(out / "basis")
 
-    def same_basis(config: RunConfig, bench: Bench, targets: Targets, _: Progress) -> tuple[PeftModel, None]:
-        model = config.method_entry.add(bench.model, config.adapter_options(targets))
+    def same_basis(config: RunConfig, prepared: PreparedRun, targets: Targets, _: Progress) -> tuple[PeftModel, None]:
+        model = config.method_entry.add(prepared.model, config.adapter_options(targets))
         set_bases(model, shared)
         return model, None
 

@@ -10,11 +10,11 @@ from frozencore.adapter.bases.calibrate import Calibration, calibrate
 from frozencore.calibration.batches import Batch
 from frozencore.errors import ArtifactError, ConfigError, DataError
 from frozencore.files.whole_file import require_writable
-from frozencore.tune.run.bench import calibration_batches
 from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.many.tenant_rows import TenantRows, read_each
 from frozencore.tune.run.many.tenants import find_tenants
 from frozencore.tune.run.models import resolve_targets
+from frozencore.tune.run.prepare import calibration_batches
 from frozencore.tune.run.run_folder import ADAPTER, BASIS
 from frozencore.words import Progress
 
@@ -47,9 +47,9 @@ def execute_calibration_of_tenants(config: RunConfig, out: Path, progress: Progr
     if (out / ADAPTER).exists():
         raise ArtifactError(f"{out} already holds a calibration. Choose another --output, or remove that folder.")
     require_writable(out)
-    bench, tenants = read_each(config, files, progress)
-    groups = _groups(tenants, bench.encoder.pad_id)
-    model = config.method_entry.add(bench.model, config.adapter_options(resolve_targets(config, bench.model)))
+    prepared, tenants = read_each(config, files, progress)
+    groups = _groups(tenants, prepared.encoder.pad_id)
+    model = config.method_entry.add(prepared.model, config.adapter_options(resolve_targets(config, prepared.model)))
     calibration = calibrate(model, groups=groups, options=config.calibration_options, progress=progress)
     out.mkdir(parents=True, exist_ok=True)
     config.method_entry.save(model, out / ADAPTER, out)
