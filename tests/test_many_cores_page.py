@@ -10,7 +10,7 @@ import torch
 from peft import PeftModel, get_peft_model
 
 from adapted import BATCHES, adapted, cores_of, train_at_random
-from frozencore import FrozenCoreConfig, frozen_core_layers, save_basis
+from frozencore import FrozenCoreConfig, frozen_core_layers, load_basis, save_basis
 from frozencore.tune.run.models import load_model
 from places import ROOT
 from tiny import tiny_qwen2
@@ -34,7 +34,7 @@ def test_the_lines_that_train_many_run_and_save_true_sizes(
     }
     batch = tokenizer(["anna and 3", "ben and 3x", "no one and"], padding=True, return_tensors="pt")
     names = {"base": on_basis.unload(), "tokenizer": tokenizer, "rows_of_tenants": rows, "batch": batch}
-    exec(compile(BLOCKS[1], "many-cores.md", "exec"), names)
+    exec(compile(BLOCKS[2], "many-cores.md", "exec"), names)
     for name in rows:
         folder = Path("shop") / name
         assert (folder / "adapter_model.safetensors").stat().st_size < 4 * 16 * 8**2 + 1024
@@ -52,7 +52,7 @@ def test_the_code_of_the_page_runs_and_rows_are_their_tenants_own(
     monkeypatch.chdir(tmp_path)
     batch = {key: BATCHES[0][key] for key in ("input_ids", "attention_mask")}
     model = adapted("fcca").eval()
-    folder, _, sharing, serving, summing, federated = BLOCKS
+    folder, growing, _, sharing, serving, summing, federated = BLOCKS
     rows = [[{key: X[i : i + 1] for key, X in BATCHES[0].items()} for i in of] for of in ((0, 1, 2), (3,))]
     names = {
         "model": model, "batch": batch, "frozen_core_layers": frozen_core_layers, "torch": torch,
@@ -80,3 +80,6 @@ def test_the_code_of_the_page_runs_and_rows_are_their_tenants_own(
     one, other = (cores_of(client)[0].factors("default")[2] for client in names["clients"])
     assert torch.equal(one, other)
     assert bool(one.any())
+    names |= {"base": tiny_qwen2(), "batches": BATCHES}
+    run(growing)
+    assert load_basis("wider/basis").older[0].identity == load_basis("shop/basis").identity

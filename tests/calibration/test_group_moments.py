@@ -9,8 +9,11 @@ from torch import Tensor, nn
 
 from frozencore import CalibrationOptions, Whitening, collect_moments
 from frozencore.calibration.group_moments import GroupedLayer, collect_groups
+from frozencore.constructors.random import random_basis
 from frozencore.errors import CalibrationError
+from frozencore.maths.basis import Basis
 from frozencore.maths.groups import shared_spans
+from frozencore.maths.linalg import principal_cosines
 from frozencore.maths.moments import LayerMoments
 from references import numpy_of
 from tiny import ATTENTION, batches_of, draw_examples, tiny_qwen2
@@ -24,28 +27,41 @@ def model_and_layers() -> tuple[nn.Module, dict[str, nn.Module]]:
     return model, {name: part for name, part in model.named_modules() if name.endswith(ATTENTION)}
 
 
-def collected(groups: dict[str, list], rank: int = RANK, **options: object) -> dict[str, GroupedLayer]:
+def collected(
+    groups: dict[str, list], rank: int = RANK, beside: dict[str, Basis] | None = None
+) -> dict[str, GroupedLayer]:
     model, layers = model_and_layers()
-    ranks = dict.fromkeys(layers, rank)
-    return collect_groups(model, groups, layers, ranks, whitening=Whitening(), options=CalibrationOptions(**options))
+    return collect_groups(
+        model, groups, layers, dict.fromkeys(layers, rank), whitening=Whitening(), options=CalibrationOptions(),
+        beside=beside,
+    )  # fmt: skip
 
 
-def whitened(moments: list[LayerMoments], damping: float = 1e-3) -> Tensor:
-    """Every group's T in NumPy, from its moments and the diagonals of all."""
+def roots(moments: list[LayerMoments], damping: float = 1e-3) -> tuple[np.ndarray, np.ndarray]:
+    """The diagonals of D^-1/2 and A^-1/2 of all groups."""
     a, d = (np.mean([getattr(one, name) / getattr(one, name).mean() for one in moments], axis=0) for name in ("a", "d"))
-    T = [
-        (d + damping * d.mean())[:, None] ** -0.5 * numpy_of(one.G) * (a + damping * a.mean()) ** -0.5
-        for one in moments
-    ]
+    return (d + damping * d.mean()) ** -0.5, (a + damping * a.mean()) ** -0.5
+
+
+def whitened(moments: list[LayerMoments]) -> Tensor:
+    """Every group's T in NumPy, from its moments and the diagonals of all."""
+    D, A = roots(moments)
+    T = [D[:, None] * numpy_of(one.G) * A for one in moments]
     return torch.tensor(np.stack([one / np.linalg.norm(one) for one in T]))
 
 
 @pytest.fixture(scope="module")
-def stacks() -> dict[str, Tensor]:
-    """T of every group by layer."""
+def moments() -> dict[str, list[LayerMoments]]:
+    """The moments of every group by layer."""
     model, layers = model_and_layers()
     found = [collect_moments(model, batches, layers) for batches in GROUPS.values()]
-    return {name: whitened([moments[name] for moments in found]) for name in layers}
+    return {name: [of_group[name] for of_group in found] for name in layers}
+
+
+@pytest.fixture(scope="module")
+def stacks(moments: dict[str, list[LayerMoments]]) -> dict[str, Tensor]:
+    """T of every group by layer."""
+    return {name: whitened(of_groups) for name, of_groups in moments.items()}
 
 
 def test_spans_of_groups_one_at_a_time_hold_what_those_of_all_at_once_do(stacks: dict[str, Tensor]) -> None:
@@ -56,6 +72,23 @@ def test_spans_of_groups_one_at_a_time_hold_what_those_of_all_at_once_do(stacks:
         held = float((spans.U.mT @ T @ spans.V).square().sum())
         assert held == pytest.approx(spans.sums[-1], rel=1e-6)
         assert 0.99 * best.sums[-1] < held <= best.sums[-1] * (1 + 1e-6)
+
+
+def test_directions_that_a_basis_grows_by_hold_what_the_best_of_all_groups_at_once_do(
+    moments: dict[str, list[LayerMoments]], stacks: dict[str, Tensor]
+) -> None:
+    old = {name: random_basis(shape=T.shape[1:], rank=2, seed=7) for name, T in stacks.items()}
+    found = collected(GROUPS, rank=2 + RANK, beside=old)
+    for name, T in stacks.items():
+        spans = found[name].spans
+        complete = []
+        for X, root, own in zip((old[name].P, old[name].Q), roots(moments[name]), (spans.U, spans.V), strict=True):
+            given = torch.linalg.qr(torch.tensor(numpy_of(X) / root[:, None])).Q  # D^1/2 P
+            assert principal_cosines(given, own[:, :2]).min() > 1 - 1e-6
+            complete.append(torch.linalg.svd(given).U)
+        T = complete[0].mT @ T @ complete[1]
+        best, held = shared_spans(T, 2 + RANK, 2).sums[-1], spans.sums[-1]
+        assert 0.98 * best < held <= best * (1 + 1e-6)
 
 
 def test_the_share_of_each_group_is_what_its_own_matrix_says(stacks: dict[str, Tensor]) -> None:

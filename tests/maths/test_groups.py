@@ -61,6 +61,26 @@ def test_no_small_turn_of_the_spans_holds_more() -> None:
         assert held(T, U, V) <= spans.sums[-1] + 1e-9
 
 
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10_000), st.integers(1, 5), st.integers(3, 9), st.integers(3, 9), st.integers(1, 3), st.data())
+def test_spans_that_grow_keep_the_given_ones_and_no_round_lowers_the_sum(
+    seed: int, K: int, p: int, q: int, r: int, data: st.DataObject
+) -> None:
+    T, given_first = unit(drawn(seed, K, p, q)), data.draw(st.integers(0, r - 1))
+    spans = shared_spans(T, r, given_first)
+    assert all(after >= before - 1e-12 for before, after in zip(spans.sums, spans.sums[1:], strict=False))
+    assert spans.sums[-1] == pytest.approx(held(T, spans.U, spans.V), rel=1e-9)
+    for X, energy in ((spans.U, spans.left_energy), (spans.V, spans.right_energy)):
+        torch.testing.assert_close(X.mT @ X, torch.eye(r, dtype=torch.float64))
+        assert torch.equal(X[:, :given_first], torch.eye(len(X), given_first, dtype=torch.float64))
+        assert float(energy.sum()) == pytest.approx(spans.sums[-1], rel=1e-6)
+    for step in range(20):  # no new direction in their place holds more
+        turned = [X[given_first:, given_first:] + 1e-2 * drawn(step, *X[given_first:, given_first:].shape)
+                  for X in (spans.U, spans.V)]  # fmt: skip
+        pair = [torch.block_diag(torch.eye(given_first, dtype=torch.float64), torch.linalg.qr(X).Q) for X in turned]
+        assert held(T, *pair) <= spans.sums[-1] + 1e-7
+
+
 def test_one_group_has_the_leading_singular_spans() -> None:
     T = unit(drawn(1, 1, 12, 9))
     spans = shared_spans(T, 4)

@@ -5,6 +5,12 @@
 The cores of a slot are contiguous (Σr² values), so that one copy adds a tenant. The cores of a batch's rows are
 gathered once, when the batch begins. Slot 0 is zero and stands for the base model. Nothing is allocated after the first
 batch of a size, and the rows' cores stay at their addresses, so compiled code and CUDA graphs stay valid.
+
+On a basis that grew the product has two parts, the narrower version of the basis first:
+
+    y += s·P₀ R₀₀ Q₀ᵀ x,   y += s·P (R - R₀₀) Qᵀ x
+
+So a core of the narrower basis gives the same bits as before: its second part adds zeros.
 """
 
 from __future__ import annotations
@@ -12,16 +18,18 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from frozencore.adapter.layer import FrozenCoreLayer, frozen_core_layers
+from frozencore.adapter.config import FrozenCoreConfig
+from frozencore.adapter.layer import FrozenCoreLayer, RowCores, frozen_core_layers
 from frozencore.adapter.mixed_batch import encoder_modules, rows_through
 from frozencore.adapter.saved.tensors import by_layer, require_finite_in
-from frozencore.adapter.swap import read_cores
+from frozencore.adapter.swap import held_bases, read_cores, require_unmoved
 from frozencore.errors import ConfigError
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -59,6 +67,8 @@ class CoreBank:
             raise ConfigError(f"A bank keeps cores in float32, bfloat16 or float16, but {dtype} came.")
         for layer in self.layers.values():
             layer.require_basis(adapter_name)
+        self._older = _older_bases(self.layers, adapter_name, configs[adapter_name])
+        self._bases = held_bases(self.layers.values(), adapter_name)
         self._values, self._cores = _allocate(self.layers, adapter_name, capacity + 1, dtype)
         self._slot_of: dict[str, int] = {}
         self._free = list(range(capacity, 0, -1))
@@ -78,17 +88,19 @@ class CoreBank:
         """Store a core under a name; it replaces a core of that name.
 
         Args:
-            source: A folder that ``save_pretrained`` wrote, a state dict of PEFT's, or R (r x r) by layer name.
+            source: A folder that ``save_pretrained`` wrote, a state dict of PEFT's, or R (r x r) by layer name. Cores
+                of a narrower version of a widened basis are filled up with zeros.
 
         Raises:
-            ConfigError: The name is no text, the bank is full, or the adapter with the basis was merged or calibrated
-                again.
+            ConfigError: The name is no text, the bank is full, or the adapter with the basis was merged, calibrated
+                again or widened.
             ArtifactError: Other layers, ranks, scales or bases. The bank is as it was.
         """
         if not isinstance(name, str):
             raise ConfigError(f"A core has a name (None is the base model in a batch), but {name!r:.60} came.")
+        self._require_own_basis()
         configs: Any = self.model.peft_config
-        flat = read_cores(source, self.layers, self.adapter_name, configs[self.adapter_name].basis_id)
+        flat = read_cores(source, self.layers, self.adapter_name, configs[self.adapter_name])
         require_finite_in(f"the core {name!r:.60}", flat, self.dtype)
         by_device = self._by_device(flat)
         with self._names_lock:
@@ -132,11 +144,12 @@ class CoreBank:
             num_beams: The beams of ``generate``, which repeats each row so often (behind the encoder, if there is one).
 
         Raises:
-            ConfigError: A name has no core, or there are no names.
+            ConfigError: A name has no core, there are no names, or the adapter's basis was replaced or widened.
             ValueError: An adapter is merged into the weights.
         """
         if not names:
             raise ConfigError("A batch has a name (or None) for each of its rows, but none came. Name each row.")
+        self._require_own_basis()
         with self._batch_lock:
             with self._names_lock:
                 slots = [0 if name is None else self._slot(name) for name in names]
@@ -145,8 +158,16 @@ class CoreBank:
             with ExitStack() as undo:
                 for name, R in batch.cores.items():
                     layer = self.layers[name]
-                    undo.enter_context(rows_through(layer, layer.row_cores_of(self.adapter_name, R)))
+                    rows = layer.row_cores_of(self.adapter_name, R)
+                    if parts := batch.parts[name]:
+                        first, *others = (RowCores(*part) for part in zip(self._older[name], parts, strict=True))
+                        rows = replace(first, further=(*others, rows))
+                    undo.enter_context(rows_through(layer, rows))
                 yield
+
+    def _require_own_basis(self) -> None:
+        way_out = "Make a new CoreBank and put the cores again."
+        require_unmoved(self.layers.values(), self.adapter_name, self._bases, way_out)
 
     def _slot(self, name: str) -> int:
         if name not in self._slot_of:
@@ -169,15 +190,26 @@ class CoreBank:
         if (num_rows, num_beams) not in self._batches:
             in_encoder = {id(module) for module in encoder_modules(self.model)} if num_beams > 1 else set()
             times = {name: 1 if id(layer) in in_encoder else num_beams for name, layer in self.layers.items()}
-            self._batches[num_rows, num_beams] = _Batch(self.layers, self.adapter_name, num_rows, times)
+            older = next(iter(self._older.values()))
+            ranks = [P.shape[1] for P, _, _ in older]
+            self._batches[num_rows, num_beams] = _Batch(self.layers, self.adapter_name, num_rows, times, ranks)
         return self._batches[num_rows, num_beams]
 
 
 class _Batch:
-    """The gathered cores of a batch's rows in each layer; beams repeat a row."""
+    """The gathered cores of a batch's rows in each layer; beams repeat a row.
+
+    On a widened basis ``parts`` hold the blocks of each core that its narrower versions multiply, and ``cores`` the
+    rest of it.
+    """
 
     def __init__(
-        self, layers: Mapping[str, FrozenCoreLayer], adapter_name: str, num_rows: int, times: Mapping[str, int]
+        self,
+        layers: Mapping[str, FrozenCoreLayer],
+        adapter_name: str,
+        num_rows: int,
+        times: Mapping[str, int],
+        older_ranks: Sequence[int],
     ) -> None:
         self._times = times
         self.cores = {
@@ -185,6 +217,7 @@ class _Batch:
             for name, layer in layers.items()
             for R in [layer.factors(adapter_name)[2].detach()]
         }
+        self.parts = {name: [R.new_zeros(len(R), r, r).mT for r in older_ranks] for name, R in self.cores.items()}
 
     def gather(self, cores: Mapping[str, Tensor], slots: Sequence[int]) -> None:
         """Copy the cores of those slots, from slots x r x r of each layer."""
@@ -194,6 +227,26 @@ class _Batch:
             if kind not in places:
                 places[kind] = torch.tensor(slots, device=kind[0]).repeat_interleave(kind[1])
             R.copy_(cores[name].index_select(0, places[kind]))
+            before = 0
+            for part in (*self.parts[name], R):
+                r = part.shape[-1]
+                if part is not R:
+                    part.copy_(R[:, :r, :r])
+                part[:, :before, :before] = 0
+                before = r
+
+
+def _older_bases(
+    layers: Mapping[str, FrozenCoreLayer], adapter_name: str, config: FrozenCoreConfig
+) -> dict[str, list[tuple[Tensor, Tensor, float]]]:
+    """P, Q and s of each narrower version of a widened basis by layer, the narrowest first; copies of columns."""
+    ranks = sorted(config.older_ranks().values())
+    older = {}
+    for name, layer in layers.items():
+        P, Q, _ = layer.factors(adapter_name)
+        scale = layer.frozencore_scale[adapter_name]
+        older[name] = [(P[:, :r].contiguous(), Q[:, :r].contiguous(), scale) for r in ranks]
+    return older
 
 
 def _allocate(

@@ -35,11 +35,13 @@ class RowCores:
         R: rows x r x r, the core of each row; zeros for a row without a core. Its values may change between two calls
             of a compiled model. Rows of one token are fastest if the transposes are contiguous.
         packed: The places of rows that are packed into sequences; None if each row is an input of its own.
+        further: If the basis grew, the rest of each core; zeros for a row with a narrower core.
     """
 
     basis: tuple[Tensor, Tensor, float] | None
     R: Tensor
     packed: PackedRows | None = None
+    further: tuple[RowCores, ...] = ()
 
 
 class FrozenCoreLayer(AdapterRounds, BaseTunerLayer):

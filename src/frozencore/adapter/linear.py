@@ -73,8 +73,14 @@ class FrozenCoreLinear(nn.Module, FrozenCoreLayer):
             result = base(x, *args, **kwargs)
             return result + packed_core_output(x, P, Q, rows.R, scale, rows.packed).to(result.dtype)
         if not args and not kwargs and is_plain(base, x, P):
-            return adapted_linear(x, base, P, Q, rows.R, scale)
-        return self._plus(base(x, *args, **kwargs), x, P, Q, rows.R, scale)
+            result = adapted_linear(x, base, P, Q, rows.R, scale)
+        else:
+            result = self._plus(base(x, *args, **kwargs), x, P, Q, rows.R, scale)
+        for rest in rows.further:
+            if rest.basis is not None:
+                P, Q, scale = rest.basis
+                result = self._plus(result, x, P, Q, rest.R, scale)
+        return result
 
     def _check_forward_args(self, x: Tensor, adapter_names: list[str]) -> None:
         if len(x) != len(adapter_names):

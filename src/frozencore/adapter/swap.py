@@ -6,14 +6,16 @@ two requests. Reading and comparing the bases takes milliseconds; the copy takes
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
+from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.adapter.layer import FrozenCoreLayer, frozen_core_layers
 from frozencore.adapter.saved.folder import read_tensors
 from frozencore.adapter.saved.seal import read_folder
@@ -22,6 +24,7 @@ from frozencore.adapter.saved.tensors import (
     FLAT,
     PREFIX,
     Factors,
+    by_layer,
     flatten_cores,
     layer_factors,
     require_finite,
@@ -31,6 +34,9 @@ from frozencore.adapter.saved.tensors import (
 )
 from frozencore.errors import ArtifactError, ConfigError
 from frozencore.files.adapter_folder import read_config
+
+HeldBases = tuple[tuple[Tensor, int, Tensor, int], ...]
+"""P and Q of each layer and the versions of their values."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +50,7 @@ class ReadyCore:
 
     adapter_name: str
     layers: tuple[FrozenCoreLayer, ...]
-    bases: tuple[tuple[Tensor, int, Tensor, int], ...]
+    bases: HeldBases
     cores: tuple[Tensor, ...]
 
     def swap_in(self) -> None:
@@ -53,16 +59,10 @@ class ReadyCore:
         Raises:
             ConfigError: The adapter was merged into the weights, or calibrated or moved since the check.
         """
-        targets = []
-        for layer, (old_P, P_version, old_Q, Q_version) in zip(self.layers, self.bases, strict=True):
-            P, Q, R = layer.factors(self.adapter_name)
+        for layer in self.layers:
             _require_unmerged(layer)
-            if P is not old_P or Q is not old_Q or P._version != P_version or Q._version != Q_version:
-                raise ConfigError(
-                    f"A core means something on its own basis only, but that of layer {layer.name!r} of the adapter "
-                    f"{self.adapter_name!r} was set or moved since. Call prepare_swap again."
-                )
-            targets.append(R)
+        require_unmoved(self.layers, self.adapter_name, self.bases, "Call prepare_swap again.")
+        targets = [layer.factors(self.adapter_name)[2] for layer in self.layers]
         with torch.no_grad():
             torch._foreach_copy_(targets, list(self.cores))
 
@@ -90,31 +90,49 @@ def prepare_swap(
         raise ConfigError(f"swap_core needs a frozen-core adapter, but the model has none called {adapter_name!r}.")
     configs: Any = model.peft_config
     configs[adapter_name].require_one_round("A swap of cores")
-    flat = read_cores(source, layers, adapter_name, configs[adapter_name].basis_id)
+    flat = read_cores(source, layers, adapter_name, configs[adapter_name])
     for dtype in {layer.core(adapter_name).dtype for layer in layers.values()}:
         require_finite_in("the core", flat, dtype)
     new = split_cores(str(source), flat, {name: layer.rank(adapter_name) for name, layer in layers.items()})
-    bases, cores = [], []
+    cores = []
     for name, layer in layers.items():
-        P, Q, R = layer.factors(adapter_name)
-        bases.append((P, P._version, Q, Q._version))
+        R = layer.factors(adapter_name)[2]
         cores.append(new[name].detach().to(R.device, R.dtype, copy=True))
-    return ReadyCore(adapter_name, tuple(layers.values()), tuple(bases), tuple(cores))
+    here = tuple(layers.values())
+    return ReadyCore(adapter_name, here, held_bases(here, adapter_name), tuple(cores))
+
+
+def held_bases(layers: Iterable[FrozenCoreLayer], adapter_name: str) -> HeldBases:
+    """P and Q of an adapter as they are now."""
+    factors = (layer.factors(adapter_name) for layer in layers)
+    return tuple((P, P._version, Q, Q._version) for P, Q, _ in factors)
+
+
+def require_unmoved(layers: Iterable[FrozenCoreLayer], adapter_name: str, held: HeldBases, way_out: str) -> None:
+    """Refuse cores that were made for bases which an adapter no longer has."""
+    for layer, old in zip(layers, held, strict=True):
+        P, Q, _ = layer.factors(adapter_name)
+        if P is not old[0] or Q is not old[2] or (P._version, Q._version) != (old[1], old[3]):
+            raise ConfigError(
+                f"A core means something on its own basis only, but that of layer {layer.name!r} of the adapter "
+                f"{adapter_name!r} was set, widened or moved since. {way_out}"
+            )
 
 
 def read_cores(
     source: str | Path | Mapping[str, Tensor],
     layers: Mapping[str, FrozenCoreLayer],
     adapter_name: str,
-    basis_id: str | None,
+    config: FrozenCoreConfig,
 ) -> Tensor:
     """Read all cores of a saved adapter, a state dict of PEFT's, or R by layer name, for a loaded adapter.
 
-    If the saved adapter names the loaded adapter's basis, its basis is not read.
+    If the saved adapter names the loaded adapter's basis, its basis is not read. Cores of a basis from which the loaded
+    one grew are filled up with zeros.
 
     Args:
         layers: The layers of the loaded adapter, with the required basis.
-        basis_id: The identity of the loaded adapter's basis.
+        config: The configuration of the loaded adapter.
 
     Returns:
         Σr² values, layer by layer in the order of the layers' names.
@@ -124,43 +142,63 @@ def read_cores(
     if isinstance(source, Mapping):
         origin, tensors = "the state dict", source
     elif isinstance(source, str | Path):
-        origin, tensors = str(source), _read_folder(Path(source), layers, adapter_name, basis_id)
+        origin, tensors = str(source), _read_folder(Path(source), layers, adapter_name, config)
     else:
         raise ConfigError(
             f"Cores are a folder that save_pretrained wrote, a state dict, or R by layer name, but a "
             f"{type(source).__name__} came."
         )
-    if tensors.keys() & layers.keys():
+    ranks = {name: layer.rank(adapter_name) for name, layer in sorted(layers.items())}
+    factors: dict[str, Factors] = {}
+    if by_name := bool(tensors.keys() & layers.keys()):
         _require_same_layers(tensors, layers)
-        for name, layer in layers.items():
-            _require_core(name, tensors[name], layer.rank(adapter_name))
-        return flatten_cores(tensors)
-    others = [key for key in tensors if f".{PREFIX}" not in key and key != FLAT]
-    if others:
+        flat = flatten_cores(tensors)
+    elif others := [key for key in tensors if f".{PREFIX}" not in key and key != FLAT]:
         raise ArtifactError(
             f"Only cores can be swapped, but {origin} holds {others[0]!r} ({len(others)} in all). Load it with "
             "model.load_adapter or peft.set_peft_model_state_dict instead."
         )
-    if FLAT in tensors:
+    elif FLAT in tensors:
         require_finite(origin, tensors, "Train it again.")
-        require_size(origin, tensors[FLAT], sum(layer.rank(adapter_name) ** 2 for layer in layers.values()))
-        return tensors[FLAT]
-    factors = layer_factors(origin, tensors)
-    _require_same_layers(factors, layers)
-    for name, layer in layers.items():
-        _require_same_basis(layer, adapter_name, factors[name])
-    return flatten_cores({name: factors[name].R for name in layers})
+        flat = tensors[FLAT]
+    else:
+        factors = layer_factors(origin, tensors)
+        _require_same_layers(factors, layers)
+        flat = flatten_cores({name: factors[name].R for name in layers})
+    own = _ranks_of(flat, ranks, config)
+    for name in tensors if by_name else ():
+        _require_core(name, tensors[name], own[name])
+    for name in factors:
+        _require_same_basis(layers[name], adapter_name, factors[name], own[name])
+    require_size(origin, flat, sum(r * r for r in own.values()))
+    return flat if own == ranks else filled_up(flat, own, ranks)
+
+
+def filled_up(flat: Tensor, own: Mapping[str, int], ranks: Mapping[str, int]) -> Tensor:
+    """Cores of the ranks ``own``, Σr² values, with zeros up to larger ranks."""
+    parts = zip(by_layer(flat, own).values(), own.values(), ranks.values(), strict=True)
+    return torch.cat([pad(R, (0, wide - r, 0, wide - r)).reshape(-1) for R, r, wide in parts])
+
+
+def _ranks_of(flat: Tensor, ranks: Mapping[str, int], config: FrozenCoreConfig) -> dict[str, int]:
+    """The ranks of the cores: those of the loaded adapter, or of the narrower version of its basis with as many."""
+    if config.scale_rank is not None and flat.numel() != sum(r * r for r in ranks.values()):
+        for r in config.older_ranks().values():
+            if flat.shape == (len(ranks) * r * r,):
+                return dict.fromkeys(ranks, r)
+    return dict(ranks)
 
 
 def _read_folder(
-    folder: Path, layers: Mapping[str, FrozenCoreLayer], adapter_name: str, basis_id: str | None
+    folder: Path, layers: Mapping[str, FrozenCoreLayer], adapter_name: str, config: FrozenCoreConfig
 ) -> Mapping[str, Tensor]:
-    if basis_id is not None and read_config(folder).get("basis_id") == basis_id:
+    named = read_config(folder).get("basis_id")
+    if named is not None and (named == config.basis_id or (config.scale_rank and named in config.older_ranks())):
         return read_folder(folder)[1]
-    config, tensors = read_tensors(folder)
+    theirs_config, tensors = read_tensors(folder)
     held = {key.removeprefix(BASE).partition(f".{PREFIX}")[0] for key in tensors}
     for name in held & layers.keys():
-        mine, theirs = layers[name].frozencore_scale[adapter_name], config.scale_of(name)
+        mine, theirs = layers[name].frozencore_scale[adapter_name], theirs_config.scale_of(name)
         if mine != theirs:
             raise ArtifactError(
                 f"The core of layer {name!r} was trained at scale {theirs:g}, but the adapter {adapter_name!r} has "
@@ -191,9 +229,9 @@ def _require_same_layers(came: Mapping[str, object], layers: Mapping[str, Frozen
         )
 
 
-def _require_same_basis(layer: FrozenCoreLayer, adapter_name: str, new: Factors) -> None:
+def _require_same_basis(layer: FrozenCoreLayer, adapter_name: str, new: Factors, rank: int) -> None:
     P, Q, _ = layer.factors(adapter_name)
-    for mine, theirs in ((P, new.P), (Q, new.Q)):
+    for mine, theirs in ((P[:, :rank], new.P), (Q[:, :rank], new.Q)):
         if mine.shape != theirs.shape or not torch.equal(mine, theirs.to(mine.device, mine.dtype)):
             raise ArtifactError(
                 f"A core means something on its own basis only, but layer {layer.name!r} of the adapter "

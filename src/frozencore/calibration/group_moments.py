@@ -10,6 +10,9 @@ Test: 4 and 16 random groups with slowly falling spectra (160 x 128, σᵢ = i^-
 spans held .99 to 1.00 of the energy that they hold with all T_k at once; .97 to 1.00 with p = 4r. Groups that share
 little lose more.
 
+For a basis that grows, U₀ and V₀ span D^1/2 P and A^1/2 Q in the metric of the new rows. L and R are then the leading
+directions of all groups outside of them, and U₀ and V₀ stand before these.
+
 Shapes: K groups, m outputs, n inputs, r rank, p = 8r, or less where K p² would exceed 4 m n, but 4r at least.
 """
 
@@ -31,8 +34,9 @@ from frozencore.calibration.preserve import preserved
 from frozencore.calibration.recorder import Projection
 from frozencore.calibration.taps import Taps
 from frozencore.errors import CalibrationError
+from frozencore.maths.basis import Basis
 from frozencore.maths.groups import Share, SharedSpans, merged, pooled_diagonals, shared_spans
-from frozencore.maths.linalg import Shape, truncated_svd
+from frozencore.maths.linalg import Shape, thin_qr, truncated_svd
 from frozencore.maths.moments import DIAGONALS, LayerMoments, MomentName
 from frozencore.maths.whitening import Whitening
 from frozencore.words import Progress
@@ -57,8 +61,9 @@ class GroupedLayer:
 
 @dataclass
 class _Running:
-    """One layer's factors L and R, and for each group its norm and the best share of its own basis."""
+    """One layer's given spans, factors L and R outside of them, and for each group its norm and its own best share."""
 
+    given: tuple[Float[Tensor, "m k"], Float[Tensor, "n k"]]
     L: Float[Tensor, "m p"]
     R: Float[Tensor, "n p"]
     norms: dict[str, float] = field(default_factory=dict)
@@ -71,14 +76,15 @@ class _Running:
             return
         svd = truncated_svd(T.div_(norm), TRIPLES * rank)
         self.own[group] = float(svd.S[:rank].square().sum())
-        self.L, self.R = merged(self.L, svd.U * svd.S, width), merged(self.R, svd.V * svd.S, width)
+        new_L, new_R = (X - X0 @ (X0.mT @ X) for X0, X in zip(self.given, (svd.U * svd.S, svd.V * svd.S), strict=True))
+        self.L, self.R = merged(self.L, new_L, width), merged(self.R, new_R, width)
 
 
-def span_width(shape: Shape, rank: int, num_groups: int) -> int:
-    """The columns p of L and R."""
+def span_width(shape: Shape, rank: int, num_groups: int, given: int = 0) -> int:
+    """The columns p of L and R, beside so many given directions."""
     m, n = shape
     room = math.isqrt(4 * m * n // num_groups)
-    return min(m, n, max(NARROWEST * rank, min(WIDEST * rank, room)))
+    return min(min(m, n) - given, max(NARROWEST * rank, min(WIDEST * rank, room)))
 
 
 def collect_groups(
@@ -89,6 +95,7 @@ def collect_groups(
     *,
     whitening: Whitening,
     options: CalibrationOptions,
+    beside: Mapping[str, Basis] | None = None,
     progress: Progress | None = None,
 ) -> dict[str, GroupedLayer]:
     """Find the spans of one basis for all groups, by layer; every group has equal weight.
@@ -97,6 +104,7 @@ def collect_groups(
         groups: The batches of each group; they are read three times.
         ranks: The rank of each layer's basis.
         whitening: A diagonal metric.
+        beside: The bases that are widened to these ranks, by layer; their spans come first.
 
     Raises:
         CalibrationError: As in :func:`frozencore.calibration.collect.collect_moments`; the message names the group.
@@ -111,10 +119,14 @@ def collect_groups(
                 model, batches, layers, needs=CROSS, options=options, progress=share_of(progress, number, num_passes)
             )
             for name in layers:
-                _take(running, name, group, moments.pop(name).G, roots[name], ranks[name], len(groups))
+                own = None if beside is None else beside[name]
+                _take(running, name, group, moments.pop(name).G, roots[name], ranks[name], len(groups), own)
     projections = {}
     for name, found in running.items():
-        L, R = (torch.linalg.qr(factor).Q for factor in (found.L, found.R))
+        L, R = (
+            torch.linalg.qr(torch.cat(factors, dim=1)).Q
+            for factors in zip(found.given, (found.L, found.R), strict=True)
+        )
         projections[name] = Projection(left=L.mul_(roots[name][0]), right=R.mul_(roots[name][1]))
     cores: dict[str, list[Tensor]] = {name: [] for name in layers}
     for number, (group, batches) in enumerate(groups.items(), start=2 * len(groups)):
@@ -140,13 +152,17 @@ def _take(
     roots: tuple[Tensor, Tensor],
     rank: int,
     num_groups: int,
+    beside: Basis | None,
 ) -> None:
     """Add one group's cross moment to a layer's factors; G is overwritten."""
     m, n = G.shape
     if name not in running:
-        running[name] = _Running(G.new_zeros(m, 0), G.new_zeros(n, 0))
+        L, R = G.new_zeros(m, 0), G.new_zeros(n, 0)
+        before = (L, R) if beside is None else (beside.P, beside.Q)
+        given = [thin_qr(X.to(root) / root)[0] for X, root in zip(before, roots, strict=True)]
+        running[name] = _Running((given[0], given[1]), L, R)
     T = G.mul_(roots[0]).mul_(roots[1].mT)
-    running[name].add(group, T, rank, span_width((m, n), rank, num_groups))
+    running[name].add(group, T, rank, span_width((m, n), rank, num_groups, running[name].given[0].shape[1]))
 
 
 def _pooled(
@@ -185,7 +201,7 @@ def _spans(
     if not running.own:
         nothing = L.new_zeros(0)
         return SharedSpans(L[:, :0], R[:, :0], nothing, nothing, ()), {}
-    spans = shared_spans(C, rank)
+    spans = shared_spans(C, rank, running.given[0].shape[1])
     held = (spans.U.mT @ C.double() @ spans.V).square().sum((1, 2)).tolist()
     random = rank * rank / (len(L) * len(R))
     shares = {

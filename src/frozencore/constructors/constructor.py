@@ -92,8 +92,14 @@ class Constructor(ABC, Generic[Options]):
         """Build the basis from singular triples in the metric, and from moments without matrices."""
         raise NotImplementedError(f"{type(self).__name__} has no metric, so it cannot build from a sketch.")
 
-    def build_grouped(self, layer: LayerEvidence, spans: SharedSpans, options: Options) -> Basis:
-        """Build the basis from spans of groups of rows in the metric, and from pooled moments without matrices."""
+    def build_grouped(
+        self, layer: LayerEvidence, spans: SharedSpans, options: Options, beside: Basis | None = None
+    ) -> Basis:
+        """Build the basis from spans of groups of rows in the metric, and from pooled moments without matrices.
+
+        Args:
+            beside: A basis that grows; its spans are the first directions of ``spans``.
+        """
         raise NotImplementedError(f"{type(self).__name__} has no metric, so it cannot build for groups.")
 
     def matrix(self, moments: LayerMoments, options: Options) -> torch.Tensor:

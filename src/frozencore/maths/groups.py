@@ -9,6 +9,9 @@ eigenvectors of ``Σ_k w_k T_k T_kᵀ`` and ``Σ_k w_k T_kᵀ T_k``; no step low
 D and A are the diagonals d_k and a_k, each divided by its mean, averaged over the groups. So neither the scale of a
 group's loss nor its number of rows changes its weight.
 
+A basis that grows keeps the spans that it has: U = [U₀, U₁] with U₀ given, and V alike. For a fixed V the best U₁ holds
+the leading eigenvectors of the same matrix, projected on the complement of U₀.
+
 Shapes: K groups, m outputs, n inputs, r rank, p and q columns of a running factor.
 """
 
@@ -72,10 +75,13 @@ def mean_share(shares: Iterable[Share]) -> Share:
     return Share(*map(fmean, parts))
 
 
-def shared_spans(T: Float[torch.Tensor, "K p q"], rank: int) -> SharedSpans:
+def shared_spans(T: Float[torch.Tensor, "K p q"], rank: int, given: int = 0) -> SharedSpans:
     """Find U and V for the stacked matrices ``√w_k T_k``, in float64.
 
     The sum has several local maxima. The ascent runs from the HOSVD's V and from its U; the better result is taken.
+
+    Args:
+        given: So many first coordinates, on both sides, are the first directions of U and of V.
 
     Raises:
         CalibrationError: A matrix is not finite.
@@ -83,26 +89,26 @@ def shared_spans(T: Float[torch.Tensor, "K p q"], rank: int) -> SharedSpans:
     require_finite(T)
     T = T.double()
     rank = min(rank, *T.shape[1:])
-    U, V = (_leading(_gram(M), rank)[0] for M in (T, T.mT))
+    U, V = (_leading(_gram(M), rank, given)[0] for M in (T, T.mT))
     start = float((U.mT @ T @ V).square().sum())
-    (U, V, sums), (V_too, U_too, others) = _ascended(T, V, start), _ascended(T.mT, U, start)
+    (U, V, sums), (V_too, U_too, others) = _ascended(T, V, given, start), _ascended(T.mT, U, given, start)
     if others[-1] > sums[-1]:
         U, V, sums = U_too, V_too, others
     core = U.mT @ T @ V
-    left_turn, left = _leading(_gram(core), rank)
-    right_turn, right = _leading(_gram(core.mT), rank)
-    U, V = U @ left_turn, V @ right_turn  # sorted by energy
+    left_turn, left = _leading(_gram(core), rank, given)
+    right_turn, right = _leading(_gram(core.mT), rank, given)
+    U, V = U @ left_turn, V @ right_turn  # sorted by energy, behind the given directions
     return SharedSpans(canonical_signs(U, left, U)[0], canonical_signs(V, right, V)[0], left, right, tuple(sums))
 
 
 def _ascended(
-    T: Float[torch.Tensor, "K p q"], V: Float[torch.Tensor, "q r"], start: float
+    T: Float[torch.Tensor, "K p q"], V: Float[torch.Tensor, "q r"], given: int, start: float
 ) -> tuple[Float[torch.Tensor, "p r"], Float[torch.Tensor, "q r"], list[float]]:
     """Find the best U for V, the best V for U, and so on, until the sum stops rising."""
     rank, sums = V.shape[1], [start]
     while True:
-        U, _ = _leading(_gram(T @ V), rank)
-        V, energy = _leading(_gram(T.mT @ U), rank)
+        U, _ = _leading(_gram(T @ V), rank, given)
+        V, energy = _leading(_gram(T.mT @ U), rank, given)
         sums.append(float(energy.sum()))
         if len(sums) > MOST_ROUNDS or sums[-1] - sums[-2] <= LEAST_GAIN * sums[-1]:
             return U, V, sums
@@ -144,8 +150,16 @@ def _gram(T: Float[torch.Tensor, "K p q"]) -> Float[torch.Tensor, "p p"]:
     return torch.einsum("kpq,krq->pr", T, T)
 
 
-def _leading(M: Float[torch.Tensor, "p p"], rank: int) -> tuple[Float[torch.Tensor, "p r"], Float[torch.Tensor, " r"]]:
-    """Leading eigenvectors and eigenvalues of a PSD matrix, largest first, with canonical signs."""
-    values, vectors = torch.linalg.eigh(M)
-    top, values = vectors[:, -rank:].flip(1), values[-rank:].flip(0).clamp_min(0)
-    return canonical_signs(top, values, top)[0], values
+def _leading(
+    M: Float[torch.Tensor, "p p"], rank: int, given: int
+) -> tuple[Float[torch.Tensor, "p r"], Float[torch.Tensor, " r"]]:
+    """The given first directions, then the leading eigenvectors of a PSD matrix on the complement, largest first.
+
+    Returns:
+        The directions, with canonical signs, and what each holds: its Rayleigh quotient.
+    """
+    values, vectors = torch.linalg.eigh(M[given:, given:])
+    num_new = rank - given
+    top, values = vectors[:, len(values) - num_new :].flip(1), values[len(values) - num_new :].flip(0).clamp_min(0)
+    U = torch.block_diag(torch.eye(given, dtype=M.dtype, device=M.device), canonical_signs(top, values, top)[0])
+    return U, torch.cat([M.diagonal()[:given], values])

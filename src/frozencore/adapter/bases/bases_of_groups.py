@@ -13,6 +13,7 @@ from frozencore.calibration.budget import LayerCost
 from frozencore.calibration.calibration_options import CalibrationOptions
 from frozencore.calibration.group_moments import collect_groups, span_width
 from frozencore.errors import ConfigError
+from frozencore.maths.basis import Basis
 from frozencore.maths.groups import Share, mean_share
 from frozencore.ranks import num_ranks
 from frozencore.words import Progress
@@ -24,10 +25,12 @@ class GroupWork(BasisWork):
 
     Attributes:
         groups: The batches of each group.
+        beside: The bases that grow, by layer; None if bases are chosen anew.
         shares: The share of each group's whitened moment that the basis holds, by layer and group.
     """
 
     groups: Mapping[str, Sequence[Batch]] = field(default_factory=dict)
+    beside: Mapping[str, Basis] | None = None
     shares: dict[str, dict[str, Share]] = field(default_factory=dict)
 
     def share_of_groups(self) -> dict[str, Share]:
@@ -61,13 +64,15 @@ class GroupWork(BasisWork):
                 {name: self._rank(name) for name in names},
                 whitening=self._metric,
                 options=options,
+                beside=self.beside,
                 progress=progress,
             )
         collected = time.perf_counter()
         for name in names:
             layer = found.pop(name)
             evidence = self._evidence(name, layer.diagonals)
-            basis = self.config.constructor_entry.build_grouped(evidence, layer.spans, self._options_of(name))
+            own = None if self.beside is None else self.beside[name]
+            basis = self.config.constructor_entry.build_grouped(evidence, layer.spans, self._options_of(name), own)
             self._keep(name, basis)
             self.shares[name] = layer.shares
         self.collect_s += collected - started

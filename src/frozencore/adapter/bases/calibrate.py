@@ -187,9 +187,9 @@ def calibrate(
     config.name_basis(None)
     if work.diagonals:
         config.calibration_tokens = max(layer.num_tokens for layer in work.diagonals.values())
-    _warn_of_weak_layers(bases)
+    warn_of_weak_layers(bases)
     return Calibration(
-        layers={name: _describe(bases[name], work.diagonals.get(name), captures.get(name)) for name in work.layers},
+        layers={name: describe(bases[name], work.diagonals.get(name), captures.get(name)) for name in work.layers},
         collect_s=work.collect_s,
         build_s=time.perf_counter() - started - work.collect_s,
         rank_budget=None if config.rank_budget is None else trained_values(config.rank_budget),
@@ -198,7 +198,7 @@ def calibrate(
     )
 
 
-def _warn_of_weak_layers(bases: Mapping[str, Basis]) -> None:
+def warn_of_weak_layers(bases: Mapping[str, Basis]) -> None:
     empty = [name for name, basis in bases.items() if basis.effective_rank == 0]
     partial = [name for name, basis in bases.items() if 0 < basis.effective_rank < basis.rank]
     for names, what in (
@@ -209,7 +209,7 @@ def _warn_of_weak_layers(bases: Mapping[str, Basis]) -> None:
             warnings.warn(f"{len(names)} of {len(bases)} layers {what} (first: {names[0]}).", stacklevel=3)
 
 
-def _describe(basis: Basis, moments: LayerMoments | None, capture: Capture | None) -> LayerCalibration:
+def describe(basis: Basis, moments: LayerMoments | None, capture: Capture | None) -> LayerCalibration:
     collected = moments.names() if moments else ()
     return LayerCalibration(
         rank=basis.rank,

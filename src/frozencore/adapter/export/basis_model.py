@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,6 +63,7 @@ class _Basis:
     recorded: Mapping[str, Any] | None
     base_model: str | None
     allow_other_base: bool
+    older: Sequence[str] = ()  # identities of the narrower versions
 
 
 def export_basis_model(
@@ -94,10 +95,11 @@ def export_basis_model(
     loading = safe_loading(base)
     identity = identity_of(basis.layers)
     ranks = {name: P.shape[1] for name, (P, _) in sorted(basis.layers.items())}
+    entry = {"ranks": ranks, "identity": identity, **({"older": basis.older} if basis.older else {})}
     with whole_folder(out, overwrite=overwrite, reads=directory) as aside:
         model = load_base_model(base, dtype, loading, "a basis stands beside plain weights")
         _require_fits(basis, model, base)
-        made = _with_basis(model, basis.layers, {"ranks": ranks, "identity": identity})
+        made = _with_basis(model, basis.layers, entry)
         made.save_pretrained(aside, save_original_format=False)
         _name_architecture(aside / MODEL_CONFIG, with_code=with_code)
         if with_code:
@@ -118,7 +120,11 @@ def identity_of(bases: Bases) -> str:
 
 
 def read_entry(folder: str | Path) -> dict[str, Any]:
-    """Read the entry of the basis in ``config.json`` of a basis model: ``ranks`` by layer name, and ``identity``."""
+    """Read the entry of the basis in ``config.json`` of a basis model.
+
+    Returns:
+        ``ranks`` by layer name, ``identity``, and ``older``: the identities of the bases that this one grew from.
+    """
     path = Path(folder) / MODEL_CONFIG
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -130,7 +136,7 @@ def read_entry(folder: str | Path) -> dict[str, Any]:
     entry = said if isinstance(said, dict) else {}
     ranks = entry.get("ranks")
     fine = isinstance(ranks, dict) and all(type(rank) is int and rank > 0 for rank in ranks.values())
-    if not fine or not isinstance(entry.get("identity"), str):
+    if not fine or not isinstance(entry.get("identity"), str) or not isinstance(entry.setdefault("older", []), list):
         raise ArtifactError(
             f"{folder} holds no basis model: its config.json has no sound {ENTRY!r}. "
             "Write one with frozencore export --to basis-model."
@@ -164,15 +170,17 @@ def read_bases(folder: str | Path) -> dict[str, tuple[Tensor, Tensor]]:
 def _read_basis(directory: Path) -> _Basis:
     if (directory / HEADER_FILE).is_file():
         saved = load_basis(directory)
-        return _Basis(str(directory), saved.layers, saved.base, saved.base_model, False)
+        older = [identity_of(one.layers) for one in saved.older]
+        return _Basis(str(directory), saved.layers, saved.base, saved.base_model, False, older)
     config, factors = read_adapter(directory)
     config.require_one_round("A basis model")
     require_bases(factors)
-    recorded = (config.seal or {}).get("base")
+    recorded, older = (config.seal or {}).get("base"), []
     if config.basis_id is not None:
-        recorded = config.find_basis(str(directory)).base
+        saved = config.find_basis(str(directory))
+        recorded, older = saved.base, [identity_of(one.layers) for one in saved.older]
     layers = {name: (f.P, f.Q) for name, f in factors.items()}
-    return _Basis(str(directory), layers, recorded, config.base_model_name_or_path, config.allow_other_base)
+    return _Basis(str(directory), layers, recorded, config.base_model_name_or_path, config.allow_other_base, older)
 
 
 def _require_fits(basis: _Basis, model: Any, base: str) -> None:

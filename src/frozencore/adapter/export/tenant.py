@@ -1,12 +1,13 @@
 """A frozen core as a LoRA on the ``core`` layers of its basis model: ``A = I``, ``B = s·R``, so that ``B A = s·R``.
 
-Shapes: r rank of a layer, k the largest of them; ``lora_A.weight`` is k x r and ``lora_B.weight`` r x k, padded
-with zeros: engines take one rank for all layers.
+Shapes: r rank of a layer, k the largest rank of a core; ``lora_A.weight`` is k x r and ``lora_B.weight`` r x k, padded
+with zeros: engines take one rank for all layers. A core of a narrower version of a widened basis is padded too.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,12 +70,13 @@ def export_tenant(
     adapter = export_source(model_or_directory, adapter_name)
     adapter.config.require_one_round("A tenant")
     identity = identity_of(_bases(adapter))
+    ranks = {name: len(f.R) for name, f in adapter.factors.items()}
     if basis_model is not None:
-        _require_same_basis(str(adapter.folder or "this adapter"), identity, str(basis_model))
+        identity, ranks = _basis_of(str(adapter.folder or "this adapter"), identity, str(basis_model))
     rank = max(len(f.R) for f in adapter.factors.values())
     with whole_folder(Path(out), overwrite=overwrite, reads=adapter.folder) as aside:
         metadata = {"format": "pt", IDENTITY: identity}
-        save_file(_tenant_tensors(adapter, rank, dtype), aside / WEIGHTS_FILE, metadata=metadata)
+        save_file(_tenant_tensors(adapter, ranks, rank, dtype), aside / WEIGHTS_FILE, metadata=metadata)
         config = lora_config(adapter.config, rank, [CORE], fan_in_fan_out=False)
         config |= {"base_model_name_or_path": None if basis_model is None else str(basis_model), "revision": None}
         (aside / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -89,22 +91,27 @@ def _bases(adapter: ExportSource) -> Bases:
     return {name: (f.P, f.Q) for name, f in adapter.factors.items()}
 
 
-def _require_same_basis(origin: str, identity: str, basis_model: str) -> None:
-    theirs = read_entry(basis_model)["identity"]
-    if theirs != identity:
+def _basis_of(origin: str, identity: str, basis_model: str) -> tuple[str, dict[str, int]]:
+    """The identity and the ranks of the basis in a basis model, which the adapter's is or grew into."""
+    entry = read_entry(basis_model)
+    theirs = entry["identity"]
+    if identity not in (theirs, *entry["older"]):
         raise ArtifactError(
             f"{origin} stands on the basis {identity[:12]}, but {basis_model} has the basis {theirs[:12]}: on another "
             "basis a core means nothing. Name the basis model that was made from its basis."
         )
+    return theirs, entry["ranks"]
 
 
-def _tenant_tensors(adapter: ExportSource, rank: int, dtype: torch.dtype) -> dict[str, Tensor]:
+def _tenant_tensors(
+    adapter: ExportSource, ranks: Mapping[str, int], rank: int, dtype: torch.dtype
+) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for name, factors in adapter.factors.items():
         r = len(factors.R)
-        B = torch.zeros(r, rank, dtype=torch.float64)
-        B[:, :r] = adapter.scales[name] * factors.R.detach().cpu().double()
-        for side, X in (("A", torch.eye(rank, r)), ("B", B)):
+        B = torch.zeros(ranks[name], rank, dtype=torch.float64)
+        B[:r, :r] = adapter.scales[name] * factors.R.detach().cpu().double()
+        for side, X in (("A", torch.eye(rank, ranks[name])), ("B", B)):
             key = f"{BASE}{name}.{CORE}.lora_{side}.weight"
             tensors[key] = in_dtype(key, X, dtype)
     return tensors

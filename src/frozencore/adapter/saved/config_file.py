@@ -34,6 +34,7 @@ class SavedConfig(PeftConfig):
         basis_id: str | None
         rank_budget: int | str | None
         rounds: int
+        scale_rank: int | None
         own_options: dict[str, Any]
         _seal_to_write: dict[str, Any] | None
         _folder: Path | None
@@ -98,6 +99,7 @@ class SavedConfig(PeftConfig):
         unsaid |= {"basis", "basis_revision", "basis_id"} if self.basis_id is None else set()
         unsaid |= {"rank_budget"} if self.rank_budget is None else set()
         unsaid |= {"rounds"} if self.rounds == 1 else set()
+        unsaid |= {"scale_rank"} if self.scale_rank is None else set()
         return {
             name: sorted(value) if isinstance(value, set) else value
             for name, value in saved.items()
