@@ -1,1 +1,1 @@
-"""frozencore-lab: campaigns of many runs, their statistics and reports, rehearsals, and the pocket model's making."""
+"""frozencore-lab: campaigns of many runs, statistics, reports, rehearsals, and the training of the pocket model."""

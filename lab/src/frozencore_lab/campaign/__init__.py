@@ -1,1 +1,1 @@
-"""The campaign: many runs from one specification, resumable, with what they share computed once."""
+"""Campaigns: many runs from one specification, resumable; shared values are computed once."""

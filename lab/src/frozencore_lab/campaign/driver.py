@@ -1,4 +1,4 @@
-"""The driver: gives workers what is ready until nothing is left, from whatever state the folder is in."""
+"""The driver: give ready runs to workers until none is left, starting from any state of the folder."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from frozencore_lab.campaign.spec import Campaign
 from frozencore_lab.campaign.store import Store
 from frozencore_lab.campaign.worker_pool import Event, WorkerPool
 
-MOST_DEATHS = 3  # of workers on one run, before it counts as failed
+MOST_DEATHS = 3  # deaths of workers on one run, after which it counts as failed
 WAIT_S = 0.5
 
 
 Watch = Callable[[Tally, dict[int, Job], Event | None], None]
-"""Called with how the campaign stands, what each worker does, and what has just happened."""
+"""A function of the campaign's counts, the work of each worker, and the latest events."""
 
 
 def drive(campaign: Campaign, store: Store, pool: WorkerPool, watch: Watch, *, retry_failed: bool = False) -> Tally:
-    """Run everything that has neither finished nor failed. Interrupt it at any time; it goes on from there.
+    """Run everything that neither finished nor failed. It can be interrupted at any time and resumed.
 
     Raises:
-        ArtifactError: Another process drives it, or its folder cannot be written (any more).
+        ArtifactError: Another process drives the campaign, or its folder cannot be written.
     """
     with store.locked("driver", wait=False):
         store.open(campaign)
@@ -81,7 +81,7 @@ class _Driver:
             if worker in self.running:
                 continue
             job = self._next(worker)
-            if self.is_stale and (job is None or job.id not in self.trials):  # what searches hid comes before others
+            if self.is_stale and (job is None or job.id not in self.trials):  # runs that a search revealed come first
                 self._plan()
                 job = self._next(worker)
             if job is not None:
@@ -91,9 +91,9 @@ class _Driver:
                 self.pool.start(worker, job, self.needs)
 
     def _next(self, worker: int) -> Job | None:
-        """The first run in the queue, rather one of the model that the worker has loaded.
+        """The next run from the queue, preferably with the model that the worker has loaded.
 
-        A run that is to be alone begins when the queue holds nothing else: until it ends, nothing joins the queue.
+        A run that must be alone starts when the queue holds nothing else; until it ends, nothing is added to the queue.
         """
         shareable = [job for job in self.queue if not job.kind.is_alone]
         if not shareable:
@@ -113,7 +113,7 @@ class _Driver:
         self.watch(self.standing, self.running, event)
 
     def _count(self, job: Job, *, failed: bool) -> None:
-        """What an ended run changes; what it reveals is planned when it is needed: planning takes its time."""
+        """Update the counts after a run; new runs are planned only when needed, because planning takes time."""
         now = self.standing
         ended = {"failed": now.failed + 1} if failed else {"finished": now.finished + 1}
         self.standing = replace(now, ready=now.ready - 1, **ended)
@@ -127,5 +127,5 @@ class _Driver:
 
 
 def _order(run: Planned) -> tuple[bool, bool]:
-    """Searches first: what they hide is known before the runs that share moments with it."""
+    """Sort searches first, so that the runs they reveal are known early enough to share moments."""
     return run.job is not None and run.job.kind.is_alone, run.phase == "final"

@@ -1,8 +1,8 @@
-"""What a campaign will take, looked up before anything starts: rows of the searches, time, memory, disk.
+"""Estimate a campaign's needs before it starts: rows of the searches, time, memory, disk.
 
-Operations are counted from shapes (a token of training costs a forward and a backward pass through frozen weights,
-4 operations a weight; a scored token 2), and the machine's speed is measured for a moment on a matrix product. Runs
-that are there already give the time of the others of their kind. It is an estimate: see ``EFFICIENCY``.
+Operations are counted from shapes: a training token takes a forward and a backward pass through frozen weights, 4
+operations a weight; a scored token takes 2. The machine's speed is measured on a short matrix product. Finished runs
+give the time of other runs of their kind. For the estimate's assumption see ``EFFICIENCY``.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class SearchRows:
     """The rows of one task's trials.
 
     Attributes:
-        studies: Those whose searches have these trials.
-        trained, scored, source: How many rows, and where those to score on come from; None and empty where ``unseen``.
-        unseen: Why the rows could not be looked at from here.
+        studies: The studies whose searches have these trials.
+        trained, scored, source: The numbers of rows, and the source of the scored rows; None and empty if ``unseen``.
+        unseen: The reason if the rows cannot be read here.
     """
 
     task: str
@@ -61,10 +61,10 @@ class SearchRows:
 
 
 def search_rows(planned: Iterable[Planned], place: Place) -> list[SearchRows]:
-    """The rows of every task that some study searches on.
+    """The rows of every task with a search.
 
     Raises:
-        NoRowsError: A task leaves none to search on; the line names task and study.
+        NoRowsError: A task leaves no rows for a search; the message names task and study.
     """
     studies: dict[tuple[object, ...], list[str]] = {}
     configs: dict[tuple[object, ...], RunConfig] = {}
@@ -89,16 +89,16 @@ def _look(config: RunConfig, studies: Sequence[str]) -> SearchRows:
 
 
 SAMPLED_ROWS = 32
-EFFICIENCY = 0.3  # of a matrix product's speed that small batches reach, Python included
+EFFICIENCY = 0.3  # share of a matrix product's speed that small batches reach, including Python
 
-START_S = 15.0  # processor time that a worker imports for, torch, transformers and PEFT; the model comes after it
-OVERHEAD_S = 2.0  # a run's own: rows, checkpoints, records
-OWN_DATA = {"epochs": 1, "num_train": 1000, "num_evaluation": 500}  # rows of a user's file are not counted
+START_S = 15.0  # processor time of a worker's imports (torch, transformers, PEFT), before loading the model
+OVERHEAD_S = 2.0  # per run: rows, checkpoints, records
+OWN_DATA = {"epochs": 1, "num_train": 1000, "num_evaluation": 500}  # assumed, because a user's file is not read
 RECORD_BYTES = 100_000  # record and predictions
 
 
 def estimate_lines(planned: Sequence[Planned], store: Store, place: Place) -> Iterator[str]:
-    """Time, memory and disk of what is left, in words."""
+    """Describe the time, memory and disk of the remaining runs."""
     jobs = {run.job.id: run.job for run in planned if run.job and store.outcome(run.job.id) is None}
     left = tally(planned, store).left
     if not jobs:
@@ -121,7 +121,7 @@ def estimate_lines(planned: Sequence[Planned], store: Store, place: Place) -> It
     basis = f"as {len(measured)} finished runs took" if measured else f"at {speed * EFFICIENCY / 1e9:.0f} Gop/s"
     memory = max(memory_bytes(job.config, sizes[job.config.model]) for job in jobs.values())
     disk = shared_bytes(jobs.values(), sizes) + left * RECORD_BYTES
-    starts = 1 + sum(job.kind.is_alone for job in jobs.values())  # each of these in a process of its own
+    starts = 1 + sum(job.kind.is_alone for job in jobs.values())  # each alone in a new process
     started = "it has started" if starts == 1 else f"its {starts} processes have started"
     yield (
         f"Estimate for the {num_of(left, 'run')} left: {time_in_words(each * left + START_S * starts)} on one worker, "
@@ -145,7 +145,7 @@ def operations_per_s(device: str) -> float:
 
 
 def tokens_a_row(config: RunConfig) -> float:
-    """Mean tokens of a task's first training rows; ``TOKENS_A_ROW`` where they cannot be read from here."""
+    """Mean tokens of a task's first training rows; ``TOKENS_A_ROW`` if they cannot be read here."""
     try:
         tokenizer = load_tokenizer(config.model)
         encoder = PromptEncoder(tokenizer, style=config.prompt_style, too_long="truncate", today=config.prompt_date)
@@ -171,7 +171,7 @@ def run_seconds(job: Job, size: ModelSize, row_tokens: float, speed: float) -> f
 
 
 def num_choices(job: Job) -> int:
-    """How often validation rows are scored to choose a step: about as many as are evaluated."""
+    """How often validation rows are scored to choose a step; a score takes about as long as the evaluation."""
     every, rows = job.config.select_checkpoint, OWN_DATA | job.resolved
     if every in ("none", "epoch"):
         return rows["epochs"] if every == "epoch" else 0

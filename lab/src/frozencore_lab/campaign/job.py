@@ -1,4 +1,4 @@
-"""A job: one run with everything that decides it, and the id that is the hash of that."""
+"""A job: one run with all its inputs, and its id, their hash."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from frozencore_lab.campaign.study_options import PLACES
 
 ID_DIGITS = 16
 PAPERS_CORES = {"coordinates": "qr", "alpha": None}
-"""The paper's values of core options that have other defaults. An id leaves them out, as it does defaults elsewhere."""
+"""The paper's values of core options with other defaults. An id leaves them out, as it leaves out other defaults."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """One run of a campaign; equal jobs of different studies are one.
+    """One run of a campaign; equal jobs of different studies are one job.
 
     Attributes:
-        reference_size: Calibration examples of the reference, where the kind of study has one.
+        reference_size: Calibration examples of the reference, if the kind of study has one.
     """
 
     kind: StudyKind
@@ -38,9 +38,9 @@ class Job:
 
     @cached_property
     def resolved(self) -> dict[str, Any]:
-        """What decides the run: options that are not at their defaults, and numbers that a task or method fills in.
+        """The inputs of the run: options that are not at their defaults, and numbers from the task or method.
 
-        An option that is new to a later version does not change it.
+        A new option of a later version does not change it.
         """
         values = self.config.model_dump(mode="json", exclude={*PLACES, "core"}, exclude_defaults=True)
         if core := self._core_options():
@@ -54,7 +54,7 @@ class Job:
         return {"kind": self.kind.name, "reference_size": self.reference_size, **values}
 
     def _core_options(self) -> dict[str, Any]:
-        """The core options that the method reads and that an id does not leave out."""
+        """The core options that the method reads and that belong to the id."""
         given = self.config.core.model_dump(mode="json")
         default = type(self.config.core)().model_dump(mode="json") | PAPERS_CORES
         changed = {name: value for name, value in given.items() if value != default[name]}
@@ -67,10 +67,10 @@ class Job:
 
 
 def make_job(kind: str, options: dict[str, Any], reference_size: int | None = None) -> Job:
-    """A job from options of a run by name, core options among them.
+    """Make a job from options of a run by name, including core options.
 
     Raises:
-        ConfigError: In one line, what is wrong with which option.
+        ConfigError: An option is wrong; the message names it.
     """
     data = options.get("data") or ()
     sources = {data} if isinstance(data, str) else {*data}

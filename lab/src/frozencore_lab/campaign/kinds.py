@@ -1,6 +1,6 @@
-"""The kinds of study: how each runs a job, what the job's record is, whether it trains and whether it runs alone.
+"""The kinds of study: each runs a job, defines its record, and says whether it trains and whether it runs alone.
 
-A new kind is a class here and a row of :data:`KINDS`. Nothing else compares names of kinds.
+A new kind is a class here and a row of :data:`KINDS`. No other code compares names of kinds.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Work:
-    """What a worker gives a kind of study to run one job.
+    """The inputs and functions with which a kind of study runs one job.
 
     Attributes:
         config: The job's configuration on this machine.
-        reference: The same with the calibration examples of the reference; None where the study has none.
+        reference: The same with the reference's number of calibration examples; None without a reference.
         folder: The job's folder, in which ``result.json`` is written last.
         prepare: Loads the model and the rows of a configuration.
-        adapt: Puts a configured adapter on the model; the worker takes it off again.
-        measure: Measures what bases capture of moments that runs share; None where nothing is shared.
+        adapt: Adds a configured adapter to the model; the worker removes it again.
+        measure: Measures how much of the shared moments bases capture; None if nothing is shared.
     """
 
     config: RunConfig
@@ -48,14 +48,14 @@ class Work:
 
 @dataclass(frozen=True)
 class StudyKind(ABC):
-    """What the jobs of a study do.
+    """The interface of a kind of study.
 
     Attributes:
-        name: Its name in a campaign's file and in job ids.
-        trains: Its record is a ``TunedRecord``: it has scores, costs and a recipe, which a search may choose. Otherwise
-            the record is a ``StabilityRecord``.
-        is_alone: Nothing else runs on the machine meanwhile, each job has a process of its own, and nothing is taken
-            from other jobs: its times and memory can be compared.
+        name: The name in a campaign's file and in job ids.
+        trains: The record is a ``TunedRecord``, with scores, costs and a recipe that a search may choose. Otherwise it
+            is a ``StabilityRecord``.
+        is_alone: Each job runs in its own process, alone on the machine, and uses nothing from other jobs, so that
+            times and memory can be compared.
         has_reference: The study needs ``reference_size``.
     """
 
@@ -70,12 +70,12 @@ class StudyKind(ABC):
 
 
 class Tune(StudyKind):
-    """Calibrates, trains and scores."""
+    """Calibrate, train and score."""
 
     name = "tune"
 
     def run(self, work: Work) -> None:
-        """Run what ``frozencore tune`` runs, and go on from what an interrupted run has left."""
+        """Run what ``frozencore tune`` runs, and resume an interrupted run."""
         from frozencore.tune.run.execute import execute
 
         execute(
@@ -85,14 +85,14 @@ class Tune(StudyKind):
 
 
 class Profile(Tune):
-    """Does what :class:`Tune` does, alone on the machine, for its times and memory."""
+    """Run as :class:`Tune`, but alone on the machine, to measure times and memory."""
 
     name = "profile"
     is_alone = True
 
 
 class Stability(StudyKind):
-    """Compares the bases of few calibration examples with those of many (paper, table "basis-stability")."""
+    """Compare the bases of few calibration examples with those of many (paper, table "basis-stability")."""
 
     name = "stability"
     trains = False
@@ -102,7 +102,7 @@ class Stability(StudyKind):
         """Record the mean principal-angle cosines of P and of Q, over directions and then over layers.
 
         Raises:
-            ConfigError: The run has a rank budget, which may give the two other layers and ranks.
+            ConfigError: The run has a rank budget, with which the two bases may differ in layers and ranks.
         """
         from frozencore.adapter.bases.access import get_bases
         from frozencore.files.whole_file import write_json
@@ -144,7 +144,7 @@ KINDS: dict[str, StudyKind] = {kind.name: kind for kind in (Tune(), Stability(),
 
 
 def find_kind(name: str) -> StudyKind:
-    """The kind of that name.
+    """The kind of this name.
 
     Raises:
         ConfigError: There is none.
@@ -164,4 +164,4 @@ NamedKind = Annotated[
         )
     ),
 ]
-"""A kind as a field of a model: its name in files, the kind itself in the model."""
+"""A kind as a pydantic field: its name in files, the kind itself in the model."""

@@ -1,7 +1,7 @@
-"""From a campaign to its runs: the product of each study's axes, after its search has chosen.
+"""Plan the runs of a campaign: the product of each study's axes, with the options that its search chose.
 
-A search whose best learning rate is the largest or the smallest that was tried goes on beyond it, twice or half as
-large, one trial at a time: the plan then grows as runs end.
+If the best learning rate of a search is the largest or the smallest tried, the search adds a trial with twice or half
+that rate, one at a time. The plan then grows as runs end.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ Phase = Literal["search", "final"]
 RATE = "learning_rate"
 Axes = dict[str, Value]
 Ended = RunRecord | Failure
-"""The end of a run: its record, or why there is none."""
+"""The end of a run: its record, or its failure."""
 Outcomes = Callable[[str], Ended | None]
-"""Gives the end of a run by its id; None before it."""
+"""A function that returns the end of a run by its id; None before it ends."""
 
 
 @dataclass(frozen=True)
 class Planned:
-    """One run that a study asks for.
+    """One run of a study.
 
     Attributes:
         axes: The study's axes with this run's values; a search trial has its own options and no seed.
-        job: None for a final run whose search is not over, or chose nothing.
-        blocked: Why there will be no job, if so.
+        job: None for a final run whose search has not ended, or chose nothing.
+        blocked: The reason if there will be no job.
     """
 
     study: str
@@ -48,10 +48,10 @@ class Planned:
 
 @dataclass(frozen=True)
 class Choice:
-    """What a search chose for one group: the trial's options, and how each trial did on the validation rows.
+    """The choice of a search for one group: the chosen options, and each trial's validation score.
 
     Attributes:
-        at_end: The chosen learning rate is the largest or the smallest that was tried: the best one may lie beyond it.
+        at_end: The chosen learning rate is the largest or the smallest tried, so a better one may lie beyond.
     """
 
     options: Axes
@@ -61,14 +61,14 @@ class Choice:
 
 @dataclass
 class _Group:
-    """Runs of a study that differ in their seed alone, and how their search stands.
+    """Runs of a study that differ only in the seed, and the state of their search.
 
     Attributes:
-        grid: The options of each trial that the file asks for; a grid of one is no search.
-        trials: The options of every trial so far: those of the grid, then those beyond its ends.
-        jobs: Of the trials.
-        ended: The end of each trial; None while one has not ended.
-        choice: None while one has not ended, and if none has a number.
+        grid: The options of each trial in the file; a grid of one is no search.
+        trials: The options of every trial so far: the grid, then trials beyond its ends.
+        jobs: The jobs of the trials.
+        ended: The end of each trial; None while one is running.
+        choice: None while a trial is running, or if no trial has a score.
     """
 
     name: str
@@ -82,7 +82,7 @@ class _Group:
     choice: Choice | None = None
 
     def follow(self, search: Search, outcome: Outcomes) -> None:
-        """Take up how the trials have ended, and add those with which the search goes on."""
+        """Read the ends of the trials, and add further trials if the search continues."""
         further, ended = self.grid, list[Ended]()
         while further:
             for options in further:
@@ -98,7 +98,7 @@ class _Group:
         self.ended, self.choice = ended, choice
 
     def runs(self) -> Iterator[Planned]:
-        """The trials, and the final runs of every seed, which have no job before the search has chosen."""
+        """The trials, and the final run of every seed, which has no job before the search has chosen."""
         for options, job in zip(self.trials, self.jobs, strict=True):
             yield Planned(self.name, "search", self.axes | options, job)
         chosen = self.choice.options if self.choice else None if self.trials else self.grid[0]
@@ -119,15 +119,15 @@ class _Group:
 
 
 def plan(campaign: Campaign, outcome: Outcomes) -> list[Planned]:
-    """Every run of the campaign, in the order of the file; a run that several studies ask for comes once for each.
+    """Every run of the campaign, in the order of the file; a run of several studies comes once for each.
 
     Raises:
-        ConfigError: A study's options contradict one another; the line names it.
+        ConfigError: A study's options contradict one another; the message names the study.
     """
     planned: list[Planned] = []
     for name, study in campaign.studies.items():
         with _named(name):
-            _require_few(len(planned) + prod(map(len, study.axes.values())))  # before they are made
+            _require_few(len(planned) + prod(map(len, study.axes.values())))  # checked before they are made
             for group in _groups(campaign, name, outcome):
                 planned += group.runs()
                 _require_few(len(planned))
@@ -135,13 +135,13 @@ def plan(campaign: Campaign, outcome: Outcomes) -> list[Planned]:
 
 
 def choices(campaign: Campaign, outcome: Outcomes) -> list[tuple[str, Axes, Choice]]:
-    """What every finished search chose: study, group, choice."""
+    """The choice of every finished search: study, group, choice."""
     groups = [group for name in campaign.studies for group in _groups(campaign, name, outcome)]
     return [(group.name, group.axes, group.choice) for group in groups if group.choice]
 
 
 def most_further_trials(campaign: Campaign, outcome: Outcomes) -> int:
-    """How many trials searches may yet add beyond the ends of their grids."""
+    """The most trials that searches may still add beyond the ends of their grids."""
     count = 0
     for name, study in campaign.studies.items():
         for group in _groups(campaign, name, outcome) if study.search else ():
@@ -164,7 +164,7 @@ def _groups(campaign: Campaign, name: str, outcome: Outcomes) -> Iterator[_Group
 
 
 def _choose(trials: list[Axes], ended: list[Ended], search: Search) -> Choice | None:
-    """The trial that did best on the validation rows, the first of equal ones; None if none has a number."""
+    """The trial with the best validation score, the first of equal ones; None if none has a score."""
     by_accuracy = search.select == "accuracy"
     best: tuple[tuple[float, float], Axes] | None = None
     scores: list[float | None] = []
@@ -186,7 +186,7 @@ def _choose(trials: list[Axes], ended: list[Ended], search: Search) -> Choice | 
 
 
 def _beyond(trials: list[Axes], choice: Choice) -> list[Axes]:
-    """The best trial with twice or half its learning rate; nothing if that lies between others."""
+    """The best trial with twice or half its learning rate; empty if the rate lies between others."""
     if not choice.at_end:
         return []
     rate = choice.options[RATE]
@@ -196,7 +196,7 @@ def _beyond(trials: list[Axes], choice: Choice) -> list[Axes]:
 
 
 def _rates_beside(trials: list[Axes], chosen: Axes) -> list[float]:
-    """The learning rates that were tried with the other options of a trial, its own among them."""
+    """The tried learning rates with the same other options as a trial, including its own."""
     rates = (trial[RATE] for trial in trials if RATE in chosen and {**trial, RATE: chosen[RATE]} == chosen)
     return [rate for rate in rates if isinstance(rate, int | float)]
 

@@ -1,7 +1,7 @@
-"""Workers of a campaign on a Ray cluster: one actor a GPU, or a CPU where the cluster has no GPUs.
+"""Workers of a campaign on a Ray cluster: one actor for each GPU, or for each CPU if there are no GPUs.
 
-Only runs, stages and deaths travel through Ray. Results go into the campaign's folder, which every node must see under
-the same path, and its file locks keep two nodes from making the same run.
+Ray passes only runs, stages and deaths. Results are written to the campaign's folder, which every node must see under
+the same path. File locks there keep two nodes from making the same run.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from frozencore_lab.campaign.store import SPECIFICATION
 from frozencore_lab.campaign.worker import Worker
 from frozencore_lab.campaign.worker_pool import Event, end_of_run
 
-ANSWER_S = 5.0  # until a port that does not answer counts as unreachable; Ray alone would wait 70 s
+ANSWER_S = 5.0  # timeout of a port; Ray alone would wait 70 s
 TELL_EVERY_S = 0.5
 DEVICES = ("auto", "cpu", "cuda")
 
 
 class RayPool:
-    """Actors of a Ray cluster. One whose process or node died is hired anew at its next run, wherever there is room.
+    """A pool of actors on a Ray cluster. An actor that died is replaced at its next run, on any free node.
 
     Args:
         address: ``HOST:PORT`` of the cluster, or ``auto``; this process runs on one of its nodes.
-        num_workers: At most so many; None is as many as the cluster offers.
-        worker: What each actor is; every node sees its campaign's folder under the same path.
+        num_workers: The most workers; None is as many as the cluster allows.
+        worker: The worker of each actor; every node sees its campaign's folder under the same path.
 
     Raises:
-        ConfigError: Ray is not installed, the cluster cannot be reached, or it offers nothing.
+        ConfigError: Ray is not installed, or the cluster cannot be reached or has no CPUs and GPUs.
     """
 
     def __init__(self, address: str, num_workers: int | None, worker: Worker) -> None:
@@ -63,13 +63,13 @@ class RayPool:
 
     @property
     def size(self) -> int:
-        """What the cluster offers at this moment: it follows nodes that come and go."""
+        """The number of workers that the cluster allows now; it changes when nodes come and go."""
         offered = max(1, self._offered(self._resource))
         return offered if self._num_workers is None else min(offered, self._num_workers)
 
     def start(self, worker: int, job: Job, needs: Needs) -> None:
         if job.kind.is_alone and worker in self._actors:
-            self._dismiss(worker)  # what earlier runs left in a process would count as this one's memory
+            self._dismiss(worker)  # memory left by earlier runs would count for this run
         if worker not in self._actors:
             self._actors[worker] = self._hire()
         self._runs[self._actors[worker].run.remote(worker, job, needs)] = worker
@@ -84,7 +84,7 @@ class RayPool:
             try:
                 told += self._ray.get(answer)
             except self._ray.exceptions.RayTaskError:
-                raise  # a mistake of ours
+                raise  # a bug
             except self._ray.exceptions.RayError as error:
                 if over:
                     self._bury(worker)
@@ -92,7 +92,7 @@ class RayPool:
                 continue
             if not over:
                 self._listen_to(worker)
-            elif len(self._actors) > self.size:  # a node is gone: another worker waits for this one's room
+            elif len(self._actors) > self.size:  # a node is gone, and another worker waits for this place
                 self._dismiss(worker)
         return told
 
@@ -126,18 +126,18 @@ class RayPool:
 
 
 class _Actor:
-    """A worker on a node. One thread runs, another is asked for the stage meanwhile."""
+    """A worker on a node. One thread makes the run; another reports its stage."""
 
     def __init__(self, worker: Worker, driven_from: Path) -> None:
         ignore_known_warnings()
         if driven_from.is_dir():
-            os.chdir(driven_from)  # relative paths of a specification mean what they mean to the driver
+            os.chdir(driven_from)  # relative paths are relative to the driver's folder
         self._worker = worker
         self._newest: list[Event] = []
         self._changed = threading.Event()
 
     def run(self, number: int, job: Job, needs: Needs) -> list[Event]:
-        """Make a run, and tell how it ended."""
+        """Make a run and return its end."""
 
         def tell(stage: str, done: int, total: int | None, _: str = "") -> None:
             self._newest = [Event(number, "stage", stage, done, total)]
@@ -157,7 +157,7 @@ class _Actor:
             self._changed.set()
 
     def told(self) -> list[Event]:
-        """The newest stage, when there is one; empty at the end of the run."""
+        """Wait for and return the newest stage; empty at the end of the run."""
         time.sleep(TELL_EVERY_S)
         self._changed.wait()
         self._changed.clear()
@@ -165,7 +165,7 @@ class _Actor:
 
 
 def _connect(address: str) -> tuple[ModuleType, bool]:
-    """Ray, and whether it was connected here; a process that is in a cluster stays in that one."""
+    """Connect to Ray, and say whether this call connected; a process in a cluster stays in it."""
     try:
         import ray
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""How a campaign stands, read from records alone: its counts, the time to go, and each run beside what became of it."""
+"""The state of a campaign, read from records alone: its counts, the time left, and the outcome of each run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from frozencore_lab.campaign.store import Store
 
 @dataclass(frozen=True)
 class Tally:
-    """How many runs there are. A search that is not over still hides runs: they count as ``waiting``."""
+    """The numbers of runs by state. Runs that depend on a running search count as ``waiting``."""
 
     finished: int
     failed: int
@@ -30,7 +30,7 @@ class Tally:
 
 
 def tally(planned: Sequence[Planned], store: Store) -> Tally:
-    """How many different runs have finished, failed, are ready, and wait for a search."""
+    """Count the different runs that have finished, failed, are ready, or wait for a search."""
     ended = [store.outcome(run_id) for run_id in {run.job.id for run in planned if run.job}]
     finished, failed = (sum(isinstance(end, kind) for end in ended) for kind in (RunRecord, Failure))
     hidden = [run for run in planned if run.job is None]
@@ -39,7 +39,7 @@ def tally(planned: Sequence[Planned], store: Store) -> Tally:
 
 
 def time_to_go(planned: Sequence[Planned], store: Store, num_running: int) -> str:
-    """Words for the time that is left at the pace of the finished runs; empty while there is nothing to go by."""
+    """Describe the time left at the pace of the finished runs; empty if there are none."""
     measured, left = measured_seconds(planned, store), tally(planned, store).left
     if not measured or not left:
         return ""
@@ -48,7 +48,7 @@ def time_to_go(planned: Sequence[Planned], store: Store, num_running: int) -> st
 
 
 def measured_seconds(planned: Sequence[Planned], store: Store) -> list[float]:
-    """How long each finished run took."""
+    """The seconds of each finished run."""
     ended = [store.outcome(run.job.id) for run in planned if run.job]
     return [end.total_s for end in ended if isinstance(end, TunedRecord) and end.total_s is not None]
 
@@ -65,7 +65,7 @@ class FinalRun:
 
 @dataclass(frozen=True)
 class StudyResults:
-    """The final runs of one study, and what its search chose: group of axis values, choice."""
+    """The final runs of one study, and the choices of its search: group of axis values, choice."""
 
     name: str
     study: Study
@@ -87,7 +87,7 @@ def load_results(folder: Path) -> CampaignResults:
     """The results in a campaign's folder.
 
     Raises:
-        ArtifactError: It is no campaign folder, or runs of one model were made on different weights.
+        ArtifactError: It is not a campaign folder, or runs of one model were made on different weights.
     """
     store = Store(folder)
     campaign = store.campaign()
@@ -106,7 +106,7 @@ def load_results(folder: Path) -> CampaignResults:
 
 
 def _require_one_base(planned: list[Planned], store: Store) -> None:
-    """Refuse to set runs beside one another that name one model, in one dtype, and were made on different weights."""
+    """Refuse to compare runs that name the same model and dtype but were made on different weights."""
     found: dict[tuple[str, str | None], dict[str, str]] = {}
     for run in planned:
         end = store.outcome(run.job.id) if run.job else None

@@ -1,6 +1,6 @@
-"""What runs share: moments of one model, task, size and seed for every constructor; bases of a weight for every seed.
+"""Share moments and bases between runs: moments for all constructors, weights-only bases for all seeds.
 
-Both are kept as files of the campaign, each computed once under a lock.
+Both are files of the campaign, each computed once under a lock.
 """
 
 from __future__ import annotations
@@ -40,32 +40,32 @@ _DECIDES_MOMENTS = {
 _DECIDES_WEIGHT_BASES = BasesConfig.model_fields.keys() - {"model", "basis"}
 
 Needs = Mapping[str, frozenset[MomentName]]
-"""By the key of a moments file, what all runs together want of it."""
+"""The moments that all runs together need, by the key of the moments file."""
 
 
 def moments_key(config: RunConfig) -> str:
-    """Names the moments that runs share as far as options tell; see :func:`moments_file`."""
+    """The key of the moments that runs share, from their options; see :func:`moments_file`."""
     values = config.model_dump(mode="json", include=_DECIDES_MOMENTS)
     values["calibration"] = of_the_sums(values["calibration"])
-    if config.calibration_task is not None:  # its rows do not depend on the task that is learned
+    if config.calibration_task is not None:  # its rows do not depend on the learned task
         values |= {"task": config.calibration_task, "data": None, "num_train": None, "num_evaluation": None}
     return fingerprint_options({name: values[name] for name in values if name != "calibration_task"})[:16]
 
 
 def moments_file(config: RunConfig, rows: RunRows) -> str:
-    """Names the file of a run's moments, by the rows that it calibrates on.
+    """The name of the file of a run's moments, from its calibration rows.
 
-    A trial draws them from fewer rows than a final run that trains on all, where its validation rows are a part of
-    those; elsewhere both draw the same ones and share the file.
+    If validation rows are a part of the training rows, a trial draws calibration rows from fewer rows than a final run
+    that trains on all. Otherwise both draw the same rows and share the file.
     """
     return f"{moments_key(config)}-{rows.fingerprints()['calibration'][:16]}.safetensors"
 
 
 def needs_of(jobs: Iterable[Job]) -> Needs:
-    """What the jobs want of each moments file; jobs that run alone collect their own.
+    """The moments that the jobs need of each moments file; jobs that run alone collect their own.
 
-    Where one method of a campaign reads the gradient G of a model, all runs with bases on that model want G, a and d:
-    so that each records what its bases capture, whether or not it reads them, in whatever order the runs are made.
+    If one method of a campaign reads the gradient G of a model, all runs with bases on this model need G, a and d. So
+    each run records how much its bases capture, whether or not its method reads G, and in any order of runs.
     """
     sharing = [job for job in jobs if not job.kind.is_alone and _shares_moments(job.config)]
     measured = {job.config.model for job in sharing if "cross" in job.config.moments_needed}
@@ -81,19 +81,19 @@ def needs_of(jobs: Iterable[Job]) -> Needs:
 
 
 def _shares_moments(config: RunConfig) -> bool:
-    """Not the sums that a memory budget is to avoid, nor those of halves by which a rank budget is spent."""
+    """Return whether a run shares moments: not with a memory budget, nor with a rank budget, which needs two halves."""
     return config.memory_budget is None and (config.rank_budget is None or not config.moments_needed)
 
 
 def calibrating(job: Job) -> list[RunConfig]:
-    """The configuration of a job, and where it has a reference, the same with the reference's number of examples."""
+    """The configuration of a job, and if it has a reference, the same with the reference's number of examples."""
     sizes = [job.reference_size] if job.reference_size else []
     return [job.config, *(job.config.model_copy(update={"calibration_size": size}) for size in sizes)]
 
 
 @dataclass(frozen=True)
 class SharedWork:
-    """Puts adapters on models with what other runs of the campaign have computed."""
+    """Add adapters to models with moments and bases from other runs of the campaign."""
 
     store: Store
     needs: Needs

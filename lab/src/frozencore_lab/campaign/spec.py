@@ -1,4 +1,4 @@
-"""What a campaign is: models, options of every run, and studies, from one strict YAML file.
+"""The specification of a campaign: models, options of every run, and studies, from one strict YAML file.
 
     name: pocket
     models: {pocket: pocket}                 # a short name, and its hub id or folder
@@ -44,7 +44,7 @@ Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")]
 Figure = Literal["ranking", "gains", "lines", "state", "panels", "curves"]
 
 MATCHED = "matched"
-"""As a reference: on each task the calibration on that task."""
+"""As a reference: the calibration on the same task."""
 MOST_RUNS = 100_000
 
 
@@ -53,14 +53,14 @@ class _Strict(BaseModel):
 
 
 class Search(_Strict):
-    """A choice among trials on validation rows, made once for every model, task, method and other axis but the seed.
+    """A choice among trials on validation rows, made once for all seeds and separately for all other axes.
 
     Attributes:
-        grids: Each a product of options, for the methods named under ``for``.
-        seed: Of every trial.
-        select: What the best trial has most of (accuracy; ties go to the lower held-out loss) or least of (loss).
-        beyond: How many trials are added, one at a time, while the best learning rate of a grid with several is the
-            largest or the smallest that was tried: the next one is twice or half as large. 0 keeps to the grid.
+        grids: Products of options, each for the methods named under ``for``.
+        seed: The seed of every trial.
+        select: The score of the choice: highest accuracy (ties go to the lower held-out loss), or lowest loss.
+        beyond: The most trials to add, one at a time, while the best of several learning rates is the largest or the
+            smallest tried; the next rate is twice or half as large. 0 adds none.
     """
 
     grids: Annotated[tuple[Grid, ...], Field(min_length=1)]
@@ -69,26 +69,26 @@ class Search(_Strict):
     beyond: int = Field(default=4, ge=0, le=16)
 
     def grid(self, method: str) -> Mapping[str, tuple[Value, ...]]:
-        """The options tried for a method, without ``for``; one empty trial where no grid names it."""
+        """The options to try for a method, without ``for``; one empty trial if no grid names it."""
         found = next((grid for grid in self.grids if method in grid.get(METHODS_OF_GRID, (method,))), {})
         return {name: values for name, values in found.items() if name != METHODS_OF_GRID}
 
 
 class Report(_Strict):
-    """How a study is shown: a table of means over seeds, and figures.
+    """The report of a study: a table of means over seeds, and figures.
 
     Attributes:
-        rows, columns: Axes; further axes but the seed give one table each.
-        reference: The column that the others are compared with, or the row where the tasks are columns. ``matched``:
-            of ``calibration_task``, on each task the task itself.
-        differences: Columns whose difference from the reference stands beside the table. A table of one row of tasks
-            shows all of them below, one with the tasks as columns all of them beside.
+        rows, columns: Axes of the table; each combination of further axes, except the seed, gives a table.
+        reference: The column that others are compared with, or the row if tasks are columns. ``matched``: the
+            calibration on the same task, for the axis ``calibration_task``.
+        differences: Columns whose difference from the reference is shown beside the table. A table with one row of
+            tasks shows all differences below; one with tasks as columns shows all of them beside.
         mean: Add the macro-average over the rows.
-        best: Add a table of each row's best column and of how the runs ended.
-        diverged_as_zero: A run that diverged counts as accuracy 0 and is marked; elsewhere it leaves its cell empty.
-        figure: ``ranking`` (means by column, best first), ``gains`` (over the reference), ``lines`` (against the
-            column axis), ``state`` (accuracy against trained values), ``panels`` (every column of each row, beside the
-            untouched model), ``curves`` (training loss against steps); one, or several.
+        best: Add a table of each row's best column, with the outcomes of the runs.
+        diverged_as_zero: A diverged run counts as accuracy 0 and is marked; otherwise its cell is empty.
+        figure: One or several of ``ranking`` (means by column, best first), ``gains`` (over the reference), ``lines``
+            (against the column axis), ``state`` (accuracy against trained values), ``panels`` (every column of each
+            row, beside the base model) and ``curves`` (training loss against steps).
     """
 
     rows: Annotated[tuple[str, ...], Field(min_length=1)] = ("task",)
@@ -102,14 +102,14 @@ class Report(_Strict):
 
     @property
     def figures(self) -> tuple[Figure, ...]:
-        """Those that are asked for, in order."""
+        """The requested figures, in order."""
         if self.figure is None:
             return ()
         return self.figure if isinstance(self.figure, tuple) else (self.figure,)
 
 
 def column_key(column: tuple[Value, ...]) -> str:
-    """A column (or row) as ``reference``, ``differences`` and the CSV files name it: its values, as they stand here."""
+    """The key of a column (or row) in ``reference``, ``differences`` and CSV files: its values as in the file."""
     return "/".join("/".join(map(str, value)) if isinstance(value, tuple) else str(value) for value in column)
 
 
@@ -117,10 +117,10 @@ class Study(_Strict):
     """The product of some axes.
 
     Attributes:
-        kind: What the runs do; see :data:`frozencore_lab.campaign.kinds.KINDS`.
-        fixed: Options of every run of this study, over those of the campaign.
-        variants: Methods with options of their own, over ``fixed``, under names of their own as values of the axis
-            ``method``: ``{lora-r1: {method: lora, rank: 1}}``.
+        kind: The kind of study; see :data:`frozencore_lab.campaign.kinds.KINDS`.
+        fixed: Options of every run of this study, which override the campaign's.
+        variants: Named methods with options that override ``fixed``, as further values of the axis ``method``:
+            ``{lora-r1: {method: lora, rank: 1}}``.
     """
 
     title: str
@@ -154,11 +154,11 @@ class Study(_Strict):
         return self
 
     def method_of(self, name: str) -> str:
-        """Which method a value of the axis ``method`` is: itself, or that of a variant."""
+        """The method of a value of the axis ``method``: the value itself, or the variant's method."""
         return str(self.options_of({"method": name})["method"])
 
     def options_of(self, axes: Mapping[str, Value]) -> dict[str, Value]:
-        """What the study fixes of a run with these values of its axes, and the values; of a variant its own options."""
+        """The options of a run from the study's fixed options, its variant's options, and its axis values."""
         return {**self.fixed, **axes, **self.variants.get(str(axes.get("method")), {})}
 
     def _require_variants(self) -> None:
@@ -189,8 +189,7 @@ class Campaign(_Strict):
     """A whole campaign; see the head of this file.
 
     Attributes:
-        frontier: Studies that the report draws together, held-out loss against trained values; the others are compared
-            with the first.
+        frontier: Studies drawn together, held-out loss against trained values; the first is compared with the others.
     """
 
     name: Name
@@ -204,7 +203,7 @@ class Campaign(_Strict):
     def options_of(self, study: Study, axes: Mapping[str, Value]) -> dict[str, Value]:
         """The options of a study's runs with these values of its axes.
 
-        An option of cores in ``base`` is for the methods that read it: the others go without it.
+        A core option in ``base`` applies only to methods that read it.
         """
         own = study.options_of(axes)
         options = {**self.base, **own}
@@ -231,9 +230,9 @@ class Campaign(_Strict):
 
 
 def read_campaign(path: Path) -> Campaign:
-    """The campaign that a YAML (or JSON) file specifies.
+    """Read a campaign from a YAML (or JSON) file.
 
     Raises:
-        ConfigError: In one line, what is wrong on which line.
+        ConfigError: A value is wrong; the message names its line.
     """
     return read_typed(path, Campaign, holds="a campaign", see="See `frozencore schema`.")

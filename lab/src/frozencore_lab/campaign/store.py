@@ -1,13 +1,13 @@
-"""The folder of a campaign: its specification, one folder a run, what failed, and what runs share.
+"""The folder of a campaign: its specification, one folder for each run, failures, and shared files.
 
 campaign.json             the specification
-runs/ID/result.json       a finished run; written aside and renamed, so it is whole or not there
-runs/.ID.partial/         a run that somebody makes, or that was killed: its log.txt and checkpoints
-failed/ID/failure.json    why a run has no result, and log.txt
-shared/                   moments and weight bases, computed once
-records.jsonl             every record, one a line: an index that is rebuilt from runs/, and all that a report needs
+runs/ID/result.json       a finished run, written atomically
+runs/.ID.partial/         a running or killed run: its log.txt and checkpoints
+failed/ID/failure.json    the reason of a failure, and log.txt
+shared/                   moments and weights-only bases, computed once
+records.jsonl             every record, one a line: an index rebuilt from runs/, and all that a report needs
 
-A run's own file is what counts; the index stands for runs that are not beside it.
+A run's own file has priority; the index is used for runs without a folder.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class Store:
         self._records: dict[str, RunRecord] = {}
 
     def __reduce__(self) -> tuple[type[Store], tuple[Path]]:
-        """Another process gets the same folder, under a path that its own working directory does not change."""
+        """Pickle with an absolute path, so that another process finds the same folder."""
         return Store, (self.folder.absolute(),)
 
     def require_own(self, campaign: Campaign) -> None:
-        """Refuse a folder that this campaign cannot have; nothing is written.
+        """Check, without writing, that the campaign can use the folder.
 
         Raises:
             ArtifactError: The folder cannot be written, or holds another campaign.
@@ -64,20 +64,20 @@ class Store:
             )
 
     def open(self, campaign: Campaign) -> None:
-        """Make the folder, or take up the one that is there; the specification may have grown, its name not changed.
+        """Make the folder or use the existing one; the specification may have changed, but not its name.
 
         Raises:
-            ArtifactError: As for :meth:`require_own`.
+            ArtifactError: As in :meth:`require_own`.
         """
         self.require_own(campaign)
-        # in ASCII: it is read as YAML, to which some characters of other scripts are line breaks
+        # in ASCII, because it is read as YAML, in which some other characters are line breaks
         write_text(self.folder / SPECIFICATION, json.dumps(campaign.model_dump(mode="json"), indent=2) + "\n")
 
     def campaign(self) -> Campaign:
-        """The campaign that the folder is of.
+        """The campaign of the folder.
 
         Raises:
-            ArtifactError: It is no campaign's folder.
+            ArtifactError: It is not a campaign's folder.
         """
         file = self.folder / SPECIFICATION
         if not file.is_file():
@@ -85,19 +85,19 @@ class Store:
         return read_campaign(file)
 
     def outcome(self, run_id: str) -> Ended | None:
-        """The record of a run, or why it failed; None before its end."""
+        """The record or the failure of a run; None before its end."""
         failure = self.failed / run_id / "failure.json"
         return self._record(run_id) or (_read(failure, read_failure) if failure.exists() else None)
 
     @contextmanager
     def running(self, run_id: str) -> Iterator[Path | None]:
-        """The folder that a run is to fill; None if it is finished. Another process that runs it is waited for.
+        """Yield the temporary folder of a run; None if it is finished. Waits for another process that makes the run.
 
-        The folder becomes the run's own when the block ends and a ``result.json`` is in it. One that was killed leaves
-        it as it is, with its checkpoints.
+        If the block ends and a ``result.json`` exists, the folder is renamed to the run's. A killed process leaves the
+        temporary folder with its checkpoints.
 
         Raises:
-            ArtifactError: The run's folder is there, without its result.
+            ArtifactError: The run's folder exists without a result.
         """
         aside, folder = self._partial(run_id), self.runs / run_id
         with self.locked(f"run-{run_id}"):
@@ -107,7 +107,7 @@ class Store:
                 yield None
                 return
             aside.mkdir(parents=True, exist_ok=True)
-            # A result is there when its process was killed just before the renaming.
+            # A result exists if its process was killed just before renaming.
             yield None if (aside / RECORD).exists() else aside
             if (aside / RECORD).exists():
                 remove_left(aside)
@@ -115,7 +115,7 @@ class Store:
                 shutil.rmtree(self.failed / run_id, ignore_errors=True)
 
     def fail(self, run_id: str, failure: Failure, last_words: str) -> None:
-        """Note why a run has no result, and keep its log; what else it had begun is removed.
+        """Record the failure of a run and keep its log; its other files are removed.
 
         Raises:
             ArtifactError: The folder cannot be written.
@@ -127,17 +127,17 @@ class Store:
         shutil.rmtree(self._partial(run_id), ignore_errors=True)
 
     def forget_failures(self) -> int:
-        """Let failed runs be tried again; how many there were."""
+        """Remove the failures, so that these runs are tried again; return their number."""
         failed = list(self.failed.glob("*/failure.json"))
         shutil.rmtree(self.failed, ignore_errors=True)
         return len(failed)
 
     @contextmanager
     def locked(self, name: str, *, wait: bool = True) -> Iterator[None]:
-        """Hold a lock of this folder; the system drops it when the process ends, however it ends.
+        """Hold a lock of this folder; the system releases it when the process ends in any way.
 
         Raises:
-            ArtifactError: Another process holds it, without ``wait``; or nothing can be locked here.
+            ArtifactError: Another process holds it and ``wait`` is off, or the file system has no locks.
         """
         with ExitStack() as held:
             try:
@@ -156,7 +156,7 @@ class Store:
             yield
 
     def running_now(self) -> list[str]:
-        """Ids of the runs that some process is making at this moment."""
+        """Ids of the runs that a process is making now."""
         found = []
         for folder in self.runs.glob(".*.partial"):
             run_id = folder.name.split(".")[1]
@@ -168,7 +168,7 @@ class Store:
         return found
 
     def write_index(self) -> None:
-        """Write ``records.jsonl`` anew from what lies in ``runs/`` and what it knew besides."""
+        """Rewrite ``records.jsonl`` from ``runs/`` and its previous records."""
         made = {file.parent.name for file in self.runs.glob(f"*/{RECORD}") if _ID.fullmatch(file.parent.name)}
         records = {run_id: self._record(run_id) for run_id in sorted(made | self._index.keys())}
         write_lines(self.folder / INDEX, (record.content() for record in records.values() if record is not None))
@@ -191,7 +191,7 @@ class Store:
             record = _parsed(line)
             if record is not None and record.run_id is not None:
                 records[record.run_id] = record
-            elif not self.runs.is_dir():  # elsewhere it is rebuilt from the runs
+            elif not self.runs.is_dir():  # otherwise it is rebuilt from the runs
                 raise ArtifactError(
                     f"{file}, line {number} is damaged, and there are no runs/ to rebuild it from. Restore the file."
                 )

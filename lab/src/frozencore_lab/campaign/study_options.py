@@ -1,4 +1,4 @@
-"""The options of a run as a study may say them: one value, those of an axis or of a grid, each under its name."""
+"""The types of a run's options in a study: one value, or the values of an axis or a grid, by name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Value = bool | int | float | str | tuple[str, ...] | tuple[float, ...] | None
 Values = Annotated[tuple[Value, ...], Field(min_length=1)]
 
 PLACES = PlaceConfig.model_fields.keys()
-"""Options that say where a run happens, not what it is: the command line's."""
+"""Options of the machine, which only the command line sets."""
 METHODS_OF_GRID = "for"
 
 
@@ -29,7 +29,7 @@ def _options() -> dict[str, Option]:
 
 @cache
 def _of_table(_table: tuple[type, ...]) -> dict[str, Option]:
-    """Those that there are with that table of constructors: they are asked for at every key of a specification."""
+    """The options with this table of constructors; cached, because every key of a specification asks for them."""
     return {name: option for name, option in run_options().items() if name not in PLACES}
 
 
@@ -48,10 +48,10 @@ OptionName = Annotated[str, AfterValidator(_option)]
 
 @dataclass(frozen=True)
 class _Described:
-    """Lets the JSON schema of a mapping from options say what each of them is: its values, its default and its help.
+    """Adds the values, default and help of each option to the JSON schema of a mapping from options.
 
     Attributes:
-        listed: It maps each to a list of values.
+        listed: Each option maps to a list of values.
         also: A further key, with a list of texts.
     """
 

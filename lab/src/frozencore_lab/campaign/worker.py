@@ -1,4 +1,4 @@
-"""One run of a campaign, from job to result: an idempotent step that any process may take."""
+"""Make one run of a campaign, from job to result: an idempotent step that any process may take."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ NOT_WRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 @dataclass(frozen=True)
 class Place:
-    """Where runs happen: what a campaign's identity leaves out.
+    """The machine of runs, which is not part of a campaign's identity.
 
     Attributes:
-        models: Folders of models by the name that the specification gives them, instead of what it says.
+        models: Folders of models by their names in the specification, in place of its own locations.
     """
 
     data_root: Path | None = None
@@ -50,14 +50,14 @@ class Place:
     models: dict[str, str] = field(default_factory=dict)
 
     def put(self, config: RunConfig) -> RunConfig:
-        """The configuration as it is run here."""
+        """The configuration for this machine."""
         model = self.models.get(config.model, config.model)
         return config.model_copy(update={"data_root": self.data_root, "device": self.device, "model": model})
 
 
 @dataclass
 class Worker:
-    """Runs jobs one after the other; the base model is loaded once for all that share it. It may travel to a process.
+    """Run jobs in sequence; jobs with the same base model share one loaded model. It can be pickled.
 
     Attributes:
         keep_adapters: Whether final runs keep their adapters.
@@ -72,13 +72,13 @@ class Worker:
     _rows: RowCache = field(default_factory=RowCache, init=False)
 
     def run(self, job: Job, needs: Needs, progress: Progress) -> bool:
-        """Make a run's result, or note why there is none; False for the latter.
+        """Make a run's result, or record its failure and return False.
 
-        What is not an error of the run (Ctrl-C, a kill, a full disk) leaves it as if it had never begun, with its log
-        and its checkpoints.
+        After an interruption that is not the run's error (Ctrl-C, a kill, a full disk) the run stays open, with its log
+        and checkpoints.
 
         Raises:
-            ArtifactError: The campaign's folder cannot be written: no other run would fare better.
+            ArtifactError: The campaign's folder cannot be written, so other runs would fail too.
         """
         try:
             with self.store.running(job.id) as folder:
@@ -86,7 +86,7 @@ class Worker:
                     with (folder / LOG).open("a", encoding="utf-8", buffering=1) as log:  # by line: outlives a kill
                         self._make(job, folder, needs, _logged(log, progress))
         except Exception as error:
-            self._base = self._adapted = None  # the model may hold half an adapter
+            self._base = self._adapted = None  # the model may have half an adapter
             message = one_line(error) or type(error).__name__
             if _cannot_write(error):
                 raise ArtifactError(
@@ -124,7 +124,7 @@ class Worker:
         """Model and rows of a run, with the untouched model's score where another run has found it."""
         key = (config.model, config.dtype, config.device)
         if self._base is None or self._base[0] != key:
-            self._base = None  # before the next one is loaded: two may not fit
+            self._base = None  # freed before loading the next, because two may not fit
             self._base = key, Base(*load_model(config.model, dtype=config.dtype, device=config.device))
         prepared = prepare(config, progress, self._base[1], row_cache=self._rows)
         prepared.before = self._scores.get(_scored_as(config, prepared))
@@ -141,7 +141,7 @@ class Worker:
         return model, calibration
 
     def _take_off(self) -> None:
-        """Take the adapter off the base again, unless the method has made another model of it."""
+        """Remove the adapter from the base model, unless the method has changed the model."""
         if self._adapted is None:
             return
         method, model = self._adapted
@@ -174,7 +174,7 @@ def _reason(error: Exception) -> str:
 
 
 def _cannot_write(error: Exception) -> bool:
-    """Whether the disk is the reason; safetensors and torch say so in words alone."""
+    """Return whether the disk is the reason; safetensors and torch tell it only in the message."""
     words = (*map(os.strerror, NOT_WRITABLE), "PytorchStreamWriter failed")
     return any(
         (isinstance(cause, OSError) and cause.errno in NOT_WRITABLE) or any(word in str(cause) for word in words)

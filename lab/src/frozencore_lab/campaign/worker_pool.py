@@ -1,7 +1,7 @@
-"""Workers of a campaign on this machine: in this process, or in processes of their own, one per device.
+"""Workers of a campaign on this machine: in this process, or in separate processes, one per device.
 
-A process of its own imports this file first. It imports no library that warns at its import: those come with the
-worker, after their known warnings are silenced.
+A worker process imports this file first. This file imports no library that warns when imported; such libraries are
+imported with the worker, after known warnings are silenced.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ if TYPE_CHECKING:
     from frozencore_lab.campaign.worker import Worker
 
 TELL_EVERY_S = 0.2
-GOOD_BYE_S = 5.0  # an idle worker ends by itself when its connection closes
-LAST_STEP_S = 20.0  # a busy one when it has its checkpoint; schedulers kill after 30 s
+GOOD_BYE_S = 5.0  # time for an idle worker to end after its connection closes
+LAST_STEP_S = 20.0  # time for a busy worker to write its checkpoint; schedulers kill after 30 s
 
 
 @dataclass(frozen=True)
 class Event:
-    """What a worker tells: a stage of its run, the end of it, or (told by the pool) the end of the worker.
+    """A worker's event: a stage of its run, the end of the run, or (from the pool) the death of the worker.
 
     Attributes:
-        kind: ``halted`` is the end of every run: the campaign's folder is full, read-only or out of sight.
+        kind: ``halted`` ends all runs: the campaign's folder is full, read-only or unreachable.
         done, total: Steps of the stage.
-        message: Why it halted, or what is known of a death.
+        message: The reason of halting, or the known cause of a death.
     """
 
     worker: int
@@ -51,25 +51,25 @@ class Event:
 
 
 class WorkerPool(Protocol):
-    """Workers that make one run at a time. A worker that died is replaced by itself at its next run. One
-    with processes of its own makes each run that is to be alone in a new one."""
+    """Workers that make one run at a time. A dead worker is replaced at its next run. A pool with its own processes
+    makes each run that must be alone in a new process."""
 
     @property
     def size(self) -> int:
-        """How many there are; it may change while they run."""
+        """The number of workers; it may change during runs."""
 
     def start(self, worker: int, job: Job, needs: Needs) -> None:
         """Give an idle worker a run."""
 
     def events(self, timeout_s: float) -> Sequence[Event]:
-        """What has happened since; waits for something at most that long."""
+        """The events since the last call; waits for one until the timeout."""
 
     def close(self) -> None:
-        """End the workers, whatever they do."""
+        """End all workers, busy or not."""
 
 
 def end_of_run(number: int, worker: Worker, job: Job, needs: Needs, progress: Progress) -> Event:
-    """Make a run, and tell how it ended."""
+    """Make a run and return its end."""
     try:
         return Event(number, "finished" if worker.run(job, needs, progress) else "failed")
     except ArtifactError as error:
@@ -93,15 +93,15 @@ class OwnProcess:
         return told
 
     def close(self) -> None:
-        """There is nothing to end."""
+        """Do nothing."""
 
 
 class LocalPool:
-    """Processes of this machine.
+    """A pool of processes on this machine.
 
     Args:
-        worker: What each of them is; it has run nothing.
-        devices: Where each worker computes, in turn; ``("auto",)`` leaves it to the runs.
+        worker: The worker of each process; it has made no run yet.
+        devices: The devices of the workers, in turn; ``("auto",)`` lets the runs choose.
     """
 
     def __init__(self, size: int, worker: Worker, *, devices: Sequence[str] = ("auto",)) -> None:
@@ -115,12 +115,12 @@ class LocalPool:
 
     def start(self, worker: int, job: Job, needs: Needs) -> None:
         if job.kind.is_alone and worker in self._connections:
-            self._dismiss(worker)  # what earlier runs left in a process would count as this one's memory
+            self._dismiss(worker)  # memory left by earlier runs would count for this run
         if worker not in self._connections:
             self._hire(worker)
         try:
             self._connections[worker].send((job, needs))
-        except OSError:  # it was killed while it had nothing to do
+        except OSError:  # killed while idle
             self._dismiss(worker)
             self._hire(worker)
             self._connections[worker].send((job, needs))
@@ -143,13 +143,13 @@ class LocalPool:
 
     def close(self) -> None:
         for worker in self._busy:
-            self._processes[worker].terminate()  # all at once: each ends after the step that it is at
+            self._processes[worker].terminate()  # all at once; each ends after its current step
         for worker in list(self._connections):
             self._dismiss(worker)
 
     def _hire(self, worker: int) -> None:
         ours, theirs = self._context.Pipe()
-        threads = max(1, torch.get_num_threads() // self.size)  # of those that the user leaves to torch
+        threads = max(1, torch.get_num_threads() // self.size)  # share of torch's threads
         process = self._context.Process(target=_work, args=(theirs, os.getpid(), worker, threads))
         process.start()
         theirs.close()
@@ -159,7 +159,7 @@ class LocalPool:
     def _dismiss(self, worker: int) -> None:
         process = self._processes[worker]
         if worker in self._busy:
-            process.join(LAST_STEP_S)  # before its connection closes, on which it tells how far it is
+            process.join(LAST_STEP_S)  # before closing the connection, on which it reports progress
         self._connections.pop(worker).close()
         if worker not in self._busy:
             process.join(GOOD_BYE_S)
@@ -169,13 +169,13 @@ class LocalPool:
 
 
 def _work(connection: Connection, driver: int, number: int, num_threads: int) -> None:
-    """A worker process: receives its worker, then runs what it is sent, until its driver is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the driver ends its workers
+    """Run a worker process: receive the worker, then make runs until the driver is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group, but the driver ends its workers
     threading.Thread(target=_end_with, args=(driver,), daemon=True).start()
     ignore_known_warnings()
     worker = connection.recv()
     torch.set_num_threads(num_threads)
-    gc.freeze()  # every training looks for garbage: not among all that was imported, then
+    gc.freeze()  # speeds up garbage collection, which every training runs
     told_at = 0.0
 
     def tell(stage: str, done: int, total: int | None, _: str = "") -> None:
@@ -193,7 +193,7 @@ def _work(connection: Connection, driver: int, number: int, num_threads: int) ->
 
 
 def _end_with(driver: int) -> None:
-    """A worker whose driver was killed would go on unseen, beside the next driver's."""
+    """End this worker if its driver was killed; otherwise it would continue beside the next driver's workers."""
     while os.getppid() == driver:
         time.sleep(0.5)
     os._exit(1)

@@ -1,1 +1,1 @@
-"""How the shipped pocket model is made: generated text, tokenizer, training and card."""
+"""Make the shipped pocket model: generated text, tokenizer, training and card."""

@@ -1,7 +1,7 @@
 """The pretraining text: an endless, seeded mixture of sums, small stories and talks. Each function draws one document.
 
-No document is written in the format of a task: the tasks measure adaptation, not recall. The skills that the tasks need
-are here in narrative clothes only: numbers, opinions and feelings, which words go together.
+No document has the format of a task, because the tasks measure adaptation, not recall. The skills for the tasks appear
+only in stories: numbers, opinions and feelings, and which words go together.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def sequence(rng: Random) -> str:
 
 
 def order(rng: Random) -> str:
-    """Numbers in their order, up or down: ``3 < 7 < 12.``"""
+    """Numbers in order, up or down: ``3 < 7 < 12.``"""
     lines = []
     for _ in range(rng.randint(1, 3)):
         up = rng.random() < 0.5
@@ -66,7 +66,7 @@ def order(rng: Random) -> str:
 
 
 def counting(rng: Random) -> str:
-    """A count that changes, or two counts put together, ending in the new count and sometimes its sum."""
+    """A count that changes, or two counts added, ending in the new count and sometimes the sum."""
     story = count_story(rng)
     if story.kind < 2:
         ending = f"Then {story.first} had {story.result} {story.things}."
@@ -79,7 +79,7 @@ def counting(rng: Random) -> str:
 
 
 def comparing(rng: Random) -> str:
-    """Two people measured on one scale, and who comes out ahead."""
+    """Two people compared on one scale."""
     first, second = (person.name for person in two_people(rng))
     a, b = rng.sample(range(2, LARGEST_COMPARED + 1), 2)
     things = rng.choice(COUNTED)
@@ -126,7 +126,7 @@ def opinion(rng: Random) -> str:
 
 
 def company(rng: Random) -> str:
-    """Words in like company: the polarity of a word is whom it stands with."""
+    """Lists of words of the same polarity."""
     groups = []
     for _ in range(rng.randint(1, 3)):
         words = GOOD + HAPPY + LIKE + LIKED if rng.random() < 0.5 else BAD + SAD + DISLIKE + DISLIKED
@@ -155,7 +155,7 @@ def agreeing(rng: Random) -> str:
 
 
 def asking(rng: Random) -> str:
-    """Somebody judges a thing; guesses about the thing and the feeling are confirmed or put right."""
+    """A person judges a thing; guesses about the thing and the feeling are confirmed or corrected."""
     person, thing = rng.choice(PEOPLE), rng.choice(JUDGED)
     good = rng.random() < 0.5
     lines = [f"{_verdict(rng, person.name, thing, good=good)}."]
@@ -172,7 +172,7 @@ def asking(rng: Random) -> str:
 
 
 def talk(rng: Random) -> str:
-    """Small talk that gives the remaining words of the tasks a place in the language."""
+    """Small talk with the remaining words of the tasks."""
     first, second = rng.sample(PEOPLE, 2)
     return rng.choice(
         (
@@ -205,7 +205,7 @@ MIXTURE: tuple[tuple[DocumentWriter, float], ...] = (
 
 
 def documents(seed: int) -> Iterator[str]:
-    """Documents without end; the same seed gives the same documents."""
+    """Yield documents without end; the same seed gives the same documents."""
     rng = Random(seed)
     kinds, weights = zip(*MIXTURE, strict=True)
     while True:

@@ -76,12 +76,12 @@ Licence: Apache-2.0.
 
 @dataclass(frozen=True)
 class PretrainingRecipe:
-    """Everything that decides the weights, apart from the number of steps.
+    """The inputs of the weights, except the number of steps.
 
     Attributes:
-        window: Tokens per training window; documents are packed into it one after another.
+        window: Tokens per training window; documents are packed into it end to end.
         batch: Windows per step.
-        num_corpus_tokens: Distinct tokens generated; a longer run passes over them again.
+        num_corpus_tokens: Tokens to generate; a longer run repeats them.
         lr_matrices: Peak learning rate of Muon, for the weight matrices of the layers.
         lr_rest: Peak learning rate of AdamW, for embeddings, biases and norms.
     """
@@ -98,7 +98,7 @@ class PretrainingRecipe:
 
 
 def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
-    """Learn at most ``NUM_PIECES`` pieces; every byte is one, so no text is out of reach."""
+    """Learn at most ``NUM_PIECES`` pieces; every byte is a piece, so any text can be encoded."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -143,7 +143,7 @@ def pocket_config(tokenizer: PreTrainedTokenizerFast) -> Qwen2Config:
 
 
 def corpus_windows(recipe: PretrainingRecipe, tokenizer: PreTrainedTokenizerFast) -> Tensor:
-    """Packed documents, each closed by the end-of-text token: (windows, window) token ids."""
+    """Packed documents, each followed by the end-of-text token: (windows, window) token ids."""
     stream: list[int] = []
     texts = documents(recipe.seed)
     while len(stream) < recipe.num_corpus_tokens:
@@ -155,7 +155,7 @@ def corpus_windows(recipe: PretrainingRecipe, tokenizer: PreTrainedTokenizerFast
 
 
 def batches(windows: Tensor, recipe: PretrainingRecipe) -> Iterator[Tensor]:
-    """Batches without end, a fresh order in every pass."""
+    """Yield batches without end, in a new order in every pass."""
     generator = torch.Generator().manual_seed(recipe.seed)
     while True:
         order = torch.randperm(len(windows), generator=generator)
@@ -164,7 +164,7 @@ def batches(windows: Tensor, recipe: PretrainingRecipe) -> Iterator[Tensor]:
 
 
 def train_step(model: Qwen2ForCausalLM, optimizers: Sequence[torch.optim.Optimizer], tokens: Tensor) -> float:
-    """One update on a batch of windows; returns its mean loss in nats per token."""
+    """Make one update on a batch of windows and return its mean loss in nats per token."""
     with torch.autocast("cpu", torch.bfloat16):
         logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
     loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
@@ -183,9 +183,9 @@ def train_step(model: Qwen2ForCausalLM, optimizers: Sequence[torch.optim.Optimiz
 def new_model(
     recipe: PretrainingRecipe, config: Qwen2Config
 ) -> tuple[Qwen2ForCausalLM, tuple[torch.optim.Optimizer, ...]]:
-    """An untrained model and its optimisers, decided by the seed alone.
+    """Make an untrained model and its optimizers from the seed.
 
-    Muon reached in two minutes what AdamW alone reached in eight.
+    Muon reached in two minutes the loss that AdamW alone reached in eight.
     """
     torch.manual_seed(recipe.seed)
     model = Qwen2ForCausalLM(config).train()
@@ -202,7 +202,7 @@ def new_model(
 def train(
     recipe: PretrainingRecipe, config: Qwen2Config, windows: Tensor, num_steps: int
 ) -> tuple[Qwen2ForCausalLM, float]:
-    """Warm-up, then a cosine to zero over ``num_steps``: the model, and the mean loss of the last steps."""
+    """Train with warm-up, then a cosine to zero over ``num_steps``; return the model and the mean last loss."""
     model, optimizers = new_model(recipe, config)
     num_warmup = max(1, int(recipe.warmup * num_steps))
 
@@ -221,7 +221,7 @@ def train(
 
 
 def pretrain(out: Path, *, recipe: PretrainingRecipe, num_steps: int) -> None:
-    """Generate, train and save: the model takes the place of one that is there."""
+    """Generate, train and save; an existing model is replaced."""
     tokenizer = train_tokenizer(islice(documents(recipe.seed), recipe.num_tokenizer_documents))
     windows = corpus_windows(recipe, tokenizer)
     started = time.perf_counter()
@@ -243,7 +243,7 @@ def pretrain(out: Path, *, recipe: PretrainingRecipe, num_steps: int) -> None:
 
 
 def main() -> None:
-    """Parse and call."""
+    """Run as a program."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument("--steps", type=int, default=3300, help="updates (the shipped model's number by default)")

@@ -1,1 +1,1 @@
-"""A campaign from its specification to its report on stand-ins, before it costs anything."""
+"""Rehearse a whole campaign on tiny models, from specification to report, before the real one."""

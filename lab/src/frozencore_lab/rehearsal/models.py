@@ -1,4 +1,4 @@
-"""Models that stand for a campaign's: of the same architecture and tokenizer class, tiny, with random weights."""
+"""Stand-ins for a campaign's models: tiny, random, with the same architecture and tokenizer class."""
 
 from __future__ import annotations
 
@@ -20,40 +20,40 @@ from frozencore.words import one_line
 
 KNOWN = Path(__file__).with_name("known")
 """The models of the shipped campaigns: configurations from their cards, and tokenizers of their classes that know
-letters alone. The chat templates hold what a conversation without tools needs."""
+only letters. Their chat templates support conversations without tools."""
 RESCALED = "-spread-"  # benchmarks/rescale.py: the model's shapes are those of the model named before it
-WIDTH, HEAD_WIDTH, HEADS = 64, 32, 4  # no projection is narrower than the largest rank of the paper
+WIDTH, HEAD_WIDTH, HEADS = 64, 32, 4  # every projection is at least as wide as the paper's largest rank
 LAYERS = 2
 PIECES = 2000
-SHORTEST_CONTEXT = 4096  # its tokenizer knows few words, so that rows are longer than the real model's
+SHORTEST_CONTEXT = 4096  # the small tokenizer makes rows longer than the real one
 SEED = 0
 
 
 @dataclass(frozen=True)
 class Original:
-    """The model that a campaign names.
+    """A model that a campaign names.
 
     Attributes:
-        tokenizer: Where its tokenizer is loaded from: its own place, or a folder of ours.
+        tokenizer: The place of its tokenizer: its own, or a folder of frozencore.
     """
 
     config: PretrainedConfig
     tokenizer: str
 
     def load_tokenizer(self) -> Any:
-        """The tokenizer, without asking the hub."""
+        """Load the tokenizer without the hub."""
         with without_hub():
             return load_tokenizer(self.tokenizer)
 
 
 def find_original(location: str) -> Original:
-    """A model's configuration and tokenizer, without asking the hub: from a folder, the offline cache, or known here.
+    """Find a model's configuration and tokenizer without the hub: in a folder, the offline cache, or the known models.
 
     Args:
         location: Hub id, folder or ``pocket``, as in a specification.
 
     Raises:
-        ModelError: It is found nowhere.
+        ModelError: The model is not found.
     """
     models = json.loads((KNOWN / "models.json").read_text(encoding="utf-8"))
     known = models.get(location.partition(RESCALED)[0])
@@ -70,30 +70,30 @@ def find_original(location: str) -> Original:
             ) from error
         try:
             load_tokenizer(location)
-        except ModelError:  # the configuration alone was cached
+        except ModelError:  # only the configuration was cached
             return Original(config, folder)
     return Original(config, location)
 
 
 def make_stand_in(original: Original, texts: Sequence[str], folder: Path, num_layers: int = LAYERS) -> None:
-    """Write a model and tokenizer of the original's kind, as ``save_pretrained`` does; the same each time.
+    """Write a small model and tokenizer of the original's kind with ``save_pretrained``; always the same.
 
     Args:
-        texts: What the tokenizer learns from.
+        texts: Training texts of the tokenizer.
 
     Raises:
-        ModelError: transformers cannot make a small one of this architecture.
+        ModelError: transformers cannot make a small model of this architecture.
     """
     blank = original.load_tokenizer()
     tokenizer = blank.train_new_from_iterator(list(texts), PIECES, show_progress=False)
-    tokenizer.chat_template = blank.chat_template  # it is not taken over
+    tokenizer.chat_template = blank.chat_template  # training drops the template
     tokenizer.model_max_length = max(SHORTEST_CONTEXT, tokenizer.model_max_length)
     try:
         with quiet_loading(), torch.random.fork_rng():
             torch.manual_seed(SEED)
             small = small_config(original.config, tokenizer, num_layers)
             AutoModelForCausalLM.from_config(small, dtype=torch.float32).save_pretrained(folder)
-    except Exception as error:  # architectures check their numbers each in its own way
+    except Exception as error:  # each architecture checks its numbers in its own way
         reason = one_line(error, 200)
         raise ModelError(
             f"No small {original.config.model_type!r} model could be made: {reason} Give one: --model-path NAME=DIR."
@@ -102,7 +102,7 @@ def make_stand_in(original: Original, texts: Sequence[str], folder: Path, num_la
 
 
 def small_config(config: PretrainedConfig, tokenizer: Any, num_layers: int = LAYERS) -> PretrainedConfig:
-    """The same architecture with few, narrow layers: tied as the real one, heads grouped where they are there."""
+    """The same architecture with few, narrow layers; tied weights and grouped heads as in the real one."""
     small = copy.deepcopy(config)
     heads, shared = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
     changes = {

@@ -1,4 +1,4 @@
-"""What a real run of a campaign needs, beside what is here: models and data sets, the hub, memory, disk."""
+"""Compare the needs of a real campaign with this machine: models and data sets, the hub, memory, disk."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from frozencore_lab.rehearsal.models import Original
 from frozencore_lab.rehearsal.rehearsal_rows import FewRows
 
 HUB_TIMEOUT_S = 3.0
-STORED_BYTES = 2  # of a value, as hub models are mostly stored
+STORED_BYTES = 2  # per value, as in most hub models
 WEIGHTS = ("*.safetensors", "*.bin")
 
 
 @dataclass(frozen=True)
 class Need:
-    """Something that a real run needs."""
+    """A need of a real campaign."""
 
     what: str
     here: str
@@ -39,11 +39,11 @@ class Need:
 
 
 def real_needs(campaign: Campaign, originals: Mapping[str, Original], rows: FewRows, folder: Path) -> list[Need]:
-    """All that a real run needs.
+    """All needs of a real campaign.
 
     Args:
-        originals: By model as the campaign says it.
-        folder: The rehearsal's: the disk that the real campaign is supposed to be on.
+        originals: The models, by their names in the campaign.
+        folder: The rehearsal's folder, on the disk that is assumed for the real campaign.
     """
     sizes = {name: size_of(original.config) for name, original in originals.items()}
     weights = {name: size.num_parameters * STORED_BYTES for name, size in sizes.items()}
@@ -72,7 +72,7 @@ def real_needs(campaign: Campaign, originals: Mapping[str, Original], rows: FewR
 
 
 def _hub(models: list[str], data_sets: list[str]) -> Need:
-    """Whether the hub answers, asked once, for no longer than a few seconds, about the first thing that is missing."""
+    """Ask the hub once, for a few seconds at most, about the first missing model or data set."""
     if models:
         answers = hub_answers("model", models[0], timeout_s=HUB_TIMEOUT_S)
     else:
@@ -81,12 +81,12 @@ def _hub(models: list[str], data_sets: list[str]) -> Need:
 
 
 def has_weights(location: str) -> bool:
-    """Whether a model lies in a folder or, whole, in the offline cache."""
+    """Return whether a model is in a folder or completely in the offline cache."""
     try:
         location = model_location(location)
         if find_gguf(location) is not None:
             return True
-    except ModelError:  # not fetched yet, or not readable here
+    except ModelError:  # not fetched, or not readable
         return False
     folder = Path(location)
     if not folder.is_dir():

@@ -1,9 +1,9 @@
-"""The rows of a rehearsal, and the place that puts runs on them: a few of each data set, real ones or made up.
+"""The rows of a rehearsal: a few of each data set, real or made up, and the place that makes runs use them.
 
-They are laid out as the hub's own files, so that the code that reads, splits and checks rows is the real run's. Where
-the real run trains on all rows of the official split, so does the rehearsal; where rows are left over, some are. A
-user's own task, and the pocket's, are read as they are. A run keeps its identity, so that plan, store and report are
-those of the real campaign.
+They are written like the hub's own files, so that a rehearsal tests the real code for reading, splitting and checking
+rows. If the real run trains on all rows of the official split, so does the rehearsal; otherwise some rows are left
+over. A user's own tasks and the pocket tasks are used unchanged. A run keeps its identity, so that plan, store and
+report are those of the real campaign.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from frozencore_lab.campaign.worker import Place
 EVALUATED = 6
 FEWEST_TRAINED = 4
 MOST_EPOCHS = 2
-STEPS = 2  # the fewest between which a step's time can be measured
-TOKENS_OF_A_ROW = 8  # that the shortest rows have at least
+STEPS = 2  # the fewest for measuring the time of a step
+TOKENS_OF_A_ROW = 8  # the least tokens of a row
 TEXTS_OF_A_TASK = 200
 CALIBRATED = 4
 MOST_NEW_TOKENS = 3  # a random model does not end its answers
-LONGER = 4  # a stand-in's tokenizer knows few words
+LONGER = 4  # factor on token limits, because the stand-in's tokenizer has few pieces
 IN_16_BITS = ("bfloat16", "float16")
 SPLITS: tuple[Split, ...] = ("train", "validation", "evaluation")
 
 
 @dataclass(frozen=True)
 class RehearsalPlace(Place):
-    """Puts runs on stand-ins.
+    """Make runs use stand-ins.
 
     Attributes:
-        num_train: How many rows each task trains on.
-        stand_ins: Models whose tokenizers are ours.
-        tasks_in_16_bits: Runs of other tasks have 32 bits where the campaign has 16.
-        is_quick: All of them in 32 bits, and all examples of an optimiser step at once.
+        num_train: The number of training rows of each task.
+        stand_ins: Models with a stand-in tokenizer.
+        tasks_in_16_bits: Tasks that keep the campaign's 16 bits; other tasks use 32 bits.
+        is_quick: Use 32 bits everywhere, and all examples of an optimizer step at once.
     """
 
     num_train: dict[str, int] = field(default_factory=dict)
@@ -56,7 +56,7 @@ class RehearsalPlace(Place):
     is_quick: bool = False
 
     def put(self, config: RunConfig) -> RunConfig:
-        """The run with fewer rows, epochs, rounds, calibration examples and tokens to generate."""
+        """The run with fewer rows, epochs, rounds, calibration examples and generated tokens."""
         assert config.task is not None
         task = find_task(config.task)
         changes: dict[str, Any] = {
@@ -78,15 +78,15 @@ class RehearsalPlace(Place):
 
 @dataclass
 class FewRows:
-    """The rows that stand for a campaign's.
+    """The rehearsal's rows of a campaign.
 
     Attributes:
-        root: Where they lie: a run's ``data_root``.
-        num_train: How many each task trains on.
-        at_hand: Data sets whose real rows were taken.
-        made_up: By data set that is not at hand, why not.
+        root: The folder of the rows: a run's ``data_root``.
+        num_train: The number of training rows of each task.
+        at_hand: Data sets with real rows.
+        made_up: Data sets with made-up rows, and the reason.
         sources: The data sets under ``root``.
-        texts: Some of the rows as text, from which a tokenizer learns.
+        texts: Some of the rows as text, to train a tokenizer.
     """
 
     root: Path
@@ -97,20 +97,20 @@ class FewRows:
     texts: list[str] = field(default_factory=list)
 
     def forget(self) -> None:
-        """Remove what ``datasets`` has kept of these rows beside them."""
+        """Remove ``datasets``' cached copies of these rows."""
         for source in self.sources:
             source.forget(self.root)
 
 
 def lay_out(configs: Sequence[RunConfig], root: Path, data_root: Path | None) -> FewRows:
-    """Write the rows of every task that some runs read.
+    """Write the rows of every task that the runs read.
 
     Args:
-        configs: Of the runs, as the campaign has them.
-        data_root: Where the real data sets may lie; None is the hub's offline cache. The hub itself is not asked.
+        configs: The campaign's configurations of the runs.
+        data_root: The folder of the real data sets; None is the hub's offline cache. The hub itself is not used.
 
     Raises:
-        DataError: A data set is not at hand and cannot be made up, or a user's own file cannot be read.
+        DataError: A data set is not available and cannot be made up, or a user's own file cannot be read.
     """
     rows = FewRows(root)
     contents: dict[HubDataset, dict[str, Any]] = {}
@@ -130,29 +130,29 @@ def lay_out(configs: Sequence[RunConfig], root: Path, data_root: Path | None) ->
 
 
 def tasks_of(config: RunConfig) -> tuple[str, ...]:
-    """The tasks that a run learns, calibrates on, or asks what it has forgotten of."""
+    """The tasks that a run learns, calibrates on, or measures forgetting on."""
     return tuple(name for name in (config.task, config.calibration_task, *(config.forgetting or ())) if name)
 
 
 def rows_to_train(task: Task, config: RunConfig) -> int:
-    """The fewest rows that make ``STEPS`` steps, and a calibration, when a tenth of them is held out for validation."""
+    """The fewest rows for ``STEPS`` steps and a calibration, if a tenth of the rows is held out for validation."""
     steps_an_epoch = math.ceil(STEPS / epochs_of(task, config))
     trained = max(FEWEST_TRAINED, fewest_calibrated(config), (steps_an_epoch - 1) * config.rows_a_step + 1)
     return next(n for n in count(trained) if n - max(1, round(VALIDATION_SHARE * n)) >= trained)
 
 
 def fewest_calibrated(config: RunConfig) -> int:
-    """Calibration examples that have a token for each direction of a basis."""
+    """The fewest calibration examples with at least one token for each direction of a basis."""
     return math.ceil(config.rank / TOKENS_OF_A_ROW)
 
 
 def epochs_of(task: Task, config: RunConfig) -> int:
-    """Epochs of a rehearsed run: as many as the real one's, but at most two."""
+    """Epochs of a rehearsed run: the real run's, but at most two."""
     return min(MOST_EPOCHS, config.epochs or task.epochs)
 
 
 def _by_source(configs: Sequence[RunConfig]) -> list[dict[str, Task]]:
-    """The tasks that runs read, those with the same rows together."""
+    """The tasks that runs read, grouped by equal rows."""
     found: dict[object, dict[str, Task]] = {}
     for name in dict.fromkeys(name for config in configs for name in tasks_of(config)):
         task = find_task(name)
@@ -184,7 +184,7 @@ def _few(rows: FewRows, source: HubDataset, data_root: Path | None, num_train: i
         num = min(num, official)
         if real and num:
             found[str(name)] = real[split].select([place * official // num for place in range(num)])
-        elif num:  # spread over all of them: a split may be sorted by its labels
+        elif num:  # spread over the split, because it may be sorted by labels
             rng = Random(f"{source.name} {split}")
             found[str(name)] = Dataset.from_list([source.made_up(rng, number) for number in range(num)])
     return found

@@ -1,6 +1,6 @@
-"""From a specification to an account of its report: every run of it, small, through the campaign's own engine.
+"""Rehearse a specification: make every run, small, with the campaign's own code, and check the report.
 
-The account names every empty cell of every table, every missing figure, and every run that has no result.
+The account names every empty cell of every table, every missing figure, and every run without a result.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from frozencore_lab.reports.writing import write_document
 
 @dataclass(frozen=True)
 class Lack:
-    """Something that a report should show and cannot.
+    """A missing part of a report.
 
     Attributes:
         study: The section.
@@ -49,7 +49,7 @@ class Lack:
 
 @dataclass(frozen=True)
 class StudyAccount:
-    """One section of a report, counted."""
+    """The counts of one section of a report."""
 
     name: str
     title: str
@@ -63,7 +63,7 @@ def account_of(document: Document, planned: Sequence[Planned], store: Store) -> 
     """Count a report's cells and figures.
 
     Args:
-        planned: The campaign's runs: a trial that failed empties no cell, but chooses among fewer.
+        planned: The campaign's runs; a failed trial leaves no empty cell, but the search has fewer trials.
     """
     studies = {study.name: study.study for campaign in document.campaigns for study in campaign.studies}
     accounts = []
@@ -81,7 +81,7 @@ def account_of(document: Document, planned: Sequence[Planned], store: Store) -> 
 
 
 def _numbers(sheet: Sheet) -> Iterator[tuple[Line, int, SheetCell]]:
-    """The cells of a sheet that are neither labels nor left blank."""
+    """The cells of a sheet that are neither labels nor blank."""
     for line in (*sheet.rows, *sheet.foot):
         for place, cell in enumerate(line):
             if place >= sheet.num_labels and cell.text:
@@ -114,13 +114,13 @@ MARK = "rehearsal.json"
 
 @dataclass(frozen=True)
 class Means:
-    """What a rehearsal is made with.
+    """The inputs and functions of a rehearsal.
 
     Attributes:
-        data_root: Where real data sets may lie; None is the offline cache.
-        models: Folders of models to use instead of stand-ins, by the campaign's names of them.
+        data_root: The folder of real data sets; None is the offline cache.
+        models: Folders of models in place of stand-ins, by their names in the campaign.
         hire: Makes a pool of workers.
-        watch: Shows a folder's runs as they go on.
+        watch: Shows the progress of a folder's runs.
     """
 
     data_root: Path | None
@@ -131,15 +131,15 @@ class Means:
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What a rehearsal found.
+    """The result of a rehearsal.
 
     Attributes:
-        num_runs: That were made, and how many of them failed.
-        left_out: What was sampled, in words.
+        num_runs: The number of runs made, and of failed runs.
+        left_out: A description of the sample.
         studies: The account of each section of the report.
-        files: Of the report, in the rehearsal's folder.
-        stand_ins: By model as the campaign says it, the architecture that stood for it.
-        made_up: Data sets whose rows were made up.
+        files: The files of the report, in the rehearsal's folder.
+        stand_ins: The architecture of each stand-in, by the model's name in the campaign.
+        made_up: Data sets with made-up rows.
     """
 
     campaign: str
@@ -156,19 +156,19 @@ class Rehearsal:
 
     @property
     def lacks(self) -> list[Lack]:
-        """All that the report would lack."""
+        """All missing parts of the report."""
         return [lack for account in self.studies for lack in account.lacks]
 
 
 def rehearse(campaign: Campaign, sample: Sample, folder: Path, means: Means) -> Rehearsal:
-    """Make every run of a sample on stand-ins, write the report, and count what it holds.
+    """Make every run of a sample on stand-ins, write the report, and check it.
 
     Args:
-        folder: A new one, or that of an earlier rehearsal, which is removed.
+        folder: A new folder, or an earlier rehearsal's, which is removed.
 
     Raises:
-        ModelError: The architecture of a model is not known here.
-        DataError: A data set is not at hand and its rows cannot be made up.
+        ModelError: The architecture of a model is unknown.
+        DataError: A data set is not available and its rows cannot be made up.
         ArtifactError: The folder holds something else.
     """
     started = time.monotonic()
@@ -206,7 +206,7 @@ def rehearse(campaign: Campaign, sample: Sample, folder: Path, means: Means) -> 
 def _place(
     campaign: Campaign, sample: Sample, originals: Mapping[str, Original], rows: FewRows, folder: Path, means: Means
 ) -> RehearsalPlace:
-    """Make a stand-in of each model for which the user names no folder."""
+    """Make a stand-in of each model for which the user gives no folder."""
     places = {campaign.models[name]: path for name, path in means.models.items()}
     ours = {location: name for name, location in campaign.models.items() if location not in places}
     for location, name in ours.items():
@@ -224,7 +224,7 @@ def _place(
 
 
 def _original(location: str, instead: str | None) -> Original:
-    """The model that a campaign names; where nothing is known of that, the one that the user names instead."""
+    """The model that a campaign names; if it is unknown, the user's replacement."""
     try:
         return find_original(location)
     except ModelError:
@@ -234,7 +234,7 @@ def _original(location: str, instead: str | None) -> Original:
 
 
 def _begin(folder: Path, campaign: Campaign) -> None:
-    """An empty folder with a mark, by which a later rehearsal knows that it may remove it."""
+    """Make an empty folder with a mark, so that a later rehearsal may remove it."""
     require_writable(folder)
     if (folder / MARK).is_file():
         shutil.rmtree(folder)

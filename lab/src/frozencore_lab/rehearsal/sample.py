@@ -1,10 +1,10 @@
-"""What of a campaign a rehearsal runs: all of it but the seeds, or quickly each value of each axis once.
+"""Sample a campaign for a rehearsal: everything except most seeds, or, if quick, each value of each axis once.
 
-All of it is in 16 bits, where the campaign is, on one task of each kind of scoring: a task gives rows and a way to
-score them, and neither knows the weights' dtype. A processor without such arithmetic takes fifteen times as long.
+If the campaign uses 16 bits, the rehearsal does so on one task of each kind of scoring only: a processor without
+16-bit arithmetic takes fifteen times as long, and a task's rows and scoring do not depend on the weights' dtype.
 
-In the quick form a value that comes once stands beside one value of every other axis: a fault that needs the eighth
-method on the seventh task, and shows with neither of them elsewhere, is not looked for.
+The quick form combines each value with one value of every other axis. It does not find a fault that needs a certain
+combination of two values.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from frozencore_lab.campaign.spec import MATCHED, Campaign, Study, column_key
 from frozencore_lab.campaign.study_options import METHODS_OF_GRID, Value, Values
 from frozencore_lab.rehearsal.rehearsal_rows import IN_16_BITS
 
-SEEDS = 2  # the fewest that have a standard deviation
+SEEDS = 2  # the fewest with a standard deviation
 FEW = 2
 MODEL_AND_SEED = ("model", "seed")
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A smaller campaign that stands for a campaign.
+    """A smaller version of a campaign.
 
     Attributes:
-        left_out: What was left out or done otherwise, in words.
-        tasks_in_16_bits: Whose runs have the dtype of the campaign; all others have 32 bits.
-        is_quick: Whether runs are made faster, too.
+        left_out: A description of omissions and changes.
+        tasks_in_16_bits: Tasks whose runs have the campaign's dtype; all others have 32 bits.
+        is_quick: Make runs faster too.
     """
 
     campaign: Campaign
@@ -40,7 +40,7 @@ class Sample:
 
 
 def whole_sample(campaign: Campaign) -> Sample:
-    """Everything, with two seeds, and 16 bits on one task of each kind of scoring."""
+    """Sample everything with two seeds, and 16 bits on one task of each kind of scoring."""
     studies = {name: _changed(study, {"seed": study.axes["seed"][:SEEDS]}) for name, study in campaign.studies.items()}
     sample = campaign.model_copy(update={"studies": studies})
     dtypes = {run.job.config.dtype for run in plan(sample, lambda _: None) if run.job}.intersection(IN_16_BITS)
@@ -52,10 +52,10 @@ def whole_sample(campaign: Campaign) -> Sample:
 
 
 def quick_sample(campaign: Campaign) -> Sample:
-    """Each study with two columns of its table; then what has not come yet, each value once, in plain tables.
+    """Sample two columns of each study's table, then each remaining value once, in plain tables.
 
-    Studies that compare columns over tasks have two of them, the first study two seeds. Searches have two trials in the
-    study itself and for each task.
+    Studies that compare columns over tasks keep two tasks; the first study keeps two seeds. Searches have two trials in
+    the study itself and for each task.
     """
     first = next(iter(campaign.studies))
     studies: dict[str, Study] = {}
@@ -81,7 +81,7 @@ def quick_sample(campaign: Campaign) -> Sample:
 
 
 def _pairs(study: Study) -> Iterator[tuple[str, Value]]:
-    """Each axis with each of its values. A task that is searched counts as a task, too."""
+    """Each axis with each of its values. A task with a search also counts as a task."""
     for axis, values in study.axes.items():
         for key in {axis, _key(study, axis)} if axis not in MODEL_AND_SEED else ():
             yield from ((key, value) for value in values)
@@ -92,7 +92,7 @@ def _key(study: Study, axis: str) -> str:
 
 
 def _two_columns(study: Study, num_tasks: int, num_seeds: int) -> Study:
-    """What the report names, two columns where it names fewer, and the first value of every other axis."""
+    """Keep the columns that the report names, at least two, and the first value of every other axis."""
     changes = {}
     for axis, values in study.axes.items():
         named = _named(study, axis, values)
@@ -108,15 +108,15 @@ def _named(study: Study, axis: str, values: Values) -> Values:
     """The values of an axis that the report names."""
     report = study.report
     if axis == "calibration_task" and report.reference == MATCHED:
-        return values  # each task is compared with its own
+        return values  # each task is compared with itself
     named = {part for key in (report.reference, *report.differences) if key for part in (key, *key.split("/"))}
     return tuple(value for value in values if column_key((value,)) in named)
 
 
 def _alone(study: Study, axis: str, values: Values) -> Study:
-    """Some values of an axis beside one of every other, as a table in which nothing is compared.
+    """Combine some values of an axis with one of every other, in a table without comparisons.
 
-    Beside tasks it is a method with a search, if there is one.
+    Tasks are combined with a method that has a search, if there is one.
     """
     few = _two_columns(study, 1, 1)
     axes = {name: kept if name == "model" else kept[:1] for name, kept in few.axes.items()}
@@ -131,10 +131,10 @@ def _is_searched(study: Study, method: str) -> bool:
 
 
 def _few_trials(study: Study, num: int) -> Study:
-    """One or two trials for each method: of one option the first and the last value, of the others the last.
+    """Keep one or two trials for each method: the first and last value of one option, the last of the others.
 
-    Methods of one grid take its options in turn, so that every option is gone through by some method. A search goes on
-    beyond an end of its grid by one trial at most.
+    Methods of one grid vary its options in turn, so that some method varies each option. A search adds at most one
+    trial beyond an end of its grid.
     """
     if study.search is None:
         return study
@@ -152,7 +152,7 @@ def _few_trials(study: Study, num: int) -> Study:
 
 
 def _changed(study: Study, axes: dict[str, tuple[Value, ...]]) -> Study:
-    """The study with other values of its axes, in its own order, and with the variants that are left."""
+    """The study with other values of its axes, in its own order, and with the remaining variants."""
     kept = {axis: axes.get(axis, values) for axis, values in study.axes.items()}
     variants = {name: options for name, options in study.variants.items() if name in kept["method"]}
     return study.model_copy(update={"axes": kept, "variants": variants})

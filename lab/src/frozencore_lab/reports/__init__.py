@@ -1,1 +1,1 @@
-"""Reports made from records alone: tables, figures, one self-contained page."""
+"""Make reports from records alone: tables, figures, one self-contained page."""

@@ -1,7 +1,7 @@
-"""Several tables of one study beside one another: macro-averages as in the paper's cross-scale table, and counted wins.
+"""Combine several tables of one study: macro-averages as in the paper's cross-scale table, and counts of wins.
 
-The tables are a study's own, one a model; or those of several campaigns in one report, which has every study that at
-least two of the campaigns have under one name, as a comparison of columns over tasks.
+The tables are those of one study, one for each model, or those of several campaigns. A report over campaigns has every
+study that compares columns over tasks and that at least two campaigns have under the same name.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from frozencore_lab.reports.tables.pivot_sheet import average_cell
 from frozencore_lab.reports.writing import write_document
 
 NamedPivots = Mapping[tuple[str, ...], Pivot]
-"""Tables by what tells them apart, a text for each heading."""
+"""Tables by their distinguishing values, a text for each heading."""
 
 
 def has_mean(pivot: Pivot) -> bool:
-    """Whether it is a table of tasks by compared columns with a macro-average."""
+    """Return whether a table has tasks, compared columns and a macro-average."""
     return pivot.row_axes == ("task",) and bool(averages(pivot))
 
 
 def means_across(tables: NamedPivots, headings: Sequence[str], name: str, title: str) -> Sheet | None:
     """The macro-average of every column of every table; the best of each bold, the second best underlined.
 
-    None for fewer than two tables, or where one has no macro-average.
+    None for fewer than two tables, or if one has no macro-average.
     """
     if len(tables) < 2 or not all(map(has_mean, tables.values())):
         return None
@@ -60,9 +60,9 @@ def means_across(tables: NamedPivots, headings: Sequence[str], name: str, title:
 
 
 def wins_across(tables: NamedPivots, name: str, title: str) -> Sheet | None:
-    """On how many tasks the reference column is better than, equal to and worse than each other one, in each table.
+    """Count for each table the tasks on which the reference column is better than, equal to and worse than each other.
 
-    None without a reference that all tables name.
+    None if the tables name no common reference.
     """
     references = {pivot.report.reference for pivot in tables.values()}
     columns, measure = _columns(tables), _measure(tables)
@@ -95,7 +95,7 @@ def wins_across(tables: NamedPivots, name: str, title: str) -> Sheet | None:
 
 
 def _gains(pivot: Pivot, reference: Key, column: Key) -> list[float]:
-    """The reference less the other by task, turned where lower is better; none where a mean is missing."""
+    """The reference minus the other by task, negated if lower is better; empty if a mean is missing."""
     own, other = ([_mean(pivot, row, key) for row in pivot.rows] for key in (reference, column))
     pairs = [(x, y) for x, y in zip(own, other, strict=True) if x is not None and y is not None]
     if len(pairs) < len(pivot.rows):
@@ -109,7 +109,7 @@ def _mean(pivot: Pivot, row: Key, column: Key) -> float | None:
 
 
 def _columns(tables: NamedPivots) -> dict[Key, str]:
-    """Every column of any of the tables, and how it is called."""
+    """The columns of all tables, and their labels."""
     return {column: pivot.column_name(column) for pivot in tables.values() for column in pivot.columns}
 
 
@@ -118,11 +118,11 @@ def _measure(tables: NamedPivots) -> Measure:
 
 
 def across_document(campaigns: Sequence[CampaignResults]) -> Document:
-    """The report before it is files: a section a study.
+    """Make the report as a document, with a section for each study.
 
     Raises:
-        ConfigError: Two campaigns have one name.
-        ArtifactError: The campaigns have no study in common that could be set side by side.
+        ConfigError: Two campaigns have the same name.
+        ArtifactError: The campaigns have no comparable study in common.
     """
     names = [results.campaign.name for results in campaigns]
     twice = [name for name, count in Counter(names).items() if count > 1]
@@ -141,7 +141,7 @@ def write_across(campaigns: Sequence[CampaignResults], folder: Path) -> list[Pat
     """Write ``tables/``, ``figures/``, ``report.md`` and ``index.html`` of several campaigns together.
 
     Raises:
-        ConfigError, ArtifactError: From :func:`across_document`; or the folder cannot be written.
+        ConfigError, ArtifactError: As in :func:`across_document`; or the folder cannot be written.
     """
     return write_document(across_document(campaigns), folder)
 
@@ -183,7 +183,7 @@ def _section(name: str, members: Sequence[tuple[CampaignResults, StudyResults]])
 
 
 def _named(members: Sequence[tuple[CampaignResults, StudyResults]], measure: Measure) -> NamedPivots:
-    """The members' tables by the model that each is of, and by the campaign where several are of one model."""
+    """The members' tables by model, and by campaign if several have the same model."""
     found = [(results.campaign.name, pivot) for results, study in members for pivot in pivots(study, measure)]
     models = Counter(_model(pivot) for _, pivot in found)
     return {
@@ -197,7 +197,7 @@ def _model(pivot: Pivot) -> str:
 
 
 def _comparable(tables: NamedPivots) -> tuple[NamedPivots, str]:
-    """Those over the tasks of the first, since means over other tasks do not compare; and which are left out."""
+    """The tables over the same tasks as the first, whose means can be compared; and the names of the others."""
     tasks = set(next(iter(tables.values())).rows)
     kept = {labels: pivot for labels, pivot in tables.items() if set(pivot.rows) == tasks and has_mean(pivot)}
     others = [", ".join(labels) for labels in tables if labels not in kept]

@@ -1,4 +1,4 @@
-"""The report of a campaign, whole from its records: a section a study, and what all of them share."""
+"""Make the report of a campaign from its records: a section for each study, and common sections."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ from frozencore_lab.reports.writing import write_document
 
 
 def campaign_document(results: CampaignResults) -> Document:
-    """The report before it is files: what a trained value buys, a section a study, what the criterion was worth, what
-    the runs are made of."""
+    """Make the report as a document: loss against trained values, the studies, the criterion, and the setup."""
     campaign = results.campaign
     sections = [
         frontier_section(results),
@@ -38,7 +37,7 @@ def campaign_document(results: CampaignResults) -> Document:
 
 
 def setup_section(results: CampaignResults) -> Section:
-    """What the runs are made of, from the code: data sets, options, what constructors look at."""
+    """Describe the setup from the code: data sets, options, and the inputs of constructors."""
     campaign = results.campaign
     sheets = (data_sheet(campaign), hyper_parameter_sheet(results), information_sheet(campaign))
     return Section("set-up", "Set-up", "", (), tuple(Table(sheet) for sheet in sheets if sheet is not None))
@@ -47,8 +46,8 @@ def setup_section(results: CampaignResults) -> Section:
 def write_report(results: CampaignResults, folder: Path) -> list[Path]:
     """Write ``tables/*.md``, ``*.tex`` and ``*.csv``, ``figures/*.png``, ``report.md`` and ``index.html``.
 
-    A table of a study has its unrounded means in ``NAME.csv``, which ``campaign report --table`` reads, and each of its
-    runs in ``NAME.runs.csv``. The same records give the same bytes.
+    ``NAME.csv`` has the unrounded means of a table, for ``campaign report --table``; ``NAME.runs.csv`` has each of its
+    runs. The same records give the same bytes.
 
     Raises:
         ArtifactError: The folder cannot be written.
@@ -57,7 +56,7 @@ def write_report(results: CampaignResults, folder: Path) -> list[Path]:
 
 
 def study_section(results: StudyResults) -> Section:
-    """Everything that a study shows: tables, comparisons, costs, what its search chose, its figures."""
+    """Make the section of a study: tables, comparisons, costs, choices of its search, figures."""
     main: list[Table] = []
     details: list[Table] = []
     headlines: list[str] = []
@@ -88,7 +87,7 @@ def study_section(results: StudyResults) -> Section:
 
 
 def _pivot_tables(pivot: Pivot, name: str) -> tuple[list[Table], list[Table]]:
-    """What a table of means shows with what follows from it, and what is folded away."""
+    """The tables of a pivot: those to show, and those to fold away."""
     comparison, remark = compare(pivot)
     main, details = [Table(pivot_sheet(pivot, name), pivot, "" if comparison else remark)], []
     main += [Table(kind.sheet(pivot, f"{name}-{end}")) for end, kind in FURTHER.items() if kind.asked(pivot.report)]
@@ -106,7 +105,7 @@ def _pivot_tables(pivot: Pivot, name: str) -> tuple[list[Table], list[Table]]:
 
 
 def _headline(pivot: Pivot) -> Iterator[str]:
-    """Which of a table's columns has the best mean over the tasks, and which comes next."""
+    """Name the table's columns with the best and the second best mean over the tasks."""
     upright, measure = pivot.upright, pivot.measure
     lines = averages(upright)
     values = {column: one.value for column, one in lines[0].cells.items() if one.value is not None} if lines else {}

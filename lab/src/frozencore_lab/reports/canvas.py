@@ -1,4 +1,4 @@
-"""The paper that figures are drawn on: one width, one style, panels in reading order, colours that differ."""
+"""The common style of figures: one width, one style, panels in reading order, distinct colours."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def styled(draw: Callable[..., Figure]) -> Callable[..., Figure]:
 
 
 def panels(count: int, height: float, *, most: int = MOST_IN_A_ROW, **options: bool) -> tuple[Figure, list[Axes]]:
-    """A figure of so many panels in reading order, each of that height in inches."""
+    """Make a figure with panels in reading order, each of the given height in inches."""
     across = 2 if count == 4 else min(count, most)
     down = math.ceil(count / across)
     size = WIDTH, 0.4 + down * height
@@ -43,14 +43,14 @@ def panels(count: int, height: float, *, most: int = MOST_IN_A_ROW, **options: b
 
 
 def shared_legend(figure: FigureBase, axes: Iterable[Axes], *, columns: int = 4) -> None:
-    """One legend above all panels, where it covers nothing."""
+    """Put one legend above all panels."""
     found = {name: line for axis in axes for line, name in zip(*axis.get_legend_handles_labels(), strict=True)}
     if found:
         figure.legend(list(found.values()), list(found), loc="outside upper center", ncols=min(len(found), columns))
 
 
 def distinct_colours(methods: Sequence[str]) -> list[str]:
-    """A colour for each: the method's own where it has one, otherwise one that no other has."""
+    """A colour for each method: its own if it has one, otherwise an unused one."""
     own = [method_colour(method) for method in methods]
     kept = [colour if colour in (ORANGE, BLUE, NAVY) and colour not in own[:i] else "" for i, colour in enumerate(own)]
     free = cycle(colour for colour in CYCLE if colour not in kept)

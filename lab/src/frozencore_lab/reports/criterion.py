@@ -1,8 +1,8 @@
-"""What the bases captured before training beside what came of it: is the criterion worth anything?
+"""Correlate what the bases capture before training with the scores after training.
 
-The paper takes J and ‖PᵀGQ‖_F as directly observable criteria of a basis (section 3.1). A point is one configuration on
-one task of one model: the means over its seeds. Values of different tasks lie on different scales, so ranks are taken
-within tasks; over all points they are taken too, for what varies between tasks alone.
+The paper uses J and ‖PᵀGQ‖_F as directly observable criteria of a basis (section 3.1). A point is one configuration on
+one task of one model, averaged over its seeds. Tasks have different scales, so ranks are taken within tasks. Ranks over
+all points are also shown, for statistics that vary only between tasks.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ STATISTICS: dict[str, Statistic] = {
     "spread of a": lambda _, found: found.input_spread,
     "spread of d": lambda _, found: found.error_spread,
 }
-"""The numbers of a criterion, as a report calls them."""
+"""The numbers of a criterion, by their names in a report."""
 LOSS = "held-out loss"
 OUTCOMES: dict[str, Statistic] = {LOSS: lambda run, _: run.held_out_loss, "accuracy": lambda run, _: run.accuracy}
 NAME, TITLE, SHOWN = "criterion", "Criterion against outcome", "‖PᵀGQ‖, share"
@@ -57,8 +57,8 @@ class Point:
     """One configuration on one task.
 
     Attributes:
-        task: With the model's name where the campaign has several.
-        values: Of every statistic and outcome, the mean over the seeds; None where a seed has none.
+        task: The task, with the model's name if the campaign has several.
+        values: The mean over the seeds of every statistic and outcome; None if a seed has none.
     """
 
     task: str
@@ -67,9 +67,9 @@ class Point:
 
 
 def criterion_points(final: Iterable[FinalRun]) -> list[Point]:
-    """The points of some final runs; a run that several studies ask for counts once.
+    """The points of final runs; a run of several studies counts once.
 
-    Runs whose bases were calibrated on another task are left out: what they capture is of that task.
+    Runs with bases calibrated on another task are left out, because their captures belong to that task.
     """
     found: dict[tuple[str, str], dict[str, tuple[TunedRecord, Criterion]]] = {}
     for run in final:
@@ -93,21 +93,21 @@ def criterion_points(final: Iterable[FinalRun]) -> list[Point]:
 
 
 def _pairs(points: Sequence[Point], title: str, outcome: str) -> tuple[list[Point], list[float], list[float]]:
-    """The points that have both values, and these."""
+    """The points that have both values, and the values."""
     values = [(point, point.values[title], point.values[outcome]) for point in points]
     known = [(point, x, y) for point, x, y in values if x is not None and y is not None]
     return [point for point, _, _ in known], [x for _, x, _ in known], [y for _, _, y in known]
 
 
 def correlate(points: Sequence[Point], title: str, outcome: str, *, within: bool = True) -> Correlation | None:
-    """A statistic of the points with an outcome, over those that have both."""
+    """Correlate a statistic with an outcome, over the points that have both."""
     both, x, y = _pairs(points, title, outcome)
     tasks = list(dict.fromkeys(point.task for point in both))
     return rank_correlation(x, y, [tasks.index(point.task) for point in both], within=within)
 
 
 def why_without(final: Iterable[FinalRun]) -> str:
-    """Why no record says what the bases of its run capture; nothing where no run has bases."""
+    """The reason why no record has captures; empty if no run has bases."""
     methods = {run.record.method for run in final if isinstance(run.record, TunedRecord)}
     if not any(METHODS[method].has_bases for method in methods if method in METHODS):
         return ""
@@ -115,7 +115,7 @@ def why_without(final: Iterable[FinalRun]) -> str:
 
 
 def criterion_sheet(points: Sequence[Point]) -> Sheet:
-    """Every statistic with both outcomes, within the tasks and over all points."""
+    """Correlate every statistic with both outcomes, within tasks and over all points."""
     outcomes = [name for name in OUTCOMES if any(point.values[name] is not None for point in points)]
     lines = []
     for title in STATISTICS:
@@ -136,7 +136,7 @@ def criterion_sheet(points: Sequence[Point]) -> Sheet:
 
 
 def by_task_sheet(points: Sequence[Point], outcome: str) -> Sheet:
-    """Every statistic with one outcome, in each task alone."""
+    """Correlate every statistic with one outcome, separately in each task."""
     tasks = {task: [point for point in points if point.task == task] for task in dict.fromkeys(p.task for p in points)}
     lines = (
         {"statistic": label(title), **{task: _cell(correlate(own, title, outcome)) for task, own in tasks.items()}}
@@ -147,7 +147,7 @@ def by_task_sheet(points: Sequence[Point], outcome: str) -> Sheet:
 
 
 def by_study_sheet(results: CampaignResults) -> Sheet | None:
-    """Every statistic with the held-out loss in each study alone: what is varied differs from study to study."""
+    """Correlate every statistic with the held-out loss in each study alone, because studies vary other options."""
     lines = []
     for study in results.studies:
         points = criterion_points(study.runs)
@@ -162,7 +162,7 @@ def by_study_sheet(results: CampaignResults) -> Sheet | None:
 
 
 def _cell(found: Correlation | None) -> SheetCell:
-    if found is None:  # a run that is missing is missed in its own table
+    if found is None:  # missing runs show in the study's own table
         return missing(f"fewer than {FEWEST_POINTS} points, or one value for nearly all of them", is_undefined=True)
     text = f"{found.rho:+.2f} [{found.low:+.2f}, {found.high:+.2f}]"
     return SheetCell(text, value=found.rho, hint=f"{found.num_points} points")
@@ -170,7 +170,7 @@ def _cell(found: Correlation | None) -> SheetCell:
 
 @styled
 def correlation_intervals(points: Sequence[Point]) -> Figure:
-    """ρ within tasks of every statistic with either outcome, with its interval."""
+    """Draw ρ within tasks of every statistic with each outcome, with its interval."""
     figure, (axis,) = panels(1, 4.2)
     styles = {"held-out loss": (NAVY, "o", 0.14), "accuracy": (BLUE, "s", -0.14)}
     for outcome, (colour, marker, shift) in styles.items():
@@ -192,7 +192,7 @@ def correlation_intervals(points: Sequence[Point]) -> Figure:
 
 @styled
 def criterion_scatter(points: Sequence[Point]) -> Figure:
-    """A panel a task: held-out loss against the share of the gradient that reaches the core."""
+    """Draw held-out loss against the share of the gradient that reaches the core, a panel for each task."""
     tasks, methods = (list(dict.fromkeys(names)) for names in zip(*((p.task, p.method) for p in points), strict=True))
     figure, axes = panels(len(tasks), 2.6)
     colours = distinct_colours(methods)
@@ -211,9 +211,9 @@ def criterion_scatter(points: Sequence[Point]) -> Figure:
 
 
 def criterion_section(results: CampaignResults) -> Section | None:
-    """Correlations of what the bases capture with loss and accuracy; None where no run has bases.
+    """The section with correlations of captures with loss and accuracy; None if no run has bases.
 
-    Where no run with bases was measured, the section says why and holds nothing else.
+    If no run with bases was measured, the section only gives the reason.
     """
     runs = tuple(run for study in results.studies for run in study.runs)
     points = criterion_points(runs)

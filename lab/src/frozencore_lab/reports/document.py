@@ -1,4 +1,4 @@
-"""A report before it is files: sections of tables and figures, the campaigns that they are of."""
+"""A report as a document: sections of tables and figures, and their campaigns."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from frozencore_lab.reports.tables.pivot import Pivot, means_csv, runs_csv
 
 @dataclass(frozen=True)
 class Table:
-    """A sheet, the pivot that it shows if any, and a remark to stand below it."""
+    """A sheet, its pivot if any, and a remark below it."""
 
     sheet: Sheet
     pivot: Pivot | None = None
     remark: str = ""
 
     def files(self) -> Mapping[str, str]:
-        """What is written of it, by name."""
+        """The contents of its files, by name."""
         name, remark = self.sheet.name, f"\n{self.remark}\n" if self.remark else ""
         files = {f"{name}.md": markdown(self.sheet) + remark, f"{name}.tex": latex(self.sheet)}
         if self.pivot is None:
@@ -36,7 +36,7 @@ class Drawing:
 
     Attributes:
         name: The name of its file, without an ending.
-        alt: What it shows, in words.
+        alt: A description of the figure.
     """
 
     name: str
@@ -46,12 +46,12 @@ class Drawing:
 
 @dataclass(frozen=True)
 class Section:
-    """One heading with what belongs below it.
+    """One heading and its content.
 
     Attributes:
         runs: The final runs that it shows.
-        main, details: Tables in the order of reading; the page folds the details away.
-        headlines: What it found, in a sentence for each of its tables of means.
+        main, details: Tables in reading order; the page folds the details away.
+        headlines: The findings, a sentence for each table of means.
     """
 
     name: str
@@ -83,7 +83,7 @@ class Document:
 
 
 class RunCounts(NamedTuple):
-    """Runs that are done, failed, and missing; a run that several studies ask for counts once."""
+    """The numbers of done, failed and missing runs; a run of several studies counts once."""
 
     done: int
     failed: int
@@ -94,7 +94,7 @@ class RunCounts(NamedTuple):
 
 
 def count_runs(runs: tuple[FinalRun, ...]) -> RunCounts:
-    """What became of the runs."""
+    """Count the outcomes of the runs."""
     different = {run.run_id or f"none {i}": run for i, run in enumerate(runs)}.values()
     done = sum(run.record is not None for run in different)
     failed = sum(run.record is None and run.failure is not None for run in different)
@@ -104,9 +104,9 @@ def count_runs(runs: tuple[FinalRun, ...]) -> RunCounts:
 def make_document(
     name: str, about: str, campaigns: tuple[CampaignResults, ...], sections: Iterable[Section]
 ) -> Document:
-    """A document whose tables and figures have names of their own: a later one of a taken name gets a longer one.
+    """Make a document whose tables and figures have unique names; a repeated name is made longer.
 
-    The study ``a-time`` and the times of the study ``a`` would otherwise share a file.
+    Otherwise the study ``a-time`` and the times of the study ``a`` would share a file.
     """
     taken: set[tuple[type, str]] = set()
 

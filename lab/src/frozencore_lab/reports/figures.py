@@ -1,7 +1,7 @@
-"""The figures that a study asks for: a row of :data:`DRAWN` each, all of a page's width.
+"""The figures of studies: each is a row of :data:`DRAWN`, with the width of a page.
 
-FCCA is orange, RawGrad blue and EVA navy as in the paper; every other method has a colour of its own. Nothing is told
-by colour alone: bars and points carry names, lines have markers and dashes of their own.
+FCCA is orange, RawGrad blue and EVA navy as in the paper; every other method has its own colour. Colour is never the
+only distinction: bars and points have names, and lines have different markers and dashes.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class FigureKind:
     """One kind of figure.
 
     Attributes:
-        once: It does not depend on the measure: drawn for the first one alone, and called by these words.
-        of_averages: It shows macro-averages, so it waits for a whole column.
+        once: The title of a figure that does not depend on the measure and is drawn only for the first.
+        of_averages: The figure shows macro-averages, so it needs a complete column.
     """
 
     draw: Callable[[Pivot], Figure]
@@ -42,19 +42,19 @@ class FigureKind:
     of_averages: bool = False
 
     def has_something(self, pivot: Pivot) -> bool:
-        """Whether the table has something to show yet."""
+        """Return whether the table has data for the figure."""
         averages = [one.value for one in column_averages(pivot).values()]
         values = averages if self.of_averages else [cell.mean for cell in pivot.cells.values()]
         return any(value is not None for value in values)
 
 
 def asked_figures(study: Study) -> tuple[str, ...]:
-    """The kinds of figures that a study asks for; a study that trains nothing always shows how its bases converge."""
+    """The kinds of figures of a study; a study without training always shows the convergence of its bases."""
     return study.report.figures if study.kind.trains else ("convergence",)
 
 
 def study_drawings(results: StudyResults) -> Iterator[Drawing]:
-    """The figures that the study asks for, one for each of its tables that has something to show yet."""
+    """The figures of a study, one for each of its tables with data."""
     asked = asked_figures(results.study)
     for i, measure in enumerate(measures_of(results)):
         for pivot in pivots(results, measure):
@@ -80,7 +80,7 @@ def _alone(pivot: Pivot, *, draw: Callable[[Axes, Pivot], None]) -> Figure:
 
 
 def draw_ranking(axis: Axes, pivot: Pivot) -> None:
-    """Columns by their mean over the rows, best first, with the standard deviation of the seeds' own means."""
+    """Draw columns by their mean over the rows, best first, with the standard deviation of the seeds' means."""
     averages, colours = column_averages(pivot), column_colours(pivot)
     found = {column: average.value for column, average in averages.items() if average.value is not None}
     order = sorted(found, key=lambda column: found[column], reverse=pivot.measure.lower_is_better)
@@ -97,7 +97,7 @@ def draw_ranking(axis: Axes, pivot: Pivot) -> None:
 
 
 def _gains(axis: Axes, pivot: Pivot) -> None:
-    """Bars by row: each column less the reference, or less the first column where none is named."""
+    """Draw bars by row: each column minus the reference, or minus the first column without a reference."""
     base = pivot.reference or pivot.columns[0]
     others = [column for column in pivot.columns if column != base]
     width = 0.8 / max(1, len(others))
@@ -119,7 +119,7 @@ def _difference(cell: PivotCell, base: PivotCell) -> float:
 
 
 def _lines(axis: Axes, pivot: Pivot) -> None:
-    """A line for each task against what is compared."""
+    """Draw a line for each task against the compared columns."""
     upright = pivot.upright
     for i, row in enumerate(upright.rows):
         _line(axis, upright, row, upright.row_name(row), CYCLE[i % len(CYCLE)], MARKERS[i % 8], DASHES[i % 4])
@@ -129,7 +129,7 @@ def _lines(axis: Axes, pivot: Pivot) -> None:
 
 
 def _convergence(axis: Axes, pivot: Pivot) -> None:
-    """Mean principal-angle cosines of P (whole line) and Q (dashed) for each row against the columns."""
+    """Draw mean principal-angle cosines of P (solid line) and Q (dashed) for each row against the columns."""
     (of_inputs,) = (one for one in pivots(pivot.study, COSINES[1]) if one.group == pivot.group)
     for row, colour in zip(pivot.rows, cycle(CYCLE), strict=False):
         name = f"{pivot.row_name(row)}: " if len(pivot.rows) > 1 else ""
@@ -160,7 +160,7 @@ def _ticks(axis: Axes, names: Sequence[str]) -> None:
 
 
 def _state(axis: Axes, pivot: Pivot) -> None:
-    """Each column's mean over the rows against the values that it trains in all."""
+    """Draw each column's mean over the rows against its number of trained values."""
     trained, colours = counted_values(pivot), column_colours(pivot)
     for i, (column, mean) in enumerate(column_averages(pivot).items()):
         if mean.value is not None and column in trained:
@@ -176,8 +176,9 @@ def _state(axis: Axes, pivot: Pivot) -> None:
 
 @styled
 def _row_panels(pivot: Pivot) -> Figure:
-    """Bars with the standard deviation over the seeds, or the standard error of the evaluated rows for a single seed;
-    columns in the order of their means, the best on top; beside them the untouched model and chance."""
+    """Draw bars by mean, best on top, with the base model and chance.
+
+    Error bars are the standard deviation over seeds, or for a single seed the standard error over evaluated rows."""
     means, colours = {column: one.value for column, one in column_averages(pivot).items()}, column_colours(pivot)
     order = sorted(means, key=lambda column: means[column] or 0.0, reverse=pivot.measure.lower_is_better)
     figure, axes = panels(len(pivot.rows), 0.9 + 0.32 * len(order), sharey=True)
@@ -208,7 +209,7 @@ def _row_panels(pivot: Pivot) -> Figure:
 
 @styled
 def _learning_curves(pivot: Pivot) -> Figure:
-    """Training loss of every column against the steps, smoothed over a twentieth of them, of the first seed."""
+    """Draw the first seed's training loss of every column against steps, smoothed over a twentieth of the steps."""
     figure, axes = panels(len(pivot.rows), 3.0)
     colours = column_colours(pivot)
     for axis, row in zip(axes, pivot.rows, strict=True):
@@ -225,7 +226,7 @@ def _learning_curves(pivot: Pivot) -> Figure:
 
 @styled
 def ranking_panels(tables: Sequence[tuple[str, Pivot]]) -> Figure:
-    """A panel a table: its columns by their macro-average, best first; each has an order and a scale of its own."""
+    """Draw a panel for each table: its columns by macro-average, best first, with its own order and scale."""
     tallest = max(len(pivot.columns) for _, pivot in tables)
     figure, axes = panels(len(tables), max(2.4, 0.9 + 0.3 * tallest), most=2)
     for axis, (name, pivot) in zip(axes, tables, strict=True):

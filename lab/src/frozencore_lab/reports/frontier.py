@@ -1,7 +1,7 @@
-"""What a trained value buys: held-out loss against values at once and in all, over several studies of one campaign.
+"""Held-out loss against the number of trained values, at once and in all, over several studies of one campaign.
 
-A study is a family; so is each value of its further axes, as a method or a rate. The axes that set how many values
-train, as rank and budget, tell the points of a family apart.
+Each study is a family, split by the values of its further axes, such as method or learning rate. The axes that set the
+number of trained values, such as rank and budget, give the points of a family.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from frozencore_lab.reports.tables.costs import HELD, bytes_cell, largest, secon
 from frozencore_lab.reports.tables.pivot import by_axes, varied_axes
 
 SIZES = ("rank", "rank_budget", "layers")
-"""Axes that set how many values are trained: along them a family goes."""
+"""Axes that set the number of trained values: a family's points differ in them."""
 ValueCount = Literal["at_once", "in_all"]
 COUNTS: dict[ValueCount, str] = {"at_once": "values at once", "in_all": "values in all"}
-"""The two counts of trained values, as reports call them."""
+"""The names of the two counts of trained values in reports."""
 NAME, TITLE = "frontier", "What a trained value buys"
 DECIMALS, MOST_IN_A_ROW = 3, 3
 NEARLY = math.log(1.05)
@@ -43,11 +43,11 @@ class FrontierPoint:
     """One size of one family in one panel, over seeds.
 
     Attributes:
-        family: The study, and the values of its axes that set no size.
-        size: The values of its size axes, as they are shown.
-        panel: The task, with the model where there are several.
-        records: Of the seeds that are done.
-        losses: Held-out loss of each seed, in nats per token; none where one of them is not done.
+        family: The study, and the values of its axes that do not set the size.
+        size: The shown values of its size axes.
+        panel: The task, with the model if there are several.
+        records: The records of the finished seeds.
+        losses: Held-out loss of each seed, in nats per token; empty if a seed is not finished.
     """
 
     family: str
@@ -69,12 +69,12 @@ class FrontierPoint:
         return float(stats.t.ppf((1 + COVERAGE) / 2, count - 1)) * stdev(self.losses) / math.sqrt(count)
 
     def trained(self, count: ValueCount) -> int:
-        """How many values were trained, the mean over the seeds that are done; 0 where none is."""
+        """The number of trained values, averaged over the finished seeds; 0 if there are none."""
         return round(mean(getattr(one, f"values_{count}") for one in self.records)) if self.records else 0
 
 
 def frontier_points(results: CampaignResults) -> list[FrontierPoint]:
-    """The points of the studies that the campaign draws together, also those of which no loss is known yet."""
+    """The points of the studies that the campaign draws together, including points without a loss."""
     studies = [study for name in results.campaign.frontier for study in results.studies if study.name == name]
     several = len({model for study in studies for model in study.study.axes["model"]}) > 1
     panel_axes = ("task", "model") if several else ("task",)
@@ -94,7 +94,7 @@ def frontier_points(results: CampaignResults) -> list[FrontierPoint]:
 
 
 def frontier_sheet(points: Sequence[FrontierPoint]) -> Sheet:
-    """A line for each size of each family: its values at once and in all, its loss in every panel, what it costs."""
+    """A line for each size of each family: values at once and in all, the loss in every panel, the cost."""
     lines: dict[tuple[str, str], dict[str, FrontierPoint]] = {}
     for point in points:
         lines.setdefault((point.family, point.size), {})[point.panel] = point
@@ -140,14 +140,14 @@ def _loss(point: FrontierPoint | None) -> SheetCell:
 
 
 def at_equal_values(points: Sequence[FrontierPoint], trained: int, count: ValueCount) -> float | None:
-    """The loss that a family has at a number of values, between its neighbours in the logarithm of their number.
+    """Interpolate the loss of a family at a number of values, linearly in the logarithm of the number.
 
     Args:
-        points: Of one family in one panel.
-        count: Which number of values that is.
+        points: The points of one family in one panel.
+        count: The kind of count.
 
     Returns:
-        None outside of the range that was measured; a number within 5 % of its end counts as the end.
+        None outside the measured range; a number within 5 % of an end counts as the end.
     """
     known = sorted((math.log(point.trained(count)), point.loss) for point in points)
     at = min(max(math.log(trained), known[0][0]), known[-1][0])
@@ -160,7 +160,7 @@ def at_equal_values(points: Sequence[FrontierPoint], trained: int, count: ValueC
 
 
 def ahead_sheet(points: Sequence[FrontierPoint], count: ValueCount) -> Sheet | None:
-    """The first family against every other at equal values of one count; None where there is one family."""
+    """Compare the first family with every other at equal values of one count; None if there is one family."""
     families = dict.fromkeys(point.family for point in points if point.losses)
     if len(families) < 2:
         return None
@@ -190,10 +190,10 @@ def ahead_sheet(points: Sequence[FrontierPoint], count: ValueCount) -> Sheet | N
 
 @styled
 def frontier_panels(points: Sequence[FrontierPoint]) -> Figure:
-    """Two panels a task, a line a family, intervals over seeds: the tasks beside one another, at most three.
+    """Draw two panels for each of at most three tasks, a line for each family, with intervals over seeds.
 
-    Loss over values at once stands above, over values in all below; one task alone has its two panels side by side.
-    The two panels of a task have the same scales.
+    Loss over values at once is above, over values in all below; a single task has its two panels side by side. The two
+    panels of a task have the same scales.
     """
     tasks, families = (list(dict.fromkeys(names)) for names in zip(*((p.panel, p.family) for p in points), strict=True))
     across = min(len(tasks), MOST_IN_A_ROW)
@@ -215,11 +215,11 @@ def frontier_panels(points: Sequence[FrontierPoint]) -> Figure:
 
 
 def _panel(axis: Axes, points: Sequence[FrontierPoint], count: ValueCount, families: Sequence[str]) -> None:
-    """Every family's losses on one task against one of the two counts."""
+    """Draw every family's losses on one task against one of the two counts."""
     axis.set_visible(True)
     for place, family in enumerate(families):
         own = sorted((p for p in points if p.family == family), key=lambda point: point.trained(count))
-        again = place // len(CYCLE)  # colours come again with another marker and dash
+        again = place // len(CYCLE)  # colours repeat with another marker and dash
         axis.errorbar(
             [point.trained(count) for point in own], [point.loss for point in own],
             yerr=[point.half_width or 0.0 for point in own], label=family, color=CYCLE[place % len(CYCLE)],
@@ -232,9 +232,9 @@ def _panel(axis: Axes, points: Sequence[FrontierPoint], count: ValueCount, famil
 
 
 def frontier_section(results: CampaignResults) -> Section | None:
-    """Loss against values at once and in all, as a figure and as tables.
+    """The section of loss against values at once and in all, as a figure and as tables.
 
-    None where no study is named, or nothing is done yet.
+    None if no study is named, or no run is finished.
     """
     points = frontier_points(results)
     if not any(point.losses for point in points):

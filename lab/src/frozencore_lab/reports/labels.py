@@ -1,4 +1,4 @@
-"""How methods, tasks and values of an axis are called in a report."""
+"""The labels of methods, tasks and axis values in a report."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ AXES = {
     "whiten": "whitening", "targets": "modules",
 }  # fmt: skip
 NO_NAME = ("method", "task", "model", "whiten", "targets", "calibration_task", "fisher", "coordinates")
-"""Axes whose values need no name beside them."""
+"""Axes whose values need no axis name."""
 WHITENING = {"none": "None", "input": "Input only", "output": "Output only", "both": "Both"}
 
 
@@ -40,7 +40,7 @@ def column_label(name: str) -> str:
 
 
 def value_name(axis: str, value: Any) -> str:
-    """A value as it is shown beside others of its axis: ``("q_proj", "v_proj")`` as ``q/v``."""
+    """The short form of a value: ``("q_proj", "v_proj")`` as ``q/v``."""
     if value is None:
         return "default"
     if isinstance(value, bool):
@@ -56,23 +56,23 @@ def value_name(axis: str, value: Any) -> str:
 
 
 def full_name(axis: str, value: Any) -> str:
-    """A value with its axis where the value alone says too little: ``r 16``."""
+    """A value with its axis if the value alone is unclear: ``r 16``."""
     shown = value_name(axis, value)
     return shown if axis in NO_NAME and value is not None else f"{axis_name(axis)} {shown}"
 
 
 def column_name(axes: Sequence[str], values: Sequence[Any]) -> str:
-    """A row or a column of a table by the values of its axes: ``FCCA, r 16``."""
+    """The label of a row or column from the values of its axes: ``FCCA, r 16``."""
     return ", ".join(full_name(axis, value) for axis, value in zip(axes, values, strict=True))
 
 
 def titled(title: str, group: Mapping[str, Any]) -> str:
-    """A study's title with the values that tell one of its tables from the others."""
+    """A study's title with the values that distinguish one of its tables."""
     return ", ".join([title, *(full_name(axis, value) for axis, value in group.items())])
 
 
 def family_of(task: str) -> str | None:
-    """The paper's family of a task, by its name or as the paper prints it."""
+    """The paper's family of a task, by its name or the paper's label."""
     plain = task.casefold()
     families = (
         family for family, names in FAMILIES.items() for name in names if plain in (name, TASKS[name].casefold())

@@ -1,8 +1,8 @@
 """Spearman's rank correlation with a bootstrap interval, within groups of points or over all of them.
 
-Within groups, whose values may lie on different scales (the tasks of a campaign), it is the mean of the groups' ρ, each
-weighted by its number of points less one: the inverse of its variance where the values have nothing to do with each
-other. A group where one value never varies has no ρ and counts for nothing.
+Groups, such as the tasks of a campaign, may have different scales. Within groups it is the mean of the groups' ρ, each
+weighted by its number of points minus one, which is the inverse of its variance for independent values. A group in
+which a value does not vary has no ρ and is left out.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from frozencore_lab.reports.statistics import COVERAGE
 
 NUM_RANK_RESAMPLES = 2_000
 FEWEST_POINTS = 6
-"""Below this no correlation is told: points in perfect order have an interval without width, however few they are."""
+"""The fewest points for a correlation: few points in perfect order would have an interval of zero width."""
 Array = NDArray[np.float64]
 Places = NDArray[np.intp]
 
@@ -38,11 +38,11 @@ def rank_correlation(
 ) -> Correlation | None:
     """Correlate two values of each point.
 
-    Groups are resampled with replacement, and points within each. None where fewer than six points lie in groups that
-    have a ρ, and where so many resamples have none that the interval would be of the others alone.
+    Groups are resampled with replacement, and points within each group. None if fewer than six points are in groups
+    with a ρ, or if too many resamples have no ρ.
 
     Args:
-        groups: Of each point.
+        groups: The group of each point.
         within: Take ranks in each group; otherwise over all points.
     """
     members = [np.flatnonzero(np.asarray(groups) == group) for group in dict.fromkeys(groups)]
@@ -60,11 +60,11 @@ def rank_correlation(
 
 
 def correlations(x: Array, y: Array, groups: Sequence[Places], parts: Sequence[Places], *, seed: int) -> Array:
-    """(1 + resamples): ρ as measured, then of each resample; NaN where no part has one.
+    """(1 + resamples): the measured ρ, then that of each resample; NaN if no part has one.
 
     Args:
-        groups: Places of the points of each group, which are drawn together and from one another.
-        parts: Places of the points that are ranked together.
+        groups: Indices of the points of each group, for resampling.
+        parts: Indices of the points that are ranked together.
     """
     counts = np.empty((NUM_RANK_RESAMPLES + 1, len(x)))
     for group, own in zip(groups, _draws(tuple(map(len, groups)), seed), strict=True):
@@ -75,9 +75,9 @@ def correlations(x: Array, y: Array, groups: Sequence[Places], parts: Sequence[P
         return np.asarray(np.nansum(freedom * rho, axis=0) / freedom.sum(axis=0))
 
 
-@lru_cache(maxsize=16)  # many statistics of the same points
+@lru_cache(maxsize=16)  # shared by the statistics of the same points
 def _draws(sizes: tuple[int, ...], seed: int) -> list[Array]:
-    """(1 + resamples, size) of each group: how often each of its points stands there, first as measured."""
+    """(1 + resamples, size) of each group: how often each of its points is drawn; the first row is all ones."""
     generator = np.random.default_rng(seed)
     times = generator.multinomial(len(sizes), _even(len(sizes)), size=NUM_RANK_RESAMPLES)
     drawn = [generator.multinomial(times[:, i] * size, _even(size)) for i, size in enumerate(sizes)]
@@ -89,7 +89,7 @@ def _even(size: int) -> Array:
 
 
 def _spearman(x: Array, y: Array, counts: Array) -> Array:
-    """(resamples,): ρ of points that stand ``counts`` times; NaN where one value does not vary."""
+    """(resamples,): ρ of points repeated ``counts`` times; NaN if a value does not vary."""
     middle = counts.sum(axis=1, keepdims=True) / 2
     u, v = (_mid_ranks(values, counts) - middle for values in (x, y))
     cross, square_x, square_y = ((counts * one * other).sum(axis=1) for one, other in ((u, v), (u, u), (v, v)))
@@ -98,12 +98,12 @@ def _spearman(x: Array, y: Array, counts: Array) -> Array:
 
 
 def _mid_ranks(values: Array, counts: Array) -> Array:
-    """(resamples, points): the rank of each point where it stands ``counts`` times; ties share their middle.
+    """(resamples, points): the rank of each point repeated ``counts`` times; ties share their mean rank.
 
-    Ranks begin at one half less than by custom, so that their mean is half the number of points.
+    Ranks start at one half instead of one, so that their mean is half the number of points.
     """
     order = np.argsort(values, kind="stable")
-    ends = np.flatnonzero(np.append(np.diff(values[order]) != 0, True))  # the last of each run of ties
+    ends = np.flatnonzero(np.append(np.diff(values[order]) != 0, True))  # the last point of each group of ties
     below_or_at = np.cumsum(counts[:, order], axis=1)[:, ends]
     below = np.concatenate([np.zeros((len(counts), 1)), below_or_at[:, :-1]], axis=1)
     tie = np.searchsorted(values[order][ends], values)

@@ -1,4 +1,4 @@
-"""A table as it is shown, and its forms: Markdown, LaTeX (booktabs), CSV, and lines on a screen."""
+"""A table for display, and its forms: Markdown, LaTeX (booktabs), CSV, and a table on the screen."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from frozencore_lab.campaign.results import FinalRun
 
 Status = Literal["done", "missing", "diverged", "failed", "absent"]
 SHOWN: dict[Status, str] = {"missing": "-", "diverged": "div.", "failed": "failed", "absent": "n/a"}
-"""What stands in a cell without a number."""
+"""The text of a cell without a number."""
 
 
 @dataclass(frozen=True)
 class SeedValue:
-    """A run's value as a table shows it, or the reason why the run has none."""
+    """A run's value in a table, or the reason why it has none."""
 
     run: FinalRun
     value: float | None
@@ -34,7 +34,7 @@ class SeedValue:
         return self.run.axes["seed"]
 
     def shown(self, form: str) -> str:
-        """The value in a format, and what is to be said of it."""
+        """The value in a format, with its remark."""
         if self.value is None:
             return self.message
         return f"{self.value:{form}}" + (f" ({self.message})" if self.message else "")
@@ -46,11 +46,11 @@ class SheetCell:
 
     Attributes:
         spread: Shown small after ``±``.
-        value: Unrounded, for sorting and for CSV; None where there is none.
-        best, second: Whether it is the best (bold) or the second best (underlined) of those that it is compared with.
-        hint: Why it is as it is, in words.
+        value: The unrounded value, for sorting and for CSV; None if there is none.
+        best, second: Whether it is the best (bold) or second best (underlined) of the compared cells.
+        hint: An explanation.
         runs: The runs that it was computed from.
-        is_undefined: All that it is computed from is there, but these numbers have no such statistic.
+        is_undefined: The inputs exist, but the statistic is undefined for them.
     """
 
     text: str
@@ -64,7 +64,7 @@ class SheetCell:
 
     @property
     def is_empty(self) -> bool:
-        """Whether a number belongs here that could not be had."""
+        """Return whether the cell should have a number but has none."""
         return self.value is None and not self.is_undefined and self.text.split(" ")[0] in SHOWN.values()
 
 
@@ -73,11 +73,11 @@ Line = tuple[SheetCell, ...]
 
 @dataclass(frozen=True)
 class Sheet:
-    """A table with a heading line; ``foot`` lines (averages) stay below when it is sorted.
+    """A table with a heading line; ``foot`` lines (averages) stay at the bottom when it is sorted.
 
     Attributes:
         name: The name of its files, without an ending.
-        num_labels: How many leading columns say what a line is.
+        num_labels: The number of leading columns that are labels.
     """
 
     name: str
@@ -92,7 +92,7 @@ class Sheet:
     def of(
         cls, name: str, title: str, note: str, lines: Iterable[Mapping[str, SheetCell]], *, num_labels: int = 1
     ) -> Sheet:
-        """A sheet of at least one line; every line names the headings of its cells, the same ones."""
+        """Make a sheet from at least one line; all lines have the same headings as keys."""
         first, *others = lines
         headings = tuple(first)
         return cls(
@@ -106,12 +106,12 @@ def label(text: str) -> SheetCell:
 
 
 def missing(hint: str = "", *, is_undefined: bool = False) -> SheetCell:
-    """A cell without a number, and why."""
+    """A cell without a number, with the reason."""
     return SheetCell(SHOWN["absent"], hint=hint, is_undefined=is_undefined)
 
 
 def number(value: float | None, decimals: int, *, reason: str = "") -> SheetCell:
-    """A number with so many decimals and thousands apart; ``n/a`` and the reason for None."""
+    """A cell with a number of given decimals and separated thousands; None gives ``n/a`` and the reason."""
     return missing(reason) if value is None else SheetCell(f"{value:,.{decimals}f}", value=value)
 
 
@@ -120,13 +120,13 @@ def interval(low: float, high: float, decimals: int) -> SheetCell:
 
 
 def signed(value: float, decimals: int, *, hint: str = "") -> SheetCell:
-    """A difference with its sign; what prints as nought has none."""
+    """A cell with a signed difference; a printed zero has no sign."""
     shown = f"{value:+.{decimals}f}"
     return SheetCell(shown if float(shown) else f"{0:.{decimals}f}", value=value, hint=hint)
 
 
 def transposed(sheet: Sheet) -> Sheet:
-    """Columns as lines, for a screen that is narrower than the sheet; averages become the last columns."""
+    """Swap lines and columns, for a screen narrower than the sheet; averages become the last columns."""
     assert sheet.num_labels == 1
     lines = (*sheet.rows, *sheet.foot)
     headings = ("", *(line[0].text for line in lines))
@@ -158,7 +158,7 @@ def markdown(sheet: Sheet) -> str:
 
 
 def _reasons(sheet: Sheet) -> str:
-    """Why averages are missing: Markdown has no hints."""
+    """The reasons of missing averages, as text, because Markdown has no hints."""
     found = dict.fromkeys(cell.hint for line in sheet.foot for cell in line if cell.value is None and cell.hint)
     return "".join(f"\n- {markdown_text(reason)}" for reason in found) + ("\n" if found else "")
 
@@ -169,12 +169,12 @@ def _markdown_cell(cell: SheetCell) -> str:
 
 
 def markdown_text(text: str) -> str:
-    """A text in which nothing is Markdown, on one line."""
+    """Escape a text for Markdown, on one line."""
     return MARKDOWN.sub(r"\\\1", one_line(text))
 
 
 def latex(sheet: Sheet) -> str:
-    """A table environment for the packages booktabs and, where it is wide, graphicx.
+    """A table environment for the package booktabs and, if it is wide, graphicx.
 
     The best is bold, the second best underlined.
     """
@@ -203,13 +203,13 @@ def _latex(text: str) -> str:
 
 
 def csv_text(sheet: Sheet) -> str:
-    """Unrounded values; nothing where there is none."""
+    """Unrounded values as CSV; missing values are empty."""
     lines = ([cell.value for cell in line] for line in (*sheet.rows, *sheet.foot))
     return csv_lines([sheet.headings, *lines])
 
 
 def csv_lines(lines: Iterable[Iterable[object]]) -> str:
-    """Values as CSV. A text that a spreadsheet would compute begins with an apostrophe; numbers are numbers."""
+    """Values as CSV. A text that a spreadsheet would take for a formula gets a leading apostrophe."""
     out = io.StringIO()
     csv.writer(out, lineterminator="\n").writerows(map(_csv_value, line) for line in lines)
     return out.getvalue()
@@ -220,12 +220,12 @@ def _csv_value(value: object) -> object:
 
 
 def without_apostrophe(cell: str) -> str:
-    """The text that :func:`csv_lines` wrote into a cell."""
+    """Undo the apostrophe of :func:`csv_lines`."""
     return cell[1:] if cell[:1] == "'" and FORMULA.match(cell[1:]) else cell
 
 
 def rich_table(sheet: Sheet) -> Table:
-    """The sheet on a screen; the best bold, the second best underlined."""
+    """The sheet as a table on the screen; the best bold, the second best underlined."""
     table = Table(title=Text(sheet.title), caption=Text(sheet.note) if sheet.note else None, title_justify="left")
     for i, heading in enumerate(sheet.headings):
         table.add_column(Text(heading), justify="left" if i < sheet.num_labels else "right")

@@ -1,12 +1,12 @@
 """Statistics over seeds and over tasks (paper, "Statistical reporting"): the task is the unit of replication.
 
-Differences over tasks are ``reference - other``, rounded to 12 digits of what they were taken from: what ties in
-printed decimals (95.1 - 94.8 and 85.9 - 85.6) ties here.
+Differences over tasks are ``reference - other``, rounded relative to 12 digits of the values, so that equal printed
+differences (95.1 - 94.8 and 85.9 - 85.6) are ties.
 
-Resampling says how far a mean difference could be by chance of its evaluation rows, seeds and tasks. A gain is an array
-(seeds, items, others): the reference's score on an item less each other method's score on the same item under the same
-seed. The statistic is the mean over tasks of the means over seeds and items. All others share the draws, so that their
-intervals compare.
+Resampling estimates the uncertainty of a mean difference from its evaluation rows, seeds and tasks. A gain is an array
+(seeds, items, others): the reference's score on an item minus each other method's score on the same item under the same
+seed. The statistic is the mean over tasks of the means over seeds and items. All other methods share the draws, so that
+their intervals can be compared.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from frozencore.errors import DataError
 
 DIGITS = 12
 MOST_EXACT = 100
-"""Nonzero differences up to which the signed-rank distribution is counted out; beyond, it is taken as normal."""
+"""The most nonzero differences for the exact signed-rank distribution; above, the normal approximation is used."""
 NUM_RESAMPLES = 10_000
 COVERAGE = 0.95
 REAL_COVERAGE = {2: 0.50, 3: 0.74, 4: 0.79, 5: 0.83, 6: 0.86, 7: 0.87, 8: 0.89, 9: 0.90, 10: 0.90, 11: 0.90}
-"""How often the bootstrap interval of so few normal differences holds their mean, by simulation."""
+"""The coverage of the bootstrap interval for few normal differences, by simulation."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class SignedRank:
     Attributes:
         statistic: The smaller of the rank sums of either sign; ties share their mean rank.
         p: Two-sided.
-        exact: Counted over all assignments of signs; otherwise the normal approximation.
+        exact: Whether p is exact over all assignments of signs; otherwise it is the normal approximation.
     """
 
     statistic: float
@@ -46,19 +46,19 @@ class SignedRank:
 
 
 def mean(values: Mapping[str, float | None]) -> float:
-    """The mean of named values, where all are there.
+    """The mean of named values.
 
     Raises:
-        DataError: There is none, or one is missing or not finite; the line names it.
+        DataError: There are no values, or one is missing or not finite; the message names it.
     """
     return math.fsum(whole(values)) / len(values)
 
 
 def whole(values: Mapping[str, float | None]) -> list[float]:
-    """The values, if all are there and finite.
+    """Return the values if all exist and are finite.
 
     Raises:
-        DataError: There is none, or one is missing or not finite; the line names it.
+        DataError: There are no values, or one is missing or not finite; the message names it.
     """
     if not values:
         raise DataError("A mean needs at least one value, but none came.")
@@ -72,7 +72,7 @@ def whole(values: Mapping[str, float | None]) -> list[float]:
 
 
 def sample_std(values: Sequence[float]) -> float | None:
-    """Sample standard deviation (divisor n - 1); None of a single value."""
+    """Sample standard deviation (divisor n - 1); None for a single value."""
     return float(np.std(values, ddof=1)) if len(values) > 1 else None
 
 
@@ -87,20 +87,20 @@ def _difference(x: float, y: float) -> float:
 
 
 def wins_ties_losses(differences: Sequence[float]) -> tuple[int, int, int]:
-    """How many differences are above, at and below 0."""
+    """The numbers of differences above, at and below 0."""
     return sum(d > 0 for d in differences), sum(d == 0 for d in differences), sum(d < 0 for d in differences)
 
 
 def signed_rank(differences: Sequence[float]) -> SignedRank:
     """Two-sided Wilcoxon signed-rank test of differences whose median is 0 under the hypothesis.
 
-    Zeros are dropped and ties share their mean rank, as Wilcoxon did. The distribution of the rank sum, given those
-    ranks, is counted over all ``2^n`` assignments of signs, so that p is exact with ties as well.
+    Zeros are dropped and ties share their mean rank, as in Wilcoxon's test. The distribution of the rank sum, given
+    these ranks, is over all ``2^n`` assignments of signs, so p is exact with ties too.
     """
     nonzero = [d for d in differences if d != 0]
     if not nonzero:
         return SignedRank(0.0, 1.0, exact=True)
-    doubled = [round(2 * rank) for rank in stats.rankdata(np.abs(nonzero))]  # mean ranks are whole or half
+    doubled = [round(2 * rank) for rank in stats.rankdata(np.abs(nonzero))]  # mean ranks are multiples of one half
     positive = sum(rank for rank, d in zip(doubled, nonzero, strict=True) if d > 0)
     smaller = min(positive, sum(doubled) - positive)
     exact = len(nonzero) <= MOST_EXACT
@@ -120,7 +120,7 @@ def _exact_p(doubled: Sequence[int], smaller: int) -> float:
 
 
 def paired_t(differences: Sequence[float]) -> float | None:
-    """Two-sided p of the paired t-test; None where the differences have no spread to compare their mean with."""
+    """Two-sided p of the paired t-test; None if all differences are equal."""
     if len(differences) < 2 or np.ptp(differences) == 0:
         return None
     return float(stats.ttest_1samp(differences, 0.0).pvalue)
@@ -134,7 +134,7 @@ def bootstrap_interval(differences: Sequence[float]) -> tuple[float, float]:
 
 
 def holm(p_values: Sequence[float | None]) -> list[float | None]:
-    """Holm's step-down adjustment over the tests that have a p, in the order they came."""
+    """Holm's step-down adjustment over the tests with a p, in the given order."""
     known = sorted((p, i) for i, p in enumerate(p_values) if p is not None)
     adjusted: list[float | None] = [None] * len(p_values)
     largest = 0.0
@@ -159,9 +159,9 @@ Gains = NDArray[np.float64]
 def item_means(
     gains: Sequence[Gains], *, num_resamples: int = NUM_ITEM_RESAMPLES, seed: int = 0
 ) -> NDArray[np.float64]:
-    """Resampled statistics (resamples, others): other items of the same tasks, scored by the same runs.
+    """Resample items: statistics (resamples, others).
 
-    Items are drawn with replacement within each task; tasks and seeds stay as they are.
+    Items are drawn with replacement within each task; tasks and seeds are fixed.
     """
     generator = np.random.default_rng(seed)
     total = np.zeros((num_resamples, gains[0].shape[2]))
@@ -174,16 +174,16 @@ def item_means(
 def hierarchical_means(
     gains: Sequence[Gains], *, num_resamples: int = NUM_ITEM_RESAMPLES, seed: int = 0
 ) -> NDArray[np.float64]:
-    """Resampled statistics (resamples, others): other tasks, other seeds and other items.
+    """Resample tasks, seeds and items: statistics (resamples, others).
 
-    Tasks are drawn with replacement; for each one drawn, its seeds and its items are, apart from one another: every
-    seed scores the same items.
+    Tasks are drawn with replacement. For each drawn task, seeds and items are drawn independently of each other,
+    because every seed scores the same items.
     """
     generator = np.random.default_rng(seed)
     drawn = generator.integers(len(gains), size=(num_resamples, len(gains)))
     total = np.zeros((num_resamples, gains[0].shape[2]))
     for task, gain in enumerate(gains):
-        resample, _ = np.nonzero(drawn == task)  # once for each time that the task was drawn
+        resample, _ = np.nonzero(drawn == task)  # repeated as often as the task was drawn
         seeds = _draws(generator, len(resample), gain.shape[0])
         items = _draws(generator, len(resample), gain.shape[1])
         means = sum(seeds[:, s, None] * (items @ gain[s]) for s in range(gain.shape[0]))
@@ -198,7 +198,7 @@ def percentiles(means: NDArray[np.float64]) -> list[tuple[float, float]]:
 
 
 def _draws(generator: np.random.Generator, num_resamples: int, size: int) -> NDArray[np.float64]:
-    """(resamples, size): the share that each of ``size`` things has in a draw of as many with replacement."""
+    """(resamples, size): the share of each of ``size`` things in a draw of ``size`` with replacement."""
     drawn = generator.integers(size, size=(num_resamples, size))
     drawn += size * np.arange(num_resamples)[:, None]
     return np.bincount(drawn.ravel(), minlength=num_resamples * size).reshape(num_resamples, size) / size

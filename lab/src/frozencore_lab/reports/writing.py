@@ -1,6 +1,6 @@
-"""A document as files: ``tables/``, ``figures/``, ``report.md`` and one page, ``index.html``.
+"""Write a document as files: ``tables/``, ``figures/``, ``report.md`` and one page, ``index.html``.
 
-The page itself is ``page.html``, a Jinja template: it escapes whatever it is told, and loads nothing from elsewhere.
+The page is made from ``page.html``, a Jinja template that escapes all values and loads nothing from other places.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from frozencore_lab.reports.sheet import Sheet, SheetCell, markdown, markdown_te
 
 HASH_DIGITS = 16
 FEW_COLUMNS = 4
-"""Up to so many columns a table is a table on a phone too; with more, each of its lines is a list."""
+"""The most columns of a table on a phone; with more, each of its lines becomes a list."""
 TEMPLATES = Environment(
     loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
     lstrip_blocks=True,
@@ -75,7 +75,7 @@ def report_text(document: Document) -> str:
 
 
 def _fenced(text: str) -> str:
-    """YAML in a block that nothing in it ends."""
+    """Put YAML in a code block with a fence that does not occur in it."""
     fence = "```"
     while fence in text:
         fence += "`"
@@ -97,7 +97,7 @@ def document_page(document: Document, figures: Path) -> str:
 
 
 def _headline(section: Section, table: Table) -> tuple[str, str]:
-    """A table's heading and note: the heading without the section's own, or what is measured where nothing is left."""
+    """A table's heading and note; the heading is shortened by the section's, or names the measure."""
     sheet = table.sheet
     rest = _caption(section, sheet.title)
     if rest:
@@ -130,7 +130,7 @@ def _runs_of(cell: SheetCell) -> list[tuple[Any, str | None, str]]:
 
 
 def _sources(runs: tuple[FinalRun, ...]) -> list[tuple[str, int]]:
-    """Where the runs come from, and how many come from there."""
+    """The sources of the runs, and the number of runs of each."""
     records = {run.run_id: run.record for run in runs}.values()
     return sorted(Counter(_source(record.provenance) for record in records if record is not None).items())
 
@@ -141,7 +141,7 @@ def _source(source: Provenance) -> str:
 
 
 def _facts(document: Document) -> dict[str, dict[str, str]]:
-    """What the dialog of each run that a table shows says beside its value."""
+    """The text of the dialog of each run in a table, beside its value."""
     sheets = [table.sheet for section in document.sections for table in section.tables]
     cells = (cell for sheet in sheets for line in (*sheet.rows, *sheet.foot) for cell in line)
     shown = {one.run.run_id for cell in cells for one in cell.runs}
@@ -169,6 +169,6 @@ def _options(config: Mapping[str, Any]) -> str:
 
 
 def protocol_yaml(campaign: Campaign) -> str:
-    """A campaign's specification as YAML, without what is at its default."""
+    """A campaign's specification as YAML, without defaults."""
     content = campaign.model_dump(mode="json", exclude_defaults=True)
     return str(yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=110))

@@ -1,1 +1,1 @@
-"""From the results of studies to sheets."""
+"""Make sheets from the results of studies."""

@@ -1,6 +1,6 @@
-"""Macro-averages of a table over its tasks: of unrounded means, of whole sets only.
+"""Macro-averages of a table over its tasks, from unrounded means, for complete sets only.
 
-Functions here take a table as :attr:`Pivot.upright` gives it: tasks are rows, what is compared is a column.
+The functions take tables in the form of :attr:`Pivot.upright`: tasks are rows, compared values are columns.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from frozencore_lab.reports.tables.pivot import Key, Measure, Pivot
 
 @dataclass(frozen=True)
 class Average:
-    """A macro-average with the sample standard deviation of the seeds' own ones, or why there is none."""
+    """A macro-average with the sample standard deviation over the seeds' averages, or the reason why it is missing."""
 
     value: float | None
     std: float | None = None
@@ -28,7 +28,7 @@ class AverageLine:
     """One line of averages, by the columns of the table.
 
     Attributes:
-        ranked: Whether one of them is better than another.
+        ranked: Whether the averages can be ranked.
     """
 
     name: str
@@ -37,10 +37,10 @@ class AverageLine:
 
 
 def averages(pivot: Pivot) -> tuple[AverageLine, ...]:
-    """Mean over the tasks of each column, for every value of the other row axes, and of the paper's task families; and
-    the median over the tasks of the standard deviation over seeds.
+    """Average each column over the tasks, for every value of the other row axes and for the paper's task families.
 
-    Empty for a table with fewer than two tasks, or without a mean.
+    A further line has the median over the tasks of the standard deviation over seeds. Empty for a table with fewer than
+    two tasks, or without a mean.
     """
     if "task" not in pivot.row_axes or not pivot.report.mean:
         return ()
@@ -66,7 +66,7 @@ def averages(pivot: Pivot) -> tuple[AverageLine, ...]:
 
 
 def column_averages(pivot: Pivot, rows: Sequence[Key] | None = None) -> dict[Key, Average]:
-    """The average of each column over some rows, or over all of them."""
+    """The average of each column over some or all rows."""
     return {column: _average(pivot, pivot.rows if rows is None else rows, column) for column in pivot.columns}
 
 
@@ -79,7 +79,7 @@ def _average(pivot: Pivot, rows: Sequence[Key], column: Key) -> Average:
         return Average(None, reason=f"no average without {what}{more}")
     by_seed: dict[object, list[float]] = {}
     for one in (one for cell in cells.values() for one in cell.runs):
-        assert one.value is not None  # a cell that lacks one has no mean
+        assert one.value is not None  # a cell with a missing value has no mean
         by_seed.setdefault(one.seed, []).append(one.value)
     value = mean({pivot.row_name(row): cell.mean for row, cell in cells.items()})
     return Average(value, sample_std([sum(values) / len(values) for values in by_seed.values()]))
@@ -94,9 +94,9 @@ def _median_spread(pivot: Pivot, rows: Sequence[Key], column: Key) -> Average:
 
 
 def ranked_printed(values: Mapping[Key, float | None], measure: Measure) -> tuple[set[Key], set[Key]]:
-    """What prints the best value, and what prints the second best one where a single one is the best.
+    """The keys with the best printed value, and with the second best if the best is unique.
 
-    Both are empty where there is nothing to choose from.
+    Both are empty if there is nothing to compare.
     """
     shown = {key: round(value, measure.decimals) for key, value in values.items() if value is not None}
     if len(shown) < 2 or not measure.ranked:

@@ -1,6 +1,6 @@
-"""One column of a table of task means against each of the others: the statistics of the paper's significance tables.
+"""Compare one column of a table of task means with each other column, as in the paper's significance tables.
 
-The table is a study's, or comes from a CSV file, which is read strictly: what is not a number is not guessed at.
+The table comes from a study or a CSV file, which is read strictly: a cell that is not a number is an error.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SUMMARIES = ("mean", "average", "avg", "macro-average", "total")
 
 @dataclass(frozen=True)
 class TaskTable:
-    """Task means by column and task; ``columns[name][task]`` is None where the cell is missing."""
+    """Task means by column and task; ``columns[name][task]`` is None for a missing cell."""
 
     tasks: tuple[str, ...]
     columns: Mapping[str, Mapping[str, float | None]]
@@ -41,14 +41,14 @@ class TaskTable:
 
 @dataclass(frozen=True)
 class Pair:
-    """The reference against one other column; a difference above 0 is in the reference's favour.
+    """The reference against one other column; a positive difference favours the reference.
 
     Attributes:
         wins, ties, losses: Tasks on which the reference is better, equal, worse.
-        wilcoxon_p, t_p: Two-sided and unadjusted; t_p is None where all differences are one number.
-        wilcoxon_holm, t_holm: Adjusted for all the columns that the reference was compared with.
-        exact: Whether ``wilcoxon_p`` is counted out; the normal approximation beyond 100 tasks.
-        interval: Of the mean difference, 95 %, bootstrap over tasks.
+        wilcoxon_p, t_p: Two-sided and unadjusted; t_p is None if all differences are equal.
+        wilcoxon_holm, t_holm: Adjusted for all compared columns.
+        exact: Whether ``wilcoxon_p`` is exact; the normal approximation is used for more than 100 tasks.
+        interval: The 95 % interval of the mean difference, by bootstrap over tasks.
     """
 
     other: str
@@ -66,7 +66,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Means, ranks (1 the best) and family means of every column, and each pair with the reference."""
+    """Means, ranks (1 is best) and family means of every column, and each comparison with the reference."""
 
     reference: str
     tasks: tuple[str, ...]
@@ -99,7 +99,7 @@ def analyse(table: TaskTable, reference: str, *, lower_is_better: bool = False) 
 
 
 def family_means(by_task: Mapping[str, float | None]) -> dict[str, float]:
-    """Mean of the tasks of each family of the paper, for the families that are there whole."""
+    """The mean over the tasks of each complete family of the paper."""
     members: dict[str, dict[str, float | None]] = {}
     for task, value in by_task.items():
         if (family := family_of(task)) is not None:
@@ -127,10 +127,10 @@ def _pairs(values: Mapping[str, Sequence[float]], reference: str, sign: int) -> 
 
 
 def read_task_means(path: Path) -> TaskTable:
-    """A CSV of task means: a heading line, then one line a task, its name first and one number for each column.
+    """Read a CSV of task means: a heading line, then a line for each task, with its name and a number for each column.
 
     Raises:
-        DataError: In one line, what is wrong with which line or cell.
+        DataError: A line or cell is wrong; the message names it.
     """
     try:
         lines = list(csv.reader(path.read_text(encoding="utf-8-sig").splitlines(), strict=True))

@@ -1,6 +1,6 @@
-"""What each method of a study costs (paper, "Resource accounting"): values and bytes, measured phases, projections.
+"""The cost of each method of a study (paper, "Resource accounting"): values and bytes, measured phases, projections.
 
-A run is projected as ``initialisation + steps x median step``: a projection of phases, not a stopwatch.
+The time of a run is projected as ``initialisation + steps x median step``, not measured as a whole.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Phases:
     """The times of a run.
 
     Attributes:
-        initialisation_s: Calibration, or a weight SVD; 0 for methods that have no such phase.
-        step_s: The median step; None where none was measured.
+        initialisation_s: Calibration, or a weight SVD; 0 for methods without such a phase.
+        step_s: The median step; None if not measured.
     """
 
     initialisation_s: float
@@ -48,10 +48,10 @@ class Phases:
         return None if self.training_s is None else self.initialisation_s + self.training_s
 
     def ahead(self, other: Phases) -> tuple[float, float] | None:
-        """The numbers of steps between which this projected total is below the other's.
+        """The range of steps in which this projected total is below the other's.
 
         ``(70, inf)``: from 70 steps on; ``(0, inf)``: always; ``(inf, inf)``: never; ``(0, 50)``: up to 50 steps.
-        None where a step was not measured.
+        None if a step was not measured.
         """
         if self.step_s is None or other.step_s is None:
             return None
@@ -65,11 +65,10 @@ class Phases:
 
 @dataclass(frozen=True)
 class Cost:
-    """What one method needs, by the records of its runs.
+    """The cost of one method, from the records of its runs.
 
     Attributes:
-        kinds: The values that train at a moment by kind (``Method.trains``); None where a record does not tell them
-            apart.
+        kinds: The number of values that train at once, by kind (``Method.trains``); None if a record does not have it.
     """
 
     name: str
@@ -79,9 +78,9 @@ class Cost:
 
     @property
     def memory(self) -> dict[str, int] | None:
-        """Bytes by phase, the largest of its runs: held before there was an adapter, then what was taken beyond that.
+        """The largest bytes of its runs: held before the adapter, then the additional bytes of each phase.
 
-        None where a record does not tell phases apart.
+        None if a record does not separate phases.
         """
         peaks = [record.resources.peaks for record in self.records if record.resources and record.resources.peaks]
         if len(peaks) < len(self.records):
@@ -96,7 +95,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Costs:
-    """The costs of one model (and of one task, in a study that is alone), and the one that others are compared with."""
+    """The costs of one model (and of one task, in a study that runs alone), and the reference."""
 
     title: str
     group: Axes
@@ -105,9 +104,9 @@ class Costs:
 
 
 def study_costs(results: StudyResults) -> list[Costs]:
-    """Costs by method and every other axis with several values but task and seed; one entry for each model.
+    """Costs by method and every other varied axis except task and seed; one entry for each model.
 
-    A study that is alone on its machine is kept apart by task; other studies are pooled over their tasks.
+    A study that runs alone on its machine is split by task; other studies are pooled over their tasks.
     """
     apart, names = ("model", "task") if results.study.kind.is_alone else ("model",), varied_axes(results)
     report, axes = results.study.report, results.study.axes
@@ -136,7 +135,7 @@ def _cost(name: str, runs: Sequence[FinalRun]) -> Cost:
 
 
 def _kinds(record: TunedRecord, kinds: Sequence[str]) -> dict[str, int | None]:
-    """Values that train at a moment by kind, where the method has one kind, or magnitudes beside factors."""
+    """Values that train at once by kind, if the method has one kind, or magnitudes beside factors."""
     trained, magnitudes = record.values_at_once, (record.resources or Resources()).magnitude_parameters
     if len(kinds) == 1:
         return {kinds[0]: trained}
@@ -146,7 +145,7 @@ def _kinds(record: TunedRecord, kinds: Sequence[str]) -> dict[str, int | None]:
 
 
 def state_sheet(costs: Costs, name: str) -> Sheet:
-    """Values at once, in all and by kind, the state held while training, and what is saved beside the model's size."""
+    """A sheet of values at once, in all and by kind, the training state, saved bytes, and the model's size."""
     kinds = dict.fromkeys(("core", "factors", "magnitudes", *(kind for cost in costs.costs for kind in cost.kinds)))
     unknown, lines = "the record does not tell them apart", []
     for cost in costs.costs:
@@ -170,10 +169,10 @@ def state_sheet(costs: Costs, name: str) -> Sheet:
 
 
 def time_sheet(costs: Costs, name: str, *, alone: bool) -> Sheet:
-    """Measured phases, the total that they project to, and when the reference has made up for its initialisation.
+    """A sheet of measured phases, projected totals, and the break-even of the reference's initialisation.
 
     Args:
-        alone: Whether each run had the machine to itself and took nothing from others, as in a profile.
+        alone: Whether each run was alone on the machine and shared nothing, as in a profile.
     """
     lines = []
     for cost in costs.costs:
@@ -227,7 +226,7 @@ def _break_even(reference: Phases, other: Phases) -> SheetCell:
 
 
 def memory_sheet(costs: Costs, name: str) -> Sheet | None:
-    """What each phase takes beyond what was held before it; None where no record tells phases apart."""
+    """A sheet of each phase's additional memory; None if no record separates phases."""
     if all(cost.memory is None for cost in costs.costs):
         return None
     note = (
@@ -247,7 +246,7 @@ def memory_sheet(costs: Costs, name: str) -> Sheet | None:
 
 
 def largest(records: Sequence[TunedRecord], value: str) -> int:
-    """The largest of the records' values of that name."""
+    """The largest of the records' values with this name."""
     return max(getattr(record, value) for record in records)
 
 
@@ -264,7 +263,7 @@ def seconds_cell(value: float | None) -> SheetCell:
 
 
 def bytes_cell(value: int | None) -> SheetCell:
-    """Decimal units, as file sizes and the paper's GB are."""
+    """A cell of bytes in decimal units, like file sizes and the paper's GB."""
     if value is None:
         return missing("not recorded")
     size, units = float(value), ["B", "kB", "MB", "GB"]

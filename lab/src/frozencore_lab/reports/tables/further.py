@@ -1,4 +1,4 @@
-"""What a study shows beside its means: the best of a grid, accuracy beside trained values, what its search chose."""
+"""Further tables of a study: the best of a grid, accuracy beside trained values, the choices of its search."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SAID_OF_END = f"{AT_END}: the largest or the smallest learning rate that was tri
 
 
 def best_sheet(pivot: Pivot, name: str) -> Sheet:
-    """A line for each row: its best mean, the column that has it, and how all the columns' runs ended (paper, table
+    """A line for each row: its best mean, the best column, and the outcomes of all runs (paper, table
     "noqr-lr-sweep")."""
     over, lines = ", ".join(map(axis_name, pivot.column_axes)), []
     for row in pivot.rows:
@@ -40,7 +40,7 @@ def best_sheet(pivot: Pivot, name: str) -> Sheet:
 
 
 def _best(pivot: Pivot, row: Key) -> Key | None:
-    """The column of the best mean, the first of equal ones."""
+    """The column with the best mean, the first of equal ones."""
     sign = -1 if pivot.measure.lower_is_better else 1
     known = {column: sign * mean for column, mean in pivot.row_means(row).items() if mean is not None}
     return max(known, key=lambda column: known[column]) if known else None
@@ -57,7 +57,7 @@ def _outcomes(pivot: Pivot, row: Key, best: Key | None) -> Iterator[str]:
 
 
 def _no_better_than_chance(pivot: Pivot, cell: PivotCell) -> float | None:
-    """Chance, where the accuracy of runs that trained is within two standard errors above it, or below."""
+    """Chance, if the accuracy of trained runs is not more than two standard errors above it; otherwise None."""
     records = [one.run.record for one in cell.runs if isinstance(one.run.record, TunedRecord)]
     known = [(one.score, one.score.chance) for one in records if one.score is not None and one.score.chance is not None]
     if pivot.measure is not ACCURACY or not known or cell.mean is None:
@@ -68,7 +68,7 @@ def _no_better_than_chance(pivot: Pivot, cell: PivotCell) -> float | None:
 
 
 def tradeoff_sheet(pivot: Pivot, name: str) -> Sheet:
-    """Each column's macro-average, what it trains, and how far its average is from the reference's (paper, table
+    """Each column's macro-average, its trained values, and its difference from the reference (paper, table
     "efficiency-state")."""
     means, counts, measure = column_averages(pivot), counted_values(pivot), pivot.measure
     best = ranked_printed({column: mean.value for column, mean in means.items()}, measure)[0]
@@ -95,7 +95,7 @@ def tradeoff_sheet(pivot: Pivot, name: str) -> Sheet:
 
 
 def counted_values(pivot: Pivot) -> dict[Key, tuple[int, int]]:
-    """How many values each column trains at once and in all."""
+    """The number of values that each column trains at once and in all."""
     return {
         column: (one.run.record.values_at_once, one.run.record.values_in_all)
         for (_, column), cell in pivot.cells.items()
@@ -105,7 +105,7 @@ def counted_values(pivot: Pivot) -> dict[Key, tuple[int, int]]:
 
 
 def search_sheet(results: StudyResults) -> Sheet:
-    """What the search chose for each group, with every trial's score on the validation rows."""
+    """The choice of the search for each group, with every trial's validation score."""
     search = results.study.search
     assert search is not None
     scale, decimals = (100, 1) if search.select == "accuracy" else (1, 3)
@@ -137,7 +137,7 @@ def _options(options: Mapping[str, Value]) -> str:
 
 
 class FurtherTable(NamedTuple):
-    """A table that stands below one of means, where the study's report asks for it."""
+    """A table below a table of means, if the study's report requests it."""
 
     asked: Callable[[Report], bool]
     sheet: Callable[[Pivot, str], Sheet]
@@ -147,4 +147,4 @@ FURTHER = {
     "tradeoff": FurtherTable(lambda report: "state" in report.figures, tradeoff_sheet),
     "best": FurtherTable(lambda report: report.best, best_sheet),
 }
-"""Tables by the end of their files' names."""
+"""Tables by the suffix of their files' names."""

@@ -1,6 +1,6 @@
-"""Differences between methods on the rows that both were scored on: intervals by resampling those rows.
+"""Differences between methods on common rows, with intervals by resampling these rows.
 
-Beside the Wilcoxon test, to which a task is one number: how sure is each number, of the rows that it was measured on?
+They show the uncertainty of each task's number, which the Wilcoxon test takes as exact.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from frozencore_lab.reports.tables.significance import p_cell
 
 @dataclass(frozen=True)
 class ItemGains:
-    """What the reference gains on other columns, item by item.
+    """The reference's gains over other columns, by item.
 
     Attributes:
-        others: Columns whose every run says which rows it got right, of the same rows as the reference's.
-        by_task: By row of the table, an array (seeds, items, others) of −1, 0 and 1.
-        left_out: The other columns.
+        others: Columns in which every run records its right answers on the same rows as the reference.
+        by_task: An array (seeds, items, others) of −1, 0 and 1 for each row of the table.
+        left_out: The remaining columns.
     """
 
     reference: Key
@@ -44,9 +44,9 @@ class ItemGains:
 
 
 def item_gains(pivot: Pivot) -> tuple[ItemGains | None, str]:
-    """The gains of a table's reference column; None, and why if there is something to say, where there are none.
+    """The gains of a table's reference column; if there are none, None and the reason or an empty text.
 
-    The table shows accuracy, its rows are tasks, and its study names a reference column.
+    Needs a table of accuracy with tasks as rows, and a reference column.
     """
     reference = pivot.reference
     if pivot.measure is not ACCURACY or reference is None or pivot.row_axes != ("task",):
@@ -72,7 +72,7 @@ def item_gains(pivot: Pivot) -> tuple[ItemGains | None, str]:
 
 
 def _gain(reference: PivotCell, other: PivotCell) -> NDArray[np.int8] | None:
-    """(seeds, items): the reference's answers less the other's; None unless both have all seeds on the same rows."""
+    """(seeds, items): the reference's answers minus the other's; None unless both have all seeds on the same rows."""
     theirs = {one.seed: one.run for one in other.runs}
     gains, rows = [], set()
     for own in (one.run for one in reference.runs):
@@ -88,7 +88,7 @@ def _gain(reference: PivotCell, other: PivotCell) -> NDArray[np.int8] | None:
 
 
 def _answers(run: FinalRun) -> NDArray[np.int8] | None:
-    """1 for each scored row that the run got right, else 0; None where its record does not say."""
+    """1 for each scored row with a right answer, else 0; None if the record does not have it."""
     score = run.record.score if isinstance(run.record, TunedRecord) else None
     if score is None or score.correct is None:
         return None
@@ -102,10 +102,10 @@ def _rows(run: FinalRun) -> str | None:
 
 
 def item_sheet(pivot: Pivot, gains: ItemGains, comparison: Comparison | None, name: str) -> Sheet:
-    """Each mean difference with its interval over items; where there are several tasks, over tasks and all at once too.
+    """Each mean difference with its interval over items; with several tasks also over tasks, and over both and seeds.
 
     Args:
-        comparison: Of the same table over its tasks, where there is one.
+        comparison: The comparison of the same table over its tasks, if any.
     """
     by_task = list(gains.by_task.values())
     scale, decimals, several = pivot.measure.scale, pivot.measure.decimals + 1, len(by_task) > 1
@@ -141,7 +141,7 @@ def item_sheet(pivot: Pivot, gains: ItemGains, comparison: Comparison | None, na
 
 
 def items_by_task_sheet(pivot: Pivot, gains: ItemGains, name: str) -> Sheet:
-    """The difference on each task with its interval over the task's items."""
+    """A sheet of the difference on each task with its interval over the task's items."""
     scale, decimals, lines = pivot.measure.scale, pivot.measure.decimals, []
     for row, gain in gains.by_task.items():
         line = {"task": label(pivot.row_name(row))}

@@ -1,4 +1,4 @@
-"""A study as tables: the values over seeds of every combination of its row and column axes."""
+"""Arrange a study in tables: the values over seeds of every combination of row and column axes."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ Key = tuple[Value, ...]
 
 @dataclass(frozen=True)
 class Measure:
-    """What a table shows.
+    """The measure that a table shows.
 
     Attributes:
-        key: The name of the value in a record; ``scale`` times the value is shown.
-        before: The name of the untouched model's value in a record.
-        ranked: Whether one value is better than another.
-        diverged: What a run that diverged counts as, where a study counts it.
-        suffix: The end of the names of its files.
+        key: The name of the value in a record; the table shows ``scale`` times the value.
+        before: The name of the base model's value in a record.
+        ranked: Whether values can be ranked.
+        diverged: The value of a diverged run, if the study counts it.
+        suffix: The suffix of the names of its files.
     """
 
     key: str
@@ -58,7 +58,7 @@ COSINES = (
 
 
 def measures_of(results: StudyResults) -> tuple[Measure, ...]:
-    """What the tables of a study show: what any record has; before there are records, what its kind is for."""
+    """The measures of a study's tables: those in any record, or before the first record those of its kind."""
     records = [run.record for run in results.runs if run.record is not None]
     if not records:
         return (ACCURACY, LOSS) if results.study.kind.trains else COSINES
@@ -66,7 +66,7 @@ def measures_of(results: StudyResults) -> tuple[Measure, ...]:
 
 
 def by_axes(runs: Iterable[FinalRun], *sides: Sequence[str]) -> dict[tuple[Key, ...], list[FinalRun]]:
-    """Runs by their values of some sets of axes, in the order in which they come."""
+    """Group runs by their values of some sets of axes, in order."""
     found: dict[tuple[Key, ...], list[FinalRun]] = {}
     for run in runs:
         found.setdefault(tuple(tuple(run.axes[axis] for axis in side) for side in sides), []).append(run)
@@ -74,14 +74,14 @@ def by_axes(runs: Iterable[FinalRun], *sides: Sequence[str]) -> dict[tuple[Key, 
 
 
 def varied_axes(results: StudyResults) -> list[str]:
-    """The axes of a study that have several values, beside model, task and seed."""
+    """The axes of a study with several values, except model, task and seed."""
     axes = results.study.axes.items()
     return [axis for axis, values in axes if len(values) > 1 and axis not in ("model", "task", "seed")]
 
 
 @dataclass(frozen=True)
 class PivotCell:
-    """The runs of one cell; it has a mean only where every seed has a value."""
+    """The runs of one cell; it has a mean only if every seed has a value."""
 
     runs: tuple[SeedValue, ...]
 
@@ -91,7 +91,7 @@ class PivotCell:
 
     @property
     def record(self) -> TunedRecord | None:
-        """The record of the first seed that is done."""
+        """The record of the first finished seed."""
         return next((one.run.record for one in self.runs if isinstance(one.run.record, TunedRecord)), None)
 
     @property
@@ -105,7 +105,7 @@ class PivotCell:
 
     @property
     def status(self) -> Status:
-        """``done``, or the first of diverged, failed, absent and missing that a seed has."""
+        """``done``, or the first of diverged, failed, absent and missing that applies to a seed."""
         found = {run.status for run in self.runs}
         order: tuple[Status, ...] = ("diverged", "failed", "absent", "missing")
         return next((status for status in order if status in found), "done" if self.runs else "missing")
@@ -116,7 +116,7 @@ class Pivot:
     """One table of a study.
 
     Attributes:
-        group: The values of the axes that are neither rows nor columns, where the study has several.
+        group: The values of the axes that are neither rows nor columns, if the study has several.
     """
 
     study: StudyResults
@@ -138,17 +138,17 @@ class Pivot:
 
     @property
     def name(self) -> str:
-        """The name of its files, without an ending and without the measure's suffix."""
+        """The name of its files, without ending and without the measure's suffix."""
         return f"{self.study.name}{slug(self.group)}"
 
     @property
     def reference(self) -> Key | None:
-        """The column that the study names as its reference."""
+        """The study's reference column."""
         return next((column for column in self.columns if column_key(column) == self.report.reference), None)
 
     @property
     def before(self) -> dict[Key, float]:
-        """The untouched model's value by row, where all runs of the row agree on it in nine decimals."""
+        """The base model's value by row, if all runs of the row agree in nine decimals."""
         name, scale, found = self.measure.before, self.measure.scale, {}
         for row in self.rows if name else ():
             records = [one.run.record for column in self.columns for one in self.cells[row, column].runs]
@@ -159,7 +159,7 @@ class Pivot:
 
     @property
     def upright(self) -> Pivot:
-        """The table with what is compared as its columns: itself, or turned where its columns are the tasks."""
+        """The table with compared values as columns: itself, or transposed if its columns are tasks."""
         if "task" not in self.column_axes:
             return self
         return replace(
@@ -178,9 +178,9 @@ class Pivot:
 
 
 def pivots(results: StudyResults, measure: Measure) -> list[Pivot]:
-    """A study's tables of one measure: one for each combination of the axes that are neither rows, columns nor seed.
+    """A study's tables of one measure, one for each combination of the axes except rows, columns and seed.
 
-    Tasks whose records lack the measure, as plain text lacks accuracy, are left out.
+    Tasks without the measure, such as plain text without accuracy, are left out.
     """
     report = results.study.report
     axes = {**results.study.axes}
@@ -223,13 +223,13 @@ def _seed_value(run: FinalRun, measure: Measure) -> SeedValue:
 
 
 def means_csv(pivot: Pivot) -> str:
-    """Unrounded means as ``campaign report --table`` reads them: the row, then each column by its own name."""
+    """Unrounded means for ``campaign report --table``: the row, then each column by its name."""
     head = ["/".join(pivot.row_axes), *map(column_key, pivot.columns)]
     return csv_lines([head, *([column_key(row), *pivot.row_means(row).values()] for row in pivot.rows)])
 
 
 def runs_csv(pivot: Pivot) -> str:
-    """Every run of a table on a line of its own."""
+    """Every run of a table, one a line, as CSV."""
     head = [*pivot.row_axes, *pivot.column_axes, "seed", pivot.measure.key, "status", "run", "message"]
     lines = [
         [*row, *column, one.seed, one.value, one.status, one.run.run_id, one.message]

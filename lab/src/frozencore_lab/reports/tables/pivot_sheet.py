@@ -1,7 +1,7 @@
-"""A pivot as a sheet: means over seeds with their spread, the best marked, averages and differences beside or below.
+"""Make a sheet of a pivot: means over seeds with their spread, the best marked, with averages and differences.
 
-A difference has the sign of the paper: value − reference. The reference is a compared one of the table's; or
-``matched``, on each task the one that was calibrated on it.
+A difference has the paper's sign: value − reference. The reference is a column of the table, or with ``matched`` the
+column calibrated on the same task.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from frozencore_lab.reports.tables.pivot import Key, Pivot
 
 @dataclass(frozen=True)
 class ExtraLine:
-    """Cells beside a table, by its rows, or below it, by its columns."""
+    """A line of cells beside a table (by its rows) or below it (by its columns)."""
 
     name: str
     cells: Mapping[Key, SheetCell]
@@ -28,7 +28,7 @@ class ExtraLine:
 def pivot_sheet(pivot: Pivot, name: str) -> Sheet:
     """Mean ± sample standard deviation over seeds, the best of each task bold, averages and differences below.
 
-    Where the tasks are columns, averages and differences stand at the right.
+    If tasks are columns, averages and differences are at the right.
     """
     upright = pivot.upright
     turned = upright is not pivot
@@ -65,7 +65,7 @@ def _average_lines(pivot: Pivot) -> list[ExtraLine]:
 
 
 def _differences_by_task(pivot: Pivot, *, turned: bool) -> list[ExtraLine]:
-    """A line for each task that is a column; or for a single task, in which no comparison over tasks can say them."""
+    """Difference lines for tasks as columns, or for a single task, which has no comparison over tasks."""
     if not turned and (len(pivot.rows) > 1 or pivot.report.differences):
         return []
     return [
@@ -79,7 +79,7 @@ def _differences_by_task(pivot: Pivot, *, turned: bool) -> list[ExtraLine]:
 
 
 def _named_differences(pivot: Pivot) -> list[ExtraLine]:
-    """The columns whose differences the study asks for."""
+    """Difference lines for the columns that the study names."""
     references = {row: found for row in pivot.rows if (found := _reference(pivot, row)) is not None}
     if len(references) < len(pivot.rows):
         return []
@@ -94,7 +94,7 @@ def _named_differences(pivot: Pivot) -> list[ExtraLine]:
 
 
 def _base_model(pivot: Pivot) -> list[ExtraLine]:
-    """The untouched model's values."""
+    """The line of the base model's values."""
     if not pivot.before or "task" not in pivot.row_axes:
         return []
     known = {row: number(value, pivot.measure.decimals) for row, value in pivot.before.items()}
@@ -102,7 +102,7 @@ def _base_model(pivot: Pivot) -> list[ExtraLine]:
 
 
 def _reference(pivot: Pivot, row: Key) -> Key | None:
-    """The column that the others are compared with on a row."""
+    """The reference column of a row."""
     if pivot.report.reference == MATCHED and pivot.column_axes == ("calibration_task",):
         task = row[pivot.row_axes.index("task")]
         return next((column for column in pivot.columns if column[0] == task), None)
@@ -144,7 +144,7 @@ def _note(pivot: Pivot, *, differs: bool) -> str:
 
 
 def pivot_cell(pivot: Pivot, row: Key, column: Key, *, best: bool = False) -> SheetCell:
-    """Mean ± standard deviation, or why there is none; a dagger where a run that diverged is counted."""
+    """A cell with mean ± standard deviation, or the reason why it is missing; a dagger if a diverged run is counted."""
     cell, decimals = pivot.cells[row, column], pivot.measure.decimals
     hint = "; ".join(f"seed {one.seed}: {one.shown(f'.{decimals}f')}" for one in cell.runs)
     if cell.mean is None:
@@ -167,9 +167,9 @@ def _spread(std: float | None, decimals: int) -> str:
 
 
 def _best(pivot: Pivot) -> set[tuple[Key, Key]]:
-    """The cells that print the best mean of their task.
+    """The cells with the best printed mean of their task.
 
-    A cell all of whose runs diverged is never the best: its 0 is no accuracy.
+    A cell in which all runs diverged is never the best, because its 0 is not a measured accuracy.
     """
     found = {(row, one) for row in pivot.rows for one in ranked_printed(pivot.row_means(row), pivot.measure)[0]}
     return {place for place in found if any(run.status != "diverged" for run in pivot.cells[place].runs)}

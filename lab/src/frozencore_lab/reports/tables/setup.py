@@ -1,4 +1,4 @@
-"""What the runs of a campaign are made of, from the code: data sets, options, what constructors look at."""
+"""Describe the setup of a campaign from the code: data sets, options, and the inputs of constructors."""
 
 from __future__ import annotations
 
@@ -36,12 +36,11 @@ SHOWN_APART = (
     "model", "task", "method", "seed", "rank", "rank_budget", "targets", "dtype", "batch_size", "accumulation",
     "learning_rate", "warmup", "calibration_size",
 )  # fmt: skip
-"""Options that have a column of their own here, or in another table."""
+"""Options with their own column here or in another table."""
 
 
 def data_sheet(campaign: Campaign) -> Sheet:
-    """A line for each task of any study: where its rows come from, how many, how they are scored (paper, table
-    "datasets")."""
+    """A line for each task of any study: the source, number and scoring of its rows (paper, table "datasets")."""
     axes = [study.axes for study in campaign.studies.values()]
     learned = [task for values in axes for task in values["task"]]
     calibrated_on = [task for values in axes for task in values.get("calibration_task", ()) if task is not None]
@@ -71,7 +70,7 @@ def data_sheet(campaign: Campaign) -> Sheet:
 
 
 def hyper_parameter_sheet(results: CampaignResults) -> Sheet:
-    """A line for each study and set of methods that share all options: fixed, varied, or chosen by the search (paper,
+    """A line for each study and set of methods with the same options: fixed, varied, or chosen by the search (paper,
     table "hyperparams")."""
     lines = []
     for study in results.studies:
@@ -94,14 +93,14 @@ def hyper_parameter_sheet(results: CampaignResults) -> Sheet:
 
 
 def _methods_of(campaign: Campaign, study: Study) -> list[str]:
-    """The methods of a study, whether they are its axis, fixed, or the default."""
+    """The methods of a study, from its axis, its fixed options, or the default."""
     default = RunConfig.model_fields["method"].default
     fixed = study.fixed.get("method", campaign.base.get("method", default))
     return [str(method) for method in study.axes.get("method", (fixed,))]
 
 
 def _options(campaign: Campaign, study: Study, name: str) -> dict[str, str]:
-    """The options of one method in a study, as texts by heading."""
+    """The options of one method in a study, as text by heading."""
     row = find_method(study.method_of(name))
     given: Mapping[str, Any] = campaign.options_of(study, {"method": name})
     grid: Mapping[str, tuple[Any, ...]] = study.search.grid(name) if study.search else {}
@@ -144,7 +143,7 @@ def _selection(study: Study, grid: Mapping[str, tuple[Any, ...]]) -> str:
 
 
 def _trained(study: StudyResults, methods: list[str]) -> SheetCell:
-    """How many values the runs of these methods train in all, as their records have it."""
+    """A cell with the number of values that these methods train in all, from the records."""
     ended = [(run.axes, run.record) for run in study.runs if isinstance(run.record, TunedRecord)]
     counts = sorted({one.values_in_all for axes, one in ended if str(axes.get("method", one.method)) in methods})
     if not counts:
@@ -153,15 +152,15 @@ def _trained(study: StudyResults, methods: list[str]) -> SheetCell:
 
 
 def information_sheet(campaign: Campaign) -> Sheet | None:
-    """What each constructor of the campaign may look at (paper, table "basis-signals"), at its default options.
+    """A line for each constructor with the inputs that it reads at its default options (paper, table "basis-signals").
 
-    None where there is none.
+    None if the campaign has no constructor.
     """
     named = [study.method_of(name) for study in campaign.studies.values() for name in _methods_of(campaign, study)]
     lines = []
     for name in (name for name in dict.fromkeys(named) if name in CONSTRUCTORS):
         row = CONSTRUCTORS[name]
-        needs = row.needs(row.options(coordinates="qr"))  # of the spans: Fisher coordinates read a and d beside
+        needs = row.needs(row.options(coordinates="qr"))  # for the spans; Fisher coordinates read a and d too
         if needs:
             sides = [side for side, moments in (("input", INPUT), ("output", OUTPUT)) if needs & moments]
             read = ", ".join(letter for moment, letter in LETTERS.items() if moment in needs)

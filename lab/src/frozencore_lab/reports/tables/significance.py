@@ -1,4 +1,4 @@
-"""A comparison as a sheet, and the comparison that a study's table asks for."""
+"""Make the comparison of a study's table, and show a comparison as a sheet."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from frozencore_lab.reports.tables.pivot import Pivot
 
 
 def compare(pivot: Pivot) -> tuple[Comparison | None, str]:
-    """The reference column of a table against the others that are whole; and what was left out, or why there is none.
+    """Compare a table's reference column with the other complete columns; also return a remark on what is left out.
 
-    None where the study names no reference, or the table's rows are not tasks, each once: the task is what is counted.
+    None if the study has no reference, or the rows are not tasks, each once, because tasks are the unit of replication.
     """
     reference = pivot.report.reference
     if reference is None or "task" not in pivot.row_axes or len(pivot.rows) < 2 or not pivot.measure.ranked:
@@ -44,7 +44,7 @@ def compare(pivot: Pivot) -> tuple[Comparison | None, str]:
 
 
 def names_of(pivot: Pivot) -> dict[str, str]:
-    """How the columns of a table are shown, by their names in a comparison."""
+    """The labels of a table's columns, by their names in a comparison."""
     return {column_key(column): pivot.column_name(column) for column in pivot.columns}
 
 
@@ -57,12 +57,12 @@ def comparison_sheet(
     decimals: int = 2,
     names: Mapping[str, str] | None = None,
 ) -> Sheet:
-    """Each pair with the reference on a line; the reference's own mean and rank first.
+    """A line for each comparison with the reference; the reference's own mean and rank come first.
 
-    Wins are tasks on which the reference is better, and a difference above 0 is in its favour.
+    Wins are tasks on which the reference is better; a positive difference favours it.
 
     Args:
-        names: How columns are shown; by default as the methods that they are.
+        names: The labels of columns; by default the labels of methods.
     """
     names = names or {column: method_name(column) for column in comparison.means}
     pairs = {pair.other: pair for pair in comparison.pairs}
@@ -88,7 +88,7 @@ def comparison_sheet(
 
 
 def _tests(pair: Pair | None, decimals: int) -> dict[str, SheetCell]:
-    """The statistics of a pair by their headings; empty cells for the reference itself."""
+    """The statistics of a comparison by heading; empty cells for the reference itself."""
     headings = ("mean Δ", "95 % interval", "wins", "ties", "losses", "Wilcoxon p", "Holm", "t-test p", "Holm (t)")
     if pair is None:
         return dict.fromkeys(headings, SheetCell(""))
@@ -99,7 +99,7 @@ def _tests(pair: Pair | None, decimals: int) -> dict[str, SheetCell]:
 
 
 def family_sheet(comparison: Comparison, *, decimals: int = 2) -> Sheet | None:
-    """Means of the paper's task families, where a table has one whole."""
+    """A sheet of means of the paper's complete task families; None if there are none."""
     if not comparison.family_means[comparison.reference]:
         return None
     lines = (
@@ -110,7 +110,7 @@ def family_sheet(comparison: Comparison, *, decimals: int = 2) -> Sheet | None:
 
 
 def comparison_view(comparison: Comparison) -> Group:
-    """A comparison on a screen of 80 columns: the tests, then means, ranks and intervals, then task families."""
+    """Show a comparison on 80 columns: the tests, then means, ranks and intervals, then task families."""
     decimals = 2 if max(map(abs, comparison.means.values())) >= 10 else 4  # per cent, or shares and nats
     whole = comparison_sheet(comparison, decimals=decimals)
     counts = [SheetCell("/".join(cell.text for cell in line[3:6] if cell.text)) for line in whole.rows]
@@ -125,7 +125,7 @@ def comparison_view(comparison: Comparison) -> Group:
 
 
 def p_cell(value: float | None) -> SheetCell:
-    """A p-value as the paper prints it: ``.0137``."""
+    """A cell with a p-value in the paper's form: ``.0137``."""
     if value is None:
         return missing("the differences have no spread", is_undefined=True)
     return SheetCell("< .0001" if value < 1e-4 else f"{value:.4f}".removeprefix("0"), value=value)
