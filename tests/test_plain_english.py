@@ -9,13 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from places import ROOT
+from places import LAB, ROOT
 
 LONGEST = 40  # words in a sentence
 BEGINS = re.compile(r"(Of|Who|Whose|What|How)\b")
-ROOMS = ("maths", "constructors", "calibration")
-FOLDERS = [ROOT / "src" / "frozencore" / room for room in ROOMS]
-FILES = sorted(file for folder in FOLDERS for file in folder.rglob("*.py"))
+FILES = sorted(file for folder in (ROOT / "src", LAB / "src") for file in folder.rglob("*.py"))
 
 
 def docstrings(source: str) -> Iterator[str]:
@@ -27,9 +25,9 @@ def docstrings(source: str) -> Iterator[str]:
 
 
 def sentences(docstring: str) -> Iterator[str]:
-    """The sentences of the prose, without formulas (blocks further indented) and section headings."""
+    """The sentences of the prose, without formulas (blocks further indented), tables and section headings."""
     for paragraph in re.split(r"\n\s*\n|\n(?=[ ]{4}\w[\w, ]*:)|^\w+:$", docstring, flags=re.MULTILINE):
-        if not paragraph.startswith("    ") or re.match(r" {4}\w[\w, ]*: ", paragraph):
+        if not paragraph.startswith(("    ", "|")) or re.match(r" {4}\w[\w, ]*: ", paragraph):
             yield from re.split(r"(?<=[.!?:;])\s+", re.sub(r"``[^`]*``|\$[^$]*\$", "x", paragraph))
 
 

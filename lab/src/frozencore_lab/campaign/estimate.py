@@ -171,7 +171,7 @@ def run_seconds(job: Job, size: ModelSize, row_tokens: float, speed: float) -> f
 
 
 def num_choices(job: Job) -> int:
-    """How often validation rows are scored to choose a step; a score takes about as long as the evaluation."""
+    """The number of times that validation rows are scored; each takes about as long as the evaluation."""
     every, rows = job.config.select_checkpoint, OWN_DATA | job.resolved
     if every in ("none", "epoch"):
         return rows["epochs"] if every == "epoch" else 0

@@ -99,7 +99,7 @@ class SharedWork:
     needs: Needs
 
     def adapt(self, config: RunConfig, prepared: PreparedRun, targets: Targets, progress: Progress) -> Adapted:
-        """As :func:`frozencore.tune.run.adapt.adapt_from_data`, with shared moments and weight bases."""
+        """Run :func:`frozencore.tune.run.adapt.adapt_from_data` with shared moments and weights-only bases."""
         if not _shares_moments(config):
             return adapt_from_data(config, prepared, targets, progress)
         if config.method_entry.weights_only:
@@ -113,7 +113,7 @@ class SharedWork:
     def moments(
         self, config: RunConfig, model: PeftModel, prepared: PreparedRun, progress: Progress
     ) -> dict[str, LayerMoments]:
-        """The moments of a run's calibration rows: from the file, or collected for all runs that want them."""
+        """The moments of a run's calibration rows: from the file, or collected for all runs that need them."""
         needs = self.needs.get(moments_key(config), frozenset()) | config.moments_needed
         file = self.store.shared / "moments" / moments_file(config, prepared.rows)
         batches = calibration_batches(prepared.rows, prepared.encoder.pad_id)
@@ -133,7 +133,7 @@ class SharedWork:
     def measure(
         self, config: RunConfig, prepared: PreparedRun, model: PeftModel, progress: Progress
     ) -> dict[str, Capture]:
-        """What a run's bases capture of the moments that others share; nothing if the campaign wants no G, a and d."""
+        """Measure how much of the shared moments a run's bases capture; empty if the campaign needs no G, a and d."""
         shared = _shares_moments(config) and self.needs.get(moments_key(config), frozenset()) >= CAPTURE_NEEDS
         if not (shared and config.method_entry.has_bases):
             return {}

@@ -121,7 +121,7 @@ class Worker:
             shutil.rmtree(folder / ADAPTER, ignore_errors=True)
 
     def _prepare(self, progress: Progress, config: RunConfig) -> PreparedRun:
-        """Model and rows of a run, with the untouched model's score where another run has found it."""
+        """Load the model and rows of a run, with the base model's score if another run has computed it."""
         key = (config.model, config.dtype, config.device)
         if self._base is None or self._base[0] != key:
             self._base = None  # freed before loading the next, because two may not fit

@@ -75,7 +75,7 @@ def own_scorer(data: str, columns: str | None, encoder: PromptEncoder, *, num_ro
     own = read_rows(data, encoder, columns)
     rows = encoder.training_rows(own.texts[:num_rows])
     compares = own.columns != ("text",) and are_short(rows)
-    name = re.sub(r"[^\w.-]+", "-", named(data))  # it becomes a folder's name
+    name = re.sub(r"[^\w.-]+", "-", named(data))  # becomes a folder's name
 
     def score(model: nn.Module, progress: Progress) -> Scored:
         loss = held_out_loss(model, rows, pad_id=encoder.pad_id, progress=progress)

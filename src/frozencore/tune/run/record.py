@@ -77,7 +77,7 @@ class LayerCriteria(Part):
 
 
 class Criterion(Part):
-    """How much of the calibration rows' moments G, a, d the bases capture before training.
+    """The share of the calibration rows' moments G, a, d that the bases capture before training.
 
     All runs use the same metric, diagonal on both sides with this relative ``damping``, so that runs can be compared.
 

@@ -1,7 +1,7 @@
 """DPO by TRL's own trainer, on our rows, in the order and at the rates of the recipe.
 
-TRL would copy the adapter as its reference. The copy is deleted before the first step: TRL then takes the adapter off
-to compute the reference, which costs no memory.
+TRL would copy the adapter as its reference. The copy is deleted before the first step; TRL then turns the adapter off
+to compute the reference, which takes no memory.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ REFERENCE = "ref"  # TRL's name
 
 @dataclass
 class PreferenceArguments(DPOConfig, ReportedArguments):
-    """What TRL's trainer is told: its own defaults for DPO, ours for everything else."""
+    """The arguments of TRL's trainer: its own defaults for DPO, ours for everything else."""
 
     activation_checkpointing: bool | None = False
-    gradient_checkpointing: bool = False  # an older name of the same
+    gradient_checkpointing: bool = False  # the older name
     bf16: bool | None = False
 
 
 class PreferenceTrainer(RecipeTrainer, DPOTrainer):
-    """TRL's ``DPOTrainer`` on rows of preferences; the adapter may hold any values when it begins, and keeps them."""
+    """TRL's ``DPOTrainer`` on rows of preferences; the adapter keeps its initial values, whatever they are."""
 
     def __init__(
         self,
@@ -60,18 +60,18 @@ class PreferenceTrainer(RecipeTrainer, DPOTrainer):
                 **trl,
             )
         model.delete_adapter(REFERENCE)
-        for parameter, values in trained:  # TRL rounds those on a quantised model
+        for parameter, values in trained:  # TRL rounds them on a quantised model
             parameter.data = values
 
     def _prepare_dataset(self, dataset: Dataset, *_: Any) -> Dataset:
-        """Our rows are tokens."""
+        """Return the data set unchanged, because our rows are tokens already."""
         return dataset
 
     def _send_telemetry(self) -> None:
-        """A run on local files opens no connection."""
+        """Send nothing, because a run on local files opens no connection."""
 
     def create_model_card(self, *_: Any, **__: Any) -> None:
-        """Nobody reads that of a checkpoint."""
+        """Write no card, because nobody reads that of a checkpoint."""
 
 
 def _in_words_of_trl(
@@ -87,7 +87,7 @@ def _in_words_of_trl(
 
 @contextmanager
 def _bases_not_built_again(model: PeftModel) -> Iterator[None]:
-    """The reference is deleted at once: its bases would be built for nothing."""
+    """Skip building the reference's bases inside, because the reference is deleted at once."""
     config = model.peft_config["default"]
     if not isinstance(config, FrozenCoreConfig):
         yield
@@ -101,7 +101,7 @@ def _bases_not_built_again(model: PeftModel) -> Iterator[None]:
 
 @contextmanager
 def as_before(model: nn.Module, tokenizer: Any) -> Iterator[None]:
-    """Afterwards the model's forward pass, padding tokens and tags, which TRL changes, are as they were."""
+    """Restore the model's forward pass, padding tokens and tags afterwards, which TRL changes."""
     base = base_of(model)
     held = [
         (tokenizer, "pad_token", tokenizer.pad_token),
