@@ -46,6 +46,26 @@ def test_the_ten_lines_train_save_and_reload(tmp_path: Path, monkeypatch: pytest
     assert any(parameter.any() for parameter in trained.parameters() if parameter.requires_grad)
 
 
+def test_the_first_command_prints_what_the_readme_shows(  # type: ignore[no-untyped-def]
+    command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Line after line, others between them left out; numbers may differ by a twentieth."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "160")
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    first, shown = re.findall(r"```\n(.*?)```", README.read_text(encoding="utf-8"), flags=re.DOTALL)[:2]
+    (line,) = re.findall(r"^frozencore (.*?) +#", first, flags=re.MULTILINE)
+    status, out, err = command(*line.split())
+    assert (status, err) == (0, "")
+    printed = iter(out.splitlines())
+    number = re.compile(r"\d[\d,]*(?:\.\d+)?")
+    for wanted in shown.splitlines():
+        same = number.sub("#", wanted).split()
+        found = next(one for one in printed if number.sub("#", one).split() == same)
+        pairs = [[float(one.replace(",", "")) for one in number.findall(text)] for text in (found, wanted)]
+        assert pairs[0] == pytest.approx(pairs[1], rel=0.05), wanted
+
+
 @pytest.mark.parametrize("num_tenants", [4, pytest.param(32, marks=pytest.mark.slow)])
 def test_one_basis_and_32_tenants_in_ten_lines(  # type: ignore[no-untyped-def]
     num_tenants: int, command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
