@@ -12,6 +12,7 @@ import pyarrow
 import torch
 from peft import PeftModel, get_peft_model
 from pyarrow import parquet
+from transformers import AutoTokenizer
 
 from frozencore import FrozenCoreConfig, export_lora, load_basis, save_basis
 from frozencore.adapter.export.base_model import export_merged
@@ -22,6 +23,9 @@ from frozencore.cli.doctor import diagnose
 from frozencore.files.strict_yaml import read_yaml
 from frozencore.files.whole_file import write_json, write_lines
 from frozencore.maths.moments import LayerMoments
+from frozencore.tune.pocket import pocket_model_path
+from frozencore.tune.rows.own_rows import read_rows
+from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.tune.rows.row_files import read_file
 from frozencore.tune.run.record import read_record
 from frozencore.tune.tasks.described_task import read_own_task
@@ -32,6 +36,14 @@ from frozencore_lab.campaign.spec import read_campaign
 from frozencore_lab.reports.tables.comparison import read_task_means
 from fuzz_ways import CONFIG, WEIGHTS, tiny_base
 
+ASKED, SAID = {"role": "user", "content": "Capital?"}, {"role": "assistant", "content": "Paris"}
+ROWS = {
+    "prompts": {"prompt": "a b", "completion": " c"},
+    "messages": {"messages": [ASKED, SAID], "tools": "[]"},
+    "instructions": {"instruction": "a", "input": "b", "output": "c"},
+    "conversations": {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
+    "preferences": {"prompt": [ASKED], "chosen": [SAID], "rejected": [SAID | {"content": "Lyon"}]},
+}
 CAMPAIGN = """name: small
 models: {pocket: pocket}
 base: {batch_size: 8, epochs: 1}
@@ -106,6 +118,9 @@ def make_targets(folder: Path) -> list[Target]:
         json.dumps({"prompt": f"Q{i}", "question": f"{i}?", "answer": i % 2, "more": "é"}) + "\n" for i in range(4)
     )
     (folder / "task" / "rows.jsonl").write_text(rows)
+    (folder / "rows").mkdir()
+    for name, row in ROWS.items():
+        (folder / "rows" / f"{name}.json").write_text(json.dumps([row, row]))
     (folder / "run").mkdir()
     (folder / "run" / "result.json").write_text(json.dumps(RECORD))
     (folder / "run" / "predictions.jsonl").write_text(PREDICTIONS)
@@ -141,6 +156,7 @@ def make_targets(folder: Path) -> list[Target]:
         Target("YAML", folder / "campaign", "a.yaml", lambda p: read_yaml(p / "a.yaml")),
         Target("task YAML", folder / "task", "a.yaml", lambda p: read_own_task(p / "a.yaml")),
         Target("JSONL rows", folder / "task", "rows.jsonl", lambda p: read_file(p / "rows.jsonl", option="--data")),
+        *(Target(f"rows of {name}", folder / "rows", f"{name}.json", _reads(name)) for name in ROWS),
         Target("Parquet rows", folder, "rows.parquet", lambda p: read_file(p / "rows.parquet", option="--data")),
         Target("table of means", folder, "means.csv", lambda p: read_task_means(p / "means.csv")),
         Target("run record, by doctor", folder / "run", "result.json", diagnose),
@@ -156,6 +172,18 @@ def make_targets(folder: Path) -> list[Target]:
             lambda p: newest_complete_checkpoint(p, {"seed": 1}),
         ),
     ]
+
+
+def _reads(name: str) -> Callable[[Path], object]:
+    """What reads rows of one form, from the file to tokens."""
+    tokenizer = AutoTokenizer.from_pretrained(pocket_model_path())
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role + ': ' + m.content + eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    encoder = PromptEncoder(tokenizer, preferences=name == "preferences")
+    encode = encoder.preference_rows if encoder.preferences else encoder.training_rows
+    return lambda path: encode(read_rows(str(path / f"{name}.json"), encoder).texts)
 
 
 def _finish_campaign(folder: Path) -> str:

@@ -126,6 +126,8 @@ def test_a_chat_may_stand_in_the_prompt_or_in_the_answers(byte_tokenizer: Callab
         ({"prompt": "a", "chosen": "b", "rejected": "b"}, "must differ, but they are the same"),
         ({"chosen": "b", "rejected": "c"}, "column 'prompt' must hold text"),
         ({"prompt": "a", "chosen": "b", "rejected": 3}, "column 'rejected' must hold text"),
+        ({"prompt": "a", "chosen": "b"}, "column 'rejected' must hold text, but holds nothing"),
+        ({"prompt": "a"}, "column 'chosen' must hold text, but holds nothing"),
         ({"chosen": turns("a", "b"), "rejected": turns("c", "b d")}, "must differ in their last turn alone"),
         ({"chosen": turns("a", "b", "c"), "rejected": turns("a", "b", "d")}, "must end with the assistant's turn"),
     ],
@@ -133,4 +135,4 @@ def test_a_chat_may_stand_in_the_prompt_or_in_the_answers(byte_tokenizer: Callab
 def test_a_bad_pair_is_one_line(row: dict[str, Any], reason: str, byte_tokenizer: Callable[..., Any]) -> None:
     encoder = PromptEncoder(byte_tokenizer(chat=True), preferences=True)
     with pytest.raises(DataError, match=reason):
-        render_rows([row], "rows", encoder)
+        render_rows([{"prompt": "a", "chosen": "b", "rejected": "c"}, row], "rows", encoder)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from frozencore.errors import DataError
 
+HALF_A_CHARACTER = re.compile("[\ud800-\udfff]")  # JSON may hold one alone, which no tokenizer takes
 Row = Mapping[str, Any]
 """A row as read: values by column."""
 
@@ -132,6 +134,8 @@ def text_field(row: Row, column: str, row_id: str, *, or_number: bool = False) -
     if isinstance(value, bool) or not isinstance(value, takes) or not str(value).strip():
         wanted = "text or a number" if or_number else "text"
         raise DataError(f"Row {row_id}: column {column!r} must hold {wanted}, but holds {_held(row, column)}.")
+    if HALF_A_CHARACTER.search(str(value)):
+        raise DataError(f"Row {row_id}: column {column!r} must hold text, but half a character of UTF-16 is in it.")
     return str(value).strip()
 
 

@@ -133,7 +133,7 @@ def _form_of(rows: Sequence[Row], origin: str, encoder: PromptEncoder) -> tuple[
 
 
 def _render_pair(row: Row, row_id: str, encoder: PromptEncoder) -> TextRow:
-    if isinstance(row["prompt"], list):
+    if isinstance(row.get("prompt"), list):
         prompt, completion = (_turns(row, column, row_id) for column in ("prompt", "completion"))
         return _render_turns([*prompt, *completion], "completion", row, row_id, encoder)
     for column in ("prompt", "completion"):
@@ -147,7 +147,9 @@ def _render_messages(row: Row, row_id: str, encoder: PromptEncoder) -> TextRow:
 
 def _render_instruction(row: Row, row_id: str, encoder: PromptEncoder) -> TextRow:
     """Render an instruction: as a user's turn for a chat model, else with Alpaca's headings."""
-    asked = {"instruction": text_field(row, "instruction", row_id), "input": (row.get("input") or "").strip()}
+    has_input = bool(str(row.get("input") or "").strip())
+    asked = {"instruction": text_field(row, "instruction", row_id)}
+    asked["input"] = text_field(row, "input", row_id) if has_input else ""
     headings = ALPACA if asked["input"] else ALPACA_WITHOUT_INPUT
     prompt = "\n\n".join(filter(None, asked.values())) if encoder.is_chat else headings.format(**asked)
     return encoder.render(Example(row_id, prompt, text_field(row, "output", row_id)))
@@ -170,9 +172,9 @@ def _render_text(row: Row, row_id: str, encoder: PromptEncoder) -> TextRow:
 
 def _render_preference(row: Row, row_id: str, encoder: PromptEncoder) -> TextRow:
     """Render the chosen answer, with both answers as choices."""
-    if row["chosen"] == row["rejected"]:
+    if PREFERENCES[0] in row and row["chosen"] == row.get("rejected"):
         raise DataError(f"Row {row_id}: the chosen and the rejected answer must differ, but they are the same.")
-    if isinstance(row["chosen"], list):
+    if isinstance(row.get("chosen"), list):
         prompt = _turns(row, "prompt", row_id) if isinstance(row.get("prompt"), list) else []
         both = [_turns(row, column, row_id) for column in PREFERENCES]
         if both[0][:-1] != both[1][:-1]:
