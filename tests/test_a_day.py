@@ -21,8 +21,8 @@ from frozencore.tune.run.refuse_early import model_location
 
 FROZENCORE = [sys.executable, "-m", "frozencore"]
 FEW = "--epochs 1 --rank 4 --calibration-size 16 --device cpu"
-MODELS = {"pocket": (FEW, 16), "smollm2": (f"{FEW} --num-train 8 --samples 1", 120)}
-"""By model, the words that make a run short, and the number of its layers."""
+MODELS = {"pocket": (FEW, 40, 60, 16), "smollm2": (f"{FEW} --samples 1 --exact-match no", 12, 12, 120)}
+"""By model, the words that make a run short, how many rows there are, many epochs, and the number of its layers."""
 CAMPAIGN = """
 name: mine
 base: {batch_size: 8, accumulation: 1, num_train: 16, num_evaluation: 8, epochs: 1, calibration_size: 8, rank: 4}
@@ -74,8 +74,8 @@ def test_a_day_of_forty_steps(model: str, tmp_path: Path) -> None:
         place = model_location(model)
     except ModelError as error:
         pytest.skip(str(error))
-    day, (few, num_layers) = Day(tmp_path, model), MODELS[model]
-    rows = [{"prompt": f"Tom has {i} cats .", "completion": " two cats"} for i in range(40)]
+    day, (few, num_rows, many, num_layers) = Day(tmp_path, model), MODELS[model]
+    rows = [{"prompt": f"Tom has {i} cats .", "completion": " two cats"} for i in range(num_rows)]
     day.write("rows.jsonl", rows)
 
     # Looking around
@@ -88,7 +88,10 @@ def test_a_day_of_forty_steps(model: str, tmp_path: Path) -> None:
     day.do("tune --model pocket --data nothing.jsonl --out runs/x", "there is no file", status=2)
 
     # The first run
-    day.do(f"tune --model pocket --data rows.jsonl {few} --out runs/first --dry-run", r"(36|8) rows to train on")
+    day.do(
+        f"tune --model pocket --data rows.jsonl {few} --out runs/first --dry-run",
+        f"{round(0.9 * num_rows)} rows to train on",
+    )
     assert not (tmp_path / "runs").exists()
     day.do(f"tune --model pocket --data rows.jsonl {few} --out runs/first", r"steps? of 8 rows")
     written = {path.name for path in (tmp_path / "runs" / "first").iterdir()}
@@ -107,7 +110,7 @@ def test_a_day_of_forty_steps(model: str, tmp_path: Path) -> None:
     assert {sample["wanted"] for sample in said} == {"two cats"}
 
     # An interruption
-    words = f"tune --model pocket --data rows.jsonl {few} --epochs 60 --out runs/cut"
+    words = f"tune --model pocket --data rows.jsonl {few} --epochs {many} --out runs/cut"
     _interrupt_when_it_trains(day.command(words), tmp_path)
     day.do(words, "holds an interrupted run", status=2)
     day.do(f"{words} --resume", "Goes on from its step")
@@ -134,7 +137,9 @@ def test_a_day_of_forty_steps(model: str, tmp_path: Path) -> None:
 
     with (tmp_path / "rows.jsonl").open() as piped:
         day.do(
-            f"tune --model pocket --data - {few} --out runs/piped", "Read 40 rows by prompt and completion", stdin=piped
+            f"tune --model pocket --data - {few} --out runs/piped",
+            f"Read {num_rows} rows by prompt and completion",
+            stdin=piped,
         )
     (tmp_path / "cats").mkdir()
     day.write("cats/train.jsonl", [*rows, {"prompt": "Tom", "completion": None}])
@@ -158,7 +163,7 @@ def test_a_day_of_forty_steps(model: str, tmp_path: Path) -> None:
     day.do("calibrate --model pocket --data rows.jsonl --rank 4 --calibration-size 16 --out shop", "Basis: shop/basis")
     (tmp_path / "tenants").mkdir()
     for name in ("anna", "ben"):
-        day.write(f"tenants/{name}.jsonl", rows[: 20 if name == "anna" else 30])
+        day.write(f"tenants/{name}.jsonl", rows[: num_rows // 2 if name == "anna" else num_rows])
     day.do("tune-many --model pocket --tenants tenants --basis shop/basis --epochs 1 --out many", "anna")
     cores = tmp_path / "many" / "anna" / "adapter" / "adapter_model.safetensors"
     assert cores.stat().st_size < 4 * num_layers * 4**2 + 1024
