@@ -1,4 +1,4 @@
-"""Is `frozencore advise` right?  What it says of constructors, against what training gave in the committed campaigns.
+"""Is `frozencore advise` right?  Compare its advice on constructors with the trained losses of committed campaigns.
 
     nice python benchmarks/advice.py --data-root DIR --model DIR      # minutes;  --only TASK: one of the seven tasks
     python benchmarks/advice.py --quick --out FILE                    # a few rows, which only shows that it runs
@@ -50,14 +50,14 @@ Row = dict[str, Any]
 
 
 def configuration(task: str, model: str | None, data_root: Path | None) -> RunConfig:
-    """As the campaign's runs had it."""
+    """The configuration of the campaign's runs."""
     if TASKS[task] == "pocket":
         return make_config(model=str(pocket_model_path()), task=task, dtype="float32", device="cpu")
     return make_config(model=model, task=task, data_root=data_root, truncate=True, max_length=128, device="cpu")
 
 
 def advised(task: str, config: RunConfig, rounds: int) -> Row:
-    """What is said of a task's settings, and what that took."""
+    """Advise on a task's settings, and measure the time."""
     prepared = prepare(config, lambda *_: None)
     batches = calibration_batches(prepared.rows, prepared.encoder.pad_id)
     taken, plain = [], {True: [], False: []}
@@ -160,7 +160,7 @@ def against_the_best(row: Row) -> Row | None:
 
 
 def difference(ours: list[float], theirs: list[float]) -> Row:
-    """Of means over seeds, with its standard error."""
+    """The difference of means over seeds, with its standard error."""
     error = (variance(ours) / len(ours) + variance(theirs) / len(theirs)) ** 0.5
     return {
         "difference": round(fmean(ours) - fmean(theirs), 4),

@@ -1,11 +1,11 @@
-"""``make bench``: every benchmark that a CPU can run, one after the other, and the targets against what was reached.
+"""``make bench``: run every benchmark for a CPU in turn, and compare the results with the targets.
 
     python benchmarks/bench.py                             # under fifteen minutes
     python benchmarks/bench.py --data-root ../shared/data  # and choice scoring (lm-eval), SmolLM2
     python benchmarks/bench.py --quick                     # tiny sizes: does it run?
 
-Writes ``results/<processor>-<cores>-cores.json`` with all parts in it. A part that fails or outlasts its limit is
-written down as such and the rest goes on; the exit status is then 1. A missed target is a result, not a failure.
+Writes ``results/<processor>-<cores>-cores.json`` with all parts. A part that fails or exceeds its limit is recorded
+as failed; the others continue, and the exit status is then 1. A missed target is a result, not a failure.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ HERE = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Part:
-    """A script beside this file, its options, and the seconds it may take; ``script`` where it is not the name."""
+    """A script beside this file, its options, and its time limit in seconds; ``script`` if it differs from the name."""
 
     name: str
     options: tuple[str, ...] = ()
@@ -68,7 +68,7 @@ BUDGET_S = 15 * 60  # for PARTS; one that would begin later does not run
 
 
 def run_part(part: Part, folder: Path, limit_s: float, *, quick: bool) -> dict[str, Any]:
-    """What the script wrote, or why it wrote nothing; ``time_s`` is how long it took."""
+    """Run a part, and return its results or the reason of its failure; ``time_s`` is the time it took."""
     out, started = folder / f"{part.name}.json", time.perf_counter()
     words = [sys.executable, str(HERE / f"{part.script or part.name}.py"), "--out", str(out)]
     words += ["--quick"] if quick else part.options
@@ -83,7 +83,7 @@ def run_part(part: Part, folder: Path, limit_s: float, *, quick: bool) -> dict[s
 
 
 def run_whole(words: list[str], limit_s: float) -> tuple[int | None, str]:
-    """Exit status and error output of a program; None where it was ended at its limit, with all that it started."""
+    """Exit status and error output of a program; None if it was ended at its limit, with all its children."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     with subprocess.Popen(
         words, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, process_group=0

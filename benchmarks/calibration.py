@@ -1,4 +1,4 @@
-"""What calibration costs, side by side with the data-driven and SVD initialisations of PEFT, alternating in one run.
+"""The cost of calibration beside PEFT's data-driven and SVD initialisations, which take turns in one run.
 
     python benchmarks/calibration.py            # minutes;  --quick: one tiny round that only shows that it runs
 
@@ -41,7 +41,7 @@ TARGETS = list(ATTENTION)
 
 @dataclass(frozen=True)
 class Scale:
-    """How large the comparison is."""
+    """The size of the comparison."""
 
     hidden: int = 512
     intermediate: int = 1408

@@ -1,4 +1,4 @@
-"""What takes part in the benchmarks: models of random weights, adapters of ours and of PEFT on them, batches, steps."""
+"""The contestants of the benchmarks: models with random weights, adapters of ours and of PEFT, batches, steps."""
 
 from __future__ import annotations
 

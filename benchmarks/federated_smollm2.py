@@ -63,7 +63,7 @@ CONTESTANTS: Mapping[str, tuple[Mapping[str, Any], tuple[float, ...]]] = {
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured; rows are counted for each task where they are not a client's."""
+    """The sizes of the study; rows are numbers per task, except those of a client."""
 
     model: str = "smollm2"
     tasks: tuple[str, ...] = ("sst2", "cola")

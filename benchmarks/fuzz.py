@@ -48,7 +48,7 @@ POISON = (
 
 @dataclass
 class Tally:
-    """What became of the files of one kind."""
+    """The outcomes of the files of one kind."""
 
     tried: int = 0
     taken: int = 0

@@ -68,7 +68,7 @@ def make_sources(folder: Path) -> dict[str, Path]:
 
 
 def ways_in(folder: Path) -> dict[str, Callable[[Path], object]]:
-    """What reads an adapter folder, by name.
+    """The readers of an adapter folder, by name.
 
     Args:
         folder: Of :func:`make_sources`; outputs are written into it too.
@@ -121,7 +121,7 @@ def ways_in(folder: Path) -> dict[str, Callable[[Path], object]]:
 
 
 def ways_into_a_basis(folder: Path) -> dict[str, Callable[[Path], object]]:
-    """What reads the folder of a basis, by name."""
+    """The readers of a basis folder, by name."""
     return {
         "load_basis": load_basis,
         "doctor": diagnose,

@@ -9,11 +9,11 @@ Qwen2.5-1.5B and 3B (7B if asked) have random weights; SmolLM2 its own, and rows
 PEFT's LoRA, DoRA and PiSSA, and frozen cores. A step is of one row of 512 tokens, or of eight rows of 128 accumulated,
 the paper's batch at about the length of an SVAMP prompt. Calibration reads 128 examples of 128 tokens.
 
-What matters most comes first, on every model: the step replayed from a CUDA graph, which no launching slows down;
-compiled steps of a few blocks; eager steps with calibration and peaks; a batch of 64 tenants; 32 tenants and more
-trained at once; the kernels of a step. A section that fails is written down with its error and the rest goes on. The
-file is written after every section; a section that it holds is not measured again, so that the same command goes on
-where it was stopped. No section is started that would end beyond ``--budget``, by what it is expected to take.
+The most important sections come first, on every model: the step replayed from a CUDA graph, without the time of kernel
+launches; compiled steps of a few blocks; eager steps with calibration and peaks; a batch of 64 tenants; 32 tenants and
+more trained at once; the kernels of a step. A failed section is recorded with its error and the others continue. The
+file is written after every section, and a section in it is not measured again, so the same command resumes. A section
+that is expected to end after ``--budget`` is not started.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Stage:
 
 
 class Report:
-    """What was found so far: a file that is whole at any time, and is taken up again where it exists."""
+    """The results so far, in a file that is complete at any time; an existing file is continued."""
 
     def __init__(self, path: Path | None, setting: dict[str, Any]) -> None:
         self.path = path
@@ -138,7 +138,7 @@ class Report:
 
 
 def left_over(order: list[tuple[str, str]], report: Report) -> Iterator[tuple[str, str]]:
-    """What the report does not hold yet."""
+    """The sections that the report does not have yet."""
     return ((model, section) for model, section in order if not report.has(model, section))
 
 

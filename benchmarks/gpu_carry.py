@@ -1,4 +1,4 @@
-"""What travels to a GPU's machine and back for benchmarks/gpu_session.py: wheels, a model in parts, data, results."""
+"""Move files to a GPU's machine and back for benchmarks/gpu_session.py: wheels, a model in parts, data, results."""
 
 from __future__ import annotations
 

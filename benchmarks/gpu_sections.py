@@ -1,4 +1,4 @@
-"""What benchmarks/gpu.py measures on one model: steps, calibration and peaks, a function a section.
+"""The sections of benchmarks/gpu.py on one model: steps, calibration and peaks, one function each.
 
 A contestant's adapter is put on, measured, and taken off again, so that the peak is its own and one copy of the weights
 is enough. Times are wall seconds with the device idle before and after.

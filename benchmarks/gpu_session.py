@@ -152,7 +152,7 @@ def measure_gpu(session: Session) -> None:
 
 
 def measure_workers(session: Session) -> None:
-    """How many processes on one device finish most runs a minute: two small runs for each process, by their records."""
+    """Find the number of processes on one device with the most runs a minute, from two small runs for each process."""
     rates: dict[str, float] = {}
     for number in session.workers:
         folder = session.work / f"workers-{number}"

@@ -1,4 +1,4 @@
-"""How cost grows: calibration against examples, width, layers and rank; a training step against rank and targets.
+"""The growth of cost: calibration against examples, width, layers and rank; a training step against rank and targets.
 
     python benchmarks/growth.py            # about four minutes;  --quick: one tiny round that only shows that it runs
 
@@ -81,7 +81,7 @@ class StepJob:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is varied, one letter at a time, around the first job."""
+    """The varied sizes, one at a time, around the first job."""
 
     job: Job
     sweeps: dict[str, tuple[int, ...]]
@@ -209,7 +209,7 @@ def measure(points: Sequence[CalibrationPoint] | Sequence[StepPoint], num_runs: 
 
 
 def machine_rates(size: int) -> dict[str, float]:
-    """What one thread can do at best: a square float32 product, and a copy of 64 times as many bytes as one side."""
+    """The best rates of one thread: a square float32 product, and a copy of 64 times as many bytes as one side."""
     A, B = torch.randn(2, size, size)
     C = torch.empty(64 * size * size)
     D = torch.empty_like(C)

@@ -1,4 +1,4 @@
-"""What all benchmarks share: options, runs that take turns, tables, and the file with what was found and on what."""
+"""The common parts of benchmarks: options, runs that take turns, tables, and the file of results and versions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user pays: 32 tenants by one ``frozencore tune-many`` against 32 ``frozencore tune``, as whole commands.
+"""The time of whole commands for 32 tenants: one ``frozencore tune-many`` against 32 times ``frozencore tune``.
 
     OMP_NUM_THREADS=1 taskset -c 0 python benchmarks/many_commands.py   # under ten minutes;  --quick: tiny sizes
 
@@ -36,7 +36,7 @@ ALIKE = 1e-4  # of the losses of a tenant by either command
 
 @dataclass(frozen=True)
 class Size:
-    """How many tenants train together, how many of them alone, and on how much."""
+    """The number of tenants that train together, the number that also train alone, and their rows."""
 
     num_tenants: int = 32
     num_alone: int = 8
@@ -90,7 +90,7 @@ def record_in(folder: Path) -> dict[str, Any]:
 
 
 def difference(one: Path, other: Path) -> float:
-    """Of all losses of a tenant's two runs, the largest, relative."""
+    """The largest relative difference between the losses of a tenant's two runs."""
     pairs = zip(*(of_steps(record_in(folder)) for folder in (one, other)), strict=True)
     return max(abs(a - b) / abs(b) for a, b in pairs)
 

@@ -56,7 +56,7 @@ SHORTEST, LONGEST = 20, 60
 
 @dataclass(frozen=True)
 class Setting:
-    """How many rows a tenant's step holds, and how many steps each contestant trains.
+    """The rows of a tenant's step, and the steps of each contestant.
 
     They are a few where all tenants train, more of a single one, so that the set-up weighs no more than in real use.
     """

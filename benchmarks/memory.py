@@ -1,4 +1,4 @@
-"""What calibration takes under a memory budget, in a process of its own each time: the peak of resident memory.
+"""The peak resident memory of calibration under a memory budget, each time in a new process.
 
     python benchmarks/memory.py            # about two minutes;  --quick: one small model
 

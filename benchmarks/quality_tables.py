@@ -1,4 +1,4 @@
-"""What methods are worth on a real model: the table and the figure of the campaign on SmolLM2, from its records.
+"""The quality of methods on a real model: the table and the figure of the campaign on SmolLM2, from its records.
 
 Each cell is a mean over seeds with the standard deviation. One column is the difference of the held-out losses from
 FCCA's, seed by seed, with the 95 % interval of Student's t.

@@ -44,7 +44,7 @@ LOOPBACK = next((name for _, name in socket.if_nameindex() if name.startswith("l
 
 @dataclass(frozen=True)
 class Scale:
-    """How large the job is; ``sequence`` is tokens an example."""
+    """The size of the job; ``sequence`` is the number of tokens of an example."""
 
     width: int = 512
     num_layers: int = 4
@@ -83,7 +83,7 @@ def sent_by_payload(payload: dict[str, int], num_ranks: int) -> float:
 
 
 def loopback_bytes() -> int | None:
-    """What the loopback device has sent so far; None where the system does not say."""
+    """The bytes that the loopback device has sent so far; None if the system does not tell."""
     counter = Path(f"/sys/class/net/{LOOPBACK}/statistics/tx_bytes")
     return int(counter.read_text()) if counter.exists() else None
 

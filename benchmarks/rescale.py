@@ -62,7 +62,7 @@ def times(weight: Tensor, factor: Tensor) -> None:
 
 
 def as_read(u: Tensor, attention: Any) -> Tensor:
-    """Of each column of o the factor of its channel of v, which the heads of a group share."""
+    """The factor of each column of o: that of its channel of v, which the heads of a group share."""
     heads = u.view(-1, attention.head_dim)
     return heads.repeat_interleave(attention.o_proj.in_features // len(u), dim=0).flatten()
 

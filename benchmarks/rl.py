@@ -3,12 +3,13 @@
     nice -n 15 python benchmarks/rl.py --folder rl           # goes on where it stopped; figures go to rl/rl.json
     python benchmarks/rl.py --folder rl --quick              # two contestants, one seed, two steps
 
-All weights of the pocket model are first trained on half of the task's rows, not to the end: that policy answers some
-of the questions, and is the base model of every contestant. The reward of a completion is 1 if it is the right answer,
-else 0. A step samples 8 completions for each of 4 questions of the other half, at temperature 1, and climbs the mean
-over their tokens of A log π, A the reward less its mean over the question's completions, over their standard deviation
-(GRPO; on the policy itself, so that there is nothing to clip; no KL term). FCCA's bases are calibrated by that loss on
-rollouts of the start. Each contestant has its own learning rate, searched with a seed and questions of their own.
+All weights of the pocket model are first trained on half of the task's rows, but not to the end: this policy answers
+some of the questions, and is the base model of every contestant. The reward of a completion is 1 if it is the right
+answer, else 0. A step samples 8 completions for each of 4 questions of the other half, at temperature 1. It maximises
+the mean of A log π over their tokens. A is the reward minus the mean over the question's completions, divided by their
+standard deviation (GRPO, on the policy itself, so without clipping, and without a KL term). FCCA's bases are calibrated
+by this loss on rollouts of the start. Each contestant has its own learning rate, searched with another seed and other
+questions.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ CORES, LORA = (2e-3, 6e-3, 2e-2), (5e-4, 2e-3, 6e-3)
 
 @dataclass(frozen=True)
 class Contestant:
-    """What is trained, and the learning rates that are tried."""
+    """A contestant, and its learning rates to try."""
 
     adapter: Callable[[int], Any]
     rates: tuple[float, ...]
@@ -73,7 +74,7 @@ CONTESTANTS: Mapping[str, Contestant] = {
 
 @dataclass(frozen=True)
 class Plan:
-    """How much is run."""
+    """The size of the study."""
 
     contestants: tuple[str, ...] = tuple(CONTESTANTS)
     seeds: tuple[int, ...] = SEEDS

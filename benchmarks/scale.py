@@ -44,7 +44,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Plan:
-    """How large the job is."""
+    """The size of the job."""
 
     ranks: tuple[int, ...] = (6, 12, 24, 48)
     budgets: tuple[int, ...] = (1024, 4096)
@@ -59,7 +59,7 @@ QUICK = Plan(ranks=(2, 4), budgets=(64,), num_train=16, num_held_out=2, num_cali
 
 
 def wanted(plan: Plan) -> Iterator[Row]:
-    """What distinguishes the rows, the most telling first."""
+    """The settings of the rows, the most important first."""
     for targets in reversed(TARGETS):
         for rank in sorted(plan.ranks, key=lambda rank: -abs(rank - 16)):
             yield {"targets": targets, "rank": rank, "budget": None, "alpha": ALPHA}

@@ -166,7 +166,7 @@ def measure(plan: Plan, folder: Path) -> dict[str, Any]:
 
 
 def version_of(package: str) -> str:
-    """Of a package in vLLM's environment."""
+    """The version of a package in vLLM's environment."""
     asked = [PYTHON, "-c", f"from importlib.metadata import version; print(version({package!r}))"]
     return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
 

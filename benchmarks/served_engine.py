@@ -19,7 +19,7 @@ from vllm.lora.request import LoRARequest
 
 
 def slot_bytes(worker: Any) -> int:
-    """Of all tensors that the LoRA layers of the engine hold for their slots."""
+    """The bytes of all tensors that the engine's LoRA layers hold for their slots."""
     manager = worker.model_runner.lora_manager._adapter_manager
     stacks = [
         stack
@@ -31,7 +31,7 @@ def slot_bytes(worker: Any) -> int:
 
 
 def processor_s() -> float:
-    """Of this process and of those that it has started, the engine's core and its worker."""
+    """The processor seconds of this process and its children, the engine's core and its worker."""
     here = psutil.Process()
     times = [process.cpu_times() for process in (here, *here.children(recursive=True))]
     return sum(time.user + time.system for time in times)

@@ -1,4 +1,4 @@
-"""What the job must cost, counted from shapes: operations (a multiplication or an addition is one) and bytes.
+"""The least cost of a job, from shapes: operations (a multiplication or an addition is one) and bytes.
 
 Shapes: a target matrix is (m, n), outputs and inputs; r is the rank; R ranks calibrate together. A token is a position
 of a sequence, padding included. Models are decoders of the Llama family: q, k, v, o, gate, up, down, an output layer.

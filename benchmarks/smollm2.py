@@ -1,4 +1,4 @@
-"""What a real model costs on this CPU: step, calibration, scoring and memory of SmolLM2, with cores, LoRA and neither.
+"""The cost of a real model on this CPU: step, calibration, scoring and memory of SmolLM2, with cores, LoRA and neither.
 
     OMP_NUM_THREADS=1 taskset -c 0 python benchmarks/smollm2.py --data-root DIR     # ten minutes; --quick: tiny
 

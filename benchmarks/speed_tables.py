@@ -152,7 +152,7 @@ def _over(found: Found, ours: str, theirs: str, what: str = "step_s") -> float:
 
 
 def gpu_targets(found: Found) -> str:
-    """What is aimed at on a GPU and what each model reached, the targets that were missed first."""
+    """The targets on a GPU and the values that each model reached, missed targets first."""
     body = []
     for what, limit, measure in GPU_TARGETS:
         reached: dict[str, float] = {}
@@ -188,7 +188,7 @@ def _spread(races: Mapping[str, Found]) -> float:
 
 
 def sentences(machine: Found, gpu: Found) -> str:
-    """What the README says of speed."""
+    """The README's sentences on speed."""
     step, device = machine["parts"]["step"]["rows"], gpu["device"]
     ours, lora = ([row for row in step if row["contestant"] == name] for name in ("frozencore", "lora"))
     reached = {row["what"]: row["measured"] for row in machine["targets"]}

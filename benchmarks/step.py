@@ -56,7 +56,7 @@ from harness import cpu_s, medians, parser_of, ratios, table, take_turns, with_q
 
 @dataclass(frozen=True)
 class Setting:
-    """What is adapted, and the batch: rows x tokens."""
+    """The adapted layers, and the batch: rows x tokens."""
 
     targets: str
     num_rows: int

@@ -123,7 +123,7 @@ def served(found: Found) -> str:
 
 
 def share_of_base(found: Found, engine: str, count: int) -> tuple[float, float, float]:
-    """Of the base model's tokens a second, with quartiles, for an engine and a number of tenants."""
+    """The share of the base model's tokens a second, with quartiles, for an engine and a number of tenants."""
     return next(row["of_base"] for row in found["rows"] if (row["engine"], row["tenants"]) == (engine, count))
 
 

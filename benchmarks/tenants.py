@@ -1,4 +1,4 @@
-"""What a tenant costs: bytes on disk, memory and time to enter, and a batch of 64 rows of 64 tenants.
+"""The cost of a tenant: bytes on disk, memory and loading time, and a batch of 64 rows of 64 tenants.
 
     OMP_NUM_THREADS=1 python benchmarks/tenants.py             # about ten minutes;  --quick: tiny sizes
 

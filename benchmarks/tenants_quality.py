@@ -82,7 +82,7 @@ Moments = Mapping[str, LayerMoments]
 
 @dataclass(frozen=True)
 class Scale:
-    """How large the study is."""
+    """The size of the study."""
 
     arms: Sequence[Arm]
     more: Sequence[Arm] = ()
@@ -183,7 +183,7 @@ class Study:
         return METHODS[CORE_ARMS.get(arm, arm)].add(self.model, options, bases)
 
     def moments(self, seed: int) -> dict[str, Moments]:
-        """Of each tenant's calibration rows; kept for all arms and ranks of a seed."""
+        """The moments of each tenant's calibration rows, kept for all arms and ranks of a seed."""
         if self._moments is None or self._moments[0] != seed:
             self._moments = None
             bare = self.adapter("random", 1, 0)

@@ -1,4 +1,4 @@
-"""What a shared basis costs in quality: tables and figure of the study of 24 tenants, from its lines.
+"""The cost of a shared basis in quality: tables and figure of the study of 24 tenants, from its lines.
 
 Means are over tenants, and over the seeds in which an arm has every tenant. Differences are paired by tenant and seed;
 their 95 % intervals resample the tenants, and for each of them the seeds. An interval of one seed holds for that seed.
@@ -145,7 +145,7 @@ def apart_from_own(study: Study, arm: Arm, measure: Measure, names: Sequence[str
 
 
 def bytes_table(study: Study) -> str:
-    """What each tenant adds, and the share of its moment that its basis holds."""
+    """The bytes that each tenant adds, and the share of its moment that its basis holds."""
     rows = []
     for arm in study.arms:
         some = study.some(arm)
@@ -200,7 +200,7 @@ def bar(study: Study) -> str:
 
 
 def correlation(study: Study) -> str:
-    """How the shares that bases hold go with the losses: over the bases of each tenant, and over the tenants."""
+    """The correlation of the shares that bases hold with losses: over the bases of each tenant, and over tenants."""
     arms = [arm for arm in CORES if arm in study.arms]
     if len(arms) < 4 or OWN not in arms:
         return "Too few bases are measured to compare shares with losses.\n"

@@ -1,4 +1,4 @@
-"""What of PEFT's suite does not apply to frozen cores, by name, each with its reason."""
+"""The tests of PEFT's suite that do not apply to frozen cores, by name, each with its reason."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """``make conformance``: PEFT's own test suite, run against frozen cores.
 
-Fetches the tests of the installed PEFT, builds stand-ins for the hub models, runs the suite once for a constructor that
-needs no data and once for a calibrated one, prints what passed, failed and was excluded (with reasons), and writes
-results.json. Exit status 1 if anything failed.
+It fetches the tests of the installed PEFT, and builds stand-ins for the hub models. It runs the suite once for a
+constructor without data and once for a calibrated one. It prints the passed, failed and excluded tests (with reasons),
+and writes results.json. The exit status is 1 if a test failed.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ class DrawnLayer:
     W: Array
 
     def moments(self, dtype: torch.dtype = torch.float64) -> LayerMoments:
-        """What calibration would hand over."""
+        """The moments that calibration would return."""
         X, E, Y = self.X, self.E, self.X @ self.W.T
         sums = {
             "cross": E.T @ X, "input_square": (X**2).sum(0), "error_square": (E**2).sum(0),

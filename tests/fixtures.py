@@ -49,7 +49,7 @@ CHAT_TEMPLATE = (
 
 
 def pytest_collection_finish() -> None:
-    """What has been imported stays: a collection of garbage, for which every Trainer asks, need not look at it."""
+    """Freeze imported objects, so that the garbage collection of every Trainer does not visit them."""
     import transformers  # noqa: F401 - before a test: its log keeps the stderr that it finds, and a test's is closed
 
     import frozencore.cli.console  # noqa: F401 - before a test that sets COLUMNS: it reads them once

@@ -170,7 +170,7 @@ def serves_right(ask: Callable[[list[int]], Answer], lora: ForeignLora) -> bool:
 
 
 def peft_of(base: Path, folder: Path) -> Referee | None:
-    """What PEFT makes of a directory; None if it cannot load it, or misses factors in it."""
+    """PEFT's model with a directory; None if PEFT cannot load it, or misses factors in it."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:

@@ -76,7 +76,7 @@ def _be_rank(call: Callable[[int], object], rank: int, environment: dict[str, st
 
 
 def script(path: Path, *words: object) -> Callable[[], object]:
-    """What ``python path words`` does."""
+    """A call that does the same as ``python path words``."""
 
     def run() -> None:
         sys.argv = [str(path), *map(str, words)]

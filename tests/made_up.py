@@ -60,6 +60,6 @@ def criterion_content(share: float) -> dict[str, Any]:
 
 
 def made_up_record(axes: Mapping[str, Any], **values: Any) -> Any:
-    """What is read of :func:`record_content`: a :class:`TunedRecord`, but for ``cosine_P`` among the values."""
+    """The record read from :func:`record_content`: a :class:`TunedRecord`, unless ``cosine_P`` is among the values."""
     record: RunRecord = read_record(json.dumps(record_content(axes, **values)))
     return record

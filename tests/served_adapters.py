@@ -1,4 +1,4 @@
-"""What engines are given to serve: a small model of a shape that they know, prompts, and how float64 answers."""
+"""The inputs of engines: a small model of a shape that they know, prompts, and float64 answers."""
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ class Referee:
 
     @torch.no_grad()
     def logprobs(self, prompt: list[int], tokens: list[int]) -> Tensor:
-        """Of every token of the vocabulary, at the places of ``tokens``."""
+        """The log-probabilities of every token of the vocabulary, at the places of ``tokens``."""
         ids = torch.tensor([[*prompt, *tokens]])
         logits = self.model(input_ids=ids).logits[0, len(prompt) - 1 : -1]
         return logits.double().log_softmax(-1)
 
     def greedy(self, prompt: list[int], tokens: list[int]) -> list[int]:
-        """What it would have chosen at each place after the same tokens."""
+        """The tokens that it would have chosen at each place after the same tokens."""
         return self.logprobs(prompt, tokens).argmax(-1).tolist()
 
     def error(self, prompt: list[int], answer: Answer) -> float:

@@ -53,7 +53,7 @@ def in_a_fork(name: str, folder: Path, *options: str | Path) -> forked.Ended:
 
 
 def results_of(script: str, folder: Path) -> dict[str, Any]:
-    """What its quick mode writes."""
+    """The results of its quick mode."""
     words = (*PROMISED[script][0], "--out", folder / "found.json")
     if script in SLOW:
         done = run(script, *words)

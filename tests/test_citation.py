@@ -1,4 +1,4 @@
-"""What GitHub reads beside the code: the citation, the issue templates and the badges."""
+"""The files that GitHub reads beside the code: the citation, the issue templates and the badges."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ SAID_AS = {
 
 
 def lay_out(place: Path) -> None:
-    """What the pages take as given: rows, data sets of the hub, campaigns that have run."""
+    """The inputs that the pages assume: rows, data sets of the hub, finished campaigns."""
     drawn = Random(0)
     sums = [(drawn.randrange(30), drawn.randrange(30)) for _ in range(60)]
     rows = [json.dumps({"prompt": f"How many is {a} and {b}?", "completion": f" {a + b}"}) + "\n" for a, b in sums]

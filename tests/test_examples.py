@@ -57,7 +57,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
 
 
 def losses(adapter: Path) -> list[float]:
-    """Of the Trainer's newest checkpoint."""
+    """The state of the Trainer's newest checkpoint."""
     states = sorted((adapter.parent / "trainer").glob("checkpoint-*/trainer_state.json"))
     return [entry["loss"] for entry in json.loads(states[-1].read_text())["log_history"] if "loss" in entry]
 

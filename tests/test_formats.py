@@ -36,7 +36,7 @@ NAMES = st.text(st.characters(codec="utf-8", exclude_characters="/\x00"), min_si
 
 
 def attempt(call: Callable[[], Any], refusal: type[FrozenCoreError]) -> Any:
-    """What a call gives; None if it refuses, in one line."""
+    """The result of a call; None if it raises an error of one line."""
     found, caught = None, None
     try:
         found = call()

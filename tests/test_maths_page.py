@@ -55,7 +55,7 @@ ROWS = {
 
 @pytest.fixture(scope="module")
 def losses() -> Callable[[str, tuple[str, str]], Mapping[int, float]]:
-    """Of the committed campaign: held-out losses of a task under a weighting and labels, by seed."""
+    """The committed campaign's held-out losses of a task under a weighting and labels, by seed."""
     lines = (LAB / "results" / "calibration-labels" / "records.jsonl").read_text(encoding="utf-8").splitlines()
     records: list[dict[str, Any]] = [json.loads(line) for line in lines]
 

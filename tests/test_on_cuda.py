@@ -195,7 +195,7 @@ def test_a_budget_holds_on_the_device(budget: str) -> None:
 
 @pytest.fixture
 def little_memory() -> Iterator[None]:
-    """Of this process the device gives 64 MiB beyond what it holds."""
+    """Limit this process to 64 MiB of device memory beyond what it holds."""
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 64 * MIB) / total)

@@ -13,7 +13,8 @@ from places import LAB, ROOT
 
 LONGEST = 40  # words in a sentence
 BEGINS = re.compile(r"(Of|Who|Whose|What|How)\b")
-FILES = sorted(file for folder in (ROOT / "src", LAB / "src") for file in folder.rglob("*.py"))
+FOLDERS = (LAB, *(ROOT / name for name in ("src", "tests", "benchmarks", "conformance", "examples")))
+FILES = sorted(file for folder in FOLDERS for file in folder.rglob("*.py"))
 
 
 def docstrings(source: str) -> Iterator[str]:

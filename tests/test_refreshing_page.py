@@ -1,4 +1,4 @@
-"""What docs/refreshing.md says that refreshing is for is what the records of the campaigns say."""
+"""The claims of docs/refreshing.md against the records of the campaigns."""
 
 from __future__ import annotations
 

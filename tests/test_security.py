@@ -1,4 +1,4 @@
-"""What SECURITY.md says never happens, looked for in the source and tried on the real code."""
+"""The promises of SECURITY.md, checked in the source and on the real code."""
 
 from __future__ import annotations
 

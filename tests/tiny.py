@@ -1,4 +1,4 @@
-"""What the tests run on: tiny random causal language models, and examples made into padded batches."""
+"""Tiny random causal language models for tests, and examples in padded batches."""
 
 from __future__ import annotations
 

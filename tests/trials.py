@@ -1,4 +1,4 @@
-"""How often a property is tried: on the same few examples in every run, on new and many ones where faults are sought.
+"""The number of examples of a property: a few fixed ones in every run, many new ones in a search for faults.
 
 ``pytest`` takes the profile ``fixed``; ``make test-slow`` takes ``search``.
 """

@@ -1,5 +1,5 @@
-"""What the tests of a campaign's execution share: small campaigns of the pocket model, and what must not depend on
-where, how often interrupted and in what order their runs are made."""
+"""Small campaigns of the pocket model for tests of their execution, and the results that must not depend on the
+machine, on interruptions or on the order of runs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ENVIRONMENT = {
 
 
 def results_of(folder: Path) -> dict[str, Any]:
-    """Of every run by id: numbers, hashes, predictions and the bytes of its adapter, but no times."""
+    """The results of every run by id: numbers, hashes, predictions and the bytes of its adapter, but no times."""
     found = {}
     for file in sorted(folder.glob("runs/[0-9a-f]*/result.json")):
         record = json.loads(file.read_text())

@@ -42,7 +42,7 @@ class VllmServer(EngineProcess):
         return Answer(found["token_ids"], found["logprobs"]["token_logprobs"])
 
     def num_steps(self) -> int:
-        """How many times the model has been run for a batch since the start."""
+        """The number of batches that the model has run since the start."""
         found = re.search(r"^vllm:iteration_tokens_total_count\S* (\S+)$", self.get("/metrics"), flags=re.MULTILINE)
         assert found is not None
         return int(float(found[1]))

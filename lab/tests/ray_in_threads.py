@@ -21,7 +21,7 @@ class RayError(Exception):
 
 
 class RayTaskError(RayError):
-    """What a method of an actor raised."""
+    """An error raised by a method of an actor."""
 
 
 class RayActorError(RayError):

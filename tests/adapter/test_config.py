@@ -1,4 +1,4 @@
-"""What a user may write in a configuration, and the one line that refuses the rest."""
+"""The values that a configuration accepts, and the one line that refuses others."""
 
 from __future__ import annotations
 

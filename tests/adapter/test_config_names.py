@@ -1,4 +1,4 @@
-"""How layers are named: PEFT's own matching is the reference, and no expression runs without end."""
+"""The naming of layers: PEFT's own matching is the reference, and no expression runs without end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``inspect`` says of a basis, against numbers known from theory."""
+"""The numbers of ``inspect`` against numbers known from theory."""
 
 from __future__ import annotations
 

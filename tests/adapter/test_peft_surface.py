@@ -1,4 +1,4 @@
-"""What a user of PEFT does with any adapter, beyond what PEFT's own suite (make conformance) asks of a method."""
+"""PEFT's usual operations on an adapter, beyond PEFT's own suite (make conformance)."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_wrong_mixed_batch_is_refused_and_leaves_no_hook(names: list[str], mes
 
 
 def test_a_mixed_batch_is_refused_while_an_adapter_is_merged() -> None:
-    """What is in the weight would be added to every row."""
+    """A merged update would be added to every row."""
     model = two_adapters()
     model.merge_adapter(["other"])
     with pytest.raises(ValueError, match="merged adapters, please call `unmerge_adapter` first"):

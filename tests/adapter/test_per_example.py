@@ -38,7 +38,7 @@ def cores(model: nn.Module) -> list[Tensor]:
 
 
 def gradient(loss: Tensor, model: nn.Module) -> Tensor:
-    """Of a loss with respect to the adapter's own cores, by autograd alone."""
+    """The gradient of a loss with respect to the adapter's cores, by autograd alone."""
     return torch.cat([g.flatten() for g in torch.autograd.grad(loss, cores(model))]).float()
 
 
@@ -133,7 +133,7 @@ def test_batches_of_an_accumulated_step_give_the_rows_of_the_whole_step() -> Non
 
 
 def test_the_mean_over_rows_is_the_gradient_of_a_plain_step() -> None:
-    """Of rows with equally many completion tokens, where the mean over tokens is the mean over rows."""
+    """The loss of rows with equally many completion tokens, where the mean over tokens is the mean over rows."""
     model = adapted(trained=True)
     rows = [Example(e.ids[:4], 2) for e in EXAMPLES]
     batch = batch_of(rows)

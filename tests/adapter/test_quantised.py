@@ -46,7 +46,7 @@ from torchao.quantization import (  # noqa: E402
 
 @dataclass(frozen=True)
 class Quantiser:
-    """How a base is quantised, the dtype in which its layers then compute, and its weights without its own code."""
+    """A way to quantise a base model, the dtype of its layers' computation, and its weights without its own code."""
 
     config: BitsAndBytesConfig | TorchAoConfig
     dtype: torch.dtype

@@ -1,4 +1,4 @@
-"""How long a step of AdamW is under the scale s = alpha / r, and that a scale is a factor of the rate."""
+"""The length of a step of AdamW under the scale s = alpha / r, and a scale as a factor of the learning rate."""
 
 from __future__ import annotations
 

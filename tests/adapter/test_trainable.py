@@ -1,4 +1,4 @@
-"""What trains beside the cores is found out before the first step, in one line that names it."""
+"""Trained parameters beside the cores are refused before the first step, in one line that names them."""
 
 from __future__ import annotations
 

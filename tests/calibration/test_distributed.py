@@ -52,7 +52,7 @@ TIMEOUT_S = 10  # of the process group, where a rank is lost
     params=[2, pytest.param(4, marks=pytest.mark.slow), pytest.param("torchrun", marks=pytest.mark.slow)],
 )
 def reports(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each rank found; one launch for the whole file."""
+    """The results of each rank; one launch for the whole file."""
     out = tmp_path_factory.mktemp("ranks")
     if request.param == "torchrun":
         size, status, said = 2, *launched(out)
@@ -156,7 +156,7 @@ def test_a_step_together_is_a_step_on_the_whole_batch(how: str, reports: list[di
 
 @pytest.mark.parametrize("sketched", [False, True])
 def test_refreshes_give_all_ranks_the_bases_of_one_process(sketched: bool, reports: list[dict[str, Any]]) -> None:
-    """Of two rounds, so that what is kept of the first counts once."""
+    """The bases after two rounds; kept sums of the first round count once."""
     single, key = refreshed(EXAMPLES, OTHERS, 1, sketched=sketched), f"refreshed, sketched {sketched}"
     assert len(single) == 16
     for name, basis in single.items():

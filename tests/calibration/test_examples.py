@@ -36,7 +36,7 @@ def stacked(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 
 
 class Stream(IterableDataset):
-    """What has no end that can be known."""
+    """Data without a known end."""
 
     def __iter__(self) -> Iterator[Any]:
         yield from itertools.cycle(EXAMPLES)

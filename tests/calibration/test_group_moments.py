@@ -112,7 +112,7 @@ def test_groups_of_layers_give_the_same_and_a_group_of_many_rows_weighs_no_more(
 
 
 def test_nothing_larger_than_one_groups_sums_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of each layer one m x n matrix at a time: every group's is used up before the next one is summed."""
+    """Hold one m x n matrix a layer at a time: every group's is used before the next one is summed."""
     import frozencore.calibration.group_moments as module
 
     live: list[int] = []

@@ -65,7 +65,7 @@ def test_a_sketch_as_wide_as_the_layer_is_the_sum_itself_and_a_share_of_it_after
 
 
 def test_a_narrow_sketch_comes_near_the_exact_directions_of_a_stream_within_rounds() -> None:
-    """Of each round's new batch and half of the older ones; outlier channels are whitened away."""
+    """The sum of each round's new batch and half of the older ones; outlier channels are whitened away."""
     sketch, G, batches = RunningSketch(SHAPE, WIDTH, Whitening()), np.zeros(SHAPE), []
     cosines = []
     for number in range(5):

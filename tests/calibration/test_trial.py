@@ -53,7 +53,7 @@ def test_the_loss_is_the_mean_over_examples_of_the_mean_over_their_completions()
 
 
 def test_updates_side_by_side_give_each_copy_of_the_rows_its_own_loss() -> None:
-    """Of two ranks, and one of a layer that the others leave alone."""
+    """Updates of two ranks, and one of a layer that the others leave unchanged."""
     model = tiny_qwen2()
     layers = {name: model.get_submodule(name) for name in (NAMES["qwen2"], "model.layers.1.mlp.down_proj")}
     generator = torch.Generator().manual_seed(0)

@@ -1,4 +1,4 @@
-"""What each rank does in test_distributed: calibrate, train a step, save, fail; one report each."""
+"""The work of each rank in test_distributed: calibrate, train a step, save, fail; one report each."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def bases_where_one_rank_has_little_room(share: list[Example]) -> dict[str, torc
 
 
 def costs(batches: list[dict[str, torch.Tensor]]) -> dict[str, tuple[Any, ...]]:
-    """What a memory budget counts of each layer."""
+    """The costs of each layer for a memory budget."""
     model = adapted("fcca")
     layers = frozen_core_layers(model, "default")
     work = BasisWork(model, "default", model.peft_config["default"], layers, {}, lambda *_: None)

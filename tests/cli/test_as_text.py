@@ -1,4 +1,4 @@
-"""What others wrote is printed as text: no markup, no escape sequence, no formula, no tag, no command of LaTeX."""
+"""Foreign text is printed as text: no markup, no escape sequence, no formula, no tag, no command of LaTeX."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def said_by(model: torch.nn.Module, text: str, max_new_tokens: int) -> str:
 
 
 def answers(out: str, name: str) -> list[str]:
-    """What one speaker said, in order."""
+    """The answers of one speaker, in order."""
     parts = out.split(f"\n{name}:\n")[1:]
     return [part.partition("\n\n")[0].strip() for part in parts]
 

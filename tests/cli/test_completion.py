@@ -1,4 +1,4 @@
-"""What a shell offers behind the words of a command line that is begun."""
+"""The completions that a shell offers for the beginning of a command line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a person sees while a run works: a bar per stage on a terminal, a line per stage in a file."""
+"""The progress of a run on the screen: a bar per stage on a terminal, a line per stage in a file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a fresh process imports: the command line starts without torch, and a user's program gets the method anyway."""
+"""The imports of a new process: the command line starts without torch, and a user's program still gets the method."""
 
 from __future__ import annotations
 

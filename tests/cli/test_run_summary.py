@@ -1,4 +1,4 @@
-"""What a run says at its end, on records whose numbers are known and on files of each form."""
+"""The final screen of a run, on records with known numbers and on files of each form."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said of the share that a basis holds, on shares that are known."""
+"""The words for the share that a basis holds, on known shares."""
 
 from __future__ import annotations
 

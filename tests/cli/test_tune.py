@@ -1,4 +1,4 @@
-"""What ``tune`` writes beside a run, and the table of a sweep."""
+"""The files that ``tune`` writes beside a run, and the table of a sweep."""
 
 from __future__ import annotations
 

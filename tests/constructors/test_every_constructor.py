@@ -1,4 +1,4 @@
-"""What holds for every constructor: reference spans, orthonormality, determinism, edges, errors."""
+"""Properties of every constructor: reference spans, orthonormality, determinism, edges, errors."""
 
 from __future__ import annotations
 

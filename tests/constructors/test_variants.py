@@ -207,7 +207,7 @@ DRAWS = {  # P[0, :2] and Q[0, :2]
 
 @pytest.mark.parametrize("constructor", DRAWS)
 def test_a_seed_means_the_same_directions_in_every_version(constructor: str) -> None:
-    """What a configuration on record made once, it makes again: names of draws are no detail."""
+    """A recorded configuration makes the same bases again, so names of random draws must not change."""
     layer = LayerEvidence("layer.0", (30, 20), lambda: torch.zeros(30, 20))
     basis = build_basis(constructor, layer, BasisOptions(rank=4, coordinates="raw", seed=7))
     for X, expected in zip((basis.P, basis.Q), DRAWS[constructor], strict=True):

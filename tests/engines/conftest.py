@@ -1,4 +1,4 @@
-"""What the tests of engines share: one base, its adapters in every form, and one start of each engine."""
+"""Fixtures of the tests of engines: one base, its adapters in every form, and one start of each engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What we export, converted by llama.cpp's own scripts and served by ``llama-server``: float64 answers are the measure.
+"""Our exports, converted by llama.cpp's own scripts and served by ``llama-server``, against float64 answers.
 
 The server computes in float32 with a float32 cache. Tolerances as in ``test_vllm.py``.
 """

@@ -1,4 +1,4 @@
-"""What we export, served by vLLM: greedy tokens and log-probabilities are the native adapter's in float64.
+"""Our exports, served by vLLM: greedy tokens and log-probabilities are the native adapter's in float64.
 
 A float32 engine cannot be nearer than float32's own rounding, which the native adapter in float32 shows: up to 4e-5 on
 these logits. The tolerance is three times that; the adapters move the log-probabilities by 0.2 and more.

@@ -153,7 +153,7 @@ def hub_without_repositories(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[s
 
 
 def test_a_hub_that_answers_is_the_loaders_to_ask_whatever_it_says(hub_without_repositories: list[str]) -> None:
-    """What it answers (no such model, no access) is then said by the loader, in the hub's words."""
+    """The loader then reports the hub's answer (no such model, no access) in the hub's words."""
     asked = {"pretrained_model_name_or_path": "org/name", "local_files_only": False, "trust_remote_code": False}
     assert safe_loading("org/name") == asked
     assert hub_answers("dataset", "org/rows")

@@ -1,4 +1,4 @@
-"""What two halves of the calibration set agree on: a planted signal under noise, noise alone, and no noise."""
+"""The agreement of two halves of the calibration set: a planted signal under noise, noise alone, and no noise."""
 
 from __future__ import annotations
 

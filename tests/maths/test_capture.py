@@ -1,4 +1,4 @@
-"""What a basis captures, against token-by-token float64 references and against what theory says of FCCA."""
+"""The capture of a basis against token-by-token float64 references, and against theory for FCCA."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a driver makes of actors that tell, end, fail, die and are taken away; no Ray cluster is started."""
+"""A driver with actors that report, end, fail, die and are taken away; no Ray cluster is started."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a campaign's commands make of where things are, and what a person sees while one runs."""
+"""The places that a campaign's commands use, and the screen while a campaign runs."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_comparison_is_shown_without_a_file_being_written(tmp_path: Path, monk
 
 
 def shown(tmp_path: Path, *, is_terminal: bool) -> str:
-    """What a campaign of four runs shows when one has failed and another one is at 30 % of its training."""
+    """The screen of a campaign of four runs when one has failed and another is at 30 % of its training."""
     console = Console(file=io.StringIO(), force_terminal=is_terminal, width=150)
     with Board(console, Store(tmp_path)) as board:
         board(Tally(finished=0, failed=0, ready=4, waiting=0), {0: JOB, 1: JOB}, None)

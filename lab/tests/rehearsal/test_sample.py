@@ -1,4 +1,4 @@
-"""What of a campaign is rehearsed."""
+"""The part of a campaign that is rehearsed."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_campaign_in_32_bits_leaves_nothing_of_them_out(stem: str) -> None:
 
 
 def values_of(campaign: Campaign, *axes: str) -> set[tuple[str, Value]]:
-    """What axes go through anywhere in a campaign."""
+    """The values of axes anywhere in a campaign."""
     return {
         (axis, value)
         for study in campaign.studies.values()

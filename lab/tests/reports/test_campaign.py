@@ -199,7 +199,7 @@ def test_a_ranking_waits_for_a_whole_column(results, make_record, tmp_path):
 
 
 def in_browser(page: Path, script: str, *, width: int = 1400, scheme: str = "light") -> dict:
-    """What a script finds in the page, opened in a headless Chromium in a frame of that width."""
+    """The result of a script in the page, opened in a headless Chromium in a frame of this width."""
     browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if browser is None:
         pytest.skip("no Chromium here")

@@ -1,4 +1,4 @@
-"""What a study's figure draws, read off its axes."""
+"""The contents of a study's figure, read off its axes."""
 
 from __future__ import annotations
 

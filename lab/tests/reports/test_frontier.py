@@ -1,4 +1,4 @@
-"""What a trained value buys, of records whose loss is a straight line in the logarithm of the trained values."""
+"""Loss against trained values, on records whose loss is linear in the logarithm of the trained values."""
 
 from __future__ import annotations
 

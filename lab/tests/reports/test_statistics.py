@@ -46,7 +46,7 @@ def test_wilcoxon_with_ties_and_zeros_counts_every_assignment_of_signs(values):
 
 
 def _rank_sum_distance(sizes, positive):
-    """How far the rank sum of the positive ones is from its mean, in quarters of a rank."""
+    """The distance of the positive rank sum from its mean, in quarters of a rank."""
     ranks = [sum(2 for other in sizes if other < size) + sizes.count(size) + 1 for size in sizes]  # doubled
     return abs(2 * sum(rank for rank, plus in zip(ranks, positive, strict=True) if plus) - sum(ranks))
 

@@ -1,4 +1,4 @@
-"""What calibration says that its bases capture: measured on the moments that it has at hand."""
+"""The captures that calibration reports for its bases, measured on its own moments."""
 
 from __future__ import annotations
 

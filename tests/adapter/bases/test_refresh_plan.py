@@ -1,4 +1,4 @@
-"""What a refreshed training may hold and add, at the shapes of real models."""
+"""The memory and the extra time of a refreshed training, at the shapes of real models."""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ def test_a_saved_model_is_freed_with_its_last_reference(tmp_path: Path) -> None:
 
 
 def _uploads(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
-    """What the client would send, by path in the repository; nothing is sent and nothing is asked."""
+    """The files that the client would send, by path in the repository; nothing is sent."""
     uploaded: dict[str, bytes] = {}
 
     def commit(self: HfApi, repo_id: str, operations: Iterable[CommitOperationAdd], **kwargs: object) -> str:
@@ -170,5 +170,5 @@ def _uploads(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
 
 
 def metadata_of(content: str) -> dict[str, object]:
-    """What the hub would read of a card; a card without valid YAML raises."""
+    """The metadata that the hub would read from a card; a card without valid YAML raises."""
     return ModelCard(content, ignore_metadata_errors=False).data.to_dict()

@@ -37,7 +37,7 @@ def deltas(model: PeftModel, name: str) -> list[torch.Tensor]:
 
 
 def largest_error(model: PeftModel, name: str, names: tuple[str, ...] = NAMES) -> float:
-    """Of an adapter's updates from the weighted sum of the others', relative to the largest value."""
+    """The error of an adapter's updates against the weighted sum of the others', relative to the largest value."""
     wanted = [
         sum(w * delta for w, delta in zip(WEIGHTS, of_layer, strict=True))
         for of_layer in zip(*(deltas(model, other) for other in names), strict=True)

@@ -1,4 +1,4 @@
-"""What the harness could not express, or did not measure; it need not be installed to say so."""
+"""Tasks that the harness cannot express, and missing measures; the harness need not be installed."""
 
 from __future__ import annotations
 

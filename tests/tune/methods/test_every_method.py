@@ -1,4 +1,4 @@
-"""What a row of the method table says of itself is so, on a model."""
+"""The properties in each row of the method table hold on a model."""
 
 from __future__ import annotations
 

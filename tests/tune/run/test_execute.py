@@ -370,7 +370,7 @@ def test_a_nan_in_the_model_stops_the_run_before_anything_is_written(method: str
 
 
 def test_the_library_alone_gives_the_basis_of_the_run(tmp_path: Path) -> None:
-    """What `tune` does is what a user's ten lines do."""
+    """`tune` does the same as a user's ten lines."""
     from peft import get_peft_model
 
     from frozencore import FrozenCoreConfig, frozen_core_layers

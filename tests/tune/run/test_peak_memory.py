@@ -88,7 +88,7 @@ def test_a_phase_that_failed_leaves_no_peaks(memory: PeakMemory) -> None:
 
 @pytest.fixture
 def on_gpus(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
-    """What each of three GPUs has held at most, begun anew at 1."""
+    """The peaks of three GPUs, which reset to 1."""
     most = {0: 99, 1: 5, 2: 7}
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 1)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", most.__getitem__)

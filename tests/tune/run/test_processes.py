@@ -28,7 +28,7 @@ ASKED = [
 
 
 def tune(started: list[str], out: Path, *more: str, status: int = 0) -> str:
-    """What was printed."""
+    """The printed text."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     words = [*started, "frozencore", "tune", *ASKED, *more, "--out", str(out)]
     done = subprocess.run(words, capture_output=True, text=True, env=environment)
@@ -41,7 +41,7 @@ def of(run: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
 
 
 def updates(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What is added to each weight: P and Q of a second round turn with the rounding of the first, not their spans."""
+    """The update of each weight: rounding in the first round rotates P and Q of the second, but not their spans."""
     layers = {key.partition(".frozencore_")[0] for key in tensors}
     parts = {layer: [tensors[f"{layer}.frozencore_{name}"] for name in ("P", "R.weight", "Q")] for layer in layers}
     return {layer: P @ R @ Q.mT for layer, (P, R, Q) in parts.items()}

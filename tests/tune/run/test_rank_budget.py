@@ -25,7 +25,7 @@ FEW = {"rank": 16, "rank_budget": "2KB", "targets": "all-linear", "num_train": 1
 
 @pytest.fixture(scope="module")
 def calibrated(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What ``frozencore calibrate --rank-budget 2KB`` writes; only read."""
+    """The output of ``frozencore calibrate --rank-budget 2KB``; only read."""
     folder = tmp_path_factory.mktemp("budget") / "calibrated"
     execute_calibration(config_of(**FEW), folder, silent)
     return folder

@@ -1,4 +1,4 @@
-"""What a record says of a run's bases: sums, norms and medians over layers whose numbers are known."""
+"""A record's criterion of bases: sums, norms and medians over layers with known numbers."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def silent(stage: str, done: int, total: int | None, note: str = "") -> None:
 
 
 def kept_bytes(model: nn.Module, ids: Tensor) -> int:
-    """What autograd keeps of a forward pass without dropout, beside the parameters."""
+    """The bytes that autograd keeps of a forward pass without dropout, beside the parameters."""
     own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
     kept: dict[int, Tensor] = {}
 

@@ -34,7 +34,7 @@ def run(folder: Path | None, model: nn.Module, *, resume: bool = False) -> Train
 
 
 def train_and_count(folder: Path, killed_at: int | None) -> int:
-    """How often a training touches its checkpoint folder; it is killed, as by the system, at that touch."""
+    """The number of writes of a training to its checkpoint folder; it is killed, as by the system, at one of them."""
     num_touches = 0
 
     def watch(event: str, words: tuple[object, ...]) -> None:

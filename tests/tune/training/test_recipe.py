@@ -136,7 +136,7 @@ def train_until(step: int | None, model: nn.Module, folder: Path | None, *, resu
 def stopped(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Callable[[], nn.Module], TrainingReport, nn.Module, Path]:
-    """What makes a model, a whole training of it, and the checkpoints of one that was stopped at step 7."""
+    """A maker of a model, a whole training of it, and the checkpoints of a training stopped at step 7."""
 
     def make_model() -> nn.Module:
         return with_lora(tiny_gpt2()) if request.param else tiny_gpt2()

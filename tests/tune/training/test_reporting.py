@@ -215,7 +215,7 @@ def tuned(reporter: str, out: Path) -> dict[str, Any]:
 
 
 def require_whole(record: dict[str, Any], options: dict[str, Any], logs: list[dict[str, float]]) -> None:
-    """What was reported is what the record says."""
+    """The reported values are those of the record."""
     assert options["frozencore"] == record["config"]
     assert [log["train/loss"] for log in logs if "train/loss" in log] == pytest.approx(record["training"]["losses"])
     rates = [log["train/learning_rate"] for log in logs if "train/learning_rate" in log]

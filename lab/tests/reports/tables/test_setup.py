@@ -1,4 +1,4 @@
-"""What a report says of its data, options and constructors, against the paper's tables of them."""
+"""A report's tables of data, options and constructors, against the paper's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What several files train against: a folder of tenants, and all of them trained at once."""
+"""Fixtures of several files: a folder of tenants, and all of them trained at once."""
 
 from __future__ import annotations
 

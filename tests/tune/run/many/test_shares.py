@@ -30,7 +30,7 @@ TORCHRUN = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--np
 
 
 def words(tenants: Path, out: Path, *more: str) -> list[str]:
-    """What the fixture ``together`` does, as a command."""
+    """The work of the fixture ``together`` as a command."""
     few = "--rank 4 --calibration-size 16 --batch-size 2 --accumulation 2 --epochs 2 --slots 2 --device cpu"
     whole = ["tune-many", "--model", str(pocket_model_path()), "--tenants", str(tenants), *few.split()]
     return [*whole, "--select-checkpoint", "epoch", "--output", str(out), *more]

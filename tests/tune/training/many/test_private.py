@@ -48,7 +48,7 @@ def same_secret(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def difference(cores: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
-    """Of all layers together, relative."""
+    """The relative error over all layers."""
     distance = sum(float((cores[name] - R).norm() ** 2) for name, R in expected.items())
     return (distance / sum(float(R.norm() ** 2) for R in expected.values())) ** 0.5
 

@@ -64,7 +64,7 @@ def cores_by_name(model: nn.Module) -> dict[str, Tensor]:
 
 
 def difference(cores: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
-    """Of all layers together, relative."""
+    """The relative error over all layers."""
     assert cores.keys() == expected.keys()
     distance = sum(float((cores[name] - R).norm() ** 2) for name, R in expected.items())
     return (distance / sum(float(R.norm() ** 2) for R in expected.values())) ** 0.5
@@ -96,7 +96,7 @@ def test_what_is_not_of_a_tenant_does_not_reach_it() -> None:
 
 
 def with_nan_from(step: int) -> nn.Module:
-    """Of one batch a step; in its first row."""
+    """The loss of one batch a step, in its first row."""
     model, num_passes = adapted(), 0
 
     def spoil(_: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
@@ -174,7 +174,7 @@ def assert_same(left: dict[str, Trained], right: dict[str, Trained]) -> None:
 
 @pytest.fixture(scope="module")
 def whole() -> dict[str, Trained]:
-    """What an uninterrupted training of all tenants gives."""
+    """The result of an uninterrupted training of all tenants."""
     return trained_at_once(adapted(), VALIDATED, num_slots=2)
 
 
