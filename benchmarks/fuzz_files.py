@@ -175,7 +175,7 @@ def make_targets(folder: Path) -> list[Target]:
 
 
 def _reads(name: str) -> Callable[[Path], object]:
-    """What reads rows of one form, from the file to tokens."""
+    """The reader of rows of one form, from the file to tokens."""
     tokenizer = AutoTokenizer.from_pretrained(pocket_model_path())
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m.role + ': ' + m.content + eos_token }}{% endfor %}"

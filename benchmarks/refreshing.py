@@ -4,9 +4,9 @@
     python benchmarks/refreshing.py --quick
 
 The two take turns step by step, and processor seconds are counted. Each step of the training in rounds is divided by
-the plain step beside it. The table has the medians of these ratios, separately for steps with and without summing; earlier
-rounds are included. ``extra`` is the extra time of a training on 1,600 rows, 8 a step, in the number of rounds that
-``auto`` chooses. It weighs the two ratios by the share of summed steps and adds the refreshes.
+the plain step beside it. The table has the medians of these ratios, separately for steps with and without summing;
+earlier rounds are included. ``extra`` is the extra time of a training on 1,600 rows, 8 a step, in the number of rounds
+that ``auto`` chooses. It weighs the two ratios by the share of summed steps and adds the refreshes.
 
 ``tiny`` has four layers 128 wide, batches of 8 rows of 100 tokens; ``wide`` one layer 2,048 wide with the
 shapes of Qwen2.5-3B (a small vocabulary, so that a plain step is cheap), one row of 64. Weights and tokens are random.
