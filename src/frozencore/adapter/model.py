@@ -26,7 +26,7 @@ from frozencore.adapter.layer import FrozenCoreLayer, frozen_core_layers
 from frozencore.adapter.layer_ranks import spread_evenly
 from frozencore.adapter.linear import FrozenCoreLinear, FrozenCoreQuantisedLinear
 from frozencore.adapter.mixed_batch import adapter_of_each_row
-from frozencore.adapter.named_layers import name_layers, require_tokens
+from frozencore.adapter.named_layers import name_layers, no_match, require_tokens
 from frozencore.adapter.saved.on_one_basis import add_weighted_sum
 from frozencore.adapter.saved.state import require_same_base, set_named_basis, state_to_load, state_to_save
 from frozencore.adapter.saved.tensors import PREFIX, warn_of_uncalibrated
@@ -34,7 +34,6 @@ from frozencore.calibration.layer_owners import require_same_bases
 from frozencore.calibration.preserve import keep_weights
 from frozencore.constructors import LayerEvidence, build_basis
 from frozencore.errors import ArtifactError, ConfigError, ModelError
-from frozencore.words import nearest_name
 
 ATTENTION_PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "out_proj"]
 
@@ -67,7 +66,7 @@ class FrozenCoreModel(BaseTuner):
         except NoMatchingPeftModuleError as error:
             if "not found in the base model" not in str(error):  # PEFT's other errors name their reason
                 raise
-            raise _no_match(self.peft_config[adapter_name], model) from error
+            raise no_match(self.peft_config[adapter_name], model) from error
         config, layers = self.peft_config[adapter_name], frozen_core_layers(model, adapter_name)
         try:
             self._give_bases(config, adapter_name, layers)
@@ -255,19 +254,6 @@ def register_with_peft() -> None:
     PEFT_TYPE_TO_CONFIG_MAPPING[kind] = FrozenCoreConfig
     PEFT_TYPE_TO_TUNER_MAPPING[kind] = FrozenCoreModel
     PEFT_TYPE_TO_PREFIX_MAPPING[kind] = PREFIX
-
-
-def _no_match(config: FrozenCoreConfig, model: nn.Module) -> ConfigError:
-    """The error for targets that match no layer, with the names of the layers."""
-    came = config.target_modules
-    targets = [came] if isinstance(came, str) else sorted(came or ())
-    there = sorted({name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)})
-    near = next((found for target in targets if (found := nearest_name(target, there))), None)
-    guess = f"Did you mean {near!r}? " if near else ""
-    return ConfigError(
-        f"target_modules {', '.join(map(repr, targets))} match no layer of this model. {guess}Its linear layers are "
-        f"called {', '.join(there)}; or use 'all-linear'."
-    )
 
 
 def find_adapter(model: nn.Module, adapter_name: str | None) -> tuple[str, FrozenCoreConfig]:

@@ -17,6 +17,7 @@ from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.adapter.config_names import Clock, is_all_linear, is_end_of, is_expression, matcher, plain_key, searcher
 from frozencore.adapter.layer import is_linear
 from frozencore.errors import ConfigError
+from frozencore.words import nearest_name
 
 MODULES, PATTERNS = ("target_modules", "exclude_modules"), ("rank_pattern", "alpha_pattern")
 NAMES_ALONE = ("layers_pattern", "modules_to_save", "feedforward_modules")
@@ -149,3 +150,16 @@ def require_tokens(indices: Any, model: nn.Module) -> None:
                 )
             if found and name is None:
                 break
+
+
+def no_match(config: FrozenCoreConfig, model: nn.Module) -> ConfigError:
+    """The error for targets that match no layer, with the names of the layers."""
+    came = config.target_modules
+    targets = [came] if isinstance(came, str) else sorted(came or ())
+    there = sorted({name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)})
+    near = next((found for target in targets if (found := nearest_name(target, there))), None)
+    guess = f"Did you mean {near!r}? " if near else ""
+    return ConfigError(
+        f"target_modules {', '.join(map(repr, targets))} match no layer of this model. {guess}Its linear layers are "
+        f"called {', '.join(there)}; or use 'all-linear'."
+    )

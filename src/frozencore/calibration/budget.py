@@ -7,10 +7,11 @@ Costs are upper bounds in bytes. Letters: a layer of m outputs and n inputs, r t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from frozencore.errors import ConfigError
+from frozencore.errors import CalibrationError, ConfigError
 from frozencore.maths.linalg import GRAM_LIMIT, KRYLOV_BLOCKS, KRYLOV_WIDTH, Shape
 from frozencore.maths.moments import MomentName
 from frozencore.words import at_least, bytes_in_words, read_size
@@ -198,3 +199,20 @@ def _peak(costs: Mapping[str, LayerCost], group: list[str]) -> int:
 
 def _alone(cost: LayerCost) -> int:
     return cost.sums + max(cost.waiting + cost.passing, cost.building)
+
+
+def halved(groups: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Split the groups into groups of at most half the size of the first."""
+    size = len(groups[0])
+    if size == 1:
+        raise CalibrationError(
+            f"There is no memory to calibrate layer {groups[0][0]!r} even alone. Calibrate on smaller batches or "
+            'shorter text, or with options=CalibrationOptions(stats_device="cpu").'
+        )
+    half = -(-size // 2)
+    warnings.warn(
+        f"Out of memory with {size} layers in a pass: calibration goes on with {half} at a time, which takes more "
+        "passes and gives the same bases. Pass memory_budget to have them planned.",
+        stacklevel=4,
+    )
+    return [group[i : i + half] for group in groups for i in range(0, len(group), half)]

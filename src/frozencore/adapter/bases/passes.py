@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -18,7 +17,14 @@ from frozencore.adapter.bases.batched_bases import batches_of_one_shape, build_b
 from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.adapter.layer import FrozenCoreLayer
 from frozencore.calibration.batches import Batch, is_batch
-from frozencore.calibration.budget import LayerCost, PassPlan, layer_cost, memory_bytes, plan_passes
+from frozencore.calibration.budget import (
+    LayerCost,
+    PassPlan,
+    halved,
+    layer_cost,
+    memory_bytes,
+    plan_passes,
+)
 from frozencore.calibration.calibration_options import CalibrationOptions, backward_passes
 from frozencore.calibration.collect import collect_moments, share_of
 from frozencore.calibration.examples import CachedBatches
@@ -87,7 +93,7 @@ class BasisWork:
             if fits(partial(make, left[0], batches, options, progress)):
                 done, left = done + 1, left[1:]
             else:
-                left = _halved(left)
+                left = halved(left)
 
     def plan(self, batches: Iterable[Batch], options: CalibrationOptions) -> PassPlan:
         """Group the layers into passes."""
@@ -239,23 +245,6 @@ def _num_rows(batch: Batch) -> int:
     if not is_batch(batch):  # reading it raises the error
         return 0
     return max((v.shape[0] * v.shape[1] for v in batch.values() if isinstance(v, Tensor) and v.ndim > 1), default=0)
-
-
-def _halved(groups: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Split the groups into groups of at most half the size of the first."""
-    size = len(groups[0])
-    if size == 1:
-        raise CalibrationError(
-            f"There is no memory to calibrate layer {groups[0][0]!r} even alone. Calibrate on smaller batches or "
-            'shorter text, or with options=CalibrationOptions(stats_device="cpu").'
-        )
-    half = -(-size // 2)
-    warnings.warn(
-        f"Out of memory with {size} layers in a pass: calibration goes on with {half} at a time, which takes more "
-        "passes and gives the same bases. Pass memory_budget to have them planned.",
-        stacklevel=4,
-    )
-    return [group[i : i + half] for group in groups for i in range(0, len(group), half)]
 
 
 def _sums_device(model: nn.Module, plan: PassPlan, asked: str | None) -> str | None:
