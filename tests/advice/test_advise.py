@@ -19,7 +19,7 @@ from frozencore.advice.settings import Setting
 from frozencore.advice.trials import Trials, Worth
 from frozencore.calibration.calibration_options import CalibrationOptions
 from frozencore.calibration.preserve import preserved
-from frozencore.calibration.trial import NotSideBySideError, mean_loss
+from frozencore.calibration.update_loss import NotSideBySideError, mean_loss
 from frozencore.constructors import CONSTRUCTORS
 from frozencore.errors import ConfigError
 from frozencore.maths.allocation import num_values

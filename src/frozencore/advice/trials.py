@@ -17,7 +17,14 @@ from frozencore.advice.evidence import Evidence, copies_at_once, larger_batches
 from frozencore.advice.settings import Setting
 from frozencore.calibration.batches import Batch
 from frozencore.calibration.calibration_options import CalibrationOptions
-from frozencore.calibration.trial import NotSideBySideError, Update, mean_loss, mean_losses, tried, tried_side_by_side
+from frozencore.calibration.update_loss import (
+    NotSideBySideError,
+    Update,
+    mean_loss,
+    mean_losses,
+    tried,
+    tried_side_by_side,
+)
 from frozencore.constructors import CONSTRUCTORS, build_basis
 from frozencore.maths.allocation import num_values
 from frozencore.maths.objective import first_step, of_length

@@ -9,7 +9,14 @@ from adapted import BATCHES
 from frozencore.calibration.batches import put_together
 from frozencore.calibration.calibration_options import CalibrationOptions
 from frozencore.calibration.preserve import preserved
-from frozencore.calibration.trial import NotSideBySideError, Update, mean_loss, mean_losses, tried, tried_side_by_side
+from frozencore.calibration.update_loss import (
+    NotSideBySideError,
+    Update,
+    mean_loss,
+    mean_losses,
+    tried,
+    tried_side_by_side,
+)
 from tiny import tiny_gpt2, tiny_qwen2
 
 NAMES = {"qwen2": "model.layers.0.self_attn.k_proj", "gpt2": "transformer.h.0.attn.c_attn"}
