@@ -164,6 +164,16 @@ def test_trl_makes_no_bases_for_the_reference_that_it_does_not_need(
     assert not built
 
 
+def test_trl_tells_nobody_of_the_training(
+    rows: list[PreferenceRow], encoder: PromptEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Any] = []
+    monkeypatch.delenv("CI", raising=False)
+    monkeypatch.setattr("trl.trainer.base_trainer.send_telemetry", lambda **options: told.append(options))
+    trained(rows, encoder, adapted())
+    assert not told
+
+
 @pytest.mark.slow
 def test_a_stopped_training_resumes_to_the_bit(
     rows: list[PreferenceRow], encoder: PromptEncoder, tmp_path: Path
