@@ -21,6 +21,9 @@ def test_the_correlations_and_the_costs_are_the_recorded_ones() -> None:
         passes = [row["over_training_pass"] for row in CACHE["rows"] if row["campaign"] == campaign]
         assert f"{min(passes)} to {max(passes)} {said}" in PAGE
         assert max(passes) <= 4  # as it says
+    smollm2 = json.loads((ROOT / "benchmarks" / "results" / "advise-smollm2.json").read_text(encoding="utf-8"))
+    assert f"with {smollm2['rows']} rows of SST-2, which are short, it was {smollm2['passes']:.1f} (" in PAGE
+    assert smollm2["passes"] <= 4
 
 
 def test_what_became_of_the_recommendation_is_the_recorded_outcome() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,22 @@ def test_every_constructor_rounds_and_lora_meet_on_every_pocket_task_with_one_se
 
 def test_the_shipped_file_lies_among_the_campaigns() -> None:
     assert (LAB / "campaigns" / "demo.yaml").read_bytes() == demo.FILE.read_bytes()
+
+
+def test_the_demo_says_how_far_seeds_of_one_method_differ_as_the_committed_runs_did() -> None:
+    methods = set(demo_campaign().studies["demo"].axes["method"])
+    runs: dict[tuple[str, str], list[float]] = {}
+    for line in (LAB / "results" / "pocket" / "records.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        config = record["config"]
+        if config["evaluate_on"] == "evaluation" and record["method"] in methods:
+            alike = json.dumps({name: value for name, value in config.items() if name != "seed"}, sort_keys=True)
+            runs.setdefault((record["task"], alike), []).append(100 * record["accuracy"])
+    assert {len(found) for found in runs.values()} == {3}
+    about = " ".join(demo_campaign().about.split())
+    for task in POCKET_TASKS:
+        widest = max(max(found) - min(found) for (name, _), found in runs.items() if name == task)
+        assert re.search(rf"{widest:.1f} (points )?on {task}", about), (task, widest)
 
 
 @pytest.mark.usefixtures("few_runs")

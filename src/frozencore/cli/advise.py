@@ -116,7 +116,7 @@ def _figure(advice: Advice) -> Figure:
     )
     bars.set_yticks(range(len(worths)), names)
     framed = worths.index(advice.recommended)  # the whole row: a bar may be short, and of any colour
-    bars.axhspan(framed - 0.47, framed + 0.47, fill=False, edgecolor=BLACK, linewidth=1.5)
+    bars.axhspan(framed - 0.47, framed + 0.47, fill=False, edgecolor=BLACK, linewidth=1.5, clip_on=False)
     bars.set_xlabel("gain on unseen rows, nats")
     bars.set_title("framed: recommended", fontsize=9, loc="left")
     bars.tick_params(labelsize=8)
