@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from frozencore import CoreBank
+from frozencore import CoreBank, load_basis
 from frozencore.tune.pocket import pocket_model_path
 from small_tenants import adapter_in
 
@@ -102,3 +102,37 @@ def test_what_is_no_group_of_tenants_is_one_line_and_writes_nothing(
     assert (status, err.count("\n")) == (2, 1)
     assert re.search(message, err), err
     assert not (tmp_path / "shop").exists()
+
+
+def test_a_basis_grows_for_a_newcomer_and_serves_it_beside_the_others(
+    command: Command, tenants: Path, tmp_path: Path
+) -> None:
+    short, newcomer = [*FEW[:2], "--epochs", 1, "--batch-size", 4], tmp_path / "cleo.jsonl"
+    (tenants / "ben.jsonl").rename(newcomer)
+    assert command("calibrate", *FEW, "--data", tenants / "anna.jsonl", "--output", tmp_path / "shop")[0] == 0
+    old = ["--basis", tmp_path / "shop" / "basis"]
+    assert command("tune", *short, "--data", tenants / "anna.jsonl", *old, "--output", tmp_path / "anna")[0] == 0
+    grow = ["calibrate", *FEW[:2], "--calibration-size", 4, "--grow", tmp_path / "shop" / "basis"]
+    status, out, err = command(*grow, "--data", newcomer, "--by", 2, "--output", tmp_path / "wide")
+    assert status == 0, err
+    assert "How well the basis fits 1 tenant" in out
+    wide = load_basis(tmp_path / "wide" / "basis")
+    assert {P.shape[1] for P, _ in wide.layers.values()} == {6}
+    assert [one.identity for one in wide.older] == [load_basis(tmp_path / "shop" / "basis").identity]
+    assert re.search(r"; 2 more for 1 group of 4 rows each, \d+ tokens$", str(wide.calibrated_on))
+    status, _, err = command(*grow, "--tenants", tenants, "--by", 1, "--output", tmp_path / "more")
+    assert status == 0, err
+    on_wide = ["--basis", tmp_path / "wide" / "basis", "--output", tmp_path / "cleo"]
+    assert command("tune", *short, "--data", newcomer, *on_wide)[0] == 0
+    bank = CoreBank(adapter_in(tmp_path / "cleo"), capacity=2)
+    for name in ("anna", "cleo"):
+        bank.put(name, tmp_path / name / "adapter")
+    for words, message in (
+        (["--by", 0], "grows by one direction at least, but by=0"),
+        (["--by", 999], r"at most min\(m, n\) directions"),
+        (["--method", "eva", "--by", 1], "has method fcca, but eva came"),
+    ):
+        status, _, err = command(*grow, "--data", newcomer, *words, "--output", tmp_path / "no")
+        assert (status, err.count("\n")) == (2, 1)
+        assert re.search(message, err), err
+        assert not (tmp_path / "no").exists()

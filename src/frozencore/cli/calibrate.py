@@ -38,18 +38,31 @@ def _calibrate(
             "--calibration-size rows of each."
         ),
     ] = None,
+    grow: Annotated[
+        str | None,
+        typer.Option(
+            metavar="BASIS",
+            help="A saved basis to widen for the rows, in place of a new one. Adapters on it keep their outputs.",
+        ),
+    ] = None,
+    by: Annotated[int, typer.Option(help="With --grow: new directions on each side.")] = 8,
     all_layers: Annotated[bool, typer.Option("--all-layers", help="Print a line for each layer.")] = False,
     all_tenants: Annotated[bool, typer.Option("--all-tenants", help="Print a line for each tenant.")] = False,
 ) -> None:
+    if grow is not None:
+        config = config.model_copy(update={"basis": grow})
     (refuse_early if tenants is None else refuse_tenants_early)(config)
     from frozencore.cli.display import StageDisplay
     from frozencore.tune.run.calibrate_only import execute_calibration
-    from frozencore.tune.run.many.calibrate_tenants import execute_calibration_of_tenants
+    from frozencore.tune.run.many.calibrate_tenants import execute_calibration_of_tenants, execute_growth
     from frozencore.tune.run.run_folder import ADAPTER, BASIS, MOMENTS_FILE
 
     with StageDisplay(console) as progress:
-        execute = execute_calibration if tenants is None else execute_calibration_of_tenants
-        calibration = execute(config, output, progress)
+        if grow is not None:
+            calibration = execute_growth(config, output, progress, by=by, of_tenants=tenants is not None)
+        else:
+            execute = execute_calibration if tenants is None else execute_calibration_of_tenants
+            calibration = execute(config, output, progress)
     console.print(calibration_summary(calibration, every_layer=all_layers))
     if calibration.shares:
         from frozencore.cli.shares import shares_table

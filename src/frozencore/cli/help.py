@@ -69,7 +69,7 @@ FLAG_GROUPS = (
         ("method", "loss", "advised", "rank", "targets", "rank_budget", "alpha", "basis", "dtype", "device"),
         ("layers", "dpo_beta"),
     ),
-    Group("Bases", ("calibration_size", "damping", "memory_budget", "moments"), ("calibration_task",)),
+    Group("Bases", ("calibration_size", "grow", "by", "damping", "memory_budget", "moments"), ("calibration_task",)),
     Group(
         "Steps",
         ("learning_rate", "epochs", "batch_size", "accumulation", "warmup", "seed", "refresh", "sweep", "slots"),

@@ -1,22 +1,27 @@
-"""Calibrate for many tenants: one basis that fits the rows of each tenant as well as possible."""
+"""Calibrate for many tenants: choose one basis that fits the rows of each, or widen one for tenants that came later."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from peft import PeftModel
 
 from frozencore.adapter.bases.access import save_basis
 from frozencore.adapter.bases.calibrate import Calibration, calibrate
+from frozencore.adapter.bases.grow import grow_basis
+from frozencore.adapter.saved.saved_basis import read_header
 from frozencore.calibration.batches import Batch
 from frozencore.errors import ArtifactError, ConfigError, DataError
 from frozencore.files.whole_file import require_writable
+from frozencore.tune.run.adapt import on_named_basis
 from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.many.tenant_rows import TenantRows, read_each
 from frozencore.tune.run.many.tenants import find_tenants
 from frozencore.tune.run.models import resolve_targets
-from frozencore.tune.run.prepare import calibration_batches
+from frozencore.tune.run.prepare import calibration_batches, prepare
 from frozencore.tune.run.run_folder import ADAPTER, BASIS
-from frozencore.words import Progress
+from frozencore.words import Progress, num_of
 
 FEWEST_ROWS = 2
 
@@ -44,16 +49,55 @@ def execute_calibration_of_tenants(config: RunConfig, out: Path, progress: Progr
             f"A basis for tenants is chosen for two at least, but {config.learns} holds only {next(iter(files))!r}. "
             "Give its file as --data."
         )
-    if (out / ADAPTER).exists():
-        raise ArtifactError(f"{out} already holds a calibration. Choose another --output, or remove that folder.")
-    require_writable(out)
+    _require_new(out)
     prepared, tenants = read_each(config, files, progress)
     groups = _groups(tenants, prepared.encoder.pad_id)
     model = config.method_entry.add(prepared.model, config.adapter_options(resolve_targets(config, prepared.model)))
     calibration = calibrate(model, groups=groups, options=config.calibration_options, progress=progress)
+    return _written(config, model, out, _calibrated_on(groups, calibration), calibration)
+
+
+def execute_growth(config: RunConfig, out: Path, progress: Progress, *, by: int, of_tenants: bool) -> Calibration:
+    """Widen the configured basis and write ``out/basis`` and ``out/adapter`` as :func:`execute_calibration_of_tenants`.
+
+    Args:
+        config: Its data name the new tenants, or hold the rows of one.
+        by: The number of new directions on each side.
+        of_tenants: Whether the data name tenants.
+
+    Raises:
+        ConfigError: It asks for another method or rank than the basis has, or the basis cannot be widened so.
+        DataError: A tenant has a single row.
+        ArtifactError: There is no such basis, it belongs to another model, or ``out`` already holds an adapter.
+    """
+    _require_new(out)
+    config = on_named_basis(config)
+    if of_tenants:
+        prepared, tenants = read_each(config, find_tenants(Path(config.learns)), progress)
+    else:
+        prepared = prepare(config, progress)
+        tenants = {"rows": TenantRows(config, prepared.rows)}
+    groups = _groups(tenants, prepared.encoder.pad_id)
+    model = config.method_entry.add(prepared.model, config.adapter_options(()))
+    before = read_header(str(config.basis))["calibrated_on"]
+    calibration = grow_basis(model, groups, by=by, options=config.calibration_options, progress=progress)
+    said = f"{before or 'unknown rows'}; {by} more for {_calibrated_on(groups, calibration)}"
+    return _written(config, model, out, said, calibration)
+
+
+def _require_new(out: Path) -> None:
+    if (out / ADAPTER).exists():
+        raise ArtifactError(f"{out} already holds a calibration. Choose another --output, or remove that folder.")
+    require_writable(out)
+
+
+def _written(
+    config: RunConfig, model: PeftModel, out: Path, calibrated_on: str, calibration: Calibration
+) -> Calibration:
+    """The calibration, after its adapter and basis are written."""
     out.mkdir(parents=True, exist_ok=True)
     config.method_entry.save(model, out / ADAPTER, out)
-    save_basis(model, out / BASIS, calibrated_on=_calibrated_on(tenants, calibration))
+    save_basis(model, out / BASIS, calibrated_on=calibrated_on)
     return calibration
 
 
@@ -72,9 +116,9 @@ def _groups(tenants: Mapping[str, TenantRows], pad_id: int) -> dict[str, list[Ba
     return {name: calibration_batches(one.rows, pad_id) for name, one in tenants.items()}
 
 
-def _calibrated_on(tenants: Mapping[str, TenantRows], calibration: Calibration) -> str:
+def _calibrated_on(groups: Mapping[str, Sequence[Batch]], calibration: Calibration) -> str:
     """Describe the calibration data for the basis and the model cards."""
-    sizes = {len(one.rows.calibration) for one in tenants.values()}
+    sizes = {sum(len(batch["input_ids"]) for batch in batches) for batches in groups.values()}
     rows = f"{min(sizes)} rows each" if len(sizes) == 1 else f"{min(sizes)} to {max(sizes)} rows"
     num_tokens = next(iter(calibration.layers.values())).num_tokens
-    return f"{len(tenants)} groups of {rows}, {num_tokens:,} tokens"
+    return f"{num_of(len(groups), 'group')} of {rows}, {num_tokens:,} tokens"
