@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shlex
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,7 +13,7 @@ import torch
 from peft import PeftModel, get_peft_model
 
 from adapted import BATCHES, adapted, cores_of, train_at_random
-from frozencore import FrozenCoreConfig, frozen_core_layers, load_basis, save_basis
+from frozencore import CoreBank, FrozenCoreConfig, frozen_core_layers, load_basis, save_basis
 from frozencore.tune.run.models import load_model
 from places import ROOT
 from tiny import tiny_qwen2
@@ -34,7 +37,7 @@ def test_the_lines_that_train_many_run_and_save_true_sizes(
     }
     batch = tokenizer(["anna and 3", "ben and 3x", "no one and"], padding=True, return_tensors="pt")
     names = {"base": on_basis.unload(), "tokenizer": tokenizer, "rows_of_tenants": rows, "batch": batch}
-    exec(compile(BLOCKS[2], "many-cores.md", "exec"), names)
+    exec(compile(BLOCKS[3], "many-cores.md", "exec"), names)
     for name in rows:
         folder = Path("shop") / name
         assert (folder / "adapter_model.safetensors").stat().st_size < 4 * 16 * 8**2 + 1024
@@ -46,13 +49,46 @@ def test_the_lines_that_train_many_run_and_save_true_sizes(
     assert sum(last < first for first, *_, last in losses) > num_tenants / 2
 
 
+def test_ten_lines_choose_a_basis_train_tenants_add_one_say_how_well_it_fits_and_serve_all(
+    command: Callable[..., tuple[int, str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("rows").mkdir()
+    for more, file in enumerate(("rows/anna", "rows/ben", "dora")):
+        rows = [{"prompt": f"How many is {i} and {i}?", "completion": f" {2 * i + more}"} for i in range(10)]
+        Path(f"{file}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    lines = re.findall(r"^frozencore (.* (?:chosen|wider)\b.*)$", PAGE, flags=re.MULTILINE)
+    few = {"calibrate": "--calibration-size 4", "tune": "--epochs 1", "tune-many": "--epochs 1", "inspect": ""}
+    told = []
+    for line in lines:
+        words = shlex.split(line.partition(" #")[0].replace("MODEL", "pocket"))
+        status, out, err = command(*words, *few[words[0]].split())
+        assert status == 0, (line, err)
+        told.append(" ".join(out.split()))
+    assert [line.split()[0] for line in lines] == ["calibrate", "tune-many", "inspect", "calibrate", "tune"]
+    assert re.search(r"the basis holds [\d.]+%, the best basis of its rank [\d.]+%, a random one", told[2])
+    assert len([line for line in BLOCKS[1].splitlines() if line]) + len(lines) == 10
+    base, tokenizer = load_model("pocket", device="cpu")
+    batch = tokenizer(["How many is 3 and 3?"] * 3, return_tensors="pt")
+    names = {"base": base, "batch": batch, "PeftModel": PeftModel, "CoreBank": CoreBank}
+    exec(compile(BLOCKS[1], "many-cores.md", "exec"), names)
+    assert names["tokens"].shape == (3, batch["input_ids"].shape[1] + 8)
+    assert list(names["bank"]) == ["anna", "ben", "dora"]
+    before = PeftModel.from_pretrained(load_model("pocket", device="cpu")[0], "served/anna/adapter").eval()
+    old = CoreBank(before, 1)
+    old.put("anna", "served/anna/adapter")
+    with old.rows(["anna"] * 3), names["bank"].rows(["anna", "anna", "anna"]), torch.no_grad():
+        one, other = (model(**batch).logits for model in (before, names["bank"].model.eval()))
+    assert torch.equal(one, other)
+
+
 def test_the_code_of_the_page_runs_and_rows_are_their_tenants_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     batch = {key: BATCHES[0][key] for key in ("input_ids", "attention_mask")}
     model = adapted("fcca").eval()
-    folder, growing, _, sharing, serving, summing, federated = BLOCKS
+    folder, _, growing, _, sharing, serving, summing, federated = BLOCKS
     rows = [[{key: X[i : i + 1] for key, X in BATCHES[0].items()} for i in of] for of in ((0, 1, 2), (3,))]
     names = {
         "model": model, "batch": batch, "frozen_core_layers": frozen_core_layers, "torch": torch,

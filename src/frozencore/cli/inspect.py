@@ -24,7 +24,7 @@ from frozencore.words import num_of
 
 if TYPE_CHECKING:
     from frozencore.adapter.inspection import LayerReport
-    from frozencore.tune.run.calibrate_only import RowShares
+    from frozencore.tune.run.basis_fit import RowShares
 
 LEGEND = {
     "m x n": "outputs by inputs of the layer",
@@ -128,7 +128,7 @@ def _on_rows(folder: Path, model: str | None, data: Path | None) -> RunConfig | 
 
 def _shares(config: RunConfig, *, silent: bool) -> RowShares:
     from frozencore.cli.display import StageDisplay
-    from frozencore.tune.run.calibrate_only import shares_of_rows
+    from frozencore.tune.run.basis_fit import shares_of_rows
 
     if silent:
         return shares_of_rows(config, lambda *_: None)

@@ -9,10 +9,11 @@ from rich.table import Table
 from rich.text import Text
 
 from frozencore.maths.groups import Share, mean_share
+from frozencore.tune.run.basis_fit import HALF
 from frozencore.words import num_of
 
 MOST_TENANTS = 10  # rows of the table without --all-tenants
-MOST, HALF = 0.75, 0.5
+MOST = 0.75
 
 
 def shares_table(shares: Mapping[str, Share], *, every_tenant: bool = False) -> Group:
@@ -45,11 +46,9 @@ def served_in_words(share: Share, num_rows: int) -> str:
 
     The verdict changes half way and three quarters of the way from a random basis to the rows' own basis.
     """
-    room = share.own - share.random
-    way = (share.held - share.random) / room if room > 0 else 1.0
-    if way >= MOST:
+    if share.way >= MOST:
         verdict = "The basis fits these rows almost as well as a basis of their own would."
-    elif way >= HALF:
+    elif share.way >= HALF:
         verdict = (
             "The basis fits these rows more than half as well as a basis of their own would. Including the rows in the "
             "calibration would improve it."

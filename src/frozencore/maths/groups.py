@@ -68,6 +68,12 @@ class Share:
         """The basis's share over the largest share possible at its rank."""
         return self.held / self.own if self.own else 0.0
 
+    @property
+    def way(self) -> float:
+        """The place of the basis between a random basis, 0, and the best one of its rank, 1."""
+        room = self.own - self.random
+        return (self.held - self.random) / room if room > 0 else 1.0
+
 
 def mean_share(shares: Iterable[Share]) -> Share:
     """Average each number over layers or groups."""

@@ -25,7 +25,7 @@ from frozencore.tune.methods import Targets
 from frozencore.tune.methods.bases_config import BasesConfig
 from frozencore.tune.rows.rows_config import OwnRowsConfig, RowsConfig
 from frozencore.tune.run.adapt import Adapted, adapt_from_data
-from frozencore.tune.run.calibrate_only import collect_for
+from frozencore.tune.run.basis_fit import collect_for
 from frozencore.tune.run.config import CalibrationConfig, RunConfig
 from frozencore.tune.run.prepare import PreparedRun, calibration_batches
 from frozencore.tune.run.row_sets import RunRows

@@ -17,6 +17,7 @@ from frozencore.constructors.basis_options import trained_values
 from frozencore.ranks import num_ranks
 from frozencore.tune.rows.mixture import sources_of
 from frozencore.tune.rows.row_sources import named
+from frozencore.tune.run.basis_fit import RowShares
 from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.costs import FLOAT32_BYTES, model_bytes, values_at_once
 from frozencore.tune.run.prepare import PreparedRun, Score
@@ -25,6 +26,7 @@ from frozencore.tune.run.record_criterion import criterion_of, finite_or_none
 from frozencore.tune.run.record_parts import (
     AccuracyDetails,
     Allocation,
+    BasisFit,
     CalibrationSummary,
     CompanySize,
     Hashes,
@@ -92,6 +94,7 @@ def make_record(outcome: Outcome, score: Score, hashes: Mapping[str, str]) -> Tu
             selection=selected_checkpoint(config, prepared, report),
             allocation=_allocation(config, run.model),
             company=_company_size(report),
+            basis_fit=_basis_fit(run.fit),
             forgetting=_forgetting(prepared.before, score),
             processes=num_ranks() if num_ranks() > 1 else None,
         ),
@@ -186,6 +189,10 @@ def _accuracies(before: Score, after: Score) -> dict[str, Any]:
         "accuracy": after.task.accuracy,
         "score": AccuracyDetails(**details),
     }
+
+
+def _basis_fit(fit: RowShares | None) -> BasisFit | None:
+    return None if fit is None else BasisFit(**vars(fit.mean), rows=fit.num_rows, layers=len(fit.layers))
 
 
 def _forgetting(before: Score, after: Score) -> dict[str, OtherTask] | None:

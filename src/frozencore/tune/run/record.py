@@ -14,6 +14,7 @@ from pydantic_core import from_json
 from frozencore.tune.run.record_parts import (
     AccuracyDetails,
     Allocation,
+    BasisFit,
     CalibrationSummary,
     CompanySize,
     Count,
@@ -111,6 +112,7 @@ class TunedRecord(RunRecord):
         private: Missing if the training was not private.
         selection: Missing if no step was chosen and the last was kept.
         company: Missing if the run trained alone.
+        basis_fit: Missing without a saved basis (``--basis``), and for private rows and preferences.
         forgetting: The loss on the texts of other tasks, by task; missing if not scored.
         values_at_once: The number of values that train at the same time.
         values_in_all: The number of values trained and saved; each round of a training in rounds adds new values.
@@ -146,6 +148,7 @@ class TunedRecord(RunRecord):
     private: PrivateSpending | None = None
     selection: SelectedCheckpoint | None = None
     company: CompanySize | None = None
+    basis_fit: BasisFit | None = None
     forgetting: dict[str, OtherTask] | None = None
     processes: Count | None = None
     resolved: Resolved | None = None

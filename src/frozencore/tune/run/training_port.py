@@ -23,6 +23,7 @@ from frozencore.device import memory_of
 from frozencore.maths.capture import Capture
 from frozencore.tune.methods import Targets
 from frozencore.tune.rows.prompts import PROTOCOL_MAX_LENGTH
+from frozencore.tune.run.basis_fit import RowShares
 from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.costs import PeakMemory
 from frozencore.tune.run.prepare import PreparedRun
@@ -112,6 +113,7 @@ class Training:
         memory: Measures the phases of the run.
         warned: The run's warnings so far.
         started: ``time.perf_counter()`` when the run began.
+        fit: The share of the rows' moments that a saved basis holds; None if it was not measured.
         identity: Values that a checkpoint must share with this run.
     """
 
@@ -131,6 +133,7 @@ class Training:
     warned: Sequence[WarningMessage] = ()
     resume: bool = False
     reports: Reports | None = None
+    fit: RowShares | None = None
 
 
 @dataclass(frozen=True)

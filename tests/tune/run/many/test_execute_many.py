@@ -116,6 +116,12 @@ def test_a_killed_run_goes_on_to_the_same_adapters(
         execute_many(
             config_of(tenants, epochs=3, select_checkpoint="epoch"), tmp_path / "cut", silent, num_slots=2, resume=True
         )
+    shutil.copytree(tenants, tmp_path / "renamed")
+    (tmp_path / "renamed" / "ben.jsonl").rename(tmp_path / "renamed" / "bert.jsonl")
+    other = config_of(tmp_path / "renamed", select_checkpoint="epoch")
+    with pytest.raises(FrozenCoreError, match="made with others: tenants") as refused:
+        execute_many(other, tmp_path / "cut", silent, num_slots=2, resume=True)
+    assert "\n" not in str(refused.value)
     stages: set[str] = set()
     records = execute_many(config, tmp_path / "cut", lambda stage, *_: stages.add(stage), num_slots=2, resume=True)
     assert stages == {"load", "train"}

@@ -6,6 +6,7 @@ import shutil
 import time
 import warnings
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from warnings import WarningMessage
@@ -21,6 +22,7 @@ from frozencore.files.fingerprint import fingerprint_model
 from frozencore.files.whole_file import require_writable
 from frozencore.ranks import each_by_itself, first_before_others, from_first, gathered, own_rank
 from frozencore.tune.run.adapt import adapt_from_data, adapter_of
+from frozencore.tune.run.basis_fit import RowShares, check_basis
 from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.costs import PeakMemory
 from frozencore.tune.run.make_record import calibrated_on
@@ -93,6 +95,13 @@ def execute_many(
     model, calibration, calibration_s = first_before_others(adapt)
     basis = _common_basis(model, out)
     folders.make()
+    fits: dict[str, RowShares] = {}
+    for number, (name, one) in enumerate(own.items()):
+        rows = replace(one.rows, calibration=one.rows.train)
+        fit = check_basis(config, model, rows, prepared.encoder.pad_id, lambda *_: None)
+        if fit is not None:
+            fits[name] = fit
+            progress("check basis", number + 1, len(own), fit.poor_fit(f"({name}) {config.basis}") or "")
     finisher = Finisher(
         out=out,
         config=config,
@@ -105,6 +114,7 @@ def execute_many(
         before=before,
         side_by_side=(len(own), min(num_slots, len(own))),
         hashes={"model": model_hash, "basis": basis},
+        fits=fits,
         warned=[entry for entry in caught if entry.category is UserWarning],
         memory=memory,
         started=started,

@@ -16,6 +16,7 @@ from frozencore.adapter.saved.card import write_model_card
 from frozencore.adapter.swap import swap_core
 from frozencore.files.whole_file import write_json
 from frozencore.tune.methods import Targets
+from frozencore.tune.run.basis_fit import RowShares
 from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.costs import PeakMemory
 from frozencore.tune.run.execute import LAST_GOOD
@@ -45,6 +46,7 @@ class Finisher:
         before: Held-out loss of the base model on each tenant's rows.
         side_by_side: The number of tenants, and how many train at once.
         hashes: Hashes of the base model and the basis.
+        fits: The share of each tenant's moment that a saved basis holds, as far as it was measured.
         started: ``time.perf_counter()`` when training began.
     """
 
@@ -59,6 +61,7 @@ class Finisher:
     before: Mapping[str, float]
     side_by_side: tuple[int, int]
     hashes: Mapping[str, str]
+    fits: Mapping[str, RowShares]
     warned: Sequence[WarningMessage]
     memory: PeakMemory
     started: float
@@ -79,6 +82,12 @@ class Finisher:
             else:
                 self.outcomes[name] = self._record(name, trained, losses[name])
 
+    def _poor_fit(self, name: str) -> list[WarningMessage]:
+        """The warning that the basis fits the tenant's rows badly, if it does."""
+        fit = self.fits.get(name)
+        poor = None if fit is None else fit.poor_fit(str(self.config.basis))
+        return [] if poor is None else [WarningMessage(poor, UserWarning, __file__, 1)]
+
     def _held_out(self, cores: Mapping[str, Mapping[str, Tensor]]) -> dict[str, float]:
         if not cores:
             return {}
@@ -97,7 +106,8 @@ class Finisher:
         training = Training(
             config, prepared, self.model, self.targets, folder, {**rows.fingerprints(), **self.hashes}, self.memory,
             self.started, lambda *_: None, calibration=self.calibration, calibration_s=self.calibration_s,
-            captures=self.calibration.captures if self.calibration else {}, warned=self.warned,
+            captures=self.calibration.captures if self.calibration else {}, 
+            warned=[*self.warned, *self._poor_fit(name)], fit=self.fits.get(name),
         )  # fmt: skip
         outcome = Outcome(training, replace(trained.report, side_by_side=self.side_by_side))
         record = make_record(outcome, score, training.hashes)
