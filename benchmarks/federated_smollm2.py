@@ -49,7 +49,7 @@ from frozencore.tune.suite import find_task
 from frozencore.tune.tasks.splits import split_task
 from harness import parser_of, write_found
 
-CORES, LORAS = (5e-3, 1e-2, 2e-2), (2e-3, 4e-3, 8e-3)  # around those of docs/smollm2.md
+CORES, LORAS = (1e-2, 5e-3, 2e-2), (4e-3, 8e-3, 2e-3)  # those of docs/smollm2.md first
 LORA_SB = {"constructor": "signgrad", "coordinates": "qr"}  # Fed-SB averages cores on the bases of LoRA-SB
 CONTESTANTS: Mapping[str, tuple[Mapping[str, Any], tuple[float, ...]]] = {
     "core, FCCA": ({"constructor": "fcca"}, CORES),
@@ -75,7 +75,8 @@ class Plan:
     batch_size: int = 4
     public_rows: int = 32
     scored_rows: int = 100
-    score_every: int = 3
+    score_every: int = 6
+    num_rates: int = 3
     seeds: tuple[int, ...] = (42, 43)
 
 
@@ -276,7 +277,7 @@ class Study:
 
     def searched(self, contestant: str) -> list[dict[str, Any]]:
         """The validation scores of the contestant's rates, with the first seed."""
-        runs = [Run(contestant, rate, self.plan.seeds[0]) for rate in CONTESTANTS[contestant][1]]
+        runs = [Run(contestant, rate, self.plan.seeds[0]) for rate in CONTESTANTS[contestant][1][: self.plan.num_rates]]
         rows = [asdict(run) | self.means(run, self.plan.rounds, "validation") for run in runs]
         best = min(rows, key=lambda row: row["loss"])
         return [row | {"chosen": row is best} for row in rows]
@@ -321,13 +322,19 @@ def main() -> None:
     parser.add_argument("--data-root", type=Path, help="Folder of the tasks' data sets.")
     parser.add_argument("--folder", type=Path, required=True, help="Bases, runs and scores; what is there is kept.")
     parser.add_argument("--seeds", type=int, nargs="+", help=f"Default: {Plan.seeds}.")
+    parser.add_argument("--rates", type=int, help=f"How many are tried; default: {Plan.num_rates}.")
+    parser.add_argument("--score-every", type=int, help=f"Rounds; default: {Plan.score_every}.")
     parser.add_argument("--at-once", type=int, default=1, help="Clients that train at a time.")
     options = parser.parse_args()
     plan = replace(QUICK if options.quick else Plan(), folder=str(options.folder.resolve()))
     if options.data_root is not None:
         plan = replace(plan, data_root=str(options.data_root.resolve()))
-    if options.seeds:
-        plan = replace(plan, seeds=tuple(options.seeds))
+    asked = {
+        "seeds": options.seeds and tuple(options.seeds),
+        "num_rates": options.rates,
+        "score_every": options.score_every,
+    }
+    plan = replace(plan, **{name: value for name, value in asked.items() if value})
     torch.set_num_threads(1)
     for contestant in CONTESTANTS:
         adapted(plan, contestant)  # the bases, before the clients ask for them

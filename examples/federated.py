@@ -30,11 +30,13 @@ from flwr.simulation import run_simulation
 from peft import PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 
 from frozencore import FrozenCoreConfig, FrozenCoreError
+from frozencore.calibration.counted_tokens import IGNORED
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.rows.own_rows import read_rows
 from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.tune.rows.token_batches import make_batches
 from frozencore.tune.run.models import load_model
+from frozencore.tune.training.many.losses import row_losses
 
 
 @cache
@@ -53,7 +55,8 @@ def train_locally(
     optimizer = torch.optim.AdamW(trained, lr=rate, weight_decay=0.0)
     losses = []
     for batch in batches:
-        loss = model(**{name: tensor.to(model.device) for name, tensor in batch.items()}).loss
+        on_device = {name: tensor.to(model.device) for name, tensor in batch.items()}
+        loss = row_losses(model, on_device).sum() / (batch["labels"][:, 1:] != IGNORED).sum()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
