@@ -51,6 +51,7 @@ from harness import parser_of, write_found
 
 CORES, LORAS = (1e-2, 5e-3, 2e-2), (4e-3, 8e-3, 2e-3)  # those of docs/smollm2.md first
 LORA_SB = {"constructor": "signgrad", "coordinates": "qr"}  # Fed-SB averages cores on the bases of LoRA-SB
+STAGES = ((1, 1), (2, 1), (3, 1), (3, 2), (3, 3))  # rates and seeds; the results are written after each
 CONTESTANTS: Mapping[str, tuple[Mapping[str, Any], tuple[float, ...]]] = {
     "core, FCCA": ({"constructor": "fcca"}, CORES),
     "core, Fed-SB's bases": (LORA_SB, CORES),
@@ -76,8 +77,7 @@ class Plan:
     public_rows: int = 32
     scored_rows: int = 100
     score_every: int = 6
-    num_rates: int = 3
-    seeds: tuple[int, ...] = (42, 43)
+    seeds: tuple[int, ...] = (42, 43, 44)
 
 
 QUICK = Plan(
@@ -275,9 +275,11 @@ class Study:
         by_task = {name: mean(right[i * each : (i + 1) * each]) for i, name in enumerate(self.plan.tasks)}
         return {"round": number, **{name: mean(values) for name, values in score.items()}, "by_task": by_task}
 
-    def searched(self, contestant: str) -> list[dict[str, Any]]:
-        """The validation scores of the contestant's rates, with the first seed."""
-        runs = [Run(contestant, rate, self.plan.seeds[0]) for rate in CONTESTANTS[contestant][1][: self.plan.num_rates]]
+    def searched(self, contestant: str, num_rates: int) -> list[dict[str, Any]]:
+        """The validation scores of the contestant's first rates, with the first seed; one rate needs none."""
+        runs = [Run(contestant, rate, self.plan.seeds[0]) for rate in CONTESTANTS[contestant][1][:num_rates]]
+        if num_rates == 1:
+            return [asdict(run) | {"chosen": True} for run in runs]
         rows = [asdict(run) | self.means(run, self.plan.rounds, "validation") for run in runs]
         best = min(rows, key=lambda row: row["loss"])
         return [row | {"chosen": row is best} for row in rows]
@@ -304,15 +306,13 @@ def server_app(plan: Plan, options: argparse.Namespace) -> ServerApp:
     @app.main()
     def main(grid: Grid, context: Context) -> None:
         study = Study(plan, grid)
-        search = [row for contestant in CONTESTANTS for row in study.searched(contestant)]
-        chosen = {row["contestant"]: row["rate"] for row in search if row["chosen"]}
-        runs = [[Run(name, chosen[name], seed) for name in CONTESTANTS] for seed in plan.seeds]
-        rows: list[dict[str, Any]] = []
-        for of_seed in runs:
-            rows += [study.found(run, of_seed[0]) for run in of_seed]
+        for num_rates, num_seeds in STAGES:
+            search = [row for contestant in CONTESTANTS for row in study.searched(contestant, num_rates)]
+            chosen = {row["contestant"]: row["rate"] for row in search if row["chosen"]}
+            runs = [[Run(name, chosen[name], seed) for name in CONTESTANTS] for seed in plan.seeds[:num_seeds]]
+            rows = [study.found(run, of_seed[0]) for of_seed in runs for run in of_seed]
             about = {name: value for name, value in asdict(plan).items() if name not in ("folder", "data_root")}
-            base = study.means(runs[0][0], 0, "test")
-            write_found(options, plan=about, base=base, rows=rows, search=search)
+            write_found(options, plan=about, base=study.means(runs[0][0], 0, "test"), rows=rows, search=search)
 
     return app
 
@@ -321,20 +321,14 @@ def main() -> None:
     parser = parser_of(__doc__, "federated")
     parser.add_argument("--data-root", type=Path, help="Folder of the tasks' data sets.")
     parser.add_argument("--folder", type=Path, required=True, help="Bases, runs and scores; what is there is kept.")
-    parser.add_argument("--seeds", type=int, nargs="+", help=f"Default: {Plan.seeds}.")
-    parser.add_argument("--rates", type=int, help=f"How many are tried; default: {Plan.num_rates}.")
     parser.add_argument("--score-every", type=int, help=f"Rounds; default: {Plan.score_every}.")
     parser.add_argument("--at-once", type=int, default=1, help="Clients that train at a time.")
     options = parser.parse_args()
     plan = replace(QUICK if options.quick else Plan(), folder=str(options.folder.resolve()))
     if options.data_root is not None:
         plan = replace(plan, data_root=str(options.data_root.resolve()))
-    asked = {
-        "seeds": options.seeds and tuple(options.seeds),
-        "num_rates": options.rates,
-        "score_every": options.score_every,
-    }
-    plan = replace(plan, **{name: value for name, value in asked.items() if value})
+    if options.score_every:
+        plan = replace(plan, score_every=options.score_every)
     torch.set_num_threads(1)
     for contestant in CONTESTANTS:
         adapted(plan, contestant)  # the bases, before the clients ask for them
