@@ -4,10 +4,9 @@
     nice -n 5 .engines/flower/bin/python benchmarks/federated_smollm2.py --data-root DATA --folder runs/federated
     .engines/flower/bin/python benchmarks/federated_smollm2.py --quick --folder runs/quick
 
-It goes on where it stopped. Twenty clients hold 12 rows each of two tasks; the shares of the tasks and their labels are
-drawn for each client from a Dirichlet distribution. Five clients train in a round, once over their rows, and FedAvg
-averages what they send. The bases are calibrated on public rows that no client has. All contestants have the same
-clients, rows and steps; the learning rate of each has the lowest loss on validation rows, with the first seed.
+It goes on where it stopped. Five clients train in a round, once over their rows, and FedAvg averages what they send.
+All contestants have the same clients, rows and steps; the learning rate of each has the lowest loss on validation rows,
+with the first seed.
 """
 
 from __future__ import annotations
@@ -15,75 +14,27 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cache
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
-
-import numpy as np
 import torch
-from federated import train_locally
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MessageType, MetricRecord, RecordDict
-from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
 from flwr.simulation import run_simulation
-from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+from peft import get_peft_model_state_dict, set_peft_model_state_dict
 
-from contestants import ATTENTION, RANK
-from frozencore import FrozenCoreConfig, calibrate, save_basis
+from federated_clients import CONTESTANTS, QUICK, Plan, adapted, client_app, rows_of, rows_of_clients
 from frozencore.files.fingerprint import fingerprint_options
 from frozencore.files.whole_file import write_json
-from frozencore.tune.rows import Example
-from frozencore.tune.rows.prompts import PromptEncoder
-from frozencore.tune.rows.token_batches import make_batches
-from frozencore.tune.run.models import load_model
 from frozencore.tune.scoring.choice import predict_choices
-from frozencore.tune.suite import find_task
-from frozencore.tune.tasks.splits import split_task
 from harness import parser_of, write_found
 
-CORES, LORAS = (1e-2, 5e-3, 2e-2), (4e-3, 8e-3, 2e-3)  # those of docs/smollm2.md first
-LORA_SB = {"constructor": "signgrad", "coordinates": "qr"}  # Fed-SB averages cores on the bases of LoRA-SB
 STAGES = ((1, 1), (2, 1), (3, 1), (3, 2), (3, 3))  # rates and seeds; the results are written after each
-CONTESTANTS: Mapping[str, tuple[Mapping[str, Any], tuple[float, ...]]] = {
-    "core, FCCA": ({"constructor": "fcca"}, CORES),
-    "core, Fed-SB's bases": (LORA_SB, CORES),
-    "LoRA, r = 1": ({"lora": 1}, LORAS),
-    "LoRA, r = 16": ({"lora": 16}, LORAS),
-}
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The sizes of the study; rows are numbers per task, except those of a client."""
-
-    model: str = "smollm2"
-    tasks: tuple[str, ...] = ("sst2", "cola")
-    data_root: str | None = None
-    folder: str = ""
-    clients: int = 20
-    rows_a_client: int = 12
-    concentration: float = 0.3
-    clients_a_round: int = 5
-    rounds: int = 6
-    batch_size: int = 4
-    public_rows: int = 32
-    scored_rows: int = 100
-    score_every: int = 6
-    seeds: tuple[int, ...] = (42, 43, 44)
-
-
-QUICK = Plan(
-    model="pocket", tasks=("pocket-sentiment", "pocket-entailment"), clients=4, rows_a_client=4, clients_a_round=2,
-    rounds=2, score_every=1, public_rows=4, scored_rows=4, seeds=(42, 43),
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -93,82 +44,6 @@ class Run:
     contestant: str
     rate: float
     seed: int
-
-
-@cache
-def rows_of(plan: Plan) -> dict[str, list[Example]]:
-    """The rows by use: public, validation, test, and the pool of the clients; no text stands in two of them."""
-    rows: dict[str, list[Example]] = {"public": [], "validation": [], "test": [], "pool": []}
-    for name in plan.tasks:
-        splits = split_task(find_task(name), None if plan.data_root is None else Path(plan.data_root))
-        rows["public"] += splits.train[: plan.public_rows]
-        rows["pool"] += [replace(row, id=f"{name}-{row.id}") for row in splits.train[plan.public_rows :]]
-        rows["validation"] += splits.validation[: plan.scored_rows]
-        rows["test"] += splits.evaluation[: plan.scored_rows]
-    return rows
-
-
-@cache
-def rows_of_clients(plan: Plan, seed: int) -> list[list[Example]]:
-    """Each client's rows; no two clients share one."""
-    drawn = np.random.default_rng(seed)
-    kinds: dict[tuple[str, ...], list[Example]] = {}
-    for row in rows_of(plan)["pool"]:
-        kinds.setdefault((*row.choices, row.completion), []).append(row)
-    pools = [[rows[i] for i in drawn.permutation(len(rows))] for _, rows in sorted(kinds.items())]
-    clients = []
-    for _ in range(plan.clients):
-        shares = drawn.dirichlet([plan.concentration] * len(pools))
-        chosen = drawn.choice(len(pools), plan.rows_a_client, p=shares)
-        clients.append([pools[kind].pop() for kind in chosen])
-    return clients
-
-
-@cache
-def adapted(plan: Plan, contestant: str) -> tuple[PeftModel, PromptEncoder]:
-    """The model with the contestant's adapter; a process loads it once. The basis is made where there is none."""
-    torch.manual_seed(0)
-    base, tokenizer = load_model(plan.model, device="cpu")
-    encoder = PromptEncoder(tokenizer, style="plain")
-    options, _ = CONTESTANTS[contestant]
-    if "lora" in options:
-        rank = options["lora"]
-        config = LoraConfig(r=rank, lora_alpha=rank, target_modules=list(ATTENTION), task_type="CAUSAL_LM")
-        return get_peft_model(base, config), encoder
-    basis = Path(plan.folder) / "bases" / options["constructor"]
-    if basis.exists():
-        return get_peft_model(base, FrozenCoreConfig(basis=str(basis), task_type="CAUSAL_LM")), encoder
-    model = get_peft_model(base, FrozenCoreConfig(r=RANK, task_type="CAUSAL_LM", **options))
-    rows = encoder.training_rows([encoder.render(row) for row in rows_of(plan)["public"]])
-    calibrate(model, make_batches(rows, pad_id=encoder.pad_id, batch_size=8), progress=False)
-    save_basis(model, basis, calibrated_on=f"{len(rows)} public rows of {' and '.join(plan.tasks)}")
-    return model, encoder
-
-
-def client_app(plan: Plan) -> ClientApp:
-    app = ClientApp()
-
-    @app.query()
-    def number(message: Message, context: Context) -> Message:
-        told = MetricRecord({"number": int(context.node_config["partition-id"])})
-        return Message(RecordDict({"told": told}), reply_to=message)
-
-    @app.train()
-    def train(message: Message, context: Context) -> Message:
-        asked, own = message.content["config"], int(context.node_config["partition-id"])
-        model, encoder = adapted(plan, asked["contestant"])
-        texts = [encoder.render(row) for row in rows_of_clients(plan, asked["seed"])[own]]
-        set_peft_model_state_dict(model, message.content["arrays"].to_torch_state_dict())
-        loss = train_locally(
-            model, encoder.training_rows(texts), encoder.pad_id, rate=asked["rate"], batch_size=plan.batch_size,
-            seed=f"{asked['seed']} {asked['server-round']} {own}",
-        )  # fmt: skip
-        told = MetricRecord({"loss": loss, "num-examples": len(texts)})
-        return Message(
-            RecordDict({"arrays": ArrayRecord(get_peft_model_state_dict(model)), "told": told}), reply_to=message
-        )
-
-    return app
 
 
 class Drawn(FedAvg):
@@ -342,6 +217,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    import federated_smollm2  # by its name, as the process of the clients imports it
-
-    federated_smollm2.main()
+    main()

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 import forked
+from engine_process import environment_of
 from frozencore.tune.pocket import pocket_model_path
-from places import ROOT
+from places import ROOT, SOURCES
 
 BENCHMARKS = ROOT / "benchmarks"
 
@@ -73,6 +74,21 @@ def test_the_quick_mode_writes_the_promised_keys(script: str, tmp_path: Path) ->
     assert not missing
     for rows in ("rows", "calibration", "step"):
         assert found.get(rows) is None or len(found[rows]) > 0
+
+
+@pytest.mark.slow
+def test_federated_averaging_is_compared_at_equal_steps_and_adds_an_error_to_loras_alone(tmp_path: Path) -> None:
+    python, own = environment_of("flower") / "bin" / "python", ("--quick", "--folder", "runs", "--out", "found.json")
+    words = [str(python), str(BENCHMARKS / "federated_smollm2.py"), *own]
+    environment = os.environ | {"PYTHONPATH": str(SOURCES)}
+    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert {(run["seed"], len(run["losses"])) for run in found["rows"]} == {(42, 2), (43, 2)}
+    assert len(found["rows"]) == 2 * len({run["contestant"] for run in found["rows"]})
+    for run in found["rows"]:
+        assert ("LoRA" in run["contestant"]) == (max(run["averaging_errors"]) > 1e-3)
+        assert 4 * run["values"] < run["bytes"]
 
 
 @pytest.mark.slow
