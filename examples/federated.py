@@ -76,7 +76,7 @@ def client_app(model: str, basis: str, data: Path) -> ClientApp:
         own: Any = adapted.peft_config["default"]
         if own.basis_id != settings["basis"]:
             raise FrozenCoreError(
-                f"A core means something on its own basis only, but the server's is {settings['basis'][:12]} and the "
+                f"A core works on its own basis only, but the server's is {settings['basis'][:12]} and the "
                 f"one in {basis} is {own.basis_id[:12]}. Give this client the server's basis."
             )
         file = sorted(data.glob("*.jsonl"))[number]

@@ -244,7 +244,7 @@ def test_flower_averages_cores_exactly_and_clients_on_another_basis_refuse(tmp_p
     assert done.returncode == 0, done.stderr[-2000:]
     done = run("-c", OTHER_BASIS)
     said = done.stdout + done.stderr
-    assert "A core means something on its own basis only, but the server's is" in said, said[-2000:]
+    assert "A core works on its own basis only, but the server's is" in said, said[-2000:]
     assert "in one of them every client failed" in said, said[-2000:]
     assert done.returncode != 0
     assert not (tmp_path / "refused").exists()

@@ -186,8 +186,8 @@ def test_a_rank_that_holds_another_basis_is_found_out_before_training(reports: l
     for report in reports:
         for fault, (layer, count) in {"other bases": (0, 2), "other layers": (1, 1)}.items():
             name = f"'default model.layers.{layer}.self_attn.v_proj'"
-            assert report[fault].startswith("All ranks train one core between the same bases, but layer")
-            assert f"{name} ({count} in all) has others on rank 1 than on rank 0" in report[fault]
+            assert report[fault].startswith("All ranks must have the same bases, but those of layer")
+            assert f"{name} ({count} in all) differ between rank 1 and rank 0" in report[fault]
             assert "\n" not in report[fault]
 
 

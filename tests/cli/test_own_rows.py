@@ -55,7 +55,7 @@ def test_several_files_with_weights_and_a_file_to_evaluate_on_are_in_the_record(
         (("--data", "a.jsonl", "--data", "none.jsonl=2"), "there is no file none.jsonl"),
         (("--data", "a.jsonl", "--eval-data", "none.jsonl"), "--eval-data must name .* there is no file none.jsonl"),
         (("--data", "a.jsonl", "--data", "a.jsonl"), "a.jsonl comes twice"),
-        (("--task", "sst2", "--eval-data", "a.jsonl"), "--eval-data is of your own rows"),
+        (("--task", "sst2", "--eval-data", "a.jsonl"), "--eval-data is for your own rows"),
     ],
 )
 def test_what_cannot_be_read_is_one_line(  # type: ignore[no-untyped-def]

@@ -87,7 +87,7 @@ def test_methods_without_a_reference_are_refused_and_the_others_taken() -> None:
 
 
 def test_a_beta_without_dpo_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--dpo-beta is of --loss dpo"):
+    with pytest.raises(ConfigError, match="--dpo-beta needs --loss dpo"):
         make_config(model="pocket", data="rows.jsonl", dpo_beta=0.2)
 
 

@@ -159,5 +159,5 @@ def test_a_run_of_a_campaign_reads_no_pipe(rows: dict[str, object]) -> None:
 
 
 def test_a_run_of_a_campaign_learns_no_preferences() -> None:
-    with pytest.raises(ConfigError, match="loss: the runs of a campaign share moments of completions"):
+    with pytest.raises(ConfigError, match="loss: a campaign's runs share the moments of completions"):
         make_job("tune", {"model": "pocket", "seed": 42, "data": "a.jsonl", "loss": "dpo"})

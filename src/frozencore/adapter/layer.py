@@ -208,8 +208,8 @@ class FrozenCoreLayer(AdapterRounds, BaseTunerLayer):
     def _trained_factors(self, adapter_name: str) -> tuple[Tensor, Tensor, Tensor]:
         if adapter_name in self.awaits_core:
             raise ArtifactError(
-                f"The cores of the adapter {adapter_name!r} were not loaded: they stand alone in their file, and what "
-                "loads it cannot read that. Use PeftModel.from_pretrained, or `frozencore adapter unpack` the folder."
+                f"The cores of the adapter {adapter_name!r} were not loaded: its file holds cores without bases, which "
+                "this loader cannot read. Use PeftModel.from_pretrained, or `frozencore adapter unpack` the folder."
             )
         if self.training and not self.frozencore_ready[adapter_name]:
             self.require_basis(adapter_name)

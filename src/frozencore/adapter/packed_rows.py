@@ -81,9 +81,9 @@ def packed_rows(batch: Any) -> PackedRows | None:
     if begins is None or mask is not None:
         what = "an attention_mask" if mask is not None else told[0]
         raise DataError(
-            f"Rows that lie end to end are told apart by position_ids that begin anew at each, without an "
-            f"attention_mask, but this batch has {what}{' beside them' if begins is not None else ''}. Use a collator "
-            "that gives position_ids alone (DataCollatorWithFlattening), or pad the rows."
+            f"Packed rows are told apart by position_ids that begin anew at each row, without an attention_mask, but "
+            f"this batch has {what}{' beside them' if begins is not None else ''}. Use a collator that gives "
+            "position_ids alone (DataCollatorWithFlattening), or pad the rows."
         )
     return PackedRows.of(begins.expand(num_examples_of(batch), -1))
 
@@ -98,7 +98,7 @@ def packed_core_output(x: Tensor, P: Tensor, Q: Tensor, R: Tensor, scale: float,
     tokens = x.shape[:-1].numel()
     if tokens != len(rows.row):
         raise ValueError(
-            f"Rows that lie end to end are {len(rows.row)} tokens, but a layer got {tokens}. Pad the rows instead."
+            f"The packed rows have {len(rows.row)} tokens, but a layer got {tokens}. Pad the rows instead."
         )
     z = (x.reshape(tokens, -1) @ Q).to(R.dtype) * scale
     through: Any = _ThroughRows.apply(z, R, rows.to(x.device))

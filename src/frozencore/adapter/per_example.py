@@ -93,21 +93,21 @@ def cores_in_use(model: nn.Module) -> tuple[str, list[FrozenCoreLayer]]:
     if len(names) != 1 or any(layer.disable_adapters for layer in all_layers):
         what = f"{len(names)} ({', '.join(sorted(names))})" if len(names) > 1 else "none"
         raise ConfigError(
-            f"Gradients of each row are of the cores of one active frozen-core adapter, but this "
-            f"{type(model).__name__} has {what}. Add one with get_peft_model, or choose it with set_adapter(name)."
+            f"Gradients of each row need one active frozen-core adapter, but this {type(model).__name__} has {what}. "
+            "Add one with get_peft_model, or choose it with set_adapter(name)."
         )
     name = names.pop()
     layers = [layer for layer in all_layers if name in layer.frozencore_R]
     for layer in layers:
         if layer.merged:
             raise ConfigError(
-                f"Gradients of each row need cores beside the weights, but layer {layer.name!r} has merged adapters. "
-                "Call unmerge_adapter() first."
+                f"Gradients of each row need unmerged adapters, but layer {layer.name!r} has merged ones. Call "
+                "unmerge_adapter() first."
             )
         if name in layer.frozencore_past:
             raise ConfigError(
-                f"Gradients of each row are of cores on one basis, but adapter {name!r} was trained in rounds. "
-                "Train it with refresh=1."
+                f"Gradients of each row need cores on one basis, but adapter {name!r} was trained in rounds. Train it "
+                "with refresh=1."
             )
         layer.require_basis(name)
     return name, layers

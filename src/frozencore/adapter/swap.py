@@ -114,7 +114,7 @@ def require_unmoved(layers: Iterable[FrozenCoreLayer], adapter_name: str, held: 
         P, Q, _ = layer.factors(adapter_name)
         if P is not old[0] or Q is not old[2] or (P._version, Q._version) != (old[1], old[3]):
             raise ConfigError(
-                f"A core means something on its own basis only, but that of layer {layer.name!r} of the adapter "
+                f"A core works on its own basis only, but the basis of layer {layer.name!r} of the adapter "
                 f"{adapter_name!r} was set, widened or moved since. {way_out}"
             )
 
@@ -234,6 +234,6 @@ def _require_same_basis(layer: FrozenCoreLayer, adapter_name: str, new: Factors,
     for mine, theirs in ((P[:, :rank], new.P), (Q[:, :rank], new.Q)):
         if mine.shape != theirs.shape or not torch.equal(mine, theirs.to(mine.device, mine.dtype)):
             raise ArtifactError(
-                f"A core means something on its own basis only, but layer {layer.name!r} of the adapter "
-                f"{adapter_name!r} has another one. Load the adapter with model.load_adapter instead."
+                f"A core works on its own basis only, but layer {layer.name!r} of the adapter {adapter_name!r} has "
+                "another one. Load the adapter with model.load_adapter instead."
             )

@@ -126,8 +126,8 @@ def in_halves(batches: Iterable[Batch]) -> tuple[list[Batch], list[Batch]]:
     num_rows = num_examples_of(held[0]) if held else 0
     if num_rows < 2:
         raise CalibrationError(
-            "A rank budget is spent on what two halves of the calibration examples agree on, but there is "
-            f"{num_rows or 'no'} example here. Give more."
+            f"A rank budget compares two halves of the calibration examples, but there is {num_rows or 'no'} example "
+            "here. Give more."
         )
     return [_every_other(held[0], 0)], [_every_other(held[0], 1)]
 

@@ -106,6 +106,6 @@ def require_same_bases(factors: Mapping[str, tuple[Tensor, Tensor]]) -> None:
         odd = [name for name in held[0] | theirs if held[0].get(name) != theirs.get(name)]
         if odd:
             raise CalibrationError(
-                f"All ranks train one core between the same bases, but layer {odd[0]!r} ({len(odd)} in all) has others "
-                f"on rank {rank} than on rank 0. Call calibrate on every rank, or load the same adapter on all."
+                f"All ranks must have the same bases, but those of layer {odd[0]!r} ({len(odd)} in all) differ between "
+                f"rank {rank} and rank 0. Call calibrate on every rank, or load the same adapter on all."
             )

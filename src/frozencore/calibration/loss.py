@@ -109,8 +109,8 @@ def with_loss(options: CalibrationOptions | None, loss_fn: LossFn | None) -> Cal
     odd = [name for name, default in _OF_COMPLETIONS.items() if getattr(options, name) != default]
     if odd or options.tokens == "completion":
         raise ConfigError(
-            f"The calibration option {(odd or ['tokens'])[0]} is about completion tokens, of which a loss_fn says "
-            "nothing. Leave it at its default."
+            f"The calibration option {(odd or ['tokens'])[0]} is about completion tokens, but a loss_fn does not "
+            "tell them apart. Leave it at its default."
         )
     return OptionsWithLoss(**asdict(options), loss_fn=loss_fn)
 

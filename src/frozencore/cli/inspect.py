@@ -118,7 +118,7 @@ def _on_rows(folder: Path, model: str | None, data: Path | None) -> RunConfig | 
     if model is None and data is None:
         return None
     if model is None or data is None:
-        raise ConfigError("Rows are read by a model: give --model and --data together, or neither.")
+        raise ConfigError("--data needs the model that reads the rows: give --model and --data together, or neither.")
     if not (folder / HEADER_FILE).is_file():
         raise ConfigError(f"--data compares rows with a basis folder, but {folder} holds an adapter. Give its basis.")
     config = make_config(model=model, data=data, basis=str(folder))

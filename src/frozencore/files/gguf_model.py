@@ -36,7 +36,7 @@ def find_gguf(model: str) -> Path | None:
     files = sorted(file for file in place.iterdir() if file.suffix.lower() == ".gguf")
     if len(files) > 1:
         names = ", ".join(file.name for file in files)
-        raise ModelError(f"A folder stands for the one GGUF file in it, but {place} holds {names}. Name the file.")
+        raise ModelError(f"A model folder may hold one GGUF file, but {place} holds {names}. Name the file.")
     return _checked(files[0]) if files else None
 
 

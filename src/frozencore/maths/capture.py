@@ -98,7 +98,7 @@ def share_held(moments: LayerMoments, basis: Basis) -> Share:
     """
     found = capture(moments, basis)
     if not found.energy:
-        raise CalibrationError("A basis holds a share of a gradient, but none reached this layer. Check the labels.")
+        raise CalibrationError("The gradient must reach this layer, but it is zero everywhere. Check the labels.")
     A, D = (damped(moment, c) for moment, c in zip((moments.a, moments.d), METRIC.damping_by_side, strict=True))
     T = moments.G
     T = T.mul_(D.rsqrt()[:, None].to(T.dtype)).mul_(A.rsqrt().to(T.dtype))

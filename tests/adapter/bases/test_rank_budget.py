@@ -219,7 +219,7 @@ def test_where_no_spectrum_tells_layers_apart_ranks_are_equal(constructor: str) 
 
 def test_a_budget_below_rank_one_everywhere_is_refused_where_it_must_be_and_the_model_is_as_it_was() -> None:
     model = base()
-    with pytest.raises(ConfigError, match="rank 1 in 7 layers takes 7 values, but the rank budget is 6"):
+    with pytest.raises(ConfigError, match="Rank 1 in each of the 7 layers takes 7 values, but the rank budget is 6"):
         get_peft_model(model, FrozenCoreConfig(rank_budget=6, constructor="random", target_modules="all-linear"))
     assert not any(isinstance(m, FrozenCoreLayer) for m in model.modules())
     assert num_values(budgeted(3).peft_config["default"].rank_pattern) <= 3
@@ -281,7 +281,7 @@ def test_one_batch_is_split_by_its_rows_and_one_row_is_refused() -> None:
     model = budgeted(30, data=[rows])
     assert ranks_of(model) == ranks_of(budgeted(30, data=TWICE[:2]))
     model = budgeted(30, data=None)
-    with pytest.raises(CalibrationError, match="two halves of the calibration examples agree on, but there is 1 ex"):
+    with pytest.raises(CalibrationError, match="two halves of the calibration examples, but there is 1 ex"):
         calibrate(model, [{key: value[:1] for key, value in rows.items()}], progress=False)
 
 

@@ -266,7 +266,7 @@ def test_a_model_that_several_processes_share_computes_the_same_and_is_not_merge
 
 def test_a_tenant_of_another_basis_is_refused_in_one_line(plain: Case, tmp_path: Path) -> None:
     adapted("random", trained=True, seed=5).save_pretrained(tmp_path / "other")
-    with pytest.raises(ArtifactError, match="on another basis a core means nothing"):
+    with pytest.raises(ArtifactError, match="A core works on its own basis only"):
         export_tenant(tmp_path / "other", tmp_path / "tenant", basis_model=plain.basis_model)
     with pytest.raises(ArtifactError, match="holds no basis model"):
         export_tenant(plain.adapter, tmp_path / "tenant", basis_model=plain.base)

@@ -157,7 +157,7 @@ def test_options_are_chosen_on_training_rows_not_on_the_file_of_held_out_rows(
 
 def test_a_task_has_rows_to_evaluate_on_of_its_own() -> None:
     for option in ({"eval_data": "held.jsonl"}, {"loss_on": "all"}):
-        with pytest.raises(ConfigError, match="is of your own rows"):
+        with pytest.raises(ConfigError, match="is for your own rows"):
             make_config(model="any", task="sst2", **option)
 
 

@@ -69,5 +69,5 @@ def test_prompts_are_not_packed(tmp_path: Path, byte_tokenizer: Callable[..., An
         prepare_rows(make_config(model="any", data=path, packing=True), PromptEncoder(byte_tokenizer()))
     with pytest.raises(ConfigError, match="leave --truncate and --skip-long out"):
         make_config(model="any", data=path, packing=True, skip_long=True)
-    with pytest.raises(ConfigError, match="--packing is of your own rows"):
+    with pytest.raises(ConfigError, match="--packing is for your own rows"):
         make_config(model="any", task="sst2", packing=True)

@@ -36,7 +36,7 @@ GOOD: dict[str, Any] = {"model": "somewhere", "task": "svamp"}
         ({"method": "lora", "core": {"whiten": "input"}}, "'lora' does not read whiten .it is for fcca.. Leave"),
         ({"method": "vera", "core": {"damping": 0.1}}, "'vera' does not read damping"),
         ({"method": "lora", "core": {"alpha": 64}}, "'lora' does not read alpha"),
-        ({"method": "lora", "rank_budget": 4096}, "budget is for cores, but 'lora' has none: give --rank instead"),
+        ({"method": "lora", "rank_budget": 4096}, "budget needs cores, but 'lora' has none: give --rank instead"),
         ({"rank": 8, "rank_budget": 4096}, "--rank-budget chooses the ranks, but --rank 8 came too. Leave one out"),
         ({"refresh": 0}, "--refresh: .*greater than 0, but 0 came"),
         ({"refresh": "often"}, "--refresh: .*valid integer.* but 'often' came"),

@@ -76,7 +76,7 @@ def test_inspect_says_it_too(calibrated: Path, command: Callable) -> None:
 def test_a_moments_file_has_no_halves(calibrated: Path) -> None:
     config = config_of(**FEW)
     prepared = prepare(config, silent)
-    with pytest.raises(ConfigError, match="a moments file is of all of them: leave --moments out"):
+    with pytest.raises(ConfigError, match="a moments file holds the sum over all of them: leave --moments out"):
         adapt_from_data(config, prepared, "all-linear", silent, calibrated / "moments.safetensors")
 
 

@@ -207,7 +207,7 @@ def test_what_does_not_add_up_is_refused_in_one_line() -> None:
         ({"method": "full"}, "does not read"),
         ({"method": "lora", "refresh": "auto"}, "auto counts the rounds of a core"),
         ({"method": "lora", "refresh_cost": 0.5}, "does not read refresh_cost"),
-        ({"method": "lora", "select_checkpoint": "epoch"}, "the last step is kept"),
+        ({"method": "lora", "select_checkpoint": "epoch"}, "keeps its last step"),
     ):
         with pytest.raises(ConfigError, match=reason):
             make_config(**{**run, **options})

@@ -263,7 +263,7 @@ def test_the_time_of_scoring_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_no_steps_between_two_scores_is_refused() -> None:
-    with pytest.raises(ConfigError, match="there must be at least one step, got 0"):
+    with pytest.raises(ConfigError, match="at least 1, but 0 came"):
         Selection(0, really, identity="rows")
 
 
@@ -303,5 +303,5 @@ def test_patience_that_is_never_lost_changes_nothing() -> None:
     assert (other.losses, other.num_steps) == (report.losses, NUM_STEPS)
     assert other.selected is not None
     assert not other.selected.stopped  # the last score has no step after it
-    with pytest.raises(ConfigError, match="At least one score"):
+    with pytest.raises(ConfigError, match="a number of scores, at least 1"):
         Selection("epoch", really, identity="rows", patience=0)

@@ -85,5 +85,5 @@ def make_job(kind: str, options: dict[str, Any], reference_size: int | None = No
         name = next((str(part) for part in first["loc"] if part not in GROUPS), "a run")
         raise ConfigError(f"{name}: {first['msg'].lower()}, but {first['input']!r} came.") from error
     if config.beta is not None:
-        raise ConfigError("loss: the runs of a campaign share moments of completions, which dpo has not. Use `tune`.")
+        raise ConfigError("loss: a campaign's runs share the moments of completions, and dpo needs others. Use `tune`.")
     return Job(find_kind(kind), config, reference_size)

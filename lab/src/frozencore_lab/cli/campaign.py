@@ -172,7 +172,7 @@ def report(
             raise ConfigError("--table needs --reference NAME: the method that the others are compared with.")
         console.print(report_on_table(table, reference, json_file))
     else:
-        raise ConfigError("A report is of campaigns' folders or of --table FILE.csv: give one of them.")
+        raise ConfigError("A report reads campaigns' folders or --table FILE.csv: give one of them.")
 
 
 def schema() -> None:

@@ -94,6 +94,6 @@ def require_groups(groups: Mapping[str, object], config: FrozenCoreConfig) -> No
             f"{config.constructor!r} here reads others. Use fcca with diagonal moments, or rawgrad."
         )
     if config.rank_budget is not None:
-        raise ConfigError("A rank budget is not spent on groups yet. Give a rank (r=16) instead of rank_budget.")
+        raise ConfigError("A rank budget does not work with groups yet. Give a rank (r=16) instead of rank_budget.")
     if num_ranks() > 1:
         raise ConfigError(f"A basis for groups is made by one process, but {num_ranks()} came. Start without torchrun.")

@@ -143,8 +143,8 @@ class InRounds(TrainerCallback, ABC):
         file = self._file(args, state)
         if not file.is_file():
             raise CalibrationError(
-                f"To resume in the middle of a round takes what its checkpoint kept of the rounds, but there is no "
-                f"{file}. Resume from a checkpoint in the output folder that this callback was at, or start again."
+                f"A checkpoint in the middle of a round holds the state of the rounds, but there is no {file}. Resume "
+                "from a checkpoint that was saved with this callback, or start again."
             )
         return load_file(file)
 

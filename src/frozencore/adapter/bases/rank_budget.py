@@ -169,8 +169,8 @@ def spend_budget(work: BasisWork, source: BasisSource, options: CalibrationOptio
     if isinstance(source, GivenMoments):
         if len(source.parts) != 2:
             raise CalibrationError(
-                "A rank budget is spent on what two halves of the calibration examples agree on, but moments of all of "
-                "them came. Pass moments=(those of one half, those of the other), or data."
+                "A rank budget compares two halves of the calibration examples, but the moments of all of them came. "
+                "Pass moments=(those of one half, those of the other), or data."
             )
         gains.compare([{name: part[name] for name in layers} for part in source.parts])
     else:

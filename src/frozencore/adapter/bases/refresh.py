@@ -79,7 +79,7 @@ class Refresh(InRounds):
                 f'A training has at least one round, or as many as "auto" finds, but rounds={rounds!r:.50} came.'
             )
         if not cost > 0:
-            raise ConfigError(f"Summing moments costs something, but cost={cost!r:.50} came. Give a share above 0.")
+            raise ConfigError(f"cost is a share above 0, but {cost!r:.50} came. Leave it out for the default.")
         self.model = model
         self.asked, self.rounds = rounds, 1 if rounds == "auto" else rounds
         self.adapter_name, self.config, self.layers = adapter_for_new_bases(model, adapter_name, reset=True)
@@ -134,8 +134,8 @@ class Refresh(InRounds):
     def begin(self, args: TrainingArguments, state: TrainerState) -> None:
         if self.rounds > 1 and self.round_ends(state.max_steps)[0] <= self._num_leading:
             raise ConfigError(
-                "Sketches of moments take a first round of at least two steps, for the first tells what to sketch, but "
-                f"refresh={self.rounds} came for {state.max_steps} steps. Train in fewer rounds or give a larger "
+                "Sketches of moments need a first round of at least two steps, but its length is one with "
+                f"refresh={self.rounds} and {state.max_steps} steps. Train in fewer rounds or give a larger "
                 "memory_budget."
             )
         for layer in self.layers.values():

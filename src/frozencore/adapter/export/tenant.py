@@ -97,8 +97,8 @@ def _basis_of(origin: str, identity: str, basis_model: str) -> tuple[str, dict[s
     theirs = entry["identity"]
     if identity not in (theirs, *entry["older"]):
         raise ArtifactError(
-            f"{origin} stands on the basis {identity[:12]}, but {basis_model} has the basis {theirs[:12]}: on another "
-            "basis a core means nothing. Name the basis model that was made from its basis."
+            f"{origin} was trained on the basis {identity[:12]}, but {basis_model} has the basis {theirs[:12]}. A core "
+            "works on its own basis only. Name the basis model that was made from it."
         )
     return theirs, entry["ranks"]
 

@@ -1,4 +1,4 @@
-"""Checks of private training: options that would reveal rows without being counted, and steps that learn nothing."""
+"""Checks of private training: options that reveal rows outside the privacy budget, and steps that learn nothing."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def refuse_what_leaks(trainer: Trainer, *, basis_is_public: bool) -> None:
     for callback in trainer.callback_handler.callbacks:
         if isinstance(callback, EarlyStoppingCallback | Refresh):
             raise ConfigError(
-                f"Private training counts noised steps alone, but {type(callback).__name__} looks at rows beside them. "
+                f"The privacy budget covers the noised steps only, but {type(callback).__name__} reads rows besides. "
                 "Leave that callback out."
             )
     _refuse_private_basis(trainer.model, basis_is_public=basis_is_public)
@@ -72,8 +72,8 @@ def _refuse_private_basis(model: Any, *, basis_is_public: bool) -> None:
     config = model.peft_config[adapter_name]
     if config.needs and not basis_is_public:
         raise ConfigError(
-            f"The bases of {config.constructor!r} are calibrated on rows, and tell about them without being counted. "
-            "Use a constructor that reads no data (random, lora_xs), or calibrate on public rows and say "
+            f"The bases of {config.constructor!r} are calibrated on rows, and the privacy budget does not cover what "
+            "they reveal. Use a constructor that reads no data (random, lora_xs), or calibrate on public rows and say "
             "basis_is_public=True."
         )
 

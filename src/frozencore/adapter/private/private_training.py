@@ -60,7 +60,7 @@ class PrivateTraining(TrainerCallback, ExportableState):
             reads no data.
 
     Raises:
-        ConfigError: Something would leak without being counted, something else than cores trains, or Opacus is missing.
+        ConfigError: The privacy budget does not cover an option, more than cores trains, or Opacus is missing.
     """
 
     def __init__(

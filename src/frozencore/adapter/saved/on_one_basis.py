@@ -64,7 +64,7 @@ def add_weighted_sum(tuner: Any, adapters: Sequence[str], weights: Sequence[floa
     missing = [adapter for adapter in adapters if adapter not in tuner.peft_config]
     if missing or not adapters:
         raise ConfigError(
-            f"A sum is of adapters that are there ({', '.join(tuner.peft_config)}), but {missing or 'none'} came."
+            f"The adapters of a sum must be loaded ({', '.join(tuner.peft_config)}), but {missing or 'none'} came."
         )
     for adapter in adapters:
         tuner.peft_config[adapter].require_one_round("A sum")

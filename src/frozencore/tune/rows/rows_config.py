@@ -106,7 +106,7 @@ class RowsConfig(OwnRowsConfig):
             raise ConfigError("A run learns either a task (--task NAME) or your own rows (--data FILE): give one.")
         if self.task is not None:
             for name in self.given(OwnRowsConfig.model_fields):
-                raise ConfigError(f"{flag_of(name)} is of your own rows (--data), but a task came. Leave one out.")
+                raise ConfigError(f"{flag_of(name)} is for your own rows (--data), but a task came. Leave one out.")
         if self.packing and (self.truncate or self.skip_long):
             raise ConfigError("Packed texts may be of any length: leave --truncate and --skip-long out.")
         if self.data is not None:

@@ -79,12 +79,12 @@ def adapt_from_data(
         return model, None
     if moments_file and spends_by_spectrum(model.peft_config["default"]):
         raise ConfigError(
-            "A rank budget is spent on what two halves of the calibration rows agree on, but a moments file is of all "
-            "of them: leave --moments out."
+            "A rank budget compares two halves of the calibration rows, but a moments file holds the sum over all of "
+            "them: leave --moments out."
         )
     if moments_file and config.beta is not None:
         raise ConfigError(
-            "DPO's bases are of the gradient of its own loss, but a moments file is of completions: leave "
+            "DPO calibrates with its own loss, but a moments file was calibrated with the loss of completions: leave "
             "--moments out."
         )
     batches = calibration_batches(prepared.rows, prepared.encoder.pad_id)

@@ -101,7 +101,7 @@ class RunConfig(PlaceConfig, ScoringConfig, RecipeConfig, CalibrationConfig, Bas
         for name in self.given(self.method_entry.unread):
             raise ConfigError(f"The method {self.method!r} does not read {name}. Leave {flag_of(name)} out.")
         if self.rank_budget is not None and self.method_entry.budget is None:
-            raise ConfigError(f"A rank budget is for cores, but {self.method!r} has none: give --rank instead.")
+            raise ConfigError(f"A rank budget needs cores, but {self.method!r} has none: give --rank instead.")
         if self.rank_budget is not None and self.method_entry.budget == "instead of the rank" and self.given(["rank"]):
             raise ConfigError(f"--rank-budget chooses the ranks, but --rank {self.rank} came too. Leave one out.")
         if self.patience is not None and self.select_checkpoint == "none":
@@ -116,7 +116,7 @@ class RunConfig(PlaceConfig, ScoringConfig, RecipeConfig, CalibrationConfig, Bas
         """Refuse what DPO cannot do, and its options without it."""
         if self.beta is None:
             if self.dpo_beta is not None:
-                raise ConfigError("--dpo-beta is of --loss dpo: give both or none.")
+                raise ConfigError("--dpo-beta needs --loss dpo: give both or leave it out.")
             return
         if self.data is None:
             raise ConfigError("--loss dpo learns from preferences of your own: give --data in place of --task.")

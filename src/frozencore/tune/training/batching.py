@@ -86,8 +86,8 @@ def require_rows_apart(model: nn.Module) -> None:
     knows = forward_accepts(model, "position_ids", "use_cache") and not num_virtual_tokens(model)
     if not knows or not _keeps_apart(model):
         raise ConfigError(
-            "padding_free takes a model that keeps rows apart by their position_ids, but this one lets them see one "
-            "another, or counts positions by itself. Leave --padding-free out."
+            "padding_free needs a model that keeps rows apart by their position_ids, but in this one rows see one "
+            "another, or it counts positions by itself. Leave --padding-free out."
         )
 
 

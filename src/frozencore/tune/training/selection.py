@@ -70,9 +70,9 @@ def require_choosable(every: Every, patience: int | None) -> None:
         ConfigError: ``every`` or ``patience`` is less than 1.
     """
     if patience is not None and patience < 1:
-        raise ConfigError(f"At least one score must be no better before a training ends, got {patience}.")
+        raise ConfigError(f"patience is a number of scores, at least 1, but {patience} came.")
     if every != "epoch" and every < 1:
-        raise ConfigError(f"Between two scores there must be at least one step, got {every}.")
+        raise ConfigError(f"A training is scored every epoch or every so many steps, at least 1, but {every} came.")
 
 
 def is_due(every: Every, step: int, num_steps: int, steps_an_epoch: int) -> bool:

@@ -244,8 +244,8 @@ def _made_private(
         return None
     if selection is not None or reports is not None:
         raise ConfigError(
-            "A private training counts its steps alone: scores choose no checkpoint, and no reporter is told exact "
-            "losses. Leave select_checkpoint and report_to out."
+            "The privacy budget covers the training steps only: not scores that choose a checkpoint, nor the exact "
+            "losses that a reporter gets. Leave select_checkpoint and report_to out."
         )
     budget = recipe.private
     return PrivateTraining(trainer, epsilon=budget.epsilon, delta=budget.delta, clip=budget.clip, basis_is_public=True)
@@ -257,8 +257,8 @@ def _rounds_of(model: nn.Module, recipe: Recipe, selection: Selection | None) ->
         return None
     if selection is not None:
         raise ConfigError(
-            "Of a training in rounds the last step is kept: the values of others are of rounds that are over. Leave "
-            "select_checkpoint or refresh out."
+            "A training in rounds keeps its last step, because earlier ones used other bases. Leave select_checkpoint "
+            "or refresh out."
         )
     config = getattr(model, "peft_config", {}).get("default")
     if config is None or isinstance(config, FrozenCoreConfig):

@@ -111,5 +111,5 @@ def test_a_tenant_whose_gradients_drown_in_noise_ends_and_no_other_does() -> Non
 
 
 def test_scores_choose_no_step_of_a_private_tenant() -> None:
-    with pytest.raises(ConfigError, match="scores choose no step"):
+    with pytest.raises(ConfigError, match="does not cover scores"):
         Tenant(rows_of(4, seed=1), RECIPE, Validation(rows_of(2, seed=2)))

@@ -386,9 +386,12 @@ def test_a_causal_model_is_not_told_what_is_padding_and_another_one_is() -> None
 def test_what_cannot_train_together_is_refused_in_one_line() -> None:
     with pytest.raises(DataError, match="at least one row"):
         Tenant([], RECIPE)
-    with pytest.raises(DataError, match="rows to validate on"):
+    with pytest.raises(DataError, match="at least one validation row"):
         Validation([])
-    for every, patience, rule in ((0, None, "at least one step"), (1, 0, "no better before a training ends, got 0")):
+    for every, patience, rule in (
+        (0, None, "at least 1, but 0 came"),
+        (1, 0, "number of scores, at least 1, but 0 c"),
+    ):
         with pytest.raises(ConfigError, match=rule):
             Validation(rows_of(1, seed=1), every, patience)
     with pytest.raises(ConfigError, match="at least one slot, got 0"):

@@ -40,7 +40,7 @@ def execute_calibration_of_tenants(config: RunConfig, out: Path, progress: Progr
     if not config.moments_needed:
         raise ConfigError(f"The method {config.method!r} reads no calibration data. Use fcca or rawgrad.")
     if config.rank_budget is not None:
-        raise ConfigError("A rank budget is not spent on tenants yet: give --rank instead of --rank-budget.")
+        raise ConfigError("A rank budget does not work with tenants yet: give --rank instead of --rank-budget.")
     if config.calibration_task is not None:
         raise ConfigError("Each tenant is calibrated on its own rows: leave --calibration-task out.")
     files = find_tenants(Path(config.learns))

@@ -44,7 +44,7 @@ class Validation:
 
     def __post_init__(self) -> None:
         if not self.rows:
-            raise DataError("To choose among the steps of a tenant there must be rows to validate on, got none.")
+            raise DataError("Choosing among the steps of a tenant needs at least one validation row, got none.")
         require_choosable(self.every, self.patience)
 
 
@@ -65,9 +65,9 @@ class Tenant:
         if not self.rows:
             raise DataError("Training needs at least one row, got none.")
         if self.recipe.private is not None and self.validation is not None:
-            raise ConfigError("A private training counts its steps alone: scores choose no step. Leave one out.")
+            raise ConfigError("The privacy budget does not cover scores: leave private or validation out.")
         if self.recipe.refresh != 1:
-            raise ConfigError("Tenants share one basis, which refreshing leaves. Train this one alone, or unrefreshed.")
+            raise ConfigError("Tenants share one basis, but refreshing changes it. Train alone, or with refresh=1.")
         if (budget := self.recipe.private) is not None:
             rows_a_step = self.recipe.batch_size * self.recipe.accumulation
             schedule = Schedule.of(budget, len(self.rows), rows_a_step, self.num_steps)
