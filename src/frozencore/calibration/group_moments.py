@@ -41,7 +41,11 @@ from frozencore.maths.moments import DIAGONALS, LayerMoments, MomentName
 from frozencore.maths.whitening import Whitening
 from frozencore.words import Progress
 
-NARROWEST, WIDEST, TRIPLES = 4, 8, 2  # times the rank: least and most columns of L and R, triples of each group
+NARROWEST, WIDEST, TRIPLES = (
+    4,
+    8,
+    2,
+)  # each times the rank: the least and most columns of L and R, and the triples of a group
 CROSS: frozenset[MomentName] = frozenset({"cross"})
 
 
@@ -81,7 +85,7 @@ class _Running:
 
 
 def span_width(shape: Shape, rank: int, num_groups: int, given: int = 0) -> int:
-    """The columns p of L and R, beside so many given directions."""
+    """The number p of columns of L and R, if ``given`` directions are in the basis already."""
     m, n = shape
     room = math.isqrt(4 * m * n // num_groups)
     return min(min(m, n) - given, max(NARROWEST * rank, min(WIDEST * rank, room)))

@@ -3,8 +3,8 @@
 
     Y = Σ D^-1/2 δ (Vᵀ A^-1/2 x)ᵀ = T V,   Z = Σ A^-1/2 x (Uᵀ D^-1/2 δ)ᵀ = Tᵀ U
 
-U, V and the metric come from the previous round. In the first round the tests are random, in the metric of the first
-batches. The best rank-k approximation of the previous sums is kept and added to the new round.
+The test matrices U and V and the metric come from the previous round. In the first round U and V are random, in the
+metric of the first batches. The best rank-k approximation of the previous sums is kept and added to the new round.
 
 Shapes: m outputs, n inputs, k columns of a sketch.
 """
@@ -24,7 +24,7 @@ from frozencore.maths.one_pass import from_one_pass, svd_of_product
 from frozencore.maths.sums import add_outer, projected
 from frozencore.maths.whitening import InverseRoot, Whitening
 
-TESTS = torch.bfloat16  # rounding is harmless: the rounded values are the tests, only not exactly orthonormal
+TESTS = torch.bfloat16  # the rounded matrices are still valid tests, though not exactly orthonormal
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Tests:
 
 
 class RunningSketch:
-    """The sketch of one layer; it sums nothing until it has tests.
+    """The sketch of one layer; it sums nothing until it has test matrices.
 
     Attributes:
         tests: None until a metric is known.

@@ -94,7 +94,7 @@ def _spearman(x: Array, y: Array, counts: Array) -> Array:
     u, v = (_mid_ranks(values, counts) - middle for values in (x, y))
     cross, square_x, square_y = ((counts * one * other).sum(axis=1) for one, other in ((u, v), (u, u), (v, v)))
     with np.errstate(invalid="ignore"):
-        return np.asarray(cross / np.sqrt(square_x * square_y))  # sums of quarters: exact, and zero is zero
+        return np.asarray(cross / np.sqrt(square_x * square_y))  # the sums are multiples of 1/4, so they are exact
 
 
 def _mid_ranks(values: Array, counts: Array) -> Array:

@@ -1,6 +1,6 @@
 """Choose a rank for each layer from a rank budget and two halves of the calibration data.
 
-The gain of a direction counts as far as both halves agree on it. The passes are those of
+The gain of a direction is the part on which both halves agree. The passes are those of
 :mod:`frozencore.adapter.bases.passes`, with the same plans and the same handling of too little memory, but each half is
 summed separately.
 """
@@ -84,7 +84,7 @@ class GainWork(BasisWork):
         self.build_s += time.perf_counter() - started
 
     def costs(self, batches: Iterable[Batch], of_the_pass: CalibrationOptions) -> dict[str, LayerCost]:
-        """The bytes of two sums at a time, or of a sketch beside the directions of another; bases are not kept."""
+        """The bytes of a layer while its gains are computed: two sums, or a sketch and the directions of another."""
         shapes = {name: layer.shape for name, layer in self.layers.items()}
         return {
             name: replace(

@@ -27,7 +27,7 @@ _TOKENIZER = "tokenizer_config.json"
 
 @dataclass(frozen=True)
 class BaseLayers:
-    """The linear layers of a base model: (m, n) by name, the ``Conv1D`` ones; and the model's configuration."""
+    """The linear layers of a base model, (m, n) by name; which of them are ``Conv1D``; and the configuration."""
 
     shapes: Mapping[str, tuple[int, int]]
     conv1d: frozenset[str]
@@ -61,7 +61,7 @@ def layers_of(base: nn.Module | str | Path) -> BaseLayers:
 
 
 def base_name(origin: Path, *names: str | Path | None) -> str:
-    """The base model that was asked for, else the one that the adapter names."""
+    """The first name that is not empty: the requested base model, else the one that the adapter names."""
     name = next((str(name) for name in names if name), "")
     if not name:
         raise ConfigError(f"{origin} names no base model: give base=, its folder, file or hub id (--base).")
@@ -72,7 +72,7 @@ def load_base_model(base: str, dtype: str, loading: dict[str, Any], not_quantise
     """Load the model in a folder or GGUF file or under a hub id, in the class that it was saved as.
 
     Args:
-        dtype: ``auto`` is that of its file.
+        dtype: ``auto`` takes the dtype of the file.
         loading: The options of :func:`frozencore.files.hub.safe_loading`.
         not_quantised: The reason why a quantised model is refused.
     """
@@ -93,7 +93,7 @@ def load_base_model(base: str, dtype: str, loading: dict[str, Any], not_quantise
 
 
 def save_tokenizer(directory: Path, out: Path, loading: dict[str, Any]) -> None:
-    """Write the tokenizer of an adapter, or of the base model, where one of them has one."""
+    """Write the tokenizer of the adapter, else of the base model, if there is one."""
     if (directory / _TOKENIZER).is_file():
         loading = {**loading, "pretrained_model_name_or_path": str(directory), "local_files_only": True}
         loading.pop("gguf_file", None)
@@ -139,7 +139,7 @@ def export_merged(
         The folder that was written.
 
     Raises:
-        ArtifactError: The adapter is damaged, or ``out`` is in the way.
+        ArtifactError: The adapter is damaged, or ``out`` exists.
         ModelError: The base model cannot be read, is quantised, or the sum is not finite.
         ConfigError: The adapter names no base model and none was given.
     """

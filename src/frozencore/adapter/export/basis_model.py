@@ -85,8 +85,8 @@ def export_basis_model(
             be told to trust it.
 
     Raises:
-        ArtifactError: The basis is damaged or of another base model, or ``out`` is in the way.
-        ConfigError: There is no basis yet, none that tenants could share, or no base model is named.
+        ArtifactError: The basis is damaged or of another base model, or ``out`` exists.
+        ConfigError: There is no basis yet, tenants cannot share it, or no base model is named.
         ModelError: The base model cannot be read, is quantised, or is no causal language model.
     """
     directory, out = Path(directory), Path(out)

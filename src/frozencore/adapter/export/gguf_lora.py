@@ -1,9 +1,9 @@
 """A frozen core as a LoRA in a GGUF file, for llama.cpp's ``--lora`` beside the very file that it was trained on.
 
 llama.cpp names layers by its own scheme (``blk.3.attn_q.weight``). For Llama it also stores the rows of q and k in
-another order: within a head, row i of the first half stands before row i of the second half, since its rotation takes
-neighbouring rows as a pair where transformers takes rows half a head apart. B has the rows of the weight it adds to,
-so B is reordered the same way. A is not.
+another order: within a head, row i of the second half follows row i of the first half. The reason is the rotation: it
+pairs neighbouring rows in llama.cpp, and rows half a head apart in transformers. B has the rows of the weight it adds
+to, so B is reordered the same way. A is not.
 
 Shapes: m out features, n in features, r rank; ``lora_a`` is r x n, ``lora_b`` m x r, their product s·P R Qᵀ.
 """
@@ -78,11 +78,11 @@ def export_gguf_lora(
     Args:
         model_or_directory, adapter_name, dtype, rank: See :func:`frozencore.adapter.export.lora.export_lora`.
         base: With a folder: the base model, its folder, its GGUF file or its hub id; by default what the adapter names,
-            if it lies here. Its weights are not read.
+            if it is on this machine. Its weights are not read.
         overwrite: Replace a file that is there.
 
     Raises:
-        ArtifactError: The adapter is damaged, of another base model, or ``out`` is in the way.
+        ArtifactError: The adapter is damaged or of another base model, or ``out`` exists.
         ConfigError: The base model is not known, or the adapter holds what no LoRA can hold.
         ModelError: The package ``gguf`` is missing, or llama.cpp's names and row order of the model are not known.
     """

@@ -1,6 +1,6 @@
 """A frozen core as a plain LoRA directory: ``A = Qᵀ``, ``B = s·P R``, so that ``B A = s·P R Qᵀ`` exactly.
 
-With a lower rank, the best LoRA of that rank in Frobenius norm: the leading singular triples.
+With a lower rank, the result is the best LoRA of that rank in Frobenius norm: the leading singular triples.
 
 Shapes: m out features, n in features, r rank; ``lora_A.weight`` is r x n, ``lora_B.weight`` m x r. The requirements of
 stock PEFT, vLLM, SGLang and llama.cpp are in :mod:`frozencore.adapter.export.serving`.
@@ -39,10 +39,10 @@ class LoraExport:
 
     Attributes:
         rank: The one rank of all layers; smaller cores are zero-padded to it.
-        layers: Layers that carry an update.
-        zero_layers: Layers with zero factors, which engines pack with others.
+        layers: The adapted layers.
+        zero_layers: Layers with zero factors, because engines pack them with adapted layers.
         fan_in_fan_out: The base has ``Conv1D`` layers (GPT-2), which only PEFT reads.
-        error: The Frobenius norm of what a lower rank left out, over that of the whole update; None for no lower rank.
+        error: The relative error of a lower rank in Frobenius norm; None without a lower rank.
     """
 
     directory: Path
@@ -68,16 +68,16 @@ def export_lora(
     Args:
         model_or_directory: A model with a frozen-core adapter, or a folder that ``save_pretrained`` wrote.
         adapter_name: Which adapter of the model; the active one by default.
-        base: With a folder: the base model or its folder, for the shapes of layers that engines pack with adapted
-            ones. By default the folder that the adapter names, if it is there.
+        base: The base model or its folder; needed only with a folder, for the shapes of layers that engines pack with
+        adapted ones. By default the folder that the adapter names, if it exists.
         dtype: The dtype of the factors. Half precision halves the files; bfloat16 costs about 0.2 % of the update.
-        rank: A lower rank than the adapter's, such as a refreshed one's, which is the sum of its rounds'. What that
-            costs is the result's ``error``.
-        overwrite: Replace an adapter folder that is there.
+        rank: A lower rank than the adapter's; a refreshed adapter has the sum of the ranks of its rounds. The result's
+        ``error`` tells the loss.
+        overwrite: Replace an existing adapter folder.
 
     Raises:
-        ArtifactError: A folder that is damaged, of another base model, or in the way.
-        ConfigError: A rank below 1, no such adapter, one without a basis, or one that trains more than its cores.
+        ArtifactError: The adapter is damaged or of another base model, or ``out`` exists.
+        ConfigError: The rank is below 1, the adapter does not exist, has no basis, or trains more than its cores.
     """
     require_dtype(dtype)
     adapter = export_source(model_or_directory, adapter_name, base)
@@ -101,7 +101,11 @@ def export_lora(
 
 
 def to_rank(adapter: ExportSource, rank: int | None) -> tuple[ExportSource, int, float | None]:
-    """Cut an adapter to at most that rank in each layer; its rank as a LoRA, and the relative error of the cut."""
+    """Cut an adapter to at most ``rank`` in each layer.
+
+    Returns:
+        The adapter, its rank as a LoRA, and the relative error of the cut.
+    """
     if rank is not None and (not isinstance(rank, int) or rank < 1):
         raise ConfigError(f"A LoRA has a rank of at least 1, but {rank!r:.50} came.")
     own_rank = max(factors.R.shape[0] for factors in adapter.factors.values())
@@ -145,7 +149,7 @@ def _lora_tensors(
 
 
 def lora_config(config: FrozenCoreConfig, rank: int, targets: list[str], *, fan_in_fan_out: bool) -> dict[str, Any]:
-    """The configuration of a LoRA with every field that an engine reads; the scale is in B, so alpha over r is one."""
+    """The configuration of a LoRA, with every field that an engine reads. The scale is in B, so alpha over r is 1."""
     task = getattr(config.task_type, "value", config.task_type)
     return {
         "peft_type": "LORA", "task_type": task, "base_model_name_or_path": config.base_model_name_or_path,
@@ -172,7 +176,7 @@ def layers_to_name(adapted: Mapping[str, tuple[int, int]], base: BaseLayers | No
 
 
 def target_modules(named: Iterable[str], base: BaseLayers | None) -> list[str]:
-    """Names for ``target_modules`` that match exactly the layers of the directory: last parts where they suffice."""
+    """Names for ``target_modules`` that match exactly the layers of the directory: last parts of names if possible."""
     layers = set(named)
     last_parts = {_last(name) for name in layers}
     if base is not None and {name for name in base.shapes if _last(name) in last_parts} != layers:

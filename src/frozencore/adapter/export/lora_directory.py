@@ -23,7 +23,7 @@ _PREFIX = "base_model.model."
 
 @dataclass(frozen=True)
 class TensorFacts:
-    """The facts of a stored tensor, which is not kept."""
+    """Shape, dtype and soundness of a stored tensor, without its values."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -35,7 +35,7 @@ class LoraDirectory:
     """Configuration, tensors by key, and the names of all files.
 
     Attributes:
-        factors: The facts of ``"A"`` and ``"B"`` of each module, as far as they are there.
+        factors: The facts of ``"A"`` and ``"B"`` by module; either may be missing.
         others: Keys of tensors that are no LoRA factors.
     """
 
@@ -47,7 +47,7 @@ class LoraDirectory:
 
     @property
     def is_tenant(self) -> bool:
-        """Whether all factors are on ``core`` layers, which only basis models have."""
+        """True if all factors are on ``core`` layers, which only basis models have."""
         return bool(self.factors) and all(module.endswith(".core") for module in self.factors)
 
     @property
@@ -56,7 +56,7 @@ class LoraDirectory:
         return [(m, s["A"].shape, s["B"].shape) for m, s in self.factors.items() if s.keys() == {"A", "B"}]
 
     def mapping(self, name: str) -> dict[str, Any]:
-        """A field of the configuration that may be a mapping; empty if it is none."""
+        """A field of the configuration if it is a mapping, else an empty one."""
         value = self.config.get(name)
         return value if isinstance(value, dict) else {}
 

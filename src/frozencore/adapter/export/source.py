@@ -24,7 +24,7 @@ _NOT_LORA = "which no LoRA can hold. Merge the adapter into its model instead (f
 
 @dataclass(frozen=True)
 class ExportSource:
-    """P, Q, R and s by layer name, and the base model's layers where they are known."""
+    """P, Q, R and s by layer name, and the base model's layers if they are known."""
 
     config: FrozenCoreConfig
     factors: dict[str, Factors]
@@ -42,8 +42,8 @@ def export_source(
 
     Args:
         adapter_name: The adapter of the model; the active one by default.
-        base: With a folder, the base model, its folder or its GGUF file; by default what the adapter names, if it is
-            on this disk.
+        base: The base model, its folder or its GGUF file, for an adapter in a folder; by default the one that the
+        adapter names, if it is on this machine.
     """
     if isinstance(model_or_directory, nn.Module):
         name, config = find_adapter(model_or_directory, adapter_name)
@@ -81,7 +81,7 @@ def require_bases(factors: Mapping[str, Factors]) -> None:
 
 
 def in_dtype(name: str, values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Values in another dtype; values that are not finite there are refused."""
+    """Convert values to another dtype; refuse values that are not finite in it."""
     found = values.to(dtype).contiguous()
     if not torch.isfinite(found).all():
         raise ArtifactError(f"{name!r} would hold NaN or Inf in {dtype}. Train again, or export in float32.")

@@ -1,7 +1,7 @@
 """A frozen core as a LoRA on the ``core`` layers of its basis model: ``A = I``, ``B = s·R``, so that ``B A = s·R``.
 
 Shapes: r rank of a layer, k the largest rank of a core; ``lora_A.weight`` is k x r and ``lora_B.weight`` r x k, padded
-with zeros: engines take one rank for all layers. A core of a narrower version of a widened basis is padded too.
+with zeros, because engines need one rank for all layers. A core of a narrower version of a widened basis is padded too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from frozencore.files.adapter_folder import CONFIG_FILE, WEIGHTS_FILE
 from frozencore.files.whole_file import whole_folder
 
 CORE = "core"
-IDENTITY = "frozencore_basis"  # in the metadata of the weights file, which no reader minds
+IDENTITY = "frozencore_basis"  # a key in the metadata of the weights file; readers ignore it
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class TenantExport:
 
     Attributes:
         rank: The one rank of all layers; smaller cores are zero-padded to it.
-        layers: Layers that carry a core.
+        layers: The layers with a core.
         identity: The identity of the basis (:func:`frozencore.adapter.export.basis_model.identity_of`).
     """
 
@@ -58,13 +58,13 @@ def export_tenant(
     Args:
         model_or_directory: A model with a frozen-core adapter, or a folder that ``save_pretrained`` wrote.
         adapter_name: Which adapter of the model; the active one by default.
-        basis_model: Folder of the basis model, whose basis is compared with the adapter's. Without it nothing is: on
-            another basis the cores mean nothing, and no engine would notice.
+        basis_model: Folder of the basis model, to check that its basis is the adapter's. Without it nothing is checked:
+        cores on another basis give wrong outputs, and no engine notices.
         dtype: The dtype of the factors. Half precision halves the file and costs about 0.2 % of the update in bfloat16.
 
     Raises:
-        ArtifactError: A folder that is damaged or in the way, or a basis model of another basis.
-        ConfigError: No such adapter, one without a basis, of several rounds, or one that trains more than its cores.
+        ArtifactError: The adapter is damaged, ``out`` exists, or the basis model has another basis.
+        ConfigError: The adapter does not exist, has no basis or several rounds, or trains more than its cores.
     """
     require_dtype(dtype)
     adapter = export_source(model_or_directory, adapter_name)
@@ -85,14 +85,14 @@ def export_tenant(
 
 
 def _bases(adapter: ExportSource) -> Bases:
-    """P and Q as a named basis holds them: a model in 16 bits holds them rounded."""
+    """P and Q from the named basis, because a model in 16 bits holds them rounded."""
     if adapter.folder is None and adapter.config.basis_id is not None:
         return adapter.config.find_basis("this adapter").layers
     return {name: (f.P, f.Q) for name, f in adapter.factors.items()}
 
 
 def _basis_of(origin: str, identity: str, basis_model: str) -> tuple[str, dict[str, int]]:
-    """The identity and the ranks of the basis in a basis model, which the adapter's is or grew into."""
+    """The identity and the ranks of a basis model's basis. It must be the adapter's basis, or one grown from it."""
     entry = read_entry(basis_model)
     theirs = entry["identity"]
     if identity not in (theirs, *entry["older"]):

@@ -20,7 +20,7 @@ from frozencore.ranks import num_ranks
 if TYPE_CHECKING:
     from transformers import Trainer
 
-FAR = 100.0  # times the typical gradient of a row: a clipping length that drowns it in noise
+FAR = 100.0  # a clipping length this many times a row's typical gradient hides that gradient in noise
 
 
 def private_cores(model: Any) -> dict[str, nn.Parameter]:
@@ -100,7 +100,7 @@ class Guard:
         self.clipped_share = 0.0
 
     def before_step(self, cores: Mapping[str, Tensor], rate: float) -> None:
-        """Keep the cores as they are before the first step with a learning rate above 0."""
+        """Copy the cores before the first step with a learning rate above 0."""
         if not self._moved and rate > 0:
             self._before = {name: core.detach().clone() for name, core in cores.items()}
 
@@ -112,7 +112,7 @@ class Guard:
             self._has_gradient |= found.cpu()
 
     def forget(self) -> None:
-        """Forget the passes of a step that is made again."""
+        """Drop the records of the current step, because it is repeated."""
         self._norms.clear()
 
     def after_step(self, cores: Mapping[str, Tensor]) -> None:

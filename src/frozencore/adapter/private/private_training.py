@@ -40,7 +40,7 @@ def clipped_sum(gradients: Tensor, clip: float) -> tuple[Tensor, Tensor]:
 
 
 def add_noise(total: Tensor, secret: str, step: int, schedule: Schedule) -> None:
-    """Make the sum of a step's clipped gradients (k) their noised mean, in place: ``(total + σ C z) / rows a step``."""
+    """Replace the sum of a step's clipped gradients (k) by their noised mean: ``(total + σ C z) / rows a step``."""
     noise = noise_of(secret, step, len(total)).to(total.device)
     total.add_(noise, alpha=schedule.noise_multiplier * schedule.budget.clip).div_(schedule.rows_a_step)
 
@@ -48,16 +48,17 @@ def add_noise(total: Tensor, secret: str, step: int, schedule: Schedule) -> None
 class PrivateTraining(TrainerCallback, ExportableState):
     """Make a ``Trainer`` train the cores of its model privately; call its ``train`` afterwards, once.
 
-    A step is of ``per_device_train_batch_size * gradient_accumulation_steps`` rows on average. The Trainer's own loss
-    is not used. Logs get ``epsilon``, what is spent, and ``clipped``, the share of the step's rows that were cut. Logs
-    and checkpoints are not to be published: losses are exact, and checkpoints hold the secret of the noise.
+    A step has ``per_device_train_batch_size * gradient_accumulation_steps`` rows on average. The Trainer's own loss is
+    not used. Logs get ``epsilon``, the budget spent so far, and ``clipped``, the share of the step's rows whose
+    gradients were clipped. Do not publish logs and checkpoints: losses are exact, and checkpoints hold the secret of
+    the noise.
 
     Args:
         trainer: A Trainer whose model has one active frozen-core adapter that trains cores alone.
         epsilon, delta, clip: See :class:`~frozencore.privacy.PrivateBudget`.
         loss_fn: The loss of each row; as for :func:`frozencore.per_example_gradients`.
-        basis_is_public: The bases were calibrated on rows that may be known. It needs no saying where the constructor
-            reads no data.
+        basis_is_public: The bases were calibrated on rows that may be known. Not needed if the constructor reads no
+        data.
 
     Raises:
         ConfigError: The privacy budget does not cover an option, more than cores trains, or Opacus is missing.
@@ -90,14 +91,14 @@ class PrivateTraining(TrainerCallback, ExportableState):
 
     @property
     def schedule(self) -> Schedule:
-        """Steps and noise, from the beginning of the training on."""
+        """The steps and the noise; known once the training has begun."""
         if self._schedule is None:
             raise TrainingError("The noise of a private training is known once it trains. Call trainer.train() first.")
         return self._schedule
 
     @property
     def num_steps(self) -> int:
-        """Steps that were made, those before a resumed checkpoint included."""
+        """The number of steps made, including those before a resumed checkpoint."""
         return self._num_steps
 
     @property
@@ -110,7 +111,7 @@ class PrivateTraining(TrainerCallback, ExportableState):
         return {"args": {}, "attributes": {"secret": self._secret, **self._promised()}}
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Take up a checkpoint's secret, or begin with one of its own; the noise follows from the number of steps."""
+        """Read the secret from the checkpoint, or draw a new one; derive the noise from the number of steps."""
         if state.global_step:
             self._take_up(state)
         elif self._schedule is not None:
@@ -136,17 +137,17 @@ class PrivateTraining(TrainerCallback, ExportableState):
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, Any], **_: Any
     ) -> None:
-        """Say what is spent."""
+        """Add the budget spent so far to the logs."""
         if "loss" in logs:
             logs["epsilon"] = self.spent
             logs["clipped"] = self._guard.clipped_share
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """A state that is saved after the training holds no secret."""
+        """Forget the secret, so that a state saved after the training does not hold it."""
         state.stateful_callbacks.pop(type(self).__name__, None)
 
     def _loader(self) -> Any:
-        """Instead of ``get_train_dataloader``."""
+        """Replaces ``get_train_dataloader``."""
         rows_a_step = self._rows_a_step()
         plain, passes = self._plain_loader(), self._trainer.args.gradient_accumulation_steps
         num_rows = len(plain.dataset)
@@ -163,7 +164,7 @@ class PrivateTraining(TrainerCallback, ExportableState):
     def _training_step(
         self, model: nn.Module, inputs: Mapping[str, Any], num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
-        """Instead of ``training_step``: add the cut gradients of a pass, and behind the last pass the noise."""
+        """Replaces ``training_step``: adds the clipped gradients of a pass, and after the last pass the noise."""
         step, schedule = inputs["step"], self.schedule
         if step != self._trainer.state.global_step or step >= schedule.num_steps:
             raise TrainingError(
@@ -188,7 +189,7 @@ class PrivateTraining(TrainerCallback, ExportableState):
         return loss
 
     def _write_gradient(self, step: int) -> None:
-        """The noised mean as the gradient of the cores."""
+        """Set the noised mean as the gradient of the cores."""
         add_noise(self._sum, self._secret, step, self.schedule)
         sizes = [core.numel() for core in self._cores.values()]
         for core, part in zip(self._cores.values(), self._sum.split(sizes), strict=True):

@@ -1,8 +1,8 @@
 """The random numbers of private training, and its steps as a data loader.
 
 The rows of a step and its noise follow from a secret and the number of the step. So a training that is resumed repeats
-its draws to the bit, and never uses the noise of one step for another. Whoever knows the secret can remove the noise:
-it comes from the system's randomness, never from the seed of a run.
+its draws exactly, and never uses the noise of one step for another. Whoever knows the secret can remove the noise, so
+the secret comes from the system's randomness, never from the seed of a run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 
 def new_secret() -> str:
-    """256 bits from the system's randomness, as hexadecimal digits."""
+    """Draw 256 bits from the system's randomness, as hexadecimal digits."""
     return secrets.token_hex(32)
 
 
@@ -81,7 +81,7 @@ class Passes(Sampler[list[tuple[int, int]]]):
 
 
 class DrawnRows(Dataset[Pass]):
-    """The rows of a dataset as the passes of drawn steps."""
+    """A dataset whose items are the passes of drawn steps, each with its rows."""
 
     def __init__(self, rows: Any, draw: DrawRows, passes: int) -> None:
         self.rows, self.draw, self.passes = rows, draw, passes
@@ -98,7 +98,7 @@ class DrawnRows(Dataset[Pass]):
 
 @dataclass(frozen=True)
 class CollatedPass:
-    """Collates a pass into the inputs of ``training_step``: its step, the number of rows, and a batch if it has any."""
+    """Collates a pass into the inputs of ``training_step``: the step, the number of rows, and a batch unless empty."""
 
     collate: Callable[[list[Any]], Any]
 

@@ -7,7 +7,7 @@ The identity is the SHA-256 of everything else in the two files. Adapters of cor
 folder may be anywhere.
 
 A basis that grew holds the header of the basis before it under ``grown_from``, which may hold another one in turn. The
-first columns of P and Q are exactly those of the basis before. So its folder stands for every version of the basis.
+first columns of P and Q are exactly those of the basis before. So one folder holds every version of the basis.
 """
 
 from __future__ import annotations

@@ -123,7 +123,7 @@ def group_rows(
 
     Args:
         sizes: For each row, its tokens and its logits (scored positions times vocabulary).
-        tokens_per_batch: ``None`` fills the device; on a CPU only its caches, because more brings no gain.
+        tokens_per_batch: ``None`` fills the device's memory. On a CPU it fills the caches, because more is not faster.
         shrink: Divides both budgets.
     """
     costs, most = row_costs(sizes, device, tokens_per_batch)

@@ -56,8 +56,8 @@ def execute_many(
 ) -> dict[str, TenantOutcome]:
     """Train every tenant of ``config.data``, and write a folder ``out/NAME`` for each when it ends.
 
-    The basis is the configured one, or ``out/basis``, calibrated on rows of all tenants. Of several processes each
-    trains a share of the tenants; the first computes the basis and the others read it.
+    The basis is the configured one, or ``out/basis``, calibrated on rows of all tenants. Several processes share the
+    tenants among them; the first computes the basis and the others read it.
 
     Args:
         config: Its ``data`` name the tenants' files (:func:`find_tenants`); the other options hold for all tenants.
