@@ -28,7 +28,7 @@ def _calibrate(
         typer.Option(
             "--output",
             "--out",
-            help="New folder for the basis, the adapter and the moments; without moments with --memory-budget.",
+            help="New folder for the basis, the adapter and the moments (no moments with --memory-budget).",
         ),
     ],
     tenants: Annotated[

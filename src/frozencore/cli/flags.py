@@ -32,7 +32,7 @@ OF_ONE_TRAINING = AloneConfig.model_fields.keys() | FurtherScoresConfig.model_fi
 """Options that only a training of one adapter reads."""
 OF_TRAINING = (RecipeConfig.model_fields.keys() | OF_ONE_TRAINING | {"basis", "patience"}) - {"seed"}
 """Options that only training reads."""
-Resume = Annotated[bool, typer.Option("--resume", help="Go on from what --output holds of this run.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Continue the run that is in --output.")]
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Write nothing: say what the run would read and need, show its first row.")
 ]

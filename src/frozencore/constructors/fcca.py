@@ -32,7 +32,10 @@ class FCCAOptions(BasisOptions):
     fisher: Annotated[Fisher, Field(description="Diagonal moments, or dense factors (K-FAC).")] = Whitening.fisher
     shrinkage: Annotated[Fraction, Field(description="Share of the diagonal in dense factors.")] = Whitening.shrinkage
     damping: Annotated[
-        Damping, Field(description="Damping relative to the mean second moment; two for the input and the output side.")
+        Damping,
+        Field(
+            description="Damping relative to the mean second moment; two values: for the input side and the output side."
+        ),
     ] = Whitening.damping
 
     def __post_init__(self) -> None:
