@@ -33,9 +33,7 @@ class FCCAOptions(BasisOptions):
     shrinkage: Annotated[Fraction, Field(description="Share of the diagonal in dense factors.")] = Whitening.shrinkage
     damping: Annotated[
         Damping,
-        Field(
-            description="Damping relative to the mean second moment; two values: for the input side and the output side."
-        ),
+        Field(description="Damping relative to the mean second moment; two values: input side, output side."),
     ] = Whitening.damping
 
     def __post_init__(self) -> None:
