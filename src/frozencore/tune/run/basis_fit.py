@@ -88,7 +88,8 @@ def shares_of_rows(config: RunConfig, progress: Progress) -> RowShares:
                     progress)  # fmt: skip
     if not found.layers:
         raise CalibrationError(
-            "A basis holds a share of a gradient, but these rows have none. Check their completions."
+            "The gradient of these rows is zero in every layer, so no basis can be compared with it. Check their "
+            "completions."
         )
     return found
 
