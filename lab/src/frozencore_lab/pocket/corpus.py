@@ -145,7 +145,7 @@ def contrast(rng: Random) -> str:
 
 
 def agreeing(rng: Random) -> str:
-    """Whether two words point the same way."""
+    """Two words, and whether they have the same polarity."""
     lines = []
     for _ in range(rng.randint(3, 5)):
         first, second = rng.random() < 0.5, rng.random() < 0.5

@@ -34,7 +34,7 @@ _NO_PARENT = -1
 
 @dataclass(frozen=True)
 class Segment:
-    """Columns ``start`` to ``stop``; ``path``: the columns they see, themselves last; ``None`` if only themselves."""
+    """Columns ``start`` to ``stop``. ``path`` holds the visible columns, their own last; ``None``: only their own."""
 
     start: int
     stop: int
