@@ -19,6 +19,7 @@ import page_figures
 import quality_tables
 import speed_tables
 import tenant_tables
+import tenants_quality_tables
 from harness import RESULTS, ROOT
 
 MACHINE = "amd-epyc-2-cores"
@@ -34,13 +35,22 @@ def pages() -> Iterator[tuple[Path, dict[str, str]]]:
     machine, gpu = found_in(MACHINE), found_in("gpu")
     yield DOCS / "cost.md", cost_tables.blocks(machine) | speed_tables.blocks(machine, gpu)
     quality = quality_tables.blocks()
-    yield README, {"speed": speed_tables.sentences(machine, gpu), "smollm2-sst2": quality["smollm2-sst2"]}
+    tenants = tenants_quality_tables.Study()
+    yield (
+        README,
+        {
+            "speed": speed_tables.sentences(machine, gpu),
+            "smollm2-sst2": quality["smollm2-sst2"],
+            "tenants-readme": tenants_quality_tables.readme(tenants),
+        },
+    )
     yield DOCS / "smollm2.md", quality
     yield (
         DOCS / "many-cores.md",
         tenant_tables.many_cores(
             *(found_in(f"{name}-{MACHINE}") for name in ("tenants", "many-training", "many-commands"))
-        ),
+        )
+        | tenants_quality_tables.blocks(tenants),
     )
     yield DOCS / "serving.md", {"served": tenant_tables.served(found_in(f"served-{MACHINE}"))}
 
@@ -74,6 +84,7 @@ def main() -> int:
     page_figures.growth(growth, figures / "growth.png")
     page_figures.scale(found_in("scale"), figures / "scale.png")
     page_figures.tenants(found_in(f"tenants-{MACHINE}"), found_in(f"many-training-{MACHINE}"), figures / "tenants.png")
+    tenants_quality_tables.figure(tenants_quality_tables.Study(), figures / "tenants-quality.png")
     page_figures.served(found_in(f"served-{MACHINE}"), figures / "served.png")
     return 0
 

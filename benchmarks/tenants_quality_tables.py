@@ -264,8 +264,9 @@ def figure(study: Study, path: Path) -> None:
     """Mean accuracy and loss, with 95 % intervals of the difference from own bases, against bytes."""
     drawn, axes = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
     for axis, measure in zip(axes, ("accuracy", "loss"), strict=True):
-        for arm in study.arms:
+        for place, arm in enumerate(study.arms):
             x, y = study.some(arm)["disk_bytes"], TIMES[measure] * study.values(arm, measure, study.names()).mean()
+            x *= 1.15**place  # cores take the same bytes: side by side
             colour = "tab:orange" if arm[0] == "lora" else "tab:green" if arm[0] == "own" else "tab:blue"
             around = None
             if arm != OWN and OWN in study.arms:
@@ -275,7 +276,7 @@ def figure(study: Study, path: Path) -> None:
             axis.annotate(named(arm), (x, y), textcoords="offset points", xytext=(6, 3), fontsize=7)
         axis.set_xscale("log")
         axis.set_xlim(right=40 * axis.get_xlim()[1])
-        axis.set_xlabel("bytes of a tenant on disk")
+        axis.set_xlabel("bytes of a tenant on disk (set apart where they are equal)")
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("accuracy, mean over tenants, %")
     axes[1].set_ylabel("loss, nats per answer token")
