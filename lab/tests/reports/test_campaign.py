@@ -246,11 +246,14 @@ def test_in_a_browser_the_page_fits_a_phone_and_keeps_its_contrast_in_the_dark(r
     document.querySelectorAll('details').forEach((one) => { one.open = true; });
     const shade = (name) => getComputedStyle(document.body)[name].match(/\\d+/g).slice(0, 3).map(Number);
     const widest = (name) => Math.max(...[...document.querySelectorAll(name)].map((one) => one.scrollWidth));
-    return {page: document.documentElement.scrollWidth, window: innerWidth, table: widest('table'),
+    const pieces = [...document.querySelectorAll('table.many td')].map((one) => one.childNodes.length);
+    return {pieces: Math.max(...pieces),
+      page: document.documentElement.scrollWidth, window: innerWidth, table: widest('table'),
       text: shade('color'), ground: shade('backgroundColor')};
     """
     found = in_browser(report / "index.html", script, width=width, scheme=scheme)
     assert found["page"] <= found["window"] == width
+    assert found["pieces"] == 1  # of a cell, which stands beside its heading
     assert found["table"] <= width or width > 400
     assert (sum(found["ground"]) < 150) == (scheme == "dark")
     assert contrast(found["text"], found["ground"]) > 7
@@ -278,7 +281,10 @@ def test_no_heading_below_a_study_says_its_title_again_and_what_was_found_stands
     assert "Whitening sides" not in re.sub(r'alt="[^"]*"', "", section.removeprefix("Whitening sides</h2>"))
     first = page.index("<ul class=headlines>")
     assert first < page.index("<nav>") < page.index("<h2")
-    assert re.search(r'<a href="#budget">Matched <budget> & more, small: \S+ \d+\.\d, then \S+ \d+\.\d', page[first:])
+    found = page[first:]
+    assert re.search(r'<a href="#budget">Matched <budget> & more, small: \S+ \d+\.\d ± \d\.\d, then \S+ \d+\.\d', found)
+    assert re.search(r'<a href="#state">Trained state: \S+ [\d.]+, then \S+ [\d.]+ \(accuracy, %, SVAMP\)', found)
+    assert '<a href="#budget">Matched' not in page[page.index("<nav>") : page.index("</nav>")]
 
 
 def contrast(first: list[int], second: list[int]) -> float:

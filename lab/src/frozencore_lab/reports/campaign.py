@@ -12,7 +12,7 @@ from frozencore_lab.reports.document import Document, Section, Table, make_docum
 from frozencore_lab.reports.figures import study_drawings
 from frozencore_lab.reports.frontier import frontier_section
 from frozencore_lab.reports.labels import axis_name, slug, value_name
-from frozencore_lab.reports.tables.averages import averages
+from frozencore_lab.reports.tables.averages import averages, column_averages
 from frozencore_lab.reports.tables.costs import memory_sheet, state_sheet, study_costs, time_sheet
 from frozencore_lab.reports.tables.further import FURTHER, search_sheet
 from frozencore_lab.reports.tables.items import item_gains, item_sheet, items_by_task_sheet
@@ -105,12 +105,22 @@ def _pivot_tables(pivot: Pivot, name: str) -> tuple[list[Table], list[Table]]:
 
 
 def _headline(pivot: Pivot) -> Iterator[str]:
-    """Name the table's columns with the best and the second best mean over the tasks."""
+    """Name the table's columns with the best and the second best mean over the tasks, or value on its one task.
+
+    Both stand with their standard deviations over seeds.
+    """
     upright, measure = pivot.upright, pivot.measure
-    lines = averages(upright)
-    values = {column: one.value for column, one in lines[0].cells.items() if one.value is not None} if lines else {}
+    lines, of = averages(upright), "mean over the tasks"
+    cells = lines[0].cells if lines else {}
+    if len(upright.rows) == 1:
+        cells, of = column_averages(upright), upright.row_name(upright.rows[0])
+    values = {column: one.value for column, one in cells.items() if one.value is not None}
     if not measure.ranked or len(values) < 2:
         return
     first, second, *_ = sorted(values, key=lambda column: values[column], reverse=not measure.lower_is_better)
-    best, next_one = (f"{upright.column_name(one)} {values[one]:.{measure.decimals}f}" for one in (first, second))
-    yield f"{pivot.title}: {best}, then {next_one} ({measure.title}, mean over the tasks)."
+    best, next_one = (
+        f"{upright.column_name(one)} {values[one]:.{measure.decimals}f}"
+        + ("" if cells[one].std is None else f" ± {cells[one].std:.{measure.decimals}f}")
+        for one in (first, second)
+    )
+    yield f"{pivot.title}: {best}, then {next_one} ({measure.title}, {of})."

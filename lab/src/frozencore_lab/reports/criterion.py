@@ -49,6 +49,7 @@ STATISTICS: dict[str, Statistic] = {
 LOSS = "held-out loss"
 OUTCOMES: dict[str, Statistic] = {LOSS: lambda run, _: run.held_out_loss, "accuracy": lambda run, _: run.accuracy}
 NAME, TITLE, SHOWN = "criterion", "Criterion against outcome", "‖PᵀGQ‖, share"
+TOO_FEW = f"fewer than {FEWEST_POINTS} points, or one value for nearly all of them"
 SEEDS_AND_PLACES = ("seed", *PLACES)
 
 
@@ -163,7 +164,7 @@ def by_study_sheet(results: CampaignResults) -> Sheet | None:
 
 def _cell(found: Correlation | None) -> SheetCell:
     if found is None:  # missing runs show in the study's own table
-        return missing(f"fewer than {FEWEST_POINTS} points, or one value for nearly all of them", is_undefined=True)
+        return missing(TOO_FEW, is_undefined=True)
     text = f"{found.rho:+.2f} [{found.low:+.2f}, {found.high:+.2f}]"
     return SheetCell(text, value=found.rho, hint=f"{found.num_points} points")
 
@@ -205,7 +206,7 @@ def criterion_scatter(points: Sequence[Point]) -> Figure:
         axis.set_title(task + (f", ρ = {found.rho:+.2f}" if found else ""))
         axis.locator_params(axis="x", nbins=4)
     figure.supxlabel("share of the gradient in the span, ‖PᵀGQ‖ / ‖G‖")
-    figure.supylabel("held-out loss, nats per token")
+    figure.supylabel("held-out loss,\nnats per token")
     shared_legend(figure, axes)
     return figure
 
@@ -213,22 +214,23 @@ def criterion_scatter(points: Sequence[Point]) -> Figure:
 def criterion_section(results: CampaignResults) -> Section | None:
     """The section with correlations of captures with loss and accuracy; None if no run has bases.
 
-    If no run with bases was measured, the section only gives the reason.
+    If no run with bases was measured, or if nothing correlates, the section gives the reason in place of tables.
     """
     runs = tuple(run for study in results.studies for run in study.runs)
     points = criterion_points(runs)
     if not points:
         why = why_without(runs)
         return Section(NAME, TITLE, f"Left out: {why}.", (), ()) if why else None
+    drawings = [
+        Drawing(f"{NAME}-points", f"{TITLE}: held-out loss by captured share", partial(criterion_scatter, points))
+    ]
     main = criterion_sheet(points)
+    if all(cell.value is None for line in main.rows for cell in line[1:-1]):
+        return Section(NAME, TITLE, f"No rank correlation: {TOO_FEW}.", (), (), drawings=tuple(drawings))
     details = [by_task_sheet(points, LOSS)]
     if any(point.values["accuracy"] is not None for point in points):
         details.append(by_task_sheet(points, "accuracy"))
     if len(results.studies) > 1 and (by_study := by_study_sheet(results)) is not None:
         details.append(by_study)
-    drawings = [
-        Drawing(f"{NAME}-points", f"{TITLE}: held-out loss by captured share", partial(criterion_scatter, points))
-    ]
-    if any(cell.value is not None for line in main.rows for cell in line[1:-1]):
-        drawings.insert(0, Drawing(NAME, f"{TITLE}: correlations", partial(correlation_intervals, points)))
+    drawings.insert(0, Drawing(NAME, f"{TITLE}: correlations", partial(correlation_intervals, points)))
     return Section(NAME, TITLE, "", (), (Table(main),), tuple(map(Table, details)), tuple(drawings))

@@ -34,11 +34,13 @@ class FigureKind:
 
     Attributes:
         once: The title of a figure that does not depend on the measure and is drawn only for the first.
+        against: What the measure is drawn against, as the caption names it.
         of_averages: The figure shows macro-averages, so it needs a complete column.
     """
 
     draw: Callable[[Pivot], Figure]
     once: str = ""
+    against: str = ""
     of_averages: bool = False
 
     def has_something(self, pivot: Pivot) -> bool:
@@ -63,7 +65,8 @@ def study_drawings(results: StudyResults) -> Iterator[Drawing]:
                 if (kind.once and i) or not kind.has_something(pivot):
                     continue
                 file = f"{pivot.name}{'' if kind.once else measure.suffix}{suffix}"
-                yield Drawing(file, f"{pivot.title}: {kind.once or measure.title}", partial(kind.draw, pivot))
+                alt = f"{pivot.title}: {kind.once or measure.title}{kind.against}"
+                yield Drawing(file, alt, partial(kind.draw, pivot))
 
 
 def column_colours(pivot: Pivot) -> dict[Key, str]:
@@ -124,7 +127,7 @@ def _lines(axis: Axes, pivot: Pivot) -> None:
     for i, row in enumerate(upright.rows):
         _line(axis, upright, row, upright.row_name(row), CYCLE[i % len(CYCLE)], MARKERS[i % 8], DASHES[i % 4])
     _against(axis, upright)
-    axis.set_ylabel(pivot.measure.title)
+    axis.set_ylabel(pivot.measure.title.replace(", ", ",\n"))
     shared_legend(axis.figure, [axis])
 
 
@@ -170,7 +173,7 @@ def _state(axis: Axes, pivot: Pivot) -> None:
     plain_ticks(axis.xaxis)
     axis.margins(x=0.1, y=0.15)
     axis.set_xlabel("values trained in all")
-    axis.set_ylabel(f"mean {pivot.measure.title}")
+    axis.set_ylabel(f"mean {pivot.measure.title}".replace(", ", ",\n"))
     shared_legend(axis.figure, [axis])
 
 
@@ -239,7 +242,7 @@ DRAWN: dict[str, FigureKind] = {
     "ranking": FigureKind(partial(_alone, draw=draw_ranking), of_averages=True),
     "gains": FigureKind(partial(_alone, draw=_gains)),
     "lines": FigureKind(partial(_alone, draw=_lines)),
-    "state": FigureKind(partial(_alone, draw=_state), of_averages=True),
+    "state": FigureKind(partial(_alone, draw=_state), against=", by the values that train", of_averages=True),
     "panels": FigureKind(_row_panels),
     "curves": FigureKind(_learning_curves, once="learning curves"),
     "convergence": FigureKind(partial(_alone, draw=_convergence), once="basis convergence"),
