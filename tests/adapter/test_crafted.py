@@ -166,6 +166,8 @@ BAD_HEADERS: dict[str, tuple[tuple[str, ...], Any]] = {
     "a rank of 400 digits": (("options", "r"), HUGE),
     "an alpha of 400 digits": (("options", "alpha"), HUGE),
     "a rank pattern that is a list": (("options", "rank_pattern"), [1]),
+    "a rank pattern that is a number": (("options", "rank_pattern"), -1),
+    "an alpha pattern that is a number": (("options", "alpha_pattern"), 1e300),
     "scales that are a list": (("scales",), [1]),
     "options that are a list": (("options",), [1]),
     "a format of 400 digits": (("format",), HUGE),

@@ -131,7 +131,9 @@ def refuse_expressions(origin: str, values: Mapping[str, Any], way_out: str) -> 
         (field, values[field]) for field in ("target_modules", "exclude_modules") if is_searched(values.get(field))
     ]
     for field in ("rank_pattern", "alpha_pattern"):
-        odd += [(field, key) for key in values.get(field) or () if isinstance(key, str) and plain_key(key) is None]
+        pattern = values.get(field)
+        keys = pattern if isinstance(pattern, dict) else ()  # another type is refused by the configuration
+        odd += [(field, key) for key in keys if isinstance(key, str) and plain_key(key) is None]
     if odd:
         field, expression = odd[0]
         raise ArtifactError(
