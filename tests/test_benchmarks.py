@@ -32,12 +32,13 @@ PROMISED: dict[str, tuple[tuple[str, ...], set[str]]] = {
     "many_commands": (("--quick",), {"rows", "size", "rounds"}),
     "advice": (("--quick",), {"constructors", "metric", "rows"}),
     "tenants": (("--quick",), {"keep", "batch"}),
+    "per_example": (("--quick",), {"ranks", "rounds", "rows"}),
     "scale": (("--quick",), {"rates", "plan", "rows", "one_rate"}),
     "smollm2": (("--quick",), {"dtypes", "waterfall", "rounds"}),
 }
 SLOW = {
     "step", "refreshing", "calibration", "svd", "ranks", "memory", "many_training", "many_commands", "tenants",
-    "smollm2", "scale",
+    "per_example", "smollm2", "scale",
 }  # fmt: skip
 EVERYWHERE = {"benchmark", "provenance"}
 
@@ -69,6 +70,8 @@ def results_of(script: str, folder: Path) -> dict[str, Any]:
     "script", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in PROMISED]
 )
 def test_the_quick_mode_writes_the_promised_keys(script: str, tmp_path: Path) -> None:
+    if script == "per_example":
+        pytest.importorskip("opacus")
     found = results_of(script, tmp_path)
     missing = (PROMISED[script][1] | EVERYWHERE) - found.keys()
     assert not missing
