@@ -7,10 +7,15 @@ ENGINES := .engines
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo docs test rehearse test-slow coverage mutants bench conformance engines federated lint format pocket smollm2 constraints clean
+.PHONY: demo demo-smollm2 docs test rehearse test-slow coverage mutants bench conformance engines federated lint format pocket smollm2 constraints clean
 
 demo: $(VENV)/.installed
 	$(BIN)/frozencore demo --output runs/demo
+
+# Four methods on SmolLM2 and film reviews, about ten minutes: make demo-smollm2 DATA=DIR, the folder of the tasks' data (without it the hub).
+demo-smollm2: smollm2
+	$(BIN)/frozencore campaign run lab/campaigns/demo-smollm2.yaml $(if $(DATA),--data-root $(DATA)) --out runs/demo-smollm2
+	$(BIN)/frozencore campaign report runs/demo-smollm2
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n 2
