@@ -44,8 +44,7 @@ def test_tune_on_a_basis_takes_everything_from_it_and_saves_cores_alone(
 def test_a_basis_that_holds_little_of_the_rows_is_a_warning_and_one_of_their_own_is_none(
     command: Command, basis: Path, tmp_path: Path
 ) -> None:
-    attention = ["q_proj", "k_proj", "v_proj", "o_proj"]
-    config = FrozenCoreConfig(r=4, constructor="random", target_modules=attention, task_type="CAUSAL_LM")
+    config = FrozenCoreConfig(r=4, constructor="random", task_type="CAUSAL_LM")  # Python's default targets
     save_basis(get_peft_model(AutoModelForCausalLM.from_pretrained(pocket_model_path()), config), tmp_path / "random")
     fits, outs = {}, {}
     for name, place in (("own", basis), ("random", tmp_path / "random")):

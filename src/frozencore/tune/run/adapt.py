@@ -10,6 +10,7 @@ from peft import PeftModel
 
 from frozencore.adapter.bases.calibrate import Calibration, calibrate
 from frozencore.adapter.bases.rank_budget import spends_by_spectrum
+from frozencore.adapter.model import ATTENTION_PROJECTIONS
 from frozencore.adapter.saved.saved_basis import read_header
 from frozencore.calibration.batches import Batch
 from frozencore.calibration.calibration_options import of_the_sums
@@ -39,6 +40,8 @@ def on_named_basis(config: RunConfig) -> RunConfig:
     decided = {own: options.get(theirs) for own, theirs in DECIDED.items()}
     if isinstance(decided["targets"], str) and decided["targets"] != "all-linear":
         decided["targets"] = None  # may be a regular expression, which only the basis can name
+    elif set(decided["targets"] or ()) == set(ATTENTION_PROJECTIONS):
+        decided["targets"] = None  # the default in Python, which names projections that this model may not have
     asked = {name: getattr(config, name) for name in DECIDED} | config.core.model_dump(mode="json")
     for name, value in {**decided, **core}.items():
         if asked[name] not in (_default(config, name), value, _as_asked(value)):
