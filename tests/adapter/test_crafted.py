@@ -92,6 +92,8 @@ REFUSED: dict[str, dict[str, Any]] = {
     "modules_to_save of what is not in the file": {"modules_to_save": ["lm_head"]},
     "token indices of 10^12": {"trainable_token_indices": [10**12]},
     "negative token indices": {"trainable_token_indices": [-1]},
+    "token indices of no token": {"trainable_token_indices": []},
+    "token indices by name of no token": {"trainable_token_indices": {"embed_tokens": []}},
     "token indices by name of 10^12": {"trainable_token_indices": {"embed_tokens": [10**12]}},
     "tokens that are not in the file": {"trainable_token_indices": [1]},
     "layers_to_transform a text": {"layers_to_transform": "x"},

@@ -217,7 +217,11 @@ def _require_layer_numbers(config: Any) -> None:
 def _require_tokens(indices: Any) -> None:
     lists = list(indices.values()) if isinstance(indices, dict) else [indices]
     for tokens in lists if indices is not None else ():
-        if not isinstance(tokens, list | tuple) or any(type(token) is not int or token < 0 for token in tokens):
+        if (
+            not tokens
+            or not isinstance(tokens, list | tuple)
+            or any(type(token) is not int or token < 0 for token in tokens)
+        ):
             raise ConfigError(
                 f"trainable_token_indices holds numbers of tokens, or such lists by module, but {indices!r:.100} came."
             )
