@@ -32,7 +32,7 @@ BY_TASK = {
     ),
     "Keep many adapters on one basis": (
         "save_basis", "load_basis", "SavedBasis", "CoreBank", "swap_core", "prepare_swap", "merge_adapters",
-        "pack_adapter", "unpack_adapter", "export_basis_model", "export_tenant",
+        "pack_adapter", "unpack_adapter", "grow_basis", "export_basis_model", "export_tenant",
     ),
     "Compute moments once, bases many times": (
         "collect_moments", "save_moments", "load_moments", "LayerMoments", "get_bases", "set_bases",
@@ -43,11 +43,15 @@ BY_TASK = {
     ),
     "Add a constructor": ("register_constructor", "CONSTRUCTORS", "build_basis", "BasisOptions", "LayerEvidence"),
 }  # fmt: skip
+ELSEWHERE = re.compile(r"(?m)^(?:\[?!\[[^\]]*\]\(https?:[^)]*\)(?:\]\([^)]*\))?\s*)+$")
 LINK = re.compile(r"(?<!!)\[([^\]]*)\]\((?!https?:|#)([^)#]+)(#[^)]*)?\)")
 
 
 def in_site(text: str, folder: Path) -> str:
-    """A page with its links as they are in the site; of a file that is not in it, the words and where it stands."""
+    """A page with its links as they are in the site, and without pictures of other hosts (badges).
+
+    A link to a file that is not in the site becomes its words and the place of the file.
+    """
 
     def moved(found: re.Match[str]) -> str:
         words, target, anchor = found[1], (folder / found[2]).resolve(), found[3] or ""
@@ -58,7 +62,7 @@ def in_site(text: str, folder: Path) -> str:
             return f"[{words}]({IN_SITE[place]}{anchor})"
         return f"{words} (`{place}`)"
 
-    return LINK.sub(moved, text).replace("](docs/figures/", "](figures/")
+    return LINK.sub(moved, ELSEWHERE.sub("", text)).replace("](docs/figures/", "](figures/")
 
 
 def write(name: str, text: str) -> None:

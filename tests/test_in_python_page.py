@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -51,6 +52,13 @@ def test_the_page_runs_as_it_stands(
         "basis-model",
         "anna-tenant",
     }
+
+
+def test_every_public_name_has_one_place_in_the_reference() -> None:
+    tree = ast.parse((ROOT / "docs" / "pages.py").read_text(encoding="utf-8"))
+    (groups,) = (node.value for node in tree.body if isinstance(node, ast.Assign) and node.targets[0].id == "BY_TASK")  # type: ignore[attr-defined]
+    names = [name for own in ast.literal_eval(groups).values() for name in own]
+    assert sorted(names) == sorted(frozencore.__all__)
 
 
 def test_every_public_name_stands_in_the_code_of_a_guide() -> None:
