@@ -110,7 +110,7 @@ def extreme_eigenpairs(
     n = len(A)
     first, last = (0, count - 1) if smallest else (n - count, n - 1)
     if A.device.type == "cpu":
-        found = scipy.linalg.eigh(A.numpy(), subset_by_index=(first, last), driver="evr", check_finite=False)
+        found = scipy.linalg.eigh(A.detach().numpy(), subset_by_index=(first, last), driver="evr", check_finite=False)
         values, vectors = map(torch.from_numpy, found)
     else:
         values, vectors = torch.linalg.eigh(A)
