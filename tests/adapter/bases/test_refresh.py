@@ -373,7 +373,7 @@ def test_what_needs_one_basis_refuses_a_sum(refreshed: PeftModel, tmp_path: Path
 def test_what_cannot_be_refreshed_is_refused_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r'at least one round, .* "auto" finds, but rounds=0 came'):
         Refresh(adapted(), 0)
-    with pytest.raises(ConfigError, match=r"but cost=0 came"):
+    with pytest.raises(ConfigError, match=r"cost is a share above 0, but 0 came"):
         Refresh(adapted(), 2, cost=0)
     with pytest.raises(ConfigError, match=r"which 'random' does not read"):
         Refresh(adapted("random"), 2)
