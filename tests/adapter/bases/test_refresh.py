@@ -384,7 +384,7 @@ def test_what_cannot_be_refreshed_is_refused_in_one_line(tmp_path: Path) -> None
     with pytest.raises(ConfigError, match=r"budget of 1 KB is too small .*smallest that works is .\d+KiB"):
         Refresh(adapted(), 2, memory_budget="1 KB")
     model = adapted()
-    with pytest.raises(ConfigError, match=r"a first round of at least two steps, .* refresh=6 came for 6 steps"):
+    with pytest.raises(ConfigError, match=r"a first round of at least two steps, .* refresh=6 and 6 steps"):
         trainer_of(model, tmp_path, sketching(model, 6)).train()
     with pytest.raises(ConfigError, match=r"refresh=7 came for 6 steps"):
         trainer_of(model, tmp_path, Refresh(model, 7)).train()
