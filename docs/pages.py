@@ -60,7 +60,7 @@ def in_site(text: str, folder: Path) -> str:
         place = target.relative_to(ROOT).as_posix()
         if place in IN_SITE:
             return f"[{words}]({IN_SITE[place]}{anchor})"
-        return f"{words} (`{place}`)"
+        return words if place in words else f"{words} (`{place}`)"
 
     return LINK.sub(moved, ELSEWHERE.sub("", text)).replace("](docs/figures/", "](figures/")
 

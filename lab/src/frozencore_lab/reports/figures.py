@@ -127,7 +127,7 @@ def _lines(axis: Axes, pivot: Pivot) -> None:
     for i, row in enumerate(upright.rows):
         _line(axis, upright, row, upright.row_name(row), CYCLE[i % len(CYCLE)], MARKERS[i % 8], DASHES[i % 4])
     _against(axis, upright)
-    axis.set_ylabel(pivot.measure.title.replace(", ", ",\n"))
+    axis.set_ylabel(pivot.measure.title.replace(", nats", ",\nnats"))
     shared_legend(axis.figure, [axis])
 
 
@@ -173,7 +173,7 @@ def _state(axis: Axes, pivot: Pivot) -> None:
     plain_ticks(axis.xaxis)
     axis.margins(x=0.1, y=0.15)
     axis.set_xlabel("values trained in all")
-    axis.set_ylabel(f"mean {pivot.measure.title}".replace(", ", ",\n"))
+    axis.set_ylabel(f"mean {pivot.measure.title}".replace(", nats", ",\nnats"))
     shared_legend(axis.figure, [axis])
 
 
