@@ -168,7 +168,7 @@ def claiming_blocks() -> Iterator[tuple[str, str]]:
         for block in GENERATED.finditer(page.read_text(encoding="utf-8")):
             yield f"{page.name}, {block[1]}", block[0]
         for one in sections(page):
-            if any(source.startswith("results/") for source in one.sources):
+            if any(source.startswith("lab/results/") for source in one.sources):
                 yield f"{page.name}:{one.line}", one.raw
 
 
