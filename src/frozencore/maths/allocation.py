@@ -164,7 +164,8 @@ def uniform_ranks(shapes: Mapping[str, Shape], budget: int) -> dict[str, int]:
             f"Rank 1 in each of the {len(widths)} layers takes {len(widths)} values, but the rank budget is {budget}. "
             "Give that much, or fewer target modules."
         )
-    rank = max(r for r in range(1, isqrt(budget) + 1) if sum(min(r, w) ** 2 for w in widths.values()) <= budget)
+    largest = min(isqrt(budget), max(widths.values()))
+    rank = max(r for r in range(1, largest + 1) if sum(min(r, w) ** 2 for w in widths.values()) <= budget)
     return {name: min(rank, width) for name, width in widths.items()}
 
 
