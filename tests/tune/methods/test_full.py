@@ -103,9 +103,9 @@ def test_with_targets_those_layers_alone_train() -> None:
     assert values_at_once(adapted(tiny_llama(), layers=1)) == sum(weight.numel() for weight in of_block)
 
 
-@pytest.mark.parametrize("options", [{}, {"targets": ATTENTION}])
-def test_on_a_16_bit_base_its_weights_are_float32(options: dict[str, Any]) -> None:
-    model = adapted(tiny_llama().to(torch.bfloat16), **options)
+@pytest.mark.parametrize(("kind", "options"), [*((kind, {}) for kind in MODELS), ("untied", {"targets": ATTENTION})])
+def test_on_a_16_bit_base_its_weights_are_float32(kind: str, options: dict[str, Any]) -> None:
+    model = adapted(MODELS[kind]().to(torch.bfloat16), **options)
     assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
     before = [p.detach().clone() for p in model.parameters() if p.requires_grad]
     report = train(model, ROWS, replace(RECIPE, learning_rate=1e-4), pad_id=0)

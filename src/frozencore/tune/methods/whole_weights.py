@@ -18,6 +18,7 @@ from frozencore.tune.methods.from_peft import FromPEFT
 from frozencore.tune.methods.method import AdapterOptions, Targets, targeted_layers
 
 if TYPE_CHECKING:
+    import torch
     from peft import PeftConfig, PeftModel
     from torch import Tensor, nn
 
@@ -35,7 +36,8 @@ class WholeWeights(FromPEFT):
         adapted = super().add(model, options, bases)
         for module in adapted.modules():
             if isinstance(module, ModulesToSaveWrapper):
-                _train_in_float32(module.modules_to_save["default"])
+                dtype = next(module.original_module.parameters()).dtype
+                _train_in_float32(module.modules_to_save["default"], dtype)
         return adapted
 
     def config(self, options: AdapterOptions, model: nn.Module) -> PeftConfig:
@@ -74,9 +76,8 @@ class FullFineTuning(WholeWeights):
         )
 
 
-def _train_in_float32(module: nn.Module) -> None:
-    """Make a module's weights float32; its output keeps the original dtype."""
-    dtype = next(module.parameters()).dtype
+def _train_in_float32(module: nn.Module, dtype: torch.dtype) -> None:
+    """Make a module's weights float32; its output keeps the model's dtype, also if tied weights are float32 already."""
     if dtype.itemsize >= FLOAT32_BYTES:
         return
     module.float()
